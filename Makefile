@@ -1,0 +1,46 @@
+# Every target works on a fresh checkout: each first makes .venv, once, and again when a requirement
+# changes. `make PYTHON=python3.12 setup` picks the interpreter of a new .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TOO_OLD := sparsering needs Python 3.11 or newer; name one: make PYTHON=python3.12 setup
+
+# Progress shows as it happens, also through a pipe.
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install the package, editable, with its development tools
+
+$(STAMP): pyproject.toml requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "$(TOO_OLD)")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -r requirements-dev.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## train a small LongNet on the standard library's sources; writes runs/demo
+	$(BIN)/sparsering demo --out runs/demo
+
+test: $(STAMP) ## run the tests that take seconds
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(STAMP) ## run every test
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## ruff (check and format), mypy, lines per module
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python tools/line_budget.py
+
+bench: $(STAMP) ## measure the operator against dense SDPA and FlexAttention; writes a record
+	$(BIN)/sparsering bench --out benchmarks/records
+
+clean: ## remove caches and build products; .venv and runs/ stay
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find sparsering tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

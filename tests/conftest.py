@@ -1,0 +1,72 @@
+"""What holds for every test: repeatable examples, seeded tensors, poisoned memory.
+
+`pytest --hypothesis-profile=explore` draws fresh hypothesis examples instead of the fixed ones.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+
+import hypothesis
+import pytest
+import torch
+from torch import Tensor
+
+os.environ.setdefault("MPLBACKEND", "Agg")  # before matplotlib is imported: no test opens a window
+
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("repeatable")
+
+
+class TorchRandom:
+    """Torch's default generator, for hypothesis to seed before each example and restore after."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCH_RANDOM = TorchRandom()  # hypothesis keeps only a weak reference
+hypothesis.register_random(TORCH_RANDOM)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Start each test from the same random numbers, in whatever order the tests run."""
+    torch.manual_seed(0)
+
+
+def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`allocate`, its floating memory filled with NaN and its integers with their largest value."""
+
+    @functools.wraps(allocate)
+    def allocate_and_fill(*args, **kwargs) -> Tensor:
+        out = allocate(*args, **kwargs)
+        if out.layout is not torch.strided or out.dtype is torch.bool:
+            return out
+        is_integer = not (out.is_floating_point() or out.is_complex())
+        with torch.no_grad():
+            return out.fill_(torch.iinfo(out.dtype).max if is_integer else float("nan"))
+
+    return allocate_and_fill
+
+
+@pytest.fixture(autouse=True, scope="session")
+def poisoned_memory() -> Iterator[None]:
+    """Make uninitialised memory visible: what an allocation holds is NaN until it is written.
+
+    torch has a facility for this (`torch.utils.deterministic.fill_uninitialized_memory`), which
+    reaches C++ allocations too but acts only under `torch.use_deterministic_algorithms`. That flag
+    also replaces algorithms: an `index_put_(accumulate=True)` whose bits change from run to run
+    becomes repeatable, so that our own tests of bit-for-bit determinism could not fail. Hence the
+    patch of the Python names, once per session so that compiled code keeps its guards. A test of a
+    C++ kernel can turn the facility on around its one call. Processes that a test starts are not
+    poisoned, nor are names bound by `from torch import empty`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "empty_like", "empty_strided"):
+            patch.setattr(torch, name, poisoned(getattr(torch, name)))
+        for name in ("new_empty", "new_empty_strided"):
+            patch.setattr(Tensor, name, poisoned(getattr(Tensor, name)))
+        yield

@@ -1,0 +1,126 @@
+"""Every Python block in README.md and docs/ runs; every `sparsering ...` command line parses."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+# A fence opens with its indentation, its backticks and its language; as many backticks close it.
+FENCE = re.compile(
+    r"^(?P<indent>[ ]*)(?P<ticks>`{3,})(?P<language>[^\n`]*)\n(?P<code>.*?)^[ ]*(?P=ticks)[ ]*$",
+    re.MULTILINE | re.DOTALL,
+)
+SHELLS = {"bash", "sh", "shell", "console"}
+
+
+class Block(NamedTuple):
+    language: str
+    code: str
+    line: int  # 1-based, of the block's first line of code
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced code blocks of a Markdown text, in order, without their indentation."""
+    found = []
+    for match in FENCE.finditer(text):
+        language = (match["language"].split() or [""])[0].lower()
+        code = re.sub(f"^ {{0,{len(match['indent'])}}}", "", match["code"], flags=re.MULTILINE)
+        found.append(Block(language, code, text.count("\n", 0, match.start("code")) + 1))
+    return found
+
+
+def command_lines(script: str) -> Iterator[list[str]]:
+    """The arguments of each call of `sparsering` in a shell block."""
+    for line in script.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars="&|;<>()")
+        lexer.whitespace_split = True
+        command: list[str] = []
+        for word in [*lexer, ";"]:
+            if set(word) <= set("&|;<>()"):  # the end of one simple command
+                if command and Path(command[0]).name == "sparsering":
+                    yield command[1:]
+                command = []
+            elif command or not re.match(r"\w+=", word):  # leave out `VARIABLE=value` in front
+                command.append(word)
+
+
+@each_page
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language == "python":
+            padding = "\n" * (block.line - 1)  # a traceback then names the page's own line
+            exec(compile(padding + block.code, str(page), "exec"), namespace)
+
+
+@each_page
+def test_command_lines_parse(page, capsys):
+    from sparsering.cli import build_parser
+
+    for block in blocks(page.read_text(encoding="utf-8")):
+        for arguments in command_lines(block.code) if block.language in SHELLS else ():
+            try:
+                build_parser().parse_args(arguments)
+            except SystemExit as exit:
+                message = f"{page.name}, block at line {block.line}: {capsys.readouterr().err}"
+                assert not exit.code, message
+
+
+@each_page
+def test_no_block_escapes_its_test(page):
+    text = page.read_text(encoding="utf-8")
+    assert 2 * len(blocks(text)) == len(re.findall(r"^ *```", text, re.MULTILINE)), "open fence"
+    languages = {block.language for block in blocks(text)}
+    assert not languages & {"py", "python3", "pycon", "ipython"}, "say ```python, so that it runs"
+
+
+def test_readme_has_python():
+    assert any(block.language == "python" for block in blocks(README.read_text(encoding="utf-8")))
+
+
+PAGE = """
+Text with `code`.
+
+```python
+x = 1
+```
+
+1. A list:
+
+   ```python
+   if x:
+       x = 2
+   ```
+
+```bash
+# sparsering is not called here
+$ sparsering plot "Causal() & SlidingWindow(4, 0)" --length 64 \\
+    --out a.png  # draws
+OMP_NUM_THREADS=2 .venv/bin/sparsering info > out.txt && sparsering bench; echo done
+pip install sparsering
+```
+
+```
+plain
+```
+"""
+
+
+def test_blocks_of_a_page():
+    found = blocks(PAGE)
+    assert [block.language for block in found] == ["python", "python", "bash", ""]
+    assert found[1] == Block("python", "if x:\n    x = 2\n", 11)
+    assert list(command_lines(found[2].code)) == [
+        ["plot", "Causal() & SlidingWindow(4, 0)", "--length", "64", "--out", "a.png"],
+        ["info"],
+        ["bench"],
+    ]
