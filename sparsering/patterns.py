@@ -1,0 +1,264 @@
+"""Which (query position, key position) pairs attend. Values, not tensors.
+
+    pattern = LongNet((2048, 4096), (1, 2)) & Causal()
+    pattern.to_dense(16)      # what it means, by definition; for small inputs
+    pattern.layout(1 << 20)   # what kernels run, at the cost of the pattern
+
+Masks that are defined block by block, or by a tensor, are in `block_patterns.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .algebra import Frame, Mask, Mixture, Pattern, checked_integer, freeze_integers
+
+
+@dataclass(frozen=True, repr=False)
+class Full(Mask):
+    """Every pair."""
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        return (p == p) & (k == k)
+
+
+@dataclass(frozen=True, repr=False)
+class Causal(Mask):
+    """k <= p."""
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        return k <= p
+
+
+@dataclass(frozen=True, repr=False)
+class SlidingWindow(Mask):
+    """p - left <= k <= p + right and (p - k) % dilation == 0; tokens, `None` = unbounded on that
+    side.
+
+    Source: Longformer (arXiv 2004.05150), sections 3.1-3.2.
+    """
+
+    left: int | None
+    right: int | None = 0
+    dilation: int = 1
+
+    def _validate(self) -> None:
+        for name, value in (("left", self.left), ("right", self.right)):
+            if value is not None:
+                checked_integer(f"SlidingWindow {name}", value, 0)
+        checked_integer("SlidingWindow dilation", self.dilation, 1)
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        held = (p - k) % self.dilation == 0
+        if self.left is not None:
+            held = held & (k >= p - self.left)
+        return held if self.right is None else held & (k <= p + self.right)
+
+
+@dataclass(frozen=True, repr=False)
+class GlobalTokens(Mask):
+    """(rows and 0 <= p < count) or (columns and k < count): the first tokens see all, are seen by
+    all, or both.
+    """
+
+    count: int
+    rows: bool = True
+    columns: bool = True
+
+    def _validate(self) -> None:
+        checked_integer("GlobalTokens count", self.count, 0)
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        row = (p >= 0) & (p < (self.count if self.rows else 0))
+        return row | (k < (self.count if self.columns else 0))
+
+
+@dataclass(frozen=True, repr=False)
+class Dilated(Mask):
+    """One LongNet branch: same segment floor(x / segment_length), and both on the head's grid.
+
+    x is on the grid where (x mod segment_length) mod dilation_rate == s(h), h the kv head: the
+    grid restarts at each segment. `offset`: "head" = h mod r, "block" = floor(h / ceil(H / r)), an
+    int, or one int per kv head, modulo r.
+
+    Source: LongNet (arXiv 2307.02486), equations 3-5 and 13-15; "block" is what torchscale
+    computes.
+    """
+
+    segment_length: int
+    dilation_rate: int
+    offset: str | int | tuple[int, ...] = "head"
+
+    def _validate(self) -> None:
+        checked_integer("Dilated segment_length", self.segment_length, 1)
+        checked_integer("Dilated dilation_rate", self.dilation_rate, 1)
+        if isinstance(self.offset, str):
+            if self.offset not in ("head", "block"):
+                raise ValueError(
+                    'Dilated offset must be "head", "block", an int or one int per kv head, '
+                    f"got {self.offset!r}"
+                )
+        elif isinstance(self.offset, Sequence):
+            freeze_integers(self, "offset", None)
+        else:
+            checked_integer("Dilated offset", self.offset, None)
+
+    def offset_of(self, kv_head: int, num_kv_heads: int) -> int:
+        """s(h) in [0, dilation_rate) of one kv head."""
+        if self.offset == "head":
+            return kv_head % self.dilation_rate
+        if self.offset == "block":
+            return kv_head // -(-num_kv_heads // self.dilation_rate)
+        return (
+            self.offset[kv_head] if isinstance(self.offset, tuple) else int(self.offset)
+        ) % self.dilation_rate
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        return replace(self, offset=self.offset_of(frame.kv_head(head), frame.num_kv_heads))
+
+    def check(self, frame: Frame) -> None:
+        if isinstance(self.offset, tuple) and len(self.offset) != frame.num_kv_heads:
+            raise ValueError(
+                f"Dilated offset must hold one int per kv head ({frame.num_kv_heads}), got "
+                f"{len(self.offset)}; "
+                'pass a single int for all heads, or "head"'
+            )
+
+    def num_tables(self, frame: Frame) -> int:
+        return 1 if isinstance(self.offset, int) or self.dilation_rate == 1 else frame.num_kv_heads
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        w, r, s = self.segment_length, self.dilation_rate, self.offset_of(0, 1)
+        return (p // w == k // w) & (p % w % r == s) & (k % w % r == s)
+
+
+def LongNet(  # noqa: N802 - a constructor like the classes beside it, whose value is a mixture
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    offset: str | int | tuple[int, ...] = "head",
+) -> Pattern:
+    """The mixture `Dilated(w1, r1, offset) + Dilated(w2, r2, offset) + ...`; a single branch is
+    that branch itself.
+
+    Source: LongNet (arXiv 2307.02486), equations 6-10: mixing branches by their softmax
+    denominators is one softmax over the multiset union of their keys.
+    """
+    lengths, rates = tuple(segment_lengths), tuple(dilation_rates)
+    if len(lengths) != len(rates) or not lengths:
+        raise ValueError(
+            "LongNet needs as many segment_lengths as dilation_rates, at least one, got "
+            f"{len(lengths)} and {len(rates)}"
+        )
+    masks = tuple(Dilated(w, r, offset) for w, r in zip(lengths, rates, strict=True))
+    return masks[0] if len(masks) == 1 else Mixture(masks)
+
+
+@dataclass(frozen=True, repr=False)
+class Documents(Mask):
+    """Same document; documents of these lengths in tokens, in order, summing to Nk. A length may
+    be 0.
+    """
+
+    lengths: tuple[int, ...]
+
+    def _validate(self) -> None:
+        freeze_integers(self, "lengths", 0)
+
+    def check(self, frame: Frame) -> None:
+        if sum(self.lengths) != frame.kv_len:
+            raise ValueError(
+                f"{type(self).__name__} lengths must sum to the key length {frame.kv_len}, got "
+                f"{sum(self.lengths)}; give padding a document of its own"
+            )
+
+    def ends(self) -> Tensor:
+        """Exclusive end position of each document, [documents]."""
+        return torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        ends = self.ends()
+        same = torch.searchsorted(ends, p, right=True) == torch.searchsorted(ends, k, right=True)
+        return same & (p >= 0) & (k < frame.kv_len)
+
+
+@dataclass(frozen=True, repr=False)
+class Packed(Mask):
+    """Inside each document, `pattern` with positions that restart at 0. Packed of a mixture is a
+    mixture.
+
+    Documents are as in `Documents`; to the inner pattern each one is a whole sequence (Nq = Nk =
+    its length).
+    """
+
+    lengths: tuple[int, ...]
+    pattern: Mask
+
+    def __new__(cls, lengths: tuple[int, ...], pattern: Pattern) -> Any:  # a mixture is no Packed
+        if isinstance(pattern, Mixture):
+            return Mixture(tuple(cls(lengths, mask) for mask in pattern.branches))
+        return super().__new__(cls)
+
+    def __getnewargs__(self) -> tuple[tuple[int, ...], Mask]:  # for copy and pickle
+        return self.lengths, self.pattern
+
+    def _validate(self) -> None:
+        if not isinstance(self.pattern, Mask):
+            raise TypeError(f"Packed needs a pattern to lay in each document, got {self.pattern!r}")
+        freeze_integers(self, "lengths", 0)
+
+    @property
+    def documents(self) -> Documents:
+        return Documents(self.lengths)
+
+    def inner_frame(self, length: int, frame: Frame) -> Frame:
+        return frame._replace(q_len=length, kv_len=length, q_start=0)
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        return replace(self, pattern=self.pattern.at(batch, head, frame))
+
+    def check(self, frame: Frame) -> None:
+        self.documents.check(frame)
+        for length in {length for length in self.lengths if length}:
+            self.pattern.check(self.inner_frame(length, frame))
+
+    def num_batches(self) -> int | None:
+        return self.pattern.num_batches()
+
+    def num_tables(self, frame: Frame) -> int:
+        return self.pattern.num_tables(frame)
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        if not any(self.lengths):
+            return (p != p) | (k != k)
+        ends = self.documents.ends()
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        document = torch.searchsorted(ends, k, right=True).clamp(max=len(ends) - 1)
+        start, length = (ends - lengths)[document], lengths[document]
+        inside = self.documents.holds(p, k, frame)
+        held = torch.zeros_like(inside)
+        for (
+            size
+        ) in length.unique().tolist():  # the inner pattern may depend on its sequence's length
+            here = inside & (length == size)
+            q, key = (x.expand(here.shape)[here] for x in (p - start, k - start))
+            held[here] = self.pattern.holds(q, key, self.inner_frame(size, frame)).expand(q.shape)
+        return held
+
+
+@dataclass(frozen=True, repr=False)
+class KeyPadding(Mask):
+    """k < lengths[batch]: keys from there on are padding. One length per batch entry."""
+
+    lengths: tuple[int, ...]
+
+    def _validate(self) -> None:
+        freeze_integers(self, "lengths", 0)
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        return GlobalTokens(self.lengths[batch], rows=False)
+
+    def num_batches(self) -> int | None:
+        return len(self.lengths)
