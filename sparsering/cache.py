@@ -1,0 +1,167 @@
+"""Building layouts, and the cache of them: pure functions of values, kept by value."""
+
+import threading
+from collections import OrderedDict
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .algebra import Frame, Pattern
+from .compile import CompiledPass, compile_passes
+from .layout import BlockLayout, Pass
+from .selected import selected_layout
+
+
+def build_layout(
+    pattern: Pattern, frame: Frame, block_size: int, device: torch.device
+) -> BlockLayout:
+    """Compiles without the cache. Raises ValueError where the pattern does not fit or the block
+    size is not legal.
+    """
+    if block_size not in range(16, 257, 16):
+        raise ValueError(f"block_size must be a multiple of 16 from 16 to 256, got {block_size}")
+    pattern.check(frame)
+    if (selected := selected_layout(pattern, frame, block_size)) is not None:
+        return selected
+    compiled = (
+        compile_passes(pattern, frame, block_size)
+        if frame.num_heads and pattern.num_batches() != 0
+        else []
+    )
+    passes = tuple(_assemble(c, frame).to(device) for c in compiled)
+    pairs = sum(_mean([[t.num_pairs for t in row] for row in c.tables]) for c in compiled)
+    return BlockLayout(frame, block_size, passes, pairs)
+
+
+def _assemble(compiled: CompiledPass, frame: Frame) -> Pass:
+    """Stacks the tables of a compiled pass; shorter ones are padded."""
+    tables = compiled.tables
+    longest = max(len(t.key_tile) for row in tables for t in row)
+
+    def stack(name: str, length: int) -> Tensor:
+        padded = torch.zeros(len(tables), len(tables[0]), length, dtype=torch.int32)
+        for b, row in enumerate(tables):
+            for h, table in enumerate(row):
+                values: Tensor = getattr(table, name)
+                padded[b, h, : len(values)] = values
+        return padded
+
+    queries, keys = compiled.queries, compiled.keys
+    return Pass(
+        step=queries[0].step,
+        query_start=torch.stack([axis.start for axis in queries]) - frame.q_start,
+        query_stop=torch.stack([axis.stop for axis in queries]) - frame.q_start,
+        key_start=torch.stack([axis.start for axis in keys]),
+        key_stop=torch.stack([axis.stop for axis in keys]),
+        row_ptr=stack("row_ptr", len(queries[0]) + 1),
+        key_tile=stack("key_tile", longest),
+        mask=stack("mask", longest),
+        bitmaps=compiled.bitmaps,
+    )
+
+
+def _mean(rows: list[list[int]]) -> float:
+    return sum(map(sum, rows)) / sum(map(len, rows))
+
+
+class CacheInfo(NamedTuple):
+    """Counts since the last `clear`, and what is held now."""
+
+    hits: int
+    misses: int
+    entries: int
+    bytes: int
+    limit: int
+
+
+class LayoutCache:
+    """Least-recently-used layouts by value of (pattern, frame, block size, device); thread-safe,
+    bounded in bytes.
+    """
+
+    def __init__(self, limit: int = 256 << 20) -> None:
+        self._lock = threading.Lock()
+        self._building: dict[object, threading.Lock] = {}
+        self._layouts: OrderedDict[object, BlockLayout] = OrderedDict()
+        self._limit = limit
+        self._hits = self._misses = 0
+
+    def layout(
+        self, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
+    ) -> BlockLayout:
+        """The cached layout, or a new one; threads that ask for the same one wait for a single
+        build.
+
+        Patterns that hold device tensors are built anew: comparing them would wait for the device.
+        """
+        if any(tensor.device.type != "cpu" for tensor in pattern.tensors):
+            return build_layout(pattern, frame, block_size, device)
+        key = (pattern, frame, block_size, device)
+        if (found := self._find(key)) is not None:
+            return found
+        with self._lock:
+            building = self._building.setdefault(key, threading.Lock())
+        with building:
+            if (found := self._find(key)) is not None:
+                return found
+            try:
+                layout = build_layout(pattern, frame, block_size, device)
+                with self._lock:
+                    self._misses += 1
+                    self._layouts[key] = layout
+                    self._shrink()
+                return layout
+            finally:
+                with self._lock:
+                    self._building.pop(key, None)
+
+    def info(self) -> CacheInfo:
+        with self._lock:
+            return CacheInfo(
+                self._hits, self._misses, len(self._layouts), self._bytes(), self._limit
+            )
+
+    def clear(self) -> None:
+        """Drops every layout and resets the counts."""
+        with self._lock:
+            self._layouts.clear()
+            self._hits = self._misses = 0
+
+    def invalidate(self, pattern: Pattern) -> int:
+        """Drops the layouts of one pattern; returns how many there were."""
+        with self._lock:
+            stale = [key for key in self._layouts if key[0] == pattern]  # type: ignore[index]
+            for key in stale:
+                del self._layouts[key]
+            return len(stale)
+
+    def set_limit(self, limit: int) -> None:
+        """Sets the most bytes to hold, dropping the least recently used layouts beyond it."""
+        with self._lock:
+            self._limit = limit
+            self._shrink()
+
+    def _find(self, key: object) -> BlockLayout | None:
+        with self._lock:
+            found = self._layouts.get(key)
+            if found is not None:
+                self._hits += 1
+                self._layouts.move_to_end(key)
+            return found
+
+    def _bytes(self) -> int:
+        return sum(layout.nbytes for layout in self._layouts.values())
+
+    def _shrink(self) -> None:
+        """Drops what does not fit: a layout beyond the limit by itself, then the least recently
+        used.
+        """
+        for key in [key for key, layout in self._layouts.items() if layout.nbytes > self._limit]:
+            del self._layouts[key]
+        held = self._bytes()
+        while held > self._limit:
+            held -= self._layouts.popitem(last=False)[1].nbytes
+
+
+layout_cache = LayoutCache()
