@@ -1,0 +1,48 @@
+"""The oracle: dense attention by definition, in plain differentiable torch (double backward
+included).
+"""
+
+import torch
+from torch import Tensor
+
+
+def reference_attention(
+    query: Tensor, key: Tensor, value: Tensor, log_counts: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`p_k = m e^{s_k} / sum m e^{s}` with `s = scale * q.k`, over all Nq x Nk pairs.
+
+    Args:
+        query: [B, Hq, Nq, D]; key: [B, Hkv, Nk, D]; value: [B, Hkv, Nk, Dv].
+        log_counts: log m(q, k) (plus any bias), broadcastable to [B, Hq, Nq, Nk]; -inf where there
+            is no pair.
+
+    Returns:
+        out [B, Hq, Nq, Dv] in the query's dtype, lse [B, Hq, Nq] float32 (float64 for float64).
+
+    Cost: O(B Hq Nq Nk) memory.
+    """
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    group = query.shape[1] // max(1, key.shape[1])
+    q = query.to(dtype)
+    k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (key, value))
+    if k.shape[2] == 0:
+        out = q.new_zeros(*q.shape[:3], v.shape[3]) + q.sum(-1, keepdim=True) * 0
+        return out.to(query.dtype), torch.full_like(q[..., 0], -torch.inf)
+    pairs = (log_counts > -torch.inf).expand(*q.shape[:3], k.shape[2])
+    score = torch.where(
+        pairs, scale * (q @ k.mT) + torch.where(pairs, log_counts.to(dtype), 0.0), -torch.inf
+    )
+    highest = score.detach().amax(-1, keepdim=True)
+    highest = torch.where(highest == -torch.inf, 0.0, highest)
+    weight = torch.where(pairs, (score - highest).exp(), 0.0)
+    total = weight.sum(-1, keepdim=True)
+    empty = ~pairs.any(-1, keepdim=True)
+    total = torch.where(empty, 1.0, total)
+    finite = v.isfinite()
+    reached = (
+        pairs.to(dtype) @ (~finite).to(dtype) > 0
+    )  # 0 * NaN is NaN: only rows that have the key may see it
+    out = torch.where(empty, 0.0, weight @ torch.where(finite, v, 0.0) / total)
+    out = torch.where(reached, torch.nan, out)
+    lse = torch.where(empty, -torch.inf, highest + total.log())[..., 0]
+    return out.to(query.dtype), lse

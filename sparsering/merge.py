@@ -1,0 +1,55 @@
+"""Merging partial attention results: softmaxes over disjoint (or repeated) keys become one."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merges attention over several sets of keys into attention over their multiset union.
+
+    `O = sum_i a_i O_i`, `a_i = exp(l_i - L)`, `L = log sum_i exp(l_i)`; parts without any key (lse
+    = -inf) add nothing, and a row that no part reaches has out = 0, lse = -inf and zero gradients.
+    Differentiable, through lse too.
+
+    Args:
+        outs: tensors [B, H, N, Dv].
+        lses: tensors [B, H, N], the natural log of each part's softmax denominator.
+
+    Returns:
+        out in the outs' dtype, lse in float32 (float64 for float64 outs).
+
+    Raises: ValueError where there is no part, or shapes do not match.
+
+    Example:
+        >>> out, lse = merge_attention((out_1, out_2), (lse_1, lse_2))
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise ValueError(
+            f"merge_attention needs as many outs as lses, at least one, got {len(outs)} and "
+            f"{len(lses)}"
+        )
+    for out, lse in zip(outs, lses, strict=True):
+        if out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
+            raise ValueError(
+                "merge_attention needs outs of one shape [B, H, N, Dv] and lses [B, H, N], "
+                f"got out {tuple(out.shape)} "
+                f"and lse {tuple(lse.shape)} beside out {tuple(outs[0].shape)}"
+            )
+    dtype = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
+    lse = torch.stack([part.to(dtype) for part in lses])  # [parts, B, H, N]
+    highest = finite_or_zero(lse.detach().amax(0))
+    weight = torch.where(lse == -torch.inf, 0.0, (lse - highest).exp())
+    total = weight.sum(0)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    mixed = sum(w[..., None] * part.to(dtype) for w, part in zip(weight, outs, strict=True))
+    out = torch.where(empty[..., None], 0.0, mixed / total[..., None])
+    return out.to(outs[0].dtype), torch.where(empty, -torch.inf, highest + total.log())
+
+
+def finite_or_zero(lse: Tensor) -> Tensor:
+    """Lse with -inf replaced by 0: a shift that keeps exp(-inf - shift) = 0 instead of NaN."""
+    return torch.where(lse == -torch.inf, 0.0, lse)
