@@ -72,7 +72,8 @@ def attention(
     name = choose(backend, query, key, value)
     if name == "reference":
         log_counts = _log_counts(query, key, pattern, q_start, block_size, block_bias)
-        out, lse = reference_attention(query, key, value, log_counts, scale)
+        with torch.autocast(query.device.type, enabled=False):
+            out, lse = reference_attention(query, key, value, log_counts, scale)
     else:
         out, lse = attention_op(
             query,

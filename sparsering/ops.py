@@ -102,7 +102,9 @@ def attention_op(
 ) -> tuple[Tensor, Tensor]:
     """Forward: (out, lse)."""
     layout = layout_for(pattern, tensors, query, key, q_start, block_size)
-    return gather.forward(layout, query, key, value, _checked_bias(block_bias, layout), scale)
+    bias = _checked_bias(block_bias, layout)
+    with torch.autocast(query.device.type, enabled=False):  # it would round scores
+        return gather.forward(layout, query, key, value, bias, scale)
 
 
 @torch.library.custom_op("sparsering::attention_backward", mutates_args=())
@@ -124,9 +126,10 @@ def attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and block_bias (empty without one)."""
     layout = layout_for(pattern, tensors, query, key, q_start, block_size)
-    dq, dk, dv, dbias = gather.backward(
-        layout, grad_out, grad_lse, query, key, value, block_bias, out, lse, scale
-    )
+    with torch.autocast(query.device.type, enabled=False):
+        dq, dk, dv, dbias = gather.backward(
+            layout, grad_out, grad_lse, query, key, value, block_bias, out, lse, scale
+        )
     return dq, dk, dv, query.new_empty(0) if dbias is None else dbias
 
 

@@ -1,36 +1,31 @@
-"""The portable backend: gathers each query tile's keys and hands chunks of equal shape to batched
-library kernels.
+"""The portable backend: gathers each query tile's keys and hands them to library kernels.
 
-Forward is one scaled-dot-product call per chunk (torch's CPU flash kernel, which returns lse;
-matmuls elsewhere), backward five batched matmuls per chunk. Scores exist for one chunk at a time:
-extra memory is O(N) for accumulators and a workspace (`set_workspace`) that bounds the chunk. Any
-device, any dtype; sums run in a fixed order.
+A unit is one row of `gather_plan`: a few query tiles and the keys that they all visit. Forward is
+two matmuls and a softmax per unit, merged into (out, lse); backward five matmuls. Scores exist for
+a few units at a time: extra memory is O(N) for accumulators and a workspace (`set_workspace`).
+Any device, any dtype (half precision computes in float32); sums run in a fixed order.
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..layout import BlockLayout
 from ..merge import finite_or_zero
 from .gather_plan import Chunk, chunks, plan
 
-_MOST_JOINED_QUERIES = (
-    2048  # tokens of one row forward: enough for the library kernels to run at full rate
-)
-_MOST_JOINED_QUERIES_BACKWARD = (
-    256  # less where a row's scores exist as a whole, so that they stay in cache
-)
-_MOST_KEYS_BACKWARD = 1024
-_workspace = {"bytes": 64 << 20}
+_MOST_QUERIES = 512  # tokens of a unit: enough for the full rate of a matmul,
+_MOST_KEYS = 2048  # while its scores stay in cache
+_LEAST_PAIRS_ALONE = 1 << 15  # smaller units are batched
+_workspace = {"bytes": 16 << 20}
 
 
 def set_workspace(limit: int) -> int:
-    """Sets how many bytes a call may gather at a time (default 64 MiB; at least one tile is).
-    Returns the old limit.
+    """Sets how many bytes a call gathers at a time (at least one unit is). Returns the old limit.
 
-    A smaller workspace saves memory, a larger one calls and merges. Accumulators of O(N) come on
-    top.
+    The default, 16 MiB, is where more stops to pay; less saves memory and costs calls. Accumulators
+    of O(N) come on top.
     """
     if limit <= 0:
         raise ValueError(f"the workspace must be a positive number of bytes, got {limit}")
@@ -52,52 +47,30 @@ def forward(
         query: [B, Hq, Nq, D]; key: [B, Hkv, Nk, D]; value: [B, Hkv, Nk, Dv].
         block_bias: [B, Hq, num_blocks] added to every score of an entry, or None.
 
-    Returns: out [B, Hq, Nq, Dv] in the query's dtype, lse [B, Hq, Nq] float32 (float64 for
-    float64).
+    Returns:
+        out [B, Hq, Nq, Dv] in the query's dtype, lse [B, Hq, Nq] float32 (float64 for float64).
     """
-    batch, heads, q_len, _ = query.shape
-    width = value.shape[-1]
-    flash = query.device.type == "cpu"
-    if flash and width != query.shape[-1]:  # that kernel takes one width
-        widest = max(width, query.shape[-1])
-        query, key, value = (F.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
-    q, k, v, bias = _flat(query), _flat(key), _flat(value), _flat_bias(block_bias)
     dtype = _accumulator(query)
-    out = torch.zeros(len(q), width, dtype=dtype, device=q.device)
+    q, k, v, bias = _flat(query), _flat(key), _flat(value), _flat_bias(block_bias)
+    out = torch.zeros(len(q), v.shape[1], dtype=dtype, device=q.device)
     lse = torch.full((len(q),), -torch.inf, dtype=dtype, device=q.device)
-    of_query, of_key, of_pair = (
-        (q.shape[1] + 2 * v.shape[1]) * 4,
-        (k.shape[1] + v.shape[1]) * k.itemsize,
-        0,
-    )
-    if not flash:
-        of_pair = 2 * lse.itemsize
-    most_keys = max(1, _workspace["bytes"] // (2 * layout.block_size * of_key))
-    for number, p in enumerate(layout.passes):
-        joinable = max(1, _MOST_JOINED_QUERIES // layout.block_size) if bias is None else 1
-        for group in plan(p, layout.block_size, joinable, most_keys):
-            for chunk in chunks(
-                layout, number, group, batch, _workspace["bytes"], (of_query, of_key, of_pair)
-            ):
-                rows = chunk.q.flatten()
-                attend = _attend_flash if flash else _attend_matmul
-                part, part_lse = attend(
-                    q[rows].view(*chunk.q.shape, -1),
-                    k[chunk.k][:, None],
-                    v[chunk.k][:, None],
-                    _additive(chunk, bias, q.dtype),
-                    scale,
-                )
-                part, part_lse = (
-                    part[..., :width].reshape(len(rows), width),
-                    part_lse.reshape(len(rows)),
-                )
-                if group.fresh and number == 0:
-                    out.index_copy_(0, rows, part.to(dtype))
-                    lse.index_copy_(0, rows, part_lse.to(dtype))
-                else:
-                    _merge_rows(out, lse, rows, part, part_lse)
-    return out.view(batch, heads, q_len, width).to(query.dtype), lse.view(batch, heads, q_len)
+    for fresh, chunk in _walk(layout, query, value, bias):
+        cq = _take(q, chunk.q, dtype).mul_(scale).flatten(1, 2)  # [C, g * m, D]
+        ck, cv = _take(k, chunk.k, dtype), _take(v, chunk.k, dtype)  # [C, n, D]
+        share, parts, part_lses = chunk.q.shape[1], [], []
+        for unit, additive, product in _units(chunk, bias, dtype):
+            weight, part_lse = _softmax(product(cq[unit], ck[unit]), additive, share)
+            parts.append(product(weight, cv[unit].mT).flatten(0, -2))
+            part_lses.append(part_lse.flatten())
+        part, part_lse = torch.cat(parts), torch.cat(part_lses)
+        rows = chunk.q.flatten()
+        if fresh:
+            out.index_copy_(0, rows, part)
+            lse.index_copy_(0, rows, part_lse)
+        else:
+            _merge_rows(out, lse, rows, part, part_lse)
+    shape = query.shape[:3]
+    return out.view(*shape, v.shape[1]).to(query.dtype), lse.view(shape)
 
 
 def backward(
@@ -114,147 +87,165 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and block_bias.
 
-    With the merged lse and `delta = rowsum(dO * O) - dlse`, every chunk of every pass computes `P
-    = exp(s - lse)`, `dS = P * (dP - delta)`: no per-branch outputs are needed.
+    With the merged lse and `delta = rowsum(dO * O) - dlse`, every unit of every pass computes
+    `P = exp(s - lse)`, `dS = P * (dP - delta)`: no per-branch outputs are needed.
     """
-    batch, dtype = len(query), _accumulator(query)
-    q, k, v, do, bias = (
-        _flat(query),
-        _flat(key),
-        _flat(value),
-        _flat(grad_out),
-        _flat_bias(block_bias),
-    )
+    dtype = _accumulator(query)
+    q, k, v, do = _flat(query), _flat(key), _flat(value), _flat(grad_out)
+    bias = _flat_bias(block_bias)
     delta = (do.to(dtype) * _flat(out).to(dtype)).sum(1) - grad_lse.reshape(-1).to(dtype)
-    lse = torch.where(lse == -torch.inf, torch.inf, lse).reshape(
-        -1
-    )  # exp(s - inf) = 0 in rows without keys
+    # exp(s - inf) = 0 in rows without keys
+    lse = torch.where(lse == -torch.inf, torch.inf, lse).reshape(-1)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     dbias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
-    width = q.shape[1] + v.shape[1]
-    bytes_per = (2 * width * dtype.itemsize, 2 * width * dtype.itemsize, 3 * dtype.itemsize)
-    for number, p in enumerate(layout.passes):
-        joinable = max(1, _MOST_JOINED_QUERIES_BACKWARD // layout.block_size) if bias is None else 1
-        for group in plan(
-            p, layout.block_size, joinable, max(1, _MOST_KEYS_BACKWARD // layout.block_size)
-        ):
-            for chunk in chunks(layout, number, group, batch, _workspace["bytes"], bytes_per):
-                units, share, m = chunk.q.shape
-                rows = chunk.q.flatten()
-                cq, cdo = (
-                    x[rows].to(dtype).view(units, share * m, -1) for x in (q, do)
-                )  # [C, g * m, D]
-                ck, cv = k[chunk.k].to(dtype), v[chunk.k].to(dtype)  # [C, n, D]
-                score = _scores(cq * scale, ck, _additive(chunk, bias, dtype), share)
-                weight = score.sub_(lse[rows].view(units, -1, 1)).exp_()  # P, [C, g * m, n]
-                dv.index_add_(0, chunk.k.flatten(), (weight.mT @ cdo).flatten(0, 1))
-                dscore = (cdo @ cv.mT).sub_(delta[rows].view(units, -1, 1)).mul_(weight)
-                if chunk.cells is not None:
-                    dscore.masked_fill_(
-                        ~_grouped(chunk.cells, dscore, share), 0.0
-                    )  # 0 * NaN of a masked key
-                dq.index_add_(0, rows, (dscore @ ck).mul_(scale).flatten(0, 1))
-                dk.index_add_(0, chunk.k.flatten(), (dscore.mT @ cq).mul_(scale).flatten(0, 1))
-                if dbias is not None:
-                    _add_bias_gradient(dbias, chunk, dscore.view(units, share, m, -1).sum(2))
+    for _, chunk in _walk(layout, query, value, bias):
+        rows, columns = chunk.q.flatten(), chunk.k.flatten()
+        cq, cdo = (_take(x, chunk.q, dtype).flatten(1, 2) for x in (q, do))  # [C, g * m, D]
+        ck, cv = _take(k, chunk.k, dtype), _take(v, chunk.k, dtype)  # [C, n, D]
+        cq.mul_(scale)
+        clse, cdelta = (x[chunk.q].flatten(1, 2)[..., None] for x in (lse, delta))
+        share, dqs, dks, dvs, dbiases = chunk.q.shape[1], [], [], [], []
+        for unit, additive, product in _units(chunk, bias, dtype):
+            score = _biased(product(cq[unit], ck[unit]), additive, share)
+            weight = score.sub_(clse[unit]).exp_()
+            dscore = product(cdo[unit], cv[unit]).sub_(cdelta[unit]).mul_(weight)
+            dvs.append(product(cdo[unit].mT, weight.mT).mT.flatten(0, -2))
+            dqs.append(product(dscore, ck[unit].mT).flatten(0, -2))
+            dks.append(product(cq[unit].mT, dscore.mT).mT.flatten(0, -2))
+            if bias is not None:
+                dbiases.append(dscore.unflatten(-2, (share, -1)).sum(-2))
+        dq.index_add_(0, rows, torch.cat(dqs), alpha=scale)
+        dk.index_add_(0, columns, torch.cat(dks))
+        dv.index_add_(0, columns, torch.cat(dvs))
+        if dbias is not None and chunk.bias is not None:
+            of_keys = torch.cat([x.reshape(-1, *x.shape[-2:]) for x in dbiases])  # [C, g, n]
+            _add_bias_gradient(dbias, *chunk.bias, of_keys)
     dq, dk, dv = (
         x.view(like.shape).to(like.dtype) for x, like in ((dq, query), (dk, key), (dv, value))
     )
+    if dbias is None or block_bias is None:
+        return dq, dk, dv, None
+    return dq, dk, dv, dbias.view(block_bias.shape).to(block_bias.dtype)
+
+
+def _walk(
+    layout: BlockLayout, query: Tensor, value: Tensor, bias: Tensor | None
+) -> Iterator[tuple[bool, Chunk]]:
+    """Every chunk of every pass, and whether its query rows are met for the first time."""
+    b, size = layout.block_size, _accumulator(query).itemsize
+    per_token = 3 * size * (query.shape[-1] + value.shape[-1])
+    most_queries = 1 if bias is not None else max(1, _MOST_QUERIES // b)
+    for number, p in enumerate(layout.passes):
+        for group in plan(p, b, most_queries, max(1, _MOST_KEYS // b)):
+            pairs = group.num_queries * group.num_keys
+            per_pair = 0 if _alone(pairs, query.device, _accumulator(query)) else 4 * size
+            limits = (_workspace["bytes"], per_token, per_pair)
+            for chunk in chunks(layout, number, group, len(query), *limits, bias is not None):
+                yield group.fresh and number == 0, chunk
+
+
+def _units(
+    chunk: Chunk, bias: Tensor | None, dtype: torch.dtype
+) -> Iterator[tuple[int | slice, Tensor | None, Callable[[Tensor, Tensor], Tensor]]]:
+    """What is computed at a time: (unit index, what to add to its scores, the matmul a @ b^T).
+
+    Large units run one by one, so that their scores stay in cache, smaller ones as one batch.
+    """
+    additive = _additive(chunk, bias, dtype)
+    if not _alone(chunk.q[0].numel() * chunk.k.shape[1], chunk.q.device, dtype):
+        yield slice(None), additive, _batched_product
+        return
+    for unit in range(len(chunk.q)):
+        own = None if additive is None else additive[unit if len(additive) > 1 else 0]
+        yield unit, own, _product
+
+
+def _alone(pairs: int, device: torch.device, dtype: torch.dtype) -> bool:
     return (
-        dq,
-        dk,
-        dv,
-        None
-        if dbias is None or block_bias is None
-        else dbias.view(block_bias.shape).to(block_bias.dtype),
+        pairs >= _LEAST_PAIRS_ALONE
+        and device.type == "cpu"
+        and dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
     )
 
 
-def _attend_flash(
-    q: Tensor, k: Tensor, v: Tensor, additive: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """[C, g, m, D] queries on [C, 1, n, D] keys by torch's CPU kernel; q and k as wide as v."""
-    k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, attn_mask=additive, scale=scale
-    )
-    if additive is not None:  # that kernel says out = 0, lse = 0 for a row without keys
-        lse = torch.where((additive == -torch.inf).all(-1), -torch.inf, lse)
-    return out, lse
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """The product a @ b^T by oneDNN: up to twice the default BLAS's rate, on any vendor's CPU."""
+    return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")  # type: ignore[no-any-return]
 
 
-def _attend_matmul(
-    q: Tensor, k: Tensor, v: Tensor, additive: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The same from matmuls, on any device."""
-    units, share, m, _ = q.shape
-    dtype = _accumulator(q)
-    score = _scores(q.to(dtype).flatten(1, 2) * scale, k[:, 0].to(dtype), additive, share)
-    highest = finite_or_zero(score.amax(-1, keepdim=True))
-    weight = score.sub_(highest).exp_()
-    total = weight.sum(-1, keepdim=True)
-    out = (weight @ v[:, 0].to(dtype)) / torch.where(total == 0, 1.0, total)
-    return out.view(units, share, m, -1), (highest + total.log()).view(units, share, m)
+def _batched_product(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b.mT
 
 
-def _scores(q: Tensor, k: Tensor, additive: Tensor | None, share: int) -> Tensor:
-    """[C, g * m, n] scores of scaled queries, masked pairs -inf whatever the keys hold."""
-    score = q @ k.mT
-    if additive is None:
-        return score
-    by_head = score.view(len(q), share, -1, k.shape[1])
-    by_head.add_(additive.to(score.dtype)).masked_fill_(additive == -torch.inf, -torch.inf)
+def _softmax(score: Tensor, additive: Tensor | None, share: int) -> tuple[Tensor, Tensor]:
+    """Softmax over the last dim and its lse; a row without pairs gets weights 0, lse -inf."""
+    score = _biased(score, additive, share)
+    highest = score.amax(-1, keepdim=True)
+    weight = torch.softmax(score, -1)
+    lse = highest - weight.amax(-1, keepdim=True).log()
+    if additive is not None:
+        empty = highest == -torch.inf
+        weight.masked_fill_(empty, 0.0)
+        lse.masked_fill_(empty, -torch.inf)
+    return weight, lse
+
+
+def _biased(score: Tensor, additive: Tensor | None, share: int) -> Tensor:
+    """Adds [..., g or 1, m or 1, n] to scores [..., g * m, n], g = share, in place."""
+    if additive is not None:
+        score.unflatten(-2, (share, -1)).add_(additive)
     return score
 
 
 def _additive(chunk: Chunk, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What is added to a chunk's scores, [C or 1, g or 1, m or 1, n]: the block bias, -inf where a
-    pair is out.
+    """What is added to a chunk's scores: the block bias, -inf where a pair is out.
+
+    [C or 1, g or 1, m or 1, n], None for nothing.
     """
     additive = None
-    if bias is not None:
-        additive = (
-            bias[chunk.entries]
-            .gather(-1, chunk.slots[:, None].expand(-1, chunk.q.shape[1], -1))[:, :, None]
-            .to(dtype)
-        )
+    if bias is not None and chunk.bias is not None:
+        entries, slots = chunk.bias
+        slots = slots[:, None].expand(-1, chunk.q.shape[1], -1)
+        additive = bias[entries].gather(-1, slots)[:, :, None].to(dtype)
     if chunk.cells is not None:
-        zero = torch.zeros((), dtype=dtype, device=chunk.q.device) if additive is None else additive
-        additive = torch.where(chunk.cells[:, None], zero, -torch.inf)
+        kept = torch.zeros((), dtype=dtype, device=chunk.q.device) if additive is None else additive
+        additive = torch.where(chunk.cells[:, None], kept, -torch.inf)
     return additive
 
 
 def _merge_rows(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merges partial results into distinct rows of (out, lse), in place."""
     old = lse[rows]
-    highest = finite_or_zero(torch.maximum(old, part_lse.to(lse.dtype)))
-    a, b = (old - highest).exp(), (part_lse.to(lse.dtype) - highest).exp()
+    highest = finite_or_zero(torch.maximum(old, part_lse))
+    a, b = (old - highest).exp(), (part_lse - highest).exp()
     total = torch.where(a + b == 0, 1.0, a + b)
-    merged = out[rows].mul_((a / total)[:, None]).addcmul_(part.to(out.dtype), (b / total)[:, None])
+    merged = (
+        out.index_select(0, rows).mul_((a / total)[:, None]).addcmul_(part, (b / total)[:, None])
+    )
     out.index_copy_(0, rows, merged)
     lse.index_copy_(0, rows, highest + (a + b).log())
 
 
-def _add_bias_gradient(dbias: Tensor, chunk: Chunk, columns: Tensor) -> None:
-    """Adds [C, g, n] sums over each key's scores to the entries that the keys belong to, each
-    entry in one row only.
-    """
-    of_entry = columns.new_zeros(chunk.entries.shape)
-    of_entry.scatter_add_(-1, chunk.slots[:, None].expand(columns.shape), columns)
-    dbias.index_add_(0, chunk.entries.flatten(), of_entry.flatten())
+def _add_bias_gradient(dbias: Tensor, entries: Tensor, slots: Tensor, of_keys: Tensor) -> None:
+    """Adds [C, g, n] sums over each key's scores to the entries that the keys belong to."""
+    of_entries = of_keys.new_zeros(entries.shape)
+    of_entries.scatter_add_(-1, slots[:, None].expand(of_keys.shape), of_keys)
+    dbias.index_add_(0, entries.flatten(), of_entries.flatten())
 
 
-def _grouped(cells: Tensor, scores: Tensor, share: int) -> Tensor:
-    """[C or 1, m, n] cells for [C, g * m, n] scores."""
-    return cells if share == 1 else cells.repeat(1, share, 1)
+def _take(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copies of some rows, [*rows.shape, width]."""
+    taken = x.index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1])
+    return taken.to(dtype)
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x.flatten(0, -2)
 
 
 def _flat_bias(block_bias: Tensor | None) -> Tensor | None:
-    return None if block_bias is None else block_bias.reshape(-1)
+    return None if block_bias is None else block_bias.flatten()
 
 
 def _accumulator(x: Tensor) -> torch.dtype:

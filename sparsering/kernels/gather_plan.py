@@ -185,15 +185,14 @@ class Chunk:
             the keys.
         k: [C, n] rows of the flattened [B * Hkv * Nk, ...] tensors.
         cells: bool [C or 1, m, n], the pairs that are in, or None where all are.
-        slots: [C, n] which of the row's entries each key belongs to.
-        entries: [C, g, e] positions in a flattened [B, Hq, num_blocks] block bias.
+        bias: positions in a flattened [B, Hq, num_blocks] block bias, [C, g, e], and which of the
+            e entries each key belongs to, [C, n]; None where there is no bias.
     """
 
     q: Tensor
     k: Tensor
     cells: Tensor | None
-    slots: Tensor
-    entries: Tensor
+    bias: tuple[Tensor, Tensor] | None
 
 
 def chunks(
@@ -202,10 +201,14 @@ def chunks(
     group: Group,
     batch: int,
     workspace: int,
-    bytes_per: tuple[int, int, int],
+    per_token: int,
+    per_pair: int,
+    biased: bool,
 ) -> Iterator[Chunk]:
-    """Cuts a group of pass `number` into chunks that fit the workspace, given bytes per query, key
-    and pair of them.
+    """Cuts a group of pass `number` into chunks of at most `workspace` bytes.
+
+    `per_token` and `per_pair` are the bytes that the caller keeps of a query or key token and of a
+    pair of them.
     """
     p, frame, b = layout.passes[number], layout.frame, layout.block_size
     batch_tables, heads = len(p.row_ptr), max(p.row_ptr.shape[1], len(p.query_start))
@@ -218,11 +221,10 @@ def chunks(
         torch.arange(len(group.head), device=device),
     )
     m, n = group.num_queries, group.num_keys
-    of_pair = bytes_per[2] * share + (6 if group.masks is not None and len(group.masks) > 1 else 0)
-    per_unit = share * m * (bytes_per[0] + 16) + n * (bytes_per[1] + 40) + m * n * of_pair
-    for bat, hd, rows in (
-        part.unbind(1) for part in units.split(max(1, workspace // max(1, per_unit)))
-    ):
+    per_pair = per_pair * share + 6 * (group.masks is not None and len(group.masks) > 1)
+    per_unit = (share * m + n) * (per_token + 40) + m * n * per_pair
+    bias = None
+    for bat, hd, rows in (part.unbind(1) for part in units.split(max(1, workspace // per_unit))):
         lane = group.head[rows] * len(p.query_start) // heads
         bat, hd = bat + group.batch[rows], hd + group.head[rows] * (unit_heads // heads)
         q_head = hd[:, None] * share + torch.arange(share, device=device)
@@ -231,35 +233,30 @@ def chunks(
             p.query_start, p.query_stop, lane, group.query_tiles[rows], p.step, b
         )
         k, real_k = _positions(p.key_start, p.key_stop, lane, group.key_tiles[rows], p.step, b)
-        slots = (
-            torch.arange(real_k.shape[1], device=device)
-            .div(b, rounding_mode="floor")
-            .expand(real_k.shape)
-        )
+        ragged = q[0].numel() * k[0].numel() != m * n
         cells = None
         if group.masks is not None:
             masks = group.masks if len(group.masks) == 1 else group.masks[rows]
             cells = unpack(p.bitmaps[masks], b).transpose(1, 2).flatten(2)  # [C or 1, b, e * b]
-            if cells[0].numel() != m * n:
+            if ragged:
                 pairs = real_q[:, :, None] & real_k[:, None, :]
                 cells = cells.expand(pairs.shape)[pairs].view(-1, m, n)
-        own = (
-            bat[:, None] * (layout.table_shape[0] > 1),
-            q_head * layout.table_shape[1] // frame.num_heads,
-        )
-        yield Chunk(
-            q=((bat[:, None] * frame.num_heads + q_head) * frame.q_len)[..., None]
-            + q[real_q].view(-1, 1, m),
-            k=((bat * frame.num_kv_heads + kv_head) * frame.kv_len)[:, None]
-            + k[real_k].view(-1, n),
-            cells=cells,
-            slots=slots[real_k].view(-1, n),
-            entries=(
-                (bat[:, None] * frame.num_heads + q_head) * layout.num_blocks
-                + layout.first_entry[number][own]
-            )[..., None]
-            + group.entries[rows][:, None],
-        )
+        if biased:
+            tables = layout.table_shape
+            table = (bat[:, None] * (tables[0] > 1), q_head * tables[1] // frame.num_heads)
+            first = (bat[:, None] * frame.num_heads + q_head) * layout.num_blocks
+            first = first + layout.first_entry[number][table]
+            slots = torch.arange(k.shape[1], device=device).div(b, rounding_mode="floor")
+            slots = slots.expand(k.shape)
+            bias = (
+                first[..., None] + group.entries[rows][:, None],
+                slots[real_k].view(-1, n) if ragged else slots,
+            )
+        if ragged:
+            q, k = q[real_q].view(-1, m), k[real_k].view(-1, n)
+        first_q = (bat[:, None] * frame.num_heads + q_head) * frame.q_len
+        first_k = (bat * frame.num_kv_heads + kv_head) * frame.kv_len
+        yield Chunk(first_q[..., None] + q[:, None], first_k[:, None] + k, cells, bias)
 
 
 def _positions(
