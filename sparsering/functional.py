@@ -3,6 +3,7 @@ inputs.
 """
 
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,6 +12,38 @@ from .algebra import Pattern
 from .kernels.reference import reference_attention
 from .layout import BlockLayout
 from .ops import BACKENDS, DTYPES, attention_op, choose, layout_for, pair_counts_op
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    scale: float | None = ...,
+    q_start: int | None = ...,
+    block_size: int | None = ...,
+    block_bias: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    scale: float | None = ...,
+    q_start: int | None = ...,
+    block_size: int | None = ...,
+    block_bias: Tensor | None = ...,
+    return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(

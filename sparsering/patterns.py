@@ -139,7 +139,7 @@ def LongNet(  # noqa: N802 - a constructor like the classes beside it, whose val
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     offset: str | int | tuple[int, ...] = "head",
-) -> Pattern:
+) -> Mixture | Dilated:
     """The mixture `Dilated(w1, r1, offset) + Dilated(w2, r2, offset) + ...`; a single branch is
     that branch itself.
 

@@ -171,7 +171,7 @@ def _alone(pairs: int, device: torch.device, dtype: torch.dtype) -> bool:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """The product a @ b^T by oneDNN: up to twice the default BLAS's rate, on any vendor's CPU."""
-    return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")  # type: ignore[no-any-return]
+    return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
 
 
 def _batched_product(a: Tensor, b: Tensor) -> Tensor:

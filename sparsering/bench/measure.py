@@ -1,0 +1,129 @@
+"""Honest timing: interleaved medians, errors against float64, peak memory, and the record of it."""
+
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..algebra import Pattern
+
+Row = dict[str, object]
+
+
+def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each call: one untimed round, then `rounds` rounds of all in turn."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if number:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def sampled_error(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, rows: int = 32
+) -> float:
+    """Largest error of some query rows against float64 softmax by definition.
+
+    Relative to the largest exact output. Raises where the output is all zeros.
+    """
+    if not out.any():
+        raise RuntimeError("the timed function returned zeros")
+    q_len, kv_len, heads = query.shape[2], key.shape[2], query.shape[1]
+    worst = largest = 0.0
+    for row in torch.linspace(0, q_len - 1, rows).long().tolist():
+        counts = pattern.to_dense(
+            1, kv_len, num_heads=heads, num_kv_heads=key.shape[1], q_start=kv_len - q_len + row
+        )
+        score = query[:, :, row : row + 1].double() @ key.double().mT * query.shape[-1] ** -0.5
+        weight = torch.softmax(score + counts.double().log(), -1).nan_to_num()
+        exact = weight @ value.double()
+        worst = max(worst, float((out[:, :, row : row + 1].double() - exact).abs().max()))
+        largest = max(largest, float(exact.abs().max()))
+    return worst / largest
+
+
+def peak_extra_bytes(work: Callable[..., Iterator[None]], *arguments: object) -> int:
+    """Peak resident memory of `work` beyond what its generator form holds at its first `yield`.
+
+    `work` is a generator function in a module, run in a fresh process: up to its `yield` it makes
+    its inputs and warms up, after it comes the call that is measured.
+    """
+    context = multiprocessing.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_peak, args=(send, work, arguments))
+    process.start()
+    send.close()
+    extra: int = receive.recv()
+    process.join()
+    return extra
+
+
+def _measure_peak(
+    send: Connection, work: Callable[..., Iterator[None]], arguments: tuple[object, ...]
+) -> None:
+    steps = work(*arguments)
+    next(steps)
+    before = _resident_bytes()
+    next(steps, None)
+    send.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def environment() -> Row:
+    """What a figure depends on: versions, processor, threads, commit."""
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def write_record(out: Path, name: str, rows: list[Row]) -> Path:
+    """Writes one comparison's rows and environment to `out/name.json`, and prints them."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    path.write_text(
+        json.dumps({"name": name, "environment": environment(), "rows": rows}, indent=1)
+    )
+    print(f"{name} -> {path}")
+    for row in rows:
+        print("  " + "  ".join(f"{key}={_short(value)}" for key, value in row.items()))
+    return path
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _git(*arguments: str) -> str:
+    command = ("git", "-C", str(Path(__file__).parent), *arguments)
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
