@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .algebra import Frame, Mask, checked_integer, freeze_integers
+from .algebra import And, Frame, Mask, Or, checked_integer, freeze_integers
 from .permutation import mix, permute, unpermute
 
 
@@ -384,3 +384,11 @@ class SelectedBlocks(_TensorMask, BlockMask):
                 f"position, got shape {tuple(self.indices.shape)}; for cross attention pass "
                 "q_start=0"
             )
+
+
+def block_masks(mask: Mask) -> list[BlockMask]:
+    """The block masks that a mask is made of."""
+    if isinstance(mask, BlockMask):
+        return [mask]
+    parts = mask.masks if isinstance(mask, And | Or) else ()
+    return [found for part in parts for found in block_masks(part)]

@@ -12,6 +12,8 @@ from .compile import CompiledPass, compile_passes
 from .layout import BlockLayout, Pass
 from .selected import selected_layout
 
+BLOCK_SIZES = range(16, 257, 16)
+
 
 def build_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
@@ -19,7 +21,7 @@ def build_layout(
     """Compiles without the cache. Raises ValueError where the pattern does not fit or the block
     size is not legal.
     """
-    if block_size not in range(16, 257, 16):
+    if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be a multiple of 16 from 16 to 256, got {block_size}")
     pattern.check(frame)
     if (selected := selected_layout(pattern, frame, block_size)) is not None:

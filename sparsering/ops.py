@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .algebra import Frame
-from .cache import layout_cache
+from .algebra import Frame, Pattern
+from .block_patterns import block_masks
+from .cache import BLOCK_SIZES, layout_cache
 from .expression import parse
 from .kernels import gather
 from .layout import BlockLayout
@@ -52,8 +53,11 @@ def choose(backend: str | None, query: Tensor, key: Tensor, value: Tensor) -> st
     )
 
 
-def default_block_size(kv_len: int) -> int:
-    """The block size where the caller names none: 128, less for short keys."""
+def default_block_size(pattern: Pattern, kv_len: int) -> int:
+    """Where none is named: the pattern's own smallest block, else 128, less for few keys."""
+    own = [mask.block_size for branch in pattern.branches for mask in block_masks(branch)]
+    if own and min(own) in BLOCK_SIZES:
+        return min(own)
     return 128 if kv_len > 64 else 64 if kv_len > 32 else 32
 
 
@@ -66,9 +70,9 @@ def layout_for(
     block_size: int | None,
 ) -> BlockLayout:
     """The cached layout of a spelt-out pattern on these inputs."""
-    size = default_block_size(key.shape[2]) if block_size is None else block_size
     frame = Frame.build(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
     value = parse(pattern, tensors)
+    size = default_block_size(value, frame.kv_len) if block_size is None else block_size
     if (batch := value.num_batches()) not in (None, query.shape[0]):
         raise ValueError(
             f"the pattern is for {batch} batch entries, got a query of {query.shape[0]}; "

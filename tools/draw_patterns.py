@@ -1,0 +1,17 @@
+"""Draws the README's three patterns: `python tools/draw_patterns.py docs/patterns.png`."""
+
+import sys
+from pathlib import Path
+
+from sparsering import Causal, GlobalTokens, LongNet, RandomBlocks, SlidingWindow
+from sparsering.plots import patterns_png
+
+PATTERNS = {
+    "LongNet((1024, 4096), (1, 4)) & Causal()": LongNet((1024, 4096), (1, 4)) & Causal(),
+    "Causal() & (SlidingWindow(512) | GlobalTokens(128))": Causal()
+    & (SlidingWindow(512) | GlobalTokens(128)),
+    "RandomBlocks(0.1, 128)": RandomBlocks(0.1, 128),
+}
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_bytes(patterns_png(PATTERNS, 4096))
