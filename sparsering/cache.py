@@ -32,7 +32,7 @@ def build_layout(
         else []
     )
     passes = tuple(_assemble(c, frame).to(device) for c in compiled)
-    pairs = sum(_mean([[t.num_pairs for t in row] for row in c.tables]) for c in compiled)
+    pairs = sum(c.num_pairs for c in compiled)
     return BlockLayout(frame, block_size, passes, pairs)
 
 
@@ -61,10 +61,6 @@ def _assemble(compiled: CompiledPass, frame: Frame) -> Pass:
         mask=stack("mask", longest),
         bitmaps=compiled.bitmaps,
     )
-
-
-def _mean(rows: list[list[int]]) -> float:
-    return sum(map(sum, rows)) / sum(map(len, rows))
 
 
 class CacheInfo(NamedTuple):
@@ -120,6 +116,7 @@ class LayoutCache:
 
     def info(self) -> CacheInfo:
         with self._lock:
+            self._shrink()  # layouts grow when their transposes are built
             return CacheInfo(
                 self._hits, self._misses, len(self._layouts), self._bytes(), self._limit
             )

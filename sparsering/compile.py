@@ -50,6 +50,7 @@ class CompiledPass:
     keys: list[Axis]
     tables: list[list[Table]]
     bitmaps: Tensor
+    num_pairs: float
 
 
 def compile_passes(pattern: Pattern, frame: Frame, block_size: int) -> list[CompiledPass]:
@@ -149,11 +150,13 @@ def _compile_pass(grid: Grid, mask: Mask, frame: Frame, block_size: int) -> Comp
             use[-1].append(seen[own])
     bitmaps, tables = _share_bitmaps(found)
     rows = [[tables[number] for number in row] for row in use]
+    # heads may share a table and yet have tiles of different counts
+    num_pairs = sum(table.num_pairs for row in rows for table in row) / (num_batches * num_tables)
     if all(_equal(table, row[0]) for row in rows for table in row[1:]):
         rows = [row[:1] for row in rows]
     if all(_equal(a, b) for row in rows[1:] for a, b in zip(row, rows[0], strict=True)):
         rows = rows[:1]
-    return CompiledPass(queries, keys, rows, bitmaps)
+    return CompiledPass(queries, keys, rows, bitmaps, num_pairs)
 
 
 def _table(

@@ -62,11 +62,8 @@ class Pass:
         """[Bt, Ht] entries of each table."""
         return self.row_ptr[..., -1].long()
 
-    @cached_property
-    def query_tile(self) -> Tensor:
-        """[Bt, Ht, entries] the query tile of each entry; the number of query tiles where there is
-        none.
-        """
+    def query_tiles(self) -> Tensor:
+        """[Bt, Ht, entries] query tile of each entry; the number of query tiles where none is."""
         return _row_of(self.row_ptr, self.key_tile.shape[-1])
 
     @cached_property
@@ -80,7 +77,7 @@ class Pass:
         sorted_key, order = key.sort(dim=-1, stable=True)
         edges = torch.arange(tiles + 1, device=key.device).expand(*key.shape[:-1], -1)
         row_ptr = torch.searchsorted(sorted_key, edges.contiguous())
-        return Transpose(row_ptr.int(), self.query_tile.gather(-1, order).int(), order.int())
+        return Transpose(row_ptr.int(), self.query_tiles().gather(-1, order).int(), order.int())
 
     def to(self, device: torch.device) -> "Pass":
         names = (field.name for field in fields(self) if field.name != "step")
@@ -176,7 +173,8 @@ class BlockLayout:
         h = table_of(head, p.row_ptr.shape[1], self.frame.num_heads)
         n = int(p.num_entries[b, h])
         tiles = table_of(head, p.query_start.shape[0], self.frame.num_heads)
-        return p.query_tile[b, h, :n], p.key_tile[b, h, :n].long(), p.mask[b, h, :n].long(), tiles
+        row, key, mask = _row_of(p.row_ptr[b, h], n), p.key_tile[b, h, :n], p.mask[b, h, :n]
+        return row, key.long(), mask.long(), tiles
 
     def cells(self, p: Pass, batch: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of each entry that one head visits in a pass: query indices, key positions [n, b], pairs

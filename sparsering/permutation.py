@@ -55,7 +55,7 @@ def _forward(value: Tensor, half_bits: Tensor, key: Tensor) -> Tensor:
     half_mask = (1 << half_bits) - 1
     left, right = value >> half_bits, value & half_mask
     for number in range(_ROUNDS):
-        left, right = right, left ^ (_scramble(right + key + number) & half_mask)
+        left, right = right, left ^ (_scramble(right, key, number) & half_mask)
     return (left << half_bits) | right
 
 
@@ -63,15 +63,16 @@ def _backward(value: Tensor, half_bits: Tensor, key: Tensor) -> Tensor:
     half_mask = (1 << half_bits) - 1
     left, right = value >> half_bits, value & half_mask
     for number in reversed(range(_ROUNDS)):
-        left, right = right ^ (_scramble(left + key + number) & half_mask), left
+        left, right = right ^ (_scramble(left, key, number) & half_mask), left
     return (left << half_bits) | right
 
 
-def _scramble(state: Tensor) -> Tensor:
+def _scramble(half: Tensor, key: Tensor, number: int) -> Tensor:
+    """The round function: rounds must not be shifts of each other, or small domains get biased."""
+    state = (key ^ (number << 40)) * _MULTIPLIERS[1] + half * _MULTIPLIERS[0]
     for multiplier in _MULTIPLIERS:
-        state = state * multiplier
-        state = state ^ (state >> 31)
-    return state
+        state = (state ^ (state >> 29)) * multiplier
+    return state ^ (state >> 32)
 
 
 def _device(part: int | Tensor) -> torch.device | str:

@@ -69,7 +69,7 @@ def _groups(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Iter
     )
     head = table % heads
     own = (table // heads, head * tables // heads, entry)
-    row, key, mask = p.query_tile[own], p.key_tile[own].long(), p.mask[own].long()
+    row, key, mask = p.query_tiles()[own], p.key_tile[own].long(), p.mask[own].long()
     lane = head * len(p.query_start) // heads
     queries = _counts(p.query_start, p.query_stop, p.step, block_size)[lane, row]
     keys = _counts(p.key_start, p.key_stop, p.step, block_size)[lane, key]

@@ -1,0 +1,285 @@
+"""The meaning of every pattern in plain Python: one integer comparison at a time, no tensors.
+
+A *spec* is a nested tuple that reads like the constructor call: `("SlidingWindow", 4, 0, 2)`,
+`("&", ("Causal",), ("Documents", (3, 4)))`. `build(spec)` calls the library; `counts(spec, ...)`
+asks the rules below once for each (batch entry, head, query, key). The rules are copied from the
+table of the contract, not from the library, and know nothing of how the library computes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Spec = tuple[Any, ...]
+
+OPERATORS = ("&", "|", "+")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a pair is looked at: everything besides the two positions that a rule may ask."""
+
+    row: int  # index of the query, which `Dense` reads
+    batch: int
+    head: int  # query head
+    num_heads: int
+    num_kv_heads: int
+    kv_len: int  # inside `Packed`: the length of the document
+
+    @property
+    def kv_head(self) -> int:
+        return self.head // (self.num_heads // self.num_kv_heads)
+
+
+def block_of(p: int, block_size: int) -> int | None:
+    """Block of a position; a negative position is in none."""
+    return p // block_size if p >= 0 else None
+
+
+def full(at: Place, p: int, k: int) -> int:
+    return 1
+
+
+def causal(at: Place, p: int, k: int) -> int:
+    return k <= p
+
+
+def sliding_window(
+    at: Place, p: int, k: int, left: int | None, right: int | None = 0, dilation: int = 1
+) -> int:
+    if left is not None and k < p - left:
+        return 0
+    if right is not None and k > p + right:
+        return 0
+    return (p - k) % dilation == 0
+
+
+def global_tokens(
+    at: Place, p: int, k: int, count: int, rows: bool = True, columns: bool = True
+) -> int:
+    return (rows and 0 <= p < count) or (columns and k < count)
+
+
+def dilated(
+    at: Place, p: int, k: int, segment_length: int, dilation_rate: int, offset: Any = "head"
+) -> int:
+    if offset == "head":
+        residue = at.kv_head % dilation_rate
+    elif offset == "block":
+        heads_per_residue = -(-at.num_kv_heads // dilation_rate)
+        residue = at.kv_head // heads_per_residue
+    elif isinstance(offset, tuple):
+        residue = offset[at.kv_head] % dilation_rate
+    else:
+        residue = offset % dilation_rate
+    if p // segment_length != k // segment_length:
+        return 0
+    on_grid = [(x % segment_length) % dilation_rate == residue for x in (p, k)]
+    return all(on_grid)
+
+
+def longnet(
+    at: Place,
+    p: int,
+    k: int,
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    offset: Any = "head",
+) -> int:
+    branches = zip(segment_lengths, dilation_rates, strict=True)
+    return sum(bool(dilated(at, p, k, w, r, offset)) for w, r in branches)
+
+
+def block_dilated(at: Place, p: int, k: int, rates: tuple[int, ...], block_size: int) -> int:
+    b, key_block = block_of(p, block_size), k // block_size
+    return b is not None and (b == key_block or abs(b - key_block) in rates)
+
+
+def block_window(at: Place, p: int, k: int, radius: int, block_size: int) -> int:
+    b = block_of(p, block_size)
+    return b is not None and abs(b - k // block_size) <= radius
+
+
+def hierarchical(at: Place, p: int, k: int, levels: tuple, block_size: int) -> int:
+    b = block_of(p, block_size)
+    if b is None:
+        return 0
+    for stride, window in levels:
+        if b % max(1, stride // block_size) != 0:
+            continue
+        if window is None or abs(b - k // block_size) <= (window // block_size) // 2:
+            return 1
+    return 0
+
+
+def document_of(x: int, lengths: tuple[int, ...]) -> tuple[int, int] | None:
+    """(number, first position) of the document that holds position `x`."""
+    first = 0
+    for number, length in enumerate(lengths):
+        if first <= x < first + length:
+            return number, first
+        first += length
+    return None
+
+
+def documents(at: Place, p: int, k: int, lengths: tuple[int, ...]) -> int:
+    found = document_of(p, lengths)
+    return found is not None and found == document_of(k, lengths)
+
+
+def packed(at: Place, p: int, k: int, lengths: tuple[int, ...], inner: Spec) -> int:
+    found = document_of(p, lengths)
+    if found is None or found != document_of(k, lengths):
+        return 0
+    number, first = found
+    inside = Place(at.row, at.batch, at.head, at.num_heads, at.num_kv_heads, lengths[number])
+    return pair_count(inner, inside, p - first, k - first)
+
+
+def key_padding(at: Place, p: int, k: int, lengths: tuple[int, ...]) -> int:
+    return k < lengths[at.batch]
+
+
+def table_depth(table: Any) -> int:
+    return 1 + table_depth(table[0]) if isinstance(table, tuple) else 0
+
+
+def head_of_table(at: Place, num_tables: int) -> int:
+    """Which of 1, Hkv or Hq tables a query head reads."""
+    return {1: 0, at.num_kv_heads: at.kv_head, at.num_heads: at.head}[num_tables]
+
+
+def blocks(at: Place, p: int, k: int, active: Any, block_size: int) -> int:
+    b = block_of(p, block_size)
+    if b is None:
+        return 0
+    if table_depth(active) == 4:
+        active = active[at.batch]
+    if table_depth(active) == 3:
+        active = active[head_of_table(at, len(active))]
+    return active[b][k // block_size]
+
+
+def dense(at: Place, p: int, k: int, mask: Any) -> int:
+    if table_depth(mask) == 3:
+        mask = mask[head_of_table(at, len(mask))]
+    return mask[at.row][k]
+
+
+RULES = {
+    "Full": full,
+    "Causal": causal,
+    "SlidingWindow": sliding_window,
+    "GlobalTokens": global_tokens,
+    "Dilated": dilated,
+    "LongNet": longnet,
+    "BlockDilated": block_dilated,
+    "BlockWindow": block_window,
+    "Hierarchical": hierarchical,
+    "Documents": documents,
+    "Packed": packed,
+    "KeyPadding": key_padding,
+    "Blocks": blocks,
+    "Dense": dense,
+}
+
+
+def pair_count(spec: Spec, at: Place, p: int, k: int) -> int:
+    """How often the pattern holds the pair of query position `p` and key position `k`."""
+    name, *args = spec
+    if name == "+":
+        return pair_count(args[0], at, p, k) + pair_count(args[1], at, p, k)
+    if name == "&":  # a pair of a mixture keeps its count where the mask has it
+        return pair_count(args[0], at, p, k) * pair_count(args[1], at, p, k)
+    if name == "|":
+        return max(pair_count(args[0], at, p, k), pair_count(args[1], at, p, k))
+    return int(RULES[name](at, p, k, *args))
+
+
+def counts(
+    spec: Spec,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    num_heads: int = 1,
+    num_kv_heads: int | None = None,
+    q_start: int | None = None,
+    batch: int = 1,
+) -> Tensor:
+    """Int64 counts [batch, num_heads, q_len, kv_len] of the spec, every entry computed alone."""
+    kv_len = q_len if kv_len is None else kv_len
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    q_start = kv_len - q_len if q_start is None else q_start
+    out = torch.zeros(batch, num_heads, q_len, kv_len, dtype=torch.int64)
+    for b in range(batch):
+        for h in range(num_heads):
+            rows = []
+            for i in range(q_len):
+                at = Place(i, b, h, num_heads, num_kv_heads, kv_len)
+                rows.append([pair_count(spec, at, q_start + i, k) for k in range(kv_len)])
+            if q_len:
+                out[b, h] = torch.tensor(rows, dtype=torch.int64).view(q_len, kv_len)
+    return out
+
+
+def leaves(spec: Spec) -> list[Spec]:
+    """The constructor calls of a spec, those inside `Packed` included."""
+    name, *args = spec
+    if name in OPERATORS:
+        return leaves(args[0]) + leaves(args[1])
+    return [spec, *leaves(args[1])] if name == "Packed" else [spec]
+
+
+def is_mixture(spec: Spec) -> bool:
+    """Whether the spec is a multiset by its form, whatever its counts turn out to be."""
+    name, *args = spec
+    if name == "Packed":
+        return is_mixture(args[1])
+    return name in ("+", "LongNet") or (name in OPERATORS and any(map(is_mixture, args)))
+
+
+def is_batched(spec: Spec) -> bool:
+    """Whether the pairs may differ between batch entries, so that `to_dense` is [B, H, Nq, Nk]."""
+    return any(
+        leaf[0] == "KeyPadding" or (leaf[0] == "Blocks" and table_depth(leaf[1]) == 4)
+        for leaf in leaves(spec)
+    )
+
+
+def build(spec: Spec) -> Any:
+    """The library's pattern for a spec: the constructor or operator of that name."""
+    import sparsering as sr  # here, so that the oracle can be tested without the library
+
+    name, *args = spec
+    if name == "&":
+        return build(args[0]) & build(args[1])
+    if name == "|":
+        return build(args[0]) | build(args[1])
+    if name == "+":
+        return build(args[0]) + build(args[1])
+    if name == "Packed":
+        return sr.Packed(args[0], build(args[1]))
+    if name in ("Blocks", "Dense"):
+        args[0] = torch.tensor(args[0], dtype=torch.bool)
+    return getattr(sr, name)(*args)
+
+
+def matrix(drawing: str) -> Tensor:
+    """Counts [B, H, Nq, Nk] as drawn: `.` is 0, `|` stands between heads, `---` between batches.
+
+    >>> matrix('''
+    ...     1 . | 2 1
+    ...     1 1 | . .
+    ... ''').tolist()
+    [[[[1, 0], [1, 1]], [[2, 1], [0, 0]]]]
+    """
+    rows = [line.replace(" ", "").replace(".", "0") for line in drawing.split("\n")]
+    batches: list[list[list[list[int]]]] = [[]]
+    for row in filter(None, rows):
+        if set(row) == {"-"}:
+            batches.append([])
+        else:
+            batches[-1].append([[int(count) for count in head] for head in row.split("|")])
+    return torch.tensor(batches).transpose(1, 2).contiguous()  # drawn [B, Nq, H, Nk]

@@ -1,0 +1,265 @@
+"""Hypothesis strategies: pattern expressions, and scenes (lengths, heads, batch) that fit them.
+
+`cases()` draws `(spec, scene)`: a nested spec of `patterns_oracle` that is legal in its scene.
+Lengths are mostly below 70, so that the oracle's Python loops stay cheap, with ragged, rectangular,
+empty and one-token scenes and queries that start before the first key or after the last.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import hypothesis.strategies as st
+from patterns_oracle import Spec
+
+LAYOUT_BLOCK_SIZES = (16, 32, 64, 128)
+HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 3))  # (query heads, kv heads)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What `to_dense` and `layout` are asked for; `batch` is that of the batch-dependent masks."""
+
+    q_len: int
+    kv_len: int
+    num_heads: int
+    num_kv_heads: int
+    q_start: int | None
+    batch: int
+
+    @property
+    def first_position(self) -> int:
+        return self.kv_len - self.q_len if self.q_start is None else self.q_start
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `to_dense` and `layout`."""
+        return {
+            "q_len": self.q_len,
+            "kv_len": self.kv_len,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "q_start": self.q_start,
+        }
+
+
+@st.composite
+def scenes(draw: st.DrawFn, max_length: int = 70, min_length: int = 0, max_heads: int = 6) -> Scene:
+    lengths = st.integers(min_length, max_length)
+    kv_len = draw(lengths)
+    q_len = kv_len if draw(st.booleans()) else draw(lengths)
+    starts = st.one_of(
+        st.none(), st.none(), st.just(0), st.integers(-20, 5), st.integers(-20, kv_len + 20)
+    )
+    num_heads, num_kv_heads = draw(st.sampled_from([h for h in HEADS if h[0] <= max_heads]))
+    batch = draw(st.integers(1, 3 if max_length <= 70 else 2))
+    return Scene(q_len, kv_len, num_heads, num_kv_heads, draw(starts), batch)
+
+
+@st.composite
+def partitions(draw: st.DrawFn, total: int) -> tuple[int, ...]:
+    """Document lengths that sum to `total`, some of them 0."""
+    cuts = sorted(draw(st.lists(st.integers(0, total), max_size=4)))
+    edges = [0, *cuts, total]
+    return tuple(b - a for a, b in pairwise(edges))
+
+
+@st.composite
+def tables(draw: st.DrawFn, *shape: int) -> Any:
+    """Nested tuples of booleans: each entry, whole rows, or nearly all of them drawn."""
+    *outer, rows, columns = shape
+    if outer:
+        return tuple(draw(tables(*outer[1:], rows, columns)) for _ in range(outer[0]))
+    row = st.one_of(
+        st.just((False,) * columns),
+        st.just((True,) * columns),
+        st.lists(st.booleans(), min_size=columns, max_size=columns).map(tuple),
+    )
+    return tuple(draw(row) for _ in range(rows))
+
+
+def distances(scene: Scene) -> st.SearchStrategy[int]:
+    """Window sides, counts, segment lengths: short ones, and ones past the end."""
+    longest = max(scene.q_len, scene.kv_len)
+    return st.one_of(st.integers(0, 9), st.integers(0, longest + 5))
+
+
+# Sizes of a pattern's own blocks: off, below and above those of the layout.
+PATTERN_BLOCK_SIZES = st.sampled_from((1, 2, 3, 5, 8, 16, 24, 32, 64, 128))
+
+
+@st.composite
+def head_offsets(draw: st.DrawFn, scene: Scene) -> Any:
+    residues = st.integers(-3, 9)
+    per_head = st.lists(residues, min_size=scene.num_kv_heads, max_size=scene.num_kv_heads)
+    return draw(st.one_of(st.sampled_from(("head", "block")), residues, per_head.map(tuple)))
+
+
+@st.composite
+def windows(draw: st.DrawFn, scene: Scene) -> Spec:
+    side = st.one_of(st.none(), distances(scene))
+    return ("SlidingWindow", draw(side), draw(side), draw(st.sampled_from((1, 1, 2, 3, 4, 7))))
+
+
+@st.composite
+def global_tokens(draw: st.DrawFn, scene: Scene) -> Spec:
+    rows, columns = draw(st.sampled_from(((True, True), (True, False), (False, True))))
+    return ("GlobalTokens", draw(distances(scene)), rows, columns)
+
+
+@st.composite
+def dilated(draw: st.DrawFn, scene: Scene) -> Spec:
+    segment_length = max(1, draw(distances(scene)))
+    return ("Dilated", segment_length, draw(st.integers(1, 7)), draw(head_offsets(scene)))
+
+
+@st.composite
+def longnets(draw: st.DrawFn, scene: Scene) -> Spec:
+    branch = st.tuples(distances(scene).map(lambda w: max(1, w)), st.integers(1, 7))
+    branches = draw(st.lists(branch, min_size=2, max_size=3))
+    segment_lengths, dilation_rates = zip(*branches, strict=True)
+    return ("LongNet", segment_lengths, dilation_rates, draw(head_offsets(scene)))
+
+
+@st.composite
+def block_dilated(draw: st.DrawFn, scene: Scene) -> Spec:
+    rates = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3, unique=True)))
+    return ("BlockDilated", rates, draw(PATTERN_BLOCK_SIZES))
+
+
+@st.composite
+def block_windows(draw: st.DrawFn, scene: Scene) -> Spec:
+    return ("BlockWindow", draw(st.integers(0, 4)), draw(PATTERN_BLOCK_SIZES))
+
+
+@st.composite
+def hierarchicals(draw: st.DrawFn, scene: Scene) -> Spec:
+    window = st.one_of(st.none(), st.integers(0, 3 * max(8, scene.kv_len)))
+    level = st.tuples(st.integers(1, max(8, scene.kv_len)), window)
+    levels = tuple(draw(st.lists(level, min_size=1, max_size=3)))
+    return ("Hierarchical", levels, draw(PATTERN_BLOCK_SIZES))
+
+
+@st.composite
+def documents(draw: st.DrawFn, scene: Scene) -> Spec:
+    return ("Documents", draw(partitions(scene.kv_len)))
+
+
+@st.composite
+def key_paddings(draw: st.DrawFn, scene: Scene) -> Spec:
+    length = st.integers(0, scene.kv_len + 2)
+    lengths = draw(st.lists(length, min_size=scene.batch, max_size=scene.batch))
+    return ("KeyPadding", tuple(lengths))
+
+
+@st.composite
+def block_tables(draw: st.DrawFn, scene: Scene) -> Spec:
+    last_position = scene.first_position + scene.q_len - 1
+    fitting = st.sampled_from((4, 16, 24, 32, 64) if scene.kv_len <= 70 else (24, 32, 64))
+    block_size = draw(fitting)
+    rows = max(0, last_position) // block_size + 1 + draw(st.integers(0, 1))
+    columns = max(0, scene.kv_len - 1) // block_size + 1 + draw(st.integers(0, 1))
+    num_tables = draw(st.sampled_from((1, scene.num_kv_heads, scene.num_heads)))
+    shapes = ((), (num_tables,), (scene.batch, num_tables))
+    outer = draw(st.sampled_from(shapes))
+    return ("Blocks", draw(tables(*outer, rows, columns)), block_size)
+
+
+@st.composite
+def dense_masks(draw: st.DrawFn, scene: Scene) -> Spec:
+    outer = draw(st.sampled_from(((), (1,), (scene.num_heads,))))
+    return ("Dense", draw(tables(*outer, scene.q_len, scene.kv_len)))
+
+
+@st.composite
+def random_blocks(draw: st.DrawFn, scene: Scene) -> Spec:
+    density = draw(st.one_of(st.floats(0.05, 1.0), st.just(1.0)))
+    seed, per_head = draw(st.integers(0, 5)), draw(st.booleans())
+    return ("RandomBlocks", density, draw(PATTERN_BLOCK_SIZES), seed, per_head)
+
+
+@st.composite
+def packed(draw: st.DrawFn, scene: Scene, inner: Any) -> Spec:
+    """`inner(inside)` in documents, `inside` being a scene that holds the longest of them.
+
+    Patterns whose own lengths must sum to the document's go into documents of one length.
+    """
+    lengths = draw(partitions(scene.kv_len))
+    longest = max(lengths)
+    inside = replace(scene, q_len=longest, kv_len=longest, q_start=0)
+    if scene.kv_len and scene.kv_len % 2 == 0 and draw(st.integers(0, 4)) == 0:
+        half = scene.kv_len // 2
+        halves = replace(scene, q_len=half, kv_len=half, q_start=0)
+        nested = st.one_of(documents(halves), packed(halves, inner))
+        return ("Packed", (half, half), draw(nested))
+    return ("Packed", lengths, draw(inner(inside)))
+
+
+def leaf_masks(scene: Scene, with_random: bool) -> st.SearchStrategy[Spec]:
+    """Masks that hold at any length, so that they may stand inside `Packed` too."""
+    kinds = [windows, global_tokens, dilated, block_dilated, block_windows, hierarchicals]
+    kinds += [key_paddings, block_tables] + [random_blocks] * with_random
+    fixed = st.sampled_from((("Full",), ("Causal",)))
+    return st.one_of(fixed, *(kind(scene) for kind in kinds))
+
+
+def masks(
+    scene: Scene, depth: int = 2, with_random: bool = False, nested: bool = False
+) -> st.SearchStrategy[Spec]:
+    """Masks joined by `&` and `|`, at most `depth` operators deep."""
+
+    def inner(inside: Scene) -> st.SearchStrategy[Spec]:
+        return masks(inside, 1, with_random, nested=True)
+
+    simple = leaf_masks(scene, with_random)
+    if not nested and 0 < scene.q_len <= 70 and scene.kv_len <= 70:  # a table of () has no width
+        simple = st.one_of(simple, dense_masks(scene))
+    if not nested:
+        simple = st.one_of(simple, documents(scene), packed(scene, inner))
+    if depth == 0:
+        return simple
+    below = masks(scene, depth - 1, with_random, nested)
+    joined = st.tuples(st.sampled_from(("&", "&", "|")), below, below)
+    return st.one_of(simple, joined)
+
+
+def mixtures(
+    scene: Scene, depth: int = 1, with_random: bool = False, nested: bool = False
+) -> st.SearchStrategy[Spec]:
+    """Sums of masks, LongNets, mixtures under a mask on either side, packed mixtures."""
+    mask = masks(scene, 1, with_random, nested)
+
+    def inner(inside: Scene) -> st.SearchStrategy[Spec]:
+        return mixtures(inside, 0, with_random, nested=True)
+
+    total = st.one_of(st.tuples(st.just("+"), mask, mask), longnets(scene))
+    if depth == 0:
+        return total
+    below = mixtures(scene, depth - 1, with_random, nested)
+    either = st.one_of(below, mask)
+    forms = [
+        total,
+        st.tuples(st.just("+"), below, either),
+        st.tuples(st.just("+"), mask, below),
+        st.tuples(st.just("&"), below, mask),
+        st.tuples(st.just("&"), mask, below),
+    ]
+    return st.one_of(*forms, *([] if nested else [packed(scene, inner)]))
+
+
+def specs(scene: Scene, with_random: bool = False) -> st.SearchStrategy[Spec]:
+    """Any pattern expression that is legal in the scene; a mask or a mixture."""
+    return st.one_of(masks(scene, 2, with_random), mixtures(scene, 1, with_random))
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    max_length: int = 70,
+    min_length: int = 0,
+    max_heads: int = 6,
+    with_random: bool = False,
+) -> tuple[Spec, Scene]:
+    """A spec and its scene. `with_random` adds `RandomBlocks`, for which there is no oracle."""
+    scene = draw(scenes(max_length, min_length, max_heads))
+    return draw(specs(scene, with_random)), scene

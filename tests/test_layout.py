@@ -1,0 +1,633 @@
+"""Layouts against `to_dense`, literal tables of entries, and the cache.
+
+The main property is that the tiles and bitmaps of a layout hold every pair of the pattern, as often
+as the pattern counts it. The rest is what the public numbers say about those tiles.
+"""
+
+import threading
+from collections.abc import Iterator
+from time import thread_time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from patterns_oracle import Spec, build, is_mixture, leaves
+from strategies import LAYOUT_BLOCK_SIZES, Scene, cases
+from torch import Tensor
+
+import sparsering as sr
+
+
+@pytest.fixture(autouse=True)
+def empty_cache() -> Iterator[None]:
+    """Give each test a cache of its own, and put the limit back."""
+    limit = sr.layout_cache.info().limit
+    sr.layout_cache.clear()
+    yield
+    sr.layout_cache.set_limit(limit)
+    sr.layout_cache.clear()
+
+
+def dense_counts(pattern: Any, scene: Scene) -> Tensor:
+    """What `to_dense` says, int64 at [B or 1, Hq, Nq, Nk]."""
+    dense = pattern.to_dense(**scene.arguments).to(torch.int64)
+    dense = dense if dense.dim() == 4 else dense[None]
+    return dense.expand(-1, scene.num_heads, -1, -1)
+
+
+def all_entries(layout: Any, batch: int, num_heads: int) -> list[list[list[list[int]]]]:
+    """Lists [batch][head] of the rows of `layout.entries`, their type checked."""
+    tables = []
+    for b in range(batch):
+        tables.append([])
+        for h in range(num_heads):
+            table = layout.entries(batch=b, head=h)
+            assert table.dtype is torch.int64
+            assert table.shape == (len(table), 4)
+            tables[-1].append(table.tolist())
+    return tables
+
+
+def steps_of(spec: Spec) -> set[int]:
+    """Steps that the tiles of a spec can have: divisors of its rates and of products of those."""
+    rates = {1}
+    for name, *arguments in leaves(spec):
+        if name == "SlidingWindow" and len(arguments) == 3:
+            rates |= {a * arguments[2] for a in rates}
+        if name == "Dilated":
+            rates |= {a * arguments[1] for a in rates}
+        if name == "LongNet":
+            for rate in arguments[1]:
+                rates |= {a * rate for a in rates}
+    return {step for rate in rates for step in range(1, rate + 1) if rate % step == 0}
+
+
+def assert_layout_is_the_pattern(spec: Spec, scene: Scene, block_size: int) -> None:
+    pattern = build(spec)
+    layout = pattern.layout(**scene.arguments, block_size=block_size)
+    expected = dense_counts(pattern, scene)
+    batch, heads, q_len, kv_len = expected.shape
+
+    rebuilt = layout.to_dense()
+    assert rebuilt.shape[0] in (1, batch)
+    assert rebuilt.shape[1] in (1, scene.num_heads)
+    assert rebuilt.shape[2:] == (q_len, kv_len)
+    assert torch.equal(rebuilt.to(torch.int64).expand_as(expected), expected)
+
+    assert layout.num_pairs == pytest.approx(expected.sum().item() / (batch * heads), rel=1e-12)
+    tables = all_entries(layout, batch, heads)
+    lengths = [len(table) for per_head in tables for table in per_head]
+    assert layout.num_blocks == max(lengths)
+    if q_len and kv_len:
+        visited = sum(lengths) / len(lengths) * block_size**2
+        assert layout.density == pytest.approx(visited / (q_len * kv_len), rel=1e-12)
+        assert layout.nbytes > 0
+    for b, per_head in enumerate(tables):
+        for h, table in enumerate(per_head):
+            assert_entries_hold_the_pairs(table, expected[b, h], spec, scene, block_size)
+
+
+def assert_entries_hold_the_pairs(
+    table: list[list[int]], expected: Tensor, spec: Spec, scene: Scene, block_size: int
+) -> None:
+    """Every entry is in range and has a pair; the entries have room for every pair."""
+    q_len, kv_len = expected.shape
+    steps = steps_of(spec)
+    covered = torch.zeros_like(expected)
+    room = 0
+    for query, key, num_queries, num_keys in table:
+        row = query - scene.first_position
+        assert 1 <= num_queries <= block_size
+        assert 1 <= num_keys <= block_size
+        assert row >= 0
+        assert key >= 0
+        assert row + num_queries <= q_len
+        assert key + num_keys <= kv_len
+        tiles = [
+            expected[row : row + num_queries * step : step, key : key + num_keys * step : step]
+            for step in sorted(steps)
+            if row + (num_queries - 1) * step < q_len and key + (num_keys - 1) * step < kv_len
+        ]
+        assert any(tile.any() for tile in tiles), "an entry without a pair"
+        covered[row : row + num_queries, key : key + num_keys] += 1
+        room += num_queries * num_keys
+    assert room >= expected.sum().item()
+    if steps == {1}:
+        assert covered.ge(expected).all(), "a pair outside the entries"
+        tiles_restart = {"Documents", "Packed", "Dilated", "LongNet"}
+        restarts = any(name in tiles_restart for name, *_ in leaves(spec))
+        if scene.first_position == 0 and not restarts and not is_mixture(spec):
+            assert len(table) == occupied_tiles(expected, block_size)
+
+
+def occupied_tiles(dense: Tensor, block_size: int) -> int:
+    """Tiles with a pair, cut from the first query and the first key."""
+    return sum(
+        bool(tile.any()) for rows in dense.split(block_size) for tile in rows.split(block_size, 1)
+    )
+
+
+block_sizes = st.sampled_from(LAYOUT_BLOCK_SIZES)
+
+
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@given(cases(with_random=True), st.sampled_from((16, 16, 32, 64)))
+def test_layout_holds_the_pairs_of_the_pattern(case: tuple[Spec, Scene], block_size: int) -> None:
+    assert_layout_is_the_pattern(*case, block_size)
+
+
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
+@given(cases(max_length=300, min_length=71, max_heads=3, with_random=True), block_sizes)
+def test_long_layout_holds_the_pairs_of_the_pattern(
+    case: tuple[Spec, Scene], block_size: int
+) -> None:
+    assert_layout_is_the_pattern(*case, block_size)
+
+
+@pytest.mark.parametrize("block_size", range(16, 257, 16))
+def test_every_legal_block_size_holds_the_pairs(block_size: int) -> None:
+    long = Scene(300, 530, 2, 2, None, 1)
+    spec = ("+", ("LongNet", (64, 300), (1, 3)), ("&", ("Causal",), ("BlockDilated", (2,), 24)))
+    assert_layout_is_the_pattern(spec, long, block_size)
+
+
+@pytest.mark.parametrize("block_size", [8, 24, 512, 0, -16, 1, 272, 100])
+def test_illegal_block_size_raises_and_tells_the_legal_ones(block_size: int) -> None:
+    with pytest.raises(ValueError) as caught:
+        sr.Causal().layout(64, block_size=block_size)
+    for word in ("16", "256", str(block_size)):
+        assert word in str(caught.value)
+
+
+def test_default_block_size_is_128() -> None:
+    assert sr.Full().layout(256).entries().tolist() == [
+        [0, 0, 128, 128],
+        [0, 128, 128, 128],
+        [128, 0, 128, 128],
+        [128, 128, 128, 128],
+    ]
+
+
+# Tables that a reader can check: (first query, first key, queries, keys).
+
+
+def test_causal_entries_are_the_lower_triangle_of_tiles() -> None:
+    layout = sr.Causal().layout(48, block_size=16)
+    assert layout.entries().tolist() == [
+        [0, 0, 16, 16],
+        [16, 0, 16, 16],
+        [16, 16, 16, 16],
+        [32, 0, 16, 16],
+        [32, 16, 16, 16],
+        [32, 32, 16, 16],
+    ]
+    assert layout.num_blocks == 6
+    assert layout.num_pairs == 48 * 49 // 2
+    assert layout.density == 6 / 9
+
+
+def test_ragged_entries_count_only_real_tokens() -> None:
+    layout = sr.Causal().layout(40, block_size=32)
+    assert layout.entries().tolist() == [[0, 0, 32, 32], [32, 0, 8, 32], [32, 32, 8, 8]]
+    assert layout.num_pairs == 40 * 41 // 2
+    assert layout.density == 3 * 32**2 / 40**2
+
+
+def test_window_entries_are_a_band_of_tiles() -> None:
+    layout = sr.SlidingWindow(16).layout(64, block_size=16)
+    assert layout.entries().tolist() == [
+        [0, 0, 16, 16],
+        [16, 0, 16, 16],
+        [16, 16, 16, 16],
+        [32, 16, 16, 16],
+        [32, 32, 16, 16],
+        [48, 32, 16, 16],
+        [48, 48, 16, 16],
+    ]
+    assert layout.num_pairs == 64 * 17 - 16 * 17 // 2
+
+
+def test_window_one_token_wider_than_the_block_visits_one_more_tile() -> None:
+    queries_of_the_last_tile = [
+        [entry[1] for entry in sr.SlidingWindow(left).layout(64, block_size=16).entries().tolist()][
+            -3:
+        ]
+        for left in (16, 17)
+    ]
+    assert queries_of_the_last_tile == [[32, 32, 48], [16, 32, 48]]
+
+
+def test_block_window_entries_are_whole_tiles() -> None:
+    layout = sr.BlockWindow(1, 16).layout(48, block_size=16)
+    assert layout.entries().tolist() == [
+        [0, 0, 16, 16],
+        [0, 16, 16, 16],
+        [16, 0, 16, 16],
+        [16, 16, 16, 16],
+        [16, 32, 16, 16],
+        [32, 16, 16, 16],
+        [32, 32, 16, 16],
+    ]
+    assert layout.num_pairs == 7 * 256
+
+
+def test_decoding_entries_start_at_the_query_s_position() -> None:
+    layout = sr.SlidingWindow(20).layout(1, 50, block_size=16)
+    assert [[q, nq] for q, _, nq, _ in layout.entries().tolist()] == [[49, 1]] * 3
+    assert layout.num_pairs == 21
+
+
+def test_negative_positions_are_visited_only_where_they_have_pairs() -> None:
+    layout = sr.Causal().layout(64, 32, block_size=32)  # positions -32 .. 31
+    assert layout.entries().tolist() == [[0, 0, 32, 32]]
+    assert layout.num_pairs == 32 * 33 // 2
+
+
+def test_dilated_entries_are_strided_tiles_that_stay_in_their_segment() -> None:
+    layout = sr.Dilated(256, 4).layout(1001, num_heads=2, block_size=64)
+    assert layout.entries(head=0).tolist() == [
+        [0, 0, 64, 64],
+        [256, 256, 64, 64],
+        [512, 512, 64, 64],
+        [768, 768, 59, 59],
+    ]
+    assert layout.entries(head=1).tolist() == [
+        [1, 1, 64, 64],
+        [257, 257, 64, 64],
+        [513, 513, 64, 64],
+        [769, 769, 58, 58],
+    ]
+    assert layout.num_pairs == 3 * 64**2 + (59**2 + 58**2) / 2
+    assert layout.density == 4 * 64**2 / 1001**2
+
+
+def test_causal_longnet_visits_the_dilated_tiles_of_each_branch_in_turn() -> None:
+    pattern = sr.LongNet((64, 256), (1, 4), offset=0) & sr.Causal()
+    layout = pattern.layout(256, block_size=64)
+    assert layout.entries().tolist() == [
+        [0, 0, 64, 64],
+        [64, 64, 64, 64],
+        [128, 128, 64, 64],
+        [192, 192, 64, 64],
+        [0, 0, 64, 64],
+    ]
+    assert layout.num_pairs == 5 * 64 * 65 // 2
+
+
+def test_dilated_window_costs_its_pairs_for_each_residue() -> None:
+    # 4 residues of 128 tokens each: 8 query tiles, the first of which has no tile to its left
+    layout = sr.SlidingWindow(32, 0, 4).layout(512, block_size=16)
+    assert layout.num_blocks == 4 * (2 * 8 - 1)
+
+
+def test_blocks_table_of_each_kv_head_and_batch_entry_has_its_own_entries() -> None:
+    active = torch.tensor([[[[True, False]], [[True, True]]], [[[False, False]], [[False, True]]]])
+    layout = sr.Blocks(active, 16).layout(16, 32, num_heads=4, num_kv_heads=2, q_start=0,
+                                          block_size=16)  # fmt: skip
+    assert all_entries(layout, 2, 4) == [
+        [[[0, 0, 16, 16]]] * 2 + [[[0, 0, 16, 16], [0, 16, 16, 16]]] * 2,
+        [[]] * 2 + [[[0, 16, 16, 16]]] * 2,
+    ]
+    assert layout.num_blocks == 2
+    assert layout.num_pairs == (1 + 2 + 0 + 1) / 4 * 256
+    assert layout.density == (1 + 2 + 0 + 1) / 4 * 16**2 / (16 * 32)
+
+
+def test_padding_shortens_the_tables_of_its_batch_entries() -> None:
+    layout = sr.KeyPadding((40, 0, 16)).layout(16, 48, block_size=16)
+    keys = [[entry[1] for entry in table[0]] for table in all_entries(layout, 3, 1)]
+    assert keys == [[0, 16, 32], [], [0]]
+    assert layout.num_blocks == 3
+    assert layout.num_pairs == pytest.approx(16 * (40 + 0 + 16) / 3)
+    assert layout.density == pytest.approx((3 + 0 + 1) / 3 * 16**2 / (16 * 48))
+
+
+def test_pattern_s_blocks_may_be_smaller_and_larger_than_the_layout_s() -> None:
+    table = torch.tensor([[True, False, False], [False, False, True], [False, True, False]])
+    small = sr.Blocks(table, 16).layout(48, block_size=32)
+    assert small.entries().tolist() == [[0, 0, 32, 32], [0, 32, 32, 16], [32, 0, 16, 32]]
+    large = sr.Blocks(table, 32).layout(96, block_size=16)
+    assert large.num_blocks == 3 * 4
+    assert small.num_pairs == 3 * 16**2
+    assert large.num_pairs == 3 * 32**2
+
+
+def test_mixture_visits_a_tile_once_per_mask() -> None:
+    layout = (sr.Causal() + sr.Full()).layout(32, block_size=16)
+    assert layout.entries().tolist() == [
+        [0, 0, 16, 16],
+        [16, 0, 16, 16],
+        [16, 16, 16, 16],
+        [0, 0, 16, 16],
+        [0, 16, 16, 16],
+        [16, 0, 16, 16],
+        [16, 16, 16, 16],
+    ]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        sr.GlobalTokens(0),
+        sr.Causal() & sr.SlidingWindow(0, None) & sr.BlockDilated((3,), 16) & sr.Dilated(2, 9, 5),
+        sr.KeyPadding((0, 0)),
+        sr.Blocks(torch.zeros(3, 3, dtype=torch.bool), 16),
+    ],
+)
+def test_pattern_without_pairs_has_no_entries(pattern: Any) -> None:
+    layout = pattern.layout(48, block_size=16)
+    assert layout.num_pairs == 0
+    assert layout.num_blocks == 0
+    assert layout.density == 0
+    assert layout.entries().tolist() == []
+    assert not layout.to_dense().any()
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 0), (0, 5), (5, 0)])
+@pytest.mark.parametrize("pattern", [sr.Causal(), sr.LongNet((4, 8), (1, 2)), sr.BlockWindow(1, 8)])
+def test_zero_lengths_give_an_empty_layout(pattern: Any, q_len: int, kv_len: int) -> None:
+    layout = pattern.layout(q_len, kv_len, num_heads=2, block_size=16)
+    assert layout.entries(head=1).tolist() == []
+    assert layout.num_pairs == 0
+    assert layout.num_blocks == 0
+    assert layout.to_dense().numel() == 0
+    assert isinstance(str(layout), str)
+
+
+def test_drawing_shows_which_tiles_are_visited() -> None:
+    drawings = {
+        str(pattern.layout(128, block_size=16))
+        for pattern in (sr.Full(), sr.Causal(), sr.SlidingWindow(16), sr.BlockWindow(0, 16))
+    }
+    assert len(drawings) == 4
+    assert all(len(text.splitlines()) >= 8 for text in drawings)  # a row of tiles each
+
+
+def test_long_window_is_built_in_the_memory_and_time_of_its_tiles() -> None:
+    length, left = 2**20, 4096
+    threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # so that the time of this thread is all the work, on a busy machine too
+    try:
+        seconds = []
+        for _ in range(3):
+            sr.layout_cache.clear()
+            start = thread_time()
+            layout = sr.SlidingWindow(left).layout(length)
+            seconds.append(thread_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    assert layout.num_pairs == length * (left + 1) - left * (left + 1) // 2
+    assert layout.num_blocks == 8192 * 33 - 32 * 33 // 2
+    assert layout.nbytes <= 4 * 2**20
+    assert min(seconds) < 0.2  # the design says 0.1 s on two cores
+
+
+def test_pair_counts_do_not_overflow_32_bits() -> None:
+    length = 2**17
+    assert sr.Full().layout(length, block_size=256).num_pairs == length**2
+    assert sr.Causal().layout(length, block_size=256).num_pairs == length * (length + 1) // 2
+    branches = sr.LongNet((length, length), (1, 1)).layout(length, block_size=256)
+    assert branches.num_pairs == 2 * length**2
+
+
+# The cache.
+
+
+def test_cache_counts_hits_and_misses_and_returns_what_it_holds() -> None:
+    info = sr.layout_cache.info()
+    assert (info.hits, info.misses, info.entries, info.bytes) == (0, 0, 0, 0)
+    first = sr.SlidingWindow(40).layout(256, block_size=32)
+    info = sr.layout_cache.info()
+    assert (info.hits, info.misses, info.entries) == (0, 1, 1)
+    assert 0 < info.bytes <= info.limit
+    second = sr.SlidingWindow(40).layout(256, block_size=32)
+    after = sr.layout_cache.info()
+    assert second is first
+    assert (after.hits, after.misses, after.entries, after.bytes) == (1, 1, 1, info.bytes)
+
+
+def test_info_is_a_snapshot() -> None:
+    before = sr.layout_cache.info()
+    sr.Causal().layout(64, block_size=16)
+    assert (before.misses, before.entries, before.bytes) == (0, 0, 0)
+
+
+def test_default_limit_is_256_mb() -> None:
+    assert sr.layout_cache.info().limit in (256 * 10**6, 256 * 2**20)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sr.Causal() & sr.Documents((40, 24)),
+        lambda: sr.LongNet((16, 64), (1, 2)),
+        lambda: sr.Blocks(torch.tril(torch.ones(4, 4, dtype=torch.bool)), 16),
+        lambda: sr.Dense(torch.tril(torch.ones(64, 64, dtype=torch.bool))),
+        lambda: sr.KeyPadding((60, 20)) & sr.Causal(),
+        lambda: sr.Packed((40, 24), sr.Causal() + sr.SlidingWindow(4)),
+        lambda: sr.RandomBlocks(0.5, 16, seed=3),
+    ],
+)
+def test_patterns_equal_by_value_share_a_layout(make: Any) -> None:
+    first = make().layout(64, block_size=16)
+    misses = sr.layout_cache.info().misses
+    assert make().layout(64, block_size=16) is first
+    assert sr.layout_cache.info().misses == misses
+    assert sr.layout_cache.info().hits >= 1
+
+
+def test_longnet_and_the_sum_of_its_branches_share_a_layout() -> None:
+    total = sr.Dilated(16, 1) + sr.Dilated(64, 2)
+    first = sr.LongNet((16, 64), (1, 2)).layout(64, num_heads=2, block_size=16)
+    assert total.layout(64, num_heads=2, block_size=16) is first
+
+
+def test_defaults_and_the_same_values_given_share_a_layout() -> None:
+    first = sr.Causal().layout(64, 80)
+    again = sr.Causal().layout(
+        64, 80, num_heads=1, num_kv_heads=1, q_start=16, block_size=128, device=torch.device("cpu")
+    )
+    assert again is first
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"q_len": 63},
+        {"kv_len": 80},
+        {"num_heads": 4, "num_kv_heads": 4},
+        {"num_kv_heads": 1},
+        {"q_start": 1},
+        {"block_size": 32},
+    ],
+)
+def test_every_argument_is_part_of_the_key(arguments: dict[str, Any]) -> None:
+    pattern = sr.Dilated(32, 2) & sr.Causal()
+    asked = {"q_len": 64, "kv_len": 64, "num_heads": 2, "num_kv_heads": 2, "block_size": 16}
+    first = pattern.layout(**asked)
+    scene = Scene(64, 64, 2, 2, None, 1)
+    assert torch.equal(first.to_dense().expand(1, 2, -1, -1), dense_counts(pattern, scene))
+    changed = asked | arguments
+    other = pattern.layout(**changed)
+    changed.pop("block_size")
+    expected = pattern.to_dense(**changed).to(torch.int64)[None]
+    assert torch.equal(
+        other.to_dense().to(torch.int64).expand(1, changed["num_heads"], -1, -1),
+        expected.expand(1, changed["num_heads"], -1, -1),
+    )
+    tiles = {tuple(entry[2:]) for entry in other.entries().tolist()}
+    assert max(max(tile) for tile in tiles) <= asked["block_size"] or "block_size" in arguments
+
+
+def test_clear_empties_the_cache_and_keeps_the_limit() -> None:
+    sr.layout_cache.set_limit(10**6)
+    first = sr.Causal().layout(64, block_size=16)
+    assert sr.Causal().layout(64, block_size=16) is first
+    sr.layout_cache.clear()
+    info = sr.layout_cache.info()
+    assert (info.hits, info.misses, info.entries, info.bytes) == (0, 0, 0, 0)
+    assert info.limit == 10**6
+    again = sr.Causal().layout(64, block_size=16)
+    assert again is not first
+    assert sr.layout_cache.info().misses == 1
+
+
+def test_layout_larger_than_the_limit_is_returned_but_not_kept() -> None:
+    expected = sr.Causal().layout(256, block_size=16)
+    sr.layout_cache.clear()
+    sr.layout_cache.set_limit(expected.nbytes // 4)
+    for asked in (1, 2):
+        layout = sr.Causal().layout(256, block_size=16)
+        assert torch.equal(layout.to_dense(), expected.to_dense())
+        info = sr.layout_cache.info()
+        assert (info.hits, info.misses, info.entries, info.bytes) == (0, asked, 0, 0)
+
+
+def test_a_layout_too_large_to_keep_does_not_drive_out_the_others() -> None:
+    small = sr.Causal().layout(32, block_size=16)
+    sr.layout_cache.set_limit(sr.Causal().layout(1024, block_size=16).nbytes // 2)
+    kept = sr.Causal().layout(32, block_size=16)
+    sr.Causal().layout(2048, block_size=16)
+    hits = sr.layout_cache.info().hits
+    assert sr.Causal().layout(32, block_size=16) is kept
+    assert sr.layout_cache.info().hits == hits + 1
+    assert torch.equal(kept.to_dense(), small.to_dense())
+
+
+def test_eviction_drops_the_least_recently_used_and_keeps_to_the_limit() -> None:
+    one = sr.SlidingWindow(100).layout(512, block_size=16).nbytes
+    sr.layout_cache.clear()
+    limit = 4 * one
+    sr.layout_cache.set_limit(limit)
+    favourite = sr.SlidingWindow(100).layout(512, block_size=16)
+    for left in range(101, 121):  # the same number of tiles and bytes, or nearly
+        sr.SlidingWindow(left).layout(512, block_size=16)
+        assert sr.SlidingWindow(100).layout(512, block_size=16) is favourite
+        info = sr.layout_cache.info()
+        assert info.bytes <= limit
+        assert info.entries >= 2
+    assert info.entries <= 5
+    misses = info.misses
+    sr.SlidingWindow(101).layout(512, block_size=16)  # driven out long ago
+    assert sr.layout_cache.info().misses == misses + 1
+
+
+def test_bytes_stay_true_and_within_the_limit_while_layouts_are_used() -> None:
+    limit = 3 * sr.Causal().layout(512, block_size=16).nbytes
+    sr.layout_cache.set_limit(limit)
+    for length in range(400, 512, 16):
+        layout = sr.Causal().layout(length, block_size=16)
+        layout.entries()
+        layout.to_dense()
+        _ = (str(layout), layout.num_pairs, layout.density, layout.nbytes, layout.passes)
+        assert sr.layout_cache.info().bytes <= limit
+
+
+def test_lower_limit_evicts_at_once_and_zero_keeps_nothing() -> None:
+    for length in range(64, 640, 64):
+        sr.Causal().layout(length, block_size=16)
+    before = sr.layout_cache.info()
+    assert before.entries == 9
+    sr.layout_cache.set_limit(before.bytes // 2)
+    half = sr.layout_cache.info()
+    assert 0 < half.entries < before.entries
+    assert 0 < half.bytes <= half.limit == before.bytes // 2
+    sr.layout_cache.set_limit(0)
+    assert (sr.layout_cache.info().entries, sr.layout_cache.info().bytes) == (0, 0)
+    assert sr.Causal().layout(64, block_size=16).num_pairs == 64 * 65 // 2
+    assert sr.layout_cache.info().entries == 0
+
+
+def test_a_pattern_that_raises_is_not_kept() -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            sr.Documents((3, 4)).layout(8, block_size=16)
+    assert sr.layout_cache.info().entries == 0
+    assert sr.Documents((3, 4)).layout(7, block_size=16).num_pairs == 9 + 16
+
+
+def in_threads(count: int, work: Any) -> list[Any]:
+    """Results of `work(number)` in threads that start together; their exceptions are raised."""
+    barrier = threading.Barrier(count)
+    results: list[Any] = [None] * count
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            barrier.wait(timeout=30)
+            results[number] = work(number)
+        except BaseException as error:  # shown by the test below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads), "threads wait for each other"
+    if errors:
+        raise errors[0]
+    return results
+
+
+def test_threads_that_ask_for_one_layout_build_it_once() -> None:
+    for attempt in range(5):
+        sr.layout_cache.clear()
+        window = 2000 + attempt
+        layouts = in_threads(8, lambda _, w=window: sr.SlidingWindow(w).layout(2**16))
+        assert all(layout is layouts[0] for layout in layouts)
+        info = sr.layout_cache.info()
+        assert (info.hits, info.misses, info.entries) == (7, 1, 1)
+
+
+def test_threads_that_ask_for_different_layouts_get_their_own() -> None:
+    sr.layout_cache.set_limit(3 * sr.SlidingWindow(9).layout(200, block_size=16).nbytes)
+    sr.layout_cache.clear()
+
+    def many(number: int) -> list[int]:
+        return [
+            sr.SlidingWindow((number + turn) % 6).layout(200, block_size=16).num_pairs
+            for turn in range(60)
+        ]
+
+    expected = [200 * (left + 1) - left * (left + 1) // 2 for left in range(6)]
+    for number, pairs in enumerate(in_threads(6, many)):
+        assert pairs == [expected[(number + turn) % 6] for turn in range(60)]
+    info = sr.layout_cache.info()
+    assert info.hits + info.misses == 6 * 60
+    assert info.bytes <= info.limit
+
+
+def test_threads_all_get_the_error_of_a_pattern_that_cannot_be_built() -> None:
+    def fails(_: int) -> str:
+        with pytest.raises(ValueError) as caught:
+            sr.Documents((2**15,)).layout(2**16)
+        return str(caught.value)
+
+    messages = in_threads(6, fails)
+    assert all(str(2**15) in message and str(2**16) in message for message in messages)
+    assert sr.layout_cache.info().entries == 0
