@@ -146,7 +146,11 @@ def LongNet(  # noqa: N802 - a constructor like the classes beside it, whose val
     Source: LongNet (arXiv 2307.02486), equations 6-10: mixing branches by their softmax
     denominators is one softmax over the multiset union of their keys.
     """
-    for name, value in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
+    given: dict[str, object] = {
+        "segment_lengths": segment_lengths,
+        "dilation_rates": dilation_rates,
+    }
+    for name, value in given.items():
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise TypeError(f"LongNet {name} must be a sequence of ints, got {value!r}")
     lengths, rates = tuple(segment_lengths), tuple(dilation_rates)

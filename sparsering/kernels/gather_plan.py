@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..compile import number_rows, unpack
 from ..layout import BlockLayout, Pass
+from ..permutation import mix
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Group:
             batch entries share it.
         query_tiles: [rows, t]; key_tiles: [rows, e].
         entries: [rows, e] number of each entry in its table.
-        masks: [rows, e] bitmap of each entry, [1, e] where all rows share them, None where all
-            pairs are in.
+        masks: [rows, e] bitmap of each entry (-1: all pairs), [1, e] where all rows share them,
+            None where all pairs of all entries are in.
         num_queries, num_keys: tokens in a row's query tiles and in its key tiles.
         fresh: whether no earlier group of the pass writes these query tiles.
     """
@@ -75,8 +76,9 @@ def _groups(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Iter
     keys = _counts(p.key_start, p.key_stop, p.step, block_size)[lane, key]
     written = torch.zeros(len(p.row_ptr) * heads * tiles, dtype=torch.bool, device=mask.device)
     row = table * tiles + row
+    with_mask = (mask >= 0) | _folded(row, mask, most_keys)[row]
     for masked in (False, True):
-        kept = torch.nonzero(((mask >= 0) == masked) & (queries > 0) & (keys > 0))[:, 0]
+        kept = torch.nonzero((with_mask == masked) & (queries > 0) & (keys > 0))[:, 0]
         if not len(kept):
             continue
         begin, length, piece = _runs(row[kept], most_keys)
@@ -111,6 +113,20 @@ def _groups(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Iter
                     num_keys=int(num_keys[rows[0]]),
                     fresh=fresh,
                 )
+
+
+def _folded(row: Tensor, mask: Tensor, most_keys: int) -> Tensor:
+    """Rows whose full entries go along with the masked ones, in one unit instead of two to merge.
+
+    That pays where the unit is no longer than others and its mask is made once for several rows.
+    """
+    index = torch.arange(len(row), device=row.device)
+    total = torch.bincount(row)
+    place = index - (total.cumsum(0) - total)[row]
+    likeness = torch.zeros_like(total).index_add_(0, row, mix(place) * (mask + 2))
+    _, kind, rows_alike = likeness.unique(return_inverse=True, return_counts=True)
+    masked = torch.bincount(row[mask >= 0], minlength=len(total)) > 0
+    return masked & (total <= most_keys) & ((rows_alike[kind] > 1) | (len(total) <= 64))
 
 
 def _counts(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
@@ -237,7 +253,10 @@ def chunks(
         cells = None
         if group.masks is not None:
             masks = group.masks if len(group.masks) == 1 else group.masks[rows]
-            cells = unpack(p.bitmaps[masks], b).transpose(1, 2).flatten(2)  # [C or 1, b, e * b]
+            full = torch.full_like(p.bitmaps[:1], 255)
+            cells = (
+                unpack(torch.cat((p.bitmaps, full))[masks], b).transpose(1, 2).flatten(2)
+            )  # [C or 1, b, e * b]
             if ragged:
                 pairs = real_q[:, :, None] & real_k[:, None, :]
                 cells = cells.expand(pairs.shape)[pairs].view(-1, m, n)
