@@ -350,8 +350,8 @@ class SelectedBlocks(_TensorMask, BlockMask):
     returns.
 
     Its layout, also of `SelectedBlocks(...) & Causal()`, is built on the indices' device without a
-    host sync (where the layout has this block size and q_start is a multiple of it), and is not
-    cached.
+    host sync where the layout has this block size and q_start is a multiple of it. (Layouts of
+    patterns whose tensors are not on the CPU are never cached.)
 
     Args:
         indices: int64 [Qb, k], [H, Qb, k] or [B, H, Qb, k] with H = 1, Hkv or Hq; copied. Numbers

@@ -81,8 +81,8 @@ class LayoutCache:
     def __init__(self, limit: int = 256 << 20) -> None:
         self._lock = threading.Lock()
         self._building: dict[object, threading.Lock] = {}
-        self._layouts: OrderedDict[object, BlockLayout] = OrderedDict()
-        self._limit = limit
+        self._layouts: OrderedDict[object, tuple[BlockLayout, int]] = OrderedDict()  # with bytes
+        self._limit, self._held = limit, 0
         self._hits = self._misses = 0
 
     def layout(
@@ -107,7 +107,8 @@ class LayoutCache:
                 layout = build_layout(pattern, frame, block_size, device)
                 with self._lock:
                     self._misses += 1
-                    self._layouts[key] = layout
+                    self._layouts[key] = (layout, layout.nbytes)
+                    self._held += layout.nbytes
                     self._shrink()
                 return layout
             finally:
@@ -115,24 +116,26 @@ class LayoutCache:
                     self._building.pop(key, None)
 
     def info(self) -> CacheInfo:
+        """The counts. Layouts grow when their transposes are built: they are measured anew here."""
         with self._lock:
-            self._shrink()  # layouts grow when their transposes are built
-            return CacheInfo(
-                self._hits, self._misses, len(self._layouts), self._bytes(), self._limit
-            )
+            for key, (layout, _) in self._layouts.items():
+                self._layouts[key] = (layout, layout.nbytes)
+            self._held = sum(nbytes for _, nbytes in self._layouts.values())
+            self._shrink()
+            return CacheInfo(self._hits, self._misses, len(self._layouts), self._held, self._limit)
 
     def clear(self) -> None:
         """Drops every layout and resets the counts."""
         with self._lock:
             self._layouts.clear()
-            self._hits = self._misses = 0
+            self._hits = self._misses = self._held = 0
 
     def invalidate(self, pattern: Pattern) -> int:
         """Drops the layouts of one pattern; returns how many there were."""
         with self._lock:
             stale = [key for key in self._layouts if key[0] == pattern]  # type: ignore[index]
             for key in stale:
-                del self._layouts[key]
+                self._drop(key)
             return len(stale)
 
     def set_limit(self, limit: int) -> None:
@@ -143,24 +146,23 @@ class LayoutCache:
 
     def _find(self, key: object) -> BlockLayout | None:
         with self._lock:
-            found = self._layouts.get(key)
-            if found is not None:
-                self._hits += 1
-                self._layouts.move_to_end(key)
-            return found
+            if key not in self._layouts:
+                return None
+            self._hits += 1
+            self._layouts.move_to_end(key)
+            return self._layouts[key][0]
 
-    def _bytes(self) -> int:
-        return sum(layout.nbytes for layout in self._layouts.values())
+    def _drop(self, key: object) -> None:
+        self._held -= self._layouts.pop(key)[1]
 
     def _shrink(self) -> None:
-        """Drops what does not fit: a layout beyond the limit by itself, then the least recently
-        used.
-        """
-        for key in [key for key, layout in self._layouts.items() if layout.nbytes > self._limit]:
-            del self._layouts[key]
-        held = self._bytes()
-        while held > self._limit:
-            held -= self._layouts.popitem(last=False)[1].nbytes
+        """Drops what does not fit: a layout beyond the limit by itself, else the oldest ones."""
+        if self._held <= self._limit:
+            return
+        for key in [key for key, (_, nbytes) in self._layouts.items() if nbytes > self._limit]:
+            self._drop(key)
+        while self._held > self._limit:
+            self._drop(next(iter(self._layouts)))
 
 
 layout_cache = LayoutCache()

@@ -846,6 +846,14 @@ def test_pattern_is_the_drawn_matrix(drawn: Drawing) -> None:
     assert_is_matrix(build(drawn.spec), drawn.spec, drawn.arguments, matrix(drawn.picture))
 
 
+def test_tables_of_an_empty_scene_are_accepted() -> None:
+    for shape in ((0, 5), (5, 0), (0, 0)):
+        nothing = torch.zeros(shape, dtype=torch.bool)
+        assert sr.Dense(nothing).to_dense(*shape).shape == (1, *shape)
+        assert (sr.Dense(nothing) + sr.Causal()).to_dense(*shape).sum() == 0
+        assert sr.Dense(nothing).layout(*shape, block_size=16).num_pairs == 0
+
+
 def test_constructors_take_the_keywords_of_the_contract() -> None:
     active = torch.ones(1, 1, dtype=torch.bool)
     assert sr.SlidingWindow(left=3) == sr.SlidingWindow(left=3, right=0, dilation=1)
