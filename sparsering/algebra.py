@@ -53,7 +53,7 @@ class Frame(NamedTuple):
         return cls(q_len, kv_len, num_heads, num_kv_heads, q_start)
 
     def kv_head(self, head: int) -> int:
-        return head * self.num_kv_heads // self.num_heads
+        return head * self.num_kv_heads // max(1, self.num_heads)
 
 
 class Pattern:

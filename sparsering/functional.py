@@ -2,6 +2,7 @@
 inputs.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from .algebra import Pattern
 from .kernels.reference import reference_attention
 from .layout import BlockLayout
-from .ops import BACKENDS, DTYPES, attention_op, choose, layout_for, pair_counts_op
+from .merge import finite_or_zero
+from .ops import BACKENDS, DTYPES, attention_op, check_bias, choose, layout_for, pair_counts_op
 
 
 @overload
@@ -155,20 +157,14 @@ class BlockWeights:
         frame = self.layout.frame
         batch, heads = self.values.shape[:2]
         tables = []
-        for b in range(batch):
-            for h in range(heads):
-                dense = self.values.new_zeros(
-                    frame.q_len + 1, frame.kv_len + 1
-                )  # a margin for what is not real
-                first = 0
-                for p in self.layout.passes:
-                    q, k, _ = self.layout.cells(p, b, h)
-                    part = self.values[b, h, first : first + len(q)]
-                    first += len(q)
-                    dense = dense + torch.zeros_like(dense).index_put(
-                        (q[:, :, None], k[:, None, :]), part
-                    )
-                tables.append(dense[:-1, :-1])
+        for b, h in itertools.product(range(batch), range(heads)):
+            dense = self.values.new_zeros(frame.q_len + 1, frame.kv_len + 1)  # with a margin
+            for number, p in enumerate(self.layout.passes):
+                q, k, _ = self.layout.cells(p, b, h)
+                first = self.layout.first_entry_of(number, b, h)
+                part = self.values[b, h, first : first + len(q)]
+                dense = dense + torch.zeros_like(dense).index_put((q[:, :, None], k[:, None]), part)
+            tables.append(dense[:-1, :-1])
         empty = self.values.new_zeros(batch, heads, frame.q_len, frame.kv_len)
         return torch.stack(tables).view(empty.shape) if tables else empty
 
@@ -192,39 +188,45 @@ def attention_weights(
     Cost: memory O(B H num_blocks block_size^2); for looking at, not for training.
     """
     _check(query, key, key, pattern)
-    scale = (query.shape[-1] ** -0.5 if query.shape[-1] else 1.0) if scale is None else scale
-    q_start = key.shape[2] - query.shape[2] if q_start is None else q_start
-    _, lse = attention(
-        query,
-        key,
-        key,
-        pattern,
-        scale=scale,
-        q_start=q_start,
-        block_size=block_size,
-        block_bias=block_bias,
-        return_lse=True,
-    )
-    layout = layout_for(pattern.expression, pattern.tensors, query, key, q_start, block_size)
-    group = query.shape[1] // max(1, key.shape[1])
-    q, k = (torch.nn.functional.pad(x.to(lse.dtype), (0, 0, 0, 1)) for x in (query, key))
-    lse = torch.nn.functional.pad(lse, (0, 1))
-    shape = (*query.shape[:2], layout.num_blocks, layout.block_size, layout.block_size)
-    values = lse.new_zeros(shape)
-    for b in range(shape[0]):
-        for h in range(shape[1]):
-            first = 0
-            for p in layout.passes:
+    query, key = _autocast(query, key)
+    with torch.autocast(query.device.type, enabled=False):
+        scale = (query.shape[-1] ** -0.5 if query.shape[-1] else 1.0) if scale is None else scale
+        q_start = key.shape[2] - query.shape[2] if q_start is None else q_start
+        _, lse = attention(
+            query,
+            key,
+            key,
+            pattern,
+            scale=scale,
+            q_start=q_start,
+            block_size=block_size,
+            block_bias=block_bias,
+            return_lse=True,
+        )
+        layout = layout_for(pattern.expression, pattern.tensors, query, key, q_start, block_size)
+        group = query.shape[1] // max(1, key.shape[1])
+        # a margin for what is not real
+        q, k = (torch.nn.functional.pad(x.to(lse.dtype), (0, 0, 0, 1)) for x in (query, key))
+        lse = torch.nn.functional.pad(finite_or_zero(lse), (0, 1))
+        batch, heads, blocks, size = *query.shape[:2], layout.num_blocks, layout.block_size
+        if block_bias is not None:
+            block_bias = block_bias.expand(batch, heads, blocks)
+        tables = []
+        for b, h in itertools.product(range(batch), range(heads)):
+            weights = [lse.new_zeros(0, size, size)]
+            for number, p in enumerate(layout.passes):
                 rows, columns, cells = layout.cells(p, b, h)
                 score = scale * (q[b, h, rows] @ k[b, h // group, columns].mT)
-                here = slice(first, first + len(rows))
                 if block_bias is not None:
-                    bias = block_bias.expand(*shape[:2], -1)[b, h, here]
-                    score = score + bias[:, None, None]
-                first += len(rows)
-                weight = (torch.where(cells, score, -torch.inf) - lse[b, h, rows][..., None]).exp()
-                values[b, h, here] = torch.where(cells, weight, 0.0)
-    return BlockWeights(values, layout)
+                    first = layout.first_entry_of(number, b, h)
+                    score = score + block_bias[b, h, first : first + len(rows), None, None]
+                shifted = torch.where(cells, score - lse[b, h, rows][..., None], -torch.inf)
+                weights.append(shifted.exp())
+            visited = torch.cat(weights)
+            missing = lse.new_zeros(blocks - len(visited), size, size)
+            tables.append(torch.cat((visited, missing)))
+        empty = lse.new_zeros(batch, heads, blocks, size, size)
+        return BlockWeights(torch.stack(tables).view(empty.shape) if tables else empty, layout)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
@@ -307,6 +309,7 @@ def _log_counts(
             pair_counts_op(query, key, pattern.tensors, pattern.expression, q_start).to(dtype).log()
         )
     layout = layout_for(pattern.expression, pattern.tensors, query, key, q_start, block_size)
+    check_bias(block_bias, layout)
     number = layout.entry_of_pairs(query.shape[0]).to(query.device)  # [passes, B, Hq, Nq, Nk]
     flat = block_bias.to(dtype)[None, :, :, None].expand(len(number), -1, -1, query.shape[2], -1)
     bias = torch.where(number >= 0, flat.gather(-1, number.clamp(min=0)), -torch.inf)

@@ -165,6 +165,12 @@ class BlockLayout:
             rows.append(torch.stack((q + self.frame.q_start, k, *counts), 1))
         return torch.cat(rows) if rows else torch.zeros(0, 4, dtype=torch.int64)
 
+    def first_entry_of(self, number: int, batch: int, head: int) -> int:
+        """Number of a pass's first entry in what one head visits."""
+        first = self.first_entry[number]
+        h = table_of(head, first.shape[1], self.frame.num_heads)
+        return int(first[batch if len(first) > 1 else 0, h])
+
     def table(self, p: Pass, batch: int, head: int) -> tuple[Tensor, Tensor, Tensor, int]:
         """(query tile, key tile, mask) of each entry that one query head visits in a pass, and its
         row of tiles.

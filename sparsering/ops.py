@@ -81,14 +81,14 @@ def layout_for(
     return layout_cache.layout(value, frame, size, query.device)
 
 
-def _checked_bias(block_bias: Tensor | None, layout: BlockLayout) -> Tensor | None:
+def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
+    """Raises ValueError where there is a bias and it does not have one number per block."""
     if block_bias is not None and block_bias.shape[-1] != layout.num_blocks:
         raise ValueError(
             f"block_bias must be [B or 1, H or 1, {layout.num_blocks}], one per visited "
             "block of the layout, got "
             f"{block_bias.shape[-1]} in the last dim; see pattern.layout(...).num_blocks"
         )
-    return block_bias
 
 
 @torch.library.custom_op("sparsering::attention", mutates_args=())
@@ -106,9 +106,9 @@ def attention_op(
 ) -> tuple[Tensor, Tensor]:
     """Forward: (out, lse)."""
     layout = layout_for(pattern, tensors, query, key, q_start, block_size)
-    bias = _checked_bias(block_bias, layout)
+    check_bias(block_bias, layout)
     with torch.autocast(query.device.type, enabled=False):  # it would round scores
-        return gather.forward(layout, query, key, value, bias, scale)
+        return gather.forward(layout, query, key, value, block_bias, scale)
 
 
 @torch.library.custom_op("sparsering::attention_backward", mutates_args=())

@@ -236,6 +236,8 @@ def chunks(
         torch.arange(unit_heads // heads, device=device),
         torch.arange(len(group.head), device=device),
     )
+    if not len(units):  # an empty batch
+        return
     m, n = group.num_queries, group.num_keys
     per_pair = per_pair * share + 6 * (group.masks is not None and len(group.masks) > 1)
     per_unit = (share * m + n) * (per_token + 40) + m * n * per_pair

@@ -26,8 +26,9 @@ def reference_attention(
     q = query.to(dtype)
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (key, value))
     if k.shape[2] == 0:
-        out = q.new_zeros(*q.shape[:3], v.shape[3]) + q.sum(-1, keepdim=True) * 0
-        return out.to(query.dtype), torch.full_like(q[..., 0], -torch.inf)
+        zero = q.sum(-1) * 0  # part of the graph
+        out = zero[..., None] + q.new_zeros(*q.shape[:3], v.shape[3])
+        return out.to(query.dtype), zero - torch.inf
     pairs = (log_counts > -torch.inf).expand(*q.shape[:3], k.shape[2])
     score = torch.where(
         pairs, scale * (q @ k.mT) + torch.where(pairs, log_counts.to(dtype), 0.0), -torch.inf
