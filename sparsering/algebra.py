@@ -120,10 +120,11 @@ class Pattern:
         p = torch.arange(frame.q_start, frame.q_start + frame.q_len)[:, None]
         k = torch.arange(frame.kv_len)[None, :]
         batch, tables = self.num_batches(), num_heads if self.num_tables(frame) > 1 else 1
+        batches = 1 if batch is None else batch
         counts = [
-            self._dense_table(p, k, frame, b, h) for b in range(batch or 1) for h in range(tables)
+            self._dense_table(p, k, frame, b, h) for b in range(batches) for h in range(tables)
         ]
-        shape = (batch or 1, tables, frame.q_len, frame.kv_len)
+        shape = (batches, tables, frame.q_len, frame.kv_len)
         dense = torch.stack(counts).view(shape) if counts else torch.zeros(shape, dtype=torch.bool)
         return dense if batch is not None else dense[0]
 

@@ -311,7 +311,8 @@ def _log_counts(
     layout = layout_for(pattern.expression, pattern.tensors, query, key, q_start, block_size)
     check_bias(block_bias, layout)
     number = layout.entry_of_pairs(query.shape[0]).to(query.device)  # [passes, B, Hq, Nq, Nk]
-    flat = block_bias.to(dtype)[None, :, :, None].expand(len(number), -1, -1, query.shape[2], -1)
+    block_bias = torch.nn.functional.pad(block_bias.to(dtype), (0, 1))  # gather needs one to read
+    flat = block_bias[None, :, :, None].expand(len(number), -1, -1, query.shape[2], -1)
     bias = torch.where(number >= 0, flat.gather(-1, number.clamp(min=0)), -torch.inf)
     highest = torch.where(bias.detach().amax(0) == -torch.inf, 0.0, bias.detach().amax(0))
     total = torch.where(number >= 0, (bias - highest).exp(), 0.0).sum(0)

@@ -1,0 +1,405 @@
+"""The public functions: what they refuse and say, and the weights that `attention_weights` gives.
+
+A message tells what was expected, what was got, and one way out.
+"""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from attention_oracle import (
+    PATTERNS,
+    Case,
+    assert_close,
+    attend_by_rows,
+    dense_counts,
+    gradients,
+    inputs,
+    random_table,
+)
+from torch import Tensor
+
+import sparsering as sr
+from sparsering import ops
+
+CASE = Case(2, 4, 2, 40, 40, 8, 6)
+
+
+def tensors(**changes: Any) -> dict[str, Tensor]:
+    """Query, key and value of CASE; a change is a shape, a dtype, a device or a tensor."""
+    made = dict(zip(("query", "key", "value"), inputs(CASE, torch.float32, False), strict=True))
+    for name, change in changes.items():
+        old = made[name]
+        if isinstance(change, tuple):
+            made[name] = torch.zeros(change)
+        elif isinstance(change, torch.Tensor):
+            made[name] = change
+        else:
+            made[name] = old.to(change)
+    return made
+
+
+def contains(*parts: object) -> str:
+    """A regular expression of literal parts in this order."""
+    return "(?s)" + ".*".join(re.escape(str(part)) for part in parts)
+
+
+# What is refused: arguments -> TypeError or ValueError with what was expected, got, and a way out.
+
+WRONG_TENSORS = {
+    "no batch dim": (
+        tensors(query=(4, 40, 8)),
+        contains("[batch, heads, tokens, head dim]", "got query (4, 40, 8)", "unsqueeze"),
+    ),
+    "five dims": (
+        tensors(value=(1, 2, 2, 40, 6)),
+        contains("[batch, heads, tokens, head dim]", "value (1, 2, 2, 40, 6)", "unsqueeze"),
+    ),
+    "another batch of keys": (
+        tensors(key=(3, 2, 40, 8), value=(3, 2, 40, 6)),
+        contains("must agree", "query (2, 4, 40, 8), key (3, 2, 40, 8)", "transpose(1, 2)"),
+    ),
+    "another head dim of keys": (
+        tensors(key=(2, 2, 40, 7)),
+        contains("must agree", "query (2, 4, 40, 8), key (2, 2, 40, 7)", "transpose(1, 2)"),
+    ),
+    "another length of values": (
+        tensors(value=(2, 2, 41, 6)),
+        contains("must agree", "key (2, 2, 40, 8), value (2, 2, 41, 6)", "transpose(1, 2)"),
+    ),
+    "another number of value heads": (
+        tensors(value=(2, 1, 40, 6)),
+        contains("must agree", "key (2, 2, 40, 8), value (2, 1, 40, 6)", "transpose(1, 2)"),
+    ),
+    "heads that do not divide": (
+        tensors(key=(2, 3, 40, 8), value=(2, 3, 40, 6)),
+        contains("query heads must be a multiple of key/value heads", "got 4 and 3"),
+    ),
+    "no key heads": (
+        tensors(key=(2, 0, 40, 8), value=(2, 0, 40, 6)),
+        contains("query heads must be a multiple of key/value heads", "got 4 and 0"),
+    ),
+    "integers": (
+        tensors(query=torch.int64, key=torch.int64, value=torch.int64),
+        contains("float64, float32, bfloat16, float16", "torch.int64", ".to()"),
+    ),
+    "complex numbers": (
+        tensors(query=torch.complex64, key=torch.complex64, value=torch.complex64),
+        contains("float64, float32, bfloat16, float16", "torch.complex64", ".to()"),
+    ),
+    "two dtypes": (
+        tensors(value=torch.bfloat16),
+        contains("share a dtype", "torch.float32", "torch.bfloat16", ".to()"),
+    ),
+    "two devices": (
+        tensors(key="meta"),
+        contains("on one device", "got cpu, meta, cpu", ".to()"),
+    ),
+}
+
+
+def attention_in_every_way(args: dict[str, Tensor], pattern: Any, **options: Any) -> list[Any]:
+    """Calls of every function that takes these tensors, to be made one by one."""
+    calls: list[Any] = [
+        lambda: sr.attention(**args, pattern=pattern, **options),
+        lambda: sr.attention(**args, pattern=pattern, backend="reference", **options),
+    ]
+    if not options:
+        calls.append(lambda: sr.explain(**args, pattern=pattern))
+    return calls
+
+
+@pytest.mark.parametrize("name", WRONG_TENSORS)
+def test_tensors_that_do_not_fit_raise_value_error(name):
+    args, message = WRONG_TENSORS[name]
+    for call in attention_in_every_way(args, sr.Causal()):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "message"),
+    [
+        ((2, 40, 8), (2, 2, 40, 8), contains("[batch, heads, tokens, head dim]", "(2, 40, 8)")),
+        ((2, 2, 40, 8), (2, 2, 40, 9), contains("must agree", "(2, 2, 40, 9)")),
+        ((2, 3, 40, 8), (2, 2, 40, 8), contains("multiple", "got 3 and 2")),
+    ],
+)
+def test_attention_weights_refuses_what_attention_does(query, key, message):
+    with pytest.raises(ValueError, match=message):
+        sr.attention_weights(torch.zeros(query), torch.zeros(key), sr.Causal())
+
+
+@pytest.mark.parametrize("pattern", [None, "Causal()", torch.ones(40, 40).bool(), sr.Causal])
+def test_what_is_no_pattern_raises_type_error(pattern):
+    args = tensors()
+    message = contains("sparsering pattern such as Causal()", f"got {type(pattern).__name__}")
+    calls = attention_in_every_way(args, pattern)
+    calls.append(lambda: sr.attention_weights(args["query"], args["key"], pattern))
+    for call in calls:
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+def test_options_are_keyword_only():
+    with pytest.raises(TypeError):
+        sr.attention(*tensors().values(), sr.Causal(), 0.5)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("block_size", [0, 8, 17, 24, 272, -16])
+def test_a_block_size_that_is_not_legal_raises(block_size):
+    message = contains("multiple of 16 from 16 to 256", f"got {block_size}")
+    args = tensors()
+    with pytest.raises(ValueError, match=message):
+        sr.attention(**args, pattern=sr.Causal(), block_size=block_size)
+    with pytest.raises(ValueError, match=message):
+        sr.attention_weights(args["query"], args["key"], sr.Causal(), block_size=block_size)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (sr.Documents((10, 20)), contains("40", "30")),
+        (sr.Packed((10, 20), sr.Causal()), contains("40", "30")),
+        (sr.KeyPadding((40, 40, 40)), contains("for 3 batch entries", "got a query of 2")),
+        (sr.Blocks(random_table(3, 1, 1, 1), 64), contains("3 batch entries", "query of 2")),
+        (sr.Blocks(random_table(2, 2), 16), contains("cover 3", "of 16", "got shape (2, 2)")),
+        (sr.Blocks(random_table(3, 3, 3), 16), contains("3")),  # of 4 query and 2 kv heads
+        (sr.Dense(random_table(40, 41)), contains("40", "41")),
+        (sr.Dilated(16, 4, (1, 2, 3)), contains("2", "3")),
+    ],
+    ids=repr,
+)
+def test_a_pattern_that_does_not_fit_the_inputs_raises(pattern, message):
+    for call in attention_in_every_way(tensors(), pattern)[:2]:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("backend", ["gather", "reference"])
+@pytest.mark.parametrize(
+    ("shape", "block_size", "message"),
+    [
+        ((1, 1, 6), None, contains("block_bias needs an explicit block_size", "layout(block_size")),
+        ((6,), 16, contains("[2 or 1, 4 or 1, num_blocks]", "got (6,)")),
+        ((1, 6), 16, contains("[2 or 1, 4 or 1, num_blocks]", "got (1, 6)")),
+        ((3, 1, 6), 16, contains("[2 or 1, 4 or 1, num_blocks]", "got (3, 1, 6)")),
+        ((2, 2, 6), 16, contains("[2 or 1, 4 or 1, num_blocks]", "got (2, 2, 6)")),
+        ((1, 1, 5), 16, contains("6]", "got 5", "num_blocks")),
+        ((1, 1, 9), 16, contains("6]", "got 9", "num_blocks")),
+        ((1, 1, 0), 16, contains("6]", "got 0", "num_blocks")),
+    ],
+)
+def test_a_block_bias_that_does_not_fit_raises(shape, block_size, message, backend):
+    with pytest.raises(ValueError, match=message):
+        sr.attention(
+            **tensors(),
+            pattern=sr.Causal(),
+            block_size=block_size,
+            block_bias=torch.zeros(shape),
+            backend=backend,
+        )
+
+
+def test_weights_with_a_block_bias_need_a_block_size_too():
+    args = tensors()
+    with pytest.raises(ValueError, match="block_bias needs an explicit block_size"):
+        sr.attention_weights(
+            args["query"], args["key"], sr.Causal(), block_bias=torch.zeros(1, 1, 1)
+        )
+
+
+def test_an_unknown_backend_raises_with_the_names_there_are():
+    with pytest.raises(ValueError, match=contains("gather", "reference", "or None", "got 'fast'")):
+        sr.attention(**tensors(), pattern=sr.Causal(), backend="fast")
+
+
+# Which backend runs
+
+
+@pytest.fixture
+def gather_cannot_run(monkeypatch):
+    """`gather`, which prefers itself, then has two reasons not to."""
+
+    def reasons(*tensors: object) -> list[str]:
+        return ["it is too cold", f"it saw {len(tensors)} tensors"]
+
+    monkeypatch.setitem(ops.BACKENDS, "gather", reasons)
+
+
+def test_backends_are_named_with_reasons_why_not():
+    assert sr.backends() == {"gather": [], "reference": []}
+
+
+@pytest.mark.usefixtures("gather_cannot_run")
+def test_backends_tells_reasons_that_need_no_inputs():
+    assert sr.backends()["gather"] == ["it is too cold", "it saw 0 tensors"]
+
+
+def test_explain_gives_a_line_for_each_backend():
+    assert sr.explain(**tensors(), pattern=sr.Causal()) == "gather: usable\nreference: usable"
+
+
+@pytest.mark.usefixtures("gather_cannot_run")
+def test_explain_gives_all_reasons_of_a_backend_that_cannot_run():
+    first, second = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
+    assert first == "gather: it is too cold; it saw 3 tensors"
+    assert second == "reference: usable"
+
+
+@pytest.mark.usefixtures("gather_cannot_run")
+def test_a_named_backend_that_cannot_run_raises_with_all_its_reasons():
+    with pytest.raises(NotImplementedError, match=contains("gather", "too cold", "saw 3 tensors")):
+        sr.attention(**tensors(), pattern=sr.Causal(), backend="gather")
+
+
+@pytest.mark.usefixtures("gather_cannot_run")
+def test_without_a_name_the_next_backend_runs():
+    args = tensors()
+    out = sr.attention(**args, pattern=sr.Causal())
+    assert torch.equal(out, sr.attention(**args, pattern=sr.Causal(), backend="reference"))
+
+
+def test_where_no_backend_can_run_every_reason_is_given(monkeypatch):
+    for name, reason in (("gather", "too cold"), ("reference", "too large")):
+        monkeypatch.setitem(ops.BACKENDS, name, lambda *_, reason=reason: [reason])
+    with pytest.raises(NotImplementedError, match=contains("gather: too cold", "reference: too l")):
+        sr.attention(**tensors(), pattern=sr.Causal())
+
+
+def test_return_lse_decides_between_a_tensor_and_a_pair():
+    args = tensors()
+    out = sr.attention(**args, pattern=sr.Causal())
+    pair = sr.attention(**args, pattern=sr.Causal(), return_lse=True)
+    assert isinstance(out, Tensor) and isinstance(pair, tuple)
+    assert torch.equal(out, pair[0])
+    expected = attend_by_rows(*(x.double() for x in args.values()), torch.ones(40, 40).tril())
+    assert_close(pair[1].double(), expected[1], 1e-6, "lse")
+
+
+# Weights
+
+WEIGHED = [
+    "full",
+    "causal",
+    "two-sided window",
+    "dilated, rate not dividing",
+    "dilated, offset of each head",
+    "longnet",
+    "longnet, every rate above 1",
+    "random blocks",
+    "blocks of each batch entry",
+    "blocks of each kv head",
+    "key padding",
+    "packed longnet",
+    "union of steps",
+    "mixture with overlap",
+    "branch twice",
+    "mixture under masks",
+    "nothing",
+]
+
+
+def dense_weights(
+    query: Tensor, key: Tensor, counts: Tensor, scale: float | None = None, bias: Any = None
+) -> Tensor:
+    """[B, H, Nq, Nk] softmax weights of a multiset, each key's copies added up."""
+    identity = torch.eye(key.shape[2], dtype=key.dtype).expand(*key.shape[:3], -1)
+    return attend_by_rows(query, key, identity, counts, scale, bias)[0]
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+@pytest.mark.parametrize(
+    "case",
+    [CASE, Case(2, 2, 1, 9, 50, 5, 5, 32), Case(1, 3, 3, 20, 9, 4, 4)],
+    ids=["square", "few queries", "more queries than keys"],
+)
+def test_weights_are_the_dense_softmax(name, case):
+    pattern = PATTERNS[name](case)
+    query, key, _ = inputs(case)
+    dense = sr.attention_weights(query, key, pattern, block_size=case.block_size).to_dense()
+    counts = dense_counts(pattern, case)
+    expected = dense_weights(query, key, counts)
+    assert_close(dense.detach(), expected.detach(), 1e-12, "weights")
+    sums = (counts.sum(-1) > 0).double()
+    assert_close(dense.detach().sum(-1), sums, 1e-12, "sum of a row")
+    wrt = (query, key)
+    for a, b in zip(gradients([dense], wrt), gradients([expected], wrt), strict=True):
+        assert_close(a, b, 1e-11, "gradient")
+
+
+@pytest.mark.parametrize("options", [{"scale": 2.0}, {"q_start": 0}, {"scale": 0.0, "q_start": 3}])
+def test_weights_heed_scale_and_q_start(options):
+    query, key, _ = inputs(Case(1, 2, 1, 20, 30))
+    weights = sr.attention_weights(query, key, sr.Causal(), block_size=16, **options)
+    mask = sr.Causal().to_dense(20, 30, q_start=options.get("q_start"))
+    expected = dense_weights(query, key, mask, options.get("scale"))
+    assert_close(weights.to_dense().detach(), expected.detach(), 1e-12)
+
+
+def test_weights_with_a_block_bias():
+    query, key, _ = inputs(Case(2, 2, 1, 48, 48))
+    table = torch.ones(3, 3).tril().bool()
+    bias = torch.randn(1, 2, 6, dtype=torch.float64, requires_grad=True)
+    pattern = sr.Blocks(table, 16)
+    weights = sr.attention_weights(query, key, pattern, block_size=16, block_bias=bias)
+    by_block = torch.zeros(1, 2, 3, 3, dtype=torch.float64)
+    by_block[:, :, table] = bias
+    pairs = by_block.repeat_interleave(16, 2).repeat_interleave(16, 3)
+    expected = dense_weights(query, key, pattern.to_dense(48), bias=pairs)
+    dense = weights.to_dense()
+    assert_close(dense.detach(), expected.detach(), 1e-12)
+    wrt = (query, key, bias)
+    for a, b in zip(gradients([dense], wrt), gradients([expected], wrt), strict=True):
+        assert_close(a, b, 1e-11)
+
+
+def test_values_lie_in_the_order_of_entries_and_are_0_where_there_is_no_pair():
+    case = Case(1, 2, 2, 40, 40)
+    query, key, _ = inputs(case, requires_grad=False)
+    pattern = PATTERNS["blocks of each head"](case)
+    weights = sr.attention_weights(query, key, pattern, block_size=32)
+    layout = pattern.layout(**case.heads, block_size=32)
+    assert weights.values.shape == (1, 2, layout.num_blocks, 32, 32)
+    dense = dense_weights(query, key, dense_counts(pattern, case))
+    for head in range(2):
+        expected = torch.zeros(layout.num_blocks, 32, 32, dtype=torch.float64)
+        for number, (q, k, rows, columns) in enumerate(layout.entries(head=head).tolist()):
+            block = dense[0, head, q : q + rows, k : k + columns]
+            expected[number, :rows, :columns] = block
+        assert_close(weights.values[0, head], expected, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_low_precision_are_float32(dtype):
+    query, key, _ = inputs(CASE, dtype, requires_grad=False)
+    dense = sr.attention_weights(query, key, sr.LongNet((16, 64), (1, 2))).to_dense()
+    assert dense.dtype == torch.float32
+    counts = dense_counts(sr.LongNet((16, 64), (1, 2)), CASE)
+    assert_close(dense.double(), dense_weights(query.double(), key.double(), counts), 1e-5)
+
+
+def test_weights_under_autocast_sum_to_1():
+    query, key, _ = inputs(CASE, torch.float32, requires_grad=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        dense = sr.attention_weights(query, key, sr.Causal()).to_dense()
+    assert dense.dtype == torch.float32
+    assert_close(dense.sum(-1), torch.ones(2, 4, 40), 1e-5)
+
+
+def test_weights_times_values_are_the_output():
+    args = inputs(CASE)
+    pattern = PATTERNS["mixture under masks"](CASE)
+    dense = sr.attention_weights(*args[:2], pattern).to_dense()
+    out = sr.attention(*args, pattern)
+    assert_close((dense @ args[2].repeat_interleave(2, 1)).detach(), out.detach(), 1e-12)
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"q_len": 0}, {"kv_len": 0}, {"head_dim": 0}])
+def test_weights_of_a_dim_of_size_0(sizes):
+    case = Case(**{"batch": 1, "num_heads": 2, "num_kv_heads": 1, "q_len": 4, "kv_len": 4, **sizes})
+    query, key, _ = inputs(case, requires_grad=False)
+    dense = sr.attention_weights(query, key, sr.Full()).to_dense()
+    assert dense.shape == (case.batch, 2, case.q_len, case.kv_len)
+    assert torch.equal(dense, torch.full_like(dense, 0.25))

@@ -1,0 +1,448 @@
+"""The operator boundary: torch.library's own checks, torch.compile, autocast, checkpointing, FLOPs.
+
+What runs in a process of its own proves what importing sparsering does and does not load.
+"""
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attention_oracle import (
+    PATTERNS,
+    Case,
+    assert_close,
+    dense_counts,
+    gradients,
+    inputs,
+    random_table,
+)
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import sparsering as sr
+
+CASE = Case(2, 4, 2, 40, 40, 8, 6)
+LONGNET = sr.LongNet((16, 32), (1, 2)) & sr.Causal()
+
+
+def operator_arguments(
+    case: Case,
+    pattern: sr.Pattern,
+    dtype: torch.dtype,
+    with_bias: bool,
+    block_size: int | None = 16,
+    requires_grad: bool = True,
+) -> tuple[Any, ...]:
+    """Arguments of torch.ops.sparsering.attention."""
+    bias = None
+    if with_bias:
+        blocks = pattern.layout(**case.heads, block_size=16).num_blocks
+        bias = torch.randn(case.batch, case.num_heads, blocks, requires_grad=requires_grad)
+    q_start = case.kv_len - case.q_len
+    return (
+        *inputs(case, dtype, requires_grad),
+        bias,
+        list(pattern.tensors),
+        pattern.expression,
+        0.3,
+        q_start,
+        block_size,
+        "gather",
+    )
+
+
+OPCHECKED = {
+    "longnet": (CASE, LONGNET, torch.float32, False, None),
+    "float64 with bias": (CASE, LONGNET, torch.float64, True),
+    "bfloat16": (CASE, sr.SlidingWindow(9), torch.bfloat16, False),
+    "blocks of each batch entry": (
+        CASE,
+        sr.Blocks(random_table(2, 4, 3, 3), 16),
+        torch.float32,
+        True,
+    ),
+    "strided": (
+        Case(1, 2, 1, 5, 40, 8, 6, arrange="tokens before heads"),
+        sr.KeyPadding((30,)),
+        torch.float32,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPCHECKED)
+def test_attention_passes_opcheck(name):
+    torch.library.opcheck(
+        torch.ops.sparsering.attention.default, operator_arguments(*OPCHECKED[name])
+    )
+
+
+@pytest.mark.parametrize("name", OPCHECKED)
+def test_attention_backward_passes_opcheck(name):
+    case, pattern, dtype, with_bias, *rest = OPCHECKED[name]
+    block_size = rest[0] if rest else 16
+    args = operator_arguments(case, pattern, dtype, with_bias, block_size, False)
+    out, lse = torch.ops.sparsering.attention(*args)
+    grads = (torch.randn_like(out), torch.randn_like(lse))
+    args = (*grads, *args[:4], out, lse, *args[4:])
+    torch.library.opcheck(torch.ops.sparsering.attention_backward.default, args)
+
+
+def test_second_derivatives_of_gather_raise_and_are_not_zero_in_silence():
+    args = inputs(CASE)
+    out = sr.attention(*args, sr.Causal(), backend="gather")
+    (dq,) = torch.autograd.grad(out.sum(), args[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="attention_backward"):
+        torch.autograd.grad(dq.square().sum(), args[1])
+
+
+# torch.compile
+
+Function = Callable[..., Any]
+
+
+def longnet_closed_over(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return sr.attention(query, key, value, LONGNET, return_lse=True)
+
+
+def pattern_made_inside(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    pattern = (sr.SlidingWindow(9) | sr.GlobalTokens(3)) & sr.Causal()
+    return sr.attention(query, key, value, pattern, return_lse=True)
+
+
+def padding_made_inside(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    pattern = sr.Causal() + sr.KeyPadding((30, 7)) + sr.LongNet((8, 16), (1, 2))
+    return sr.attention(query, key, value, pattern, scale=0.5, block_size=32, return_lse=True)
+
+
+TABLE = sr.Blocks(random_table(3, 3), 16)
+
+
+def table_closed_over(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return sr.attention(query, key, value, TABLE & sr.Causal(), return_lse=True)
+
+
+def reference_inside(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return sr.attention(query, key, value, LONGNET, backend="reference", return_lse=True)
+
+
+def between_other_operations(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    out = sr.attention(query.sin(), key.mul(2), value, LONGNET)
+    return out.relu(), sr.merge_attention([out, out], [out[..., 0], out[..., 1]])[0]
+
+
+COMPILED = (
+    longnet_closed_over,
+    pattern_made_inside,
+    padding_made_inside,
+    table_closed_over,
+    reference_inside,
+    between_other_operations,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("function", COMPILED, ids=lambda f: f.__name__)
+def test_compiles_to_one_graph_with_the_same_result(function):
+    args = inputs(CASE)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    got, expected = compiled(*args), function(*args)
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a.detach(), b.detach(), 1e-13)
+    for a, b in zip(gradients(got, args), gradients(expected, args), strict=True):
+        assert_close(a, b, 1e-12)
+
+
+def test_a_compiled_call_is_one_operator_and_no_graph_break():
+    args = inputs(CASE)
+    explanation = torch._dynamo.explain(longnet_closed_over)(*args)
+    assert (explanation.graph_count, explanation.graph_break_count) == (1, 0)
+    targets = [n.target for g in explanation.graphs for n in g.graph.nodes]
+    names = [str(target) for target in targets]
+    assert sum("sparsering.attention" in name for name in names) == 1
+
+
+def test_compiles_with_a_block_bias_and_its_gradient():
+    args = inputs(CASE)
+    blocks = LONGNET.layout(**CASE.heads, block_size=16).num_blocks
+    bias = torch.randn(1, 4, blocks, dtype=torch.float64, requires_grad=True)
+
+    def function(*args: Tensor) -> Tensor:
+        return sr.attention(*args[:3], LONGNET, block_size=16, block_bias=args[3])
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    wrt = (*args, bias)
+    got, expected = compiled(*wrt), function(*wrt)
+    assert_close(got.detach(), expected.detach(), 1e-13)
+    for a, b in zip(gradients([got], wrt), gradients([expected], wrt), strict=True):
+        assert_close(a, b, 1e-12)
+
+
+def test_compiles_with_a_table_that_is_an_input():
+    def function(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
+        return sr.attention(query, key, value, sr.Blocks(table, 16))
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    args = inputs(CASE)
+    for seed in range(3):
+        table = torch.rand(3, 3, generator=torch.Generator().manual_seed(seed)) < 0.5
+        got, expected = compiled(*args, table), function(*args, table)
+        assert_close(got.detach(), expected.detach(), 1e-13)
+
+
+def test_one_compiled_graph_serves_all_lengths():
+    compilations = 0
+
+    def count(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        nonlocal compilations
+        compilations += 1
+        return graph.forward
+
+    compiled = torch.compile(longnet_closed_over, fullgraph=True, dynamic=True, backend=count)
+    for length, queries in ((40, 40), (56, 56), (73, 73), (131, 131)):
+        args = inputs(Case(2, 4, 2, queries, length, 8, 6))
+        for a, b in zip(compiled(*args), longnet_closed_over(*args), strict=True):
+            assert_close(a.detach(), b.detach(), 1e-13)
+    assert compilations == 1
+
+
+def test_dynamic_lengths_through_forward_and_backward():
+    compiled = torch.compile(longnet_closed_over, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (40, 70, 33):
+        args = inputs(Case(1, 2, 1, length, length, 8, 6))
+        got, expected = compiled(*args), longnet_closed_over(*args)
+        for a, b in zip(gradients(got, args), gradients(expected, args), strict=True):
+            assert_close(a, b, 1e-12)
+
+
+@pytest.mark.slow
+def test_compiles_with_inductor():
+    args = inputs(CASE)
+    compiled = torch.compile(between_other_operations, fullgraph=True)
+    got, expected = compiled(*args), between_other_operations(*args)
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a.detach(), b.detach(), 1e-12)
+    for a, b in zip(gradients(got, args), gradients(expected, args), strict=True):
+        assert_close(a, b, 1e-11)
+
+
+# Autocast
+
+
+@pytest.mark.parametrize("backend", ["gather", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_a_call_with_inputs_of_that_dtype(dtype, backend):
+    args = inputs(CASE, torch.float32)
+    with torch.autocast("cpu", dtype):
+        out, lse = sr.attention(*args, LONGNET, return_lse=True, backend=backend)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    low = [x.to(dtype) for x in args]
+    expected = sr.attention(*low, LONGNET, return_lse=True, backend=backend)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    got, want = gradients((out, lse), args), gradients(expected, args)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+
+
+def test_autocast_takes_inputs_of_several_dtypes():
+    query, key, value = inputs(CASE, torch.float32)
+    low = value.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = sr.attention(query, key, low, LONGNET, return_lse=True)
+    expected = sr.attention(query.bfloat16(), key.bfloat16(), low, LONGNET)
+    assert torch.equal(out, expected)
+    grads = gradients([out], (query, key, low))
+    assert [grad.dtype for grad in grads] == [torch.float32, torch.float32, torch.bfloat16]
+
+
+def test_autocast_leaves_float64_alone():
+    args = inputs(CASE)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = sr.attention(*args, LONGNET, return_lse=True)
+    expected = sr.attention(*args, LONGNET, return_lse=True)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+def test_autocast_of_a_layer_and_backward_outside_of_it():
+    project = torch.nn.Linear(16, 48)
+    x = torch.randn(2, 40, 16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        query, key, value = (
+            y.unflatten(-1, (2, 8)).transpose(1, 2) for y in project(x).chunk(3, -1)
+        )
+        out, lse = sr.attention(query, key, value, sr.Causal(), return_lse=True)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    (out.float().square().mean() + lse.mean()).backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+    assert project.weight.grad.isfinite().all() and project.weight.grad.abs().max() > 0
+
+
+def test_compiled_autocast_is_eager_autocast():
+    args = inputs(CASE, torch.float32)
+    compiled = torch.compile(longnet_closed_over, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        got, expected = compiled(*args), longnet_closed_over(*args)
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+# Checkpointing, functions of torch, FLOPs
+
+
+def gradients_of_checkpoint(args: tuple[Tensor, ...], use_reentrant: bool) -> list[Tensor]:
+    """By .backward, which is all that the reentrant form supports."""
+    out, lse = checkpoint(longnet_closed_over, *args, use_reentrant=use_reentrant)
+    generator = torch.Generator().manual_seed(1)
+    grads = [
+        torch.randn(x.shape, generator=generator, dtype=torch.float64).float() for x in (out, lse)
+    ]
+    torch.autograd.backward((out, lse), grads)
+    return [x.grad for x in args]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_gives_the_same_gradients(use_reentrant):
+    args = inputs(CASE, torch.float32)
+    expected = gradients(longnet_closed_over(*args), args)
+    got = gradients_of_checkpoint(args, use_reentrant)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_parameter_reaches_its_gradient_through_a_module():
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = torch.nn.Linear(8, 24, dtype=torch.float64)
+
+        def forward(self, x: Tensor, backend: str) -> Tensor:
+            query, key, value = self.project(x).chunk(3, -1)
+            return sr.attention(query, key, value, LONGNET, backend=backend)
+
+    layer, x = Layer(), torch.randn(2, 2, 40, 8, dtype=torch.float64)
+    got = gradients([layer(x, "gather")], list(layer.parameters()))
+    expected = gradients([layer(x, "reference")], list(layer.parameters()))
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a, b, 1e-11)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["full", "longnet", "mixture with overlap", "key padding", "blocks of each head", "nothing"],
+)
+def test_flops_are_those_of_the_pattern_s_exact_pairs(name):
+    case = CASE
+    pattern = PATTERNS[name](case)
+    pairs = dense_counts(pattern, case).sum().item()  # of all batch entries and query heads
+    args = inputs(case, torch.float32)
+    with FlopCounterMode(display=False) as forward:
+        out, lse = sr.attention(*args, pattern, return_lse=True)
+    assert forward.get_total_flops() == 2 * pairs * (case.head_dim + case.value_dim)
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.backward((out, lse), (torch.ones_like(out), torch.ones_like(lse)))
+    expected = 2 * pairs * (3 * case.head_dim + 2 * case.value_dim)
+    assert backward.get_total_flops() == expected
+
+
+# Processes of their own
+
+ROOT = Path(__file__).parents[1]
+OPTIONAL = ("triton", "matplotlib", "rich", "safetensors", "transformers", "hypothesis", "pandas")
+
+
+def run_fresh(code: str) -> str:
+    """Standard output of a program in a new interpreter, its warnings turned to errors."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+CALL = """
+    import torch
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
+    pattern = sr.LongNet((16, 32), (1, 2)) & sr.Causal()
+    out = sr.attention(query, key, value, pattern)
+    out.sum().backward()
+    exact = sr.attention(query, key, value, pattern, backend="reference")
+    assert (out - exact).abs().max() < 1e-5 and query.grad.abs().max() > 0
+"""
+
+
+def test_importing_loads_no_optional_package():
+    loaded = run_fresh(f"""
+        import sys
+        import torch
+        before = set(sys.modules)
+        import sparsering as sr
+        {textwrap.indent(textwrap.dedent(CALL), " " * 8).strip()}
+        print(*sorted(set(sys.modules) - before))
+    """).split()
+    tops = {name.partition(".")[0] for name in loaded}
+    assert "sparsering" in tops
+    assert not tops & set(OPTIONAL)  # numpy is torch's own choice: it loads it where it is there
+    unneeded = {"models", "training", "cli", "plots", "bench", "nn", "distributed", "integrations"}
+    assert not {f"sparsering.{name}" for name in unneeded} & set(loaded)
+
+
+def test_everything_runs_where_no_optional_package_is_installed():
+    run_fresh(f"""
+        import sys
+        for name in {(*OPTIONAL, "numpy")!r}:
+            sys.modules[name] = None  # import raises ImportError
+        import warnings
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        import sparsering as sr
+        {textwrap.indent(textwrap.dedent(CALL), " " * 8).strip()}
+        assert "gather: usable" in sr.explain(query, key, value, pattern)
+        print(sr.Causal().layout(64))
+    """)
+
+
+def test_importing_twice_registers_once():
+    run_fresh("""
+        import importlib, torch
+        import sparsering as sr
+        first = torch.ops.sparsering.attention.default
+        importlib.import_module("sparsering.ops")
+        assert torch.ops.sparsering.attention.default is first
+    """)
+
+
+def test_results_do_not_change_from_process_to_process():
+    program = f"""
+        import hashlib, sys
+        import sparsering as sr
+        {textwrap.indent(textwrap.dedent(CALL), " " * 8).strip()}
+        rand = sr.attention(query, key, value, sr.RandomBlocks(0.5, 16, seed=3), block_size=16)
+        data = b"".join(bytes(x.detach().contiguous().view(torch.uint8).flatten().tolist())
+                        for x in (out, query.grad, key.grad, value.grad, rand))
+        print(hashlib.sha256(data).hexdigest())
+    """
+    first, second = (run_fresh(program) for _ in range(2))
+    assert len(first.strip()) == 64 and first == second
+
+
+def test_every_public_name_is_listed_once_and_documented():
+    assert len(set(sr.__all__)) == len(sr.__all__)
+    for name in sr.__all__:
+        assert getattr(sr, name).__doc__, name
