@@ -1,0 +1,267 @@
+"""The command line: `sparsering train | demo | generate | plot | info | bench`.
+
+What a user got wrong, or the machine cannot do, ends in one line on stderr and exit code 2.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+# Imports stand inside the commands: `--help` and a mistyped option should not wait for matplotlib
+# or the model.
+
+USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
+
+_RECIPE_OPTIONS: tuple[tuple[str, type, str], ...] = (
+    ("pattern", str, "attention pattern, as a Python expression of the pattern names"),
+    ("data", str, "text file or folder (default: the Python standard library's sources)"),
+    ("glob", str, "which names of a folder to read, such as '*.txt'"),
+    ("context", int, "tokens per window"),
+    ("batch-size", int, "windows per step"),
+    ("steps", int, "optimizer steps"),
+    ("width", int, "channels of the model"),
+    ("num-layers", int, "transformer blocks"),
+    ("num-heads", int, "attention heads"),
+    ("learning-rate", float, "peak learning rate"),
+    ("warmup-steps", int, "steps of linear warm-up"),
+    ("weight-decay", float, "AdamW's decay of the weight matrices"),
+    ("clip-norm", float, "largest norm of the gradient"),
+    ("seed", int, "of weights, split and order"),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands; each sets `run`, a function of the parsed arguments."""
+    parser = _Parser(
+        prog="sparsering", description="Exact sparse attention over declared patterns."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a byte-level LongNet model on text")
+    train.set_defaults(run=_train)
+    train.add_argument("--out", type=Path, required=True, help="folder of metrics and checkpoint")
+    train.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    for name, kind, text in _RECIPE_OPTIONS:
+        train.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, help=text)
+    train.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default=argparse.SUPPRESS,
+        help="auto: bfloat16 autocast where the CPU multiplies it in hardware",
+    )
+    train.add_argument(
+        "--checkpoint-layers",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="recompute each block in backward to save memory",
+    )
+    train.add_argument("--save-every", type=_positive, default=50, help="steps between checkpoints")
+    train.add_argument(
+        "--validate-every", type=_positive, default=50, help="steps between validations"
+    )
+    train.add_argument(
+        "--stop-after", type=_positive, help="stop, as if interrupted, after this step"
+    )
+
+    demo = commands.add_parser("demo", help="train, measure and report, in under five minutes")
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report")
+    demo.add_argument("--resume", action="store_true", help="go on with an interrupted demo")
+
+    generate = commands.add_parser("generate", help="continue a text with a trained model")
+    generate.set_defaults(run=_generate)
+    generate.add_argument("checkpoint", type=Path, help="folder that train or demo wrote")
+    generate.add_argument("--prompt", default="\n", help="text to continue")
+    generate.add_argument("--num-bytes", type=_positive, default=300, help="bytes to add")
+    generate.add_argument(
+        "--temperature", type=float, default=0.7, help="0 takes the likeliest byte"
+    )
+    generate.add_argument(
+        "--window", type=_positive, default=512, help="bytes read for each new one"
+    )
+    generate.add_argument("--seed", type=int, default=0, help="of the draws")
+
+    plot = commands.add_parser("plot", help="draw a pattern")
+    plot.set_defaults(run=_plot)
+    plot.add_argument("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
+    plot.add_argument("--length", type=_positive, required=True, help="tokens")
+    plot.add_argument("--out", type=Path, required=True, help="PNG file to write")
+    plot.add_argument("--block-size", type=_positive, default=128, help="of the layout")
+    plot.add_argument(
+        "--heads", type=_positive, default=1, help="heads of the layout, up to 4 drawn"
+    )
+
+    info = commands.add_parser("info", help="versions, threads, CPU features and backends")
+    info.set_defaults(run=_info)
+
+    bench = commands.add_parser("bench", help="time the backends beside dense and FlexAttention")
+    bench.set_defaults(run=_bench)
+    bench.add_argument("--out", type=Path, required=True, help="folder of the record")
+    bench.add_argument("--quick", action="store_true", help="small sizes, few repeats")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code: 0, 2 for errors of use, 128 + n after signal n."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except KeyboardInterrupt:
+        print("sparsering: interrupted", file=sys.stderr)
+        return 130
+    except USER_ERRORS as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"sparsering: {message}", file=sys.stderr)
+        return 2
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from dataclasses import fields, replace
+
+    from .training.checkpoint import load_checkpoint
+    from .training.loop import train
+    from .training.recipe import Recipe
+
+    given = {f.name: getattr(arguments, f.name) for f in fields(Recipe) if f.name in arguments}
+    if given.get("data") is not None:
+        given["data"] = str(Path(given["data"]).resolve())
+    base = load_checkpoint(arguments.out).recipe if arguments.resume else Recipe()
+    run = train(
+        replace(base, **given),
+        arguments.out,
+        resume=arguments.resume,
+        save_every=arguments.save_every,
+        validate_every=arguments.validate_every,
+        stop_after=arguments.stop_after,
+    )
+    print(
+        f"Step {run.step} of {run.recipe.steps}: validation loss {run.validation_loss:.4f} nats "
+        "per byte."
+    )
+    if run.step < run.recipe.steps:
+        print(f"Stopped; to go on: sparsering train --out {arguments.out} --resume")
+    return 0 if run.stopped_by is None else 128 + run.stopped_by
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from .training.demo import demo
+
+    return demo(arguments.out, resume=arguments.resume)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from .training.checkpoint import load_model
+    from .training.report import readable
+
+    model = load_model(arguments.checkpoint)
+    prompt = arguments.prompt.encode()
+    added = model.sample(
+        prompt,
+        arguments.num_bytes,
+        temperature=arguments.temperature,
+        window=arguments.window,
+        seed=arguments.seed,
+    )
+    print(readable(prompt + added))
+    return 0
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    from .expression import parse
+    from .plots import pattern_png
+    from .training.files import replace_file
+
+    if arguments.out.suffix.lower() != ".png":
+        raise ValueError(f"--out must name a .png file, got {arguments.out}")
+    png = pattern_png(
+        parse(arguments.pattern),
+        arguments.length,
+        num_heads=arguments.heads,
+        block_size=arguments.block_size,
+        title=arguments.pattern,
+    )
+    replace_file(arguments.out, png)
+    print(f"Wrote {arguments.out}")
+    return 0
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    import os
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    import sparsering
+
+    from .training.recipe import best_dtype
+
+    def installed(name: str, extra: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return f"not installed (pip install 'sparsering[{extra}]')"
+
+    features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    wide = (
+        "avx2",
+        "avx512_f",
+        "avx512_bf16",
+        "amx_tile",
+        "amx_bf16",
+        "neon",
+        "sve",
+        "bf16",
+        "i8mm",
+    )
+    lines = [
+        ("sparsering", sparsering.__version__),
+        ("python", f"{platform.python_version()} on {platform.platform()}"),
+        ("torch", torch.__version__),
+        ("rich", installed("rich", "cli")),
+        ("safetensors", installed("safetensors", "cli")),
+        ("matplotlib", installed("matplotlib", "plots")),
+        ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
+        ("cpu", f"{features.get('cpu_name', platform.processor() or platform.machine())}"),
+        ("cpu kernels", torch.backends.cpu.get_cpu_capability()),
+        ("cpu features", ", ".join(name for name in wide if features.get(name)) or "unknown"),
+        ("training dtype", f"{best_dtype()} (what --dtype auto takes here)"),
+        ("gpu", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"),
+    ]
+    for name, value in lines:
+        print(f"{name:<15} {value}")
+    print("backends")
+    for name, reasons in sparsering.backends().items():
+        print(f"  {name:<13} {'; '.join(reasons) or 'usable'}")
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from . import bench
+
+    for path in bench.main(arguments.out, arguments.quick):
+        print(f"Wrote {path}")
+    return 0
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

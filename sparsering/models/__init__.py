@@ -1,0 +1,5 @@
+"""Models built on `sparsering.attention`."""
+
+from .longnet import LongNetLM
+
+__all__ = ["LongNetLM"]

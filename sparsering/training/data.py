@@ -1,0 +1,201 @@
+"""Text as bytes: reading a file or a folder, splitting it by file, and cutting windows out of it.
+
+    text = read_text("corpus/", context=16384, seed=0)
+    tokens, targets = training_window(text.train, context=16384, batch_size=1, seed=0, step=7)
+
+Files are joined by one NUL byte, which no text file holds. What a step sees is a function of (seed,
+step) alone, so a resumed run sees what the uninterrupted one would have.
+"""
+
+import hashlib
+import random
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SEPARATOR = b"\0"
+_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """Bytes to train on and bytes to validate on, from different files.
+
+    Attributes:
+        train, validation: uint8 [bytes].
+        train_files, validation_files: names relative to the folder; for a single file, its name
+            with the span of bytes.
+        fingerprint: sha256 over all names and bytes, and which side each is on.
+    """
+
+    train: Tensor
+    validation: Tensor
+    train_files: tuple[str, ...]
+    validation_files: tuple[str, ...]
+    fingerprint: str
+
+
+def read_text(
+    path: str | Path | None = None,
+    *,
+    context: int,
+    seed: int = 0,
+    glob: str = "*",
+    validation_share: float = 0.1,
+) -> Text:
+    """Reads a text file, or all files of a folder, and splits them by file.
+
+    Args:
+        path: a file or a folder (read recursively, without hidden names and `__pycache__`).
+            Default: the sources of Python's standard library on this machine, `*.py` without its
+            tests.
+        context: tokens per training window; each side needs context + 1 bytes.
+        seed: which files go to validation.
+        glob: which names of a folder are read.
+        validation_share: of the bytes, about. A single file gives its end.
+
+    Raises:
+        FileNotFoundError: there is no such path.
+        ValueError: no file in the folder, a binary file (a NUL byte), or too little text.
+    """
+    files = _standard_library() if path is None else _files_of(Path(path), glob)
+    contents = {name: _read(file) for name, file in files.items()}
+    total = sum(map(len, contents.values()))
+    source = "the standard library" if path is None else str(path)
+    if total < 2 * (context + 1):
+        raise ValueError(
+            f"expected at least {2 * (context + 1)} bytes of text (context + 1 = {context + 1} "
+            f"each to train and to validate), got {total} in {source}; give more text or a "
+            f"--context of at most {max(total // 2 - 1, 0)}"
+        )
+    wanted = max(round(validation_share * total), context + 1)
+    if len(contents) == 1:
+        ((name, content),) = contents.items()
+        cut = total - wanted
+        contents = {f"{name}[:{cut}]": content[:cut], f"{name}[{cut}:]": content[cut:]}
+        held_out = [f"{name}[{cut}:]"]
+    else:
+        held_out = _held_out(
+            {name: len(content) for name, content in contents.items()}, wanted, seed
+        )
+    kept = [name for name in contents if name not in set(held_out)]
+    train = SEPARATOR.join(contents[name] for name in kept)
+    validation = SEPARATOR.join(contents[name] for name in held_out)
+    for side, joined in (("training", train), ("validation", validation)):
+        if len(joined) < context + 1:
+            raise ValueError(
+                f"expected at least context + 1 = {context + 1} bytes in the {side} files, got "
+                f"{len(joined)} (the {total} bytes of {source} are split by file); give more "
+                "files, or a smaller --context"
+            )
+    digest = hashlib.sha256(f"{kept}{held_out}".encode())
+    digest.update(train)
+    digest.update(validation)
+    return Text(
+        _tensor(train), _tensor(validation), tuple(kept), tuple(held_out), digest.hexdigest()
+    )
+
+
+def training_window(
+    train: Tensor, *, context: int, batch_size: int, seed: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """The int64 tokens and targets [batch_size, context] of a step, drawn from (seed, step)."""
+    draw = random.Random(f"{seed}:{step}")
+    starts = [draw.randrange(len(train) - context) for _ in range(batch_size)]
+    windows = torch.stack([train[start : start + context + 1] for start in starts]).long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+def validation_windows(
+    validation: Tensor, *, context: int, count: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Up to `count` disjoint windows, spread evenly: int64 tokens and targets [1, context]."""
+    count = max(1, min(count, (len(validation) - 1) // context))
+    gap = (len(validation) - 1 - context) // max(count - 1, 1)
+    windows = [validation[i * gap : i * gap + context + 1].long()[None] for i in range(count)]
+    return [(window[:, :-1], window[:, 1:]) for window in windows]
+
+
+def unigram_loss(train: Tensor, windows: list[tuple[Tensor, Tensor]]) -> float:
+    """Nats per byte of the targets under the byte frequencies of `train`, each count plus one."""
+    counts = torch.bincount(train, minlength=256).double() + 1
+    log_share = (counts / counts.sum()).log()
+    return -float(torch.cat([log_share[targets].flatten() for _, targets in windows]).mean())
+
+
+def bigram_loss(train: Tensor, windows: list[tuple[Tensor, Tensor]]) -> float:
+    """Nats per byte under the frequencies of byte pairs in `train`, each count plus one."""
+    pairs = train[:-1].long() * 256 + train[1:]
+    counts = torch.bincount(pairs, minlength=256 * 256).view(256, 256).double() + 1
+    log_share = (counts / counts.sum(1, keepdim=True)).log()
+    return -float(
+        torch.cat([log_share[tokens, targets].flatten() for tokens, targets in windows]).mean()
+    )
+
+
+def _standard_library() -> dict[str, Path]:
+    """The library without its tests, which some systems leave out."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    found = sorted(folder.rglob("*.py"))
+    return {
+        name.as_posix(): file
+        for file in found
+        if not _NOT_THE_LIBRARY & set((name := file.relative_to(folder)).parts)
+    }
+
+
+def _files_of(path: Path, glob: str) -> dict[str, Path]:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"expected a text file or a folder at {path}, found nothing; check --data"
+        )
+    if path.is_file():
+        return {path.name: path}
+    if not path.is_dir():
+        raise ValueError(
+            f"expected a text file or a folder at {path}, got neither; copy the text to a file "
+            "first"
+        )
+    names = [file.relative_to(path) for file in sorted(path.rglob(glob)) if file.is_file()]
+    visible = [
+        n
+        for n in names
+        if not any(part.startswith(".") or part == "__pycache__" for part in n.parts)
+    ]
+    if not visible:
+        raise ValueError(
+            f"expected text files in the folder {path}, found none that match {glob!r}; check "
+            "--data, --glob"
+        )
+    return {name.as_posix(): path / name for name in visible}
+
+
+def _read(file: Path) -> bytes:
+    content = file.read_bytes()
+    if (place := content.find(SEPARATOR)) >= 0:
+        raise ValueError(
+            f"expected text, got a binary file: {file} has a NUL byte at {place}; take it out, or "
+            "pick the text files of the folder with --glob '*.txt'"
+        )
+    return content
+
+
+def _held_out(sizes: dict[str, int], wanted: int, seed: int) -> list[str]:
+    """Files in random order until they hold `wanted` bytes, passing over what is more than half."""
+    order = sorted(sizes)
+    random.Random(f"{seed}:validation").shuffle(order)
+    most = sum(sizes.values()) // 2
+    taken: list[str] = []
+    held = 0
+    for name in order:
+        if held < wanted and held + sizes[name] <= most:
+            taken.append(name)
+            held += sizes[name]
+    return taken
+
+
+def _tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -1,0 +1,306 @@
+"""The training loop: AdamW, warm-up and cosine, autocast, checkpoints, and stopping when told to.
+
+    run = train(Recipe(steps=200), Path("runs/mine"))
+
+Everything random in a step is a function of (seed, step), so a run that was stopped and resumed
+goes through the same losses as one that was not. SIGINT and SIGTERM let the current step finish,
+save and return.
+"""
+
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.longnet import Attend, LongNetLM
+from .checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from .data import Text, read_text, training_window, validation_windows
+from .files import replace_file
+from .progress import live_progress
+from .recipe import DTYPES, Recipe, best_dtype
+
+Windows = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What `train` leaves in memory.
+
+    Attributes:
+        recipe: with the dtype that "auto" became.
+        step: steps done; fewer than recipe.steps where the run was told to stop.
+        stopped_by: the signal's number, or None.
+        metrics: the records of `metrics.jsonl`.
+        windows: of validation.
+    """
+
+    recipe: Recipe
+    model: LongNetLM
+    text: Text
+    windows: Windows
+    step: int
+    stopped_by: int | None
+    metrics: list[dict[str, Any]]
+
+    @property
+    def validation_loss(self) -> float:
+        """The last one, in nats per byte; NaN before the first."""
+        losses = [
+            record["validation_loss"] for record in self.metrics if "validation_loss" in record
+        ]
+        return losses[-1] if losses else math.nan
+
+
+def train(
+    recipe: Recipe,
+    out: Path,
+    *,
+    resume: bool = False,
+    command: str = "train",
+    save_every: int = 50,
+    validate_every: int = 50,
+    num_validation_windows: int = 8,
+    stop_after: int | None = None,
+) -> Run:
+    """Trains a byte-level LongNet model and writes `metrics.jsonl` and checkpoints to a folder.
+
+    Args:
+        recipe: what the losses depend on.
+        out: the folder; it must not hold a checkpoint, other than with `resume`, or one of an
+            earlier demo for a demo.
+        resume: go on from the folder's checkpoint. Records of later steps are cut from
+            `metrics.jsonl`.
+        command: "train" or "demo", noted in the checkpoint.
+        save_every, validate_every: steps; both also happen at the end.
+        num_validation_windows: non-overlapping windows of the validation bytes, always the same.
+        stop_after: stop as if interrupted when this many steps are done.
+
+    Returns: the run as it stands at the end, also when it was told to stop.
+
+    Raises:
+        FileExistsError: the folder holds a checkpoint and `resume` was not asked for.
+        FileNotFoundError, ValueError: no such text or checkpoint, or an unusable one.
+        OSError: a file could not be written; the last checkpoint is whole.
+        FloatingPointError: the loss is not finite.
+    """
+    text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
+    checkpoint = load_checkpoint(out) if resume else None
+    if checkpoint is not None:
+        recipe = _same_run(recipe, text, checkpoint)
+    else:
+        _refuse_to_overwrite(out, command)
+        recipe = recipe if recipe.dtype != "auto" else replace(recipe, dtype=best_dtype())
+
+    model = recipe.build_model()
+    optimizer = adamw(model, recipe)
+    step = 0
+    if checkpoint is not None:
+        checkpoint.restore(model, optimizer)
+        step = checkpoint.step
+
+    def save() -> None:
+        save_checkpoint(
+            out,
+            model,
+            optimizer,
+            step=step,
+            recipe=recipe,
+            fingerprint=text.fingerprint,
+            command=command,
+        )
+
+    if checkpoint is None:
+        save()  # a folder that cannot be written shows now, and nothing is lost yet
+    metrics = _kept_metrics(out / "metrics.jsonl", step if checkpoint is not None else None)
+    saved_at = step
+    windows = validation_windows(
+        text.validation, context=recipe.context, count=num_validation_windows
+    )
+    stop_at = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
+
+    with (
+        stop_signal() as stop,
+        live_progress(recipe.steps, step) as show,
+        open(out / "metrics.jsonl", "a") as file,
+    ):
+
+        def log(**record: Any) -> None:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            metrics.append(record)
+
+        while True:
+            due = step % validate_every == 0 or step == recipe.steps
+            if due and not any(r["step"] == step and "validation_loss" in r for r in metrics):
+                loss = validation_loss(model, windows, recipe.dtype, stop)
+                if loss is not None:
+                    log(step=step, validation_loss=loss)
+            if step >= stop_at or stop() is not None:
+                break
+            began = time.perf_counter()
+            tokens, targets = training_window(
+                text.train,
+                context=recipe.context,
+                batch_size=recipe.batch_size,
+                seed=recipe.seed,
+                step=step,
+            )
+            loss, norm, rate = training_step(model, optimizer, recipe, step, tokens, targets)
+            seconds = time.perf_counter() - began
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise FloatingPointError(
+                    f"expected a finite loss and gradient, got {loss} and {norm} at step {step}; "
+                    f"the checkpoint of step {saved_at} is whole; train anew with a smaller "
+                    "--learning-rate"
+                )
+            step += 1
+            log(
+                step=step,
+                loss=loss,
+                learning_rate=rate,
+                grad_norm=norm,
+                tokens=tokens.numel(),
+                seconds=seconds,
+            )
+            show(step, loss, tokens.numel() / seconds)
+            if step % save_every == 0:
+                save()
+                saved_at = step
+        if saved_at != step:
+            save()
+    return Run(recipe, model, text, windows, step, stop(), metrics)
+
+
+def training_step(
+    model: LongNetLM,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    step: int,
+    tokens: Tensor,
+    targets: Tensor,
+    *,
+    attend: Attend | None = None,
+) -> tuple[float, float, float]:
+    """Forward, backward, update; returns loss (nats per byte), gradient norm and learning rate."""
+    rate = recipe.learning_rate_at(step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    with autocast(recipe.dtype):
+        loss = model.loss(tokens, targets, attend=attend)
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+    optimizer.step()
+    return loss.item(), norm.item(), rate
+
+
+@torch.no_grad()
+def validation_loss(
+    model: LongNetLM, windows: Windows, dtype: str, stop: Callable[[], int | None] = lambda: None
+) -> float | None:
+    """Mean nats per byte over the windows; None where `stop` asked to give up."""
+    losses = []
+    for tokens, targets in windows:
+        if stop() is not None:
+            return None
+        with autocast(dtype):
+            losses.append(model.loss(tokens, targets).item())
+    return sum(losses) / len(losses)
+
+
+def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW with decay on the matrices alone."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": recipe.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def autocast(dtype: str) -> AbstractContextManager[Any]:
+    """Torch's autocast on the CPU, off for float32."""
+    return torch.autocast("cpu", DTYPES["bfloat16"], enabled=dtype == "bfloat16")
+
+
+@contextmanager
+def stop_signal() -> Iterator[Callable[[], int | None]]:
+    """Yields a function that tells which of SIGINT, SIGTERM has come, or None.
+
+    A second one has its usual effect at once. Outside the main thread, where handlers cannot be
+    set, it is always None.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield lambda: came[0] if came else None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _same_run(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recipe:
+    """The recipe with the checkpoint's dtype for "auto"; ValueError where losses would differ."""
+    if recipe.dtype == "auto":
+        recipe = replace(recipe, dtype=checkpoint.recipe.dtype)
+    if differing := recipe.differences(checkpoint.recipe):
+        theirs = ", ".join(f"{name} {getattr(checkpoint.recipe, name)!r}" for name in differing)
+        raise ValueError(
+            f"expected the recipe of the checkpoint in {checkpoint.folder}, which has {theirs}; "
+            "leave these out, or train anew with another --out"
+        )
+    if text.fingerprint != checkpoint.fingerprint:
+        raise ValueError(
+            f"expected the text that the checkpoint in {checkpoint.folder} was trained on, got "
+            "another (files or bytes changed); restore it, or train anew with another --out"
+        )
+    return recipe
+
+
+def _refuse_to_overwrite(out: Path, command: str) -> None:
+    """A folder with a checkpoint is left alone, other than a demo's by another demo."""
+    if not (out / "checkpoint.json").exists():
+        return
+    if command == "demo" and load_checkpoint(out).command == "demo":
+        return
+    raise FileExistsError(
+        f"expected no checkpoint in {out}, found one; add --resume to go on, or choose another "
+        "--out"
+    )
+
+
+def _kept_metrics(path: Path, step: int | None) -> list[dict[str, Any]]:
+    """The records up to a checkpoint's step, which become the file; none for a fresh run (None)."""
+    kept: list[dict[str, Any]] = []
+    lines = path.read_bytes().splitlines() if step is not None and path.exists() else []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # the last line of a killed run may be torn
+            continue
+        if record["step"] <= (step or 0):
+            kept.append(record)
+    replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+    return kept

@@ -1,0 +1,151 @@
+"""The command line: what it writes, and one clear line for every error."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import sparsering as sr
+from sparsering.cli import main
+from sparsering.training import Recipe, train
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny tensors: a second thread would only wait, for long where other tests run beside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(*argv):
+    return main([str(argument) for argument in argv])
+
+
+def test_plot_writes_a_picture_that_depends_on_the_pattern(tmp_path, capsys):
+    for name, pattern in (("a", "Causal()"), ("b", "Causal() & SlidingWindow(8)")):
+        out = tmp_path / "new" / f"{name}.png"
+        assert run("plot", pattern, "--length", 128, "--out", out, "--heads", 2) == 0
+        assert out.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "new" / "a.png").read_bytes() != (tmp_path / "new" / "b.png").read_bytes()
+    assert not list((tmp_path / "new").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "__import__('os').system('touch owned')",
+        "__import__('os')",
+        "Causal().to_dense(4)",
+        "[Causal() for x in (1,)][0]",
+        "Causal",
+        "Causal( &",
+        "SlidingWindow(-1)",
+        "Documents((4, 4))",
+        "",
+    ],
+)
+def test_a_bad_pattern_is_one_line_and_nothing_is_written(tmp_path, capsys, monkeypatch, pattern):
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "p.png"
+    out.write_bytes(b"older")
+    assert run("plot", pattern, "--length", 64, "--out", out) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("sparsering: ") and line.count("\n") == 1
+    assert out.read_bytes() == b"older"
+    assert [p.name for p in tmp_path.iterdir()] == ["p.png"]
+
+
+def test_a_plot_goes_to_a_png_file(tmp_path, capsys):
+    assert run("plot", "Causal()", "--length", 64, "--out", tmp_path / "p.jpg") == 2
+    assert ".png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", ["0", "-3", "many"])
+def test_a_bad_option_is_one_line(capsys, length):
+    with pytest.raises(SystemExit) as caught:
+        run("plot", "Causal()", "--length", length, "--out", "p.png")
+    assert caught.value.code == 2
+    line = capsys.readouterr().err
+    assert "expected a whole number above 0" in line and line.count("\n") == 1
+
+
+def test_info_tells_versions_threads_and_every_backend(capsys):
+    assert run("info") == 0
+    printed = capsys.readouterr().out
+    assert torch.__version__ in printed and sr.__version__ in printed
+    assert f"{torch.get_num_threads()} of" in printed
+    lines = printed[printed.index("backends") :].splitlines()[1:]
+    states = dict(line.split(maxsplit=1) for line in lines)
+    assert states.keys() == sr.backends().keys()
+    assert states["gather"] == "usable"
+
+
+@pytest.mark.parametrize(
+    ("module", "argv", "extra"),
+    [
+        ("matplotlib", ("plot", "Causal()", "--length", "8", "--out", "p.png"), "plots"),
+        ("matplotlib", ("demo", "--out", "d"), "plots"),
+        ("safetensors", ("train", "--out", "d"), "cli"),
+    ],
+)
+def test_a_missing_package_names_its_extra(tmp_path, capsys, monkeypatch, module, argv, extra):
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert run(*argv) == 2
+    assert f"sparsering[{extra}]" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_generate_continues_the_prompt(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("abcabcabc" * 200)
+    recipe = Recipe(
+        pattern="SlidingWindow(8)",
+        data=str(tmp_path / "text.txt"),
+        context=32,
+        batch_size=4,
+        width=32,
+        num_layers=1,
+        steps=40,
+        warmup_steps=4,
+        dtype="float32",
+    )
+    train(recipe, tmp_path / "run")
+    capsys.readouterr()
+    options = ("--num-bytes", 6, "--temperature", 0, "--window", 32)
+    assert run("generate", tmp_path / "run", "--prompt", "abcab", *options) == 0
+    assert capsys.readouterr().out == "abcabcabcab\n"
+    assert run("generate", tmp_path / "run", "--prompt", "") == 2
+    assert run("generate", tmp_path / "nowhere") == 2
+
+
+def test_bench_names_the_records_that_it_wrote(tmp_path, capsys, monkeypatch):
+    seen = []
+
+    def write_records(out, quick):
+        seen.append((out, quick))
+        return [out / "layouts.json"]
+
+    monkeypatch.setattr("sparsering.bench.main", write_records)
+    assert run("bench", "--out", tmp_path, "--quick") == 0
+    assert seen == [(tmp_path, True)]
+    assert capsys.readouterr().out == f"Wrote {tmp_path / 'layouts.json'}\n"
+
+
+def test_the_parser_loads_no_optional_package():
+    code = (
+        "import sys; from sparsering.cli import build_parser; build_parser();"
+        "print({'matplotlib', 'rich', 'safetensors'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_python_dash_m_runs_the_command():
+    done = subprocess.run([sys.executable, "-m", "sparsering"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "COMMAND" in done.stderr and done.stderr.count("\n") == 1
