@@ -8,6 +8,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .algebra import Pattern
 from .kernels.reference import reference_attention
@@ -110,6 +111,7 @@ def attention(
         with torch.autocast(query.device.type, enabled=False):
             out, lse = reference_attention(query, key, value, log_counts, scale)
     else:
+        _refuse_forward_mode(query, key, value)
         out, lse = attention_op(
             query,
             key,
@@ -273,6 +275,17 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
         return list(tensors)
     return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+
+
+def _refuse_forward_mode(*tensors: Tensor) -> None:
+    """Raises where forward-mode derivatives are asked for: the op would silently call them zero."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "forward-mode derivatives (jvp) exist for backend='reference' alone; pass that, or use "
+            "reverse mode"
+        )
 
 
 def _checked_bias(block_bias: Tensor, query: Tensor, block_size: int | None) -> Tensor:

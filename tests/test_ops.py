@@ -446,3 +446,17 @@ def test_every_public_name_is_listed_once_and_documented():
     assert len(set(sr.__all__)) == len(sr.__all__)
     for name in sr.__all__:
         assert getattr(sr, name).__doc__, name
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own decompositions
+def test_forward_mode_is_refused_not_called_zero():
+    query, key, value = (torch.randn(1, 1, 8, 4, dtype=torch.float64) for _ in range(3))
+    pattern = sr.Causal()
+    with pytest.raises(NotImplementedError, match="reference"):
+        torch.func.jvp(lambda q: sr.attention(q, key, value, pattern), (query,), (key,))
+    _, tangent = torch.func.jvp(
+        lambda q: sr.attention(q, key, value, pattern, backend="reference"), (query,), (key,)
+    )
+    step = 1e-6
+    ahead, behind = (sr.attention(query + s * key, key, value, pattern) for s in (step, -step))
+    assert (tangent - (ahead - behind) / (2 * step)).abs().max() < 1e-8

@@ -55,12 +55,12 @@ def forward(
     out = torch.zeros(len(q), v.shape[1], dtype=dtype, device=q.device)
     lse = torch.full((len(q),), -torch.inf, dtype=dtype, device=q.device)
     for fresh, chunk in _walk(layout, query, value, bias):
-        cq = _take(q, chunk.q, dtype).mul_(scale).flatten(1, 2)  # [C, g * m, D]
-        ck, cv = _take(k, chunk.k, dtype), _take(v, chunk.k, dtype)  # [C, n, D]
         share, parts, part_lses = chunk.q.shape[1], [], []
         for unit, additive, product in _units(chunk, bias, dtype):
-            weight, part_lse = _softmax(product(cq[unit], ck[unit]), additive, share)
-            parts.append(product(weight, cv[unit].mT).flatten(0, -2))
+            uq = _take(q, chunk.q[unit], dtype).mul_(scale).flatten(-3, -2)  # [..., g * m, D]
+            uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))  # [..., n, D]
+            weight, part_lse = _softmax(product(uq, uk), additive, share)
+            parts.append(product(weight, uv.mT).flatten(0, -2))
             part_lses.append(part_lse.flatten())
         part, part_lse = torch.cat(parts), torch.cat(part_lses)
         rows = chunk.q.flatten()
@@ -100,18 +100,17 @@ def backward(
     dbias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
     for _, chunk in _walk(layout, query, value, bias):
         rows, columns = chunk.q.flatten(), chunk.k.flatten()
-        cq, cdo = (_take(x, chunk.q, dtype).flatten(1, 2) for x in (q, do))  # [C, g * m, D]
-        ck, cv = _take(k, chunk.k, dtype), _take(v, chunk.k, dtype)  # [C, n, D]
-        cq.mul_(scale)
         clse, cdelta = (x[chunk.q].flatten(1, 2)[..., None] for x in (lse, delta))
         share, dqs, dks, dvs, dbiases = chunk.q.shape[1], [], [], [], []
         for unit, additive, product in _units(chunk, bias, dtype):
-            score = _biased(product(cq[unit], ck[unit]), additive, share)
+            uq, udo = (_take(x, chunk.q[unit], dtype).flatten(-3, -2) for x in (q, do))
+            uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))
+            score = _biased(product(uq.mul_(scale), uk), additive, share)
             weight = score.sub_(clse[unit]).exp_()
-            dscore = product(cdo[unit], cv[unit]).sub_(cdelta[unit]).mul_(weight)
-            dvs.append(product(cdo[unit].mT, weight.mT).mT.flatten(0, -2))
-            dqs.append(product(dscore, ck[unit].mT).flatten(0, -2))
-            dks.append(product(cq[unit].mT, dscore.mT).mT.flatten(0, -2))
+            dscore = product(udo, uv).sub_(cdelta[unit]).mul_(weight)
+            dvs.append(product(udo.mT, weight.mT).mT.flatten(0, -2))
+            dqs.append(product(dscore, uk.mT).flatten(0, -2))
+            dks.append(product(uq.mT, dscore.mT).mT.flatten(0, -2))
             if bias is not None:
                 dbiases.append(dscore.unflatten(-2, (share, -1)).sum(-2))
         dq.index_add_(0, rows, torch.cat(dqs), alpha=scale)
