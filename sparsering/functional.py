@@ -98,6 +98,9 @@ def attention(
         >>> out = attention(query, key, value, LongNet((2048, 4096), (1, 2)) & Causal())
     """
     _check(query, key, value, pattern)
+    for name, number in (("q_start", q_start), ("block_size", block_size)):
+        if not (number is None or isinstance(number, int | torch.SymInt)):
+            raise ValueError(f"{name} must be an int or None, got {number!r}; wrap it in int()")
     query, key, value = _autocast(query, key, value)
     if scale is None:
         scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0

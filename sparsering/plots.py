@@ -60,16 +60,21 @@ def pattern_png(
 
 
 def patterns_png(
-    panels: Sequence[tuple[str, Pattern, int]], *, num_heads: int = 1, head: int = 0
+    panels: Sequence[tuple[str, Pattern, int]],
+    *,
+    num_heads: int = 1,
+    head: int = 0,
+    columns: int = 1,
 ) -> bytes:
-    """Draws one head of several (caption, pattern, length in tokens), one below the other.
+    """Draws one head of several (caption, pattern, length in tokens), `columns` side by side.
 
     Errors and cost as `pattern_png`.
     """
-    figure = _figure(4.6, 5.0 * len(panels))
+    rows = -(-len(panels) // columns)
+    figure = _figure(4.6 * columns, 5.0 * rows)
     for place, (caption, pattern, length) in enumerate(panels, 1):
         layout = pattern.layout(length, num_heads=num_heads)
-        axes = figure.add_subplot(len(panels), 1, place)
+        axes = figure.add_subplot(rows, columns, place)
         draw_pattern(axes, layout, head=head)
         pairs = f"{layout.num_pairs:,.0f} pairs per head ({layout.num_pairs / length**2:.2%})"
         axes.set_title(f"{_wrapped(caption, 44)}\n{pairs}", fontsize=8.5)

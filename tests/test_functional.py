@@ -403,3 +403,11 @@ def test_weights_of_a_dim_of_size_0(sizes):
     dense = sr.attention_weights(query, key, sr.Full()).to_dense()
     assert dense.shape == (case.batch, 2, case.q_len, case.kv_len)
     assert torch.equal(dense, torch.full_like(dense, 0.25))
+
+
+@pytest.mark.parametrize("options", [{"q_start": 1.5}, {"block_size": "16"}])
+def test_a_position_or_size_that_is_no_int_raises(options):
+    query = torch.randn(1, 1, 8, 4)
+    (name, value), *_ = options.items()
+    with pytest.raises(ValueError, match=f"{name} must be an int or None, got {value!r}"):
+        sr.attention(query, query, query, sr.Causal(), **options)

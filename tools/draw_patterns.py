@@ -6,12 +6,16 @@ from pathlib import Path
 from sparsering import Causal, GlobalTokens, LongNet, RandomBlocks, SlidingWindow
 from sparsering.plots import patterns_png
 
-PATTERNS = {
-    "LongNet((1024, 4096), (1, 4)) & Causal()": LongNet((1024, 4096), (1, 4)) & Causal(),
-    "Causal() & (SlidingWindow(512) | GlobalTokens(128))": Causal()
-    & (SlidingWindow(512) | GlobalTokens(128)),
-    "RandomBlocks(0.1, 128)": RandomBlocks(0.1, 128),
-}
+TOKENS = 4096
+PANELS = [
+    ("LongNet((1024, 4096), (1, 4)) & Causal()", LongNet((1024, 4096), (1, 4)) & Causal(), TOKENS),
+    (
+        "Causal() & (SlidingWindow(512) | GlobalTokens(128))",
+        Causal() & (SlidingWindow(512) | GlobalTokens(128)),
+        TOKENS,
+    ),
+    ("RandomBlocks(0.1, 128)", RandomBlocks(0.1, 128), TOKENS),
+]
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_bytes(patterns_png(PATTERNS, 4096))
+    Path(sys.argv[1]).write_bytes(patterns_png(PANELS, columns=len(PANELS)))
