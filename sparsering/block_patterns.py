@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .algebra import And, Frame, Mask, Or, checked_integer, freeze_integers
 from .permutation import mix, permute, unpermute
+from .ragged import expand_counts
 
 
 class BlockMask(Mask):
@@ -198,8 +199,7 @@ class _RandomBlocksOfHead(BlockMask):
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         diagonal, drawn, others, key = torch.broadcast_tensors(*self._row(q_block, kv_len))
-        index = torch.arange(len(q_block)).repeat_interleave(drawn)
-        turn = torch.arange(len(index)) - (drawn.cumsum(0) - drawn)[index]
+        index, turn = expand_counts(drawn)
         image = permute(turn, others[index], key[index]) if len(index) else turn
         image = image + (diagonal[index] & (image >= q_block[index])).long()
         own = torch.nonzero(diagonal)[:, 0]

@@ -17,6 +17,7 @@ from torch import Tensor
 from .algebra import And, Frame, Mask, Or
 from .block_patterns import BlockMask
 from .patterns import Causal, Dilated, Documents, Full, GlobalTokens, Packed, SlidingWindow
+from .ragged import expand_counts
 from .tiles import Axis, Spans, spans_of_positions
 
 EMPTY, VARIES, FULL = 0, 1, 2
@@ -245,8 +246,8 @@ class InBlocks(Condition):
         first, last = self._blocks(queries, origin)
         first = first.clamp(min=0)
         count = (last - first + 1).clamp(min=0)
-        row = torch.arange(len(queries)).repeat_interleave(count)
-        block = first[row] + torch.arange(len(row)) - (count.cumsum(0) - count)[row]
+        row, number = expand_counts(count)
+        block = first[row] + number
         index, low, high = self.mask.spans(block, origin.kv_len[row])
         size, row = self.mask.block_size, row[index]
         return spans_of_positions(

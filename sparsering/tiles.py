@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .patterns import Dilated
+from .ragged import expand_counts
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,7 @@ class Grid:
         begin, end = self._segments(low, high)
         reach = self.step * block_size
         count = -(-(end - begin) // reach)
-        segment = torch.arange(len(begin)).repeat_interleave(count)
-        number = torch.arange(len(segment)) - (count.cumsum(0) - count)[segment]
+        segment, number = expand_counts(count)
         start = begin[segment] + number * reach
         end = torch.minimum(end[segment], start + reach)
         kept = (end > low) & (start < high)  # the same tiles for every offset
@@ -67,8 +67,7 @@ class Grid:
         length = torch.tensor(self.documents, dtype=torch.int64)
         ends = length.cumsum(0)
         count = -(-length // self.segment)
-        document = torch.arange(len(length)).repeat_interleave(count)
-        number = torch.arange(len(document)) - (count.cumsum(0) - count)[document]
+        document, number = expand_counts(count)
         begin = (ends - length)[document] + number * self.segment
         return begin, torch.minimum(begin + self.segment, ends[document])
 
@@ -122,8 +121,8 @@ class Spans:
     def __and__(self, other: "Spans") -> "Spans":
         first = torch.searchsorted(other.end, self.begin, right=True)
         count = (torch.searchsorted(other.begin, self.end) - first).clamp(min=0)
-        mine = torch.arange(len(count)).repeat_interleave(count)
-        theirs = first[mine] + torch.arange(len(mine)) - (count.cumsum(0) - count)[mine]
+        mine, number = expand_counts(count)
+        theirs = first[mine] + number
         return Spans(
             torch.maximum(self.begin[mine], other.begin[theirs]),
             torch.minimum(self.end[mine], other.end[theirs]),

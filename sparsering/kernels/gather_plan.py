@@ -15,6 +15,7 @@ from torch import Tensor
 from ..compile import number_rows, unpack
 from ..layout import BlockLayout, Pass
 from ..permutation import mix
+from ..ragged import expand_counts
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,7 @@ def _joined(begin: Tensor, length: Tensor, lane: Tensor, key: Tensor, most: int)
     index = torch.arange(len(begin), device=begin.device)
     before = (index - 1).clamp(min=0)
     same = (lane == lane[before]) & (length == length[before]) & (index > 0)
-    run = index.repeat_interleave(length)
-    place = torch.arange(len(run), device=run.device) - (length.cumsum(0) - length)[run]
+    run, place = expand_counts(length)
     twin = begin[before][run] + torch.minimum(place, (length[before] - 1)[run])
     differ = torch.bincount(run[key[begin[run] + place] != key[twin]], minlength=len(begin))
     head = ~same | (differ > 0)
