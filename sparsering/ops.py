@@ -17,7 +17,7 @@ from .algebra import Frame, Pattern
 from .block_patterns import block_masks
 from .cache import BLOCK_SIZES, layout_cache
 from .expression import parse
-from .kernels import gather
+from .kernels import cpu, gather
 from .layout import BlockLayout
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -27,10 +27,16 @@ def _no_reason(*shapes: object) -> list[str]:
     return []
 
 
-BACKENDS: dict[str, Callable[..., list[str]]] = {"gather": _no_reason, "reference": _no_reason}
+BACKENDS: dict[str, Callable[..., list[str]]] = {
+    "cpu": cpu.reasons,
+    "gather": _no_reason,
+    "reference": _no_reason,
+}
 """Names in order of preference, and for each the reasons why it cannot run on (query, key, value),
 [] if it can.
 """
+
+_KERNELS = {"cpu": cpu, "gather": gather}
 
 
 def backends() -> dict[str, list[str]]:
@@ -108,7 +114,7 @@ def attention_op(
     layout = layout_for(pattern, tensors, query, key, q_start, block_size)
     check_bias(block_bias, layout)
     with torch.autocast(query.device.type, enabled=False):  # it would round scores
-        return gather.forward(layout, query, key, value, block_bias, scale)
+        return _KERNELS[backend].forward(layout, query, key, value, block_bias, scale)
 
 
 @torch.library.custom_op("sparsering::attention_backward", mutates_args=())
@@ -131,7 +137,7 @@ def attention_backward_op(
     """Gradients of query, key, value and block_bias (empty without one)."""
     layout = layout_for(pattern, tensors, query, key, q_start, block_size)
     with torch.autocast(query.device.type, enabled=False):
-        dq, dk, dv, dbias = gather.backward(
+        dq, dk, dv, dbias = _KERNELS[backend].backward(
             layout, grad_out, grad_lse, query, key, value, block_bias, out, lse, scale
         )
     return dq, dk, dv, query.new_empty(0) if dbias is None else dbias

@@ -1,4 +1,4 @@
-"""The gather backend against the reference: forward, every gradient, and what tends to go wrong.
+"""The gather and cpu backends against the reference: forward, gradients, and what goes wrong.
 
 float64 agrees to 1e-12 forward and 1e-10 in each gradient. Lower precisions may be off by at most
 twice what dense attention written out in the same dtype is off by, in out, lse and each gradient:
@@ -36,21 +36,34 @@ from torch import Tensor
 
 import sparsering as sr
 
+_backend = {torch.float64: "gather"}  # of each dtype; those that are not here run on gather too
 
-def gather(query: Tensor, key: Tensor, value: Tensor, pattern: sr.Pattern, **options):
+
+@pytest.fixture(params=["gather", "cpu"])
+def each_backend(request) -> Iterator[str]:
+    """Below float64, `attend` runs on this backend."""
+    lower = (torch.float32, torch.bfloat16, torch.float16)
+    _backend.update(dict.fromkeys(lower, request.param))
+    yield request.param
+    for dtype in lower:
+        del _backend[dtype]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, pattern: sr.Pattern, **options):
+    backend = _backend.get(query.dtype, "gather")
     return sr.attention(
-        query, key, value, pattern, **{"backend": "gather", "return_lse": True, **options}
+        query, key, value, pattern, **{"backend": backend, "return_lse": True, **options}
     )
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, pattern: sr.Pattern, **options):
-    return gather(query, key, value, pattern, **options, backend="reference")
+    return attend(query, key, value, pattern, **options, backend="reference")
 
 
 def assert_is_the_reference(pattern: sr.Pattern, case: Case, **options) -> None:
     args = inputs(case)
     options = {"q_start": case.q_start, "block_size": case.block_size, **options}
-    got = gather(*args, pattern, **options)
+    got = attend(*args, pattern, **options)
     assert_same_attention(got, reference(*args, pattern, **options), args)
 
 
@@ -130,6 +143,7 @@ def test_ragged_lengths_at_every_block_size(length, block_size):
     assert_is_the_reference(sr.SlidingWindow(30, 30) | sr.GlobalTokens(3), case)
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize(
     "arrange",
     [
@@ -146,7 +160,7 @@ def test_strides_change_no_bit(arrange, dtype):
     assert not args[1].is_contiguous()
     copies = [x.detach().contiguous().requires_grad_() for x in args]
     pattern = sr.LongNet((16, 64), (1, 2)) & sr.Causal()
-    got, expected = gather(*args, pattern), gather(*copies, pattern)
+    got, expected = attend(*args, pattern), attend(*copies, pattern)
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
     for a, b in zip(gradients(got, args), gradients(expected, copies), strict=True):
@@ -156,7 +170,7 @@ def test_strides_change_no_bit(arrange, dtype):
 def test_gradients_may_arrive_with_any_strides():
     case = Case(2, 2, 1, 40, 40, 8, 6)
     args = inputs(case)
-    out, lse = gather(*args, sr.Causal())
+    out, lse = attend(*args, sr.Causal())
     expected = gradients((out, lse), args, seed=3)
     generator = torch.Generator().manual_seed(3)
     grads = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in (out, lse)]
@@ -165,7 +179,7 @@ def test_gradients_may_arrive_with_any_strides():
     got = torch.autograd.grad((out, lse), args, strided)
     for a, b in zip(got, expected, strict=True):
         assert_close(a, b, 1e-14)
-    out, _ = gather(*args, sr.Causal())
+    out, _ = attend(*args, sr.Causal())
     ones = torch.autograd.grad(out.sum(), args)  # an expanded scalar
     exact = torch.autograd.grad(reference(*args, sr.Causal())[0].sum(), args)
     for a, b in zip(ones, exact, strict=True):
@@ -176,7 +190,7 @@ def test_gradient_through_lse_alone_and_through_out_alone():
     args = inputs(Case(1, 2, 1))
     pattern = sr.LongNet((16, 75), (1, 3))
     for index in (0, 1):
-        got = gradients([gather(*args, pattern)[index]], args)
+        got = gradients([attend(*args, pattern)[index]], args)
         expected = gradients([reference(*args, pattern)[index]], args)
         for a, b in zip(got, expected, strict=True):
             assert_close(a, b, 1e-10)
@@ -188,7 +202,7 @@ def test_inputs_that_need_no_gradient_get_none(wanted):
     args = [x.detach() for x in inputs(Case(1, 2, 1))]
     for i in wanted:
         args[i].requires_grad_()
-    out, _ = gather(*args, sr.Causal())
+    out, _ = attend(*args, sr.Causal())
     out.sum().backward(retain_graph=True)
     assert [x.grad is not None for x in args] == [i in wanted for i in range(3)]
     wrt = [args[i] for i in wanted]
@@ -202,15 +216,19 @@ def test_scale_is_that_of_the_scores(scale):
     assert_is_the_reference(sr.LongNet((16, 64), (1, 2)), Case(1, 2, 1), scale=scale)
 
 
-def test_gather_is_what_no_backend_name_means():
-    args = inputs(Case(), torch.float32, requires_grad=False)
-    assert torch.equal(sr.attention(*args, sr.Causal()), gather(*args, sr.Causal())[0])
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [(torch.float64, "gather"), (torch.float32, "cpu")], ids=str
+)
+def test_what_no_backend_name_means(dtype, backend):
+    args = inputs(Case(1, 2, 2, 90, 90), dtype, requires_grad=False)
+    named = attend(*args, sr.Causal(), backend=backend)[0]
+    assert torch.equal(sr.attention(*args, sr.Causal()), named)
 
 
 def test_inputs_are_left_as_they_were():
     args = inputs(Case())
     copies = [x.detach().clone() for x in args]
-    gradients(gather(*args, PATTERNS["longnet"](Case())), args)
+    gradients(attend(*args, PATTERNS["longnet"](Case())), args)
     assert all(torch.equal(a, b) for a, b in zip(args, copies, strict=True))
 
 
@@ -248,7 +266,7 @@ def assert_at_most_twice_the_eager_error(
     exact = eager_attention(*exact_args, counts, scale, pairs)
     eager = eager_attention(*args, counts, scale, pairs)
     blocks = {} if bias is None else {"block_bias": bias[0]}
-    got = gather(*args, pattern, scale=scale, block_size=case.block_size, **blocks)
+    got = attend(*args, pattern, scale=scale, block_size=case.block_size, **blocks)
     assert got[1].dtype == torch.float32
     named = [("out", *(x[0] for x in (got, eager, exact)))]
     named += [("lse", *(x[1] for x in (got, eager, exact)))]
@@ -270,6 +288,7 @@ def assert_at_most_twice_the_eager_error(
         assert most <= 4 * eager_most + grant, f"{name}: most {most:.3g}, eager {eager_most:.3g}"
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", PRECISION_PATTERNS)
 def test_error_is_at_most_twice_that_of_dense_attention_in_the_dtype(name, dtype):
@@ -277,6 +296,7 @@ def test_error_is_at_most_twice_that_of_dense_attention_in_the_dtype(name, dtype
     assert_at_most_twice_the_eager_error(PATTERNS[name](case), case, dtype)
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_error_of_long_rows_is_at_most_twice_that_of_dense_attention(dtype):
     case = Case(1, 1, 1, 1500, 1500, 32, 32, 64)
@@ -284,6 +304,7 @@ def test_error_of_long_rows_is_at_most_twice_that_of_dense_attention(dtype):
         assert_at_most_twice_the_eager_error(pattern, case, dtype)
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_error_with_many_merges_is_at_most_twice_that_of_dense_attention(dtype):
     with workspace(1):
@@ -291,6 +312,7 @@ def test_error_with_many_merges_is_at_most_twice_that_of_dense_attention(dtype):
         assert_at_most_twice_the_eager_error(sr.Causal() + sr.SlidingWindow(90), case, dtype)
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_error_with_a_large_block_bias_is_at_most_twice_that_of_dense_attention(dtype):
     case = Case(1, 1, 1, 128, 128, 16, 16, 16)
@@ -299,6 +321,7 @@ def test_error_with_a_large_block_bias_is_at_most_twice_that_of_dense_attention(
     assert_at_most_twice_the_eager_error(sr.Full(), case, dtype, bias=(bias, pairs))
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("score", [1e4, -1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_scores_of_1e4_cost_no_more_than_the_rounding_of_such_a_score(dtype, score):
@@ -311,7 +334,7 @@ def test_scores_of_1e4_cost_no_more_than_the_rounding_of_such_a_score(dtype, sco
     counts = dense_counts(pattern, case)
     exact_args = [x.detach().double().requires_grad_() for x in args]
     exact, eager = (eager_attention(*x, counts, 1.0) for x in (exact_args, args))
-    got = gather(*args, pattern, scale=1.0, block_size=16)
+    got = attend(*args, pattern, scale=1.0, block_size=16)
     for ours, theirs, true in zip(got, eager, exact, strict=True):
         grant = torch.finfo(torch.float32).eps * 1e4
         assert errors(ours, true.detach())[1] <= 2 * errors(theirs, true.detach())[1] + grant
@@ -330,6 +353,7 @@ def test_scores_of_1e4_cost_no_more_than_the_rounding_of_such_a_score(dtype, sco
 # Rows, columns and dims that are empty
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "pattern",
@@ -351,7 +375,7 @@ def test_an_empty_row_has_out_0_lse_minus_inf_and_zero_gradients(pattern, dtype)
     assert empty.any()
     for limit in (1, 64 << 20):
         with workspace(limit):
-            out, lse = gather(*args, pattern)
+            out, lse = attend(*args, pattern)
             dq, dk, dv = gradients((out, lse), args)
         assert out[empty].eq(0).all() and lse[empty].eq(-torch.inf).all()
         assert lse[~empty].isfinite().all()
@@ -362,11 +386,12 @@ def test_an_empty_row_has_out_0_lse_minus_inf_and_zero_gradients(pattern, dtype)
 
 def test_more_queries_than_keys_leaves_the_first_rows_of_a_causal_pattern_empty():
     args = inputs(Case(1, 1, 1, 50, 20))
-    out, lse = gather(*args, sr.Causal())
+    out, lse = attend(*args, sr.Causal())
     assert out[:, :, :30].eq(0).all() and lse[:, :, :30].eq(-torch.inf).all()
     assert_close(out[:, :, 30], args[2][:, :, 0], 1e-15)
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize(
     "pattern", [sr.Full(), sr.Causal() & sr.LongNet((4, 8), (1, 2)), sr.GlobalTokens(0)], ids=str
 )
@@ -389,7 +414,7 @@ def test_more_queries_than_keys_leaves_the_first_rows_of_a_causal_pattern_empty(
 def test_a_dim_of_size_0_gives_an_empty_result_or_empty_rows(sizes, pattern, dtype):
     case = replace(Case(2, 4, 2, 21, 21, 4, 2), **sizes)
     args = inputs(case, dtype)
-    out, lse = gather(*args, pattern)
+    out, lse = attend(*args, pattern)
     assert out.shape == (case.batch, case.num_heads, case.q_len, case.value_dim)
     assert lse.shape == out.shape[:3]
     assert out.dtype == dtype
@@ -403,7 +428,7 @@ def test_a_dim_of_size_0_gives_an_empty_result_or_empty_rows(sizes, pattern, dty
         assert_close(out.double(), expected, torch.finfo(dtype).eps, "out")
     elif case.value_dim == 0:
         filled = torch.zeros(*args[1].shape[:3], 1, dtype=dtype)
-        assert_close(lse, gather(*args[:2], filled, pattern)[1], 1e-6, "lse")
+        assert_close(lse, attend(*args[:2], filled, pattern)[1], 1e-6, "lse")
     for grad, x in zip(gradients((out, lse), args), args, strict=True):
         assert grad.shape == x.shape and grad.dtype == x.dtype
         assert grad.isfinite().all()
@@ -412,16 +437,16 @@ def test_a_dim_of_size_0_gives_an_empty_result_or_empty_rows(sizes, pattern, dty
 @pytest.mark.parametrize("backend", ["gather", "reference"])
 def test_key_padding_of_no_batch_entries(backend):
     args = inputs(Case(batch=0))
-    out, lse = gather(*args, sr.KeyPadding(()), backend=backend)
+    out, lse = attend(*args, sr.KeyPadding(()), backend=backend)
     assert (out.shape, lse.shape) == (args[0].shape, args[0].shape[:3])
     with pytest.raises(ValueError, match="for 0 batch entries, got a query of 2"):
-        gather(*inputs(Case()), sr.KeyPadding(()), backend=backend)
+        attend(*inputs(Case()), sr.KeyPadding(()), backend=backend)
 
 
 def test_one_token_copies_its_value():
     query, key, value = inputs(Case(1, 1, 1, 1, 1))
     for pattern in (sr.Full(), sr.Causal(), sr.LongNet((4, 8), (1, 2)), sr.Full() + sr.Full()):
-        out, lse = gather(query, key, value, pattern)
+        out, lse = attend(query, key, value, pattern)
         assert_close(out, value, 1e-15)
         number = pattern.to_dense(1).sum().double()
         score = (query * key).sum() / math.sqrt(16) + number.log()
@@ -438,21 +463,22 @@ def test_scores_of_1e4_neither_overflow_nor_look_masked(score):
     args = tuple(x.requires_grad_() for x in (query, key, value))
     pattern = sr.LongNet((16, 32), (2, 3)) & sr.Causal()
     expected = attend_by_rows(*args, dense_counts(pattern, Case(1, 1, 1, 40, 40)), 1.0)
-    got = gather(*args, pattern, scale=1.0)
+    got = attend(*args, pattern, scale=1.0)
     # scores of 1e4 are known to 1e4 units in the last place
     assert_same_attention(got, expected, args, None, 2e-11, 1e-9)
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_an_lse_of_exactly_0_is_not_an_empty_row(dtype):
     query, key, value = inputs(Case(1, 1, 1, 33, 33, 4, 4), dtype, requires_grad=False)
     query[:, :, 32] = 0  # alone in its segment of 16 with one key: score 0, lse 0
-    one, one_lse = gather(query, key, value, sr.Dilated(16, 1))
+    one, one_lse = attend(query, key, value, sr.Dilated(16, 1))
     assert one_lse[0, 0, 32] == 0
     assert torch.equal(one[:, :, 32], value[:, :, 32])
     pattern = sr.LongNet((16, 64), (1, 4))
     for order in (pattern, sr.Dilated(64, 4) + sr.Dilated(16, 1)):
-        out, lse = gather(query, key, value, order)
+        out, lse = attend(query, key, value, order)
         expected = (value[0, 0, 32].double() + value[0, 0, 0::4].double().sum(0)) / 10
         assert_close(out[0, 0, 32].double(), expected, torch.finfo(dtype).eps, "out")
         assert lse[0, 0, 32].item() == pytest.approx(math.log(10), abs=1e-6)
@@ -462,7 +488,7 @@ def test_an_lse_of_exactly_0_of_a_whole_row():
     args = inputs(Case(1, 1, 1, 20, 20, 4, 4))
     with torch.no_grad():
         args[0].zero_()
-    got = gather(*args, sr.SlidingWindow(0))
+    got = attend(*args, sr.SlidingWindow(0))
     assert got[1].eq(0).all()
     assert_same_attention(got, reference(*args, sr.SlidingWindow(0)), args)
 
@@ -477,7 +503,7 @@ def test_a_segment_longer_than_the_sequence_is_one_short_segment(length):
     for head in (0, 1):  # offset = head
         on_grid = positions % 5 == head
         counts[head] += on_grid[:, None] & on_grid
-    assert_same_attention(gather(*args, pattern), attend_by_rows(*args, counts[None]), args)
+    assert_same_attention(attend(*args, pattern), attend_by_rows(*args, counts[None]), args)
 
 
 def test_a_rate_that_does_not_divide_the_segment_restarts_at_each_segment():
@@ -490,14 +516,14 @@ def test_a_rate_that_does_not_divide_the_segment_restarts_at_each_segment():
                 same = p // 7 == k // 7
                 counts[head, p, k] = same and p % 7 % 3 == head and k % 7 % 3 == head
     assert_same_attention(
-        gather(*args, sr.Dilated(7, 3)), attend_by_rows(*args, counts[None]), args
+        attend(*args, sr.Dilated(7, 3)), attend_by_rows(*args, counts[None]), args
     )
 
 
 def test_a_branch_twice_adds_log_2_to_lse_and_nothing_to_out():
     args = inputs(Case(1, 2, 2))
-    out, lse = gather(*args, sr.LongNet((16,), (2,)))
-    twice, twice_lse = gather(*args, sr.LongNet((16, 16), (2, 2)))
+    out, lse = attend(*args, sr.LongNet((16,), (2,)))
+    twice, twice_lse = attend(*args, sr.LongNet((16, 16), (2, 2)))
     assert_close(twice, out, 1e-15)
     assert_close(twice_lse, lse + math.log(2), 1e-14)
     expected = reference(*args, sr.LongNet((16, 16), (2, 2)))
@@ -506,9 +532,9 @@ def test_a_branch_twice_adds_log_2_to_lse_and_nothing_to_out():
 
 def test_a_key_of_two_branches_counts_twice_and_a_key_of_a_union_once():
     args = inputs(Case(1, 1, 1, 48, 48))
-    mixture, mixture_lse = gather(*args, sr.Causal() + sr.SlidingWindow(4))
-    union, union_lse = gather(*args, sr.Causal() | sr.SlidingWindow(4))
-    causal = gather(*args, sr.Causal())
+    mixture, mixture_lse = attend(*args, sr.Causal() + sr.SlidingWindow(4))
+    union, union_lse = attend(*args, sr.Causal() | sr.SlidingWindow(4))
+    causal = attend(*args, sr.Causal())
     assert torch.equal(union, causal[0]) and torch.equal(union_lse, causal[1])
     bias = math.log(2) * sr.SlidingWindow(4).to_dense(48).double()
     expected = attend_by_rows(*args, torch.ones(48, 48).tril(), bias=bias)
@@ -518,11 +544,11 @@ def test_a_key_of_two_branches_counts_twice_and_a_key_of_a_union_once():
 
 def test_offsets_go_by_head_and_are_the_same_in_every_branch():
     args = inputs(Case(1, 4, 4, 64, 64))
-    out, lse = gather(*args, sr.LongNet((32, 64), (2, 4)))
+    out, lse = attend(*args, sr.LongNet((32, 64), (2, 4)))
     for head in range(4):
         own = [x[:, head : head + 1] for x in args]
         branches = sr.Dilated(32, 2, head % 2) + sr.Dilated(64, 4, head)
-        got = gather(*own, branches)
+        got = attend(*own, branches)
         assert_close(out[:, head : head + 1], got[0], 1e-14)
         assert_close(lse[:, head : head + 1], got[1], 1e-14)
         empty = dense_counts(branches, Case(1, 1, 1, 64, 64)).sum(-1)[0, 0] == 0
@@ -532,15 +558,16 @@ def test_offsets_go_by_head_and_are_the_same_in_every_branch():
 
 def test_query_heads_of_a_group_share_the_offset_of_their_kv_head():
     query, key, value = inputs(Case(1, 6, 2, 64, 64))
-    out, lse = gather(query, key, value, sr.Dilated(32, 4))
+    out, lse = attend(query, key, value, sr.Dilated(32, 4))
     for head in range(6):
         kv = head // 3
         own = (query[:, head : head + 1], key[:, kv : kv + 1], value[:, kv : kv + 1])
-        got = gather(*own, sr.Dilated(32, 4, kv))
+        got = attend(*own, sr.Dilated(32, 4, kv))
         assert_close(out[:, head : head + 1], got[0], 1e-14)
         assert torch.equal(lse[0, head].isfinite(), torch.arange(64) % 4 == kv)
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("length", [33, 100, 131])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -557,7 +584,7 @@ def test_query_heads_of_a_group_share_the_offset_of_their_kv_head():
 )
 def test_a_ragged_end_sees_no_padding(pattern, dtype, length):
     query, key, value = inputs(Case(1, 2, 2, length, length, 8, 8), dtype, requires_grad=False)
-    out, lse = gather(query * 0 - 9, key * 0 + 9, torch.ones_like(value), pattern)
+    out, lse = attend(query * 0 - 9, key * 0 + 9, torch.ones_like(value), pattern)
     reached = lse.isfinite()
     expected = reached[..., None].to(dtype).expand_as(out)
     assert_close(out, expected, 16 * torch.finfo(dtype).eps)  # a zero key would weigh all
@@ -575,7 +602,7 @@ def test_the_gradient_is_not_that_of_detached_branch_weights():
     lse = torch.stack([part[1] for part in parts])
     weights = lse.softmax(0)[..., None]  # no row is empty in the first branch
     detached = sum(w.detach() * part[0] for w, part in zip(weights, parts, strict=True))
-    out, _ = gather(*args, branches[0] + branches[1])
+    out, _ = attend(*args, branches[0] + branches[1])
     expected, _ = attend_by_rows(*args, counts[0] + counts[1])
     assert_close(out, detached, 1e-12, "forward is the same")
     ours, true, wrong = (gradients([x], args) for x in (out, expected, detached))
@@ -600,6 +627,8 @@ def visiting_rows(pattern: sr.Pattern, case: Case, head: int, key_position: int)
     return rows
 
 
+@pytest.mark.usefixtures("each_backend")
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["key", "value"])
 @pytest.mark.parametrize(
@@ -620,8 +649,8 @@ def test_nan_and_inf_reach_only_rows_that_visit_their_tile(pattern, where, bad):
         spoilt = [x.clone() for x in args]
         spoilt[1 if where == "key" else 2][1, 1, 50] = bad  # batch entry 1, query heads 2 and 3
         with workspace(limit):
-            clean = gather(*args, pattern, block_size=16)
-            got = gather(*spoilt, pattern, block_size=16)
+            clean = attend(*args, pattern, block_size=16)
+            got = attend(*spoilt, pattern, block_size=16)
         touched = torch.zeros(2, 4, 100, dtype=torch.bool)
         for head in (2, 3):
             touched[1, head] = visiting_rows(pattern, case, head, 50)
@@ -643,8 +672,8 @@ def test_nan_and_inf_reach_only_the_gradients_of_rows_that_visit_their_tile():
         spoilt = [x.detach().clone() for x in args]
         spoilt[where][:, :, 50] = math.nan
         spoilt = [x.requires_grad_() for x in spoilt]
-        dq = gradients(gather(*args, pattern, block_size=16), args)[0]
-        got = gradients(gather(*spoilt, pattern, block_size=16), spoilt)[0]
+        dq = gradients(attend(*args, pattern, block_size=16), args)[0]
+        got = gradients(attend(*spoilt, pattern, block_size=16), spoilt)[0]
         assert torch.equal(got[:, :, ~rows], dq[:, :, ~rows])
 
 
@@ -658,6 +687,8 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(number)
 
 
+@pytest.mark.usefixtures("each_backend")
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -672,24 +703,25 @@ def test_same_bits_at_every_repetition(
     pattern = sr.LongNet((64, 256, 512), (1, 2, 4)) + (sr.Causal() & sr.SlidingWindow(100))
     args = inputs(case, dtype)
     with workspace(limit):
-        first = gather(*args, pattern, block_size=block_size)
+        first = attend(*args, pattern, block_size=block_size)
         grads = gradients(first, args)
         for _ in range(repetitions):
             sr.layout_cache.clear()
-            again = gather(*args, pattern, block_size=block_size)
+            again = attend(*args, pattern, block_size=block_size)
             for a, b in zip((*again, *gradients(again, args)), (*first, *grads), strict=True):
                 assert torch.equal(a, b)
 
 
+@pytest.mark.usefixtures("each_backend")
 def test_bits_do_not_depend_on_what_memory_held_before():
     args = inputs(Case(1, 2, 1, 130, 130), torch.float32)
     pattern = sr.LongNet((16, 64), (1, 2)) & sr.Causal()
-    first = gather(*args, pattern)
+    first = attend(*args, pattern)
     grads = gradients(first, args)
     for fill in (math.nan, math.inf, 1e30):
         blocks = [torch.full((size,), fill) for size in (1 << 8, 1 << 12, 1 << 16) * 20]
         del blocks
-        again = gather(*args, pattern)
+        again = attend(*args, pattern)
         for a, b in zip((*again, *gradients(again, args)), (*first, *grads), strict=True):
             assert torch.equal(a, b)
 
@@ -697,14 +729,14 @@ def test_bits_do_not_depend_on_what_memory_held_before():
 def test_threads_of_one_process_do_not_disturb_each_other():
     args = inputs(Case(1, 2, 2, 200, 200), torch.float32, requires_grad=False)
     patterns = [PATTERNS[name](Case(1, 2, 2)) for name in ("causal", "longnet", "dilated window")]
-    expected = [gather(*args, pattern)[0] for pattern in patterns]
+    expected = [attend(*args, pattern)[0] for pattern in patterns]
     sr.layout_cache.clear()
 
     def work(worker: int) -> list[bool]:
         same = []
         for turn in range(12):
             number = (worker + turn) % 3
-            same.append(torch.equal(gather(*args, patterns[number])[0], expected[number]))
+            same.append(torch.equal(attend(*args, patterns[number])[0], expected[number]))
             if turn % 5 == worker:
                 sr.layout_cache.clear()
         return same
@@ -723,6 +755,7 @@ def test_any_workspace_gives_the_same_result_within_rounding(name, limit):
         assert_is_the_reference(PATTERNS[name](case), case)
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("limit", [1, 64 << 20])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_a_list_of_keys_longer_than_one_piece_is_merged(dtype, limit):
@@ -730,7 +763,7 @@ def test_a_list_of_keys_longer_than_one_piece_is_merged(dtype, limit):
     args = inputs(case, dtype)
     pattern = sr.Causal() + sr.Dilated(5000, 2)
     with workspace(limit):
-        got = gather(*args, pattern, block_size=128)
+        got = attend(*args, pattern, block_size=128)
         bounds = (1e-12, 1e-10) if dtype == torch.float64 else (2e-6, 1e-5)
         assert_same_attention(got, reference(*args, pattern), args, None, *bounds)
 
@@ -787,7 +820,7 @@ def test_block_bias_adds_to_the_scores_of_each_entry_in_the_order_of_entries(nam
     ).view(case.batch, case.num_heads, case.q_len, case.kv_len)
     expected = attend_by_rows(*args, dense_counts(pattern, case), bias=pairs)
     for backend in ("gather", "reference"):
-        got = gather(*args, pattern, block_size=case.block_size, block_bias=bias, backend=backend)
+        got = attend(*args, pattern, block_size=case.block_size, block_bias=bias, backend=backend)
         assert_same_attention(got, expected, (*args, bias))
 
 
@@ -815,7 +848,7 @@ def test_block_bias_is_the_reference_s(name, limit):
     bias = torch.randn(2, 4, blocks, dtype=torch.float64, requires_grad=True)
     args = inputs(case)
     with workspace(limit):
-        got = gather(*args, pattern, block_size=16, block_bias=bias)
+        got = attend(*args, pattern, block_size=16, block_bias=bias)
         expected = reference(*args, pattern, block_size=16, block_bias=bias)
         assert_same_attention(got, expected, (*args, bias))
 
@@ -830,7 +863,7 @@ def test_block_bias_of_a_pair_in_two_branches_adds_to_each_of_its_two_terms():
     causal = full.tril()
     pairs = (bias[0, 0, 0].exp() * full + bias[0, 0, 1].exp() * causal).log()
     expected = attend_by_rows(*args, full, bias=pairs)
-    got = gather(*args, pattern, block_size=16, block_bias=bias)
+    got = attend(*args, pattern, block_size=16, block_bias=bias)
     assert_same_attention(got, expected, (*args, bias))
 
 
@@ -849,8 +882,8 @@ def test_surplus_entries_of_shorter_tables_are_ignored_and_get_no_gradient():
         x.requires_grad_()
     for backend in ("gather", "reference"):
         options = {"block_size": 16, "backend": backend}
-        clean = gather(*args, pattern, block_bias=bias, **options)
-        got = gather(*args, pattern, block_bias=spoilt, **options)
+        clean = attend(*args, pattern, block_bias=bias, **options)
+        got = attend(*args, pattern, block_bias=spoilt, **options)
         assert all(torch.equal(a, b) for a, b in zip(got, clean, strict=True))
         (dbias,) = gradients(got, [spoilt])
         assert dbias[0, 1, 2:].eq(0).all()
@@ -865,19 +898,20 @@ def test_a_block_bias_of_minus_inf_takes_its_block_out():
     args = inputs(case)
     for limit in (1, 64 << 20):
         with workspace(limit):
-            got = gather(*args, sr.Full(), block_size=16, block_bias=bias)
-            expected = gather(*args, sr.Blocks(table, 16))
+            got = attend(*args, sr.Full(), block_size=16, block_bias=bias)
+            expected = attend(*args, sr.Blocks(table, 16))
             assert_same_attention(got, expected, args)
             assert not gradients(got, [bias])[0].isnan().any()
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("backend", ["gather", "reference"])
 @pytest.mark.parametrize("surplus", [-1, 1, 7])
 def test_a_block_bias_of_another_number_of_blocks_raises(backend, surplus):
     args = inputs(Case(1, 2, 2, 64, 64))
     blocks = sr.Causal().layout(64, block_size=16).num_blocks
     with pytest.raises(ValueError, match=rf"{blocks}\].*got {blocks + surplus}\b"):
-        gather(
+        attend(
             *args,
             sr.Causal(),
             block_size=16,
@@ -889,7 +923,7 @@ def test_a_block_bias_of_another_number_of_blocks_raises(backend, surplus):
 def test_block_bias_keeps_its_own_dtype():
     args = inputs(Case(1, 2, 2, 64, 64), torch.bfloat16)
     bias = torch.randn(1, 1, 10, requires_grad=True)
-    out, lse = gather(*args, sr.Causal(), block_size=16, block_bias=bias)
+    out, lse = attend(*args, sr.Causal(), block_size=16, block_bias=bias)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     (dbias,) = gradients([out], [bias])
     assert dbias.dtype == torch.float32
@@ -907,12 +941,12 @@ def test_each_query_and_key_head_of_each_batch_entry_is_a_problem_of_its_own():
     case = Case(2, 4, 2, 60, 60, 8, 8, 16)
     args = inputs(case)
     pattern = PATTERNS["blocks of each batch entry"](case)
-    out, lse = gather(*args, pattern)
+    out, lse = attend(*args, pattern)
     for b in range(2):
         for h in range(4):
             mask = dense_counts(pattern, case)[b, h] > 0
             own = (args[0][b, h], args[1][b, h // 2], args[2][b, h // 2])
-            got = gather(*(x[None, None] for x in own), sr.Dense(mask))
+            got = attend(*(x[None, None] for x in own), sr.Dense(mask))
             assert_close(out[b, h], got[0][0, 0], 1e-13)
             assert_close(lse[b, h], got[1][0, 0], 1e-13)
 
@@ -921,9 +955,9 @@ def test_a_later_query_sees_what_a_longer_causal_call_showed_it():
     case = Case(1, 2, 1, 90, 90, 8, 8)
     query, key, value = inputs(case, requires_grad=False)
     pattern = sr.LongNet((16, 64, 128), (1, 2, 4)) & sr.Causal()
-    whole, whole_lse = gather(query, key, value, pattern)
+    whole, whole_lse = attend(query, key, value, pattern)
     for t in (1, 2, 15, 16, 17, 33, 64, 65, 89):
-        step = gather(query[:, :, t : t + 1], key[:, :, : t + 1], value[:, :, : t + 1], pattern)
+        step = attend(query[:, :, t : t + 1], key[:, :, : t + 1], value[:, :, : t + 1], pattern)
         assert_close(step[0], whole[:, :, t : t + 1], 1e-13)
         assert_close(step[1], whole_lse[:, :, t : t + 1], 1e-13)
 
@@ -931,9 +965,9 @@ def test_a_later_query_sees_what_a_longer_causal_call_showed_it():
 def test_a_changed_tensor_of_a_pattern_is_not_served_from_the_cache():
     args = inputs(Case(1, 1, 1, 32, 32), requires_grad=False)
     table = torch.eye(2, dtype=torch.bool)
-    first, _ = gather(*args, sr.Blocks(table, 16))
+    first, _ = attend(*args, sr.Blocks(table, 16))
     table.fill_(True)
-    second, _ = gather(*args, sr.Blocks(table, 16))
+    second, _ = attend(*args, sr.Blocks(table, 16))
     assert (first - second).abs().max() > 1e-2
     assert_close(second, reference(*args, sr.Full())[0], 1e-12)
 
@@ -945,6 +979,6 @@ def test_an_expanded_head_gets_the_sum_of_its_copies_gradients():
         arranged((1, 1, 40, 16), "contiguous", torch.float64).requires_grad_() for _ in range(2)
     )
     wrt = (query, key, value)
-    shared = gather(*wrt, sr.Causal())
-    expanded = gather(query, key.expand(1, 4, -1, -1), value.expand(1, 4, -1, -1), sr.Causal())
+    shared = attend(*wrt, sr.Causal())
+    expanded = attend(query, key.expand(1, 4, -1, -1), value.expand(1, 4, -1, -1), sr.Causal())
     assert_same_attention(shared, expanded, wrt, None, 1e-13, 1e-12)

@@ -1,0 +1,291 @@
+// What a call is given: tensors, the passes of a block layout, and the checks that no index leaves
+// them.
+
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+namespace sparsering::cpu {
+
+using at::BFloat16;
+using at::Tensor;
+using Vec = at::vec::Vectorized<float>;
+
+constexpr int64_t kLanes = Vec::size();
+constexpr int64_t kMostKeys = 256;  // keys per softmax step: their scores stay in cache
+constexpr int64_t kFewQueries = 8;  // rows that are cheaper by dot products than by packing keys
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+template <typename T>
+constexpr bool kPaired = std::is_same_v<T, BFloat16>;
+
+inline int64_t round_up(int64_t n, int64_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
+
+// Uninitialised memory from torch's allocator, which aligns it and lets profilers see it.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t size = 0) {
+    if (size > 0) {
+      data_ = c10::GetCPUAllocator()->allocate(size * sizeof(T));
+    }
+  }
+  T* get() const {
+    return static_cast<T*>(data_.get());
+  }
+
+ private:
+  c10::DataPtr data_;
+};
+
+// A tensor [B, H, N, width] of float, bfloat16 or half, its last dimension dense.
+struct Source {
+  explicit Source(const Tensor& x)
+      : data(static_cast<const char*>(x.const_data_ptr())),
+        type(x.scalar_type()),
+        width(x.size(3)),
+        item(x.element_size()),
+        strides{x.stride(0), x.stride(1), x.stride(2)} {
+    TORCH_CHECK(width <= 1 || x.stride(3) == 1, "sparsering cpu: the last dimension must be dense");
+  }
+
+  const void* row(int64_t b, int64_t h, int64_t n) const {
+    return data + (b * strides[0] + h * strides[1] + n * strides[2]) * item;
+  }
+
+  template <typename S>
+  const S* rows(int64_t b, int64_t h, int64_t n) const {
+    return static_cast<const S*>(row(b, h, n));
+  }
+
+  void read(int64_t b, int64_t h, int64_t n, float* to) const {
+    const void* from = row(b, h, n);
+    if (type == at::kFloat) {
+      std::memcpy(to, from, width * sizeof(float));
+    } else if (type == at::kBFloat16) {
+      at::vec::convert(static_cast<const BFloat16*>(from), to, width);
+    } else {
+      at::vec::convert(static_cast<const at::Half*>(from), to, width);
+    }
+  }
+
+  void read(int64_t b, int64_t h, int64_t n, BFloat16* to) const {
+    std::memcpy(to, row(b, h, n), width * sizeof(BFloat16));
+  }
+
+  const char* data;
+  at::ScalarType type;
+  int64_t width, item, strides[3];
+};
+
+struct Tile {
+  int64_t start, count;
+};
+
+// One pass of a layout; see sparsering/layout.py for the meaning of its tensors.
+struct Pass {
+  static constexpr int kTensors = 8;
+
+  Pass(at::TensorList tensors, int64_t step_, int64_t block_)
+      : step(step_),
+        block(block_),
+        lanes(tensors[0].size(0)),
+        rows(tensors[0].size(1)),
+        columns(tensors[2].size(1)),
+        batches(tensors[4].size(0)),
+        tables(tensors[4].size(1)),
+        entries(tensors[5].size(2)),
+        query_start(tensors[0].const_data_ptr<int64_t>()),
+        query_stop(tensors[1].const_data_ptr<int64_t>()),
+        key_start(tensors[2].const_data_ptr<int64_t>()),
+        key_stop(tensors[3].const_data_ptr<int64_t>()),
+        row_ptr_(tensors[4].const_data_ptr<int32_t>()),
+        key_tile_(tensors[5].const_data_ptr<int32_t>()),
+        mask_(tensors[6].const_data_ptr<int32_t>()),
+        num_bitmaps(tensors[7].size(0)),
+        bitmaps(tensors[7].const_data_ptr<uint8_t>()) {}
+
+  Tile query_tile(int64_t lane, int64_t row) const {
+    return tile(query_start[lane * rows + row], query_stop[lane * rows + row]);
+  }
+  Tile key_tile(int64_t lane, int64_t column) const {
+    return tile(key_start[lane * columns + column], key_stop[lane * columns + column]);
+  }
+  int64_t table(int64_t b, int64_t head, int64_t heads) const {
+    return (batches > 1 ? b * tables : 0) + head * tables / heads;
+  }
+  const int32_t* row_ptr(int64_t table) const {
+    return row_ptr_ + table * (rows + 1);
+  }
+  const int32_t* keys(int64_t table) const {
+    return key_tile_ + table * entries;
+  }
+  const int32_t* masks(int64_t table) const {
+    return mask_ + table * entries;
+  }
+
+  int64_t step, block, lanes, rows, columns, batches, tables, entries;
+  const int64_t *query_start, *query_stop, *key_start, *key_stop;
+  const int32_t *row_ptr_, *key_tile_, *mask_;
+  int64_t num_bitmaps;
+  const uint8_t* bitmaps;
+
+ private:
+  Tile tile(int64_t start, int64_t stop) const {
+    const int64_t count = stop > start ? (stop - start + step - 1) / step : 0;
+    return {start, std::min(count, block)};
+  }
+};
+
+// The same table by key tile.
+struct Transpose {
+  static constexpr int kTensors = 3;
+
+  explicit Transpose(at::TensorList tensors)
+      : row_ptr(tensors[0].const_data_ptr<int32_t>()),
+        query_tile(tensors[1].const_data_ptr<int32_t>()),
+        entry(tensors[2].const_data_ptr<int32_t>()) {}
+
+  const int32_t *row_ptr, *query_tile, *entry;
+};
+
+inline void check_table(const int32_t* row_ptr, int64_t rows, int64_t entries, const char* name) {
+  bool right = row_ptr[0] == 0 && row_ptr[rows] <= entries;
+  for (int64_t i = 0; right && i < rows; ++i) {
+    right = row_ptr[i] <= row_ptr[i + 1];
+  }
+  TORCH_CHECK_VALUE(right, "sparsering cpu: malformed layout: ", name,
+                    " must rise from 0 to at most ", entries);
+}
+
+inline void check_range(const int32_t* values, int64_t count, int64_t low, int64_t high,
+                        const char* name) {
+  int32_t least = static_cast<int32_t>(low), most = static_cast<int32_t>(low);
+  for (int64_t i = 0; i < count; ++i) {
+    least = std::min(least, values[i]);
+    most = std::max(most, values[i]);
+  }
+  TORCH_CHECK_VALUE(count == 0 || (least >= low && most < high),
+                    "sparsering cpu: malformed layout: ", name, " must be in [", low, ", ", high,
+                    "), got ", least, " to ", most);
+}
+
+inline void check_tiles(const int64_t* start, const int64_t* stop, int64_t count, int64_t length,
+                        const char* name) {
+  for (int64_t i = 0; i < count; ++i) {
+    TORCH_CHECK_VALUE(start[i] >= stop[i] || (start[i] >= 0 && stop[i] <= length),
+                      "sparsering cpu: malformed layout: ", name, " tile ", i, " spans [", start[i],
+                      ", ", stop[i], "), outside [0, ", length, ")");
+  }
+}
+
+// Every index that the kernel will follow lies inside its tensor.
+inline void check_pass(at::TensorList t, const Pass& p, int64_t q_len, int64_t kv_len, int64_t B,
+                       int64_t Hq, int64_t Hkv) {
+  for (int i = 0; i < Pass::kTensors; ++i) {
+    TORCH_CHECK_VALUE(t[i].is_contiguous(), "sparsering cpu: layout tensors must be contiguous");
+  }
+  const bool fits =
+      p.step > 0 && (p.lanes == 1 || p.lanes == Hkv) && t[2].size(0) == p.lanes &&
+      t[1].sizes() == t[0].sizes() && t[3].sizes() == t[2].sizes() &&
+      (p.batches == 1 || p.batches == B) && (Hq == 0 || (p.tables > 0 && Hq % p.tables == 0)) &&
+      t[4].size(2) == p.rows + 1 && t[6].sizes() == t[5].sizes() && t[5].size(0) == p.batches &&
+      t[5].size(1) == p.tables && t[7].size(1) == p.block * p.block / 8;
+  TORCH_CHECK_VALUE(fits,
+                    "sparsering cpu: malformed layout: the shapes of a pass's tensors disagree");
+  check_tiles(p.query_start, p.query_stop, p.lanes * p.rows, q_len, "query");
+  check_tiles(p.key_start, p.key_stop, p.lanes * p.columns, kv_len, "key");
+  for (int64_t i = 0; i < p.batches * p.tables; ++i) {
+    check_table(p.row_ptr(i), p.rows, p.entries, "row_ptr");
+    const int64_t used = p.row_ptr(i)[p.rows];
+    check_range(p.keys(i), used, 0, p.columns, "key_tile");
+    check_range(p.masks(i), used, -1, p.num_bitmaps, "mask");
+  }
+}
+
+inline void check_transpose(at::TensorList t, const Pass& p) {
+  const Transpose by_key(t);
+  const bool fits = t[0].is_contiguous() && t[1].is_contiguous() && t[2].is_contiguous() &&
+                    t[0].numel() == p.batches * p.tables * (p.columns + 1) &&
+                    t[1].numel() == p.batches * p.tables * p.entries &&
+                    t[2].numel() == t[1].numel();
+  TORCH_CHECK_VALUE(fits,
+                    "sparsering cpu: malformed layout: the transposed table has the wrong size");
+  for (int64_t i = 0; i < p.batches * p.tables; ++i) {
+    const int32_t* row_ptr = by_key.row_ptr + i * (p.columns + 1);
+    check_table(row_ptr, p.columns, p.entries, "transposed row_ptr");
+    check_range(by_key.query_tile + i * p.entries, row_ptr[p.columns], 0, p.rows, "query_tile");
+    check_range(by_key.entry + i * p.entries, row_ptr[p.columns], 0, p.entries, "entry");
+  }
+}
+
+// What every part of a call reads.
+struct Problem {
+  Problem(const Tensor& query, const Tensor& key, const Tensor& value,
+          const std::optional<Tensor>& bias_, const Tensor& first_entry_, int64_t block_,
+          double scale_)
+      : q(query),
+        k(key),
+        v(value),
+        B(query.size(0)),
+        Hq(query.size(1)),
+        Hkv(key.size(1)),
+        Nq(query.size(2)),
+        Nk(key.size(2)),
+        D(query.size(3)),
+        Dv(value.size(3)),
+        share(Hkv ? Hq / Hkv : 1),
+        block(block_),
+        scale(static_cast<float>(scale_)),
+        bias(bias_ ? bias_->const_data_ptr<float>() : nullptr),
+        blocks(bias_ ? bias_->size(2) : 0),
+        first_entry(first_entry_.const_data_ptr<int64_t>()),
+        first_batches(first_entry_.size(1)),
+        first_heads(first_entry_.size(2)) {
+    TORCH_CHECK_VALUE(block % 16 == 0 && block > 0 && block <= 256,
+                      "sparsering cpu: block size must be a multiple of 16 up to 256, got ", block);
+    TORCH_CHECK_VALUE(key.size(0) == B && value.size(0) == B && value.size(1) == Hkv &&
+                          value.size(2) == Nk && key.size(3) == D && Hq == share * Hkv,
+                      "sparsering cpu: shapes of query, key and value disagree");
+    TORCH_CHECK_VALUE(first_entry_.is_contiguous() && first_batches && first_heads,
+                      "sparsering cpu: malformed layout: first_entry");
+  }
+
+  // Every entry of a pass has a bias.
+  void check_bias(const Pass& pass, int64_t number) const {
+    for (int64_t i = 0; bias && i < B * Hq; ++i) {
+      const int64_t first = bias_of(number, i / Hq, i % Hq) - i * blocks;
+      const int64_t entries = pass.row_ptr(pass.table(i / Hq, i % Hq, Hq))[pass.rows];
+      TORCH_CHECK_VALUE(first >= 0 && first + entries <= blocks,
+                        "sparsering cpu: malformed layout: entries ", first, " to ",
+                        first + entries, " of ", blocks, " biases");
+    }
+  }
+
+  // Where a head's biases (or their gradients) of one pass begin.
+  int64_t bias_of(int64_t pass, int64_t b, int64_t head) const {
+    const int64_t own = (pass * first_batches + (first_batches > 1 ? b : 0)) * first_heads +
+                        head * first_heads / Hq;
+    return (b * Hq + head) * blocks + first_entry[own];
+  }
+
+  Source q, k, v;
+  int64_t B, Hq, Hkv, Nq, Nk, D, Dv, share, block;
+  float scale;
+  const float* bias;
+  int64_t blocks;
+  const int64_t* first_entry;
+  int64_t first_batches, first_heads;
+};
+
+}  // namespace sparsering::cpu

@@ -1,0 +1,144 @@
+// Softmax in steps over stacks of key tiles, and results that arrive in parts.
+
+#pragma once
+
+#include <cmath>
+
+#include "cpu_pack.h"
+
+namespace sparsering::cpu {
+
+// Rows of an output [B, H, N, width] that arrive in parts, each with its lse.
+struct Output {
+  Output(const Tensor& x, const Tensor& lse_)
+      : data(x.data_ptr()), type(x.scalar_type()), width(x.size(3)), lse(lse_.data_ptr<float>()) {}
+
+  // Stores (part, part_lse) where `fresh`, else merges it into what is there.
+  void put(int64_t row, float* part, float part_lse, bool fresh) {
+    const float old = fresh ? -kInf : lse[row];
+    if (old == -kInf) {
+      lse[row] = part_lse;
+      write(row, part);
+    } else if (part_lse != -kInf) {
+      lse[row] = merge(part, part_lse, static_cast<const float*>(data) + row * width, old, width);
+      write(row, part);
+    }
+  }
+
+  // Merges (other, other_lse), which has keys, into part. Returns the merged lse.
+  static float merge(float* part, float part_lse, const float* other, float other_lse,
+                     int64_t width) {
+    const float highest = part_lse == -kInf ? other_lse : std::max(part_lse, other_lse);
+    const float a = std::exp(part_lse - highest), b = std::exp(other_lse - highest), total = a + b;
+    for (int64_t d = 0; d < width; ++d) {
+      part[d] = (a * part[d] + b * other[d]) / total;
+    }
+    return highest + std::log(total);
+  }
+
+ private:
+  void write(int64_t row, const float* part) {
+    if (type == at::kFloat) {
+      std::memcpy(static_cast<float*>(data) + row * width, part, width * sizeof(float));
+    } else if (type == at::kBFloat16) {
+      at::vec::convert(part, static_cast<BFloat16*>(data) + row * width, width);
+    } else {
+      at::vec::convert(part, static_cast<at::Half*>(data) + row * width, width);
+    }
+  }
+
+  void* data;
+  at::ScalarType type;
+  int64_t width;
+  float* lse;
+};
+
+inline Vec rounded_to_bfloat16(Vec x) {
+  const auto bits = at::vec::cast<int32_t>(x);
+  using Ints = at::vec::Vectorized<int32_t>;
+  return at::vec::cast<float>(bits + Ints(0x7fff) + ((bits >> Ints(16)) & Ints(1)));
+}
+
+// Two rows of a right operand, interleaved.
+inline void store_pair(BFloat16* to, Vec even, Vec odd) {
+  using Ints = at::vec::Vectorized<int32_t>;
+  const auto low = at::vec::cast<int32_t>(rounded_to_bfloat16(even)) >> Ints(16);
+  const auto high = at::vec::cast<int32_t>(rounded_to_bfloat16(odd));
+  at::vec::cast<float>((low & Ints(0xffff)) | (high & Ints(static_cast<int32_t>(0xffff0000))))
+      .store(to);
+}
+
+// Key tiles whose scores stand below each other.
+struct Stack {
+  struct Part {
+    int64_t column, entry, rows, padded;
+    float bias;
+  };
+  Part parts[kMostKeys / 16 + 16];
+  int64_t size = 0, padded = 0;
+};
+
+// One softmax step for W * kLanes queries: scores become weights exp(score - highest), and the
+// running (highest, total) move on. `factor` is what older sums are to be multiplied with.
+template <typename T, int W>
+void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, float scale,
+                  float* highest, float* total, float* factor) {
+  Vec top[W], base[W], sum[W];
+  for (int w = 0; w < W; ++w) {
+    top[w] = Vec::loadu(highest + w * kLanes);
+    sum[w] = Vec(0.f);
+  }
+  const float* s = scores;
+  for (int64_t i = 0; i < stack.size; ++i) {
+    const auto& part = stack.parts[i];
+    Vec most[W];
+    for (int w = 0; w < W; ++w) {
+      most[w] = Vec(-kInf);
+    }
+    for (int64_t j = 0; j < part.rows; ++j) {
+      for (int w = 0; w < W; ++w) {
+        most[w] = at::vec::maximum(most[w], Vec::loadu(s + j * ld + w * kLanes));
+      }
+    }
+    s += part.padded * ld;
+    for (int w = 0; w < W; ++w) {
+      top[w] = at::vec::maximum(top[w], at::vec::fmadd(most[w], Vec(scale), Vec(part.bias)));
+    }
+  }
+  for (int w = 0; w < W; ++w) {
+    base[w] = Vec::blendv(top[w].neg(), Vec(0.f), top[w] == Vec(-kInf));
+    (Vec::loadu(highest + w * kLanes) + base[w]).exp_u20().store(factor + w * kLanes);
+    top[w].store(highest + w * kLanes);
+  }
+  float* row = scores;
+  for (int64_t i = 0; i < stack.size; ++i) {
+    const auto& part = stack.parts[i];
+    Vec shift[W];
+    for (int w = 0; w < W; ++w) {
+      shift[w] = base[w] + Vec(part.bias);
+    }
+    auto weight = [&](int64_t j, int w) {
+      return at::vec::fmadd(Vec::loadu(row + j * ld + w * kLanes), Vec(scale), shift[w]).exp_u20();
+    };
+    for (int64_t j = 0; j < part.padded; j += 2) {
+      for (int w = 0; w < W; ++w) {
+        const Vec even = j < part.rows ? weight(j, w) : Vec(0.f);
+        const Vec odd = j + 1 < part.rows ? weight(j + 1, w) : Vec(0.f);
+        sum[w] = sum[w] + (even + odd);
+        if constexpr (kPaired<T>) {
+          store_pair(weights + (row - scores) + j * ld + 2 * w * kLanes, even, odd);
+        } else {
+          even.store(weights + (row - scores) + j * ld + w * kLanes);
+          odd.store(weights + (row - scores) + (j + 1) * ld + w * kLanes);
+        }
+      }
+    }
+    row += part.padded * ld;
+  }
+  for (int w = 0; w < W; ++w) {
+    const Vec scaled = Vec::loadu(total + w * kLanes) * Vec::loadu(factor + w * kLanes);
+    (scaled + sum[w]).store(total + w * kLanes);
+  }
+}
+
+}  // namespace sparsering::cpu
