@@ -13,7 +13,7 @@ export PYTHONUNBUFFERED := 1
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench clean
+.PHONY: help setup demo test test-all test-asan lint bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,9 +35,16 @@ test: $(STAMP) ## run the tests that take seconds
 test-all: $(STAMP) ## run every test
 	$(BIN)/python -m pytest
 
-lint: $(STAMP) ## ruff (check and format), mypy, lines per module
+test-asan: $(STAMP) ## run the kernel's tests with address and undefined-behaviour sanitizers (g++)
+	SPARSERING_CXXFLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0:max_malloc_fill_size=268435456:malloc_fill_byte=255 \
+	$(BIN)/python -m pytest --capture=sys -p no:faulthandler -m "not slow" tests/test_cpu.py -k "not library"
+
+lint: $(STAMP) ## ruff and clang-format (check and format), mypy, lines per module
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run --Werror sparsering/kernels/*.cpp sparsering/kernels/*.h
 	$(BIN)/mypy
 	$(BIN)/python tools/line_budget.py
 

@@ -107,6 +107,10 @@ def build_parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
     bench.add_argument("--out", type=Path, required=True, help="folder of the record")
     bench.add_argument("--quick", action="store_true", help="small sizes, few repeats")
+    bench.add_argument("--only", metavar="NAME", help="one comparison, by the name of its record")
+
+    build = commands.add_parser("build", help="compile the CPU kernel now, not on first use")
+    build.set_defaults(run=_build)
     return parser
 
 
@@ -248,8 +252,21 @@ def _info(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     from . import bench
 
-    for path in bench.main(arguments.out, arguments.quick):
+    if arguments.only not in (None, *bench.CASES):
+        raise ValueError(f"--only must be one of {', '.join(bench.CASES)}, got {arguments.only!r}")
+    for path in bench.main(arguments.out, arguments.quick, arguments.only):
         print(f"Wrote {path}")
+    return 0
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    from .kernels import cpu
+
+    try:
+        print(cpu.build())
+    except RuntimeError as error:  # the compiler's whole say
+        print(f"sparsering: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -19,6 +19,7 @@ from .compile import unpack
 from .layout import BlockLayout, Pass
 
 SPARSE, DENSE, GREY = "#1f6f8b", "#d1603d", "#8a8f98"
+_NAMES = {"cpu": "sparsering", "flex": "FlexAttention", "dense": "dense SDPA"}
 
 
 def pattern_png(
@@ -212,6 +213,40 @@ def speed_png(seconds: Mapping[str, tuple[float, float]], *, title: str) -> byte
     axes.set_title(title, fontsize=9)
     axes.invert_yaxis()
     axes.legend(fontsize=8, frameon=False)
+    return _png(figure)
+
+
+def sweeps_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes:
+    """Draws milliseconds over density, tokens and block size, a line per backend, from the rows of
+    the benchmark record "sweeps".
+
+    Raises: ImportError without matplotlib.
+    """
+    figure = _figure(11.5, 3.6)
+    panels = (
+        ("density", "density", "share of blocks visited"),
+        ("length", "tokens", "tokens (causal window of 2048)"),
+        ("block size", "block_size", "tokens per block (10% of blocks)"),
+    )
+    for place, (sweep, column, label) in enumerate(panels):
+        axes = figure.add_subplot(1, 3, place + 1)
+        own = [row for row in rows if row["sweep"] == sweep]
+        # A dense row stands at what its neighbour "cpu" visits: it has no density of its own.
+        where = [next(r for r in own[: i + 1][::-1] if r["backend"] == "cpu")[column]
+                 for i in range(len(own))]  # fmt: skip
+        for backend, color in (("cpu", SPARSE), ("flex", DENSE), ("dense", GREY)):
+            line = [
+                (x, r["ms"]) for x, r in zip(where, own, strict=True) if r["backend"] == backend
+            ]
+            if line:
+                axes.plot(*zip(*line, strict=True), marker="o", color=color, label=_NAMES[backend])
+        axes.set_xscale("log", base=10 if sweep == "density" else 2)
+        axes.set_yscale("log")
+        axes.set_xlabel(label)
+        axes.set_ylabel("milliseconds, forward")
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=9)
     return _png(figure)
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,14 +127,34 @@ def test_generate_continues_the_prompt(tmp_path, capsys):
 def test_bench_names_the_records_that_it_wrote(tmp_path, capsys, monkeypatch):
     seen = []
 
-    def write_records(out, quick):
-        seen.append((out, quick))
+    def write_records(out, quick, only):
+        seen.append((out, quick, only))
         return [out / "layouts.json"]
 
     monkeypatch.setattr("sparsering.bench.main", write_records)
     assert run("bench", "--out", tmp_path, "--quick") == 0
-    assert seen == [(tmp_path, True)]
+    assert seen == [(tmp_path, True, None)]
     assert capsys.readouterr().out == f"Wrote {tmp_path / 'layouts.json'}\n"
+    assert run("bench", "--out", tmp_path, "--only", "layout") == 2
+    assert "--only must be one of layouts, random-blocks" in capsys.readouterr().err
+    assert seen == [(tmp_path, True, None)]
+
+
+def test_build_prints_where_the_kernel_lies(capsys):
+    assert run("build") == 0
+    library = Path(capsys.readouterr().out.strip())
+    assert library.name.startswith("cpu-") and library.exists()
+
+
+def test_build_prints_all_that_a_failing_compiler_says(tmp_path, capsys, monkeypatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho one error >&2; echo and its context >&2; exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
+    assert run("build") == 2
+    told = capsys.readouterr().err
+    assert "one error" in told and "and its context" in told
 
 
 def test_the_parser_loads_no_optional_package():

@@ -303,22 +303,22 @@ def fake_compiler(folder: Path, script: str) -> dict[str, str]:
     return {"CXX": str(path), "SPARSERING_CACHE": str(folder / "cache")}
 
 
-def test_without_a_compiler_gather_runs_with_one_warning(tmp_path):
+def test_without_a_library_for_lack_of_a_compiler_gather_runs_with_one_warning(tmp_path):
     fallen_back(run(ATTEND, PATH=str(tmp_path), SPARSERING_CACHE=str(tmp_path)), "no C++ compiler")
 
 
-def test_a_compiler_that_fails_is_quoted(tmp_path):
+def test_what_a_compiler_of_the_library_says_is_quoted(tmp_path):
     broken = fake_compiler(tmp_path, "echo 'cpu.cpp:1: error: I am tired' >&2; exit 1")
     fallen_back(run(ATTEND, **broken), "I am tired")
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
-def test_a_cache_that_cannot_be_written(tmp_path):
+def test_a_library_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     fallen_back(run(ATTEND, SPARSERING_CACHE=str(tmp_path / "file" / "cache")), "Not a directory")
 
 
-def test_a_compiler_that_is_killed_leaves_nothing_behind(tmp_path):
+def test_a_killed_compiler_leaves_no_library_behind(tmp_path):
     killed = fake_compiler(
         tmp_path, 'while [ "$1" != -o ]; do shift; done; echo x > $2; kill -9 $$'
     )
@@ -326,7 +326,7 @@ def test_a_compiler_that_is_killed_leaves_nothing_behind(tmp_path):
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
-def test_a_named_backend_that_cannot_be_built_raises(tmp_path):
+def test_a_named_backend_without_a_library_raises(tmp_path):
     code = ATTEND.replace("sr.Causal())\nexact", "sr.Causal(), backend='cpu')\nexact")
     done = run(code, PATH=str(tmp_path), SPARSERING_CACHE=str(tmp_path))
     assert done.returncode == 1

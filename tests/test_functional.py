@@ -219,50 +219,55 @@ def test_an_unknown_backend_raises_with_the_names_there_are():
 
 
 @pytest.fixture
-def gather_cannot_run(monkeypatch):
-    """`gather`, which prefers itself, then has two reasons not to."""
+def cpu_cannot_run(monkeypatch):
+    """`cpu`, which comes first, has two reasons not to run."""
 
     def reasons(*tensors: object) -> list[str]:
         return ["it is too cold", f"it saw {len(tensors)} tensors"]
 
-    monkeypatch.setitem(ops.BACKENDS, "gather", reasons)
+    monkeypatch.setitem(ops.BACKENDS, "cpu", reasons)
 
 
 def test_backends_are_named_with_reasons_why_not():
-    assert sr.backends() == {"gather": [], "reference": []}
+    assert sr.backends() == {"cpu": [], "gather": [], "reference": []}
 
 
-@pytest.mark.usefixtures("gather_cannot_run")
+@pytest.mark.usefixtures("cpu_cannot_run")
 def test_backends_tells_reasons_that_need_no_inputs():
-    assert sr.backends()["gather"] == ["it is too cold", "it saw 0 tensors"]
+    assert sr.backends()["cpu"] == ["it is too cold", "it saw 0 tensors"]
 
 
 def test_explain_gives_a_line_for_each_backend():
-    assert sr.explain(**tensors(), pattern=sr.Causal()) == "gather: usable\nreference: usable"
+    usable = "cpu: usable\ngather: usable\nreference: usable"
+    assert sr.explain(**tensors(), pattern=sr.Causal()) == usable
+    double = {name: x.double() for name, x in tensors().items()}
+    first, *others = sr.explain(**double, pattern=sr.Causal()).split("\n")
+    assert first == "cpu: it computes in float32; float64 stays with gather"
+    assert others == ["gather: usable", "reference: usable"]
 
 
-@pytest.mark.usefixtures("gather_cannot_run")
+@pytest.mark.usefixtures("cpu_cannot_run")
 def test_explain_gives_all_reasons_of_a_backend_that_cannot_run():
-    first, second = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
-    assert first == "gather: it is too cold; it saw 3 tensors"
-    assert second == "reference: usable"
+    first, *others = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
+    assert first == "cpu: it is too cold; it saw 3 tensors"
+    assert others == ["gather: usable", "reference: usable"]
 
 
-@pytest.mark.usefixtures("gather_cannot_run")
+@pytest.mark.usefixtures("cpu_cannot_run")
 def test_a_named_backend_that_cannot_run_raises_with_all_its_reasons():
-    with pytest.raises(NotImplementedError, match=contains("gather", "too cold", "saw 3 tensors")):
-        sr.attention(**tensors(), pattern=sr.Causal(), backend="gather")
+    with pytest.raises(NotImplementedError, match=contains("cpu", "too cold", "saw 3 tensors")):
+        sr.attention(**tensors(), pattern=sr.Causal(), backend="cpu")
 
 
-@pytest.mark.usefixtures("gather_cannot_run")
+@pytest.mark.usefixtures("cpu_cannot_run")
 def test_without_a_name_the_next_backend_runs():
     args = tensors()
     out = sr.attention(**args, pattern=sr.Causal())
-    assert torch.equal(out, sr.attention(**args, pattern=sr.Causal(), backend="reference"))
+    assert torch.equal(out, sr.attention(**args, pattern=sr.Causal(), backend="gather"))
 
 
 def test_where_no_backend_can_run_every_reason_is_given(monkeypatch):
-    for name, reason in (("gather", "too cold"), ("reference", "too large")):
+    for name, reason in (("cpu", "too old"), ("gather", "too cold"), ("reference", "too large")):
         monkeypatch.setitem(ops.BACKENDS, name, lambda *_, reason=reason: [reason])
     with pytest.raises(NotImplementedError, match=contains("gather: too cold", "reference: too l")):
         sr.attention(**tensors(), pattern=sr.Causal())

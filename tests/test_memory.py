@@ -66,11 +66,11 @@ def inputs(length: int, heads: int = 1, kv_heads: int = 1, dtype: torch.dtype = 
 
 def forward(args: tuple[Tensor, ...], pattern: sr.Pattern, **options: Any) -> Any:
     with torch.no_grad():
-        return sr.attention(*args, pattern, return_lse=True, **options)
+        return sr.attention(*args, pattern, return_lse=True, **{"backend": "gather", **options})
 
 
-def forward_and_backward(args: tuple[Tensor, ...], pattern: sr.Pattern) -> Any:
-    out, lse = sr.attention(*args, pattern, return_lse=True)
+def forward_and_backward(args: tuple[Tensor, ...], pattern: sr.Pattern, **options: Any) -> Any:
+    out, lse = sr.attention(*args, pattern, return_lse=True, **{"backend": "gather", **options})
     return out, lse, torch.autograd.grad((out, lse), args, (out.detach(), lse.detach()))
 
 
@@ -217,3 +217,31 @@ def test_a_million_tokens():
         row = sr.attention(query[:, :, position : position + 1], key[:, :, end], value[:, :, end],
                            pattern, backend="reference")  # fmt: skip
         assert (out[:, :, position] - row[:, :, 0]).abs().max() < 1e-5
+
+
+# The CPU kernel: packed keys and values of some heads, and a scratch for each thread
+
+
+def scratch() -> int:
+    """Bytes that do not grow with N: of each thread, tiles of scores and of operands."""
+    return torch.get_num_threads() * 8 * 128 * 256 * FLOAT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_cpu_kernel_takes_a_few_tensors_at_any_length(name, dtype):
+    """[B, H, N, D] counts as one: out, packed keys and values of some heads, where several passes
+    meet in half precision their float32 sums; with backward the gradients, too.
+    """
+    pattern, heads = PATTERNS[name], 8
+    for length in LENGTHS[:2]:
+        args = inputs(length, heads, heads, dtype)
+        forward(args, pattern, backend="cpu")  # builds the layout, which stays
+        tensor, lse = args[0].numel() * dtype.itemsize, heads * length * FLOAT
+        fixed = scratch() + 2 * pattern.layout(length, num_heads=heads).nbytes
+        got = measure(lambda args=args: forward(args, pattern, backend="cpu"))
+        assert got.peak <= 2.5 * tensor + lse + fixed
+        assert got.kept == tensor + lse
+        got = measure(lambda args=args: forward_and_backward(args, pattern, backend="cpu"))
+        assert got.peak <= 6 * tensor + 2 * lse + fixed
+        assert got.kept == 4 * tensor + lse

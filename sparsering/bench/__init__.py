@@ -5,18 +5,42 @@ Run it with `sparsering bench --out DIR`; each comparison writes one JSON record
 
 from pathlib import Path
 
-from .cases import layouts, longnet_branches, memory, million_tokens, random_blocks
+from ..plots import sweeps_png
+from .cases import (
+    decode,
+    layouts,
+    longnet_branches,
+    memory,
+    million_tokens,
+    random_blocks,
+    small,
+    window,
+)
 from .measure import write_record
+from .sweeps import sweeps
 
 CASES = {
     "layouts": layouts,
     "random-blocks": random_blocks,
     "longnet": longnet_branches,
+    "window": window,
+    "small": small,
+    "decode": decode,
+    "sweeps": sweeps,
     "memory": memory,
     "million-tokens": million_tokens,
 }
 
 
-def main(out: str | Path, quick: bool = False) -> list[Path]:
-    """Runs every comparison and writes one record each into `out`; `quick` takes small lengths."""
-    return [write_record(Path(out), name, case(quick)) for name, case in CASES.items()]
+def main(out: str | Path, quick: bool = False, only: str | None = None) -> list[Path]:
+    """Runs every comparison, or the one named, and writes one record each into `out`; `quick` takes
+    small lengths. Returns the files written: the records, and a picture of the sweeps.
+    """
+    paths = []
+    for name in list(CASES) if only is None else [only]:
+        rows = CASES[name](quick)
+        paths.append(write_record(Path(out), name, rows))
+        if name == "sweeps":
+            paths.append(Path(out) / "sweeps.png")
+            paths[-1].write_bytes(sweeps_png(rows, title="H4 D64 float32"))
+    return paths

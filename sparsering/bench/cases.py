@@ -5,8 +5,9 @@ backward. `error` is the largest error of sampled rows against float64, relative
 value.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -60,56 +61,103 @@ def layouts(quick: bool) -> list[Row]:
 
 
 def random_blocks(quick: bool) -> list[Row]:
-    """10% random blocks of 128 (and the diagonal), B1 H8 D64: FlexAttention and dense SDPA."""
+    """10% random blocks (and the diagonal), B1 H8: FlexAttention and dense SDPA."""
     length = 2048 if quick else 16384
-    pattern = RandomBlocks(0.1, BLOCK)
-    layout = pattern.layout(length, num_heads=8, block_size=BLOCK)
     rows: list[Row] = []
+    for dtype, width, block in (
+        (torch.float32, 64, 128),
+        (torch.float32, 64, 64),
+        (torch.float32, 128, 128),
+        (torch.bfloat16, 64, 128),
+        (torch.bfloat16, 64, 64),
+        (torch.bfloat16, 128, 128),
+    ):
+        inputs = inputs_of(8, length, width, dtype)
+        pattern = RandomBlocks(0.1, block)
+        rows += compare(_forward_calls(inputs, pattern, block), inputs, pattern, block, quick)
     for dtype in (torch.float32, torch.bfloat16):
-        query, key, value = _inputs(8, length, 64, dtype)
-        calls: dict[str, Callable[[], Tensor]] = {
-            "gather": partial(
-                attention, query, key, value, pattern, block_size=BLOCK, backend="gather"
-            ),
-            "flex": _flex_call(query, key, value, pattern),
-            "dense": partial(F.scaled_dot_product_attention, query, key, value),
-        }
-        ms = interleaved(calls, 3 if quick else 7)
-        for name, call in calls.items():
-            density = 1.0 if name == "dense" else layout.density
-            checked: Pattern = Full() if name == "dense" else pattern
-            rows.append({
-                "case": "forward", "backend": name, "dtype": str(dtype)[6:], "tokens": length,
-                "density": density, "ms": ms[name],
-                "gflops": 4 * 8 * density * length**2 * 64 / ms[name] / 1e6,
-                "error": sampled_error(call(), query, key, value, checked),
-            })  # fmt: skip
-    query, key, value = (x.requires_grad_() for x in _inputs(8, length // 2, 64, torch.float32))
-    density = pattern.layout(length // 2, num_heads=8, block_size=BLOCK).density
+        inputs = [x.requires_grad_() for x in inputs_of(8, length // 2, 64, dtype)]
+        rows += _with_backward(inputs, RandomBlocks(0.1, BLOCK), quick)
+    return rows
 
-    def backward(call: Callable[[], Tensor]) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(call().sum(), (query, key, value))
 
-    both = {
-        "gather": backward(lambda: attention(query, key, value, pattern, block_size=BLOCK)),
-        "dense": backward(lambda: F.scaled_dot_product_attention(query, key, value)),
-    }
-    for name, taken in interleaved(both, 2 if quick else 5).items():
-        share = 1.0 if name == "dense" else density
+def compare(
+    calls: Mapping[str, Callable[[], Tensor]],
+    inputs: Sequence[Tensor],
+    pattern: Pattern,
+    block: int,
+    quick: bool,
+) -> list[Row]:
+    """A row for each call; "dense" attends to all pairs, every other one to the pattern."""
+    query = inputs[0]
+    heads, length, width = query.shape[1:]
+    ms = interleaved(calls, 3 if quick else 7)
+    rows: list[Row] = []
+    for name, call in calls.items():
+        own: Pattern = Full() if name == "dense" else pattern
+        density = own.layout(length, num_heads=heads, block_size=block).density
         rows.append({
-            "case": "forward+backward", "backend": name, "dtype": "float32", "tokens": length // 2,
-            "density": share, "ms": taken,
-            "gflops": 14 * 8 * share * (length // 2) ** 2 * 64 / taken / 1e6,
+            "case": "forward", "backend": name, "dtype": str(query.dtype)[6:], "tokens": length,
+            "heads": heads, "head_dim": width, "block_size": block, "density": density,
+            "ms": ms[name], "gflops": 4 * heads * density * length**2 * width / ms[name] / 1e6,
+            "error": sampled_error(call(), inputs[0], inputs[1], inputs[2], own),
         })  # fmt: skip
     return rows
+
+
+def _forward_calls(
+    inputs: Sequence[Tensor], pattern: RandomBlocks, block: int
+) -> dict[str, Callable[[], Tensor]]:
+    return {
+        "cpu": ours(inputs, pattern, block),
+        "gather": ours(inputs, pattern, block, "gather"),
+        "flex": flex_call(inputs, pattern, block),
+        "dense": dense(inputs),
+    }
+
+
+def _with_backward(inputs: Sequence[Tensor], pattern: RandomBlocks, quick: bool) -> list[Row]:
+    """FlexAttention has no backward on a CPU."""
+    query = inputs[0]
+    heads, length, width = query.shape[1:]
+    grad = torch.randn(query.shape, generator=torch.Generator().manual_seed(1)).to(query.dtype)
+
+    def gradients(call: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: torch.autograd.grad(call(), inputs, grad)
+
+    calls = {name: gradients(call) for name, call in _forward_calls(inputs, pattern, BLOCK).items()
+             if name != "flex"}  # fmt: skip
+    exact = {own: exact_gradients(inputs, own, grad) for own in (pattern, Full())}
+    rows: list[Row] = []
+    for name, taken in interleaved(calls, 2 if quick else 5).items():
+        own = Full() if name == "dense" else pattern
+        share = own.layout(length, num_heads=heads, block_size=BLOCK).density
+        errors = [
+            float((a.double() - b).abs().max() / b.abs().max())
+            for a, b in zip(calls[name](), exact[own], strict=True)
+        ]
+        rows.append({
+            "case": "forward+backward", "backend": name, "dtype": str(query.dtype)[6:],
+            "tokens": length, "heads": heads, "head_dim": width, "block_size": BLOCK,
+            "density": share, "ms": taken,
+            "gflops": 14 * heads * share * length**2 * width / taken / 1e6, "error": max(errors),
+        })  # fmt: skip
+    return rows
+
+
+def exact_gradients(inputs: Sequence[Tensor], pattern: Pattern, grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value in float64."""
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    return torch.autograd.grad(ours(exact, pattern, BLOCK, "gather")(), exact, grad.double())
 
 
 def longnet_branches(quick: bool) -> list[Row]:
     """LongNet (2048, 4096, 8192) / (1, 2, 4), B1 H8 N16384 D64: SDPA per branch and residue."""
     length = 8192 if quick else 16384
     pattern = LongNet(*LONGNET)
-    query, key, value = _inputs(8, length, 64, torch.float32)
+    query, key, value = inputs_of(8, length, 64, torch.float32)
     calls: dict[str, Callable[[], Tensor]] = {
+        "cpu": lambda: attention(query, key, value, pattern, backend="cpu"),
         "gather": lambda: attention(query, key, value, pattern, backend="gather"),
         "SDPA per branch and residue": lambda: per_branch_sdpa(query, key, value),
     }
@@ -148,6 +196,71 @@ def per_branch_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return merge_attention(outs, lses)[0]
 
 
+def window(quick: bool) -> list[Row]:
+    """A causal window of 512 at 262144 tokens, H4 D64; dense SDPA at 8192 tells the dense rate."""
+    rows: list[Row] = []
+    pattern = Causal() & SlidingWindow(512)
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = inputs_of(4, 1 << (13 if quick else 18), 64, dtype)
+        calls = {"cpu": ours(inputs, pattern)}
+        rows += compare(calls, inputs, pattern, BLOCK, quick)
+        inputs = inputs_of(4, 8192, 64, dtype)
+        calls = {"dense": dense(inputs)}
+        rows += compare(calls, inputs, Full(), BLOCK, quick)
+    return rows
+
+
+def small(quick: bool) -> list[Row]:
+    """Short sequences, H8 D64 float32, where the cost of a call shows: dense SDPA."""
+    rows: list[Row] = []
+    for length in (128, 512, 1024):
+        inputs = inputs_of(8, length, 64, torch.float32)
+        calls = {
+            "cpu": ours(inputs, Full()),
+            "dense": dense(inputs),
+        }
+        rows += compare(calls, inputs, Full(), BLOCK, quick)
+    return rows
+
+
+def decode(quick: bool) -> list[Row]:
+    """One query against cached keys, window and global tokens or all: the time to read them once.
+
+    Several caches take turns, as those of a model's layers do, so that none stays in the
+    processor's.
+    """
+    length = 1 << (12 if quick else 17)
+    rows: list[Row] = []
+    patterns: dict[str, Pattern] = {
+        "window 4096 and 64 global": Causal()
+        & (SlidingWindow(4096) | GlobalTokens(64, rows=False)),
+        "all": Causal(),
+    }
+    for dtype, kv_heads in itertools.product((torch.float32, torch.bfloat16), (8, 1)):
+        query = inputs_of(8, 1, 64, dtype)[0]
+        num_caches = 4 if kv_heads == 8 else 32
+        caches = [
+            torch.randn(2, 1, kv_heads, length, 64).to(dtype).unbind() for _ in range(num_caches)
+        ]
+        for name, pattern in patterns.items():
+            layout = pattern.layout(1, length, num_heads=8, num_kv_heads=kv_heads)
+            first = max(0, length - 4097) if name != "all" else 0
+            visited = [x[..., first:, :].view(torch.int32) for cache in caches for x in cache]
+            calls = [ours([query, *cache], pattern) for cache in caches]
+            ms = interleaved(
+                {"cpu": partial(_each, calls), "read": partial(_each, [x.amax for x in visited])},
+                3 if quick else 15,
+            )
+            key, value = caches[0]
+            rows.append({
+                "pattern": name, "dtype": str(dtype)[6:], "tokens": length, "heads": 8,
+                "kv_heads": kv_heads, "keys": int(layout.num_pairs),
+                "ms": ms["cpu"] / num_caches, "read_ms": ms["read"] / num_caches,
+                "error": sampled_error(calls[0](), query, key, value, pattern, rows=1),
+            })  # fmt: skip
+    return rows
+
+
 def memory(quick: bool) -> list[Row]:
     """Peak extra memory of one call against length, forward and with backward, H1 D64 float32."""
     rows: list[Row] = []
@@ -166,7 +279,7 @@ def million_tokens(quick: bool) -> list[Row]:
     """One forward call at 2^20 tokens, H1 D64 float32, LongNet & Causal: time, memory, error."""
     length = 1 << (15 if quick else 20)
     pattern = LongNet(*LONGNET) & Causal()
-    query, key, value = _inputs(1, length, 64, torch.float32)
+    query, key, value = inputs_of(1, length, 64, torch.float32)
     start = time.perf_counter()
     out = attention(query, key, value, pattern)
     first = time.perf_counter() - start
@@ -184,16 +297,16 @@ def million_tokens(quick: bool) -> list[Row]:
 
 def _one_call(length: int, backward: bool) -> Iterator[None]:
     pattern = LongNet(*LONGNET) & Causal()
-    query, key, value = (x.requires_grad_(backward) for x in _inputs(1, length, 64, torch.float32))
-    small = query[:, :, :4096], key[:, :, :4096], value[:, :, :4096]
-    out = attention(*small, pattern)
+    inputs = [x.requires_grad_(backward) for x in inputs_of(1, length, 64, torch.float32)]
+    small = [x[:, :, :4096] for x in inputs]
+    out = ours(small, pattern)()
     if backward:
         torch.autograd.grad(out.sum(), small)
     del out
     yield
-    out = attention(query, key, value, pattern)
+    out = ours(inputs, pattern)()
     if backward:
-        torch.autograd.grad(out.sum(), (query, key, value))
+        torch.autograd.grad(out.sum(), inputs)
 
 
 def _fresh_layout(pattern: Pattern, length: int) -> BlockLayout:
@@ -201,32 +314,54 @@ def _fresh_layout(pattern: Pattern, length: int) -> BlockLayout:
     return pattern.layout(length, block_size=BLOCK)
 
 
-def _inputs(heads: int, length: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+def _each(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def ours(
+    inputs: Sequence[Tensor], pattern: Pattern, block: int = BLOCK, backend: str = "cpu"
+) -> Callable[[], Tensor]:
+    """Our attention on one backend."""
+    query, key, value = inputs
+    return partial(attention, query, key, value, pattern, block_size=block, backend=backend)
+
+
+def dense(inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """Torch's own attention to all pairs."""
+    query, key, value = inputs
+    return lambda: F.scaled_dot_product_attention(query, key, value)
+
+
+def inputs_of(heads: int, length: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """Query, key and value of one batch entry, the same at every call."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, heads, length, width, generator=generator).to(dtype) for _ in range(3)]
 
 
-def _flex_call(
-    query: Tensor, key: Tensor, value: Tensor, pattern: RandomBlocks
-) -> Callable[[], Tensor]:
+def flex_call(inputs: Sequence[Tensor], pattern: RandomBlocks, block: int) -> Callable[[], Tensor]:
     """Compiled FlexAttention on the very blocks of the pattern, all of them full."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    length = query.shape[2]
-    p = pattern.layout(length, num_heads=query.shape[1], block_size=BLOCK).passes[0]
+    heads, length = inputs[0].shape[1:3]
+    p = pattern.layout(length, num_heads=heads, block_size=block).passes[0]
     count = torch.diff(p.row_ptr)  # [1, H, rows]
-    blocks = torch.zeros(*count.shape, length // BLOCK, dtype=torch.int32)
-    blocks[..., : int(count.max())] = p.key_tile.view(*count.shape, -1)
+    blocks = torch.zeros(*count.shape, -(-length // block), dtype=torch.int32)
+    listed = torch.arange(blocks.shape[-1]) < count[..., None]
+    used = torch.arange(p.key_tile.shape[-1]) < p.num_entries[..., None]
+    blocks[listed] = p.key_tile[used]
     nothing = torch.zeros_like(count)
     mask = BlockMask.from_kv_blocks(
         nothing,
         torch.zeros_like(blocks),
         count,
         blocks,
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=block,
         seq_lengths=(length, length),
     )
+    torch._dynamo.reset()  # past a number of cases it would run uncompiled
     compiled = torch.compile(flex_attention)
+    query, key, value = inputs
     return lambda: compiled(query, key, value, block_mask=mask)
 
 

@@ -81,22 +81,15 @@ std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const
   const Problem x(query, key, value, bias, first_entry, block, scale);
   const std::vector<Pass> passes = passes_of(x, tensors, steps);
   const bool fresh = !passes.empty() && covers_all_queries(passes[0], x.Nq);
-  const auto options = query.options().dtype(passes.size() > 1 ? at::kFloat : query.scalar_type());
-  Tensor out = fresh ? at::empty({x.B, x.Hq, x.Nq, x.Dv}, options)
-                     : at::zeros({x.B, x.Hq, x.Nq, x.Dv}, options);
+  Tensor out = fresh ? at::empty({x.B, x.Hq, x.Nq, x.Dv}, query.options())
+                     : at::zeros({x.B, x.Hq, x.Nq, x.Dv}, query.options());
   Tensor lse = at::full({x.B, x.Hq, x.Nq}, -kInf, query.options().dtype(at::kFloat));
-  Output output(out, lse);
-  const auto run = [&](auto kernel) {
-    for (size_t i = 0; i < passes.size(); ++i) {
-      kernel.run(passes[i], i, fresh && i == 0);
-    }
-  };
   if (query.scalar_type() == at::kBFloat16 && has_bfloat16_products()) {
-    run(Forward<BFloat16>(x, output));
+    Forward<BFloat16>(x, passes).run(passes, fresh, out, lse);
   } else {
-    run(Forward<float>(x, output));
+    Forward<float>(x, passes).run(passes, fresh, out, lse);
   }
-  return {out.to(query.scalar_type()), lse};
+  return {out, lse};
 }
 
 // `transposes` is empty for run_heads.
@@ -107,28 +100,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     at::IntArrayRef steps, int64_t block, double scale) {
   const Problem x(query, key, value, bias, first_entry, block, scale);
   const std::vector<Pass> passes = passes_of(x, tensors, steps);
-  const auto options = query.options().dtype(passes.size() > 1 ? at::kFloat : query.scalar_type());
-  Tensor dq = at::zeros(query.sizes(), options), dk = at::zeros(key.sizes(), options),
-         dv = at::zeros(value.sizes(), options);
+  std::vector<Transpose> by_key;
+  for (size_t i = 0; !transposes.empty() && i < passes.size(); ++i) {
+    const auto own = transposes.slice(i * Transpose::kTensors, Transpose::kTensors);
+    check_transpose(own, passes[i]);
+    by_key.emplace_back(own);
+  }
+  Tensor dq = at::zeros(query.sizes(), query.options()), dk = at::zeros(key.sizes(), key.options()),
+         dv = at::zeros(value.sizes(), value.options());
   Tensor dbias = bias ? at::zeros_like(*bias) : at::empty({0}, query.options().dtype(at::kFloat));
   const auto run = [&](auto kernel) {
-    for (size_t i = 0; i < passes.size(); ++i) {
-      if (transposes.empty()) {
-        kernel.run_heads(passes[i], i);
-      } else {
-        const auto own = transposes.slice(i * Transpose::kTensors, Transpose::kTensors);
-        check_transpose(own, passes[i]);
-        kernel.run_tiles(passes[i], Transpose(own), i);
-      }
+    if (by_key.empty()) {
+      kernel.run_heads();
+    } else {
+      kernel.run_tiles(by_key);
     }
   };
   if (query.scalar_type() == at::kBFloat16 && has_bfloat16_products()) {
-    run(Backward<BFloat16>(x, grad_out, out, lse, grad_lse, dq, dk, dv, dbias));
+    run(Backward<BFloat16>(x, passes, grad_out, out, lse, grad_lse, dq, dk, dv, dbias));
   } else {
-    run(Backward<float>(x, grad_out, out, lse, grad_lse, dq, dk, dv, dbias));
+    run(Backward<float>(x, passes, grad_out, out, lse, grad_lse, dq, dk, dv, dbias));
   }
-  const auto type = query.scalar_type();
-  return {dq.to(type), dk.to(type), dv.to(type), dbias};
+  return {dq, dk, dv, dbias};
 }
 
 }  // namespace

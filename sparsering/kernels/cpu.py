@@ -152,8 +152,10 @@ def _compile(command: Sequence[str], library: Path) -> None:
         )
         if done.returncode:
             lines = done.stderr.splitlines()
-            told = [line for line in lines if "error" in line] + lines[-1:] + [str(done.returncode)]
-            raise RuntimeError(f"{command[0]} failed: {told[0]}; `sparsering build` shows more")
+            told = [line for line in lines if "error" in line] + lines[-1:] + ["it said nothing"]
+            raise RuntimeError(
+                f"{command[0]} failed: {told[0]}; `sparsering build` shows all\n{done.stderr}"
+            )
         content = made.read_bytes()
         made.write_bytes(content + hashlib.sha256(content).digest())
         made.replace(library)
@@ -197,21 +199,24 @@ def _cache_home() -> Path:
 @torch.compiler.assume_constant_result
 def _build_failure() -> list[str]:
     """Why there is no library, [] once it is loaded."""
-    return list(_load())
+    if reason := _load():
+        _warn(reason)
+    return [reason] if reason else []
 
 
 @cache
-def _load() -> tuple[str, ...]:
+def _load() -> str:
     try:
         torch.ops.load_library(build())
     except (OSError, RuntimeError) as error:
-        reason = f"its kernel could not be built: {error}"
-        warnings.warn(
-            f"sparsering falls back to the slower 'gather' backend on the CPU: {reason}",
-            stacklevel=2,
-        )
-        return (reason,)
-    return ()
+        return f"its kernel could not be built: {str(error).splitlines()[0]}"
+    return ""
+
+
+@cache
+def _warn(reason: str) -> None:
+    message = f"sparsering falls back to the slower 'gather' backend on the CPU: {reason}"
+    warnings.warn(message, stacklevel=2)
 
 
 def _positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -2,48 +2,53 @@
 
 #pragma once
 
+#include <vector>
+
 #include "cpu_softmax.h"
 
 namespace sparsering::cpu {
 
-// Rows of a gradient [B, H, N, width] to which parts are added.
-struct Gradient {
-  explicit Gradient(const Tensor& x)
-      : data(x.data_ptr()), type(x.scalar_type()), width(x.size(3)) {}
-
-  void add(int64_t row, float* part, float scale) {
-    if (type == at::kFloat) {
-      float* to = static_cast<float*>(data) + row * width;
-      for (int64_t d = 0; d < width; ++d) {
-        to[d] += scale * part[d];
-      }
-    } else if (type == at::kBFloat16) {
-      add_rounded(static_cast<BFloat16*>(data) + row * width, part, scale);
-    } else {
-      add_rounded(static_cast<at::Half*>(data) + row * width, part, scale);
+// Adds to a row of a gradient.
+inline void add_to(const Part& sums, int64_t row, const float* part, float scale) {
+  const auto add = [&](auto* to) {
+    for (int64_t d = 0; d < sums.width(); ++d) {
+      to[d] = static_cast<std::decay_t<decltype(*to)>>(static_cast<float>(to[d]) + scale * part[d]);
     }
+  };
+  if (sums.type() == at::kFloat) {
+    add(sums.row<float>(row));
+  } else if (sums.type() == at::kBFloat16) {
+    add(sums.row<BFloat16>(row));
+  } else {
+    add(sums.row<at::Half>(row));
+  }
+}
+
+// Gradients of some kv heads and of the query heads that they serve.
+struct Gradients {
+  Gradients(const Problem& x, const Tensor& dq, const Tensor& dk, const Tensor& dv, int64_t first,
+            int64_t count, bool single_pass)
+      : q(dq, first * x.share, count * x.share, single_pass),
+        k(dk, first, count, single_pass),
+        v(dv, first, count, single_pass) {}
+
+  void finish() {
+    q.finish();
+    k.finish();
+    v.finish();
   }
 
- private:
-  template <typename T>
-  void add_rounded(T* to, const float* part, float scale) {
-    for (int64_t d = 0; d < width; ++d) {
-      to[d] = static_cast<T>(static_cast<float>(to[d]) + scale * part[d]);
-    }
-  }
-
-  void* data;
-  at::ScalarType type;
-  int64_t width;
+  Part q, k, v;
 };
 
 template <typename T>
 class Backward {
  public:
-  Backward(const Problem& problem, const Tensor& grad_out, const Tensor& out, const Tensor& lse,
-           const Tensor& grad_lse, const Tensor& dq, const Tensor& dk, const Tensor& dv,
-           const Tensor& dbias)
+  Backward(const Problem& problem, const std::vector<Pass>& passes, const Tensor& grad_out,
+           const Tensor& out, const Tensor& lse, const Tensor& grad_lse, const Tensor& dq,
+           const Tensor& dk, const Tensor& dv, const Tensor& dbias)
       : x_(problem),
+        passes_(passes),
         do_(grad_out),
         o_(out),
         lse_(lse.const_data_ptr<float>()),
@@ -53,72 +58,49 @@ class Backward {
         dv_(dv),
         dbias_(problem.bias ? dbias.data_ptr<float>() : nullptr),
         width_(round_up(std::max<int64_t>(problem.D, 1), 2)),
-        value_width_(round_up(std::max<int64_t>(problem.Dv, 1), 2)) {}
+        value_width_(round_up(std::max<int64_t>(problem.Dv, 1), 2)) {
+    for (const Pass& pass : passes) {
+      bitmaps_.push_back(transposed_bitmaps(pass));
+      columns_ = std::max(columns_, pass.columns);
+      rows_ = std::max(rows_, pass.rows * x_.share);
+    }
+  }
 
   // Five products to a pair of tiles: each thread takes a kv head and sums its dK and dV on the
   // way.
-  void run_heads(const Pass& pass, int64_t number) {
-    const Buffer<uint8_t> bitmaps = transposed_bitmaps(pass);
+  void run_heads() {
     struct Own {
       Scratch scratch;
       Keys keys;
       Buffer<float> dk, dv;
     };
-    const int64_t tokens = pass.columns * x_.block;
-    share_out<Own>(
-        x_.B * x_.Hkv, 1,
-        [&] {
-          return Own{Scratch(*this), Keys(*this, pass.columns), Buffer<float>(tokens * width_),
-                     Buffer<float>(tokens * value_width_)};
-        },
-        [&](Own& own, int64_t group) {
-          const int64_t b = group / x_.Hkv, kv_head = group % x_.Hkv,
-                        lane = kv_head * pass.lanes / x_.Hkv;
-          for (int64_t column = 0; column < pass.columns; ++column) {
-            pack_key_tile(own.scratch, pass, b, kv_head, column, own.keys, column);
-          }
-          std::fill_n(own.dk.get(), tokens * width_, 0.f);
-          std::fill_n(own.dv.get(), tokens * value_width_, 0.f);
-          for (int64_t i = 0; i < x_.share; ++i) {
-            for (int64_t row = 0; row < pass.rows; ++row) {
-              sweep_row(own.scratch, pass, number, b, kv_head * x_.share + i, row, bitmaps.get(),
-                        own.keys, 0, own.dk.get(), own.dv.get());
-            }
-          }
-          for (int64_t column = 0; column < pass.columns; ++column) {
-            const Tile tile = pass.key_tile(lane, column);
-            add_keys(pass, b, kv_head, tile, own.dk.get() + column * x_.block * width_,
-                     own.dv.get() + column * x_.block * value_width_);
-          }
-        });
+    const int64_t tokens = columns_ * x_.block;
+    const auto make = [&] {
+      return Own{Scratch(*this), Keys(*this, columns_), Buffer<float>(tokens * width_),
+                 Buffer<float>(tokens * value_width_)};
+    };
+    share_out<Own>(x_.B * x_.Hkv, 1, make, [&](Own& own, int64_t group) {
+      Gradients sums(x_, dq_, dk_, dv_, group, 1, passes_.size() == 1);
+      for (size_t i = 0; i < passes_.size(); ++i) {
+        run_head(passes_[i], i, group, own.scratch, own.keys, own.dk.get(), own.dv.get(), sums);
+      }
+      sums.finish();
+    });
   }
 
   // Seven products, but as parallel as there are tiles: dQ by query tile, then dK and dV by key
   // tile.
-  void run_tiles(const Pass& pass, const Transpose& by_key, int64_t number) {
-    const Buffer<uint8_t> bitmaps = transposed_bitmaps(pass);
-    const int64_t groups = x_.B * x_.Hkv, columns = pass.columns;
-    const int64_t wave =
-        wave_of(groups, pass.rows * x_.share, Keys::size(*this) * columns * sizeof(T));
-    const Keys keys(*this, wave * columns);
+  void run_tiles(const std::vector<Transpose>& by_key) {
+    const int64_t groups = x_.B * x_.Hkv;
+    const int64_t wave = wave_of(groups, rows_, Keys::size(*this) * columns_ * sizeof(T));
+    const Keys keys(*this, wave * columns_);
     for (int64_t first = 0; first < groups; first += wave) {
       const int64_t count = std::min(wave, groups - first);
-      const auto make = [&] { return Scratch(*this); };
-      share_out<Scratch>(count * columns, 4, make, [&](Scratch& s, int64_t i) {
-        const int64_t group = first + i / columns;
-        pack_key_tile(s, pass, group / x_.Hkv, group % x_.Hkv, i % columns, keys, i);
-      });
-      const int64_t heads = count * x_.share;
-      share_out<Scratch>(heads * pass.rows, 1, make, [&](Scratch& s, int64_t i) {
-        const int64_t head = first * x_.share + i / pass.rows, local = i / pass.rows / x_.share;
-        sweep_row(s, pass, number, head / x_.Hq, head % x_.Hq, i % pass.rows, bitmaps.get(), keys,
-                  local * columns, nullptr, nullptr);
-      });
-      share_out<Scratch>(count * columns, 1, make, [&](Scratch& s, int64_t i) {
-        const int64_t group = first + i / columns;
-        sweep_column(s, pass, by_key, number, group / x_.Hkv, group % x_.Hkv, i % columns,
-                     bitmaps.get(), keys, i);
-      });
+      Gradients sums(x_, dq_, dk_, dv_, first, count, passes_.size() == 1);
+      for (size_t i = 0; i < passes_.size(); ++i) {
+        run_wave(passes_[i], by_key[i], i, first, count, keys, sums);
+      }
+      sums.finish();
     }
   }
 
@@ -158,6 +140,46 @@ class Backward {
     Buffer<T> tile, q, qt, go, got, p, ds, ds_paired;
     Buffer<float> floats, lse, delta, scores, dscores, dq, dk, dv;
   };
+
+  void run_head(const Pass& pass, int64_t number, int64_t group, Scratch& s, const Keys& keys,
+                float* dk, float* dv, const Gradients& sums) {
+    const int64_t b = group / x_.Hkv, kv_head = group % x_.Hkv, block = x_.block;
+    for (int64_t column = 0; column < pass.columns; ++column) {
+      pack_key_tile(s, pass, b, kv_head, column, keys, column);
+    }
+    std::fill_n(dk, pass.columns * block * width_, 0.f);
+    std::fill_n(dv, pass.columns * block * value_width_, 0.f);
+    for (int64_t head = kv_head * x_.share; head < (kv_head + 1) * x_.share; ++head) {
+      for (int64_t row = 0; row < pass.rows; ++row) {
+        sweep_row(s, pass, number, b, head, row, keys, 0, sums, dk, dv);
+      }
+    }
+    for (int64_t column = 0; column < pass.columns; ++column) {
+      const Tile tile = pass.key_tile(kv_head * pass.lanes / x_.Hkv, column);
+      add_keys(pass, b, kv_head, tile, dk + column * block * width_,
+               dv + column * block * value_width_, sums);
+    }
+  }
+
+  void run_wave(const Pass& pass, const Transpose& by_key, int64_t number, int64_t first,
+                int64_t count, const Keys& keys, const Gradients& sums) {
+    const int64_t columns = pass.columns, heads = count * x_.share;
+    const auto make = [&] { return Scratch(*this); };
+    share_out<Scratch>(count * columns, 4, make, [&](Scratch& s, int64_t i) {
+      const int64_t group = first + i / columns;
+      pack_key_tile(s, pass, group / x_.Hkv, group % x_.Hkv, i % columns, keys, i);
+    });
+    share_out<Scratch>(heads * pass.rows, 1, make, [&](Scratch& s, int64_t i) {
+      const int64_t head = first * x_.share + i / pass.rows, local = i / pass.rows / x_.share;
+      sweep_row(s, pass, number, head / x_.Hq, head % x_.Hq, i % pass.rows, keys, local * columns,
+                sums, nullptr, nullptr);
+    });
+    share_out<Scratch>(count * columns, 1, make, [&](Scratch& s, int64_t i) {
+      const int64_t group = first + i / columns;
+      sweep_column(s, pass, by_key, number, group / x_.Hkv, group % x_.Hkv, i % columns, keys, i,
+                   sums);
+    });
+  }
 
   void pack_key_tile(Scratch& s, const Pass& pass, int64_t b, int64_t kv_head, int64_t column,
                      const Keys& keys, int64_t slot) const {
@@ -270,7 +292,7 @@ class Backward {
 
   // dQ (and the bias's gradient) of a query tile; with `dk` and `dv` also its share of those.
   void sweep_row(Scratch& s, const Pass& pass, int64_t number, int64_t b, int64_t head, int64_t row,
-                 const uint8_t* bitmaps, const Keys& keys, int64_t first, float* dk, float* dv) {
+                 const Keys& keys, int64_t first, const Gradients& sums, float* dk, float* dv) {
     const int64_t lane = head * pass.lanes / x_.Hq, table = pass.table(b, head, x_.Hq),
                   block = x_.block;
     const Tile tile = pass.query_tile(lane, row);
@@ -289,7 +311,7 @@ class Backward {
       const float sum =
           differentiate(s, keys.k.get() + slot * block * width_,
                         keys.v.get() + slot * block * value_width_, count, tile, queries,
-                        bitmap_of(pass, table, entry, bitmaps), bias_of(number, b, head, entry));
+                        bitmap_of(pass, number, table, entry), bias_of(number, b, head, entry));
       if (dbias_) {
         dbias_[x_.bias_of(number, b, head) + entry] = sum;
       }
@@ -302,15 +324,15 @@ class Backward {
     }
     transpose(s.dq.get(), width_, queries, s.floats.get());
     for (int64_t i = 0; i < tile.count; ++i) {
-      dq_.add((b * x_.Hq + head) * x_.Nq + tile.start + i * pass.step, s.floats.get() + i * width_,
-              x_.scale);
+      add_to(sums.q, (b * x_.Hq + head) * x_.Nq + tile.start + i * pass.step,
+             s.floats.get() + i * width_, x_.scale);
     }
   }
 
   // dK and dV of a key tile.
   void sweep_column(Scratch& s, const Pass& pass, const Transpose& by_key, int64_t number,
-                    int64_t b, int64_t kv_head, int64_t column, const uint8_t* bitmaps,
-                    const Keys& keys, int64_t slot) {
+                    int64_t b, int64_t kv_head, int64_t column, const Keys& keys, int64_t slot,
+                    const Gradients& sums) {
     const int64_t lane = kv_head * pass.lanes / x_.Hkv, block = x_.block;
     const Tile keys_of = pass.key_tile(lane, column);
     if (keys_of.count == 0) {
@@ -331,25 +353,25 @@ class Backward {
         const int64_t queries = pack_query_tile(s, pass, b, head, tile);
         differentiate(s, keys.k.get() + slot * block * width_,
                       keys.v.get() + slot * block * value_width_, keys_of.count, tile, queries,
-                      bitmap_of(pass, table, entry, bitmaps), bias_of(number, b, head, entry));
+                      bitmap_of(pass, number, table, entry), bias_of(number, b, head, entry));
         add_to_keys(s, padded, queries, s.dk.get(), s.dv.get());
       }
     }
-    add_keys(pass, b, kv_head, keys_of, s.dk.get(), s.dv.get());
+    add_keys(pass, b, kv_head, keys_of, s.dk.get(), s.dv.get(), sums);
   }
 
-  void add_keys(const Pass& pass, int64_t b, int64_t kv_head, Tile tile, float* dk, float* dv) {
+  void add_keys(const Pass& pass, int64_t b, int64_t kv_head, Tile tile, const float* dk,
+                const float* dv, const Gradients& sums) {
     for (int64_t i = 0; i < tile.count; ++i) {
       const int64_t row = (b * x_.Hkv + kv_head) * x_.Nk + tile.start + i * pass.step;
-      dk_.add(row, dk + i * width_, x_.scale);
-      dv_.add(row, dv + i * value_width_, 1.f);
+      add_to(sums.k, row, dk + i * width_, x_.scale);
+      add_to(sums.v, row, dv + i * value_width_, 1.f);
     }
   }
 
-  const uint8_t* bitmap_of(const Pass& pass, int64_t table, int64_t entry,
-                           const uint8_t* bitmaps) const {
+  const uint8_t* bitmap_of(const Pass& pass, int64_t number, int64_t table, int64_t entry) const {
     const int64_t mask = pass.masks(table)[entry];
-    return mask < 0 ? nullptr : bitmaps + mask * (x_.block * x_.block / 8);
+    return mask < 0 ? nullptr : bitmaps_[number].get() + mask * (x_.block * x_.block / 8);
   }
 
   float bias_of(int64_t number, int64_t b, int64_t head, int64_t entry) const {
@@ -357,11 +379,13 @@ class Backward {
   }
 
   const Problem& x_;
+  const std::vector<Pass>& passes_;
   Source do_, o_;
   const float *lse_, *dlse_;
-  Gradient dq_, dk_, dv_;
+  Tensor dq_, dk_, dv_;
   float* dbias_;
-  int64_t width_, value_width_;
+  int64_t width_, value_width_, columns_ = 0, rows_ = 0;
+  std::vector<Buffer<uint8_t>> bitmaps_;  // of each pass
 };
 
 }  // namespace sparsering::cpu

@@ -12,67 +12,84 @@ namespace sparsering::cpu {
 template <typename T>
 class Forward {
  public:
-  Forward(const Problem& problem, Output& output)
+  Forward(const Problem& problem, const std::vector<Pass>& passes)
       : x_(problem),
-        out_(output),
         width_(round_up(std::max<int64_t>(problem.D, 1), 2)),
-        value_width_(problem.Dv) {}
+        value_width_(problem.Dv) {
+    for (const Pass& pass : passes) {
+      bitmaps_.push_back(transposed_bitmaps(pass));
+      few_.push_back(most_queries(pass) * x_.share <= kFewQueries);
+      if (!few_.back()) {
+        columns_ = std::max(columns_, pass.columns);
+        rows_ = std::max(rows_, pass.rows * x_.share);
+      }
+    }
+    const int64_t groups = x_.B * x_.Hkv, values = columns_ * x_.block * (width_ + value_width_);
+    wave_ = columns_ ? wave_of(groups, rows_, values * sizeof(T)) : std::max<int64_t>(groups, 1);
+    keys_ = Buffer<T>(wave_ * columns_ * x_.block * width_);
+    values_ = Buffer<T>(wave_ * columns_ * x_.block * value_width_);
+  }
 
-  // `fresh`: no row has been written and this pass writes them all.
-  void run(const Pass& pass, int64_t number, bool fresh) {
-    const int64_t groups = x_.B * x_.Hkv;
-    const bool few = most_queries(pass) * x_.share <= kFewQueries;
-    const Buffer<uint8_t> bitmaps = transposed_bitmaps(pass);
-    const int64_t key_size = few ? 0 : pass.columns * x_.block * width_;
-    const int64_t value_size = few ? 0 : pass.columns * x_.block * value_width_;
-    const int64_t wave =
-        few ? groups : wave_of(groups, pass.rows * x_.share, (key_size + value_size) * sizeof(T));
-    Buffer<T> keys(wave * key_size), values(wave * value_size);
-    for (int64_t first = 0; first < groups; first += wave) {
-      const int64_t count = std::min(wave, groups - first);
-      if (!few) {
-        pack_keys(pass, first, count, keys.get(), values.get());
+  // `fresh`: the first pass writes all rows.
+  void run(const std::vector<Pass>& passes, bool fresh, const Tensor& out, const Tensor& lse) {
+    for (int64_t first = 0, groups = x_.B * x_.Hkv; first < groups; first += wave_) {
+      const int64_t count = std::min(wave_, groups - first);
+      Part part(out, first * x_.share, count * x_.share, passes.size() == 1);
+      Output output(part, lse);
+      for (size_t i = 0; i < passes.size(); ++i) {
+        run_pass(passes[i], i, first, count, fresh && i == 0, output);
       }
-      std::vector<Item> items;
-      std::vector<Split> splits;
-      int64_t pieces = 0;
-      for (int64_t group = first; group < first + count; ++group) {
-        const int64_t b = group / x_.Hkv, head = group % x_.Hkv * x_.share;
-        const bool same = pass.table(b, head, x_.Hq) == pass.table(b, head + x_.share - 1, x_.Hq);
-        const int64_t heads = few && same ? x_.share : 1;
-        for (int64_t i = 0; i < x_.share; i += heads) {
-          pieces = list_items(pass, b, head + i, heads, fresh, pieces, items, splits);
-        }
-      }
-      Buffer<float> parts(pieces * x_.block * x_.Dv), part_lses(pieces * x_.block);
-      share_out<Scratch>(
-          items.size(), 1, [&] { return Scratch(*this, few); },
-          [&](Scratch& s, int64_t i) {
-            const Item& item = items[i];
-            const int64_t local = item.batch * x_.Hkv + item.head / x_.share - first;
-            const Tile tile = few ? few_queries(s, pass, number, item, bitmaps.get())
-                                  : many_queries(s, pass, number, item, bitmaps.get(),
-                                                 keys.get() + local * key_size,
-                                                 values.get() + local * value_size);
-            if (item.piece < 0) {
-              put(pass, item, tile, s.rows.get(), s.lse.get(), fresh);
-            } else {
-              const int64_t rows = item.heads * tile.count;
-              std::memcpy(parts.get() + item.piece * x_.block * x_.Dv, s.rows.get(),
-                          rows * x_.Dv * sizeof(float));
-              std::memcpy(part_lses.get() + item.piece * x_.block, s.lse.get(),
-                          rows * sizeof(float));
-            }
-          });
-      share_out<int>(
-          splits.size(), few ? 64 : 4, [] { return 0; },
-          [&](int, int64_t i) {
-            merge_pieces(pass, splits[i], parts.get(), part_lses.get(), fresh);
-          });
+      part.finish();
     }
   }
 
  private:
+  void run_pass(const Pass& pass, int64_t number, int64_t first, int64_t count, bool fresh,
+                Output& out) {
+    const bool few = few_[number];
+    const uint8_t* bitmaps = bitmaps_[number].get();
+    const int64_t key_size = pass.columns * x_.block * width_,
+                  value_size = pass.columns * x_.block * value_width_;
+    if (!few) {
+      pack_keys(pass, first, count, keys_.get(), values_.get());
+    }
+    std::vector<Item> items;
+    std::vector<Split> splits;
+    int64_t pieces = 0;
+    for (int64_t group = first; group < first + count; ++group) {
+      const int64_t b = group / x_.Hkv, head = group % x_.Hkv * x_.share;
+      const bool same = pass.table(b, head, x_.Hq) == pass.table(b, head + x_.share - 1, x_.Hq);
+      const int64_t heads = few && same ? x_.share : 1;
+      for (int64_t i = 0; i < x_.share; i += heads) {
+        pieces = list_items(pass, b, head + i, heads, fresh, pieces, items, splits);
+      }
+    }
+    Buffer<float> parts(pieces * x_.block * x_.Dv), part_lses(pieces * x_.block);
+    share_out<Scratch>(
+        items.size(), 1, [&] { return Scratch(*this, few); },
+        [&](Scratch& s, int64_t i) {
+          const Item& item = items[i];
+          const int64_t local = item.batch * x_.Hkv + item.head / x_.share - first;
+          const Tile tile =
+              few ? few_queries(s, pass, number, item, bitmaps)
+                  : many_queries(s, pass, number, item, bitmaps, keys_.get() + local * key_size,
+                                 values_.get() + local * value_size);
+          if (item.piece < 0) {
+            put(pass, item, tile, s.rows.get(), s.lse.get(), fresh, out);
+          } else {
+            const int64_t rows = item.heads * tile.count;
+            std::memcpy(parts.get() + item.piece * x_.block * x_.Dv, s.rows.get(),
+                        rows * x_.Dv * sizeof(float));
+            std::memcpy(part_lses.get() + item.piece * x_.block, s.lse.get(), rows * sizeof(float));
+          }
+        });
+    share_out<int>(
+        splits.size(), few ? 64 : 4, [] { return 0; },
+        [&](int, int64_t i) {
+          merge_pieces(pass, splits[i], parts.get(), part_lses.get(), fresh, out);
+        });
+  }
+
   // Some entries of a query tile, for some heads; `piece` numbers what is to be merged with others,
   // else -1.
   struct Item {
@@ -142,15 +159,16 @@ class Forward {
     return pieces;
   }
 
-  void put(const Pass& pass, const Item& item, Tile tile, float* rows, const float* lse,
-           bool fresh) {
+  void put(const Pass& pass, const Item& item, Tile tile, float* rows, const float* lse, bool fresh,
+           Output& out) {
     for (int64_t i = 0; i < item.heads * tile.count; ++i) {
       const int64_t head = item.head + i / tile.count, n = tile.start + i % tile.count * pass.step;
-      out_.put((item.batch * x_.Hq + head) * x_.Nq + n, rows + i * x_.Dv, lse[i], fresh);
+      out.put((item.batch * x_.Hq + head) * x_.Nq + n, rows + i * x_.Dv, lse[i], fresh);
     }
   }
 
-  void merge_pieces(const Pass& pass, const Split& split, float* parts, float* lses, bool fresh) {
+  void merge_pieces(const Pass& pass, const Split& split, float* parts, float* lses, bool fresh,
+                    Output& out) {
     float* rows = parts + split.item.piece * x_.block * x_.Dv;
     float* lse = lses + split.item.piece * x_.block;
     const Tile tile = pass.query_tile(split.item.head * pass.lanes / x_.Hq, split.item.row);
@@ -163,7 +181,7 @@ class Forward {
         }
       }
     }
-    put(pass, split.item, tile, rows, lse, fresh);
+    put(pass, split.item, tile, rows, lse, fresh, out);
   }
 
   // K in rows and V^T of the key tiles that some head of each group visits.
@@ -371,8 +389,11 @@ class Forward {
   }
 
   const Problem& x_;
-  Output& out_;
   int64_t width_, value_width_;
+  std::vector<Buffer<uint8_t>> bitmaps_;  // of each pass
+  std::vector<bool> few_;                 // passes whose keys are read where they lie
+  int64_t columns_ = 0, rows_ = 0, wave_ = 1;
+  Buffer<T> keys_, values_;  // of the kv heads of a wave
 };
 
 }  // namespace sparsering::cpu

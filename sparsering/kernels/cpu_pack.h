@@ -201,10 +201,10 @@ void share_out(int64_t count, int64_t least, const Make& make, const Body& body)
 }
 
 // How many kv heads are packed at a time: no more than keep all threads busy with `rows` pieces of
-// work each, but at least 16 MiB.
+// work each, but at least 4 MiB.
 inline int64_t wave_of(int64_t groups, int64_t rows, int64_t bytes) {
   const int64_t busy = 64 * at::get_num_threads() / std::max<int64_t>(rows, 1) + 1;
-  const int64_t small = (int64_t{16} << 20) / std::max<int64_t>(bytes, 1);
+  const int64_t small = (int64_t{4} << 20) / std::max<int64_t>(bytes, 1);
   return std::max<int64_t>(1, std::min(groups, std::max(std::min(busy, (groups + 1) / 2), small)));
 }
 

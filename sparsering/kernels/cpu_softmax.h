@@ -8,10 +8,39 @@
 
 namespace sparsering::cpu {
 
+// Some heads of a result [B, H, N, width], in float while several passes add to them.
+class Part {
+ public:
+  Part(const Tensor& whole, int64_t first, int64_t heads, bool single_pass)
+      : whole_(whole.flatten(0, 1).narrow(0, first, heads)),
+        sums_(single_pass ? whole_ : at::zeros(whole_.sizes(), whole_.options().dtype(at::kFloat))),
+        first_row_(first * whole.size(2)) {}
+
+  at::ScalarType type() const {
+    return sums_.scalar_type();
+  }
+  int64_t width() const {
+    return sums_.size(2);
+  }
+  // `row` counts through all heads of the whole result.
+  template <typename S>
+  S* row(int64_t row) const {
+    return static_cast<S*>(sums_.data_ptr()) + (row - first_row_) * width();
+  }
+  void finish() {
+    if (!sums_.is_same(whole_)) {
+      whole_.copy_(sums_);
+    }
+  }
+
+ private:
+  Tensor whole_, sums_;
+  int64_t first_row_;
+};
+
 // Rows of an output [B, H, N, width] that arrive in parts, each with its lse.
 struct Output {
-  Output(const Tensor& x, const Tensor& lse_)
-      : data(x.data_ptr()), type(x.scalar_type()), width(x.size(3)), lse(lse_.data_ptr<float>()) {}
+  Output(const Part& part, const Tensor& lse_) : sums(part), lse(lse_.data_ptr<float>()) {}
 
   // Stores (part, part_lse) where `fresh`, else merges it into what is there.
   void put(int64_t row, float* part, float part_lse, bool fresh) {
@@ -20,7 +49,7 @@ struct Output {
       lse[row] = part_lse;
       write(row, part);
     } else if (part_lse != -kInf) {
-      lse[row] = merge(part, part_lse, static_cast<const float*>(data) + row * width, old, width);
+      lse[row] = merge(part, part_lse, sums.row<float>(row), old, sums.width());
       write(row, part);
     }
   }
@@ -38,18 +67,16 @@ struct Output {
 
  private:
   void write(int64_t row, const float* part) {
-    if (type == at::kFloat) {
-      std::memcpy(static_cast<float*>(data) + row * width, part, width * sizeof(float));
-    } else if (type == at::kBFloat16) {
-      at::vec::convert(part, static_cast<BFloat16*>(data) + row * width, width);
+    if (sums.type() == at::kFloat) {
+      std::memcpy(sums.row<float>(row), part, sums.width() * sizeof(float));
+    } else if (sums.type() == at::kBFloat16) {
+      at::vec::convert(part, sums.row<BFloat16>(row), sums.width());
     } else {
-      at::vec::convert(part, static_cast<at::Half*>(data) + row * width, width);
+      at::vec::convert(part, sums.row<at::Half>(row), sums.width());
     }
   }
 
-  void* data;
-  at::ScalarType type;
-  int64_t width;
+  const Part& sums;
   float* lse;
 };
 
