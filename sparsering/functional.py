@@ -307,6 +307,11 @@ def _checked_bias(block_bias: Tensor, query: Tensor, block_size: int | None) -> 
             f"block_bias must be [{batch} or 1, {heads} or 1, num_blocks], got "
             f"{tuple(block_bias.shape)}"
         )
+    if not block_bias.is_floating_point() or block_bias.device != query.device:
+        raise ValueError(
+            f"block_bias must hold floating point numbers on {query.device}, got "
+            f"{block_bias.dtype} on {block_bias.device}; cast or move it with .to()"
+        )
     return block_bias.expand(batch, heads, -1)
 
 

@@ -195,6 +195,15 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 attention_op.register_autograd(_differentiate, setup_context=_save)
 
 
+def _refuse_second_derivatives(ctx: Any, *grads: object) -> None:
+    raise NotImplementedError(
+        "second derivatives exist for backend='reference' alone; pass that to attention"
+    )
+
+
+attention_backward_op.register_autograd(_refuse_second_derivatives)
+
+
 @torch.library.custom_op("sparsering::pair_counts", mutates_args=())
 def pair_counts_op(
     query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int

@@ -177,7 +177,7 @@ def test_a_pattern_that_does_not_fit_the_inputs_raises(pattern, message):
             call()
 
 
-@pytest.mark.parametrize("backend", ["gather", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "gather", "reference"])
 @pytest.mark.parametrize(
     ("shape", "block_size", "message"),
     [
@@ -200,6 +200,18 @@ def test_a_block_bias_that_does_not_fit_raises(shape, block_size, message, backe
             block_bias=torch.zeros(shape),
             backend=backend,
         )
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        (torch.zeros(1, 1, 6, dtype=torch.int64), contains("floating point", "torch.int64 on cpu")),
+        (torch.zeros(1, 1, 6, device="meta"), contains("numbers on cpu", "torch.float32 on meta")),
+    ],
+)
+def test_a_block_bias_of_another_kind_or_place_raises(bias, message):
+    with pytest.raises(ValueError, match=message):
+        sr.attention(**tensors(), pattern=sr.Causal(), block_size=16, block_bias=bias)
 
 
 def test_weights_with_a_block_bias_need_a_block_size_too():

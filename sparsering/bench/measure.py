@@ -93,7 +93,9 @@ def environment() -> Row:
     """What a figure depends on: versions, processor, threads, commit."""
     return {
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "uncommitted_changes": bool(
+            _git("status", "--porcelain", "--untracked-files=no", "--", ":(top,exclude)benchmarks")
+        ),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
         "python": platform.python_version(),
