@@ -169,6 +169,16 @@ def test_half_precision_widths_that_no_vector_fits(dtype, q_len, sweep):
             assert_close(a.double(), b, 8 * eps)
 
 
+def test_every_pair_of_patterns_as_a_mixture():
+    """Passes of different steps merge into each other's rows."""
+    names = ("causal", "dilated", "block window", "documents", "nothing", "global rows")
+    case = Case(1, 2, 1, 70, 70, 8, 8, 16)
+    for a, b in itertools.permutations(names, 2):
+        pattern = PATTERNS[a](case) + PATTERNS[b](case)
+        assert dense_counts(pattern, case).max() <= 2
+        assert_is_exact(pattern, case)
+
+
 # Threads
 
 
@@ -378,17 +388,23 @@ def test_reasons_name_what_the_kernel_does_not_do():
     assert cpu.reasons(torch.zeros(1, device="meta")) == ["it runs on the CPU alone"]
 
 
-# Without AVX-512
+# Narrower vectors
 
 
 @pytest.mark.slow
-def test_with_avx2_alone(tmp_path):
-    """Both the kernel's own vectors and those of the products it calls."""
+@pytest.mark.parametrize(
+    ("capability", "products"),
+    [("avx2", "AVX2"), ("avx2", "DEFAULT"), ("default", "DEFAULT"), ("default", "SSE41")],
+)
+def test_with_narrower_vectors(capability, products, tmp_path):
+    """Those of the kernel, those of the products that it calls, and both."""
     environment = {
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": capability,
+        "ONEDNN_MAX_CPU_ISA": products,
         "SPARSERING_CACHE": str(tmp_path),
     }
+    told = run("import torch; print(torch.backends.cpu.get_cpu_capability())", **environment)
+    assert told.stdout.strip() == capability.upper()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-k", "not library", __file__],
         env={**os.environ, **environment},
@@ -397,15 +413,3 @@ def test_with_avx2_alone(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "AVX2" in run("import torch; print(torch.backends.cpu.get_cpu_capability())",
-                         **environment).stdout  # fmt: skip
-
-
-def test_every_pair_of_patterns_as_a_mixture():
-    """Passes of different steps merge into each other's rows."""
-    names = ("causal", "dilated", "block window", "documents", "nothing", "global rows")
-    case = Case(1, 2, 1, 70, 70, 8, 8, 16)
-    for a, b in itertools.permutations(names, 2):
-        pattern = PATTERNS[a](case) + PATTERNS[b](case)
-        assert dense_counts(pattern, case).max() <= 2
-        assert_is_exact(pattern, case)

@@ -38,6 +38,7 @@ def operator_arguments(
     with_bias: bool,
     block_size: int | None = 16,
     requires_grad: bool = True,
+    backend: str = "gather",
 ) -> tuple[Any, ...]:
     """Arguments of torch.ops.sparsering.attention."""
     bias = None
@@ -53,7 +54,7 @@ def operator_arguments(
         0.3,
         q_start,
         block_size,
-        "gather",
+        backend,
     )
 
 
@@ -76,18 +77,22 @@ OPCHECKED = {
 }
 
 
-@pytest.mark.parametrize("name", OPCHECKED)
-def test_attention_passes_opcheck(name):
-    torch.library.opcheck(
-        torch.ops.sparsering.attention.default, operator_arguments(*OPCHECKED[name])
-    )
+BACKENDS_OPCHECKED = [(name, "gather") for name in OPCHECKED] + [
+    (name, "cpu") for name, case in OPCHECKED.items() if torch.float64 not in case
+]
 
 
-@pytest.mark.parametrize("name", OPCHECKED)
-def test_attention_backward_passes_opcheck(name):
+@pytest.mark.parametrize(("name", "backend"), BACKENDS_OPCHECKED)
+def test_attention_passes_opcheck(name, backend):
     case, pattern, dtype, with_bias, *rest = OPCHECKED[name]
-    block_size = rest[0] if rest else 16
-    args = operator_arguments(case, pattern, dtype, with_bias, block_size, False)
+    args = operator_arguments(case, pattern, dtype, with_bias, *(rest or [16]), True, backend)
+    torch.library.opcheck(torch.ops.sparsering.attention.default, args)
+
+
+@pytest.mark.parametrize(("name", "backend"), BACKENDS_OPCHECKED)
+def test_attention_backward_passes_opcheck(name, backend):
+    case, pattern, dtype, with_bias, *rest = OPCHECKED[name]
+    args = operator_arguments(case, pattern, dtype, with_bias, *(rest or [16]), False, backend)
     out, lse = torch.ops.sparsering.attention(*args)
     grads = (torch.randn_like(out), torch.randn_like(lse))
     args = (*grads, *args[:4], out, lse, *args[4:])

@@ -249,8 +249,7 @@ class Backward {
             if (j + row < keys) {
               const Vec score = Vec::loadu(scores + (j + row) * queries + i);
               const Vec dp = Vec::loadu(dscores + (j + row) * queries + i);
-              p[row][w] =
-                  at::vec::fmadd(score, scale, shift - Vec::loadu(s.lse.get() + i)).exp_u20();
+              p[row][w] = exp_of(at::vec::fmadd(score, scale, shift - Vec::loadu(s.lse.get() + i)));
               ds[row][w] = p[row][w] * (dp - Vec::loadu(s.delta.get() + i));
             }
             total = total + ds[row][w];

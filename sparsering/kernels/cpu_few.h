@@ -85,7 +85,7 @@ inline void weigh(const FewQueries& x, int64_t row, int64_t count, float& highes
   Vec sum(0.f);
   for (int64_t j = 0; j < count; j += kLanes) {
     const int64_t n = std::min(kLanes, count - j);
-    const Vec weight = (Vec::loadu(scores + j, n) - Vec(base)).exp_u20();
+    const Vec weight = exp_of(Vec::loadu(scores + j, n) - Vec(base));
     weight.store(scores + j, n);
     sum = sum + Vec::set(Vec(0.f), weight, n);
   }

@@ -80,6 +80,25 @@ struct Output {
   float* lse;
 };
 
+constexpr float kLog2E = 1.44269504f;
+
+// e^x for x <= 88: 0 below -87, NaN of NaN, else right to 3e-7. The integer part of the power of
+// two stands in the low bits of a large sum and moves into the exponent; the rest is a polynomial.
+inline Vec exp_of(Vec x) {
+  using Ints = at::vec::Vectorized<int32_t>;
+  const Vec large(12582912.f), smallest(1.17549435e-38f);  // 1.5 * 2^23, 2^-126
+  const Vec bounded = at::vec::clamp_min(x * Vec(kLog2E), Vec(-126.f));
+  const Vec moved = bounded + large, rest = bounded - (moved - large);  // in [-1/2, 1/2]
+  Vec p(1.3276474e-3f);
+  p = at::vec::fmadd(p, rest, Vec(9.675543e-3f));
+  p = at::vec::fmadd(p, rest, Vec(5.5507135e-2f));
+  p = at::vec::fmadd(p, rest, Vec(2.402212e-1f));
+  p = at::vec::fmadd(p, rest, Vec(6.9314694e-1f));
+  p = at::vec::fmadd(p, rest, Vec(1.f));
+  const auto exponent = at::vec::cast<int32_t>(moved) << Ints(23);
+  return at::vec::cast<float>(at::vec::cast<int32_t>(p) + exponent) - smallest;
+}
+
 inline Vec rounded_to_bfloat16(Vec x) {
   const auto bits = at::vec::cast<int32_t>(x);
   using Ints = at::vec::Vectorized<int32_t>;
@@ -124,7 +143,8 @@ void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, flo
     }
     for (int64_t j = 0; j < part.rows; ++j) {
       for (int w = 0; w < W; ++w) {
-        most[w] = at::vec::maximum(most[w], Vec::loadu(s + j * ld + w * kLanes));
+        // Where a score is NaN this may pass over it; its weight will not.
+        most[w] = at::vec::clamp_min(Vec::loadu(s + j * ld + w * kLanes), most[w]);
       }
     }
     s += part.padded * ld;
@@ -134,7 +154,7 @@ void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, flo
   }
   for (int w = 0; w < W; ++w) {
     base[w] = Vec::blendv(top[w].neg(), Vec(0.f), top[w] == Vec(-kInf));
-    (Vec::loadu(highest + w * kLanes) + base[w]).exp_u20().store(factor + w * kLanes);
+    exp_of(Vec::loadu(highest + w * kLanes) + base[w]).store(factor + w * kLanes);
     top[w].store(highest + w * kLanes);
   }
   float* row = scores;
@@ -145,7 +165,7 @@ void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, flo
       shift[w] = base[w] + Vec(part.bias);
     }
     auto weight = [&](int64_t j, int w) {
-      return at::vec::fmadd(Vec::loadu(row + j * ld + w * kLanes), Vec(scale), shift[w]).exp_u20();
+      return exp_of(at::vec::fmadd(Vec::loadu(row + j * ld + w * kLanes), Vec(scale), shift[w]));
     };
     for (int64_t j = 0; j < part.padded; j += 2) {
       for (int w = 0; w < W; ++w) {
