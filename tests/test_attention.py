@@ -628,7 +628,6 @@ def visiting_rows(pattern: sr.Pattern, case: Case, head: int, key_position: int)
 
 
 @pytest.mark.usefixtures("each_backend")
-@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["key", "value"])
 @pytest.mark.parametrize(
@@ -663,6 +662,22 @@ def test_nan_and_inf_reach_only_rows_that_visit_their_tile(pattern, where, bad):
             assert got[0][seen].isnan().any(-1).all()
 
 
+@pytest.mark.usefixtures("each_backend")
+def test_nan_in_the_first_key_reaches_out_and_lse_of_all_that_see_it():
+    """A maximum over NaN and what is masked out must not look like a row without keys."""
+    case = Case(1, 2, 1, 64, 64, 8, 8, 16)
+    for pattern in (sr.Causal(), sr.SlidingWindow(0) | sr.Dilated(64, 2, 0), sr.Full()):
+        for q_len in (64, 2):
+            query, key, value = inputs(case, torch.float32, requires_grad=False)
+            for position in (0, 15, 63):
+                spoilt = key.clone()
+                spoilt[:, :, position] = math.nan
+                out, lse = attend(query[:, :, -q_len:], spoilt, value, pattern, block_size=16)
+                seen = dense_counts(pattern, case)[..., -q_len:, position] > 0
+                assert out[seen].isnan().all() and lse[seen].isnan().all()
+
+
+@pytest.mark.usefixtures("each_backend")
 def test_nan_and_inf_reach_only_the_gradients_of_rows_that_visit_their_tile():
     case = Case(1, 2, 1, 100, 100, 8, 8, 16)
     pattern = sr.Causal() & sr.SlidingWindow(30)
@@ -687,7 +702,6 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(number)
 
 
-@pytest.mark.usefixtures("each_backend")
 @pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -726,6 +740,7 @@ def test_bits_do_not_depend_on_what_memory_held_before():
             assert torch.equal(a, b)
 
 
+@pytest.mark.usefixtures("each_backend")
 def test_threads_of_one_process_do_not_disturb_each_other():
     args = inputs(Case(1, 2, 2, 200, 200), torch.float32, requires_grad=False)
     patterns = [PATTERNS[name](Case(1, 2, 2)) for name in ("causal", "longnet", "dilated window")]

@@ -1,22 +1,23 @@
 // The CPU backend's kernel: attention over the passes of a block layout, forward and backward.
 //
-// Everything works on transposed scores, S^T [keys, queries] of a key tile and a query tile: a
-// query's maximum, sum and lse are then lanes of vectors, P^T and dS^T are left operands of the
-// next product as they stand, and only the small tiles are ever transposed, never the scores. With
-// the left operand in rows ("A") and the right one packed for brgemm ("B": as it is in float32,
-// pairs of rows interleaved in bfloat16):
+// All but a few queries (cpu_few.h) work on transposed scores, S^T [keys, queries] of a key tile
+// and a query tile: a query's maximum, sum and lse are then lanes of vectors, P^T and dS^T are left
+// operands of the next product as they stand, and only the small tiles are ever transposed, never
+// the scores. With the left operand in rows ("A") and the right one packed for brgemm ("B": as it
+// is in float32, pairs of rows interleaved in bfloat16):
 //
 //   forward    S^T = K Q^T      O^T += V^T P^T
 //   backward   S^T = K Q^T      dP^T = V dO^T
 //              dV += P^T dO     dK += dS^T Q       dQ^T += K^T dS^T
 //
 // T is the type of the products' operands: BFloat16 where the processor multiplies it, else float.
-// Sums, scores and softmax are float. Key tiles are packed once per kv head; all else lives in one
-// scratch per thread. Work is handed out tile row by tile row in whatever order threads ask for it,
-// and no result depends on who computed it.
+// Sums, scores and softmax are float. Key tiles are packed once per kv head and pass; all else
+// lives in one scratch per thread. Work is handed out tile row by tile row in whatever order
+// threads ask for it, and no result depends on who computed it.
 
 #include <torch/library.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -63,11 +64,14 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::IntArr
 
 bool covers_all_queries(const Pass& pass, int64_t q_len) {
   for (int64_t lane = 0; lane < pass.lanes; ++lane) {
-    int64_t count = 0;
+    std::vector<bool> covered(q_len);
     for (int64_t row = 0; row < pass.rows; ++row) {
-      count += pass.query_tile(lane, row).count;
+      const Tile tile = pass.query_tile(lane, row);
+      for (int64_t i = 0; i < tile.count; ++i) {
+        covered[tile.start + i * pass.step] = true;
+      }
     }
-    if (count != q_len) {
+    if (std::find(covered.begin(), covered.end(), false) != covered.end()) {
       return false;
     }
   }
@@ -78,12 +82,15 @@ std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const
                                    const std::optional<Tensor>& bias, const Tensor& first_entry,
                                    at::TensorList tensors, at::IntArrayRef steps, int64_t block,
                                    double scale) {
-  const Problem x(query, key, value, bias, first_entry, block, scale);
+  const Problem x(query, key, value, bias, first_entry, steps.size(), block, scale);
   const std::vector<Pass> passes = passes_of(x, tensors, steps);
   const bool fresh = !passes.empty() && covers_all_queries(passes[0], x.Nq);
   Tensor out = fresh ? at::empty({x.B, x.Hq, x.Nq, x.Dv}, query.options())
                      : at::zeros({x.B, x.Hq, x.Nq, x.Dv}, query.options());
   Tensor lse = at::full({x.B, x.Hq, x.Nq}, -kInf, query.options().dtype(at::kFloat));
+  if (lse.numel() == 0) {
+    return {out, lse};
+  }
   if (query.scalar_type() == at::kBFloat16 && has_bfloat16_products()) {
     Forward<BFloat16>(x, passes).run(passes, fresh, out, lse);
   } else {
@@ -98,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& value, const std::optional<Tensor>& bias, const Tensor& out, const Tensor& lse,
     const Tensor& first_entry, at::TensorList tensors, at::TensorList transposes,
     at::IntArrayRef steps, int64_t block, double scale) {
-  const Problem x(query, key, value, bias, first_entry, block, scale);
+  const Problem x(query, key, value, bias, first_entry, steps.size(), block, scale);
   const std::vector<Pass> passes = passes_of(x, tensors, steps);
   std::vector<Transpose> by_key;
   for (size_t i = 0; !transposes.empty() && i < passes.size(); ++i) {
@@ -109,6 +116,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   Tensor dq = at::zeros(query.sizes(), query.options()), dk = at::zeros(key.sizes(), key.options()),
          dv = at::zeros(value.sizes(), value.options());
   Tensor dbias = bias ? at::zeros_like(*bias) : at::empty({0}, query.options().dtype(at::kFloat));
+  for (const Tensor& like : {grad_out, out}) {
+    TORCH_CHECK_VALUE(like.sizes() == at::IntArrayRef({x.B, x.Hq, x.Nq, x.Dv}) &&
+                          like.scalar_type() == query.scalar_type(),
+                      "sparsering cpu: out and its gradient must be as forward made them");
+  }
+  for (const Tensor& like : {grad_lse, lse}) {
+    TORCH_CHECK_VALUE(like.sizes() == at::IntArrayRef({x.B, x.Hq, x.Nq}) &&
+                          like.scalar_type() == at::kFloat && like.is_contiguous(),
+                      "sparsering cpu: lse and its gradient must be as forward made them");
+  }
+  if (lse.numel() == 0) {
+    return {dq, dk, dv, dbias};
+  }
   const auto run = [&](auto kernel) {
     if (by_key.empty()) {
       kernel.run_heads();

@@ -1,4 +1,4 @@
-"""The CPU backend: `cpu.cpp`, compiled on first use and kept per torch version and processor.
+"""The CPU backend: `cpu.cpp`, compiled on first use and kept per torch, processor kind and source.
 
 The library is built next to where it will lie and moved there in one step, under a lock that dies
 with its holder; it carries a digest of itself, and one that does not match is built again. Where it
@@ -8,12 +8,13 @@ cannot be built, `reasons` says why.
 import contextlib
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -102,8 +103,8 @@ def backward(
         layout.block_size,
         positive_scale,
     )
-    if scale <= 0:
-        dq = -dq if scale else torch.zeros_like(dq)
+    if positive is not query:
+        dq = -dq if positive_scale == -scale else torch.zeros_like(dq)
     return dq, dk, dv, None if block_bias is None else dbias.to(block_bias.dtype)
 
 
@@ -114,8 +115,8 @@ def build() -> Path:
     what to do.
     """
     folder = Path(os.environ.get("SPARSERING_CACHE") or _cache_home() / "sparsering")
-    command = [_compiler(), *_flags(), *os.environ.get("SPARSERING_CXXFLAGS", "").split()]
-    recipe = "\0".join([torch.__version__, *command]).encode()
+    machine = (torch.__version__, str(torch.version.git_version), platform.machine())
+    recipe = "\0".join([*machine, *platform.libc_ver(), *_flags()]).encode()
     recipe += b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
     library = folder / f"cpu-{hashlib.sha256(recipe).hexdigest()[:16]}.so"
     if _is_whole(library):
@@ -123,7 +124,7 @@ def build() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(library.with_suffix(".lock")):
         if not _is_whole(library):
-            _compile(command, library)
+            _compile(library)
     return library
 
 
@@ -140,21 +141,29 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(command: Sequence[str], library: Path) -> None:
-    print("sparsering: compiling the CPU kernel, once, for about 20 s", file=sys.stderr)
+def _compile(library: Path) -> None:
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    compiler = _compiler()
+    command = [compiler, str(SOURCE), *_flags()]
+    command += [f"-isystem{path}" for path in include_paths("cpu")]
+    command += [f"-L{path}" for path in library_paths("cpu")]
+    command += ["-ltorch", "-ltorch_cpu", "-lc10"]
+    print("sparsering: compiling the CPU kernel, once, for about 15 s", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         done = subprocess.run(
-            [command[0], str(SOURCE), *command[1:], "-o", str(made)],
+            [*command, "-o", str(made)],
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
         )
         if done.returncode:
             lines = done.stderr.splitlines()
             told = [line for line in lines if "error" in line] + lines[-1:] + ["it said nothing"]
             raise RuntimeError(
-                f"{command[0]} failed: {told[0]}; `sparsering build` shows all\n{done.stderr}"
+                f"{compiler} failed: {told[0]}; `sparsering build` shows all\n{done.stderr}"
             )
         content = made.read_bytes()
         made.write_bytes(content + hashlib.sha256(content).digest())
@@ -176,19 +185,13 @@ def _compiler() -> str:
 
 
 def _flags() -> list[str]:
-    from torch.utils.cpp_extension import include_paths, library_paths
-
     capability = torch.backends.cpu.get_cpu_capability()
     vectors = _CAPABILITY_FLAGS.get(capability, "").split()
     known = capability if vectors else "DEFAULT"
     return [
         *["-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden"],
-        *vectors,
-        f"-DCPU_CAPABILITY={known}",
-        f"-DCPU_CAPABILITY_{known}",
-        *(f"-isystem{path}" for path in include_paths("cpu")),
-        *(f"-L{path}" for path in library_paths("cpu")),
-        *["-ltorch", "-ltorch_cpu", "-lc10"],
+        *[*vectors, f"-DCPU_CAPABILITY={known}", f"-DCPU_CAPABILITY_{known}"],
+        *os.environ.get("SPARSERING_CXXFLAGS", "").split(),
     ]
 
 
@@ -207,9 +210,14 @@ def _build_failure() -> list[str]:
 @cache
 def _load() -> str:
     try:
-        torch.ops.load_library(build())
-    except (OSError, RuntimeError) as error:
-        return f"its kernel could not be built: {str(error).splitlines()[0]}"
+        library = build()
+        try:
+            torch.ops.load_library(library)
+        except OSError:  # of another system, in a folder that both share
+            library.unlink()
+            torch.ops.load_library(build())
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"its kernel could not be built or loaded: {str(error).splitlines()[0]}"
     return ""
 
 
@@ -220,10 +228,10 @@ def _warn(reason: str) -> None:
 
 
 def _positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The kernel's scores only ever grow with its products."""
-    if scale > 0:
-        return query, scale
-    return (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
+    """The kernel's scores only ever grow with its products. What float32 takes for 0 is 0."""
+    if abs(scale) < torch.finfo(torch.float32).smallest_normal:
+        return torch.zeros_like(query), 1.0
+    return (query, scale) if scale > 0 else (-query, -scale)
 
 
 def _dense_rows(x: Tensor) -> Tensor:

@@ -249,7 +249,9 @@ class Backward {
             if (j + row < keys) {
               const Vec score = Vec::loadu(scores + (j + row) * queries + i);
               const Vec dp = Vec::loadu(dscores + (j + row) * queries + i);
-              p[row][w] = exp_of(at::vec::fmadd(score, scale, shift - Vec::loadu(s.lse.get() + i)));
+              // At most 1, but for the rounding of a large lse.
+              const Vec x = at::vec::fmadd(score, scale, shift - Vec::loadu(s.lse.get() + i));
+              p[row][w] = exp_of(at::vec::clamp_max(x, Vec(44.f)));
               ds[row][w] = p[row][w] * (dp - Vec::loadu(s.delta.get() + i));
             }
             total = total + ds[row][w];

@@ -16,18 +16,17 @@ class Forward {
       : x_(problem),
         width_(round_up(std::max<int64_t>(problem.D, 1), 2)),
         value_width_(problem.Dv) {
+    int64_t columns = 0, rows = 0;
     for (const Pass& pass : passes) {
       bitmaps_.push_back(transposed_bitmaps(pass));
       few_.push_back(most_queries(pass) * x_.share <= kFewQueries);
       if (!few_.back()) {
-        columns_ = std::max(columns_, pass.columns);
-        rows_ = std::max(rows_, pass.rows * x_.share);
+        columns = std::max(columns, pass.columns);
+        rows = std::max(rows, pass.rows * x_.share);
       }
     }
-    const int64_t groups = x_.B * x_.Hkv, values = columns_ * x_.block * (width_ + value_width_);
-    wave_ = columns_ ? wave_of(groups, rows_, values * sizeof(T)) : std::max<int64_t>(groups, 1);
-    keys_ = Buffer<T>(wave_ * columns_ * x_.block * width_);
-    values_ = Buffer<T>(wave_ * columns_ * x_.block * value_width_);
+    const int64_t groups = x_.B * x_.Hkv, tokens = columns * x_.block;
+    wave_ = columns ? wave_of(groups, rows, tokens * (width_ + value_width_) * sizeof(T)) : groups;
   }
 
   // `fresh`: the first pass writes all rows.
@@ -48,10 +47,8 @@ class Forward {
                 Output& out) {
     const bool few = few_[number];
     const uint8_t* bitmaps = bitmaps_[number].get();
-    const int64_t key_size = pass.columns * x_.block * width_,
-                  value_size = pass.columns * x_.block * value_width_;
     if (!few) {
-      pack_keys(pass, first, count, keys_.get(), values_.get());
+      pack_keys(pass, first, count);
     }
     std::vector<Item> items;
     std::vector<Split> splits;
@@ -70,10 +67,9 @@ class Forward {
         [&](Scratch& s, int64_t i) {
           const Item& item = items[i];
           const int64_t local = item.batch * x_.Hkv + item.head / x_.share - first;
-          const Tile tile =
-              few ? few_queries(s, pass, number, item, bitmaps)
-                  : many_queries(s, pass, number, item, bitmaps, keys_.get() + local * key_size,
-                                 values_.get() + local * value_size);
+          const Tile tile = few ? few_queries(s, pass, number, item, bitmaps)
+                                : many_queries(s, pass, item, number, bitmaps,
+                                               operands_.data() + local * pass.columns);
           if (item.piece < 0) {
             put(pass, item, tile, s.rows.get(), s.lse.get(), fresh, out);
           } else {
@@ -98,6 +94,9 @@ class Forward {
   struct Split {
     Item item;
     int64_t pieces;
+  };
+  struct Operands {
+    const T *k, *v;
   };
   struct Scratch {
     Scratch(const Forward& f, bool few) {
@@ -139,7 +138,7 @@ class Forward {
     const int64_t lane = head * pass.lanes / x_.Hq;
     const int32_t* row_ptr = pass.row_ptr(pass.table(b, head, x_.Hq));
     const int64_t longest =
-        std::max<int64_t>(16, 2 * row_ptr[pass.rows] / std::max<int64_t>(pass.rows, 64));
+        std::max<int64_t>(16, int64_t{2} * row_ptr[pass.rows] / std::max<int64_t>(pass.rows, 64));
     for (int64_t row = 0; row < pass.rows; ++row) {
       const int64_t begin = row_ptr[row], end = row_ptr[row + 1];
       if ((begin == end && !fresh) || pass.query_tile(lane, row).count == 0) {
@@ -184,40 +183,56 @@ class Forward {
     put(pass, split.item, tile, rows, lse, fresh, out);
   }
 
-  // K in rows and V^T of the key tiles that some head of each group visits.
-  void pack_keys(const Pass& pass, int64_t first, int64_t count, T* keys, T* values) {
+  // K in rows and V^T of the key tiles that some head of each group visits. Where keys lie in rows
+  // as they should, they stay there.
+  void pack_keys(const Pass& pass, int64_t first, int64_t count) {
     const int64_t columns = pass.columns, block = x_.block;
-    std::vector<uint8_t> visited(count * columns);
+    const bool in_place = pass.step == 1 && x_.k.type == c10::CppTypeToScalarType<T>::value &&
+                          x_.D == width_ && x_.k.strides[2] == x_.D;
+    std::vector<int64_t> key_slot(count * columns, -1), value_slot(count * columns, -1);
+    int64_t num_keys = 0, num_values = 0;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t b = (first + i) / x_.Hkv, head = (first + i) % x_.Hkv * x_.share;
       const int64_t last = pass.table(b, head + x_.share - 1, x_.Hq);
       for (int64_t table = pass.table(b, head, x_.Hq); table <= last; ++table) {
         for (int64_t e = 0; e < pass.row_ptr(table)[pass.rows]; ++e) {
-          visited[i * columns + pass.keys(table)[e]] = 1;
+          const int64_t column = pass.keys(table)[e], at = i * columns + column;
+          if (value_slot[at] < 0) {
+            value_slot[at] = num_values++;
+            const int64_t size = pass.key_tile(head * pass.lanes / x_.Hq, column).count;
+            key_slot[at] = in_place && size % 16 == 0 ? -1 : num_keys++;
+          }
         }
       }
     }
+    T* keys = keys_.at_least(num_keys * block * width_);
+    T* values = values_.at_least(num_values * block * value_width_);
+    operands_.resize(count * columns);
     struct Spare {
       Buffer<T> tile;
       Buffer<float> floats;
     };
-    share_out<Spare>(
-        count * columns, 4,
-        [&] {
-          return Spare{Buffer<T>(block * value_width_), Buffer<float>(2 * block * value_width_)};
-        },
-        [&](Spare& s, int64_t i) {
-          if (!visited[i]) {
-            return;
-          }
-          const int64_t b = (first + i / columns) / x_.Hkv, head = (first + i / columns) % x_.Hkv;
-          const Tile tile = pass.key_tile(head * pass.lanes / x_.Hkv, i % columns);
-          const int64_t rows = round_up(tile.count, 16);
-          read_tile(x_.k, b, head, tile, pass.step, rows, width_, keys + i * block * width_);
-          read_tile(x_.v, b, head, tile, pass.step, rows, value_width_, s.tile.get());
-          transpose(s.tile.get(), rows, value_width_, values + i * block * value_width_,
-                    s.floats.get());
-        });
+    const auto make = [&] {
+      return Spare{Buffer<T>(block * value_width_), Buffer<float>(2 * block * value_width_)};
+    };
+    share_out<Spare>(count * columns, 4, make, [&](Spare& s, int64_t i) {
+      if (value_slot[i] < 0) {
+        return;
+      }
+      const int64_t b = (first + i / columns) / x_.Hkv, head = (first + i / columns) % x_.Hkv;
+      const Tile tile = pass.key_tile(head * pass.lanes / x_.Hkv, i % columns);
+      const int64_t rows = round_up(tile.count, 16);
+      T* v = values + value_slot[i] * block * value_width_;
+      read_tile(x_.v, b, head, tile, pass.step, rows, value_width_, s.tile.get());
+      transpose(s.tile.get(), rows, value_width_, v, s.floats.get());
+      if (key_slot[i] < 0) {
+        operands_[i] = {x_.k.template rows<T>(b, head, tile.start), v};
+      } else {
+        T* k = keys + key_slot[i] * block * width_;
+        read_tile(x_.k, b, head, tile, pass.step, rows, width_, k);
+        operands_[i] = {k, v};
+      }
+    });
   }
 
   // The next tiles of an item, as many as fit.
@@ -240,8 +255,8 @@ class Forward {
     return result;
   }
 
-  Tile many_queries(Scratch& s, const Pass& pass, int64_t number, const Item& item,
-                    const uint8_t* bitmaps, const T* keys, const T* values) const {
+  Tile many_queries(Scratch& s, const Pass& pass, const Item& item, int64_t number,
+                    const uint8_t* bitmaps, const Operands* operands) const {
     const Tile tile = pass.query_tile(item.head * pass.lanes / x_.Hq, item.row);
     const int64_t queries = round_up(tile.count, kQueryUnit<T>), block = x_.block;
     const int32_t* masks = pass.masks(pass.table(item.batch, item.head, x_.Hq));
@@ -262,8 +277,8 @@ class Forward {
       float* at = scores;
       for (int64_t i = 0; i < tiles.size; ++i) {
         const auto& part = tiles.parts[i];
-        multiply(part.padded, queries, width_, keys + part.column * block * width_, width_,
-                 s.packed.get(), at, false);
+        multiply(part.padded, queries, width_, operands[part.column].k, width_, s.packed.get(), at,
+                 false);
         if (masks[part.entry] >= 0) {
           const uint8_t* bitmap = bitmaps + masks[part.entry] * (block * block / 8);
           apply_mask(bitmap, block, part.rows, tile.count, at, queries);
@@ -288,7 +303,7 @@ class Forward {
       const T* w = weights;
       for (int64_t i = 0; i < tiles.size; ++i) {
         const auto& part = tiles.parts[i];
-        const T* value = values + part.column * block * value_width_;
+        const T* value = operands[part.column].v;
         multiply(x_.Dv, queries, part.padded, value, part.padded, w, s.sums.get(), any);
         any = true;
         w += part.padded * queries;
@@ -319,7 +334,7 @@ class Forward {
 
   // What sums are to be multiplied with, and lse. A row without keys gives 0 and -inf.
   static void finish(float highest, float total, float& factor, float& lse) {
-    const bool empty = highest == -kInf;
+    const bool empty = highest == -kInf && total == 0.f;
     factor = empty ? 0.f : 1.f / (total + (highest - highest));  // NaN where a score was
     lse = empty ? -kInf : highest + std::log(total);
   }
@@ -343,6 +358,9 @@ class Forward {
     for (int64_t entry = item.begin; entry < item.end; ++entry) {
       const Tile keys = pass.key_tile(lane, pass.keys(table)[entry]);
       const int64_t mask = pass.masks(table)[entry];
+      if (keys.count == 0) {
+        continue;
+      }
       const auto visit = [&](auto type) {
         using S = decltype(type);
         const S* values = x_.v.rows<S>(item.batch, kv_head, keys.start);
@@ -392,8 +410,9 @@ class Forward {
   int64_t width_, value_width_;
   std::vector<Buffer<uint8_t>> bitmaps_;  // of each pass
   std::vector<bool> few_;                 // passes whose keys are read where they lie
-  int64_t columns_ = 0, rows_ = 0, wave_ = 1;
-  Buffer<T> keys_, values_;  // of the kv heads of a wave
+  int64_t wave_;                          // kv heads that are packed at a time
+  std::vector<Operands> operands_;        // of each of their key tiles
+  Buffer<T> keys_, values_;
 };
 
 }  // namespace sparsering::cpu

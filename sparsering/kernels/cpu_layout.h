@@ -38,14 +38,24 @@ class Buffer {
   explicit Buffer(int64_t size = 0) {
     if (size > 0) {
       data_ = c10::GetCPUAllocator()->allocate(size * sizeof(T));
+      size_ = size;
     }
   }
   T* get() const {
     return static_cast<T*>(data_.get());
   }
+  // Forgets what it holds where that is too small.
+  T* at_least(int64_t size) {
+    if (size > size_) {
+      *this = Buffer();
+      *this = Buffer(size);
+    }
+    return get();
+  }
 
  private:
   c10::DataPtr data_;
+  int64_t size_ = 0;
 };
 
 // A tensor [B, H, N, width] of float, bfloat16 or half, its last dimension dense.
@@ -223,17 +233,18 @@ inline void check_transpose(at::TensorList t, const Pass& p) {
                     "sparsering cpu: malformed layout: the transposed table has the wrong size");
   for (int64_t i = 0; i < p.batches * p.tables; ++i) {
     const int32_t* row_ptr = by_key.row_ptr + i * (p.columns + 1);
-    check_table(row_ptr, p.columns, p.entries, "transposed row_ptr");
+    const int64_t used = p.row_ptr(i)[p.rows];
+    check_table(row_ptr, p.columns, used, "transposed row_ptr");
     check_range(by_key.query_tile + i * p.entries, row_ptr[p.columns], 0, p.rows, "query_tile");
-    check_range(by_key.entry + i * p.entries, row_ptr[p.columns], 0, p.entries, "entry");
+    check_range(by_key.entry + i * p.entries, row_ptr[p.columns], 0, used, "entry");
   }
 }
 
 // What every part of a call reads.
 struct Problem {
   Problem(const Tensor& query, const Tensor& key, const Tensor& value,
-          const std::optional<Tensor>& bias_, const Tensor& first_entry_, int64_t block_,
-          double scale_)
+          const std::optional<Tensor>& bias_, const Tensor& first_entry_, int64_t passes,
+          int64_t block_, double scale_)
       : q(query),
         k(key),
         v(value),
@@ -257,8 +268,15 @@ struct Problem {
     TORCH_CHECK_VALUE(key.size(0) == B && value.size(0) == B && value.size(1) == Hkv &&
                           value.size(2) == Nk && key.size(3) == D && Hq == share * Hkv,
                       "sparsering cpu: shapes of query, key and value disagree");
-    TORCH_CHECK_VALUE(first_entry_.is_contiguous() && first_batches && first_heads,
+    TORCH_CHECK_VALUE(
+        key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(),
+        "sparsering cpu: dtypes of query, key and value disagree");
+    TORCH_CHECK_VALUE(first_entry_.is_contiguous() && first_entry_.size(0) == passes &&
+                          (first_batches == 1 || first_batches == B) && first_heads > 0,
                       "sparsering cpu: malformed layout: first_entry");
+    TORCH_CHECK_VALUE(
+        !bias_ || (bias_->is_contiguous() && bias_->size(0) == B && bias_->size(1) == Hq),
+        "sparsering cpu: a bias must be contiguous, of each batch entry and head");
   }
 
   // Every entry of a pass has a bias.

@@ -13,7 +13,9 @@ class Part {
  public:
   Part(const Tensor& whole, int64_t first, int64_t heads, bool single_pass)
       : whole_(whole.flatten(0, 1).narrow(0, first, heads)),
-        sums_(single_pass ? whole_ : at::zeros(whole_.sizes(), whole_.options().dtype(at::kFloat))),
+        sums_(single_pass || whole.scalar_type() == at::kFloat
+                  ? whole_
+                  : at::zeros(whole_.sizes(), whole_.options().dtype(at::kFloat))),
         first_row_(first * whole.size(2)) {}
 
   at::ScalarType type() const {
@@ -83,10 +85,9 @@ struct Output {
 constexpr float kLog2E = 1.44269504f;
 
 // e^x for x <= 88: 0 below -87, NaN of NaN, else right to 3e-7. The integer part of the power of
-// two stands in the low bits of a large sum and moves into the exponent; the rest is a polynomial.
+// two, as a float's exponent, stands in the low bits of a large sum; the rest is a polynomial.
 inline Vec exp_of(Vec x) {
-  using Ints = at::vec::Vectorized<int32_t>;
-  const Vec large(12582912.f), smallest(1.17549435e-38f);  // 1.5 * 2^23, 2^-126
+  const Vec large(12582912.f + 127.f), smallest(1.17549435e-38f);  // 1.5 * 2^23, 2^-126
   const Vec bounded = at::vec::clamp_min(x * Vec(kLog2E), Vec(-126.f));
   const Vec moved = bounded + large, rest = bounded - (moved - large);  // in [-1/2, 1/2]
   Vec p(1.3276474e-3f);
@@ -94,9 +95,9 @@ inline Vec exp_of(Vec x) {
   p = at::vec::fmadd(p, rest, Vec(5.5507135e-2f));
   p = at::vec::fmadd(p, rest, Vec(2.402212e-1f));
   p = at::vec::fmadd(p, rest, Vec(6.9314694e-1f));
-  p = at::vec::fmadd(p, rest, Vec(1.f));
-  const auto exponent = at::vec::cast<int32_t>(moved) << Ints(23);
-  return at::vec::cast<float>(at::vec::cast<int32_t>(p) + exponent) - smallest;
+  const auto bits = at::vec::cast<int32_t>(moved) << at::vec::Vectorized<int32_t>(23);
+  const Vec power = at::vec::cast<float>(bits);
+  return at::vec::fmadd(p * rest, power, power) - smallest;
 }
 
 inline Vec rounded_to_bfloat16(Vec x) {
@@ -120,7 +121,7 @@ struct Stack {
     int64_t column, entry, rows, padded;
     float bias;
   };
-  Part parts[kMostKeys / 16 + 16];
+  Part parts[kMostKeys / 16];  // of 16 padded rows at least
   int64_t size = 0, padded = 0;
 };
 
@@ -160,12 +161,9 @@ void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, flo
   float* row = scores;
   for (int64_t i = 0; i < stack.size; ++i) {
     const auto& part = stack.parts[i];
-    Vec shift[W];
-    for (int w = 0; w < W; ++w) {
-      shift[w] = base[w] + Vec(part.bias);
-    }
-    auto weight = [&](int64_t j, int w) {
-      return exp_of(at::vec::fmadd(Vec::loadu(row + j * ld + w * kLanes), Vec(scale), shift[w]));
+    const auto weight = [&](int64_t j, int w) {  // rounded as the highest was: never above 1
+      const Vec score = Vec::loadu(row + j * ld + w * kLanes);
+      return exp_of(at::vec::fmadd(score, Vec(scale), Vec(part.bias)) + base[w]);
     };
     for (int64_t j = 0; j < part.padded; j += 2) {
       for (int w = 0; w < W; ++w) {
