@@ -240,18 +240,16 @@ def test_gradients_have_the_same_bits_at_every_repetition(number, threads, sweep
         assert all(torch.equal(a, b) for a, b in zip(gradients(results, args), first, strict=True))
 
 
-def test_work_runs_on_the_threads_that_torch_has(threads):
+def test_one_thread_is_one_thread(threads):
+    """Processor seconds to a second: on two they may be anything, on a busy machine."""
     args = inputs(Case(1, 4, 4, 2000, 2000, 32, 32), torch.float32, requires_grad=False)
+    torch.set_num_threads(1)
     attend(args, sr.Full())
-    used = {}
-    for number in (1, 2):
-        torch.set_num_threads(number)
-        start = [os.times().user, os.times().elapsed]
-        for _ in range(8):
-            attend(args, sr.Full())
-        used[number] = (os.times().user - start[0]) / (os.times().elapsed - start[1])
-    assert used[1] < 1.2  # processor seconds to a second
-    assert used[2] > 1.2 * used[1] or (os.cpu_count() or 1) < 2 or os.getloadavg()[0] > 1.5
+    before = os.times()
+    for _ in range(8):
+        attend(args, sr.Full())
+    after = os.times()
+    assert after.user - before.user < 1.2 * (after.elapsed - before.elapsed) + 0.02
 
 
 # Layouts that lie

@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -341,7 +342,7 @@ def inputs_of(heads: int, length: int, width: int, dtype: torch.dtype) -> list[T
 
 def flex_call(inputs: Sequence[Tensor], pattern: RandomBlocks, block: int) -> Callable[[], Tensor]:
     """Compiled FlexAttention on the very blocks of the pattern, all of them full."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from torch.nn.attention.flex_attention import BlockMask
 
     heads, length = inputs[0].shape[1:3]
     p = pattern.layout(length, num_heads=heads, block_size=block).passes[0]
@@ -359,6 +360,24 @@ def flex_call(inputs: Sequence[Tensor], pattern: RandomBlocks, block: int) -> Ca
         BLOCK_SIZE=block,
         seq_lengths=(length, length),
     )
+    return _compiled_flex(inputs, mask)
+
+
+def flex_window_call(inputs: Sequence[Tensor], window: int) -> Callable[[], Tensor]:
+    """Compiled FlexAttention on a causal window; its mask costs O(N^2) to build."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def inside(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k >= 0) & (q - k <= window)
+
+    length = inputs[0].shape[2]
+    mask = create_block_mask(inside, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
+    return _compiled_flex(inputs, mask)
+
+
+def _compiled_flex(inputs: Sequence[Tensor], mask: Any) -> Callable[[], Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
     torch._dynamo.reset()  # past a number of cases it would run uncompiled
     compiled = torch.compile(flex_attention)
     query, key, value = inputs

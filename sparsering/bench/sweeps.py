@@ -4,7 +4,7 @@ import torch
 
 from ..block_patterns import RandomBlocks
 from ..patterns import Causal, SlidingWindow
-from .cases import BLOCK, compare, dense, flex_call, inputs_of, ours
+from .cases import BLOCK, compare, dense, flex_call, flex_window_call, inputs_of, ours
 from .measure import Row
 
 
@@ -25,6 +25,7 @@ def sweeps(quick: bool) -> list[Row]:
         calls = {"cpu": ours(inputs, pattern)}
         if exponent <= 14:
             calls["dense"] = dense(inputs)
+            calls["flex"] = flex_window_call(inputs, 2048)
         rows += _of("length", compare(calls, inputs, pattern, BLOCK, quick))
     return rows
 
