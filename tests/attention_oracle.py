@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from strategies import Scene
 from torch import Tensor
 
 import sparsering as sr
@@ -30,6 +31,28 @@ class Case:
     block_size: int | None = 16
     q_start: int | None = None
     arrange: str = "contiguous"
+
+    @classmethod
+    def of(
+        cls,
+        scene: Scene,
+        head_dim: int,
+        value_dim: int,
+        block_size: int | None,
+        least_keys: int = 0,
+    ) -> "Case":
+        """A drawn scene with these widths."""
+        return cls(
+            scene.batch,
+            scene.num_heads,
+            scene.num_kv_heads,
+            scene.q_len,
+            max(least_keys, scene.kv_len),
+            head_dim,
+            value_dim,
+            block_size,
+            scene.q_start,
+        )
 
     @property
     def heads(self) -> dict[str, Any]:

@@ -37,6 +37,19 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Leave behind as many threads as there were."""
+    number = torch.get_num_threads()
+    yield
+    torch.set_num_threads(number)
+
+
+@pytest.fixture
+def one_thread(threads) -> None:
+    torch.set_num_threads(1)
+
+
 def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`allocate`, its floating memory filled with NaN and its integers with their largest value."""
 

@@ -100,17 +100,7 @@ def test_is_the_reference_for_any_expression(
     case: tuple[Spec, Scene], width: int, value_width: int, block_size: int | None, limit: int
 ):
     spec, scene = case
-    shapes = Case(
-        scene.batch,
-        scene.num_heads,
-        scene.num_kv_heads,
-        scene.q_len,
-        max(1, scene.kv_len),
-        width,
-        value_width,
-        block_size,
-        scene.q_start,
-    )
+    shapes = Case.of(scene, width, value_width, block_size, least_keys=1)
     if scene.kv_len == 0:  # the reference's own test
         return
     with workspace(limit):
@@ -121,17 +111,7 @@ def test_is_the_reference_for_any_expression(
 @given(cases(max_length=400, min_length=150, max_heads=3, with_random=True))
 def test_is_the_reference_for_any_expression_at_several_blocks(case: tuple[Spec, Scene]):
     spec, scene = case
-    shapes = Case(
-        scene.batch,
-        scene.num_heads,
-        scene.num_kv_heads,
-        scene.q_len,
-        scene.kv_len,
-        5,
-        4,
-        16,
-        scene.q_start,
-    )
+    shapes = Case.of(scene, 5, 4, 16)
     assert_is_the_reference(build(spec), shapes)
 
 
@@ -693,13 +673,6 @@ def test_nan_and_inf_reach_only_the_gradients_of_rows_that_visit_their_tile():
 
 
 # Determinism and the workspace
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    number = torch.get_num_threads()
-    yield
-    torch.set_num_threads(number)
 
 
 @pytest.mark.usefixtures("each_backend")

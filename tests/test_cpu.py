@@ -39,13 +39,6 @@ def sweep(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    number = torch.get_num_threads()
-    yield
-    torch.set_num_threads(number)
-
-
 def attend(args, pattern: sr.Pattern, **options) -> tuple[Tensor, Tensor]:
     return sr.attention(*args, pattern, return_lse=True, **{"backend": "cpu", **options})
 
@@ -103,17 +96,7 @@ def test_is_the_reference_for_any_expression(
     case: tuple[Spec, Scene], width: int, value_width: int, block_size: int | None, by_head: bool
 ):
     spec, scene = case
-    shapes = Case(
-        scene.batch,
-        scene.num_heads,
-        scene.num_kv_heads,
-        scene.q_len,
-        max(1, scene.kv_len),
-        width,
-        value_width,
-        block_size,
-        scene.q_start,
-    )
+    shapes = Case.of(scene, width, value_width, block_size, least_keys=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "_MOST_REPEATED_WORK", float("inf") if by_head else 0)
         assert_is_exact(build(spec), shapes)

@@ -36,13 +36,8 @@ RECIPE = Recipe(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny tensors: a second thread would only wait, for long where other tests run beside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Tiny tensors: a second thread would only wait, for long where other tests run beside.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -51,11 +51,9 @@ def layouts(quick: bool) -> list[Row]:
             "pattern": name, "tokens": tokens, "ms": ms, "bytes": layout.nbytes,
             "blocks": layout.num_blocks, "density": layout.density,
         })  # fmt: skip
-    from torch.nn.attention.flex_attention import create_block_mask
-
     tokens = min(length, 16384)
     start = time.perf_counter()
-    create_block_mask(_flex_window, None, None, tokens, tokens, device="cpu", BLOCK_SIZE=BLOCK)
+    _flex_window_mask(tokens, 4096)
     ms = (time.perf_counter() - start) * 1e3
     rows.append({"pattern": "FlexAttention create_block_mask", "tokens": tokens, "ms": ms})
     return rows
@@ -75,7 +73,11 @@ def random_blocks(quick: bool) -> list[Row]:
     ):
         inputs = inputs_of(8, length, width, dtype)
         pattern = RandomBlocks(0.1, block)
-        rows += compare(_forward_calls(inputs, pattern, block), inputs, pattern, block, quick)
+        calls = {
+            **_trainable_calls(inputs, pattern, block),
+            "flex": flex_call(inputs, pattern, block),
+        }
+        rows += compare(calls, inputs, pattern, block, quick)
     for dtype in (torch.float32, torch.bfloat16):
         inputs = [x.requires_grad_() for x in inputs_of(8, length // 2, 64, dtype)]
         rows += _with_backward(inputs, RandomBlocks(0.1, BLOCK), quick)
@@ -106,19 +108,18 @@ def compare(
     return rows
 
 
-def _forward_calls(
+def _trainable_calls(
     inputs: Sequence[Tensor], pattern: RandomBlocks, block: int
 ) -> dict[str, Callable[[], Tensor]]:
+    """Those that have a backward on a CPU: all but FlexAttention."""
     return {
         "cpu": ours(inputs, pattern, block),
         "gather": ours(inputs, pattern, block, "gather"),
-        "flex": flex_call(inputs, pattern, block),
         "dense": dense(inputs),
     }
 
 
 def _with_backward(inputs: Sequence[Tensor], pattern: RandomBlocks, quick: bool) -> list[Row]:
-    """FlexAttention has no backward on a CPU."""
     query = inputs[0]
     heads, length, width = query.shape[1:]
     grad = torch.randn(query.shape, generator=torch.Generator().manual_seed(1)).to(query.dtype)
@@ -126,8 +127,8 @@ def _with_backward(inputs: Sequence[Tensor], pattern: RandomBlocks, quick: bool)
     def gradients(call: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
         return lambda: torch.autograd.grad(call(), inputs, grad)
 
-    calls = {name: gradients(call) for name, call in _forward_calls(inputs, pattern, BLOCK).items()
-             if name != "flex"}  # fmt: skip
+    forward = _trainable_calls(inputs, pattern, BLOCK)
+    calls = {name: gradients(call) for name, call in forward.items()}
     exact = {own: exact_gradients(inputs, own, grad) for own in (pattern, Full())}
     rows: list[Row] = []
     for name, taken in interleaved(calls, 2 if quick else 5).items():
@@ -365,14 +366,16 @@ def flex_call(inputs: Sequence[Tensor], pattern: RandomBlocks, block: int) -> Ca
 
 def flex_window_call(inputs: Sequence[Tensor], window: int) -> Callable[[], Tensor]:
     """Compiled FlexAttention on a causal window; its mask costs O(N^2) to build."""
+    return _compiled_flex(inputs, _flex_window_mask(inputs[0].shape[2], window))
+
+
+def _flex_window_mask(length: int, window: int) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     def inside(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q - k >= 0) & (q - k <= window)
 
-    length = inputs[0].shape[2]
-    mask = create_block_mask(inside, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
-    return _compiled_flex(inputs, mask)
+    return create_block_mask(inside, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
 
 
 def _compiled_flex(inputs: Sequence[Tensor], mask: Any) -> Callable[[], Tensor]:
@@ -382,7 +385,3 @@ def _compiled_flex(inputs: Sequence[Tensor], mask: Any) -> Callable[[], Tensor]:
     compiled = torch.compile(flex_attention)
     query, key, value = inputs
     return lambda: compiled(query, key, value, block_mask=mask)
-
-
-def _flex_window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return (q - k >= 0) & (q - k <= 4096)

@@ -10,18 +10,13 @@ namespace sparsering::cpu {
 
 // Adds to a row of a gradient.
 inline void add_to(const Part& sums, int64_t row, const float* part, float scale) {
-  const auto add = [&](auto* to) {
+  with_type(sums.type(), [&](auto value) {
+    using S = decltype(value);
+    S* to = sums.row<S>(row);
     for (int64_t d = 0; d < sums.width(); ++d) {
-      to[d] = static_cast<std::decay_t<decltype(*to)>>(static_cast<float>(to[d]) + scale * part[d]);
+      to[d] = static_cast<S>(static_cast<float>(to[d]) + scale * part[d]);
     }
-  };
-  if (sums.type() == at::kFloat) {
-    add(sums.row<float>(row));
-  } else if (sums.type() == at::kBFloat16) {
-    add(sums.row<BFloat16>(row));
-  } else {
-    add(sums.row<at::Half>(row));
-  }
+  });
 }
 
 // Gradients of some kv heads and of the query heads that they serve.
@@ -312,7 +307,7 @@ class Backward {
       const float sum =
           differentiate(s, keys.k.get() + slot * block * width_,
                         keys.v.get() + slot * block * value_width_, count, tile, queries,
-                        bitmap_of(pass, number, table, entry), bias_of(number, b, head, entry));
+                        bitmap_of(pass, number, table, entry), x_.bias_at(number, b, head, entry));
       if (dbias_) {
         dbias_[x_.bias_of(number, b, head) + entry] = sum;
       }
@@ -354,7 +349,7 @@ class Backward {
         const int64_t queries = pack_query_tile(s, pass, b, head, tile);
         differentiate(s, keys.k.get() + slot * block * width_,
                       keys.v.get() + slot * block * value_width_, keys_of.count, tile, queries,
-                      bitmap_of(pass, number, table, entry), bias_of(number, b, head, entry));
+                      bitmap_of(pass, number, table, entry), x_.bias_at(number, b, head, entry));
         add_to_keys(s, padded, queries, s.dk.get(), s.dv.get());
       }
     }
@@ -373,10 +368,6 @@ class Backward {
   const uint8_t* bitmap_of(const Pass& pass, int64_t number, int64_t table, int64_t entry) const {
     const int64_t mask = pass.masks(table)[entry];
     return mask < 0 ? nullptr : bitmaps_[number].get() + mask * (x_.block * x_.block / 8);
-  }
-
-  float bias_of(int64_t number, int64_t b, int64_t head, int64_t entry) const {
-    return x_.bias ? x_.bias[x_.bias_of(number, b, head) + entry] : 0.f;
   }
 
   const Problem& x_;

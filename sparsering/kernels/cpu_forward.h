@@ -67,7 +67,7 @@ class Forward {
         [&](Scratch& s, int64_t i) {
           const Item& item = items[i];
           const int64_t local = item.batch * x_.Hkv + item.head / x_.share - first;
-          const Tile tile = few ? few_queries(s, pass, number, item, bitmaps)
+          const Tile tile = few ? few_queries(s, pass, item, number, bitmaps)
                                 : many_queries(s, pass, item, number, bitmaps,
                                                operands_.data() + local * pass.columns);
           if (item.piece < 0) {
@@ -293,12 +293,7 @@ class Forward {
         step<W>(s, tiles, scores, weights, queries, c);
       }
       if (any) {
-        for (int64_t d = 0; d < x_.Dv; ++d) {
-          float* sum = s.sums.get() + d * queries;
-          for (int64_t i = 0; i < queries; i += kLanes) {
-            (Vec::loadu(sum + i) * Vec::loadu(s.factor.get() + i)).store(sum + i);
-          }
-        }
+        multiply_sums(s, queries);
       }
       const T* w = weights;
       for (int64_t i = 0; i < tiles.size; ++i) {
@@ -315,12 +310,7 @@ class Forward {
     for (int64_t i = 0; i < queries; ++i) {
       finish(s.highest.get()[i], s.total.get()[i], s.factor.get()[i], s.lse.get()[i]);
     }
-    for (int64_t d = 0; d < x_.Dv; ++d) {
-      float* sum = s.sums.get() + d * queries;
-      for (int64_t i = 0; i < queries; i += kLanes) {
-        (Vec::loadu(sum + i) * Vec::loadu(s.factor.get() + i)).store(sum + i);
-      }
-    }
+    multiply_sums(s, queries);
     transpose(s.sums.get(), x_.Dv, queries, s.rows.get());
     return tile;
   }
@@ -332,6 +322,16 @@ class Forward {
                        s.highest.get() + c, s.total.get() + c, s.factor.get() + c);
   }
 
+  // O^T [Dv, queries] times each query's factor.
+  void multiply_sums(Scratch& s, int64_t queries) const {
+    for (int64_t d = 0; d < x_.Dv; ++d) {
+      float* sum = s.sums.get() + d * queries;
+      for (int64_t i = 0; i < queries; i += kLanes) {
+        (Vec::loadu(sum + i) * Vec::loadu(s.factor.get() + i)).store(sum + i);
+      }
+    }
+  }
+
   // What sums are to be multiplied with, and lse. A row without keys gives 0 and -inf.
   static void finish(float highest, float total, float& factor, float& lse) {
     const bool empty = highest == -kInf && total == 0.f;
@@ -341,7 +341,7 @@ class Forward {
 
   // A few rows of scores at a time, of queries of one tile and of heads that share their keys: each
   // key and value is read once, where it lies.
-  Tile few_queries(Scratch& s, const Pass& pass, int64_t number, const Item& item,
+  Tile few_queries(Scratch& s, const Pass& pass, const Item& item, int64_t number,
                    const uint8_t* bitmaps) const {
     const int64_t lane = item.head * pass.lanes / x_.Hq, kv_head = item.head / x_.share;
     const Tile tile = pass.query_tile(lane, item.row);
@@ -370,7 +370,7 @@ class Forward {
         for (int64_t r = 0; r < rows; ++r) {
           float* scores = s.scores.get() + r * x_.block;
           const int64_t i = r % tile.count, head = item.head + r / tile.count;
-          const float bias = x_.bias ? x_.bias[x_.bias_of(number, item.batch, head) + entry] : 0.f;
+          const float bias = x_.bias_at(number, item.batch, head, entry);
           for (int64_t j = 0; j < keys.count; ++j) {
             scores[j] = scores[j] * x_.scale + bias;
           }
@@ -388,13 +388,7 @@ class Forward {
                       x_.k.rows<S>(item.batch, kv_head, next.start), x_.k.strides[2] * pass.step,
                       next.count);
       };
-      if (x_.k.type == at::kFloat) {
-        visit(float());
-      } else if (x_.k.type == at::kBFloat16) {
-        visit(BFloat16());
-      } else {
-        visit(at::Half());
-      }
+      with_type(x_.k.type, visit);
     }
     for (int64_t r = 0; r < rows; ++r) {
       float factor;

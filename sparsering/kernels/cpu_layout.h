@@ -58,6 +58,18 @@ class Buffer {
   int64_t size_ = 0;
 };
 
+// Calls f with a value of the type, for its own to be taken.
+template <typename F>
+void with_type(at::ScalarType type, const F& f) {
+  if (type == at::kFloat) {
+    f(float());
+  } else if (type == at::kBFloat16) {
+    f(BFloat16());
+  } else {
+    f(at::Half());
+  }
+}
+
 // A tensor [B, H, N, width] of float, bfloat16 or half, its last dimension dense.
 struct Source {
   explicit Source(const Tensor& x)
@@ -79,14 +91,8 @@ struct Source {
   }
 
   void read(int64_t b, int64_t h, int64_t n, float* to) const {
-    const void* from = row(b, h, n);
-    if (type == at::kFloat) {
-      std::memcpy(to, from, width * sizeof(float));
-    } else if (type == at::kBFloat16) {
-      at::vec::convert(static_cast<const BFloat16*>(from), to, width);
-    } else {
-      at::vec::convert(static_cast<const at::Half*>(from), to, width);
-    }
+    with_type(type,
+              [&](auto value) { at::vec::convert(rows<decltype(value)>(b, h, n), to, width); });
   }
 
   void read(int64_t b, int64_t h, int64_t n, BFloat16* to) const {
@@ -295,6 +301,10 @@ struct Problem {
     const int64_t own = (pass * first_batches + (first_batches > 1 ? b : 0)) * first_heads +
                         head * first_heads / Hq;
     return (b * Hq + head) * blocks + first_entry[own];
+  }
+
+  float bias_at(int64_t pass, int64_t b, int64_t head, int64_t entry) const {
+    return bias ? bias[bias_of(pass, b, head) + entry] : 0.f;
   }
 
   Source q, k, v;

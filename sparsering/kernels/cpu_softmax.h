@@ -69,13 +69,9 @@ struct Output {
 
  private:
   void write(int64_t row, const float* part) {
-    if (sums.type() == at::kFloat) {
-      std::memcpy(sums.row<float>(row), part, sums.width() * sizeof(float));
-    } else if (sums.type() == at::kBFloat16) {
-      at::vec::convert(part, sums.row<BFloat16>(row), sums.width());
-    } else {
-      at::vec::convert(part, sums.row<at::Half>(row), sums.width());
-    }
+    with_type(sums.type(), [&](auto value) {
+      at::vec::convert(part, sums.row<decltype(value)>(row), sums.width());
+    });
   }
 
   const Part& sums;
