@@ -11,6 +11,7 @@ from .algebra import Frame, Pattern
 from .compile import CompiledPass, compile_passes
 from .layout import BlockLayout, Pass
 from .selected import selected_layout
+from .tiles import Axis
 
 BLOCK_SIZES = range(16, 257, 16)
 
@@ -31,12 +32,12 @@ def build_layout(
         if frame.num_heads and pattern.num_batches() != 0
         else []
     )
-    passes = tuple(_assemble(c, frame).to(device) for c in compiled)
+    passes = tuple(_assemble(c, frame, block_size).to(device) for c in compiled)
     pairs = sum(c.num_pairs for c in compiled)
     return BlockLayout(frame, block_size, passes, pairs)
 
 
-def _assemble(compiled: CompiledPass, frame: Frame) -> Pass:
+def _assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
     """Stacks the tables of a compiled pass; shorter ones are padded."""
     tables = compiled.tables
     longest = max(len(t.key_tile) for row in tables for t in row)
@@ -60,7 +61,24 @@ def _assemble(compiled: CompiledPass, frame: Frame) -> Pass:
         key_tile=stack("key_tile", longest),
         mask=stack("mask", longest),
         bitmaps=compiled.bitmaps,
+        covers=(
+            _cover(queries, block_size, frame.q_len),
+            _cover(keys, block_size, frame.kv_len),
+        ),
+        longest=(
+            max((_most(t.row_ptr.diff()) for row in tables for t in row), default=0),
+            max((_most(t.key_tile.bincount()) for row in tables for t in row), default=0),
+        ),
     )
+
+
+def _cover(axes: list[Axis], block_size: int, length: int) -> bool:
+    """Whether the tiles of every axis hold `length` positions."""
+    return all(int(axis.count.clamp(0, block_size).sum()) == length for axis in axes)
+
+
+def _most(counts: Tensor) -> int:
+    return int(counts.max()) if len(counts) else 0
 
 
 class CacheInfo(NamedTuple):

@@ -42,6 +42,8 @@ class Pass:
             pairs of real tokens are in.
         bitmaps: [bitmaps, block_size ** 2 / 8] uint8, the first cell in the lowest bit. Cells past
             `stop` mean nothing.
+        covers: whether every query is in a query tile, and every key in a key tile.
+        longest: most entries of a query tile, and of a key tile; None where the host cannot know.
     """
 
     step: int
@@ -53,6 +55,8 @@ class Pass:
     key_tile: Tensor
     mask: Tensor
     bitmaps: Tensor
+    covers: tuple[bool, bool] = (False, False)
+    longest: tuple[int, int] | None = None
 
     def tensors(self) -> Iterator[Tensor]:
         return (value for value in vars(self).values() if isinstance(value, Tensor))
@@ -80,8 +84,10 @@ class Pass:
         return Transpose(row_ptr.int(), self.query_tiles().gather(-1, order).int(), order.int())
 
     def to(self, device: torch.device) -> "Pass":
-        names = (field.name for field in fields(self) if field.name != "step")
-        return Pass(self.step, **{name: getattr(self, name).to(device) for name in names})
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(
+            self, **{name: x.to(device) for name, x in own.items() if isinstance(x, Tensor)}
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from .algebra import Frame, Pattern
 from .block_patterns import block_masks
 from .cache import BLOCK_SIZES, layout_cache
 from .expression import parse
-from .kernels import cpu, gather
+from .kernels import cpu, gather, triton
 from .layout import BlockLayout
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -29,6 +29,7 @@ def _no_reason(*shapes: object) -> list[str]:
 
 BACKENDS: dict[str, Callable[..., list[str]]] = {
     "cpu": cpu.reasons,
+    "triton": triton.reasons,
     "gather": _no_reason,
     "reference": _no_reason,
 }
@@ -36,7 +37,7 @@ BACKENDS: dict[str, Callable[..., list[str]]] = {
 [] if it can.
 """
 
-_KERNELS = {"cpu": cpu, "gather": gather}
+_KERNELS = {"cpu": cpu, "triton": triton, "gather": gather}
 
 
 def backends() -> dict[str, list[str]]:

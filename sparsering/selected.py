@@ -65,6 +65,8 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
         key_tile=key.clamp(max=keys - 1).int().flatten(2),
         mask=mask.int().flatten(2),
         bitmaps=pack(torch.stack((torch.zeros_like(lower), lower))),
+        covers=(True, True),
+        longest=(indices.shape[-1], rows),
     )
     q, k = (query_stop - query_start)[0], (key_stop - key_start)[0]
     rows_q, columns_k = q[:, None], k[key.clamp(max=keys - 1)]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..layout import BlockLayout, Pass
+from .inputs import dense_rows, positive_scale, signed_gradient
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 HEADERS = sorted(SOURCE.parent.glob("cpu_*.h"))
@@ -52,11 +53,11 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a layout; see `gather.forward`. lse is float32."""
-    query, scale = _positive_scale(query, scale)
+    query, scale = positive_scale(query, scale)
     out, lse = torch.ops.sparsering_cpu.forward(
-        _dense_rows(query),
-        _dense_rows(key),
-        _dense_rows(value),
+        dense_rows(query),
+        dense_rows(key),
+        dense_rows(value),
         None if block_bias is None else block_bias.float().contiguous(),
         _first_entry(layout),
         [x for p in layout.passes for x in _tables(p)],
@@ -84,27 +85,26 @@ def backward(
     Bits are the same for one number of threads: with fewer kv heads than threads can share evenly,
     dK and dV are summed in a sweep of their own.
     """
-    positive, positive_scale = _positive_scale(query, scale)
+    positive, positive_by = positive_scale(query, scale)
     heads, threads = len(key) * key.shape[1], torch.get_num_threads()
     by_head = -(-heads // threads) * threads <= _MOST_REPEATED_WORK * heads
     dq, dk, dv, dbias = torch.ops.sparsering_cpu.backward(
-        _dense_rows(grad_out),
+        dense_rows(grad_out),
         grad_lse.contiguous(),
-        _dense_rows(positive),
-        _dense_rows(key),
-        _dense_rows(value),
+        dense_rows(positive),
+        dense_rows(key),
+        dense_rows(value),
         None if block_bias is None else block_bias.float().contiguous(),
-        _dense_rows(out),
+        dense_rows(out),
         lse.contiguous(),
         _first_entry(layout),
         [x for p in layout.passes for x in _tables(p)],
         [] if by_head else [x.contiguous() for p in layout.passes for x in p.transpose],
         [p.step for p in layout.passes],
         layout.block_size,
-        positive_scale,
+        positive_by,
     )
-    if positive is not query:
-        dq = -dq if positive_scale == -scale else torch.zeros_like(dq)
+    dq = signed_gradient(dq, scale)
     return dq, dk, dv, None if block_bias is None else dbias.to(block_bias.dtype)
 
 
@@ -225,17 +225,6 @@ def _load() -> str:
 def _warn(reason: str) -> None:
     message = f"sparsering falls back to the slower 'gather' backend on the CPU: {reason}"
     warnings.warn(message, stacklevel=2)
-
-
-def _positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The kernel's scores only ever grow with its products. What float32 takes for 0 is 0."""
-    if abs(scale) < torch.finfo(torch.float32).smallest_normal:
-        return torch.zeros_like(query), 1.0
-    return (query, scale) if scale > 0 else (-query, -scale)
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def _first_entry(layout: BlockLayout) -> Tensor:

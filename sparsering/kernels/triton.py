@@ -1,0 +1,445 @@
+"""The GPU backend: launches the kernels of `triton_forward` and `triton_backward` over passes.
+
+Passes run one after another; each merges into what the earlier ones left. With several passes in
+half precision, float32 sums exist for a few kv heads at a time. Triton is imported on first use.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layout import BlockLayout
+from .inputs import dense_rows, positive_scale, signed_gradient
+from .triton_tuning import Config, config
+from .triton_walk import Walk, walk
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_WIDTH = 256
+_LEAST_PROGRAMS = 8  # per multiprocessor, that a launch should have
+_ROWS = 64  # of a program that combines or prepares
+_LOG2_E = 1.4426950408889634
+
+
+def reasons(*tensors: Tensor) -> list[str]:
+    """Why the kernels cannot run on these tensors, or on this machine."""
+    found = [] if _is_installed() else ["the package triton is missing (pip install triton)"]
+    if not interpreting() and not torch.cuda.is_available():
+        found.append("it needs a GPU (TRITON_INTERPRET=1 tries its kernels without one)")
+    wanted = "cpu" if interpreting() else "cuda"
+    if any(x.device.type != wanted for x in tensors):
+        found.append(f"it runs on {wanted} tensors" + " under TRITON_INTERPRET=1" * interpreting())
+    if any(x.dtype not in _DTYPES for x in tensors):
+        found.append("it computes in float32; float64 stays with gather")
+    if interpreting() and any(x.dtype == torch.bfloat16 for x in tensors):
+        found.append("Triton's interpreter gets bfloat16 products wrong")
+    if any(x.dim() and x.shape[-1] > _MOST_WIDTH for x in tensors):
+        found.append(f"it holds head dims up to {_MOST_WIDTH}")
+    return found
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Python on CPU tensors, for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+@cache
+def _is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def forward(
+    layout: BlockLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a layout; see `gather.forward`. lse is float32."""
+    query, scale = positive_scale(dense_rows(query), scale)
+    in_turn = len(layout.passes) > 1 and query.itemsize < 4
+    out = _blank(layout, 0, (*query.shape[:3], value.shape[3]), query, in_turn)
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+    for part in _parts(layout, query, key, value, block_bias, scale, in_turn):
+        to = out[:, part.heads]
+        sums = torch.zeros_like(to, dtype=torch.float32) if in_turn else to
+        for number in range(len(layout.passes)):
+            _forward_pass(part, number, sums, lse[:, part.heads])
+        if in_turn:
+            to.copy_(sums)
+    return out, lse
+
+
+def backward(
+    layout: BlockLayout,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and block_bias; see `gather.backward`."""
+    positive, positive_by = positive_scale(dense_rows(query), scale)
+    grad_out = dense_rows(grad_out)
+    rows = _prepared(grad_out, grad_lse, out, lse)
+    in_turn = len(layout.passes) > 1 and query.itemsize < 4
+    dq = _blank(layout, 0, query.shape, query, in_turn)
+    dk, dv = (_blank(layout, 1, x.shape, x, True) for x in (key, value))
+    dbias = None if block_bias is None else torch.zeros_like(block_bias, dtype=torch.float32)
+    for part in _parts(layout, positive, key, value, block_bias, positive_by, in_turn):
+        grads = [x[:, part.heads] for x in (grad_out, *rows)]
+        to = dq[:, part.heads]
+        sums = torch.zeros_like(to, dtype=torch.float32) if in_turn else to
+        of_bias = None if dbias is None else dbias[:, part.heads]
+        for number in range(len(layout.passes)):
+            _query_pass(part, number, grads, sums, of_bias)
+        if in_turn:
+            to.copy_(sums)
+        for to, total in zip((dk, dv), _key_passes(part, grads), strict=True):
+            to[:, part.kv_heads] = total
+    if block_bias is None or dbias is None:
+        return signed_gradient(dq, scale), dk, dv, None
+    return signed_gradient(dq, scale), dk, dv, dbias.to(block_bias.dtype)
+
+
+class _Part(NamedTuple):
+    """Some kv heads of a call, `kv_heads` of them, and the query heads that use them."""
+
+    layout: BlockLayout
+    heads: slice
+    kv_heads: slice
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    scale: float
+
+    @property
+    def group(self) -> int:
+        return self.query.shape[1] // self.key.shape[1]
+
+
+def _parts(
+    layout: BlockLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    in_turn: bool,
+) -> Iterator[_Part]:
+    """The whole call; or, in turn, as few kv heads as fill the device."""
+    key, value = dense_rows(key), dense_rows(value)
+    bias = None if bias is None else dense_rows(bias.float())
+    num_kv_heads = key.shape[1]
+    if not layout.passes or not query.shape[0] * num_kv_heads:
+        return
+    group, at_a_time = query.shape[1] // num_kv_heads, num_kv_heads
+    if in_turn:
+        tiles = max(p.query_start.shape[-1] for p in layout.passes)
+        programs = max(1, len(query) * group * tiles)
+        at_a_time = min(at_a_time, -(-_LEAST_PROGRAMS * _processors(query.device) // programs))
+    for first in range(0, num_kv_heads, at_a_time):
+        kv_heads = slice(first, min(first + at_a_time, num_kv_heads))
+        heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        yield _Part(
+            layout, heads, kv_heads, query[:, heads], key[:, kv_heads], value[:, kv_heads],
+            None if bias is None else bias[:, heads], scale,
+        )  # fmt: skip
+
+
+def _forward_pass(part: _Part, number: int, out: Tensor, lse: Tensor) -> None:
+    """Merges what one pass sees into out and lse."""
+    from .triton_forward import forward_kernel, merge_kernel
+
+    config = _config("forward", part)
+    rows = _rows(part, number, config)
+    w = _walk(part, number, rows["programs"], by_key=False)
+    pieces = out.new_empty(_slots(part, out.shape[1], w, out.shape[3]), dtype=torch.float32)
+    arguments = {
+        **_of_inputs(part, config), **_of_tiles(part, number, w, by_key=False), **rows,
+        "KEYS": config.streamed, "RUNNING": number > 0,
+        "out": out, "lse": lse, **_strides(o=out, lse=lse),
+        "piece_out": pieces, "piece_lse": pieces.new_empty(pieces.shape[:-1]),
+        "num_heads": out.shape[1], "ALIGN": _alignment(part.query, part.key, part.value, out),
+    }  # fmt: skip
+    arguments |= _streamed(part, number, config, key=part.key, value=part.value)
+    _launch(forward_kernel, w.units.shape[2] * rows["programs"], config, arguments)
+    _combine(merge_kernel, w, out, arguments)
+
+
+def _query_pass(
+    part: _Part, number: int, grads: list[Tensor], dq: Tensor, dbias: Tensor | None
+) -> None:
+    """Adds what one pass gives to dQ and to the gradient of the block bias."""
+    from .triton_backward import query_kernel, sum_kernel
+
+    config = _config("query", part)
+    rows = _rows(part, number, config)
+    w = _walk(part, number, rows["programs"], by_key=False)
+    grad_out, delta, log2_lse = grads
+    pieces = dq.new_empty(_slots(part, dq.shape[1], w, dq.shape[3]), dtype=torch.float32)
+    arguments = {
+        **_of_inputs(part, config), **_of_tiles(part, number, w, by_key=False), **rows,
+        "KEYS": config.streamed, "RUNNING": number > 0,
+        "grad_out": grad_out, "delta": delta, "log2_lse": log2_lse, "grad_query": dq,
+        **_strides(g=grad_out, row=delta, dq=dq, grad=dq), "piece": pieces, "grad": dq,
+        "num_heads": dq.shape[1],
+        "ALIGN": _alignment(part.query, part.key, part.value, grad_out, dq),
+    }  # fmt: skip
+    if dbias is not None:
+        tile = part.layout.block_size
+        shares = -(-tile // rows["TOKENS"]) * -(-tile // config.streamed)
+        of_shares = torch.zeros(*dbias.shape, shares, device=dq.device)
+        arguments |= {"grad_bias": of_shares, "num_blocks": dbias.shape[2]}
+    arguments |= _streamed(part, number, config, key=part.key, value=part.value)
+    _launch(query_kernel, w.units.shape[2] * rows["programs"], config, arguments)
+    _combine(sum_kernel, w, dq, arguments)
+    if dbias is not None:
+        dbias += of_shares.sum(-1)
+
+
+def _key_passes(part: _Part, grads: list[Tensor]) -> list[Tensor]:
+    """dK and dV of every pass: [B, kv heads, Nk, D] and [.., Dv]."""
+    from .triton_backward import key_kernel, sum_kernel
+
+    config, layout = _config("key", part), part.layout
+    at_a_time = _heads_at_a_time(part, config)
+    shares = -(-part.group // at_a_time)
+    alone = len(layout.passes) == 1 and shares == 1
+    dtype = part.key.dtype if alone else torch.float32
+    covered = alone and layout.passes[0].covers[1]
+    batch, num_kv_heads, kv_len = part.key.shape[:3]
+    dk, dv = (
+        (x.new_empty if covered else x.new_zeros)(
+            batch, num_kv_heads * shares, kv_len, x.shape[3], dtype=dtype
+        )
+        for x in (part.key, part.value)
+    )
+    programs = batch * dk.shape[1] * -(-layout.block_size // config.rows)
+    grad_out, delta, log2_lse = grads
+    for number in range(len(layout.passes)):
+        w = _walk(part, number, programs, by_key=True)
+        pieces = [
+            x.new_empty(_slots(part, x.shape[1], w, x.shape[3]), dtype=torch.float32)
+            for x in (dk, dv)
+        ]
+        arguments = {
+            **_of_inputs(part, config), **_of_tiles(part, number, w, by_key=True),
+            "KEYS": config.rows, "QUERIES": config.streamed, "HEADS": at_a_time,
+            "RUNNING": number > 0, "num_heads": part.query.shape[1],
+            "grad_out": grad_out, "delta": delta, "log2_lse": log2_lse,
+            "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],
+            **_strides(g=grad_out, row=delta, dk=dk, dv=dv),
+            "ALIGN": _alignment(part.query, part.key, part.value, grad_out, dk, dv),
+        }  # fmt: skip
+        arguments |= _streamed(part, number, config, query=part.query, grad_out=grad_out)
+        _launch(key_kernel, w.units.shape[2] * programs, config, arguments)
+        arguments |= {"num_heads": dk.shape[1], "first_head": part.kv_heads.start * shares}
+        arguments |= {"all_heads": layout.frame.num_kv_heads * shares}
+        for grad, piece in zip((dk, dv), pieces, strict=True):
+            arguments |= {"grad": grad, "piece": piece, **_strides(grad=grad)}
+            arguments |= {"WIDTH": grad.shape[3], "PADDED": _padded(grad)}
+            _combine(sum_kernel, w, grad, arguments)
+    if alone:
+        return [dk, dv]
+    return [x.unflatten(1, (num_kv_heads, shares)).sum(2) for x in (dk, dv)]
+
+
+def _prepared(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(delta, lse in powers of two), both [B, Hq, Nq]."""
+    from .triton_backward import prepare_kernel
+
+    delta, log2_lse = torch.empty_like(lse), torch.empty_like(lse)
+    out = out.contiguous()
+    arguments = {
+        "grad_out": grad_out, "grad_lse": grad_lse.contiguous(), "out": out,
+        "lse": lse.contiguous(), "delta": delta, "log2_lse": log2_lse,
+        **_strides(g=grad_out, o=out), "num_heads": lse.shape[1], "q_len": lse.shape[2],
+        "ROWS": _ROWS, "VALUE_WIDTH": out.shape[3], "VALUE_PADDED": _padded(out),
+        "ALIGN": _alignment(grad_out, out),
+    }  # fmt: skip
+    if lse.numel():
+        _launch(prepare_kernel, lse.shape[0] * lse.shape[1] * -(-lse.shape[2] // _ROWS), None, arguments)
+    return delta, log2_lse
+
+
+def _rows(part: _Part, number: int, config: Config) -> dict[str, int]:
+    """How the query tiles of a pass are spread over programs: their tokens, and heads beside them.
+
+    Heads of a group are packed where a tile has fewer tokens than a program has rows.
+    """
+    layout = part.layout
+    most = min(layout.block_size, -(-layout.frame.q_len // layout.passes[number].step))
+    tokens = min(config.rows, _power_of_2(most))
+    pack = 1 if _by_query_head(part, number) else min(part.group, config.rows // tokens)
+    packs = -(-part.group // pack)
+    pack = -(-part.group // packs)
+    parts = -(-layout.block_size // tokens)
+    return {
+        "TOKENS": tokens, "PACK": pack, "ROWS": max(16, tokens * _power_of_2(pack)),
+        "programs": len(part.query) * part.key.shape[1] * packs * parts,
+    }  # fmt: skip
+
+
+def _heads_at_a_time(part: _Part, config: Config) -> int:
+    """Query heads of a group that one program of `key_kernel` sums over: all, unless that leaves
+    the device idle or they have tables of their own.
+    """
+    layout, group = part.layout, part.group
+    if any(_by_query_head(part, number) for number in range(len(layout.passes))):
+        return 1
+    tiles = max(p.key_start.shape[-1] for p in layout.passes)
+    programs = len(part.query) * part.key.shape[1] * tiles
+    shares = min(group, -(-2 * _processors(part.query.device) // max(1, programs)))
+    return -(-group // shares)
+
+
+def _by_query_head(part: _Part, number: int) -> bool:
+    return part.group > 1 and part.layout.table_shape[1] > part.layout.frame.num_kv_heads
+
+
+def _walk(part: _Part, number: int, programs: int, *, by_key: bool) -> Walk:
+    processors = _processors(part.query.device)
+    return walk(part.layout, number, by_key=by_key, programs=programs, processors=processors)
+
+
+def _slots(part: _Part, heads: int, w: Walk, width: int) -> tuple[int, ...]:
+    return len(part.query), heads, w.slots, part.layout.block_size, width
+
+
+def _of_inputs(part: _Part, config: Config) -> dict[str, Any]:
+    query, key, value, bias = part.query, part.key, part.value, part.bias
+    return {
+        "query": query, "key": key, "value": value, **_strides(q=query, k=key, v=value),
+        "WIDTH": query.shape[3], "PADDED": _padded(query),
+        "VALUE_WIDTH": value.shape[3], "VALUE_PADDED": _padded(value),
+        "bias": query if bias is None else bias, "BIASED": bias is not None,
+        "bias_batch": 0 if bias is None else bias.stride(0),
+        "bias_head": 0 if bias is None else bias.stride(1),
+        "grad_bias": query, "num_blocks": 0,
+        "scale": part.scale * _LOG2_E, "group": part.group, "first_head": part.heads.start,
+        "all_heads": part.layout.frame.num_heads, "PRECISION": _precision(),
+        "STAGES": config.stages, "WARP_SPECIALIZE": config.warp_specialize,
+    }  # fmt: skip
+
+
+def _of_tiles(part: _Part, number: int, w: Walk, *, by_key: bool) -> dict[str, Any]:
+    p, tile = part.layout.passes[number], part.layout.block_size
+    starts, stops = (p.key_start, p.key_stop) if by_key else (p.query_start, p.query_stop)
+    word = 32 if tile % 32 == 0 else 16
+    return {
+        **w._asdict(), "tile_start": starts.contiguous(), "tile_stop": stops.contiguous(),
+        "words": p.bitmaps.contiguous().view(torch.int32 if word == 32 else torch.int16),
+        "step": p.step, "num_units": w.units.shape[2], "num_entries": w.start.shape[2],
+        "num_cuts": w.cuts.shape[2], "num_tiles": starts.shape[1], "num_slots": w.slots,
+        "table_batches": w.units.shape[0], "tables": w.units.shape[1], "axes": len(starts),
+        "TILE": tile, "WORD": word,
+    }  # fmt: skip
+
+
+def _streamed(part: _Part, number: int, config: Config, **tensors: Tensor) -> dict[str, Any]:
+    """The tensors that stream past: as descriptors where they may be, and how wide offsets are."""
+    step, tile = part.layout.passes[number].step, part.layout.block_size
+    wide = any(tile * step * x.stride(2) + x.shape[3] >= 1 << 31 for x in tensors.values())
+    if config.tma and step == 1:
+        described = {name: _descriptor(x, config.streamed) for name, x in tensors.items()}
+        if all(x is not None for x in described.values()):
+            return {**described, "TMA": True, "WIDE": wide}
+    return {"TMA": False, "WIDE": wide}
+
+
+def _descriptor(x: Tensor, rows: int) -> Any:
+    """A tensor descriptor over [B, H, N, D] as a matrix whose rows are tokens, None if it is none.
+
+    Heads are rows below one another, or columns side by side.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    batch, heads, tokens, width = x.shape
+    of_batch, of_head, of_token, _ = x.stride()
+    fits = width == _padded(x) and of_token * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+    below = of_head % of_token == 0
+    beside = (heads - 1) * of_head + width <= of_token
+    if not fits or of_token < width or not (below or beside) or of_batch % of_token:
+        return None
+    last = ((batch - 1) * of_batch + (heads - 1) * of_head * below) // of_token
+    return TensorDescriptor(x, [last + tokens, of_token], [of_token, 1], [rows, width])
+
+
+def _combine(kernel: Any, w: Walk, like: Tensor, arguments: dict[str, Any]) -> None:
+    """Combines the pieces of the tiles that were cut, where any may be."""
+    if w.slots:
+        tile = arguments["TILE"]
+        rows = min(_ROWS, _power_of_2(tile))
+        programs = w.cuts.shape[2] * like.shape[0] * like.shape[1] * -(-tile // rows)
+        _launch(kernel, programs, None, {**arguments, "ROWS": rows})
+
+
+def _launch(kernel: Any, programs: int, config: Config | None, arguments: dict[str, Any]) -> None:
+    """Runs a kernel on the arguments that it names."""
+    if not programs:
+        return
+    options = {} if config is None else {"num_warps": config.warps, "num_stages": config.stages}
+    own = {name: arguments[name] for name in kernel.arg_names}
+    device = next(x for x in own.values() if isinstance(x, Tensor)).device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[(programs,)](**own, **options)
+
+
+def _blank(
+    layout: BlockLayout, by_key: bool, shape: Sequence[int], like: Tensor, overwritten: bool
+) -> Tensor:
+    """Memory for a result: zeros unless all of it will be written."""
+    covered = len(layout.passes) == 1 and layout.passes[0].covers[by_key]
+    return (like.new_empty if covered or overwritten else like.new_zeros)(*shape)
+
+
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    """NAME_batch, NAME_head and, of what has four dims, NAME_token."""
+    found = {}
+    for name, x in tensors.items():
+        found |= {f"{name}_batch": x.stride(0), f"{name}_head": x.stride(1)}
+        found |= {f"{name}_token": x.stride(2)} if x.dim() == 4 else {}
+    return found
+
+
+def _alignment(*tensors: Tensor) -> int:
+    """Elements that all strides are multiples of, so that 16 bytes can be loaded at once; or 1."""
+    least = max(16 // x.itemsize for x in tensors)
+    return least if all(s % least == 0 for x in tensors for s in x.stride()[:-1]) else 1
+
+
+def _precision() -> str:
+    """How float32 is multiplied: as it is, unless the user allows tf32."""
+    exact = torch.get_float32_matmul_precision() == "highest" or torch.version.hip
+    return "ieee" if exact else "tf32"
+
+
+def _config(kernel: str, part: _Part) -> Config:
+    width = max(part.query.shape[3], part.value.shape[3])
+    return config(kernel, part.query, width, part.layout.block_size)
+
+
+def _padded(x: Tensor) -> int:
+    return max(16, _power_of_2(x.shape[-1]))
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # under the interpreter: few, so that small tests cut tiles too
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,345 @@
+"""The backward Triton kernels: dQ over the forward table, dK and dV over the transposed one.
+
+With the merged lse and `delta = rowsum(dO * O) - dlse`, every visited pair of every pass has
+`P = exp(s - lse)` and `dS = P * (dP - delta)`. Each program owns what it writes, so there are no
+atomics and sums run in a fixed order. What is a `tl.constexpr` is resolved when the kernel is
+compiled; lengths, counts, strides and scales are not.
+"""
+
+import triton
+import triton.language as tl
+
+from .triton_forward import aligned, load_rows, program_of, table_of, visible
+from .triton_walk import CUT, UNIT
+
+_UNIT = tl.constexpr(UNIT)
+_CUT = tl.constexpr(CUT)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def prepare_kernel(
+    grad_out, grad_lse, out, lse, delta, log2_lse,
+    g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
+    o_batch: tl.int64, o_head: tl.int64, num_heads: tl.int64, q_len: tl.int64,
+    ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """delta and lse in powers of two, [B, heads, Nq]; the latter +inf, so that P = 0, for -inf."""
+    program = tl.program_id(0).to(tl.int64)
+    blocks = (q_len + ROWS - 1) // ROWS
+    position = program % blocks * ROWS + tl.arange(0, ROWS)
+    row = program // blocks
+    batch, head = row // num_heads, row % num_heads
+    real = position < q_len
+    width = tl.arange(0, VALUE_PADDED)
+    kept = real[:, None] & (width < VALUE_WIDTH)[None, :]
+    from_grad = position * aligned(g_token, ALIGN)
+    from_grad += batch * aligned(g_batch, ALIGN) + head * aligned(g_head, ALIGN)
+    from_out = position * VALUE_WIDTH
+    from_out += batch * aligned(o_batch, ALIGN) + head * aligned(o_head, ALIGN)
+    do = tl.load(grad_out + from_grad[:, None] + width[None, :], mask=kept, other=0.0)
+    o = tl.load(out + from_out[:, None] + width[None, :], mask=kept, other=0.0)
+    place = row * q_len + position
+    natural = tl.load(lse + place, mask=real, other=float("-inf"))
+    product = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    tl.store(delta + place, product - tl.load(grad_lse + place, mask=real, other=0.0), mask=real)
+    powers = tl.where(natural == float("-inf"), float("inf"), natural * _LOG2_E)
+    tl.store(log2_lse + place, powers, mask=real)
+
+
+@triton.jit
+def query_kernel(
+    query, key, value, grad_out, bias, delta, log2_lse, grad_query, piece, grad_bias,
+    units, start, count, mask, entry, words, tile_start, tile_stop,
+    q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
+    k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
+    v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
+    g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
+    dq_batch: tl.int64, dq_head: tl.int64, bias_batch: tl.int64, bias_head: tl.int64,
+    row_batch: tl.int64, row_head: tl.int64, step: tl.int64, num_units: tl.int64,
+    num_entries: tl.int64,
+    num_tiles: tl.int64, num_slots: tl.int64, num_blocks: tl.int64, num_heads: tl.int32,
+    group: tl.int32, first_head: tl.int32, all_heads: tl.int32, tables: tl.int32,
+    table_batches: tl.int32, axes: tl.int32, scale: tl.float32,
+    TILE: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    PACK: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr, ALIGN: tl.constexpr,
+    RUNNING: tl.constexpr, BIASED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dQ [B, heads, Nq, D] of the rows of each unit, and each entry's sum of dS by part of a tile.
+
+    Rows, units and pieces are those of `forward_kernel`; with RUNNING dQ (float32) is added to.
+    """
+    PARTS: tl.constexpr = (TILE + TOKENS - 1) // TOKENS
+    STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
+    part, unit, head, batch = program_of(PARTS, PACK, num_units, num_heads, group)
+    table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
+    units += (table * num_units + unit) * _UNIT
+    tile = tl.load(units)
+    if tile < 0:
+        return
+    first, masked, end = tl.load(units + 1), tl.load(units + 2), tl.load(units + 3)
+    begin = tl.load(tile_start + axis * num_tiles + tile) + part * TOKENS * step
+    stop = tl.load(tile_stop + axis * num_tiles + tile)
+    if begin >= stop:
+        return
+
+    row = tl.arange(0, ROWS)
+    slot = part * TOKENS + row % TOKENS
+    of_pack = row // TOKENS
+    position = begin + (row % TOKENS) * step
+    real = (position < stop) & (slot < TILE) & (of_pack < PACK) & (head % group + of_pack < group)
+    heads = (head + of_pack).to(tl.int64)
+    width = tl.arange(0, PADDED)
+    value_width = tl.arange(0, VALUE_PADDED)
+    from_row = heads * aligned(q_head, ALIGN) + position * aligned(q_token, ALIGN)
+    from_row += batch * aligned(q_batch, ALIGN)
+    kept = real[:, None] & (width < WIDTH)[None, :]
+    q = tl.load(query + from_row[:, None] + width[None, :], mask=kept, other=0.0)
+    from_grad = heads * aligned(g_head, ALIGN) + position * aligned(g_token, ALIGN)
+    from_grad += batch * aligned(g_batch, ALIGN)
+    do = tl.load(
+        grad_out + from_grad[:, None] + value_width[None, :],
+        mask=real[:, None] & (value_width < VALUE_WIDTH)[None, :],
+        other=0.0,
+    )
+    of_row = batch * row_batch + heads * row_head + position
+    d = tl.load(delta + of_row, mask=real, other=0.0)
+    powers = tl.load(log2_lse + of_row, mask=real, other=float("inf"))
+
+    kv_head = head // group
+    k_offset = batch * aligned(k_batch, ALIGN) + kv_head * aligned(k_head, ALIGN)
+    v_offset = batch * aligned(v_batch, ALIGN) + kv_head * aligned(v_head, ALIGN)
+    k_row, k_column = (k_offset // k_token).to(tl.int32), (k_offset % k_token).to(tl.int32)
+    v_row, v_column = (v_offset // v_token).to(tl.int32), (v_offset % v_token).to(tl.int32)
+    bias += batch * bias_batch
+    start += table * num_entries
+    count += table * num_entries
+    mask += table * num_entries
+    entry += table * num_entries
+    dq = tl.zeros([ROWS, PADDED], tl.float32)
+    for masked_entries in tl.static_range(2):
+        lower = masked if masked_entries else first
+        upper = end if masked_entries else masked
+        SURE: tl.constexpr = TILE % KEYS == 0 and not masked_entries
+        for i in tl.range(
+            lower * STEPS, upper * STEPS, num_stages=STAGES, warp_specialize=WARP_SPECIALIZE
+        ):
+            e = i // STEPS
+            first_slot = i % STEPS * KEYS
+            keys = first_slot + tl.arange(0, KEYS)
+            token = tl.load(start + e) + first_slot * step
+            own = keys < (tl.load(count + e) if masked_entries else TILE)
+            k = load_rows(
+                key, k_row + token.to(tl.int32), k_column, k_offset + token * k_token,
+                tl.arange(0, KEYS), own, step, k_token, WIDTH, PADDED, SURE, TMA, WIDE,
+            )  # fmt: skip
+            v = load_rows(
+                value, v_row + token.to(tl.int32), v_column, v_offset + token * v_token,
+                tl.arange(0, KEYS), own, step, v_token, VALUE_WIDTH, VALUE_PADDED, SURE, TMA, WIDE,
+            )  # fmt: skip
+            if TMA and not SURE:  # what lies past the tile may be no number
+                k = tl.where(own[:, None], k, 0.0)
+            score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            if BIASED:
+                of_entry = bias + heads * bias_head + tl.load(entry + e)
+                score += (tl.load(of_entry, mask=real, other=0.0) * _LOG2_E)[:, None]
+            weight = tl.exp2(score - powers[:, None])
+            dscore = tl.dot(do, tl.trans(v), input_precision=PRECISION) - d[:, None]
+            dscore *= weight
+            if masked_entries:
+                keep = own[None, :] & visible(
+                    words, tl.load(mask + e), slot[:, None], keys[None, :], first_slot,
+                    TILE, WORD, KEYS,
+                )  # fmt: skip
+                dscore = tl.where(keep, dscore, 0.0)
+            elif not SURE:
+                dscore = tl.where(own[None, :], dscore, 0.0)
+            dq = tl.dot(dscore.to(k.dtype), k, dq, input_precision=PRECISION)
+            if BIASED:
+                sums = tl.sum(tl.reshape(tl.sum(dscore, 1), [ROWS // TOKENS, TOKENS]), 1)
+                packed = tl.arange(0, ROWS // TOKENS)
+                of_head = batch * num_heads + head + packed
+                place = (of_head * num_blocks + tl.load(entry + e)) * (PARTS * STEPS)
+                there = (packed < PACK) & (head % group + packed < group)
+                tl.store(grad_bias + place + part * STEPS + i % STEPS, sums, mask=there)
+
+    dq *= scale / _LOG2_E
+    cut = tl.load(units + 4)
+    if cut >= 0:
+        place = ((batch * num_heads + heads) * num_slots + cut) * TILE + slot
+        tl.store(piece + place[:, None] * WIDTH + width[None, :], dq, mask=kept)
+    else:
+        to_row = batch * aligned(dq_batch, ALIGN) + heads * aligned(dq_head, ALIGN)
+        to_row += position * WIDTH
+        to = grad_query + to_row[:, None] + width[None, :]
+        if RUNNING:
+            dq += tl.load(to, mask=kept, other=0.0)
+        tl.store(to, dq.to(grad_query.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def key_kernel(
+    query, key, value, grad_out, bias, delta, log2_lse, grad_key, grad_value, piece_key,
+    piece_value, units, start, count, mask, entry, words, tile_start, tile_stop,
+    q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
+    k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
+    v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
+    g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
+    dk_batch: tl.int64, dk_head: tl.int64, dv_batch: tl.int64, dv_head: tl.int64,
+    bias_batch: tl.int64, bias_head: tl.int64,
+    row_batch: tl.int64, row_head: tl.int64, step: tl.int64, num_units: tl.int64,
+    num_entries: tl.int64,
+    num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, group: tl.int32,
+    first_head: tl.int32, all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32,
+    axes: tl.int32, scale: tl.float32,
+    TILE: tl.constexpr, WORD: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
+    QUERIES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, ALIGN: tl.constexpr, RUNNING: tl.constexpr, BIASED: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dK [B, shares, Nk, D] and dV of the keys of each unit, from HEADS query heads at a time.
+
+    A share is what HEADS heads of a kv head's group give it; shares are added up afterwards.
+    """
+    PARTS: tl.constexpr = (TILE + KEYS - 1) // KEYS
+    STEPS: tl.constexpr = (TILE + QUERIES - 1) // QUERIES
+    part, unit, head, batch = program_of(PARTS, HEADS, num_units, num_heads, group)
+    table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
+    units += (table * num_units + unit) * _UNIT
+    tile = tl.load(units)
+    if tile < 0:
+        return
+    first, masked, end = tl.load(units + 1), tl.load(units + 2), tl.load(units + 3)
+    first_key = part * KEYS
+    begin = tl.load(tile_start + axis * num_tiles + tile) + first_key * step
+    stop = tl.load(tile_stop + axis * num_tiles + tile)
+    if begin >= stop:
+        return
+
+    keys = first_key + tl.arange(0, KEYS)
+    position = begin + tl.arange(0, KEYS) * step
+    real = (position < stop) & (keys < TILE)
+    width = tl.arange(0, PADDED)
+    value_width = tl.arange(0, VALUE_PADDED)
+    kept = real[:, None] & (width < WIDTH)[None, :]
+    value_kept = real[:, None] & (value_width < VALUE_WIDTH)[None, :]
+    kv_head = head // group
+    from_key = batch * aligned(k_batch, ALIGN) + kv_head * aligned(k_head, ALIGN)
+    from_key += position * aligned(k_token, ALIGN)
+    from_value = batch * aligned(v_batch, ALIGN) + kv_head * aligned(v_head, ALIGN)
+    from_value += position * aligned(v_token, ALIGN)
+    k = tl.load(key + from_key[:, None] + width[None, :], mask=kept, other=0.0)
+    v = tl.load(value + from_value[:, None] + value_width[None, :], mask=value_kept, other=0.0)
+    start += table * num_entries
+    count += table * num_entries
+    mask += table * num_entries
+    entry += table * num_entries
+    dk = tl.zeros([KEYS, PADDED], tl.float32)
+    dv = tl.zeros([KEYS, VALUE_PADDED], tl.float32)
+    for h in range(head, tl.minimum(head + HEADS, (kv_head + 1) * group)):
+        q_offset = batch * aligned(q_batch, ALIGN) + h * aligned(q_head, ALIGN)
+        g_offset = batch * aligned(g_batch, ALIGN) + h * aligned(g_head, ALIGN)
+        q_row, q_column = (q_offset // q_token).to(tl.int32), (q_offset % q_token).to(tl.int32)
+        g_row, g_column = (g_offset // g_token).to(tl.int32), (g_offset % g_token).to(tl.int32)
+        of_head = batch * row_batch + h * row_head
+        for masked_entries in tl.static_range(2):
+            lower = masked if masked_entries else first
+            upper = end if masked_entries else masked
+            SURE: tl.constexpr = TILE % QUERIES == 0 and not masked_entries
+            for i in tl.range(
+                lower * STEPS, upper * STEPS, num_stages=STAGES, warp_specialize=WARP_SPECIALIZE
+            ):
+                e = i // STEPS
+                first_slot = i % STEPS * QUERIES
+                slot = first_slot + tl.arange(0, QUERIES)
+                token = tl.load(start + e) + first_slot * step
+                own = slot < (tl.load(count + e) if masked_entries else TILE)
+                q = load_rows(
+                    query, q_row + token.to(tl.int32), q_column, q_offset + token * q_token,
+                    tl.arange(0, QUERIES), own, step, q_token, WIDTH, PADDED, SURE, TMA, WIDE,
+                )  # fmt: skip
+                do = load_rows(
+                    grad_out, g_row + token.to(tl.int32), g_column, g_offset + token * g_token,
+                    tl.arange(0, QUERIES), own, step, g_token, VALUE_WIDTH, VALUE_PADDED, SURE,
+                    TMA, WIDE,
+                )  # fmt: skip
+                if TMA and not SURE:  # what lies past the tile may be no number
+                    q = tl.where(own[:, None], q, 0.0)
+                    do = tl.where(own[:, None], do, 0.0)
+                of_row = of_head + token + tl.arange(0, QUERIES) * step
+                powers = tl.load(log2_lse + of_row, mask=own, other=float("inf"))
+                d = tl.load(delta + of_row, mask=own, other=0.0)
+                score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+                if BIASED:
+                    of_entry = bias + batch * bias_batch + h * bias_head + tl.load(entry + e)
+                    score += tl.load(of_entry) * _LOG2_E
+                weight = tl.exp2(score - powers[None, :])
+                dscore = tl.dot(v, tl.trans(do), input_precision=PRECISION) - d[None, :]
+                dscore *= weight
+                if masked_entries:
+                    keep = own[None, :] & visible(
+                        words, tl.load(mask + e), slot[None, :], keys[:, None], first_key,
+                        TILE, WORD, KEYS,
+                    )  # fmt: skip
+                    weight = tl.where(keep, weight, 0.0)
+                    dscore = tl.where(keep, dscore, 0.0)
+                dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=PRECISION)
+                dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision=PRECISION)
+
+    dk *= scale / _LOG2_E
+    share = head // group * ((group + HEADS - 1) // HEADS) + head % group // HEADS
+    cut = tl.load(units + 4)
+    if cut >= 0:
+        shares = num_heads // group * ((group + HEADS - 1) // HEADS)
+        place = ((batch * shares + share) * num_slots + cut) * TILE + keys
+        tl.store(piece_key + place[:, None] * WIDTH + width[None, :], dk, mask=kept)
+        to_piece = piece_value + place[:, None] * VALUE_WIDTH + value_width[None, :]
+        tl.store(to_piece, dv, mask=value_kept)
+    else:
+        to_row = batch * aligned(dk_batch, ALIGN) + share * aligned(dk_head, ALIGN)
+        to_key = grad_key + (to_row + position * WIDTH)[:, None] + width[None, :]
+        to_row = batch * aligned(dv_batch, ALIGN) + share * aligned(dv_head, ALIGN)
+        to_value = grad_value + (to_row + position * VALUE_WIDTH)[:, None] + value_width[None, :]
+        if RUNNING:
+            dk += tl.load(to_key, mask=kept, other=0.0)
+            dv += tl.load(to_value, mask=value_kept, other=0.0)
+        tl.store(to_key, dk.to(grad_key.dtype.element_ty), mask=kept)
+        tl.store(to_value, dv.to(grad_value.dtype.element_ty), mask=value_kept)
+
+
+@triton.jit
+def sum_kernel(
+    piece, grad, cuts, tile_start, tile_stop,
+    grad_batch: tl.int64, grad_head: tl.int64, step: tl.int64, num_cuts: tl.int64,
+    num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, first_head: tl.int32,
+    all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32, axes: tl.int32,
+    TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    RUNNING: tl.constexpr,
+):  # fmt: skip
+    """Adds up the pieces of each cut tile, in order; `heads` may be shares."""
+    part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
+    table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
+    cuts += (table * num_cuts + number) * _CUT
+    tile = tl.load(cuts)
+    if tile < 0:
+        return
+    slot = part * ROWS + tl.arange(0, ROWS)
+    position = tl.load(tile_start + axis * num_tiles + tile) + slot * step
+    real = (slot < TILE) & (position < tl.load(tile_stop + axis * num_tiles + tile))
+    width = tl.arange(0, PADDED)
+    kept = real[:, None] & (width < WIDTH)[None, :]
+    row = batch * grad_batch + head * grad_head + position * WIDTH
+    to = grad + row[:, None] + width[None, :]
+    if RUNNING:
+        total = tl.load(to, mask=kept, other=0.0)
+    else:
+        total = tl.zeros([ROWS, PADDED], tl.float32)
+    first = tl.load(cuts + 1)
+    for number in range(first, first + tl.load(cuts + 2)):
+        place = ((batch * num_heads + head) * num_slots + number) * TILE + slot
+        total += tl.load(piece + place[:, None] * WIDTH + width[None, :], mask=kept, other=0.0)
+    tl.store(to, total.to(grad.dtype.element_ty), mask=kept)

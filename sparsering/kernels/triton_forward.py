@@ -1,0 +1,297 @@
+"""The forward Triton kernels: a query tile of a few heads stays, the key tiles that it visits stream
+past.
+
+A program's rows are tokens of one tile (or of a part of it) for `PACK` query heads that share keys
+and table: row r is token r % TOKENS of head r // TOKENS. Scores are float32 registers [rows, keys];
+the softmax runs in powers of two. What is a `tl.constexpr` is resolved when the kernel is compiled;
+lengths, counts, strides and scales are not.
+"""
+
+import triton
+import triton.language as tl
+
+from .triton_walk import CUT, UNIT
+
+_UNIT = tl.constexpr(UNIT)
+_CUT = tl.constexpr(CUT)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_rows(
+    source, row, column, offset, slots, real, step, stride,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr, TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """[slots, PADDED] of a tensor [.., tokens, WIDTH]: every `step`-th row, 0 where not real.
+
+    Through a descriptor of [rows, columns] the rows from `row` on (step 1), which are not masked;
+    else by pointers from `offset` on.
+    """
+    if TMA:
+        return source.load([row, column])
+    else:
+        index: tl.constexpr = tl.int64 if WIDE else tl.int32
+        width = tl.arange(0, PADDED)
+        rows = slots.to(index) * (step * stride).to(index)
+        pointers = source + offset + rows[:, None] + width[None, :]
+        if WIDTH == PADDED:
+            if ALL:
+                return tl.load(pointers)
+            else:
+                return tl.load(pointers, mask=real[:, None], other=0.0)
+        else:
+            return tl.load(pointers, mask=real[:, None] & (width < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def visible(words, mask, queries, keys, first_key, TILE: tl.constexpr, WORD: tl.constexpr,
+            KEYS: tl.constexpr):  # fmt: skip
+    """Which pairs of slots a bitmap holds; all of them for mask -1.
+
+    `queries` and `keys` are slots in their tiles, one of them [n, 1], the other [1, n]; `first_key`
+    is the lowest of KEYS keys. Each word of a query's line is loaded once; which word a pair is in
+    is known when this is compiled.
+    """
+    LINE: tl.constexpr = TILE // WORD
+    line = words + mask.to(tl.int64) * (TILE * LINE) + queries * LINE
+    bits = tl.zeros_like(queries + keys)
+    for w in tl.static_range((KEYS + WORD - 1) // WORD):
+        inside = (mask >= 0) & (queries < TILE) & (first_key // WORD + w < LINE)
+        word = tl.load(line + first_key // WORD + w, mask=inside, other=-1).to(tl.int32)
+        own = (keys - first_key) // WORD == w
+        bits = tl.where(own, (word >> (keys % WORD)) & 1, bits)
+    return bits != 0
+
+
+@triton.jit
+def program_of(PARTS: tl.constexpr, PACK: tl.constexpr, num_units, num_heads, group):
+    """(part of the tile, unit, first head, batch entry) of this program; units fast, heads slow."""
+    program = tl.program_id(0).to(tl.int64)
+    part = (program % PARTS).to(tl.int32)
+    unit = program // PARTS % num_units
+    rest = (program // PARTS // num_units).to(tl.int32)
+    packs = (group + PACK - 1) // PACK  # of one kv head
+    all_packs = num_heads // group * packs
+    pack = rest % all_packs
+    head = pack // packs * group + pack % packs * PACK
+    return part, unit, head, (rest // all_packs).to(tl.int64)
+
+
+@triton.jit
+def table_of(batch, head, num_heads, tables, table_batches, axes):
+    """(table, axis) of a query head: which walk it takes, and where the tiles of its kv head are."""
+    of_batch = tl.where(table_batches > 1, batch, 0)
+    return of_batch * tables + head * tables // num_heads, (head * axes // num_heads).to(tl.int64)
+
+
+@triton.jit
+def aligned(stride, ALIGN: tl.constexpr):
+    return tl.multiple_of(stride, ALIGN)
+
+
+@triton.jit
+def _attend(acc, highest, total, q, k, v, bias, scale, keep, MASKED: tl.constexpr,
+            BIASED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """One step of the running softmax: (acc [rows, Dv], highest [rows], total [rows])."""
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        score = tl.where(keep, score, float("-inf"))
+    most = tl.max(score, 1) * scale
+    if BIASED:
+        most += bias
+    now = tl.maximum(highest, most)
+    base = tl.where(now == float("-inf"), 0.0, now)
+    if BIASED:
+        weight = tl.exp2(score * scale + (bias - base)[:, None])
+    else:
+        weight = tl.exp2(score * scale - base[:, None])
+    decay = tl.exp2(highest - base)
+    total = total * decay + tl.sum(weight, 1)
+    acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+    return acc, now, total
+
+
+@triton.jit
+def forward_kernel(
+    query, key, value, bias, out, lse, piece_out, piece_lse,
+    units, start, count, mask, entry, words, tile_start, tile_stop,
+    q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
+    k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
+    v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
+    o_batch: tl.int64, o_head: tl.int64, lse_batch: tl.int64, lse_head: tl.int64,
+    bias_batch: tl.int64, bias_head: tl.int64, step: tl.int64, num_units: tl.int64, num_entries: tl.int64,
+    num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, group: tl.int32,
+    first_head: tl.int32, all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32,
+    axes: tl.int32, scale: tl.float32,
+    TILE: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    PACK: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr, ALIGN: tl.constexpr,
+    RUNNING: tl.constexpr, BIASED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out [B, heads, Nq, Dv] and lse [B, heads, Nq] of the rows of each unit.
+
+    With RUNNING they are merged with what out (float32) and lse hold. A unit with a slot leaves its
+    share in piece_out [B, heads, slots, TILE, Dv] and piece_lse, for `merge_kernel`.
+    """
+    PARTS: tl.constexpr = (TILE + TOKENS - 1) // TOKENS
+    STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
+    part, unit, head, batch = program_of(PARTS, PACK, num_units, num_heads, group)
+    table, axis = table_of(
+        batch, first_head + head, all_heads, tables, table_batches, axes
+    )
+    units += (table * num_units + unit) * _UNIT
+    tile = tl.load(units)
+    if tile < 0:
+        return
+    first, masked, end = tl.load(units + 1), tl.load(units + 2), tl.load(units + 3)
+    begin = tl.load(tile_start + axis * num_tiles + tile) + part * TOKENS * step
+    stop = tl.load(tile_stop + axis * num_tiles + tile)
+    if begin >= stop:
+        return
+
+    row = tl.arange(0, ROWS)
+    slot = part * TOKENS + row % TOKENS
+    of_pack = row // TOKENS
+    position = begin + (row % TOKENS) * step
+    real = (position < stop) & (slot < TILE) & (of_pack < PACK) & (head % group + of_pack < group)
+    heads = (head + of_pack).to(tl.int64)
+    width = tl.arange(0, PADDED)
+    from_row = heads * aligned(q_head, ALIGN) + position * aligned(q_token, ALIGN)
+    from_row += batch * aligned(q_batch, ALIGN)
+    q = tl.load(
+        query + from_row[:, None] + width[None, :],
+        mask=real[:, None] & (width < WIDTH)[None, :],
+        other=0.0,
+    )
+
+    kv_head = head // group
+    k_offset = batch * aligned(k_batch, ALIGN) + kv_head * aligned(k_head, ALIGN)
+    v_offset = batch * aligned(v_batch, ALIGN) + kv_head * aligned(v_head, ALIGN)
+    k_row, k_column = (k_offset // k_token).to(tl.int32), (k_offset % k_token).to(tl.int32)
+    v_row, v_column = (v_offset // v_token).to(tl.int32), (v_offset % v_token).to(tl.int32)
+    bias += batch * bias_batch
+    start += table * num_entries
+    count += table * num_entries
+    mask += table * num_entries
+    entry += table * num_entries
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+    for masked_entries in tl.static_range(2):
+        lower = masked if masked_entries else first
+        upper = end if masked_entries else masked
+        for i in tl.range(
+            lower * STEPS, upper * STEPS, num_stages=STAGES, warp_specialize=WARP_SPECIALIZE
+        ):
+            e = i // STEPS
+            first_slot = i % STEPS * KEYS
+            keys = first_slot + tl.arange(0, KEYS)
+            token = tl.load(start + e) + first_slot * step
+            if masked_entries:
+                own = keys < tl.load(count + e)
+                keep = own[None, :] & visible(
+                    words, tl.load(mask + e), slot[:, None], keys[None, :], first_slot,
+                    TILE, WORD, KEYS,
+                )  # fmt: skip
+            else:
+                own = keys < TILE
+                keep = own[None, :]
+            SURE: tl.constexpr = TILE % KEYS == 0 and not masked_entries
+            k = load_rows(
+                key, k_row + token.to(tl.int32), k_column, k_offset + token * k_token,
+                tl.arange(0, KEYS), own, step, k_token, WIDTH, PADDED, SURE, TMA, WIDE,
+            )  # fmt: skip
+            v = load_rows(
+                value, v_row + token.to(tl.int32), v_column, v_offset + token * v_token,
+                tl.arange(0, KEYS), own, step, v_token, VALUE_WIDTH, VALUE_PADDED, SURE, TMA, WIDE,
+            )  # fmt: skip
+            if TMA and not SURE:  # what lies past the tile may be no number
+                v = tl.where(own[:, None], v, 0.0)
+            if BIASED:
+                of_entry = bias + heads * bias_head + tl.load(entry + e)
+                added = tl.load(of_entry, mask=real, other=0.0) * _LOG2_E
+            else:
+                added = 0.0
+            acc, highest, total = _attend(
+                acc, highest, total, q, k, v, added, scale, keep, not SURE, BIASED, PRECISION
+            )
+
+    some = total != 0.0  # or NaN
+    acc /= tl.where(some, total, 1.0)[:, None]
+    natural = tl.where(some, (highest + tl.log2(total)) * _LN_2, float("-inf"))
+    width = tl.arange(0, VALUE_PADDED)
+    kept = real[:, None] & (width < VALUE_WIDTH)[None, :]
+    cut = tl.load(units + 4)
+    if cut >= 0:
+        place = ((batch * num_heads + heads) * num_slots + cut) * TILE + slot
+        tl.store(piece_lse + place, natural, mask=real)
+        tl.store(piece_out + place[:, None] * VALUE_WIDTH + width[None, :], acc, mask=kept)
+    else:
+        to_row = batch * aligned(o_batch, ALIGN) + heads * aligned(o_head, ALIGN)
+        to_row += position * VALUE_WIDTH
+        to_out = out + to_row[:, None] + width[None, :]
+        to_lse = lse + batch * lse_batch + heads * lse_head + position
+        if RUNNING:
+            acc, natural = merge(
+                tl.load(to_out, mask=kept, other=0.0),
+                tl.load(to_lse, mask=real, other=float("-inf")), acc, natural,
+            )  # fmt: skip
+        tl.store(to_out, acc.to(out.dtype.element_ty), mask=kept)
+        tl.store(to_lse, natural, mask=real)
+
+
+@triton.jit
+def merge(out, lse, other_out, other_lse):
+    """Two results over disjoint keys as one; a row without keys has lse -inf."""
+    most = tl.maximum(lse, other_lse)
+    base = tl.where(most == float("-inf"), 0.0, most)
+    a, b = tl.exp(lse - base), tl.exp(other_lse - base)
+    total = tl.where(a + b == 0.0, 1.0, a + b)
+    merged = out * (a / total)[:, None] + other_out * (b / total)[:, None]
+    return merged, base + tl.log(a + b)
+
+
+@triton.jit
+def merge_kernel(
+    piece_out, piece_lse, out, lse, cuts, tile_start, tile_stop,
+    o_batch: tl.int64, o_head: tl.int64, lse_batch: tl.int64, lse_head: tl.int64,
+    step: tl.int64, num_cuts: tl.int64,
+    num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, first_head: tl.int32,
+    all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32, axes: tl.int32,
+    TILE: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, RUNNING: tl.constexpr,
+):  # fmt: skip
+    """Merges the pieces of each cut tile, in order, into out and lse; see `forward_kernel`."""
+    part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
+    table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
+    cuts += (table * num_cuts + number) * _CUT
+    tile = tl.load(cuts)
+    if tile < 0:
+        return
+    slot = part * ROWS + tl.arange(0, ROWS)
+    position = tl.load(tile_start + axis * num_tiles + tile) + slot * step
+    real = (slot < TILE) & (position < tl.load(tile_stop + axis * num_tiles + tile))
+    width = tl.arange(0, VALUE_PADDED)
+    kept = real[:, None] & (width < VALUE_WIDTH)[None, :]
+    row = batch * o_batch + head.to(tl.int64) * o_head + position * VALUE_WIDTH
+    to_out = out + row[:, None] + width[None, :]
+    to_lse = lse + batch * lse_batch + head.to(tl.int64) * lse_head + position
+    if RUNNING:
+        acc = tl.load(to_out, mask=kept, other=0.0)
+        natural = tl.load(to_lse, mask=real, other=float("-inf"))
+    else:
+        acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+        natural = tl.full([ROWS], float("-inf"), tl.float32)
+    first = tl.load(cuts + 1)
+    for piece in range(first, first + tl.load(cuts + 2)):
+        place = ((batch * num_heads + head) * num_slots + piece) * TILE + slot
+        other = tl.load(
+            piece_out + place[:, None] * VALUE_WIDTH + width[None, :], mask=kept, other=0.0
+        )
+        other_lse = tl.load(piece_lse + place, mask=real, other=float("-inf"))
+        acc, natural = merge(acc, natural, other, other_lse)
+    tl.store(to_out, acc.to(out.dtype.element_ty), mask=kept)
+    tl.store(to_lse, natural, mask=real)
