@@ -168,9 +168,10 @@ def _forward_pass(part: _Part, number: int, out: Tensor, lse: Tensor) -> None:
     arguments = {
         **_of_inputs(part, config), **_of_tiles(part, number, w, by_key=False), **rows,
         "KEYS": config.streamed, "RUNNING": number > 0,
-        "out": out, "lse": lse, **_strides(o=out, lse=lse),
+        "out": out, "lse": lse, "lse_batch": lse.stride(0), "lse_head": lse.stride(1),
         "piece_out": pieces, "piece_lse": pieces.new_empty(pieces.shape[:-1]),
-        "num_heads": out.shape[1], "ALIGN": _alignment(part.query, part.key, part.value, out),
+        "num_heads": out.shape[1],
+        **_strides(q=part.query, k=part.key, v=part.value, o=out),
     }  # fmt: skip
     arguments |= _streamed(part, number, config, key=part.key, value=part.value)
     _launch(forward_kernel, w.units.shape[2] * rows["programs"], config, arguments)
@@ -192,9 +193,9 @@ def _query_pass(
         **_of_inputs(part, config), **_of_tiles(part, number, w, by_key=False), **rows,
         "KEYS": config.streamed, "RUNNING": number > 0,
         "grad_out": grad_out, "delta": delta, "log2_lse": log2_lse, "grad_query": dq,
-        **_strides(g=grad_out, row=delta, dq=dq, grad=dq), "piece": pieces, "grad": dq,
+        "row_batch": delta.stride(0), "row_head": delta.stride(1), "piece": pieces, "grad": dq,
         "num_heads": dq.shape[1],
-        "ALIGN": _alignment(part.query, part.key, part.value, grad_out, dq),
+        **_strides(q=part.query, k=part.key, v=part.value, g=grad_out, dq=dq, grad=dq),
     }  # fmt: skip
     if dbias is not None:
         tile = part.layout.block_size
@@ -239,8 +240,8 @@ def _key_passes(part: _Part, grads: list[Tensor]) -> list[Tensor]:
             "RUNNING": number > 0, "num_heads": part.query.shape[1],
             "grad_out": grad_out, "delta": delta, "log2_lse": log2_lse,
             "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],
-            **_strides(g=grad_out, row=delta, dk=dk, dv=dv),
-            "ALIGN": _alignment(part.query, part.key, part.value, grad_out, dk, dv),
+            "row_batch": delta.stride(0), "row_head": delta.stride(1),
+            **_strides(q=part.query, k=part.key, v=part.value, g=grad_out, dk=dk, dv=dv),
         }  # fmt: skip
         arguments |= _streamed(part, number, config, query=part.query, grad_out=grad_out)
         _launch(key_kernel, w.units.shape[2] * programs, config, arguments)
@@ -266,7 +267,6 @@ def _prepared(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> t
         "lse": lse.contiguous(), "delta": delta, "log2_lse": log2_lse,
         **_strides(g=grad_out, o=out), "num_heads": lse.shape[1], "q_len": lse.shape[2],
         "ROWS": _ROWS, "VALUE_WIDTH": out.shape[3], "VALUE_PADDED": _padded(out),
-        "ALIGN": _alignment(grad_out, out),
     }  # fmt: skip
     if lse.numel():
         _launch(prepare_kernel, lse.shape[0] * lse.shape[1] * -(-lse.shape[2] // _ROWS), None, arguments)
@@ -320,7 +320,7 @@ def _slots(part: _Part, heads: int, w: Walk, width: int) -> tuple[int, ...]:
 def _of_inputs(part: _Part, config: Config) -> dict[str, Any]:
     query, key, value, bias = part.query, part.key, part.value, part.bias
     return {
-        "query": query, "key": key, "value": value, **_strides(q=query, k=key, v=value),
+        "query": query, "key": key, "value": value,
         "WIDTH": query.shape[3], "PADDED": _padded(query),
         "VALUE_WIDTH": value.shape[3], "VALUE_PADDED": _padded(value),
         "bias": query if bias is None else bias, "BIASED": bias is not None,
@@ -405,18 +405,17 @@ def _blank(
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
-    """NAME_batch, NAME_head and, of what has four dims, NAME_token."""
-    found = {}
-    for name, x in tensors.items():
-        found |= {f"{name}_batch": x.stride(0), f"{name}_head": x.stride(1)}
-        found |= {f"{name}_token": x.stride(2)} if x.dim() == 4 else {}
+    """NAME_batch, NAME_head and NAME_token of each, in units of ALIGN elements: 16 bytes if all are
+    multiples of that, so that so much can be loaded at once, else 1.
+    """
+    least = max(16 // x.itemsize for x in tensors.values())
+    strides = [x.stride()[:3] for x in tensors.values()]
+    unit = least if all(n % least == 0 for own in strides for n in own) else 1
+    found = {"ALIGN": unit}
+    for name, own in zip(tensors, strides, strict=True):
+        for dim, n in zip(("batch", "head", "token"), own, strict=True):
+            found[f"{name}_{dim}"] = n // unit
     return found
-
-
-def _alignment(*tensors: Tensor) -> int:
-    """Elements that all strides are multiples of, so that 16 bytes can be loaded at once; or 1."""
-    least = max(16 // x.itemsize for x in tensors)
-    return least if all(s % least == 0 for x in tensors for s in x.stride()[:-1]) else 1
 
 
 def _precision() -> str:

@@ -9,7 +9,7 @@ compiled; lengths, counts, strides and scales are not.
 import triton
 import triton.language as tl
 
-from .triton_forward import aligned, load_rows, program_of, table_of, visible
+from .triton_forward import elements, load_rows, program_of, table_of, visible
 from .triton_walk import CUT, UNIT
 
 _UNIT = tl.constexpr(UNIT)
@@ -34,10 +34,10 @@ def prepare_kernel(
     real = position < q_len
     width = tl.arange(0, VALUE_PADDED)
     kept = real[:, None] & (width < VALUE_WIDTH)[None, :]
-    from_grad = position * aligned(g_token, ALIGN)
-    from_grad += batch * aligned(g_batch, ALIGN) + head * aligned(g_head, ALIGN)
+    from_grad = position * elements(g_token, ALIGN)
+    from_grad += batch * elements(g_batch, ALIGN) + head * elements(g_head, ALIGN)
     from_out = position * VALUE_WIDTH
-    from_out += batch * aligned(o_batch, ALIGN) + head * aligned(o_head, ALIGN)
+    from_out += batch * elements(o_batch, ALIGN) + head * elements(o_head, ALIGN)
     do = tl.load(grad_out + from_grad[:, None] + width[None, :], mask=kept, other=0.0)
     o = tl.load(out + from_out[:, None] + width[None, :], mask=kept, other=0.0)
     place = row * q_len + position
@@ -74,6 +74,7 @@ def query_kernel(
     """
     PARTS: tl.constexpr = (TILE + TOKENS - 1) // TOKENS
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
+    WHOLE: tl.constexpr = TILE % KEYS == 0
     part, unit, head, batch = program_of(PARTS, PACK, num_units, num_heads, group)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     units += (table * num_units + unit) * _UNIT
@@ -81,25 +82,26 @@ def query_kernel(
     if tile < 0:
         return
     first, masked, end = tl.load(units + 1), tl.load(units + 2), tl.load(units + 3)
-    begin = tl.load(tile_start + axis * num_tiles + tile) + part * TOKENS * step
-    stop = tl.load(tile_stop + axis * num_tiles + tile)
+    index: tl.constexpr = tl.int64 if WIDE else tl.int32
+    begin = (tl.load(tile_start + axis * num_tiles + tile) + part * TOKENS * step).to(index)
+    stop = tl.load(tile_stop + axis * num_tiles + tile).to(index)
     if begin >= stop:
         return
 
     row = tl.arange(0, ROWS)
     slot = part * TOKENS + row % TOKENS
     of_pack = row // TOKENS
-    position = begin + (row % TOKENS) * step
+    position = begin + (row % TOKENS) * step.to(index)
     real = (position < stop) & (slot < TILE) & (of_pack < PACK) & (head % group + of_pack < group)
     heads = (head + of_pack).to(tl.int64)
     width = tl.arange(0, PADDED)
     value_width = tl.arange(0, VALUE_PADDED)
-    from_row = heads * aligned(q_head, ALIGN) + position * aligned(q_token, ALIGN)
-    from_row += batch * aligned(q_batch, ALIGN)
+    from_row = heads * elements(q_head, ALIGN) + position * elements(q_token, ALIGN)
+    from_row += batch * elements(q_batch, ALIGN)
     kept = real[:, None] & (width < WIDTH)[None, :]
     q = tl.load(query + from_row[:, None] + width[None, :], mask=kept, other=0.0)
-    from_grad = heads * aligned(g_head, ALIGN) + position * aligned(g_token, ALIGN)
-    from_grad += batch * aligned(g_batch, ALIGN)
+    from_grad = heads * elements(g_head, ALIGN) + position * elements(g_token, ALIGN)
+    from_grad += batch * elements(g_batch, ALIGN)
     do = tl.load(
         grad_out + from_grad[:, None] + value_width[None, :],
         mask=real[:, None] & (value_width < VALUE_WIDTH)[None, :],
@@ -110,8 +112,9 @@ def query_kernel(
     powers = tl.load(log2_lse + of_row, mask=real, other=float("inf"))
 
     kv_head = head // group
-    k_offset = batch * aligned(k_batch, ALIGN) + kv_head * aligned(k_head, ALIGN)
-    v_offset = batch * aligned(v_batch, ALIGN) + kv_head * aligned(v_head, ALIGN)
+    k_offset = batch * elements(k_batch, ALIGN) + kv_head * elements(k_head, ALIGN)
+    v_offset = batch * elements(v_batch, ALIGN) + kv_head * elements(v_head, ALIGN)
+    k_token, v_token = elements(k_token, ALIGN), elements(v_token, ALIGN)
     k_row, k_column = (k_offset // k_token).to(tl.int32), (k_offset % k_token).to(tl.int32)
     v_row, v_column = (v_offset // v_token).to(tl.int32), (v_offset % v_token).to(tl.int32)
     bias += batch * bias_batch
@@ -123,24 +126,25 @@ def query_kernel(
     for masked_entries in tl.static_range(2):
         lower = masked if masked_entries else first
         upper = end if masked_entries else masked
-        SURE: tl.constexpr = TILE % KEYS == 0 and not masked_entries
+        ahead = tl.load(start + lower, mask=lower < upper, other=0)
         for i in tl.range(
-            lower * STEPS, upper * STEPS, num_stages=STAGES, warp_specialize=WARP_SPECIALIZE
+            lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES, warp_specialize=WARP_SPECIALIZE
         ):
             e = i // STEPS
             first_slot = i % STEPS * KEYS
             keys = first_slot + tl.arange(0, KEYS)
-            token = tl.load(start + e) + first_slot * step
+            token = ahead + first_slot * step
+            ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
             own = keys < (tl.load(count + e) if masked_entries else TILE)
             k = load_rows(
                 key, k_row + token.to(tl.int32), k_column, k_offset + token * k_token,
-                tl.arange(0, KEYS), own, step, k_token, WIDTH, PADDED, SURE, TMA, WIDE,
+                tl.arange(0, KEYS), own, step, k_token, WIDTH, PADDED, WHOLE and not masked_entries, TMA, WIDE,
             )  # fmt: skip
             v = load_rows(
                 value, v_row + token.to(tl.int32), v_column, v_offset + token * v_token,
-                tl.arange(0, KEYS), own, step, v_token, VALUE_WIDTH, VALUE_PADDED, SURE, TMA, WIDE,
+                tl.arange(0, KEYS), own, step, v_token, VALUE_WIDTH, VALUE_PADDED, WHOLE and not masked_entries, TMA, WIDE,
             )  # fmt: skip
-            if TMA and not SURE:  # what lies past the tile may be no number
+            if TMA and (masked_entries or not WHOLE):  # what lies past the tile may be no number
                 k = tl.where(own[:, None], k, 0.0)
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             if BIASED:
@@ -150,12 +154,12 @@ def query_kernel(
             dscore = tl.dot(do, tl.trans(v), input_precision=PRECISION) - d[:, None]
             dscore *= weight
             if masked_entries:
-                keep = own[None, :] & visible(
-                    words, tl.load(mask + e), slot[:, None], keys[None, :], first_slot,
+                bits = visible(
+                    words, tl.load(mask + e), slot[:, None], tl.arange(0, KEYS)[None, :], first_slot,
                     TILE, WORD, KEYS,
                 )  # fmt: skip
-                dscore = tl.where(keep, dscore, 0.0)
-            elif not SURE:
+                dscore = tl.where(own[None, :] & (bits != 0), dscore, 0.0)
+            elif not WHOLE:
                 dscore = tl.where(own[None, :], dscore, 0.0)
             dq = tl.dot(dscore.to(k.dtype), k, dq, input_precision=PRECISION)
             if BIASED:
@@ -172,8 +176,8 @@ def query_kernel(
         place = ((batch * num_heads + heads) * num_slots + cut) * TILE + slot
         tl.store(piece + place[:, None] * WIDTH + width[None, :], dq, mask=kept)
     else:
-        to_row = batch * aligned(dq_batch, ALIGN) + heads * aligned(dq_head, ALIGN)
-        to_row += position * WIDTH
+        to_row = batch * elements(dq_batch, ALIGN) + heads * elements(dq_head, ALIGN)
+        to_row += position.to(tl.int64) * WIDTH
         to = grad_query + to_row[:, None] + width[None, :]
         if RUNNING:
             dq += tl.load(to, mask=kept, other=0.0)
@@ -207,6 +211,7 @@ def key_kernel(
     """
     PARTS: tl.constexpr = (TILE + KEYS - 1) // KEYS
     STEPS: tl.constexpr = (TILE + QUERIES - 1) // QUERIES
+    WHOLE: tl.constexpr = TILE % QUERIES == 0
     part, unit, head, batch = program_of(PARTS, HEADS, num_units, num_heads, group)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     units += (table * num_units + unit) * _UNIT
@@ -215,23 +220,24 @@ def key_kernel(
         return
     first, masked, end = tl.load(units + 1), tl.load(units + 2), tl.load(units + 3)
     first_key = part * KEYS
-    begin = tl.load(tile_start + axis * num_tiles + tile) + first_key * step
-    stop = tl.load(tile_stop + axis * num_tiles + tile)
+    index: tl.constexpr = tl.int64 if WIDE else tl.int32
+    begin = (tl.load(tile_start + axis * num_tiles + tile) + first_key * step).to(index)
+    stop = tl.load(tile_stop + axis * num_tiles + tile).to(index)
     if begin >= stop:
         return
 
     keys = first_key + tl.arange(0, KEYS)
-    position = begin + tl.arange(0, KEYS) * step
+    position = begin + tl.arange(0, KEYS) * step.to(index)
     real = (position < stop) & (keys < TILE)
     width = tl.arange(0, PADDED)
     value_width = tl.arange(0, VALUE_PADDED)
     kept = real[:, None] & (width < WIDTH)[None, :]
     value_kept = real[:, None] & (value_width < VALUE_WIDTH)[None, :]
     kv_head = head // group
-    from_key = batch * aligned(k_batch, ALIGN) + kv_head * aligned(k_head, ALIGN)
-    from_key += position * aligned(k_token, ALIGN)
-    from_value = batch * aligned(v_batch, ALIGN) + kv_head * aligned(v_head, ALIGN)
-    from_value += position * aligned(v_token, ALIGN)
+    from_key = batch * elements(k_batch, ALIGN) + kv_head * elements(k_head, ALIGN)
+    from_key += position * elements(k_token, ALIGN)
+    from_value = batch * elements(v_batch, ALIGN) + kv_head * elements(v_head, ALIGN)
+    from_value += position * elements(v_token, ALIGN)
     k = tl.load(key + from_key[:, None] + width[None, :], mask=kept, other=0.0)
     v = tl.load(value + from_value[:, None] + value_width[None, :], mask=value_kept, other=0.0)
     start += table * num_entries
@@ -240,34 +246,36 @@ def key_kernel(
     entry += table * num_entries
     dk = tl.zeros([KEYS, PADDED], tl.float32)
     dv = tl.zeros([KEYS, VALUE_PADDED], tl.float32)
+    q_token, g_token = elements(q_token, ALIGN), elements(g_token, ALIGN)
     for h in range(head, tl.minimum(head + HEADS, (kv_head + 1) * group)):
-        q_offset = batch * aligned(q_batch, ALIGN) + h * aligned(q_head, ALIGN)
-        g_offset = batch * aligned(g_batch, ALIGN) + h * aligned(g_head, ALIGN)
+        q_offset = batch * elements(q_batch, ALIGN) + h * elements(q_head, ALIGN)
+        g_offset = batch * elements(g_batch, ALIGN) + h * elements(g_head, ALIGN)
         q_row, q_column = (q_offset // q_token).to(tl.int32), (q_offset % q_token).to(tl.int32)
         g_row, g_column = (g_offset // g_token).to(tl.int32), (g_offset % g_token).to(tl.int32)
         of_head = batch * row_batch + h * row_head
         for masked_entries in tl.static_range(2):
             lower = masked if masked_entries else first
             upper = end if masked_entries else masked
-            SURE: tl.constexpr = TILE % QUERIES == 0 and not masked_entries
+            ahead = tl.load(start + lower, mask=lower < upper, other=0)
             for i in tl.range(
-                lower * STEPS, upper * STEPS, num_stages=STAGES, warp_specialize=WARP_SPECIALIZE
+                lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES, warp_specialize=WARP_SPECIALIZE
             ):
                 e = i // STEPS
                 first_slot = i % STEPS * QUERIES
                 slot = first_slot + tl.arange(0, QUERIES)
-                token = tl.load(start + e) + first_slot * step
+                token = ahead + first_slot * step
+                ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
                 own = slot < (tl.load(count + e) if masked_entries else TILE)
                 q = load_rows(
                     query, q_row + token.to(tl.int32), q_column, q_offset + token * q_token,
-                    tl.arange(0, QUERIES), own, step, q_token, WIDTH, PADDED, SURE, TMA, WIDE,
+                    tl.arange(0, QUERIES), own, step, q_token, WIDTH, PADDED, WHOLE and not masked_entries, TMA, WIDE,
                 )  # fmt: skip
                 do = load_rows(
                     grad_out, g_row + token.to(tl.int32), g_column, g_offset + token * g_token,
-                    tl.arange(0, QUERIES), own, step, g_token, VALUE_WIDTH, VALUE_PADDED, SURE,
+                    tl.arange(0, QUERIES), own, step, g_token, VALUE_WIDTH, VALUE_PADDED, WHOLE and not masked_entries,
                     TMA, WIDE,
                 )  # fmt: skip
-                if TMA and not SURE:  # what lies past the tile may be no number
+                if TMA and (masked_entries or not WHOLE):  # what lies past the tile may be no number
                     q = tl.where(own[:, None], q, 0.0)
                     do = tl.where(own[:, None], do, 0.0)
                 of_row = of_head + token + tl.arange(0, QUERIES) * step
@@ -281,12 +289,12 @@ def key_kernel(
                 dscore = tl.dot(v, tl.trans(do), input_precision=PRECISION) - d[None, :]
                 dscore *= weight
                 if masked_entries:
-                    keep = own[None, :] & visible(
-                        words, tl.load(mask + e), slot[None, :], keys[:, None], first_key,
+                    bits = visible(
+                        words, tl.load(mask + e), slot[None, :], tl.arange(0, KEYS)[:, None], first_key,
                         TILE, WORD, KEYS,
                     )  # fmt: skip
-                    weight = tl.where(keep, weight, 0.0)
-                    dscore = tl.where(keep, dscore, 0.0)
+                    weight = tl.where(bits != 0, weight, 0.0)
+                    dscore = tl.where(bits != 0, dscore, 0.0)
                 dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=PRECISION)
                 dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision=PRECISION)
 
@@ -300,10 +308,10 @@ def key_kernel(
         to_piece = piece_value + place[:, None] * VALUE_WIDTH + value_width[None, :]
         tl.store(to_piece, dv, mask=value_kept)
     else:
-        to_row = batch * aligned(dk_batch, ALIGN) + share * aligned(dk_head, ALIGN)
-        to_key = grad_key + (to_row + position * WIDTH)[:, None] + width[None, :]
-        to_row = batch * aligned(dv_batch, ALIGN) + share * aligned(dv_head, ALIGN)
-        to_value = grad_value + (to_row + position * VALUE_WIDTH)[:, None] + value_width[None, :]
+        to_row = batch * elements(dk_batch, ALIGN) + share * elements(dk_head, ALIGN)
+        to_key = grad_key + (to_row + position.to(tl.int64) * WIDTH)[:, None] + width[None, :]
+        to_row = batch * elements(dv_batch, ALIGN) + share * elements(dv_head, ALIGN)
+        to_value = grad_value + (to_row + position.to(tl.int64) * VALUE_WIDTH)[:, None] + value_width[None, :]
         if RUNNING:
             dk += tl.load(to_key, mask=kept, other=0.0)
             dv += tl.load(to_value, mask=value_kept, other=0.0)
@@ -318,7 +326,7 @@ def sum_kernel(
     num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, first_head: tl.int32,
     all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32, axes: tl.int32,
     TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    RUNNING: tl.constexpr,
+    ALIGN: tl.constexpr, RUNNING: tl.constexpr,
 ):  # fmt: skip
     """Adds up the pieces of each cut tile, in order; `heads` may be shares."""
     part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
@@ -332,7 +340,8 @@ def sum_kernel(
     real = (slot < TILE) & (position < tl.load(tile_stop + axis * num_tiles + tile))
     width = tl.arange(0, PADDED)
     kept = real[:, None] & (width < WIDTH)[None, :]
-    row = batch * grad_batch + head * grad_head + position * WIDTH
+    row = batch * elements(grad_batch, ALIGN) + head * elements(grad_head, ALIGN)
+    row += position * WIDTH
     to = grad + row[:, None] + width[None, :]
     if RUNNING:
         total = tl.load(to, mask=kept, other=0.0)

@@ -48,11 +48,11 @@ def load_rows(
 @triton.jit
 def visible(words, mask, queries, keys, first_key, TILE: tl.constexpr, WORD: tl.constexpr,
             KEYS: tl.constexpr):  # fmt: skip
-    """Which pairs of slots a bitmap holds; all of them for mask -1.
+    """Which pairs of slots a bitmap holds, as int32 that is not 0; all of them for mask -1.
 
-    `queries` and `keys` are slots in their tiles, one of them [n, 1], the other [1, n]; `first_key`
-    is the lowest of KEYS keys. Each word of a query's line is loaded once; which word a pair is in
-    is known when this is compiled.
+    `queries` are slots in their tile, `keys` the numbers 0 to KEYS - 1 of the slots from `first_key`
+    on; one of them is [n, 1], the other [1, n]. Each word of a query's line is loaded once; which
+    word a pair is in is known when this is compiled.
     """
     LINE: tl.constexpr = TILE // WORD
     line = words + mask.to(tl.int64) * (TILE * LINE) + queries * LINE
@@ -60,9 +60,9 @@ def visible(words, mask, queries, keys, first_key, TILE: tl.constexpr, WORD: tl.
     for w in tl.static_range((KEYS + WORD - 1) // WORD):
         inside = (mask >= 0) & (queries < TILE) & (first_key // WORD + w < LINE)
         word = tl.load(line + first_key // WORD + w, mask=inside, other=-1).to(tl.int32)
-        own = (keys - first_key) // WORD == w
-        bits = tl.where(own, (word >> (keys % WORD)) & 1, bits)
-    return bits != 0
+        bit = word & (1 << (keys & (WORD - 1)))
+        bits = tl.where((keys & ~(WORD - 1)) == w * WORD, bit, bits)
+    return bits
 
 
 @triton.jit
@@ -87,8 +87,9 @@ def table_of(batch, head, num_heads, tables, table_batches, axes):
 
 
 @triton.jit
-def aligned(stride, ALIGN: tl.constexpr):
-    return tl.multiple_of(stride, ALIGN)
+def elements(stride, ALIGN: tl.constexpr):
+    """Elements of a stride that was given in units of ALIGN of them, so that loads can be wide."""
+    return stride * ALIGN
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def _attend(acc, highest, total, q, k, v, bias, scale, keep, MASKED: tl.constexp
     """One step of the running softmax: (acc [rows, Dv], highest [rows], total [rows])."""
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
-        score = tl.where(keep, score, float("-inf"))
+        score = tl.where(keep != 0, score, float("-inf"))
     most = tl.max(score, 1) * scale
     if BIASED:
         most += bias
@@ -138,6 +139,7 @@ def forward_kernel(
     """
     PARTS: tl.constexpr = (TILE + TOKENS - 1) // TOKENS
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
+    WHOLE: tl.constexpr = TILE % KEYS == 0
     part, unit, head, batch = program_of(PARTS, PACK, num_units, num_heads, group)
     table, axis = table_of(
         batch, first_head + head, all_heads, tables, table_batches, axes
@@ -147,20 +149,21 @@ def forward_kernel(
     if tile < 0:
         return
     first, masked, end = tl.load(units + 1), tl.load(units + 2), tl.load(units + 3)
-    begin = tl.load(tile_start + axis * num_tiles + tile) + part * TOKENS * step
-    stop = tl.load(tile_stop + axis * num_tiles + tile)
+    index: tl.constexpr = tl.int64 if WIDE else tl.int32
+    begin = (tl.load(tile_start + axis * num_tiles + tile) + part * TOKENS * step).to(index)
+    stop = tl.load(tile_stop + axis * num_tiles + tile).to(index)
     if begin >= stop:
         return
 
     row = tl.arange(0, ROWS)
     slot = part * TOKENS + row % TOKENS
     of_pack = row // TOKENS
-    position = begin + (row % TOKENS) * step
+    position = begin + (row % TOKENS) * step.to(index)
     real = (position < stop) & (slot < TILE) & (of_pack < PACK) & (head % group + of_pack < group)
     heads = (head + of_pack).to(tl.int64)
     width = tl.arange(0, PADDED)
-    from_row = heads * aligned(q_head, ALIGN) + position * aligned(q_token, ALIGN)
-    from_row += batch * aligned(q_batch, ALIGN)
+    from_row = heads * elements(q_head, ALIGN) + position * elements(q_token, ALIGN)
+    from_row += batch * elements(q_batch, ALIGN)
     q = tl.load(
         query + from_row[:, None] + width[None, :],
         mask=real[:, None] & (width < WIDTH)[None, :],
@@ -168,8 +171,9 @@ def forward_kernel(
     )
 
     kv_head = head // group
-    k_offset = batch * aligned(k_batch, ALIGN) + kv_head * aligned(k_head, ALIGN)
-    v_offset = batch * aligned(v_batch, ALIGN) + kv_head * aligned(v_head, ALIGN)
+    k_offset = batch * elements(k_batch, ALIGN) + kv_head * elements(k_head, ALIGN)
+    v_offset = batch * elements(v_batch, ALIGN) + kv_head * elements(v_head, ALIGN)
+    k_token, v_token = elements(k_token, ALIGN), elements(v_token, ALIGN)
     k_row, k_column = (k_offset // k_token).to(tl.int32), (k_offset % k_token).to(tl.int32)
     v_row, v_column = (v_offset // v_token).to(tl.int32), (v_offset % v_token).to(tl.int32)
     bias += batch * bias_batch
@@ -183,32 +187,34 @@ def forward_kernel(
     for masked_entries in tl.static_range(2):
         lower = masked if masked_entries else first
         upper = end if masked_entries else masked
+        ahead = tl.load(start + lower, mask=lower < upper, other=0)
         for i in tl.range(
-            lower * STEPS, upper * STEPS, num_stages=STAGES, warp_specialize=WARP_SPECIALIZE
+            lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES, warp_specialize=WARP_SPECIALIZE
         ):
             e = i // STEPS
             first_slot = i % STEPS * KEYS
             keys = first_slot + tl.arange(0, KEYS)
-            token = tl.load(start + e) + first_slot * step
+            token = ahead + first_slot * step
+            ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
             if masked_entries:
                 own = keys < tl.load(count + e)
-                keep = own[None, :] & visible(
-                    words, tl.load(mask + e), slot[:, None], keys[None, :], first_slot,
+                bits = visible(
+                    words, tl.load(mask + e), slot[:, None], tl.arange(0, KEYS)[None, :], first_slot,
                     TILE, WORD, KEYS,
                 )  # fmt: skip
+                keep = tl.where(own[None, :], bits, 0)
             else:
                 own = keys < TILE
-                keep = own[None, :]
-            SURE: tl.constexpr = TILE % KEYS == 0 and not masked_entries
+                keep = own[None, :].to(tl.int32)
             k = load_rows(
                 key, k_row + token.to(tl.int32), k_column, k_offset + token * k_token,
-                tl.arange(0, KEYS), own, step, k_token, WIDTH, PADDED, SURE, TMA, WIDE,
+                tl.arange(0, KEYS), own, step, k_token, WIDTH, PADDED, WHOLE and not masked_entries, TMA, WIDE,
             )  # fmt: skip
             v = load_rows(
                 value, v_row + token.to(tl.int32), v_column, v_offset + token * v_token,
-                tl.arange(0, KEYS), own, step, v_token, VALUE_WIDTH, VALUE_PADDED, SURE, TMA, WIDE,
+                tl.arange(0, KEYS), own, step, v_token, VALUE_WIDTH, VALUE_PADDED, WHOLE and not masked_entries, TMA, WIDE,
             )  # fmt: skip
-            if TMA and not SURE:  # what lies past the tile may be no number
+            if TMA and (masked_entries or not WHOLE):  # what lies past the tile may be no number
                 v = tl.where(own[:, None], v, 0.0)
             if BIASED:
                 of_entry = bias + heads * bias_head + tl.load(entry + e)
@@ -216,7 +222,7 @@ def forward_kernel(
             else:
                 added = 0.0
             acc, highest, total = _attend(
-                acc, highest, total, q, k, v, added, scale, keep, not SURE, BIASED, PRECISION
+                acc, highest, total, q, k, v, added, scale, keep, masked_entries or not WHOLE, BIASED, PRECISION
             )
 
     some = total != 0.0  # or NaN
@@ -230,8 +236,8 @@ def forward_kernel(
         tl.store(piece_lse + place, natural, mask=real)
         tl.store(piece_out + place[:, None] * VALUE_WIDTH + width[None, :], acc, mask=kept)
     else:
-        to_row = batch * aligned(o_batch, ALIGN) + heads * aligned(o_head, ALIGN)
-        to_row += position * VALUE_WIDTH
+        to_row = batch * elements(o_batch, ALIGN) + heads * elements(o_head, ALIGN)
+        to_row += position.to(tl.int64) * VALUE_WIDTH
         to_out = out + to_row[:, None] + width[None, :]
         to_lse = lse + batch * lse_batch + heads * lse_head + position
         if RUNNING:
@@ -262,7 +268,7 @@ def merge_kernel(
     num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, first_head: tl.int32,
     all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32, axes: tl.int32,
     TILE: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, RUNNING: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, ALIGN: tl.constexpr, RUNNING: tl.constexpr,
 ):  # fmt: skip
     """Merges the pieces of each cut tile, in order, into out and lse; see `forward_kernel`."""
     part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
@@ -276,7 +282,8 @@ def merge_kernel(
     real = (slot < TILE) & (position < tl.load(tile_stop + axis * num_tiles + tile))
     width = tl.arange(0, VALUE_PADDED)
     kept = real[:, None] & (width < VALUE_WIDTH)[None, :]
-    row = batch * o_batch + head.to(tl.int64) * o_head + position * VALUE_WIDTH
+    row = batch * elements(o_batch, ALIGN) + head.to(tl.int64) * elements(o_head, ALIGN)
+    row += position * VALUE_WIDTH
     to_out = out + row[:, None] + width[None, :]
     to_lse = lse + batch * lse_batch + head.to(tl.int64) * lse_head + position
     if RUNNING:

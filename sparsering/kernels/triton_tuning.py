@@ -25,6 +25,10 @@ class Config(NamedTuple):
     warp_specialize: bool = False
 
 
+def generation(device: torch.device) -> int:
+    return 0
+
+
 def config(kernel: str, like: Tensor, width: int, tile: int) -> Config:
     """For "forward", "query" or "key" on tensors like this one, at the larger head dim."""
     most = max(16, 1 << (tile - 1).bit_length())
