@@ -14,7 +14,16 @@ from .algebra import Pattern
 from .kernels.reference import reference_attention
 from .layout import BlockLayout
 from .merge import finite_or_zero
-from .ops import BACKENDS, DTYPES, attention_op, check_bias, choose, layout_for, pair_counts_op
+from .ops import (
+    ADAPTERS,
+    BACKENDS,
+    DTYPES,
+    attention_op,
+    check_bias,
+    choose,
+    layout_for,
+    pair_counts_op,
+)
 
 
 @overload
@@ -113,6 +122,11 @@ def attention(
         log_counts = _log_counts(query, key, pattern, q_start, block_size, block_bias)
         with torch.autocast(query.device.type, enabled=False):
             out, lse = reference_attention(query, key, value, log_counts, scale)
+    elif name in ADAPTERS:
+        layout = layout_for(pattern.expression, pattern.tensors, query, key, q_start, block_size)
+        check_bias(block_bias, layout)
+        with torch.autocast(query.device.type, enabled=False):
+            out, lse = ADAPTERS[name](layout, query, key, value, block_bias, scale)
     else:
         _refuse_forward_mode(query, key, value)
         out, lse = attention_op(

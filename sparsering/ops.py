@@ -7,6 +7,7 @@ or runs.
 """
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .algebra import Frame, Pattern
 from .block_patterns import block_masks
 from .cache import BLOCK_SIZES, layout_cache
 from .expression import parse
-from .kernels import cpu, gather, triton
+from .kernels import cpu, flash, flex, gather, torch_sparse, triton
 from .layout import BlockLayout
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -32,12 +33,30 @@ BACKENDS: dict[str, Callable[..., list[str]]] = {
     "triton": triton.reasons,
     "gather": _no_reason,
     "reference": _no_reason,
+    "flex": flex.reasons,
+    "flash": flash.reasons,
+    "torch_sparse": torch_sparse.reasons,
 }
 """Names in order of preference, and for each the reasons why it cannot run on (query, key, value),
-[] if it can.
+[] if it can. What stands behind `reference` runs only when it is named.
 """
 
-_KERNELS = {"cpu": cpu, "triton": triton, "gather": gather}
+ADAPTERS = {"flex": flex.attention, "torch_sparse": torch_sparse.attention}
+"""Backends in plain differentiable torch, which need no operator of their own."""
+
+_FORWARD = {
+    "cpu": cpu.forward,
+    "triton": triton.forward,
+    "gather": gather.forward,
+    "flash": flash.forward,
+}
+_BACKWARD = {
+    "cpu": cpu.backward,
+    "triton": triton.backward,
+    "gather": gather.backward,
+    "flash": triton.backward,
+}
+_PACKAGES = {"triton": ("triton", "triton"), "flash": ("flash_attn", "flash")}  # and their extras
 
 
 def backends() -> dict[str, list[str]]:
@@ -46,8 +65,9 @@ def backends() -> dict[str, list[str]]:
 
 
 def choose(backend: str | None, query: Tensor, key: Tensor, value: Tensor) -> str:
-    """The named backend, or the first that can run. Raises NotImplementedError with every
-    reason.
+    """The named backend, or the first that can run.
+
+    Raises NotImplementedError with every reason, ImportError where a named one lacks its package.
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
@@ -55,6 +75,11 @@ def choose(backend: str | None, query: Tensor, key: Tensor, value: Tensor) -> st
     for name in names:
         if not BACKENDS[name](query, key, value):
             return name
+    if backend in _PACKAGES and find_spec(_PACKAGES[backend][0]) is None:
+        package, extra = _PACKAGES[backend]
+        raise ImportError(
+            f"backend {backend!r} needs the package {package}: pip install 'sparsering[{extra}]'"
+        )
     raise NotImplementedError(
         "; ".join(f"{name}: {', '.join(BACKENDS[name](query, key, value))}" for name in names)
     )
@@ -115,7 +140,7 @@ def attention_op(
     layout = layout_for(pattern, tensors, query, key, q_start, block_size)
     check_bias(block_bias, layout)
     with torch.autocast(query.device.type, enabled=False):  # it would round scores
-        return _KERNELS[backend].forward(layout, query, key, value, block_bias, scale)
+        return _FORWARD[backend](layout, query, key, value, block_bias, scale)
 
 
 @torch.library.custom_op("sparsering::attention_backward", mutates_args=())
@@ -138,7 +163,7 @@ def attention_backward_op(
     """Gradients of query, key, value and block_bias (empty without one)."""
     layout = layout_for(pattern, tensors, query, key, q_start, block_size)
     with torch.autocast(query.device.type, enabled=False):
-        dq, dk, dv, dbias = _KERNELS[backend].backward(
+        dq, dk, dv, dbias = _BACKWARD[backend](
             layout, grad_out, grad_lse, query, key, value, block_bias, out, lse, scale
         )
     return dq, dk, dv, query.new_empty(0) if dbias is None else dbias

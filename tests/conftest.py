@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # before matplotlib is imported: no test opens a window
+os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are: they run in Python, on CPU tensors
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..layout import BlockLayout, Pass
+from .cache_folder import cache_folder
 from .inputs import dense_rows, positive_scale, signed_gradient
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -114,7 +115,7 @@ def build() -> Path:
     Raises OSError (the folder cannot be written) or RuntimeError (no compiler, or it failed), with
     what to do.
     """
-    folder = Path(os.environ.get("SPARSERING_CACHE") or _cache_home() / "sparsering")
+    folder = cache_folder()
     machine = (torch.__version__, str(torch.version.git_version), platform.machine())
     recipe = "\0".join([*machine, *platform.libc_ver(), *_flags()]).encode()
     recipe += b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
@@ -193,10 +194,6 @@ def _flags() -> list[str]:
         *[*vectors, f"-DCPU_CAPABILITY={known}", f"-DCPU_CAPABILITY_{known}"],
         *os.environ.get("SPARSERING_CXXFLAGS", "").split(),
     ]
-
-
-def _cache_home() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 @torch.compiler.assume_constant_result

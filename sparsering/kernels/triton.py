@@ -23,7 +23,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_WIDTH = 256
 _LEAST_PROGRAMS = 8  # per multiprocessor, that a launch should have
 _ROWS = 64  # of a program that combines or prepares
-_LOG2_E = 1.4426950408889634
 
 
 def reasons(*tensors: Tensor) -> list[str]:
@@ -46,6 +45,7 @@ def reasons(*tensors: Tensor) -> list[str]:
 def interpreting() -> bool:
     """Whether kernels run in Python on CPU tensors, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
 
 @cache
 def _is_installed() -> bool:
@@ -187,12 +187,12 @@ def _query_pass(
     config = _config("query", part)
     rows = _rows(part, number, config)
     w = _walk(part, number, rows["programs"], by_key=False)
-    grad_out, delta, log2_lse = grads
+    grad_out, delta, safe_lse = grads
     pieces = dq.new_empty(_slots(part, dq.shape[1], w, dq.shape[3]), dtype=torch.float32)
     arguments = {
         **_of_inputs(part, config), **_of_tiles(part, number, w, by_key=False), **rows,
         "KEYS": config.streamed, "RUNNING": number > 0,
-        "grad_out": grad_out, "delta": delta, "log2_lse": log2_lse, "grad_query": dq,
+        "grad_out": grad_out, "delta": delta, "safe_lse": safe_lse, "grad_query": dq,
         "row_batch": delta.stride(0), "row_head": delta.stride(1), "piece": pieces, "grad": dq,
         "num_heads": dq.shape[1],
         **_strides(q=part.query, k=part.key, v=part.value, g=grad_out, dq=dq, grad=dq),
@@ -227,7 +227,7 @@ def _key_passes(part: _Part, grads: list[Tensor]) -> list[Tensor]:
         for x in (part.key, part.value)
     )
     programs = batch * dk.shape[1] * -(-layout.block_size // config.rows)
-    grad_out, delta, log2_lse = grads
+    grad_out, delta, safe_lse = grads
     for number in range(len(layout.passes)):
         w = _walk(part, number, programs, by_key=True)
         pieces = [
@@ -238,7 +238,7 @@ def _key_passes(part: _Part, grads: list[Tensor]) -> list[Tensor]:
             **_of_inputs(part, config), **_of_tiles(part, number, w, by_key=True),
             "KEYS": config.rows, "QUERIES": config.streamed, "HEADS": at_a_time,
             "RUNNING": number > 0, "num_heads": part.query.shape[1],
-            "grad_out": grad_out, "delta": delta, "log2_lse": log2_lse,
+            "grad_out": grad_out, "delta": delta, "safe_lse": safe_lse,
             "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],
             "row_batch": delta.stride(0), "row_head": delta.stride(1),
             **_strides(q=part.query, k=part.key, v=part.value, g=grad_out, dk=dk, dv=dv),
@@ -256,21 +256,25 @@ def _key_passes(part: _Part, grads: list[Tensor]) -> list[Tensor]:
     return [x.unflatten(1, (num_kv_heads, shares)).sum(2) for x in (dk, dv)]
 
 
-def _prepared(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(delta, lse in powers of two), both [B, Hq, Nq]."""
+def _prepared(
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(delta, lse that is +inf for rows without keys), both [B, Hq, Nq]."""
     from .triton_backward import prepare_kernel
 
-    delta, log2_lse = torch.empty_like(lse), torch.empty_like(lse)
+    delta, safe_lse = torch.empty_like(lse), torch.empty_like(lse)
     out = out.contiguous()
     arguments = {
         "grad_out": grad_out, "grad_lse": grad_lse.contiguous(), "out": out,
-        "lse": lse.contiguous(), "delta": delta, "log2_lse": log2_lse,
+        "lse": lse.contiguous(), "delta": delta, "safe_lse": safe_lse,
         **_strides(g=grad_out, o=out), "num_heads": lse.shape[1], "q_len": lse.shape[2],
         "ROWS": _ROWS, "VALUE_WIDTH": out.shape[3], "VALUE_PADDED": _padded(out),
     }  # fmt: skip
     if lse.numel():
-        _launch(prepare_kernel, lse.shape[0] * lse.shape[1] * -(-lse.shape[2] // _ROWS), None, arguments)
-    return delta, log2_lse
+        _launch(
+            prepare_kernel, lse.shape[0] * lse.shape[1] * -(-lse.shape[2] // _ROWS), None, arguments
+        )
+    return delta, safe_lse
 
 
 def _rows(part: _Part, number: int, config: Config) -> dict[str, int]:
@@ -327,7 +331,7 @@ def _of_inputs(part: _Part, config: Config) -> dict[str, Any]:
         "bias_batch": 0 if bias is None else bias.stride(0),
         "bias_head": 0 if bias is None else bias.stride(1),
         "grad_bias": query, "num_blocks": 0,
-        "scale": part.scale * _LOG2_E, "group": part.group, "first_head": part.heads.start,
+        "scale": part.scale, "group": part.group, "first_head": part.heads.start,
         "all_heads": part.layout.frame.num_heads, "PRECISION": _precision(),
         "STAGES": config.stages, "WARP_SPECIALIZE": config.warp_specialize,
     }  # fmt: skip

@@ -19,13 +19,13 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def prepare_kernel(
-    grad_out, grad_lse, out, lse, delta, log2_lse,
+    grad_out, grad_lse, out, lse, delta, safe_lse,
     g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
     o_batch: tl.int64, o_head: tl.int64, num_heads: tl.int64, q_len: tl.int64,
     ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """delta and lse in powers of two, [B, heads, Nq]; the latter +inf, so that P = 0, for -inf."""
+    """delta and, [B, heads, Nq] too, lse; +inf, so that P = 0, where a row has no key."""
     program = tl.program_id(0).to(tl.int64)
     blocks = (q_len + ROWS - 1) // ROWS
     position = program % blocks * ROWS + tl.arange(0, ROWS)
@@ -44,13 +44,13 @@ def prepare_kernel(
     natural = tl.load(lse + place, mask=real, other=float("-inf"))
     product = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     tl.store(delta + place, product - tl.load(grad_lse + place, mask=real, other=0.0), mask=real)
-    powers = tl.where(natural == float("-inf"), float("inf"), natural * _LOG2_E)
-    tl.store(log2_lse + place, powers, mask=real)
+    natural = tl.where(natural == float("-inf"), float("inf"), natural)
+    tl.store(safe_lse + place, natural, mask=real)
 
 
 @triton.jit
 def query_kernel(
-    query, key, value, grad_out, bias, delta, log2_lse, grad_query, piece, grad_bias,
+    query, key, value, grad_out, bias, delta, safe_lse, grad_query, piece, grad_bias,
     units, start, count, mask, entry, words, tile_start, tile_stop,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
@@ -109,7 +109,7 @@ def query_kernel(
     )
     of_row = batch * row_batch + heads * row_head + position
     d = tl.load(delta + of_row, mask=real, other=0.0)
-    powers = tl.load(log2_lse + of_row, mask=real, other=float("inf"))
+    natural = tl.load(safe_lse + of_row, mask=real, other=float("inf"))
 
     kv_head = head // group
     k_offset = batch * elements(k_batch, ALIGN) + kv_head * elements(k_head, ALIGN)
@@ -128,7 +128,10 @@ def query_kernel(
         upper = end if masked_entries else masked
         ahead = tl.load(start + lower, mask=lower < upper, other=0)
         for i in tl.range(
-            lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES, warp_specialize=WARP_SPECIALIZE
+            lower * STEPS,
+            upper * STEPS,
+            num_stages=2 if masked_entries else STAGES,
+            warp_specialize=WARP_SPECIALIZE,
         ):
             e = i // STEPS
             first_slot = i % STEPS * KEYS
@@ -146,11 +149,13 @@ def query_kernel(
             )  # fmt: skip
             if TMA and (masked_entries or not WHOLE):  # what lies past the tile may be no number
                 k = tl.where(own[:, None], k, 0.0)
-            score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if BIASED:
                 of_entry = bias + heads * bias_head + tl.load(entry + e)
-                score += (tl.load(of_entry, mask=real, other=0.0) * _LOG2_E)[:, None]
-            weight = tl.exp2(score - powers[:, None])
+                base = (natural - tl.load(of_entry, mask=real, other=0.0)) * _LOG2_E
+            else:
+                base = natural * _LOG2_E
+            weight = tl.exp2(score * (scale * _LOG2_E) - base[:, None])
             dscore = tl.dot(do, tl.trans(v), input_precision=PRECISION) - d[:, None]
             dscore *= weight
             if masked_entries:
@@ -170,7 +175,7 @@ def query_kernel(
                 there = (packed < PACK) & (head % group + packed < group)
                 tl.store(grad_bias + place + part * STEPS + i % STEPS, sums, mask=there)
 
-    dq *= scale / _LOG2_E
+    dq *= scale
     cut = tl.load(units + 4)
     if cut >= 0:
         place = ((batch * num_heads + heads) * num_slots + cut) * TILE + slot
@@ -186,7 +191,7 @@ def query_kernel(
 
 @triton.jit
 def key_kernel(
-    query, key, value, grad_out, bias, delta, log2_lse, grad_key, grad_value, piece_key,
+    query, key, value, grad_out, bias, delta, safe_lse, grad_key, grad_value, piece_key,
     piece_value, units, start, count, mask, entry, words, tile_start, tile_stop,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
@@ -258,7 +263,10 @@ def key_kernel(
             upper = end if masked_entries else masked
             ahead = tl.load(start + lower, mask=lower < upper, other=0)
             for i in tl.range(
-                lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES, warp_specialize=WARP_SPECIALIZE
+                lower * STEPS,
+                upper * STEPS,
+                num_stages=2 if masked_entries else STAGES,
+                warp_specialize=WARP_SPECIALIZE,
             ):
                 e = i // STEPS
                 first_slot = i % STEPS * QUERIES
@@ -275,17 +283,19 @@ def key_kernel(
                     tl.arange(0, QUERIES), own, step, g_token, VALUE_WIDTH, VALUE_PADDED, WHOLE and not masked_entries,
                     TMA, WIDE,
                 )  # fmt: skip
-                if TMA and (masked_entries or not WHOLE):  # what lies past the tile may be no number
+                if TMA and (
+                    masked_entries or not WHOLE
+                ):  # what lies past the tile may be no number
                     q = tl.where(own[:, None], q, 0.0)
                     do = tl.where(own[:, None], do, 0.0)
                 of_row = of_head + token + tl.arange(0, QUERIES) * step
-                powers = tl.load(log2_lse + of_row, mask=own, other=float("inf"))
+                base = tl.load(safe_lse + of_row, mask=own, other=float("inf"))
                 d = tl.load(delta + of_row, mask=own, other=0.0)
-                score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+                score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
                 if BIASED:
                     of_entry = bias + batch * bias_batch + h * bias_head + tl.load(entry + e)
-                    score += tl.load(of_entry) * _LOG2_E
-                weight = tl.exp2(score - powers[None, :])
+                    base -= tl.load(of_entry)
+                weight = tl.exp2(score * (scale * _LOG2_E) - (base * _LOG2_E)[None, :])
                 dscore = tl.dot(v, tl.trans(do), input_precision=PRECISION) - d[None, :]
                 dscore *= weight
                 if masked_entries:
@@ -298,7 +308,7 @@ def key_kernel(
                 dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=PRECISION)
                 dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision=PRECISION)
 
-    dk *= scale / _LOG2_E
+    dk *= scale
     share = head // group * ((group + HEADS - 1) // HEADS) + head % group // HEADS
     cut = tl.load(units + 4)
     if cut >= 0:
@@ -311,7 +321,11 @@ def key_kernel(
         to_row = batch * elements(dk_batch, ALIGN) + share * elements(dk_head, ALIGN)
         to_key = grad_key + (to_row + position.to(tl.int64) * WIDTH)[:, None] + width[None, :]
         to_row = batch * elements(dv_batch, ALIGN) + share * elements(dv_head, ALIGN)
-        to_value = grad_value + (to_row + position.to(tl.int64) * VALUE_WIDTH)[:, None] + value_width[None, :]
+        to_value = (
+            grad_value
+            + (to_row + position.to(tl.int64) * VALUE_WIDTH)[:, None]
+            + value_width[None, :]
+        )
         if RUNNING:
             dk += tl.load(to_key, mask=kept, other=0.0)
             dv += tl.load(to_value, mask=value_kept, other=0.0)

@@ -3,7 +3,7 @@ past.
 
 A program's rows are tokens of one tile (or of a part of it) for `PACK` query heads that share keys
 and table: row r is token r % TOKENS of head r // TOKENS. Scores are float32 registers [rows, keys];
-the softmax runs in powers of two. What is a `tl.constexpr` is resolved when the kernel is compiled;
+exponentials are powers of two. What is a `tl.constexpr` is resolved when the kernel is compiled;
 lengths, counts, strides and scales are not.
 """
 
@@ -14,7 +14,6 @@ from .triton_walk import CUT, UNIT
 
 _UNIT = tl.constexpr(UNIT)
 _CUT = tl.constexpr(CUT)
-_LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -104,11 +103,9 @@ def _attend(acc, highest, total, q, k, v, bias, scale, keep, MASKED: tl.constexp
         most += bias
     now = tl.maximum(highest, most)
     base = tl.where(now == float("-inf"), 0.0, now)
-    if BIASED:
-        weight = tl.exp2(score * scale + (bias - base)[:, None])
-    else:
-        weight = tl.exp2(score * scale - base[:, None])
-    decay = tl.exp2(highest - base)
+    shift = (bias - base) * _LOG2_E
+    weight = tl.exp2(score * (scale * _LOG2_E) + shift[:, None])
+    decay = tl.exp2((highest - base) * _LOG2_E)
     total = total * decay + tl.sum(weight, 1)
     acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
     return acc, now, total
@@ -141,9 +138,7 @@ def forward_kernel(
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
     WHOLE: tl.constexpr = TILE % KEYS == 0
     part, unit, head, batch = program_of(PARTS, PACK, num_units, num_heads, group)
-    table, axis = table_of(
-        batch, first_head + head, all_heads, tables, table_batches, axes
-    )
+    table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     units += (table * num_units + unit) * _UNIT
     tile = tl.load(units)
     if tile < 0:
@@ -189,7 +184,10 @@ def forward_kernel(
         upper = end if masked_entries else masked
         ahead = tl.load(start + lower, mask=lower < upper, other=0)
         for i in tl.range(
-            lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES, warp_specialize=WARP_SPECIALIZE
+            lower * STEPS,
+            upper * STEPS,
+            num_stages=2 if masked_entries else STAGES,
+            warp_specialize=WARP_SPECIALIZE,
         ):
             e = i // STEPS
             first_slot = i % STEPS * KEYS
@@ -218,16 +216,28 @@ def forward_kernel(
                 v = tl.where(own[:, None], v, 0.0)
             if BIASED:
                 of_entry = bias + heads * bias_head + tl.load(entry + e)
-                added = tl.load(of_entry, mask=real, other=0.0) * _LOG2_E
+                added = tl.load(of_entry, mask=real, other=0.0)
             else:
                 added = 0.0
             acc, highest, total = _attend(
-                acc, highest, total, q, k, v, added, scale, keep, masked_entries or not WHOLE, BIASED, PRECISION
+                acc,
+                highest,
+                total,
+                q,
+                k,
+                v,
+                added,
+                scale,
+                keep,
+                masked_entries or not WHOLE,
+                BIASED,
+                PRECISION,
             )
 
     some = total != 0.0  # or NaN
-    acc /= tl.where(some, total, 1.0)[:, None]
-    natural = tl.where(some, (highest + tl.log2(total)) * _LN_2, float("-inf"))
+    total = tl.where(some, total, 1.0)
+    acc /= total[:, None]
+    natural = tl.where(some, highest + tl.log(total), float("-inf"))
     width = tl.arange(0, VALUE_PADDED)
     kept = real[:, None] & (width < VALUE_WIDTH)[None, :]
     cut = tl.load(units + 4)
@@ -255,9 +265,10 @@ def merge(out, lse, other_out, other_lse):
     most = tl.maximum(lse, other_lse)
     base = tl.where(most == float("-inf"), 0.0, most)
     a, b = tl.exp(lse - base), tl.exp(other_lse - base)
-    total = tl.where(a + b == 0.0, 1.0, a + b)
+    none = a + b == 0.0
+    total = tl.where(none, 1.0, a + b)
     merged = out * (a / total)[:, None] + other_out * (b / total)[:, None]
-    return merged, base + tl.log(a + b)
+    return merged, tl.where(none, float("-inf"), base + tl.log(total))
 
 
 @triton.jit

@@ -44,9 +44,7 @@ class Walk(NamedTuple):
 _walks: WeakKeyDictionary[Pass, dict[object, Walk]] = WeakKeyDictionary()
 
 
-def walk(
-    layout: BlockLayout, number: int, *, by_key: bool, programs: int, processors: int
-) -> Walk:
+def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, processors: int) -> Walk:
     """The walk over the entries of pass `number`, kept for the life of the pass.
 
     Args:
@@ -118,7 +116,10 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
     which = (~cut).to(torch.int8).argsort(dim=-1, stable=True)[..., :spare]
     cuts = torch.stack((which, first_slot.gather(-1, which), pieces.gather(-1, which)), -1)
     cuts = torch.where(cut.gather(-1, which)[..., None], cuts, -1)
-    ordered = (x.gather(-1, order).int().contiguous() for x in (start, count, mask, entry + first[..., None]))
+    ordered = (
+        x.gather(-1, order).int().contiguous()
+        for x in (start, count, mask, entry + first[..., None])
+    )
     return Walk(units.int().contiguous(), *ordered, cuts.int().contiguous(), slots_used)
 
 

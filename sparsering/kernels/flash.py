@@ -1,0 +1,98 @@
+"""An adapter to FlashAttention-4's block sparsity (the package flash-attn-4; Hopper, Blackwell).
+
+Forward alone: its backward over blocks was wrong on Hopper for some head dims (flash-attention
+#2623, #2896), so gradients come from the Triton kernels, which need no more than (out, lse). Only
+layouts of whole blocks of 128 fit: its masks inside a block are CuTe programs.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from ..layout import BlockLayout
+from .inputs import dense_rows
+
+_BLOCK = 128
+_WIDTHS = (64, 128)
+
+
+@cache
+def _is_installed() -> bool:
+    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+
+
+def reasons(*tensors: Tensor) -> list[str]:
+    """Why FlashAttention-4 cannot run on these tensors, or on this machine."""
+    found = [] if _is_installed() else ["the package flash-attn-4 is missing"]
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10):
+        found.append("it needs a Hopper or Blackwell GPU")
+    if any(x.device.type != "cuda" for x in tensors):
+        found.append("it runs on cuda tensors")
+    if any(x.dtype not in (torch.bfloat16, torch.float16) for x in tensors):
+        found.append("it computes in bfloat16 and float16")
+    if any(x.dim() and x.shape[-1] not in _WIDTHS for x in tensors):
+        found.append(f"head dims other than {' and '.join(map(str, _WIDTHS))} are untried")
+    return found
+
+
+def forward(
+    layout: BlockLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a layout of whole blocks; see `gather.forward`. lse is float32.
+
+    Raises NotImplementedError with what it lacks for another layout.
+    """
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_attn.cute.interface import flash_attn_func
+
+    if found := _misfits(layout, block_bias):
+        raise NotImplementedError(f"flash: {'; '.join(found)}; name another backend or none")
+    p = layout.passes[0]
+    rows, columns = p.query_start.shape[1], p.key_start.shape[1]
+    counts = p.row_ptr.diff().int()
+    heads = 1 if counts.shape[1] == 1 else query.shape[1]
+    slot = torch.arange(columns, device=counts.device)
+    place = p.row_ptr[..., :-1, None].long() + slot  # of each row's entries in the table
+    place = place.clamp(max=max(0, p.key_tile.shape[2] - 1)).flatten(2)
+    index = p.key_tile.gather(2, place).unflatten(2, (rows, columns))
+    index = torch.where(slot < counts[..., None], index, 0)
+    counts, index = (x.repeat_interleave(heads // x.shape[1], 1) for x in (counts, index))
+    blocks = BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros_like(counts),
+        mask_block_idx=torch.zeros_like(index),
+        full_block_cnt=counts.contiguous(),
+        full_block_idx=index.int().contiguous(),
+        block_size=(_BLOCK, _BLOCK),
+    )
+    out, lse = flash_attn_func(
+        *(dense_rows(x).transpose(1, 2) for x in (query, key, value)),
+        softmax_scale=scale,
+        block_sparse_tensors=blocks,
+        return_lse=True,
+    )
+    empty = (counts == 0).repeat_interleave(_BLOCK, -1).expand(*query.shape[:3])
+    out = torch.where(empty[..., None], 0.0, out.transpose(1, 2))
+    return out, torch.where(empty, -torch.inf, lse)
+
+
+def _misfits(layout: BlockLayout, block_bias: Tensor | None) -> list[str]:
+    found = []
+    frame = layout.frame
+    if block_bias is not None:
+        found.append("it has no block_bias")
+    if layout.block_size != _BLOCK or frame.q_len % _BLOCK or frame.kv_len % _BLOCK:
+        found.append(f"it wants blocks of {_BLOCK} and lengths that are multiples of them")
+    if len(layout.passes) != 1:
+        found.append(f"it runs one pass, this layout has {len(layout.passes)}")
+    elif not (layout.passes[0].step == 1 and all(layout.passes[0].covers)):
+        found.append("it wants plain tiles, this layout has strided ones")
+    if any(len(p.bitmaps) for p in layout.passes):
+        found.append("it wants whole blocks, this layout has masks inside some")
+    return found

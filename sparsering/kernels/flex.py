@@ -1,0 +1,160 @@
+"""An adapter to FlexAttention, for comparison and for devices that nothing else here runs on.
+
+Each pass becomes a `BlockMask` on a regular grid of blocks; where its tiles are no such grid, their
+tokens are gathered first. Plain differentiable torch; FlexAttention itself has no backward on the
+CPU, where it runs uncompiled and computes every score.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from ..compile import unpack
+from ..layout import BlockLayout, Pass
+from ..merge import merge_attention
+
+_LEAST_WIDTH = 16  # of a compiled kernel
+
+
+def reasons(*tensors: Tensor) -> list[str]:
+    """Why FlexAttention cannot run on these tensors."""
+    found = []
+    if any(x.dim() and 0 in x.shape for x in tensors):
+        found.append("FlexAttention takes no dim of size 0")
+    on_cpu = all(x.device.type == "cpu" for x in tensors)
+    if tensors and on_cpu and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        found.append("FlexAttention has no backward on the CPU; call it under torch.no_grad()")
+    if not on_cpu and any(x.dtype == torch.float64 for x in tensors):
+        found.append("FlexAttention compiles no float64")
+    if not on_cpu and any(x.dim() and x.shape[-1] < _LEAST_WIDTH for x in tensors):
+        found.append(f"FlexAttention compiles head dims from {_LEAST_WIDTH} on")
+    return found
+
+
+def attention(
+    layout: BlockLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a layout, differentiable where FlexAttention is; see `gather.forward`.
+
+    Cost: O((N / block_size)^2) memory for the block mask, and copies of what a pass gathers.
+    """
+    if block_bias is not None:
+        raise NotImplementedError("flex: it has no block_bias; name another backend or none")
+    kind = torch.float64 if query.dtype == torch.float64 else torch.float32
+    outs = [query.new_zeros(*query.shape[:3], value.shape[3])]
+    lses = [query.new_full(query.shape[:3], -torch.inf, dtype=kind)]
+    for p in layout.passes:
+        if 0 in (p.query_start.shape[1], p.key_tile.shape[2]):
+            continue
+        queries, keys = (
+            _positions(start, stop, p.step, layout.block_size)
+            for start, stop in ((p.query_start, p.query_stop), (p.key_start, p.key_stop))
+        )
+        out, lse = _run(query.device.type)(
+            _take(query, queries),
+            _take(key, keys),
+            _take(value, keys),
+            block_mask=_block_mask(layout, p, queries >= 0, keys >= 0, query.shape[1]),
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            return_lse=True,
+            kernel_options=_kernel_options(layout.block_size, query.device.type),
+        )
+        back = _where_in(queries, query.shape[2])
+        empty = torch.zeros_like(lse[:, :, :1])
+        out = torch.where((lse == -torch.inf)[..., None], 0.0, out)
+        outs.append(_take(torch.cat((out, torch.zeros_like(out[:, :, :1])), 2), back))
+        lses.append(_take(torch.cat((lse.to(kind), empty.to(kind) - torch.inf), 2), back))
+    return merge_attention(outs, lses)
+
+
+@cache
+def _run(device: str) -> Any:
+    return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True)
+
+
+def _kernel_options(block_size: int, device: str) -> dict[str, Any] | None:
+    """Its kernels' own blocks must divide ours."""
+    divisor = block_size & -block_size
+    if device == "cpu" or divisor >= 128:
+        return None
+    return {"BLOCK_M": divisor, "BLOCK_N": divisor}
+
+
+def _positions(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
+    """[S, tiles * block_size] token of each slot, -1 where it holds none."""
+    tokens = start[..., None] + step * torch.arange(block_size, device=start.device)
+    return torch.where(tokens < stop[..., None], tokens, -1).flatten(1)
+
+
+def _take(x: Tensor, tokens: Tensor) -> Tensor:
+    """The rows of [B, H, N, ..] that each of S groups of heads lists; -1 takes the last one."""
+    if tokens.shape == (1, x.shape[2]) and bool((tokens[0] == _slots(x)).all()):
+        return x
+    of_head = tokens.repeat_interleave(x.shape[1] // len(tokens), 0)
+    index = torch.where(of_head < 0, x.shape[2] - 1, of_head)[None]
+    index = index.expand(x.shape[0], -1, -1)
+    if x.dim() == 3:
+        return x.gather(2, index)
+    return x.gather(2, index[..., None].expand(*index.shape, x.shape[3]))
+
+
+def _slots(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[2], device=x.device)
+
+
+def _where_in(tokens: Tensor, length: int) -> Tensor:
+    """[S, length] slot of each token; -1, the last of what is appended, where none holds it."""
+    slots = tokens.new_full((len(tokens), length + 1), -1)
+    slot = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return slots.scatter(1, torch.where(tokens < 0, length, tokens), slot)[:, :-1]
+
+
+def _block_mask(
+    layout: BlockLayout, p: Pass, queries: Tensor, keys: Tensor, heads: int
+) -> BlockMask:
+    """The pass's table as block lists; `queries` and `keys` say which slots hold tokens."""
+    size, batch = layout.block_size, len(p.row_ptr)
+    rows, columns = p.query_start.shape[1], p.key_start.shape[1]
+    row = p.query_tiles().clamp(max=rows - 1)
+    real = torch.arange(row.shape[2], device=row.device) < p.num_entries[..., None]
+    which = torch.where(real, row * columns + p.key_tile, rows * columns)
+    number = torch.full(
+        (*row.shape[:2], rows * columns + 1), -2, dtype=torch.int32, device=row.device
+    )
+    number = number.scatter(2, which, p.mask)[..., :-1]
+    number = number.repeat_interleave(heads // number.shape[1], 1).unflatten(2, (rows, columns))
+    cells = unpack(p.bitmaps, size)
+    cells = torch.cat((cells, cells.new_ones(1, size, size)))
+    per_axis = heads // len(queries)
+
+    def in_pattern(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        of = number[b % batch, h, q // size, k // size]
+        axis = h // per_axis
+        own = torch.where(of < 0, len(cells) - 1, of)
+        return cells[own, q % size, k % size] & queries[axis, q] & keys[axis, k] & (of > -2)
+
+    visited, full = number > -2, number == -1
+    whole = keys.unflatten(1, (columns, size)).all(-1)  # a padding key is in no pair
+    full = full & whole.repeat_interleave(per_axis, 0)[None, :, None, :]
+    partial = visited & ~full
+
+    def lists(table: Tensor) -> tuple[Tensor, Tensor]:
+        order = (~table).to(torch.int8).argsort(dim=-1, stable=True)
+        return table.sum(-1, dtype=torch.int32), order.int()
+
+    return BlockMask.from_kv_blocks(
+        *lists(partial),
+        *lists(full),
+        BLOCK_SIZE=size,
+        mask_mod=in_pattern,
+        seq_lengths=(queries.shape[1], keys.shape[1]),
+    )

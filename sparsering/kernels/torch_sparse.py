@@ -1,0 +1,91 @@
+"""An experiment for comparison: torch's sampled matrix product over the pattern's pairs, as CSR.
+
+Plain differentiable torch, one head at a time. Right, and slow: every pair is an index in memory.
+"""
+
+import torch
+from torch import Tensor
+
+from ..layout import BlockLayout, Pass
+from ..merge import merge_attention
+
+
+def reasons(*tensors: Tensor) -> list[str]:
+    """Why the sampled product cannot run on these tensors."""
+    if any(x.dim() and 0 in x.shape for x in tensors):
+        return ["torch.sparse has no products of size 0"]
+    return []
+
+
+def attention(
+    layout: BlockLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a layout, differentiable; see `gather.forward`.
+
+    Cost: O(pairs) memory for each head, and as much again for the gradients.
+    """
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    group = query.shape[1] // key.shape[1]
+    q, k, v = (x.to(dtype) for x in (query, key, value))
+    nothing = q.sum() * 0 + k.sum() * 0 + v.sum() * 0  # part of the graph where no pair is
+    empty = q.new_zeros(layout.frame.q_len, v.shape[3]), q.new_full(q.shape[2:3], -torch.inf)
+    outs, lses = [], []
+    for b in range(query.shape[0]):
+        for h in range(query.shape[1]):
+            parts = [empty]
+            for number, p in enumerate(layout.passes):
+                pairs, entry = _pairs(layout, p, b, h)
+                bias = None
+                if block_bias is not None:
+                    bias = block_bias[b, h].to(dtype)[layout.first_entry_of(number, b, h) + entry]
+                if len(entry):
+                    parts.append(
+                        _of_pairs(pairs, q[b, h], k[b, h // group], v[b, h // group], bias, scale)
+                    )
+            out, lse = merge_attention(
+                [part[0][None, None] for part in parts], [part[1][None, None] for part in parts]
+            )
+            outs.append(out[0, 0] + nothing)
+            lses.append(lse[0, 0] + nothing)
+    shape = query.shape[:3]
+    return (
+        torch.stack(outs).view(*shape, -1).to(query.dtype),
+        torch.stack(lses).view(shape),
+    )
+
+
+def _pairs(layout: BlockLayout, p: Pass, batch: int, head: int) -> tuple[Tensor, Tensor]:
+    """[2, n] query and key of each pair that a head visits in a pass, by row; and its entry."""
+    queries, keys, cells = layout.cells(p, batch, head)
+    entry, row, column = torch.nonzero(cells, as_tuple=True)
+    pairs = torch.stack((queries[entry, row], keys[entry, column]))
+    order = (pairs[0] * layout.frame.kv_len + pairs[1]).argsort()
+    return pairs[:, order], entry[order]
+
+
+def _of_pairs(
+    pairs: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out [Nq, Dv], lse [Nq]) of one head over pairs that are all different."""
+    rows, columns = pairs
+    first = torch.searchsorted(rows, torch.arange(len(q) + 1, device=rows.device))
+    size = len(q), len(k)
+    zeros = torch.sparse_csr_tensor(first, columns, q.new_zeros(len(rows)), size=size)
+    score = torch.sparse.sampled_addmm(zeros, q, k.mT, alpha=scale, beta=0.0).values()
+    score = score if bias is None else score + bias
+    highest = q.new_full(size[:1], -torch.inf).index_reduce(0, rows, score.detach(), "amax")
+    highest = torch.where(highest == -torch.inf, 0.0, highest)
+    weight = (score - highest[rows]).exp()
+    total = q.new_zeros(len(q)).index_add(0, rows, weight)
+    weights = torch.sparse_csr_tensor(first, columns, weight, size=size)
+    some = total > 0
+    divisor = torch.where(some, total, 1.0)
+    return (
+        weights @ v / divisor[:, None],
+        torch.where(some, highest + divisor.log(), -torch.inf),
+    )
