@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,10 +84,10 @@ class Pass:
         return Transpose(row_ptr.int(), self.query_tiles().gather(-1, order).int(), order.int())
 
     def to(self, device: torch.device) -> "Pass":
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(
-            self, **{name: x.to(device) for name, x in own.items() if isinstance(x, Tensor)}
-        )
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, x in own.items():
+            own[name] = x.to(device) if isinstance(x, Tensor) else x
+        return Pass(**own)
 
 
 @dataclass(frozen=True, eq=False)

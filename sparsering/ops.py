@@ -18,7 +18,7 @@ from .algebra import Frame, Pattern
 from .block_patterns import block_masks
 from .cache import BLOCK_SIZES, layout_cache
 from .expression import parse
-from .kernels import cpu, flash, flex, gather, torch_sparse, triton
+from .kernels import cpu, flash, flex, gather, torch_sparse, triton, triton_tuning
 from .layout import BlockLayout
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -100,10 +100,17 @@ def layout_for(
     key: Tensor,
     q_start: int,
     block_size: int | None,
+    backend: str | None = None,
 ) -> BlockLayout:
-    """The cached layout of a spelt-out pattern on these inputs."""
+    """The cached layout of a spelt-out pattern on these inputs.
+
+    Where no block size is named it is the one that `sparsering tune` measured for the pattern on
+    this GPU, else `default_block_size`.
+    """
     frame = Frame.build(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
     value = parse(pattern, tensors)
+    if block_size is None and backend == "triton":
+        block_size = triton_tuning.block_size(pattern, query)
     size = default_block_size(value, frame.kv_len) if block_size is None else block_size
     if (batch := value.num_batches()) not in (None, query.shape[0]):
         raise ValueError(
@@ -137,7 +144,7 @@ def attention_op(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Forward: (out, lse)."""
-    layout = layout_for(pattern, tensors, query, key, q_start, block_size)
+    layout = layout_for(pattern, tensors, query, key, q_start, block_size, backend)
     check_bias(block_bias, layout)
     with torch.autocast(query.device.type, enabled=False):  # it would round scores
         return _FORWARD[backend](layout, query, key, value, block_bias, scale)
@@ -161,7 +168,7 @@ def attention_backward_op(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and block_bias (empty without one)."""
-    layout = layout_for(pattern, tensors, query, key, q_start, block_size)
+    layout = layout_for(pattern, tensors, query, key, q_start, block_size, backend)
     with torch.autocast(query.device.type, enabled=False):
         dq, dk, dv, dbias = _BACKWARD[backend](
             layout, grad_out, grad_lse, query, key, value, block_bias, out, lse, scale

@@ -9,15 +9,15 @@ from .compile import pack
 from .layout import BlockLayout, Pass
 from .patterns import Causal
 
-_NOTHING, _DIAGONAL = 0, 1  # bitmaps
+_DIAGONAL = 0  # the one bitmap
 
 
 def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLayout | None:
     """The layout of `SelectedBlocks`, alone or with `Causal`; None where the general compiler is
     needed.
 
-    Every query block keeps k entries, so all shapes are known ahead: a block that lists nothing,
-    repeats or lies in the future stays as an entry whose bitmap is empty.
+    All shapes are known ahead: tables have room for k entries of each query block, and end before
+    what lists nothing, repeats or lies in the future.
     """
     masks = pattern.masks if isinstance(pattern, And) else (pattern,)
     selections = [mask for mask in masks if isinstance(mask, SelectedBlocks)]
@@ -44,7 +44,10 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
     repeated[..., 1:] = key[..., 1:] == key[..., :-1]
     query = first + torch.arange(rows, device=indices.device)[:, None]
     nothing = (key == keys) | repeated | ((key > query) & causal)
-    mask = torch.where(nothing, _NOTHING, torch.where((key == query) & causal, _DIAGONAL, -1))
+    mask = torch.where((key == query) & causal, _DIAGONAL, -1)
+    count = (~nothing).sum(-1)
+    row_ptr = torch.nn.functional.pad(count.cumsum(-1), (1, 0)).int()
+    kept_first = nothing.flatten(2).to(torch.int8).argsort(dim=-1, stable=True)
 
     def starts(blocks: int, length: int) -> tuple[Tensor, Tensor]:
         start = torch.arange(blocks, device=indices.device) * block_size
@@ -54,19 +57,18 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
     key_start, key_stop = starts(keys, frame.kv_len)
     slots = torch.arange(block_size, device=indices.device)
     lower = slots[:, None] >= slots
-    row_ptr = torch.arange(rows + 1, device=indices.device, dtype=torch.int32) * indices.shape[-1]
     p = Pass(
         step=1,
         query_start=query_start,
         query_stop=query_stop,
         key_start=key_start,
         key_stop=key_stop,
-        row_ptr=row_ptr.expand(*indices.shape[:2], -1),
-        key_tile=key.clamp(max=keys - 1).int().flatten(2),
-        mask=mask.int().flatten(2),
-        bitmaps=pack(torch.stack((torch.zeros_like(lower), lower))),
+        row_ptr=row_ptr,
+        key_tile=key.clamp(max=keys - 1).int().flatten(2).gather(2, kept_first),
+        mask=mask.int().flatten(2).gather(2, kept_first),
+        bitmaps=pack(lower[None]),
         covers=(True, True),
-        longest=(indices.shape[-1], rows),
+        longest=(indices.shape[-1], rows * indices.shape[-1]),
     )
     q, k = (query_stop - query_start)[0], (key_stop - key_start)[0]
     rows_q, columns_k = q[:, None], k[key.clamp(max=keys - 1)]

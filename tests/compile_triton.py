@@ -83,7 +83,7 @@ def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
 def compiled(
     kernel: Any, config: Any, arguments: dict[str, Any], capability: int
 ) -> dict[str, Any]:
-    options = {} if config is None else {"num_warps": config.warps, "num_stages": config.stages}
+    options = backend._options(kernel, config)
     target = GPUTarget("cuda", capability, 32)
     made = triton.compile(source(kernel, arguments), target=target, options=options)
     ptx = made.asm["ptx"]

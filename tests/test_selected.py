@@ -74,3 +74,15 @@ def test_default_block_size_is_the_patterns_own():
     assert sr.ops.default_block_size(sr.BlockWindow(1, 64) & sr.Causal(), 4096) == 64
     assert sr.ops.default_block_size(sr.BlockWindow(1, 512), 4096) == 128
     assert sr.ops.default_block_size(sr.Causal(), 4096) == 128
+
+
+@pytest.mark.parametrize("backend", ["gather", "cpu", "triton"])
+def test_what_lists_nothing_visits_nothing(backend):
+    """Room that is not used must not let NaN of some block into rows that do not list it."""
+    indices = torch.tensor([[0, -1, -1], [0, 1, 99], [2, 2, 2]])
+    pattern = sr.SelectedBlocks(indices, BLOCK) & sr.Causal()
+    assert pattern.layout(48, block_size=BLOCK).num_blocks == 4
+    query, key, value = (torch.randn(1, 1, 48, 16) for _ in range(3))
+    value[:, :, 32:] = torch.nan
+    out = sr.attention(query, key, value, pattern, block_size=BLOCK, backend=backend)
+    assert out[:, :, :32].isfinite().all() and out[:, :, 32:].isnan().all()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..layout import BlockLayout
-from .inputs import dense_rows
+from .inputs import dense_rows, positive_scale
 
 _BLOCK = 128
 _WIDTHS = (64, 128)
@@ -54,13 +54,17 @@ def forward(
 
     if found := _misfits(layout, block_bias):
         raise NotImplementedError(f"flash: {'; '.join(found)}; name another backend or none")
+    query, scale = positive_scale(query, scale)
     p = layout.passes[0]
+    if not p.key_tile.shape[2]:
+        lse = torch.full(query.shape[:3], -torch.inf, device=query.device)
+        return query.new_zeros(*query.shape[:3], value.shape[3]), lse
     rows, columns = p.query_start.shape[1], p.key_start.shape[1]
     counts = p.row_ptr.diff().int()
     heads = 1 if counts.shape[1] == 1 else query.shape[1]
     slot = torch.arange(columns, device=counts.device)
     place = p.row_ptr[..., :-1, None].long() + slot  # of each row's entries in the table
-    place = place.clamp(max=max(0, p.key_tile.shape[2] - 1)).flatten(2)
+    place = place.clamp(max=p.key_tile.shape[2] - 1).flatten(2)
     index = p.key_tile.gather(2, place).unflatten(2, (rows, columns))
     index = torch.where(slot < counts[..., None], index, 0)
     counts, index = (x.repeat_interleave(heads // x.shape[1], 1) for x in (counts, index))
@@ -78,7 +82,7 @@ def forward(
         return_lse=True,
     )
     empty = (counts == 0).repeat_interleave(_BLOCK, -1).expand(*query.shape[:3])
-    out = torch.where(empty[..., None], 0.0, out.transpose(1, 2))
+    out = torch.where(empty[..., None], 0.0, out.transpose(1, 2)).contiguous()
     return out, torch.where(empty, -torch.inf, lse)
 
 

@@ -23,6 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_WIDTH = 256
 _LEAST_PROGRAMS = 8  # per multiprocessor, that a launch should have
 _ROWS = 64  # of a program that combines or prepares
+_UNFUSED = ("query_kernel", "key_kernel")  # round a product before they subtract from it
 
 
 def reasons(*tensors: Tensor) -> list[str]:
@@ -31,6 +32,8 @@ def reasons(*tensors: Tensor) -> list[str]:
     if not interpreting() and not torch.cuda.is_available():
         found.append("it needs a GPU (TRITON_INTERPRET=1 tries its kernels without one)")
     wanted = "cpu" if interpreting() else "cuda"
+    if not interpreting() and _is_too_old():
+        found.append("it needs compute capability 8.0")
     if any(x.device.type != wanted for x in tensors):
         found.append(f"it runs on {wanted} tensors" + " under TRITON_INTERPRET=1" * interpreting())
     if any(x.dtype not in _DTYPES for x in tensors):
@@ -52,6 +55,12 @@ def _is_installed() -> bool:
     return find_spec("triton") is not None
 
 
+def _is_too_old() -> bool:
+    if not torch.cuda.is_available() or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability() < (8, 0)
+
+
 def forward(
     layout: BlockLayout,
     query: Tensor,
@@ -63,7 +72,7 @@ def forward(
     """Attention over a layout; see `gather.forward`. lse is float32."""
     query, scale = positive_scale(dense_rows(query), scale)
     in_turn = len(layout.passes) > 1 and query.itemsize < 4
-    out = _blank(layout, 0, (*query.shape[:3], value.shape[3]), query, in_turn)
+    out = _blank(layout, False, (*query.shape[:3], value.shape[3]), query, in_turn)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
     for part in _parts(layout, query, key, value, block_bias, scale, in_turn):
         to = out[:, part.heads]
@@ -92,8 +101,9 @@ def backward(
     grad_out = dense_rows(grad_out)
     rows = _prepared(grad_out, grad_lse, out, lse)
     in_turn = len(layout.passes) > 1 and query.itemsize < 4
-    dq = _blank(layout, 0, query.shape, query, in_turn)
-    dk, dv = (_blank(layout, 1, x.shape, x, True) for x in (key, value))
+    dq = _blank(layout, False, query.shape, query, in_turn)
+    some = bool(layout.passes) and query.shape[1] > 0
+    dk, dv = (_blank(layout, True, x.shape, x, some) for x in (key, value))
     dbias = None if block_bias is None else torch.zeros_like(block_bias, dtype=torch.float32)
     for part in _parts(layout, positive, key, value, block_bias, positive_by, in_turn):
         grads = [x[:, part.heads] for x in (grad_out, *rows)]
@@ -147,7 +157,8 @@ def _parts(
     if in_turn:
         tiles = max(p.query_start.shape[-1] for p in layout.passes)
         programs = max(1, len(query) * group * tiles)
-        at_a_time = min(at_a_time, -(-_LEAST_PROGRAMS * _processors(query.device) // programs))
+        fewest = -(-_LEAST_PROGRAMS * _processors(query.device) // programs)
+        at_a_time = min(at_a_time, max(1, fewest))
     for first in range(0, num_kv_heads, at_a_time):
         kv_heads = slice(first, min(first + at_a_time, num_kv_heads))
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
@@ -166,8 +177,8 @@ def _forward_pass(part: _Part, number: int, out: Tensor, lse: Tensor) -> None:
     w = _walk(part, number, rows["programs"], by_key=False)
     pieces = out.new_empty(_slots(part, out.shape[1], w, out.shape[3]), dtype=torch.float32)
     arguments = {
-        **_of_inputs(part, config), **_of_tiles(part, number, w, by_key=False), **rows,
-        "KEYS": config.streamed, "RUNNING": number > 0,
+        **_of_inputs(part, config), **rows,
+        **_of_tiles(part, number, w, config.streamed, by_key=False), "RUNNING": number > 0,
         "out": out, "lse": lse, "lse_batch": lse.stride(0), "lse_head": lse.stride(1),
         "piece_out": pieces, "piece_lse": pieces.new_empty(pieces.shape[:-1]),
         "num_heads": out.shape[1],
@@ -190,8 +201,8 @@ def _query_pass(
     grad_out, delta, safe_lse = grads
     pieces = dq.new_empty(_slots(part, dq.shape[1], w, dq.shape[3]), dtype=torch.float32)
     arguments = {
-        **_of_inputs(part, config), **_of_tiles(part, number, w, by_key=False), **rows,
-        "KEYS": config.streamed, "RUNNING": number > 0,
+        **_of_inputs(part, config), **rows,
+        **_of_tiles(part, number, w, config.streamed, by_key=False), "RUNNING": number > 0,
         "grad_out": grad_out, "delta": delta, "safe_lse": safe_lse, "grad_query": dq,
         "row_batch": delta.stride(0), "row_head": delta.stride(1), "piece": pieces, "grad": dq,
         "num_heads": dq.shape[1],
@@ -199,8 +210,8 @@ def _query_pass(
     }  # fmt: skip
     if dbias is not None:
         tile = part.layout.block_size
-        shares = -(-tile // rows["TOKENS"]) * -(-tile // config.streamed)
-        of_shares = torch.zeros(*dbias.shape, shares, device=dq.device)
+        shares = rows["parts"] * -(-tile // config.streamed)
+        of_shares = dbias.new_zeros(*dbias.shape, shares)
         arguments |= {"grad_bias": of_shares, "num_blocks": dbias.shape[2]}
     arguments |= _streamed(part, number, config, key=part.key, value=part.value)
     _launch(query_kernel, w.units.shape[2] * rows["programs"], config, arguments)
@@ -210,7 +221,7 @@ def _query_pass(
 
 
 def _key_passes(part: _Part, grads: list[Tensor]) -> list[Tensor]:
-    """dK and dV of every pass: [B, kv heads, Nk, D] and [.., Dv]."""
+    """The dK and dV of every pass: [B, kv heads, Nk, D] and [.., Dv]."""
     from .triton_backward import key_kernel, sum_kernel
 
     config, layout = _config("key", part), part.layout
@@ -235,8 +246,8 @@ def _key_passes(part: _Part, grads: list[Tensor]) -> list[Tensor]:
             for x in (dk, dv)
         ]
         arguments = {
-            **_of_inputs(part, config), **_of_tiles(part, number, w, by_key=True),
-            "KEYS": config.rows, "QUERIES": config.streamed, "HEADS": at_a_time,
+            **_of_inputs(part, config), **_of_tiles(part, number, w, config.rows, by_key=True),
+            "QUERIES": config.streamed, "HEADS": at_a_time,
             "RUNNING": number > 0, "num_heads": part.query.shape[1],
             "grad_out": grad_out, "delta": delta, "safe_lse": safe_lse,
             "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],
@@ -288,9 +299,10 @@ def _rows(part: _Part, number: int, config: Config) -> dict[str, int]:
     pack = 1 if _by_query_head(part, number) else min(part.group, config.rows // tokens)
     packs = -(-part.group // pack)
     pack = -(-part.group // packs)
-    parts = -(-layout.block_size // tokens)
+    parts = -(-most // tokens)
     return {
-        "TOKENS": tokens, "PACK": pack, "ROWS": max(16, tokens * _power_of_2(pack)),
+        "parts": parts, "TOKENS": tokens, "PACK": pack,
+        "ROWS": max(16, tokens * _power_of_2(pack)),
         "programs": len(part.query) * part.key.shape[1] * packs * parts,
     }  # fmt: skip
 
@@ -332,29 +344,31 @@ def _of_inputs(part: _Part, config: Config) -> dict[str, Any]:
         "bias_head": 0 if bias is None else bias.stride(1),
         "grad_bias": query, "num_blocks": 0,
         "scale": part.scale, "group": part.group, "first_head": part.heads.start,
-        "all_heads": part.layout.frame.num_heads, "PRECISION": _precision(),
+        "all_heads": part.layout.frame.num_heads, "PRECISION": _precision(query.dtype),
         "STAGES": config.stages, "WARP_SPECIALIZE": config.warp_specialize,
     }  # fmt: skip
 
 
-def _of_tiles(part: _Part, number: int, w: Walk, *, by_key: bool) -> dict[str, Any]:
+def _of_tiles(part: _Part, number: int, w: Walk, keys: int, *, by_key: bool) -> dict[str, Any]:
+    """`keys`: how many a program has at a time."""
     p, tile = part.layout.passes[number], part.layout.block_size
     starts, stops = (p.key_start, p.key_stop) if by_key else (p.query_start, p.query_stop)
-    word = 32 if tile % 32 == 0 else 16
+    word = 32 if tile % 32 == 0 and keys >= 32 else 16
     return {
         **w._asdict(), "tile_start": starts.contiguous(), "tile_stop": stops.contiguous(),
         "words": p.bitmaps.contiguous().view(torch.int32 if word == 32 else torch.int16),
         "step": p.step, "num_units": w.units.shape[2], "num_entries": w.start.shape[2],
         "num_cuts": w.cuts.shape[2], "num_tiles": starts.shape[1], "num_slots": w.slots,
         "table_batches": w.units.shape[0], "tables": w.units.shape[1], "axes": len(starts),
-        "TILE": tile, "WORD": word,
+        "TILE": tile, "WORD": word, "KEYS": keys,
     }  # fmt: skip
 
 
 def _streamed(part: _Part, number: int, config: Config, **tensors: Tensor) -> dict[str, Any]:
     """The tensors that stream past: as descriptors where they may be, and how wide offsets are."""
     step, tile = part.layout.passes[number].step, part.layout.block_size
-    wide = any(tile * step * x.stride(2) + x.shape[3] >= 1 << 31 for x in tensors.values())
+    reach = max(1, *(x.stride(2) for x in tensors.values()))
+    wide = tile * step * reach + _MOST_WIDTH >= 1 << 31
     if config.tma and step == 1:
         described = {name: _descriptor(x, config.streamed) for name, x in tensors.items()}
         if all(x is not None for x in described.values()):
@@ -372,9 +386,10 @@ def _descriptor(x: Tensor, rows: int) -> Any:
     batch, heads, tokens, width = x.shape
     of_batch, of_head, of_token, _ = x.stride()
     fits = width == _padded(x) and of_token * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+    if not fits or not tokens or of_token < width or of_batch % of_token:
+        return None
     below = of_head % of_token == 0
-    beside = (heads - 1) * of_head + width <= of_token
-    if not fits or of_token < width or not (below or beside) or of_batch % of_token:
+    if not below and (heads - 1) * of_head + width > of_token:
         return None
     last = ((batch - 1) * of_batch + (heads - 1) * of_head * below) // of_token
     return TensorDescriptor(x, [last + tokens, of_token], [of_token, 1], [rows, width])
@@ -393,11 +408,19 @@ def _launch(kernel: Any, programs: int, config: Config | None, arguments: dict[s
     """Runs a kernel on the arguments that it names."""
     if not programs:
         return
-    options = {} if config is None else {"num_warps": config.warps, "num_stages": config.stages}
+    options = _options(kernel, config)
     own = {name: arguments[name] for name in kernel.arg_names}
     device = next(x for x in own.values() if isinstance(x, Tensor)).device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[(programs,)](**own, **options)
+
+
+def _options(kernel: Any, config: Config | None) -> dict[str, Any]:
+    """How a kernel is compiled."""
+    options: dict[str, Any] = {"enable_fp_fusion": kernel.fn.__name__ not in _UNFUSED}
+    if config is None:
+        return options
+    return {**options, "num_warps": config.warps, "num_stages": config.stages}
 
 
 def _blank(
@@ -422,10 +445,11 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
     return found
 
 
-def _precision() -> str:
+def _precision(dtype: torch.dtype) -> str:
     """How float32 is multiplied: as it is, unless the user allows tf32."""
-    exact = torch.get_float32_matmul_precision() == "highest" or torch.version.hip
-    return "ieee" if exact else "tf32"
+    if dtype != torch.float32 or torch.version.hip:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _config(kernel: str, part: _Part) -> Config:

@@ -1,15 +1,14 @@
 """The backward Triton kernels: dQ over the forward table, dK and dV over the transposed one.
 
 With the merged lse and `delta = rowsum(dO * O) - dlse`, every visited pair of every pass has
-`P = exp(s - lse)` and `dS = P * (dP - delta)`. Each program owns what it writes, so there are no
-atomics and sums run in a fixed order. What is a `tl.constexpr` is resolved when the kernel is
-compiled; lengths, counts, strides and scales are not.
+`P = exp(s - lse)` and `dS = P * (dP - delta)`. Scores are rounded as forward's highest ones were,
+with no fused multiply and add, so that P is never above 1. Each program owns what it writes: there
+are no atomics, and sums run in a fixed order.
 """
 
-import triton
 import triton.language as tl
 
-from .triton_forward import elements, load_rows, program_of, table_of, visible
+from .triton_forward import elements, kernel, load_rows, program_of, table_of, visible
 from .triton_walk import CUT, UNIT
 
 _UNIT = tl.constexpr(UNIT)
@@ -17,7 +16,7 @@ _CUT = tl.constexpr(CUT)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@kernel
 def prepare_kernel(
     grad_out, grad_lse, out, lse, delta, safe_lse,
     g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
@@ -25,7 +24,7 @@ def prepare_kernel(
     ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """delta and, [B, heads, Nq] too, lse; +inf, so that P = 0, where a row has no key."""
+    """Writes delta and, [B, heads, Nq] too, lse; +inf, so that P = 0, where a row has no key."""
     program = tl.program_id(0).to(tl.int64)
     blocks = (q_len + ROWS - 1) // ROWS
     position = program % blocks * ROWS + tl.arange(0, ROWS)
@@ -48,10 +47,10 @@ def prepare_kernel(
     tl.store(safe_lse + place, natural, mask=real)
 
 
-@triton.jit
+@kernel
 def query_kernel(
     query, key, value, grad_out, bias, delta, safe_lse, grad_query, piece, grad_bias,
-    units, start, count, mask, entry, words, tile_start, tile_stop,
+    units, start, tokens, mask, entry, words, tile_start, tile_stop,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
@@ -61,21 +60,20 @@ def query_kernel(
     num_entries: tl.int64,
     num_tiles: tl.int64, num_slots: tl.int64, num_blocks: tl.int64, num_heads: tl.int32,
     group: tl.int32, first_head: tl.int32, all_heads: tl.int32, tables: tl.int32,
-    table_batches: tl.int32, axes: tl.int32, scale: tl.float32,
+    table_batches: tl.int32, axes: tl.int32, parts: tl.int32, scale: tl.float32,
     TILE: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     PACK: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr, ALIGN: tl.constexpr,
     RUNNING: tl.constexpr, BIASED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dQ [B, heads, Nq, D] of the rows of each unit, and each entry's sum of dS by part of a tile.
+    """Writes dQ [B, heads, Nq, D] of each unit's rows, and entries' sums of dS by part of a tile.
 
     Rows, units and pieces are those of `forward_kernel`; with RUNNING dQ (float32) is added to.
     """
-    PARTS: tl.constexpr = (TILE + TOKENS - 1) // TOKENS
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
     WHOLE: tl.constexpr = TILE % KEYS == 0
-    part, unit, head, batch = program_of(PARTS, PACK, num_units, num_heads, group)
+    part, unit, head, batch = program_of(parts, PACK, num_units, num_heads, group)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     units += (table * num_units + unit) * _UNIT
     tile = tl.load(units)
@@ -119,7 +117,7 @@ def query_kernel(
     v_row, v_column = (v_offset // v_token).to(tl.int32), (v_offset % v_token).to(tl.int32)
     bias += batch * bias_batch
     start += table * num_entries
-    count += table * num_entries
+    tokens += table * num_entries
     mask += table * num_entries
     entry += table * num_entries
     dq = tl.zeros([ROWS, PADDED], tl.float32)
@@ -128,40 +126,40 @@ def query_kernel(
         upper = end if masked_entries else masked
         ahead = tl.load(start + lower, mask=lower < upper, other=0)
         for i in tl.range(
-            lower * STEPS,
-            upper * STEPS,
-            num_stages=2 if masked_entries else STAGES,
+            lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES,
             warp_specialize=WARP_SPECIALIZE,
-        ):
+        ):  # fmt: skip
             e = i // STEPS
             first_slot = i % STEPS * KEYS
             keys = first_slot + tl.arange(0, KEYS)
             token = ahead + first_slot * step
             ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
-            own = keys < (tl.load(count + e) if masked_entries else TILE)
+            own = keys < (tl.load(tokens + e) if masked_entries else TILE)
             k = load_rows(
                 key, k_row + token.to(tl.int32), k_column, k_offset + token * k_token,
-                tl.arange(0, KEYS), own, step, k_token, WIDTH, PADDED, WHOLE and not masked_entries, TMA, WIDE,
+                tl.arange(0, KEYS), own, step, k_token, WIDTH, PADDED,
+                WHOLE and not masked_entries, TMA, WIDE,
             )  # fmt: skip
             v = load_rows(
                 value, v_row + token.to(tl.int32), v_column, v_offset + token * v_token,
-                tl.arange(0, KEYS), own, step, v_token, VALUE_WIDTH, VALUE_PADDED, WHOLE and not masked_entries, TMA, WIDE,
+                tl.arange(0, KEYS), own, step, v_token, VALUE_WIDTH, VALUE_PADDED,
+                WHOLE and not masked_entries, TMA, WIDE,
             )  # fmt: skip
             if TMA and (masked_entries or not WHOLE):  # what lies past the tile may be no number
                 k = tl.where(own[:, None], k, 0.0)
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if BIASED:
                 of_entry = bias + heads * bias_head + tl.load(entry + e)
-                base = (natural - tl.load(of_entry, mask=real, other=0.0)) * _LOG2_E
+                base = natural - tl.load(of_entry, mask=real, other=0.0)
             else:
-                base = natural * _LOG2_E
-            weight = tl.exp2(score * (scale * _LOG2_E) - base[:, None])
+                base = natural
+            weight = tl.exp2((score * scale - base[:, None]) * _LOG2_E)
             dscore = tl.dot(do, tl.trans(v), input_precision=PRECISION) - d[:, None]
             dscore *= weight
             if masked_entries:
                 bits = visible(
-                    words, tl.load(mask + e), slot[:, None], tl.arange(0, KEYS)[None, :], first_slot,
-                    TILE, WORD, KEYS,
+                    words, tl.load(mask + e), slot[:, None], tl.arange(0, KEYS)[None, :],
+                    first_slot, TILE, WORD, KEYS,
                 )  # fmt: skip
                 dscore = tl.where(own[None, :] & (bits != 0), dscore, 0.0)
             elif not WHOLE:
@@ -171,7 +169,7 @@ def query_kernel(
                 sums = tl.sum(tl.reshape(tl.sum(dscore, 1), [ROWS // TOKENS, TOKENS]), 1)
                 packed = tl.arange(0, ROWS // TOKENS)
                 of_head = batch * num_heads + head + packed
-                place = (of_head * num_blocks + tl.load(entry + e)) * (PARTS * STEPS)
+                place = (of_head * num_blocks + tl.load(entry + e)) * (parts * STEPS)
                 there = (packed < PACK) & (head % group + packed < group)
                 tl.store(grad_bias + place + part * STEPS + i % STEPS, sums, mask=there)
 
@@ -189,10 +187,10 @@ def query_kernel(
         tl.store(to, dq.to(grad_query.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@kernel
 def key_kernel(
     query, key, value, grad_out, bias, delta, safe_lse, grad_key, grad_value, piece_key,
-    piece_value, units, start, count, mask, entry, words, tile_start, tile_stop,
+    piece_value, units, start, tokens, mask, entry, words, tile_start, tile_stop,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
@@ -210,7 +208,7 @@ def key_kernel(
     TMA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dK [B, shares, Nk, D] and dV of the keys of each unit, from HEADS query heads at a time.
+    """Writes dK [B, shares, Nk, D] and dV of each unit's keys, from HEADS query heads at a time.
 
     A share is what HEADS heads of a kv head's group give it; shares are added up afterwards.
     """
@@ -246,7 +244,7 @@ def key_kernel(
     k = tl.load(key + from_key[:, None] + width[None, :], mask=kept, other=0.0)
     v = tl.load(value + from_value[:, None] + value_width[None, :], mask=value_kept, other=0.0)
     start += table * num_entries
-    count += table * num_entries
+    tokens += table * num_entries
     mask += table * num_entries
     entry += table * num_entries
     dk = tl.zeros([KEYS, PADDED], tl.float32)
@@ -257,31 +255,30 @@ def key_kernel(
         g_offset = batch * elements(g_batch, ALIGN) + h * elements(g_head, ALIGN)
         q_row, q_column = (q_offset // q_token).to(tl.int32), (q_offset % q_token).to(tl.int32)
         g_row, g_column = (g_offset // g_token).to(tl.int32), (g_offset % g_token).to(tl.int32)
-        of_head = batch * row_batch + h * row_head
+        of_head = batch * row_batch + h * elements(row_head, 1)
         for masked_entries in tl.static_range(2):
             lower = masked if masked_entries else first
             upper = end if masked_entries else masked
             ahead = tl.load(start + lower, mask=lower < upper, other=0)
             for i in tl.range(
-                lower * STEPS,
-                upper * STEPS,
-                num_stages=2 if masked_entries else STAGES,
+                lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES,
                 warp_specialize=WARP_SPECIALIZE,
-            ):
+            ):  # fmt: skip
                 e = i // STEPS
                 first_slot = i % STEPS * QUERIES
                 slot = first_slot + tl.arange(0, QUERIES)
                 token = ahead + first_slot * step
                 ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
-                own = slot < (tl.load(count + e) if masked_entries else TILE)
+                own = slot < (tl.load(tokens + e) if masked_entries else TILE)
                 q = load_rows(
                     query, q_row + token.to(tl.int32), q_column, q_offset + token * q_token,
-                    tl.arange(0, QUERIES), own, step, q_token, WIDTH, PADDED, WHOLE and not masked_entries, TMA, WIDE,
+                    tl.arange(0, QUERIES), own, step, q_token, WIDTH, PADDED,
+                    WHOLE and not masked_entries, TMA, WIDE,
                 )  # fmt: skip
                 do = load_rows(
                     grad_out, g_row + token.to(tl.int32), g_column, g_offset + token * g_token,
-                    tl.arange(0, QUERIES), own, step, g_token, VALUE_WIDTH, VALUE_PADDED, WHOLE and not masked_entries,
-                    TMA, WIDE,
+                    tl.arange(0, QUERIES), own, step, g_token, VALUE_WIDTH, VALUE_PADDED,
+                    WHOLE and not masked_entries, TMA, WIDE,
                 )  # fmt: skip
                 if TMA and (
                     masked_entries or not WHOLE
@@ -293,15 +290,17 @@ def key_kernel(
                 d = tl.load(delta + of_row, mask=own, other=0.0)
                 score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
                 if BIASED:
-                    of_entry = bias + batch * bias_batch + h * bias_head + tl.load(entry + e)
+                    of_entry = (
+                        bias + batch * bias_batch + h * elements(bias_head, 1) + tl.load(entry + e)
+                    )
                     base -= tl.load(of_entry)
-                weight = tl.exp2(score * (scale * _LOG2_E) - (base * _LOG2_E)[None, :])
+                weight = tl.exp2((score * scale - base[None, :]) * _LOG2_E)
                 dscore = tl.dot(v, tl.trans(do), input_precision=PRECISION) - d[None, :]
                 dscore *= weight
                 if masked_entries:
                     bits = visible(
-                        words, tl.load(mask + e), slot[None, :], tl.arange(0, KEYS)[:, None], first_key,
-                        TILE, WORD, KEYS,
+                        words, tl.load(mask + e), slot[None, :], tl.arange(0, KEYS)[:, None],
+                        first_key, TILE, WORD, KEYS,
                     )  # fmt: skip
                     weight = tl.where(bits != 0, weight, 0.0)
                     dscore = tl.where(bits != 0, dscore, 0.0)
@@ -333,7 +332,7 @@ def key_kernel(
         tl.store(to_value, dv.to(grad_value.dtype.element_ty), mask=value_kept)
 
 
-@triton.jit
+@kernel
 def sum_kernel(
     piece, grad, cuts, tile_start, tile_stop,
     grad_batch: tl.int64, grad_head: tl.int64, step: tl.int64, num_cuts: tl.int64,
@@ -357,10 +356,7 @@ def sum_kernel(
     row = batch * elements(grad_batch, ALIGN) + head * elements(grad_head, ALIGN)
     row += position * WIDTH
     to = grad + row[:, None] + width[None, :]
-    if RUNNING:
-        total = tl.load(to, mask=kept, other=0.0)
-    else:
-        total = tl.zeros([ROWS, PADDED], tl.float32)
+    total = tl.load(to, mask=kept, other=0.0) if RUNNING else tl.zeros([ROWS, PADDED], tl.float32)
     first = tl.load(cuts + 1)
     for number in range(first, first + tl.load(cuts + 2)):
         place = ((batch * num_heads + head) * num_slots + number) * TILE + slot

@@ -1,11 +1,15 @@
-"""The forward Triton kernels: a query tile of a few heads stays, the key tiles that it visits stream
-past.
+"""The forward Triton kernels: a query tile of a few heads stays, the key tiles that it visits
+stream past.
 
 A program's rows are tokens of one tile (or of a part of it) for `PACK` query heads that share keys
 and table: row r is token r % TOKENS of head r // TOKENS. Scores are float32 registers [rows, keys];
 exponentials are powers of two. What is a `tl.constexpr` is resolved when the kernel is compiled;
 lengths, counts, strides and scales are not.
 """
+
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -15,6 +19,13 @@ from .triton_walk import CUT, UNIT
 _UNIT = tl.constexpr(UNIT)
 _CUT = tl.constexpr(CUT)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_INTS = (tl.int32, tl.int64)
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """Compiled for the types of its integers, not for their values."""
+    kinds = inspect.get_annotations(function).items()
+    return triton.jit(function, do_not_specialize=[name for name, kind in kinds if kind in _INTS])
 
 
 @triton.jit
@@ -47,9 +58,9 @@ def load_rows(
 @triton.jit
 def visible(words, mask, queries, keys, first_key, TILE: tl.constexpr, WORD: tl.constexpr,
             KEYS: tl.constexpr):  # fmt: skip
-    """Which pairs of slots a bitmap holds, as int32 that is not 0; all of them for mask -1.
+    """Which pairs of slots a bitmap holds, as int32 that are not 0; all of them for mask -1.
 
-    `queries` are slots in their tile, `keys` the numbers 0 to KEYS - 1 of the slots from `first_key`
+    `queries` are slots in their tile, `keys` the numbers 0 to KEYS - 1 of slots from `first_key`
     on; one of them is [n, 1], the other [1, n]. Each word of a query's line is loaded once; which
     word a pair is in is known when this is compiled.
     """
@@ -65,12 +76,12 @@ def visible(words, mask, queries, keys, first_key, TILE: tl.constexpr, WORD: tl.
 
 
 @triton.jit
-def program_of(PARTS: tl.constexpr, PACK: tl.constexpr, num_units, num_heads, group):
+def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
     """(part of the tile, unit, first head, batch entry) of this program; units fast, heads slow."""
     program = tl.program_id(0).to(tl.int64)
-    part = (program % PARTS).to(tl.int32)
-    unit = program // PARTS % num_units
-    rest = (program // PARTS // num_units).to(tl.int32)
+    part = (program % parts).to(tl.int32)
+    unit = program // parts % num_units
+    rest = (program // parts // num_units).to(tl.int32)
     packs = (group + PACK - 1) // PACK  # of one kv head
     all_packs = num_heads // group * packs
     pack = rest % all_packs
@@ -80,7 +91,7 @@ def program_of(PARTS: tl.constexpr, PACK: tl.constexpr, num_units, num_heads, gr
 
 @triton.jit
 def table_of(batch, head, num_heads, tables, table_batches, axes):
-    """(table, axis) of a query head: which walk it takes, and where the tiles of its kv head are."""
+    """(table, axis) of a query head: which walk it takes, and where its kv head's tiles are."""
     of_batch = tl.where(table_batches > 1, batch, 0)
     return of_batch * tables + head * tables // num_heads, (head * axes // num_heads).to(tl.int64)
 
@@ -88,7 +99,7 @@ def table_of(batch, head, num_heads, tables, table_batches, axes):
 @triton.jit
 def elements(stride, ALIGN: tl.constexpr):
     """Elements of a stride that was given in units of ALIGN of them, so that loads can be wide."""
-    return stride * ALIGN
+    return tl.cast(stride, tl.int64) * ALIGN  # the interpreter would take int32
 
 
 @triton.jit
@@ -98,46 +109,49 @@ def _attend(acc, highest, total, q, k, v, bias, scale, keep, MASKED: tl.constexp
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         score = tl.where(keep != 0, score, float("-inf"))
-    most = tl.max(score, 1) * scale
+    most = tl.max(score, 1)
+    scaled = most * scale
     if BIASED:
-        most += bias
-    now = tl.maximum(highest, most)
+        scaled += bias
+    now = tl.maximum(highest, scaled)
     base = tl.where(now == float("-inf"), 0.0, now)
-    shift = (bias - base) * _LOG2_E
-    weight = tl.exp2(score * (scale * _LOG2_E) + shift[:, None])
+    # the highest score is subtracted before anything is rounded: 0 whatever its size
+    most = tl.where(most == float("-inf"), 0.0, most)
+    shift = (scaled - base) * _LOG2_E
+    weight = tl.exp2((score - most[:, None]) * (scale * _LOG2_E) + shift[:, None])
     decay = tl.exp2((highest - base) * _LOG2_E)
     total = total * decay + tl.sum(weight, 1)
     acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
     return acc, now, total
 
 
-@triton.jit
+@kernel
 def forward_kernel(
     query, key, value, bias, out, lse, piece_out, piece_lse,
-    units, start, count, mask, entry, words, tile_start, tile_stop,
+    units, start, tokens, mask, entry, words, tile_start, tile_stop,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
     o_batch: tl.int64, o_head: tl.int64, lse_batch: tl.int64, lse_head: tl.int64,
-    bias_batch: tl.int64, bias_head: tl.int64, step: tl.int64, num_units: tl.int64, num_entries: tl.int64,
+    bias_batch: tl.int64, bias_head: tl.int64, step: tl.int64, num_units: tl.int64,
+    num_entries: tl.int64,
     num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, group: tl.int32,
     first_head: tl.int32, all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32,
-    axes: tl.int32, scale: tl.float32,
+    axes: tl.int32, parts: tl.int32, scale: tl.float32,
     TILE: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     PACK: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr, ALIGN: tl.constexpr,
     RUNNING: tl.constexpr, BIASED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out [B, heads, Nq, Dv] and lse [B, heads, Nq] of the rows of each unit.
+    """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] of the rows of each unit.
 
     With RUNNING they are merged with what out (float32) and lse hold. A unit with a slot leaves its
     share in piece_out [B, heads, slots, TILE, Dv] and piece_lse, for `merge_kernel`.
     """
-    PARTS: tl.constexpr = (TILE + TOKENS - 1) // TOKENS
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
     WHOLE: tl.constexpr = TILE % KEYS == 0
-    part, unit, head, batch = program_of(PARTS, PACK, num_units, num_heads, group)
+    part, unit, head, batch = program_of(parts, PACK, num_units, num_heads, group)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     units += (table * num_units + unit) * _UNIT
     tile = tl.load(units)
@@ -173,7 +187,7 @@ def forward_kernel(
     v_row, v_column = (v_offset // v_token).to(tl.int32), (v_offset % v_token).to(tl.int32)
     bias += batch * bias_batch
     start += table * num_entries
-    count += table * num_entries
+    tokens += table * num_entries
     mask += table * num_entries
     entry += table * num_entries
     highest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -184,21 +198,19 @@ def forward_kernel(
         upper = end if masked_entries else masked
         ahead = tl.load(start + lower, mask=lower < upper, other=0)
         for i in tl.range(
-            lower * STEPS,
-            upper * STEPS,
-            num_stages=2 if masked_entries else STAGES,
+            lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES,
             warp_specialize=WARP_SPECIALIZE,
-        ):
+        ):  # fmt: skip
             e = i // STEPS
             first_slot = i % STEPS * KEYS
             keys = first_slot + tl.arange(0, KEYS)
             token = ahead + first_slot * step
             ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
             if masked_entries:
-                own = keys < tl.load(count + e)
+                own = keys < tl.load(tokens + e)
                 bits = visible(
-                    words, tl.load(mask + e), slot[:, None], tl.arange(0, KEYS)[None, :], first_slot,
-                    TILE, WORD, KEYS,
+                    words, tl.load(mask + e), slot[:, None], tl.arange(0, KEYS)[None, :],
+                    first_slot, TILE, WORD, KEYS,
                 )  # fmt: skip
                 keep = tl.where(own[None, :], bits, 0)
             else:
@@ -206,11 +218,13 @@ def forward_kernel(
                 keep = own[None, :].to(tl.int32)
             k = load_rows(
                 key, k_row + token.to(tl.int32), k_column, k_offset + token * k_token,
-                tl.arange(0, KEYS), own, step, k_token, WIDTH, PADDED, WHOLE and not masked_entries, TMA, WIDE,
+                tl.arange(0, KEYS), own, step, k_token, WIDTH, PADDED,
+                WHOLE and not masked_entries, TMA, WIDE,
             )  # fmt: skip
             v = load_rows(
                 value, v_row + token.to(tl.int32), v_column, v_offset + token * v_token,
-                tl.arange(0, KEYS), own, step, v_token, VALUE_WIDTH, VALUE_PADDED, WHOLE and not masked_entries, TMA, WIDE,
+                tl.arange(0, KEYS), own, step, v_token, VALUE_WIDTH, VALUE_PADDED,
+                WHOLE and not masked_entries, TMA, WIDE,
             )  # fmt: skip
             if TMA and (masked_entries or not WHOLE):  # what lies past the tile may be no number
                 v = tl.where(own[:, None], v, 0.0)
@@ -271,7 +285,7 @@ def merge(out, lse, other_out, other_lse):
     return merged, tl.where(none, float("-inf"), base + tl.log(total))
 
 
-@triton.jit
+@kernel
 def merge_kernel(
     piece_out, piece_lse, out, lse, cuts, tile_start, tile_stop,
     o_batch: tl.int64, o_head: tl.int64, lse_batch: tl.int64, lse_head: tl.int64,

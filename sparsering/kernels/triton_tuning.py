@@ -1,8 +1,8 @@
 """How each Triton kernel is cut: block shapes, warps and stages by GPU, dtype, head dim and tile.
 
-The table holds what compiles to few or no spilled registers for each generation of GPU; `sparsering
-tune` measures its neighbours and keeps the fastest on disk, per GPU and Triton version. A call never
-measures anything: its time, and its bits, do not depend on chance.
+The table holds what compiles to few or no spilled registers for each generation of GPU;
+`sparsering tune` measures its neighbours and keeps the fastest on disk, per GPU and Triton version.
+A call never measures anything: its time, and its bits, do not depend on chance.
 """
 
 import json
@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ _SINGLE = {
 def config(kernel: str, like: Tensor, width: int, tile: int) -> Config:
     """For "forward", "query" or "key" on tensors like this one, `width` the larger head dim."""
     tuned = _tuned(like.device)["configs"]
-    if (found := tuned.get(_key(kernel, like.dtype, width, tile))) is not None:
+    if (found := tuned.get(config_key(kernel, like.dtype, width, tile))) is not None:
         return Config(*found)
     return default(kernel, like, width, tile)
 
@@ -100,7 +100,7 @@ def candidates(kernel: str, like: Tensor, width: int, tile: int) -> Iterator[Con
 
 def block_size(expression: str, like: Tensor) -> int | None:
     """The measured block size of a pattern on tensors like this one, or None."""
-    return _tuned(like.device)["block_sizes"].get(_block_key(expression, like))
+    return _tuned(like.device)["block_sizes"].get(block_key(expression, like))
 
 
 def keep(configs: dict[str, Config], block_sizes: dict[str, int], device: torch.device) -> Path:
@@ -152,14 +152,16 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 1 << 20
     found = torch.cuda.get_device_properties(device)
-    return int(getattr(found, "shared_memory_per_block_optin", 64 << 10)) - (4 << 10)
+    return int(getattr(found, "shared_memory_per_block_optin", 0) or 64 << 10) - (4 << 10)
 
 
-def _key(kernel: str, dtype: torch.dtype, width: int, tile: int) -> str:
+def config_key(kernel: str, dtype: torch.dtype, width: int, tile: int) -> str:
+    """What a measured config is kept under."""
     return f"{kernel} {str(dtype).removeprefix('torch.')} head dim {width} block {tile}"
 
 
-def _block_key(expression: str, like: Tensor) -> str:
+def block_key(expression: str, like: Tensor) -> str:
+    """What a measured block size is kept under."""
     return f"{expression} {str(like.dtype).removeprefix('torch.')} head dim {like.shape[-1]}"
 
 
@@ -171,12 +173,13 @@ def _path(device: torch.device) -> Path:
     return cache_folder() / f"triton-{plain}-{triton.__version__}.json"
 
 
-def _read(path: Path) -> dict[str, dict]:
+def _read(path: Path) -> dict[str, dict[str, Any]]:
     if path.exists():
-        return json.loads(path.read_text())
+        found: dict[str, dict[str, Any]] = json.loads(path.read_text())
+        return found
     return {"configs": {}, "block_sizes": {}}
 
 
 @cache
-def _tuned(device: torch.device) -> dict[str, dict]:
+def _tuned(device: torch.device) -> dict[str, dict[str, Any]]:
     return _read(_path(device))

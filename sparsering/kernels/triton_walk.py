@@ -2,7 +2,8 @@
 
 A unit is a tile with a run of its entries. Entries that need no mask come first. Tiles with many
 more entries than the rest are cut into pieces whose results are combined afterwards, and the
-longest units start first. Nothing here waits for the device.
+longest units start first. Nothing here reads from the device; a walk of a pattern that lives on the
+host is waited for once, before other streams may use it.
 """
 
 from typing import NamedTuple
@@ -25,7 +26,7 @@ class Walk(NamedTuple):
         units: [Bt, T, units, 5]: tile (-1: nothing to do), first entry, first entry that needs a
             mask, end of the entries, slot for a piece's result (-1: the tile is not cut).
         start: [Bt, T, E] first token of the other tile of each entry.
-        count: [Bt, T, E] tokens of it.
+        tokens: [Bt, T, E] how many it has.
         mask: [Bt, T, E] bitmap, -1 where all pairs of real tokens are in.
         entry: [Bt, T, E] number of the entry in `layout.entries`.
         cuts: [Bt, T, cuts, 3] of each cut tile (-1: none): tile, first slot, pieces.
@@ -34,7 +35,7 @@ class Walk(NamedTuple):
 
     units: Tensor
     start: Tensor
-    count: Tensor
+    tokens: Tensor
     mask: Tensor
     entry: Tensor
     cuts: Tensor
@@ -57,11 +58,18 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
     longest = p.longest[by_key] if p.longest else entries
     fair = entries * programs // (_UNITS_PER_PROCESSOR * processors)
     limit = max(_LEAST_ENTRIES, 1 << fair.bit_length())  # powers of two: few distinct walks
+    limit = limit if limit < longest else entries + 1
     walks = _walks.setdefault(p, {})
-    key = by_key, limit if limit < longest else None
-    if key not in walks:
-        walks[key] = _walk(layout, number, by_key, limit if limit < longest else entries + 1)
-    return walks[key]
+    if (found := walks.get((by_key, limit))) is not None:
+        return found
+    made = _walk(layout, number, by_key, limit)
+    if p.key_tile.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return made  # it belongs to the graph
+        if not isinstance(layout.pairs, Tensor):  # kept for other streams: once per pattern
+            torch.cuda.current_stream(p.key_tile.device).synchronize()
+    walks[by_key, limit] = made
+    return made
 
 
 def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
@@ -80,12 +88,12 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
         start, stop = p.key_start, p.key_stop
     other = other.clamp(max=max(0, start.shape[-1] - 1))  # of padding
     start, stop = (_stretch(x[None], batch, heads).gather(-1, other) for x in (start, stop))
-    count = (((stop - start).clamp(min=0) + p.step - 1) // p.step).clamp(max=layout.block_size)
+    tokens = (((stop - start).clamp(min=0) + p.step - 1) // p.step).clamp(max=layout.block_size)
     first = _stretch(layout.first_entry[number].to(entry.device), batch, heads)
 
     rows = row_ptr.shape[-1] - 1
     row = torch.searchsorted(row_ptr[..., 1:].contiguous(), _positions(other), right=True)
-    needs_mask = (mask >= 0) | (count < layout.block_size)
+    needs_mask = (mask >= 0) | (tokens < layout.block_size)
     place, order = (2 * row + needs_mask).sort(dim=-1, stable=True)
     edges = torch.arange(2 * rows + 1, device=row.device).expand(batch, heads, -1).contiguous()
     edges = torch.searchsorted(place, edges)
@@ -95,7 +103,7 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
     cut = pieces > 1
     slots = torch.where(cut, pieces, 0)
     first_slot = slots.cumsum(-1) - slots
-    spare = size // limit  # a tile of n > limit entries has at most n / limit pieces more than one
+    spare = size // limit  # n > limit entries make at most n / limit pieces more than one
     slots_used = 2 * size // limit if spare else 0
     unit = torch.arange(rows + spare, device=row.device).expand(batch, heads, -1).contiguous()
     last = pieces.cumsum(-1)
@@ -116,11 +124,13 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
     which = (~cut).to(torch.int8).argsort(dim=-1, stable=True)[..., :spare]
     cuts = torch.stack((which, first_slot.gather(-1, which), pieces.gather(-1, which)), -1)
     cuts = torch.where(cut.gather(-1, which)[..., None], cuts, -1)
-    ordered = (
+    start, tokens, mask, entry = (
         x.gather(-1, order).int().contiguous()
-        for x in (start, count, mask, entry + first[..., None])
+        for x in (start, tokens, mask, entry + first[..., None])
     )
-    return Walk(units.int().contiguous(), *ordered, cuts.int().contiguous(), slots_used)
+    return Walk(
+        units.int().contiguous(), start, tokens, mask, entry, cuts.int().contiguous(), slots_used
+    )
 
 
 def _stretch(table: Tensor, batch: int, heads: int) -> Tensor:
