@@ -1,6 +1,7 @@
 """Compiles the Triton kernels for GPUs that are not there, and prints what came out as JSON.
 
     python tests/compile_triton.py 90 '{"dtype": "bfloat16", "head_dim": 128}' ...
+    python tests/compile_triton.py keys '{"tokens": 1024}' '{"tokens": 1000}'
 
 The backend's own host code runs on CPU tensors with its launches caught, so that what is compiled
 is what would be launched. Run apart from the tests, which load the kernels for the interpreter.
@@ -55,10 +56,11 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
     layout = pattern.layout(
         query.shape[2], length, num_heads=heads, num_kv_heads=kv_heads, block_size=tile
     )
+    scale = case.get("scale", 0.1)
     bias = torch.zeros(1, heads, layout.num_blocks) if case.get("bias") else None
-    out, lse = backend.forward(layout, query, key, value, bias, 0.1)
+    out, lse = backend.forward(layout, query, key, value, bias, scale)
     grads = torch.randn_like(out), torch.randn_like(lse)
-    backend.backward(layout, *grads, query, key, value, bias, out, lse, 0.1)
+    backend.backward(layout, *grads, query, key, value, bias, out, lse, scale)
     return caught
 
 
@@ -83,7 +85,7 @@ def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
 def compiled(
     kernel: Any, config: Any, arguments: dict[str, Any], capability: int
 ) -> dict[str, Any]:
-    options = backend._options(kernel, config)
+    options = backend._options(config)
     target = GPUTarget("cuda", capability, 32)
     made = triton.compile(source(kernel, arguments), target=target, options=options)
     ptx = made.asm["ptx"]
@@ -115,6 +117,25 @@ def compiled(
     }
 
 
+def keys(cases: list[dict[str, Any]]) -> None:
+    """Prints what each kernel would be compiled for, as the launcher tells them apart."""
+    seen = set()
+    for case in cases:
+        for kernel, config, arguments in launches(case, 90):
+            made = source(kernel, arguments)
+            specialized = [p.name for p in kernel.params if is_specialized(p)]
+            assert not specialized, f"{kernel.__name__} is compiled for values of {specialized}"
+            seen.add((kernel.__name__, made.hash(), str(config)))
+    for name, digest, config in sorted(seen):
+        print(json.dumps({"kernel": name, "digest": digest, "config": config}))
+
+
+def is_specialized(parameter: Any) -> bool:
+    """Whether the values of an integer count, and not only its type."""
+    kind = parameter.annotation_type
+    return kind.startswith("i") and not parameter.do_not_specialize
+
+
 def main(capability: int, cases: list[dict[str, Any]]) -> None:
     seen = set()
     for case in cases:
@@ -127,4 +148,5 @@ def main(capability: int, cases: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), [json.loads(case) for case in sys.argv[2:]])
+    told = [json.loads(case) for case in sys.argv[2:]]
+    keys(told) if sys.argv[1] == "keys" else main(int(sys.argv[1]), told)

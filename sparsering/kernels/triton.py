@@ -23,7 +23,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_WIDTH = 256
 _LEAST_PROGRAMS = 8  # per multiprocessor, that a launch should have
 _ROWS = 64  # of a program that combines or prepares
-_UNFUSED = ("query_kernel", "key_kernel")  # round a product before they subtract from it
 
 
 def reasons(*tensors: Tensor) -> list[str]:
@@ -408,19 +407,16 @@ def _launch(kernel: Any, programs: int, config: Config | None, arguments: dict[s
     """Runs a kernel on the arguments that it names."""
     if not programs:
         return
-    options = _options(kernel, config)
+    options = _options(config)
     own = {name: arguments[name] for name in kernel.arg_names}
     device = next(x for x in own.values() if isinstance(x, Tensor)).device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[(programs,)](**own, **options)
 
 
-def _options(kernel: Any, config: Config | None) -> dict[str, Any]:
+def _options(config: Config | None) -> dict[str, Any]:
     """How a kernel is compiled."""
-    options: dict[str, Any] = {"enable_fp_fusion": kernel.fn.__name__ not in _UNFUSED}
-    if config is None:
-        return options
-    return {**options, "num_warps": config.warps, "num_stages": config.stages}
+    return {} if config is None else {"num_warps": config.warps, "num_stages": config.stages}
 
 
 def _blank(

@@ -1,11 +1,11 @@
 """The backward Triton kernels: dQ over the forward table, dK and dV over the transposed one.
 
 With the merged lse and `delta = rowsum(dO * O) - dlse`, every visited pair of every pass has
-`P = exp(s - lse)` and `dS = P * (dP - delta)`. Scores are rounded as forward's highest ones were,
-with no fused multiply and add, so that P is never above 1. Each program owns what it writes: there
-are no atomics, and sums run in a fixed order.
+`P = exp(s - lse)` and `dS = P * (dP - delta)`. Each program owns what it writes: there are no
+atomics, and sums run in a fixed order.
 """
 
+import triton
 import triton.language as tl
 
 from .triton_forward import elements, kernel, load_rows, program_of, table_of, visible
@@ -45,6 +45,12 @@ def prepare_kernel(
     tl.store(delta + place, product - tl.load(grad_lse + place, mask=real, other=0.0), mask=real)
     natural = tl.where(natural == float("-inf"), float("inf"), natural)
     tl.store(safe_lse + place, natural, mask=real)
+
+
+@triton.jit
+def weight_of(power):
+    """2 ** power, at most 1 also where a huge score was rounded otherwise than in forward."""
+    return tl.exp2(tl.minimum(power, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @kernel
@@ -150,10 +156,10 @@ def query_kernel(
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if BIASED:
                 of_entry = bias + heads * bias_head + tl.load(entry + e)
-                base = natural - tl.load(of_entry, mask=real, other=0.0)
+                base = (natural - tl.load(of_entry, mask=real, other=0.0)) * _LOG2_E
             else:
-                base = natural
-            weight = tl.exp2((score * scale - base[:, None]) * _LOG2_E)
+                base = natural * _LOG2_E
+            weight = weight_of(score * (scale * _LOG2_E) - base[:, None])
             dscore = tl.dot(do, tl.trans(v), input_precision=PRECISION) - d[:, None]
             dscore *= weight
             if masked_entries:
@@ -294,7 +300,7 @@ def key_kernel(
                         bias + batch * bias_batch + h * elements(bias_head, 1) + tl.load(entry + e)
                     )
                     base -= tl.load(of_entry)
-                weight = tl.exp2((score * scale - base[None, :]) * _LOG2_E)
+                weight = weight_of(score * (scale * _LOG2_E) - (base * _LOG2_E)[None, :])
                 dscore = tl.dot(v, tl.trans(do), input_precision=PRECISION) - d[None, :]
                 dscore *= weight
                 if masked_entries:

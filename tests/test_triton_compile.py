@@ -1,0 +1,92 @@
+"""The Triton kernels compiled ahead of time for GPUs that are not there, and what they are compiled
+for.
+
+Each test starts `compile_triton.py` in a process of its own, without the interpreter.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_triton.py")
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program may have
+MAIN_KERNELS = {"forward_kernel", "query_kernel", "key_kernel"}
+
+
+def run(*arguments: object) -> list[dict]:
+    """What the script prints, one dict a line."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    told = [a if isinstance(a, str) else json.dumps(a) for a in arguments]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *told],
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONWARNINGS": "ignore"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_uses_the_hardware(made: dict, capability: int) -> None:
+    assert made["shared"] <= SHARED_MEMORY[capability], made
+    half = made["case"].get("dtype", "bfloat16") != "float32"
+    if made["kernel"] in MAIN_KERNELS and half:
+        units = {80: "mma", 90: "wgmma", 100: "tcgen05"}[capability]
+        enough = made["config"]["rows"] >= 64  # for one such instruction
+        assert not enough or made[units] > 0, made
+        assert made["copies"] + made["bulk_copies"] > 0, made
+
+
+def test_the_main_shapes_compile_for_hopper():
+    made = run("90", {}, {"head_dim": 64, "pattern": "LongNet((256, 512), (1, 2)) & Causal()"})
+    assert {x["kernel"] for x in made} >= MAIN_KERNELS
+    for x in made:
+        assert_uses_the_hardware(x, 90)
+        if x["kernel"] in ("forward_kernel", "query_kernel"):
+            assert x["spilled"] <= 64, x
+            assert x["wgmma"] > 0
+    assert any(x["tma"] for x in made) and any(not x["tma"] for x in made)  # steps 1 and 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_head_dim_block_size_and_dtype_compiles(capability):
+    cases = [
+        *({"head_dim": width} for width in (16, 48, 72, 80, 96, 128, 192, 256)),
+        *({"head_dim": 64, "block_size": size} for size in (16, 32, 48, 64, 96, 160, 256)),
+        {"head_dim": 64, "dtype": "float16", "heads": 8, "kv_heads": 2, "block_size": 32},
+        {"head_dim": 192, "value_dim": 128, "bias": True},
+        {"head_dim": 128, "queries": 1, "heads": 8, "kv_heads": 1},
+        *({"dtype": "float32", "head_dim": width} for width in (64, 128, 256)),
+        {"head_dim": 64, "pattern": "SlidingWindow(70, 70, 3) | GlobalTokens(5)"},
+    ]
+    made = run(str(capability), *cases)
+    assert len(made) >= 3 * len(cases) // 2
+    for x in made:
+        assert_uses_the_hardware(x, capability)
+        usual = x["case"].get("head_dim", 128) <= 128 and x["kernel"] != "key_kernel"
+        if usual and x["case"].get("dtype") != "float32":
+            assert x["spilled"] <= 128, x
+
+
+def test_lengths_counts_strides_and_scales_are_not_compiled_for():
+    first = {"tokens": 1024, "head_dim": 64, "pattern": "Causal()"}
+    others = [
+        {**first, "tokens": 1023},
+        {**first, "tokens": 4099, "heads": 3, "kv_heads": 3},
+        {**first, "pattern": "Causal() & SlidingWindow(100)", "scale": 0.3},
+        {**first, "pattern": "RandomBlocks(0.3, 128)"},
+    ]
+    variants = run("keys", first, *others)
+    names = [x["kernel"] for x in variants]
+    assert set(names) >= {*MAIN_KERNELS, "merge_kernel", "sum_kernel"}  # some tiles are cut
+    assert len(names) == len(set(names)), variants
+
+
+def test_another_head_dim_is_compiled_for():
+    assert len(run("keys", {"head_dim": 64}, {"head_dim": 128})) == 8
