@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..compile import unpack
 from ..layout import BlockLayout, Pass
@@ -58,16 +58,17 @@ def attention(
             _positions(start, stop, p.step, layout.block_size)
             for start, stop in ((p.query_start, p.query_stop), (p.key_start, p.key_stop))
         )
-        out, lse = _run(query.device.type)(
+        out, extra = _run(query.device.type)(
             _take(query, queries),
             _take(key, keys),
             _take(value, keys),
             block_mask=_block_mask(layout, p, queries >= 0, keys >= 0, query.shape[1]),
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
-            return_lse=True,
+            return_aux=AuxRequest(lse=True),
             kernel_options=_kernel_options(layout.block_size, query.device.type),
         )
+        lse = extra.lse
         back = _where_in(queries, query.shape[2])
         empty = torch.zeros_like(lse[:, :, :1])
         out = torch.where((lse == -torch.inf)[..., None], 0.0, out)

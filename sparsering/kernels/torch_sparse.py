@@ -75,14 +75,16 @@ def _of_pairs(
     rows, columns = pairs
     first = torch.searchsorted(rows, torch.arange(len(q) + 1, device=rows.device))
     size = len(q), len(k)
-    zeros = torch.sparse_csr_tensor(first, columns, q.new_zeros(len(rows)), size=size)
+    zeros = torch.sparse_csr_tensor(
+        first, columns, q.new_zeros(len(rows)), size=size, check_invariants=True
+    )
     score = torch.sparse.sampled_addmm(zeros, q, k.mT, alpha=scale, beta=0.0).values()
     score = score if bias is None else score + bias
-    highest = q.new_full(size[:1], -torch.inf).index_reduce(0, rows, score.detach(), "amax")
+    highest = q.new_full(size[:1], -torch.inf).scatter_reduce(0, rows, score.detach(), "amax")
     highest = torch.where(highest == -torch.inf, 0.0, highest)
     weight = (score - highest[rows]).exp()
     total = q.new_zeros(len(q)).index_add(0, rows, weight)
-    weights = torch.sparse_csr_tensor(first, columns, weight, size=size)
+    weights = torch.sparse_csr_tensor(first, columns, weight, size=size, check_invariants=True)
     some = total > 0
     divisor = torch.where(some, total, 1.0)
     return (

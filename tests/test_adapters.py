@@ -1,0 +1,192 @@
+"""The adapters: FlexAttention and torch.sparse against the reference, FlashAttention-4 by proxy.
+
+FlexAttention has no backward on the CPU. FlashAttention-4 does not run on a CPU at all: what is
+tested of it is what it would be told.
+"""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from attention_oracle import (
+    PATTERNS,
+    Case,
+    assert_close,
+    assert_same_attention,
+    attend_by_rows,
+    inputs,
+)
+from torch import Tensor
+
+import sparsering as sr
+from sparsering import ops
+from sparsering.kernels import flash
+
+CASES = [Case(2, 4, 2, 70, 75, 16, 12, 16), Case(2, 2, 1, 33, 50, 5, 20, 48, 7)]
+
+
+def attend(*args, **options) -> tuple[Tensor, Tensor]:
+    return sr.attention(*args, **{"return_lse": True, **options})
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("case", CASES, ids=["grouped", "ragged"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_flex_is_the_reference_forward(name, case):
+    args = inputs(case, requires_grad=False)
+    options = {"block_size": case.block_size, "q_start": case.q_start}
+    got = attend(*args, PATTERNS[name](case), **options, backend="flex")
+    exact = attend(*args, PATTERNS[name](case), **options, backend="reference")
+    for what, a, b in zip(("out", "lse"), got, exact, strict=True):
+        assert_close(a, b, 1e-12, what)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("name", PATTERNS)
+def test_torch_sparse_is_the_reference_forward_and_backward(name):
+    case = CASES[0]
+    args = inputs(case)
+    options = {"block_size": case.block_size}
+    got = attend(*args, PATTERNS[name](case), **options, backend="torch_sparse")
+    exact = attend(*args, PATTERNS[name](case), **options, backend="reference")
+    assert_same_attention(got, exact, args)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_torch_sparse_takes_a_block_bias_and_half_precision():
+    case = CASES[0]
+    args = inputs(case)
+    pattern = sr.Causal() + sr.SlidingWindow(20)
+    layout = pattern.layout(**case.heads, block_size=16)
+    bias = torch.randn(1, 4, layout.num_blocks, dtype=torch.float64, requires_grad=True)
+    options = {"block_size": 16, "block_bias": bias}
+    got = attend(*args, pattern, **options, backend="torch_sparse")
+    exact = attend(*args, pattern, **options, backend="reference")
+    assert_same_attention(got, exact, (*args, bias))
+    half = [x.detach().bfloat16() for x in args]
+    out, lse = attend(*half, pattern, block_size=16, backend="torch_sparse")
+    exact = attend(*half, pattern, block_size=16, backend="reference")
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert_close(out.float(), exact[0].float(), 2**-8)
+    assert_close(lse, exact[1], 1e-6)
+
+
+def test_flex_says_what_it_cannot():
+    args = inputs(CASES[0])
+    with pytest.raises(NotImplementedError, match="flex: FlexAttention has no backward on the CPU"):
+        attend(*args, sr.Causal(), backend="flex")
+    with torch.no_grad():
+        assert "flex: usable" in sr.explain(*args, sr.Causal())
+        layout = sr.Full().layout(**CASES[0].heads, block_size=16)
+        bias = torch.zeros(1, 4, layout.num_blocks, dtype=torch.float64)
+        with pytest.raises(NotImplementedError, match="flex: it has no block_bias"):
+            attend(*args, sr.Full(), block_size=16, block_bias=bias, backend="flex")
+
+
+def test_adapters_are_never_the_default():
+    usable = [name for name, reasons in ops.BACKENDS.items() if not reasons()]
+    assert usable.index("reference") < usable.index("flex") < usable.index("torch_sparse")
+    args = inputs(CASES[0], requires_grad=False)
+    assert ops.choose(None, *args) == "gather"
+
+
+@pytest.mark.parametrize(("backend", "extra"), [("flash", "flash"), ("triton", "triton")])
+def test_a_missing_package_is_an_import_error_that_names_the_extra(backend, extra, monkeypatch):
+    monkeypatch.setattr(ops, "find_spec", lambda name: None)
+    monkeypatch.setitem(ops.BACKENDS, backend, lambda *tensors: ["the package is missing"])
+    args = inputs(CASES[0], torch.float32, requires_grad=False)
+    with pytest.raises(ImportError, match=rf"pip install 'sparsering\[{extra}\]'"):
+        attend(*args, sr.Causal(), backend=backend)
+    assert ops.choose(None, *args) == "cpu"
+
+
+# FlashAttention-4
+
+
+class BlockSparseTensorsTorch(NamedTuple):
+    """As in flash_attn.cute.block_sparsity of 4.0.0b36."""
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor
+    full_block_idx: Tensor
+    block_size: tuple[int, int]
+
+
+def stand_in(query, key, value, *, softmax_scale, block_sparse_tensors, return_lse):
+    """flash_attn_func on [B, N, H, D] by definition, over the blocks that it is told."""
+    told = block_sparse_tensors
+    assert told.block_size == (128, 128) and not told.mask_block_cnt.any() and return_lse
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    visited = torch.zeros(len(q), q.shape[1], q.shape[2] // 128, k.shape[2] // 128)
+    shape = told.full_block_idx.shape
+    assert told.full_block_cnt.dtype == told.full_block_idx.dtype == torch.int32
+    assert shape[:3] == told.full_block_cnt.shape and shape[3] == visited.shape[3]
+    assert shape[0] in (1, len(q)) and shape[1] in (1, q.shape[1])
+    for b, h, i in torch.cartesian_prod(*(torch.arange(n) for n in visited.shape[:3])).tolist():
+        own = (b % shape[0], h if shape[1] > 1 else 0, i)
+        listed = told.full_block_idx[own][: told.full_block_cnt[own]].long()
+        assert len(listed.unique()) == len(listed)
+        visited[b, h, i, listed] = 1
+    counts = visited.repeat_interleave(128, 2).repeat_interleave(128, 3)
+    empty = counts.sum(-1) == 0
+    counts[..., 0] += empty  # it promises nothing about such rows
+    out, lse = attend_by_rows(q.double(), k.double(), v.double(), counts, softmax_scale)
+    return out.to(query.dtype).transpose(1, 2), lse.float()
+
+
+@pytest.fixture
+def flash_attn(monkeypatch) -> None:
+    package = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    sparsity = SimpleNamespace(BlockSparseTensorsTorch=BlockSparseTensorsTorch)
+    interface = SimpleNamespace(flash_attn_func=stand_in)
+    for name, module in zip(("flash_attn", "flash_attn.cute"), package, strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", sparsity)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+
+
+@pytest.mark.usefixtures("flash_attn")
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        sr.RandomBlocks(0.5, 128),
+        sr.Blocks(
+            torch.tensor([[True, False, True], [False, False, False], [True, True, True]]), 128
+        ),
+        sr.Blocks(torch.zeros(3, 3, dtype=torch.bool), 128),
+        sr.BlockWindow(1, 128),
+    ],
+    ids=["of each head", "an empty row", "nothing", "window"],
+)
+@pytest.mark.parametrize("scale", [0.1, -0.1])
+def test_flash_is_told_the_blocks_of_the_layout(pattern, scale):
+    case = Case(1, 2, 1, 384, 384, 4, 4, 128)
+    args = inputs(case, torch.float32, requires_grad=False)
+    layout = pattern.layout(**case.heads, block_size=128)
+    out, lse = flash.forward(layout, *args, None, scale)
+    exact = attend(*args, pattern, scale=scale, block_size=128, backend="reference")
+    assert out.is_contiguous()
+    assert_close(out, exact[0], 1e-6)
+    assert_close(lse, exact[1], 1e-6)
+
+
+@pytest.mark.usefixtures("flash_attn")
+def test_flash_refuses_what_it_cannot_do_and_says_why():
+    args = inputs(Case(1, 2, 1, 200, 200, 4, 4), torch.float32, requires_grad=False)
+    for pattern, size, told in (
+        (sr.Causal(), 128, "masks inside"),
+        (sr.Full(), 64, "blocks of 128"),
+        (sr.Full(), 128, "multiples"),
+        (sr.Full() + sr.Full(), 128, "one pass, this layout has 2"),
+        (sr.Dilated(400, 2), 128, "strided"),
+    ):
+        layout = pattern.layout(200, num_heads=2, num_kv_heads=1, block_size=size)
+        with pytest.raises(NotImplementedError, match=f"flash: .*{told}.*name another backend"):
+            flash.forward(layout, *args, None, 1.0)
+
+
+def test_flash_has_the_triton_kernels_gradients():
+    assert ops._BACKWARD["flash"] is ops._BACKWARD["triton"]
