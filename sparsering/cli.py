@@ -1,4 +1,4 @@
-"""The command line: `sparsering train | demo | generate | plot | info | bench`.
+"""The command line: `sparsering train | demo | generate | plot | info | bench | tune | build`.
 
 What a user got wrong, or the machine cannot do, ends in one line on stderr and exit code 2.
 """
@@ -108,6 +108,22 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--out", type=Path, required=True, help="folder of the record")
     bench.add_argument("--quick", action="store_true", help="small sizes, few repeats")
     bench.add_argument("--only", metavar="NAME", help="one comparison, by the name of its record")
+
+    tune = commands.add_parser(
+        "tune", help="measure block shapes and sizes of the Triton kernels on this GPU"
+    )
+    tune.set_defaults(run=_tune)
+    tune.add_argument("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
+    tune.add_argument("--tokens", type=_positive, default=32768, help="of the sequence")
+    tune.add_argument("--heads", type=_positive, default=16, help="query heads")
+    tune.add_argument("--kv-heads", type=_positive, help="key and value heads (default: --heads)")
+    tune.add_argument("--head-dim", type=_positive, default=128, help="channels of a head")
+    tune.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of inputs"
+    )
+    tune.add_argument(
+        "--block-sizes", type=_positive, nargs="+", default=(64, 128), help="to choose from"
+    )
 
     build = commands.add_parser("build", help="compile the CPU kernel now, not on first use")
     build.set_defaults(run=_build)
@@ -234,6 +250,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("rich", installed("rich", "cli")),
         ("safetensors", installed("safetensors", "cli")),
         ("matplotlib", installed("matplotlib", "plots")),
+        ("triton", installed("triton", "triton")),
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
         ("cpu", f"{features.get('cpu_name', platform.processor() or platform.machine())}"),
         ("cpu kernels", torch.backends.cpu.get_cpu_capability()),
@@ -256,6 +273,25 @@ def _bench(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--only must be one of {', '.join(bench.CASES)}, got {arguments.only!r}")
     for path in bench.main(arguments.out, arguments.quick, arguments.only):
         print(f"Wrote {path}")
+    return 0
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from .expression import parse
+    from .tune import tune
+
+    path = tune(
+        parse(arguments.pattern),
+        tokens=arguments.tokens,
+        num_heads=arguments.heads,
+        num_kv_heads=arguments.kv_heads or arguments.heads,
+        head_dim=arguments.head_dim,
+        dtype=getattr(torch, arguments.dtype),
+        block_sizes=arguments.block_sizes,
+    )
+    print(f"Wrote {path}")
     return 0
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsering as sr
+from sparsering import tune
 from sparsering.cache import build_layout
 from sparsering.kernels import triton as backend
 from sparsering.kernels import triton_tuning, triton_walk
@@ -433,6 +434,43 @@ def test_measured_choices_are_kept_and_used(tmp_path, monkeypatch):
     attend(*args, sr.Causal(), block_size=16)
     assert sizes == [48, 64, 16]
     triton_tuning._tuned.cache_clear()
+
+
+def test_tune_keeps_the_fastest_that_is_right(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
+    triton_tuning._tuned.cache_clear()
+    good = Config(32, 32, 4, 2)
+    slow, wrong, broken = (good._replace(stages=n) for n in (3, 4, 5))
+    monkeypatch.setattr(triton_tuning, "candidates", lambda *rest: [slow, good, wrong, broken])
+    forward = backend._forward_pass
+
+    def sabotaged(part, number, out, lse) -> None:
+        stages = backend._config("forward", part).stages
+        if stages == broken.stages:
+            raise RuntimeError("out of shared memory")
+        forward(part, number, out, lse)
+        if stages == wrong.stages:
+            out.mul_(1.01)
+
+    seconds = {slow: 2.0, good: 1.0}
+    monkeypatch.setattr(backend, "_forward_pass", sabotaged)
+    monkeypatch.setattr(tune, "_milliseconds", lambda run: seconds.get(_in_use("forward", 16), 3.0))
+    said = []
+    path = tune.tune(
+        sr.Causal(), tokens=40, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32,
+        block_sizes=(32, 48), say=said.append,
+    )  # fmt: skip
+    assert path.parent == tmp_path
+    like = torch.zeros(1, 1, 1, 16)
+    assert triton_tuning.config("forward", like, 16, 32) == good
+    assert triton_tuning.block_size(sr.Causal().expression, like) in (32, 48)
+    assert any("its results differ by 0.01" in line for line in said)
+    assert any("RuntimeError: out of shared memory" in line for line in said)
+    triton_tuning._tuned.cache_clear()
+
+
+def _in_use(kernel: str, width: int) -> Config:
+    return triton_tuning.config(kernel, torch.zeros(1), width, 32)
 
 
 def test_reasons_name_what_is_wrong():

@@ -69,9 +69,8 @@ def test_every_head_dim_block_size_and_dtype_compiles(capability):
     assert len(made) >= 3 * len(cases) // 2
     for x in made:
         assert_uses_the_hardware(x, capability)
-        usual = x["case"].get("head_dim", 128) <= 128 and x["kernel"] != "key_kernel"
-        if usual and x["case"].get("dtype") != "float32":
-            assert x["spilled"] <= 128, x
+        if x["case"].get("head_dim", 128) <= 128 and x["case"].get("dtype") != "float32":
+            assert x["spilled"] <= (700 if x["kernel"] == "key_kernel" else 144), x
 
 
 def test_lengths_counts_strides_and_scales_are_not_compiled_for():

@@ -5,6 +5,7 @@ The table holds what compiles to few or no spilled registers for each generation
 A call never measures anything: its time, and its bits, do not depend on chance.
 """
 
+import contextlib
 import json
 import os
 import tempfile
@@ -117,6 +118,19 @@ def keep(configs: dict[str, Config], block_sizes: dict[str, int], device: torch.
     return path
 
 
+@contextlib.contextmanager
+def trial(configs: dict[str, Config], device: torch.device) -> Iterator[None]:
+    """Uses these configs for a while, beside what was measured before."""
+    known = _tuned(device)["configs"]
+    before = dict(known)
+    known |= configs
+    try:
+        yield
+    finally:
+        known.clear()
+        known |= before
+
+
 @cache
 def generation(device: torch.device) -> int:
     """Which column of the table a GPU takes: 80, 90 or 100."""
@@ -133,7 +147,7 @@ def _fitted(chosen: Config, like: Tensor, width: int, tile: int) -> Config:
         most = 64
     rows, streamed = min(chosen.rows, most), min(chosen.streamed, most)
     chosen = chosen._replace(rows=rows, streamed=streamed)
-    if rows * streamed <= 64 * 64 and like.itemsize < 4 and width <= 128:
+    if rows * streamed <= 64 * 64 and like.itemsize < 4 and width <= 64:
         chosen = chosen._replace(warps=min(4, chosen.warps))
     padded = max(16, 1 << (width - 1).bit_length())
     while True:
@@ -182,4 +196,5 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 @cache
 def _tuned(device: torch.device) -> dict[str, dict[str, Any]]:
+    """What was measured on this GPU: read once, and changed by `trial` alone."""
     return _read(_path(device))
