@@ -361,7 +361,7 @@ def flex_call(inputs: Sequence[Tensor], pattern: RandomBlocks, block: int) -> Ca
         BLOCK_SIZE=block,
         seq_lengths=(length, length),
     )
-    return _compiled_flex(inputs, mask)
+    return _compiled_flex(inputs, mask.to(inputs[0].device))
 
 
 def flex_window_call(inputs: Sequence[Tensor], window: int) -> Callable[[], Tensor]:

@@ -42,14 +42,16 @@ def sampled_error(
     if not out.any():
         raise RuntimeError("the timed function returned zeros")
     q_len, kv_len, heads = query.shape[2], key.shape[2], query.shape[1]
+    group = heads // key.shape[1]
     worst = largest = 0.0
     for row in torch.linspace(0, q_len - 1, rows).long().tolist():
         counts = pattern.to_dense(
             1, kv_len, num_heads=heads, num_kv_heads=key.shape[1], q_start=kv_len - q_len + row
         )
-        score = query[:, :, row : row + 1].double() @ key.double().mT * query.shape[-1] ** -0.5
-        weight = torch.softmax(score + counts.double().log(), -1).nan_to_num()
-        exact = weight @ value.double()
+        keys, values = (x.double().repeat_interleave(group, 1) for x in (key, value))
+        score = query[:, :, row : row + 1].double() @ keys.mT * query.shape[-1] ** -0.5
+        weight = torch.softmax(score + counts.to(score).log(), -1).nan_to_num()
+        exact = weight @ values
         worst = max(worst, float((out[:, :, row : row + 1].double() - exact).abs().max()))
         largest = max(largest, float(exact.abs().max()))
     if worst > 0.02 * largest:
@@ -102,6 +104,7 @@ def environment() -> Row:
         "processor": _processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_average": os.getloadavg()[0],
     }
 
