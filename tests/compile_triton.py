@@ -1,6 +1,7 @@
 """Compiles the Triton kernels for GPUs that are not there, and prints what came out as JSON.
 
     python tests/compile_triton.py 90 '{"dtype": "bfloat16", "head_dim": 128}' ...
+    python tests/compile_triton.py 0 '{}'    # for AMD
     python tests/compile_triton.py keys '{"tokens": 1024}' '{"tokens": 1000}'
 
 The backend's own host code runs on CPU tensors with its launches caught, so that what is compiled
@@ -24,8 +25,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import sparsering as sr
 from sparsering.kernels import triton as backend
+from sparsering.kernels import triton_launch
 from sparsering.kernels import triton_tuning as tuning
 
+AMD = 0  # in place of a compute capability: an MI300, with the configs of 80
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -43,9 +46,9 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
     def catch(kernel, programs, config, arguments) -> None:
         caught.append((kernel, config, {name: arguments[name] for name in kernel.arg_names}))
 
-    backend._launch = catch
-    backend._processors = lambda device: 132
-    tuning.generation = lambda device: capability
+    backend.launch = catch
+    backend.processors = lambda device: 132
+    tuning.generation = lambda device: capability or 80
     dtype = getattr(torch, case.get("dtype", "bfloat16"))
     width, tile = case.get("head_dim", 128), case.get("block_size", 128)
     heads, kv_heads, length = case.get("heads", 2), case.get("kv_heads", 2), case.get("tokens", 512)
@@ -85,7 +88,9 @@ def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
 def compiled(
     kernel: Any, config: Any, arguments: dict[str, Any], capability: int
 ) -> dict[str, Any]:
-    options = backend._options(config)
+    options = triton_launch.options(config)
+    if capability == AMD:
+        return compiled_for_amd(kernel, options, arguments)
     target = GPUTarget("cuda", capability, 32)
     made = triton.compile(source(kernel, arguments), target=target, options=options)
     ptx = made.asm["ptx"]
@@ -114,6 +119,18 @@ def compiled(
         "mma": ptx.count("mma.sync"),
         "bulk_copies": ptx.count("cp.async.bulk.tensor"),
         "copies": len(re.findall(r"cp\.async\.c", ptx)),
+    }
+
+
+def compiled_for_amd(kernel: Any, options: dict, arguments: dict[str, Any]) -> dict[str, Any]:
+    target = GPUTarget("hip", "gfx942", 64)
+    made = triton.compile(source(kernel, arguments), target=target, options=options)
+    assembly = made.asm["amdgcn"]
+    return {
+        "kernel": kernel.__name__,
+        "shared": made.metadata.shared,
+        "spilled": int(re.search(r"vgpr_spill_count: +(\d+)", assembly)[1]),
+        "mfma": assembly.count("v_mfma"),
     }
 
 

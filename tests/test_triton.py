@@ -165,7 +165,7 @@ def test_dims_of_size_0_on_hopper(sizes, monkeypatch):
 
 def test_either_way_of_allowing_tf32_is_heard():
     code = (
-        "import torch; from sparsering.kernels.triton import _precision as p; f = torch.float32;"
+        "import torch; from sparsering.kernels.triton import precision as p; f = torch.float32;"
         "assert p(f) == 'ieee'; {}; assert p(f) == 'tf32'; assert p(torch.float16) == 'ieee'"
     )
     for allow in (
@@ -183,7 +183,7 @@ def test_either_way_of_allowing_tf32_is_heard():
 def cut_tiles(monkeypatch) -> None:
     """Tiles of more than one entry are cut into pieces."""
     monkeypatch.setattr(triton_walk, "_LEAST_ENTRIES", 1)
-    monkeypatch.setattr(backend, "_processors", lambda device: 1000)
+    monkeypatch.setattr(backend, "processors", lambda device: 1000)
     sr.layout_cache.clear()
     yield
     sr.layout_cache.clear()
@@ -202,14 +202,14 @@ def test_tiles_cut_into_pieces_are_the_reference(name):
 
 def _launched(run) -> list[str]:
     """Names of the kernels that a call launches."""
-    names, launch = [], backend._launch
+    names, launch = [], backend.launch
 
     def note(kernel, *rest) -> None:
         names.append(kernel.fn.__name__)
         launch(kernel, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "_launch", note)
+        patch.setattr(backend, "launch", note)
         run()
     return names
 
@@ -273,7 +273,7 @@ def test_heads_in_turn_give_the_bits_of_all_at_once(monkeypatch):
 
 
 def test_a_group_is_shared_out_where_there_are_few_keys(monkeypatch):
-    monkeypatch.setattr(backend, "_processors", lambda device: 8)
+    monkeypatch.setattr(backend, "processors", lambda device: 8)
     case = Case(1, 6, 1, 64, 64, 8, 8, 32)
     layout = sr.Causal().layout(**case.heads, block_size=32)
     args = inputs(case, torch.float32, requires_grad=False)
@@ -295,9 +295,9 @@ def test_tensor_descriptors_give_the_bits_of_pointers(arrange, monkeypatch):
         return [*got, *gradients(got, args)]
 
     used = []
-    descriptor = backend._descriptor
+    descriptor = backend.descriptor
     monkeypatch.setattr(
-        backend, "_descriptor", lambda *rest: used.append(descriptor(*rest)) or used[-1]
+        backend, "descriptor", lambda *rest: used.append(descriptor(*rest)) or used[-1]
     )
     for a, b in zip(run(True), run(False), strict=True):
         assert torch.equal(a, b)
@@ -316,7 +316,7 @@ def test_tensor_descriptors_give_the_bits_of_pointers(arrange, monkeypatch):
     ids=["width", "base", "rows", "every third token", "one token"],
 )
 def test_what_is_no_matrix_of_tokens_has_no_descriptor(x):
-    found = backend._descriptor(x, 16)
+    found = backend.descriptor(x, 16)
     if found is None:
         return
     matrix = x.as_strided(found.shape, found.strides, x.storage_offset())

@@ -88,6 +88,15 @@ def test_lengths_counts_strides_and_scales_are_not_compiled_for():
 
 
 @pytest.mark.slow
+def test_the_main_shapes_compile_for_amd():
+    made = run("0", {"head_dim": 64, "pattern": "LongNet((256, 512), (1, 2)) & Causal()"})
+    assert {x["kernel"] for x in made} >= MAIN_KERNELS
+    for x in made:
+        assert x["shared"] <= 65536 and x["spilled"] <= 32, x
+        assert x["mfma"] > 0 or x["kernel"] not in MAIN_KERNELS, x
+
+
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_through_and_goes_on_where_it_stopped(tmp_path):
     root = SCRIPT.parent.parent
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", "--out", str(tmp_path)]

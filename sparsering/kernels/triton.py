@@ -4,10 +4,8 @@ Passes run one after another; each merges into what the earlier ones left. With 
 half precision, float32 sums exist for a few kv heads at a time. Triton is imported on first use.
 """
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -16,6 +14,15 @@ from torch import Tensor
 
 from ..layout import BlockLayout
 from .inputs import dense_rows, positive_scale, signed_gradient
+from .triton_launch import (
+    descriptor,
+    launch,
+    padded,
+    power_of_2,
+    precision,
+    processors,
+    strides,
+)
 from .triton_tuning import Config, config
 from .triton_walk import Walk, walk
 
@@ -27,12 +34,8 @@ _ROWS = 64  # of a program that combines or prepares
 
 def reasons(*tensors: Tensor) -> list[str]:
     """Why the kernels cannot run on these tensors, or on this machine."""
-    found = [] if _is_installed() else ["the package triton is missing (pip install triton)"]
-    if not interpreting() and not torch.cuda.is_available():
-        found.append("it needs a GPU (TRITON_INTERPRET=1 tries its kernels without one)")
+    found = _machine_reasons()
     wanted = "cpu" if interpreting() else "cuda"
-    if not interpreting() and _is_too_old():
-        found.append("it needs compute capability 8.0")
     if any(x.device.type != wanted for x in tensors):
         found.append(f"it runs on {wanted} tensors" + " under TRITON_INTERPRET=1" * interpreting())
     if any(x.dtype not in _DTYPES for x in tensors):
@@ -44,20 +47,22 @@ def reasons(*tensors: Tensor) -> list[str]:
     return found
 
 
+@torch.compiler.assume_constant_result
+def _machine_reasons() -> list[str]:
+    found = [] if find_spec("triton") else ["the package triton is missing (pip install triton)"]
+    if interpreting():
+        return found
+    if not torch.cuda.is_available():
+        return [*found, "it needs a GPU (TRITON_INTERPRET=1 tries its kernels without one)"]
+    if not torch.version.hip and torch.cuda.get_device_capability() < (8, 0):
+        found.append("it needs compute capability 8.0")
+    return found
+
+
+@torch.compiler.assume_constant_result
 def interpreting() -> bool:
     """Whether kernels run in Python on CPU tensors, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-@cache
-def _is_installed() -> bool:
-    return find_spec("triton") is not None
-
-
-def _is_too_old() -> bool:
-    if not torch.cuda.is_available() or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability() < (8, 0)
 
 
 def forward(
@@ -156,7 +161,7 @@ def _parts(
     if in_turn:
         tiles = max(p.query_start.shape[-1] for p in layout.passes)
         programs = max(1, len(query) * group * tiles)
-        fewest = -(-_LEAST_PROGRAMS * _processors(query.device) // programs)
+        fewest = -(-_LEAST_PROGRAMS * processors(query.device) // programs)
         at_a_time = min(at_a_time, max(1, fewest))
     for first in range(0, num_kv_heads, at_a_time):
         kv_heads = slice(first, min(first + at_a_time, num_kv_heads))
@@ -181,10 +186,10 @@ def _forward_pass(part: _Part, number: int, out: Tensor, lse: Tensor) -> None:
         "out": out, "lse": lse, "lse_batch": lse.stride(0), "lse_head": lse.stride(1),
         "piece_out": pieces, "piece_lse": pieces.new_empty(pieces.shape[:-1]),
         "num_heads": out.shape[1],
-        **_strides(q=part.query, k=part.key, v=part.value, o=out),
+        **strides(q=part.query, k=part.key, v=part.value, o=out),
     }  # fmt: skip
     arguments |= _streamed(part, number, config, key=part.key, value=part.value)
-    _launch(forward_kernel, w.units.shape[2] * rows["programs"], config, arguments)
+    launch(forward_kernel, w.units.shape[2] * rows["programs"], config, arguments)
     _combine(merge_kernel, w, out, arguments)
 
 
@@ -205,7 +210,7 @@ def _query_pass(
         "grad_out": grad_out, "delta": delta, "safe_lse": safe_lse, "grad_query": dq,
         "row_batch": delta.stride(0), "row_head": delta.stride(1), "piece": pieces, "grad": dq,
         "num_heads": dq.shape[1],
-        **_strides(q=part.query, k=part.key, v=part.value, g=grad_out, dq=dq, grad=dq),
+        **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dq=dq, grad=dq),
     }  # fmt: skip
     if dbias is not None:
         tile = part.layout.block_size
@@ -213,7 +218,7 @@ def _query_pass(
         of_shares = dbias.new_zeros(*dbias.shape, shares)
         arguments |= {"grad_bias": of_shares, "num_blocks": dbias.shape[2]}
     arguments |= _streamed(part, number, config, key=part.key, value=part.value)
-    _launch(query_kernel, w.units.shape[2] * rows["programs"], config, arguments)
+    launch(query_kernel, w.units.shape[2] * rows["programs"], config, arguments)
     _combine(sum_kernel, w, dq, arguments)
     if dbias is not None:
         dbias += of_shares.sum(-1)
@@ -251,15 +256,15 @@ def _key_passes(part: _Part, grads: list[Tensor]) -> list[Tensor]:
             "grad_out": grad_out, "delta": delta, "safe_lse": safe_lse,
             "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],
             "row_batch": delta.stride(0), "row_head": delta.stride(1),
-            **_strides(q=part.query, k=part.key, v=part.value, g=grad_out, dk=dk, dv=dv),
+            **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dk=dk, dv=dv),
         }  # fmt: skip
         arguments |= _streamed(part, number, config, query=part.query, grad_out=grad_out)
-        _launch(key_kernel, w.units.shape[2] * programs, config, arguments)
+        launch(key_kernel, w.units.shape[2] * programs, config, arguments)
         arguments |= {"num_heads": dk.shape[1], "first_head": part.kv_heads.start * shares}
         arguments |= {"all_heads": layout.frame.num_kv_heads * shares}
         for grad, piece in zip((dk, dv), pieces, strict=True):
-            arguments |= {"grad": grad, "piece": piece, **_strides(grad=grad)}
-            arguments |= {"WIDTH": grad.shape[3], "PADDED": _padded(grad)}
+            arguments |= {"grad": grad, "piece": piece, **strides(grad=grad)}
+            arguments |= {"WIDTH": grad.shape[3], "PADDED": padded(grad)}
             _combine(sum_kernel, w, grad, arguments)
     if alone:
         return [dk, dv]
@@ -277,11 +282,11 @@ def _prepared(
     arguments = {
         "grad_out": grad_out, "grad_lse": grad_lse.contiguous(), "out": out,
         "lse": lse.contiguous(), "delta": delta, "safe_lse": safe_lse,
-        **_strides(g=grad_out, o=out), "num_heads": lse.shape[1], "q_len": lse.shape[2],
-        "ROWS": _ROWS, "VALUE_WIDTH": out.shape[3], "VALUE_PADDED": _padded(out),
+        **strides(g=grad_out, o=out), "num_heads": lse.shape[1], "q_len": lse.shape[2],
+        "ROWS": _ROWS, "VALUE_WIDTH": out.shape[3], "VALUE_PADDED": padded(out),
     }  # fmt: skip
     if lse.numel():
-        _launch(
+        launch(
             prepare_kernel, lse.shape[0] * lse.shape[1] * -(-lse.shape[2] // _ROWS), None, arguments
         )
     return delta, safe_lse
@@ -294,14 +299,14 @@ def _rows(part: _Part, number: int, config: Config) -> dict[str, int]:
     """
     layout = part.layout
     most = min(layout.block_size, -(-layout.frame.q_len // layout.passes[number].step))
-    tokens = min(config.rows, _power_of_2(most))
+    tokens = min(config.rows, power_of_2(most))
     pack = 1 if _by_query_head(part, number) else min(part.group, config.rows // tokens)
     packs = -(-part.group // pack)
     pack = -(-part.group // packs)
     parts = -(-most // tokens)
     return {
         "parts": parts, "TOKENS": tokens, "PACK": pack,
-        "ROWS": max(16, tokens * _power_of_2(pack)),
+        "ROWS": max(16, tokens * power_of_2(pack)),
         "programs": len(part.query) * part.key.shape[1] * packs * parts,
     }  # fmt: skip
 
@@ -315,7 +320,7 @@ def _heads_at_a_time(part: _Part, config: Config) -> int:
         return 1
     tiles = max(p.key_start.shape[-1] for p in layout.passes)
     programs = len(part.query) * part.key.shape[1] * tiles
-    shares = min(group, -(-2 * _processors(part.query.device) // max(1, programs)))
+    shares = min(group, -(-2 * processors(part.query.device) // max(1, programs)))
     return -(-group // shares)
 
 
@@ -324,8 +329,8 @@ def _by_query_head(part: _Part, number: int) -> bool:
 
 
 def _walk(part: _Part, number: int, programs: int, *, by_key: bool) -> Walk:
-    processors = _processors(part.query.device)
-    return walk(part.layout, number, by_key=by_key, programs=programs, processors=processors)
+    shared_by = processors(part.query.device)
+    return walk(part.layout, number, by_key=by_key, programs=programs, processors=shared_by)
 
 
 def _slots(part: _Part, heads: int, w: Walk, width: int) -> tuple[int, ...]:
@@ -336,14 +341,14 @@ def _of_inputs(part: _Part, config: Config) -> dict[str, Any]:
     query, key, value, bias = part.query, part.key, part.value, part.bias
     return {
         "query": query, "key": key, "value": value,
-        "WIDTH": query.shape[3], "PADDED": _padded(query),
-        "VALUE_WIDTH": value.shape[3], "VALUE_PADDED": _padded(value),
+        "WIDTH": query.shape[3], "PADDED": padded(query),
+        "VALUE_WIDTH": value.shape[3], "VALUE_PADDED": padded(value),
         "bias": query if bias is None else bias, "BIASED": bias is not None,
         "bias_batch": 0 if bias is None else bias.stride(0),
         "bias_head": 0 if bias is None else bias.stride(1),
         "grad_bias": query, "num_blocks": 0,
         "scale": part.scale, "group": part.group, "first_head": part.heads.start,
-        "all_heads": part.layout.frame.num_heads, "PRECISION": _precision(query.dtype),
+        "all_heads": part.layout.frame.num_heads, "PRECISION": precision(query.dtype),
         "STAGES": config.stages, "WARP_SPECIALIZE": config.warp_specialize,
     }  # fmt: skip
 
@@ -369,54 +374,19 @@ def _streamed(part: _Part, number: int, config: Config, **tensors: Tensor) -> di
     reach = max(1, *(x.stride(2) for x in tensors.values()))
     wide = tile * step * reach + _MOST_WIDTH >= 1 << 31
     if config.tma and step == 1:
-        described = {name: _descriptor(x, config.streamed) for name, x in tensors.items()}
+        described = {name: descriptor(x, config.streamed) for name, x in tensors.items()}
         if all(x is not None for x in described.values()):
             return {**described, "TMA": True, "WIDE": wide}
     return {"TMA": False, "WIDE": wide}
-
-
-def _descriptor(x: Tensor, rows: int) -> Any:
-    """A tensor descriptor over [B, H, N, D] as a matrix whose rows are tokens, None if it is none.
-
-    Heads are rows below one another, or columns side by side.
-    """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    batch, heads, tokens, width = x.shape
-    of_batch, of_head, of_token, _ = x.stride()
-    fits = width == _padded(x) and of_token * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
-    if not fits or not tokens or of_token < width or of_batch % of_token:
-        return None
-    below = of_head % of_token == 0
-    if not below and (heads - 1) * of_head + width > of_token:
-        return None
-    last = ((batch - 1) * of_batch + (heads - 1) * of_head * below) // of_token
-    return TensorDescriptor(x, [last + tokens, of_token], [of_token, 1], [rows, width])
 
 
 def _combine(kernel: Any, w: Walk, like: Tensor, arguments: dict[str, Any]) -> None:
     """Combines the pieces of the tiles that were cut, where any may be."""
     if w.slots:
         tile = arguments["TILE"]
-        rows = min(_ROWS, _power_of_2(tile))
+        rows = min(_ROWS, power_of_2(tile))
         programs = w.cuts.shape[2] * like.shape[0] * like.shape[1] * -(-tile // rows)
-        _launch(kernel, programs, None, {**arguments, "ROWS": rows})
-
-
-def _launch(kernel: Any, programs: int, config: Config | None, arguments: dict[str, Any]) -> None:
-    """Runs a kernel on the arguments that it names."""
-    if not programs:
-        return
-    options = _options(config)
-    own = {name: arguments[name] for name in kernel.arg_names}
-    device = next(x for x in own.values() if isinstance(x, Tensor)).device
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(programs,)](**own, **options)
-
-
-def _options(config: Config | None) -> dict[str, Any]:
-    """How a kernel is compiled."""
-    return {} if config is None else {"num_warps": config.warps, "num_stages": config.stages}
+        launch(kernel, programs, None, {**arguments, "ROWS": rows})
 
 
 def _blank(
@@ -427,42 +397,6 @@ def _blank(
     return (like.new_empty if covered or overwritten else like.new_zeros)(*shape)
 
 
-def _strides(**tensors: Tensor) -> dict[str, int]:
-    """NAME_batch, NAME_head and NAME_token of each, in units of ALIGN elements: 16 bytes if all are
-    multiples of that, so that so much can be loaded at once, else 1.
-    """
-    least = max(16 // x.itemsize for x in tensors.values())
-    strides = [x.stride()[:3] for x in tensors.values()]
-    unit = least if all(n % least == 0 for own in strides for n in own) else 1
-    found = {"ALIGN": unit}
-    for name, own in zip(tensors, strides, strict=True):
-        for dim, n in zip(("batch", "head", "token"), own, strict=True):
-            found[f"{name}_{dim}"] = n // unit
-    return found
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """How float32 is multiplied: as it is, unless the user allows tf32."""
-    if dtype != torch.float32 or torch.version.hip:
-        return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
 def _config(kernel: str, part: _Part) -> Config:
     width = max(part.query.shape[3], part.value.shape[3])
     return config(kernel, part.query, width, part.layout.block_size)
-
-
-def _padded(x: Tensor) -> int:
-    return max(16, _power_of_2(x.shape[-1]))
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # under the interpreter: few, so that small tests cut tiles too
-    return torch.cuda.get_device_properties(device).multi_processor_count
