@@ -38,8 +38,10 @@ BACKENDS: dict[str, Callable[..., list[str]]] = {
     "torch_sparse": torch_sparse.reasons,
 }
 """Names in order of preference, and for each the reasons why it cannot run on (query, key, value),
-[] if it can. What stands behind `reference` runs only when it is named.
+[] if it can. Those of `ONLY_NAMED` are never a default choice, nor is an interpreter of kernels.
 """
+
+ONLY_NAMED = ("flex", "flash", "torch_sparse")
 
 ADAPTERS = {"flex": flex.attention, "torch_sparse": torch_sparse.attention}
 """Backends in plain differentiable torch, which need no operator of their own."""
@@ -71,7 +73,10 @@ def choose(backend: str | None, query: Tensor, key: Tensor, value: Tensor) -> st
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
-    names = list(BACKENDS) if backend is None else [backend]
+    defaults = [name for name in BACKENDS if name not in ONLY_NAMED]
+    if triton.interpreting():
+        defaults.remove("triton")
+    names = defaults if backend is None else [backend]
     for name in names:
         if not BACKENDS[name](query, key, value):
             return name

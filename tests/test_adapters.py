@@ -85,11 +85,16 @@ def test_flex_says_what_it_cannot():
             attend(*args, sr.Full(), block_size=16, block_bias=bias, backend="flex")
 
 
-def test_adapters_are_never_the_default():
-    usable = [name for name, reasons in ops.BACKENDS.items() if not reasons()]
-    assert usable.index("reference") < usable.index("flex") < usable.index("torch_sparse")
-    args = inputs(CASES[0], requires_grad=False)
-    assert ops.choose(None, *args) == "gather"
+def test_adapters_and_interpreters_are_never_the_default(monkeypatch):
+    args = inputs(CASES[0], torch.float32, requires_grad=False)
+    for name, following in (("cpu", "gather"), ("gather", "reference")):
+        assert ops.choose(None, *args) == name
+        monkeypatch.setitem(ops.BACKENDS, name, lambda *tensors: ["not now"])
+        assert ops.choose(None, *args) == following
+    monkeypatch.setitem(ops.BACKENDS, "reference", lambda *tensors: ["not now"])
+    with pytest.raises(NotImplementedError):
+        ops.choose(None, *args)
+    assert ops.choose("flex", *args) == "flex" and ops.choose("triton", *args) == "triton"
 
 
 @pytest.mark.parametrize(("backend", "extra"), [("flash", "flash"), ("triton", "triton")])

@@ -8,7 +8,7 @@ atomics, and sums run in a fixed order.
 import triton
 import triton.language as tl
 
-from .triton_forward import elements, kernel, load_rows, program_of, table_of, visible
+from .triton_forward import elements, kernel, load_rows, program_of, rows_of, table_of, visible
 from .triton_walk import CUT, UNIT
 
 _UNIT = tl.constexpr(UNIT)
@@ -92,12 +92,9 @@ def query_kernel(
     if begin >= stop:
         return
 
-    row = tl.arange(0, ROWS)
-    slot = part * TOKENS + row % TOKENS
-    of_pack = row // TOKENS
-    position = begin + (row % TOKENS) * step.to(index)
-    real = (position < stop) & (slot < TILE) & (of_pack < PACK) & (head % group + of_pack < group)
-    heads = (head + of_pack).to(tl.int64)
+    slot, position, heads, real = rows_of(
+        begin, stop, step.to(index), part, head, group, TILE, ROWS, TOKENS, PACK
+    )
     width = tl.arange(0, PADDED)
     value_width = tl.arange(0, VALUE_PADDED)
     from_row = heads * elements(q_head, ALIGN) + position * elements(q_token, ALIGN)

@@ -97,6 +97,20 @@ def table_of(batch, head, num_heads, tables, table_batches, axes):
 
 
 @triton.jit
+def rows_of(
+    begin, stop, step, part, head, group, TILE: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
+    """(slot in the tile, token, query head, whether there is one) of each row of a program."""
+    row = tl.arange(0, ROWS)
+    slot = part * TOKENS + row % TOKENS
+    of_pack = row // TOKENS
+    position = begin + (row % TOKENS) * step
+    real = (position < stop) & (slot < TILE) & (of_pack < PACK) & (head % group + of_pack < group)
+    return slot, position, (head + of_pack).to(tl.int64), real
+
+
+@triton.jit
 def elements(stride, ALIGN: tl.constexpr):
     """Elements of a stride that was given in units of ALIGN of them, so that loads can be wide."""
     return tl.cast(stride, tl.int64) * ALIGN  # the interpreter would take int32
@@ -164,12 +178,9 @@ def forward_kernel(
     if begin >= stop:
         return
 
-    row = tl.arange(0, ROWS)
-    slot = part * TOKENS + row % TOKENS
-    of_pack = row // TOKENS
-    position = begin + (row % TOKENS) * step.to(index)
-    real = (position < stop) & (slot < TILE) & (of_pack < PACK) & (head % group + of_pack < group)
-    heads = (head + of_pack).to(tl.int64)
+    slot, position, heads, real = rows_of(
+        begin, stop, step.to(index), part, head, group, TILE, ROWS, TOKENS, PACK
+    )
     width = tl.arange(0, PADDED)
     from_row = heads * elements(q_head, ALIGN) + position * elements(q_token, ALIGN)
     from_row += batch * elements(q_batch, ALIGN)
