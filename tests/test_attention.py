@@ -645,7 +645,7 @@ def test_nan_and_inf_reach_only_rows_that_visit_their_tile(pattern, where, bad, 
     case = Case(2, 4, 2, 100, 100, 8, 8, 16)
     runs = [(torch.float32, 64 << 20), (torch.float32, 1), (torch.bfloat16, 64 << 20)]
     if each_backend == "triton":
-        runs = runs[:1]
+        case, runs = replace(case, q_len=60, kv_len=60), runs[:1]
     for dtype, limit in runs:
         args = inputs(case, dtype, requires_grad=False)
         spoilt = [x.clone() for x in args]
@@ -653,7 +653,7 @@ def test_nan_and_inf_reach_only_rows_that_visit_their_tile(pattern, where, bad, 
         with workspace(limit):
             clean = attend(*args, pattern, block_size=16)
             got = attend(*spoilt, pattern, block_size=16)
-        touched = torch.zeros(2, 4, 100, dtype=torch.bool)
+        touched = torch.zeros(2, 4, case.q_len, dtype=torch.bool)
         for head in (2, 3):
             touched[1, head] = visiting_rows(pattern, case, head, 50)
         assert 0 < touched.sum() < 200

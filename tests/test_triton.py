@@ -61,9 +61,9 @@ def assert_rounded(got, exact, wrt, exact_wrt) -> None:
 
 
 SHAPES = [
-    Case(1, 2, 2, 70, 70, 16, 16),
-    Case(1, 4, 2, 40, 75, 17, 5, 32, arrange="tokens before heads"),
-    Case(2, 3, 1, 33, 50, 8, 20, 16, arrange="width before tokens"),
+    Case(1, 2, 2, 50, 50, 16, 16),
+    Case(1, 4, 2, 30, 60, 17, 5, 32, arrange="tokens before heads"),
+    Case(2, 3, 1, 20, 40, 8, 20, 16, arrange="width before tokens"),
     Case(1, 2, 1, 60, 33, 8, 12, 48),
     Case(1, 6, 2, 20, 40, 3, 2, 16, 31, "every other of a larger tensor"),
     Case(2, 4, 2, 1, 77, 40, 48, None, arrange="one head expanded"),
@@ -79,7 +79,7 @@ def test_every_pattern_is_the_reference_forward_and_backward(name, shape):
     assert_is_the_reference(PATTERNS[name](case), case)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(cases(with_random=True, max_length=60), st.sampled_from((16, 32)))
 def test_any_expression_is_the_reference(case, block_size):
     spec, scene = case
@@ -195,7 +195,7 @@ def cut_tiles(monkeypatch) -> None:
     ["full", "causal", "global tokens", "mixture with overlap", "blocks of each head"],
 )
 def test_tiles_cut_into_pieces_are_the_reference(name):
-    case = Case(1, 4, 2, 75, 75, 8, 12)
+    case = Case(1, 4, 2, 60, 60, 8, 12)
     launched = _launched(lambda: assert_is_the_reference(PATTERNS[name](case), case))
     assert {"merge_kernel", "sum_kernel"} <= set(launched)
 
@@ -216,7 +216,7 @@ def _launched(run) -> list[str]:
 
 @pytest.mark.usefixtures("cut_tiles")
 def test_a_block_bias_of_cut_tiles_is_the_reference():
-    _assert_bias_is_the_reference(sr.Causal() + sr.SlidingWindow(5), Case(2, 4, 2, 60, 60, 8, 8))
+    _assert_bias_is_the_reference(sr.Causal() + sr.SlidingWindow(5), Case(1, 4, 2, 45, 45, 8, 8))
 
 
 @pytest.mark.parametrize("name", ["full", "longnet", "blocks of each head", "union of steps"])

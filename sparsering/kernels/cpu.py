@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention over a layout; see `gather.forward`. lse is float32."""
     query, scale = positive_scale(query, scale)
-    out, lse = torch.ops.sparsering_cpu.forward(
+    out, lse = _library().forward(
         dense_rows(query),
         dense_rows(key),
         dense_rows(value),
@@ -89,7 +90,7 @@ def backward(
     positive, positive_by = positive_scale(query, scale)
     heads, threads = len(key) * key.shape[1], torch.get_num_threads()
     by_head = -(-heads // threads) * threads <= _MOST_REPEATED_WORK * heads
-    dq, dk, dv, dbias = torch.ops.sparsering_cpu.backward(
+    dq, dk, dv, dbias = _library().backward(
         dense_rows(grad_out),
         grad_lse.contiguous(),
         dense_rows(positive),
@@ -202,6 +203,13 @@ def _build_failure() -> list[str]:
     if reason := _load():
         _warn(reason)
     return [reason] if reason else []
+
+
+def _library() -> Any:
+    """The loaded operators; a compiled graph may call them before anything else did."""
+    if reason := _load():
+        raise NotImplementedError(f"cpu: {reason}")
+    return torch.ops.sparsering_cpu
 
 
 @cache

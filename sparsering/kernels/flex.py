@@ -6,15 +6,17 @@ CPU, where it runs uncompiled and computes every score.
 """
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..compile import unpack
 from ..layout import BlockLayout, Pass
 from ..merge import merge_attention
+
+if TYPE_CHECKING:  # it imports half of the compiler: left to the first call
+    from torch.nn.attention.flex_attention import BlockMask
 
 _LEAST_WIDTH = 16  # of a compiled kernel
 
@@ -46,6 +48,8 @@ def attention(
 
     Cost: O((N / block_size)^2) memory for the block mask, and copies of what a pass gathers.
     """
+    from torch.nn.attention.flex_attention import AuxRequest
+
     if block_bias is not None:
         raise NotImplementedError("flex: it has no block_bias; name another backend or none")
     kind = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -79,6 +83,8 @@ def attention(
 
 @cache
 def _run(device: str) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
     return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True)
 
 
@@ -121,8 +127,10 @@ def _where_in(tokens: Tensor, length: int) -> Tensor:
 
 def _block_mask(
     layout: BlockLayout, p: Pass, queries: Tensor, keys: Tensor, heads: int
-) -> BlockMask:
+) -> "BlockMask":
     """The pass's table as block lists; `queries` and `keys` say which slots hold tokens."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     size, batch = layout.block_size, len(p.row_ptr)
     rows, columns = p.query_start.shape[1], p.key_start.shape[1]
     row = p.query_tiles().clamp(max=rows - 1)
