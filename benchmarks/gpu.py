@@ -1,12 +1,13 @@
 """Everything that is claimed of a GPU, in one call: `python -m benchmarks.gpu --out DIR`.
 
 Writes `DIR/gpu.json` after each part, and `DIR/gpu.png`; a part that the file holds already, of the
-same commit, is skipped, so that several short calls can share the work. Each timed call stands
+same sources, is skipped, so that several short calls can share the work. Each timed call stands
 beside its peers, measured in turns, with the density and an error against float64; what is wrong is
 not timed. Without a GPU, under TRITON_INTERPRET=1, it runs small shapes, to be tried out.
 """
 
 import argparse
+import hashlib
 import json
 import statistics
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +52,18 @@ def milliseconds(calls: dict[str, Call]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def replayed(calls: dict[str, Call]) -> dict[str, float]:
+    """Median times without what a call costs the host: as replayed CUDA graphs."""
+    if not GPU:
+        return {}
+    from triton.testing import do_bench_cudagraph
+
+    return {
+        f"{name}, replayed": do_bench_cudagraph(call, return_mode="median")
+        for name, call in calls.items()
+    }
+
+
 def inputs(
     heads: int, length: int, width: int, dtype: torch.dtype = HALF, kv_heads: int | None = None
 ) -> list[Tensor]:
@@ -82,29 +96,46 @@ def dense_calls(args: list[Tensor]) -> dict[str, Call]:
     return {name: partial(run, backend) for name, backend in wanted.items()}
 
 
-def able(calls: dict[str, Call]) -> tuple[dict[str, Call], list[Row]]:
-    """The calls that run once, which also warms them up, and a row for each that does not."""
+def able(
+    calls: dict[str, Call], prepare: Callable[[str, Call], Call] = lambda name, call: call
+) -> tuple[dict[str, Call], list[Row]]:
+    """The calls that run, each once, which also warms them up, and a row for each that does not."""
     running, failed = {}, []
     for name, call in calls.items():
         try:
-            call()
-            running[name] = call
+            running[name] = prepare(name, call)
+            running[name]()
         except Exception as error:  # a peer's: said, not hidden
-            if name.startswith("ours"):
+            running.pop(name, None)
+            if name == "ours":
                 raise
             failed.append({"backend": name, "failed": f"{type(error).__name__}: {error}"[:300]})
     return running, failed
 
 
-def exact_gradients(args: list[Tensor], pattern: sr.Pattern, grad: Tensor) -> list[Tensor]:
-    """Of the first head, in float64: [1, 1, N, D] each."""
+def exact_gradients(
+    args: list[Tensor], pattern: sr.Pattern, block: int, grad: Tensor
+) -> list[Tensor]:
+    """Of the first head, in float64: [1, 1, N, D] each; the pattern is of whole blocks."""
     leaves = [x[:, :1].detach().double().requires_grad_() for x in args]
     heads, length = args[0].shape[1:3]
-    counts = pattern.to_dense(length, num_heads=heads)[:1].to(grad.device)
+    layout = pattern.layout(length, num_heads=heads, block_size=block)
+    row, key, mask, _ = layout.table(layout.passes[0], 0, 0)
+    assert len(layout.passes) == 1 and bool((mask < 0).all())
+    visited = torch.zeros(length // block, length // block, dtype=torch.bool)
+    visited[row, key] = True
+    visited = visited.to(grad.device).repeat_interleave(block, 0).repeat_interleave(block, 1)
     score = leaves[0] @ leaves[1].mT * leaves[0].shape[3] ** -0.5
-    score = score.masked_fill(counts == 0, -torch.inf)
-    out = torch.softmax(score, -1) @ leaves[2]
+    out = torch.softmax(score.masked_fill(~visited, -torch.inf), -1) @ leaves[2]
     return list(torch.autograd.grad(out, leaves, grad[:, :1].double()))
+
+
+def largest(errors: list[float], bound: float, what: str) -> float:
+    """The largest error. Raises where it is above the bound, or no number."""
+    worst = float(torch.tensor(errors).max())
+    if not worst <= bound:
+        raise RuntimeError(f"{what} is wrong: errors {errors}")
+    return worst
 
 
 def random_blocks(heads: int, length: int, width: int, block: int, backward: bool) -> list[Row]:
@@ -114,26 +145,31 @@ def random_blocks(heads: int, length: int, width: int, block: int, backward: boo
     density = pattern.layout(length, num_heads=heads, block_size=block).density
     own = partial(sr.attention, *args, pattern, block_size=block)
     calls: dict[str, Call] = {"ours": partial(own, backend="triton")}
-    if GPU and not sr.backends()["flash"]:
-        calls["ours by flash-attn-4"] = partial(own, backend="flash")
-    errors = {"ours": sampled_error(calls["ours"](), *args, pattern)}
     if GPU:
         calls["flex"] = flex_call(args, pattern, block)
-        errors["flex"] = sampled_error(calls["flex"](), *args, pattern)
+    if GPU and not sr.backends()["flash"]:
+        calls["flash-attn-4"] = partial(own, backend="flash")
     calls |= dense_calls(args)
-    if backward:
-        grad = torch.randn_like(args[0])
-        calls = {name: with_gradients(call, args, grad) for name, call in calls.items()}
-    calls, rows = able(calls)
-    if backward:
-        exact = exact_gradients(args, pattern, grad)
-        for name in errors:
-            errors[name] = max(
+    errors: dict[str, float] = {}
+    grad = torch.randn_like(args[0])
+    exact = exact_gradients(args, pattern, block, grad) if backward else []
+
+    def checked(name: str, call: Call) -> Call:
+        """The call, once what it returns is known to be right."""
+        if not backward:
+            if not name.startswith("dense"):
+                errors[name] = sampled_error(call(), *args, pattern)
+            return call
+        both = with_gradients(call, args, grad)
+        if not name.startswith("dense"):
+            found = [
                 float((a[:, :1].double() - b).norm() / b.norm())
-                for a, b in zip(calls[name](), exact, strict=True)
-            )
-            if not errors[name] < 0.02:
-                raise RuntimeError(f"the gradients of {name} are wrong: error {errors[name]:.3g}")
+                for a, b in zip(both(), exact, strict=True)
+            ]
+            errors[name] = largest(found, 0.02, f"the gradient of {name}")
+        return both
+
+    calls, rows = able(calls, checked)
     taken = milliseconds(calls)
     for name, ms in taken.items():
         share = 1.0 if name.startswith("dense") else density
@@ -164,7 +200,11 @@ def longnet() -> list[Row]:
     call = partial(sr.attention, *args, pattern, backend="triton")
     error = sampled_error(call(), *args, pattern, rows=4)
     both = with_gradients(call, args, grad)
-    both()
+    first, second = both(), both()
+    pairs_of = zip(first, second, strict=True)
+    if not all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in pairs_of):
+        raise RuntimeError("gradients are not finite, or not the same bits twice")
+    del first, second, pairs_of
     reference = inputs(heads, 32768 if GPU else 128, width)
     peers = {
         name: with_gradients(peer, reference, torch.randn_like(reference[0]))
@@ -191,11 +231,7 @@ def founding_table() -> list[Row]:
     call = partial(sr.attention, *args, pattern, backend="triton")
     error = sampled_error(call(), *args, pattern)
     shape = {"dtype": str(args[0].dtype)[6:], "tokens": length, "density": density, "error": error}
-    taken = milliseconds({"ours": call})
-    if GPU:
-        from triton.testing import do_bench_cudagraph
-
-        taken["ours, replayed"] = do_bench_cudagraph(call, return_mode="median")
+    taken = milliseconds({"ours": call}) | replayed({"ours": call})
     return [{"backend": name, **shape, "ms": ms} for name, ms in taken.items()]
 
 
@@ -220,11 +256,12 @@ def decoding() -> list[Row]:
     query = query[:, :, -1:].contiguous()
     call = partial(sr.attention, query, key, value, sr.Causal(), backend="triton")
     error = sampled_error(call(), query, key, value, sr.Causal(), rows=1)
-    taken = milliseconds({"ours": call, "reading": lambda: (key.sum(), value.sum())})
+    calls: dict[str, Call] = {"ours": call, "reading": lambda: (key.sum(), value.sum())}
+    taken = milliseconds(calls) | replayed(calls)
     moved = 2 * key.numel() * key.itemsize
     return [
         {"backend": name, "tokens": length, "ms": ms, "gb_per_s": moved / ms / 1e6,
-         "error": error if name == "ours" else None}
+         "error": error if name.startswith("ours") else None}
         for name, ms in taken.items()
     ]  # fmt: skip
 
@@ -262,22 +299,26 @@ def memory() -> list[Row]:
         "window": sr.Causal() & sr.SlidingWindow(4096),
     }.items():
         args = [x.requires_grad_() for x in inputs(heads, length, width)]
-        for backward in (False, True):
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            out, lse = sr.attention(*args, pattern, backend="triton", return_lse=True)
-            kept = out.nbytes + lse.nbytes
-            if backward:
-                kept += sum(x.nbytes for x in torch.autograd.grad(out, args, torch.ones_like(out)))
-            extra = torch.cuda.max_memory_allocated() - before - kept
-            whole = sum(x.nbytes for x in args) + kept
-            rows.append({
-                "pattern": name, "backward": backward, "tokens": length, "extra_bytes": extra,
-                "share_of_inputs_and_outputs": extra / whole,
-            })  # fmt: skip
-            del out, lse
+        grad = torch.ones_like(args[0])
+        for backward in (False, False, True, True):  # the first of each lays the pattern out
+            rows.append(peak(args, pattern, grad, backward))
+            rows[-1] |= {"pattern": name, "backward": backward, "tokens": length}
+        del rows[-2], rows[-3]
     return rows
+
+
+def peak(args: list[Tensor], pattern: sr.Pattern, grad: Tensor, backward: bool) -> Row:
+    """Peak memory of a call beyond what stays: inputs, outputs, lse, gradients."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, lse = sr.attention(*args, pattern, backend="triton", return_lse=True)
+    kept = out.nbytes + lse.nbytes
+    if backward:
+        kept += sum(x.nbytes for x in torch.autograd.grad(out, args, grad))
+    extra = torch.cuda.max_memory_allocated() - before - kept
+    whole = sum(x.nbytes for x in args) + kept + grad.nbytes * backward
+    return {"extra_bytes": extra, "share_of_inputs_and_outputs": extra / whole}
 
 
 def beyond_int32() -> list[Row]:
@@ -299,66 +340,101 @@ def beyond_int32() -> list[Row]:
         float((a.double() - b[:, :, -499:]).norm() / b[:, :, -499:].norm())
         for a, b in zip(kept, expected, strict=True)
     ]
-    if not max(errors) < 0.02:
-        raise RuntimeError(f"wrong beyond 2^31 elements: errors {errors}")
-    return [{"elements": args[0].numel(), "errors": errors}]
+    worst = largest(errors, 0.02, "what lies beyond 2^31 elements")
+    return [{"elements": args[0].numel(), "error": worst}]
 
 
-def correctness() -> list[Row]:
-    """Every pattern of the tests in every dtype, forward and backward, against float64.
+def correctness(dtype: torch.dtype) -> list[Row]:
+    """Every pattern of the tests, forward and backward, against float64."""
+    oracle = tests()
+    width, names = (128, list(oracle.PATTERNS)) if GPU else (16, ["causal", "nothing"])
+    case = oracle.Case(2, 4, 2, 450, 450, width, width, 128)
+    if not GPU:
+        case = oracle.Case(1, 2, 1, 50, 50, 16, 16, 16)
+    return [against_eager(oracle.PATTERNS[name](case), case, dtype, name) for name in names]
 
-    Errors may be twice those of dense attention written out in the same dtype.
-    """
+
+def shapes() -> list[Row]:
+    """Head dims, block sizes, strides, lengths, a block bias and selected blocks."""
+    oracle = tests()
+    causal, steps = oracle.PATTERNS["causal"], oracle.PATTERNS["union of steps"]
+    cases = [
+        (causal, oracle.Case(1, 2, 1, 300, 300, own, own, 64))
+        for own in ((16, 48, 64, 72, 80, 96, 192, 256) if GPU else (24,))
+    ]
+    cases += [
+        (steps, oracle.Case(1, 2, 1, 300, 300, 64, 64, block))
+        for block in ((16, 32, 48, 96, 160, 256) if GPU else (48,))
+    ]
+    cases += [
+        (causal, oracle.Case(2, 4, 2, 130, 300, 64, 64, 64, arrange=arrange))
+        for arrange in ("tokens before heads", "one head expanded", "width before tokens")
+    ][: None if GPU else 1]
+    cases.append(
+        (lambda case: sr.Full(), oracle.Case(1, 8, 1, 16, 5000 if GPU else 90, 64, 64, 64))
+    )
+    rows = [against_eager(make(case), case, HALF, repr(make(case))) for make, case in cases]
+    return [*rows, biased_selection()]
+
+
+def tests() -> Any:
+    """The oracle of the tests."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    from attention_oracle import PATTERNS, Case, dense_counts, eager_attention, errors, gradients
+    import attention_oracle
 
-    dtypes = (torch.bfloat16, torch.float16, torch.float32) if GPU else (torch.float32,)
-    width, names = (128, list(PATTERNS)) if GPU else (16, ["causal", "longnet"])
-    plain = Case(2, 4, 2, 450, 450, width, width, 128) if GPU else Case(1, 2, 1, 50, 50, 16, 16, 16)
-    cases = [(name, plain, dtype) for dtype in dtypes for name in names]
-    for own in (16, 48, 64, 72, 80, 96, 192, 256) if GPU else (24,):
-        cases.append(("causal", Case(1, 2, 1, 300, 300, own, own, 64), dtypes[0]))
-    for block in (16, 32, 48, 96, 160, 256) if GPU else (48,):
-        cases.append(("union of steps", Case(1, 2, 1, 300, 300, 64, 64, block), dtypes[0]))
-    rows: list[Row] = []
-    for name, case, dtype in cases:
-        torch.manual_seed(0)
-        args = [
-            torch.randn(case.batch, h, n, d).to(DEVICE, dtype).requires_grad_()
-            for h, n, d in (
-                (case.num_heads, case.q_len, case.head_dim),
-                (case.num_kv_heads, case.kv_len, case.head_dim),
-                (case.num_kv_heads, case.kv_len, case.value_dim),
-            )
-        ]
-        pattern = PATTERNS[name](case)
-        counts = dense_counts(pattern, case).to(DEVICE)
-        exact_args = [x.detach().double().requires_grad_() for x in args]
-        exact = eager_attention(*exact_args, counts)
-        eager = eager_attention(*args, counts)
-        got = sr.attention(
-            *args, pattern, backend="triton", return_lse=True, block_size=case.block_size
+    return attention_oracle
+
+
+def against_eager(pattern: sr.Pattern, case: Any, dtype: torch.dtype, name: str) -> Row:
+    """Errors of out, lse and gradients; they may be twice those of dense attention so typed."""
+    oracle = tests()
+    torch.manual_seed(0)
+    args = [x.detach().to(DEVICE).requires_grad_() for x in oracle.inputs(case, dtype, False)]
+    exact_args = [x.detach().double().requires_grad_() for x in args]
+    counts = oracle.dense_counts(pattern, case).to(DEVICE)
+    options = {"block_size": case.block_size, "q_start": case.q_start}
+    exact = oracle.eager_attention(*exact_args, counts)
+    grads = [torch.randn_like(x).nan_to_num() for x in exact]
+
+    def all_of(results: tuple[Tensor, Tensor], wrt: list[Tensor]) -> list[Tensor]:
+        given = [grad.to(x) for grad, x in zip(grads, results, strict=True)]
+        given[1] = torch.where(results[1].isfinite(), given[1], 0.0)
+        options = {"materialize_grads": True}
+        return [x.detach() for x in results] + list(
+            torch.autograd.grad(list(results), wrt, given, **options)
         )
-        ours, theirs, true = list(got), list(eager), [x.detach() for x in exact]
-        for into, results, wrt in ((ours, got, args), (theirs, eager, args)):
-            into += cpu_gradients(gradients, results[0], wrt)
-        true += cpu_gradients(gradients, exact[0], exact_args)
-        worst = 0.0
-        for a, b, c in zip(ours, theirs, true, strict=True):
-            grant = 0.01 * torch.finfo(dtype).eps * float(c[c.isfinite()].abs().max().clamp(min=1))
-            mine, bound = errors(a.detach(), c.double())[0], errors(b.detach(), c.double())[0]
-            worst = max(worst, mine / (bound + grant))
-        rows.append({"pattern": name, "dtype": str(dtype)[6:], "head_dim": case.head_dim,
-                     "block_size": case.block_size, "error_over_eager": worst})  # fmt: skip
-        if not worst <= 2:
-            raise RuntimeError(f"wrong: {rows[-1]}")
-    return rows
+
+    true = all_of(exact, exact_args)
+    eager = all_of(oracle.eager_attention(*args, counts), args)
+    got = sr.attention(*args, pattern, backend="triton", return_lse=True, **options)
+    found = []
+    for ours, theirs, c in zip(all_of(got, args), eager, true, strict=True):
+        size = float(torch.cat((c[c.isfinite()].abs(), c.new_ones(1))).max())
+        grant = 0.01 * torch.finfo(dtype).eps * size
+        mine, bound = (oracle.errors(x, c)[0] for x in (ours, theirs))
+        found.append(mine / (bound + grant))
+    worst = largest(found, 2.0, f"{name} in {dtype}, head dim {case.head_dim}")
+    return {"pattern": name, "dtype": str(dtype)[6:], "head_dim": case.head_dim,
+            "block_size": case.block_size, "error_over_eager": worst}  # fmt: skip
 
 
-def cpu_gradients(gradients: Callable, out: Tensor, wrt: list[Tensor]) -> list[Tensor]:
-    """The oracle draws its gradients on the CPU."""
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return list(torch.autograd.grad(out, wrt, grad.to(out), retain_graph=True))
+def biased_selection() -> Row:
+    """Selected blocks with a bias for each, and its gradient, against float64."""
+    block, length = (64, 512) if GPU else (16, 64)
+    indices = torch.randint(0, length // block, (1, 2, length // block, 3))
+    pattern = sr.SelectedBlocks(indices, block)
+    args = [x.requires_grad_() for x in inputs(2, length, 64 if GPU else 16)]
+    number = pattern.layout(length, num_heads=2, block_size=block).num_blocks
+    args.append(torch.randn(1, 2, number, device=DEVICE).requires_grad_())
+    exact_args = [x.detach().double().requires_grad_() for x in args]
+    grad = torch.randn_like(args[0])
+    results = []
+    for own, backend in ((args, "triton"), (exact_args, "reference")):
+        out = sr.attention(*own[:3], pattern, block_bias=own[3], block_size=block, backend=backend)
+        results.append([out, *torch.autograd.grad(out, own, grad.to(out))])
+    found = [float((a.double() - b).norm() / b.norm()) for a, b in zip(*results, strict=True)]
+    worst = largest(found, 0.02 if GPU else 1e-5, "a block bias")
+    return {"pattern": "SelectedBlocks with a bias", "dtype": str(HALF)[6:], "error": worst}
 
 
 PARTS: dict[str, Callable[[], list[Row]]] = {
@@ -367,13 +443,16 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     "forward, blocks of 64": partial(main_shape, 64, False),
     "forward and backward, blocks of 64": partial(main_shape, 64, True),
     "founding table": founding_table,
-    "beyond int32": beyond_int32,
     "longnet": longnet,
     "window": window,
     "decoding": decoding,
     "layouts": layouts,
     "memory": memory,
-    "correctness": correctness,
+    "correctness, half precision": partial(correctness, HALF),
+    "correctness, shapes": shapes,
+    "correctness, float16": partial(correctness, torch.float16),
+    "correctness, float32": partial(correctness, torch.float32),
+    "beyond int32": beyond_int32,
 }
 
 
@@ -402,15 +481,31 @@ def plot(parts: dict[str, dict], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def digest() -> str:
+    """Of what is measured: a copy of the tree may have no commit."""
+    root = Path(__file__).parent.parent
+    files = [Path(__file__), *sorted((root / "sparsering").rglob("*.py"))]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def alive() -> bool:
+    """Whether the GPU still answers: an illegal access is an error for all that follows."""
+    try:
+        if GPU:
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
 def run(out: Path, only: list[str], budget: float) -> Iterator[str]:
     """Measures what is missing, part by part; yields what was done."""
     begin = time.perf_counter()
     path = out / "gpu.json"
-    about = environment()
-    record = {"name": "gpu", "environment": about, "parts": {}}
+    record = {"name": "gpu", "environment": environment(), "sources": digest(), "parts": {}}
     if path.exists():
         found = json.loads(path.read_text())
-        if found["environment"]["commit"] == about["commit"]:
+        if found["sources"] == record["sources"]:
             record = found
     out.mkdir(parents=True, exist_ok=True)
     for name in only or PARTS:
@@ -425,11 +520,15 @@ def run(out: Path, only: list[str], budget: float) -> Iterator[str]:
             part: dict = {"rows": PARTS[name]()}
         except Exception as error:  # recorded, so that the other parts still run
             part = {"failed": f"{type(error).__name__}: {error}"}
+        broken = "failed" in part and not alive()
         part["seconds"] = time.perf_counter() - begin - spent
         record["parts"][name] = part
         path.write_text(json.dumps(record, indent=1))
         plot({n: p for n, p in record["parts"].items() if "rows" in p}, out / "gpu.png")
         yield f"{name}: {part.get('failed', '')} {part['seconds']:.1f} s"
+        if broken:
+            yield "the GPU answers no more: go on in a new process"
+            return
         for row in part.get("rows", []):
             yield "  " + "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}"
                                    for k, v in row.items())  # fmt: skip

@@ -2,6 +2,7 @@
 
 import threading
 from collections import OrderedDict
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ def build_layout(
         raise ValueError(f"block_size must be a multiple of 16 from 16 to 256, got {block_size}")
     pattern.check(frame)
     if (selected := selected_layout(pattern, frame, block_size)) is not None:
-        return selected
+        return replace(selected, passes=tuple(p.to(device) for p in selected.passes))
     compiled = (
         compile_passes(pattern, frame, block_size)
         if frame.num_heads and pattern.num_batches() != 0

@@ -67,12 +67,12 @@ def tune(
                 list(triton_tuning.candidates(kernel, query, head_dim, size)), configs, say,
             )  # fmt: skip
             configs |= best
-        with triton_tuning.trial(configs, device):
+        with triton_tuning.trial(configs, query.device):
             totals[size] = sum(_milliseconds(run) for run in runs.values())
         say(f"block size {size}: {totals[size]:.3f} ms forward and backward")
     chosen = min(totals, key=lambda size: totals[size])
     sizes = {triton_tuning.block_key(pattern.expression, query): chosen}
-    return triton_tuning.keep(configs, sizes if len(totals) > 1 else {}, device)
+    return triton_tuning.keep(configs, sizes if len(totals) > 1 else {}, query.device)
 
 
 def _runs(
@@ -114,7 +114,8 @@ def _fastest(
                 else:
                     told = f"left out, its results differ by {error:.2g}"
             except Exception as problem:  # a compiler's, or too much shared memory
-                told = f"left out, {type(problem).__name__}: {str(problem).splitlines()[0][:80]}"
+                first_line = str(problem).partition("\n")[0][:80]
+                told = f"left out, {type(problem).__name__}: {first_line}"
         say(f"{key} {tuple(config)}: {told}")
     if not times:
         return {}

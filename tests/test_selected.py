@@ -86,3 +86,9 @@ def test_what_lists_nothing_visits_nothing(backend):
     value[:, :, 32:] = torch.nan
     out = sr.attention(query, key, value, pattern, block_size=BLOCK, backend=backend)
     assert out[:, :, :32].isfinite().all() and out[:, :, 32:].isnan().all()
+
+
+def test_a_selection_on_the_host_is_laid_out_on_the_device_of_the_inputs():
+    pattern = sr.SelectedBlocks(torch.zeros(4, 1, dtype=torch.int64), BLOCK)
+    layout = pattern.layout(64, block_size=BLOCK, device="meta")
+    assert all(x.device.type == "meta" for x in layout.passes[0].tensors())

@@ -361,7 +361,9 @@ def flex_call(inputs: Sequence[Tensor], pattern: RandomBlocks, block: int) -> Ca
         BLOCK_SIZE=block,
         seq_lengths=(length, length),
     )
-    return _compiled_flex(inputs, mask.to(inputs[0].device))
+    on_gpu = inputs[0].is_cuda and block < BLOCK  # its own blocks must divide ours
+    options = {"BLOCK_M": block, "BLOCK_N": block} if on_gpu else None
+    return _compiled_flex(inputs, mask.to(inputs[0].device), options)
 
 
 def flex_window_call(inputs: Sequence[Tensor], window: int) -> Callable[[], Tensor]:
@@ -378,10 +380,12 @@ def _flex_window_mask(length: int, window: int) -> Any:
     return create_block_mask(inside, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
 
 
-def _compiled_flex(inputs: Sequence[Tensor], mask: Any) -> Callable[[], Tensor]:
+def _compiled_flex(
+    inputs: Sequence[Tensor], mask: Any, options: dict[str, Any] | None = None
+) -> Callable[[], Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.reset()  # past a number of cases it would run uncompiled
     compiled = torch.compile(flex_attention)
     query, key, value = inputs
-    return lambda: compiled(query, key, value, block_mask=mask)
+    return lambda: compiled(query, key, value, block_mask=mask, kernel_options=options)

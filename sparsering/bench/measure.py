@@ -41,6 +41,8 @@ def sampled_error(
     """
     if not out.any():
         raise RuntimeError("the timed function returned zeros")
+    if not out.isfinite().all():
+        raise RuntimeError("the timed function returned what is no number")
     q_len, kv_len, heads = query.shape[2], key.shape[2], query.shape[1]
     group = heads // key.shape[1]
     worst = largest = 0.0
@@ -134,4 +136,7 @@ def _processor() -> str:
 
 def _git(*arguments: str) -> str:
     command = ("git", "-C", str(Path(__file__).parent), *arguments)
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""

@@ -6,6 +6,7 @@ longest units start first. Nothing here reads from the device; a walk of a patte
 host is waited for once, before other streams may use it.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -42,6 +43,7 @@ class Walk(NamedTuple):
     slots: int
 
 
+_captured: list[object] = []  # what CUDA graphs read: for the life of the process
 _walks: WeakKeyDictionary[Pass, dict[object, Walk]] = WeakKeyDictionary()
 
 
@@ -59,15 +61,21 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
     fair = entries * programs // (_UNITS_PER_PROCESSOR * processors)
     limit = max(_LEAST_ENTRIES, 1 << fair.bit_length())  # powers of two: few distinct walks
     limit = limit if limit < longest else entries + 1
+    capturing = p.key_tile.is_cuda and torch.cuda.is_current_stream_capturing()
     walks = _walks.setdefault(p, {})
     if (found := walks.get((by_key, limit))) is not None:
+        if capturing:
+            _captured.append((layout, found))
         return found
+    if capturing:  # what is made now holds nothing before the graph runs: it is the graph's alone
+        layout = replace(layout, passes=tuple(replace(own) for own in layout.passes))
+        made = _walk(layout, number, by_key, limit)
+        _captured.append((layout, made))
+        return made
     made = _walk(layout, number, by_key, limit)
-    if p.key_tile.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
-            return made  # it belongs to the graph
-        if not isinstance(layout.pairs, Tensor):  # kept for other streams: once per pattern
-            torch.cuda.current_stream(p.key_tile.device).synchronize()
+    on_device = isinstance(layout.pairs, Tensor) and layout.pairs.is_cuda
+    if p.key_tile.is_cuda and not on_device:  # kept for other streams: once per pattern
+        torch.cuda.current_stream(p.key_tile.device).synchronize()
     walks[by_key, limit] = made
     return made
 
