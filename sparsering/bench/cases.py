@@ -381,7 +381,7 @@ def _flex_window_mask(length: int, window: int) -> Any:
 
 
 def _compiled_flex(
-    inputs: Sequence[Tensor], mask: Any, options: dict[str, Any] | None = None
+    inputs: Sequence[Tensor], mask: Any, options: Any = None
 ) -> Callable[[], Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
