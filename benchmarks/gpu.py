@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +27,8 @@ from sparsering.bench.measure import Row, environment, sampled_error
 from sparsering.kernels import triton
 from sparsering.kernels.cache_folder import cache_folder
 
-GPU = torch.cuda.is_available() and not triton.interpreting()
-DEVICE = "cuda" if GPU else "cpu"
-HALF = torch.bfloat16 if GPU else torch.float32
+from .gpu_correctness import DEVICE, GPU, HALF, correctness, inputs, largest, shapes
+
 ROUNDS = 3
 
 Call = Callable[[], Tensor | tuple[Tensor, ...]]
@@ -62,18 +60,6 @@ def replayed(calls: dict[str, Call]) -> dict[str, float]:
         f"{name}, replayed": do_bench_cudagraph(call, return_mode="median")
         for name, call in calls.items()
     }
-
-
-def inputs(
-    heads: int, length: int, width: int, dtype: torch.dtype = HALF, kv_heads: int | None = None
-) -> list[Tensor]:
-    """Query, key and value of one batch entry, the same at every call."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    own = (heads, kv_heads or heads, kv_heads or heads)
-    return [
-        torch.randn(1, h, length, width, generator=generator, device=DEVICE, dtype=dtype)
-        for h in own
-    ]
 
 
 def with_gradients(call: Call, args: list[Tensor], grad: Tensor) -> Call:
@@ -128,14 +114,6 @@ def exact_gradients(
     score = leaves[0] @ leaves[1].mT * leaves[0].shape[3] ** -0.5
     out = torch.softmax(score.masked_fill(~visited, -torch.inf), -1) @ leaves[2]
     return list(torch.autograd.grad(out, leaves, grad[:, :1].double()))
-
-
-def largest(errors: list[float], bound: float, what: str) -> float:
-    """The largest error. Raises where it is above the bound, or no number."""
-    worst = float(torch.tensor(errors).max())
-    if not worst <= bound:
-        raise RuntimeError(f"{what} is wrong: errors {errors}")
-    return worst
 
 
 def random_blocks(heads: int, length: int, width: int, block: int, backward: bool) -> list[Row]:
@@ -344,99 +322,6 @@ def beyond_int32() -> list[Row]:
     return [{"elements": args[0].numel(), "error": worst}]
 
 
-def correctness(dtype: torch.dtype) -> list[Row]:
-    """Every pattern of the tests, forward and backward, against float64."""
-    oracle = tests()
-    width, names = (128, list(oracle.PATTERNS)) if GPU else (16, ["causal", "nothing"])
-    case = oracle.Case(2, 4, 2, 450, 450, width, width, 128)
-    if not GPU:
-        case = oracle.Case(1, 2, 1, 50, 50, 16, 16, 16)
-    return [against_eager(oracle.PATTERNS[name](case), case, dtype, name) for name in names]
-
-
-def shapes() -> list[Row]:
-    """Head dims, block sizes, strides, lengths, a block bias and selected blocks."""
-    oracle = tests()
-    causal, steps = oracle.PATTERNS["causal"], oracle.PATTERNS["union of steps"]
-    cases = [
-        (causal, oracle.Case(1, 2, 1, 300, 300, own, own, 64))
-        for own in ((16, 48, 64, 72, 80, 96, 192, 256) if GPU else (24,))
-    ]
-    cases += [
-        (steps, oracle.Case(1, 2, 1, 300, 300, 64, 64, block))
-        for block in ((16, 32, 48, 96, 160, 256) if GPU else (48,))
-    ]
-    cases += [
-        (causal, oracle.Case(2, 4, 2, 130, 300, 64, 64, 64, arrange=arrange))
-        for arrange in ("tokens before heads", "one head expanded", "width before tokens")
-    ][: None if GPU else 1]
-    cases.append(
-        (lambda case: sr.Full(), oracle.Case(1, 8, 1, 16, 5000 if GPU else 90, 64, 64, 64))
-    )
-    rows = [against_eager(make(case), case, HALF, repr(make(case))) for make, case in cases]
-    return [*rows, biased_selection()]
-
-
-def tests() -> Any:
-    """The oracle of the tests."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    import attention_oracle
-
-    return attention_oracle
-
-
-def against_eager(pattern: sr.Pattern, case: Any, dtype: torch.dtype, name: str) -> Row:
-    """Errors of out, lse and gradients; they may be twice those of dense attention so typed."""
-    oracle = tests()
-    torch.manual_seed(0)
-    args = [x.detach().to(DEVICE).requires_grad_() for x in oracle.inputs(case, dtype, False)]
-    exact_args = [x.detach().double().requires_grad_() for x in args]
-    counts = oracle.dense_counts(pattern, case).to(DEVICE)
-    options = {"block_size": case.block_size, "q_start": case.q_start}
-    exact = oracle.eager_attention(*exact_args, counts)
-    grads = [torch.randn_like(x).nan_to_num() for x in exact]
-
-    def all_of(results: tuple[Tensor, Tensor], wrt: list[Tensor]) -> list[Tensor]:
-        given = [grad.to(x) for grad, x in zip(grads, results, strict=True)]
-        given[1] = torch.where(results[1].isfinite(), given[1], 0.0)
-        options = {"materialize_grads": True}
-        return [x.detach() for x in results] + list(
-            torch.autograd.grad(list(results), wrt, given, **options)
-        )
-
-    true = all_of(exact, exact_args)
-    eager = all_of(oracle.eager_attention(*args, counts), args)
-    got = sr.attention(*args, pattern, backend="triton", return_lse=True, **options)
-    found = []
-    for ours, theirs, c in zip(all_of(got, args), eager, true, strict=True):
-        size = float(torch.cat((c[c.isfinite()].abs(), c.new_ones(1))).max())
-        grant = 0.01 * torch.finfo(dtype).eps * size
-        mine, bound = (oracle.errors(x, c)[0] for x in (ours, theirs))
-        found.append(mine / (bound + grant))
-    worst = largest(found, 2.0, f"{name} in {dtype}, head dim {case.head_dim}")
-    return {"pattern": name, "dtype": str(dtype)[6:], "head_dim": case.head_dim,
-            "block_size": case.block_size, "error_over_eager": worst}  # fmt: skip
-
-
-def biased_selection() -> Row:
-    """Selected blocks with a bias for each, and its gradient, against float64."""
-    block, length = (64, 512) if GPU else (16, 64)
-    indices = torch.randint(0, length // block, (1, 2, length // block, 3))
-    pattern = sr.SelectedBlocks(indices, block)
-    args = [x.requires_grad_() for x in inputs(2, length, 64 if GPU else 16)]
-    number = pattern.layout(length, num_heads=2, block_size=block).num_blocks
-    args.append(torch.randn(1, 2, number, device=DEVICE).requires_grad_())
-    exact_args = [x.detach().double().requires_grad_() for x in args]
-    grad = torch.randn_like(args[0])
-    results = []
-    for own, backend in ((args, "triton"), (exact_args, "reference")):
-        out = sr.attention(*own[:3], pattern, block_bias=own[3], block_size=block, backend=backend)
-        results.append([out, *torch.autograd.grad(out, own, grad.to(out))])
-    found = [float((a.double() - b).norm() / b.norm()) for a, b in zip(*results, strict=True)]
-    worst = largest(found, 0.02 if GPU else 1e-5, "a block bias")
-    return {"pattern": "SelectedBlocks with a bias", "dtype": str(HALF)[6:], "error": worst}
-
-
 PARTS: dict[str, Callable[[], list[Row]]] = {
     "forward, blocks of 128": partial(main_shape, 128, False),
     "forward and backward, blocks of 128": partial(main_shape, 128, True),
@@ -484,7 +369,8 @@ def plot(parts: dict[str, dict], path: Path) -> None:
 def digest() -> str:
     """Of what is measured: a copy of the tree may have no commit."""
     root = Path(__file__).parent.parent
-    files = [Path(__file__), *sorted((root / "sparsering").rglob("*.py"))]
+    folders = (root / "benchmarks", root / "sparsering")
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
