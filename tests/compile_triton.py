@@ -110,6 +110,7 @@ def compiled(
     return {
         "kernel": kernel.__name__,
         "config": config and config._asdict(),
+        "rows": arguments.get("ROWS", arguments.get("KEYS")),
         "tma": bool(arguments.get("TMA")),
         "shared": made.metadata.shared,
         "registers": int(re.search(r"Used (\d+) registers", told)[1]),
