@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sparsering as sr
 from sparsering.bench.cases import flex_call
-from sparsering.bench.measure import Row, environment, sampled_error
+from sparsering.bench.measure import Row, environment, interleaved, sampled_error
 from sparsering.kernels import triton
 from sparsering.kernels.cache_folder import cache_folder
 
@@ -36,17 +36,14 @@ Call = Callable[[], Tensor | tuple[Tensor, ...]]
 
 def milliseconds(calls: dict[str, Call]) -> dict[str, float]:
     """Median over rounds, in each of which every call has its turn."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS if GPU else 1):
-        for name, call in calls.items():
-            if GPU:
-                from triton.testing import do_bench
+    if not GPU:
+        return interleaved(calls, 1)
+    from triton.testing import do_bench
 
-                times[name].append(do_bench(call, warmup=10, rep=60, return_mode="median"))
-            else:
-                begin = time.perf_counter()
-                call()
-                times[name].append(1e3 * (time.perf_counter() - begin))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            times[name].append(do_bench(call, warmup=10, rep=60, return_mode="median"))
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -278,7 +278,7 @@ def test_a_group_is_shared_out_where_there_are_few_keys(monkeypatch):
     layout = sr.Causal().layout(**case.heads, block_size=32)
     args = inputs(case, torch.float32, requires_grad=False)
     (part,) = backend._parts(layout, *args, None, 1.0, False)
-    assert backend._heads_at_a_time(part, backend._config("key", part)) == 1
+    assert backend._heads_at_a_time(part) == 1
     assert_is_the_reference(sr.Causal(), case)
 
 

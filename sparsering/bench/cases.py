@@ -19,6 +19,7 @@ from ..algebra import Pattern
 from ..block_patterns import RandomBlocks
 from ..cache import layout_cache
 from ..functional import attention
+from ..kernels.flex import kernel_options
 from ..layout import BlockLayout
 from ..merge import merge_attention
 from ..patterns import Causal, Full, GlobalTokens, LongNet, SlidingWindow
@@ -361,9 +362,8 @@ def flex_call(inputs: Sequence[Tensor], pattern: RandomBlocks, block: int) -> Ca
         BLOCK_SIZE=block,
         seq_lengths=(length, length),
     )
-    on_gpu = inputs[0].is_cuda and block < BLOCK  # its own blocks must divide ours
-    options = {"BLOCK_M": block, "BLOCK_N": block} if on_gpu else None
-    return _compiled_flex(inputs, mask.to(inputs[0].device), options)
+    device = inputs[0].device
+    return _compiled_flex(inputs, mask.to(device), kernel_options(block, device.type))
 
 
 def flex_window_call(inputs: Sequence[Tensor], window: int) -> Callable[[], Tensor]:

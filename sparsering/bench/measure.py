@@ -45,12 +45,12 @@ def sampled_error(
         raise RuntimeError("the timed function returned what is no number")
     q_len, kv_len, heads = query.shape[2], key.shape[2], query.shape[1]
     group = heads // key.shape[1]
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (key, value))
     worst = largest = 0.0
     for row in torch.linspace(0, q_len - 1, rows).long().tolist():
         counts = pattern.to_dense(
             1, kv_len, num_heads=heads, num_kv_heads=key.shape[1], q_start=kv_len - q_len + row
         )
-        keys, values = (x.double().repeat_interleave(group, 1) for x in (key, value))
         score = query[:, :, row : row + 1].double() @ keys.mT * query.shape[-1] ** -0.5
         weight = torch.softmax(score + counts.to(score).log(), -1).nan_to_num()
         exact = weight @ values

@@ -70,7 +70,7 @@ def attention(
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
             return_aux=AuxRequest(lse=True),
-            kernel_options=_kernel_options(layout.block_size, query.device.type),
+            kernel_options=kernel_options(layout.block_size, query.device.type),
         )
         lse = extra.lse
         back = _where_in(queries, query.shape[2])
@@ -88,7 +88,7 @@ def _run(device: str) -> Any:
     return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True)
 
 
-def _kernel_options(block_size: int, device: str) -> dict[str, Any] | None:
+def kernel_options(block_size: int, device: str) -> dict[str, Any] | None:
     """Its kernels' own blocks must divide ours."""
     divisor = block_size & -block_size
     if device == "cpu" or divisor >= 128:

@@ -106,8 +106,7 @@ def backward(
     rows = _prepared(grad_out, grad_lse, out, lse)
     in_turn = len(layout.passes) > 1 and query.itemsize < 4
     dq = _blank(layout, False, query.shape, query, in_turn)
-    some = bool(layout.passes) and query.shape[1] > 0
-    dk, dv = (_blank(layout, True, x.shape, x, some) for x in (key, value))
+    dk, dv = (_blank(layout, True, x.shape, x, False) for x in (key, value))
     dbias = None if block_bias is None else torch.zeros_like(block_bias, dtype=torch.float32)
     for part in _parts(layout, positive, key, value, block_bias, positive_by, in_turn):
         grads = [x[:, part.heads] for x in (grad_out, *rows)]
@@ -118,8 +117,7 @@ def backward(
             _query_pass(part, number, grads, sums, of_bias)
         if in_turn:
             to.copy_(sums)
-        for to, total in zip((dk, dv), _key_passes(part, grads), strict=True):
-            to[:, part.kv_heads] = total
+        _key_passes(part, grads, [x[:, part.kv_heads] for x in (dk, dv)])
     if block_bias is None or dbias is None:
         return signed_gradient(dq, scale), dk, dv, None
     return signed_gradient(dq, scale), dk, dv, dbias.to(block_bias.dtype)
@@ -224,23 +222,23 @@ def _query_pass(
         dbias += of_shares.sum(-1)
 
 
-def _key_passes(part: _Part, grads: list[Tensor]) -> list[Tensor]:
-    """The dK and dV of every pass: [B, kv heads, Nk, D] and [.., Dv]."""
+def _key_passes(part: _Part, grads: list[Tensor], results: list[Tensor]) -> None:
+    """Writes dK and dV of every pass, [B, kv heads, Nk, D] and [.., Dv]; by way of float32 sums
+    where several passes, or shares of a group, add to them.
+    """
     from .triton_backward import key_kernel, sum_kernel
 
     config, layout = _config("key", part), part.layout
-    at_a_time = _heads_at_a_time(part, config)
+    at_a_time = _heads_at_a_time(part)
     shares = -(-part.group // at_a_time)
     alone = len(layout.passes) == 1 and shares == 1
-    dtype = part.key.dtype if alone else torch.float32
-    covered = alone and layout.passes[0].covers[1]
     batch, num_kv_heads, kv_len = part.key.shape[:3]
-    dk, dv = (
-        (x.new_empty if covered else x.new_zeros)(
-            batch, num_kv_heads * shares, kv_len, x.shape[3], dtype=dtype
+    dk, dv = results
+    if not alone:
+        dk, dv = (
+            x.new_zeros(batch, num_kv_heads * shares, kv_len, x.shape[3], dtype=torch.float32)
+            for x in results
         )
-        for x in (part.key, part.value)
-    )
     programs = batch * dk.shape[1] * -(-layout.block_size // config.rows)
     grad_out, delta, safe_lse = grads
     for number in range(len(layout.passes)):
@@ -266,9 +264,9 @@ def _key_passes(part: _Part, grads: list[Tensor]) -> list[Tensor]:
             arguments |= {"grad": grad, "piece": piece, **strides(grad=grad)}
             arguments |= {"WIDTH": grad.shape[3], "PADDED": padded(grad)}
             _combine(sum_kernel, w, grad, arguments)
-    if alone:
-        return [dk, dv]
-    return [x.unflatten(1, (num_kv_heads, shares)).sum(2) for x in (dk, dv)]
+    if not alone:
+        for to, sums in zip(results, (dk, dv), strict=True):
+            to.copy_(sums.unflatten(1, (num_kv_heads, shares)).sum(2))
 
 
 def _prepared(
@@ -300,7 +298,7 @@ def _rows(part: _Part, number: int, config: Config) -> dict[str, int]:
     layout = part.layout
     most = min(layout.block_size, -(-layout.frame.q_len // layout.passes[number].step))
     tokens = min(config.rows, power_of_2(most))
-    pack = 1 if _by_query_head(part, number) else min(part.group, config.rows // tokens)
+    pack = 1 if _by_query_head(part) else min(part.group, config.rows // tokens)
     packs = -(-part.group // pack)
     pack = -(-part.group // packs)
     parts = -(-most // tokens)
@@ -311,12 +309,12 @@ def _rows(part: _Part, number: int, config: Config) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _heads_at_a_time(part: _Part, config: Config) -> int:
+def _heads_at_a_time(part: _Part) -> int:
     """Query heads of a group that one program of `key_kernel` sums over: all, unless that leaves
     the device idle or they have tables of their own.
     """
     layout, group = part.layout, part.group
-    if any(_by_query_head(part, number) for number in range(len(layout.passes))):
+    if _by_query_head(part):
         return 1
     tiles = max(p.key_start.shape[-1] for p in layout.passes)
     programs = len(part.query) * part.key.shape[1] * tiles
@@ -324,7 +322,8 @@ def _heads_at_a_time(part: _Part, config: Config) -> int:
     return -(-group // shares)
 
 
-def _by_query_head(part: _Part, number: int) -> bool:
+def _by_query_head(part: _Part) -> bool:
+    """Whether query heads of a group have tables of their own."""
     return part.group > 1 and part.layout.table_shape[1] > part.layout.frame.num_kv_heads
 
 
