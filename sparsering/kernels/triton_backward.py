@@ -8,7 +8,16 @@ atomics, and sums run in a fixed order.
 import triton
 import triton.language as tl
 
-from .triton_forward import elements, kernel, load_rows, program_of, rows_of, table_of, visible
+from .triton_forward import (
+    elements,
+    head_of,
+    kernel,
+    load_rows,
+    program_of,
+    rows_of,
+    table_of,
+    visible,
+)
 from .triton_walk import CUT, UNIT
 
 _UNIT = tl.constexpr(UNIT)
@@ -113,11 +122,13 @@ def query_kernel(
     natural = tl.load(safe_lse + of_row, mask=real, other=float("inf"))
 
     kv_head = head // group
-    k_offset = batch * elements(k_batch, ALIGN) + kv_head * elements(k_head, ALIGN)
-    v_offset = batch * elements(v_batch, ALIGN) + kv_head * elements(v_head, ALIGN)
     k_token, v_token = elements(k_token, ALIGN), elements(v_token, ALIGN)
-    k_row, k_column = (k_offset // k_token).to(tl.int32), (k_offset % k_token).to(tl.int32)
-    v_row, v_column = (v_offset // v_token).to(tl.int32), (v_offset % v_token).to(tl.int32)
+    k_offset, k_row, k_column = head_of(
+        batch, kv_head, elements(k_batch, ALIGN), elements(k_head, ALIGN), k_token
+    )
+    v_offset, v_row, v_column = head_of(
+        batch, kv_head, elements(v_batch, ALIGN), elements(v_head, ALIGN), v_token
+    )
     bias += batch * bias_batch
     start += table * num_entries
     tokens += table * num_entries
@@ -139,14 +150,12 @@ def query_kernel(
             ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
             own = keys < (tl.load(tokens + e) if masked_entries else TILE)
             k = load_rows(
-                key, k_row + token.to(tl.int32), k_column, k_offset + token * k_token,
-                tl.arange(0, KEYS), own, step, k_token, WIDTH, PADDED,
-                WHOLE and not masked_entries, TMA, WIDE,
+                key, k_offset, k_row, k_column, token, own, step, k_token,
+                KEYS, WIDTH, PADDED, WHOLE and not masked_entries, TMA, WIDE,
             )  # fmt: skip
             v = load_rows(
-                value, v_row + token.to(tl.int32), v_column, v_offset + token * v_token,
-                tl.arange(0, KEYS), own, step, v_token, VALUE_WIDTH, VALUE_PADDED,
-                WHOLE and not masked_entries, TMA, WIDE,
+                value, v_offset, v_row, v_column, token, own, step, v_token,
+                KEYS, VALUE_WIDTH, VALUE_PADDED, WHOLE and not masked_entries, TMA, WIDE,
             )  # fmt: skip
             if TMA and (masked_entries or not WHOLE):  # what lies past the tile may be no number
                 k = tl.where(own[:, None], k, 0.0)
@@ -254,10 +263,12 @@ def key_kernel(
     dv = tl.zeros([KEYS, VALUE_PADDED], tl.float32)
     q_token, g_token = elements(q_token, ALIGN), elements(g_token, ALIGN)
     for h in range(head, tl.minimum(head + HEADS, (kv_head + 1) * group)):
-        q_offset = batch * elements(q_batch, ALIGN) + h * elements(q_head, ALIGN)
-        g_offset = batch * elements(g_batch, ALIGN) + h * elements(g_head, ALIGN)
-        q_row, q_column = (q_offset // q_token).to(tl.int32), (q_offset % q_token).to(tl.int32)
-        g_row, g_column = (g_offset // g_token).to(tl.int32), (g_offset % g_token).to(tl.int32)
+        q_offset, q_row, q_column = head_of(
+            batch, h, elements(q_batch, ALIGN), elements(q_head, ALIGN), q_token
+        )
+        g_offset, g_row, g_column = head_of(
+            batch, h, elements(g_batch, ALIGN), elements(g_head, ALIGN), g_token
+        )
         of_head = batch * row_batch + h * elements(row_head, 1)
         for masked_entries in tl.static_range(2):
             lower = masked if masked_entries else first
@@ -274,14 +285,12 @@ def key_kernel(
                 ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
                 own = slot < (tl.load(tokens + e) if masked_entries else TILE)
                 q = load_rows(
-                    query, q_row + token.to(tl.int32), q_column, q_offset + token * q_token,
-                    tl.arange(0, QUERIES), own, step, q_token, WIDTH, PADDED,
-                    WHOLE and not masked_entries, TMA, WIDE,
+                    query, q_offset, q_row, q_column, token, own, step, q_token,
+                    QUERIES, WIDTH, PADDED, WHOLE and not masked_entries, TMA, WIDE,
                 )  # fmt: skip
                 do = load_rows(
-                    grad_out, g_row + token.to(tl.int32), g_column, g_offset + token * g_token,
-                    tl.arange(0, QUERIES), own, step, g_token, VALUE_WIDTH, VALUE_PADDED,
-                    WHOLE and not masked_entries, TMA, WIDE,
+                    grad_out, g_offset, g_row, g_column, token, own, step, g_token,
+                    QUERIES, VALUE_WIDTH, VALUE_PADDED, WHOLE and not masked_entries, TMA, WIDE,
                 )  # fmt: skip
                 if TMA and (
                     masked_entries or not WHOLE

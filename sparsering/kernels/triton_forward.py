@@ -30,22 +30,22 @@ def kernel(function: Callable[..., None]) -> Any:
 
 @triton.jit
 def load_rows(
-    source, row, column, offset, slots, real, step, stride,
+    source, offset, row, column, token, real, step, stride, COUNT: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr, TMA: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """[slots, PADDED] of a tensor [.., tokens, WIDTH]: every `step`-th row, 0 where not real.
+    """[COUNT, PADDED] of a tensor [.., tokens, WIDTH]: every `step`-th row from `token` on.
 
-    Through a descriptor of [rows, columns] the rows from `row` on (step 1), which are not masked;
-    else by pointers from `offset` on.
+    A head's rows begin at (row, column) of a descriptor's matrix, whose rows are not masked, step
+    1; or at `offset` from a pointer: then 0 where not real, unless ALL are.
     """
     if TMA:
-        return source.load([row, column])
+        return source.load([row + token.to(tl.int32), column])
     else:
         index: tl.constexpr = tl.int64 if WIDE else tl.int32
         width = tl.arange(0, PADDED)
-        rows = slots.to(index) * (step * stride).to(index)
-        pointers = source + offset + rows[:, None] + width[None, :]
+        rows = tl.arange(0, COUNT).to(index) * (step * stride).to(index)
+        pointers = source + (offset + token * stride) + rows[:, None] + width[None, :]
         if WIDTH == PADDED:
             if ALL:
                 return tl.load(pointers)
@@ -53,6 +53,13 @@ def load_rows(
                 return tl.load(pointers, mask=real[:, None], other=0.0)
         else:
             return tl.load(pointers, mask=real[:, None] & (width < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def head_of(batch, head, batch_stride, head_stride, token_stride):
+    """Where a head of [B, H, N, D] begins: (offset, row and column of the matrix of its tokens)."""
+    offset = batch * batch_stride + head * head_stride
+    return offset, (offset // token_stride).to(tl.int32), (offset % token_stride).to(tl.int32)
 
 
 @triton.jit
@@ -191,11 +198,13 @@ def forward_kernel(
     )
 
     kv_head = head // group
-    k_offset = batch * elements(k_batch, ALIGN) + kv_head * elements(k_head, ALIGN)
-    v_offset = batch * elements(v_batch, ALIGN) + kv_head * elements(v_head, ALIGN)
     k_token, v_token = elements(k_token, ALIGN), elements(v_token, ALIGN)
-    k_row, k_column = (k_offset // k_token).to(tl.int32), (k_offset % k_token).to(tl.int32)
-    v_row, v_column = (v_offset // v_token).to(tl.int32), (v_offset % v_token).to(tl.int32)
+    k_offset, k_row, k_column = head_of(
+        batch, kv_head, elements(k_batch, ALIGN), elements(k_head, ALIGN), k_token
+    )
+    v_offset, v_row, v_column = head_of(
+        batch, kv_head, elements(v_batch, ALIGN), elements(v_head, ALIGN), v_token
+    )
     bias += batch * bias_batch
     start += table * num_entries
     tokens += table * num_entries
@@ -228,14 +237,12 @@ def forward_kernel(
                 own = keys < TILE
                 keep = own[None, :].to(tl.int32)
             k = load_rows(
-                key, k_row + token.to(tl.int32), k_column, k_offset + token * k_token,
-                tl.arange(0, KEYS), own, step, k_token, WIDTH, PADDED,
-                WHOLE and not masked_entries, TMA, WIDE,
+                key, k_offset, k_row, k_column, token, own, step, k_token,
+                KEYS, WIDTH, PADDED, WHOLE and not masked_entries, TMA, WIDE,
             )  # fmt: skip
             v = load_rows(
-                value, v_row + token.to(tl.int32), v_column, v_offset + token * v_token,
-                tl.arange(0, KEYS), own, step, v_token, VALUE_WIDTH, VALUE_PADDED,
-                WHOLE and not masked_entries, TMA, WIDE,
+                value, v_offset, v_row, v_column, token, own, step, v_token,
+                KEYS, VALUE_WIDTH, VALUE_PADDED, WHOLE and not masked_entries, TMA, WIDE,
             )  # fmt: skip
             if TMA and (masked_entries or not WHOLE):  # what lies past the tile may be no number
                 v = tl.where(own[:, None], v, 0.0)
