@@ -2,8 +2,9 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,12 +34,12 @@ def build_layout(
         if frame.num_heads and pattern.num_batches() != 0
         else []
     )
-    passes = tuple(_assemble(c, frame, block_size).to(device) for c in compiled)
+    passes = tuple(assemble(c, frame, block_size).to(device) for c in compiled)
     pairs = sum(c.num_pairs for c in compiled)
     return BlockLayout(frame, block_size, passes, pairs)
 
 
-def _assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
+def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
     """Stacks the tables of a compiled pass; shorter ones are padded."""
     tables = compiled.tables
     longest = max(len(t.key_tile) for row in tables for t in row)
@@ -92,15 +93,25 @@ class CacheInfo(NamedTuple):
     limit: int
 
 
+class Sized(Protocol):
+    """What tells how many bytes it holds."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Kept = TypeVar("Kept", bound=Sized)
+
+
 class LayoutCache:
-    """Least-recently-used layouts by value of (pattern, frame, block size, device); thread-safe,
-    bounded in bytes.
+    """Least-recently-used layouts by value of (pattern, frame, block size, device), and what else is
+    built of patterns; thread-safe, bounded in bytes.
     """
 
     def __init__(self, limit: int = 256 << 20) -> None:
         self._lock = threading.Lock()
-        self._building: dict[object, threading.Lock] = {}
-        self._layouts: OrderedDict[object, tuple[BlockLayout, int]] = OrderedDict()  # with bytes
+        self._building: dict[Hashable, threading.Lock] = {}
+        self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # with bytes
         self._limit, self._held = limit, 0
         self._hits = self._misses = 0
 
@@ -115,6 +126,10 @@ class LayoutCache:
         if any(tensor.device.type != "cpu" for tensor in pattern.tensors):
             return build_layout(pattern, frame, block_size, device)
         key = (pattern, frame, block_size, device)
+        return self.keep(key, lambda: build_layout(pattern, frame, block_size, device))
+
+    def keep(self, key: Hashable, build: Callable[[], Kept]) -> Kept:
+        """What `build` makes, which has `nbytes`, kept by a key; built once, also among threads."""
         if (found := self._find(key)) is not None:
             return found
         with self._lock:
@@ -123,13 +138,13 @@ class LayoutCache:
             if (found := self._find(key)) is not None:
                 return found
             try:
-                layout = build_layout(pattern, frame, block_size, device)
+                made = build()
                 with self._lock:
                     self._misses += 1
-                    self._layouts[key] = (layout, layout.nbytes)
-                    self._held += layout.nbytes
+                    self._kept[key] = (made, made.nbytes)
+                    self._held += made.nbytes
                     self._shrink()
-                return layout
+                return made
             finally:
                 with self._lock:
                     self._building.pop(key, None)
@@ -137,22 +152,22 @@ class LayoutCache:
     def info(self) -> CacheInfo:
         """The counts. Layouts grow when their transposes are built: they are measured anew here."""
         with self._lock:
-            for key, (layout, _) in self._layouts.items():
-                self._layouts[key] = (layout, layout.nbytes)
-            self._held = sum(nbytes for _, nbytes in self._layouts.values())
+            for key, (layout, _) in self._kept.items():
+                self._kept[key] = (layout, layout.nbytes)
+            self._held = sum(nbytes for _, nbytes in self._kept.values())
             self._shrink()
-            return CacheInfo(self._hits, self._misses, len(self._layouts), self._held, self._limit)
+            return CacheInfo(self._hits, self._misses, len(self._kept), self._held, self._limit)
 
     def clear(self) -> None:
         """Drops every layout and resets the counts."""
         with self._lock:
-            self._layouts.clear()
+            self._kept.clear()
             self._hits = self._misses = self._held = 0
 
     def invalidate(self, pattern: Pattern) -> int:
-        """Drops the layouts of one pattern; returns how many there were."""
+        """Drops what was built of one pattern; returns how many things there were."""
         with self._lock:
-            stale = [key for key in self._layouts if key[0] == pattern]  # type: ignore[index]
+            stale = [key for key in self._kept if pattern in key]  # type: ignore[operator]
             for key in stale:
                 self._drop(key)
             return len(stale)
@@ -163,25 +178,25 @@ class LayoutCache:
             self._limit = limit
             self._shrink()
 
-    def _find(self, key: object) -> BlockLayout | None:
+    def _find(self, key: Hashable) -> Any:
         with self._lock:
-            if key not in self._layouts:
+            if key not in self._kept:
                 return None
             self._hits += 1
-            self._layouts.move_to_end(key)
-            return self._layouts[key][0]
+            self._kept.move_to_end(key)
+            return self._kept[key][0]
 
-    def _drop(self, key: object) -> None:
-        self._held -= self._layouts.pop(key)[1]
+    def _drop(self, key: Hashable) -> None:
+        self._held -= self._kept.pop(key)[1]
 
     def _shrink(self) -> None:
         """Drops what does not fit: a layout beyond the limit by itself, else the oldest ones."""
         if self._held <= self._limit:
             return
-        for key in [key for key, (_, nbytes) in self._layouts.items() if nbytes > self._limit]:
+        for key in [key for key, (_, nbytes) in self._kept.items() if nbytes > self._limit]:
             self._drop(key)
         while self._held > self._limit:
-            self._drop(next(iter(self._layouts)))
+            self._drop(next(iter(self._kept)))
 
 
 layout_cache = LayoutCache()

@@ -18,7 +18,7 @@ from .algebra import And, Frame, Mask, Or, Pattern
 from .conditions import EMPTY, FULL, Not, Origin, condition
 from .patterns import Dilated, Packed, SlidingWindow
 from .permutation import mix
-from .tiles import Axis, Grid
+from .tiles import Axis, Grid, Ranges
 
 _MOST_CELLS = 1 << 23  # cells evaluated at a time
 
@@ -53,16 +53,26 @@ class CompiledPass:
     num_pairs: float
 
 
-def compile_passes(pattern: Pattern, frame: Frame, block_size: int) -> list[CompiledPass]:
+def compile_passes(
+    pattern: Pattern,
+    frame: Frame,
+    block_size: int,
+    queries: Ranges | None = None,
+    keys: Ranges | None = None,
+) -> list[CompiledPass]:
     """Passes of a pattern that fits the frame, one branch after another; their pairs are disjoint
-    within a branch.
+    within a branch. `queries`, `keys`: which positions, default all.
     """
+    if queries is None:
+        queries = [(frame.q_start, frame.q_start + frame.q_len)]
+    if keys is None:
+        keys = [(0, frame.kv_len)]
     compiled = []
     for branch in pattern.branches:
         earlier: list[Mask] = []
         for grid, term in terms(branch, block_size):
             rest = And((term, Not(Or(tuple(earlier))))) if earlier else term
-            compiled.append(_compile_pass(grid, rest, frame, block_size))
+            compiled.append(_compile_pass(grid, rest, frame, block_size, queries, keys))
             earlier.append(term)
     return compiled
 
@@ -123,17 +133,17 @@ def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
     return replace(grid, documents=lengths)
 
 
-def _compile_pass(grid: Grid, mask: Mask, frame: Frame, block_size: int) -> CompiledPass:
+def _compile_pass(
+    grid: Grid, mask: Mask, frame: Frame, block_size: int, query_ranges: Ranges, key_ranges: Ranges
+) -> CompiledPass:
     anchor = grid.anchor
     num_tables, num_batches = mask.num_tables(frame), mask.num_batches() or 1
     num_axes = 1 if anchor is None else anchor.num_tables(frame)
     offsets = [
         0 if anchor is None else anchor.offset_of(h, frame.num_kv_heads) for h in range(num_axes)
     ]
-    queries = [
-        grid.axis(frame.q_start, frame.q_start + frame.q_len, block_size, s) for s in offsets
-    ]
-    keys = [grid.axis(0, frame.kv_len, block_size, s) for s in offsets]
+    queries = [grid.axis(query_ranges, block_size, s) for s in offsets]
+    keys = [grid.axis(key_ranges, block_size, s) for s in offsets]
 
     seen: dict[Mask, int] = {}  # heads and batch entries that see one mask share one table
     found: list[tuple[Table, Tensor]] = []
@@ -182,7 +192,7 @@ def _table(
         q, k, nowhere = q[varies], k[varies], Origin(*(x[varies] for x in nowhere))
         columns = [q_count[varies], k_count[varies], *rule.signature(q, k, nowhere)]
         group, first = number_rows(columns)
-        bitmaps, held = _evaluate(mask, q[first], k[first], frame, block_size)
+        bitmaps, held = evaluate(mask, q[first], k[first], frame, block_size)
         num_pairs[varies] = held[group]
         number[varies] = torch.where(held[group] == (q_count * k_count)[varies], -1, group)
     kept = num_pairs > 0
@@ -205,7 +215,7 @@ def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
     return group, first
 
 
-def _evaluate(mask: Mask, q: Axis, k: Axis, frame: Frame, block_size: int) -> tuple[Tensor, Tensor]:
+def evaluate(mask: Mask, q: Axis, k: Axis, frame: Frame, block_size: int) -> tuple[Tensor, Tensor]:
     """Bitmaps of pairs of tiles, packed, and how many real pairs each holds."""
     bitmaps, held = [], []
     at_a_time = max(1, _MOST_CELLS // block_size**2)

@@ -5,6 +5,7 @@ A tile is an arithmetic progression start, start + step, ... below `stop`, at mo
 positions. A `Grid` says how an axis is cut into tiles; both axes of a pass use the same grid.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,10 @@ from torch import Tensor
 
 from .patterns import Dilated
 from .ragged import expand_counts
+
+
+Ranges = Sequence[tuple[int, int]]
+"""Positions as ranges (first, exclusive last), ascending and disjoint."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +45,22 @@ class Grid:
         """
         return self.step, self.documents is not None, self.segment
 
-    def axis(self, low: int, high: int, block_size: int, offset: int) -> "Axis":
-        """The tiles that hold the positions low <= x < high, each segment's first one `offset`
-        into it.
+    def axis(self, ranges: Ranges, block_size: int, offset: int) -> "Axis":
+        """The tiles that hold the positions of some ranges, each segment's first one `offset` into
+        it. No tile crosses the end of a range.
         """
-        begin, end = self._segments(low, high)
+        lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
+        begin, end = self._segments(ranges[0][0], ranges[-1][1]) if ranges else (lows, highs)
         reach = self.step * block_size
-        count = -(-(end - begin) // reach)
-        segment, number = expand_counts(count)
+        segment, number = expand_counts(-(-(end - begin) // reach))
         start = begin[segment] + number * reach
         end = torch.minimum(end[segment], start + reach)
-        kept = (end > low) & (start < high)  # the same tiles for every offset
-        start, stop = start[kept], end[kept].clamp(max=high)
+        first = torch.searchsorted(highs, start, right=True)  # the same tiles for every offset
+        count = (torch.searchsorted(lows, end) - first).clamp(min=0)
+        tile, number = expand_counts(count)
+        within = first[tile] + number
+        start, stop = start[tile], torch.minimum(end[tile], highs[within])
+        low = lows[within].repeat(self.residues)
         residue = torch.arange(self.residues).repeat_interleave(len(start))
         start, stop = start.repeat(self.residues) + residue + offset, stop.repeat(self.residues)
         start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step

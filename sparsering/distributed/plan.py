@@ -1,0 +1,255 @@
+"""The plan of a ring: what each rank needs of which other, known before anything moves.
+
+    plan = RingPlan.build(LongNet((2048, 32768), (1, 4)) & Causal(), 1 << 20, 64)
+    plan.tokens_received(3), plan.load(3)
+
+Pure arithmetic on the pattern, without processes; the same on every rank.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+import torch
+from torch import Tensor
+
+from ..algebra import Frame, Pattern, checked_integer
+from ..cache import BLOCK_SIZES, layout_cache
+from ..tiles import Ranges
+from .balance import PAIRS_PER_TOKEN, balanced
+from .needs import Runs, count_pairs, needed_keys
+from .sharding import num_tokens, overlap, owned_ranges
+from .travel import Traveller, choose_travellers, global_rows
+from .visits import cut, distinct_heads, distinct_kv_heads
+from .wire import wire
+
+@dataclass(frozen=True, eq=False)
+class RingPlan:
+    """Who needs what of whom, for one pattern, length, number of ranks and sharding.
+
+    Attributes:
+        sharding: which rank owns which tokens: "contiguous", "zigzag" or "chunks:...".
+        ranges: each rank's tokens, ascending ranges of positions.
+        needs: distinct sets of needed key tokens, numbered receiver * world_size + sender.
+        need_of: [batch entries or 1][kv head] which of `needs` holds for it.
+        travellers: query rows that go to the keys.
+    """
+
+    pattern: Pattern
+    frame: Frame
+    world_size: int
+    block_size: int
+    sharding: str
+    ranges: tuple[Ranges, ...]
+    needs: tuple[Runs, ...]
+    need_of: tuple[tuple[int, ...], ...]
+    travellers: tuple[Traveller, ...]
+
+    @classmethod
+    def build(
+        cls,
+        pattern: Pattern,
+        seq_len: int,
+        world_size: int,
+        *,
+        num_heads: int = 1,
+        block_size: int = 128,
+        sharding: str = "contiguous",
+        query_heads: int | None = None,
+    ) -> "RingPlan":
+        """Makes the plan, or takes it from `layout_cache`, which keeps plans by value.
+
+        Args:
+            pattern: a mask or a mixture, for queries and keys at positions 0 ... seq_len - 1.
+            seq_len: tokens of the whole sequence.
+            num_heads, query_heads: key/value heads, and query heads (default: as many).
+            block_size: of the layouts that ranks compute with; no figure depends on it.
+            sharding: "contiguous", "zigzag", "chunks:..." or "auto", which takes, of contiguous,
+                zigzag and balanced chunks, the one whose busiest rank has the least to compute and
+                to receive.
+
+        Raises: ValueError where the pattern does not fit, or an argument is out of range.
+
+        Cost: by the edges of the pattern; 2^20 tokens over 64 ranks take a fraction of a second.
+        """
+        checked_integer("world_size", world_size, 1)
+        if block_size not in BLOCK_SIZES:
+            raise ValueError(
+                f"block_size must be a multiple of 16 from 16 to 256, got {block_size}"
+            )
+        frame = Frame.build(seq_len, seq_len, num_heads if query_heads is None else query_heads, num_heads, 0)
+        pattern.check(frame)
+        if sharding == "auto":
+            names = ("contiguous", "zigzag", "balanced")
+            plans = [cls._cached(pattern, frame, world_size, block_size, name) for name in names]
+            return min(plans, key=RingPlan._cost)
+        return cls._cached(pattern, frame, world_size, block_size, sharding)
+
+    @classmethod
+    def _cached(
+        cls, pattern: Pattern, frame: Frame, world_size: int, block_size: int, sharding: str
+    ) -> "RingPlan":
+        def build() -> RingPlan:
+            name = sharding
+            if sharding == "balanced":
+                name = balanced(pattern, frame, world_size)
+            return _build(pattern, frame, world_size, block_size, name)
+
+        key = ("plan", pattern, frame, world_size, block_size, sharding)
+        return layout_cache.keep(key, build)
+
+    def tokens_received(self, rank: int) -> int | float:
+        """(token, kv head) pairs whose keys and values arrive at a rank in the forward pass, mean
+        over batch entries.
+        """
+        return _whole(int(self.tokens[rank].sum()) / len(self.need_of))
+
+    def bytes_received(
+        self,
+        rank: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | tuple[int, int],
+        dtype: torch.dtype,
+        compression: str | None = None,
+        backward: bool = False,
+    ) -> int | float:
+        """Payload bytes that arrive at a rank in the forward or the backward pass, per batch entry.
+
+        Keys and values; beside them, where query rows travel, those rows (their gradients) and the
+        partial results that come back.
+
+        Args:
+            kv_heads: default the plan's; another number where the pattern is the same for all.
+            head_dim: D, or (D, Dv).
+            dtype: of query, key and value.
+            compression: the wire format of keys and values.
+            backward: keys and values come again, and gradients come back in float32.
+        """
+        kv_heads = self.frame.num_kv_heads if kv_heads is None else kv_heads
+        if kv_heads != self.frame.num_kv_heads and self._differs_by_head:
+            raise ValueError(
+                f"kv_heads must be the plan's {self.frame.num_kv_heads} for a pattern that differs "
+                f"by head, got {kv_heads}; build the plan with num_heads={kv_heads}"
+            )
+        widths = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
+        d, dv = widths
+        exact = 8 if dtype == torch.float64 else 4
+        rows = wire(compression, dtype).row_bytes(d, dv)
+        tokens = self.tokens.sum(1)[rank].item() * rows
+        guest, returned = d * dtype.itemsize, (dv + 1) * exact
+        if backward:
+            tokens += self.tokens.sum(0)[rank].item() * (d + dv) * exact
+            guest, returned = (d + dv + 2) * exact, d * exact
+        total = tokens / len(self.need_of) * kv_heads / max(1, self.frame.num_kv_heads)
+        query_heads = self.frame.num_heads * kv_heads // max(1, self.frame.num_kv_heads)
+        for traveller in self.travellers:
+            count = num_tokens(traveller.rows) * query_heads
+            if rank in traveller.hosts:
+                total += count * guest
+            if rank == traveller.owner:
+                total += count * returned * len(traveller.hosts)
+        return _whole(total)
+
+    def load(self, rank: int) -> int | float:
+        """(query, key) pairs, with multiplicity, that a rank computes: summed over the query heads,
+        mean over batch entries.
+        """
+        return _whole(self.loads[rank].item())
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[receiver, sender] (token, kv head) pairs, summed over batch entries."""
+        sizes = [runs.sizes(self.world_size**2) for runs in self.needs]
+        total = torch.zeros(self.world_size**2, dtype=torch.int64)
+        for row in self.need_of:
+            for number in row:
+                total += sizes[number]
+        return total.view(self.world_size, self.world_size)
+
+    @cached_property
+    def loads(self) -> Tensor:
+        """[rank] pairs that each rank computes, float64."""
+        world = self.world_size
+        away: list[Ranges] = [()] * world
+        for traveller in self.travellers:
+            away[traveller.owner] = traveller.rows
+        queries, keys = cut(self.ranges, away), cut(self.ranges)
+        loads = torch.zeros(world, dtype=torch.float64)
+        for branches, heads in distinct_heads(self.pattern, self.frame).items():
+            pairs = count_pairs(list(branches), self.frame, queries, keys, world).double()
+            loads += (pairs[:world].sum(1) + pairs[world:].sum(0)) * len(heads)
+        return loads / (self.pattern.num_batches() or 1)
+
+    @cached_property
+    def rounds(self) -> tuple[tuple[int, ...], ...]:
+        """What moves at a time: in a round with offset s, rank r receives from rank r - s.
+
+        A round brings no rank more than a shard's worth of tokens, so memory does not grow with the
+        number of ranks.
+        """
+        world = self.world_size
+        size = max(num_tokens(ranges) for ranges in self.ranges)
+        limit = size * self.frame.num_kv_heads * len(self.need_of)
+        ranks = torch.arange(world)
+        rounds: list[tuple[int, ...]] = []
+        received, sent = torch.zeros(world), torch.zeros(world)
+        for offset in range(1, world):
+            arrives = self.tokens[ranks, (ranks - offset) % world]
+            if not arrives.any():
+                continue
+            leaves = arrives[(ranks + offset) % world]
+            received, sent = received + arrives, sent + leaves
+            if rounds and max(received.max(), sent.max()) <= limit:
+                rounds[-1] = (*rounds[-1], offset)
+            else:
+                rounds.append((offset,))
+                received, sent = arrives, leaves
+        return tuple(rounds)
+
+    def runs(self, receiver: int, sender: int, batch: int, head: int) -> tuple[Runs, int]:
+        """The tokens that a receiver needs of a sender for one kv head: a set and its number."""
+        entry = batch if len(self.need_of) > 1 else 0
+        return self.needs[self.need_of[entry][head]], receiver * self.world_size + sender
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the needed sets."""
+        return sum(runs.nbytes for runs in self.needs)
+
+    @cached_property
+    def _differs_by_head(self) -> bool:
+        return any(len(set(row)) > 1 for row in self.need_of)
+
+    def _cost(self) -> float:
+        """Of the busiest rank, in pairs."""
+        received = self.tokens.sum(1) / len(self.need_of)
+        return float((self.loads + PAIRS_PER_TOKEN * received).max())
+
+
+def _build(
+    pattern: Pattern, frame: Frame, world_size: int, block_size: int, sharding: str
+) -> RingPlan:
+    ranges = owned_ranges(sharding, frame.kv_len, world_size)
+    candidates = global_rows(pattern, frame)
+    rows = [overlap(own, candidates) for own in ranges]
+    queries, keys = cut(ranges, rows), cut(ranges)
+    needs: list[Runs] = []
+    need_of: list[list[int]] = [
+        [0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)
+    ]
+    for masks, places in distinct_kv_heads(pattern, frame).items():
+        for batch, head in places:
+            need_of[batch][head] = len(needs)
+        needs.append(needed_keys(list(masks), frame, queries, keys, world_size))
+    travellers: tuple[Traveller, ...] = ()
+    if candidates:
+        uses = [sum(row.count(number) for row in need_of) for number in range(len(needs))]
+        travellers, needs = choose_travellers(needs, uses, rows, frame, world_size)
+    rows_of = tuple(tuple(row) for row in need_of)
+    return RingPlan(
+        pattern, frame, world_size, block_size, sharding, ranges, tuple(needs), rows_of,
+        travellers,
+    )  # fmt: skip
+
+
+def _whole(number: float) -> int | float:
+    return int(number) if float(number).is_integer() else number

@@ -1,0 +1,81 @@
+"""Which rank owns which tokens of a sequence, told by a string.
+
+`"contiguous"`: rank r owns chunk r of P. `"zigzag"`: chunks r and 2P - 1 - r of 2P, which evens out
+causal work. `"chunks:0,1,1,0"`: the general form, the owner of each of some equal chunks; a plan's
+balancer writes it. A chunk is ceil(N / chunks) tokens, the last ones may have fewer or none.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..tiles import Ranges
+
+SHARDINGS = ("contiguous", "zigzag", "auto")
+
+
+def chunk_owners(sharding: str, world_size: int) -> list[int]:
+    """The rank that owns each of the equal chunks.
+
+    Raises ValueError for what is no sharding, and for "auto", which only a plan can resolve.
+    """
+    ranks = list(range(world_size))
+    if sharding == "contiguous":
+        return ranks
+    if sharding == "zigzag":
+        return ranks + ranks[::-1]
+    if sharding == "auto":
+        raise ValueError(
+            "sharding 'auto' is a choice that depends on the pattern; pass what "
+            "RingPlan.build(pattern, ..., sharding='auto').sharding says"
+        )
+    try:
+        kind, _, listed = sharding.partition(":")
+        owners = [int(owner) for owner in listed.split(",")]
+        if kind != "chunks" or not all(0 <= owner < world_size for owner in owners):
+            raise ValueError
+    except (ValueError, AttributeError):
+        raise ValueError(
+            f"sharding must be one of {', '.join(map(repr, SHARDINGS))} or 'chunks:' with the rank "
+            f"(below {world_size}) that owns each chunk, as in 'chunks:0,1,1,0', got {sharding!r}"
+        ) from None
+    return owners
+
+
+@lru_cache(maxsize=256)
+def owned_ranges(sharding: str, seq_len: int, world_size: int) -> tuple[Ranges, ...]:
+    """Each rank's tokens as ascending ranges, in the order of its local shard. Raises ValueError as
+    `chunk_owners`.
+    """
+    owners = chunk_owners(sharding, world_size)
+    size = -(-seq_len // len(owners))
+    owned: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
+    for chunk, owner in enumerate(owners):
+        start, stop = min(chunk * size, seq_len), min((chunk + 1) * size, seq_len)
+        if start == stop:
+            continue
+        if owned[owner] and owned[owner][-1][1] == start:
+            start = owned[owner].pop()[0]
+        owned[owner].append((start, stop))
+    return tuple(tuple(ranges) for ranges in owned)
+
+
+def num_tokens(ranges: Ranges) -> int:
+    """How many positions some ranges hold."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def overlap(ranges: Ranges, others: Ranges) -> Ranges:
+    """Positions that two ascending lists of ranges share."""
+    return [
+        (max(a, c), min(b, d)) for a, b in ranges for c, d in others if max(a, c) < min(b, d)
+    ]
+
+
+def local_index(ranges: Ranges, position: Tensor) -> Tensor:
+    """Where positions that a rank owns stand in its shard."""
+    starts = torch.tensor([start for start, _ in ranges], dtype=torch.int64)
+    sizes = torch.tensor([stop - start for start, stop in ranges], dtype=torch.int64)
+    number = (torch.searchsorted(starts, position, right=True) - 1).clamp(min=0)
+    return position + (sizes.cumsum(0) - sizes - starts)[number]

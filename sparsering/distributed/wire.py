@@ -1,0 +1,84 @@
+"""How key and value rows travel: which rows, side by side as K | V, and in which format.
+
+A row is what one kv head has of one token. In the formats of one byte a number, its key and its
+value each have a scale of their own, in float32 behind the numbers.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .sharding import local_index
+
+FORMATS = ("bf16", "fp8", "int8")
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+class Wire(NamedTuple):
+    """A format of rows.
+
+    Attributes:
+        numbers: dtype of the numbers on the wire.
+        dtype: of the rows before and after.
+    """
+
+    numbers: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def scaled(self) -> bool:
+        return self.numbers in _LARGEST
+
+    @property
+    def element(self) -> torch.dtype:
+        """Dtype of the tensors that are sent."""
+        return torch.uint8 if self.scaled else self.numbers
+
+    def columns(self, width: int, value_width: int) -> int:
+        """Elements of a row that is sent."""
+        return width + value_width + (8 if self.scaled else 0)
+
+    def row_bytes(self, width: int, value_width: int) -> int:
+        return self.columns(width, value_width) * self.element.itemsize
+
+    def encode(self, rows: Tensor, width: int) -> Tensor:
+        """[n, D + Dv] rows as they are sent, [n, columns]."""
+        if not self.scaled:
+            return rows.to(self.numbers)
+        largest = _LARGEST[self.numbers]
+        numbers, scales = [], []
+        for part in (rows[:, :width], rows[:, width:]):
+            part = part.float()
+            scale = part.abs().amax(1, keepdim=True) if part.shape[1] else part.new_zeros(len(part), 1)
+            scale = torch.where(scale == 0, 1.0, scale / largest)
+            part = part / scale
+            part = part.round() if self.numbers == torch.int8 else part
+            numbers.append(part.clamp(-largest, largest).to(self.numbers).view(torch.uint8))
+            scales.append(scale.view(torch.uint8))
+        return torch.cat((*numbers, *scales), 1)
+
+    def decode(self, sent: Tensor, width: int, value_width: int) -> Tensor:
+        """The inverse of `encode`, up to its rounding."""
+        if not self.scaled:
+            return sent.to(self.dtype)
+        sizes = [width, value_width, 4, 4]
+        key, value, *scales = (x.contiguous() for x in sent.split(sizes, 1))
+        parts = [
+            part.view(self.numbers).float() * scale.view(torch.float32)
+            for part, scale in zip((key, value), scales, strict=True)
+        ]
+        return torch.cat(parts, 1).to(self.dtype)
+
+
+def wire(compression: str | None, dtype: torch.dtype) -> Wire:
+    """The format of a name in `FORMATS`, None for the rows' own dtype. Raises ValueError."""
+    if compression is None:
+        return Wire(dtype, dtype)
+    if compression not in FORMATS:
+        raise ValueError(
+            f"compression must be None, {', '.join(map(repr, FORMATS))} or 'auto', got "
+            f"{compression!r}"
+        )
+    numbers = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}[compression]
+    return Wire(dtype if dtype.itemsize <= numbers.itemsize else numbers, dtype)

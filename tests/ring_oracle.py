@@ -1,0 +1,38 @@
+"""What ranks own, need and compute, by definition: from the dense counts of a pattern."""
+
+import torch
+from attention_oracle import Case, dense_counts
+from torch import Tensor
+
+import sparsering as sr
+
+
+def owned(sharding: str, length: int, world: int) -> list[list[int]]:
+    """Each rank's positions in local order, as API.md words it."""
+    if sharding == "contiguous":
+        c = -(-length // world)
+        return [list(range(length))[r * c : (r + 1) * c] for r in range(world)]
+    if sharding == "zigzag":
+        c = -(-length // (2 * world))
+        chunks = [list(range(length))[i * c : (i + 1) * c] for i in range(2 * world)]
+        return [chunks[r] + chunks[2 * world - 1 - r] for r in range(world)]
+    owners = [int(x) for x in sharding.removeprefix("chunks:").split(",")]
+    c = -(-length // len(owners))
+    return [
+        [p for i, o in enumerate(owners) if o == r for p in range(length)[i * c : (i + 1) * c]]
+        for r in range(world)
+    ]
+
+
+def visited(pattern: sr.Pattern, case: Case, away: list[int]) -> Tensor:
+    """[B, Hkv, Nq, Nk] bool: whether a query of the kv head's group visits a key; rows that are
+    `away` visit none.
+    """
+    counts = dense_counts(pattern, case) > 0
+    counts = counts.unflatten(1, (case.num_kv_heads, -1)).any(2)
+    counts[:, :, away] = False
+    return counts
+
+
+def travelling(plan) -> list[int]:
+    return [p for t in plan.travellers for a, b in t.rows for p in range(a, b)]
