@@ -106,11 +106,11 @@ def attention(
     Example:
         >>> out = attention(query, key, value, LongNet((2048, 4096), (1, 2)) & Causal())
     """
-    _check(query, key, value, pattern)
+    check_inputs(query, key, value, pattern)
     for name, number in (("q_start", q_start), ("block_size", block_size)):
         if not (number is None or isinstance(number, int | torch.SymInt)):
             raise ValueError(f"{name} must be an int or None, got {number!r}; wrap it in int()")
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast_inputs(query, key, value)
     if scale is None:
         scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
     if q_start is None:
@@ -148,7 +148,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> str:
     """One line per backend, its name first, then "usable" or the reasons why it cannot run on
     these inputs.
     """
-    _check(query, key, value, pattern)
+    check_inputs(query, key, value, pattern)
     lines = []
     for name, reasons in BACKENDS.items():
         found = reasons(query, key, value)
@@ -206,8 +206,8 @@ def attention_weights(
 
     Cost: memory O(B H num_blocks block_size^2); for looking at, not for training.
     """
-    _check(query, key, key, pattern)
-    query, key = _autocast(query, key)
+    check_inputs(query, key, key, pattern)
+    query, key = autocast_inputs(query, key)
     with torch.autocast(query.device.type, enabled=False):
         scale = (query.shape[-1] ** -0.5 if query.shape[-1] else 1.0) if scale is None else scale
         q_start = key.shape[2] - query.shape[2] if q_start is None else q_start
@@ -248,7 +248,7 @@ def attention_weights(
         return BlockWeights(torch.stack(tables).view(empty.shape) if tables else empty, layout)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
     if not isinstance(pattern, Pattern):
         raise TypeError(
             f"pattern must be a sparsering pattern such as Causal(), got {type(pattern).__name__}"
@@ -286,7 +286,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
         )
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
+def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
     """What autocast does to a matmul's inputs: float64 stays."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:

@@ -53,3 +53,13 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 def finite_or_zero(lse: Tensor) -> Tensor:
     """Lse with -inf replaced by 0: a shift that keeps exp(-inf - shift) = 0 instead of NaN."""
     return torch.where(lse == -torch.inf, 0.0, lse)
+
+
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merges one more part into (out, lse), in place: of any shapes [..., Dv] and [...]."""
+    highest = finite_or_zero(torch.maximum(lse, part_lse))
+    a, b = (lse - highest).exp_(), (part_lse - highest).exp_()
+    total = a + b
+    share = torch.where(total == 0, 1.0, total).reciprocal_()
+    out.mul_((a * share)[..., None]).addcmul_(part.to(out.dtype), (b * share)[..., None])
+    lse.copy_(highest + total.log_())

@@ -46,13 +46,13 @@ ONLY_NAMED = ("flex", "flash", "torch_sparse")
 ADAPTERS = {"flex": flex.attention, "torch_sparse": torch_sparse.attention}
 """Backends in plain differentiable torch, which need no operator of their own."""
 
-_FORWARD = {
+FORWARD = {
     "cpu": cpu.forward,
     "triton": triton.forward,
     "gather": gather.forward,
     "flash": flash.forward,
 }
-_BACKWARD = {
+BACKWARD = {
     "cpu": cpu.backward,
     "triton": triton.backward,
     "gather": gather.backward,
@@ -152,7 +152,7 @@ def attention_op(
     layout = layout_for(pattern, tensors, query, key, q_start, block_size, backend)
     check_bias(block_bias, layout)
     with torch.autocast(query.device.type, enabled=False):  # it would round scores
-        return _FORWARD[backend](layout, query, key, value, block_bias, scale)
+        return FORWARD[backend](layout, query, key, value, block_bias, scale)
 
 
 @torch.library.custom_op("sparsering::attention_backward", mutates_args=())
@@ -175,7 +175,7 @@ def attention_backward_op(
     """Gradients of query, key, value and block_bias (empty without one)."""
     layout = layout_for(pattern, tensors, query, key, q_start, block_size, backend)
     with torch.autocast(query.device.type, enabled=False):
-        dq, dk, dv, dbias = _BACKWARD[backend](
+        dq, dk, dv, dbias = BACKWARD[backend](
             layout, grad_out, grad_lse, query, key, value, block_bias, out, lse, scale
         )
     return dq, dk, dv, query.new_empty(0) if dbias is None else dbias

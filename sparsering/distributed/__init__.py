@@ -1,5 +1,23 @@
-"""One pattern over many ranks: ring attention that moves only the keys that are needed."""
+"""One pattern over many ranks: ring attention that moves only the keys that are needed.
 
+    out = ring_attention(query, key, value, LongNet((2048, 32768), (1, 8)) & Causal())
+
+Under `torchrun`, on gloo or NCCL; `simulate_ring` computes the same in one process.
+"""
+
+from .exchange import RingError, RingMismatch, Traffic
 from .plan import RingPlan
+from .ring import ring_attention
+from .shards import shard, unshard
+from .simulate import simulate_ring
 
-__all__ = ["RingPlan"]
+__all__ = [
+    "RingError",
+    "RingMismatch",
+    "RingPlan",
+    "Traffic",
+    "ring_attention",
+    "shard",
+    "simulate_ring",
+    "unshard",
+]

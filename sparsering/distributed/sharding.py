@@ -79,3 +79,15 @@ def local_index(ranges: Ranges, position: Tensor) -> Tensor:
     sizes = torch.tensor([stop - start for start, stop in ranges], dtype=torch.int64)
     number = (torch.searchsorted(starts, position, right=True) - 1).clamp(min=0)
     return position + (sizes.cumsum(0) - sizes - starts)[number]
+
+
+def without(ranges: Ranges, others: Ranges) -> Ranges:
+    """Positions of some ranges that are in none of the others (ascending)."""
+    rest = []
+    for start, stop in ranges:
+        for low, high in others:
+            if low < stop and start < high:
+                rest.append((start, low))
+                start = high
+        rest.append((start, stop))
+    return [(start, stop) for start, stop in rest if start < stop]

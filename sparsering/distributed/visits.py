@@ -5,6 +5,7 @@ import torch
 from ..algebra import Frame, Mask, Pattern
 from ..tiles import Ranges
 from .needs import Cut
+from .sharding import without
 
 
 def distinct_heads(
@@ -38,20 +39,8 @@ def cut(ranges: tuple[Ranges, ...], apart: list[Ranges] | None = None) -> Cut:
     pieces = []
     for rank, own in enumerate(ranges):
         marked = apart[rank] if apart is not None and rank < len(apart) else ()
-        pieces += [(piece, rank) for piece in _without(own, marked)]
+        pieces += [(piece, rank) for piece in without(own, marked)]
         pieces += [(piece, len(ranges) + rank) for piece in marked]
     pieces.sort()
     labels = torch.tensor([label for _, label in pieces], dtype=torch.int64)
     return Cut([piece for piece, _ in pieces], labels)
-
-
-def _without(ranges: Ranges, others: Ranges) -> Ranges:
-    """Positions of some ranges that are in none of the others (ascending)."""
-    rest = []
-    for start, stop in ranges:
-        for low, high in others:
-            if low < stop and start < high:
-                rest.append((start, low))
-                start = high
-        rest.append((start, stop))
-    return [(start, stop) for start, stop in rest if start < stop]

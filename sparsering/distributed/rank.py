@@ -1,0 +1,290 @@
+"""What one rank computes, whatever brings it the others' rows.
+
+A rank starts with its own keys, goes on with those that arrive, round by round, and ends with the
+partial results of query rows that travelled. Everything is merged, or summed, in the order of the
+plan, in float32 (float64 for float64): the same bits from run to run, and with every transport.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..merge import merge_into
+from ..ops import BACKWARD, FORWARD, choose
+from ..tiles import Ranges
+from .plan import RingPlan
+from .schedule import Step, guest_rows, guest_step, local_step, round_step, senders
+from .sharding import local_index
+from .wire import Wire
+
+
+class Rank(NamedTuple):
+    """One rank's part in a call.
+
+    Attributes:
+        backend: name of the kernels.
+        wire: format of the rows that keys and values travel in.
+        dtype: of sums and merged results.
+    """
+
+    plan: RingPlan
+    rank: int
+    backend: str
+    scale: float
+    wire: Wire
+    dtype: torch.dtype
+
+
+def kernels(backend: str | None, query: Tensor, key: Tensor, value: Tensor) -> str:
+    """The backend that computes a rank's part; raises as `attention` where it cannot."""
+    name = choose(backend, query, key, value)
+    if name not in FORWARD:
+        raise NotImplementedError(
+            f"{name}: a ring computes with kernels over layouts, which are {', '.join(FORWARD)}"
+        )
+    return name
+
+
+def check_batch(plan: RingPlan, query: Tensor) -> None:
+    """Raises ValueError where the pattern is for another number of batch entries."""
+    if (batch := plan.pattern.num_batches()) not in (None, len(query)):
+        raise ValueError(
+            f"the pattern is for {batch} batch entries, got a query of {len(query)}; give one "
+            "length or table per entry"
+        )
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """What sums and merged results of some inputs are kept in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class Gradients(NamedTuple):
+    """What a rank differentiates with: its shards, the merged results and their gradients."""
+
+    grad_out: Tensor
+    grad_lse: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def none(self) -> "Gradients":
+        """Of no tokens."""
+        return Gradients(*(x[:, :, :0] for x in self))
+
+
+def forward(
+    own: Rank,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rounds: Iterator[Tensor],
+    answers: Callable[[], Mapping[int, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a rank's queries; out in the query's dtype.
+
+    Args:
+        rounds: the rows that arrive in each round, as sent, and a row of zeros: [rows + 1, columns].
+        answers: gives what other ranks computed for this one's travelling rows, by host.
+    """
+    step = local_step(own.plan, own.rank, query.device)
+    out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=own.dtype)
+    lse = query.new_full(query.shape[:3], -torch.inf, dtype=own.dtype)
+    if step.layout is not None:
+        part, part_lse = _attend(own, step, query, key, value)
+        out[:, :, step.queries], lse[:, :, step.queries] = part, part_lse
+    for number, sent in enumerate(rounds):
+        step = round_step(own.plan, own.rank, number, len(query), query.device)
+        if step.layout is not None:
+            part, part_lse = _attend(own, step, query, *_buffer(own, step, sent, key, value))
+            merge_into(out[:, :, step.queries], lse[:, :, step.queries], part, part_lse)
+    for host, came in sorted(answers().items()):
+        at = own_places(own.plan, own.rank, host, query.device)
+        merged, merged_lse = out[:, :, at], lse[:, :, at]
+        merge_into(merged, merged_lse, came[..., :-1], came[..., -1])
+        out[:, :, at], lse[:, :, at] = merged, merged_lse
+    return out.to(query.dtype), lse
+
+
+def local_gradients(
+    own: Rank, x: Gradients, guests: Callable[[], Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients, in `own.dtype`, of a rank's queries, keys and values from its own pairs and from
+    guests' pairs with its keys; and of the guests (`guests` gives their rows, or None).
+    """
+    dq, dk, dv = (torch.zeros_like(t, dtype=own.dtype) for t in (x.query, x.key, x.value))
+    step = local_step(own.plan, own.rank, x.query.device)
+    if step.layout is not None:
+        part, of_keys, of_values = _differentiate(own, step, x, x.key, x.value)
+        dq[:, :, step.queries] += part
+        dk += of_keys
+        dv += of_values
+    rows = guests()
+    if rows is None:
+        return dq, dk, dv, None
+    answers, of_keys, of_values = _answer_gradients(own, rows, x.key, x.value)
+    dk += of_keys
+    dv += of_values
+    return dq, dk, dv, answers
+
+
+def round_gradients(
+    own: Rank, number: int, sent: Tensor, x: Gradients, dq: Tensor
+) -> dict[int, Tensor]:
+    """Adds what the rows that arrived in a round give to dq; returns the gradients of those rows,
+    [rows, D + Dv] in `own.dtype`, by the rank that they came from.
+    """
+    step = round_step(own.plan, own.rank, number, len(dq), dq.device)
+    if step.layout is None:
+        return {}
+    buffer = _buffer(own, step, sent, x.key, x.value)
+    part, of_keys, of_values = _differentiate(own, step, x, *buffer)
+    dq[:, :, step.queries] += part
+    rows = _of_arrived(step, of_keys.to(own.dtype), of_values.to(own.dtype))
+    peers = senders(own.plan, own.rank, number)
+    sizes = [message_rows(own.plan, own.rank, peer, len(dq)) for peer in peers]
+    return dict(zip(peers, rows.split(sizes), strict=True))
+
+
+def add_returned(own: Rank, receiver: int, rows: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Adds what a receiver of this rank's keys returned, [rows, D + Dv]."""
+    first, width = 0, dk.shape[3]
+    for b, h, index in _message(own.plan, receiver, own.rank, len(dk)):
+        shape = (*dk[b, h].shape[:-2], len(index))
+        part = rows[first : (first := first + math.prod(shape))].view(*shape, rows.shape[1])
+        index = index.to(dk.device)
+        dk[b, h].index_add_(-2, index, part[..., :width])
+        dv[b, h].index_add_(-2, index, part[..., width:])
+
+
+def answer(own: Rank, guests: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Partial results of guest rows with a host's keys: [B, Hq, rows, Dv + 1], the lse last."""
+    step = guest_step(own.plan, own.rank, key.device)
+    answers = guests.new_zeros(*guests.shape[:3], value.shape[3] + 1, dtype=own.dtype)
+    answers[..., -1] = -torch.inf
+    if step.layout is not None:
+        out, lse = _attend(own, step, guests, key, value)
+        answers[:, :, step.queries] = torch.cat((out.to(own.dtype), lse[..., None]), -1)
+    return answers
+
+
+def gradient_rows(own: Rank, x: Gradients) -> Tensor:
+    """What a host needs of query rows to differentiate: q | dO | lse | delta, in `own.dtype`."""
+    grad_out = x.grad_out.to(own.dtype)
+    delta = (grad_out * x.out.to(own.dtype)).sum(-1) - x.grad_lse
+    return torch.cat((x.query.to(own.dtype), grad_out, x.lse[..., None], delta[..., None]), -1)
+
+
+def _answer_gradients(
+    own: Rank, guests: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of guest rows [B, Hq, rows, D] and of the host's keys and values."""
+    step = guest_step(own.plan, own.rank, key.device)
+    width, value_width = key.shape[3], value.shape[3]
+    dq = guests.new_zeros(*guests.shape[:3], width)
+    if step.layout is None:
+        return dq, torch.zeros_like(key), torch.zeros_like(value)
+    query, grad_out, lse, delta = guests.split([width, value_width, 1, 1], -1)
+    grad_out = grad_out.to(key.dtype)
+    x = Gradients(
+        grad_out, -delta[..., 0], query.to(key.dtype), key, value, torch.zeros_like(grad_out),
+        lse[..., 0],
+    )  # fmt: skip
+    dq[:, :, step.queries], dk, dv = _differentiate(own, step, x, key, value)
+    return dq, dk, dv
+
+
+def pack(own: Rank, receiver: int, key: Tensor, value: Tensor) -> Tensor:
+    """The rows that a receiver needs of this rank's keys and values, as sent."""
+    rows = [key.new_empty(0, key.shape[3] + value.shape[3])]
+    for b, h, index in _message(own.plan, receiver, own.rank, len(key)):
+        parts = (x[b, h].index_select(-2, index.to(key.device)) for x in (key, value))
+        rows.append(torch.cat(list(parts), -1).flatten(0, -2))
+    return own.wire.encode(torch.cat(rows) if len(rows) > 2 else rows[-1], key.shape[3])
+
+
+def message_rows(plan: RingPlan, receiver: int, sender: int, batch: int) -> int:
+    """Rows of keys and values that go from a sender to a receiver."""
+    return int(plan.tokens[receiver, sender]) * batch // len(plan.need_of)
+
+
+def own_places(plan: RingPlan, rank: int, host: int, device: torch.device) -> Tensor:
+    """Places in a rank's shard of the query rows that travel to a host."""
+    rows = [t.rows for t in plan.travellers if t.owner == rank and host in t.hosts]
+    return local_index(plan.ranges[rank], _positions(*rows)).to(device)
+
+
+def guest_places(plan: RingPlan, owner: int, host: int, device: torch.device) -> Tensor:
+    """Places among a host's guests of the query rows of one owner."""
+    rows = [t.rows for t in plan.travellers if t.owner == owner and host in t.hosts]
+    return local_index(guest_rows(plan, host), _positions(*rows)).to(device)
+
+
+def _positions(*ranges: Ranges) -> Tensor:
+    found = [torch.arange(start, stop) for own in ranges for start, stop in own]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *found])
+
+
+def _attend(
+    own: Rank, step: Step, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a step's queries with the keys of its buffer."""
+    queries = query[:, :, step.queries]
+    return FORWARD[own.backend](step.layout, queries, key, value, None, own.scale)
+
+
+def _differentiate(
+    own: Rank, step: Step, x: Gradients, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a step's queries, and of the keys and values of its buffer."""
+    grad_out, grad_lse, query, out, lse = (
+        t[:, :, step.queries] for t in (x.grad_out, x.grad_lse, x.query, x.out, x.lse)
+    )
+    dq, dk, dv, _ = BACKWARD[own.backend](
+        step.layout, grad_out, grad_lse, query, key, value, None, out, lse, own.scale
+    )
+    return dq, dk, dv
+
+
+def _buffer(
+    own: Rank, step: Step, sent: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of a step from the rows that arrived."""
+    rows = own.wire.decode(sent, key.shape[3], value.shape[3])
+    if step.rows is None:
+        rows = rows[: step.arrived].view(*key.shape[:2], -1, rows.shape[1])
+    else:
+        rows = rows.index_select(0, step.rows.flatten()).view(*step.rows.shape, -1)
+    return rows[..., : key.shape[3]], rows[..., key.shape[3] :]
+
+
+def _of_arrived(step: Step, dk: Tensor, dv: Tensor) -> Tensor:
+    """[rows, D + Dv] gradients of the rows that arrived, from those of the buffer."""
+    places = torch.cat((dk, dv), -1).flatten(0, -2)
+    if step.rows is None:
+        return places
+    places = torch.nn.functional.pad(places, (0, 0, 0, 1))
+    first, *others = (places.index_select(0, copy) for copy in step.copies)
+    for other in others:
+        first += other
+    return first
+
+
+def _message(
+    plan: RingPlan, receiver: int, sender: int, batch: int
+) -> Iterator[tuple[Any, Any, Tensor]]:
+    """The parts of a message in order: batch entry, kv head (all where alike), places of the tokens
+    in the sender's shard.
+    """
+    alike = len({number for row in plan.need_of for number in row}) == 1
+    batches = [slice(None)] if alike else range(batch)
+    heads = [slice(None)] if alike else range(plan.frame.num_kv_heads)
+    for b in batches:
+        for h in heads:
+            runs, group = plan.runs(receiver, sender, 0 if alike else b, 0 if alike else h)
+            yield b, h, local_index(plan.ranges[sender], runs.of(group))

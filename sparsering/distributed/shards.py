@@ -1,0 +1,118 @@
+"""Cutting a whole tensor into the ranks' shards, and putting it together again."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..tiles import Ranges
+from .ring import resolve_group
+from .sharding import num_tokens, owned_ranges
+
+
+def shard(
+    tensor: Tensor,
+    *,
+    dim: int = 2,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    sharding: str = "contiguous",
+) -> Tensor:
+    """This rank's part of a tensor that every rank has whole; differentiable, no communication.
+
+    Args:
+        tensor: of any shape, tokens in `dim`; also positions, tokens or labels.
+        dim: default that of [B, H, N, D].
+        group, mesh, sharding: as for `ring_attention`; for "auto" pass `plan.sharding`.
+
+    Returns: a copy of the tokens that the rank owns, in the order of its shard; maybe none.
+
+    Raises: ValueError for a dim that is not there, or no sharding.
+    """
+    group = resolve_group(group, mesh)
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    ranges = owned_ranges(sharding, tensor.shape[_checked(tensor, dim)], world)[rank]
+    parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+    return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0).clone()
+
+
+def unshard(
+    tensor: Tensor,
+    *,
+    dim: int = 2,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    sharding: str = "contiguous",
+    length: int | None = None,
+) -> Tensor:
+    """The whole tensor, on every rank, from the ranks' parts. Every rank of the group calls it.
+
+    Differentiable: the gradient of a rank's part is the sum of what all ranks return for it.
+
+    Args:
+        tensor: this rank's part.
+        dim, group, mesh, sharding: as for `shard`.
+        length: tokens of the whole; default the sum of the parts. Other numbers are refused.
+
+    Raises: ValueError (on all ranks) where the parts are not those of the sharding.
+    """
+    group = resolve_group(group, mesh)
+    dim = _checked(tensor, dim)
+    world = 1 if group is None else group.size()
+    lengths = [torch.tensor([tensor.shape[dim]], device=tensor.device) for _ in range(world)]
+    if group is not None and world > 1:
+        dist.all_gather(lengths, lengths[0].clone(), group=group)
+    sizes = [int(x) for x in lengths]
+    ranges = owned_ranges(sharding, sum(sizes) if length is None else length, world)
+    if sizes != (expected := [num_tokens(own) for own in ranges]):
+        raise ValueError(
+            f"sharding {sharding!r} of {sum(expected)} tokens gives ranks {expected}, got {sizes}; "
+            "cut the sequence with sparsering.distributed.shard"
+        )
+    if group is None or world == 1:
+        return tensor
+    whole: Tensor = _Gather.apply(tensor, dim, group, ranges)
+    return whole
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, ranges: tuple[Ranges, ...]
+    ) -> Tensor:
+        ctx.options = dim, group, ranges
+        sizes = [num_tokens(own) for own in ranges]
+        shape = list(tensor.shape)
+        shape[dim] = max(sizes)
+        padded = tensor.new_zeros(shape)  # a collective wants equal sizes
+        padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        shape[dim] = sum(sizes)
+        whole = tensor.new_empty(shape)
+        for part, own in zip(parts, ranges, strict=True):
+            first = 0
+            for start, stop in own:
+                count = stop - start
+                whole.narrow(dim, start, count).copy_(part.narrow(dim, first, count))
+                first += count
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dim, group, ranges = ctx.options
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=group)
+        own = [grad.narrow(dim, start, stop - start) for start, stop in ranges[group.rank()]]
+        return (torch.cat(own, dim) if own else grad.narrow(dim, 0, 0)), None, None, None
+
+
+def _checked(tensor: Tensor, dim: int) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(
+            f"dim must be one of the tensor's {tensor.dim()}, got {dim}; pass the one that counts "
+            "tokens"
+        )
+    return dim % tensor.dim()
