@@ -14,7 +14,6 @@ from torch import Tensor
 from .patterns import Dilated
 from .ragged import expand_counts
 
-
 Ranges = Sequence[tuple[int, int]]
 """Positions as ranges (first, exclusive last), ascending and disjoint."""
 

@@ -1,6 +1,5 @@
 """What ranks own, need and compute, by definition: from the dense counts of a pattern."""
 
-import torch
 from attention_oracle import Case, dense_counts
 from torch import Tensor
 

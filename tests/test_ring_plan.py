@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import patterns_oracle
 import pytest
-import torch
 from attention_oracle import PATTERNS, Case, dense_counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,6 @@ from strategies import scenes, specs
 
 import sparsering as sr
 from sparsering.distributed import RingPlan
-from sparsering.distributed.sharding import owned_ranges
 
 SHARDINGS = ("contiguous", "zigzag", "chunks:1,0,2,2,1,0,0")
 

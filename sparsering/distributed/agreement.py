@@ -44,7 +44,10 @@ def agree_on_call(
     """(tokens of each rank, wire format, its error here). RingMismatch on all ranks where their
     calls differ.
     """
-    pattern = (call.pattern, *(t.cpu().contiguous().view(torch.uint8).flatten() for t in call.tensors))
+    pattern = (
+        call.pattern,
+        *(t.cpu().contiguous().view(torch.uint8).flatten() for t in call.tensors),
+    )
     common = [
         _VERSION, 0, int(call.backward), exchange.world_size, len(query),
         query.shape[1], key.shape[1], query.shape[3], value.shape[3],

@@ -133,7 +133,9 @@ def _pairs(
     begin = spans.begin[span] + number * _AT_A_TIME
     end = torch.minimum(spans.end[span], begin + _AT_A_TIME)
     batch = (end - begin).cumsum(0) // _AT_A_TIME
-    for part in torch.arange(len(begin)).split(torch.unique_consecutive(batch, return_counts=True)[1].tolist()):
+    for part in torch.arange(len(begin)).split(
+        torch.unique_consecutive(batch, return_counts=True)[1].tolist()
+    ):
         count = (end - begin)[part]
         own, number = expand_counts(count)
         pair = begin[part][own] + number
@@ -186,9 +188,7 @@ def _visited_keys(
     found.append((group[pair], start + begin[run] * k.step, start + end[run] * k.step, k.step))
 
 
-def _pairs_of(
-    rule: Condition, mask: Mask, q: Axis, k: Axis, size: int, frame: Frame
-) -> Tensor:
+def _pairs_of(rule: Condition, mask: Mask, q: Axis, k: Axis, size: int, frame: Frame) -> Tensor:
     """How many pairs each pair of tiles holds. Pairs of tiles with equal content are looked into
     once.
     """

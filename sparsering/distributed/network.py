@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 from .exchange import Exchange, Pending

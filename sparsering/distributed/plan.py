@@ -8,6 +8,7 @@ Pure arithmetic on the pattern, without processes; the same on every rank.
 
 from dataclasses import dataclass
 from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from .sharding import num_tokens, overlap, owned_ranges
 from .travel import Traveller, choose_travellers, global_rows
 from .visits import cut, distinct_heads, distinct_kv_heads
 from .wire import wire
+
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
@@ -75,7 +77,9 @@ class RingPlan:
             raise ValueError(
                 f"block_size must be a multiple of 16 from 16 to 256, got {block_size}"
             )
-        frame = Frame.build(seq_len, seq_len, num_heads if query_heads is None else query_heads, num_heads, 0)
+        frame = Frame.build(
+            seq_len, seq_len, num_heads if query_heads is None else query_heads, num_heads, 0
+        )
         pattern.check(frame)
         if sharding == "auto":
             names = ("contiguous", "zigzag", "balanced")
@@ -233,9 +237,7 @@ def _build(
     rows = [overlap(own, candidates) for own in ranges]
     queries, keys = cut(ranges, rows), cut(ranges)
     needs: list[Runs] = []
-    need_of: list[list[int]] = [
-        [0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)
-    ]
+    need_of: list[list[int]] = [[0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)]
     for masks, places in distinct_kv_heads(pattern, frame).items():
         for batch, head in places:
             need_of[batch][head] = len(needs)

@@ -114,7 +114,7 @@ def ring_attention(
     if scale is None:
         scale = query.shape[3] ** -0.5 if query.shape[3] else 1.0
     if group is None or group.size() == 1:
-        _last_traffic[False] = Traffic()
+        _last_traffic.update({False: Traffic(), True: Traffic()})
         return attention(  # type: ignore[call-overload, no-any-return]
             query, key, value, pattern, scale=scale, return_lse=return_lse, backend=name
         )
@@ -275,9 +275,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     query, key, value, out, lse, *tensors = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-    grads = ring_backward_op(
-        grad_out, grad_lse, query, key, value, out, lse, tensors, *ctx.options
-    )
+    grads = ring_backward_op(grad_out, grad_lse, query, key, value, out, lse, tensors, *ctx.options)
     return (*grads, [None] * len(tensors), *(None for _ in ctx.options))
 
 

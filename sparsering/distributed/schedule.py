@@ -180,8 +180,10 @@ def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: in
 
 
 def _count(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
-    return ((stop - start).clamp(min=0) + step - 1).div(step, rounding_mode="floor").clamp(
-        max=block_size
+    return (
+        ((stop - start).clamp(min=0) + step - 1)
+        .div(step, rounding_mode="floor")
+        .clamp(max=block_size)
     )
 
 

@@ -68,9 +68,7 @@ def num_tokens(ranges: Ranges) -> int:
 
 def overlap(ranges: Ranges, others: Ranges) -> Ranges:
     """Positions that two ascending lists of ranges share."""
-    return [
-        (max(a, c), min(b, d)) for a, b in ranges for c, d in others if max(a, c) < min(b, d)
-    ]
+    return [(max(a, c), min(b, d)) for a, b in ranges for c, d in others if max(a, c) < min(b, d)]
 
 
 def local_index(ranges: Ranges, position: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..algebra import Pattern
 from ..functional import autocast_inputs, check_inputs
-from ..ops import choose, default_block_size
+from ..ops import default_block_size
 from .network import round_room
 from .plan import RingPlan
 from .rank import (
@@ -99,7 +99,9 @@ class _Simulated(torch.autograd.Function):
         for own in ranks:
             rounds = shards.rounds(own, key, value)
             came = shards.answers(own.rank, answers)
-            results = forward(own, *shards.of(own.rank, query, key, value), rounds, lambda c=came: c)
+            results = forward(
+                own, *shards.of(own.rank, query, key, value), rounds, lambda c=came: c
+            )
             for whole, part in zip((out, lse), results, strict=True):
                 whole[:, :, shards.places[own.rank]] = part.to(whole.device)
         ctx.save_for_backward(query, key, value, out, lse)

@@ -73,7 +73,10 @@ def choose_travellers(
     saved = torch.zeros(world, dtype=torch.int64)
     for runs, count in zip(needs, uses, strict=True):
         home, away = (
-            _with_global_rows(runs, which, frame.kv_len).sizes(world * world).view(world, world).sum(1)
+            _with_global_rows(runs, which, frame.kv_len)
+            .sizes(world * world)
+            .view(world, world)
+            .sum(1)
             for which in (staying, leaving)
         )
         saved += (home - away) * count

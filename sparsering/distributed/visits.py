@@ -8,9 +8,7 @@ from .needs import Cut
 from .sharding import without
 
 
-def distinct_heads(
-    pattern: Pattern, frame: Frame
-) -> dict[tuple[Mask, ...], list[tuple[int, int]]]:
+def distinct_heads(pattern: Pattern, frame: Frame) -> dict[tuple[Mask, ...], list[tuple[int, int]]]:
     """The branches that query heads see, each with the (batch entry, query head) that see them."""
     found: dict[tuple[Mask, ...], list[tuple[int, int]]] = {}
     for batch in range(1 if pattern.num_batches() is None else pattern.num_batches() or 0):

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .sharding import local_index
-
 FORMATS = ("bf16", "fp8", "int8")
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -50,7 +48,9 @@ class Wire(NamedTuple):
         numbers, scales = [], []
         for part in (rows[:, :width], rows[:, width:]):
             part = part.float()
-            scale = part.abs().amax(1, keepdim=True) if part.shape[1] else part.new_zeros(len(part), 1)
+            scale = (
+                part.abs().amax(1, keepdim=True) if part.shape[1] else part.new_zeros(len(part), 1)
+            )
             scale = torch.where(scale == 0, 1.0, scale / largest)
             part = part / scale
             part = part.round() if self.numbers == torch.int8 else part

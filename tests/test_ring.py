@@ -1,0 +1,104 @@
+"""Ring attention: exact against one process, by real processes bit for bit as simulated, moving
+just what the plan says.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attention_oracle import PATTERNS, Case, assert_same_attention, inputs
+from ring_workers import MAX_WORLD, Workers, groups
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.distributed import RingPlan, Traffic, ring_attention, shard, simulate_ring
+from sparsering.distributed.sharding import owned_ranges
+
+CASE = Case(batch=2, num_heads=4, num_kv_heads=2, q_len=75, kv_len=75, head_dim=8, value_dim=16)
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Workers]:
+    started = Workers(MAX_WORLD)
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("sharding", ("contiguous", "zigzag", "chunks:2,0,1,1,0,0,2"))
+@pytest.mark.parametrize("name", PATTERNS)
+def test_simulated_ranks_compute_what_one_process_does(name, sharding):
+    pattern = PATTERNS[name](CASE)
+    own = inputs(CASE)
+    got = simulate_ring(*own, pattern, world_size=3, sharding=sharding, return_lse=True)
+    expected = sr.attention(*own, pattern, backend="reference", return_lse=True)
+    assert_same_attention(got, expected, own, forward=1e-12, backward=1e-12)
+
+
+def run_ring(
+    rank: int, world: int, name: str, case: Case, options: dict[str, Any]
+) -> tuple[list[Tensor], Traffic, Traffic]:
+    """A rank's (out, lse, dq, dk, dv), and what moved, forward and backward."""
+    torch.manual_seed(0)
+    pattern = PATTERNS[name](case)
+    whole = inputs(case, requires_grad=False)
+    grads = [torch.randn(*x, dtype=torch.float64) for x in _result_shapes(case)]
+    sharding = options.get("sharding", "contiguous")
+    own, of_own = (
+        [shard(x, group=groups[world], sharding=sharding) for x in some] for some in (whole, grads)
+    )
+    own = [x.requires_grad_() for x in own]
+    out, lse = ring_attention(*own, pattern, group=groups[world], return_lse=True, **options)
+    forward = ring_attention.last_traffic()
+    found = torch.autograd.grad([out, lse], own, of_own)
+    backward = ring_attention.last_traffic(backward=True)
+    return [x.detach() for x in (out, lse, *found)], forward, backward
+
+
+def _result_shapes(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shape = (case.batch, case.num_heads, case.q_len)
+    return (*shape, case.value_dim), shape
+
+
+@pytest.mark.parametrize("world", range(1, MAX_WORLD + 1))
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.usefixtures("one_thread")
+def test_processes_compute_bit_for_bit_what_is_simulated(workers, name, world):
+    sharding = ("contiguous", "zigzag")[world % 2]
+    assert_processes_are_as_simulated(workers, name, CASE, world, sharding)
+
+
+def assert_processes_are_as_simulated(workers, name, case, world, sharding) -> None:
+    results = workers.run(run_ring, world, name, case, {"sharding": sharding}, world=world)
+    torch.manual_seed(0)
+    pattern = PATTERNS[name](case)
+    whole = inputs(case)
+    grads = [torch.randn(*x, dtype=torch.float64) for x in _result_shapes(case)]
+    if world > 1:
+        simulated = simulate_ring(
+            *whole, pattern, world_size=world, sharding=sharding, return_lse=True
+        )
+    else:
+        simulated = sr.attention(*whole, pattern, return_lse=True)
+    expected = [*simulated, *torch.autograd.grad(simulated, whole, grads)]
+    plan = RingPlan.build(
+        pattern,
+        case.q_len,
+        world,
+        num_heads=case.num_kv_heads,
+        query_heads=case.num_heads,
+        sharding=sharding,
+    )
+    ranges = owned_ranges(sharding, case.q_len, world)
+    for rank, (tensors, forward, backward) in enumerate(results):
+        places = [p for a, b in ranges[rank] for p in range(a, b)]
+        for got, wanted in zip(tensors, expected, strict=True):
+            assert torch.equal(got, wanted[:, :, places]), rank
+        for traffic, way in ((forward, False), (backward, True)):
+            planned = plan.bytes_received(
+                rank, head_dim=(case.head_dim, case.value_dim), dtype=torch.float64, backward=way
+            )
+            assert traffic.received_bytes == planned * case.batch
+    for way in (1, 2):
+        moved = [result[way] for result in results]
+        assert sum(t.sent_bytes for t in moved) == sum(t.received_bytes for t in moved)

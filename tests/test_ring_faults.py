@@ -1,0 +1,161 @@
+"""A ring that cannot go on: every survivor gets a named error in time, never a hang or an abort."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ring_workers import Workers, groups
+
+import sparsering as sr
+from sparsering.distributed import RingError, RingMismatch, ring_attention
+from sparsering.distributed.exchange import Exchange
+
+WORLD = 3
+TIMEOUT = 3.0
+
+
+@pytest.fixture
+def mortal() -> Iterator[Workers]:
+    """Workers of this test alone."""
+    started = Workers(WORLD)
+    yield started
+    started.close()
+
+
+def shards(tokens: int = 40, head_dim: int = 8, dtype: torch.dtype = torch.float64) -> list[Any]:
+    torch.manual_seed(0)
+    return [torch.randn(1, 2, tokens, head_dim, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def call(rank: int, **options: Any) -> None:
+    options = {"timeout": TIMEOUT, "pattern": sr.Causal(), "tensors": shards(), **options}
+    pattern, tensors = options.pop("pattern"), options.pop("tensors")
+    ring_attention(*tensors, pattern, **options).sum().backward()
+
+
+def outcome(rank: int, function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+    """(type name, text, rank, peer, step, seconds) of the error that a call raised."""
+    began = time.monotonic()
+    try:
+        function(rank, *args)
+    except Exception as error:
+        about = [getattr(error, name, None) for name in ("rank", "peer", "step")]
+        seconds = time.monotonic() - began
+        kinds = [k.__name__ for k in type(error).__mro__]
+        return kinds, str(error), *about, seconds
+    return (None, "", None, None, None, time.monotonic() - began)
+
+
+def with_difference(rank: int, name: str) -> None:
+    """Rank 1 calls with something else."""
+    odd = rank == 1
+    options: dict[str, Any] = {
+        "pattern": {"pattern": sr.SlidingWindow(3) if odd else sr.Causal()},
+        "table": {"pattern": sr.Blocks(torch.ones(8, 8, dtype=torch.bool).tril(-odd), 16)},
+        "scale": {"scale": 0.5 if odd else None},
+        "sharding": {"sharding": "zigzag" if odd else "contiguous"},
+        "head dim": {"tensors": shards(head_dim=16 if odd else 8)},
+        "dtype": {"tensors": shards(dtype=torch.float32 if odd else torch.float64)},
+        "length": {"tensors": shards(tokens=39 if odd else 40)},
+        "compression": {"compression": "int8" if odd else None},
+        "gradients": {"tensors": [x.detach() if odd else x for x in shards()]},
+        "whole length": {"pattern": sr.Documents((100, 21))},
+    }[name]
+    call(rank, **options)
+
+
+DIFFERENCES = (
+    "pattern", "table", "scale", "sharding", "head dim", "dtype", "length", "compression",
+    "gradients",
+)  # fmt: skip
+
+
+def test_what_does_not_fit_together_is_the_same_error_on_all_before_any_payload(mortal):
+    for name in DIFFERENCES:
+        outcomes = mortal.run(outcome, with_difference, name)
+        for kinds, text, rank, peer, step, _ in outcomes:
+            assert kinds[0] == "RingMismatch" and "ValueError" in kinds and "RingError" in kinds
+            assert step == "agreement" and peer == 1, (name, text)
+            assert text.split(": ", 1)[1] == outcomes[0][1].split(": ", 1)[1]
+            assert text.startswith(f"rank {rank}")
+        assert [x[2] for x in outcomes] == list(range(WORLD))
+    outcomes = mortal.run(outcome, with_difference, "whole length")
+    assert all(kinds[0] == "ValueError" and "121" in text for kinds, text, *_ in outcomes)
+    outcomes = mortal.run(outcome, with_own_error)
+    assert [x[0][0] for x in outcomes] == ["RingMismatch", "RingMismatch", "ValueError"]
+    assert "rank 2 raised" in outcomes[0][1]
+    assert max(x[-1] for x in outcomes) < TIMEOUT
+    assert all(x[0] is None for x in mortal.run(outcome, call))  # the group still works
+
+
+def with_own_error(rank: int) -> None:
+    call(rank, tensors=shards()[:2] + [torch.zeros(2)] if rank == 2 else shards())
+
+
+def stay_away(rank: int, seconds: float) -> None:
+    if rank == 1:
+        time.sleep(seconds)
+    else:
+        call(rank)
+
+
+def new_ring(rank: int, members: list[int]) -> torch.Tensor:
+    group = dist.new_group(members)
+    return ring_attention(*(x.detach() for x in shards()), sr.Causal(), group=group, timeout=20)
+
+
+def test_a_silent_peer_is_named_within_the_timeout_and_a_new_group_works(mortal):
+    outcomes = mortal.run(outcome, stay_away, TIMEOUT + 2)
+    for rank in (0, 2):
+        kinds, text, *about, seconds = outcomes[rank]
+        assert kinds[0] == "RingError", text
+        assert about == [rank, 1, "agreement"] and f"rank {rank}, peer 1" in text
+        assert seconds < TIMEOUT + 2
+    results = mortal.run(new_ring, [0, 1, 2])
+    assert all(torch.isfinite(x).all() for x in results)
+
+
+def die(rank: int, step: str) -> None:
+    """Rank 1 is killed when it comes to a step."""
+    start = Exchange._start
+
+    def start_or_die(self: Exchange, name: str, *args: Any) -> Any:
+        if rank == 1 and name.startswith(step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return start(self, name, *args)
+
+    Exchange._start = start_or_die  # type: ignore[method-assign]
+    call(rank)
+
+
+@pytest.mark.parametrize("step", ("agreement", "keys of round", "gradients of round"))
+def test_a_killed_peer_is_an_error_on_every_survivor_and_they_can_go_on(mortal, step):
+    for rank in range(WORLD):
+        mortal.pipes[rank].send((outcome, (die, step)))
+    mortal.processes[1].join(20)
+    assert mortal.processes[1].exitcode == -signal.SIGKILL
+    survivors = [mortal.pipes[0], mortal.pipes[2]]
+    for (kinds, text, rank, peer, at, seconds), expected in zip(
+        mortal.results(survivors), (0, 2), strict=True
+    ):
+        assert kinds is not None, "the call came back as if nothing had happened"
+        assert kinds[0] == "RingError", text
+        assert rank == expected and peer is not None and at
+        assert seconds < TIMEOUT + 2
+    for pipe in survivors:
+        pipe.send((new_ring, ([0, 2],)))
+    results = mortal.results(survivors)
+    assert all(torch.isfinite(x).all() for x in results)
+
+
+def test_errors_say_who_and_when():
+    error = RingError("the peer does not answer", 3, 1, "agreement")
+    assert str(error) == "rank 3, peer 1, step 'agreement': the peer does not answer"
+    assert isinstance(error, RuntimeError)
+    assert issubclass(RingMismatch, ValueError) and issubclass(RingMismatch, RingError)
+    assert groups == {}  # of workers alone
