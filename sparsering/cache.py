@@ -104,8 +104,8 @@ Kept = TypeVar("Kept", bound=Sized)
 
 
 class LayoutCache:
-    """Least-recently-used layouts by value of (pattern, frame, block size, device), and what else is
-    built of patterns; thread-safe, bounded in bytes.
+    """Least-recently-used layouts by value of (pattern, frame, block size, device), and what else
+    is built of patterns; thread-safe, bounded in bytes.
     """
 
     def __init__(self, limit: int = 256 << 20) -> None:

@@ -249,6 +249,7 @@ def attention_weights(
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
+    """Raises TypeError or ValueError where they do not fit together."""
     if not isinstance(pattern, Pattern):
         raise TypeError(
             f"pattern must be a sparsering pattern such as Causal(), got {type(pattern).__name__}"

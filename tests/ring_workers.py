@@ -1,4 +1,4 @@
-"""Processes that run functions together, as the ranks of a process group (gloo, one thread each)."""
+"""Processes that run functions together, as the ranks of a process group on gloo."""
 
 import multiprocessing
 import os

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ring_workers import Workers, groups
 
 import sparsering as sr
-from sparsering.distributed import RingError, RingMismatch, ring_attention
+from sparsering.distributed import RingError, RingMismatchError, ring_attention
 from sparsering.distributed.exchange import Exchange
 
 WORLD = 3
@@ -79,7 +79,9 @@ def test_what_does_not_fit_together_is_the_same_error_on_all_before_any_payload(
     for name in DIFFERENCES:
         outcomes = mortal.run(outcome, with_difference, name)
         for kinds, text, rank, peer, step, _ in outcomes:
-            assert kinds[0] == "RingMismatch" and "ValueError" in kinds and "RingError" in kinds
+            assert (
+                kinds[0] == "RingMismatchError" and "ValueError" in kinds and "RingError" in kinds
+            )
             assert step == "agreement" and peer == 1, (name, text)
             assert text.split(": ", 1)[1] == outcomes[0][1].split(": ", 1)[1]
             assert text.startswith(f"rank {rank}")
@@ -87,14 +89,14 @@ def test_what_does_not_fit_together_is_the_same_error_on_all_before_any_payload(
     outcomes = mortal.run(outcome, with_difference, "whole length")
     assert all(kinds[0] == "ValueError" and "121" in text for kinds, text, *_ in outcomes)
     outcomes = mortal.run(outcome, with_own_error)
-    assert [x[0][0] for x in outcomes] == ["RingMismatch", "RingMismatch", "ValueError"]
+    assert [x[0][0] for x in outcomes] == ["RingMismatchError", "RingMismatchError", "ValueError"]
     assert "rank 2 raised" in outcomes[0][1]
     assert max(x[-1] for x in outcomes) < TIMEOUT
     assert all(x[0] is None for x in mortal.run(outcome, call))  # the group still works
 
 
 def with_own_error(rank: int) -> None:
-    call(rank, tensors=shards()[:2] + [torch.zeros(2)] if rank == 2 else shards())
+    call(rank, tensors=[*shards()[:2], torch.zeros(2)] if rank == 2 else shards())
 
 
 def stay_away(rank: int, seconds: float) -> None:
@@ -157,5 +159,5 @@ def test_errors_say_who_and_when():
     error = RingError("the peer does not answer", 3, 1, "agreement")
     assert str(error) == "rank 3, peer 1, step 'agreement': the peer does not answer"
     assert isinstance(error, RuntimeError)
-    assert issubclass(RingMismatch, ValueError) and issubclass(RingMismatch, RingError)
+    assert issubclass(RingMismatchError, ValueError) and issubclass(RingMismatchError, RingError)
     assert groups == {}  # of workers alone

@@ -5,7 +5,7 @@
 Under `torchrun`, on gloo or NCCL; `simulate_ring` computes the same in one process.
 """
 
-from .exchange import RingError, RingMismatch, Traffic
+from .exchange import RingError, RingMismatchError, Traffic
 from .plan import RingPlan
 from .ring import ring_attention
 from .shards import shard, unshard
@@ -13,7 +13,7 @@ from .simulate import simulate_ring
 
 __all__ = [
     "RingError",
-    "RingMismatch",
+    "RingMismatchError",
     "RingPlan",
     "Traffic",
     "ring_attention",

@@ -1,4 +1,4 @@
-"""What ranks tell each other before any payload, so that a difference is an error on all of them."""
+"""What ranks tell each other before any payload: a difference is an error on all of them."""
 
 import hashlib
 import struct
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exchange, RingMismatch
+from .exchange import Exchange, RingMismatchError
 from .plan import RingPlan
 from .sharding import num_tokens
 from .wire import FORMATS, wire
@@ -41,17 +41,14 @@ _HASHED = ("pattern", "scale", "sharding", "compression")
 def agree_on_call(
     exchange: Exchange, call: Call, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[list[int], str | None, float]:
-    """(tokens of each rank, wire format, its error here). RingMismatch on all ranks where their
-    calls differ.
+    """(tokens of each rank, wire format, its error here). RingMismatchError on all ranks where
+    their calls differ.
     """
-    pattern = (
-        call.pattern,
-        *(t.cpu().contiguous().view(torch.uint8).flatten() for t in call.tensors),
-    )
+    tables = (t.cpu().contiguous().view(torch.uint8).flatten() for t in call.tensors)
     common = [
         _VERSION, 0, int(call.backward), exchange.world_size, len(query),
         query.shape[1], key.shape[1], query.shape[3], value.shape[3],
-        _DTYPES.index(query.dtype), _digest(*pattern), _digest(call.scale),
+        _DTYPES.index(query.dtype), _digest(call.pattern, *tables), _digest(call.scale),
         _digest(call.sharding), _digest(call.compression), int(call.differentiable),
     ]  # fmt: skip
     errors = _wire_errors(call.compression, key, value)
@@ -59,7 +56,7 @@ def agree_on_call(
     records = exchange.agree([*common, query.shape[2], *bits], query.device)
     failed = [rank for rank, record in enumerate(records) if record[1]]
     if failed:
-        raise RingMismatch(
+        raise RingMismatchError(
             f"rank {failed[0]} raised before the call began; its own error says why",
             exchange.rank, failed[0], "agreement",
         )  # fmt: skip
@@ -68,7 +65,7 @@ def agree_on_call(
         if len(set(values)) > 1:
             other = next(rank for rank, v in enumerate(values) if v != values[0])
             got = "" if name in _HASHED else f": {values[0]} and {values[other]}"
-            raise RingMismatch(
+            raise RingMismatchError(
                 f"ranks must agree on the {name}, but rank 0 and rank {other} differ{got}; pass "
                 "the same on every rank",
                 exchange.rank, other, "agreement",
@@ -90,10 +87,10 @@ def tell_failure(group: dist.ProcessGroup, timeout: float | None, device: torch.
 
 
 def check_lengths(plan: RingPlan, lengths: list[int], rank: int) -> None:
-    """Raises RingMismatch where shards are not those of the plan's sharding."""
+    """Raises RingMismatchError where shards are not those of the plan's sharding."""
     for peer, (length, ranges) in enumerate(zip(lengths, plan.ranges, strict=True)):
         if length != num_tokens(ranges):
-            raise RingMismatch(
+            raise RingMismatchError(
                 f"sharding {plan.sharding!r} gives rank {peer} {num_tokens(ranges)} of "
                 f"{sum(lengths)} tokens, got {length}; cut the sequence with "
                 "sparsering.distributed.shard",

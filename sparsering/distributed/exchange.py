@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ class RingError(RuntimeError):
         self.rank, self.peer, self.step = rank, peer, step
 
 
-class RingMismatch(RingError, ValueError):
+class RingMismatchError(RingError, ValueError):
     """Ranks called with what does not fit together; raised on all of them, before any payload."""
 
 
@@ -50,10 +50,9 @@ class Traffic(NamedTuple):
 
 
 class Exchange:
-    """Messages of one call over a process group; counts what it moves. `timeout` in seconds, None for
-    the group's.
+    """Messages of one call over a process group; counts what it moves.
 
-    All ranks start the same exchanges in the same order.
+    `timeout` is in seconds, None for the group's. All ranks start the same exchanges in one order.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
@@ -87,6 +86,7 @@ class Exchange:
         self, step: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> "Pending":
         pending = Pending(self, step, [*receives.values(), *sends.values()])
+        operations: list[tuple[Any, int, Tensor]]
         operations = [(dist.irecv, peer, x) for peer, x in receives.items()]
         operations += [(dist.isend, peer, x) for peer, x in sends.items()]
         if operations and dist.get_backend(self.group) == "nccl":  # one launch: no deadlock

@@ -95,8 +95,8 @@ def needed_keys(masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, labels
 
 
 def count_pairs(branches: list[Mask], frame: Frame, queries: Cut, keys: Cut, labels: int) -> Tensor:
-    """[2 * labels, labels] pairs, with multiplicity, of queries of one label (below 2 * labels) with
-    keys of another.
+    """[2 * labels, labels] pairs, with multiplicity, of queries of one label (below 2 * labels)
+    with keys of another.
     """
     total = torch.zeros(2 * labels, labels, dtype=torch.int64)
     for branch in branches:
@@ -133,9 +133,8 @@ def _pairs(
     begin = spans.begin[span] + number * _AT_A_TIME
     end = torch.minimum(spans.end[span], begin + _AT_A_TIME)
     batch = (end - begin).cumsum(0) // _AT_A_TIME
-    for part in torch.arange(len(begin)).split(
-        torch.unique_consecutive(batch, return_counts=True)[1].tolist()
-    ):
+    sizes = torch.unique_consecutive(batch, return_counts=True)[1].tolist()
+    for part in torch.arange(len(begin)).split(sizes):
         count = (end - begin)[part]
         own, number = expand_counts(count)
         pair = begin[part][own] + number

@@ -1,4 +1,4 @@
-"""How a rank's rows travel over a process group: posted before they are needed, waited for after."""
+"""How a rank's rows travel over a process group: posted ahead of need, waited for at need."""
 
 from collections.abc import Callable, Iterator
 
@@ -76,7 +76,7 @@ class Network:
     def return_gradients(
         self, number: int, parts: dict[int, Tensor], add: Callable[[int, Tensor], None]
     ) -> None:
-        """Sends gradients of a round's keys back; has `add` add what came back in earlier rounds."""
+        """Sends gradients of a round's keys back; has `add` add those of earlier rounds."""
         plan, rank = self.own.plan, self.own.rank
         width = self.key.shape[3] + self.value.shape[3]
         arriving = {

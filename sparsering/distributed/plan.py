@@ -77,9 +77,8 @@ class RingPlan:
             raise ValueError(
                 f"block_size must be a multiple of 16 from 16 to 256, got {block_size}"
             )
-        frame = Frame.build(
-            seq_len, seq_len, num_heads if query_heads is None else query_heads, num_heads, 0
-        )
+        query_heads = num_heads if query_heads is None else query_heads
+        frame = Frame.build(seq_len, seq_len, query_heads, num_heads, 0)
         pattern.check(frame)
         if sharding == "auto":
             names = ("contiguous", "zigzag", "balanced")

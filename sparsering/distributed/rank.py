@@ -89,7 +89,7 @@ def forward(
     """(out, lse) of a rank's queries; out in the query's dtype.
 
     Args:
-        rounds: the rows that arrive in each round, as sent, and a row of zeros: [rows + 1, columns].
+        rounds: the rows that arrive in each round, as sent, and one of zeros: [rows + 1, columns].
         answers: gives what other ranks computed for this one's travelling rows, by host.
     """
     step = local_step(own.plan, own.rank, query.device)
@@ -234,6 +234,7 @@ def _attend(
     own: Rank, step: Step, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a step's queries with the keys of its buffer."""
+    assert step.layout is not None
     queries = query[:, :, step.queries]
     return FORWARD[own.backend](step.layout, queries, key, value, None, own.scale)
 
@@ -242,6 +243,7 @@ def _differentiate(
     own: Rank, step: Step, x: Gradients, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a step's queries, and of the keys and values of its buffer."""
+    assert step.layout is not None
     grad_out, grad_lse, query, out, lse = (
         t[:, :, step.queries] for t in (x.grad_out, x.grad_lse, x.query, x.out, x.lse)
     )
@@ -281,10 +283,10 @@ def _message(
     """The parts of a message in order: batch entry, kv head (all where alike), places of the tokens
     in the sender's shard.
     """
+    everything = slice(None)
     alike = len({number for row in plan.need_of for number in row}) == 1
-    batches = [slice(None)] if alike else range(batch)
-    heads = [slice(None)] if alike else range(plan.frame.num_kv_heads)
-    for b in batches:
-        for h in heads:
-            runs, group = plan.runs(receiver, sender, 0 if alike else b, 0 if alike else h)
-            yield b, h, local_index(plan.ranges[sender], runs.of(group))
+    for b in range(1 if alike else batch):
+        for h in range(1 if alike else plan.frame.num_kv_heads):
+            runs, group = plan.runs(receiver, sender, b, h)
+            index = local_index(plan.ranges[sender], runs.of(group))
+            yield everything if alike else b, everything if alike else h, index

@@ -85,8 +85,8 @@ def ring_attention(
 
     Raises:
         ValueError: arguments that cannot be right on this rank.
-        RingMismatch: (a ValueError and a RingError) ranks called with what does not fit together;
-            on all of them, before any payload.
+        RingMismatchError: (a ValueError and a RingError) ranks called with what does not fit
+            together; on all of them, before any payload.
         RingError: a peer died or did not answer in time; says who and when.
 
     Example:
@@ -115,7 +115,7 @@ def ring_attention(
         scale = query.shape[3] ** -0.5 if query.shape[3] else 1.0
     if group is None or group.size() == 1:
         _last_traffic.update({False: Traffic(), True: Traffic()})
-        return attention(  # type: ignore[call-overload, no-any-return]
+        return attention(  # type: ignore[call-overload]
             query, key, value, pattern, scale=scale, return_lse=return_lse, backend=name
         )
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
@@ -127,7 +127,7 @@ def ring_attention(
 
 
 def last_traffic(*, backward: bool = False) -> Traffic:
-    """What this process's last call of `ring_attention` moved, in its forward (or backward) pass."""
+    """What this process's last call of `ring_attention` moved, forward or backward."""
     return _last_traffic[backward]
 
 
@@ -149,7 +149,7 @@ def resolve_group(
         return mesh.get_group()
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
+    if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             "this process is not in the group; only its members call, each with its own group"
         )
@@ -237,7 +237,8 @@ def _begin(
     value: Tensor,
 ) -> tuple[Rank, Exchange]:
     """What every call starts with: agreement, then the plan."""
-    exchange = Exchange(dist.distributed_c10d._resolve_process_group(group), timeout)
+    members = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    exchange = Exchange(members, timeout)
     lengths, compression, error = agree_on_call(exchange, call, query, key, value)
     exchange.traffic = Traffic(compression=compression, error=error)
     pattern = parse(call.pattern, [tensor.cpu() for tensor in call.tensors])

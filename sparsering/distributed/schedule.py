@@ -48,8 +48,8 @@ class Step:
 
     @cached_property
     def copies(self) -> list[Tensor]:
-        """Places of the buffer that hold each arrived row, one per list (one past the buffer: none):
-        sums over copies run in this order.
+        """Places of the buffer that hold each arrived row, one per list (one past the buffer:
+        none); sums over copies run in this order.
         """
         assert self.rows is not None
         places = self.rows.flatten()
@@ -212,7 +212,7 @@ def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, 
     start = number // p.step * (p.step * width) + number % p.step
     end = torch.where(used, start + (count - 1) * p.step + 1, 0)
     position = torch.full((axes, int(end.max()) if end.numel() else 0), -1)
-    axis, tile = torch.nonzero(used, as_tuple=True)
+    axis = torch.nonzero(used)[:, 0]
     own = torch.arange(len(axis)).repeat_interleave(count[used])
     slot = torch.arange(len(own)) - (count[used].cumsum(0) - count[used])[own]
     place = start[used][own] + p.step * slot

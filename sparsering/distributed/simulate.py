@@ -1,6 +1,7 @@
 """The ring in one process: every rank's part computed in turn, bit for bit as by many processes."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,10 +99,9 @@ class _Simulated(torch.autograd.Function):
         }
         for own in ranks:
             rounds = shards.rounds(own, key, value)
-            came = shards.answers(own.rank, answers)
-            results = forward(
-                own, *shards.of(own.rank, query, key, value), rounds, lambda c=came: c
-            )
+            came = partial(shards.answers, own.rank, answers)
+            q, k, v = shards.of(own.rank, query, key, value)
+            results = forward(own, q, k, v, rounds, came)
             for whole, part in zip((out, lse), results, strict=True):
                 whole[:, :, shards.places[own.rank]] = part.to(whole.device)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -118,11 +118,11 @@ class _Simulated(torch.autograd.Function):
             return Gradients(*shards.of(rank, *whole))
 
         hosts = {h for t in plan.travellers for h in t.hosts}
-        rows = gradient_rows(ranks[0], whole) if hosts else None
+        rows = gradient_rows(ranks[0], whole if hosts else whole.none())
         sums, answers = [], {}
         for own in ranks:
-            guests = shards.guests(own.rank, rows) if own.rank in hosts else None
-            *grads, answered = local_gradients(own, part(own.rank), lambda g=guests: g)
+            guests = partial(shards.guests, own.rank, rows) if own.rank in hosts else _nobody
+            *grads, answered = local_gradients(own, part(own.rank), guests)
             sums.append([x.to(query.device) for x in grads])
             if answered is not None:
                 answers[own.rank] = answered
@@ -183,6 +183,10 @@ class _Shards:
             host: answers[host][:, :, guest_places(self.plan, rank, host, self.device)]
             for host in hosts
         }
+
+
+def _nobody() -> None:
+    """No guests."""
 
 
 def _ranks(call: tuple[Any, ...]) -> list[Rank]:

@@ -7,6 +7,7 @@ value each have a scale of their own, in float32 behind the numbers.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 FORMATS = ("bf16", "fp8", "int8")
@@ -47,12 +48,10 @@ class Wire(NamedTuple):
         largest = _LARGEST[self.numbers]
         numbers, scales = [], []
         for part in (rows[:, :width], rows[:, width:]):
-            part = part.float()
-            scale = (
-                part.abs().amax(1, keepdim=True) if part.shape[1] else part.new_zeros(len(part), 1)
-            )
+            part = F.pad(part.float(), (0, 1))  # the largest of no numbers is 0
+            scale = part.abs().amax(1, keepdim=True)
             scale = torch.where(scale == 0, 1.0, scale / largest)
-            part = part / scale
+            part = part[:, :-1] / scale
             part = part.round() if self.numbers == torch.int8 else part
             numbers.append(part.clamp(-largest, largest).to(self.numbers).view(torch.uint8))
             scales.append(scale.view(torch.uint8))
