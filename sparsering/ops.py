@@ -46,7 +46,7 @@ ONLY_NAMED = ("flex", "flash", "torch_sparse")
 ADAPTERS = {"flex": flex.attention, "torch_sparse": torch_sparse.attention}
 """Backends in plain differentiable torch, which need no operator of their own."""
 
-FORWARD = {
+FORWARD: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "cpu": cpu.forward,
     "triton": triton.forward,
     "gather": gather.forward,

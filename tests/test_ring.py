@@ -102,3 +102,39 @@ def assert_processes_are_as_simulated(workers, name, case, world, sharding) -> N
     for way in (1, 2):
         moved = [result[way] for result in results]
         assert sum(t.sent_bytes for t in moved) == sum(t.received_bytes for t in moved)
+
+
+@pytest.mark.parametrize("backend", ("gather", "cpu", "triton"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_ranks_are_as_exact_as_one_process(workers, dtype, backend):
+    """Partial results are merged, and gradients summed and sent, in float32."""
+    if sr.backends()[backend] or (backend, dtype) == ("triton", torch.bfloat16):
+        pytest.skip("the backend cannot run here")
+    case = Case(batch=1, num_heads=4, num_kv_heads=2, q_len=120, kv_len=120, head_dim=32)
+    pattern = sr.SlidingWindow(30, 10) | sr.GlobalTokens(3)
+    own = [x.to(dtype) for x in inputs(case, requires_grad=False)]
+    grads = [torch.randn(1, 4, 120, 16).to(dtype), torch.randn(1, 4, 120)]
+    leaves = [x.double().requires_grad_() for x in own]
+    exact = sr.attention(*leaves, pattern, backend="reference", return_lse=True)
+    exact = [*exact, *torch.autograd.grad(exact, leaves, [g.double() for g in grads])]
+    leaves = [x.clone().requires_grad_() for x in own]
+    alone = sr.attention(*leaves, pattern, backend=backend, return_lse=True)
+    alone = [*alone, *torch.autograd.grad(alone, leaves, grads)]
+    parts = workers.run(run_shards, own, grads, pattern, {"backend": backend}, world=4)
+    for number, (expected, one) in enumerate(zip(exact, alone, strict=True)):
+        ring = torch.cat([part[number] for part in parts], 2)
+        assert ring.dtype == one.dtype
+        bound = 1.1 * (one.double() - expected).abs().max() + 4 * torch.finfo(torch.float32).eps
+        assert (ring.double() - expected).abs().max() <= bound
+
+
+def run_shards(
+    rank: int, whole: list[Tensor], grads: list[Tensor], pattern: sr.Pattern, options: Any
+) -> list[Tensor]:
+    group = groups[4]
+    own = [shard(x, group=group).requires_grad_() for x in whole]
+    results = ring_attention(*own, pattern, group=group, return_lse=True, **options)
+    return [
+        *(x.detach() for x in results),
+        *torch.autograd.grad(results, own, [shard(g, group=group) for g in grads]),
+    ]

@@ -20,6 +20,8 @@ from .schedule import Step, guest_rows, guest_step, local_step, round_step, send
 from .sharding import local_index
 from .wire import Wire
 
+_KERNELS = ("cpu", "triton", "gather")
+
 
 class Rank(NamedTuple):
     """One rank's part in a call.
@@ -41,9 +43,9 @@ class Rank(NamedTuple):
 def kernels(backend: str | None, query: Tensor, key: Tensor, value: Tensor) -> str:
     """The backend that computes a rank's part; raises as `attention` where it cannot."""
     name = choose(backend, query, key, value)
-    if name not in FORWARD:
+    if name not in _KERNELS:
         raise NotImplementedError(
-            f"{name}: a ring computes with kernels over layouts, which are {', '.join(FORWARD)}"
+            f"{name}: a ring computes with kernels that run any layout: {', '.join(_KERNELS)}"
         )
     return name
 
@@ -145,7 +147,7 @@ def round_gradients(
     buffer = _buffer(own, step, sent, x.key, x.value)
     part, of_keys, of_values = _differentiate(own, step, x, *buffer)
     dq[:, :, step.queries] += part
-    rows = _of_arrived(step, of_keys.to(own.dtype), of_values.to(own.dtype))
+    rows = _of_arrived(step, of_keys, of_values)
     peers = senders(own.plan, own.rank, number)
     sizes = [message_rows(own.plan, own.rank, peer, len(dq)) for peer in peers]
     return dict(zip(peers, rows.split(sizes), strict=True))
@@ -236,7 +238,9 @@ def _attend(
     """(out, lse) of a step's queries with the keys of its buffer."""
     assert step.layout is not None
     queries = query[:, :, step.queries]
-    return FORWARD[own.backend](step.layout, queries, key, value, None, own.scale)
+    forward = FORWARD[own.backend]
+    exact = own.dtype == torch.float32
+    return forward(step.layout, queries, key, value, None, own.scale, in_float32=exact)
 
 
 def _differentiate(
@@ -248,8 +252,9 @@ def _differentiate(
         t[:, :, step.queries] for t in (x.grad_out, x.grad_lse, x.query, x.out, x.lse)
     )
     dq, dk, dv, _ = BACKWARD[own.backend](
-        step.layout, grad_out, grad_lse, query, key, value, None, out, lse, own.scale
-    )
+        step.layout, grad_out, grad_lse, query, key, value, None, out, lse, own.scale,
+        in_float32=own.dtype == torch.float32,
+    )  # fmt: skip
     return dq, dk, dv
 
 

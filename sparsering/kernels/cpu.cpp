@@ -81,12 +81,13 @@ bool covers_all_queries(const Pass& pass, int64_t q_len) {
 std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                    const std::optional<Tensor>& bias, const Tensor& first_entry,
                                    at::TensorList tensors, at::IntArrayRef steps, int64_t block,
-                                   double scale) {
+                                   double scale, bool in_float32) {
   const Problem x(query, key, value, bias, first_entry, steps.size(), block, scale);
   const std::vector<Pass> passes = passes_of(x, tensors, steps);
   const bool fresh = !passes.empty() && covers_all_queries(passes[0], x.Nq);
-  Tensor out = fresh ? at::empty({x.B, x.Hq, x.Nq, x.Dv}, query.options())
-                     : at::zeros({x.B, x.Hq, x.Nq, x.Dv}, query.options());
+  const auto options = in_float32 ? query.options().dtype(at::kFloat) : query.options();
+  Tensor out = fresh ? at::empty({x.B, x.Hq, x.Nq, x.Dv}, options)
+                     : at::zeros({x.B, x.Hq, x.Nq, x.Dv}, options);
   Tensor lse = at::full({x.B, x.Hq, x.Nq}, -kInf, query.options().dtype(at::kFloat));
   if (lse.numel() == 0) {
     return {out, lse};
@@ -104,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad_out, const Tensor& grad_lse, const Tensor& query, const Tensor& key,
     const Tensor& value, const std::optional<Tensor>& bias, const Tensor& out, const Tensor& lse,
     const Tensor& first_entry, at::TensorList tensors, at::TensorList transposes,
-    at::IntArrayRef steps, int64_t block, double scale) {
+    at::IntArrayRef steps, int64_t block, double scale, bool in_float32) {
   const Problem x(query, key, value, bias, first_entry, steps.size(), block, scale);
   const std::vector<Pass> passes = passes_of(x, tensors, steps);
   std::vector<Transpose> by_key;
@@ -113,8 +114,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     check_transpose(own, passes[i]);
     by_key.emplace_back(own);
   }
-  Tensor dq = at::zeros(query.sizes(), query.options()), dk = at::zeros(key.sizes(), key.options()),
-         dv = at::zeros(value.sizes(), value.options());
+  const auto options = in_float32 ? query.options().dtype(at::kFloat) : query.options();
+  Tensor dq = at::zeros(query.sizes(), options), dk = at::zeros(key.sizes(), options),
+         dv = at::zeros(value.sizes(), options);
   Tensor dbias = bias ? at::zeros_like(*bias) : at::empty({0}, query.options().dtype(at::kFloat));
   for (const Tensor& like : {grad_out, out}) {
     TORCH_CHECK_VALUE(like.sizes() == at::IntArrayRef({x.B, x.Hq, x.Nq, x.Dv}) &&
@@ -150,13 +152,13 @@ TORCH_LIBRARY(sparsering_cpu, m) {
   m.def(
       "forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor first_entry, Tensor[] "
       "passes, int[] steps, "
-      "int block, float scale) -> (Tensor, Tensor)",
+      "int block, float scale, bool in_float32) -> (Tensor, Tensor)",
       forward);
   m.def(
       "backward(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor? "
       "bias, Tensor out, "
       "Tensor lse, Tensor first_entry, Tensor[] passes, Tensor[] transposes, int[] steps, int "
-      "block, float scale) -> "
+      "block, float scale, bool in_float32) -> "
       "(Tensor, Tensor, Tensor, Tensor)",
       backward);
 }

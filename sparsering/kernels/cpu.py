@@ -53,6 +53,8 @@ def forward(
     value: Tensor,
     block_bias: Tensor | None,
     scale: float,
+    *,
+    in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a layout; see `gather.forward`. lse is float32."""
     query, scale = positive_scale(query, scale)
@@ -66,6 +68,7 @@ def forward(
         [p.step for p in layout.passes],
         layout.block_size,
         scale,
+        in_float32,
     )
     return out, lse
 
@@ -81,6 +84,8 @@ def backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
+    *,
+    in_float32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and block_bias; see `gather.backward`.
 
@@ -105,6 +110,7 @@ def backward(
         [p.step for p in layout.passes],
         layout.block_size,
         positive_by,
+        in_float32,
     )
     dq = signed_gradient(dq, scale)
     return dq, dk, dv, None if block_bias is None else dbias.to(block_bias.dtype)

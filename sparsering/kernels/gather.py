@@ -40,12 +40,15 @@ def forward(
     value: Tensor,
     block_bias: Tensor | None,
     scale: float,
+    *,
+    in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a layout.
 
     Args:
         query: [B, Hq, Nq, D]; key: [B, Hkv, Nk, D]; value: [B, Hkv, Nk, Dv].
         block_bias: [B, Hq, num_blocks] added to every score of an entry, or None.
+        in_float32: results in half precision come in float32, as they were summed.
 
     Returns:
         out [B, Hq, Nq, Dv] in the query's dtype, lse [B, Hq, Nq] float32 (float64 for float64).
@@ -70,7 +73,8 @@ def forward(
         else:
             _merge_rows(out, lse, rows, part, part_lse)
     shape = query.shape[:3]
-    return out.view(*shape, v.shape[1]).to(query.dtype), lse.view(shape)
+    out = out if in_float32 else out.to(query.dtype)
+    return out.view(*shape, v.shape[1]), lse.view(shape)
 
 
 def backward(
@@ -84,6 +88,8 @@ def backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
+    *,
+    in_float32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and block_bias.
 
@@ -120,7 +126,8 @@ def backward(
             of_keys = torch.cat([x.reshape(-1, *x.shape[-2:]) for x in dbiases])  # [C, g, n]
             _add_bias_gradient(dbias, *chunk.bias, of_keys)
     dq, dk, dv = (
-        x.view(like.shape).to(like.dtype) for x, like in ((dq, query), (dk, key), (dv, value))
+        x.view(like.shape).to(x.dtype if in_float32 else like.dtype)
+        for x, like in ((dq, query), (dk, key), (dv, value))
     )
     if dbias is None or block_bias is None:
         return dq, dk, dv, None

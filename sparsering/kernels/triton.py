@@ -72,11 +72,14 @@ def forward(
     value: Tensor,
     block_bias: Tensor | None,
     scale: float,
+    *,
+    in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a layout; see `gather.forward`. lse is float32."""
     query, scale = positive_scale(dense_rows(query), scale)
-    in_turn = len(layout.passes) > 1 and query.itemsize < 4
-    out = _blank(layout, False, (*query.shape[:3], value.shape[3]), query, in_turn)
+    in_turn = len(layout.passes) > 1 and query.itemsize < 4 and not in_float32
+    dtype = torch.float32 if in_float32 else query.dtype
+    out = _blank(layout, False, (*query.shape[:3], value.shape[3]), query, dtype, in_turn)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
     for part in _parts(layout, query, key, value, block_bias, scale, in_turn):
         to = out[:, part.heads]
@@ -99,14 +102,17 @@ def backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
+    *,
+    in_float32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and block_bias; see `gather.backward`."""
     positive, positive_by = positive_scale(dense_rows(query), scale)
     grad_out = dense_rows(grad_out)
     rows = _prepared(grad_out, grad_lse, out, lse)
-    in_turn = len(layout.passes) > 1 and query.itemsize < 4
-    dq = _blank(layout, False, query.shape, query, in_turn)
-    dk, dv = (_blank(layout, True, x.shape, x, False) for x in (key, value))
+    in_turn = len(layout.passes) > 1 and query.itemsize < 4 and not in_float32
+    dtype = torch.float32 if in_float32 else query.dtype
+    dq = _blank(layout, False, query.shape, query, dtype, in_turn)
+    dk, dv = (_blank(layout, True, x.shape, x, dtype, False) for x in (key, value))
     dbias = None if block_bias is None else torch.zeros_like(block_bias, dtype=torch.float32)
     for part in _parts(layout, positive, key, value, block_bias, positive_by, in_turn):
         grads = [x[:, part.heads] for x in (grad_out, *rows)]
@@ -389,11 +395,17 @@ def _combine(kernel: Any, w: Walk, like: Tensor, arguments: dict[str, Any]) -> N
 
 
 def _blank(
-    layout: BlockLayout, by_key: bool, shape: Sequence[int], like: Tensor, overwritten: bool
+    layout: BlockLayout,
+    by_key: bool,
+    shape: Sequence[int],
+    like: Tensor,
+    dtype: torch.dtype,
+    overwritten: bool,
 ) -> Tensor:
     """Memory for a result: zeros unless all of it will be written."""
     covered = len(layout.passes) == 1 and layout.passes[0].covers[by_key]
-    return (like.new_empty if covered or overwritten else like.new_zeros)(*shape)
+    new = like.new_empty if covered or overwritten else like.new_zeros
+    return new(*shape, dtype=dtype)
 
 
 def _config(kernel: str, part: _Part) -> Config:
