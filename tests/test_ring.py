@@ -3,12 +3,17 @@ just what the plan says.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import patterns_oracle
 import pytest
 import torch
 from attention_oracle import PATTERNS, Case, assert_same_attention, inputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ring_workers import MAX_WORLD, Workers, groups
+from strategies import scenes, specs
 from torch import Tensor
 
 import sparsering as sr
@@ -33,6 +38,42 @@ def test_simulated_ranks_compute_what_one_process_does(name, sharding):
     got = simulate_ring(*own, pattern, world_size=3, sharding=sharding, return_lse=True)
     expected = sr.attention(*own, pattern, backend="reference", return_lse=True)
     assert_same_attention(got, expected, own, forward=1e-12, backward=1e-12)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_simulated_ranks_with_any_expression(data):
+    scene = data.draw(scenes(max_length=50, max_heads=4))
+    scene = replace(scene, q_len=scene.kv_len, q_start=0)
+    case = Case.of(scene, 4, 8, None)
+    pattern = patterns_oracle.build(data.draw(specs(scene, with_random=True)))
+    world = data.draw(st.integers(1, 9))
+    owners = st.lists(st.integers(0, world - 1), min_size=1, max_size=12)
+    chunks = "chunks:" + ",".join(map(str, data.draw(owners)))
+    sharding = data.draw(st.sampled_from(("contiguous", "zigzag", "auto", chunks)))
+    own = inputs(case)
+    got = simulate_ring(*own, pattern, world_size=world, sharding=sharding, return_lse=True)
+    expected = sr.attention(*own, pattern, backend="reference", return_lse=True)
+    assert_same_attention(got, expected, own, forward=1e-12, backward=1e-12)
+
+
+@pytest.mark.parametrize("length", (0, 1, 3, 8, 9))
+@pytest.mark.usefixtures("one_thread")
+def test_fewer_tokens_than_ranks(workers, length):
+    case = replace(CASE, q_len=length, kv_len=length)
+    for name in ("causal", "longnet", "global tokens", "nothing"):
+        for world, sharding in ((8, "contiguous"), (5, "zigzag")):
+            assert_processes_are_as_simulated(workers, name, case, world, sharding)
+
+
+def run_twice(rank: int, case: Case) -> bool:
+    first, second = (run_ring(rank, 5, "intersection", case, {})[0] for _ in range(2))
+    return all(map(torch.equal, first, second))
+
+
+def test_the_same_bits_from_run_to_run(workers):
+    case = replace(CASE, q_len=200, kv_len=200)
+    assert all(workers.run(run_twice, case, world=5))
 
 
 def run_ring(
