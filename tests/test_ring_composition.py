@@ -1,4 +1,4 @@
-"""The ring beside what training puts around it: meshes, FSDP2, DDP, checkpointing, torch.compile."""
+"""The ring beside what training uses: meshes, FSDP2, DDP, checkpointing, torch.compile."""
 
 from typing import Any
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import patterns_oracle
 import pytest
+import torch
 from attention_oracle import PATTERNS, Case, dense_counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,3 +98,155 @@ def test_coarse_tiles_find_what_small_ones_find(pattern, monkeypatch):
     sr.layout_cache.clear()
     assert_plan_is_exact(pattern, case, 3, "zigzag")
     sr.layout_cache.clear()
+
+
+MILLION = 1 << 20
+
+
+def received(pattern: sr.Pattern, world: int, sharding: str = "contiguous", **heads) -> list[float]:
+    plan = RingPlan.build(pattern, MILLION, world, sharding=sharding, **heads)
+    return [plan.tokens_received(rank) for rank in range(world)]
+
+
+def test_segments_inside_shards_cost_nothing():
+    longnet = sr.LongNet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+    assert received(longnet & sr.Causal(), 8) == [0] * 8
+    plan = RingPlan.build(longnet, MILLION, 8, num_heads=4)
+    assert plan.rounds == ()
+    assert plan.bytes_received(3, head_dim=64, dtype=torch.bfloat16, backward=True) == 0
+
+
+@pytest.mark.parametrize("world", (8, 64))
+@pytest.mark.parametrize("rate", (16, 12))
+def test_a_segment_of_several_shards_costs_what_the_others_hold_of_its_grid(world, rate):
+    """(g - 1) S / r tokens for a segment of g shards of S tokens, as the grid falls."""
+    plan = RingPlan.build(sr.Dilated(MILLION, rate, 5), MILLION, world)
+    shard = MILLION // world
+    held = [len(range((5 - r * shard) % rate, shard, rate)) for r in range(world)]
+    for rank in range(world):
+        assert plan.tokens_received(rank) == sum(held) - held[rank]
+
+
+def test_a_window_moves_its_halo_between_neighbours():
+    plan = RingPlan.build(sr.SlidingWindow(4096) & sr.Causal(), MILLION, 64)
+    rank = torch.arange(64)
+    expected = torch.where(rank[:, None] - 1 == rank, 4096, 0)
+    assert torch.equal(plan.tokens, expected)
+    assert plan.rounds == ((1,),)
+    both = RingPlan.build(sr.SlidingWindow(500, 300), MILLION, 64)
+    assert both.tokens[5].nonzero()[:, 0].tolist() == [4, 6]
+    assert both.tokens[5, [4, 6]].tolist() == [500, 300]
+
+
+@pytest.mark.parametrize("sharding", ("contiguous", "zigzag"))
+def test_dense_patterns_cost_no_more_than_a_ring_that_passes_everything_on(sharding):
+    """(P - 1) N / P tokens; and what is under way stays within two shards, as double buffers do."""
+    world, shard = 16, MILLION // 16
+    for pattern in (sr.Full(), sr.Causal()):
+        plan = RingPlan.build(pattern, MILLION, world, sharding=sharding)
+        assert max(plan.tokens_received(r) for r in range(world)) == (world - 1) * shard
+        assert len(plan.rounds) == world - 1 and all(len(r) == 1 for r in plan.rounds)
+
+
+def test_rounds_hold_every_pair_once_and_no_more_than_a_shard():
+    for pattern in (
+        sr.LongNet((1024, 32768, MILLION), (1, 4, 16)),
+        sr.RandomBlocks(0.001, 256),
+        sr.SlidingWindow(40000),
+    ):
+        for sharding in ("contiguous", "zigzag"):
+            plan = RingPlan.build(pattern, MILLION, 32, num_heads=2, sharding=sharding)
+            offsets = [offset for round_ in plan.rounds for offset in round_]
+            assert sorted(offsets) == offsets and len(set(offsets)) == len(offsets)
+            rank = torch.arange(32)
+            covered = torch.zeros(32, 32, dtype=torch.int64)
+            for round_ in plan.rounds:
+                moved = torch.zeros(32, 32, dtype=torch.int64)
+                for offset in round_:
+                    sender = (rank - offset) % 32
+                    moved[rank, sender] = plan.tokens[rank, sender]
+                assert moved.sum(1).max() <= MILLION // 32 * 2  # received, of two heads
+                assert moved.sum(0).max() <= MILLION // 32 * 2  # sent
+                covered += moved
+            assert torch.equal(covered, plan.tokens)
+
+
+def test_global_rows_go_to_the_keys():
+    pattern = sr.SlidingWindow(512, 512) | sr.GlobalTokens(64)
+    world = 64
+    plan = RingPlan.build(pattern, MILLION, world)
+    (traveller,) = plan.travellers
+    assert traveller.owner == 0 and list(traveller.rows) == [(0, 64)]
+    assert traveller.hosts == tuple(range(1, world))
+    assert plan.tokens_received(0) == 512  # its neighbour's halo, not a million keys
+    moved = [plan.bytes_received(r, head_dim=64, dtype=torch.float32) for r in range(world)]
+    assert moved[0] == 512 * 512 + 63 * 64 * 65 * 4
+    assert moved[5] == (1024 + 64) * 512 + 64 * 64 * 4
+    loads = [plan.load(r) for r in range(world)]
+    assert max(loads) < 1.01 * sum(loads) / world
+    # where a fetch costs less, nothing travels: here each key is wanted by the window anyway
+    plan = RingPlan.build(sr.SlidingWindow(MILLION, MILLION) | sr.GlobalTokens(64), MILLION, 8)
+    assert plan.travellers == ()
+    plan = RingPlan.build(sr.Causal() & (sr.SlidingWindow(9) | sr.GlobalTokens(4)), MILLION, 8)
+    assert plan.travellers == ()
+
+
+def test_auto_takes_what_costs_the_busiest_rank_least():
+    def chosen(pattern):
+        return RingPlan.build(pattern, MILLION, 16, sharding="auto").sharding
+
+    assert chosen(sr.Causal()) == "zigzag"
+    assert chosen(sr.SlidingWindow(4096) & sr.Causal()) == "contiguous"
+    assert chosen(sr.LongNet((2048, 16384), (1, 4)) & sr.Causal()) == "contiguous"
+
+
+def test_the_balancer_evens_out_what_contiguous_and_zigzag_shards_do_not():
+    """Documents of very different lengths under a causal mask."""
+    lengths = (300_000, 20_000, 150_000, 90_000, 256_000, 5_000, 200_000)
+    pattern = sr.Documents((*lengths, MILLION - sum(lengths))) & sr.Causal()
+    cost = {}
+    for name in ("contiguous", "zigzag", "auto"):
+        plan = RingPlan.build(pattern, MILLION, 8, sharding=name)
+        loads = torch.tensor([plan.load(r) for r in range(8)], dtype=torch.float64)
+        cost[name] = (loads.max() / loads.mean()).item()
+        assert loads.sum() == pattern.layout(MILLION).num_pairs
+    assert plan.sharding.startswith("chunks:")
+    assert len(set(map(len, owned(plan.sharding, MILLION, 8)))) == 1  # as many tokens on each
+    assert cost["auto"] < 1.05 < cost["zigzag"] < cost["contiguous"]
+
+
+def test_plans_are_kept_by_value():
+    sr.layout_cache.clear()
+    build_one = lambda: RingPlan.build(  # noqa: E731
+        sr.Blocks(torch.ones(8, 8, dtype=torch.bool), 16), 128, 4, num_heads=2
+    )
+    assert build_one() is build_one()
+    assert sr.layout_cache.info().misses == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    (
+        ({"world_size": 0}, "world_size must be at least 1, got 0"),
+        ({"sharding": "striped"}, "'contiguous', 'zigzag', 'auto' or 'chunks:'"),
+        ({"sharding": "chunks:0,9"}, "below 4"),
+        ({"sharding": "chunks:"}, "below 4"),
+        ({"block_size": 24}, "multiple of 16"),
+        ({"pattern": sr.Documents((3, 4))}, "64"),
+    ),
+)
+def test_bad_arguments(arguments, text):
+    given = {"pattern": sr.Causal(), "seq_len": 64, "world_size": 4, **arguments}
+    with pytest.raises(ValueError, match=text):
+        RingPlan.build(**given)
+
+
+def test_bytes_of_other_heads_only_where_heads_are_alike():
+    plan = RingPlan.build(sr.SlidingWindow(10), 64, 4)
+    one = plan.bytes_received(1, kv_heads=1, head_dim=8, dtype=torch.float16)
+    assert one == 10 * 2 * 8 * 2
+    assert plan.bytes_received(1, kv_heads=6, head_dim=8, dtype=torch.float16) == 6 * one
+    assert plan.bytes_received(1, kv_heads=1, head_dim=(8, 24), dtype=torch.float16) == 2 * one
+    per_head = RingPlan.build(sr.Dilated(64, 4), 64, 4, num_heads=4)
+    with pytest.raises(ValueError, match="num_heads=8"):
+        per_head.bytes_received(1, kv_heads=8, head_dim=8, dtype=torch.float16)

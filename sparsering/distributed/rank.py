@@ -95,11 +95,14 @@ def forward(
         answers: gives what other ranks computed for this one's travelling rows, by host.
     """
     step = local_step(own.plan, own.rank, query.device)
-    out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=own.dtype)
-    lse = query.new_full(query.shape[:3], -torch.inf, dtype=own.dtype)
-    if step.layout is not None:
-        part, part_lse = _attend(own, step, query, key, value)
-        out[:, :, step.queries], lse[:, :, step.queries] = part, part_lse
+    if step.layout is not None and step.layout.frame.q_len == query.shape[2]:
+        out, lse = _attend(own, step, query, key, value)
+    else:
+        out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=own.dtype)
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=own.dtype)
+        if step.layout is not None:
+            results = _attend(own, step, query, key, value)
+            out[:, :, step.queries], lse[:, :, step.queries] = results
     for number, sent in enumerate(rounds):
         step = round_step(own.plan, own.rank, number, len(query), query.device)
         if step.layout is not None:
@@ -119,13 +122,14 @@ def local_gradients(
     """Gradients, in `own.dtype`, of a rank's queries, keys and values from its own pairs and from
     guests' pairs with its keys; and of the guests (`guests` gives their rows, or None).
     """
-    dq, dk, dv = (torch.zeros_like(t, dtype=own.dtype) for t in (x.query, x.key, x.value))
     step = local_step(own.plan, own.rank, x.query.device)
-    if step.layout is not None:
-        part, of_keys, of_values = _differentiate(own, step, x, x.key, x.value)
-        dq[:, :, step.queries] += part
-        dk += of_keys
-        dv += of_values
+    if step.layout is None:
+        dq, dk, dv = (torch.zeros_like(t, dtype=own.dtype) for t in (x.query, x.key, x.value))
+    else:
+        dq, dk, dv = _differentiate(own, step, x, x.key, x.value)
+        if dq.shape[2] < x.query.shape[2]:
+            part, dq = dq, torch.zeros_like(x.query, dtype=own.dtype)
+            dq[:, :, step.queries] = part
     rows = guests()
     if rows is None:
         return dq, dk, dv, None
