@@ -9,7 +9,7 @@ from typing import Any
 import patterns_oracle
 import pytest
 import torch
-from attention_oracle import PATTERNS, Case, assert_same_attention, inputs
+from attention_oracle import PATTERNS, Case, assert_same_attention, gradients, inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ring_workers import MAX_WORLD, Workers, groups
@@ -179,3 +179,59 @@ def run_shards(
         *(x.detach() for x in results),
         *torch.autograd.grad(results, own, [shard(g, group=group) for g in grads]),
     ]
+
+
+@pytest.mark.parametrize("name", ("causal", "global tokens", "longnet", "blocks of each batch entry"))
+def test_offloaded_keys_give_the_same_bits(name):
+    own = inputs(CASE)
+    pattern = PATTERNS[name](CASE)
+    options = {"world_size": 4, "sharding": "zigzag", "return_lse": True}
+    results = [simulate_ring(*own, pattern, **options, offload=x) for x in (False, True)]
+    grads = [gradients(result, own) for result in results]
+    for a, b in zip((*results[0], *grads[0]), (*results[1], *grads[1]), strict=True):
+        assert torch.equal(a, b)
+
+
+def run_traced(rank: int) -> list[str]:
+    """What a rank does, in order: posts, waits and kernels."""
+    from sparsering.distributed import exchange, rank as ranks
+
+    events: list[str] = []
+
+    def noted(name, function):
+        def call(*args, **kwargs):
+            step = args[1] if name == "post" else getattr(args[0], "step", "")
+            events.append(f"{name} {step}".strip())
+            return function(*args, **kwargs)
+
+        return call
+
+    saved = exchange.Exchange._start, exchange.Pending.wait, ranks._attend, ranks._differentiate
+    exchange.Exchange._start = noted("post", saved[0])
+    exchange.Pending.wait = noted("wait", saved[1])
+    ranks._attend = noted("attend", saved[2])
+    ranks._differentiate = noted("differentiate", saved[3])
+    try:
+        own = [torch.randn(1, 1, 8, 4, requires_grad=True) for _ in range(3)]
+        ring_attention(*own, sr.Full(), group=groups[3]).sum().backward()
+    finally:
+        exchange.Exchange._start, exchange.Pending.wait, ranks._attend, ranks._differentiate = saved
+    return [event for event in events if "query rows" not in event and "answers" not in event]
+
+
+def test_messages_are_posted_before_the_work_that_hides_them_and_awaited_after(workers):
+    keys = [f"keys of round {n} of 2" for n in (1, 2)]
+    grads = [f"gradients of round {n}" for n in (1, 2)]
+    expected = [
+        "post agreement", "wait agreement",
+        f"post {keys[0]}", "attend",
+        f"post {keys[1]}", f"wait {keys[0]}", "attend",
+        f"wait {keys[1]}", "attend",
+        "post agreement", "wait agreement",
+        f"post {keys[0]}", "differentiate",
+        f"post {keys[1]}", f"wait {keys[0]}", "differentiate", f"post {grads[0]}",
+        f"wait {keys[1]}", "differentiate", f"post {grads[1]}", f"wait {grads[0]}",
+        f"wait {grads[1]}",
+    ]  # fmt: skip
+    for events in workers.run(run_traced, world=3):
+        assert events == expected

@@ -100,12 +100,12 @@ def check_lengths(plan: RingPlan, lengths: list[int], rank: int) -> None:
 
 def error_budget(compression: str | None) -> float | None:
     """The bound of "auto" or "auto:bound"; None for another name. Raises ValueError."""
-    if compression is None or not compression.startswith("auto"):
+    if not (isinstance(compression, str) and compression.startswith("auto")):
         return None
     try:
-        _, given, bound = compression.partition(":")
+        name, given, bound = compression.partition(":")
         budget = float(bound) if given else _BUDGET
-        if not budget > 0 or compression.split(":")[0] != "auto":
+        if not budget > 0 or name != "auto":
             raise ValueError
     except ValueError:
         raise ValueError(
