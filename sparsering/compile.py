@@ -20,7 +20,7 @@ from .patterns import Dilated, Packed, SlidingWindow
 from .permutation import mix
 from .tiles import Axis, Grid, Ranges
 
-_MOST_CELLS = 1 << 23  # cells evaluated at a time
+_MOST_CELLS = 1 << 21  # cells evaluated at a time
 
 
 @dataclass(frozen=True)

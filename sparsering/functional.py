@@ -128,7 +128,7 @@ def attention(
         with torch.autocast(query.device.type, enabled=False):
             out, lse = ADAPTERS[name](layout, query, key, value, block_bias, scale)
     else:
-        _refuse_forward_mode(query, key, value)
+        refuse_forward_mode(query, key, value)
         out, lse = attention_op(
             query,
             key,
@@ -295,7 +295,7 @@ def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
     return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
 
 
-def _refuse_forward_mode(*tensors: Tensor) -> None:
+def refuse_forward_mode(*tensors: Tensor) -> None:
     """Raises where forward-mode derivatives are asked for: the op would silently call them zero."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return

@@ -181,7 +181,9 @@ def run_shards(
     ]
 
 
-@pytest.mark.parametrize("name", ("causal", "global tokens", "longnet", "blocks of each batch entry"))
+@pytest.mark.parametrize(
+    "name", ("causal", "global tokens", "longnet", "blocks of each batch entry")
+)
 def test_offloaded_keys_give_the_same_bits(name):
     own = inputs(CASE)
     pattern = PATTERNS[name](CASE)
@@ -194,7 +196,8 @@ def test_offloaded_keys_give_the_same_bits(name):
 
 def run_traced(rank: int) -> list[str]:
     """What a rank does, in order: posts, waits and kernels."""
-    from sparsering.distributed import exchange, rank as ranks
+    from sparsering.distributed import exchange
+    from sparsering.distributed import rank as ranks
 
     events: list[str] = []
 

@@ -76,8 +76,9 @@ def over_ranks(rank: int, kind: str, sharding: str) -> tuple[Tensor, list[Tensor
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ring_attention(q, k, v, PATTERN, timeout=60, **place)
 
-    if kind == "compiled":
-        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    if kind.startswith("compiled"):
+        backend = "inductor" if kind == "compiled by inductor" else "aot_eager"
+        attend = torch.compile(attend, backend=backend, fullgraph=True)
     loss = (run(x, attend, kind == "recomputed") * weight).sum()
     loss.backward()
     grads = []
@@ -104,7 +105,17 @@ def four() -> Any:
 
 
 @pytest.mark.parametrize("sharding", ("contiguous", "zigzag"))
-@pytest.mark.parametrize("kind", ("plain", "recomputed", "fsdp", "ddp", "compiled"))
+@pytest.mark.parametrize(
+    "kind",
+    (
+        "plain",
+        "recomputed",
+        "fsdp",
+        "ddp",
+        "compiled",
+        pytest.param("compiled by inductor", marks=pytest.mark.slow),
+    ),
+)
 def test_a_model_over_two_axes_has_the_loss_and_gradients_of_one_process(four, kind, sharding):
     loss, grads = alone()
     for got, of_rank in four.run(over_ranks, kind, sharding):
@@ -134,6 +145,36 @@ def test_two_layers_in_flight(four):
     for results in four.run(in_two_layers):
         for got, wanted in zip(results, (first, second, *grads), strict=True):
             torch.testing.assert_close(got, wanted.detach(), rtol=1e-12, atol=1e-12)
+
+
+def with_odd_inputs(rank: int) -> list[bool]:
+    """Transposed inputs, local queries without keys, autocast, no batch, no width."""
+    found = []
+    group = groups[4]
+    torch.manual_seed(0)
+    pattern = sr.Dilated(32, 4, 1) | sr.GlobalTokens(2)
+    for shape, backend in (((2, 40, 2, 8), None), ((2, 40, 2, 8), "gather"), ((0, 40, 2, 8), None),
+                           ((1, 40, 2, 0), None), ((1, 40, 0, 8), None)):  # fmt: skip
+        whole = [torch.randn(shape).transpose(1, 2) for _ in range(3)]
+        own = [shard(x, group=group) for x in whole]
+        own = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in own]
+        for enabled in (False, True):
+            with torch.autocast("cpu", enabled=enabled):
+                out = ring_attention(*own, pattern, group=group, backend=backend)
+                leaves = [x.clone().requires_grad_() for x in whole]
+                wanted = sr.attention(*leaves, pattern, backend=backend)
+            grads = torch.autograd.grad(out.sum(), own, materialize_grads=True)
+            expected = torch.autograd.grad(wanted.sum(), leaves, materialize_grads=True)
+            tolerance = {"rtol": 0.05, "atol": 0.1} if enabled else {"rtol": 1e-4, "atol": 1e-5}
+            for got, whole_one in zip((out, *grads), (wanted, *expected), strict=True):
+                part = shard(whole_one, group=group)
+                found.append(torch.allclose(got, part, **tolerance) and got.dtype == part.dtype)
+    return found
+
+
+def test_odd_inputs(four):
+    for found in four.run(with_odd_inputs):
+        assert len(found) == 40 and all(found), found
 
 
 def in_subgroups(rank: int) -> tuple[Tensor, Tensor]:

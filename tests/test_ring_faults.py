@@ -1,6 +1,7 @@
 """A ring that cannot go on: every survivor gets a named error in time, never a hang or an abort."""
 
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from ring_workers import Workers, groups
 
 import sparsering as sr
-from sparsering.distributed import RingError, RingMismatchError, ring_attention
+from sparsering.distributed import RingError, RingMismatchError, ring_attention, unshard
 from sparsering.distributed.exchange import Exchange
 
 WORLD = 3
@@ -56,6 +57,10 @@ def with_difference(rank: int, name: str) -> None:
     odd = rank == 1
     options: dict[str, Any] = {
         "pattern": {"pattern": sr.SlidingWindow(3) if odd else sr.Causal()},
+        "shape of the table": {
+            "pattern": sr.Blocks(torch.ones((4, 16) if odd else (8, 8), dtype=torch.bool), 16)
+        },
+        "batch size": {"tensors": [x.expand(1 + odd, -1, -1, -1) for x in shards()]},
         "table": {"pattern": sr.Blocks(torch.ones(8, 8, dtype=torch.bool).tril(-odd), 16)},
         "scale": {"scale": 0.5 if odd else None},
         "sharding": {"sharding": "zigzag" if odd else "contiguous"},
@@ -70,7 +75,8 @@ def with_difference(rank: int, name: str) -> None:
 
 
 DIFFERENCES = (
-    "pattern", "table", "scale", "sharding", "head dim", "dtype", "length", "compression",
+    "pattern", "table", "shape of the table", "batch size", "scale",
+    "sharding", "head dim", "dtype", "length", "compression",
     "gradients",
 )  # fmt: skip
 
@@ -97,6 +103,64 @@ def test_what_does_not_fit_together_is_the_same_error_on_all_before_any_payload(
 
 def with_own_error(rank: int) -> None:
     call(rank, tensors=[*shards()[:2], torch.zeros(2)] if rank == 2 else shards())
+
+
+def with_bad_argument(rank: int, name: str) -> None:
+    odd = rank == 2
+    options = {
+        "sharding": {"sharding": None if odd else "contiguous"},
+        "scale": {"scale": "x" if odd else None},
+        "timeout": {"timeout": float("inf") if odd else TIMEOUT},
+        "compression": {"compression": "int4" if odd else None},
+        "pattern": {"pattern": None if odd else sr.Causal()},
+    }[name]
+    call(rank, **options)
+
+
+def test_what_one_rank_alone_gets_wrong_is_an_error_on_all_at_once(mortal):
+    for name in ("sharding", "scale", "timeout", "compression", "pattern"):
+        outcomes = mortal.run(outcome, with_bad_argument, name)
+        assert [x[0][0] for x in outcomes[:2]] == ["RingMismatchError"] * 2, name
+        assert outcomes[2][0][0] in ("ValueError", "TypeError")
+        assert max(x[-1] for x in outcomes) < TIMEOUT
+
+
+def run_out_of_memory(rank: int, where: str) -> None:
+    """Rank 1 raises in the middle of a call, and both it and the others call again."""
+    from sparsering.distributed import ring
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("no room")
+
+    saved = getattr(ring, where)
+    if rank == 1:
+        setattr(ring, where, fail)
+    try:
+        call(rank)
+    except (MemoryError, RingError):
+        setattr(ring, where, saved)
+    call(rank)
+
+
+@pytest.mark.parametrize("where", ("forward", "round_gradients"))
+def test_a_call_after_one_that_broke_off_is_an_error_and_no_abort(mortal, where):
+    outcomes = mortal.run(outcome, run_out_of_memory, where)
+    for rank, (kinds, text, *_, seconds) in enumerate(outcomes):
+        assert kinds is not None and kinds[0] == "RingError", text
+        assert "make a new group" in text and seconds < 2 * TIMEOUT + 2, (rank, text)
+    assert "MemoryError" in outcomes[1][1]
+    for rank in range(WORLD):  # and a new group works
+        mortal.pipes[rank].send((new_ring, ([0, 1, 2],)))
+    assert all(torch.isfinite(x).all() for x in mortal.results(mortal.pipes))
+
+
+def unshard_of_other_widths(rank: int) -> None:
+    unshard(torch.zeros(1, 1, 4, 8 * (1 + (rank == 1))))
+
+
+def test_parts_that_do_not_fit_together_are_refused(mortal):
+    for kinds, text, *_ in mortal.run(outcome, unshard_of_other_widths):
+        assert kinds[0] == "RingMismatchError" and "other sizes" in text
 
 
 def stay_away(rank: int, seconds: float) -> None:
@@ -156,7 +220,7 @@ def test_a_killed_peer_is_an_error_on_every_survivor_and_they_can_go_on(mortal, 
 
 
 def test_errors_say_who_and_when():
-    error = RingError("the peer does not answer", 3, 1, "agreement")
+    error = pickle.loads(pickle.dumps(RingError("the peer does not answer", 3, 1, "agreement")))
     assert str(error) == "rank 3, peer 1, step 'agreement': the peer does not answer"
     assert isinstance(error, RuntimeError)
     assert issubclass(RingMismatchError, ValueError) and issubclass(RingMismatchError, RingError)

@@ -191,6 +191,48 @@ def test_global_rows_go_to_the_keys():
     assert plan.travellers == ()
 
 
+def test_global_rows_stay_where_sending_them_costs_about_as_much():
+    for count in (1000, 4095):
+        pattern = sr.SlidingWindow(16) | sr.GlobalTokens(count)
+        assert RingPlan.build(pattern, 8 * 4096, 8, query_heads=8, num_heads=1).travellers == ()
+    assert RingPlan.build(sr.GlobalTokens(4095), 8 * 4096, 8).travellers == ()
+
+
+def test_rows_travel_only_to_hosts_where_they_see_keys():
+    """Of eight documents with global rows of their own, one lies across all shards."""
+    pattern = sr.Packed((128,) * 7 + (8192 - 7 * 128,), sr.GlobalTokens(16) | sr.SlidingWindow(4))
+    plan = RingPlan.build(pattern, 8192, 4)
+    (traveller,) = plan.travellers
+    assert list(traveller.rows) == [(7 * 128, 7 * 128 + 16)] and traveller.hosts == (1, 2, 3)
+
+
+def test_what_answers_at_a_time_does_not_grow_with_the_number_of_ranks():
+    for world in (4, 16, 64):
+        pattern = sr.SlidingWindow(16) | sr.GlobalTokens(500)
+        plan = RingPlan.build(pattern, 4096 * world, world)
+        assert len(plan.travellers) == 1
+        offsets = [offset for offsets in plan.answer_rounds for offset in offsets]
+        assert sorted(offsets) == list(range(1, world))
+        assert max(map(len, plan.answer_rounds)) * 500 <= 4096
+
+
+@pytest.mark.parametrize("world", (2, 8))
+def test_auto_is_one_choice_whatever_the_number_of_query_heads(world):
+    for tokens in (512, 4096):
+        for pattern in (
+            sr.LongNet((512, 4096), (1, 4)) & sr.Causal(),
+            sr.SlidingWindow(200) | sr.GlobalTokens(30),
+            sr.Full(),
+        ):
+            names = {
+                RingPlan.build(
+                    pattern, tokens, world, num_heads=2, query_heads=heads, sharding="auto"
+                ).sharding
+                for heads in (2, 4, 16, 64)
+            }
+            assert len(names) == 1
+
+
 def test_auto_takes_what_costs_the_busiest_rank_least():
     def chosen(pattern):
         return RingPlan.build(pattern, MILLION, 16, sharding="auto").sharding
@@ -228,7 +270,7 @@ def test_plans_are_kept_by_value():
     ("arguments", "text"),
     (
         ({"world_size": 0}, "world_size must be at least 1, got 0"),
-        ({"sharding": "striped"}, "'contiguous', 'zigzag', 'auto' or 'chunks:'"),
+        ({"sharding": "striped"}, "'contiguous', 'zigzag', 'balanced', 'auto' or 'chunks:'"),
         ({"sharding": "chunks:0,9"}, "below 4"),
         ({"sharding": "chunks:"}, "below 4"),
         ({"block_size": 24}, "multiple of 16"),

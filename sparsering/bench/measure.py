@@ -82,12 +82,12 @@ def _measure_peak(
 ) -> None:
     steps = work(*arguments)
     next(steps)
-    before = _memory("VmRSS")
+    before = memory("VmRSS")
     next(steps, None)
-    send.send(_memory("VmHWM") - before)
+    send.send(memory("VmHWM") - before)
 
 
-def _memory(name: str) -> int:
+def memory(name: str) -> int:
     """A figure of this process alone; getrusage's peak may be that of the one it was started by."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))

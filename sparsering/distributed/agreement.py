@@ -1,14 +1,16 @@
 """What ranks tell each other before any payload: a difference is an error on all of them."""
 
+import contextlib
 import hashlib
+import math
 import struct
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exchange, RingMismatchError
+from .exchange import Exchange, RingError, RingMismatchError
 from .plan import RingPlan
 from .sharding import num_tokens
 from .wire import FORMATS, wire
@@ -31,7 +33,7 @@ class Call(NamedTuple):
 
 
 _FIELDS = (
-    "version", "failure", "pass (0 forward, 1 backward)", "number of ranks", "batch size",
+    "version", "pass (0 forward, 1 backward)", "number of ranks", "batch size",
     "query heads", "key/value heads", "head dim", "value head dim", "dtype", "pattern", "scale",
     "sharding", "compression", "whether gradients are wanted",
 )  # fmt: skip
@@ -43,25 +45,43 @@ def agree_on_call(
 ) -> tuple[list[int], str | None, float]:
     """(tokens of each rank, wire format, its error here). RingMismatchError on all ranks where
     their calls differ.
+
+    A digest of the call goes round, and what it is of only where that differs.
     """
-    tables = (t.cpu().contiguous().view(torch.uint8).flatten() for t in call.tensors)
-    common = [
-        _VERSION, 0, int(call.backward), exchange.world_size, len(query),
+    fields = [
+        _VERSION, int(call.backward), exchange.world_size, len(query),
         query.shape[1], key.shape[1], query.shape[3], value.shape[3],
-        _DTYPES.index(query.dtype), _digest(call.pattern, *tables), _digest(call.scale),
+        _DTYPES.index(query.dtype), _digest(call.pattern, *call.tensors), _digest(call.scale),
         _digest(call.sharding), _digest(call.compression), int(call.differentiable),
     ]  # fmt: skip
-    errors = _wire_errors(call.compression, key, value)
-    bits = [struct.unpack("<q", struct.pack("<d", error))[0] for error in errors]
-    records = exchange.agree([*common, query.shape[2], *bits], query.device)
-    failed = [rank for rank, record in enumerate(records) if record[1]]
-    if failed:
+    records = exchange.agree([_digest(fields), query.shape[2], 0])
+    digests, lengths, failed = zip(*records, strict=True)
+    if any(failed):
+        rank = failed.index(1)
         raise RingMismatchError(
-            f"rank {failed[0]} raised before the call began; its own error says why",
-            exchange.rank, failed[0], "agreement",
+            f"rank {rank} raised before the call began; its own error says why",
+            exchange.rank, rank, "agreement",
         )  # fmt: skip
-    for number, name in enumerate(_FIELDS):
-        values = [record[number] for record in records]
+    if len(set(digests)) > 1:
+        _raise_difference(exchange, fields)
+    measured = not call.backward or error_budget(call.compression) is not None
+    errors = _wire_errors(call.compression, key, value) if measured else [0.0] * len(FORMATS)
+    chosen = call.compression
+    if (budget := error_budget(call.compression)) is not None:
+        bits = [struct.unpack("<q", struct.pack("<d", error))[0] for error in errors]
+        of_ranks = [
+            [struct.unpack("<d", struct.pack("<q", x))[0] for x in record]
+            for record in exchange.agree(bits)
+        ]
+        worst = [max(column) for column in zip(*of_ranks, strict=True)]
+        chosen = _smallest(worst, budget, query.dtype)
+    return list(lengths), chosen, 0.0 if chosen is None else errors[FORMATS.index(chosen)]
+
+
+def _raise_difference(exchange: Exchange, fields: list[int]) -> NoReturn:
+    """Tells all ranks what they do not agree on."""
+    records = exchange.agree(fields)
+    for name, values in zip(_FIELDS, zip(*records, strict=True), strict=True):
         if len(set(values)) > 1:
             other = next(rank for rank, v in enumerate(values) if v != values[0])
             got = "" if name in _HASHED else f": {values[0]} and {values[other]}"
@@ -70,20 +90,28 @@ def agree_on_call(
                 "the same on every rank",
                 exchange.rank, other, "agreement",
             )  # fmt: skip
-    lengths = [record[len(_FIELDS)] for record in records]
-    of_ranks = [
-        [struct.unpack("<d", struct.pack("<q", x))[0] for x in record[len(_FIELDS) + 1 :]]
-        for record in records
-    ]
-    worst = [max(column) for column in zip(*of_ranks, strict=True)]
-    chosen = _chosen(call.compression, worst, query.dtype)
-    return lengths, chosen, 0.0 if chosen is None else errors[FORMATS.index(chosen)]
+    raise AssertionError("digests differ, fields do not")
 
 
-def tell_failure(group: dist.ProcessGroup, timeout: float | None, device: torch.device) -> None:
+def tell_failure(group: dist.ProcessGroup, timeout: float | None) -> None:
     """Lets the other ranks' agreement fail at once, where this one raises before its own."""
-    record = [_VERSION, 1] + [0] * (len(_FIELDS) - 2 + 1 + len(FORMATS))
-    Exchange(group, timeout).agree(record, device)
+    usable = isinstance(timeout, float | int) and 0 < timeout < math.inf
+    with contextlib.suppress(RingError):
+        Exchange(group, timeout if usable else None).agree([0, 0, 1])
+
+
+def agree_on_lengths(exchange: Exchange, length: int, common: object) -> list[int]:
+    """Each rank's length; RingMismatchError on all ranks where what they have in common differs."""
+    with exchange.going_on():
+        digests, lengths = zip(*exchange.agree([_digest(common), length]), strict=True)
+    if len(set(digests)) > 1:
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise RingMismatchError(
+            f"ranks must agree on dim, dtype and the other sizes, but rank 0 and rank {other} "
+            "differ; pass parts of one tensor",
+            exchange.rank, other, "agreement",
+        )  # fmt: skip
+    return list(lengths)
 
 
 def check_lengths(plan: RingPlan, lengths: list[int], rank: int) -> None:
@@ -122,20 +150,20 @@ def _wire_errors(compression: str | None, key: Tensor, value: Tensor) -> list[fl
     for name in FORMATS:
         of_both = [0.0]
         for x in (key, value) if name in asked else ():
-            rows, form = x.detach().reshape(-1, x.shape[3]), wire(name, x.dtype)
-            came = form.decode(form.encode(rows, rows.shape[1]), rows.shape[1], 0)
-            size = rows.double().square().sum()
-            lost = (came.double() - rows.double()).square().sum()
-            of_both.append(float((lost / size).sqrt()) if size > 0 else 0.0)
+            form = wire(name, x.dtype)
+            lost = size = 0.0
+            for rows in x.detach().flatten(0, 1):  # a head at a time
+                came = form.decode(form.encode(rows, rows.shape[1]), rows.shape[1], 0)
+                lost += (came.double() - rows).square().sum().item()
+                size += rows.double().square().sum().item()
+            error = math.sqrt(lost / size) if size != 0 else 0.0
+            of_both.append(error if math.isfinite(error) else math.inf)
         errors.append(max(of_both))
     return errors
 
 
-def _chosen(compression: str | None, errors: list[float], dtype: torch.dtype) -> str | None:
-    """The format that all ranks use: of those within the budget the smallest, then most exact."""
-    budget = error_budget(compression)
-    if budget is None:
-        return compression
+def _smallest(errors: list[float], budget: float, dtype: torch.dtype) -> str | None:
+    """Of the formats within the budget the smallest, then most exact; None where none saves."""
     within = [
         (wire(name, dtype).row_bytes(64, 64), error, name)
         for name, error in zip(FORMATS, errors, strict=True)
@@ -148,6 +176,10 @@ def _digest(*parts: object) -> int:
     """63 bits that tell values apart."""
     state = hashlib.sha256()
     for part in parts:
-        content = part.numpy().tobytes() if isinstance(part, Tensor) else repr(part).encode()
+        if isinstance(part, Tensor):
+            state.update(repr((part.dtype, tuple(part.shape))).encode())
+            content = part.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        else:
+            content = repr(part).encode()
         state.update(len(content).to_bytes(8, "little") + content)
     return int.from_bytes(state.digest()[:8], "little") >> 1

@@ -25,8 +25,8 @@ def balanced(pattern: Pattern, frame: Frame, world_size: int) -> str:
     load = torch.zeros(chunks, dtype=torch.float64)
     tokens = torch.zeros(chunks, chunks, dtype=torch.float64)
     for branches, places in distinct_heads(pattern, frame).items():
-        pairs = count_pairs(list(branches), frame, pieces, pieces, chunks)
-        load += pairs[:chunks].sum(1) * len(places)
+        pairs = count_pairs(list(branches), frame, pieces, pieces, chunks, chunks)
+        load += pairs.sum(1) * len(places)
         runs = needed_keys(list(branches), frame, pieces, pieces, chunks)
         tokens += runs.sizes(chunks * chunks).view(chunks, chunks) * len(places)
     tokens = tokens + tokens.T

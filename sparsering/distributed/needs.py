@@ -24,7 +24,8 @@ from ..tiles import Axis, Grid, Ranges, Spans
 _LEAF = 128  # tokens of the smallest tiles
 _SPLIT = 4  # a tile that varies is cut into this many
 _COARSE_TILES = 512  # of the whole sequence, to begin with
-_AT_A_TIME = 1 << 16  # pairs of tiles
+_AT_A_TIME = 1 << 15  # pairs of tiles
+_ROWS_AT_A_TIME = 1 << 10  # query tiles whose partners are listed
 _MOST_LANES = 4096
 
 Found = tuple[Tensor, Tensor, Tensor, int]
@@ -32,15 +33,16 @@ Found = tuple[Tensor, Tensor, Tensor, int]
 
 
 class Cut(NamedTuple):
-    """An axis in pieces: ascending ranges and a label for each."""
+    """An axis in pieces: ascending ranges, the rank that owns each, and a label for each."""
 
     ranges: Ranges
+    rank: Tensor
     label: Tensor
 
-    def label_of(self, tiles: Axis) -> Tensor:
-        """The label of each tile; tiles have positions, and none crosses the end of a range."""
+    def piece_of(self, tiles: Axis) -> Tensor:
+        """The range that holds each tile; tiles have positions, and none crosses its end."""
         ends = torch.tensor([stop for _, stop in self.ranges], dtype=torch.int64)
-        return self.label[torch.searchsorted(ends, tiles.start, right=True)]
+        return torch.searchsorted(ends, tiles.start, right=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,34 +80,34 @@ class Runs:
         return start[run] + self.step * number
 
 
-def needed_keys(masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, labels: int) -> Runs:
-    """Key tokens that queries of one label visit and that have another (modulo `labels`, the
-    number of key labels). Sets are numbered query label * labels + key label.
+def needed_keys(masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int) -> Runs:
+    """Key tokens that queries of one label visit and another rank owns. Sets are numbered query
+    label * world + rank of the keys.
     """
     found: list[Found] = []
     for mask in masks:
         for size, grid, term in _coarse_terms(mask, frame):
             rule = condition(term, frame)
             for q, k in _pairs(rule, grid, size, frame, queries, keys):
-                receiver, sender = queries.label_of(q), keys.label_of(k)
-                away = receiver % labels != sender
-                group = (receiver * labels + sender)[away]
+                piece, sender = queries.piece_of(q), keys.rank[keys.piece_of(k)]
+                away = queries.rank[piece] != sender
+                group = (queries.label[piece] * world + sender)[away]
                 _visited_keys(rule, term, q[away], k[away], group, size, frame, found)
     return union(found, frame.kv_len)
 
 
-def count_pairs(branches: list[Mask], frame: Frame, queries: Cut, keys: Cut, labels: int) -> Tensor:
-    """[2 * labels, labels] pairs, with multiplicity, of queries of one label (below 2 * labels)
-    with keys of another.
-    """
-    total = torch.zeros(2 * labels, labels, dtype=torch.int64)
+def count_pairs(
+    branches: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int, labels: int
+) -> Tensor:
+    """[labels, world] pairs, with multiplicity, of queries of each label with keys of each rank."""
+    total = torch.zeros(labels, world, dtype=torch.int64)
     for branch in branches:
         earlier: list[Mask] = []
         for size, grid, term in _coarse_terms(branch, frame):
             rest = And((term, Not(Or(tuple(earlier))))) if earlier else term
             rule = condition(rest, frame)
             for q, k in _pairs(rule, grid, size, frame, queries, keys):
-                place = queries.label_of(q) * labels + keys.label_of(k)
+                place = queries.label[queries.piece_of(q)] * world + keys.rank[keys.piece_of(k)]
                 total.view(-1).index_add_(0, place, _pairs_of(rule, rest, q, k, size, frame))
             earlier.append(term)
     return total
@@ -128,6 +130,11 @@ def _pairs(
     """Pairs of tiles where the rule may hold, some at a time."""
     offset = 0 if grid.anchor is None else grid.anchor.offset_of(0, 1)
     q, k = (grid.axis(cut.ranges, size, offset) for cut in (queries, keys))
+    for rows in torch.arange(len(q)).split(_ROWS_AT_A_TIME):
+        yield from _pairs_of_rows(rule, q[rows], k, frame)
+
+
+def _pairs_of_rows(rule: Condition, q: Axis, k: Axis, frame: Frame) -> Iterator[tuple[Axis, Axis]]:
     spans = rule.candidates(q, k, _nowhere(q, frame))
     span, number = expand_counts(-(-(spans.end - spans.begin) // _AT_A_TIME))
     begin = spans.begin[span] + number * _AT_A_TIME

@@ -18,8 +18,10 @@ class Network:
     ) -> None:
         """Posts the query rows that travel: rows of `travelling`, [B, Hq, tokens, columns]."""
         self.own, self.exchange, self.key, self.value = own, exchange, key, value
-        self.hosts = {t.owner: t.hosts for t in own.plan.travellers}.get(own.rank, ())
-        self.owners = [t.owner for t in own.plan.travellers if own.rank in t.hosts]
+        self.hosts = sorted(
+            {h for t in own.plan.travellers if t.owner == own.rank for h in t.hosts}
+        )
+        self.owners = sorted({t.owner for t in own.plan.travellers if own.rank in t.hosts})
         places = {p: own_places(own.plan, own.rank, p, key.device) for p in self.hosts}
         self.own_rows = {host: (*travelling.shape[:2], len(at)) for host, at in places.items()}
         self.seats = {o: guest_places(own.plan, o, own.rank, key.device) for o in self.owners}
@@ -61,17 +63,36 @@ class Network:
             guests[:, :, at] = self.arriving[owner]
         return guests
 
-    def exchange_answers(self, answers: Tensor | None, columns: int) -> dict[int, Tensor]:
-        """Sends back what was computed for guests; returns what came for the own rows, by host."""
-        sends = {}
-        if answers is not None:
-            sends = {owner: answers[:, :, at].contiguous() for owner, at in self.seats.items()}
-        arriving = {
-            host: self.key.new_empty(*shape, columns, dtype=self.own.dtype)
-            for host, shape in self.own_rows.items()
+    def answers(self, own: Tensor | None, columns: int) -> Iterator[tuple[int, Tensor]]:
+        """Sends back what was computed for guests (`own`); gives what came for this rank's rows,
+        [B, Hq, rows, columns], and from which host.
+        """
+        plan, ahead = self.own.plan, []
+        for number in range(len(plan.answer_rounds) + 1):
+            if number < len(plan.answer_rounds):
+                ahead.append(self._post_answers(plan.answer_rounds[number], own, columns))
+            if number:
+                pending, arriving = ahead.pop(0)
+                pending.wait()
+                yield from arriving.items()
+
+    def _post_answers(
+        self, offsets: tuple[int, ...], own: Tensor | None, columns: int
+    ) -> tuple[Pending, dict[int, Tensor]]:
+        rank, world = self.own.rank, self.own.plan.world_size
+        owners = [(rank - offset) % world for offset in offsets]
+        hosts = [(rank + offset) % world for offset in offsets]
+        sends = {
+            owner: own[:, :, self.seats[owner]].contiguous()
+            for owner in owners
+            if own is not None and owner in self.seats
         }
-        self.exchange.start("answers to their owners", sends, arriving).wait()
-        return arriving
+        arriving = {
+            host: self.key.new_empty(*self.own_rows[host], columns, dtype=self.own.dtype)
+            for host in hosts
+            if host in self.own_rows
+        }
+        return self.exchange.start("answers to their owners", sends, arriving), arriving
 
     def return_gradients(
         self, number: int, parts: dict[int, Tensor], add: Callable[[int, Tensor], None]

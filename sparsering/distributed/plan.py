@@ -62,11 +62,12 @@ class RingPlan:
         Args:
             pattern: a mask or a mixture, for queries and keys at positions 0 ... seq_len - 1.
             seq_len: tokens of the whole sequence.
-            num_heads, query_heads: key/value heads, and query heads (default: as many).
+            num_heads, query_heads: key/value heads, and query heads (default: as many), which count
+                in loads and for rows that travel.
             block_size: of the layouts that ranks compute with; no figure depends on it.
-            sharding: "contiguous", "zigzag", "chunks:..." or "auto", which takes, of contiguous,
-                zigzag and balanced chunks, the one whose busiest rank has the least to compute and
-                to receive.
+            sharding: "contiguous", "zigzag", "chunks:...", "balanced", which deals equal chunks to
+                ranks by what they cost, or "auto", the one of contiguous, zigzag and balanced whose
+                busiest rank has the least to compute and to receive.
 
         Raises: ValueError where the pattern does not fit, or an argument is out of range.
 
@@ -80,10 +81,11 @@ class RingPlan:
         query_heads = num_heads if query_heads is None else query_heads
         frame = Frame.build(seq_len, seq_len, query_heads, num_heads, 0)
         pattern.check(frame)
-        if sharding == "auto":
-            names = ("contiguous", "zigzag", "balanced")
-            plans = [cls._cached(pattern, frame, world_size, block_size, name) for name in names]
-            return min(plans, key=RingPlan._cost)
+        if sharding in ("auto", "balanced"):
+            alike = frame  # the choice does not depend on how many query heads share a kv head
+            if pattern.num_tables(frame) <= num_heads:
+                alike = frame._replace(num_heads=num_heads)
+            sharding = _chosen(cls, pattern, alike, world_size, block_size, sharding)
         return cls._cached(pattern, frame, world_size, block_size, sharding)
 
     @classmethod
@@ -91,10 +93,7 @@ class RingPlan:
         cls, pattern: Pattern, frame: Frame, world_size: int, block_size: int, sharding: str
     ) -> "RingPlan":
         def build() -> RingPlan:
-            name = sharding
-            if sharding == "balanced":
-                name = balanced(pattern, frame, world_size)
-            return _build(pattern, frame, world_size, block_size, name)
+            return _build(pattern, frame, world_size, block_size, sharding)
 
         key = ("plan", pattern, frame, world_size, block_size, sharding)
         return layout_cache.keep(key, build)
@@ -172,15 +171,27 @@ class RingPlan:
     def loads(self) -> Tensor:
         """[rank] pairs that each rank computes, float64."""
         world = self.world_size
-        away: list[Ranges] = [()] * world
-        for traveller in self.travellers:
-            away[traveller.owner] = traveller.rows
+        away = [(t.owner, t.rows) for t in self.travellers]
         queries, keys = cut(self.ranges, away), cut(self.ranges)
         loads = torch.zeros(world, dtype=torch.float64)
         for branches, heads in distinct_heads(self.pattern, self.frame).items():
-            pairs = count_pairs(list(branches), self.frame, queries, keys, world).double()
+            labels = world + len(away)
+            pairs = count_pairs(list(branches), self.frame, queries, keys, world, labels).double()
             loads += (pairs[:world].sum(1) + pairs[world:].sum(0)) * len(heads)
         return loads / (self.pattern.num_batches() or 1)
+
+    @cached_property
+    def answer_rounds(self) -> tuple[tuple[int, ...], ...]:
+        """Which hosts answer at a time: in a round with offset s, a row's owner r hears from rank
+        r + s. A round brings no owner more than a shard's worth of rows.
+        """
+        world = self.world_size
+        rows = [0] * world
+        for traveller in self.travellers:
+            rows[traveller.owner] += num_tokens(traveller.rows)
+        offsets = sorted({(h - t.owner) % world for t in self.travellers for h in t.hosts})
+        size = max(1, max(map(num_tokens, self.ranges)) // max(1, *rows))
+        return tuple(tuple(offsets[i : i + size]) for i in range(0, len(offsets), size))
 
     @cached_property
     def rounds(self) -> tuple[tuple[int, ...], ...]:
@@ -222,10 +233,12 @@ class RingPlan:
     def _differs_by_head(self) -> bool:
         return any(len(set(row)) > 1 for row in self.need_of)
 
-    def _cost(self) -> float:
-        """Of the busiest rank, in pairs."""
-        received = self.tokens.sum(1) / len(self.need_of)
-        return float((self.loads + PAIRS_PER_TOKEN * received).max())
+    @property
+    def cost(self) -> float:
+        """Of the busiest rank, in pairs per head; rounded, for what is equal to come out equal."""
+        received = self.tokens.sum(1) / len(self.need_of) / max(1, self.frame.num_kv_heads)
+        pairs = self.loads / max(1, self.frame.num_heads)
+        return float(f"{float((pairs + PAIRS_PER_TOKEN * received).max()):.6g}")
 
 
 def _build(
@@ -233,23 +246,51 @@ def _build(
 ) -> RingPlan:
     ranges = owned_ranges(sharding, frame.kv_len, world_size)
     candidates = global_rows(pattern, frame)
-    rows = [overlap(own, candidates) for own in ranges]
-    queries, keys = cut(ranges, rows), cut(ranges)
+    pieces: list[tuple[int, Ranges]]
+    pieces = [(rank, [row]) for rank, own in enumerate(ranges) for row in overlap(own, candidates)]
+    queries, keys = cut(ranges, pieces), cut(ranges)
     needs: list[Runs] = []
     need_of: list[list[int]] = [[0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)]
     for masks, places in distinct_kv_heads(pattern, frame).items():
         for batch, head in places:
             need_of[batch][head] = len(needs)
         needs.append(needed_keys(list(masks), frame, queries, keys, world_size))
+    if not needs:  # no head, or no batch entry
+        needs.append(needed_keys([], frame, queries, keys, world_size))
     travellers: tuple[Traveller, ...] = ()
-    if candidates:
+    if pieces:
         uses = [sum(row.count(number) for row in need_of) for number in range(len(needs))]
-        travellers, needs = choose_travellers(needs, uses, rows, frame, world_size)
+        most = max(map(num_tokens, ranges))
+        travellers, needs = choose_travellers(needs, uses, pieces, frame, world_size, most)
     rows_of = tuple(tuple(row) for row in need_of)
     return RingPlan(
         pattern, frame, world_size, block_size, sharding, ranges, tuple(needs), rows_of,
         travellers,
     )  # fmt: skip
+
+
+def _chosen(
+    plans: type[RingPlan], pattern: Pattern, frame: Frame, world: int, block_size: int, name: str
+) -> str:
+    """What "auto" and "balanced" stand for."""
+
+    def choose() -> Name:
+        even = Name(balanced(pattern, frame, world))
+        if name == "balanced":
+            return even
+        names = ("contiguous", "zigzag", even)
+        made = [plans._cached(pattern, frame, world, block_size, choice) for choice in names]
+        return Name(min(made, key=lambda plan: plan.cost).sharding)
+
+    return layout_cache.keep(("sharding", pattern, frame, world, name), choose)
+
+
+class Name(str):
+    """A sharding's name, as a cache keeps it."""
+
+    @property
+    def nbytes(self) -> int:
+        return len(self)
 
 
 def _whole(number: float) -> int | float:

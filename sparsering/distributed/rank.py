@@ -6,7 +6,7 @@ plan, in float32 (float64 for float64): the same bits from run to run, and with 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -86,13 +86,13 @@ def forward(
     key: Tensor,
     value: Tensor,
     rounds: Iterator[Tensor],
-    answers: Callable[[], Mapping[int, Tensor]],
+    answers: Iterator[tuple[int, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a rank's queries; out in the query's dtype.
 
     Args:
         rounds: the rows that arrive in each round, as sent, and one of zeros: [rows + 1, columns].
-        answers: gives what other ranks computed for this one's travelling rows, by host.
+        answers: what other ranks computed for this one's travelling rows, and which ones did.
     """
     step = local_step(own.plan, own.rank, query.device)
     if step.layout is not None and step.layout.frame.q_len == query.shape[2]:
@@ -108,7 +108,7 @@ def forward(
         if step.layout is not None:
             part, part_lse = _attend(own, step, query, *_buffer(own, step, sent, key, value))
             merge_into(out[:, :, step.queries], lse[:, :, step.queries], part, part_lse)
-    for host, came in sorted(answers().items()):
+    for host, came in answers:
         at = own_places(own.plan, own.rank, host, query.device)
         merged, merged_lse = out[:, :, at], lse[:, :, at]
         merge_into(merged, merged_lse, came[..., :-1], came[..., -1])
@@ -124,11 +124,11 @@ def local_gradients(
     """
     step = local_step(own.plan, own.rank, x.query.device)
     if step.layout is None:
-        dq, dk, dv = (torch.zeros_like(t, dtype=own.dtype) for t in (x.query, x.key, x.value))
+        dq, dk, dv = (t.new_zeros(t.shape, dtype=own.dtype) for t in (x.query, x.key, x.value))
     else:
         dq, dk, dv = _differentiate(own, step, x, x.key, x.value)
         if dq.shape[2] < x.query.shape[2]:
-            part, dq = dq, torch.zeros_like(x.query, dtype=own.dtype)
+            part, dq = dq, x.query.new_zeros(x.query.shape, dtype=own.dtype)
             dq[:, :, step.queries] = part
     rows = guests()
     if rows is None:
@@ -146,12 +146,12 @@ def round_gradients(
     [rows, D + Dv] in `own.dtype`, by the rank that they came from.
     """
     step = round_step(own.plan, own.rank, number, len(dq), dq.device)
-    if step.layout is None:
-        return {}
-    buffer = _buffer(own, step, sent, x.key, x.value)
-    part, of_keys, of_values = _differentiate(own, step, x, *buffer)
-    dq[:, :, step.queries] += part
-    rows = _of_arrived(step, of_keys, of_values)
+    rows = dq.new_zeros(step.arrived, x.key.shape[3] + x.value.shape[3])
+    if step.layout is not None:
+        buffer = _buffer(own, step, sent, x.key, x.value)
+        part, of_keys, of_values = _differentiate(own, step, x, *buffer)
+        dq[:, :, step.queries] += part
+        rows = _of_arrived(step, of_keys, of_values)
     peers = senders(own.plan, own.rank, number)
     sizes = [message_rows(own.plan, own.rank, peer, len(dq)) for peer in peers]
     return dict(zip(peers, rows.split(sizes), strict=True))
@@ -266,11 +266,13 @@ def _buffer(
     own: Rank, step: Step, sent: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of a step from the rows that arrived."""
+    assert step.layout is not None
     rows = own.wire.decode(sent, key.shape[3], value.shape[3])
     if step.rows is None:
-        rows = rows[: step.arrived].view(*key.shape[:2], -1, rows.shape[1])
+        rows = rows[: step.arrived]
+        rows = rows.view(*key.shape[:2], step.layout.frame.kv_len, rows.shape[1])
     else:
-        rows = rows.index_select(0, step.rows.flatten()).view(*step.rows.shape, -1)
+        rows = rows.index_select(0, step.rows.flatten()).view(*step.rows.shape, rows.shape[1])
     return rows[..., : key.shape[3]], rows[..., key.shape[3] :]
 
 
@@ -280,10 +282,11 @@ def _of_arrived(step: Step, dk: Tensor, dv: Tensor) -> Tensor:
     if step.rows is None:
         return places
     places = torch.nn.functional.pad(places, (0, 0, 0, 1))
-    first, *others = (places.index_select(0, copy) for copy in step.copies)
-    for other in others:
-        first += other
-    return first
+    copies = step.copies
+    rows = places.index_select(0, copies[0])
+    for copy in copies[1:]:
+        rows += places.index_select(0, copy)
+    return rows
 
 
 def _message(

@@ -5,7 +5,8 @@ backward pass fetches keys and values again, so that nothing but a rank's own sh
 the two.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..algebra import Pattern
 from ..expression import parse
-from ..functional import attention, autocast_inputs, check_inputs
+from ..functional import attention, autocast_inputs, check_inputs, refuse_forward_mode
 from ..ops import default_block_size
 from .agreement import Call, agree_on_call, check_lengths, error_budget, tell_failure
 from .exchange import Exchange, Traffic
@@ -36,6 +37,7 @@ from .rank import (
     round_gradients,
     sum_dtype,
 )
+from .sharding import chunk_owners
 from .wire import wire
 
 _last_traffic = {False: Traffic(), True: Traffic()}
@@ -61,8 +63,12 @@ def ring_attention(
     Every rank of the group calls it with the same pattern and options and gets its own part of what
     `attention` gives for the whole sequence. A rank receives just the keys that its queries visit
     and it lacks; the backward pass receives them again and returns their gradients in float32.
-    Each rank needs room for its shards and for about two shards of what is under way, whatever the
-    number of ranks. One rank alone does not communicate.
+    Beside its shards a rank needs room for what is under way, two rounds of at most a shard each,
+    and for a round laid out for the kernel: as much, or up to a shard for each dilated branch;
+    whatever the number of ranks. One rank alone does not communicate.
+
+    As with any collective, all ranks make their calls on one group in the same order; calls from
+    several threads need a group each. A call that raised in the middle leaves its group unusable.
 
     Args:
         query: [B, Hq, n, D], this rank's part as `shard` cuts it; n may be 0.
@@ -71,8 +77,8 @@ def ring_attention(
         pattern: a mask or a mixture, on positions of the whole sequence.
         group, mesh: the ranks: a process group or a `DeviceMesh` of one axis (`mesh["sp"]`);
             default all.
-        sharding: which rank owns which tokens; see `RingPlan`. With "auto" the shards must be those
-            of the plan's choice.
+        sharding: which rank owns which tokens; see `RingPlan`. With "auto" and "balanced" the
+            shards must be those of the plan's choice.
         compression: the format that keys and values travel in: None for their own dtype, "bf16",
             "fp8" or "int8" (a byte a number, one scale per row), or "auto", the smallest whose
             error on these keys and values, relative and root mean square, is below 0.01
@@ -101,15 +107,20 @@ def ring_attention(
                 "a ring needs the queries and keys of the same tokens on a rank, got "
                 f"{query.shape[2]} and {key.shape[2]}"
             )
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"timeout must be above 0 seconds or None, got {timeout}")
+        refuse_forward_mode(query, key, value)
+        if seconds is not None and not (0 < seconds < math.inf):
+            raise ValueError(f"timeout must be a number of seconds above 0 or None, got {timeout}")
+        if not (scale is None or isinstance(scale, int | float)):
+            raise ValueError(f"scale must be a number or None, got {scale!r}; wrap it in float()")
+        if sharding not in ("auto", "balanced"):
+            chunk_owners(sharding, 1 if group is None else group.size())
         if error_budget(compression) is None:
             wire(compression, query.dtype)
         query, key, value = autocast_inputs(query, key, value)
         name = kernels(backend, query, key, value)
-    except (ValueError, TypeError, NotImplementedError, ImportError):
+    except Exception:
         if group is not None and group.size() > 1 and not torch.compiler.is_compiling():
-            tell_failure(group, seconds, query.device)
+            tell_failure(group, seconds)
         raise
     if scale is None:
         scale = query.shape[3] ** -0.5 if query.shape[3] else 1.0
@@ -174,16 +185,17 @@ def ring_op(
     """Forward: (out, lse)."""
     call = Call(False, tuple(tensors), pattern, scale, sharding, compression, differentiable)
     own, exchange = _begin(call, group, timeout, backend, query, key, value)
-    network = Network(own, exchange, key, value, query)
+    with exchange.going_on(), torch.autocast(query.device.type, enabled=False):
+        network = Network(own, exchange, key, value, query)
 
-    def answers() -> dict[int, Tensor]:
-        guests = network.guests()
-        answered = None if guests is None else answer(own, guests, key, value)
-        return network.exchange_answers(answered, value.shape[3] + 1)
+        def answers() -> Iterator[tuple[int, Tensor]]:
+            guests = network.guests()
+            answered = None if guests is None else answer(own, guests, key, value)
+            yield from network.answers(answered, value.shape[3] + 1)
 
-    out, lse = forward(own, query, key, value, network.rounds(), answers)
+        out, lse = forward(own, query, key, value, network.rounds(), answers())
     _last_traffic[False] = exchange.traffic
-    return out, lse
+    return out.contiguous(), lse.contiguous()
 
 
 @torch.library.custom_op("sparsering::ring_attention_backward", mutates_args=())
@@ -210,21 +222,24 @@ def ring_backward_op(
     own, exchange = _begin(call, group, timeout, backend, query, key, value)
     x = Gradients(grad_out, grad_lse, query, key, value, out, lse)
     travels = any(t.owner == own.rank for t in own.plan.travellers)
-    network = Network(own, exchange, key, value, gradient_rows(own, x if travels else x.none()))
-    rounds = network.rounds()
-    dq, dk, dv, answered = local_gradients(own, x, network.guests)
+    with exchange.going_on(), torch.autocast(query.device.type, enabled=False):
+        rows = gradient_rows(own, x if travels else x.none())
+        network = Network(own, exchange, key, value, rows)
+        rounds = network.rounds()
+        dq, dk, dv, answered = local_gradients(own, x, network.guests)
 
-    def add(receiver: int, rows: Tensor) -> None:
-        add_returned(own, receiver, rows, dk, dv)
+        def add(receiver: int, rows: Tensor) -> None:
+            add_returned(own, receiver, rows, dk, dv)
 
-    for number, sent in enumerate(rounds):
-        parts = round_gradients(own, number, sent, x, dq)
-        network.return_gradients(number, parts, add)
-    network.finish_gradients(add)
-    for host, came in sorted(network.exchange_answers(answered, query.shape[3]).items()):
-        dq[:, :, own_places(own.plan, own.rank, host, query.device)] += came
+        for number, sent in enumerate(rounds):
+            parts = round_gradients(own, number, sent, x, dq)
+            network.return_gradients(number, parts, add)
+        network.finish_gradients(add)
+        for host, came in network.answers(answered, query.shape[3]):
+            dq[:, :, own_places(own.plan, own.rank, host, query.device)] += came
     _last_traffic[True] = exchange.traffic
-    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+    dq, dk, dv = (x.to(query.dtype).contiguous() for x in (dq, dk, dv))
+    return dq, dk, dv
 
 
 def _begin(
@@ -239,7 +254,8 @@ def _begin(
     """What every call starts with: agreement, then the plan."""
     members = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     exchange = Exchange(members, timeout)
-    lengths, compression, error = agree_on_call(exchange, call, query, key, value)
+    with exchange.going_on():
+        lengths, compression, error = agree_on_call(exchange, call, query, key, value)
     exchange.traffic = Traffic(compression=compression, error=error)
     pattern = parse(call.pattern, [tensor.cpu() for tensor in call.tensors])
     plan = RingPlan.build(

@@ -43,8 +43,9 @@ class Step:
 
     @property
     def nbytes(self) -> int:
-        own = self.rows.numel() * self.rows.element_size() if self.rows is not None else 0
-        return own + (self.layout.nbytes if self.layout is not None else 0) + 64
+        tensors = [] if self.rows is None else [self.rows]
+        tensors += vars(self).get("copies", [])
+        return sum(x.nbytes for x in tensors) + (self.layout.nbytes if self.layout else 0) + 64
 
     @cached_property
     def copies(self) -> list[Tensor]:
@@ -52,7 +53,7 @@ class Step:
         none); sums over copies run in this order.
         """
         assert self.rows is not None
-        places = self.rows.flatten()
+        places = self.rows.flatten().long()
         order = places.argsort(stable=True)
         order = order[places[order] < self.arrived]
         row = places[order]
@@ -62,8 +63,8 @@ class Step:
         for n in range(int(count.max()) if len(row) else 0):
             copy = torch.full((self.arrived,), len(places), device=row.device)
             copy[row[number == n]] = order[number == n]
-            copies.append(copy)
-        return copies
+            copies.append(copy.int())
+        return copies or [torch.full((self.arrived,), len(places), device=row.device).int()]
 
 
 def local_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
@@ -207,9 +208,12 @@ def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, 
     used = _by_axis(p, visited.bool().any(0), axes)
     count = _count(p.key_start, p.key_stop, p.step, block_size)
     used &= count > 0
-    number = used.cumsum(1) - 1
-    width = int(count[used].max()) if used.any() else 0
-    start = number // p.step * (p.step * width) + number % p.step
+    count = torch.where(used, count, 0)
+    if p.step == 1:
+        start = count.cumsum(1) - count
+    else:
+        number, width = used.cumsum(1) - 1, int(count.max()) if count.numel() else 0
+        start = number // p.step * (p.step * width) + number % p.step
     end = torch.where(used, start + (count - 1) * p.step + 1, 0)
     position = torch.full((axes, int(end.max()) if end.numel() else 0), -1)
     axis = torch.nonzero(used)[:, 0]
@@ -239,13 +243,13 @@ def _arrived_rows(
                 tokens.setdefault((b, h), []).append(own)
                 rows.setdefault((b, h), []).append(torch.arange(arrived, arrived + len(own)))
                 arrived += len(own)
-    found = torch.full((batch, heads, length), arrived)
+    found = torch.full((batch, heads, length), arrived, dtype=torch.int32)
     for (b, h), parts in tokens.items():
         token, order = torch.cat(parts).sort()
         row = torch.cat(rows[b, h])[order]
         if not len(token):
             continue
-        wanted = torch.cat([x[h * len(x) // heads] for x in positions])
+        wanted = torch.cat([token[:0], *(x[h * len(x) // heads] for x in positions)])
         place = torch.searchsorted(token, wanted).clamp(max=len(token) - 1)
-        found[b, h] = torch.where(token[place] == wanted, row[place], arrived)
+        found[b, h] = torch.where(token[place] == wanted, row[place], arrived).int()
     return found, arrived

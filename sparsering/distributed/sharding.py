@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..tiles import Ranges
 
-SHARDINGS = ("contiguous", "zigzag", "auto")
+SHARDINGS = ("contiguous", "zigzag", "balanced", "auto")
 
 
 def chunk_owners(sharding: str, world_size: int) -> list[int]:
@@ -25,10 +25,10 @@ def chunk_owners(sharding: str, world_size: int) -> list[int]:
         return ranks
     if sharding == "zigzag":
         return ranks + ranks[::-1]
-    if sharding == "auto":
+    if sharding in ("auto", "balanced"):
         raise ValueError(
-            "sharding 'auto' is a choice that depends on the pattern; pass what "
-            "RingPlan.build(pattern, ..., sharding='auto').sharding says"
+            f"sharding {sharding!r} depends on the pattern; pass what "
+            f"RingPlan.build(pattern, ..., sharding={sharding!r}).sharding says"
         )
     try:
         kind, _, listed = sharding.partition(":")

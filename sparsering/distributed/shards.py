@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..tiles import Ranges
+from .agreement import agree_on_lengths
+from .exchange import Exchange
 from .ring import resolve_group
 from .sharding import num_tokens, owned_ranges
 
@@ -56,15 +58,16 @@ def unshard(
         dim, group, mesh, sharding: as for `shard`.
         length: tokens of the whole; default the sum of the parts. Other numbers are refused.
 
-    Raises: ValueError (on all ranks) where the parts are not those of the sharding.
+    Raises: ValueError (on all ranks) where the parts do not fit together, or are not those of the
+    sharding; RingError where a peer does not answer within the group's timeout.
     """
     group = resolve_group(group, mesh)
     dim = _checked(tensor, dim)
     world = 1 if group is None else group.size()
-    lengths = [torch.tensor([tensor.shape[dim]], device=tensor.device) for _ in range(world)]
+    sizes = [tensor.shape[dim]]
     if group is not None and world > 1:
-        dist.all_gather(lengths, lengths[0].clone(), group=group)
-    sizes = [int(x) for x in lengths]
+        rest = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+        sizes = agree_on_lengths(Exchange(group, None), sizes[0], (dim, rest, tensor.dtype))
     ranges = owned_ranges(sharding, sum(sizes) if length is None else length, world)
     if sizes != (expected := [num_tokens(own) for own in ranges]):
         raise ValueError(

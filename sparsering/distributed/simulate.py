@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..algebra import Pattern
-from ..functional import autocast_inputs, check_inputs
+from ..functional import autocast_inputs, check_inputs, refuse_forward_mode
 from ..ops import default_block_size
 from .network import round_room
 from .plan import RingPlan
@@ -65,6 +66,7 @@ def simulate_ring(
             "a ring needs as many queries as keys, both sharded alike, got "
             f"{query.shape[2]} and {key.shape[2]}"
         )
+    refuse_forward_mode(query, key, value)
     query, key, value = autocast_inputs(query, key, value)
     plan = RingPlan.build(
         pattern, query.shape[2], world_size,
@@ -79,7 +81,8 @@ def simulate_ring(
         scale = query.shape[3] ** -0.5 if query.shape[3] else 1.0
     sample = (x[:, :, :1].to(device) for x in (query, key, value))
     call = (plan, kernels(None, *sample), scale, wire(None, query.dtype), sum_dtype(query))
-    out, lse = _Simulated.apply(query, key, value, call, device)
+    with torch.autocast(query.device.type, enabled=False):
+        out, lse = _Simulated.apply(query, key, value, call, device)
     return (out, lse) if return_lse else out
 
 
@@ -99,9 +102,8 @@ class _Simulated(torch.autograd.Function):
         }
         for own in ranks:
             rounds = shards.rounds(own, key, value)
-            came = partial(shards.answers, own.rank, answers)
             q, k, v = shards.of(own.rank, query, key, value)
-            results = forward(own, q, k, v, rounds, came)
+            results = forward(own, q, k, v, rounds, shards.answers(own.rank, answers))
             for whole, part in zip((out, lse), results, strict=True):
                 whole[:, :, shards.places[own.rank]] = part.to(whole.device)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -109,42 +111,49 @@ class _Simulated(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        whole = Gradients(grad_out, grad_lse, query, key, value, out, lse)
-        plan, ranks, shards = ctx.call[0], _ranks(ctx.call), _Shards(ctx.call[0], ctx.device)
+        whole = Gradients(grad_out, grad_lse, *ctx.saved_tensors)
+        with torch.autocast(grad_out.device.type, enabled=False):
+            return (*_backward(ctx, whole), None, None)
 
-        def part(rank: int) -> Gradients:
-            return Gradients(*shards.of(rank, *whole))
 
-        hosts = {h for t in plan.travellers for h in t.hosts}
-        rows = gradient_rows(ranks[0], whole if hosts else whole.none())
-        sums, answers = [], {}
+def _backward(ctx: Any, whole: Gradients) -> list[Tensor]:
+    """Gradients of the whole query, key and value."""
+    query, key, value = whole.query, whole.key, whole.value
+    plan, ranks, shards = ctx.call[0], _ranks(ctx.call), _Shards(ctx.call[0], ctx.device)
+
+    def part(rank: int) -> Gradients:
+        return Gradients(*shards.of(rank, *whole))
+
+    hosts = {h for t in plan.travellers for h in t.hosts}
+    rows = gradient_rows(ranks[0], whole if hosts else whole.none())
+    sums, answers = [], {}
+    for own in ranks:
+        guests = partial(shards.guests, own.rank, rows) if own.rank in hosts else _nobody
+        *grads, answered = local_gradients(own, part(own.rank), guests)
+        sums.append([x.to(query.device) for x in grads])
+        if answered is not None:
+            answers[own.rank] = answered
+    rounds = [shards.rounds(own, key, value) for own in ranks]
+    for number in range(len(plan.rounds)):
+        returned = []
+        for own, arriving in zip(ranks, rounds, strict=True):
+            dq = sums[own.rank][0].to(ctx.device)
+            parts = round_gradients(own, number, next(arriving), part(own.rank), dq)
+            sums[own.rank][0] = dq.to(query.device)
+            returned.append({peer: x.to(query.device) for peer, x in parts.items()})
         for own in ranks:
-            guests = partial(shards.guests, own.rank, rows) if own.rank in hosts else _nobody
-            *grads, answered = local_gradients(own, part(own.rank), guests)
-            sums.append([x.to(query.device) for x in grads])
-            if answered is not None:
-                answers[own.rank] = answered
-        rounds = [shards.rounds(own, key, value) for own in ranks]
-        for number in range(len(plan.rounds)):
-            returned = []
-            for own, arriving in zip(ranks, rounds, strict=True):
-                dq = sums[own.rank][0].to(ctx.device)
-                parts = round_gradients(own, number, next(arriving), part(own.rank), dq)
-                sums[own.rank][0] = dq.to(query.device)
-                returned.append({peer: x.to(query.device) for peer, x in parts.items()})
-            for own in ranks:
-                for receiver in receivers(plan, own.rank, number):
-                    add_returned(own, receiver, returned[receiver][own.rank], *sums[own.rank][1:])
-        grads = [torch.empty_like(x) for x in (query, key, value)]
-        for own in ranks:
-            for host, came in sorted(shards.answers(own.rank, answers).items()):
-                at = own_places(plan, own.rank, host, query.device)
-                sums[own.rank][0][:, :, at] += came.to(query.device)
-            for grad, total in zip(grads, sums[own.rank], strict=True):
-                grad[:, :, shards.places[own.rank]] = total.to(grad.dtype)
-        return (*grads, None, None)
+            for receiver in receivers(plan, own.rank, number):
+                add_returned(own, receiver, returned[receiver][own.rank], *sums[own.rank][1:])
+    grads = [torch.empty_like(x) for x in (query, key, value)]
+    for own in ranks:
+        for host, came in shards.answers(own.rank, answers):
+            at = own_places(plan, own.rank, host, query.device)
+            sums[own.rank][0][:, :, at] += came.to(query.device)
+        for grad, total in zip(grads, sums[own.rank], strict=True):
+            grad[:, :, shards.places[own.rank]] = total.to(grad.dtype)
+    return grads
 
 
 class _Shards:
@@ -176,13 +185,14 @@ class _Shards:
         at = torch.cat([torch.arange(start, stop) for start, stop in rows])
         return travelling[:, :, at.to(travelling.device)].to(self.device)
 
-    def answers(self, rank: int, answers: dict[int, Tensor]) -> dict[int, Tensor]:
-        """What hosts computed for a rank's rows."""
-        hosts = [h for t in self.plan.travellers if t.owner == rank for h in t.hosts]
-        return {
-            host: answers[host][:, :, guest_places(self.plan, rank, host, self.device)]
-            for host in hosts
-        }
+    def answers(self, rank: int, answers: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """What hosts computed for a rank's rows, in the order in which it would arrive."""
+        hosts = {h for t in self.plan.travellers if t.owner == rank for h in t.hosts}
+        for offset in (offset for offsets in self.plan.answer_rounds for offset in offsets):
+            host = (rank + offset) % self.plan.world_size
+            if host in hosts:
+                places = guest_places(self.plan, rank, host, self.device)
+                yield host, answers[host][:, :, places]
 
 
 def _nobody() -> None:

@@ -56,47 +56,55 @@ def _global_rows(mask: Mask, length: int) -> list[tuple[int, int]]:
 
 
 def choose_travellers(
-    needs: list[Runs], uses: list[int], rows: list[Ranges], frame: Frame, world: int
+    needs: list[Runs],
+    uses: list[int],
+    pieces: list[tuple[int, Ranges]],
+    frame: Frame,
+    world: int,
+    most: int,
 ) -> tuple[tuple[Traveller, ...], list[Runs]]:
-    """The global rows that cost less to send than what they alone see costs to fetch, and the needs
-    without them.
+    """The global rows that cost clearly less to send than what they alone see costs to fetch, and
+    the needs of ranks without them.
 
-    A row goes out as a query and comes back as a partial output: about as much, per query head, as
-    a token's key and value.
+    A row goes out as a query and comes back as a partial output in float32: forward and backward
+    about as many bytes, per query head, as a token's key and value and their gradients; up to
+    twice as many forward.
 
     Args:
-        needs: sets of receivers, and world + owner for the global rows of each owner.
+        needs: sets of receivers, and world + number for each of the pieces.
         uses: how many (batch entry, kv head) have each of the needs.
-        rows: the global rows of each rank.
+        pieces: (owner, rows) of global rows.
+        most: rows that may travel, so that hosts have room for them.
     """
-    staying, leaving = torch.ones(world, dtype=torch.bool), torch.zeros(world, dtype=torch.bool)
-    saved = torch.zeros(world, dtype=torch.int64)
-    for runs, count in zip(needs, uses, strict=True):
-        home, away = (
-            _with_global_rows(runs, which, frame.kv_len)
-            .sizes(world * world)
-            .view(world, world)
-            .sum(1)
-            for which in (staying, leaving)
-        )
-        saved += (home - away) * count
-    travellers = []
-    for owner in torch.nonzero(saved)[:, 0].tolist():
-        hosts = set()
-        for runs in needs:
-            group = runs.group[runs.group // world == world + owner]
-            hosts |= set((group % world).tolist())
-        count = num_tokens(rows[owner])
-        if count * len(hosts) * frame.num_heads < int(saved[owner]):
-            travellers.append(Traveller(owner, rows[owner], tuple(sorted(hosts))))
-            staying[owner] = False
-    return tuple(travellers), [_with_global_rows(runs, staying, frame.kv_len) for runs in needs]
+    travellers: list[Traveller] = []
+    home = list(range(world)) + [owner for owner, _ in pieces]  # to whom each label's needs go
+    for number, (owner, rows) in enumerate(pieces):
+        saved, hosts = 0, set()
+        for runs, count in zip(needs, uses, strict=True):
+            label = runs.group // world
+            own, of_rows = label == owner, label == world + number
+            hosts |= set((runs.group[of_rows] % world).tolist())
+            sizes = [
+                _relabelled(runs, x, home, world, frame.kv_len).count.sum()
+                for x in (own, own | of_rows)
+            ]
+            saved += int(sizes[1] - sizes[0]) * count
+        size = num_tokens(rows)
+        if 2 * size * len(hosts) * frame.num_heads < saved and size <= most:
+            travellers.append(Traveller(owner, rows, tuple(sorted(hosts))))
+            home[world + number] = -1
+            most -= size
+    every = [torch.ones_like(runs.group, dtype=torch.bool) for runs in needs]
+    rest = [
+        _relabelled(runs, x, home, world, frame.kv_len)
+        for runs, x in zip(needs, every, strict=True)
+    ]
+    return tuple(travellers), rest
 
 
-def _with_global_rows(runs: Runs, staying: Tensor, length: int) -> Runs:
-    """The needs of ranks, with those of their global rows where these stay."""
-    world = len(staying)
-    receiver, sender = runs.group // world, runs.group % world
-    kept = (receiver < world) | staying[receiver % world]
-    group = (receiver % world * world + sender)[kept]
+def _relabelled(runs: Runs, kept: Tensor, home: list[int], world: int, length: int) -> Runs:
+    """Some of the needs, each as that of the rank where its label is at home (-1: of none)."""
+    receiver = torch.tensor(home)[runs.group // world]
+    kept = kept & (receiver >= 0)
+    group = (receiver * world + runs.group % world)[kept]
     return union([(group, runs.start[kept], runs.last[kept], runs.step)], length)

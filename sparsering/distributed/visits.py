@@ -11,10 +11,11 @@ from .sharding import without
 def distinct_heads(pattern: Pattern, frame: Frame) -> dict[tuple[Mask, ...], list[tuple[int, int]]]:
     """The branches that query heads see, each with the (batch entry, query head) that see them."""
     found: dict[tuple[Mask, ...], list[tuple[int, int]]] = {}
-    for batch in range(1 if pattern.num_batches() is None else pattern.num_batches() or 0):
+    batch = pattern.num_batches()
+    for entry in range(1 if batch is None else batch):
         for head in range(frame.num_heads):
-            branches = tuple(branch.at(batch, head, frame) for branch in pattern.branches)
-            found.setdefault(branches, []).append((batch, head))
+            branches = tuple(branch.at(entry, head, frame) for branch in pattern.branches)
+            found.setdefault(branches, []).append((entry, head))
     return found
 
 
@@ -24,21 +25,25 @@ def distinct_kv_heads(
     """The masks whose union the queries of a kv head see, each with its (batch entry, kv head)."""
     seen: dict[tuple[int, int], dict[Mask, None]] = {}
     for branches, places in distinct_heads(pattern, frame).items():
-        for batch, head in places:
-            seen.setdefault((batch, frame.kv_head(head)), {}).update(dict.fromkeys(branches))
+        for entry, head in places:
+            seen.setdefault((entry, frame.kv_head(head)), {}).update(dict.fromkeys(branches))
     found: dict[tuple[Mask, ...], list[tuple[int, int]]] = {}
     for place, masks in seen.items():
         found.setdefault(tuple(masks), []).append(place)
     return found
 
 
-def cut(ranges: tuple[Ranges, ...], apart: list[Ranges] | None = None) -> Cut:
-    """All ranks' ranges, labelled by rank; parts of them listed apart are labelled world + rank."""
+def cut(ranges: tuple[Ranges, ...], apart: list[tuple[int, Ranges]] | None = None) -> Cut:
+    """All ranks' ranges, labelled by rank; `apart` (owner, rows) are labelled world + number."""
+    apart = [] if apart is None else apart
     pieces = []
     for rank, own in enumerate(ranges):
-        marked = apart[rank] if apart is not None and rank < len(apart) else ()
-        pieces += [(piece, rank) for piece in without(own, marked)]
-        pieces += [(piece, len(ranges) + rank) for piece in marked]
+        marked = sorted(row for owner, rows in apart if owner == rank for row in rows)
+        pieces += [(piece, rank, rank) for piece in without(own, marked)]
+    for number, (owner, rows) in enumerate(apart):
+        pieces += [(row, owner, len(ranges) + number) for row in rows]
     pieces.sort()
-    labels = torch.tensor([label for _, label in pieces], dtype=torch.int64)
-    return Cut([piece for piece, _ in pieces], labels)
+    ranks, labels = (
+        torch.tensor([piece[i] for piece in pieces], dtype=torch.int64) for i in (1, 2)
+    )
+    return Cut([piece for piece, _, _ in pieces], ranks, labels)

@@ -50,7 +50,7 @@ class Wire(NamedTuple):
         for part in (rows[:, :width], rows[:, width:]):
             part = F.pad(part.float(), (0, 1))  # the largest of no numbers is 0
             scale = part.abs().amax(1, keepdim=True)
-            scale = torch.where(scale == 0, 1.0, scale / largest)
+            scale = (scale / largest).clamp(min=torch.finfo(torch.float32).tiny)
             part = part[:, :-1] / scale
             part = part.round() if self.numbers == torch.int8 else part
             numbers.append(part.clamp(-largest, largest).to(self.numbers).view(torch.uint8))

@@ -190,7 +190,7 @@ def _softmax(score: Tensor, additive: Tensor | None, share: int) -> tuple[Tensor
     highest = score.amax(-1, keepdim=True)
     weight = torch.softmax(score, -1)
     lse = highest - weight.amax(-1, keepdim=True).log()
-    if additive is not None and (empty := highest == -torch.inf).any():
+    if (empty := highest == -torch.inf).any():
         weight.masked_fill_(empty, 0.0)
         lse.masked_fill_(empty, -torch.inf)
     return weight, lse

@@ -1,0 +1,350 @@
+"""Ring attention over processes, and plans of what no machine here could run.
+
+    python -m benchmarks.ring --out benchmarks/records
+
+`ring.json`: time, bytes and peak memory of a forward and backward pass over P processes of one
+thread each, beside a ring that passes every key on (the same kernels and messages, with every key
+counted as needed) and beside gathering all keys on every rank. Methods take turns, and what is
+wrong is not timed. `ring-memory.json`: the same memory at shards of one length. `ring-plans.json`:
+figures of plans, arithmetic with nothing run. `ring.png` draws the first.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.bench.measure import Row, memory, sampled_error, write_record
+from sparsering.distributed import RingPlan, ring_attention, shard, unshard
+from sparsering.distributed import ring as ring_module
+from sparsering.distributed.needs import Runs
+from sparsering.distributed.sharding import chunk_owners, num_tokens
+
+TOKENS, HEADS, WIDTH = 16384, 4, 64
+SHARD = 4096  # tokens of a rank, where memory is compared
+WORLDS = (1, 2, 4, 8)
+ROUNDS = 3
+
+Call = Callable[[list[Tensor], Tensor], list[Tensor]]
+
+
+def patterns(tokens: int, own: int) -> dict[str, tuple[sr.Pattern, str]]:
+    """Patterns and shardings by name; LongNet's segments lie within `own` tokens, or not."""
+    documents = torch.tensor([1, 4, 2, 3, 1, 5]) * tokens // 16
+    within = sr.LongNet((own // 4, own), (1, 4))
+    return {
+        "causal": (sr.Causal(), "zigzag"),
+        "window 1024": (sr.SlidingWindow(1024) & sr.Causal(), "contiguous"),
+        "LongNet within shards": (within & sr.Causal(), "contiguous"),
+        "LongNet across shards": ((within + sr.Dilated(tokens, 16)) & sr.Causal(), "contiguous"),
+        "documents": (sr.Documents(tuple(documents.tolist())) & sr.Causal(), "auto"),
+        "random blocks 5%": (sr.RandomBlocks(0.05, 128), "contiguous"),
+    }
+
+
+def full_ring(plan: RingPlan) -> RingPlan:
+    """A plan that computes the same and moves every key to every rank."""
+    owners = [owner for owner in chunk_owners(plan.sharding, plan.world_size) for _ in range(2)]
+    pieces = [
+        (receiver * plan.world_size + sender, start, stop - 1)
+        for receiver in range(plan.world_size)
+        for sender, ranges in enumerate(plan.ranges)
+        for start, stop in ranges
+        if sender != receiver
+    ]
+    every = Runs(1, *torch.tensor(pieces, dtype=torch.int64).view(-1, 3).T.contiguous())
+    name = "chunks:" + ",".join(map(str, owners))  # the same ranges: kept apart in the cache
+    need_of = ((0,) * plan.frame.num_kv_heads,)
+    return replace(plan, needs=(every,), need_of=need_of, travellers=(), sharding=name)
+
+
+@contextmanager
+def planned_as(plan: RingPlan) -> Iterator[None]:
+    """Has `ring_attention` take this plan."""
+
+    class Planned:
+        build = staticmethod(lambda *arguments, **options: plan)
+
+    before, ring_module.RingPlan = ring_module.RingPlan, Planned  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        ring_module.RingPlan = before  # type: ignore[misc]
+
+
+def methods(pattern: sr.Pattern, plan: RingPlan, rank: int) -> dict[str, Call]:
+    """(out, dq, dk, dv) of a rank's shards, by name of the method."""
+    world = plan.world_size
+
+    def needed(own: list[Tensor], grad: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in own]
+        out = ring_attention(*leaves, pattern, sharding=plan.sharding, timeout=300)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    everything = full_ring(plan) if world > 1 else plan
+
+    def every(own: list[Tensor], grad: Tensor) -> list[Tensor]:
+        with planned_as(everything):
+            return needed(own, grad)
+
+    def gathered(own: list[Tensor], grad: Tensor) -> list[Tensor]:
+        whole = [torch.empty(world, *own[1].shape[1:]) for _ in range(2)]
+        for room, x in zip(whole, own[1:], strict=True):
+            dist.all_gather_into_tensor(room, x.contiguous())
+        key, value = (x.transpose(0, 1).flatten(1, 2)[None].requires_grad_() for x in whole)
+        query = own[0].detach().requires_grad_()
+        out = sr.attention(query, key, value, pattern, q_start=plan.ranges[rank][0][0])
+        dq, *of_keys = torch.autograd.grad(out, (query, key, value), grad)
+        grads = [torch.empty_like(x) for x in own[1:]]
+        for room, x in zip(grads, of_keys, strict=True):
+            dist.reduce_scatter_tensor(
+                room, x[0].unflatten(1, (world, -1)).transpose(0, 1).contiguous()
+            )
+        return [out.detach(), dq, *grads]
+
+    found: dict[str, Call] = {"needed keys": needed}
+    if world > 1:
+        found["full ring"] = every
+        if plan.sharding == "contiguous":
+            found["all-gather"] = gathered
+    return found
+
+
+def inputs(tokens: int) -> list[Tensor]:
+    """Query, key, value and the gradient of the output, of the whole sequence."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, HEADS, tokens, WIDTH, generator=generator) for _ in range(4)]
+
+
+def measured(rank: int, world: int, name: str, tokens: int, rounds: int) -> list[Row]:
+    """One pattern by every method; rows on rank 0. Raises where a result is wrong."""
+    pattern, sharding = patterns(tokens, tokens // max(WORLDS))[name]
+    plan = RingPlan.build(pattern, tokens, world, num_heads=HEADS, sharding=sharding)
+    whole = inputs(tokens)
+    place = {"sharding": plan.sharding}
+    own = [shard(x, **place) for x in whole]
+    calls = methods(pattern, plan, rank)
+    rows = {method: checked(call, own, whole, pattern, place) for method, call in calls.items()}
+    times: dict[str, list[float]] = {method: [] for method in calls}
+    for _ in range(rounds):
+        for method, call in calls.items():
+            barrier(world)
+            begin = time.perf_counter()
+            call(own[:3], own[3])
+            times[method].append(of_slowest(time.perf_counter() - begin, world))
+    loads = [plan.load(r) for r in range(world)]
+    return [
+        {
+            "pattern": name, "ranks": world, "sharding": plan.sharding, "tokens": tokens,
+            "method": method, "ms": statistics.median(times[method]) * 1e3, **row,
+            "load_max_over_mean": max(loads) * world / sum(loads),
+            "density": plan.loads.sum().item() / (HEADS * tokens**2),
+        }
+        for method, row in rows.items()
+    ]  # fmt: skip
+
+
+def checked(
+    call: Call, own: list[Tensor], whole: list[Tensor], pattern: sr.Pattern, place: dict[str, Any]
+) -> Row:
+    """Bytes, peak memory and errors of one call after another; raises where it is wrong."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    results = call(own[:3], own[3])
+    came = [
+        ring_attention.last_traffic(backward=backward).received_bytes for backward in (False, True)
+    ]
+    if call.__name__ == "gathered":
+        others = 2 * (world - 1) * own[1].nbytes
+        came = [others, others]  # its collectives, if they move no more than they must
+    out, *grads = (unshard(x, **place) for x in results)
+    query, key, value, grad = whole
+    error = sampled_error(out, query, key, value, pattern)
+    leaves = [x.detach().requires_grad_() for x in whole[:3]]
+    expected = torch.autograd.grad(sr.attention(*leaves, pattern), leaves, grad)
+    off = max(
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(grads, expected, strict=True)
+    )
+    if off > 1e-4:
+        raise RuntimeError(f"the timed gradients are wrong: {off:.3g}")
+    del leaves, expected, out, grads, results
+    barrier(world)
+    peak = peak_of(lambda: call(own[:3], own[3]))
+    return {
+        "received_mb_forward": of_slowest(came[0], world) / 1e6,
+        "received_mb_backward": of_slowest(came[1], world) / 1e6,
+        "peak_extra_mb": of_slowest(peak, world) / 1e6,
+        "error": error,
+        "gradient_difference": off,
+    }
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """Peak resident bytes of a call beyond what there was."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before = memory("VmRSS")
+    call()
+    return memory("VmHWM") - before
+
+
+def memory_of_shards(rank: int, world: int, name: str) -> list[Row]:
+    """Peak memory at a fixed length of shard, by method."""
+    tokens = SHARD * world
+    pattern, sharding = patterns(tokens, SHARD)[name]
+    sharding = "contiguous" if sharding == "auto" else sharding
+    plan = RingPlan.build(pattern, tokens, world, num_heads=HEADS, sharding=sharding)
+    own = [torch.randn(1, HEADS, num_tokens(plan.ranges[rank]), WIDTH) for _ in range(4)]
+    rows: list[Row] = []
+    for method, call in methods(pattern, plan, rank).items():
+        call(own[:3], own[3])  # layouts are made and kept
+        barrier(world)
+        peak = of_slowest(peak_of(lambda c=call: c(own[:3], own[3])), world)  # type: ignore[misc]
+        rows.append(
+            {
+                "pattern": name, "ranks": world, "tokens_per_rank": SHARD, "method": method,
+                "peak_extra_mb": peak / 1e6, "shard_mb": own[0].nbytes / 1e6,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def barrier(world: int) -> None:
+    """Waits for all ranks."""
+    if world > 1:
+        dist.barrier()
+
+
+def of_slowest(number: float, world: int) -> float:
+    """The largest of the ranks' numbers."""
+    x = torch.tensor(float(number), dtype=torch.float64)
+    if world > 1:
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x.item()
+
+
+def plans() -> list[Row]:
+    """What plans say of 64 to 1024 ranks and a million to a billion tokens, 8 kv heads of 128 in
+    bfloat16, forward and per layer. Arithmetic: nothing of this was run.
+    """
+    rows: list[Row] = []
+    for tokens, world in ((1 << 20, 64), (1 << 24, 256), (1 << 27, 512), (1 << 30, 1024)):
+        longnet = sr.LongNet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+        far = sr.LongNet((1024, 4096, 32768, 1 << 18, tokens), (1, 2, 4, 8, max(16, tokens >> 16)))
+        cases = {
+            "causal": sr.Causal(),
+            "window 4096": sr.SlidingWindow(4096) & sr.Causal(),
+            "LongNet to 32768": longnet & sr.Causal(),
+            "LongNet to all tokens": far & sr.Causal(),
+            "window 512 | 64 global": sr.SlidingWindow(512, 512) | sr.GlobalTokens(64),
+        }
+        for name, pattern in cases.items():
+            for sharding in ("contiguous", "zigzag"):
+                sr.layout_cache.clear()
+                begin = time.perf_counter()
+                plan = RingPlan.build(pattern, tokens, world, sharding=sharding)
+                seconds = time.perf_counter() - begin
+                sizes = {"kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+                came = [plan.bytes_received(rank, **sizes) for rank in range(world)]
+                full = (world - 1) * tokens // world * 8 * 2 * 128 * 2
+                rows.append(
+                    {
+                        "planned": "arithmetic", "pattern": name, "tokens": tokens,
+                        "ranks": world, "sharding": sharding,
+                        "received_mb_max": max(came) / 1e6,
+                        "received_mb_mean": sum(came) / world / 1e6,
+                        "full_ring_or_all_gather_mb": full / 1e6,
+                        "load_max_over_mean": float(plan.loads.max() / plan.loads.mean()),
+                        "plan_seconds": seconds, "plan_mb": plan.nbytes / 1e6,
+                    }
+                )  # fmt: skip
+    return rows
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Bytes, peak memory and time of each pattern by method, as bars; written to a PNG file."""
+    from matplotlib.figure import Figure
+
+    colours = {"needed keys": "#1f6f8b", "full ring": "#d1603d", "all-gather": "#8a8f98"}
+    names = list(patterns(TOKENS, TOKENS))
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    panels = (
+        ("received per rank, MB", 8, ("received_mb_forward", "received_mb_backward")),
+        ("peak memory per rank beyond the inputs, MB", 8, ("peak_extra_mb",)),
+        ("forward and backward, ms", 2, ("ms",)),
+    )
+    for number, (title, world, columns) in enumerate(panels):
+        axes = figure.add_subplot(1, 3, number + 1)
+        for i, (method, colour) in enumerate(colours.items()):
+            chosen = {r["pattern"]: r for r in rows if (r["method"], r["ranks"]) == (method, world)}
+            sizes = [sum(chosen[n][c] for c in columns) if n in chosen else 0 for n in names]
+            places = [place + 0.27 * (i - 1) for place in range(len(names))]
+            bars = axes.barh(places, sizes, 0.25, color=colour, label=method)
+            labels = [
+                f"{size:.3g}" if n in chosen else "" for n, size in zip(names, sizes, strict=True)
+            ]
+            axes.bar_label(bars, labels, fontsize=7, padding=2)
+        axes.set_title(f"{title}, {world} ranks", fontsize=9)
+        axes.set_yticks(range(len(names)), names if number == 0 else [""] * len(names), fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="x", labelsize=8)
+    axes.legend(fontsize=8, loc="lower right")
+    title = f"{TOKENS} tokens, {HEADS} heads of {WIDTH}, float32, one thread per rank"
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+def work(rank: int, world: int, address: str, results: Any, rounds: int) -> None:
+    """A process of the measured part; rank 0 sends rows."""
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    for name in patterns(TOKENS, TOKENS):
+        rows = measured(rank, world, name, TOKENS, rounds)
+        if rank == 0:
+            results.put(("time", rows))
+        sr.layout_cache.clear()
+    for name in patterns(SHARD, SHARD) if world > 1 else ():
+        rows = memory_of_shards(rank, world, name)
+        if rank == 0:
+            results.put(("memory", rows))
+        sr.layout_cache.clear()
+
+
+def main() -> int:
+    """Writes the records."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ring", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed calls of each method")
+    arguments = parser.parse_args()
+    found: dict[str, list[Row]] = {"time": [], "memory": []}
+    for world in WORLDS:
+        with tempfile.TemporaryDirectory() as folder:
+            results = mp.get_context("spawn").SimpleQueue()
+            address = f"file://{folder}/rendezvous"
+            mp.spawn(work, (world, address, results, arguments.rounds), nprocs=world)
+        while not results.empty():
+            kind, rows = results.get()
+            found[kind] += rows
+        print(f"{world} ranks done", file=sys.stderr, flush=True)
+    write_record(arguments.out, "ring", found["time"])
+    write_record(arguments.out, "ring-memory", found["memory"])
+    write_record(arguments.out, "ring-plans", plans())
+    plot(found["time"], arguments.out / "ring.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
