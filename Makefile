@@ -13,7 +13,7 @@ export PYTHONUNBUFFERED := 1
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-asan lint bench clean
+.PHONY: help setup demo demo-ring test test-all test-asan lint bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,10 @@ $(STAMP): pyproject.toml requirements-dev.txt
 
 demo: $(STAMP) ## train a small LongNet on the standard library's sources; writes runs/demo
 	$(BIN)/sparsering demo --out runs/demo
+
+demo-ring: $(STAMP) ## the same over 4 processes that share each text; writes runs/demo-ring
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 \
+		-m sparsering demo-ring --out runs/demo-ring
 
 test: $(STAMP) ## run the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow"

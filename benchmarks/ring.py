@@ -2,14 +2,15 @@
 
     python -m benchmarks.ring --out benchmarks/records
 
-`ring.json`: time, bytes and peak memory of a forward and backward pass over P processes of one
+`ring.json`: time and bytes of a forward and backward pass over P processes of one
 thread each, beside a ring that passes every key on (the same kernels and messages, with every key
 counted as needed) and beside gathering all keys on every rank. Methods take turns, and what is
-wrong is not timed. `ring-memory.json`: the same memory at shards of one length. `ring-plans.json`:
+wrong is not timed. `ring-memory.json`: peak memory at shards of one length. `ring-plans.json`:
 figures of plans, arithmetic with nothing run. `ring.png` draws the first.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -128,15 +129,20 @@ def inputs(tokens: int) -> list[Tensor]:
     return [torch.randn(1, HEADS, tokens, WIDTH, generator=generator) for _ in range(4)]
 
 
-def measured(rank: int, world: int, name: str, tokens: int, rounds: int) -> list[Row]:
-    """One pattern by every method; rows on rank 0. Raises where a result is wrong."""
-    pattern, sharding = patterns(tokens, tokens // max(WORLDS))[name]
-    plan = RingPlan.build(pattern, tokens, world, num_heads=HEADS, sharding=sharding)
-    whole = inputs(tokens)
-    place = {"sharding": plan.sharding}
-    own = [shard(x, **place) for x in whole]
+def measured(rank: int, world: int, name: str, rounds: int) -> list[Row]:
+    """One pattern by every method, times of the slowest rank. Raises where a result is wrong."""
+    pattern, sharding = patterns(TOKENS, TOKENS // max(WORLDS))[name]
+    plan = RingPlan.build(pattern, TOKENS, world, num_heads=HEADS, sharding=sharding)
+    whole = inputs(TOKENS)
+    own = [shard(x, sharding=plan.sharding) for x in whole]
     calls = methods(pattern, plan, rank)
-    rows = {method: checked(call, own, whole, pattern, place) for method, call in calls.items()}
+    of_methods = {}
+    for method, call in calls.items():
+        results = call(own[:3], own[3])
+        moved = received(method, own, world)
+        whole_results = [unshard(x, sharding=plan.sharding) for x in results]
+        errors = errors_of(whole_results, whole, pattern) if rank == 0 else (0.0, 0.0)
+        of_methods[method] = (moved, errors)
     times: dict[str, list[float]] = {method: [] for method in calls}
     for _ in range(rounds):
         for method, call in calls.items():
@@ -147,28 +153,32 @@ def measured(rank: int, world: int, name: str, tokens: int, rounds: int) -> list
     loads = [plan.load(r) for r in range(world)]
     return [
         {
-            "pattern": name, "ranks": world, "sharding": plan.sharding, "tokens": tokens,
-            "method": method, "ms": statistics.median(times[method]) * 1e3, **row,
+            "pattern": name, "ranks": world, "sharding": plan.sharding, "tokens": TOKENS,
+            "method": method, "density": sum(loads) / (HEADS * TOKENS**2),
+            "ms": statistics.median(times[method]) * 1e3,
+            "received_mb_forward": moved[0] / 1e6, "received_mb_backward": moved[1] / 1e6,
+            "error": errors[0], "gradient_error": errors[1],
             "load_max_over_mean": max(loads) * world / sum(loads),
-            "density": plan.loads.sum().item() / (HEADS * tokens**2),
         }
-        for method, row in rows.items()
+        for method, (moved, errors) in of_methods.items()
     ]  # fmt: skip
 
 
-def checked(
-    call: Call, own: list[Tensor], whole: list[Tensor], pattern: sr.Pattern, place: dict[str, Any]
-) -> Row:
-    """Bytes, peak memory and errors of one call after another; raises where it is wrong."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    results = call(own[:3], own[3])
-    came = [
-        ring_attention.last_traffic(backward=backward).received_bytes for backward in (False, True)
-    ]
-    if call.__name__ == "gathered":
-        others = 2 * (world - 1) * own[1].nbytes
-        came = [others, others]  # its collectives, if they move no more than they must
-    out, *grads = (unshard(x, **place) for x in results)
+def received(method: str, own: list[Tensor], world: int) -> list[float]:
+    """Bytes that the last call brought the rank that received most, forward and backward."""
+    if method == "all-gather":  # if its collectives move no more than they must
+        return [2.0 * (world - 1) * own[1].nbytes] * 2
+    found = (ring_attention.last_traffic(backward=backward) for backward in (False, True))
+    return [of_slowest(traffic.received_bytes, world) for traffic in found]
+
+
+def errors_of(
+    results: list[Tensor], whole: list[Tensor], pattern: sr.Pattern
+) -> tuple[float, float]:
+    """Of the output against float64, and of the gradients against one process; raises where the
+    results are wrong.
+    """
+    out, *grads = results
     query, key, value, grad = whole
     error = sampled_error(out, query, key, value, pattern)
     leaves = [x.detach().requires_grad_() for x in whole[:3]]
@@ -178,16 +188,7 @@ def checked(
     )
     if off > 1e-4:
         raise RuntimeError(f"the timed gradients are wrong: {off:.3g}")
-    del leaves, expected, out, grads, results
-    barrier(world)
-    peak = peak_of(lambda: call(own[:3], own[3]))
-    return {
-        "received_mb_forward": of_slowest(came[0], world) / 1e6,
-        "received_mb_backward": of_slowest(came[1], world) / 1e6,
-        "peak_extra_mb": of_slowest(peak, world) / 1e6,
-        "error": error,
-        "gradient_difference": off,
-    }
+    return error, off
 
 
 def peak_of(call: Callable[[], object]) -> int:
@@ -271,7 +272,7 @@ def plans() -> list[Row]:
     return rows
 
 
-def plot(rows: list[Row], path: Path) -> None:
+def plot(times: list[Row], memories: list[Row], path: Path) -> None:
     """Bytes, peak memory and time of each pattern by method, as bars; written to a PNG file."""
     from matplotlib.figure import Figure
 
@@ -279,11 +280,16 @@ def plot(rows: list[Row], path: Path) -> None:
     names = list(patterns(TOKENS, TOKENS))
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     panels = (
-        ("received per rank, MB", 8, ("received_mb_forward", "received_mb_backward")),
-        ("peak memory per rank beyond the inputs, MB", 8, ("peak_extra_mb",)),
-        ("forward and backward, ms", 2, ("ms",)),
+        (
+            f"MB received, {TOKENS} tokens",
+            times,
+            8,
+            ("received_mb_forward", "received_mb_backward"),
+        ),
+        (f"peak MB of the call, {SHARD} tokens a rank", memories, 8, ("peak_extra_mb",)),
+        (f"ms, {TOKENS} tokens", times, 2, ("ms",)),
     )
-    for number, (title, world, columns) in enumerate(panels):
+    for number, (title, rows, world, columns) in enumerate(panels):
         axes = figure.add_subplot(1, 3, number + 1)
         for i, (method, colour) in enumerate(colours.items()):
             chosen = {r["pattern"]: r for r in rows if (r["method"], r["ranks"]) == (method, world)}
@@ -301,26 +307,38 @@ def plot(rows: list[Row], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="x", labelsize=8)
     axes.legend(fontsize=8, loc="lower right")
-    title = f"{TOKENS} tokens, {HEADS} heads of {WIDTH}, float32, one thread per rank"
+    title = f"Forward and backward, {HEADS} heads of {WIDTH}, float32, one thread per rank"
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=110)
 
 
 def work(rank: int, world: int, address: str, results: Any, rounds: int) -> None:
-    """A process of the measured part; rank 0 sends rows."""
+    """A process of a measured part (of memory: 0 rounds); rank 0 sends rows."""
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
     for name in patterns(TOKENS, TOKENS):
-        rows = measured(rank, world, name, TOKENS, rounds)
+        if rounds:
+            rows = measured(rank, world, name, rounds)
+        else:
+            rows = memory_of_shards(rank, world, name)
         if rank == 0:
-            results.put(("time", rows))
+            results.put(rows)
         sr.layout_cache.clear()
-    for name in patterns(SHARD, SHARD) if world > 1 else ():
-        rows = memory_of_shards(rank, world, name)
-        if rank == 0:
-            results.put(("memory", rows))
-        sr.layout_cache.clear()
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def spawned(world: int, rounds: int) -> list[Row]:
+    """What `world` processes measure."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = mp.get_context("spawn").SimpleQueue()
+        mp.spawn(work, (world, f"file://{folder}/rendezvous", results, rounds), nprocs=world)
+    rows: list[Row] = []
+    while not results.empty():
+        rows += results.get()
+    return rows
 
 
 def main() -> int:
@@ -329,20 +347,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the records")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed calls of each method")
     arguments = parser.parse_args()
-    found: dict[str, list[Row]] = {"time": [], "memory": []}
-    for world in WORLDS:
-        with tempfile.TemporaryDirectory() as folder:
-            results = mp.get_context("spawn").SimpleQueue()
-            address = f"file://{folder}/rendezvous"
-            mp.spawn(work, (world, address, results, arguments.rounds), nprocs=world)
-        while not results.empty():
-            kind, rows = results.get()
-            found[kind] += rows
-        print(f"{world} ranks done", file=sys.stderr, flush=True)
-    write_record(arguments.out, "ring", found["time"])
-    write_record(arguments.out, "ring-memory", found["memory"])
+    times = [row for world in WORLDS for row in spawned(world, arguments.rounds)]
+    write_record(arguments.out, "ring", times)
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        os.environ[name] = "65536"  # what is freed goes back, so that peaks are those of a call
+    memories = [row for world in WORLDS[1:] for row in spawned(world, 0)]
+    write_record(arguments.out, "ring-memory", memories)
     write_record(arguments.out, "ring-plans", plans())
-    plot(found["time"], arguments.out / "ring.png")
+    plot(times, memories, arguments.out / "ring.png")
     return 0
 
 

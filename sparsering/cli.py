@@ -1,4 +1,4 @@
-"""The command line: `sparsering train | demo | generate | plot | info | bench | tune | build`.
+"""The command line: `sparsering train | demo | demo-ring | generate | plot | info | bench | ...`.
 
 What a user got wrong, or the machine cannot do, ends in one line on stderr and exit code 2.
 """
@@ -72,10 +72,32 @@ def build_parser() -> argparse.ArgumentParser:
         "--stop-after", type=_positive, help="stop, as if interrupted, after this step"
     )
 
+    train.add_argument(
+        "--sequence-parallel",
+        type=_positive,
+        help="under torchrun: processes that share one window's tokens; the others take windows",
+    )
+    train.add_argument(
+        "--sharding",
+        choices=("contiguous", "zigzag", "auto"),
+        help="under torchrun: which process has which tokens (default: contiguous)",
+    )
+    train.add_argument(
+        "--timeout", type=float, help="under torchrun: seconds to wait for a peer (default: 60)"
+    )
+
     demo = commands.add_parser("demo", help="train, measure and report, in under five minutes")
     demo.set_defaults(run=_demo)
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report")
     demo.add_argument("--resume", action="store_true", help="go on with an interrupted demo")
+
+    ring = commands.add_parser(
+        "demo-ring", help="under torchrun: train with windows in shards, and show what moves"
+    )
+    ring.set_defaults(run=_demo_ring)
+    ring.add_argument(
+        "--out", type=Path, default=Path("runs/demo-ring"), help="folder of the picture and metrics"
+    )
 
     generate = commands.add_parser("generate", help="continue a text with a trained model")
     generate.set_defaults(run=_generate)
@@ -150,25 +172,32 @@ def _train(arguments: argparse.Namespace) -> int:
     from .training.checkpoint import load_checkpoint
     from .training.loop import train
     from .training.recipe import Recipe
+    from .training.torchrun import ranks_of_torchrun, starts_again
 
     given = {f.name: getattr(arguments, f.name) for f in fields(Recipe) if f.name in arguments}
     if given.get("data") is not None:
         given["data"] = str(Path(given["data"]).resolve())
-    base = load_checkpoint(arguments.out).recipe if arguments.resume else Recipe()
-    run = train(
-        replace(base, **given),
-        arguments.out,
-        resume=arguments.resume,
-        save_every=arguments.save_every,
-        validate_every=arguments.validate_every,
-        stop_after=arguments.stop_after,
-    )
-    print(
-        f"Step {run.step} of {run.recipe.steps}: validation loss {run.validation_loss:.4f} nats "
-        "per byte."
-    )
-    if run.step < run.recipe.steps:
-        print(f"Stopped; to go on: sparsering train --out {arguments.out} --resume")
+    with ranks_of_torchrun(
+        arguments.sequence_parallel, sharding=arguments.sharding, timeout=arguments.timeout
+    ) as ranks:
+        resume = arguments.resume or starts_again(ranks, arguments.out)
+        base = load_checkpoint(arguments.out).recipe if resume else Recipe()
+        run = train(
+            replace(base, **given),
+            arguments.out,
+            resume=resume,
+            save_every=arguments.save_every,
+            validate_every=arguments.validate_every,
+            stop_after=arguments.stop_after,
+            ranks=ranks,
+        )
+        if ranks.leads:
+            print(
+                f"Step {run.step} of {run.recipe.steps}: validation loss {run.validation_loss:.4f} "
+                "nats per byte."
+            )
+            if run.step < run.recipe.steps:
+                print(f"Stopped; to go on: {ranks.start('train')} --out {arguments.out} --resume")
     return 0 if run.stopped_by is None else 128 + run.stopped_by
 
 
@@ -176,6 +205,12 @@ def _demo(arguments: argparse.Namespace) -> int:
     from .training.demo import demo
 
     return demo(arguments.out, resume=arguments.resume)
+
+
+def _demo_ring(arguments: argparse.Namespace) -> int:
+    from .training.demo_ring import demo_ring
+
+    return demo_ring(arguments.out)
 
 
 def _generate(arguments: argparse.Namespace) -> int:

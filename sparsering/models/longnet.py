@@ -93,13 +93,21 @@ class LongNetLM(nn.Module):
         """
         return F.linear(self.hidden(tokens, attend=attend), self.embedding.weight)
 
-    def hidden(self, tokens: Tensor, *, attend: Attend | None = None) -> Tensor:
-        """The normalised residual stream [B, N, width] that the logits are read from."""
+    def hidden(
+        self, tokens: Tensor, *, attend: Attend | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """The normalised residual stream [B, N, width] that the logits are read from.
+
+        Args:
+            tokens, attend: as `forward`.
+            positions: int64 [N], where the tokens stand in the sequence that `attend` sees; default
+                0 .. N - 1.
+        """
         attend = attend or self.attend
         x = self.embedding(tokens)  # [B, N, width]
         x = F.rms_norm(x, x.shape[-1:])
         cos, sin = rotary_table(
-            tokens.shape[1], x.shape[-1] // self.num_heads, self.rope_base, x.device
+            tokens.shape[1], x.shape[-1] // self.num_heads, self.rope_base, x.device, positions
         )
         for block in self.blocks:
             if self.checkpoint_layers and torch.is_grad_enabled():
@@ -108,23 +116,35 @@ class LongNetLM(nn.Module):
                 x = block(x, cos, sin, attend)
         return self.norm(x)
 
-    def loss(self, tokens: Tensor, targets: Tensor, *, attend: Attend | None = None) -> Tensor:
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        attend: Attend | None = None,
+        positions: Tensor | None = None,
+        num_targets: int | None = None,
+    ) -> Tensor:
         """Mean cross-entropy in nats per byte, without ever holding all logits.
 
         Args:
             tokens, targets: int64 [B, N]; `targets[b, i]` is the byte after `tokens[b, i]`.
             attend: as `forward`.
+            positions: as `hidden`.
+            num_targets: what the sum is divided by; default all of `targets`. A rank that has a
+                part of a step's targets passes the number of all, and the parts add up to the mean.
 
         Cost: READOUT_TOKENS x vocab_size logits at a time; backward computes them again.
         """
-        x = self.hidden(tokens, attend=attend).flatten(0, 1).split(READOUT_TOKENS)
+        hidden = self.hidden(tokens, attend=attend, positions=positions)
+        x = hidden.flatten(0, 1).split(READOUT_TOKENS)
         y = targets.flatten().split(READOUT_TOKENS)
         weight = self.embedding.weight
         sums = [
             checkpoint(readout_loss, a, weight, b, use_reentrant=False)
             for a, b in zip(x, y, strict=True)
         ]
-        return torch.stack(sums).sum() / targets.numel()
+        return torch.stack(sums).sum() / (num_targets or targets.numel())
 
     @torch.no_grad()
     def sample(
@@ -194,7 +214,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         B, N, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(B, N, 3, self.num_heads, -1)
+        qkv = self.qkv(self.attention_norm(x)).view(
+            B, N, 3, self.num_heads, width // self.num_heads
+        )
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, H, N, D]
         q = rotate(F.rms_norm(q, q.shape[-1:]), cos, sin)
         k = rotate(F.rms_norm(k, k.shape[-1:]), cos, sin)
@@ -204,13 +226,21 @@ class Block(nn.Module):
 
 
 def rotary_table(
-    length: int, head_dim: int, base: float, device: torch.device
+    length: int,
+    head_dim: int,
+    base: float,
+    device: torch.device,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [N, D / 2] of position x frequency, for positions 0 .. length - 1."""
+    """Cosine and sine [N, D / 2] of position x frequency, for positions 0 .. length - 1 or those
+    given.
+    """
     frequency = base ** (
         -torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     )
-    angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency
+    if positions is None:
+        positions = torch.arange(length, device=device)
+    angle = positions.to(device, torch.float32)[:, None] * frequency
     return angle.cos(), angle.sin()
 
 

@@ -13,8 +13,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,13 +24,21 @@ import torch
 from torch import Tensor, nn
 
 from ..models.longnet import Attend, LongNetLM
-from .checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import (
+    Checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    save_checkpoint_of_ranks,
+)
 from .data import Text, read_text, training_window, validation_windows
 from .files import replace_file
-from .progress import live_progress
-from .recipe import DTYPES, Recipe, best_dtype
+from .progress import Show, live_progress
+from .ranks import Ranks
+from .recipe import DTYPES, Recipe
+from .torchrun import launch
 
 Windows = list[tuple[Tensor, Tensor]]
+ALONE = Ranks()
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +80,7 @@ def train(
     validate_every: int = 50,
     num_validation_windows: int = 8,
     stop_after: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> Run:
     """Trains a byte-level LongNet model and writes `metrics.jsonl` and checkpoints to a folder.
 
@@ -84,6 +94,8 @@ def train(
         save_every, validate_every: steps; both also happen at the end.
         num_validation_windows: non-overlapping windows of the validation bytes, always the same.
         stop_after: stop as if interrupted when this many steps are done.
+        ranks: the processes that train together, each of which calls this; see `ranks`. The first
+            one alone prints and writes metrics. A signal to one of them stops all at the same step.
 
     Returns: the run as it stands at the end, also when it was told to stop.
 
@@ -92,24 +104,30 @@ def train(
         FileNotFoundError, ValueError: no such text or checkpoint, or an unusable one.
         OSError: a file could not be written; the last checkpoint is whole.
         FloatingPointError: the loss is not finite.
+        RingError, RuntimeError: another rank died or does not answer.
     """
+    ranks.check(recipe)
     text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
     checkpoint = load_checkpoint(out) if resume else None
     if checkpoint is not None:
         recipe = _same_run(recipe, text, checkpoint)
     else:
         _refuse_to_overwrite(out, command)
-        recipe = recipe if recipe.dtype != "auto" else replace(recipe, dtype=best_dtype())
+        recipe = recipe if recipe.dtype != "auto" else replace(recipe, dtype=ranks.dtype())
+    step = 0 if checkpoint is None else checkpoint.step
+    ranks.agree("recipe, text and checkpoint", (recipe, text.fingerprint, step))
 
     model = recipe.build_model()
+    ranks.place(model)
     optimizer = adamw(model, recipe)
-    step = 0
     if checkpoint is not None:
         checkpoint.restore(model, optimizer)
-        step = checkpoint.step
 
     def save() -> None:
-        save_checkpoint(
+        write = save_checkpoint
+        if ranks.mesh is not None:
+            write = partial(save_checkpoint_of_ranks, launch=launch())
+        write(
             out,
             model,
             optimizer,
@@ -121,7 +139,10 @@ def train(
 
     if checkpoint is None:
         save()  # a folder that cannot be written shows now, and nothing is lost yet
-    metrics = _kept_metrics(out / "metrics.jsonl", step if checkpoint is not None else None)
+    metrics: list[dict[str, Any]] = []
+    if ranks.leads:
+        metrics = _kept_metrics(out / "metrics.jsonl", step if checkpoint is not None else None)
+    metrics = ranks.from_leader(metrics)
     saved_at = step
     windows = validation_windows(
         text.validation, context=recipe.context, count=num_validation_windows
@@ -129,20 +150,22 @@ def train(
     stop_at = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
 
     with (
-        stop_signal() as stop,
-        live_progress(recipe.steps, step) as show,
-        open(out / "metrics.jsonl", "a") as file,
+        stop_signal() as own_stop,
+        live_progress(recipe.steps, step) if ranks.leads else _silence() as show,
+        open(out / "metrics.jsonl", "a") if ranks.leads else nullcontext() as file,
     ):
+        stop = ranks.agreed(own_stop)
 
         def log(**record: Any) -> None:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
             metrics.append(record)
+            if file is not None:
+                file.write(json.dumps(record) + "\n")
+                file.flush()
 
         while True:
             due = step % validate_every == 0 or step == recipe.steps
             if due and not any(r["step"] == step and "validation_loss" in r for r in metrics):
-                loss = validation_loss(model, windows, recipe.dtype, stop)
+                loss = validation_loss(model, windows, recipe.dtype, stop, ranks)
                 if loss is not None:
                     log(step=step, validation_loss=loss)
             if step >= stop_at or stop() is not None:
@@ -155,7 +178,7 @@ def train(
                 seed=recipe.seed,
                 step=step,
             )
-            loss, norm, rate = training_step(model, optimizer, recipe, step, tokens, targets)
+            loss, norm, rate = training_step(model, optimizer, recipe, step, tokens, targets, ranks)
             seconds = time.perf_counter() - began
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise FloatingPointError(
@@ -188,33 +211,41 @@ def training_step(
     step: int,
     tokens: Tensor,
     targets: Tensor,
+    ranks: Ranks = ALONE,
     *,
     attend: Attend | None = None,
 ) -> tuple[float, float, float]:
-    """Forward, backward, update; returns loss (nats per byte), gradient norm and learning rate."""
+    """Forward, backward, update; returns loss (nats per byte), gradient norm and learning rate.
+
+    On several ranks all give the whole step's tokens and targets, and get what all have summed.
+    """
     rate = recipe.learning_rate_at(step)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    with autocast(recipe.dtype):
-        loss = model.loss(tokens, targets, attend=attend)
+    with autocast(recipe.dtype, ranks.device.type):
+        loss = ranks.loss(model, tokens, targets, attend)
     optimizer.zero_grad()
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+    norm = ranks.clip_gradients(model, recipe.clip_norm)
     optimizer.step()
-    return loss.item(), norm.item(), rate
+    return ranks.total(loss), norm, rate
 
 
 @torch.no_grad()
 def validation_loss(
-    model: LongNetLM, windows: Windows, dtype: str, stop: Callable[[], int | None] = lambda: None
+    model: LongNetLM,
+    windows: Windows,
+    dtype: str,
+    stop: Callable[[], int | None] = lambda: None,
+    ranks: Ranks = ALONE,
 ) -> float | None:
     """Mean nats per byte over the windows; None where `stop` asked to give up."""
     losses = []
     for tokens, targets in windows:
         if stop() is not None:
             return None
-        with autocast(dtype):
-            losses.append(model.loss(tokens, targets).item())
+        with autocast(dtype, ranks.device.type):
+            losses.append(ranks.total(ranks.loss(model, tokens, targets)))
     return sum(losses) / len(losses)
 
 
@@ -229,9 +260,9 @@ def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
-def autocast(dtype: str) -> AbstractContextManager[Any]:
-    """Torch's autocast on the CPU, off for float32."""
-    return torch.autocast("cpu", DTYPES["bfloat16"], enabled=dtype == "bfloat16")
+def autocast(dtype: str, device_type: str = "cpu") -> AbstractContextManager[Any]:
+    """Torch's autocast, off for float32."""
+    return torch.autocast(device_type, DTYPES["bfloat16"], enabled=dtype == "bfloat16")
 
 
 @contextmanager
@@ -259,6 +290,12 @@ def stop_signal() -> Iterator[Callable[[], int | None]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _silence() -> Iterator[Show]:
+    """In place of `live_progress` on all ranks but the leader."""
+    yield lambda step, loss, tokens_per_s: None
 
 
 def _same_run(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recipe:

@@ -1,0 +1,206 @@
+"""The demo of training over ranks: the demo's model, its windows in shards, and what moved.
+
+torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring --out runs/demo-ring
+"""
+
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..distributed import RingPlan, ring_attention
+from ..distributed.sharding import num_tokens
+from ..patterns import Full
+from ..plots import require_matplotlib, traffic_png
+from .data import read_text, training_window
+from .files import replace_file
+from .loop import Run, adamw, autocast, train, training_step
+from .measure import peak_memory_bytes
+from .ranks import Ranks
+from .recipe import DTYPES, Recipe
+from .torchrun import ranks_of_torchrun
+
+RECIPE = Recipe(steps=60, num_layers=2, dtype="float32")
+COMPARED_STEPS = 10
+TOLERANCE = 1e-4
+"""Largest relative difference from one process's losses, for rounding in another order."""
+_TIMEOUT_S = 300.0  # the others wait while one process trains alone
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank had and did. Bytes are received in one layer's attention.
+
+    Attributes:
+        pairs: (query, key) pairs of its queries, with multiplicity, over all heads.
+        forward, backward: (counted, by the plan, by a plan that needs every key).
+        peak_bytes: its largest resident memory in training; None where the system does not tell.
+    """
+
+    tokens: int
+    pairs: int | float
+    forward: tuple[int | float, ...]
+    backward: tuple[int | float, ...]
+    peak_bytes: int | None
+
+
+def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
+    """Trains with each window's tokens in shards over all ranks, and compares with one process.
+
+    Args:
+        out: the folder; an earlier demo's files in it are replaced.
+        recipe: what to train; the default takes about a minute with four ranks on two cores.
+
+    Returns: 0; 1 where losses or bytes are not as expected; 128 + n where signal n stopped it.
+
+    Raises: as `train`; ValueError where torchrun did not start it; ImportError without matplotlib.
+    """
+    require_matplotlib()
+    if not dist.is_torchelastic_launched():
+        raise ValueError(
+            "expected processes that torchrun starts, got one by itself; run make demo-ring, or "
+            "torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring"
+        )
+    began = time.perf_counter()
+    with ranks_of_torchrun(int(os.environ["WORLD_SIZE"]), timeout=_TIMEOUT_S) as ranks:
+        if ranks.leads:
+            print(
+                f"Training {recipe.num_layers} layers of width {recipe.width}: {recipe.context:,} "
+                f"bytes of context\nover {ranks.size('sp')} processes, attention by "
+                f"{recipe.pattern}.",
+                flush=True,
+            )
+        run = train(
+            recipe, out, command="demo", save_every=recipe.steps, validate_every=recipe.steps,
+            ranks=ranks,
+        )  # fmt: skip
+        if run.stopped_by is not None:
+            return 128 + run.stopped_by
+        plan = ranks.plan(run.model, recipe.context)
+        rows = [_figures(ranks, plan, run)] * plan.world_size
+        dist.all_gather_object(rows, rows[0])
+        code = _report(out, run, plan, rows) if ranks.leads else 0
+        if ranks.leads:
+            print(f"The demo took {time.perf_counter() - began:.0f} s. Written: {out}")
+        return ranks.from_leader(code)
+
+
+def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> Rank:
+    """This rank's, after training; bytes are counted in one more window, forward and backward."""
+    assert ranks.mesh is not None
+    memory = peak_memory_bytes()
+    with autocast(run.recipe.dtype, ranks.device.type):
+        ranks.loss(run.model, *run.windows[0]).backward()
+    rank = ranks.mesh["sp"].get_local_rank()
+    full = _full_ring(plan)
+    received = []
+    for backward in (False, True):
+        counted = ring_attention.last_traffic(backward=backward)  # type: ignore[attr-defined]
+        planned = (
+            p.bytes_received(
+                rank,
+                head_dim=run.recipe.width // run.recipe.num_heads,
+                dtype=DTYPES[run.recipe.dtype],
+                backward=backward,
+            )
+            for p in (plan, full)
+        )
+        received.append((counted.received_bytes, *planned))
+    forward, backward_ = received
+    return Rank(num_tokens(plan.ranges[rank]), plan.load(rank), forward, backward_, memory)
+
+
+def _full_ring(plan: RingPlan) -> RingPlan:
+    """As if each query saw every key."""
+    return RingPlan.build(
+        Full(), plan.frame.kv_len, plan.world_size,
+        num_heads=plan.frame.num_kv_heads, sharding=plan.sharding,
+    )  # fmt: skip
+
+
+def _report(out: Path, run: Run, plan: RingPlan, rows: list[Rank]) -> int:
+    """Prints and draws what the ranks had and did; returns 1 where something is not as expected."""
+    print("Training the first steps again in one process ...", flush=True)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        alone, peak = pool.submit(_losses_alone, run.recipe, COMPARED_STEPS).result()
+    together = [record["loss"] for record in run.metrics if "loss" in record][: len(alone)]
+    largest = max(abs(a - b) / abs(b) for a, b in zip(together, alone, strict=True))
+
+    def line(*cells: object) -> None:
+        print(
+            "  " + "".join(f"{cell!s:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        )
+
+    widths: tuple[int, ...] = (4, 16, 16, 14)
+    line("step", f"{plan.world_size} processes", "one process", "difference")
+    for step, (a, b) in enumerate(zip(together, alone, strict=True), 1):
+        line(step, f"{a:.7f}", f"{b:.7f}", f"{abs(a - b):.1e}")
+    print(f"Largest relative difference of the losses: {largest:.1e} (at most {TOLERANCE:g}).\n")
+
+    widths = (4, 8, 14, 11, 11, 13, 11, 11, 13, 13)
+    print(f"{'':37}received, one layer forward        received, one layer backward")
+    line(
+        "rank", "tokens", "pairs", "counted", "planned", "full ring", "counted", "planned",
+        "full ring", "peak memory",
+    )  # fmt: skip
+    for rank, row in enumerate(rows):
+        moved = [_size(number) for number in (*row.forward, *row.backward)]
+        line(rank, f"{row.tokens:,}", f"{row.pairs:,}", *moved, _size(row.peak_bytes))
+    loads = [row.pairs for row in rows]
+    print(f"Load: the busiest rank has {max(loads) / (sum(loads) / len(loads)):.3f} x the mean.")
+    counted, everything = (sum(row.forward[i] + row.backward[i] for row in rows) for i in (0, 2))
+    share = f"{counted / everything:.3%}" if everything else "all"
+    print(f"Attention moved {share} of what a full ring of the same shards does.")
+    parameters = sum(p.nbytes for p in run.model.parameters())
+    print(f"Beside it, each step sums gradients of {_size(parameters)} over the ranks.")
+    print(f"Peak memory of the one process: {_size(peak)}.")
+    row_bytes = _row_bytes(run)
+    replace_file(
+        out / "traffic.png",
+        traffic_png(
+            [
+                (f"needed keys: {run.recipe.pattern}", plan.tokens, row_bytes),
+                ("a full ring: every key to every rank", _full_ring(plan).tokens, row_bytes),
+            ]
+        ),
+    )
+    exact = all(row.forward[0] == row.forward[1] and row.backward[0] == row.backward[1]
+                for row in rows)  # fmt: skip
+    if not exact:
+        print("The bytes counted are not those of the plan.")
+    if not largest <= TOLERANCE:
+        print("The losses are not those of one process.")
+    return int(not (exact and largest <= TOLERANCE))
+
+
+def _losses_alone(recipe: Recipe, steps: int) -> tuple[list[float], int | None]:
+    """The first losses of one process that trains by itself, and its peak memory."""
+    text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
+    model = recipe.build_model()
+    optimizer = adamw(model, recipe)
+    losses = []
+    for step in range(min(steps, recipe.steps)):
+        window = training_window(
+            text.train, context=recipe.context, batch_size=recipe.batch_size, seed=recipe.seed,
+            step=step,
+        )  # fmt: skip
+        losses.append(training_step(model, optimizer, recipe, step, *window)[0])
+    return losses, peak_memory_bytes()
+
+
+def _row_bytes(run: Run) -> int:
+    """What the key and value of one token and head take on the wire."""
+    return 2 * run.recipe.width // run.recipe.num_heads * DTYPES[run.recipe.dtype].itemsize
+
+
+def _size(number: float | None) -> str:
+    if number is None:
+        return "unknown"
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if number >= unit:
+            return f"{number / unit:,.1f} {name}"
+    return f"{number:,.0f} B"

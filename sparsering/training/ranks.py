@@ -1,0 +1,231 @@
+"""Training over ranks: a step's windows and the tokens of each are shared out over a mesh.
+
+    torchrun --nproc-per-node 8 -m sparsering train --sequence-parallel 4 --batch-size 2 --out out
+
+    with ranks_of_torchrun(sequence_parallel=4) as ranks:
+        train(recipe, Path("runs/x"), ranks=ranks)
+
+The mesh has two axes. Ranks along "sp" have one sequence in shards and attend by `ring_attention`;
+those along "dp" have different windows, and parameters that FSDP2 shards over them. Losses and
+gradients are summed, not averaged: a rank's part is divided by the number of all targets.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from ..distributed import RingPlan, ring_attention, shard
+from ..models.longnet import Attend, LongNetLM
+from ..ops import default_block_size
+from .recipe import Recipe, best_dtype
+
+TIMEOUT_S = 60.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The processes that train together; without a mesh one process by itself.
+
+    Every rank calls the same methods in the same order.
+
+    Attributes:
+        mesh: with the axes "dp" and "sp".
+        sharding: of a sequence over "sp", as for `RingPlan`; "auto" is judged by the model's
+            pattern.
+        timeout: seconds that a rank waits for its peers at each step of a ring.
+    """
+
+    mesh: DeviceMesh | None = None
+    sharding: str = "contiguous"
+    timeout: float | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that prints and writes metrics."""
+        return self.mesh is None or self.mesh.get_rank() == 0
+
+    def start(self, command: str) -> str:
+        """How such processes are told a command."""
+        if self.mesh is None:
+            return f"sparsering {command}"
+        world, sp = self.mesh.size(), self.size("sp")
+        torchrun = f"torchrun --nproc-per-node {world} -m sparsering {command}"
+        return f"{torchrun} --sequence-parallel {sp}"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        on_gpu = self.mesh is not None and self.mesh.device_type == "cuda"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def size(self, axis: str) -> int:
+        """Ranks along "dp" or "sp"."""
+        return 1 if self.mesh is None else self.mesh[axis].size()
+
+    def check(self, recipe: Recipe) -> None:
+        """Raises ValueError where the windows of a step cannot be shared out evenly."""
+        if recipe.batch_size % self.size("dp"):
+            dp, sp = self.size("dp"), self.size("sp")
+            raise ValueError(
+                f"expected a batch size that is a multiple of {dp}, as {dp * sp} processes at "
+                f"--sequence-parallel {sp} share out windows {dp} ways, got {recipe.batch_size}; "
+                f"pass --batch-size {-(-recipe.batch_size // dp) * dp}, or --sequence-parallel "
+                f"{dp * sp}"
+            )
+
+    def dtype(self) -> str:
+        """What "auto" becomes: the leader's choice, on all ranks."""
+        return self.from_leader("bfloat16" if self.device.type == "cuda" else best_dtype())
+
+    def from_leader(self, value: T) -> T:
+        """The leader's value, on all ranks."""
+        if self.mesh is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def agree(self, what: str, value: object) -> None:
+        """Raises ValueError on all ranks where they have not the same."""
+        if self.mesh is None:
+            return
+        values: list[object] = [None] * self.mesh.size()
+        dist.all_gather_object(values, value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise ValueError(
+                    f"expected the same {what} on all ranks, got {values[0]} on rank 0 and "
+                    f"{other} on rank {rank}; start every rank with the same arguments and files"
+                )
+
+    def agreed(self, stop: Callable[[], int | None]) -> Callable[[], int | None]:
+        """`stop`, which on all ranks tells the signal that has come to any."""
+        if self.mesh is None:
+            return stop
+
+        def agreed() -> int | None:
+            number = torch.tensor(stop() or 0, device=self.device)
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+            return int(number) or None
+
+        return agreed
+
+    def place(self, model: LongNetLM) -> None:
+        """Moves the model to this rank's device, and shards its parameters over "dp"."""
+        model.to(self.device)
+        if self.mesh is None or self.size("dp") == 1:
+            return
+        modules: list[nn.Module] = [*model.blocks, model]
+        for module in modules:
+            fully_shard(module, mesh=self.mesh["dp"], reshard_after_forward=True)
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        register_fsdp_forward_method(model, "loss")
+
+    def plan(self, model: LongNetLM, length: int) -> RingPlan:
+        """Of the model's attention over a sequence of `length` tokens."""
+        return RingPlan.build(
+            model.pattern, length, self.size("sp"),
+            num_heads=model.num_heads, sharding=self.sharding,
+            block_size=default_block_size(model.pattern, length),
+        )  # fmt: skip
+
+    def loss(
+        self, model: LongNetLM, tokens: Tensor, targets: Tensor, attend: Attend | None = None
+    ) -> Tensor:
+        """This rank's part of the mean loss of windows [B, N] that every rank has whole.
+
+        Windows that cannot be dealt out evenly over "dp" are computed by all along it, each of
+        which then counts for its share.
+        """
+        if self.mesh is None:
+            return model.loss(tokens, targets, attend=attend)
+        batch, length = tokens.shape
+        dp, num_targets = self.size("dp"), targets.numel()
+        if batch % dp:
+            num_targets *= dp
+        else:
+            first = self.mesh["dp"].get_local_rank() * (batch // dp)
+            tokens, targets = (x[first : first + batch // dp] for x in (tokens, targets))
+        sp, sharding = self.mesh["sp"], self.plan(model, length).sharding
+        cut = partial(shard, mesh=sp, sharding=sharding)
+        if attend is None:
+            ring = partial(
+                ring_attention, pattern=model.pattern, mesh=sp, sharding=sharding,
+                timeout=self.timeout,
+            )  # fmt: skip
+            attend = cast(Attend, ring)
+        return model.loss(
+            cut(tokens, dim=1).to(self.device),
+            cut(targets, dim=1).to(self.device),
+            attend=attend,
+            positions=cut(torch.arange(length), dim=0).to(self.device),
+            num_targets=num_targets,
+        )
+
+    def total(self, part: Tensor) -> float:
+        """The sum of the ranks' parts of a loss."""
+        if self.mesh is not None:
+            part = part.detach().double()
+            dist.all_reduce(part)
+        return part.item()
+
+    def clip_gradients(self, model: nn.Module, largest: float) -> float:
+        """Sums the gradients over the ranks and cuts their norm, which it returns.
+
+        Those of a sharded parameter are already summed over "dp", by FSDP's backward.
+        """
+        if self.size("sp") > 1:
+            assert self.mesh is not None
+            grads = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+            joined = torch.cat([grad.flatten() for grad in grads])
+            dist.all_reduce(joined, group=self.mesh["sp"].get_group())
+            for grad, part in zip(grads, joined.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
+        norm = nn.utils.clip_grad_norm_(model.parameters(), largest)
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def arrange(
+    sequence_parallel: int, *, sharding: str = "contiguous", timeout: float = TIMEOUT_S
+) -> Ranks:
+    """The ranks of the default process group; all of them call it.
+
+    Args:
+        sequence_parallel: ranks that share one sequence; the windows of a step are dealt out to as
+            many groups of them as there are.
+        sharding, timeout: of the `Ranks`.
+
+    Raises: ValueError where the number of processes is not a multiple of sequence_parallel.
+    """
+    world = dist.get_world_size()
+    if world % sequence_parallel:
+        raise ValueError(
+            f"expected a number of processes that is a multiple of --sequence-parallel "
+            f"{sequence_parallel}, got {world}; pass --sequence-parallel {world}, or start "
+            f"torchrun with --nproc-per-node {sequence_parallel}"
+        )
+    grid = torch.arange(world).view(-1, sequence_parallel)
+    limit = timedelta(seconds=timeout)
+    groups = [
+        dist.new_subgroups_by_enumeration(axis.tolist(), timeout=limit)[0]
+        for axis in (grid.T, grid)
+    ]
+    device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    mesh = DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("dp", "sp"))
+    return Ranks(mesh, sharding, timeout)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

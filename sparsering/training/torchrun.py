@@ -1,0 +1,114 @@
+"""Joining the processes that torchrun starts, and starts again after one of them died.
+
+with ranks_of_torchrun(sequence_parallel=4) as ranks:
+    train(recipe, out, resume=starts_again(ranks, out), ranks=ranks)
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .checkpoint import read_about
+from .ranks import TIMEOUT_S, Ranks, arrange
+
+
+@contextmanager
+def ranks_of_torchrun(
+    sequence_parallel: int | None = None,
+    *,
+    sharding: str | None = None,
+    timeout: float | None = None,
+) -> Iterator[Ranks]:
+    """Joins the processes that torchrun started, gloo on CPUs and NCCL on GPUs.
+
+    Args:
+        sequence_parallel: ranks that share one sequence; the number of processes is a multiple of
+            it, and the windows of a step are dealt out to that many groups. Default 1.
+        sharding: as for `RingPlan`; default "contiguous".
+        timeout: seconds that a rank waits for its peers; default TIMEOUT_S.
+
+    Yields: the ranks; one process by itself where torchrun is not there.
+
+    Raises: ValueError where the processes cannot be arranged so.
+    """
+    if not dist.is_torchelastic_launched():
+        if (sequence_parallel or 1) > 1 or sharding is not None or timeout is not None:
+            raise ValueError(
+                "--sequence-parallel, --sharding and --timeout are for processes that torchrun "
+                "starts, got one that it did not start; begin the command with torchrun "
+                f"--nproc-per-node {sequence_parallel or 1} -m sparsering, or leave them out"
+            )
+        yield Ranks()
+        return
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    seconds = TIMEOUT_S if timeout is None else timeout
+    if not seconds > 0:
+        raise ValueError(f"--timeout must be above 0 seconds, got {timeout}; leave it out for 60")
+    limit = timedelta(seconds=seconds)
+    start = max(seconds, TIMEOUT_S)  # processes do not all start at once
+    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=start)))
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", store=_fresh_store(store, rank, world, start),
+        rank=rank, world_size=world, timeout=limit,
+    )  # fmt: skip
+    yield arrange(sequence_parallel or 1, sharding=sharding or "contiguous", timeout=seconds)
+    dist.destroy_process_group()  # not after an error: peers may be gone
+
+
+def starts_again(ranks: Ranks, folder: Path) -> bool:
+    """Whether torchrun has started these processes again, and a checkpoint of theirs is there.
+
+    One of another launch is not: who starts anew beside it has made a mistake.
+    """
+    if ranks.mesh is None:
+        return False
+    restarts = torch.tensor(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), device=ranks.device)
+    dist.all_reduce(restarts, dist.ReduceOp.MAX)  # on many hosts not all count alike
+    found = False
+    if ranks.leads and restarts > 0:
+        with suppress(FileNotFoundError, ValueError):
+            found = read_about(folder).get("launch") == launch()
+    return ranks.from_leader(found)
+
+
+def launch() -> str | None:
+    """What tells torchrun's launches apart, the same after it restarts the processes."""
+    if not dist.is_torchelastic_launched():
+        return None
+    name = os.environ["TORCHELASTIC_RUN_ID"]
+    return f"process {os.getppid()}" if name == "none" else name
+
+
+def _fresh_store(store: dist.Store, rank: int, world: int, timeout: float) -> dist.Store:
+    """A part of torchrun's store that these processes alone have.
+
+    torchrun keeps its store over a restart, with the addresses of dead processes in it, and
+    `init_process_group` connects to whichever it finds first. So rank 0 names a part anew, and the
+    others take a name once rank 0 has seen what they alone can have written there.
+    """
+    own = secrets.token_hex(8)
+    if rank == 0:
+        store.set("part", own)
+        greetings = [f"{own}/{other}" for other in range(1, world)]
+        store.wait(greetings, timedelta(seconds=timeout))
+        store.set(f"{own}/seen", " ".join(store.get(key).decode() for key in greetings))
+        return dist.PrefixStore(own, store)
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        part = store.get("part").decode()
+        store.set(f"{part}/{rank}", own)
+        if store.check([f"{part}/seen"]) and own in store.get(f"{part}/seen").decode():
+            return dist.PrefixStore(part, store)
+        time.sleep(0.02)
+    raise TimeoutError(
+        f"rank {rank} has not met rank 0 within {timeout} s; pass a longer --timeout"
+    )

@@ -1,0 +1,336 @@
+"""Training over ranks, by real processes: the losses of one process, and what a death costs."""
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ring_workers import Workers
+
+from sparsering.cli import main
+from sparsering.plots import traffic_png
+from sparsering.training import Recipe, load_model, loop, train
+from sparsering.training.checkpoint import load_checkpoint
+from sparsering.training.ranks import arrange
+from sparsering.training.torchrun import starts_again
+
+RECIPE = Recipe(
+    pattern="LongNet((16, 64), (1, 4))",
+    context=64,
+    batch_size=2,
+    width=16,
+    num_layers=2,
+    num_heads=2,
+    steps=8,
+    warmup_steps=2,
+    dtype="float32",
+)
+TOLERANCE = 2e-6
+"""Relative, of losses and gradient norms in float32; 4e-7 is the largest difference seen."""
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Workers]:
+    started = Workers(2)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Workers]:
+    started = Workers(4)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Recipe:
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(20):
+        (folder / f"{i:02d}.txt").write_text(f"file {i:02d} says so. " * 40)
+    return dataclasses.replace(RECIPE, data=str(folder))
+
+
+def train_rank(
+    rank: int, recipe: Recipe, out: Path, sp: int, sharding: str, options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """A rank's metrics, without its own time."""
+    ranks = arrange(sp, sharding=sharding)
+    metrics = train(recipe, out, validate_every=4, ranks=ranks, **options).metrics
+    return [{name: record[name] for name in record if name != "seconds"} for record in metrics]
+
+
+def figures(folder: Path) -> dict[tuple[int, str], float]:
+    """Losses and gradient norms of `metrics.jsonl`, by step and name."""
+    text = (folder / "metrics.jsonl").read_text()
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    return {
+        (record["step"], name): record[name]
+        for record in map(json.loads, whole)
+        for name in ("loss", "grad_norm", "validation_loss")
+        if name in record
+    }
+
+
+def run(
+    workers: Workers, recipe: Recipe, out: Path, sp: int, sharding: str = "contiguous", **options
+) -> list[list[dict[str, Any]]]:
+    return workers.run(train_rank, recipe, out, sp, sharding, options)
+
+
+@pytest.mark.parametrize(
+    ("world", "sp", "sharding", "changes"),
+    [
+        pytest.param(2, 2, "contiguous", {}, id="dp 1, sp 2"),
+        pytest.param(2, 1, "contiguous", {}, id="dp 2, sp 1"),
+        pytest.param(4, 2, "zigzag", {}, id="dp 2, sp 2"),
+        pytest.param(4, 2, "auto", {"checkpoint_layers": True}, id="dp 2, sp 2, run twice"),
+        pytest.param(4, 4, "zigzag", {"context": 50, "batch_size": 1}, id="uneven shards"),
+        pytest.param(4, 4, "contiguous", {"context": 9, "batch_size": 3}, id="an empty shard"),
+        pytest.param(4, 4, "auto", {"pattern": "GlobalTokens(3) | Causal()"}, id="global rows"),
+    ],
+)
+def test_losses_are_those_of_one_process(request, recipe, tmp_path, world, sp, sharding, changes):
+    recipe = dataclasses.replace(recipe, **changes)
+    workers = request.getfixturevalue({2: "two", 4: "four"}[world])
+    of_ranks = run(workers, recipe, tmp_path / "ranks", sp, sharding)
+    train(recipe, tmp_path / "alone", validate_every=4)
+    assert figures(tmp_path / "ranks") == pytest.approx(figures(tmp_path / "alone"), rel=TOLERANCE)
+    assert all(metrics == of_ranks[0] for metrics in of_ranks)
+
+
+def test_a_run_goes_on_over_other_ranks_and_by_itself(two, four, recipe, tmp_path):
+    out = tmp_path / "parts"
+    run(four, recipe, out, 2, stop_after=2)
+    assert load_checkpoint(out).step == 2
+    run(two, recipe, out, 2, resume=True, stop_after=3)
+    run(two, recipe, out, 1, resume=True, stop_after=4)
+    train(recipe, out, resume=True, validate_every=4, stop_after=5)  # one process, one file
+    assert not list(out.glob("checkpoint-*/"))
+    run(four, recipe, out, 2, resume=True, stop_after=6)
+    assert not list(out.glob("*.safetensors"))
+    run(four, recipe, out, 4, resume=True)
+    train(recipe, tmp_path / "whole", validate_every=4)
+    assert figures(out) == pytest.approx(figures(tmp_path / "whole"), rel=TOLERANCE)
+    pairs = zip(
+        load_model(out).parameters(), load_model(tmp_path / "whole").parameters(), strict=True
+    )
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
+
+
+def test_a_resumed_run_over_the_same_ranks_is_the_same_bit_for_bit(two, recipe, tmp_path):
+    run(two, recipe, tmp_path / "whole", 2)
+    run(two, recipe, tmp_path / "parts", 2, stop_after=3)
+    run(two, recipe, tmp_path / "parts", 2, resume=True)
+    assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", ["a byte", "a file", "the metadata"])
+def test_damaged_parts_are_one_line(two, recipe, tmp_path, capsys, damage):
+    run(two, recipe, tmp_path, 2, stop_after=1)
+    (folder,) = tmp_path.glob("checkpoint-*/")
+    file = folder / (".metadata" if damage == "the metadata" else "__0_0.distcp")
+    if damage == "a file":
+        file.unlink()
+    else:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    capsys.readouterr()
+    assert main(["train", "--out", str(tmp_path), "--resume"]) == 2
+    assert "damaged or foreign" in capsys.readouterr().err
+
+
+def train_on_a_full_disk(rank: int, recipe: Recipe, out: Path) -> str:
+    """The OSError of a rank, where it is only rank 1 that cannot write."""
+    ranks = arrange(2)
+    fsync = os.fsync
+    if rank == 1:
+
+        def full(number: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        os.fsync = full
+    try:
+        train(recipe, out, resume=True, save_every=1, ranks=ranks)
+    except OSError as error:
+        return str(error)
+    finally:
+        os.fsync = fsync
+    return "none"
+
+
+def test_a_rank_without_space_leaves_the_checkpoint_whole(two, recipe, tmp_path):
+    run(two, recipe, tmp_path, 2, stop_after=2)
+    assert all("No space" in said for said in two.run(train_on_a_full_disk, recipe, tmp_path))
+    assert load_checkpoint(tmp_path).step == 2
+    run(two, recipe, tmp_path, 2, resume=True, stop_after=4)
+    assert load_checkpoint(tmp_path).step == 4
+    assert len(list(tmp_path.glob("checkpoint-*/"))) == 1
+
+
+def train_with_a_signal(rank: int, recipe: Recipe, out: Path) -> tuple[int, int | None]:
+    """Steps done and the signal that a rank knows of, where one comes to rank 1 in step 3."""
+    step_of = loop.training_step
+
+    def training_step(model, optimizer, recipe, step, *windows):
+        if rank == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step_of(model, optimizer, recipe, step, *windows)
+
+    loop.training_step = training_step
+    try:
+        ended = train(recipe, out, ranks=arrange(2))
+    finally:
+        loop.training_step = step_of
+    return ended.step, ended.stopped_by
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(two, recipe, tmp_path):
+    assert two.run(train_with_a_signal, recipe, tmp_path) == [(4, signal.SIGTERM)] * 2
+    assert load_checkpoint(tmp_path).step == 4
+
+
+def torchrun(number: int, *words: object, restarts: int = 0) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", number, "--max-restarts", restarts, *words]
+    return [str(word) for word in command]
+
+
+def train_words(recipe: Recipe, out: Path) -> list[object]:
+    words: list[object] = ["-m", "sparsering", "train", "--out", out]
+    for field in dataclasses.fields(recipe):
+        if field.name != "checkpoint_layers":
+            words += ["--" + field.name.replace("_", "-"), getattr(recipe, field.name)]
+    return words
+
+
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(recipe, tmp_path):
+    recipe, out = dataclasses.replace(recipe, steps=60), tmp_path / "run"
+    words = [*train_words(recipe, out), "--sequence-parallel", 2, "--timeout", 30]
+    words += ["--save-every", 3, "--validate-every", 60]
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(
+            torchrun(2, *words, restarts=1),
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+    try:
+        while not (out / "metrics.jsonl").exists() or (10, "loss") not in figures(out):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.005)
+        saved, reached = load_about(out)["step"], max(step for step, _ in figures(out))
+        os.kill(worker(process.pid, rank=1), signal.SIGKILL)
+        assert process.wait(timeout=60) == 0, (tmp_path / "log").read_text()
+    finally:
+        process.terminate()
+        process.wait()
+    _, _, printed = (tmp_path / "log").read_text().partition("exitcode: -9")
+    resumed = int(re.findall(r"^step +(\d+)/60", printed, re.MULTILINE)[0]) - 1
+    assert resumed % 3 == 0 and resumed >= saved and resumed >= reached - 3
+    train(recipe, tmp_path / "alone", validate_every=60)
+    assert figures(out) == pytest.approx(figures(tmp_path / "alone"), rel=TOLERANCE)
+    assert load_about(out)["step"] == 60
+
+
+def load_about(folder: Path) -> dict[str, Any]:
+    about: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
+    return about
+
+
+def worker(launcher: int, rank: int) -> int:
+    """The process that torchrun started for a rank."""
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        if b"RANK=%d" % rank in environment:
+            return int(child)
+    raise AssertionError(f"no rank {rank} under {launcher}")
+
+
+def restart(rank: int, recipe: Recipe, out: Path, launch: str) -> bool:
+    """Whether processes that torchrun has started again, in some launch, go on by themselves."""
+    os.environ["TORCHELASTIC_RUN_ID"] = launch
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1" if rank else "0"
+    try:
+        ranks = arrange(2)
+        again = starts_again(ranks, out)
+        if not again:
+            train(recipe, out, stop_after=1, ranks=ranks)
+        return again
+    finally:
+        del os.environ["TORCHELASTIC_RUN_ID"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def test_only_the_same_launch_goes_on_by_itself(two, recipe, tmp_path):
+    assert two.run(restart, recipe, tmp_path, "a") == [False] * 2  # nothing is there yet
+    assert two.run(restart, recipe, tmp_path, "a") == [True] * 2
+    with pytest.raises(AssertionError, match="expected no checkpoint"):
+        two.run(restart, recipe, tmp_path, "b")
+
+
+def test_processes_that_torchrun_did_not_start_are_told(tmp_path, capsys):
+    for option in (["--sequence-parallel", "4"], ["--sharding", "zigzag"], ["--timeout", "9"]):
+        assert main(["train", "--out", str(tmp_path), *option]) == 2
+        line = capsys.readouterr().err
+        assert "torchrun --nproc-per-node" in line and line.count("\n") == 1
+    assert main(["demo-ring", "--out", str(tmp_path)]) == 2
+    assert "make demo-ring" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_and_windows_must_be_shared_out_evenly(two, recipe, tmp_path):
+    with pytest.raises(AssertionError, match="multiple of --sequence-parallel 3, got 2"):
+        run(two, recipe, tmp_path, 3)
+    odd = dataclasses.replace(recipe, batch_size=3)
+    with pytest.raises(AssertionError, match=r"a multiple of 2, .* got 3; pass --batch-size 4"):
+        run(two, odd, tmp_path, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def differ(rank: int, recipe: Recipe, out: Path) -> None:
+    train(dataclasses.replace(recipe, seed=rank), out, ranks=arrange(2))
+
+
+def test_ranks_must_train_the_same(two, recipe, tmp_path):
+    with pytest.raises(AssertionError, match="the same recipe, text and checkpoint on all ranks"):
+        two.run(differ, recipe, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_traffic_is_drawn():
+    tokens = torch.tensor([[0, 5], [7, 0]])
+    assert traffic_png([("two ranks", tokens, 512)]).startswith(b"\x89PNG")
+    assert traffic_png([("nothing", torch.zeros(12, 12, dtype=torch.int64), 512)])
+
+
+@pytest.mark.slow
+def test_the_demo_counts_what_the_plan_says(recipe, tmp_path):
+    script, out = tmp_path / "demo.py", tmp_path / "demo"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from sparsering.training.demo_ring import demo_ring\n"
+        "from sparsering.training.recipe import Recipe\n"
+        'if __name__ == "__main__":\n'
+        f"    raise SystemExit(demo_ring(Path({str(out)!r}), recipe={recipe!r}))\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        torchrun(2, script), capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    for said in ("one process", "full ring", "peak memory", "the busiest rank", "MiB"):
+        assert said in done.stdout
+    assert (out / "traffic.png").read_bytes().startswith(b"\x89PNG")
