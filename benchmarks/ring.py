@@ -346,7 +346,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ring", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the records")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed calls of each method")
+    parser.add_argument("--plans-only", action="store_true", help="only the planned figures")
     arguments = parser.parse_args()
+    if arguments.plans_only:
+        write_record(arguments.out, "ring-plans", plans())
+        return 0
     times = [row for world in WORLDS for row in spawned(world, arguments.rounds)]
     write_record(arguments.out, "ring", times)
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):

@@ -101,8 +101,17 @@ def _result_shapes(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (*shape, case.value_dim), shape
 
 
-@pytest.mark.parametrize("world", range(1, MAX_WORLD + 1))
-@pytest.mark.parametrize("name", PATTERNS)
+IN_EVERY_WORLD = ("causal", "longnet", "global tokens", "documents", "random blocks", "key padding")
+WORLDS_OF_PATTERNS = [
+    pytest.param(
+        name, world, marks=() if world == 3 or name in IN_EVERY_WORLD else pytest.mark.slow
+    )
+    for name in PATTERNS
+    for world in range(1, MAX_WORLD + 1)
+]
+
+
+@pytest.mark.parametrize(("name", "world"), WORLDS_OF_PATTERNS)
 @pytest.mark.usefixtures("one_thread")
 def test_processes_compute_bit_for_bit_what_is_simulated(workers, name, world):
     sharding = ("contiguous", "zigzag")[world % 2]

@@ -28,6 +28,14 @@ def mortal() -> Iterator[Workers]:
     started.close()
 
 
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Workers]:
+    """Workers of tests after which they are as before."""
+    started = Workers(WORLD)
+    yield started
+    started.close()
+
+
 def shards(tokens: int = 40, head_dim: int = 8, dtype: torch.dtype = torch.float64) -> list[Any]:
     torch.manual_seed(0)
     return [torch.randn(1, 2, tokens, head_dim, dtype=dtype, requires_grad=True) for _ in range(3)]
@@ -81,9 +89,9 @@ DIFFERENCES = (
 )  # fmt: skip
 
 
-def test_what_does_not_fit_together_is_the_same_error_on_all_before_any_payload(mortal):
+def test_what_does_not_fit_together_is_the_same_error_on_all_before_any_payload(lasting):
     for name in DIFFERENCES:
-        outcomes = mortal.run(outcome, with_difference, name)
+        outcomes = lasting.run(outcome, with_difference, name)
         for kinds, text, rank, peer, step, _ in outcomes:
             assert (
                 kinds[0] == "RingMismatchError" and "ValueError" in kinds and "RingError" in kinds
@@ -92,13 +100,13 @@ def test_what_does_not_fit_together_is_the_same_error_on_all_before_any_payload(
             assert text.split(": ", 1)[1] == outcomes[0][1].split(": ", 1)[1]
             assert text.startswith(f"rank {rank}")
         assert [x[2] for x in outcomes] == list(range(WORLD))
-    outcomes = mortal.run(outcome, with_difference, "whole length")
+    outcomes = lasting.run(outcome, with_difference, "whole length")
     assert all(kinds[0] == "ValueError" and "121" in text for kinds, text, *_ in outcomes)
-    outcomes = mortal.run(outcome, with_own_error)
+    outcomes = lasting.run(outcome, with_own_error)
     assert [x[0][0] for x in outcomes] == ["RingMismatchError", "RingMismatchError", "ValueError"]
     assert "rank 2 raised" in outcomes[0][1]
     assert max(x[-1] for x in outcomes) < TIMEOUT
-    assert all(x[0] is None for x in mortal.run(outcome, call))  # the group still works
+    assert all(x[0] is None for x in lasting.run(outcome, call))  # the group still works
 
 
 def with_own_error(rank: int) -> None:
@@ -117,9 +125,9 @@ def with_bad_argument(rank: int, name: str) -> None:
     call(rank, **options)
 
 
-def test_what_one_rank_alone_gets_wrong_is_an_error_on_all_at_once(mortal):
+def test_what_one_rank_alone_gets_wrong_is_an_error_on_all_at_once(lasting):
     for name in ("sharding", "scale", "timeout", "compression", "pattern"):
-        outcomes = mortal.run(outcome, with_bad_argument, name)
+        outcomes = lasting.run(outcome, with_bad_argument, name)
         assert [x[0][0] for x in outcomes[:2]] == ["RingMismatchError"] * 2, name
         assert outcomes[2][0][0] in ("ValueError", "TypeError")
         assert max(x[-1] for x in outcomes) < TIMEOUT
@@ -158,8 +166,8 @@ def unshard_of_other_widths(rank: int) -> None:
     unshard(torch.zeros(1, 1, 4, 8 * (1 + (rank == 1))))
 
 
-def test_parts_that_do_not_fit_together_are_refused(mortal):
-    for kinds, text, *_ in mortal.run(outcome, unshard_of_other_widths):
+def test_parts_that_do_not_fit_together_are_refused(lasting):
+    for kinds, text, *_ in lasting.run(outcome, unshard_of_other_widths):
         assert kinds[0] == "RingMismatchError" and "other sizes" in text
 
 

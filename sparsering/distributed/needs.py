@@ -172,6 +172,8 @@ def _visited_keys(
     if not len(varies):
         return
     q, k, group = q[varies], k[varies], group[varies]
+    _, first = _kinds(rule, q, k, frame, group, k.start)  # alike for one set: look into one
+    q, k, group = q[first], k[first], group[first]
     if size > _LEAF:
         for part in torch.arange(len(group)).split(_AT_A_TIME // _SPLIT**2):
             pair, q_part, k_part = _split(q[part], k[part], size)
@@ -218,9 +220,11 @@ def _pairs_of(rule: Condition, mask: Mask, q: Axis, k: Axis, size: int, frame: F
     return pairs
 
 
-def _kinds(rule: Condition, q: Axis, k: Axis, frame: Frame) -> tuple[Tensor, Tensor]:
-    """Numbers pairs of tiles by their cells: (kind of each, one of each kind)."""
-    return number_rows([q.count, k.count, *rule.signature(q, k, _nowhere(q, frame))])
+def _kinds(
+    rule: Condition, q: Axis, k: Axis, frame: Frame, *further: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Numbers pairs of tiles by their cells, and further columns: (kind of each, one of each)."""
+    return number_rows([q.count, k.count, *further, *rule.signature(q, k, _nowhere(q, frame))])
 
 
 def _split(q: Axis, k: Axis, size: int) -> tuple[Tensor, Axis, Axis]:

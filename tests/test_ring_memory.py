@@ -1,0 +1,85 @@
+"""What a rank holds while it computes: the same whatever the number of ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ring_workers import Workers, groups
+
+import sparsering as sr
+from sparsering.bench.measure import memory
+from sparsering.distributed import RingPlan, ring_attention
+
+SHARD, HEADS, WIDTH = 4096, 2, 64
+PATTERNS = {
+    "causal": (sr.Causal(), "zigzag"),
+    "window": (sr.SlidingWindow(1000) & sr.Causal(), "contiguous"),
+    "longnet": (sr.LongNet((1024, 1 << 20), (1, 16)), "contiguous"),
+    "global rows": (sr.SlidingWindow(100) | sr.GlobalTokens(400), "contiguous"),
+}
+
+
+def peak(rank: int, world: int, name: str) -> int:
+    """Resident bytes of a forward and backward pass beyond its inputs, once layouts are made."""
+    pattern, sharding = PATTERNS[name]
+    own = [torch.randn(1, HEADS, SHARD, WIDTH, requires_grad=True) for _ in range(3)]
+    options = {"group": groups[world], "sharding": sharding}
+    for _ in range(2):
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = memory("VmRSS")
+        ring_attention(*own, pattern, **options).sum().backward()
+        extra = memory("VmHWM") - before
+    return extra
+
+
+@pytest.mark.slow
+def test_memory_of_a_rank_is_flat_in_the_number_of_ranks(monkeypatch):
+    for variable in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.setenv(variable, "65536")  # what is freed goes back to the system
+    workers = Workers(8)
+    try:
+        for name in PATTERNS:
+            peaks = {world: max(workers.run(peak, world, name, world=world)) for world in (4, 8)}
+            whole = 8 * SHARD * HEADS * WIDTH * 4  # keys of all ranks
+            assert peaks[8] < 1.2 * peaks[4] + 4e6, (name, peaks)
+            assert peaks[8] - peaks[4] < whole / 4, (name, peaks)
+    finally:
+        workers.close()
+
+
+def plan_of(name: str, world: int) -> tuple[int, int]:
+    """(bytes of a plan, peak resident bytes of building it) for 2^20 tokens."""
+    RingPlan.build(sr.Causal() & sr.SlidingWindow(10), 1 << 20, world)  # imports and warms up
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    plan = RingPlan.build(PLANS[name], 1 << 20, world)
+    return plan.nbytes, memory("VmHWM") - before
+
+
+def plan_in_worker(rank: int, name: str) -> tuple[int, int]:
+    return plan_of(name, 64)
+
+
+PLANS = {
+    "full": sr.Full(),
+    "causal": sr.Causal(),
+    "window": sr.SlidingWindow(4096) & sr.Causal(),
+    "longnet": sr.LongNet((2048, 32768, 1 << 20), (1, 4, 16)) & sr.Causal(),
+    "documents": sr.Documents((10_000,) * 104 + ((1 << 20) - 1_040_000,)) & sr.Causal(),
+    "window and global": sr.SlidingWindow(512, 512) | sr.GlobalTokens(64),
+    "dilated window": sr.SlidingWindow(4096, 0, 8) | sr.GlobalTokens(16, rows=False),
+    "block window": sr.BlockWindow(8, 128),
+    "block dilated": sr.BlockDilated((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048), 128),
+    "hierarchical": sr.Hierarchical(((128, 1024), (1024, 16384), (65536, None)), 128),
+    "random blocks": sr.RandomBlocks(0.005, 128),
+}
+
+
+def test_building_a_plan_for_a_million_tokens_over_64_ranks_takes_little_memory():
+    worker = Workers(1)
+    try:
+        for name in PLANS:
+            ((nbytes, extra),) = worker.run(plan_in_worker, name)
+            assert nbytes < 64e6 and extra < 64e6, (name, nbytes, extra)
+    finally:
+        worker.close()
