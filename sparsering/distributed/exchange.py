@@ -115,14 +115,12 @@ class Exchange:
         if operations and operations[0][2].device.type != "cpu":  # one launch: no deadlock
             batch = [dist.P2POp(op, x, group=self.group, group_peer=p) for op, p, x in operations]
             with pending.failing(None):
-                works = dist.batch_isend_irecv(batch)
-            pending.works = [(None, work) for work in works]
+                pending.works = [(None, work) for work in dist.batch_isend_irecv(batch)]
             return pending
         for operation, peer, x in operations:
             side = "group_src" if operation is dist.irecv else "group_dst"
             with pending.failing(peer):
-                work = operation(x, group=self.group, **{side: peer})
-            pending.works.append((peer, work))
+                pending.works.append((peer, operation(x, group=self.group, **{side: peer})))
         return pending
 
 
@@ -132,9 +130,14 @@ class Pending:
     def __init__(self, exchange: Exchange, step: str, tensors: list[Tensor]) -> None:
         self.exchange, self.step, self.tensors = exchange, step, tensors
         self.works: list[tuple[int | None, dist.Work]] = []
+        self.failure: RingError | None = None
 
     def wait(self) -> None:
-        """Returns when all has arrived and left; RingError where that fails or takes too long."""
+        """Returns when all has arrived and left; RingError where that fails or takes too long.
+
+        What goes to other peers than the one that failed still goes, so that they see for
+        themselves who did.
+        """
         deadline = None
         if self.exchange.timeout is not None:
             deadline = time.monotonic() + self.exchange.timeout
@@ -146,19 +149,22 @@ class Pending:
                     left = max(deadline - time.monotonic(), 0.001)
                     work.wait(timedelta(seconds=left))
         self.works, self.tensors = [], []
+        if self.failure is not None:
+            raise self.failure
 
     @contextmanager
     def failing(self, peer: int | None) -> Iterator[None]:
+        """Notes the first failure, which `wait` raises."""
         try:
             yield
         except RuntimeError as error:
-            raise RingError(
-                f"the peer does not answer ({_first_line(error)}); it died, hangs or left the "
-                "call; start it again and make a new process group",
-                self.exchange.rank,
-                peer,
-                self.step,
-            ) from error
+            if self.failure is None:
+                self.failure = RingError(
+                    f"the peer does not answer ({_first_line(error)}); it died, hangs or left the "
+                    "call; start it again and make a new process group",
+                    self.exchange.rank, peer, self.step,
+                )  # fmt: skip
+                self.failure.__cause__ = error
 
 
 _broken: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()

@@ -29,7 +29,14 @@ class Network:
             owner: travelling.new_empty(*travelling.shape[:2], len(at), travelling.shape[3])
             for owner, at in self.seats.items()
         }
-        sends = {host: travelling[:, :, at].contiguous() for host, at in places.items()}
+        rows: dict[tuple[int, ...], Tensor] = {}  # most hosts get the same ones
+        sends = {}
+        for host, at in places.items():
+            which = tuple(t.rows[0][0] for t in own.plan.travellers
+                          if t.owner == own.rank and host in t.hosts)  # fmt: skip
+            if which not in rows:
+                rows[which] = travelling[:, :, at].contiguous()
+            sends[host] = rows[which]
         self.pending_guests = exchange.start("query rows to their hosts", sends, self.arriving)
         self.returning: list[tuple[Pending, dict[int, Tensor]]] = []
 
