@@ -174,14 +174,12 @@ def _table(
 ) -> tuple[Table, Tensor]:
     """One table, its `mask` numbering the rows of the bitmaps returned beside it."""
     rule = condition(mask, frame)
-    everywhere = Origin(
-        torch.zeros(len(queries), dtype=torch.int64), torch.full((len(queries),), frame.kv_len)
-    )
+    everywhere = Origin.of_sequence(len(queries), frame.kv_len)
     pairs = rule.candidates(queries, keys, everywhere).expand()
     row, column = pairs // max(1, len(keys)), pairs % max(1, len(keys))
     q_count, k_count = queries.count[row], keys.count[column]
     q, k = queries[row], keys[column]
-    nowhere = Origin(torch.zeros_like(row), torch.full_like(row, frame.kv_len))
+    nowhere = Origin.of_sequence(len(row), frame.kv_len)
     status = torch.where((q_count > 0) & (k_count > 0), rule.status(q, k, nowhere), EMPTY)
 
     number = torch.full_like(row, -1)

@@ -53,6 +53,11 @@ class Origin(NamedTuple):
     start: Tensor
     kv_len: Tensor
 
+    @classmethod
+    def of_sequence(cls, tiles: int, kv_len: int) -> "Origin":
+        """Positions of the whole sequence, for as many tiles."""
+        return cls(torch.zeros(tiles, dtype=torch.int64), torch.full((tiles,), kv_len))
+
 
 class Condition:
     """One kind of condition, on p - origin.start and k - origin.start."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .algebra import Pattern
+from .kernels.inputs import sum_dtype
 from .kernels.reference import reference_attention
 from .layout import BlockLayout
 from .merge import finite_or_zero
@@ -112,7 +113,7 @@ def attention(
             raise ValueError(f"{name} must be an int or None, got {number!r}; wrap it in int()")
     query, key, value = autocast_inputs(query, key, value)
     if scale is None:
-        scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
+        scale = default_scale(query)
     if q_start is None:
         q_start = key.shape[2] - query.shape[2]
     if block_bias is not None:
@@ -209,7 +210,7 @@ def attention_weights(
     check_inputs(query, key, key, pattern)
     query, key = autocast_inputs(query, key)
     with torch.autocast(query.device.type, enabled=False):
-        scale = (query.shape[-1] ** -0.5 if query.shape[-1] else 1.0) if scale is None else scale
+        scale = default_scale(query) if scale is None else scale
         q_start = key.shape[2] - query.shape[2] if q_start is None else q_start
         _, lse = attention(
             query,
@@ -246,6 +247,11 @@ def attention_weights(
             tables.append(torch.cat((visited, missing)))
         empty = lse.new_zeros(batch, heads, blocks, size, size)
         return BlockWeights(torch.stack(tables).view(empty.shape) if tables else empty, layout)
+
+
+def default_scale(query: Tensor) -> float:
+    """D ** -0.5."""
+    return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
@@ -339,7 +345,7 @@ def _log_counts(
     block_bias: Tensor | None,
 ) -> Tensor:
     """[B, Hq, Nq, Nk] log of the (biased) multiplicity of every pair."""
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = sum_dtype(query)
     if block_bias is None:
         return (
             pair_counts_op(query, key, pattern.tensors, pattern.expression, q_start).to(dtype).log()

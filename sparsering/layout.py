@@ -165,7 +165,7 @@ class BlockLayout:
             row, key, _, tiles = self.table(p, batch, head)
             q, k = p.query_start[tiles][row], p.key_start[tiles][key]
             counts = [
-                (((stop - start).clamp(min=0) + p.step - 1) // p.step).clamp(max=self.block_size)
+                tile_counts(start, stop, p.step, self.block_size)
                 for start, stop in ((q, p.query_stop[tiles][row]), (k, p.key_stop[tiles][key]))
             ]
             rows.append(torch.stack((q + self.frame.q_start, k, *counts), 1))
@@ -290,6 +290,11 @@ def _sample(start: Tensor, stop: Tensor, step: int, block_size: int, samples: Te
         .clamp(max=block_size)
     )
     return start[:, None] + step * (samples * count[:, None] // len(samples))
+
+
+def tile_counts(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
+    """Real positions of each tile."""
+    return ((stop - start).clamp(min=0) + step - 1).floor_divide(step).clamp(max=block_size)
 
 
 def table_of(head: int, tables: int, num_heads: int) -> int:

@@ -19,6 +19,7 @@ from .block_patterns import block_masks
 from .cache import BLOCK_SIZES, layout_cache
 from .expression import parse
 from .kernels import cpu, flash, flex, gather, torch_sparse, triton, triton_tuning
+from .kernels.inputs import sum_dtype
 from .layout import BlockLayout
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -117,12 +118,17 @@ def layout_for(
     if block_size is None and backend == "triton":
         block_size = triton_tuning.block_size(pattern, query)
     size = default_block_size(value, frame.kv_len) if block_size is None else block_size
-    if (batch := value.num_batches()) not in (None, query.shape[0]):
+    check_batch(value, query)
+    return layout_cache.layout(value, frame, size, query.device)
+
+
+def check_batch(pattern: Pattern, query: Tensor) -> None:
+    """Raises ValueError where the pattern is for another number of batch entries."""
+    if (batch := pattern.num_batches()) not in (None, query.shape[0]):
         raise ValueError(
             f"the pattern is for {batch} batch entries, got a query of {query.shape[0]}; "
             "give one length or table per entry"
         )
-    return layout_cache.layout(value, frame, size, query.device)
 
 
 def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
@@ -183,10 +189,8 @@ def attention_backward_op(
 
 @attention_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(
-        query.shape[:3], dtype=lse_dtype
-    )
+    out = query.new_empty(*query.shape[:3], value.shape[3])
+    return out, query.new_empty(query.shape[:3], dtype=sum_dtype(query))
 
 
 @attention_backward_op.register_fake

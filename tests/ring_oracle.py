@@ -4,6 +4,7 @@ from attention_oracle import Case, dense_counts
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.distributed import RingPlan
 
 
 def owned(sharding: str, length: int, world: int) -> list[list[int]]:
@@ -21,6 +22,18 @@ def owned(sharding: str, length: int, world: int) -> list[list[int]]:
         [p for i, o in enumerate(owners) if o == r for p in range(length)[i * c : (i + 1) * c]]
         for r in range(world)
     ]
+
+
+def plan_of(pattern: sr.Pattern, case: Case, world: int, sharding: str) -> RingPlan:
+    """The plan for a case's heads."""
+    return RingPlan.build(
+        pattern,
+        case.kv_len,
+        world,
+        num_heads=case.num_kv_heads,
+        query_heads=case.num_heads,
+        sharding=sharding,
+    )
 
 
 def visited(pattern: sr.Pattern, case: Case, away: list[int]) -> Tensor:

@@ -12,12 +12,13 @@ import torch
 from attention_oracle import PATTERNS, Case, assert_same_attention, gradients, inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ring_oracle import plan_of
 from ring_workers import MAX_WORLD, Workers, groups
 from strategies import scenes, specs
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.distributed import RingPlan, Traffic, ring_attention, shard, simulate_ring
+from sparsering.distributed import Traffic, ring_attention, shard, simulate_ring
 from sparsering.distributed.sharding import owned_ranges
 
 CASE = Case(batch=2, num_heads=4, num_kv_heads=2, q_len=75, kv_len=75, head_dim=8, value_dim=16)
@@ -131,14 +132,7 @@ def assert_processes_are_as_simulated(workers, name, case, world, sharding) -> N
     else:
         simulated = sr.attention(*whole, pattern, return_lse=True)
     expected = [*simulated, *torch.autograd.grad(simulated, whole, grads)]
-    plan = RingPlan.build(
-        pattern,
-        case.q_len,
-        world,
-        num_heads=case.num_kv_heads,
-        query_heads=case.num_heads,
-        sharding=sharding,
-    )
+    plan = plan_of(pattern, case, world, sharding)
     ranges = owned_ranges(sharding, case.q_len, world)
     for rank, (tensors, forward, backward) in enumerate(results):
         places = [p for a, b in ranges[rank] for p in range(a, b)]

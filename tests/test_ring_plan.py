@@ -8,7 +8,7 @@ import torch
 from attention_oracle import PATTERNS, Case, dense_counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_oracle import owned, travelling, visited
+from ring_oracle import owned, plan_of, travelling, visited
 from strategies import scenes, specs
 
 import sparsering as sr
@@ -17,19 +17,8 @@ from sparsering.distributed import RingPlan
 SHARDINGS = ("contiguous", "zigzag", "chunks:1,0,2,2,1,0,0")
 
 
-def build(pattern: sr.Pattern, case: Case, world: int, sharding: str) -> RingPlan:
-    return RingPlan.build(
-        pattern,
-        case.kv_len,
-        world,
-        num_heads=case.num_kv_heads,
-        query_heads=case.num_heads,
-        sharding=sharding,
-    )
-
-
 def assert_plan_is_exact(pattern: sr.Pattern, case: Case, world: int, sharding: str) -> None:
-    plan = build(pattern, case, world, sharding)
+    plan = plan_of(pattern, case, world, sharding)
     shards = owned(plan.sharding, case.kv_len, world)
     away = travelling(plan)
     assert [[p for a, b in r for p in range(a, b)] for r in plan.ranges] == shards

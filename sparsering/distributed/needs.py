@@ -135,7 +135,7 @@ def _pairs(
 
 
 def _pairs_of_rows(rule: Condition, q: Axis, k: Axis, frame: Frame) -> Iterator[tuple[Axis, Axis]]:
-    spans = rule.candidates(q, k, _nowhere(q, frame))
+    spans = rule.candidates(q, k, Origin.of_sequence(len(q), frame.kv_len))
     span, number = expand_counts(-(-(spans.end - spans.begin) // _AT_A_TIME))
     begin = spans.begin[span] + number * _AT_A_TIME
     end = torch.minimum(spans.end[span], begin + _AT_A_TIME)
@@ -150,10 +150,6 @@ def _pairs_of_rows(rule: Condition, q: Axis, k: Axis, frame: Frame) -> Iterator[
         yield q[row[real]], k[column[real]]
 
 
-def _nowhere(tiles: Axis, frame: Frame) -> Origin:
-    return Origin(torch.zeros_like(tiles.start), torch.full_like(tiles.start, frame.kv_len))
-
-
 def _visited_keys(
     rule: Condition,
     mask: Mask,
@@ -165,7 +161,7 @@ def _visited_keys(
     found: list[Found],
 ) -> None:
     """Appends (group, first, last, step) of the key tokens that some query of each pair visits."""
-    status = rule.status(q, k, _nowhere(q, frame))
+    status = rule.status(q, k, Origin.of_sequence(len(q), frame.kv_len))
     full = status == FULL
     found.append((group[full], k.start[full], k.last[full], k.step))
     varies = torch.nonzero((status != FULL) & (status != EMPTY))[:, 0]
@@ -200,7 +196,7 @@ def _pairs_of(rule: Condition, mask: Mask, q: Axis, k: Axis, size: int, frame: F
     """How many pairs each pair of tiles holds. Pairs of tiles with equal content are looked into
     once.
     """
-    status = rule.status(q, k, _nowhere(q, frame))
+    status = rule.status(q, k, Origin.of_sequence(len(q), frame.kv_len))
     pairs = torch.where(status == FULL, q.count * k.count, 0)
     varies = torch.nonzero((status != FULL) & (status != EMPTY))[:, 0]
     if not len(varies):
@@ -224,7 +220,8 @@ def _kinds(
     rule: Condition, q: Axis, k: Axis, frame: Frame, *further: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Numbers pairs of tiles by their cells, and further columns: (kind of each, one of each)."""
-    return number_rows([q.count, k.count, *further, *rule.signature(q, k, _nowhere(q, frame))])
+    signature = rule.signature(q, k, Origin.of_sequence(len(q), frame.kv_len))
+    return number_rows([q.count, k.count, *further, *signature])
 
 
 def _split(q: Axis, k: Axis, size: int) -> tuple[Tensor, Axis, Axis]:

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..algebra import Pattern
+from ..functional import check_inputs, refuse_forward_mode
 from ..merge import merge_into
-from ..ops import BACKWARD, FORWARD, choose
-from ..tiles import Ranges
+from ..ops import BACKWARD, FORWARD, check_batch, choose, default_block_size
 from .plan import RingPlan
 from .schedule import Step, guest_rows, guest_step, local_step, round_step, senders
-from .sharding import local_index
+from .sharding import local_index, positions
 from .wire import Wire
 
 _KERNELS = ("cpu", "triton", "gather")
@@ -50,18 +51,27 @@ def kernels(backend: str | None, query: Tensor, key: Tensor, value: Tensor) -> s
     return name
 
 
-def check_batch(plan: RingPlan, query: Tensor) -> None:
-    """Raises ValueError where the pattern is for another number of batch entries."""
-    if (batch := plan.pattern.num_batches()) not in (None, len(query)):
+def check_ring_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
+    """Raises as `attention` where inputs do not fit, or are not of the same tokens."""
+    check_inputs(query, key, value, pattern)
+    if query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"the pattern is for {batch} batch entries, got a query of {len(query)}; give one "
-            "length or table per entry"
+            "a ring needs the queries and keys of the same tokens, sharded alike, got "
+            f"{query.shape[2]} and {key.shape[2]}"
         )
+    refuse_forward_mode(query, key, value)
 
 
-def sum_dtype(x: Tensor) -> torch.dtype:
-    """What sums and merged results of some inputs are kept in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def plan_of_call(
+    pattern: Pattern, length: int, world: int, sharding: str, query: Tensor, key: Tensor
+) -> RingPlan:
+    """The plan of a call with such heads; ValueError where the pattern does not fit."""
+    check_batch(pattern, query)
+    return RingPlan.build(
+        pattern, length, world,
+        num_heads=key.shape[1], query_heads=query.shape[1], sharding=sharding,
+        block_size=default_block_size(pattern, length),
+    )  # fmt: skip
 
 
 class Gradients(NamedTuple):
@@ -222,18 +232,13 @@ def message_rows(plan: RingPlan, receiver: int, sender: int, batch: int) -> int:
 def own_places(plan: RingPlan, rank: int, host: int, device: torch.device) -> Tensor:
     """Places in a rank's shard of the query rows that travel to a host."""
     rows = [t.rows for t in plan.travellers if t.owner == rank and host in t.hosts]
-    return local_index(plan.ranges[rank], _positions(*rows)).to(device)
+    return local_index(plan.ranges[rank], positions(*rows)).to(device)
 
 
 def guest_places(plan: RingPlan, owner: int, host: int, device: torch.device) -> Tensor:
     """Places among a host's guests of the query rows of one owner."""
     rows = [t.rows for t in plan.travellers if t.owner == owner and host in t.hosts]
-    return local_index(guest_rows(plan, host), _positions(*rows)).to(device)
-
-
-def _positions(*ranges: Ranges) -> Tensor:
-    found = [torch.arange(start, stop) for own in ranges for start, stop in own]
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *found])
+    return local_index(guest_rows(plan, host), positions(*rows)).to(device)
 
 
 def _attend(

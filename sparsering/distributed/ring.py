@@ -17,25 +17,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..algebra import Pattern
 from ..expression import parse
-from ..functional import attention, autocast_inputs, check_inputs, refuse_forward_mode
-from ..ops import default_block_size
+from ..functional import attention, autocast_inputs, default_scale
+from ..kernels.inputs import sum_dtype
 from .agreement import Call, agree_on_call, check_lengths, error_budget, tell_failure
 from .exchange import Exchange, Traffic
 from .network import Network
-from .plan import RingPlan
 from .rank import (
     Gradients,
     Rank,
     add_returned,
     answer,
-    check_batch,
+    check_ring_inputs,
     forward,
     gradient_rows,
     kernels,
     local_gradients,
     own_places,
+    plan_of_call,
     round_gradients,
-    sum_dtype,
 )
 from .sharding import chunk_owners
 from .wire import wire
@@ -101,13 +100,7 @@ def ring_attention(
     group = resolve_group(group, mesh)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     try:
-        check_inputs(query, key, value, pattern)
-        if query.shape[2] != key.shape[2]:
-            raise ValueError(
-                "a ring needs the queries and keys of the same tokens on a rank, got "
-                f"{query.shape[2]} and {key.shape[2]}"
-            )
-        refuse_forward_mode(query, key, value)
+        check_ring_inputs(query, key, value, pattern)
         if seconds is not None and not (0 < seconds < math.inf):
             raise ValueError(f"timeout must be a number of seconds above 0 or None, got {timeout}")
         if not (scale is None or isinstance(scale, int | float)):
@@ -123,7 +116,7 @@ def ring_attention(
             tell_failure(group, seconds)
         raise
     if scale is None:
-        scale = query.shape[3] ** -0.5 if query.shape[3] else 1.0
+        scale = default_scale(query)
     if group is None or group.size() == 1:
         _last_traffic.update({False: Traffic(), True: Traffic()})
         return attention(  # type: ignore[call-overload]
@@ -258,12 +251,7 @@ def _begin(
         lengths, compression, error = agree_on_call(exchange, call, query, key, value)
     exchange.traffic = Traffic(compression=compression, error=error)
     pattern = parse(call.pattern, [tensor.cpu() for tensor in call.tensors])
-    plan = RingPlan.build(
-        pattern, sum(lengths), len(lengths),
-        num_heads=key.shape[1], query_heads=query.shape[1], sharding=call.sharding,
-        block_size=default_block_size(pattern, sum(lengths)),
-    )  # fmt: skip
-    check_batch(plan, query)
+    plan = plan_of_call(pattern, sum(lengths), len(lengths), call.sharding, query, key)
     check_lengths(plan, lengths, exchange.rank)
     format_ = wire(compression, query.dtype)
     return Rank(plan, exchange.rank, backend, call.scale, format_, sum_dtype(query)), exchange

@@ -16,7 +16,8 @@ from torch import Tensor
 from ..algebra import Frame
 from ..cache import assemble, layout_cache
 from ..compile import compile_passes
-from ..layout import BlockLayout, Pass
+from ..layout import BlockLayout, Pass, tile_counts
+from ..ragged import expand_counts
 from ..tiles import Ranges
 from .plan import RingPlan
 from .sharding import local_index, num_tokens, without
@@ -57,10 +58,9 @@ class Step:
         order = places.argsort(stable=True)
         order = order[places[order] < self.arrived]
         row = places[order]
-        count = torch.bincount(row, minlength=self.arrived)
-        number = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+        _, number = expand_counts(torch.bincount(row, minlength=self.arrived))
         copies = []
-        for n in range(int(count.max()) if len(row) else 0):
+        for n in range(int(number.max()) + 1 if len(row) else 0):
             copy = torch.full((self.arrived,), len(places), device=row.device)
             copy[row[number == n]] = order[number == n]
             copies.append(copy.int())
@@ -152,7 +152,7 @@ def _step(
     """Rewrites query tiles to places in a shard, from the first query that visits a key."""
     placed = []
     for p in passes:
-        visits = _by_axis(p, (p.row_ptr.diff(dim=-1) > 0).any(0), len(p.query_start))
+        visits = _by_axis((p.row_ptr.diff(dim=-1) > 0).any(0), len(p.query_start))
         visits &= p.query_start < p.query_stop
         placed.append((visits, *_placed(p.query_start, p.query_stop, queries, visits)))
     starts, stops = ([x[i][x[0]] for x in placed] for i in (1, 2))
@@ -177,18 +177,10 @@ def _placed(start: Tensor, stop: Tensor, ranges: Ranges, kept: Tensor) -> tuple[
 
 
 def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: int) -> bool:
-    return bool((_count(start, stop, step, block_size).sum(1) == length).all())
+    return bool((tile_counts(start, stop, step, block_size).sum(1) == length).all())
 
 
-def _count(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
-    return (
-        ((stop - start).clamp(min=0) + step - 1)
-        .div(step, rounding_mode="floor")
-        .clamp(max=block_size)
-    )
-
-
-def _by_axis(p: Pass, of_tables: Tensor, axes: int) -> Tensor:
+def _by_axis(of_tables: Tensor, axes: int) -> Tensor:
     """[tables, tiles] bool to [axes, tiles]: a tile is used where a table of its axis uses it."""
     tables = len(of_tables)
     if tables <= axes:
@@ -205,8 +197,8 @@ def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, 
     visited = torch.zeros(batch, tables, tiles, dtype=torch.int32)
     real = (torch.arange(entries) < p.num_entries[..., None]).int()
     visited.scatter_reduce_(2, p.key_tile.long(), real, "amax")
-    used = _by_axis(p, visited.bool().any(0), axes)
-    count = _count(p.key_start, p.key_stop, p.step, block_size)
+    used = _by_axis(visited.bool().any(0), axes)
+    count = tile_counts(p.key_start, p.key_stop, p.step, block_size)
     used &= count > 0
     count = torch.where(used, count, 0)
     if p.step == 1:
@@ -217,8 +209,7 @@ def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, 
     end = torch.where(used, start + (count - 1) * p.step + 1, 0)
     position = torch.full((axes, int(end.max()) if end.numel() else 0), -1)
     axis = torch.nonzero(used)[:, 0]
-    own = torch.arange(len(axis)).repeat_interleave(count[used])
-    slot = torch.arange(len(own)) - (count[used].cumsum(0) - count[used])[own]
+    own, slot = expand_counts(count[used])
     place = start[used][own] + p.step * slot
     position[axis[own], place] = p.key_start[used][own] + p.step * slot
     return torch.where(used, start + first, 0), torch.where(used, end + first, 0), position

@@ -71,6 +71,12 @@ def overlap(ranges: Ranges, others: Ranges) -> Ranges:
     return [(max(a, c), min(b, d)) for a, b in ranges for c, d in others if max(a, c) < min(b, d)]
 
 
+def positions(*ranges: Ranges) -> Tensor:
+    """The positions that lists of ranges hold, in their order."""
+    found = [torch.arange(start, stop) for own in ranges for start, stop in own]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *found])
+
+
 def local_index(ranges: Ranges, position: Tensor) -> Tensor:
     """Where positions that a rank owns stand in its shard."""
     starts = torch.tensor([start for start, _ in ranges], dtype=torch.int64)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..algebra import Pattern
-from ..functional import autocast_inputs, check_inputs, refuse_forward_mode
-from ..ops import default_block_size
+from ..functional import autocast_inputs, default_scale
+from ..kernels.inputs import sum_dtype
 from .network import round_room
 from .plan import RingPlan
 from .rank import (
@@ -18,7 +18,7 @@ from .rank import (
     Rank,
     add_returned,
     answer,
-    check_batch,
+    check_ring_inputs,
     forward,
     gradient_rows,
     guest_places,
@@ -26,10 +26,11 @@ from .rank import (
     local_gradients,
     own_places,
     pack,
+    plan_of_call,
     round_gradients,
-    sum_dtype,
 )
 from .schedule import guest_rows, receivers
+from .sharding import positions
 from .wire import wire
 
 
@@ -60,25 +61,14 @@ def simulate_ring(
 
     Raises: ValueError where inputs do not fit.
     """
-    check_inputs(query, key, value, pattern)
-    if query.shape[2] != key.shape[2]:
-        raise ValueError(
-            "a ring needs as many queries as keys, both sharded alike, got "
-            f"{query.shape[2]} and {key.shape[2]}"
-        )
-    refuse_forward_mode(query, key, value)
+    check_ring_inputs(query, key, value, pattern)
     query, key, value = autocast_inputs(query, key, value)
-    plan = RingPlan.build(
-        pattern, query.shape[2], world_size,
-        num_heads=key.shape[1], query_heads=query.shape[1], sharding=sharding,
-        block_size=default_block_size(pattern, query.shape[2]),
-    )  # fmt: skip
-    check_batch(plan, query)
+    plan = plan_of_call(pattern, query.shape[2], world_size, sharding, query, key)
     device = query.device
     if offload and torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator() or device
     if scale is None:
-        scale = query.shape[3] ** -0.5 if query.shape[3] else 1.0
+        scale = default_scale(query)
     sample = (x[:, :, :1].to(device) for x in (query, key, value))
     call = (plan, kernels(None, *sample), scale, wire(None, query.dtype), sum_dtype(query))
     with torch.autocast(query.device.type, enabled=False):
@@ -161,10 +151,7 @@ class _Shards:
 
     def __init__(self, plan: RingPlan, device: torch.device) -> None:
         self.plan, self.device = plan, device
-        self.places = [
-            torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(a, b) for a, b in own)])
-            for own in plan.ranges
-        ]
+        self.places = [positions(own) for own in plan.ranges]
 
     def of(self, rank: int, *tensors: Tensor) -> list[Tensor]:
         return [x[:, :, self.places[rank].to(x.device)].to(self.device) for x in tensors]
@@ -181,8 +168,7 @@ class _Shards:
 
     def guests(self, host: int, travelling: Tensor) -> Tensor:
         """The rows that come to a host, out of those of the whole sequence."""
-        rows = guest_rows(self.plan, host)
-        at = torch.cat([torch.arange(start, stop) for start, stop in rows])
+        at = positions(guest_rows(self.plan, host))
         return travelling[:, :, at.to(travelling.device)].to(self.device)
 
     def answers(self, rank: int, answers: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:

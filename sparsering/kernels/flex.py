@@ -14,6 +14,7 @@ from torch import Tensor
 from ..compile import unpack
 from ..layout import BlockLayout, Pass
 from ..merge import merge_attention
+from .inputs import sum_dtype
 
 if TYPE_CHECKING:  # it imports half of the compiler: left to the first call
     from torch.nn.attention.flex_attention import BlockMask
@@ -52,7 +53,7 @@ def attention(
 
     if block_bias is not None:
         raise NotImplementedError("flex: it has no block_bias; name another backend or none")
-    kind = torch.float64 if query.dtype == torch.float64 else torch.float32
+    kind = sum_dtype(query)
     outs = [query.new_zeros(*query.shape[:3], value.shape[3])]
     lses = [query.new_full(query.shape[:3], -torch.inf, dtype=kind)]
     for p in layout.passes:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..layout import BlockLayout
 from ..merge import finite_or_zero
 from .gather_plan import Chunk, chunks, plan
+from .inputs import sum_dtype
 
 _MOST_QUERIES = 512  # tokens of a unit: enough for the full rate of a matmul,
 _MOST_KEYS = 2048  # while its scores stay in cache
@@ -53,7 +54,7 @@ def forward(
     Returns:
         out [B, Hq, Nq, Dv] in the query's dtype, lse [B, Hq, Nq] float32 (float64 for float64).
     """
-    dtype = _accumulator(query)
+    dtype = sum_dtype(query)
     q, k, v, bias = _flat(query), _flat(key), _flat(value), _flat_bias(block_bias)
     out = torch.zeros(len(q), v.shape[1], dtype=dtype, device=q.device)
     lse = torch.full((len(q),), -torch.inf, dtype=dtype, device=q.device)
@@ -96,7 +97,7 @@ def backward(
     With the merged lse and `delta = rowsum(dO * O) - dlse`, every unit of every pass computes
     `P = exp(s - lse)`, `dS = P * (dP - delta)`: no per-branch outputs are needed.
     """
-    dtype = _accumulator(query)
+    dtype = sum_dtype(query)
     q, k, v, do = _flat(query), _flat(key), _flat(value), _flat(grad_out)
     bias = _flat_bias(block_bias)
     delta = (do.to(dtype) * _flat(out).to(dtype)).sum(1) - grad_lse.reshape(-1).to(dtype)
@@ -138,13 +139,13 @@ def _walk(
     layout: BlockLayout, query: Tensor, value: Tensor, bias: Tensor | None
 ) -> Iterator[tuple[bool, Chunk]]:
     """Every chunk of every pass, and whether its query rows are met for the first time."""
-    b, size = layout.block_size, _accumulator(query).itemsize
+    b, size = layout.block_size, sum_dtype(query).itemsize
     per_token = 3 * size * (query.shape[-1] + value.shape[-1])
     most_queries = 1 if bias is not None else max(1, _MOST_QUERIES // b)
     for number, p in enumerate(layout.passes):
         for group in plan(p, b, most_queries, max(1, _MOST_KEYS // b)):
             pairs = group.num_queries * group.num_keys
-            per_pair = 0 if _alone(pairs, query.device, _accumulator(query)) else 4 * size
+            per_pair = 0 if _alone(pairs, query.device, sum_dtype(query)) else 4 * size
             limits = (_workspace["bytes"], per_token, per_pair)
             for chunk in chunks(layout, number, group, len(query), *limits, bias is not None):
                 yield group.fresh and number == 0, chunk
@@ -251,7 +252,3 @@ def _flat(x: Tensor) -> Tensor:
 
 def _flat_bias(block_bias: Tensor | None) -> Tensor | None:
     return None if block_bias is None else block_bias.flatten()
-
-
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..compile import number_rows, unpack
-from ..layout import BlockLayout, Pass
+from ..layout import BlockLayout, Pass, tile_counts
 from ..permutation import mix
 from ..ragged import expand_counts
 
@@ -73,8 +73,8 @@ def _groups(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Iter
     own = (table // heads, head * tables // heads, entry)
     row, key, mask = p.query_tiles()[own], p.key_tile[own].long(), p.mask[own].long()
     lane = head * len(p.query_start) // heads
-    queries = _counts(p.query_start, p.query_stop, p.step, block_size)[lane, row]
-    keys = _counts(p.key_start, p.key_stop, p.step, block_size)[lane, key]
+    queries = tile_counts(p.query_start, p.query_stop, p.step, block_size)[lane, row]
+    keys = tile_counts(p.key_start, p.key_stop, p.step, block_size)[lane, key]
     written = torch.zeros(len(p.row_ptr) * heads * tiles, dtype=torch.bool, device=mask.device)
     row = table * tiles + row
     with_mask = (mask >= 0) | _folded(row, mask, most_keys)[row]
@@ -128,15 +128,6 @@ def _folded(row: Tensor, mask: Tensor, most_keys: int) -> Tensor:
     _, kind, rows_alike = likeness.unique(return_inverse=True, return_counts=True)
     masked = torch.bincount(row[mask >= 0], minlength=len(total)) > 0
     return masked & (total <= most_keys) & ((rows_alike[kind] > 1) | (len(total) <= 64))
-
-
-def _counts(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
-    """Real positions of each tile."""
-    return (
-        ((stop - start).clamp(min=0) + step - 1)
-        .div(step, rounding_mode="floor")
-        .clamp(max=block_size)
-    )
 
 
 def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,6 +5,8 @@ included).
 import torch
 from torch import Tensor
 
+from .inputs import sum_dtype
+
 
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, log_counts: Tensor, scale: float
@@ -21,7 +23,7 @@ def reference_attention(
 
     Cost: O(B Hq Nq Nk) memory.
     """
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = sum_dtype(query)
     group = query.shape[1] // max(1, key.shape[1])
     q = query.to(dtype)
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (key, value))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..layout import BlockLayout, Pass
 from ..merge import merge_attention
+from .inputs import sum_dtype
 
 
 def reasons(*tensors: Tensor) -> list[str]:
@@ -29,7 +30,7 @@ def attention(
 
     Cost: O(pairs) memory for each head, and as much again for the gradients.
     """
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = sum_dtype(query)
     group = query.shape[1] // key.shape[1]
     q, k, v = (x.to(dtype) for x in (query, key, value))
     nothing = q.sum() * 0 + k.sum() * 0 + v.sum() * 0  # part of the graph where no pair is
