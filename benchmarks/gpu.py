@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sparsering as sr
 from sparsering.bench.cases import flex_call
 from sparsering.bench.measure import Row, environment, interleaved, sampled_error
+from sparsering.files import cache_folder
 from sparsering.kernels import triton
-from sparsering.kernels.cache_folder import cache_folder
 
 from .gpu_correctness import DEVICE, GPU, HALF, correctness, inputs, largest, shapes
 

@@ -2,8 +2,14 @@
 pattern.
 """
 
-from .algebra import Mask, Mixture, Pattern
-from .block_patterns import (
+from .functional import BlockWeights, attention, attention_weights, explain
+from .kernels.gather.call import set_workspace
+from .layouts.cache import layout_cache
+from .layouts.layout import BlockLayout
+from .numerics import merge_attention
+from .ops import backends
+from .patterns.algebra import Mask, Mixture, Pattern
+from .patterns.blocks import (
     BlockDilated,
     Blocks,
     BlockWindow,
@@ -12,14 +18,8 @@ from .block_patterns import (
     RandomBlocks,
     SelectedBlocks,
 )
-from .cache import layout_cache
-from .expression import parse
-from .functional import BlockWeights, attention, attention_weights, explain
-from .kernels.gather import set_workspace
-from .layout import BlockLayout
-from .merge import merge_attention
-from .ops import backends
-from .patterns import (
+from .patterns.expression import parse
+from .patterns.positions import (
     Causal,
     Dilated,
     Documents,

@@ -214,8 +214,8 @@ def _demo_ring(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    from .report.html import readable
     from .training.checkpoint import load_model
-    from .training.report import readable
 
     model = load_model(arguments.checkpoint)
     prompt = arguments.prompt.encode()
@@ -231,9 +231,9 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _plot(arguments: argparse.Namespace) -> int:
-    from .expression import parse
+    from .files import replace_file
+    from .patterns.expression import parse
     from .plots import pattern_png
-    from .training.files import replace_file
 
     if arguments.out.suffix.lower() != ".png":
         raise ValueError(f"--out must name a .png file, got {arguments.out}")
@@ -314,8 +314,8 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _tune(arguments: argparse.Namespace) -> int:
     import torch
 
-    from .expression import parse
-    from .tune import tune
+    from .kernels.triton.tune import tune
+    from .patterns.expression import parse
 
     path = tune(
         parse(arguments.pattern),

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .algebra import Pattern
-from .kernels.inputs import sum_dtype
 from .kernels.reference import reference_attention
-from .layout import BlockLayout
-from .merge import finite_or_zero
+from .layouts.layout import BlockLayout
+from .numerics import finite_or_zero, sum_dtype
 from .ops import (
     ADAPTERS,
     BACKENDS,
@@ -25,6 +23,7 @@ from .ops import (
     layout_for,
     pair_counts_op,
 )
+from .patterns.algebra import Pattern
 
 
 @overload

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .algebra import Frame, Pattern
-from .block_patterns import block_masks
-from .cache import BLOCK_SIZES, layout_cache
-from .expression import parse
-from .kernels import cpu, flash, flex, gather, torch_sparse, triton, triton_tuning
-from .kernels.inputs import sum_dtype
-from .layout import BlockLayout
+from .kernels import cpu, flash, flex, gather, torch_sparse, triton
+from .kernels.triton import tuning as triton_tuning
+from .layouts.cache import layout_cache
+from .layouts.compile import default_block_size
+from .layouts.layout import BlockLayout
+from .numerics import sum_dtype
+from .patterns.algebra import Frame, Pattern
+from .patterns.expression import parse
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -89,14 +90,6 @@ def choose(backend: str | None, query: Tensor, key: Tensor, value: Tensor) -> st
     raise NotImplementedError(
         "; ".join(f"{name}: {', '.join(BACKENDS[name](query, key, value))}" for name in names)
     )
-
-
-def default_block_size(pattern: Pattern, kv_len: int) -> int:
-    """Where none is named: the pattern's own smallest block, else 128, less for few keys."""
-    own = [mask.block_size for branch in pattern.branches for mask in block_masks(branch)]
-    if own and min(own) in BLOCK_SIZES:
-        return min(own)
-    return 128 if kv_len > 64 else 64 if kv_len > 32 else 32
 
 
 def layout_for(

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..algebra import Pattern
-from ..block_patterns import RandomBlocks
-from ..cache import layout_cache
 from ..functional import attention
 from ..kernels.flex import kernel_options
-from ..layout import BlockLayout
-from ..merge import merge_attention
-from ..patterns import Causal, Full, GlobalTokens, LongNet, SlidingWindow
+from ..layouts.cache import layout_cache
+from ..layouts.layout import BlockLayout
+from ..numerics import merge_attention
+from ..patterns.algebra import Pattern
+from ..patterns.blocks import RandomBlocks
+from ..patterns.positions import Causal, Full, GlobalTokens, LongNet, SlidingWindow
 from .measure import Row, interleaved, peak_extra_bytes, sampled_error
 
 BLOCK = 128

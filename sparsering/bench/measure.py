@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..algebra import Pattern
+from ..patterns.algebra import Pattern
 
 Row = dict[str, object]
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..block_patterns import RandomBlocks
-from ..patterns import Causal, SlidingWindow
+from ..patterns.blocks import RandomBlocks
+from ..patterns.positions import Causal, SlidingWindow
 from .cases import BLOCK, compare, dense, flex_call, flex_window_call, inputs_of, ours
 from .measure import Row
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..algebra import Frame, Pattern
+from ..patterns.algebra import Frame, Pattern
 from .needs import count_pairs, needed_keys
 from .sharding import owned_ranges
 from .visits import cut, distinct_heads

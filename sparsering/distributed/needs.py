@@ -14,12 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..algebra import And, Frame, Mask, Or
-from ..block_patterns import block_masks
-from ..compile import evaluate, number_rows, terms, unpack
-from ..conditions import EMPTY, FULL, Condition, Not, Origin, condition
-from ..ragged import expand_counts
-from ..tiles import Axis, Grid, Ranges, Spans
+from ..layouts.bitmaps import unpack
+from ..layouts.compile import evaluate, terms
+from ..layouts.conditions import EMPTY, FULL, Condition, Origin, condition
+from ..layouts.tiles import Axis, Grid, Ranges, Spans
+from ..patterns.algebra import And, Frame, Mask, Not, Or
+from ..patterns.blocks import block_masks
+from ..rows import expand_counts, number_rows
 
 _LEAF = 128  # tokens of the smallest tiles
 _SPLIT = 4  # a tile that varies is cut into this many

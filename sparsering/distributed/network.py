@@ -6,8 +6,8 @@ from torch import Tensor
 
 from .exchange import Exchange, Pending
 from .rank import Rank, guest_places, message_rows, own_places, pack
-from .schedule import guest_rows, receivers, senders
 from .sharding import num_tokens
+from .steps import guest_rows, receivers, senders
 
 
 class Network:

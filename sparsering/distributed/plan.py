@@ -12,9 +12,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..algebra import Frame, Pattern, checked_integer
-from ..cache import BLOCK_SIZES, layout_cache
-from ..tiles import Ranges
+from ..layouts.cache import layout_cache
+from ..layouts.compile import BLOCK_SIZES
+from ..layouts.tiles import Ranges
+from ..patterns.algebra import Frame, Pattern, checked_integer
 from .balance import PAIRS_PER_TOKEN, balanced
 from .needs import Runs, count_pairs, needed_keys
 from .sharding import num_tokens, overlap, owned_ranges

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..algebra import Pattern
 from ..functional import check_inputs, refuse_forward_mode
-from ..merge import merge_into
-from ..ops import BACKWARD, FORWARD, check_batch, choose, default_block_size
+from ..layouts.compile import default_block_size
+from ..numerics import merge_into
+from ..ops import BACKWARD, FORWARD, check_batch, choose
+from ..patterns.algebra import Pattern
 from .plan import RingPlan
-from .schedule import Step, guest_rows, guest_step, local_step, round_step, senders
 from .sharding import local_index, positions
+from .steps import Step, guest_rows, guest_step, local_step, round_step, senders
 from .wire import Wire
 
 _KERNELS = ("cpu", "triton", "gather")

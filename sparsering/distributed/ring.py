@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..algebra import Pattern
-from ..expression import parse
 from ..functional import attention, autocast_inputs, default_scale
-from ..kernels.inputs import sum_dtype
+from ..numerics import sum_dtype
+from ..patterns.algebra import Pattern
+from ..patterns.expression import parse
 from .agreement import Call, agree_on_call, check_lengths, error_budget, tell_failure
 from .exchange import Exchange, Traffic
 from .network import Network

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..tiles import Ranges
+from ..layouts.tiles import Ranges
 
 SHARDINGS = ("contiguous", "zigzag", "balanced", "auto")
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..tiles import Ranges
+from ..layouts.tiles import Ranges
 from .agreement import agree_on_lengths
 from .exchange import Exchange
 from .ring import resolve_group

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..algebra import Pattern
 from ..functional import autocast_inputs, default_scale
-from ..kernels.inputs import sum_dtype
+from ..numerics import sum_dtype
+from ..patterns.algebra import Pattern
 from .network import round_room
 from .plan import RingPlan
 from .rank import (
@@ -29,8 +29,8 @@ from .rank import (
     plan_of_call,
     round_gradients,
 )
-from .schedule import guest_rows, receivers
 from .sharding import positions
+from .steps import guest_rows, receivers
 from .wire import wire
 
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..algebra import And, Frame, Mask, Or, Pattern
-from ..patterns import GlobalTokens, Packed
-from ..tiles import Ranges
+from ..layouts.tiles import Ranges
+from ..patterns.algebra import And, Frame, Mask, Or, Pattern
+from ..patterns.positions import GlobalTokens, Packed
 from .needs import Runs, union
 from .sharding import num_tokens
 

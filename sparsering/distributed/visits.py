@@ -2,8 +2,8 @@
 
 import torch
 
-from ..algebra import Frame, Mask, Pattern
-from ..tiles import Ranges
+from ..layouts.tiles import Ranges
+from ..patterns.algebra import Frame, Mask, Pattern
 from .needs import Cut
 from .sharding import without
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ..layout import BlockLayout
+from ..layouts.layout import BlockLayout
 from .inputs import dense_rows, positive_scale
 
 _BLOCK = 128

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..compile import unpack
-from ..layout import BlockLayout, Pass
-from ..merge import merge_attention
-from .inputs import sum_dtype
+from ..layouts.bitmaps import unpack
+from ..layouts.layout import BlockLayout, Pass
+from ..numerics import merge_attention, sum_dtype
 
 if TYPE_CHECKING:  # it imports half of the compiler: left to the first call
     from torch.nn.attention.flex_attention import BlockMask

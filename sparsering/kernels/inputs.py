@@ -24,8 +24,3 @@ def signed_gradient(grad: Tensor, scale: float) -> Tensor:
 def dense_rows(x: Tensor) -> Tensor:
     """The same numbers with neighbours of the last dim side by side; a copy only where needed."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
-def sum_dtype(x: Tensor) -> torch.dtype:
-    """What sums, lse and merged results of some inputs are kept in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

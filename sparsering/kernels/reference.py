@@ -5,7 +5,7 @@ included).
 import torch
 from torch import Tensor
 
-from .inputs import sum_dtype
+from ..numerics import sum_dtype
 
 
 def reference_attention(

@@ -6,9 +6,8 @@ Plain differentiable torch, one head at a time. Right, and slow: every pair is a
 import torch
 from torch import Tensor
 
-from ..layout import BlockLayout, Pass
-from ..merge import merge_attention
-from .inputs import sum_dtype
+from ..layouts.layout import BlockLayout, Pass
+from ..numerics import merge_attention, sum_dtype
 
 
 def reasons(*tensors: Tensor) -> list[str]:

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..algebra import And, Pattern
 from ..functional import attention
-from ..patterns import Causal
+from ..patterns.algebra import And, Pattern
+from ..patterns.positions import Causal
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..files import replace_file
 from ..models.longnet import LongNetLM
-from .files import replace_file
 from .parts import read_parts, write_parts
 from .recipe import Recipe
 

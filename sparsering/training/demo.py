@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-from ..expression import parse
-from ..patterns import Causal
+from ..files import replace_file
+from ..patterns.expression import parse
+from ..patterns.positions import Causal
 from ..plots import loss_png, patterns_png, require_matplotlib, speed_png
+from ..report.html import readable, report_html, table
 from .data import SEPARATOR, bigram_loss, unigram_loss
-from .files import replace_file
 from .loop import Run, train
 from .measure import StepTime, peak_memory_bytes, step_times
 from .recipe import Recipe
-from .report import readable, report_html, table
 
 RECIPE = Recipe(steps=300, num_layers=2)  # a smaller model takes more steps in the time
 PROMPT_BYTES, SAMPLE_BYTES = 200, 300

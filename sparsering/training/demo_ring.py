@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from ..distributed import RingPlan, ring_attention
 from ..distributed.sharding import num_tokens
-from ..patterns import Full
+from ..files import replace_file
+from ..patterns.positions import Full
 from ..plots import require_matplotlib, traffic_png
 from .data import read_text, training_window
-from .files import replace_file
 from .loop import Run, adamw, autocast, train, training_step
 from .measure import peak_memory_bytes
 from .ranks import Ranks

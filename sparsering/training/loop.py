@@ -23,15 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..files import replace_file
 from ..models.longnet import Attend, LongNetLM
-from .checkpoint import (
-    Checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-    save_checkpoint_of_ranks,
-)
+from .checkpoint import Checkpoint, load_checkpoint, save_checkpoint, save_checkpoint_of_ranks
 from .data import Text, read_text, training_window, validation_windows
-from .files import replace_file
 from .progress import Show, live_progress
 from .ranks import Ranks
 from .recipe import DTYPES, Recipe

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from ..distributed import RingPlan, ring_attention, shard
+from ..layouts.compile import default_block_size
 from ..models.longnet import Attend, LongNetLM
-from ..ops import default_block_size
 from .recipe import Recipe, best_dtype
 
 TIMEOUT_S = 60.0

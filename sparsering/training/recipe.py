@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..expression import parse
 from ..models.longnet import LongNetLM
+from ..patterns.expression import parse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -1,0 +1,246 @@
+"""What a rank computes with: layouts whose tiles point into its shard and into what arrives.
+
+Tiles are plain starts, so a layout compiled for some queries and keys of the whole sequence only
+has its starts rewritten: queries to their places in the shard, keys to theirs in the shard or in a
+buffer. In a buffer of arrived keys, `step` tiles lie interleaved, for a kernel strides queries and
+keys alike.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..layouts.cache import layout_cache
+from ..layouts.compile import assemble, compile_passes
+from ..layouts.layout import BlockLayout, Pass, tile_counts
+from ..layouts.tiles import Ranges
+from ..patterns.algebra import Frame
+from ..rows import expand_counts
+from .plan import RingPlan
+from .sharding import local_index, num_tokens, without
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One call of a kernel.
+
+    Attributes:
+        layout: of the queries in `queries` with the keys of a shard or a buffer; None where no
+            pair is.
+        queries: which of the shard's queries.
+        rows: [B, Hkv, keys of the buffer] which arrived row each key is (`arrived`, a row of zeros,
+            where no query visits it); None where the arrived rows are the buffer as they stand, and
+            for a shard.
+        arrived: rows that arrive.
+    """
+
+    layout: BlockLayout | None
+    queries: slice
+    rows: Tensor | None = None
+    arrived: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [] if self.rows is None else [self.rows]
+        tensors += vars(self).get("copies", [])
+        return sum(x.nbytes for x in tensors) + (self.layout.nbytes if self.layout else 0) + 64
+
+    @cached_property
+    def copies(self) -> list[Tensor]:
+        """Places of the buffer that hold each arrived row, one per list (one past the buffer:
+        none); sums over copies run in this order.
+        """
+        assert self.rows is not None
+        places = self.rows.flatten().long()
+        order = places.argsort(stable=True)
+        order = order[places[order] < self.arrived]
+        row = places[order]
+        _, number = expand_counts(torch.bincount(row, minlength=self.arrived))
+        copies = []
+        for n in range(int(number.max()) + 1 if len(row) else 0):
+            copy = torch.full((self.arrived,), len(places), device=row.device)
+            copy[row[number == n]] = order[number == n]
+            copies.append(copy.int())
+        return copies or [torch.full((self.arrived,), len(places), device=row.device).int()]
+
+
+def local_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
+    """A rank's own queries with its own keys."""
+    own = plan.ranges[rank]
+    return _kept(plan, ("local", rank, device), lambda: _own_keys(plan, own, rank, device))
+
+
+def guest_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
+    """The query rows that came to a rank, in the order of their positions, with its own keys."""
+    rows = guest_rows(plan, rank)
+    return _kept(plan, ("guests", rank, device), lambda: _own_keys(plan, rows, rank, device))
+
+
+def round_step(plan: RingPlan, rank: int, number: int, batch: int, device: torch.device) -> Step:
+    """A rank's own queries with the keys that arrive in a round."""
+    key = ("round", rank, number, batch, device)
+    return _kept(plan, key, lambda: _arriving_keys(plan, rank, number, batch, device))
+
+
+def guest_rows(plan: RingPlan, rank: int) -> Ranges:
+    """Positions of the query rows that come to a rank, ascending."""
+    return sorted(row for t in plan.travellers if rank in t.hosts for row in t.rows)
+
+
+def senders(plan: RingPlan, rank: int, number: int) -> list[int]:
+    """Whose keys arrive at a rank in a round, in the order in which their rows lie."""
+    found = [(rank - offset) % plan.world_size for offset in plan.rounds[number]]
+    return [sender for sender in found if plan.tokens[rank, sender]]
+
+
+def receivers(plan: RingPlan, rank: int, number: int) -> list[int]:
+    """Who receives a rank's keys in a round."""
+    found = [(rank + offset) % plan.world_size for offset in plan.rounds[number]]
+    return [receiver for receiver in found if plan.tokens[receiver, rank]]
+
+
+def _kept(plan: RingPlan, key: tuple[object, ...], build: Callable[[], Step]) -> Step:
+    own = (plan.pattern, plan.frame, plan.world_size, plan.block_size, plan.sharding)
+    return layout_cache.keep((*own, *key), build)
+
+
+def _own_keys(plan: RingPlan, queries: Ranges, rank: int, device: torch.device) -> Step:
+    keys = plan.ranges[rank]
+    passes = []
+    for p in _passes(plan, queries, keys):
+        start, stop = _placed(p.key_start, p.key_stop, keys, p.key_start < p.key_stop)
+        covers = _covered(start, stop, p.step, plan.block_size, num_tokens(keys))
+        passes.append(replace(p, key_start=start, key_stop=stop, covers=(False, covers)))
+    return _step(plan, passes, queries, num_tokens(keys), device)
+
+
+def _arriving_keys(
+    plan: RingPlan, rank: int, number: int, batch: int, device: torch.device
+) -> Step:
+    peers = senders(plan, rank, number)
+    away = [row for t in plan.travellers if t.owner == rank for row in t.rows]
+    keys = sorted(piece for peer in peers for piece in plan.ranges[peer])
+    shard = plan.ranges[rank]
+    passes, positions, length = [], [], 0
+    for p in _passes(plan, without(shard, away), keys):
+        start, stop, position = _interleaved(p, length, plan.block_size)
+        passes.append(replace(p, key_start=start, key_stop=stop, covers=(False, False)))
+        positions.append(position)
+        length += position.shape[1]
+    step = _step(plan, passes, shard, length, device)
+    rows, arrived = _arrived_rows(plan, rank, peers, positions, batch, length)
+    flat = rows.flatten()
+    same = len(flat) == arrived and torch.equal(flat, torch.arange(arrived))
+    return replace(step, rows=None if same else rows.to(device), arrived=arrived)
+
+
+def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
+    """Passes with query and key tiles in positions of the whole sequence; without empty ones."""
+    if not (queries and keys and plan.frame.num_heads and plan.pattern.num_batches() != 0):
+        return []
+    compiled = compile_passes(plan.pattern, plan.frame, plan.block_size, queries, keys)
+    passes = [assemble(c, plan.frame, plan.block_size) for c in compiled]
+    return [p for p in passes if p.key_tile.shape[-1]]
+
+
+def _step(
+    plan: RingPlan, passes: list[Pass], queries: Ranges, length: int, device: torch.device
+) -> Step:
+    """Rewrites query tiles to places in a shard, from the first query that visits a key."""
+    placed = []
+    for p in passes:
+        visits = _by_axis((p.row_ptr.diff(dim=-1) > 0).any(0), len(p.query_start))
+        visits &= p.query_start < p.query_stop
+        placed.append((visits, *_placed(p.query_start, p.query_stop, queries, visits)))
+    starts, stops = ([x[i][x[0]] for x in placed] for i in (1, 2))
+    if not sum(map(len, starts)):
+        return Step(None, slice(0, 0))
+    first, last = int(torch.cat(starts).min()), int(torch.cat(stops).max())
+    moved = []
+    for p, (visits, start, stop) in zip(passes, placed, strict=True):
+        start, stop = (torch.where(visits, x - first, 0) for x in (start, stop))
+        covers = _covered(start, stop, p.step, plan.block_size, last - first)
+        moved.append(
+            replace(p, query_start=start, query_stop=stop, covers=(covers, p.covers[1])).to(device)
+        )
+    frame = Frame(last - first, length, plan.frame.num_heads, plan.frame.num_kv_heads, 0)
+    return Step(BlockLayout(frame, plan.block_size, tuple(moved), 0.0), slice(first, last))
+
+
+def _placed(start: Tensor, stop: Tensor, ranges: Ranges, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Tiles of positions as tiles of places in a shard; those not kept are emptied."""
+    shift = local_index(ranges, start) - start
+    return torch.where(kept, start + shift, 0), torch.where(kept, stop + shift, 0)
+
+
+def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: int) -> bool:
+    return bool((tile_counts(start, stop, step, block_size).sum(1) == length).all())
+
+
+def _by_axis(of_tables: Tensor, axes: int) -> Tensor:
+    """[tables, tiles] bool to [axes, tiles]: a tile is used where a table of its axis uses it."""
+    tables = len(of_tables)
+    if tables <= axes:
+        return of_tables.repeat_interleave(axes // tables, 0)
+    return of_tables.view(axes, tables // axes, -1).any(1)
+
+
+def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Places for the key tiles that are visited: (start, stop) of each, and the position that
+    each place from `first` on holds, -1 for none.
+    """
+    batch, tables, entries = p.key_tile.shape
+    axes, tiles = p.key_start.shape
+    visited = torch.zeros(batch, tables, tiles, dtype=torch.int32)
+    real = (torch.arange(entries) < p.num_entries[..., None]).int()
+    visited.scatter_reduce_(2, p.key_tile.long(), real, "amax")
+    used = _by_axis(visited.bool().any(0), axes)
+    count = tile_counts(p.key_start, p.key_stop, p.step, block_size)
+    used &= count > 0
+    count = torch.where(used, count, 0)
+    if p.step == 1:
+        start = count.cumsum(1) - count
+    else:
+        number, width = used.cumsum(1) - 1, int(count.max()) if count.numel() else 0
+        start = number // p.step * (p.step * width) + number % p.step
+    end = torch.where(used, start + (count - 1) * p.step + 1, 0)
+    position = torch.full((axes, int(end.max()) if end.numel() else 0), -1)
+    axis = torch.nonzero(used)[:, 0]
+    own, slot = expand_counts(count[used])
+    place = start[used][own] + p.step * slot
+    position[axis[own], place] = p.key_start[used][own] + p.step * slot
+    return torch.where(used, start + first, 0), torch.where(used, end + first, 0), position
+
+
+def _arrived_rows(
+    plan: RingPlan, rank: int, peers: list[int], positions: list[Tensor], batch: int, length: int
+) -> tuple[Tensor, int]:
+    """[B, Hkv, length] the row that holds each place's key, and how many rows arrive.
+
+    Rows lie by sender, batch entry, kv head and in the order of the plan's tokens.
+    """
+    heads = plan.frame.num_kv_heads
+    tokens: dict[tuple[int, int], list[Tensor]] = {}
+    rows: dict[tuple[int, int], list[Tensor]] = {}
+    arrived = 0
+    for peer in peers:
+        for b in range(batch):
+            for h in range(heads):
+                runs, group = plan.runs(rank, peer, b, h)
+                own = runs.of(group)
+                tokens.setdefault((b, h), []).append(own)
+                rows.setdefault((b, h), []).append(torch.arange(arrived, arrived + len(own)))
+                arrived += len(own)
+    found = torch.full((batch, heads, length), arrived, dtype=torch.int32)
+    for (b, h), parts in tokens.items():
+        token, order = torch.cat(parts).sort()
+        row = torch.cat(rows[b, h])[order]
+        if not len(token):
+            continue
+        wanted = torch.cat([token[:0], *(x[h * len(x) // heads] for x in positions)])
+        place = torch.searchsorted(token, wanted).clamp(max=len(token) - 1)
+        found[b, h] = torch.where(token[place] == wanted, row[place], arrived).int()
+    return found, arrived

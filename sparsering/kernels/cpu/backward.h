@@ -1,0 +1,383 @@
+// The backward pass.
+
+#pragma once
+
+#include <vector>
+
+#include "softmax.h"
+
+namespace sparsering::cpu {
+
+// Adds to a row of a gradient.
+inline void add_to(const Part& sums, int64_t row, const float* part, float scale) {
+  with_type(sums.type(), [&](auto value) {
+    using S = decltype(value);
+    S* to = sums.row<S>(row);
+    for (int64_t d = 0; d < sums.width(); ++d) {
+      to[d] = static_cast<S>(static_cast<float>(to[d]) + scale * part[d]);
+    }
+  });
+}
+
+// Gradients of some kv heads and of the query heads that they serve.
+struct Gradients {
+  Gradients(const Problem& x, const Tensor& dq, const Tensor& dk, const Tensor& dv, int64_t first,
+            int64_t count, bool single_pass)
+      : q(dq, first * x.share, count * x.share, single_pass),
+        k(dk, first, count, single_pass),
+        v(dv, first, count, single_pass) {}
+
+  void finish() {
+    q.finish();
+    k.finish();
+    v.finish();
+  }
+
+  Part q, k, v;
+};
+
+template <typename T>
+class Backward {
+ public:
+  Backward(const Problem& problem, const std::vector<Pass>& passes, const Tensor& grad_out,
+           const Tensor& out, const Tensor& lse, const Tensor& grad_lse, const Tensor& dq,
+           const Tensor& dk, const Tensor& dv, const Tensor& dbias)
+      : x_(problem),
+        passes_(passes),
+        do_(grad_out),
+        o_(out),
+        lse_(lse.const_data_ptr<float>()),
+        dlse_(grad_lse.const_data_ptr<float>()),
+        dq_(dq),
+        dk_(dk),
+        dv_(dv),
+        dbias_(problem.bias ? dbias.data_ptr<float>() : nullptr),
+        width_(round_up(std::max<int64_t>(problem.D, 1), 2)),
+        value_width_(round_up(std::max<int64_t>(problem.Dv, 1), 2)) {
+    for (const Pass& pass : passes) {
+      bitmaps_.push_back(transposed_bitmaps(pass));
+      columns_ = std::max(columns_, pass.columns);
+      rows_ = std::max(rows_, pass.rows * x_.share);
+    }
+  }
+
+  // Five products to a pair of tiles: each thread takes a kv head and sums its dK and dV on the
+  // way.
+  void run_heads() {
+    struct Own {
+      Scratch scratch;
+      Keys keys;
+      Buffer<float> dk, dv;
+    };
+    const int64_t tokens = columns_ * x_.block;
+    const auto make = [&] {
+      return Own{Scratch(*this), Keys(*this, columns_), Buffer<float>(tokens * width_),
+                 Buffer<float>(tokens * value_width_)};
+    };
+    share_out<Own>(x_.B * x_.Hkv, 1, make, [&](Own& own, int64_t group) {
+      Gradients sums(x_, dq_, dk_, dv_, group, 1, passes_.size() == 1);
+      for (size_t i = 0; i < passes_.size(); ++i) {
+        run_head(passes_[i], i, group, own.scratch, own.keys, own.dk.get(), own.dv.get(), sums);
+      }
+      sums.finish();
+    });
+  }
+
+  // Seven products, but as parallel as there are tiles: dQ by query tile, then dK and dV by key
+  // tile.
+  void run_tiles(const std::vector<Transpose>& by_key) {
+    const int64_t groups = x_.B * x_.Hkv;
+    const int64_t wave = wave_of(groups, rows_, Keys::size(*this) * columns_ * sizeof(T));
+    const Keys keys(*this, wave * columns_);
+    for (int64_t first = 0; first < groups; first += wave) {
+      const int64_t count = std::min(wave, groups - first);
+      Gradients sums(x_, dq_, dk_, dv_, first, count, passes_.size() == 1);
+      for (size_t i = 0; i < passes_.size(); ++i) {
+        run_wave(passes_[i], by_key[i], i, first, count, keys, sums);
+      }
+      sums.finish();
+    }
+  }
+
+ private:
+  // Key tiles packed as operands: K and V in rows, K^T.
+  struct Keys {
+    static int64_t size(const Backward& f) {
+      return f.x_.block * (2 * f.width_ + f.value_width_);
+    }
+    Keys(const Backward& f, int64_t tiles)
+        : k(tiles * f.x_.block * f.width_),
+          kt(tiles * f.x_.block * f.width_),
+          v(tiles * f.x_.block * f.value_width_) {}
+    Buffer<T> k, kt, v;
+  };
+
+  struct Scratch {
+    explicit Scratch(const Backward& f) {
+      const int64_t queries = round_up(f.x_.block, 32), wide = std::max(f.width_, f.value_width_);
+      tile = Buffer<T>(queries * wide);
+      floats = Buffer<float>(2 * queries * wide);
+      q = Buffer<T>(queries * f.width_);
+      qt = Buffer<T>(queries * f.width_);
+      go = Buffer<T>(queries * f.value_width_);
+      got = Buffer<T>(queries * f.value_width_);
+      lse = Buffer<float>(queries);
+      delta = Buffer<float>(queries);
+      scores = Buffer<float>(queries * queries);
+      dscores = Buffer<float>(queries * queries);
+      p = Buffer<T>(kPaired<T> ? queries * queries : 0);
+      ds = Buffer<T>(kPaired<T> ? queries * queries : 0);
+      ds_paired = Buffer<T>(kPaired<T> ? queries * queries : 0);
+      dq = Buffer<float>(queries * wide);
+      dk = Buffer<float>(queries * f.width_);
+      dv = Buffer<float>(queries * f.value_width_);
+    }
+    Buffer<T> tile, q, qt, go, got, p, ds, ds_paired;
+    Buffer<float> floats, lse, delta, scores, dscores, dq, dk, dv;
+  };
+
+  void run_head(const Pass& pass, int64_t number, int64_t group, Scratch& s, const Keys& keys,
+                float* dk, float* dv, const Gradients& sums) {
+    const int64_t b = group / x_.Hkv, kv_head = group % x_.Hkv, block = x_.block;
+    for (int64_t column = 0; column < pass.columns; ++column) {
+      pack_key_tile(s, pass, b, kv_head, column, keys, column);
+    }
+    std::fill_n(dk, pass.columns * block * width_, 0.f);
+    std::fill_n(dv, pass.columns * block * value_width_, 0.f);
+    for (int64_t head = kv_head * x_.share; head < (kv_head + 1) * x_.share; ++head) {
+      for (int64_t row = 0; row < pass.rows; ++row) {
+        sweep_row(s, pass, number, b, head, row, keys, 0, sums, dk, dv);
+      }
+    }
+    for (int64_t column = 0; column < pass.columns; ++column) {
+      const Tile tile = pass.key_tile(kv_head * pass.lanes / x_.Hkv, column);
+      add_keys(pass, b, kv_head, tile, dk + column * block * width_,
+               dv + column * block * value_width_, sums);
+    }
+  }
+
+  void run_wave(const Pass& pass, const Transpose& by_key, int64_t number, int64_t first,
+                int64_t count, const Keys& keys, const Gradients& sums) {
+    const int64_t columns = pass.columns, heads = count * x_.share;
+    const auto make = [&] { return Scratch(*this); };
+    share_out<Scratch>(count * columns, 4, make, [&](Scratch& s, int64_t i) {
+      const int64_t group = first + i / columns;
+      pack_key_tile(s, pass, group / x_.Hkv, group % x_.Hkv, i % columns, keys, i);
+    });
+    share_out<Scratch>(heads * pass.rows, 1, make, [&](Scratch& s, int64_t i) {
+      const int64_t head = first * x_.share + i / pass.rows, local = i / pass.rows / x_.share;
+      sweep_row(s, pass, number, head / x_.Hq, head % x_.Hq, i % pass.rows, keys, local * columns,
+                sums, nullptr, nullptr);
+    });
+    share_out<Scratch>(count * columns, 1, make, [&](Scratch& s, int64_t i) {
+      const int64_t group = first + i / columns;
+      sweep_column(s, pass, by_key, number, group / x_.Hkv, group % x_.Hkv, i % columns, keys, i,
+                   sums);
+    });
+  }
+
+  void pack_key_tile(Scratch& s, const Pass& pass, int64_t b, int64_t kv_head, int64_t column,
+                     const Keys& keys, int64_t slot) const {
+    const Tile tile = pass.key_tile(kv_head * pass.lanes / x_.Hkv, column);
+    const int64_t rows = round_up(tile.count, 16);
+    T* k = keys.k.get() + slot * x_.block * width_;
+    read_tile(x_.k, b, kv_head, tile, pass.step, rows, width_, k);
+    transpose(k, rows, width_, keys.kt.get() + slot * x_.block * width_, s.floats.get());
+    read_tile(x_.v, b, kv_head, tile, pass.step, rows, value_width_,
+              keys.v.get() + slot * x_.block * value_width_);
+  }
+
+  // Q, dO, lse and delta of a query tile. Returns the padded number of queries.
+  int64_t pack_query_tile(Scratch& s, const Pass& pass, int64_t b, int64_t head, Tile tile) const {
+    const int64_t queries = round_up(tile.count, kQueryUnit<T>);
+    read_tile(x_.q, b, head, tile, pass.step, queries, width_, s.tile.get());
+    pack(s.tile.get(), queries, width_, s.q.get());
+    pack_transposed(s.tile.get(), queries, width_, s.qt.get());
+    read_tile(do_, b, head, tile, pass.step, queries, value_width_, s.tile.get());
+    pack(s.tile.get(), queries, value_width_, s.go.get());
+    pack_transposed(s.tile.get(), queries, value_width_, s.got.get());
+    float *out = s.floats.get(), *grad = out + value_width_;
+    for (int64_t i = 0; i < queries; ++i) {
+      s.lse.get()[i] = kInf;  // exp(score - inf) = 0 where there are no keys, or no query
+      s.delta.get()[i] = 0.f;
+      if (i < tile.count) {
+        const int64_t n = tile.start + i * pass.step, row = (b * x_.Hq + head) * x_.Nq + n;
+        o_.read(b, head, n, out);
+        do_.read(b, head, n, grad);
+        float sum = 0.f;
+        for (int64_t d = 0; d < x_.Dv; d += kLanes) {
+          const int64_t size = std::min(kLanes, x_.Dv - d);
+          Vec product = Vec::loadu(out + d, size) * Vec::loadu(grad + d, size);
+          if (size < kLanes) {
+            product = Vec::set(Vec(0.f), product, size);
+          }
+          sum += sum_of_lanes(product);
+        }
+        s.delta.get()[i] = sum - dlse_[row];
+        s.lse.get()[i] = lse_[row] == -kInf ? kInf : lse_[row];
+      }
+    }
+    return queries;
+  }
+
+  // P^T and dS^T of one pair of tiles, as left operands; dS^T also as a right one. Returns the sum
+  // of dS.
+  float differentiate(Scratch& s, const T* k, const T* v, int64_t keys, Tile tile, int64_t queries,
+                      const uint8_t* bitmap, float bias) const {
+    const int64_t padded = round_up(keys, 16);
+    float *scores = s.scores.get(), *dscores = s.dscores.get();
+    multiply(padded, queries, width_, k, width_, s.qt.get(), scores, false);
+    multiply(padded, queries, value_width_, v, value_width_, s.got.get(), dscores, false);
+    if (bitmap) {
+      apply_mask(bitmap, x_.block, keys, tile.count, scores, queries);
+    }
+    constexpr int W = kPaired<T> ? 2 : 1;
+    const Vec scale(x_.scale), shift(bias);
+    Vec total(0.f);
+    for (int64_t j = 0; j < padded; j += 2) {
+      for (int64_t c = 0; c < queries; c += W * kLanes) {
+        Vec p[2][W], ds[2][W];
+        for (int row = 0; row < 2; ++row) {
+          for (int w = 0; w < W; ++w) {
+            const int64_t i = c + w * kLanes;
+            p[row][w] = ds[row][w] = Vec(0.f);
+            if (j + row < keys) {
+              const Vec score = Vec::loadu(scores + (j + row) * queries + i);
+              const Vec dp = Vec::loadu(dscores + (j + row) * queries + i);
+              // At most 1, but for the rounding of a large lse.
+              const Vec x = at::vec::fmadd(score, scale, shift - Vec::loadu(s.lse.get() + i));
+              p[row][w] = exp_of(at::vec::clamp_max(x, Vec(44.f)));
+              ds[row][w] = p[row][w] * (dp - Vec::loadu(s.delta.get() + i));
+            }
+            total = total + ds[row][w];
+          }
+        }
+        for (int row = 0; row < 2; ++row) {
+          const int64_t at = (j + row) * queries + c;
+          if constexpr (kPaired<T>) {
+            at::vec::convert_float_bfloat16(p[row][0], p[row][1]).store(s.p.get() + at);
+            at::vec::convert_float_bfloat16(ds[row][0], ds[row][1]).store(s.ds.get() + at);
+          } else {
+            p[row][0].store(scores + at);
+            ds[row][0].store(dscores + at);
+          }
+        }
+        if constexpr (kPaired<T>) {
+          for (int w = 0; w < W; ++w) {
+            store_pair(s.ds_paired.get() + j * queries + 2 * (c + w * kLanes), ds[0][w], ds[1][w]);
+          }
+        }
+      }
+    }
+    return sum_of_lanes(total);
+  }
+
+  std::tuple<const T*, const T*, const T*> operands(const Scratch& s) const {
+    if constexpr (kPaired<T>) {
+      return {s.p.get(), s.ds.get(), s.ds_paired.get()};
+    } else {
+      return {s.scores.get(), s.dscores.get(), s.dscores.get()};
+    }
+  }
+
+  void add_to_keys(Scratch& s, int64_t padded, int64_t queries, float* dk, float* dv) const {
+    const auto [p, ds, unused] = operands(s);
+    multiply(padded, value_width_, queries, p, queries, s.go.get(), dv, true);
+    multiply(padded, width_, queries, ds, queries, s.q.get(), dk, true);
+  }
+
+  // dQ (and the bias's gradient) of a query tile; with `dk` and `dv` also its share of those.
+  void sweep_row(Scratch& s, const Pass& pass, int64_t number, int64_t b, int64_t head, int64_t row,
+                 const Keys& keys, int64_t first, const Gradients& sums, float* dk, float* dv) {
+    const int64_t lane = head * pass.lanes / x_.Hq, table = pass.table(b, head, x_.Hq),
+                  block = x_.block;
+    const Tile tile = pass.query_tile(lane, row);
+    const int64_t begin = pass.row_ptr(table)[row], end = pass.row_ptr(table)[row + 1];
+    if (begin == end || tile.count == 0) {
+      return;
+    }
+    const int64_t queries = pack_query_tile(s, pass, b, head, tile);
+    std::fill_n(s.dq.get(), queries * width_, 0.f);
+    for (int64_t entry = begin; entry < end; ++entry) {
+      const int64_t column = pass.keys(table)[entry], slot = first + column;
+      const int64_t count = pass.key_tile(lane, column).count, padded = round_up(count, 16);
+      if (count == 0) {
+        continue;
+      }
+      const float sum =
+          differentiate(s, keys.k.get() + slot * block * width_,
+                        keys.v.get() + slot * block * value_width_, count, tile, queries,
+                        bitmap_of(pass, number, table, entry), x_.bias_at(number, b, head, entry));
+      if (dbias_) {
+        dbias_[x_.bias_of(number, b, head) + entry] = sum;
+      }
+      multiply(width_, queries, padded, keys.kt.get() + slot * block * width_, padded,
+               std::get<2>(operands(s)), s.dq.get(), true);
+      if (dk) {
+        add_to_keys(s, padded, queries, dk + column * block * width_,
+                    dv + column * block * value_width_);
+      }
+    }
+    transpose(s.dq.get(), width_, queries, s.floats.get());
+    for (int64_t i = 0; i < tile.count; ++i) {
+      add_to(sums.q, (b * x_.Hq + head) * x_.Nq + tile.start + i * pass.step,
+             s.floats.get() + i * width_, x_.scale);
+    }
+  }
+
+  // dK and dV of a key tile.
+  void sweep_column(Scratch& s, const Pass& pass, const Transpose& by_key, int64_t number,
+                    int64_t b, int64_t kv_head, int64_t column, const Keys& keys, int64_t slot,
+                    const Gradients& sums) {
+    const int64_t lane = kv_head * pass.lanes / x_.Hkv, block = x_.block;
+    const Tile keys_of = pass.key_tile(lane, column);
+    if (keys_of.count == 0) {
+      return;
+    }
+    const int64_t padded = round_up(keys_of.count, 16);
+    std::fill_n(s.dk.get(), padded * width_, 0.f);
+    std::fill_n(s.dv.get(), padded * value_width_, 0.f);
+    for (int64_t head = kv_head * x_.share; head < (kv_head + 1) * x_.share; ++head) {
+      const int64_t table = pass.table(b, head, x_.Hq);
+      const int32_t* row_ptr = by_key.row_ptr + table * (pass.columns + 1);
+      for (int64_t i = row_ptr[column]; i < row_ptr[column + 1]; ++i) {
+        const Tile tile = pass.query_tile(lane, by_key.query_tile[table * pass.entries + i]);
+        if (tile.count == 0) {
+          continue;
+        }
+        const int64_t entry = by_key.entry[table * pass.entries + i];
+        const int64_t queries = pack_query_tile(s, pass, b, head, tile);
+        differentiate(s, keys.k.get() + slot * block * width_,
+                      keys.v.get() + slot * block * value_width_, keys_of.count, tile, queries,
+                      bitmap_of(pass, number, table, entry), x_.bias_at(number, b, head, entry));
+        add_to_keys(s, padded, queries, s.dk.get(), s.dv.get());
+      }
+    }
+    add_keys(pass, b, kv_head, keys_of, s.dk.get(), s.dv.get(), sums);
+  }
+
+  void add_keys(const Pass& pass, int64_t b, int64_t kv_head, Tile tile, const float* dk,
+                const float* dv, const Gradients& sums) {
+    for (int64_t i = 0; i < tile.count; ++i) {
+      const int64_t row = (b * x_.Hkv + kv_head) * x_.Nk + tile.start + i * pass.step;
+      add_to(sums.k, row, dk + i * width_, x_.scale);
+      add_to(sums.v, row, dv + i * value_width_, 1.f);
+    }
+  }
+
+  const uint8_t* bitmap_of(const Pass& pass, int64_t number, int64_t table, int64_t entry) const {
+    const int64_t mask = pass.masks(table)[entry];
+    return mask < 0 ? nullptr : bitmaps_[number].get() + mask * (x_.block * x_.block / 8);
+  }
+
+  const Problem& x_;
+  const std::vector<Pass>& passes_;
+  Source do_, o_;
+  const float *lse_, *dlse_;
+  Tensor dq_, dk_, dv_;
+  float* dbias_;
+  int64_t width_, value_width_, columns_ = 0, rows_ = 0;
+  std::vector<Buffer<uint8_t>> bitmaps_;  // of each pass
+};
+
+}  // namespace sparsering::cpu

@@ -1,0 +1,153 @@
+"""The compiled kernel: `cpu.cpp`, built on first use, kept per torch, processor kind and source.
+
+The library is built next to where it will lie and moved there in one step, under a lock that dies
+with its holder; it carries a digest of itself, and one that does not match is built again. Where it
+cannot be built, `build_failure` says why.
+"""
+
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...files import cache_folder
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+HEADERS = sorted(SOURCE.parent.glob("*.h"))
+_CAPABILITY_FLAGS = {
+    "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c -mprefer-vector-width=512",
+    "AVX2": "-mavx2 -mfma -mf16c",
+}
+
+
+def build() -> Path:
+    """Compiles the kernel for this torch and processor unless that was done; returns the library.
+
+    Raises OSError (the folder cannot be written) or RuntimeError (no compiler, or it failed), with
+    what to do.
+    """
+    folder = cache_folder()
+    machine = (torch.__version__, str(torch.version.git_version), platform.machine())
+    recipe = "\0".join([*machine, *platform.libc_ver(), *_flags()]).encode()
+    recipe += b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
+    library = folder / f"cpu-{hashlib.sha256(recipe).hexdigest()[:16]}.so"
+    if _is_whole(library):
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with _lock(library.with_suffix(".lock")):
+        if not _is_whole(library):
+            _compile(library)
+    return library
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process at a time; the system lets go of it where a process dies."""
+    with open(path, "w") as file:
+        try:
+            import fcntl
+        except ImportError:  # no such thing here: two processes may do the same work twice
+            pass
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(library: Path) -> None:
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    compiler = _compiler()
+    command = [compiler, str(SOURCE), *_flags()]
+    command += [f"-isystem{path}" for path in include_paths("cpu")]
+    command += [f"-L{path}" for path in library_paths("cpu")]
+    command += ["-ltorch", "-ltorch_cpu", "-lc10"]
+    print("sparsering: compiling the CPU kernel, once, for about 15 s", file=sys.stderr)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        done = subprocess.run(
+            [*command, "-o", str(made)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode:
+            lines = done.stderr.splitlines()
+            told = [line for line in lines if "error" in line] + lines[-1:] + ["it said nothing"]
+            raise RuntimeError(
+                f"{compiler} failed: {told[0]}; `sparsering build` shows all\n{done.stderr}"
+            )
+        content = made.read_bytes()
+        made.write_bytes(content + hashlib.sha256(content).digest())
+        made.replace(library)
+
+
+def _is_whole(library: Path) -> bool:
+    if not library.exists():
+        return False
+    content = library.read_bytes()
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise RuntimeError("no C++ compiler found (c++, g++ or clang++; or name one in CXX)")
+
+
+def _flags() -> list[str]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    vectors = _CAPABILITY_FLAGS.get(capability, "").split()
+    known = capability if vectors else "DEFAULT"
+    return [
+        *["-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden"],
+        *[*vectors, f"-DCPU_CAPABILITY={known}", f"-DCPU_CAPABILITY_{known}"],
+        *os.environ.get("SPARSERING_CXXFLAGS", "").split(),
+    ]
+
+
+@torch.compiler.assume_constant_result
+def build_failure() -> list[str]:
+    """Why there is no library, [] once it is loaded."""
+    if reason := _load():
+        _warn(reason)
+    return [reason] if reason else []
+
+
+def library() -> Any:
+    """The loaded operators; a compiled graph may call them before anything else did."""
+    if reason := _load():
+        raise NotImplementedError(f"cpu: {reason}")
+    return torch.ops.sparsering_cpu
+
+
+@cache
+def _load() -> str:
+    try:
+        library = build()
+        try:
+            torch.ops.load_library(library)
+        except OSError:  # of another system, in a folder that both share
+            library.unlink()
+            torch.ops.load_library(build())
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"its kernel could not be built or loaded: {str(error).splitlines()[0]}"
+    return ""
+
+
+@cache
+def _warn(reason: str) -> None:
+    message = f"sparsering falls back to the slower 'gather' backend on the CPU: {reason}"
+    warnings.warn(message, stacklevel=2)

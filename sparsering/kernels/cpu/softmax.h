@@ -1,0 +1,185 @@
+// Softmax in steps over stacks of key tiles, and results that arrive in parts.
+
+#pragma once
+
+#include <cmath>
+
+#include "pack.h"
+
+namespace sparsering::cpu {
+
+// Some heads of a result [B, H, N, width], in float while several passes add to them.
+class Part {
+ public:
+  Part(const Tensor& whole, int64_t first, int64_t heads, bool single_pass)
+      : whole_(whole.flatten(0, 1).narrow(0, first, heads)),
+        sums_(single_pass || whole.scalar_type() == at::kFloat
+                  ? whole_
+                  : at::zeros(whole_.sizes(), whole_.options().dtype(at::kFloat))),
+        first_row_(first * whole.size(2)) {}
+
+  at::ScalarType type() const {
+    return sums_.scalar_type();
+  }
+  int64_t width() const {
+    return sums_.size(2);
+  }
+  // `row` counts through all heads of the whole result.
+  template <typename S>
+  S* row(int64_t row) const {
+    return static_cast<S*>(sums_.data_ptr()) + (row - first_row_) * width();
+  }
+  void finish() {
+    if (!sums_.is_same(whole_)) {
+      whole_.copy_(sums_);
+    }
+  }
+
+ private:
+  Tensor whole_, sums_;
+  int64_t first_row_;
+};
+
+// Rows of an output [B, H, N, width] that arrive in parts, each with its lse.
+struct Output {
+  Output(const Part& part, const Tensor& lse_) : sums(part), lse(lse_.data_ptr<float>()) {}
+
+  // Stores (part, part_lse) where `fresh`, else merges it into what is there.
+  void put(int64_t row, float* part, float part_lse, bool fresh) {
+    const float old = fresh ? -kInf : lse[row];
+    if (old == -kInf) {
+      lse[row] = part_lse;
+      write(row, part);
+    } else if (part_lse != -kInf) {
+      lse[row] = merge(part, part_lse, sums.row<float>(row), old, sums.width());
+      write(row, part);
+    }
+  }
+
+  // Merges (other, other_lse), which has keys, into part. Returns the merged lse.
+  static float merge(float* part, float part_lse, const float* other, float other_lse,
+                     int64_t width) {
+    const float highest = part_lse == -kInf ? other_lse : std::max(part_lse, other_lse);
+    const float a = std::exp(part_lse - highest), b = std::exp(other_lse - highest), total = a + b;
+    for (int64_t d = 0; d < width; ++d) {
+      part[d] = (a * part[d] + b * other[d]) / total;
+    }
+    return highest + std::log(total);
+  }
+
+ private:
+  void write(int64_t row, const float* part) {
+    with_type(sums.type(), [&](auto value) {
+      at::vec::convert(part, sums.row<decltype(value)>(row), sums.width());
+    });
+  }
+
+  const Part& sums;
+  float* lse;
+};
+
+constexpr float kLog2E = 1.44269504f;
+
+// e^x for x <= 88: 0 below -87, NaN of NaN, else right to 3e-7. The integer part of the power of
+// two, as a float's exponent, stands in the low bits of a large sum; the rest is a polynomial.
+inline Vec exp_of(Vec x) {
+  const Vec large(12582912.f + 127.f), smallest(1.17549435e-38f);  // 1.5 * 2^23, 2^-126
+  const Vec bounded = at::vec::clamp_min(x * Vec(kLog2E), Vec(-126.f));
+  const Vec moved = bounded + large, rest = bounded - (moved - large);  // in [-1/2, 1/2]
+  Vec p(1.3276474e-3f);
+  p = at::vec::fmadd(p, rest, Vec(9.675543e-3f));
+  p = at::vec::fmadd(p, rest, Vec(5.5507135e-2f));
+  p = at::vec::fmadd(p, rest, Vec(2.402212e-1f));
+  p = at::vec::fmadd(p, rest, Vec(6.9314694e-1f));
+  const auto bits = at::vec::cast<int32_t>(moved) << at::vec::Vectorized<int32_t>(23);
+  const Vec power = at::vec::cast<float>(bits);
+  return at::vec::fmadd(p * rest, power, power) - smallest;
+}
+
+inline Vec rounded_to_bfloat16(Vec x) {
+  const auto bits = at::vec::cast<int32_t>(x);
+  using Ints = at::vec::Vectorized<int32_t>;
+  return at::vec::cast<float>(bits + Ints(0x7fff) + ((bits >> Ints(16)) & Ints(1)));
+}
+
+// Two rows of a right operand, interleaved.
+inline void store_pair(BFloat16* to, Vec even, Vec odd) {
+  using Ints = at::vec::Vectorized<int32_t>;
+  const auto low = at::vec::cast<int32_t>(rounded_to_bfloat16(even)) >> Ints(16);
+  const auto high = at::vec::cast<int32_t>(rounded_to_bfloat16(odd));
+  at::vec::cast<float>((low & Ints(0xffff)) | (high & Ints(static_cast<int32_t>(0xffff0000))))
+      .store(to);
+}
+
+// Key tiles whose scores stand below each other.
+struct Stack {
+  struct Part {
+    int64_t column, entry, rows, padded;
+    float bias;
+  };
+  Part parts[kMostKeys / 16];  // of 16 padded rows at least
+  int64_t size = 0, padded = 0;
+};
+
+// One softmax step for W * kLanes queries: scores become weights exp(score - highest), and the
+// running (highest, total) move on. `factor` is what older sums are to be multiplied with.
+template <typename T, int W>
+void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, float scale,
+                  float* highest, float* total, float* factor) {
+  Vec top[W], base[W], sum[W];
+  for (int w = 0; w < W; ++w) {
+    top[w] = Vec::loadu(highest + w * kLanes);
+    sum[w] = Vec(0.f);
+  }
+  const float* s = scores;
+  for (int64_t i = 0; i < stack.size; ++i) {
+    const auto& part = stack.parts[i];
+    Vec most[W];
+    for (int w = 0; w < W; ++w) {
+      most[w] = Vec(-kInf);
+    }
+    for (int64_t j = 0; j < part.rows; ++j) {
+      for (int w = 0; w < W; ++w) {
+        // Where a score is NaN this may pass over it; its weight will not.
+        most[w] = at::vec::clamp_min(Vec::loadu(s + j * ld + w * kLanes), most[w]);
+      }
+    }
+    s += part.padded * ld;
+    for (int w = 0; w < W; ++w) {
+      top[w] = at::vec::maximum(top[w], at::vec::fmadd(most[w], Vec(scale), Vec(part.bias)));
+    }
+  }
+  for (int w = 0; w < W; ++w) {
+    base[w] = Vec::blendv(top[w].neg(), Vec(0.f), top[w] == Vec(-kInf));
+    exp_of(Vec::loadu(highest + w * kLanes) + base[w]).store(factor + w * kLanes);
+    top[w].store(highest + w * kLanes);
+  }
+  float* row = scores;
+  for (int64_t i = 0; i < stack.size; ++i) {
+    const auto& part = stack.parts[i];
+    const auto weight = [&](int64_t j, int w) {  // rounded as the highest was: never above 1
+      const Vec score = Vec::loadu(row + j * ld + w * kLanes);
+      return exp_of(at::vec::fmadd(score, Vec(scale), Vec(part.bias)) + base[w]);
+    };
+    for (int64_t j = 0; j < part.padded; j += 2) {
+      for (int w = 0; w < W; ++w) {
+        const Vec even = j < part.rows ? weight(j, w) : Vec(0.f);
+        const Vec odd = j + 1 < part.rows ? weight(j + 1, w) : Vec(0.f);
+        sum[w] = sum[w] + (even + odd);
+        if constexpr (kPaired<T>) {
+          store_pair(weights + (row - scores) + j * ld + 2 * w * kLanes, even, odd);
+        } else {
+          even.store(weights + (row - scores) + j * ld + w * kLanes);
+          odd.store(weights + (row - scores) + (j + 1) * ld + w * kLanes);
+        }
+      }
+    }
+    row += part.padded * ld;
+  }
+  for (int w = 0; w < W; ++w) {
+    const Vec scaled = Vec::loadu(total + w * kLanes) * Vec::loadu(factor + w * kLanes);
+    (scaled + sum[w]).store(total + w * kLanes);
+  }
+}
+
+}  // namespace sparsering::cpu

@@ -1,0 +1,405 @@
+"""The GPU backend: launches the kernels of `triton_forward` and `triton_backward` over passes.
+
+Passes run one after another; each merges into what the earlier ones left. With several passes in
+half precision, float32 sums exist for a few kv heads at a time. Triton is imported on first use.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...layouts.layout import BlockLayout
+from ..inputs import dense_rows, positive_scale, signed_gradient
+from .launch import descriptor, launch, padded, power_of_2, precision, processors, strides
+from .tuning import Config, config
+from .walk import Walk, walk
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_WIDTH = 256
+_LEAST_PROGRAMS = 8  # per multiprocessor, that a launch should have
+_ROWS = 64  # of a program that combines or prepares
+
+
+def reasons(*tensors: Tensor) -> list[str]:
+    """Why the kernels cannot run on these tensors, or on this machine."""
+    found = _machine_reasons()
+    wanted = "cpu" if interpreting() else "cuda"
+    if any(x.device.type != wanted for x in tensors):
+        found.append(f"it runs on {wanted} tensors" + " under TRITON_INTERPRET=1" * interpreting())
+    if any(x.dtype not in _DTYPES for x in tensors):
+        found.append("it computes in float32; float64 stays with gather")
+    if interpreting() and any(x.dtype == torch.bfloat16 for x in tensors):
+        found.append("Triton's interpreter gets bfloat16 products wrong")
+    if any(x.dim() and x.shape[-1] > _MOST_WIDTH for x in tensors):
+        found.append(f"it holds head dims up to {_MOST_WIDTH}")
+    return found
+
+
+@torch.compiler.assume_constant_result
+def _machine_reasons() -> list[str]:
+    found = [] if find_spec("triton") else ["the package triton is missing (pip install triton)"]
+    if interpreting():
+        return found
+    if not torch.cuda.is_available():
+        return [*found, "it needs a GPU (TRITON_INTERPRET=1 tries its kernels without one)"]
+    if not torch.version.hip and torch.cuda.get_device_capability() < (8, 0):
+        found.append("it needs compute capability 8.0")
+    return found
+
+
+@torch.compiler.assume_constant_result
+def interpreting() -> bool:
+    """Whether kernels run in Python on CPU tensors, for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def forward(
+    layout: BlockLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_bias: Tensor | None,
+    scale: float,
+    *,
+    in_float32: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a layout; see `gather.forward`. lse is float32."""
+    query, scale = positive_scale(dense_rows(query), scale)
+    in_turn = len(layout.passes) > 1 and query.itemsize < 4 and not in_float32
+    dtype = torch.float32 if in_float32 else query.dtype
+    out = _blank(layout, False, (*query.shape[:3], value.shape[3]), query, dtype, in_turn)
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+    for part in _parts(layout, query, key, value, block_bias, scale, in_turn):
+        to = out[:, part.heads]
+        sums = torch.zeros_like(to, dtype=torch.float32) if in_turn else to
+        for number in range(len(layout.passes)):
+            _forward_pass(part, number, sums, lse[:, part.heads])
+        if in_turn:
+            to.copy_(sums)
+    return out, lse
+
+
+def backward(
+    layout: BlockLayout,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    *,
+    in_float32: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and block_bias; see `gather.backward`."""
+    positive, positive_by = positive_scale(dense_rows(query), scale)
+    grad_out = dense_rows(grad_out)
+    rows = _prepared(grad_out, grad_lse, out, lse)
+    in_turn = len(layout.passes) > 1 and query.itemsize < 4 and not in_float32
+    dtype = torch.float32 if in_float32 else query.dtype
+    dq = _blank(layout, False, query.shape, query, dtype, in_turn)
+    dk, dv = (_blank(layout, True, x.shape, x, dtype, False) for x in (key, value))
+    dbias = None if block_bias is None else torch.zeros_like(block_bias, dtype=torch.float32)
+    for part in _parts(layout, positive, key, value, block_bias, positive_by, in_turn):
+        grads = [x[:, part.heads] for x in (grad_out, *rows)]
+        to = dq[:, part.heads]
+        sums = torch.zeros_like(to, dtype=torch.float32) if in_turn else to
+        of_bias = None if dbias is None else dbias[:, part.heads]
+        for number in range(len(layout.passes)):
+            _query_pass(part, number, grads, sums, of_bias)
+        if in_turn:
+            to.copy_(sums)
+        _key_passes(part, grads, [x[:, part.kv_heads] for x in (dk, dv)])
+    if block_bias is None or dbias is None:
+        return signed_gradient(dq, scale), dk, dv, None
+    return signed_gradient(dq, scale), dk, dv, dbias.to(block_bias.dtype)
+
+
+class _Part(NamedTuple):
+    """Some kv heads of a call, `kv_heads` of them, and the query heads that use them."""
+
+    layout: BlockLayout
+    heads: slice
+    kv_heads: slice
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    scale: float
+
+    @property
+    def group(self) -> int:
+        return self.query.shape[1] // self.key.shape[1]
+
+
+def _parts(
+    layout: BlockLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    in_turn: bool,
+) -> Iterator[_Part]:
+    """The whole call; or, in turn, as few kv heads as fill the device."""
+    key, value = dense_rows(key), dense_rows(value)
+    bias = None if bias is None else dense_rows(bias.float())
+    num_kv_heads = key.shape[1]
+    if not layout.passes or not query.shape[0] * num_kv_heads:
+        return
+    group, at_a_time = query.shape[1] // num_kv_heads, num_kv_heads
+    if in_turn:
+        tiles = max(p.query_start.shape[-1] for p in layout.passes)
+        programs = max(1, len(query) * group * tiles)
+        fewest = -(-_LEAST_PROGRAMS * processors(query.device) // programs)
+        at_a_time = min(at_a_time, max(1, fewest))
+    for first in range(0, num_kv_heads, at_a_time):
+        kv_heads = slice(first, min(first + at_a_time, num_kv_heads))
+        heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        yield _Part(
+            layout, heads, kv_heads, query[:, heads], key[:, kv_heads], value[:, kv_heads],
+            None if bias is None else bias[:, heads], scale,
+        )  # fmt: skip
+
+
+def _forward_pass(part: _Part, number: int, out: Tensor, lse: Tensor) -> None:
+    """Merges what one pass sees into out and lse."""
+    from .forward import forward_kernel, merge_kernel
+
+    config = _config("forward", part)
+    rows = _rows(part, number, config)
+    w = _walk(part, number, rows["programs"], by_key=False)
+    pieces = out.new_empty(_slots(part, out.shape[1], w, out.shape[3]), dtype=torch.float32)
+    arguments = {
+        **_of_inputs(part, config), **rows,
+        **_of_tiles(part, number, w, config.streamed, by_key=False), "RUNNING": number > 0,
+        "out": out, "lse": lse, "lse_batch": lse.stride(0), "lse_head": lse.stride(1),
+        "piece_out": pieces, "piece_lse": pieces.new_empty(pieces.shape[:-1]),
+        "num_heads": out.shape[1],
+        **strides(q=part.query, k=part.key, v=part.value, o=out),
+    }  # fmt: skip
+    arguments |= _streamed(part, number, config, key=part.key, value=part.value)
+    launch(forward_kernel, w.units.shape[2] * rows["programs"], config, arguments)
+    _combine(merge_kernel, w, out, arguments)
+
+
+def _query_pass(
+    part: _Part, number: int, grads: list[Tensor], dq: Tensor, dbias: Tensor | None
+) -> None:
+    """Adds what one pass gives to dQ and to the gradient of the block bias."""
+    from .backward import query_kernel, sum_kernel
+
+    config = _config("query", part)
+    rows = _rows(part, number, config)
+    w = _walk(part, number, rows["programs"], by_key=False)
+    grad_out, delta, safe_lse = grads
+    pieces = dq.new_empty(_slots(part, dq.shape[1], w, dq.shape[3]), dtype=torch.float32)
+    arguments = {
+        **_of_inputs(part, config), **rows,
+        **_of_tiles(part, number, w, config.streamed, by_key=False), "RUNNING": number > 0,
+        "grad_out": grad_out, "delta": delta, "safe_lse": safe_lse, "grad_query": dq,
+        "row_batch": delta.stride(0), "row_head": delta.stride(1), "piece": pieces, "grad": dq,
+        "num_heads": dq.shape[1],
+        **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dq=dq, grad=dq),
+    }  # fmt: skip
+    if dbias is not None:
+        tile = part.layout.block_size
+        shares = rows["parts"] * -(-tile // config.streamed)
+        of_shares = dbias.new_zeros(*dbias.shape, shares)
+        arguments |= {"grad_bias": of_shares, "num_blocks": dbias.shape[2]}
+    arguments |= _streamed(part, number, config, key=part.key, value=part.value)
+    launch(query_kernel, w.units.shape[2] * rows["programs"], config, arguments)
+    _combine(sum_kernel, w, dq, arguments)
+    if dbias is not None:
+        dbias += of_shares.sum(-1)
+
+
+def _key_passes(part: _Part, grads: list[Tensor], results: list[Tensor]) -> None:
+    """Writes dK and dV of every pass, [B, kv heads, Nk, D] and [.., Dv]; by way of float32 sums
+    where several passes, or shares of a group, add to them.
+    """
+    from .backward import key_kernel, sum_kernel
+
+    config, layout = _config("key", part), part.layout
+    at_a_time = _heads_at_a_time(part)
+    shares = -(-part.group // at_a_time)
+    alone = len(layout.passes) == 1 and shares == 1
+    batch, num_kv_heads, kv_len = part.key.shape[:3]
+    dk, dv = results
+    if not alone:
+        dk, dv = (
+            x.new_zeros(batch, num_kv_heads * shares, kv_len, x.shape[3], dtype=torch.float32)
+            for x in results
+        )
+    programs = batch * dk.shape[1] * -(-layout.block_size // config.rows)
+    grad_out, delta, safe_lse = grads
+    for number in range(len(layout.passes)):
+        w = _walk(part, number, programs, by_key=True)
+        pieces = [
+            x.new_empty(_slots(part, x.shape[1], w, x.shape[3]), dtype=torch.float32)
+            for x in (dk, dv)
+        ]
+        arguments = {
+            **_of_inputs(part, config), **_of_tiles(part, number, w, config.rows, by_key=True),
+            "QUERIES": config.streamed, "HEADS": at_a_time,
+            "RUNNING": number > 0, "num_heads": part.query.shape[1],
+            "grad_out": grad_out, "delta": delta, "safe_lse": safe_lse,
+            "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],
+            "row_batch": delta.stride(0), "row_head": delta.stride(1),
+            **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dk=dk, dv=dv),
+        }  # fmt: skip
+        arguments |= _streamed(part, number, config, query=part.query, grad_out=grad_out)
+        launch(key_kernel, w.units.shape[2] * programs, config, arguments)
+        arguments |= {"num_heads": dk.shape[1], "first_head": part.kv_heads.start * shares}
+        arguments |= {"all_heads": layout.frame.num_kv_heads * shares}
+        for grad, piece in zip((dk, dv), pieces, strict=True):
+            arguments |= {"grad": grad, "piece": piece, **strides(grad=grad)}
+            arguments |= {"WIDTH": grad.shape[3], "PADDED": padded(grad)}
+            _combine(sum_kernel, w, grad, arguments)
+    if not alone:
+        for to, sums in zip(results, (dk, dv), strict=True):
+            to.copy_(sums.unflatten(1, (num_kv_heads, shares)).sum(2))
+
+
+def _prepared(
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(delta, lse that is +inf for rows without keys), both [B, Hq, Nq]."""
+    from .backward import prepare_kernel
+
+    delta, safe_lse = torch.empty_like(lse), torch.empty_like(lse)
+    out = out.contiguous()
+    arguments = {
+        "grad_out": grad_out, "grad_lse": grad_lse.contiguous(), "out": out,
+        "lse": lse.contiguous(), "delta": delta, "safe_lse": safe_lse,
+        **strides(g=grad_out, o=out), "num_heads": lse.shape[1], "q_len": lse.shape[2],
+        "ROWS": _ROWS, "VALUE_WIDTH": out.shape[3], "VALUE_PADDED": padded(out),
+    }  # fmt: skip
+    if lse.numel():
+        launch(
+            prepare_kernel, lse.shape[0] * lse.shape[1] * -(-lse.shape[2] // _ROWS), None, arguments
+        )
+    return delta, safe_lse
+
+
+def _rows(part: _Part, number: int, config: Config) -> dict[str, int]:
+    """How the query tiles of a pass are spread over programs: their tokens, and heads beside them.
+
+    Heads of a group are packed where a tile has fewer tokens than a program has rows.
+    """
+    layout = part.layout
+    most = min(layout.block_size, -(-layout.frame.q_len // layout.passes[number].step))
+    tokens = min(config.rows, power_of_2(most))
+    pack = 1 if _by_query_head(part) else min(part.group, config.rows // tokens)
+    packs = -(-part.group // pack)
+    pack = -(-part.group // packs)
+    parts = -(-most // tokens)
+    return {
+        "parts": parts, "TOKENS": tokens, "PACK": pack,
+        "ROWS": max(16, tokens * power_of_2(pack)),
+        "programs": len(part.query) * part.key.shape[1] * packs * parts,
+    }  # fmt: skip
+
+
+def _heads_at_a_time(part: _Part) -> int:
+    """Query heads of a group that one program of `key_kernel` sums over: all, unless that leaves
+    the device idle or they have tables of their own.
+    """
+    layout, group = part.layout, part.group
+    if _by_query_head(part):
+        return 1
+    tiles = max(p.key_start.shape[-1] for p in layout.passes)
+    programs = len(part.query) * part.key.shape[1] * tiles
+    shares = min(group, -(-2 * processors(part.query.device) // max(1, programs)))
+    return -(-group // shares)
+
+
+def _by_query_head(part: _Part) -> bool:
+    """Whether query heads of a group have tables of their own."""
+    return part.group > 1 and part.layout.table_shape[1] > part.layout.frame.num_kv_heads
+
+
+def _walk(part: _Part, number: int, programs: int, *, by_key: bool) -> Walk:
+    shared_by = processors(part.query.device)
+    return walk(part.layout, number, by_key=by_key, programs=programs, processors=shared_by)
+
+
+def _slots(part: _Part, heads: int, w: Walk, width: int) -> tuple[int, ...]:
+    return len(part.query), heads, w.slots, part.layout.block_size, width
+
+
+def _of_inputs(part: _Part, config: Config) -> dict[str, Any]:
+    query, key, value, bias = part.query, part.key, part.value, part.bias
+    return {
+        "query": query, "key": key, "value": value,
+        "WIDTH": query.shape[3], "PADDED": padded(query),
+        "VALUE_WIDTH": value.shape[3], "VALUE_PADDED": padded(value),
+        "bias": query if bias is None else bias, "BIASED": bias is not None,
+        "bias_batch": 0 if bias is None else bias.stride(0),
+        "bias_head": 0 if bias is None else bias.stride(1),
+        "grad_bias": query, "num_blocks": 0,
+        "scale": part.scale, "group": part.group, "first_head": part.heads.start,
+        "all_heads": part.layout.frame.num_heads, "PRECISION": precision(query.dtype),
+        "STAGES": config.stages, "WARP_SPECIALIZE": config.warp_specialize,
+    }  # fmt: skip
+
+
+def _of_tiles(part: _Part, number: int, w: Walk, keys: int, *, by_key: bool) -> dict[str, Any]:
+    """`keys`: how many a program has at a time."""
+    p, tile = part.layout.passes[number], part.layout.block_size
+    starts, stops = (p.key_start, p.key_stop) if by_key else (p.query_start, p.query_stop)
+    word = 32 if tile % 32 == 0 and keys >= 32 else 16
+    return {
+        **w._asdict(), "tile_start": starts.contiguous(), "tile_stop": stops.contiguous(),
+        "words": p.bitmaps.contiguous().view(torch.int32 if word == 32 else torch.int16),
+        "step": p.step, "num_units": w.units.shape[2], "num_entries": w.start.shape[2],
+        "num_cuts": w.cuts.shape[2], "num_tiles": starts.shape[1], "num_slots": w.slots,
+        "table_batches": w.units.shape[0], "tables": w.units.shape[1], "axes": len(starts),
+        "TILE": tile, "WORD": word, "KEYS": keys,
+    }  # fmt: skip
+
+
+def _streamed(part: _Part, number: int, config: Config, **tensors: Tensor) -> dict[str, Any]:
+    """The tensors that stream past: as descriptors where they may be, and how wide offsets are."""
+    step, tile = part.layout.passes[number].step, part.layout.block_size
+    reach = max(1, *(x.stride(2) for x in tensors.values()))
+    wide = tile * step * reach + _MOST_WIDTH >= 1 << 31
+    if config.tma and step == 1:
+        described = {name: descriptor(x, config.streamed) for name, x in tensors.items()}
+        if all(x is not None for x in described.values()):
+            return {**described, "TMA": True, "WIDE": wide}
+    return {"TMA": False, "WIDE": wide}
+
+
+def _combine(kernel: Any, w: Walk, like: Tensor, arguments: dict[str, Any]) -> None:
+    """Combines the pieces of the tiles that were cut, where any may be."""
+    if w.slots:
+        tile = arguments["TILE"]
+        rows = min(_ROWS, power_of_2(tile))
+        programs = w.cuts.shape[2] * like.shape[0] * like.shape[1] * -(-tile // rows)
+        launch(kernel, programs, None, {**arguments, "ROWS": rows})
+
+
+def _blank(
+    layout: BlockLayout,
+    by_key: bool,
+    shape: Sequence[int],
+    like: Tensor,
+    dtype: torch.dtype,
+    overwritten: bool,
+) -> Tensor:
+    """Memory for a result: zeros unless all of it will be written."""
+    covered = len(layout.passes) == 1 and layout.passes[0].covers[by_key]
+    new = like.new_empty if covered or overwritten else like.new_zeros
+    return new(*shape, dtype=dtype)
+
+
+def _config(kernel: str, part: _Part) -> Config:
+    width = max(part.query.shape[3], part.value.shape[3])
+    return config(kernel, part.query, width, part.layout.block_size)

@@ -1,0 +1,83 @@
+"""What a launch of a Triton kernel takes beside its tensors: strides, descriptors, options."""
+
+import contextlib
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .tuning import Config
+
+
+def launch(kernel: Any, programs: int, config: Config | None, arguments: dict[str, Any]) -> None:
+    """Runs a kernel on the arguments that it names."""
+    if not programs:
+        return
+    own = {name: arguments[name] for name in kernel.arg_names}
+    device = next(x for x in own.values() if isinstance(x, Tensor)).device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[(programs,)](**own, **options(config))
+
+
+def options(config: Config | None) -> dict[str, Any]:
+    """How a kernel is compiled."""
+    return {} if config is None else {"num_warps": config.warps, "num_stages": config.stages}
+
+
+def strides(**tensors: Tensor) -> dict[str, int]:
+    """NAME_batch, NAME_head and NAME_token of each, in units of ALIGN elements: 16 bytes if all are
+    multiples of that, so that so much can be loaded at once, else 1.
+    """
+    least = max(16 // x.itemsize for x in tensors.values())
+    strides = [x.stride()[:3] for x in tensors.values()]
+    unit = least if all(n % least == 0 for own in strides for n in own) else 1
+    found = {"ALIGN": unit}
+    for name, own in zip(tensors, strides, strict=True):
+        for dim, n in zip(("batch", "head", "token"), own, strict=True):
+            found[f"{name}_{dim}"] = n // unit
+    return found
+
+
+def descriptor(x: Tensor, rows: int) -> Any:
+    """A tensor descriptor over [B, H, N, D] as a matrix whose rows are tokens, None if it is none.
+
+    Heads are rows below one another, or columns side by side.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    batch, heads, tokens, width = x.shape
+    of_batch, of_head, of_token, _ = x.stride()
+    fits = width == padded(x) and of_token * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+    if not fits or not tokens or of_token < width or of_batch % of_token:
+        return None
+    below = of_head % of_token == 0
+    if not below and (heads - 1) * of_head + width > of_token:
+        return None
+    last = ((batch - 1) * of_batch + (heads - 1) * of_head * below) // of_token
+    return TensorDescriptor(x, [last + tokens, of_token], [of_token, 1], [rows, width])
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How float32 is multiplied: as it is, unless the user allows tf32."""
+    if dtype != torch.float32 or torch.version.hip:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def padded(x: Tensor) -> int:
+    """The head dim as kernels hold it: a power of two from 16 on."""
+    return max(16, power_of_2(x.shape[-1]))
+
+
+def power_of_2(n: int) -> int:
+    """The least one that is no less than n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors that share a launch."""
+    if device.type != "cuda":
+        return 4  # under the interpreter: few, so that small tests cut tiles too
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,146 @@
+"""Measuring block shapes and block sizes for the Triton kernels on this GPU: `sparsering tune`.
+
+Coordinate by coordinate: for each block size the forward kernel, then the two backward ones, each
+over the few neighbours of its default. A choice counts only where its results agree with those of
+the default. What is fastest is kept on disk, and used by every later process.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...layouts.cache import layout_cache
+from ...layouts.layout import BlockLayout
+from ...patterns.algebra import Frame, Pattern
+from .. import triton
+from . import tuning as triton_tuning
+from .tuning import KERNELS, Config, config_key
+
+_AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def tune(
+    pattern: Pattern,
+    *,
+    tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    block_sizes: Sequence[int] = (64, 128),
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Measures, and keeps what is fastest; returns the file.
+
+    Args:
+        pattern: of a training step on `tokens` tokens, one batch entry.
+        block_sizes: candidates for the pattern's block size where none is named in a call.
+        say: is given a line for each thing measured.
+
+    Raises: NotImplementedError where the kernels cannot run. ValueError where the pattern does not
+        fit.
+    """
+    device = torch.device("cpu" if triton.interpreting() else "cuda")
+    torch.manual_seed(0)
+    if reasons := triton.reasons():
+        raise NotImplementedError(f"triton: {'; '.join(reasons)}")
+    query, key, value = (
+        torch.randn(1, heads, tokens, head_dim, device=device, dtype=dtype)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    if reasons := triton.reasons(query, key, value):
+        raise NotImplementedError(f"triton: {'; '.join(reasons)}")
+    frame = Frame.build(tokens, tokens, num_heads, num_kv_heads, 0)
+    configs: dict[str, Config] = {}
+    totals: dict[int, float] = {}
+    for size in block_sizes:
+        layout = layout_cache.layout(pattern, frame, size, device)
+        runs = _runs(layout, query, key, value)
+        expected = {name: run() for name, run in runs.items()}
+        for kernel in KERNELS:
+            name = "forward" if kernel == "forward" else "backward"
+            best = _fastest(
+                runs[name], expected[name], config_key(kernel, dtype, head_dim, size),
+                list(triton_tuning.candidates(kernel, query, head_dim, size)), configs, say,
+            )  # fmt: skip
+            configs |= best
+        with triton_tuning.trial(configs, query.device):
+            totals[size] = sum(_milliseconds(run) for run in runs.values())
+        say(f"block size {size}: {totals[size]:.3f} ms forward and backward")
+    chosen = min(totals, key=lambda size: totals[size])
+    sizes = {triton_tuning.block_key(pattern.expression, query): chosen}
+    return triton_tuning.keep(configs, sizes if len(totals) > 1 else {}, query.device)
+
+
+def _runs(
+    layout: BlockLayout, query: Tensor, key: Tensor, value: Tensor
+) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    scale = query.shape[3] ** -0.5
+    out, lse = triton.forward(layout, query, key, value, None, scale)
+    grads = torch.randn_like(out), torch.zeros_like(lse)
+
+    def forward() -> tuple[Tensor, ...]:
+        return triton.forward(layout, query, key, value, None, scale)
+
+    def backward() -> tuple[Tensor, ...]:
+        found = triton.backward(layout, *grads, query, key, value, None, out, lse, scale)
+        return found[:3]
+
+    return {"forward": forward, "backward": backward}
+
+
+def _fastest(
+    run: Callable[[], tuple[Tensor, ...]],
+    expected: tuple[Tensor, ...],
+    key: str,
+    candidates: Iterable[Config],
+    others: dict[str, Config],
+    say: Callable[[str], None],
+) -> dict[str, Config]:
+    """The fastest candidate under its key; each runs beside the choices made so far."""
+    times: dict[Config, float] = {}
+    for config in candidates:
+        with triton_tuning.trial({**others, key: config}, expected[0].device):
+            try:
+                got = run()
+                error = max(_error(a, b) for a, b in zip(got, expected, strict=True))
+                bound = _AGREEMENT[expected[0].dtype]
+                if error <= bound:  # NaN is not
+                    times[config] = _milliseconds(run)
+                    told = f"{times[config]:.3f} ms"
+                else:
+                    told = f"left out, its results differ by {error:.2g}"
+            except Exception as problem:  # a compiler's, or too much shared memory
+                first_line = str(problem).partition("\n")[0][:80]
+                told = f"left out, {type(problem).__name__}: {first_line}"
+        say(f"{key} {tuple(config)}: {told}")
+    if not times:
+        return {}
+    return {key: min(times, key=lambda config: times[config])}
+
+
+def _error(got: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over that of what is expected, on what is finite there."""
+    finite = expected.isfinite()
+    if not torch.equal(got.isfinite(), finite):
+        return torch.inf
+    difference = (got.float() - expected.float())[finite].norm()
+    return float(difference / expected.float()[finite].norm().clamp(min=1e-30))
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    """Median time of a call."""
+    if torch.cuda.is_available() and not triton.interpreting():
+        from triton.testing import do_bench
+
+        return float(do_bench(run, return_mode="median"))
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)

@@ -1,0 +1,200 @@
+"""How each Triton kernel is cut: block shapes, warps and stages by GPU, dtype, head dim and tile.
+
+The table holds what compiles to few or no spilled registers for each generation of GPU;
+`sparsering tune` measures its neighbours and keeps the fastest on disk, per GPU and Triton version.
+A call never measures anything: its time, and its bits, do not depend on chance.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...files import cache_folder
+
+KERNELS = ("forward", "query", "key")
+
+
+class Config(NamedTuple):
+    """How a kernel is compiled and launched.
+
+    Attributes:
+        rows: tokens (of packed heads) of a tile that a program keeps.
+        streamed: tokens that it takes in at a step.
+        warps, stages: of Triton.
+        tma: load what streams past through tensor descriptors, where it can be.
+        warp_specialize: split loading and computing between warps.
+    """
+
+    rows: int
+    streamed: int
+    warps: int
+    stages: int
+    tma: bool = False
+    warp_specialize: bool = False
+
+
+# By generation and kernel: for head dims up to 64, 128 and 256. Chosen by what `ptxas` says of
+# registers and shared memory, not by a measurement.
+_HALF = {
+    (80, "forward"): ((128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
+    (80, "query"): ((128, 64, 8, 3), (64, 64, 8, 3), (64, 32, 8, 2)),
+    (80, "key"): ((64, 32, 4, 3), (64, 64, 8, 3), (64, 32, 8, 2)),
+    (90, "forward"): ((128, 128, 8, 3), (128, 128, 8, 2), (128, 32, 8, 2)),
+    (90, "query"): ((128, 128, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
+    (90, "key"): ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
+    (100, "forward"): ((128, 128, 8, 2), (128, 128, 8, 2), (128, 32, 8, 2)),
+    (100, "query"): ((128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+    (100, "key"): ((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 8, 2)),
+}
+_SINGLE = {
+    "forward": ((64, 32, 8, 2), (64, 16, 8, 2), (32, 16, 8, 2)),
+    "query": ((64, 32, 8, 2), (64, 32, 8, 2), (32, 16, 8, 2)),
+    "key": ((64, 32, 8, 2), (64, 32, 8, 2), (32, 16, 8, 2)),
+}
+
+
+def config(kernel: str, like: Tensor, width: int, tile: int) -> Config:
+    """For "forward", "query" or "key" on tensors like this one, `width` the larger head dim."""
+    tuned = _tuned(like.device)["configs"]
+    if (found := tuned.get(config_key(kernel, like.dtype, width, tile))) is not None:
+        return Config(*found)
+    return default(kernel, like, width, tile)
+
+
+def default(kernel: str, like: Tensor, width: int, tile: int) -> Config:
+    """What is used where nothing was measured."""
+    size = 0 if width <= 64 else 1 if width <= 128 else 2
+    own = generation(like.device)
+    table = _SINGLE[kernel] if like.itemsize == 4 else _HALF[own, kernel]
+    chosen = Config(*table[size], tma=own >= 90 and like.itemsize < 4)
+    return _fitted(chosen, like, width, tile)
+
+
+def candidates(kernel: str, like: Tensor, width: int, tile: int) -> Iterator[Config]:
+    """The default and its neighbours: what `tune` measures."""
+    base = default(kernel, like, width, tile)
+    near = [
+        base,
+        base._replace(streamed=base.streamed * 2),
+        base._replace(streamed=base.streamed // 2),
+        base._replace(streamed=base.streamed // 2, stages=base.stages + 1),
+        base._replace(rows=base.rows // 2),
+        base._replace(rows=base.rows // 2, warps=base.warps // 2),
+        base._replace(warps=12 - base.warps),
+        base._replace(stages=base.stages + 1),
+    ]
+    if base.tma:
+        near.append(base._replace(tma=False))
+    if generation(like.device) == 100 and kernel == "forward":
+        near.append(base._replace(warps=4, warp_specialize=True))
+    fitting = (_fitted(c, like, width, tile) for c in near if c.streamed >= 16 and c.rows >= 16)
+    yield from dict.fromkeys(fitting)
+
+
+def block_size(expression: str, like: Tensor) -> int | None:
+    """The measured block size of a pattern on tensors like this one, or None."""
+    return _tuned(like.device)["block_sizes"].get(block_key(expression, like))
+
+
+def keep(configs: dict[str, Config], block_sizes: dict[str, int], device: torch.device) -> Path:
+    """Adds measured choices to those on disk, in one step; returns the file."""
+    path = _path(device)
+    known = _read(path)
+    known["configs"] |= configs
+    known["block_sizes"] |= block_sizes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(known, file, indent=1)
+    os.replace(file.name, path)
+    _tuned.cache_clear()
+    return path
+
+
+@contextlib.contextmanager
+def trial(configs: dict[str, Config], device: torch.device) -> Iterator[None]:
+    """Uses these configs for a while, beside what was measured before."""
+    known = _tuned(device)["configs"]
+    before = dict(known)
+    known |= configs
+    try:
+        yield
+    finally:
+        known.clear()
+        known |= before
+
+
+@cache
+def generation(device: torch.device) -> int:
+    """Which column of the table a GPU takes: 80, 90 or 100."""
+    if device.type != "cuda" or torch.version.hip:
+        return 80
+    major = torch.cuda.get_device_capability(device)[0]
+    return {9: 90, 10: 100}.get(major, 80)
+
+
+def _fitted(chosen: Config, like: Tensor, width: int, tile: int) -> Config:
+    """The same, no larger than a tile, and in shared memory."""
+    most = max(16, 1 << (tile - 1).bit_length())
+    if most - tile >= 64:  # 160 and 192 tokens are 3 x 64 rather than 256
+        most = 64
+    rows, streamed = min(chosen.rows, most), min(chosen.streamed, most)
+    chosen = chosen._replace(rows=rows, streamed=streamed)
+    if rows * streamed <= 64 * 64 and like.itemsize < 4 and width <= 64:
+        chosen = chosen._replace(warps=min(4, chosen.warps))
+    padded = max(16, 1 << (width - 1).bit_length())
+    while True:
+        tokens = 2 * chosen.rows + 2 * chosen.stages * chosen.streamed
+        if tokens * padded * like.itemsize <= _shared_memory(like.device) or chosen.streamed == 16:
+            return chosen
+        fewer_stages = chosen._replace(stages=chosen.stages - 1)
+        chosen = (
+            fewer_stages if chosen.stages > 2 else chosen._replace(streamed=chosen.streamed // 2)
+        )
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may use, as far as they are known."""
+    if device.type != "cuda":
+        return 1 << 20
+    found = torch.cuda.get_device_properties(device)
+    return int(getattr(found, "shared_memory_per_block_optin", 0) or 64 << 10) - (4 << 10)
+
+
+def config_key(kernel: str, dtype: torch.dtype, width: int, tile: int) -> str:
+    """What a measured config is kept under."""
+    return f"{kernel} {str(dtype).removeprefix('torch.')} head dim {width} block {tile}"
+
+
+def block_key(expression: str, like: Tensor) -> str:
+    """What a measured block size is kept under."""
+    return f"{expression} {str(like.dtype).removeprefix('torch.')} head dim {like.shape[-1]}"
+
+
+def _path(device: torch.device) -> Path:
+    import triton
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+    plain = "".join(c if c.isalnum() else "-" for c in name)
+    return cache_folder() / f"triton-{plain}-{triton.__version__}.json"
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    if path.exists():
+        found: dict[str, dict[str, Any]] = json.loads(path.read_text())
+        return found
+    return {"configs": {}, "block_sizes": {}}
+
+
+@cache
+def _tuned(device: torch.device) -> dict[str, dict[str, Any]]:
+    """What was measured on this GPU: read once, and changed by `trial` alone."""
+    return _read(_path(device))

@@ -1,0 +1,151 @@
+"""What the programs of a Triton launch walk: a pass's table, cut into units of work, on its device.
+
+A unit is a tile with a run of its entries. Entries that need no mask come first. Tiles with many
+more entries than the rest are cut into pieces whose results are combined afterwards, and the
+longest units start first. Nothing here reads from the device; a walk of a pattern that lives on the
+host is waited for once, before other streams may use it.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...layouts.layout import BlockLayout, Pass
+
+UNIT, CUT = 5, 3  # int32 numbers of a unit and of a cut tile
+_LEAST_ENTRIES = 8  # shorter pieces cost more to combine than they save
+_UNITS_PER_PROCESSOR = 4
+
+
+class Walk(NamedTuple):
+    """Tables of int32 [Bt, T, ...], Bt = 1 or the batch, T = 1, num_kv_heads or num_heads.
+
+    Attributes:
+        units: [Bt, T, units, 5]: tile (-1: nothing to do), first entry, first entry that needs a
+            mask, end of the entries, slot for a piece's result (-1: the tile is not cut).
+        start: [Bt, T, E] first token of the other tile of each entry.
+        tokens: [Bt, T, E] how many it has.
+        mask: [Bt, T, E] bitmap, -1 where all pairs of real tokens are in.
+        entry: [Bt, T, E] number of the entry in `layout.entries`.
+        cuts: [Bt, T, cuts, 3] of each cut tile (-1: none): tile, first slot, pieces.
+        slots: most slots that a table uses.
+    """
+
+    units: Tensor
+    start: Tensor
+    tokens: Tensor
+    mask: Tensor
+    entry: Tensor
+    cuts: Tensor
+    slots: int
+
+
+_captured: list[object] = []  # what CUDA graphs read: for the life of the process
+_walks: WeakKeyDictionary[Pass, dict[object, Walk]] = WeakKeyDictionary()
+
+
+def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, processors: int) -> Walk:
+    """The walk over the entries of pass `number`, kept for the life of the pass.
+
+    Args:
+        by_key: whether units are key tiles, which walk the query tiles that visit them.
+        programs: programs of the launch per unit.
+        processors: how many multiprocessors share them.
+    """
+    p = layout.passes[number]
+    entries = p.key_tile.shape[-1]
+    longest = p.longest[by_key] if p.longest else entries
+    fair = entries * programs // (_UNITS_PER_PROCESSOR * processors)
+    limit = max(_LEAST_ENTRIES, 1 << fair.bit_length())  # powers of two: few distinct walks
+    limit = limit if limit < longest else entries + 1
+    capturing = p.key_tile.is_cuda and torch.cuda.is_current_stream_capturing()
+    walks = _walks.setdefault(p, {})
+    if (found := walks.get((by_key, limit))) is not None:
+        if capturing:
+            _captured.append((layout, found))
+        return found
+    if capturing:  # what is made now holds nothing before the graph runs: it is the graph's alone
+        layout = replace(layout, passes=tuple(replace(own) for own in layout.passes))
+        made = _walk(layout, number, by_key, limit)
+        _captured.append((layout, made))
+        return made
+    made = _walk(layout, number, by_key, limit)
+    on_device = isinstance(layout.pairs, Tensor) and layout.pairs.is_cuda
+    if p.key_tile.is_cuda and not on_device:  # kept for other streams: once per pattern
+        torch.cuda.current_stream(p.key_tile.device).synchronize()
+    walks[by_key, limit] = made
+    return made
+
+
+def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
+    p = layout.passes[number]
+    batch, heads = layout.table_shape
+    heads = max(heads, len(p.query_start))
+    size = p.key_tile.shape[-1]
+    if by_key:
+        row_ptr, other, entry = (_stretch(x, batch, heads).long() for x in p.transpose)
+        mask = _stretch(p.mask, batch, heads).gather(-1, entry)
+        start, stop = p.query_start, p.query_stop
+    else:
+        row_ptr, other = (_stretch(x, batch, heads).long() for x in (p.row_ptr, p.key_tile))
+        entry = torch.arange(size, device=other.device).expand_as(other)
+        mask = _stretch(p.mask, batch, heads)
+        start, stop = p.key_start, p.key_stop
+    other = other.clamp(max=max(0, start.shape[-1] - 1))  # of padding
+    start, stop = (_stretch(x[None], batch, heads).gather(-1, other) for x in (start, stop))
+    tokens = (((stop - start).clamp(min=0) + p.step - 1) // p.step).clamp(max=layout.block_size)
+    first = _stretch(layout.first_entry[number].to(entry.device), batch, heads)
+
+    rows = row_ptr.shape[-1] - 1
+    row = torch.searchsorted(row_ptr[..., 1:].contiguous(), _positions(other), right=True)
+    needs_mask = (mask >= 0) | (tokens < layout.block_size)
+    place, order = (2 * row + needs_mask).sort(dim=-1, stable=True)
+    edges = torch.arange(2 * rows + 1, device=row.device).expand(batch, heads, -1).contiguous()
+    edges = torch.searchsorted(place, edges)
+    begin, masked, end = edges[..., :-1:2], edges[..., 1::2], edges[..., 2::2]
+
+    pieces = ((end - begin + limit - 1) // limit).clamp(min=1)
+    cut = pieces > 1
+    slots = torch.where(cut, pieces, 0)
+    first_slot = slots.cumsum(-1) - slots
+    spare = size // limit  # n > limit entries make at most n / limit pieces more than one
+    slots_used = 2 * size // limit if spare else 0
+    unit = torch.arange(rows + spare, device=row.device).expand(batch, heads, -1).contiguous()
+    last = pieces.cumsum(-1)
+    tile = torch.searchsorted(last, unit, right=True)
+    real = tile < rows
+    tile = tile.clamp(max=max(0, rows - 1))
+    own = [x.gather(-1, tile) for x in (begin, masked, end, pieces, first_slot, last - pieces)]
+    begin_, masked_, end_, pieces_, first_slot_, before = own
+    piece = unit - before
+    lower = begin_ + (end_ - begin_) * piece // pieces_
+    upper = begin_ + (end_ - begin_) * (piece + 1) // pieces_
+    slot = torch.where(pieces_ > 1, first_slot_ + piece, -1)
+    middle = torch.minimum(torch.maximum(masked_, lower), upper)
+    units = torch.stack((torch.where(real, tile, -1), lower, middle, upper, slot), -1)
+    longest = torch.where(real, upper - lower, -1).argsort(dim=-1, descending=True, stable=True)
+    units = units.gather(-2, longest[..., None].expand_as(units))
+
+    which = (~cut).to(torch.int8).argsort(dim=-1, stable=True)[..., :spare]
+    cuts = torch.stack((which, first_slot.gather(-1, which), pieces.gather(-1, which)), -1)
+    cuts = torch.where(cut.gather(-1, which)[..., None], cuts, -1)
+    start, tokens, mask, entry = (
+        x.gather(-1, order).int().contiguous()
+        for x in (start, tokens, mask, entry + first[..., None])
+    )
+    return Walk(
+        units.int().contiguous(), start, tokens, mask, entry, cuts.int().contiguous(), slots_used
+    )
+
+
+def _stretch(table: Tensor, batch: int, heads: int) -> Tensor:
+    """[Bt, Ht, ...] to [batch, heads, ...], each table repeated for the heads that it serves."""
+    repeated = table.repeat_interleave(heads // table.shape[1], 1)
+    return repeated.expand(batch, *repeated.shape[1:])
+
+
+def _positions(like: Tensor) -> Tensor:
+    return torch.arange(like.shape[-1], device=like.device).expand_as(like).contiguous()

@@ -1,0 +1,163 @@
+"""Tiles of token positions, and sets of (query tile, key tile) pairs kept as sorted spans on a
+line.
+
+A tile is an arithmetic progression start, start + step, ... below `stop`, at most `block_size`
+positions. A `Grid` says how an axis is cut into tiles; both axes of a pass use the same grid.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..patterns.positions import Dilated
+from ..rows import expand_counts
+
+Ranges = Sequence[tuple[int, int]]
+"""Positions as ranges (first, exclusive last), ascending and disjoint."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How positions are cut into tiles: `step` apart, never across a segment (of a document, if
+    there are any).
+
+    Attributes:
+        step: distance of neighbouring positions in a tile.
+        segment: segment length in tokens, counted from 0 or from the start of the document.
+        residues: how many residues are listed; 1, or `step` for all. Tiles pair only within a
+            residue.
+        documents: document lengths, or None.
+        anchor: the mask whose per-head offset shifts the tiles, or None.
+    """
+
+    step: int
+    segment: int
+    residues: int = 1
+    documents: tuple[int, ...] | None = None
+    anchor: Dilated | None = None
+
+    def selectivity(self) -> tuple[int, bool, int]:
+        """Of two grids that both hold a set of pairs, the one that sorts higher has fewer other
+        pairs in its tiles.
+        """
+        return self.step, self.documents is not None, self.segment
+
+    def axis(self, ranges: Ranges, block_size: int, offset: int) -> "Axis":
+        """The tiles that hold the positions of some ranges, each segment's first one `offset` into
+        it. No tile crosses the end of a range.
+        """
+        lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
+        begin, end = self._segments(ranges[0][0], ranges[-1][1]) if ranges else (lows, highs)
+        reach = self.step * block_size
+        segment, number = expand_counts(-(-(end - begin) // reach))
+        start = begin[segment] + number * reach
+        end = torch.minimum(end[segment], start + reach)
+        first = torch.searchsorted(highs, start, right=True)  # the same tiles for every offset
+        count = (torch.searchsorted(lows, end) - first).clamp(min=0)
+        tile, number = expand_counts(count)
+        within = first[tile] + number
+        start, stop = start[tile], torch.minimum(end[tile], highs[within])
+        low = lows[within].repeat(self.residues)
+        residue = torch.arange(self.residues).repeat_interleave(len(start))
+        start, stop = start.repeat(self.residues) + residue + offset, stop.repeat(self.residues)
+        start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
+        last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
+        return Axis(self.step, residue, start, stop, last)
+
+    def _segments(self, low: int, high: int) -> tuple[Tensor, Tensor]:
+        """Begin and exclusive end of the segments that may hold positions in [low, high)."""
+        if self.documents is None:
+            first = low // self.segment
+            begin = torch.arange(first, max(first, -(-high // self.segment))) * self.segment
+            return begin, begin + self.segment
+        length = torch.tensor(self.documents, dtype=torch.int64)
+        ends = length.cumsum(0)
+        count = -(-length // self.segment)
+        document, number = expand_counts(count)
+        begin = (ends - length)[document] + number * self.segment
+        return begin, torch.minimum(begin + self.segment, ends[document])
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The tiles of one axis, ordered by residue and position. `last` < `start` marks a tile with
+    no position.
+    """
+
+    step: int
+    residue: Tensor
+    start: Tensor
+    stop: Tensor
+    last: Tensor
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @property
+    def count(self) -> Tensor:
+        return (self.last - self.start) // self.step + 1
+
+    def __getitem__(self, index: Tensor) -> "Axis":
+        return Axis(
+            self.step, self.residue[index], self.start[index], self.stop[index], self.last[index]
+        )
+
+    def positions(self, block_size: int) -> Tensor:
+        """[tiles, block_size], running on past `stop`."""
+        return self.start[:, None] + self.step * torch.arange(block_size)
+
+
+class Spans:
+    """A set of (row, column) tile pairs as sorted, disjoint, half-open spans of row * columns +
+    column.
+    """
+
+    def __init__(self, begin: Tensor, end: Tensor) -> None:
+        kept = end > begin
+        begin, order = begin[kept].sort()
+        end = end[kept][order].cummax(0).values
+        head = torch.ones_like(begin, dtype=torch.bool)
+        head[1:] = begin[1:] > end[:-1]
+        tail = head.roll(-1)
+        self.begin, self.end = begin[head], end[tail]
+
+    def __or__(self, other: "Spans") -> "Spans":
+        return Spans(torch.cat((self.begin, other.begin)), torch.cat((self.end, other.end)))
+
+    def __and__(self, other: "Spans") -> "Spans":
+        first = torch.searchsorted(other.end, self.begin, right=True)
+        count = (torch.searchsorted(other.begin, self.end) - first).clamp(min=0)
+        mine, number = expand_counts(count)
+        theirs = first[mine] + number
+        return Spans(
+            torch.maximum(self.begin[mine], other.begin[theirs]),
+            torch.minimum(self.end[mine], other.end[theirs]),
+        )
+
+    def expand(self) -> Tensor:
+        """Every pair of the set as row * columns + column, ascending."""
+        count = self.end - self.begin
+        base = self.begin - (count.cumsum(0) - count)
+        return torch.arange(int(count.sum())) + base.repeat_interleave(count)
+
+
+def spans_of_positions(
+    queries: Axis, keys: Axis, row: Tensor, first: Tensor, last: Tensor
+) -> Spans:
+    """Query tiles `row` paired with the key tiles of their residue that reach into positions
+    [first, last].
+    """
+    if not len(keys) or not len(row):
+        return Spans(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    highest = int(keys.stop.max()) - 1
+    stride = highest + keys.step + 1  # positions of different residues never meet
+    first, last = first.clamp(min=0), last.clamp(max=highest)
+    row = row[first <= last]
+    first, last = first[first <= last], last[first <= last]
+    lane = queries.residue[row] * stride
+    key_lane = keys.residue * stride
+    begin = torch.searchsorted(key_lane + (keys.stop - 1), lane + first)
+    end = torch.searchsorted(key_lane + keys.start, lane + last, right=True)
+    return Spans(row * len(keys) + begin, row * len(keys) + end)

@@ -1,0 +1,74 @@
+"""Numbers that all of the library computes by: dtypes of sums, and merging of partial results.
+
+Softmaxes over disjoint (or repeated) sets of keys become one by `merge_attention`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merges attention over several sets of keys into attention over their multiset union.
+
+    `O = sum_i a_i O_i`, `a_i = exp(l_i - L)`, `L = log sum_i exp(l_i)`; parts without any key (lse
+    = -inf) add nothing, and a row that no part reaches has out = 0, lse = -inf and zero gradients.
+    Differentiable, through lse too.
+
+    Args:
+        outs: tensors [B, H, N, Dv].
+        lses: tensors [B, H, N], the natural log of each part's softmax denominator.
+
+    Returns:
+        out in the outs' dtype, lse in float32 (float64 for float64 outs).
+
+    Raises: ValueError where there is no part, or shapes do not match.
+
+    Example:
+        >>> out, lse = merge_attention((out_1, out_2), (lse_1, lse_2))
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise ValueError(
+            f"merge_attention needs as many outs as lses, at least one, got {len(outs)} and "
+            f"{len(lses)}"
+        )
+    for out, lse in zip(outs, lses, strict=True):
+        if out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
+            raise ValueError(
+                "merge_attention needs outs of one shape [B, H, N, Dv] and lses [B, H, N], "
+                f"got out {tuple(out.shape)} "
+                f"and lse {tuple(lse.shape)} beside out {tuple(outs[0].shape)}"
+            )
+    dtype = sum_dtype(outs[0])
+    lse = torch.stack([part.to(dtype) for part in lses])  # [parts, B, H, N]
+    highest = finite_or_zero(lse.detach().amax(0))
+    weight = torch.where(lse == -torch.inf, 0.0, (lse - highest).exp())
+    total = weight.sum(0)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    mixed = sum(w[..., None] * part.to(dtype) for w, part in zip(weight, outs, strict=True))
+    out = torch.where(empty[..., None], 0.0, mixed / total[..., None])
+    return out.to(outs[0].dtype), torch.where(empty, -torch.inf, highest + total.log())
+
+
+def sum_dtype(x: Tensor | torch.dtype) -> torch.dtype:
+    """What sums, lse and merged results are kept in: float64 for float64, else float32."""
+    dtype = x.dtype if isinstance(x, Tensor) else x
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def finite_or_zero(lse: Tensor) -> Tensor:
+    """Lse with -inf replaced by 0: a shift that keeps exp(-inf - shift) = 0 instead of NaN."""
+    return torch.where(lse == -torch.inf, 0.0, lse)
+
+
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merges one more part into (out, lse), in place: of any shapes [..., Dv] and [...]."""
+    highest = finite_or_zero(torch.maximum(lse, part_lse))
+    a, b = (lse - highest).exp_(), (part_lse - highest).exp_()
+    total = a + b
+    share = torch.where(total == 0, 1.0, total).reciprocal_()
+    out.mul_((a * share)[..., None]).addcmul_(part.to(out.dtype), (b * share)[..., None])
+    lse.copy_(highest + total.log_())

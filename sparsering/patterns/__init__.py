@@ -1,0 +1,55 @@
+"""Which (query position, key position) pairs attend. Values, not tensors.
+
+    pattern = LongNet((2048, 4096), (1, 2)) & Causal()
+    pattern.to_dense(16)      # what it means, by definition; for small inputs
+    pattern.layout(1 << 20)   # what kernels run, at the cost of the pattern
+
+`algebra` says what a mask and a mixture are and how they combine; `positions` and `blocks` hold the
+masks, `expression` reads them back from text.
+"""
+
+from .algebra import Mask, Mixture, Pattern
+from .blocks import (
+    BlockDilated,
+    Blocks,
+    BlockWindow,
+    Dense,
+    Hierarchical,
+    RandomBlocks,
+    SelectedBlocks,
+)
+from .expression import parse
+from .positions import (
+    Causal,
+    Dilated,
+    Documents,
+    Full,
+    GlobalTokens,
+    KeyPadding,
+    LongNet,
+    Packed,
+    SlidingWindow,
+)
+
+__all__ = [
+    "BlockDilated",
+    "BlockWindow",
+    "Blocks",
+    "Causal",
+    "Dense",
+    "Dilated",
+    "Documents",
+    "Full",
+    "GlobalTokens",
+    "Hierarchical",
+    "KeyPadding",
+    "LongNet",
+    "Mask",
+    "Mixture",
+    "Packed",
+    "Pattern",
+    "RandomBlocks",
+    "SelectedBlocks",
+    "SlidingWindow",
+    "parse",
+]

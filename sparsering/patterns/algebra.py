@@ -1,0 +1,365 @@
+"""The algebra of patterns: what a mask and a mixture are, and how they combine. The masks are in
+`patterns.py`.
+
+A *mask* is a set of pairs (`&`, `|` are set operations); a *mixture* is a multiset (`+`): a pair
+in two of its branches counts twice under the softmax. Every pattern is a frozen value: hashable,
+compared by content.
+"""
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..layouts.layout import BlockLayout
+
+
+class Frame(NamedTuple):
+    """What a pattern is laid against: token counts, head counts and the position of the first
+    query.
+    """
+
+    q_len: int
+    kv_len: int
+    num_heads: int
+    num_kv_heads: int
+    q_start: int
+
+    @classmethod
+    def build(
+        cls,
+        q_len: int,
+        kv_len: int | None,
+        num_heads: int,
+        num_kv_heads: int | None,
+        q_start: int | None,
+    ) -> "Frame":
+        kv_len = q_len if kv_len is None else kv_len
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        given = (q_len, kv_len, num_heads, num_kv_heads)
+        for name, value in zip(cls._fields, given, strict=False):
+            checked_integer(name, value, 0)
+        if num_kv_heads and num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {num_heads} and "
+                f"{num_kv_heads}; "
+                "each key/value head serves an equal group of query heads"
+            )
+        q_start = kv_len - q_len if q_start is None else operator.index(q_start)
+        return cls(q_len, kv_len, num_heads, num_kv_heads, q_start)
+
+    def kv_head(self, head: int) -> int:
+        return head * self.num_kv_heads // max(1, self.num_heads)
+
+
+class Pattern:
+    """What masks and mixtures share. `expression` and `tensors` spell the pattern out for
+    `expression.parse`.
+    """
+
+    expression: str
+    tensors: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        self._validate()
+        tensors: list[Tensor] = []
+        object.__setattr__(self, "expression", self._spell(tensors))
+        object.__setattr__(self, "tensors", tuple(tensors))
+
+    def _validate(self) -> None:
+        """Normalises and checks the constructor's arguments."""
+
+    def _spell(self, tensors: list[Tensor]) -> str:
+        values = (_spell_value(value, tensors) for value in self._values())
+        return f"{type(self).__name__}({', '.join(values)})"
+
+    def _values(self) -> Iterator[Any]:
+        return (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        return self.expression
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            "a pattern has no truth value; combine patterns with &, | and + (not and, or)"
+        )
+
+    @property
+    def branches(self) -> "tuple[Mask, ...]":
+        """The masks whose multiset union this pattern is: one for a mask."""
+        raise NotImplementedError
+
+    def to_dense(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        num_heads: int = 1,
+        num_kv_heads: int | None = None,
+        q_start: int | None = None,
+    ) -> Tensor:
+        """Writes the pattern out pair by pair, from its definition.
+
+        Args:
+            q_len, kv_len: tokens; `kv_len` defaults to `q_len`.
+            num_heads, num_kv_heads: query heads and key/value heads (default: as many).
+            q_start: position of the first query, default `kv_len - q_len`.
+
+        Returns:
+            [H or 1, Nq, Nk], or [B, H or 1, Nq, Nk] where the pattern depends on the batch entry:
+            bool for a mask, int64 counts for a mixture.
+
+        Cost: O(B H Nq Nk) time and memory; for tests and small inputs.
+        """
+        frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
+        self.check(frame)
+        p = torch.arange(frame.q_start, frame.q_start + frame.q_len)[:, None]
+        k = torch.arange(frame.kv_len)[None, :]
+        batch, tables = self.num_batches(), num_heads if self.num_tables(frame) > 1 else 1
+        batches = 1 if batch is None else batch
+        counts = [
+            self._dense_table(p, k, frame, b, h) for b in range(batches) for h in range(tables)
+        ]
+        shape = (batches, tables, frame.q_len, frame.kv_len)
+        dense = torch.stack(counts).view(shape) if counts else torch.zeros(shape, dtype=torch.bool)
+        return dense if batch is not None else dense[0]
+
+    def _dense_table(self, p: Tensor, k: Tensor, frame: Frame, batch: int, head: int) -> Tensor:
+        held = [
+            m.at(batch, head, frame).holds(p, k, frame).expand(frame.q_len, frame.kv_len)
+            for m in self.branches
+        ]
+        return held[0] if isinstance(self, Mask) else torch.stack(held).sum(0)
+
+    def layout(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        num_heads: int = 1,
+        num_kv_heads: int | None = None,
+        q_start: int | None = None,
+        block_size: int = 128,
+        device: torch.device | str = "cpu",
+    ) -> "BlockLayout":
+        """Compiles the pattern to tiles, or takes the compiled form from `layout_cache`.
+
+        Args: as `to_dense`, and `block_size` (a multiple of 16 from 16 to 256), `device` of the
+            tables.
+
+        Raises: ValueError where the pattern does not fit the lengths or heads.
+
+        Cost: O(visited blocks) time and memory.
+        """
+        from ..layouts.cache import (
+            layout_cache,  # layouts stand on patterns; this is the one convenience the other way
+        )
+
+        frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
+        return layout_cache.layout(self, frame, block_size, torch.device(device))
+
+    def check(self, frame: Frame) -> None:
+        """Raises ValueError where the pattern does not fit these lengths and heads."""
+        for branch in self.branches:
+            branch.check(frame)
+
+    def num_batches(self) -> int | None:
+        """The batch size that the pattern demands, None for any."""
+        sizes = {size for branch in self.branches if (size := branch.num_batches()) is not None}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"the parts of a pattern must agree on the batch size, got {sorted(sizes)} "
+                f"in {self}"
+            )
+        return sizes.pop() if sizes else None
+
+    def num_tables(self, frame: Frame) -> int:
+        """How many heads see a pattern of their own: 1, num_kv_heads or num_heads."""
+        return max(branch.num_tables(frame) for branch in self.branches)
+
+    def __add__(self, other: object) -> "Mixture":
+        return (
+            Mixture((*self.branches, *other.branches))
+            if isinstance(other, Pattern)
+            else NotImplemented
+        )
+
+
+class Mask(Pattern):
+    """A set of pairs."""
+
+    @property
+    def branches(self) -> "tuple[Mask, ...]":
+        return (self,)
+
+    def __and__(self, other: object) -> "Mask":
+        return (
+            And((*_parts(And, self), *_parts(And, other)))
+            if isinstance(other, Mask)
+            else NotImplemented
+        )
+
+    def __or__(self, other: object) -> "Mask":
+        return (
+            Or((*_parts(Or, self), *_parts(Or, other)))
+            if isinstance(other, Mask)
+            else NotImplemented
+        )
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        """The definition: whether query position p pairs with key position k (broadcasting int64
+        tensors).
+        """
+        raise NotImplementedError
+
+    def at(self, batch: int, head: int, frame: Frame) -> "Mask":
+        """The mask that one query head of one batch entry sees, free of both."""
+        return self
+
+    def check(self, frame: Frame) -> None: ...
+
+    def num_batches(self) -> int | None:
+        return None
+
+    def num_tables(self, frame: Frame) -> int:
+        return 1
+
+
+@dataclass(frozen=True, repr=False)
+class Mixture(Pattern):
+    """A multiset union of masks under one softmax; written `a + b`."""
+
+    masks: tuple[Mask, ...]
+
+    def _spell(self, tensors: list[Tensor]) -> str:
+        return "(" + " + ".join(mask._spell(tensors) for mask in self.masks) + ")"
+
+    @property
+    def branches(self) -> tuple[Mask, ...]:
+        return self.masks
+
+    def __and__(self, other: object) -> "Mixture":
+        return (
+            Mixture(tuple(mask & other for mask in self.masks))
+            if isinstance(other, Mask)
+            else NotImplemented
+        )
+
+    def __rand__(self, other: object) -> "Mixture":
+        return (
+            Mixture(tuple(other & mask for mask in self.masks))
+            if isinstance(other, Mask)
+            else NotImplemented
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class _SetOperation(Mask):
+    """An operator over several masks; what does not depend on which operator."""
+
+    masks: tuple[Mask, ...]
+    symbol = ""
+
+    def _spell(self, tensors: list[Tensor]) -> str:
+        return "(" + f" {self.symbol} ".join(mask._spell(tensors) for mask in self.masks) + ")"
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        return type(self)(tuple(mask.at(batch, head, frame) for mask in self.masks))
+
+    def check(self, frame: Frame) -> None:
+        for mask in self.masks:
+            mask.check(frame)
+
+    def num_batches(self) -> int | None:
+        return Mixture(self.masks).num_batches()
+
+    def num_tables(self, frame: Frame) -> int:
+        return max(mask.num_tables(frame) for mask in self.masks)
+
+
+@dataclass(frozen=True, repr=False)
+class And(_SetOperation):
+    """Intersection; written `a & b`."""
+
+    symbol = "&"
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        held = self.masks[0].holds(p, k, frame)
+        for mask in self.masks[1:]:
+            held = held & mask.holds(p, k, frame)
+        return held
+
+
+@dataclass(frozen=True, repr=False)
+class Or(_SetOperation):
+    """Union; written `a | b`."""
+
+    symbol = "|"
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        held = self.masks[0].holds(p, k, frame)
+        for mask in self.masks[1:]:
+            held = held | mask.holds(p, k, frame)
+        return held
+
+
+@dataclass(frozen=True, repr=False)
+class Not(Mask):
+    """The complement; only for taking from a pass what an earlier pass has."""
+
+    mask: Mask
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        return ~self.mask.holds(p, k, frame)
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        return Not(self.mask.at(batch, head, frame))
+
+    def num_batches(self) -> int | None:
+        return self.mask.num_batches()
+
+    def num_tables(self, frame: Frame) -> int:
+        return self.mask.num_tables(frame)
+
+
+def _parts(operator_type: type[_SetOperation], mask: Mask) -> tuple[Mask, ...]:
+    return mask.masks if isinstance(mask, operator_type) else (mask,)
+
+
+def checked_integer(name: str, value: object, least: int | None) -> int:
+    """The value as an int of at least `least`; TypeError or ValueError naming it otherwise."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}") from None
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
+def freeze_integers(pattern: Pattern, name: str, least: int | None) -> None:
+    """Replaces a sequence argument by a tuple of checked ints."""
+    label = f"{type(pattern).__name__} {name}"
+    value = getattr(pattern, name)
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{label} must be a sequence of ints, got {value!r}")
+    object.__setattr__(
+        pattern, name, tuple(checked_integer(f"each of {label}", item, least) for item in value)
+    )
+
+
+def _spell_value(value: object, tensors: list[Tensor]) -> str:
+    if isinstance(value, Pattern):
+        return value._spell(tensors)
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return f"t{len(tensors) - 1}"
+    return repr(value)

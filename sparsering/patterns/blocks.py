@@ -1,0 +1,394 @@
+"""Masks that are defined block by block (whole blocks of queries see whole blocks of keys), or by
+a tensor.
+
+Their block size is part of the pattern and need not be the block size of the layout that runs it.
+b = p // block_size is a query's block, b' = k // block_size a key's; a negative position is in no
+block.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..rows import expand_counts, mix
+from .algebra import And, Frame, Mask, Or, checked_integer, freeze_integers
+from .permutation import permute, unpermute
+
+
+class BlockMask(Mask):
+    """A mask given by which key blocks each query block sees."""
+
+    block_size: int
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        held = self.blocks_hold(p // self.block_size, k // self.block_size, frame.kv_len)
+        return held & (p >= 0)
+
+    def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
+        """Whether query block sees key block, for non-negative blocks (broadcasting)."""
+        raise NotImplementedError
+
+    def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Key blocks that each query block may see: (index into q_block, first, last) of inclusive
+        ranges.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, repr=False)
+class BlockDilated(BlockMask):
+    """b' = b, or abs(b - b') is one of `rates`."""
+
+    rates: tuple[int, ...]
+    block_size: int
+
+    def _validate(self) -> None:
+        freeze_integers(self, "rates", 1)
+        checked_integer("BlockDilated block_size", self.block_size, 1)
+
+    def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
+        return torch.isin(
+            (q_block - k_block).abs(), torch.tensor([0, *self.rates], device=q_block.device)
+        )
+
+    def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        steps = torch.tensor(sorted({0, *self.rates, *(-rate for rate in self.rates)}))
+        blocks = (q_block[:, None] + steps).flatten()
+        return torch.arange(len(q_block)).repeat_interleave(len(steps)), blocks, blocks
+
+
+@dataclass(frozen=True, repr=False)
+class BlockWindow(BlockMask):
+    """abs(b - b') <= radius."""
+
+    radius: int
+    block_size: int
+
+    def _validate(self) -> None:
+        checked_integer("BlockWindow radius", self.radius, 0)
+        checked_integer("BlockWindow block_size", self.block_size, 1)
+
+    def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
+        return (q_block - k_block).abs() <= self.radius
+
+    def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.arange(len(q_block)), q_block - self.radius, q_block + self.radius
+
+
+@dataclass(frozen=True, repr=False)
+class Hierarchical(BlockMask):
+    """The union over levels (stride, window), in tokens, fine to coarse; `None` for a window
+    without end.
+
+    At a level, query blocks with b % max(1, stride // block_size) == 0 see the key blocks with
+    abs(b - b') <= (window // block_size) // 2.
+    """
+
+    levels: tuple[tuple[int, int | None], ...]
+    block_size: int
+
+    def _validate(self) -> None:
+        checked_integer("Hierarchical block_size", self.block_size, 1)
+        if not isinstance(self.levels, tuple | list):
+            raise TypeError(
+                f"Hierarchical levels must be (stride, window) pairs, got {self.levels!r}"
+            )
+        for level in self.levels:
+            if not isinstance(level, Sequence) or len(level) != 2:
+                raise ValueError(
+                    f"each of Hierarchical levels must be a (stride, window) pair, got {level!r}"
+                )
+            checked_integer("Hierarchical stride", level[0], 1)
+            if level[1] is not None:
+                checked_integer("Hierarchical window", level[1], 0)
+        object.__setattr__(self, "levels", tuple(tuple(level) for level in self.levels))
+
+    def _in_blocks(self) -> list[tuple[int, int | None]]:
+        """(period, radius) of each level in blocks."""
+        size = self.block_size
+        return [(max(1, s // size), None if w is None else w // size // 2) for s, w in self.levels]
+
+    def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
+        held = (q_block != q_block) | (k_block != k_block)
+        for period, radius in self._in_blocks():
+            level = q_block % period == 0
+            held = held | (
+                level if radius is None else level & ((q_block - k_block).abs() <= radius)
+            )
+        return held
+
+    def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        far = torch.iinfo(torch.int64).max // (4 * self.block_size)
+        parts = []
+        for period, radius in self._in_blocks():
+            index = torch.nonzero(q_block % period == 0)[:, 0]
+            reach = far if radius is None else radius
+            parts.append(torch.stack((index, q_block[index] - reach, q_block[index] + reach)))
+        index, first, last = torch.cat(parts, 1) if parts else torch.zeros(3, 0, dtype=torch.int64)
+        return index, first, last
+
+
+@dataclass(frozen=True, repr=False)
+class RandomBlocks(BlockMask):
+    """Per query block, the diagonal block and a seeded choice of others.
+
+    Every row has max(1, floor(density * blocks + 0.5)) of the blocks = ceil(Nk / block_size); 0 <
+    density <= 1. The choice is a function of (seed, kv head, query block, blocks) alone; all heads
+    share it unless `per_head`.
+    """
+
+    density: float
+    block_size: int
+    seed: int = 0
+    per_head: bool = True
+
+    def _validate(self) -> None:
+        checked_integer("RandomBlocks block_size", self.block_size, 1)
+        checked_integer("RandomBlocks seed", self.seed, None)
+        if not isinstance(self.density, int | float) or isinstance(self.density, bool):
+            raise TypeError(f"RandomBlocks density must be a number, got {self.density!r}")
+        if not 0 < self.density <= 1:
+            raise ValueError(
+                f"RandomBlocks density must be above 0 and at most 1, got {self.density!r}"
+            )
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        kv_head = frame.kv_head(head) if self.per_head else 0
+        return _RandomBlocksOfHead(
+            float(self.density), self.block_size, int(mix(self.seed, kv_head))
+        )
+
+    def num_tables(self, frame: Frame) -> int:
+        return frame.num_kv_heads if self.per_head else 1
+
+
+@dataclass(frozen=True, repr=False)
+class _RandomBlocksOfHead(BlockMask):
+    """`RandomBlocks` as one kv head sees it.
+
+    A row draws the first `count` images of a permutation of the blocks, or, where the row's own
+    (diagonal) block exists, that block and `count - 1` images of a permutation of the others.
+    """
+
+    density: float
+    block_size: int
+    key: int
+
+    def _row(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(has a diagonal block, drawn blocks, blocks drawn from, key) of each query block."""
+        blocks = -(-torch.as_tensor(kv_len) // self.block_size)
+        count = (self.density * blocks.double() + 0.5).floor().long().clamp(min=1)
+        diagonal = q_block < blocks
+        return (
+            diagonal,
+            count - diagonal.long(),
+            blocks - diagonal.long(),
+            mix(self.key, q_block, blocks),
+        )
+
+    def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
+        diagonal, drawn, others, key = self._row(q_block, kv_len)
+        skip = diagonal & (k_block > q_block)
+        image = (k_block - skip.long()).clamp(min=0).minimum(others - 1).clamp(min=0)
+        chosen = unpermute(image, others.clamp(min=1), key) < drawn
+        return torch.where(diagonal & (q_block == k_block), True, chosen & (others > 0))
+
+    def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        diagonal, drawn, others, key = torch.broadcast_tensors(*self._row(q_block, kv_len))
+        index, turn = expand_counts(drawn)
+        image = permute(turn, others[index], key[index]) if len(index) else turn
+        image = image + (diagonal[index] & (image >= q_block[index])).long()
+        own = torch.nonzero(diagonal)[:, 0]
+        blocks = torch.cat((image, q_block[own]))
+        return torch.cat((index, own)), blocks, blocks
+
+
+class _TensorMask(Mask):
+    """A mask whose first field is a tensor: copied at construction, compared by content."""
+
+    dtype: ClassVar[torch.dtype] = torch.bool
+    table_dims: ClassVar[tuple[int, ...]] = (2, 3)
+
+    @property
+    def table(self) -> Tensor:
+        table: Tensor = next(self._values())
+        return table
+
+    def _validate(self) -> None:
+        name, table = type(self).__name__, self.table
+        if not isinstance(table, Tensor) or table.dtype != self.dtype:
+            kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
+            raise TypeError(f"{name} needs a {self.dtype} tensor, got {kind}; convert with .to()")
+        if table.dim() not in self.table_dims:
+            raise ValueError(
+                f"{name} needs a tensor of {' or '.join(map(str, self.table_dims))} dims, "
+                f"got shape {tuple(table.shape)}"
+            )
+        object.__setattr__(self, fields(self)[0].name, table.detach().clone())  # type: ignore[arg-type]
+
+    def _rest(self) -> tuple[object, ...]:
+        return tuple(self._values())[1:]
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        mine, theirs = self.table, other.table
+        same = mine.shape == theirs.shape and mine.device == theirs.device
+        return same and self._rest() == other._rest() and torch.equal(mine, theirs)
+
+    def __hash__(self) -> int:
+        """By shape, and by content where reading it costs no device sync."""
+        content = 0
+        if self.table.device.type == "cpu" and self.table.numel():
+            position = torch.arange(self.table.numel()).view(self.table.shape)
+            content = int((mix(position) * self.table).sum())
+        return hash((type(self), tuple(self.table.shape), *self._rest(), content))
+
+    def num_tables(self, frame: Frame) -> int:
+        return 1 if self.table.dim() == 2 else self.table.shape[-3]
+
+    def num_batches(self) -> int | None:
+        return self.table.shape[0] if self.table.dim() == 4 else None
+
+    def _table_of(self, batch: int, head: int, frame: Frame) -> Tensor:
+        table = (self.table[batch] if self.table.dim() == 4 else self.table).cpu()
+        return table[head * len(table) // frame.num_heads] if table.dim() == 3 else table
+
+    def check(self, frame: Frame) -> None:
+        if (tables := self.num_tables(frame)) not in (1, frame.num_kv_heads, frame.num_heads):
+            raise ValueError(
+                f"{type(self).__name__} must have 1, {frame.num_kv_heads} (kv) or "
+                f"{frame.num_heads} (query) heads, got {tables} in shape {tuple(self.table.shape)}"
+            )
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Dense(_TensorMask):
+    """Any bool [Nq, Nk] or [H, Nq, Nk] mask; a row is a query *index*, not a position. For small
+    inputs.
+    """
+
+    mask: Tensor
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        return Dense(self._table_of(batch, head, frame))
+
+    def check(self, frame: Frame) -> None:
+        super().check(frame)
+        if tuple(self.mask.shape[-2:]) != (frame.q_len, frame.kv_len):
+            raise ValueError(
+                f"Dense mask must be [..., {frame.q_len}, {frame.kv_len}] for these lengths, "
+                f"got shape {tuple(self.mask.shape)}"
+            )
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        return lookup(self.mask, p - frame.q_start, k)
+
+
+def lookup(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """table[row, column], False outside the table."""
+    rows, columns = table.shape
+    if not table.numel():
+        return (row != row) | (column != column)
+    inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
+    return inside & table[row.clamp(0, rows - 1), column.clamp(0, columns - 1)]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Blocks(_TensorMask, BlockMask):
+    """`active[..., p // block_size, k // block_size]`, by absolute position (cross attention: pass
+    `q_start=0`).
+
+    Args:
+        active: bool [Qb, Kb], [H, Qb, Kb] or [B, H, Qb, Kb] with H = 1, Hkv or Hq; copied. It must
+            cover all positions.
+        block_size: tokens.
+    """
+
+    active: Tensor
+    block_size: int
+    table_dims: ClassVar[tuple[int, ...]] = (2, 3, 4)
+
+    def _validate(self) -> None:
+        super()._validate()
+        checked_integer("Blocks block_size", self.block_size, 1)
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        return Blocks(self._table_of(batch, head, frame), self.block_size)
+
+    def check(self, frame: Frame) -> None:
+        super().check(frame)
+        needed = [
+            math.ceil(max(0, end) / self.block_size)
+            for end in (frame.q_start + frame.q_len, frame.kv_len)
+        ]
+        if any(have < need for have, need in zip(self.active.shape[-2:], needed, strict=True)):
+            raise ValueError(
+                f"Blocks must cover {needed[0]} query and {needed[1]} key blocks of "
+                f"{self.block_size} by absolute "
+                f"position, got shape {tuple(self.active.shape)}; for cross attention pass "
+                "q_start=0"
+            )
+
+    def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
+        return lookup(self.active, q_block, k_block)
+
+    def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        index, block = torch.nonzero(
+            self.active[q_block.clamp(max=len(self.active) - 1)], as_tuple=True
+        )
+        return index, block, block
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class SelectedBlocks(_TensorMask, BlockMask):
+    """Key block b' is listed in `indices[..., b, :]`, b = p // block_size: what a top-k selection
+    returns.
+
+    Its layout, also of `SelectedBlocks(...) & Causal()`, is built on the indices' device without a
+    host sync where the layout has this block size and q_start is a multiple of it. (Layouts of
+    patterns whose tensors are not on the CPU are never cached.)
+
+    Args:
+        indices: int64 [Qb, k], [H, Qb, k] or [B, H, Qb, k] with H = 1, Hkv or Hq; copied. Numbers
+            outside the key blocks (-1, say) list nothing, repeated ones count once. Query blocks
+            go by absolute position.
+        block_size: tokens.
+    """
+
+    indices: Tensor
+    block_size: int
+    table_dims: ClassVar[tuple[int, ...]] = (2, 3, 4)
+    dtype: ClassVar[torch.dtype] = torch.int64
+
+    def _validate(self) -> None:
+        super()._validate()
+        checked_integer("SelectedBlocks block_size", self.block_size, 1)
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        chosen, blocks = self._table_of(batch, head, frame), -(-frame.kv_len // self.block_size)
+        chosen = torch.where((chosen >= 0) & (chosen < blocks), chosen, blocks)
+        active = torch.zeros(len(chosen), blocks + 1, dtype=torch.bool).scatter_(1, chosen, True)
+        return Blocks(active[:, :blocks], self.block_size)
+
+    def check(self, frame: Frame) -> None:
+        super().check(frame)
+        needed = -(-max(0, frame.q_start + frame.q_len) // self.block_size)
+        if self.indices.shape[-2] < needed:
+            raise ValueError(
+                f"SelectedBlocks must cover {needed} query blocks of {self.block_size} by absolute "
+                f"position, got shape {tuple(self.indices.shape)}; for cross attention pass "
+                "q_start=0"
+            )
+
+
+def block_masks(mask: Mask) -> list[BlockMask]:
+    """The block masks that a mask is made of."""
+    if isinstance(mask, BlockMask):
+        return [mask]
+    parts = mask.masks if isinstance(mask, And | Or) else ()
+    return [found for part in parts for found in block_masks(part)]

@@ -1,0 +1,65 @@
+"""Seeded permutations of [0, n) computed one element at a time: no table, invertible, vectorised.
+
+A four-round Feistel network on the smallest power-of-four domain that holds n, walked until it
+lands inside [0, n). Used by `RandomBlocks`: the first c images of a row's permutation are its c
+random blocks, and "is block v chosen?" is one inverse evaluation, so no pattern ever needs a list
+of its blocks.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..rows import SPLITMIX
+
+_ROUNDS = 4
+
+
+def permute(index: Tensor, size: Tensor, key: Tensor) -> Tensor:
+    """The image of `index` (0 <= index < size) under the permutation of [0, size) named by `key`;
+    broadcasts.
+    """
+    shape = torch.broadcast_shapes(index.shape, size.shape, key.shape)
+    return _walk(index, size, key, _forward).view(shape)
+
+
+def unpermute(image: Tensor, size: Tensor, key: Tensor) -> Tensor:
+    """The inverse of `permute`."""
+    shape = torch.broadcast_shapes(image.shape, size.shape, key.shape)
+    return _walk(image, size, key, _backward).view(shape)
+
+
+def _walk(value: Tensor, size: Tensor, key: Tensor, turn: Callable[..., Tensor]) -> Tensor:
+    value, size, key = (x.flatten() for x in torch.broadcast_tensors(value, size, key))
+    half_bits = torch.ones_like(size)  # smallest h >= 1 with 4^h >= size
+    while (small := (1 << (2 * half_bits)) < size).any():
+        half_bits = half_bits + small
+    image = turn(value, half_bits, key)
+    while len(outside := torch.nonzero(image >= size)[:, 0]):
+        image[outside] = turn(image[outside], half_bits[outside], key[outside])
+    return image
+
+
+def _forward(value: Tensor, half_bits: Tensor, key: Tensor) -> Tensor:
+    half_mask = (1 << half_bits) - 1
+    left, right = value >> half_bits, value & half_mask
+    for number in range(_ROUNDS):
+        left, right = right, left ^ (_scramble(right, key, number) & half_mask)
+    return (left << half_bits) | right
+
+
+def _backward(value: Tensor, half_bits: Tensor, key: Tensor) -> Tensor:
+    half_mask = (1 << half_bits) - 1
+    left, right = value >> half_bits, value & half_mask
+    for number in reversed(range(_ROUNDS)):
+        left, right = right ^ (_scramble(left, key, number) & half_mask), left
+    return (left << half_bits) | right
+
+
+def _scramble(half: Tensor, key: Tensor, number: int) -> Tensor:
+    """The round function: rounds must not be shifts of each other, or small domains get biased."""
+    state = (key ^ (number << 40)) * SPLITMIX[1] + half * SPLITMIX[0]
+    for multiplier in SPLITMIX:
+        state = (state ^ (state >> 29)) * multiplier
+    return state ^ (state >> 32)

@@ -1,0 +1,25 @@
+"""Pictures as PNG bytes: patterns, loss curves, speeds, who sends what to whom.
+
+    Path("pattern.png").write_bytes(pattern_png(LongNet((1024, 4096), (1, 4)), 1 << 20))
+
+Needs matplotlib: `pip install sparsering[plots]`.
+"""
+
+from ..layouts.drawing import pair_shares
+from .figure import require_matplotlib
+from .patterns import draw_pattern, pattern_png, patterns_png
+from .rings import traffic_png
+from .sweeps import sweeps_png
+from .training import loss_png, speed_png
+
+__all__ = [
+    "draw_pattern",
+    "loss_png",
+    "pair_shares",
+    "pattern_png",
+    "patterns_png",
+    "require_matplotlib",
+    "speed_png",
+    "sweeps_png",
+    "traffic_png",
+]

@@ -1,0 +1,42 @@
+"""Figures without a display and without matplotlib's global state, as PNG bytes."""
+
+import io
+from typing import Any
+
+SPARSE, DENSE, GREY = "#1f6f8b", "#d1603d", "#8a8f98"
+
+
+def require_matplotlib() -> None:
+    """Raises ImportError naming the extra where matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ImportError("drawings need matplotlib; pip install 'sparsering[plots]'") from None
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def png(figure: Any) -> bytes:
+    """The figure as a PNG file's bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=160, bbox_inches="tight", pad_inches=0.1)
+    return buffer.getvalue()
+
+
+def wrapped(text: str, width: int) -> str:
+    """The text in lines of about `width` characters, broken between words."""
+    lines = [""]
+    for word in text.split(" "):
+        if len(lines[-1]) + len(word) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += (" " if lines[-1] else "") + word
+    return "\n".join(lines)

@@ -1,0 +1,104 @@
+"""Pictures of patterns: which keys each query sees."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..layouts.drawing import pair_shares
+from ..layouts.layout import BlockLayout
+from ..patterns.algebra import Pattern
+from .figure import new_figure, png, wrapped
+
+
+def pattern_png(
+    pattern: Pattern,
+    length: int,
+    *,
+    num_heads: int = 1,
+    block_size: int = 128,
+    title: str | None = None,
+) -> bytes:
+    """Draws which keys each query sees: queries downwards, keys to the right, darker where more
+    pairs are in.
+
+    Args:
+        pattern: any.
+        length: tokens, of queries and of keys.
+        num_heads: heads of the layout; up to four are drawn, side by side.
+        block_size: of the layout that is drawn.
+        title: default: the pattern's expression.
+
+    Returns: a PNG file's bytes.
+
+    Raises: ValueError where the pattern does not fit; ImportError without matplotlib.
+
+    Cost: O(visited blocks) time, memory bounded.
+    """
+    if length < 1:
+        raise ValueError(f"a drawing needs a length of at least 1 token, got {length}")
+    layout = pattern.layout(length, num_heads=num_heads, block_size=block_size)
+    shown = min(num_heads, 4)
+    figure = new_figure(4.2 * shown, 5.0)
+    for head in range(shown):
+        axes = figure.add_subplot(1, shown, head + 1)
+        draw_pattern(axes, layout, head=head)
+        share = f"{layout.num_pairs / length**2:.2%} of all pairs"
+        axes.set_title(f"head {head}" if num_heads > 1 else share, fontsize=9)
+    figure.suptitle(wrapped(title or str(pattern), 52 * shown), fontsize=9)
+    return png(figure)
+
+
+def patterns_png(
+    panels: Sequence[tuple[str, Pattern, int]],
+    *,
+    num_heads: int = 1,
+    head: int = 0,
+    columns: int = 1,
+) -> bytes:
+    """Draws one head of several (caption, pattern, length in tokens), `columns` side by side.
+
+    Errors and cost as `pattern_png`.
+    """
+    rows = -(-len(panels) // columns)
+    figure = new_figure(4.6 * columns, 5.0 * rows)
+    for place, (caption, pattern, length) in enumerate(panels, 1):
+        layout = pattern.layout(length, num_heads=num_heads)
+        axes = figure.add_subplot(rows, columns, place)
+        draw_pattern(axes, layout, head=head)
+        pairs = f"{layout.num_pairs:,.0f} pairs per head ({layout.num_pairs / length**2:.2%})"
+        axes.set_title(f"{wrapped(caption, 44)}\n{pairs}", fontsize=8.5)
+    return png(figure)
+
+
+def draw_pattern(axes: Any, layout: BlockLayout, *, head: int = 0, cells: int = 512) -> None:
+    """Draws one head of a layout on matplotlib axes, in at most cells x cells pixels."""
+    frame = layout.frame
+    step = max((p.step for p in layout.passes), default=1)
+    if frame.q_len > cells and frame.q_len // step >= 128:
+        cells = min(cells, frame.q_len // step)  # areas that all hold a position of each residue
+    shares = pair_shares(layout, cells, head=head)
+    shade = torch.where(shares > 0, 0.25 + 0.75 * shares.clamp(max=1).pow(0.4), 0)  # few still show
+    axes.imshow(
+        shade.numpy(),
+        cmap="Blues",
+        vmin=0,
+        vmax=1,
+        extent=(0, frame.kv_len, frame.q_start + frame.q_len, frame.q_start),
+        interpolation="nearest",
+    )
+    axes.set_xlabel("key position", fontsize=8)
+    axes.set_ylabel("query position", fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.spines[:].set_visible(False)  # they would hide a first or last column of one pixel
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        ticks = [round(low + i * (high - low) / 4) for i in range(5)]
+        axis.set_ticks(ticks, [_tokens(tick) for tick in ticks])
+
+
+def _tokens(count: int) -> str:
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if count >= unit and count % (unit // 4) == 0:
+            return f"{count / unit:g}{letter}"
+    return f"{count:,}"

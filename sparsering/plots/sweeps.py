@@ -1,0 +1,42 @@
+"""A picture of the benchmark record "sweeps": time over density, length and block size."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .figure import DENSE, GREY, SPARSE, new_figure, png
+
+_NAMES = {"cpu": "sparsering", "flex": "FlexAttention", "dense": "dense SDPA"}
+
+
+def sweeps_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes:
+    """Draws milliseconds over density, tokens and block size, a line per backend, from the rows of
+    the benchmark record "sweeps".
+
+    Raises: ImportError without matplotlib.
+    """
+    figure = new_figure(11.5, 3.6)
+    panels = (
+        ("density", "density", "share of blocks visited"),
+        ("length", "tokens", "tokens (causal window of 2048)"),
+        ("block size", "block_size", "tokens per block (10% of blocks)"),
+    )
+    for place, (sweep, column, label) in enumerate(panels):
+        axes = figure.add_subplot(1, 3, place + 1)
+        own = [row for row in rows if row["sweep"] == sweep]
+        # A dense row stands at what its neighbour "cpu" visits: it has no density of its own.
+        where = [next(r for r in own[: i + 1][::-1] if r["backend"] == "cpu")[column]
+                 for i in range(len(own))]  # fmt: skip
+        for backend, color in (("cpu", SPARSE), ("flex", DENSE), ("dense", GREY)):
+            line = [
+                (x, r["ms"]) for x, r in zip(where, own, strict=True) if r["backend"] == backend
+            ]
+            if line:
+                axes.plot(*zip(*line, strict=True), marker="o", color=color, label=_NAMES[backend])
+        axes.set_xscale("log", base=10 if sweep == "density" else 2)
+        axes.set_yscale("log")
+        axes.set_xlabel(label)
+        axes.set_ylabel("milliseconds, forward")
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=9)
+    return png(figure)

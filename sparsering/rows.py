@@ -1,0 +1,57 @@
+"""Rows of integers: laid end to end, numbered where they are equal, hashed."""
+
+import torch
+from torch import Tensor
+
+SPLITMIX = (-4658895280553007687, -7723592293110705685)  # splitmix64's multipliers, as int64
+
+
+def expand_counts(count: Tensor) -> tuple[Tensor, Tensor]:
+    """Of rows with `count[i]` places each, laid end to end: (row, number within the row)."""
+    row = torch.arange(len(count), device=count.device).repeat_interleave(count)
+    first = count.cumsum(0) - count
+    return row, torch.arange(len(row), device=count.device) - first[row]
+
+
+def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Numbers the distinct rows of some columns in order: (number of each row, one row of each
+    number).
+    """
+    group = torch.zeros_like(columns[0])
+    for column in columns:
+        if (column != column[0]).any():
+            _, rank = column.unique(return_inverse=True)
+            _, group = (group * (int(rank.max()) + 1) + rank).unique(return_inverse=True)
+    first = torch.zeros(int(group.max()) + 1, dtype=torch.int64, device=group.device)
+    first[group] = torch.arange(len(group), device=group.device)
+    return group, first
+
+
+def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows of a byte matrix and the number of each row: found by hash, confirmed by
+    comparison.
+    """
+    words = rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows.long()
+    digest = (words * mix(torch.arange(words.shape[1]))).sum(1)
+    _, rank = digest.unique(return_inverse=True)
+    first = torch.zeros(int(rank.max()) + 1 if len(rank) else 0, dtype=torch.int64)
+    first[rank.flip(0)] = torch.arange(len(rank)).flip(0)
+    if not torch.equal(rows[first][rank], rows):  # two rows with one digest
+        distinct, rank = rows.unique(dim=0, return_inverse=True)
+        return distinct, rank
+    return rows[first], rank
+
+
+def mix(*parts: int | Tensor) -> Tensor:
+    """Hashes integers (broadcasting tensors) to one int64 in [0, 2^62)."""
+    state = torch.zeros((), dtype=torch.int64)
+    for part in parts:
+        state = torch.as_tensor(part, dtype=torch.int64) + state.to(_device(part)) * 31 + 0x9E3779B9
+        for multiplier, shift in zip(SPLITMIX, (30, 27), strict=True):
+            state = (state ^ (state >> shift)) * multiplier
+        state = state ^ (state >> 31)
+    return state & (2**62 - 1)
+
+
+def _device(part: int | Tensor) -> torch.device | str:
+    return part.device if isinstance(part, Tensor) else "cpu"

@@ -1,0 +1,170 @@
+"""Compiles the Triton kernels for GPUs that are not there, and prints what came out as JSON.
+
+    python tests/kernels/compile_triton.py 90 '{"dtype": "bfloat16", "head_dim": 128}' ...
+    python tests/kernels/compile_triton.py 0 '{}'    # for AMD
+    python tests/kernels/compile_triton.py keys '{"tokens": 1024}' '{"tokens": 1000}'
+
+The backend's own host code runs on CPU tensors with its launches caught, so that what is compiled
+is what would be launched. Run apart from the tests, which load the kernels for the interpreter.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import sparsering as sr
+from sparsering.kernels import triton as backend
+from sparsering.kernels.triton import launch as triton_launch
+from sparsering.kernels.triton import tuning as tuning
+
+AMD = 0  # in place of a compute capability: an MI300, with the configs of 80
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+}
+
+
+def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict[str, Any]]]:
+    """(kernel, config, arguments) of every launch of a forward and backward call."""
+    caught: list[tuple[Any, Any, dict[str, Any]]] = []
+
+    def catch(kernel, programs, config, arguments) -> None:
+        caught.append((kernel, config, {name: arguments[name] for name in kernel.arg_names}))
+
+    backend.launch = catch
+    backend.processors = lambda device: 132
+    tuning.generation = lambda device: capability or 80
+    dtype = getattr(torch, case.get("dtype", "bfloat16"))
+    width, tile = case.get("head_dim", 128), case.get("block_size", 128)
+    heads, kv_heads, length = case.get("heads", 2), case.get("kv_heads", 2), case.get("tokens", 512)
+    query = torch.randn(1, heads, case.get("queries", length), width, dtype=dtype)
+    key = torch.randn(1, kv_heads, length, width, dtype=dtype)
+    value = torch.randn(1, kv_heads, length, case.get("value_dim", width), dtype=dtype)
+    pattern = eval(case.get("pattern", "Causal()"), vars(sr))
+    layout = pattern.layout(
+        query.shape[2], length, num_heads=heads, num_kv_heads=kv_heads, block_size=tile
+    )
+    scale = case.get("scale", 0.1)
+    bias = torch.zeros(1, heads, layout.num_blocks) if case.get("bias") else None
+    out, lse = backend.forward(layout, query, key, value, bias, scale)
+    grads = torch.randn_like(out), torch.randn_like(lse)
+    backend.backward(layout, *grads, query, key, value, bias, out, lse, scale)
+    return caught
+
+
+def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
+    """The kernel as the just-in-time compiler would see it for these arguments."""
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        x = arguments[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", x
+        elif isinstance(x, TensorDescriptor):
+            shape = ",".join(str(n) for n in x.block_shape)
+            signature[parameter.name] = f"tensordesc<{TYPES[x.base.dtype]}[{shape}]>"
+        elif isinstance(x, torch.Tensor):
+            signature[parameter.name] = f"*{TYPES[x.dtype]}"
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = parameter.annotation_type
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def compiled(
+    kernel: Any, config: Any, arguments: dict[str, Any], capability: int
+) -> dict[str, Any]:
+    options = triton_launch.options(config)
+    if capability == AMD:
+        return compiled_for_amd(kernel, options, arguments)
+    target = GPUTarget("cuda", capability, 32)
+    made = triton.compile(source(kernel, arguments), target=target, options=options)
+    ptx = made.asm["ptx"]
+    arch = re.search(r"\.target (\S+)", ptx)[1].rstrip(",")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [
+            get_ptxas(capability).path,
+            "-v",
+            f"--gpu-name={arch}",
+            path,
+            "-o",
+            f"{path}.cubin",
+        ]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "kernel": kernel.__name__,
+        "config": config and config._asdict(),
+        "rows": arguments.get("ROWS", arguments.get("KEYS")),
+        "tma": bool(arguments.get("TMA")),
+        "shared": made.metadata.shared,
+        "registers": int(re.search(r"Used (\d+) registers", told)[1]),
+        "spilled": sum(int(n) for n in re.findall(r"(\d+) bytes spill", told)),
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "tcgen05": ptx.count("tcgen05.mma"),
+        "mma": ptx.count("mma.sync"),
+        "bulk_copies": ptx.count("cp.async.bulk.tensor"),
+        "copies": len(re.findall(r"cp\.async\.c", ptx)),
+    }
+
+
+def compiled_for_amd(kernel: Any, options: dict, arguments: dict[str, Any]) -> dict[str, Any]:
+    target = GPUTarget("hip", "gfx942", 64)
+    made = triton.compile(source(kernel, arguments), target=target, options=options)
+    assembly = made.asm["amdgcn"]
+    return {
+        "kernel": kernel.__name__,
+        "shared": made.metadata.shared,
+        "spilled": int(re.search(r"vgpr_spill_count: +(\d+)", assembly)[1]),
+        "mfma": assembly.count("v_mfma"),
+    }
+
+
+def keys(cases: list[dict[str, Any]]) -> None:
+    """Prints what each kernel would be compiled for, as the launcher tells them apart."""
+    seen = set()
+    for case in cases:
+        for kernel, config, arguments in launches(case, 90):
+            made = source(kernel, arguments)
+            specialized = [p.name for p in kernel.params if is_specialized(p)]
+            assert not specialized, f"{kernel.__name__} is compiled for values of {specialized}"
+            seen.add((kernel.__name__, made.hash(), str(config)))
+    for name, digest, config in sorted(seen):
+        print(json.dumps({"kernel": name, "digest": digest, "config": config}))
+
+
+def is_specialized(parameter: Any) -> bool:
+    """Whether the values of an integer count, and not only its type."""
+    kind = parameter.annotation_type
+    return kind.startswith("i") and not parameter.do_not_specialize
+
+
+def main(capability: int, cases: list[dict[str, Any]]) -> None:
+    seen = set()
+    for case in cases:
+        for kernel, config, arguments in launches(case, capability):
+            made = source(kernel, arguments)
+            key = made.hash(), config
+            if key not in seen:
+                seen.add(key)
+                print(json.dumps({"case": case, **compiled(kernel, config, arguments, capability)}))
+
+
+if __name__ == "__main__":
+    told = [json.loads(case) for case in sys.argv[2:]]
+    keys(told) if sys.argv[1] == "keys" else main(int(sys.argv[1]), told)

@@ -1,0 +1,491 @@
+"""The CPU kernel against float64: every pattern and shape, both ways to sum dK and dV, any number
+of threads; layouts that lie; a library that cannot be built, is broken, or is built twice at once.
+
+What all backends share (precision beside dense attention, NaN, empty rows, determinism) is tested
+in test_attention, for each of them.
+"""
+
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from attention_oracle import PATTERNS, Case, assert_close, dense_counts, gradients, inputs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from patterns_oracle import Spec, build
+from strategies import Scene, cases
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.kernels import cpu
+from sparsering.kernels.cpu.call import backward, forward
+
+FORWARD = 3e-6  # float32 sums of up to some hundred terms; a wrong pair is off by 1e-3 at least
+BACKWARD = 2e-5
+
+
+@pytest.fixture(params=["by head", "by tile"])
+def sweep(request, monkeypatch) -> str:
+    """How dK and dV are summed."""
+    most = float("inf") if request.param == "by head" else 0
+    monkeypatch.setattr(cpu, "_MOST_REPEATED_WORK", most)
+    return request.param
+
+
+def attend(args, pattern: sr.Pattern, **options) -> tuple[Tensor, Tensor]:
+    return sr.attention(*args, pattern, return_lse=True, **{"backend": "cpu", **options})
+
+
+def assert_is_exact(pattern: sr.Pattern, case: Case, bias: Tensor | None = None, **options) -> None:
+    """Forward and backward in float32 against the reference in float64, on the same numbers."""
+    args = inputs(case, torch.float32)
+    exact_args = [x.detach().double().requires_grad_() for x in args]
+    options = {"q_start": case.q_start, "block_size": case.block_size, **options}
+    biases = {} if bias is None else {"block_bias": bias.float().requires_grad_()}
+    exact_bias = {} if bias is None else {"block_bias": bias.double().requires_grad_()}
+    got = attend(args, pattern, **options, **biases)
+    exact = attend(exact_args, pattern, **options, **exact_bias, backend="reference")
+    for name, a, b in zip(("out", "lse"), got, exact, strict=True):
+        assert_close(a.detach(), b.detach().float(), FORWARD, name)
+    wrt = [*args, *biases.values()]
+    grads, exact_grads = (
+        gradients(got, wrt),
+        gradients(exact, [*exact_args, *exact_bias.values()]),
+    )
+    names = ("dquery", "dkey", "dvalue", "dblock_bias")
+    for name, a, b in zip(names, grads, exact_grads, strict=False):
+        assert_close(a, b.float(), BACKWARD, name)
+
+
+SHAPES = {
+    "square": Case(),
+    "grouped heads, odd widths": Case(1, 4, 2, 75, 75, 17, 5, 32, arrange="tokens before heads"),
+    "one kv head": Case(2, 3, 1, 50, 70, 1, 3, 16, arrange="width before tokens"),
+    "one query": Case(2, 4, 2, 1, 77, 48, 48, None, arrange="one head expanded"),
+    "three queries, wide": Case(2, 2, 1, 3, 300, 65, 130, 64),
+    "wide heads": Case(1, 2, 2, 90, 90, 200, 256, 48),
+    "more queries than keys": Case(1, 2, 1, 60, 33, 8, 12, 48),
+    "keys from 0": Case(2, 2, 2, 40, 90, 4, 4, 128, 0, "every other of a larger tensor"),
+    "queries after the keys": Case(1, 6, 3, 20, 40, 3, 2, 64, 31),
+    "one token": Case(1, 2, 2, 1, 1, 4, 4, None),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_is_the_reference_forward_and_backward(name, shape, sweep):
+    assert_is_exact(PATTERNS[name](SHAPES[shape]), SHAPES[shape])
+
+
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
+@given(
+    cases(max_length=300, max_heads=4, with_random=True),
+    st.sampled_from((1, 16, 17, 64)),
+    st.sampled_from((1, 32, 33)),
+    st.sampled_from((16, 48, 128, None)),
+    st.booleans(),
+)
+def test_is_the_reference_for_any_expression(
+    case: tuple[Spec, Scene], width: int, value_width: int, block_size: int | None, by_head: bool
+):
+    spec, scene = case
+    shapes = Case.of(scene, width, value_width, block_size, least_keys=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "_MOST_REPEATED_WORK", float("inf") if by_head else 0)
+        assert_is_exact(build(spec), shapes)
+
+
+@pytest.mark.parametrize("block_size", range(16, 257, 16))
+@pytest.mark.parametrize("length", [17, 300])
+def test_every_block_size(length, block_size, sweep):
+    pattern = sr.Causal() & (sr.SlidingWindow(40) | sr.GlobalTokens(3))
+    assert_is_exact(pattern, Case(1, 2, 1, length, length, 24, 16, block_size))
+
+
+@pytest.mark.parametrize("name", ["causal", "longnet", "blocks of each head", "key padding"])
+@pytest.mark.parametrize("q_len", [1, 2, 75])
+def test_block_bias_and_its_gradient(name, q_len, sweep):
+    case = Case(2, 4, 2, q_len, 75, 20, 12, 32)
+    pattern = PATTERNS[name](case)
+    layout = pattern.layout(**case.heads, block_size=32)
+    assert_is_exact(pattern, case, bias=2 * torch.randn(2, 4, layout.num_blocks))
+
+
+def test_no_query_heads():
+    query, key, value = inputs(Case(1, 0, 2, 64, 64), torch.float32)
+    pattern = sr.SelectedBlocks(torch.zeros(4, 1, dtype=torch.int64), 16)
+    out, lse = attend((query, key, value), pattern, block_size=16)
+    assert out.shape == (1, 0, 64, 16) and lse.shape == (1, 0, 64)
+    assert all(not grad.any() for grad in gradients((out, lse), (query, key, value)))
+
+
+def test_scores_beyond_what_an_exponent_holds_are_one_hot():
+    """Rounded, a maximum of 1e10 may lie further below a score than an exponential reaches."""
+    args = [1e5 * x for x in inputs(Case(1, 1, 1, 64, 64, 32, 8), torch.float32, False)]
+    exact = [x.double() for x in args]
+    got = attend(args, sr.Full())[0]
+    expected = sr.attention(*exact, sr.Full(), backend="reference")
+    assert got.isfinite().all()
+    sharp = (exact[0] @ exact[1].mT).topk(2).values.diff().abs()[..., 0] > 1e6
+    assert sharp.any()
+    assert_close(got[sharp].double() / 1e5, expected[sharp] / 1e5, 1e-6)
+
+
+def test_a_bias_of_minus_inf_takes_its_block_out(sweep):
+    case = Case(1, 2, 1, 64, 64, 8, 8, 16)
+    layout = sr.Full().layout(**case.heads, block_size=16)
+    bias = torch.zeros(1, 2, layout.num_blocks)
+    bias[..., 1::2] = -torch.inf
+    args = inputs(case, torch.float32)
+    exact_args = [x.detach().double().requires_grad_() for x in args]
+    got = attend(args, sr.Full(), block_size=16, block_bias=bias)
+    exact = attend(exact_args, sr.Full(), block_size=16, block_bias=bias, backend="reference")
+    assert_close(got[0].double(), exact[0], FORWARD)
+    for a, b in zip(gradients(got, args), gradients(exact, exact_args), strict=True):
+        assert_close(a, b.float(), BACKWARD)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-50, -1e-50, -0.5, 3])
+def test_any_scale(scale, sweep):
+    assert_is_exact(sr.LongNet((16, 64), (1, 2)), Case(1, 2, 1), scale=scale)
+    assert_is_exact(sr.Full(), Case(1, 2, 1, 1, 40), scale=scale)
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 3, 40])
+@pytest.mark.parametrize("num_heads", [1, 2, 8])
+def test_rows_that_are_cut_into_pieces(q_len, num_heads):
+    """64 tables of one row each would be 16 entries long at most: these are of 125."""
+    case = Case(2, num_heads, 1, q_len, 2000, 16, 16, 16)
+    assert_is_exact(sr.Causal() + sr.Dilated(2000, 3), case)
+    assert_is_exact(sr.KeyPadding((700, 0)), case)
+
+
+def test_one_heavy_row_among_light_ones(sweep):
+    pattern = sr.Causal() & sr.SlidingWindow(16) | sr.GlobalTokens(2)
+    assert_is_exact(pattern, Case(1, 2, 1, 1500, 1500, 16, 16, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("q_len", [1, 100])
+def test_half_precision_widths_that_no_vector_fits(dtype, q_len, sweep):
+    for width, value_width in ((1, 1), (3, 7), (33, 47)):
+        args = inputs(Case(1, 2, 1, q_len, 100, width, value_width, 32), dtype)
+        exact_args = [x.detach().double().requires_grad_() for x in args]
+        got = attend(args, sr.Causal(), block_size=32)
+        exact = attend(exact_args, sr.Causal(), backend="reference")
+        eps = torch.finfo(dtype).eps
+        for a, b in zip(got, exact, strict=True):
+            assert_close(a.detach().double(), b.detach(), 2 * eps)
+        for a, b in zip(gradients(got, args), gradients(exact, exact_args), strict=True):
+            assert_close(a.double(), b, 8 * eps)
+
+
+def test_every_pair_of_patterns_as_a_mixture():
+    """Passes of different steps merge into each other's rows."""
+    names = ("causal", "dilated", "block window", "documents", "nothing", "global rows")
+    case = Case(1, 2, 1, 70, 70, 8, 8, 16)
+    for a, b in itertools.permutations(names, 2):
+        pattern = PATTERNS[a](case) + PATTERNS[b](case)
+        assert dense_counts(pattern, case).max() <= 2
+        assert_is_exact(pattern, case)
+
+
+# Threads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("q_len", [1, 700])
+def test_forward_bits_do_not_depend_on_the_number_of_threads(dtype, q_len, threads):
+    args = inputs(Case(1, 4, 2, q_len, 700, 32, 32), dtype, requires_grad=False)
+    pattern = sr.LongNet((64, 256), (1, 4)) + (sr.SlidingWindow(30) | sr.GlobalTokens(3))
+    results = []
+    for number in (1, 2, 3, 7):
+        torch.set_num_threads(number)
+        results.append(attend(args, pattern, block_size=16))
+    for other in results[1:]:
+        assert torch.equal(other[0], results[0][0]) and torch.equal(other[1], results[0][1])
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_gradients_have_the_same_bits_at_every_repetition(number, threads, sweep):
+    torch.set_num_threads(number)
+    args = inputs(Case(1, 6, 3, 500, 500, 32, 32), torch.float32)
+    results = attend(args, sr.LongNet((64, 256), (1, 4)), block_size=32)
+    first = gradients(results, args)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(results, args), first, strict=True))
+
+
+def test_one_thread_is_one_thread(threads):
+    """Processor seconds to a second: on two they may be anything, on a busy machine."""
+    args = inputs(Case(1, 4, 4, 2000, 2000, 32, 32), torch.float32, requires_grad=False)
+    torch.set_num_threads(1)
+    attend(args, sr.Full())
+    before = os.times()
+    for _ in range(8):
+        attend(args, sr.Full())
+    after = os.times()
+    assert after.user - before.user < 1.2 * (after.elapsed - before.elapsed) + 0.02
+
+
+# Layouts that lie
+
+
+def broken_layouts() -> Iterator[tuple[str, str, object]]:
+    yield "key_tile", "key_tile must be in", 10_000
+    yield "key_tile", "key_tile must be in", -1
+    yield "mask", "mask must be in", 10_000
+    yield "mask", "mask must be in", -2
+    yield "row_ptr", "row_ptr must rise", 10_000
+    yield "row_ptr", "row_ptr must rise", -1
+    yield "query_start", "query tile", -5
+    yield "query_stop", "query tile", 10_000
+    yield "key_start", "key tile", -5
+    yield "key_stop", "key tile", 10_000
+
+
+@pytest.mark.parametrize(("name", "message", "value"), list(broken_layouts()))
+def test_an_index_outside_its_tensor_raises(name, message, value):
+    args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
+    layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
+    sr.layout_cache.clear()  # nobody else gets to see it
+    out, lse = forward(layout, *args, None, 0.25)
+    tensor = getattr(layout.passes[0], name)
+    tensor[..., tensor.shape[-1] // 2] = value
+    with pytest.raises(ValueError, match=f"malformed layout: {message}"):
+        forward(layout, *args, None, 0.25)
+    with pytest.raises(ValueError, match=f"malformed layout: {message}"):
+        backward(layout, out, lse, *args, None, out, lse, 0.25)
+
+
+def test_a_transposed_table_that_lies_raises(monkeypatch):
+    monkeypatch.setattr(cpu, "_MOST_REPEATED_WORK", 0)
+    args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
+    for name in ("row_ptr", "query_tile", "entry"):
+        sr.layout_cache.clear()
+        layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
+        out, lse = forward(layout, *args, None, 0.25)
+        getattr(layout.passes[0].transpose, name)[..., 3] = 10_000
+        with pytest.raises(ValueError, match="malformed layout"):
+            backward(layout, out, lse, *args, None, out, lse, 0.25)
+    sr.layout_cache.clear()
+
+
+def test_a_transposed_table_that_leads_to_padding_raises(monkeypatch):
+    """Tables of a batch differ in length; what pads the shorter one was never checked."""
+    monkeypatch.setattr(cpu, "_MOST_REPEATED_WORK", 0)
+    case = Case(2, 2, 1, 100, 100)
+    args = inputs(case, torch.float32, requires_grad=False)
+    layout = sr.KeyPadding((100, 0)).layout(**case.heads, block_size=16)
+    out, lse = forward(layout, *args, None, 0.25)
+    p = layout.passes[0]
+    p.mask[1, 0, 5] = 10**6
+    p.transpose.row_ptr[1, 0, 1:], p.transpose.entry[1, 0, 0] = 1, 5
+    with pytest.raises(ValueError, match="malformed layout"):
+        backward(layout, out, lse, *args, None, out, lse, 0.25)
+    sr.layout_cache.clear()
+
+
+def test_query_tiles_that_overlap_leave_no_row_unwritten():
+    args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
+    layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
+    p = layout.passes[0]
+    p.query_start[0, 1], p.query_stop[0, 1] = 0, 16
+    out, lse = forward(layout, *args, None, 0.25)
+    sr.layout_cache.clear()
+    assert (lse[..., 16:32] == -torch.inf).all() and (out[..., 16:32, :] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["out", "lse", "grad_out", "grad_lse", "bias", "dtype"])
+def test_tensors_that_do_not_fit_each_other_raise(name):
+    query, key, value = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
+    layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
+    out, lse = forward(layout, query, key, value, None, 0.25)
+    given = {"out": out, "lse": lse, "grad_out": out, "grad_lse": lse}
+    bias = torch.zeros(1, 1, layout.num_blocks) if name == "bias" else None
+    value = value.bfloat16() if name == "dtype" else value
+    if name in given:
+        given[name] = given[name][:, :1]
+    with pytest.raises(ValueError, match="sparsering cpu: "):
+        backward(
+            layout, given["grad_out"], given["grad_lse"], query, key, value, bias,
+            given["out"], given["lse"], 0.25,
+        )  # fmt: skip
+
+
+def test_a_layout_of_other_lengths_raises():
+    args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
+    layout = sr.Causal().layout(128, num_heads=2, num_kv_heads=1, block_size=16)
+    with pytest.raises(ValueError, match="malformed layout"):
+        forward(layout, *args, None, 0.25)
+
+
+def test_too_few_biases_raise():
+    args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
+    layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
+    with pytest.raises(ValueError, match="malformed layout: entries"):
+        forward(layout, *args, torch.zeros(1, 2, layout.num_blocks - 1), 0.25)
+
+
+# The library
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+ATTEND = """
+import torch, sparsering as sr
+args = torch.randn(3, 1, 2, 40, 16)
+for _ in range(2):
+    out = sr.attention(*args, sr.Causal())
+exact = sr.attention(*args, sr.Causal(), backend="reference")
+assert (out - exact).abs().max() < 1e-5
+print(sr.backends()["cpu"])
+"""
+
+
+def fallen_back(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("falls back to the slower 'gather'") == 1
+    for word in words:
+        assert word in done.stderr and word in done.stdout
+
+
+def fake_compiler(folder: Path, script: str) -> dict[str, str]:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return {"CXX": str(path), "SPARSERING_CACHE": str(folder / "cache")}
+
+
+def test_without_a_library_for_lack_of_a_compiler_gather_runs_with_one_warning(tmp_path):
+    fallen_back(run(ATTEND, PATH=str(tmp_path), SPARSERING_CACHE=str(tmp_path)), "no C++ compiler")
+
+
+def test_what_a_compiler_of_the_library_says_is_quoted(tmp_path):
+    broken = fake_compiler(tmp_path, "echo 'cpu.cpp:1: error: I am tired' >&2; exit 1")
+    fallen_back(run(ATTEND, **broken), "I am tired")
+    assert not list((tmp_path / "cache").glob("*.so"))
+
+
+def test_a_library_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    fallen_back(run(ATTEND, SPARSERING_CACHE=str(tmp_path / "file" / "cache")), "Not a directory")
+
+
+def test_a_killed_compiler_leaves_no_library_behind(tmp_path):
+    killed = fake_compiler(
+        tmp_path, 'while [ "$1" != -o ]; do shift; done; echo x > $2; kill -9 $$'
+    )
+    fallen_back(run(ATTEND, **killed), "failed")
+    assert not list((tmp_path / "cache").glob("*.so"))
+
+
+def test_a_named_backend_without_a_library_raises(tmp_path):
+    code = ATTEND.replace("sr.Causal())\nexact", "sr.Causal(), backend='cpu')\nexact")
+    done = run(code, PATH=str(tmp_path), SPARSERING_CACHE=str(tmp_path))
+    assert done.returncode == 1
+    assert "cpu: its kernel could not be built or loaded: no C++ compiler" in done.stderr
+
+
+def copying_compiler(tmp_path: Path) -> dict[str, str]:
+    """Instead of half a minute of compiling: copies this process's own library, and counts."""
+    whole = cpu.build().read_bytes()[:-32]
+    (tmp_path / "made.so").write_bytes(whole)
+    script = (
+        f"echo once >> {tmp_path}/count; sleep 1\n"
+        f'while [ "$1" != -o ]; do shift; done; cp {tmp_path}/made.so "$2"'
+    )
+    return fake_compiler(tmp_path, script)
+
+
+def test_a_truncated_library_is_built_again(tmp_path):
+    environment = copying_compiler(tmp_path)
+    for length in (None, 0, 100, 100_000):
+        if length is not None:
+            (library,) = (tmp_path / "cache").glob("*.so")
+            library.write_bytes(library.read_bytes()[:length])
+        done = run(ATTEND, **environment)
+        assert done.returncode == 0 and done.stdout == "[]\n", done.stderr
+    assert (tmp_path / "count").read_text() == "once\n" * 4
+
+
+def test_a_built_library_needs_no_compiler(tmp_path):
+    environment = copying_compiler(tmp_path)
+    assert run(ATTEND, **environment).stdout == "[]\n"
+    done = run(ATTEND, **{**environment, "CXX": "", "PATH": str(tmp_path)})
+    assert done.stdout == "[]\n" and not done.stderr
+
+
+def test_a_library_that_does_not_load_is_built_again(tmp_path):
+    environment = copying_compiler(tmp_path)
+    assert run(ATTEND, **environment).stdout == "[]\n"
+    (library,) = (tmp_path / "cache").glob("*.so")
+    foreign = b"the library of another system"
+    library.write_bytes(foreign + hashlib.sha256(foreign).digest())
+    assert run(ATTEND, **environment).stdout == "[]\n"
+    assert (tmp_path / "count").read_text() == "once\n" * 2
+
+
+def test_two_processes_build_one_library_once(tmp_path):
+    environment = copying_compiler(tmp_path)
+    results = []
+    workers = [
+        threading.Thread(target=lambda: results.append(run(ATTEND, **environment)))
+        for _ in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [done.stdout for done in results] == ["[]\n"] * 2, [done.stderr for done in results]
+    assert (tmp_path / "count").read_text() == "once\n"
+
+
+def test_reasons_name_what_the_kernel_does_not_do():
+    assert cpu.reasons(torch.zeros(1)) == []
+    assert cpu.reasons(torch.zeros(1).double()) == [
+        "it computes in float32; float64 stays with gather"
+    ]
+    assert cpu.reasons(torch.zeros(1, device="meta")) == ["it runs on the CPU alone"]
+
+
+# Narrower vectors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "products"),
+    [("avx2", "AVX2"), ("avx2", "DEFAULT"), ("default", "DEFAULT"), ("default", "SSE41")],
+)
+def test_with_narrower_vectors(capability, products, tmp_path):
+    """Those of the kernel, those of the products that it calls, and both."""
+    environment = {
+        "ATEN_CPU_CAPABILITY": capability,
+        "ONEDNN_MAX_CPU_ISA": products,
+        "SPARSERING_CACHE": str(tmp_path),
+    }
+    told = run("import torch; print(torch.backends.cpu.get_cpu_capability())", **environment)
+    assert told.stdout.strip() == capability.upper()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-k", "not library", __file__],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]

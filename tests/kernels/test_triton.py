@@ -1,0 +1,513 @@
+"""The triton backend, its kernels interpreted in Python on CPU tensors: float32 and float16.
+
+What is sharper than `test_attention` runs here: each pattern, head dim and block size; tiles that
+are cut, packed heads, heads in turn, tensor descriptors. bfloat16 and speed want a GPU
+(`benchmarks/gpu.py`); `test_triton_compile` compiles for GPUs that are not there.
+"""
+
+import itertools
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_oracle import (
+    PATTERNS,
+    Case,
+    assert_close,
+    dense_counts,
+    eager_attention,
+    errors,
+    gradients,
+    inputs,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from patterns_oracle import build
+from strategies import cases
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import sparsering as sr
+from sparsering.kernels import triton as backend
+from sparsering.kernels.triton import tune
+from sparsering.kernels.triton import tuning as triton_tuning
+from sparsering.kernels.triton import walk as triton_walk
+from sparsering.kernels.triton.tuning import Config
+from sparsering.layouts.compile import build_layout
+from sparsering.patterns.algebra import Frame
+
+
+def attend(*args, **options) -> tuple[Tensor, Tensor]:
+    return sr.attention(*args, **{"backend": "triton", "return_lse": True, **options})
+
+
+def assert_is_the_reference(pattern: sr.Pattern, case: Case, **options) -> None:
+    """Out, lse and gradients in float32 are within float32's rounding of the exact ones."""
+    args = inputs(case, torch.float32)
+    exact_args = [x.detach().double().requires_grad_() for x in args]
+    options = {"q_start": case.q_start, "block_size": case.block_size, **options}
+    got = attend(*args, pattern, **options)
+    exact = attend(*exact_args, pattern, **options, backend="reference")
+    assert_rounded(got, exact, args, exact_args)
+
+
+def assert_rounded(got, exact, wrt, exact_wrt) -> None:
+    """Results and gradients are within float32's rounding of the exact ones."""
+    for name, a, b in zip(("out", "lse"), got, exact, strict=True):
+        assert_close(a.detach(), b.detach().float(), 2e-6, name)
+    for i, (a, b) in enumerate(zip(gradients(got, wrt), gradients(exact, exact_wrt), strict=True)):
+        assert_close(a, b.float(), 4e-6, f"gradient {i}")
+
+
+SHAPES = [
+    Case(1, 2, 2, 50, 50, 16, 16),
+    Case(1, 4, 2, 30, 60, 17, 5, 32, arrange="tokens before heads"),
+    Case(2, 3, 1, 20, 40, 8, 20, 16, arrange="width before tokens"),
+    Case(1, 2, 1, 60, 33, 8, 12, 48),
+    Case(1, 6, 2, 20, 40, 3, 2, 16, 31, "every other of a larger tensor"),
+    Case(2, 4, 2, 1, 77, 40, 48, None, arrange="one head expanded"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(name, (i + skip) % len(SHAPES)) for i, name in enumerate(PATTERNS) for skip in (0, 3)],
+)
+def test_every_pattern_is_the_reference_forward_and_backward(name, shape):
+    case = SHAPES[shape]
+    assert_is_the_reference(PATTERNS[name](case), case)
+
+
+@settings(max_examples=12)
+@given(cases(with_random=True, max_length=60), st.sampled_from((16, 32)))
+def test_any_expression_is_the_reference(case, block_size):
+    spec, scene = case
+    shapes = Case.of(scene, 4, 3, block_size, least_keys=1)
+    assert_is_the_reference(build(spec), shapes)
+
+
+@pytest.mark.parametrize(
+    ("width", "value_width"),
+    [(16, 16), (48, 48), (64, 80), (72, 72), (80, 16), (96, 96), (192, 128), (256, 256), (1, 1)],
+)
+def test_head_dims(width, value_width):
+    case = Case(1, 2, 1, 40, 40, width, value_width, 32)
+    assert_is_the_reference(sr.Causal(), case)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 80, 96, 112, 160, 208, 256])
+def test_block_sizes(block_size):
+    length = block_size + block_size // 2
+    case = Case(1, 1, 1, length, length, 16, 16, block_size)
+    assert_is_the_reference(sr.SlidingWindow(block_size) | sr.GlobalTokens(2, rows=False), case)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, -0.5, 1e-50])
+def test_scales(scale):
+    assert_is_the_reference(sr.LongNet((16, 64), (1, 2)), Case(1, 2, 1, 40, 40), scale=scale)
+
+
+@pytest.mark.parametrize("name", ["causal", "union of steps", "longnet", "blocks of each head"])
+def test_float16_errs_at_most_twice_as_much_as_dense_attention(name):
+    case = Case(1, 4, 2, 70, 70, 32, 32, 32)
+    pattern = PATTERNS[name](case)
+    args = inputs(case, torch.float16)
+    exact_args = [x.detach().double().requires_grad_() for x in args]
+    counts = dense_counts(pattern, case)
+    exact, eager = (eager_attention(*x, counts) for x in (exact_args, args))
+    got = attend(*args, pattern, block_size=32)
+    named = [*zip(got, eager, exact, strict=True)]
+    wrt = (args, args, exact_args)
+    grads = [gradients([x[0]], w) for x, w in zip((got, eager, exact), wrt, strict=True)]
+    for ours, theirs, true in (*named, *zip(*grads, strict=True)):
+        bound = errors(theirs, true.detach().double())
+        mine = errors(ours, true.detach().double())
+        assert mine[0] <= 2 * bound[0] + 1e-6 and mine[1] <= 4 * bound[1] + 1e-6
+
+
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e7])
+def test_the_highest_of_huge_scores_takes_all(size):
+    """Rounded, a maximum of 1e10 may lie further below a score than an exponential reaches."""
+    case = Case(1, 1, 1, 40, 40, 16, 16)
+    query, key, value = inputs(case, torch.float32)
+    with torch.no_grad():
+        query.mul_(size), key.mul_(1000)
+    args = query, key, value
+    out, lse = attend(*args, sr.Full(), scale=0.2236, block_size=16)
+    score = 0.2236 * (query.double() @ key.double().mT)
+    highest = score.amax(-1)
+    assert ((lse - highest).abs() <= 4e-7 * highest.abs() + math.log(40)).all()
+    sharp = score.topk(2).values.diff().abs()[..., 0] > 1e-6 * score.abs().amax() + 30
+    first = value.gather(2, score.argmax(-1)[..., None].expand_as(value))
+    assert sharp.double().mean() > 0.8 and torch.equal(out[sharp], first[sharp])
+    for grad in gradients((out, lse), args):
+        assert grad.isfinite().all()
+
+
+def test_steps_of_16_tokens_read_their_own_bits(monkeypatch):
+    case = Case(1, 2, 1, 70, 70, 16, 16, 32)
+    for rows, streamed in ((32, 16), (16, 32), (16, 16)):
+        config = Config(rows, streamed, 4, 2)
+        monkeypatch.setattr(backend, "config", lambda *rest, config=config: config)
+        assert_is_the_reference(sr.Causal() + sr.SlidingWindow(3, 20), case)
+
+
+@pytest.mark.parametrize("sizes", [{"kv_len": 0}, {"q_len": 0}, {"num_heads": 0}], ids=str)
+def test_dims_of_size_0_on_hopper(sizes, monkeypatch):
+    monkeypatch.setattr(triton_tuning, "generation", lambda device: 90)
+    case = replace(Case(1, 1, 1, 20, 20, 16, 16), **sizes)
+    args = inputs(case, torch.float16)
+    out, lse = attend(*args, sr.Full(), q_start=0)
+    assert out.eq(0).all() and lse.eq(-torch.inf).all()
+    assert all(grad.eq(0).all() for grad in gradients((out, lse), args))
+
+
+def test_either_way_of_allowing_tf32_is_heard():
+    code = (
+        "import torch; from sparsering.kernels.triton.launch import precision as p;"
+        "f = torch.float32;"
+        "assert p(f) == 'ieee'; {}; assert p(f) == 'tf32'; assert p(torch.float16) == 'ieee'"
+    )
+    for allow in (
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.set_float32_matmul_precision('high')",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+    ):
+        subprocess.run([sys.executable, "-c", code.format(allow)], check=True)
+
+
+# How work is cut
+
+
+@pytest.fixture
+def cut_tiles(monkeypatch) -> None:
+    """Tiles of more than one entry are cut into pieces."""
+    monkeypatch.setattr(triton_walk, "_LEAST_ENTRIES", 1)
+    monkeypatch.setattr(backend, "processors", lambda device: 1000)
+    sr.layout_cache.clear()
+    yield
+    sr.layout_cache.clear()
+
+
+@pytest.mark.usefixtures("cut_tiles")
+@pytest.mark.parametrize(
+    "name",
+    ["full", "causal", "global tokens", "mixture with overlap", "blocks of each head"],
+)
+def test_tiles_cut_into_pieces_are_the_reference(name):
+    case = Case(1, 4, 2, 60, 60, 8, 12)
+    launched = _launched(lambda: assert_is_the_reference(PATTERNS[name](case), case))
+    assert {"merge_kernel", "sum_kernel"} <= set(launched)
+
+
+def _launched(run) -> list[str]:
+    """Names of the kernels that a call launches."""
+    names, launch = [], backend.launch
+
+    def note(kernel, *rest) -> None:
+        names.append(kernel.fn.__name__)
+        launch(kernel, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "launch", note)
+        run()
+    return names
+
+
+@pytest.mark.usefixtures("cut_tiles")
+def test_a_block_bias_of_cut_tiles_is_the_reference():
+    _assert_bias_is_the_reference(sr.Causal() + sr.SlidingWindow(5), Case(1, 4, 2, 45, 45, 8, 8))
+
+
+@pytest.mark.parametrize("name", ["full", "longnet", "blocks of each head", "union of steps"])
+def test_a_block_bias_and_its_gradient_are_the_reference(name):
+    case = Case(1, 4, 2, 70, 70, 8, 8, 32)
+    _assert_bias_is_the_reference(PATTERNS[name](case), case)
+
+
+def test_a_bias_of_minus_inf_takes_its_block_out():
+    case = Case(1, 2, 1, 64, 64, 8, 8, 16)
+    _assert_bias_is_the_reference(sr.Full(), case, torch.arange(16) % 2 == 1)
+
+
+def _assert_bias_is_the_reference(
+    pattern: sr.Pattern, case: Case, without: Tensor | None = None
+) -> None:
+    layout = pattern.layout(**case.heads, block_size=case.block_size)
+    bias = torch.randn(1, case.num_heads, layout.num_blocks)
+    if without is not None:
+        bias[..., without] = -torch.inf
+    bias.requires_grad_()
+    exact_bias = bias.detach().double().requires_grad_()
+    args = inputs(case, torch.float32)
+    exact_args = [x.detach().double().requires_grad_() for x in args]
+    options = {"block_size": case.block_size}
+    got = attend(*args, pattern, block_bias=bias, **options)
+    exact = attend(*exact_args, pattern, block_bias=exact_bias, **options, backend="reference")
+    assert_rounded(got, exact, (*args, bias), (*exact_args, exact_bias))
+
+
+@pytest.mark.parametrize("group", [2, 5, 8])
+def test_few_tokens_of_a_group_of_heads_are_packed(group):
+    case = Case(1, 2 * group, 2, 3, 90, 8, 8, 32)
+    layout = sr.Causal().layout(**case.heads, block_size=32)
+    query, key, value = inputs(case, torch.float32, requires_grad=False)
+    (part,) = backend._parts(layout, query, key, value, None, 1.0, False)
+    rows = backend._rows(part, 0, backend._config("forward", part))
+    assert rows["TOKENS"] == 4 and rows["PACK"] == group
+    assert_is_the_reference(sr.Causal(), case)
+
+
+def test_heads_in_turn_give_the_bits_of_all_at_once(monkeypatch):
+    case = Case(1, 2, 2, 70, 70, 16, 16)
+    pattern = sr.LongNet((16, 64), (1, 2)) & sr.Causal()
+    args = inputs(case, torch.float16)
+    whole = attend(*args, pattern, block_size=16)
+    grads = gradients(whole, args)
+    monkeypatch.setattr(backend, "_LEAST_PROGRAMS", 0)
+    names = _launched(lambda: attend(*args, pattern, block_size=16))
+    assert names.count("forward_kernel") == 2 * 2  # passes, kv heads
+    parts = attend(*args, pattern, block_size=16)
+    for a, b in zip((*parts, *gradients(parts, args)), (*whole, *grads), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_group_is_shared_out_where_there_are_few_keys(monkeypatch):
+    monkeypatch.setattr(backend, "processors", lambda device: 8)
+    case = Case(1, 6, 1, 64, 64, 8, 8, 32)
+    layout = sr.Causal().layout(**case.heads, block_size=32)
+    args = inputs(case, torch.float32, requires_grad=False)
+    (part,) = backend._parts(layout, *args, None, 1.0, False)
+    assert backend._heads_at_a_time(part) == 1
+    assert_is_the_reference(sr.Causal(), case)
+
+
+@pytest.mark.parametrize("arrange", ["contiguous", "tokens before heads", "one head expanded"])
+def test_tensor_descriptors_give_the_bits_of_pointers(arrange, monkeypatch):
+    case = Case(2, 2, 2, 70, 70, 16, 16, 32, arrange=arrange)
+    pattern = sr.Causal() + sr.SlidingWindow(3)
+    args = inputs(case, torch.float32)
+
+    def run(tma: bool) -> list[Tensor]:
+        config = Config(32, 16, 4, 2, tma=tma)
+        monkeypatch.setattr(backend, "config", lambda *rest: config)
+        got = attend(*args, pattern, block_size=32)
+        return [*got, *gradients(got, args)]
+
+    used = []
+    descriptor = backend.descriptor
+    monkeypatch.setattr(
+        backend, "descriptor", lambda *rest: used.append(descriptor(*rest)) or used[-1]
+    )
+    for a, b in zip(run(True), run(False), strict=True):
+        assert torch.equal(a, b)
+    assert used and all(x is not None for x in used)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(1, 2, 40, 24, dtype=torch.float16),  # not a power of 2
+        torch.zeros(1, 2, 40, 64, dtype=torch.float16)[..., 1:33],  # not 16-byte aligned
+        torch.zeros(1, 2, 40, 36, dtype=torch.float16)[..., :32],  # rows 72 bytes apart
+        torch.zeros(2, 40, 3, 32).permute(0, 2, 1, 3)[:, :, ::3][:1].expand(1, 3, 14, 32)[:, :2],
+        torch.zeros(1, 2, 1, 32).expand(1, 2, 40, 32),  # one token
+    ],
+    ids=["width", "base", "rows", "every third token", "one token"],
+)
+def test_what_is_no_matrix_of_tokens_has_no_descriptor(x):
+    found = backend.descriptor(x, 16)
+    if found is None:
+        return
+    matrix = x.as_strided(found.shape, found.strides, x.storage_offset())
+    for b, h in itertools.product(range(x.shape[0]), range(x.shape[1])):
+        offset = b * x.stride(0) + h * x.stride(1)
+        row, column = divmod(offset, x.stride(2))
+        assert torch.equal(matrix[row : row + x.shape[2], column : column + 32], x[b, h])
+
+
+# The walk
+
+
+@settings(max_examples=60)
+@given(cases(with_random=True, max_length=200), st.integers(1, 12), st.booleans())
+def test_a_walk_visits_every_entry_once(case, limit, by_key):
+    spec, scene = case
+    layout = build(spec).layout(
+        scene.q_len,
+        scene.kv_len,
+        num_heads=scene.num_heads,
+        num_kv_heads=scene.num_kv_heads,
+        q_start=scene.q_start,
+        block_size=16,
+    )
+    for number in range(len(layout.passes)):
+        w = triton_walk._walk(layout, number, by_key, limit)
+        tables = w.units.shape[:2]
+        for b, t in itertools.product(*(range(n) for n in tables)):
+            head = t * layout.frame.num_heads // tables[1]
+            _assert_walks_the_table(layout, number, by_key, limit, w, b, t, head)
+
+
+def _assert_walks_the_table(layout, number, by_key, limit, w, b, t, head) -> None:
+    p = layout.passes[number]
+    row, key, mask, axis = layout.table(p, b, head)
+    tile, other = (key, row) if by_key else (row, key)
+    starts, stops = (p.query_start, p.query_stop) if by_key else (p.key_start, p.key_stop)
+    first = layout.first_entry_of(number, b, head)
+    expected = {
+        (int(tile[e]), int(starts[axis, other[e]]), int(mask[e]), first + e)
+        for e in range(len(row))
+    }
+    seen, slots, lengths = [], [], []
+    for own, lower, masked, upper, slot in w.units[b, t].tolist():
+        if own < 0:
+            lengths.append(-1)
+            continue
+        lengths.append(upper - lower)
+        assert lower <= masked <= upper and upper - lower <= limit
+        if slot >= 0:
+            slots.append((own, slot))
+        for e in range(lower, upper):
+            is_whole = w.tokens[b, t, e] == layout.block_size and w.mask[b, t, e] == -1
+            assert is_whole == (e < masked)
+            found = (own, *(int(x[b, t, e]) for x in (w.start, w.mask, w.entry)))
+            seen.append(found)
+            count = (stops - starts)[axis, other[found[3] - first]].clamp(min=0)
+            assert w.tokens[b, t, e] == min(layout.block_size, -(-int(count) // p.step))
+    assert len(seen) == len(set(seen)) and set(seen) == expected
+    assert lengths == sorted(lengths, reverse=True)
+    cuts = {own: range(begin, begin + n) for own, begin, n in w.cuts[b, t].tolist() if own >= 0}
+    assert sorted(slots) == sorted((own, s) for own, run in cuts.items() for s in run)
+    assert len({s for _, s in slots}) == len(slots) and all(s < w.slots for _, s in slots)
+
+
+def test_a_walk_over_selected_blocks_never_reads_a_value_from_the_device():
+    with FakeTensorMode():  # raises on any read
+        pattern = sr.SelectedBlocks(torch.randint(0, 9, (2, 4, 9, 3)), 16) & sr.Causal()
+        frame = Frame.build(144, 144, 4, 4, None)
+        layout = build_layout(pattern, frame, 16, torch.device("cpu"))
+        for by_key in (False, True):
+            for processors in (1, 10_000):
+                w = triton_walk.walk(layout, 0, by_key=by_key, programs=2, processors=processors)
+                assert w.units.shape[:2] == (2, 4)
+
+
+# Choosing
+
+
+def test_configs_fit_their_tiles():
+    for kernel, width, tile, dtype in itertools.product(
+        triton_tuning.KERNELS, (16, 64, 80, 128, 256), range(16, 257, 16), (2, 4)
+    ):
+        like = torch.zeros(1, dtype=torch.float16 if dtype == 2 else torch.float32)
+        for config in triton_tuning.candidates(kernel, like, width, tile):
+            for tokens in (config.rows, config.streamed):
+                assert tokens >= 16 and tokens & (tokens - 1) == 0
+                assert -(-tile // tokens) * tokens < 2 * max(16, tile)
+            assert config.warps in (1, 2, 4, 8) and config.stages >= 1
+
+
+def test_measured_choices_are_kept_and_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
+    triton_tuning._tuned.cache_clear()
+    device = torch.device("cpu")
+    args = inputs(Case(1, 1, 1, 40, 40, 16, 16), torch.float32, requires_grad=False)
+    expected = triton_tuning.default("forward", args[0], 16, 32)
+    assert triton_tuning.config("forward", args[0], 16, 32) == expected
+    assert triton_tuning.block_size(sr.Causal().expression, args[0]) is None
+    own = expected._replace(streamed=16)
+    key = triton_tuning.config_key("forward", args[0].dtype, 16, 32)
+    triton_tuning.keep({key: own}, {}, device)
+    chosen = triton_tuning.block_key(sr.Causal().expression, args[0])
+    path = triton_tuning.keep({}, {chosen: 48}, device)
+    assert path.parent == tmp_path
+    assert triton_tuning.config("forward", args[0], 16, 32) == own
+    assert triton_tuning.block_size(sr.Causal().expression, args[0]) == 48
+    sizes = []
+    note = triton_walk._walk
+    monkeypatch.setattr(
+        triton_walk, "_walk", lambda layout, *r: sizes.append(layout.block_size) or note(layout, *r)
+    )
+    attend(*args, sr.Causal())
+    attend(*args, sr.Full())
+    attend(*args, sr.Causal(), block_size=16)
+    assert sizes == [48, 64, 16]
+    triton_tuning._tuned.cache_clear()
+
+
+def test_tune_keeps_the_fastest_that_is_right(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
+    triton_tuning._tuned.cache_clear()
+    good = Config(32, 32, 4, 2)
+    slow, wrong, broken = (good._replace(stages=n) for n in (3, 4, 5))
+    monkeypatch.setattr(triton_tuning, "candidates", lambda *rest: [slow, good, wrong, broken])
+    forward = backend._forward_pass
+
+    def sabotaged(part, number, out, lse) -> None:
+        stages = backend._config("forward", part).stages
+        if stages == broken.stages:
+            raise RuntimeError("out of shared memory")
+        forward(part, number, out, lse)
+        if stages == wrong.stages:
+            out.mul_(1.01)
+
+    seconds = {slow: 2.0, good: 1.0}
+    monkeypatch.setattr(backend, "_forward_pass", sabotaged)
+    monkeypatch.setattr(tune, "_milliseconds", lambda run: seconds.get(_in_use("forward", 16), 3.0))
+    said = []
+    path = tune.tune(
+        sr.Causal(), tokens=40, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32,
+        block_sizes=(32, 48), say=said.append,
+    )  # fmt: skip
+    assert path.parent == tmp_path
+    like = torch.zeros(1, 1, 1, 16)
+    assert triton_tuning.config("forward", like, 16, 32) == good
+    assert triton_tuning.block_size(sr.Causal().expression, like) in (32, 48)
+    assert any("its results differ by 0.01" in line for line in said)
+    assert any("RuntimeError: out of shared memory" in line for line in said)
+    triton_tuning._tuned.cache_clear()
+
+
+def _in_use(kernel: str, width: int) -> Config:
+    return triton_tuning.config(kernel, torch.zeros(1), width, 32)
+
+
+def test_reasons_name_what_is_wrong():
+    half, double = torch.zeros(1, 1, 4, 16).bfloat16(), torch.zeros(1, 1, 4, 16).double()
+    assert backend.reasons() == []
+    assert backend.reasons(half.float(), half.float(), half.float()) == []
+    for bad, told in (
+        (half, "bfloat16"),
+        (double, "float64"),
+        (torch.zeros(1, 1, 4, 257), "256"),
+    ):
+        assert any(told in reason for reason in backend.reasons(bad))
+        with pytest.raises(NotImplementedError, match="triton"):
+            sr.attention(bad, bad, bad, sr.Full(), backend="triton")
+
+
+def test_without_an_interpreter_a_gpu_is_missing(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert any("needs a GPU" in reason for reason in backend.reasons())
+    assert any("cuda tensors" in reason for reason in backend.reasons(torch.zeros(1, 1, 4, 16)))
+
+
+@pytest.mark.slow
+def test_offsets_past_2_to_the_31_elements():
+    length, width = (1 << 24) + 100, 128  # most of these 4 GB are never touched
+    case = Case(1, 1, 1, 4, 4, width, width)
+    few = inputs(case, torch.float16, requires_grad=False)
+    key, value = (torch.zeros(1, 1, length, width, dtype=torch.float16) for _ in range(2))
+    key[:, :, -4:], value[:, :, -4:] = few[1], few[2]
+    assert key.numel() > 1 << 31
+    pattern = sr.SlidingWindow(3)
+    out, lse = attend(few[0], key, value, pattern, block_size=16)
+    args = [x.double() for x in (few[0], key[:, :, -7:], value[:, :, -7:])]
+    expected = sr.attention(*args, pattern, backend="reference", return_lse=True)
+    assert (out - expected[0]).abs().max() < 2e-3
+    assert (lse - expected[1]).abs().max() < 1e-4

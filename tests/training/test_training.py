@@ -1,0 +1,455 @@
+"""Training: exact resumption, whole checkpoints whatever happens, and text split by file."""
+
+import dataclasses
+import errno
+import hashlib
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparsering as sr
+from sparsering.cli import main
+from sparsering.training import Recipe, load_model, loop, read_text, train
+from sparsering.training.checkpoint import load_checkpoint
+from sparsering.training.data import bigram_loss, training_window, unigram_loss, validation_windows
+from sparsering.training.demo import demo
+from sparsering.training.measure import TimedAttention
+
+RECIPE = Recipe(
+    pattern="LongNet((16, 64), (1, 4))",
+    context=64,
+    width=16,
+    num_layers=1,
+    num_heads=2,
+    steps=8,
+    warmup_steps=2,
+    dtype="float32",
+)
+
+
+# Tiny tensors: a second thread would only wait, for long where other tests run beside.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Twenty files, each of its own words."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(20):
+        (folder / f"{i:02d}.txt").write_text(f"file {i:02d} says so. " * 40)
+    return folder
+
+
+@pytest.fixture
+def recipe(corpus):
+    return dataclasses.replace(RECIPE, data=str(corpus))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r["loss"] for r in records if "loss" in r}
+
+
+def validation_losses(folder: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def fails(capsys, *argv: object) -> str:
+    """The one line that a command with exit code 2 prints on stderr."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in argv]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert line.startswith("sparsering: ")
+    assert "Traceback" not in line
+    return line
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(recipe, tmp_path):
+    whole = train(recipe, tmp_path / "whole", validate_every=4)
+    train(recipe, tmp_path / "parts", validate_every=4, stop_after=3)
+    assert load_checkpoint(tmp_path / "parts").step == 3
+    parts = train(recipe, tmp_path / "parts", validate_every=4, resume=True)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert list(losses(tmp_path / "parts")) == list(range(1, 9))
+    assert validation_losses(tmp_path / "parts") == validation_losses(tmp_path / "whole")
+    pairs = zip(whole.model.parameters(), parts.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_records_after_the_checkpoint_are_cut_on_resumption(recipe, tmp_path):
+    train(recipe, tmp_path / "whole")
+    train(recipe, tmp_path / "run", stop_after=4)
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "loss": 99.0}\n{"step": 6, "lo')
+    train(recipe, tmp_path / "run", resume=True)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_two_runs_have_the_same_losses_and_another_seed_has_others(recipe, tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(dataclasses.replace(recipe, seed=seed), tmp_path / name)
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert losses(tmp_path / "a") != losses(tmp_path / "c")
+    assert losses(tmp_path / "a")[8] < losses(tmp_path / "a")[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signalled_run_leaves_a_whole_checkpoint_and_resumes(recipe, tmp_path, number):
+    out = tmp_path / "run"
+    recipe = dataclasses.replace(recipe, steps=100_000)
+    command = [sys.executable, "-m", "sparsering", "train", "--out", out, "--save-every", 2]
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        if field.name != "checkpoint_layers":
+            command += ["--" + field.name.replace("_", "-"), value]
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while not (out / "metrics.jsonl").exists() or max(losses_so_far(out), default=0) < 5:
+            printed = (tmp_path / "log").read_text()
+            assert process.poll() is None and time.monotonic() < deadline, printed
+            time.sleep(0.01)
+        process.send_signal(number)
+        code = process.wait(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    step = load_checkpoint(out).step
+    if number == signal.SIGKILL:
+        assert code == -signal.SIGKILL
+        assert step >= 4
+    else:
+        assert code == 128 + number
+        assert step == max(losses_so_far(out))
+        assert len(list(out.glob("*.safetensors"))) == 1
+        assert "--resume" in (tmp_path / "log").read_text()
+    train(recipe, out, resume=True, stop_after=step + 2)
+    train(recipe, tmp_path / "whole", stop_after=step + 2)
+    assert losses(out) == losses(tmp_path / "whole")
+
+
+def losses_so_far(folder: Path) -> list[int]:
+    text = (folder / "metrics.jsonl").read_text()
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    return [r["step"] for line in whole if "loss" in (r := json.loads(line))]
+
+
+def named_tensors(folder: Path) -> Path:
+    about = json.loads((folder / "checkpoint.json").read_text())
+    return folder / about["tensors"]["file"]
+
+
+def flip_a_byte(folder):
+    content = bytearray(named_tensors(folder).read_bytes())
+    content[-5] ^= 1
+    named_tensors(folder).write_bytes(content)
+
+
+def cut_the_tensors(folder):
+    named_tensors(folder).write_bytes(named_tensors(folder).read_bytes()[:100])
+
+
+def lose_the_tensors(folder):
+    named_tensors(folder).unlink()
+
+
+def cut_the_json(folder):
+    (folder / "checkpoint.json").write_text((folder / "checkpoint.json").read_text()[:200])
+
+
+def write_json_of_another_program(folder):
+    (folder / "checkpoint.json").write_text('{"model_type": "gpt2", "step": 7}')
+
+
+def rename_in_the_recipe(folder):
+    path = folder / "checkpoint.json"
+    path.write_text(path.read_text().replace('"num_heads"', '"heads"'))
+
+
+def widen_the_recipe(folder):
+    path = folder / "checkpoint.json"
+    path.write_text(path.read_text().replace('"width": 16', '"width": 32'))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_byte,
+        cut_the_tensors,
+        lose_the_tensors,
+        cut_the_json,
+        write_json_of_another_program,
+        rename_in_the_recipe,
+        widen_the_recipe,
+    ],
+)
+def test_a_damaged_or_foreign_checkpoint_is_one_line(recipe, tmp_path, capsys, damage):
+    out = tmp_path / "run"
+    train(recipe, out, stop_after=2)
+    damage(out)
+    before = contents(out)
+    assert "damaged or foreign" in fails(capsys, "train", "--out", out, "--resume")
+    assert "damaged or foreign" in fails(capsys, "generate", out)
+    line = fails(capsys, "train", "--out", out, "--data", recipe.data, "--context", 64)
+    assert "expected no checkpoint" in line
+    assert contents(out) == before
+
+
+def test_resuming_needs_a_checkpoint_the_same_recipe_and_the_same_text(recipe, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert "no checkpoint.json" in fails(capsys, "train", "--out", out, "--resume")
+    assert not out.exists()
+    train(recipe, out, stop_after=2)
+    before = contents(out)
+    assert "width 16" in fails(capsys, "train", "--out", out, "--resume", "--width", 32)
+    (Path(recipe.data) / "00.txt").write_text("changed " * 99)
+    assert "got another" in fails(capsys, "train", "--out", out, "--resume")
+    assert contents(out) == before
+
+
+def test_a_moved_corpus_resumes(recipe, corpus, tmp_path):
+    train(recipe, tmp_path / "run", stop_after=2)
+    moved = corpus.rename(tmp_path / "elsewhere")
+    argv = ["train", "--out", tmp_path / "run", "--resume", "--data", moved]
+    assert main([str(argument) for argument in argv]) == 0
+    assert load_checkpoint(tmp_path / "run").step == 8
+
+
+class FullDisk:
+    """Lets the first `room` files through; then there is no space left on the device."""
+
+    def __init__(self, room):
+        self.room = room
+
+    def __call__(self, number):
+        self.room -= 1
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("room", range(8))
+def test_a_full_disk_leaves_the_last_checkpoint_whole(recipe, tmp_path, capsys, monkeypatch, room):
+    out = tmp_path / "run"
+    argv = ["train", "--out", out, "--save-every", 2, "--data", recipe.data]
+    for name in ("pattern", "context", "width", "num_layers", "num_heads", "steps", "dtype"):
+        argv += ["--" + name.replace("_", "-"), getattr(recipe, name)]
+    monkeypatch.setattr("sparsering.files.os.fsync", FullDisk(room))
+    assert "No space left" in fails(capsys, *argv)
+    monkeypatch.undo()
+    assert not list(out.glob(".*"))
+    if room < 2:  # not even the first pair of files
+        assert not contents(out)
+    else:
+        # two files for step 0, one of metrics, two for each checkpoint
+        assert load_checkpoint(out).step == max(0, (room - 3) // 2 * 2)
+        assert len(list(out.glob("*.safetensors"))) == 1
+        assert main(["train", "--out", str(out), "--resume"]) == 0
+        argv[2] = tmp_path / "whole"
+        assert main([str(argument) for argument in argv]) == 0
+        assert losses(out) == losses(tmp_path / "whole")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(recipe, tmp_path, capsys, monkeypatch):
+    step_of = loop.training_step
+
+    def training_step(model, optimizer, recipe, step, *windows):
+        loss, norm, rate = step_of(model, optimizer, recipe, step, *windows)
+        return (loss, math.nan, rate) if step == 5 else (loss, norm, rate)
+
+    monkeypatch.setattr(loop, "training_step", training_step)
+    with pytest.raises(FloatingPointError, match="checkpoint of step 4 is whole"):
+        train(recipe, tmp_path / "run", save_every=4)
+    assert load_checkpoint(tmp_path / "run").step == 4
+
+
+def test_text_is_split_by_file(corpus):
+    text = read_text(corpus, context=64, seed=0)
+    assert len(text.train_files) + len(text.validation_files) == 20
+    assert not set(text.train_files) & set(text.validation_files)
+    train_bytes, validation_bytes = (bytes(t.tolist()) for t in (text.train, text.validation))
+    for name in text.train_files:
+        assert (corpus / name).read_bytes() in train_bytes
+        assert f"file {name[:2]} says".encode() not in validation_bytes
+    for name in text.validation_files:
+        assert (corpus / name).read_bytes() in validation_bytes
+        assert f"file {name[:2]} says".encode() not in train_bytes
+    assert 0.05 < len(text.validation) / (len(text.train) + len(text.validation)) < 0.2
+    again, other = read_text(corpus, context=64, seed=0), read_text(corpus, context=64, seed=5)
+    assert again.fingerprint == text.fingerprint
+    assert other.validation_files != text.validation_files
+
+
+def test_a_single_file_is_validated_on_its_end(tmp_path):
+    content = bytes(i % 95 + 32 for i in range(5000))
+    (tmp_path / "one.txt").write_bytes(content)
+    text = read_text(tmp_path / "one.txt", context=64)
+    assert bytes(text.train.tolist()) + bytes(text.validation.tolist()) == content
+    assert len(text.validation) == 500
+
+
+def test_the_default_text_is_the_standard_library():
+    text = read_text(context=16384)
+    assert {"dataclasses.py", "json/decoder.py"} <= {*text.train_files, *text.validation_files}
+    assert not [n for n in text.train_files if "site-packages" in n or "/test/" in n]
+    assert len(text.train) > 4_000_000
+
+
+def make_nothing(folder):
+    return folder / "nowhere"
+
+
+def make_empty_folder(folder):
+    return folder
+
+
+def make_hidden_only(folder):
+    (folder / ".secret").write_text("text " * 1000)
+    return folder
+
+
+def make_binary(folder):
+    (folder / "a.txt").write_text("text " * 1000)
+    (folder / "b.bin").write_bytes(b"ELF\0" * 1000)
+    return folder
+
+
+def make_short(folder):
+    (folder / "a.txt").write_text("short")
+    return folder / "a.txt"
+
+
+def make_empty_file(folder):
+    (folder / "a.txt").touch()
+    return folder
+
+
+def make_lopsided(folder):
+    (folder / "a.txt").write_text("x" * 5000)
+    (folder / "b.txt").write_text("y" * 60)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (make_nothing, "found nothing"),
+        (make_empty_folder, "found none that match"),
+        (make_hidden_only, "found none that match"),
+        (make_binary, "b.bin has a NUL byte at 3"),
+        (make_short, "at least 130 bytes of text"),
+        (make_empty_file, "at least 130 bytes of text"),
+        (make_lopsided, "in the validation files, got"),
+    ],
+)
+def test_unusable_text_is_one_line(tmp_path, capsys, make, message):
+    (tmp_path / "text").mkdir()
+    data, out = make(tmp_path / "text"), tmp_path / "run"
+    assert message in fails(capsys, "train", "--data", data, "--context", 64, "--out", out)
+    assert not out.exists()
+
+
+def test_a_glob_picks_the_text_of_a_folder(tmp_path):
+    folder = make_binary(tmp_path)
+    assert read_text(folder, context=64, glob="*.txt").train_files == ("a.txt[:4500]",)
+
+
+def test_windows_are_a_function_of_seed_and_step():
+    text = torch.arange(256, dtype=torch.uint8).repeat(20)
+
+    def window(seed, step):
+        return training_window(text, context=32, batch_size=2, seed=seed, step=step)
+
+    tokens, targets = window(3, 7)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert torch.equal((tokens + 1) % 256, targets)
+    assert torch.equal(window(3, 7)[0], tokens)
+    assert not torch.equal(window(3, 8)[0], tokens)
+    assert not torch.equal(window(4, 7)[0], tokens)
+    assert not torch.equal(tokens[0], tokens[1])
+
+
+def test_validation_windows_do_not_overlap_and_reach_the_end():
+    text = (torch.arange(101) % 256).to(torch.uint8)
+    windows = validation_windows(text, context=10, count=8)
+    starts = [int(tokens[0, 0]) for tokens, _ in windows]
+    assert starts[0] == 0 and len(starts) == 8
+    assert all(b - a >= 10 for a, b in itertools.pairwise(starts))
+    assert len(validation_windows(text, context=10, count=99)) == 10
+    assert len(validation_windows(text[:11], context=10, count=8)) == 1
+
+
+def test_baselines_by_hand():
+    text = torch.tensor(list(b"aab"), dtype=torch.uint8)
+    windows = validation_windows(torch.tensor(list(b"ab"), dtype=torch.uint8), context=1, count=1)
+    assert unigram_loss(text, windows) == pytest.approx(-math.log(2 / 259))  # "b": 1 + 1 of 3 + 256
+    assert bigram_loss(text, windows) == pytest.approx(-math.log(2 / 258))  # "ab": 1 + 1 of 2 + 256
+
+
+def test_timed_attention_changes_no_gradient():
+    q, k, v = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
+    timed = TimedAttention(lambda q, k, v: sr.attention(q, k, v, sr.Causal()))
+    plain = torch.autograd.grad(sr.attention(q, k, v, sr.Causal()).sum(), (q, k, v))
+    out = timed(q, k, v)
+    forward = timed.seconds
+    got = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+    assert 0 < forward < timed.seconds
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
+    recipe = Recipe(steps=100, warmup_steps=10, learning_rate=1.0)
+    rates = [recipe.learning_rate_at(step) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[55] == pytest.approx(0.55)
+    assert rates[100] == pytest.approx(0.1)
+
+
+def test_a_demo_writes_a_self_contained_report_and_can_be_repeated(recipe, tmp_path, capsys):
+    out = tmp_path / "demo"
+    code = demo(out, recipe=recipe)
+    printed = capsys.readouterr().out
+    first = losses(out)
+    assert code == (0 if "does not beat" not in printed else 1)
+    names = {"checkpoint.json", "metrics.jsonl", "report.html"}
+    assert names | {"loss.png", "patterns.png", "speed.png"} <= set(contents(out))
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert 'name="viewport"' in page
+    assert "http" not in page.replace("http-equiv", "")
+    for name in ("byte unigram", "byte bigram", "tokens/s, sparse", "peak memory"):
+        assert name in printed and name in page
+    sampled = load_model(out).sample(b"file", 5)
+    assert demo(out, recipe=recipe) == code  # an earlier demo's folder is used again
+    assert losses(out) == first
+    assert load_model(out).sample(b"file", 5) == sampled
+
+
+def test_a_demo_leaves_another_run_alone(recipe, tmp_path, capsys):
+    train(recipe, tmp_path / "run", stop_after=2)
+    before = hashlib.sha256(repr(sorted(contents(tmp_path / "run").items())).encode()).digest()
+    assert "expected no checkpoint" in fails(capsys, "demo", "--out", tmp_path / "run")
+    after = hashlib.sha256(repr(sorted(contents(tmp_path / "run").items())).encode()).digest()
+    assert before == after
