@@ -29,7 +29,7 @@ from torch import Tensor
 import sparsering as sr
 from sparsering.bench.measure import Row, memory, sampled_error, write_record
 from sparsering.distributed import RingPlan, ring_attention, shard, unshard
-from sparsering.distributed import ring as ring_module
+from sparsering.distributed import rank as rank_module
 from sparsering.distributed.needs import Runs
 from sparsering.distributed.sharding import chunk_owners, num_tokens
 
@@ -78,11 +78,11 @@ def planned_as(plan: RingPlan) -> Iterator[None]:
     class Planned:
         build = staticmethod(lambda *arguments, **options: plan)
 
-    before, ring_module.RingPlan = ring_module.RingPlan, Planned  # type: ignore[misc, assignment]
+    before, rank_module.RingPlan = rank_module.RingPlan, Planned  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        ring_module.RingPlan = before  # type: ignore[misc]
+        rank_module.RingPlan = before  # type: ignore[misc]
 
 
 def methods(pattern: sr.Pattern, plan: RingPlan, rank: int) -> dict[str, Call]:
@@ -255,7 +255,7 @@ def plans() -> list[Row]:
                 begin = time.perf_counter()
                 plan = RingPlan.build(pattern, tokens, world, sharding=sharding)
                 seconds = time.perf_counter() - begin
-                sizes = {"kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+                sizes = {"num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
                 came = [plan.bytes_received(rank, **sizes) for rank in range(world)]
                 full = (world - 1) * tokens // world * 8 * 2 * 128 * 2
                 rows.append(

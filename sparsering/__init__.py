@@ -2,12 +2,12 @@
 pattern.
 """
 
-from .functional import BlockWeights, attention, attention_weights, explain
+from .dispatch import backends
+from .functional import attention, explain
 from .kernels.gather.call import set_workspace
 from .layouts.cache import layout_cache
 from .layouts.layout import BlockLayout
 from .numerics import merge_attention
-from .ops import backends
 from .patterns.algebra import Mask, Mixture, Pattern
 from .patterns.blocks import (
     BlockDilated,
@@ -30,6 +30,7 @@ from .patterns.positions import (
     Packed,
     SlidingWindow,
 )
+from .weights import BlockWeights, attention_weights
 
 __version__ = "0.1.0"
 

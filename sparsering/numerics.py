@@ -59,6 +59,11 @@ def sum_dtype(x: Tensor | torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def power_of_2(n: int) -> int:
+    """The least power of two that is no less than n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def finite_or_zero(lse: Tensor) -> Tensor:
     """Lse with -inf replaced by 0: a shift that keeps exp(-inf - shift) = 0 instead of NaN."""
     return torch.where(lse == -torch.inf, 0.0, lse)

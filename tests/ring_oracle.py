@@ -30,8 +30,8 @@ def plan_of(pattern: sr.Pattern, case: Case, world: int, sharding: str) -> RingP
         pattern,
         case.kv_len,
         world,
-        num_heads=case.num_kv_heads,
-        query_heads=case.num_heads,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
         sharding=sharding,
     )
 

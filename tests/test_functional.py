@@ -21,7 +21,7 @@ from attention_oracle import (
 from torch import Tensor
 
 import sparsering as sr
-from sparsering import ops
+from sparsering.dispatch import BACKENDS
 
 CASE = Case(2, 4, 2, 40, 40, 8, 6)
 
@@ -237,7 +237,7 @@ def cpu_cannot_run(monkeypatch):
     def reasons(*tensors: object) -> list[str]:
         return ["it is too cold", f"it saw {len(tensors)} tensors"]
 
-    monkeypatch.setitem(ops.BACKENDS, "cpu", reasons)
+    monkeypatch.setitem(BACKENDS, "cpu", BACKENDS["cpu"]._replace(reasons=reasons))
 
 
 def test_backends_are_named_with_reasons_why_not():
@@ -254,21 +254,37 @@ def test_backends_tells_reasons_that_need_no_inputs():
 
 
 def test_explain_gives_a_line_for_each_backend():
-    lines = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
+    runs, *lines = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
+    assert runs == "runs: cpu, blocks of 64"
     names = ["cpu", "triton", "gather", "reference", "flex", "flash", "torch_sparse"]
     assert [line.split(": ")[0] for line in lines] == names == list(sr.backends())
-    usable = [name for name in names if f"{name}: usable" in lines]
-    assert usable == [name for name in names if name != "flash"]
+    assert [name for name in names if f"{name}: usable" in lines] == ["cpu", "gather", "reference"]
+    named = [name for name in names if f"{name}: usable (only when named)" in lines]
+    assert named == ["triton", "flex", "torch_sparse"]  # Triton's interpreter is on
     double = {name: x.double() for name, x in tensors().items()}
-    first, second, *others = sr.explain(**double, pattern=sr.Causal()).split("\n")
+    runs, first, second, *others = sr.explain(**double, pattern=sr.Causal()).split("\n")
     told = "it computes in float32; float64 stays with gather"
-    assert (first, second) == (f"cpu: {told}", f"triton: {told}")
+    assert runs == "runs: gather, blocks of 64"
+    assert (first, second) == (f"cpu: {told}", f"triton: {told} (only when named)")
     assert others[:2] == ["gather: usable", "reference: usable"]
+
+
+def test_explain_and_layout_tell_the_block_size_that_runs():
+    query, key, value = tensors().values()
+    for pattern, size in ((sr.RandomBlocks(0.2, 64), 64), (sr.Causal(), 128), (sr.Full(), 128)):
+        longer = (
+            query[:, :, :1].expand(-1, -1, 300, -1),
+            *(x[:, :, :1].expand(-1, -1, 300, -1) for x in (key, value)),
+        )
+        first, *_ = sr.explain(*longer, pattern).split("\n")
+        assert first == f"runs: cpu, blocks of {size}"
+        assert pattern.layout(300).block_size == size
 
 
 @pytest.mark.usefixtures("cpu_cannot_run")
 def test_explain_gives_all_reasons_of_a_backend_that_cannot_run():
-    first, *others = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
+    runs, first, *others = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
+    assert runs == "runs: gather, blocks of 64"
     assert first == "cpu: it is too cold; it saw 3 tensors"
     assert others[1:3] == ["gather: usable", "reference: usable"]
 
@@ -288,7 +304,8 @@ def test_without_a_name_the_next_backend_runs():
 
 def test_where_no_backend_can_run_every_reason_is_given(monkeypatch):
     for name, reason in (("cpu", "too old"), ("gather", "too cold"), ("reference", "too large")):
-        monkeypatch.setitem(ops.BACKENDS, name, lambda *_, reason=reason: [reason])
+        backend = BACKENDS[name]._replace(reasons=lambda *_, reason=reason: [reason])
+        monkeypatch.setitem(BACKENDS, name, backend)
     with pytest.raises(NotImplementedError, match=contains("gather: too cold", "reference: too l")):
         sr.attention(**tensors(), pattern=sr.Causal())
 

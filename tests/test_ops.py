@@ -95,7 +95,7 @@ def test_attention_backward_passes_opcheck(name, backend):
     args = operator_arguments(case, pattern, dtype, with_bias, *(rest or [16]), False, backend)
     out, lse = torch.ops.sparsering.attention(*args)
     grads = (torch.randn_like(out), torch.randn_like(lse))
-    args = (*grads, *args[:4], out, lse, *args[4:])
+    args = (*args, out, lse, *grads)
     torch.library.opcheck(torch.ops.sparsering.attention_backward.default, args)
 
 

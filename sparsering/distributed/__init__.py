@@ -7,7 +7,7 @@ Under `torchrun`, on gloo or NCCL; `simulate_ring` computes the same in one proc
 
 from .exchange import RingError, RingMismatchError, Traffic
 from .plan import RingPlan
-from .ring import ring_attention
+from .ring import last_traffic, ring_attention
 from .shards import shard, unshard
 from .simulate import simulate_ring
 
@@ -16,6 +16,7 @@ __all__ = [
     "RingMismatchError",
     "RingPlan",
     "Traffic",
+    "last_traffic",
     "ring_attention",
     "shard",
     "simulate_ring",

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checks import DTYPES
 from .exchange import Exchange, RingError, RingMismatchError
 from .plan import RingPlan
 from .sharding import num_tokens
-from .wire import FORMATS, wire
+from .wire import FORMATS, wire_format
 
 _VERSION = 1
 _BUDGET = 0.01
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Call(NamedTuple):
@@ -32,36 +32,39 @@ class Call(NamedTuple):
     differentiable: bool
 
 
-_FIELDS = (
-    "version", "pass (0 forward, 1 backward)", "number of ranks", "batch size",
-    "query heads", "key/value heads", "head dim", "value head dim", "dtype", "pattern", "scale",
-    "sharding", "compression", "whether gradients are wanted",
-)  # fmt: skip
 _HASHED = ("pattern", "scale", "sharding", "compression")
 
 
 def agree_on_call(
     exchange: Exchange, call: Call, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[list[int], str | None, float]:
-    """(tokens of each rank, wire format, its error here). RingMismatchError on all ranks where
-    their calls differ.
+    """(tokens of each rank, wire format, its error here).
 
-    A digest of the call goes round, and what it is of only where that differs.
+    A digest of the call goes round, and what it is of only where that differs: then
+    RingMismatchError on all ranks.
     """
-    fields = [
-        _VERSION, int(call.backward), exchange.world_size, len(query),
-        query.shape[1], key.shape[1], query.shape[3], value.shape[3],
-        _DTYPES.index(query.dtype), _digest(call.pattern, *call.tensors), _digest(call.scale),
-        _digest(call.sharding), _digest(call.compression), int(call.differentiable),
-    ]  # fmt: skip
-    records = exchange.agree([_digest(fields), query.shape[2], 0])
+    fields = {
+        "version": _VERSION,
+        "pass (0 forward, 1 backward)": int(call.backward),
+        "number of ranks": exchange.world_size,
+        "batch size": len(query),
+        "query heads": query.shape[1],
+        "key/value heads": key.shape[1],
+        "head dim": query.shape[3],
+        "value head dim": value.shape[3],
+        "dtype": DTYPES.index(query.dtype),
+        "pattern": _digest(call.pattern, *call.tensors),
+        "scale": _digest(call.scale),
+        "sharding": _digest(call.sharding),
+        "compression": _digest(call.compression),
+        "whether gradients are wanted": int(call.differentiable),
+    }
+    records = exchange.agree([_digest(list(fields.values())), query.shape[2], 0])
     digests, lengths, failed = zip(*records, strict=True)
     if any(failed):
         rank = failed.index(1)
-        raise RingMismatchError(
-            f"rank {rank} raised before the call began; its own error says why",
-            exchange.rank, rank, "agreement",
-        )  # fmt: skip
+        told = f"rank {rank} raised before the call began; its own error says why"
+        raise _mismatch(told, exchange.rank, rank)
     if len(set(digests)) > 1:
         _raise_difference(exchange, fields)
     measured = not call.backward or error_budget(call.compression) is not None
@@ -78,19 +81,20 @@ def agree_on_call(
     return list(lengths), chosen, 0.0 if chosen is None else errors[FORMATS.index(chosen)]
 
 
-def _raise_difference(exchange: Exchange, fields: list[int]) -> NoReturn:
+def _raise_difference(exchange: Exchange, fields: dict[str, int]) -> NoReturn:
     """Tells all ranks what they do not agree on."""
-    records = exchange.agree(fields)
-    for name, values in zip(_FIELDS, zip(*records, strict=True), strict=True):
+    records = exchange.agree(list(fields.values()))
+    for name, values in zip(fields, zip(*records, strict=True), strict=True):
         if len(set(values)) > 1:
             other = next(rank for rank, v in enumerate(values) if v != values[0])
             got = "" if name in _HASHED else f": {values[0]} and {values[other]}"
-            raise RingMismatchError(
-                f"ranks must agree on the {name}, but rank 0 and rank {other} differ{got}; pass "
-                "the same on every rank",
-                exchange.rank, other, "agreement",
-            )  # fmt: skip
+            told = f"ranks must agree on the {name}, but rank 0 and rank {other} differ{got}"
+            raise _mismatch(f"{told}; pass the same on every rank", exchange.rank, other)
     raise AssertionError("digests differ, fields do not")
+
+
+def _mismatch(told: str, rank: int, peer: int) -> RingMismatchError:
+    return RingMismatchError(told, rank, peer, "agreement")
 
 
 def tell_failure(group: dist.ProcessGroup, timeout: float | None) -> None:
@@ -106,11 +110,8 @@ def agree_on_lengths(exchange: Exchange, length: int, common: object) -> list[in
         digests, lengths = zip(*exchange.agree([_digest(common), length]), strict=True)
     if len(set(digests)) > 1:
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise RingMismatchError(
-            f"ranks must agree on dim, dtype and the other sizes, but rank 0 and rank {other} "
-            "differ; pass parts of one tensor",
-            exchange.rank, other, "agreement",
-        )  # fmt: skip
+        told = f"ranks must agree on dim, dtype and the other sizes, but rank 0 and rank {other}"
+        raise _mismatch(f"{told} differ; pass parts of one tensor", exchange.rank, other)
     return list(lengths)
 
 
@@ -118,12 +119,13 @@ def check_lengths(plan: RingPlan, lengths: list[int], rank: int) -> None:
     """Raises RingMismatchError where shards are not those of the plan's sharding."""
     for peer, (length, ranges) in enumerate(zip(lengths, plan.ranges, strict=True)):
         if length != num_tokens(ranges):
-            raise RingMismatchError(
+            raise _mismatch(
                 f"sharding {plan.sharding!r} gives rank {peer} {num_tokens(ranges)} of "
                 f"{sum(lengths)} tokens, got {length}; cut the sequence with "
                 "sparsering.distributed.shard",
-                rank, peer, "agreement",
-            )  # fmt: skip
+                rank,
+                peer,
+            )
 
 
 def error_budget(compression: str | None) -> float | None:
@@ -150,7 +152,7 @@ def _wire_errors(compression: str | None, key: Tensor, value: Tensor) -> list[fl
     for name in FORMATS:
         of_both = [0.0]
         for x in (key, value) if name in asked else ():
-            form = wire(name, x.dtype)
+            form = wire_format(name, x.dtype)
             lost = size = 0.0
             for rows in x.detach().flatten(0, 1):  # a head at a time
                 came = form.decode(form.encode(rows, rows.shape[1]), rows.shape[1], 0)
@@ -165,9 +167,9 @@ def _wire_errors(compression: str | None, key: Tensor, value: Tensor) -> list[fl
 def _smallest(errors: list[float], budget: float, dtype: torch.dtype) -> str | None:
     """Of the formats within the budget the smallest, then most exact; None where none saves."""
     within = [
-        (wire(name, dtype).row_bytes(64, 64), error, name)
+        (wire_format(name, dtype).row_bytes(64, 64), error, name)
         for name, error in zip(FORMATS, errors, strict=True)
-        if error <= budget and wire(name, dtype).element != dtype
+        if error <= budget and wire_format(name, dtype).element != dtype
     ]
     return min(within)[2] if within else None
 

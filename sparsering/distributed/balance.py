@@ -2,16 +2,12 @@
 
 import torch
 
+from ..cost import PAIRS_PER_TOKEN
 from ..patterns.algebra import Frame, Pattern
-from .needs import count_pairs, needed_keys
+from .needs import count_pairs, cut, distinct_heads, needed_keys
 from .sharding import owned_ranges
-from .visits import cut, distinct_heads
 
 _CHUNKS_PER_RANK = 8
-PAIRS_PER_TOKEN = 2048
-"""How many (query, key) pairs are taken to cost as much time as receiving one key token: one to ten
-thousand would be right for GPUs (NVLink, a network), some 250 for processes on one CPU.
-"""
 
 
 def balanced(pattern: Pattern, frame: Frame, world_size: int) -> str:

@@ -7,7 +7,7 @@ of the pattern, not its area.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,21 +16,48 @@ from torch import Tensor
 
 from ..layouts.bitmaps import unpack
 from ..layouts.compile import evaluate, terms
-from ..layouts.conditions import EMPTY, FULL, Condition, Origin, condition
+from ..layouts.conditions import EMPTY, FULL, Condition, Origin, TilePairs, condition
 from ..layouts.tiles import Axis, Grid, Ranges, Spans
-from ..patterns.algebra import And, Frame, Mask, Not, Or
-from ..patterns.blocks import block_masks
+from ..patterns.algebra import And, Frame, Mask, Not, Or, Pattern
+from ..patterns.blocks import blockwise_masks
 from ..rows import expand_counts, number_rows
+from .sharding import without
 
 _LEAF = 128  # tokens of the smallest tiles
 _SPLIT = 4  # a tile that varies is cut into this many
 _COARSE_TILES = 512  # of the whole sequence, to begin with
 _AT_A_TIME = 1 << 15  # pairs of tiles
 _ROWS_AT_A_TIME = 1 << 10  # query tiles whose partners are listed
-_MOST_LANES = 4096
+_MOST_LINES = 4096  # residues that progressions of different steps are cut into
 
-Found = tuple[Tensor, Tensor, Tensor, int]
-"""Progressions of tokens: (group, first, last, step)."""
+Progressions = tuple[Tensor, Tensor, Tensor, int]
+"""Progressions of tokens: (number of their set, first, last, step)."""
+
+Heads = dict[tuple[Mask, ...], list[tuple[int, int]]]
+"""Masks, each with the (batch entry, head) that see them."""
+
+
+def distinct_heads(pattern: Pattern, frame: Frame) -> Heads:
+    """The branches that query heads see."""
+    seen: Heads = {}
+    num_batches = pattern.num_batches()
+    for batch in range(1 if num_batches is None else num_batches):
+        for head in range(frame.num_heads):
+            branches = tuple(branch.at(batch, head, frame) for branch in pattern.branches)
+            seen.setdefault(branches, []).append((batch, head))
+    return seen
+
+
+def distinct_kv_heads(pattern: Pattern, frame: Frame) -> Heads:
+    """The masks whose union the queries of a kv head see."""
+    of_place: dict[tuple[int, int], dict[Mask, None]] = {}
+    for branches, places in distinct_heads(pattern, frame).items():
+        for batch, head in places:
+            of_place.setdefault((batch, frame.kv_head(head)), {}).update(dict.fromkeys(branches))
+    seen: Heads = {}
+    for place, masks in of_place.items():
+        seen.setdefault(tuple(masks), []).append(place)
+    return seen
 
 
 class Cut(NamedTuple):
@@ -46,18 +73,36 @@ class Cut(NamedTuple):
         return torch.searchsorted(ends, tiles.start, right=True)
 
 
+def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ()) -> Cut:
+    """All ranks' ranges, labelled by rank, but for travellers.
+
+    Those are (owner, rows), and labelled world + number.
+    """
+    pieces = []
+    for rank, owned in enumerate(ranges):
+        marked = sorted(row for owner, rows in travellers if owner == rank for row in rows)
+        pieces += [(piece, rank, rank) for piece in without(owned, marked)]
+    for number, (owner, rows) in enumerate(travellers):
+        pieces += [(row, owner, len(ranges) + number) for row in rows]
+    pieces.sort()
+    ranks, labels = (
+        torch.tensor([piece[i] for piece in pieces], dtype=torch.int64) for i in (1, 2)
+    )
+    return Cut([piece for piece, _, _ in pieces], ranks, labels)
+
+
 @dataclass(frozen=True, eq=False)
 class Runs:
     """Sets of tokens as disjoint progressions start, start + step, ... up to `last`.
 
     Attributes:
         step: of all of them.
-        group: which set each belongs to, ascending.
+        number: which set each belongs to, ascending.
         start, last: of each.
     """
 
     step: int
-    group: Tensor
+    number: Tensor
     start: Tensor
     last: Tensor
 
@@ -67,34 +112,35 @@ class Runs:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.group, self.start, self.last))
+        return sum(x.numel() * x.element_size() for x in (self.number, self.start, self.last))
 
-    def sizes(self, groups: int) -> Tensor:
-        """[groups] tokens of each set."""
-        return torch.zeros(groups, dtype=torch.int64).index_add_(0, self.group, self.count)
+    def sizes(self, sets: int) -> Tensor:
+        """[sets] tokens of each set."""
+        return torch.zeros(sets, dtype=torch.int64).index_add_(0, self.number, self.count)
 
-    def of(self, group: int) -> Tensor:
+    def of(self, number: int) -> Tensor:
         """The tokens of one set, in the order of its progressions."""
-        first, end = torch.searchsorted(self.group, torch.tensor([group, group + 1])).tolist()
+        first, end = torch.searchsorted(self.number, torch.tensor([number, number + 1])).tolist()
         start, count = self.start[first:end], self.count[first:end]
-        run, number = expand_counts(count)
-        return start[run] + self.step * number
+        run, place = expand_counts(count)
+        return start[run] + self.step * place
 
 
 def needed_keys(masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int) -> Runs:
-    """Key tokens that queries of one label visit and another rank owns. Sets are numbered query
-    label * world + rank of the keys.
+    """Key tokens that queries of one label visit and another rank owns.
+
+    Sets are numbered query label * world + rank of the keys.
     """
-    found: list[Found] = []
+    needed: list[Progressions] = []
     for mask in masks:
         for size, grid, term in _coarse_terms(mask, frame):
             rule = condition(term, frame)
-            for q, k in _pairs(rule, grid, size, frame, queries, keys):
-                piece, sender = queries.piece_of(q), keys.rank[keys.piece_of(k)]
-                away = queries.rank[piece] != sender
-                group = (queries.label[piece] * world + sender)[away]
-                _visited_keys(rule, term, q[away], k[away], group, size, frame, found)
-    return union(found, frame.kv_len)
+            for pairs in _pairs(rule, grid, size, frame, queries, keys):
+                piece, sender = queries.piece_of(pairs.q), keys.rank[keys.piece_of(pairs.k)]
+                foreign = queries.rank[piece] != sender
+                number = (queries.label[piece] * world + sender)[foreign]
+                needed += _visited_keys(rule, term, pairs[foreign], number, size, frame)
+    return union(needed, frame.kv_len)
 
 
 def count_pairs(
@@ -107,19 +153,21 @@ def count_pairs(
         for size, grid, term in _coarse_terms(branch, frame):
             rest = And((term, Not(Or(tuple(earlier))))) if earlier else term
             rule = condition(rest, frame)
-            for q, k in _pairs(rule, grid, size, frame, queries, keys):
-                place = queries.label[queries.piece_of(q)] * world + keys.rank[keys.piece_of(k)]
-                total.view(-1).index_add_(0, place, _pairs_of(rule, rest, q, k, size, frame))
+            for pairs in _pairs(rule, grid, size, frame, queries, keys):
+                label = queries.label[queries.piece_of(pairs.q)]
+                place = label * world + keys.rank[keys.piece_of(pairs.k)]
+                total.view(-1).index_add_(0, place, _pairs_of(rule, rest, pairs, size, frame))
             earlier.append(term)
     return total
 
 
 def _coarse_terms(mask: Mask, frame: Frame) -> Iterator[tuple[int, Grid, Mask]]:
-    """(size of the first tiles, grid, mask) of each term. Block masks begin with small tiles, whose
-    partners they list themselves.
+    """(size of the first tiles, grid, mask) of each term.
+
+    Blockwise masks begin with small tiles, whose partners they list themselves.
     """
     size = _LEAF
-    while not block_masks(mask) and size * _COARSE_TILES < frame.q_len:
+    while not blockwise_masks(mask) and size * _COARSE_TILES < frame.q_len:
         size *= _SPLIT
     for grid, term in terms(mask, size):
         yield size, grid, term
@@ -127,15 +175,15 @@ def _coarse_terms(mask: Mask, frame: Frame) -> Iterator[tuple[int, Grid, Mask]]:
 
 def _pairs(
     rule: Condition, grid: Grid, size: int, frame: Frame, queries: Cut, keys: Cut
-) -> Iterator[tuple[Axis, Axis]]:
+) -> Iterator[TilePairs]:
     """Pairs of tiles where the rule may hold, some at a time."""
     offset = 0 if grid.anchor is None else grid.anchor.offset_of(0, 1)
-    q, k = (grid.axis(cut.ranges, size, offset) for cut in (queries, keys))
+    q, k = (grid.axis(pieces.ranges, size, offset) for pieces in (queries, keys))
     for rows in torch.arange(len(q)).split(_ROWS_AT_A_TIME):
         yield from _pairs_of_rows(rule, q[rows], k, frame)
 
 
-def _pairs_of_rows(rule: Condition, q: Axis, k: Axis, frame: Frame) -> Iterator[tuple[Axis, Axis]]:
+def _pairs_of_rows(rule: Condition, q: Axis, k: Axis, frame: Frame) -> Iterator[TilePairs]:
     spans = rule.candidates(q, k, Origin.of_sequence(len(q), frame.kv_len))
     span, number = expand_counts(-(-(spans.end - spans.begin) // _AT_A_TIME))
     begin = spans.begin[span] + number * _AT_A_TIME
@@ -143,97 +191,84 @@ def _pairs_of_rows(rule: Condition, q: Axis, k: Axis, frame: Frame) -> Iterator[
     batch = (end - begin).cumsum(0) // _AT_A_TIME
     sizes = torch.unique_consecutive(batch, return_counts=True)[1].tolist()
     for part in torch.arange(len(begin)).split(sizes):
-        count = (end - begin)[part]
-        own, number = expand_counts(count)
-        pair = begin[part][own] + number
+        span, number = expand_counts((end - begin)[part])
+        pair = begin[part][span] + number
         row, column = pair // len(k), pair % len(k)
         real = (q.count[row] > 0) & (k.count[column] > 0)
-        yield q[row[real]], k[column[real]]
+        yield TilePairs.of_sequence(q[row[real]], k[column[real]], frame.kv_len)
 
 
 def _visited_keys(
-    rule: Condition,
-    mask: Mask,
-    q: Axis,
-    k: Axis,
-    group: Tensor,
-    size: int,
-    frame: Frame,
-    found: list[Found],
-) -> None:
-    """Appends (group, first, last, step) of the key tokens that some query of each pair visits."""
-    status = rule.status(q, k, Origin.of_sequence(len(q), frame.kv_len))
+    rule: Condition, mask: Mask, pairs: TilePairs, set_number: Tensor, size: int, frame: Frame
+) -> Iterator[Progressions]:
+    """The key tokens that some query of each pair of tiles visits."""
+    status = rule.status(pairs)
     full = status == FULL
-    found.append((group[full], k.start[full], k.last[full], k.step))
+    yield set_number[full], pairs.k.start[full], pairs.k.last[full], pairs.k.step
     varies = torch.nonzero((status != FULL) & (status != EMPTY))[:, 0]
     if not len(varies):
         return
-    q, k, group = q[varies], k[varies], group[varies]
-    _, first = _kinds(rule, q, k, frame, group, k.start)  # alike for one set: look into one
-    q, k, group = q[first], k[first], group[first]
+    pairs, set_number = pairs[varies], set_number[varies]
+    _, first = _kinds(rule, pairs, set_number, pairs.k.start)  # alike for one set: look into one
+    pairs, set_number = pairs[first], set_number[first]
     if size > _LEAF:
-        for part in torch.arange(len(group)).split(_AT_A_TIME // _SPLIT**2):
-            pair, q_part, k_part = _split(q[part], k[part], size)
-            _visited_keys(
-                rule, mask, q_part, k_part, group[part][pair], size // _SPLIT, frame, found
-            )
+        for part in torch.arange(len(set_number)).split(_AT_A_TIME // _SPLIT**2):
+            pair, parts = _split(pairs[part], size)
+            numbers = set_number[part][pair]
+            yield from _visited_keys(rule, mask, parts, numbers, size // _SPLIT, frame)
         return
-    kind, first = _kinds(rule, q, k, frame)
-    bitmaps, _ = evaluate(mask, q[first], k[first], frame, size)
+    kind, first = _kinds(rule, pairs)
+    bitmaps, _ = evaluate(mask, pairs[first], frame, size)
     slots = torch.arange(size)
-    cells = unpack(bitmaps, size) & (slots < q[first].count[:, None])[:, :, None]
-    visited = cells.any(1) & (slots < k[first].count[:, None])
+    real_q, real_k = (slots < tile.count[first, None] for tile in (pairs.q, pairs.k))
+    visited = (unpack(bitmaps, size) & real_q[:, :, None]).any(1) & real_k
     edge = torch.nn.functional.pad(visited, (1, 1)).to(torch.int8).diff(dim=1)
     owner, begin = torch.nonzero(edge == 1, as_tuple=True)
     end = torch.nonzero(edge == -1, as_tuple=True)[1] - 1
     runs = torch.bincount(owner, minlength=len(first))
-    pair, number = expand_counts(runs[kind])
-    run = (runs.cumsum(0) - runs)[kind][pair] + number
-    start = k.start[pair]
-    found.append((group[pair], start + begin[run] * k.step, start + end[run] * k.step, k.step))
+    pair, place = expand_counts(runs[kind])
+    run = (runs.cumsum(0) - runs)[kind][pair] + place
+    start, step = pairs.k.start[pair], pairs.k.step
+    yield set_number[pair], start + begin[run] * step, start + end[run] * step, step
 
 
-def _pairs_of(rule: Condition, mask: Mask, q: Axis, k: Axis, size: int, frame: Frame) -> Tensor:
-    """How many pairs each pair of tiles holds. Pairs of tiles with equal content are looked into
-    once.
-    """
-    status = rule.status(q, k, Origin.of_sequence(len(q), frame.kv_len))
-    pairs = torch.where(status == FULL, q.count * k.count, 0)
+def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: Frame) -> Tensor:
+    """How many pairs each pair of tiles holds; those with equal content are looked into once."""
+    status = rule.status(pairs)
+    total = torch.where(status == FULL, pairs.q.count * pairs.k.count, 0)
     varies = torch.nonzero((status != FULL) & (status != EMPTY))[:, 0]
     if not len(varies):
-        return pairs
-    q, k = q[varies], k[varies]
-    kind, first = _kinds(rule, q, k, frame)
-    q, k = q[first], k[first]
+        return total
+    pairs = pairs[varies]
+    kind, first = _kinds(rule, pairs)
+    pairs = pairs[first]
     if size == _LEAF:
-        _, held = evaluate(mask, q, k, frame, size)
+        _, held = evaluate(mask, pairs, frame, size)
     else:
         held = torch.zeros(len(first), dtype=torch.int64)
         for part in torch.arange(len(first)).split(_AT_A_TIME // _SPLIT**2):
-            pair, q_part, k_part = _split(q[part], k[part], size)
-            parts = _pairs_of(rule, mask, q_part, k_part, size // _SPLIT, frame)
-            held.index_add_(0, part[pair], parts)
-    pairs[varies] = held[kind]
-    return pairs
+            pair, parts = _split(pairs[part], size)
+            of_parts = _pairs_of(rule, mask, parts, size // _SPLIT, frame)
+            held.index_add_(0, part[pair], of_parts)
+    total[varies] = held[kind]
+    return total
 
 
-def _kinds(
-    rule: Condition, q: Axis, k: Axis, frame: Frame, *further: Tensor
-) -> tuple[Tensor, Tensor]:
+def _kinds(rule: Condition, pairs: TilePairs, *further: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers pairs of tiles by their cells, and further columns: (kind of each, one of each)."""
-    signature = rule.signature(q, k, Origin.of_sequence(len(q), frame.kv_len))
-    return number_rows([q.count, k.count, *further, *signature])
+    return number_rows([pairs.q.count, pairs.k.count, *further, *rule.signature(pairs)])
 
 
-def _split(q: Axis, k: Axis, size: int) -> tuple[Tensor, Axis, Axis]:
-    """Every pair of a part of q[i] with a part of k[i]: (i, part, part)."""
+def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
+    """Every pair of a part of q[i] with a part of k[i]: (i, pairs of parts)."""
     at = torch.cartesian_prod(torch.arange(_SPLIT), torch.arange(_SPLIT))
-    pair = torch.arange(len(q)).repeat_interleave(len(at))
-    number = at.repeat(len(q), 1)
-    q_part = _part(q[pair], number[:, 0], size // _SPLIT)
-    k_part = _part(k[pair], number[:, 1], size // _SPLIT)
-    real = torch.nonzero((q_part.count > 0) & (k_part.count > 0))[:, 0]
-    return pair[real], q_part[real], k_part[real]
+    pair = torch.arange(len(pairs)).repeat_interleave(len(at))
+    number = at.repeat(len(pairs), 1)
+    whole = pairs[pair]
+    q = _part(whole.q, number[:, 0], size // _SPLIT)
+    k = _part(whole.k, number[:, 1], size // _SPLIT)
+    real = torch.nonzero((q.count > 0) & (k.count > 0))[:, 0]
+    return pair[real], TilePairs(q, k, whole.origin)[real]
 
 
 def _part(tiles: Axis, number: Tensor, size: int) -> Axis:
@@ -242,24 +277,24 @@ def _part(tiles: Axis, number: Tensor, size: int) -> Axis:
     return Axis(tiles.step, tiles.residue, start, last + 1, last)
 
 
-def union(found: list[Found], length: int) -> Runs:
+def union(parts: list[Progressions], length: int) -> Runs:
     """Disjoint progressions of one step that hold the same tokens below `length`."""
-    steps = sorted({part[3] for part in found if len(part[0])})
+    steps = sorted({part[3] for part in parts if len(part[0])})
     if len(steps) <= 1:
-        return _merged(found, steps[0] if steps else 1, length)
-    own = [_merged([part for part in found if part[3] == step], step, length) for step in steps]
+        return _merged(parts, steps[0] if steps else 1, length)
+    of_step = [_merged([part for part in parts if part[3] == step], step, length) for step in steps]
     common = math.lcm(*steps)
-    if common <= _MOST_LANES:
-        return _merged([_in_lanes(runs, common) for runs in own], common, length)
-    return _merged([_as_tokens(runs) for runs in own], 1, length)
+    if common <= _MOST_LINES:
+        return _merged([_of_multiple(runs, common) for runs in of_step], common, length)
+    return _merged([_as_tokens(runs) for runs in of_step], 1, length)
 
 
-def _merged(found: list[Found], step: int, length: int) -> Runs:
-    """The union of progressions of one step: of spans on a line for each group and residue."""
+def _merged(parts: list[Progressions], step: int, length: int) -> Runs:
+    """The union of progressions of one step: of spans on a line for each set and residue."""
     reach = length // step + 2  # lines never touch
     begin, end = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
-    for group, start, last, _ in found:
-        line = (group * step + start % step) * reach
+    for number, start, last, _ in parts:
+        line = (number * step + start % step) * reach
         begin.append(line + start // step)
         end.append(begin[-1] + (last - start) // step + 1)
     spans = Spans(torch.cat(begin), torch.cat(end))
@@ -268,15 +303,15 @@ def _merged(found: list[Found], step: int, length: int) -> Runs:
     return Runs(step, line // step, start, start + (spans.end - spans.begin - 1) * step)
 
 
-def _in_lanes(runs: Runs, step: int) -> Found:
+def _of_multiple(runs: Runs, step: int) -> Progressions:
     """Progressions as several ones of a multiple of their step."""
-    lanes = step // runs.step
-    group, start, last = (x.repeat_interleave(lanes) for x in (runs.group, runs.start, runs.last))
-    start = start + runs.step * torch.arange(lanes).repeat(len(runs.start))
-    return group, start, last, step  # one that begins after its last token is empty
+    lines = step // runs.step
+    number, start, last = (x.repeat_interleave(lines) for x in (runs.number, runs.start, runs.last))
+    start = start + runs.step * torch.arange(lines).repeat(len(runs.start))
+    return number, start, last, step  # one that begins after its last token is empty
 
 
-def _as_tokens(runs: Runs) -> Found:
-    run, number = expand_counts(runs.count)
-    token = runs.start[run] + runs.step * number
-    return runs.group[run], token, token, 1
+def _as_tokens(runs: Runs) -> Progressions:
+    run, place = expand_counts(runs.count)
+    token = runs.start[run] + runs.step * place
+    return runs.number[run], token, token, 1

@@ -5,46 +5,43 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from .exchange import Exchange, Pending
-from .rank import Rank, guest_places, message_rows, own_places, pack
+from .rank import Rank
 from .sharding import num_tokens
-from .steps import guest_rows, receivers, senders
 
 
 class Network:
     """The messages of one rank's call. Every rank posts the same kinds in the same order."""
 
     def __init__(
-        self, own: Rank, exchange: Exchange, key: Tensor, value: Tensor, travelling: Tensor
+        self, rank: Rank, exchange: Exchange, key: Tensor, value: Tensor, travelling: Tensor
     ) -> None:
         """Posts the query rows that travel: rows of `travelling`, [B, Hq, tokens, columns]."""
-        self.own, self.exchange, self.key, self.value = own, exchange, key, value
-        self.hosts = sorted(
-            {h for t in own.plan.travellers if t.owner == own.rank for h in t.hosts}
-        )
-        self.owners = sorted({t.owner for t in own.plan.travellers if own.rank in t.hosts})
-        places = {p: own_places(own.plan, own.rank, p, key.device) for p in self.hosts}
-        self.own_rows = {host: (*travelling.shape[:2], len(at)) for host, at in places.items()}
-        self.seats = {o: guest_places(own.plan, o, own.rank, key.device) for o in self.owners}
+        self.rank, self.plan, self.exchange = rank, rank.plan, exchange
+        self.key, self.value = key, value
+        hosts, owners = self.plan.hosts_of(rank.rank), self.plan.owners_at(rank.rank)
+        places = {host: rank.travelling_places(host, key.device) for host in hosts}
+        self.travelled = {host: (*travelling.shape[:2], len(at)) for host, at in places.items()}
+        self.seats = {owner: rank.guest_places(owner, key.device) for owner in owners}
         self.arriving = {
             owner: travelling.new_empty(*travelling.shape[:2], len(at), travelling.shape[3])
             for owner, at in self.seats.items()
         }
-        rows: dict[tuple[int, ...], Tensor] = {}  # most hosts get the same ones
+        copies: dict[tuple[tuple[int, int], ...], Tensor] = {}  # most hosts get the same rows
         sends = {}
         for host, at in places.items():
-            which = tuple(t.rows[0][0] for t in own.plan.travellers
-                          if t.owner == own.rank and host in t.hosts)  # fmt: skip
-            if which not in rows:
-                rows[which] = travelling[:, :, at].contiguous()
-            sends[host] = rows[which]
+            rows = tuple(self.plan.rows_of(rank.rank, host))
+            if rows not in copies:
+                copies[rows] = travelling[:, :, at].contiguous()
+            sends[host] = copies[rows]
         self.pending_guests = exchange.start("query rows to their hosts", sends, self.arriving)
         self.returning: list[tuple[Pending, dict[int, Tensor]]] = []
 
     def rounds(self) -> Iterator[Tensor]:
-        """The rows that arrive, round by round, as sent and with a row of zeros; the next round is
-        under way while one is in use.
+        """The rows that arrive, round by round, as sent and with a row of zeros.
+
+        The next round is under way while one is in use.
         """
-        numbers = range(len(self.own.plan.rounds))
+        numbers = range(len(self.plan.rounds))
         first = [self._post_round(number) for number in numbers[:1]]
 
         def iterate() -> Iterator[Tensor]:
@@ -61,43 +58,44 @@ class Network:
     def guests(self) -> Tensor | None:
         """The query rows that came to this rank, [B, Hq, rows, columns]; None where none did."""
         self.pending_guests.wait()
-        if not self.owners:
+        if not self.arriving:
             return None
-        like = self.arriving[self.owners[0]]
-        rows = num_tokens(guest_rows(self.own.plan, self.own.rank))
+        like = next(iter(self.arriving.values()))
+        rows = num_tokens(self.plan.guests_of(self.rank.rank))
         guests = like.new_empty(*like.shape[:2], rows, like.shape[3])
         for owner, at in self.seats.items():
             guests[:, :, at] = self.arriving[owner]
         return guests
 
-    def answers(self, own: Tensor | None, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Sends back what was computed for guests (`own`); gives what came for this rank's rows,
-        [B, Hq, rows, columns], and from which host.
+    def answers(self, answered: Tensor | None, columns: int) -> Iterator[tuple[int, Tensor]]:
+        """Sends back what was computed for guests, and gives what came for this rank's rows.
+
+        Yields: (host, [B, Hq, rows, columns]).
         """
-        plan, ahead = self.own.plan, []
-        for number in range(len(plan.answer_rounds) + 1):
-            if number < len(plan.answer_rounds):
-                ahead.append(self._post_answers(plan.answer_rounds[number], own, columns))
+        rounds, ahead = self.plan.answer_rounds, []
+        for number in range(len(rounds) + 1):
+            if number < len(rounds):
+                ahead.append(self._post_answers(rounds[number], answered, columns))
             if number:
                 pending, arriving = ahead.pop(0)
                 pending.wait()
                 yield from arriving.items()
 
     def _post_answers(
-        self, offsets: tuple[int, ...], own: Tensor | None, columns: int
+        self, offsets: tuple[int, ...], answered: Tensor | None, columns: int
     ) -> tuple[Pending, dict[int, Tensor]]:
-        rank, world = self.own.rank, self.own.plan.world_size
+        rank, world = self.rank.rank, self.plan.world_size
         owners = [(rank - offset) % world for offset in offsets]
         hosts = [(rank + offset) % world for offset in offsets]
         sends = {
-            owner: own[:, :, self.seats[owner]].contiguous()
+            owner: answered[:, :, self.seats[owner]].contiguous()
             for owner in owners
-            if own is not None and owner in self.seats
+            if answered is not None and owner in self.seats
         }
         arriving = {
-            host: self.key.new_empty(*self.own_rows[host], columns, dtype=self.own.dtype)
+            host: self.key.new_empty(*self.travelled[host], columns, dtype=self.rank.dtype)
             for host in hosts
-            if host in self.own_rows
+            if host in self.travelled
         }
         return self.exchange.start("answers to their owners", sends, arriving), arriving
 
@@ -105,14 +103,11 @@ class Network:
         self, number: int, parts: dict[int, Tensor], add: Callable[[int, Tensor], None]
     ) -> None:
         """Sends gradients of a round's keys back; has `add` add those of earlier rounds."""
-        plan, rank = self.own.plan, self.own.rank
-        width = self.key.shape[3] + self.value.shape[3]
-        arriving = {
-            peer: self.key.new_empty(
-                message_rows(plan, peer, rank, len(self.key)), width, dtype=self.own.dtype
-            )
-            for peer in receivers(plan, rank, number)
-        }
+        rank, width = self.rank.rank, self.key.shape[3] + self.value.shape[3]
+        arriving = {}
+        for receiver in self.plan.receivers(rank, number):
+            rows = self.plan.message_rows(receiver, rank, len(self.key))
+            arriving[receiver] = self.key.new_empty(rows, width, dtype=self.rank.dtype)
         pending = self.exchange.start(f"gradients of round {number + 1}", parts, arriving)
         self.returning.append((pending, arriving))
         if len(self.returning) > 1:
@@ -130,20 +125,8 @@ class Network:
             add(receiver, rows)
 
     def _post_round(self, number: int) -> tuple[Tensor, Pending]:
-        plan, rank = self.own.plan, self.own.rank
-        room, parts = round_room(self.own, number, self.key, self.value)
-        sends = {p: pack(self.own, p, self.key, self.value) for p in receivers(plan, rank, number)}
-        step = f"keys of round {number + 1} of {len(plan.rounds)}"
+        room, parts = self.rank.room(number, self.key, self.value)
+        receivers = self.plan.receivers(self.rank.rank, number)
+        sends = {peer: self.rank.pack(peer, self.key, self.value) for peer in receivers}
+        step = f"keys of round {number + 1} of {len(self.plan.rounds)}"
         return room, self.exchange.start(step, sends, parts)
-
-
-def round_room(
-    own: Rank, number: int, key: Tensor, value: Tensor
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """Room for the rows of a round and a row of zeros; and its parts, by sender."""
-    peers = senders(own.plan, own.rank, number)
-    sizes = [message_rows(own.plan, own.rank, peer, len(key)) for peer in peers]
-    columns = own.wire.columns(key.shape[3], value.shape[3])
-    room = key.new_empty(sum(sizes) + 1, columns, dtype=own.wire.element)
-    room[-1:].zero_()
-    return room, dict(zip(peers, room[:-1].split(sizes), strict=True))

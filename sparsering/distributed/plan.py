@@ -12,16 +12,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..cost import PAIRS_PER_TOKEN
 from ..layouts.cache import layout_cache
-from ..layouts.compile import BLOCK_SIZES
+from ..layouts.compile import check_block_size
 from ..layouts.tiles import Ranges
-from ..patterns.algebra import Frame, Pattern, checked_integer
-from .balance import PAIRS_PER_TOKEN, balanced
-from .needs import Runs, count_pairs, needed_keys
+from ..numerics import sum_dtype
+from ..patterns.algebra import Frame, Pattern, check_fits, checked_integer
+from .balance import balanced
+from .needs import Runs, count_pairs, cut, distinct_heads, distinct_kv_heads, needed_keys
 from .sharding import num_tokens, overlap, owned_ranges
 from .travel import Traveller, choose_travellers, global_rows
-from .visits import cut, distinct_heads, distinct_kv_heads
-from .wire import wire
+from .wire import wire_format
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,7 @@ class RingPlan:
     Attributes:
         sharding: which rank owns which tokens: "contiguous", "zigzag" or "chunks:...".
         ranges: each rank's tokens, ascending ranges of positions.
-        needs: distinct sets of needed key tokens, numbered receiver * world_size + sender.
+        needs: distinct needed key tokens, in sets numbered receiver * world_size + sender.
         need_of: [batch entries or 1][kv head] which of `needs` holds for it.
         travellers: query rows that go to the keys.
     """
@@ -54,17 +55,17 @@ class RingPlan:
         world_size: int,
         *,
         num_heads: int = 1,
+        num_kv_heads: int | None = None,
         block_size: int = 128,
         sharding: str = "contiguous",
-        query_heads: int | None = None,
     ) -> "RingPlan":
         """Makes the plan, or takes it from `layout_cache`, which keeps plans by value.
 
         Args:
             pattern: a mask or a mixture, for queries and keys at positions 0 ... seq_len - 1.
             seq_len: tokens of the whole sequence.
-            num_heads, query_heads: key/value heads, and query heads (default: as many), which count
-                in loads and for rows that travel.
+            num_heads: query heads, which count in loads and for rows that travel.
+            num_kv_heads: key/value heads, default as many.
             block_size: of the layouts that ranks compute with; no figure depends on it.
             sharding: "contiguous", "zigzag", "chunks:...", "balanced", which deals equal chunks to
                 ranks by what they cost, or "auto", the one of contiguous, zigzag and balanced whose
@@ -75,17 +76,13 @@ class RingPlan:
         Cost: by the edges of the pattern; 2^20 tokens over 64 ranks take a fraction of a second.
         """
         checked_integer("world_size", world_size, 1)
-        if block_size not in BLOCK_SIZES:
-            raise ValueError(
-                f"block_size must be a multiple of 16 from 16 to 256, got {block_size}"
-            )
-        query_heads = num_heads if query_heads is None else query_heads
-        frame = Frame.build(seq_len, seq_len, query_heads, num_heads, 0)
-        pattern.check(frame)
+        check_block_size(block_size)
+        frame = Frame.build(seq_len, seq_len, num_heads, num_kv_heads, 0)
+        check_fits(pattern, frame)
         if sharding in ("auto", "balanced"):
             alike = frame  # the choice does not depend on how many query heads share a kv head
-            if pattern.num_tables(frame) <= num_heads:
-                alike = frame._replace(num_heads=num_heads)
+            if pattern.num_tables(frame) <= frame.num_kv_heads:
+                alike = frame._replace(num_heads=frame.num_kv_heads)
             sharding = _chosen(cls, pattern, alike, world_size, block_size, sharding)
         return cls._cached(pattern, frame, world_size, block_size, sharding)
 
@@ -100,8 +97,9 @@ class RingPlan:
         return layout_cache.keep(key, build)
 
     def tokens_received(self, rank: int) -> int | float:
-        """(token, kv head) pairs whose keys and values arrive at a rank in the forward pass, mean
-        over batch entries.
+        """(token, kv head) pairs whose keys and values arrive at a rank in the forward pass.
+
+        Mean over batch entries.
         """
         return _whole(int(self.tokens[rank].sum()) / len(self.need_of))
 
@@ -109,9 +107,9 @@ class RingPlan:
         self,
         rank: int,
         *,
-        kv_heads: int | None = None,
         head_dim: int | tuple[int, int],
         dtype: torch.dtype,
+        num_kv_heads: int | None = None,
         compression: str | None = None,
         backward: bool = False,
     ) -> int | float:
@@ -121,31 +119,30 @@ class RingPlan:
         partial results that come back.
 
         Args:
-            kv_heads: default the plan's; another number where the pattern is the same for all.
             head_dim: D, or (D, Dv).
             dtype: of query, key and value.
+            num_kv_heads: default the plan's; another number where the pattern is the same for all.
             compression: the wire format of keys and values.
             backward: keys and values come again, and gradients come back in float32.
         """
-        kv_heads = self.frame.num_kv_heads if kv_heads is None else kv_heads
-        if kv_heads != self.frame.num_kv_heads and self._differs_by_head:
+        planned = self.frame.num_kv_heads
+        kv_heads = planned if num_kv_heads is None else num_kv_heads
+        if kv_heads != planned and self._differs_by_head:
             raise ValueError(
-                f"kv_heads must be the plan's {self.frame.num_kv_heads} for a pattern that differs "
-                f"by head, got {kv_heads}; build the plan with num_heads={kv_heads}"
+                f"num_kv_heads must be the plan's {planned} for a pattern that differs by head, "
+                f"got {kv_heads}; build the plan with num_kv_heads={kv_heads}"
             )
-        widths = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
-        d, dv = widths
-        exact = 8 if dtype == torch.float64 else 4
-        rows = wire(compression, dtype).row_bytes(d, dv)
-        tokens = self.tokens.sum(1)[rank].item() * rows
+        d, dv = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
+        exact = sum_dtype(dtype).itemsize
+        tokens = self.tokens.sum(1)[rank].item() * wire_format(compression, dtype).row_bytes(d, dv)
         guest, returned = d * dtype.itemsize, (dv + 1) * exact
         if backward:
             tokens += self.tokens.sum(0)[rank].item() * (d + dv) * exact
             guest, returned = (d + dv + 2) * exact, d * exact
-        total = tokens / len(self.need_of) * kv_heads / max(1, self.frame.num_kv_heads)
-        query_heads = self.frame.num_heads * kv_heads // max(1, self.frame.num_kv_heads)
+        total = tokens / len(self.need_of) * kv_heads / max(1, planned)
+        num_heads = self.frame.num_heads * kv_heads // max(1, planned)
         for traveller in self.travellers:
-            count = num_tokens(traveller.rows) * query_heads
+            count = num_tokens(traveller.rows) * num_heads
             if rank in traveller.hosts:
                 total += count * guest
             if rank == traveller.owner:
@@ -153,8 +150,9 @@ class RingPlan:
         return _whole(total)
 
     def load(self, rank: int) -> int | float:
-        """(query, key) pairs, with multiplicity, that a rank computes: summed over the query heads,
-        mean over batch entries.
+        """(query, key) pairs, with multiplicity, that a rank computes.
+
+        Summed over the query heads, mean over batch entries.
         """
         return _whole(self.loads[rank].item())
 
@@ -172,11 +170,11 @@ class RingPlan:
     def loads(self) -> Tensor:
         """[rank] pairs that each rank computes, float64."""
         world = self.world_size
-        away = [(t.owner, t.rows) for t in self.travellers]
-        queries, keys = cut(self.ranges, away), cut(self.ranges)
+        travellers = [(t.owner, t.rows) for t in self.travellers]
+        queries, keys = cut(self.ranges, travellers), cut(self.ranges)
         loads = torch.zeros(world, dtype=torch.float64)
         for branches, heads in distinct_heads(self.pattern, self.frame).items():
-            labels = world + len(away)
+            labels = world + len(travellers)
             pairs = count_pairs(list(branches), self.frame, queries, keys, world, labels).double()
             loads += (pairs[:world].sum(1) + pairs[world:].sum(0)) * len(heads)
         return loads / (self.pattern.num_batches() or 1)
@@ -220,10 +218,46 @@ class RingPlan:
                 received, sent = arrives, leaves
         return tuple(rounds)
 
-    def runs(self, receiver: int, sender: int, batch: int, head: int) -> tuple[Runs, int]:
-        """The tokens that a receiver needs of a sender for one kv head: a set and its number."""
-        entry = batch if len(self.need_of) > 1 else 0
-        return self.needs[self.need_of[entry][head]], receiver * self.world_size + sender
+    def senders(self, rank: int, number: int) -> list[int]:
+        """Whose keys arrive at a rank in a round, in the order in which their rows lie."""
+        peers = [(rank - offset) % self.world_size for offset in self.rounds[number]]
+        return [sender for sender in peers if self.tokens[rank, sender]]
+
+    def receivers(self, rank: int, number: int) -> list[int]:
+        """Who receives a rank's keys in a round."""
+        peers = [(rank + offset) % self.world_size for offset in self.rounds[number]]
+        return [receiver for receiver in peers if self.tokens[receiver, rank]]
+
+    def message_rows(self, receiver: int, sender: int, batch: int) -> int:
+        """Rows of keys and values that go from a sender to a receiver, of `batch` entries."""
+        return int(self.tokens[receiver, sender]) * batch // len(self.need_of)
+
+    def tokens_of(self, receiver: int, sender: int, batch: int, kv_head: int) -> Tensor:
+        """The tokens that a receiver needs of a sender for one kv head, in the order of travel."""
+        needs = self.needs[self.need_of[batch if len(self.need_of) > 1 else 0][kv_head]]
+        return needs.of(receiver * self.world_size + sender)
+
+    def hosts_of(self, rank: int) -> list[int]:
+        """Where a rank's query rows travel to, ascending."""
+        return sorted({host for t in self.travellers if t.owner == rank for host in t.hosts})
+
+    def owners_at(self, host: int) -> list[int]:
+        """Whose query rows travel to a host, ascending."""
+        return sorted({t.owner for t in self.travellers if host in t.hosts})
+
+    def rows_of(self, owner: int, host: int | None = None) -> Ranges:
+        """Positions of a rank's query rows that travel: to one host, or at all."""
+        own = [t for t in self.travellers if t.owner == owner]
+        return [row for t in own if host is None or host in t.hosts for row in t.rows]
+
+    def guests_of(self, host: int) -> Ranges:
+        """Positions of the query rows that come to a host, ascending."""
+        return sorted(row for t in self.travellers if host in t.hosts for row in t.rows)
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all batch entries and kv heads need the same tokens."""
+        return len({number for row in self.need_of for number in row}) == 1
 
     @property
     def nbytes(self) -> int:
@@ -236,7 +270,7 @@ class RingPlan:
 
     @property
     def cost(self) -> float:
-        """Of the busiest rank, in pairs per head; rounded, for what is equal to come out equal."""
+        """Pairs per head of the busiest rank, rounded so that equal costs compare equal."""
         received = self.tokens.sum(1) / len(self.need_of) / max(1, self.frame.num_kv_heads)
         pairs = self.loads / max(1, self.frame.num_heads)
         return float(f"{float((pairs + PAIRS_PER_TOKEN * received).max()):.6g}")
@@ -246,10 +280,10 @@ def _build(
     pattern: Pattern, frame: Frame, world_size: int, block_size: int, sharding: str
 ) -> RingPlan:
     ranges = owned_ranges(sharding, frame.kv_len, world_size)
-    candidates = global_rows(pattern, frame)
-    pieces: list[tuple[int, Ranges]]
-    pieces = [(rank, [row]) for rank, own in enumerate(ranges) for row in overlap(own, candidates)]
-    queries, keys = cut(ranges, pieces), cut(ranges)
+    rows = global_rows(pattern, frame)
+    candidates: list[tuple[int, Ranges]]
+    candidates = [(rank, [row]) for rank, own in enumerate(ranges) for row in overlap(own, rows)]
+    queries, keys = cut(ranges, candidates), cut(ranges)
     needs: list[Runs] = []
     need_of: list[list[int]] = [[0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)]
     for masks, places in distinct_kv_heads(pattern, frame).items():
@@ -259,14 +293,13 @@ def _build(
     if not needs:  # no head, or no batch entry
         needs.append(needed_keys([], frame, queries, keys, world_size))
     travellers: tuple[Traveller, ...] = ()
-    if pieces:
+    if candidates:
         uses = [sum(row.count(number) for row in need_of) for number in range(len(needs))]
         most = max(map(num_tokens, ranges))
-        travellers, needs = choose_travellers(needs, uses, pieces, frame, world_size, most)
-    rows_of = tuple(tuple(row) for row in need_of)
+        travellers, needs = choose_travellers(needs, uses, candidates, frame, world_size, most)
     return RingPlan(
-        pattern, frame, world_size, block_size, sharding, ranges, tuple(needs), rows_of,
-        travellers,
+        pattern, frame, world_size, block_size, sharding, ranges, tuple(needs),
+        tuple(tuple(row) for row in need_of), travellers,
     )  # fmt: skip
 
 
@@ -275,23 +308,15 @@ def _chosen(
 ) -> str:
     """What "auto" and "balanced" stand for."""
 
-    def choose() -> Name:
-        even = Name(balanced(pattern, frame, world))
+    def choose() -> str:
+        even = balanced(pattern, frame, world)
         if name == "balanced":
             return even
         names = ("contiguous", "zigzag", even)
         made = [plans._cached(pattern, frame, world, block_size, choice) for choice in names]
-        return Name(min(made, key=lambda plan: plan.cost).sharding)
+        return min(made, key=lambda plan: plan.cost).sharding
 
     return layout_cache.keep(("sharding", pattern, frame, world, name), choose)
-
-
-class Name(str):
-    """A sharding's name, as a cache keeps it."""
-
-    @property
-    def nbytes(self) -> int:
-        return len(self)
 
 
 def _whole(number: float) -> int | float:

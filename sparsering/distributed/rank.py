@@ -7,47 +7,31 @@ plan, in float32 (float64 for float64): the same bits from run to run, and with 
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..functional import check_inputs, refuse_forward_mode
+from ..checks import check_batch, check_inputs, refuse_forward_mode
+from ..dispatch import BACKENDS, choose
+from ..kernels.problem import Problem
 from ..layouts.compile import default_block_size
 from ..numerics import merge_into
-from ..ops import BACKWARD, FORWARD, check_batch, choose
 from ..patterns.algebra import Pattern
 from .plan import RingPlan
 from .sharding import local_index, positions
-from .steps import Step, guest_rows, guest_step, local_step, round_step, senders
+from .steps import Step, guest_step, local_step, round_step
 from .wire import Wire
 
-_KERNELS = ("cpu", "triton", "gather")
 
-
-class Rank(NamedTuple):
-    """One rank's part in a call.
-
-    Attributes:
-        backend: name of the kernels.
-        wire: format of the rows that keys and values travel in.
-        dtype: of sums and merged results.
-    """
-
-    plan: RingPlan
-    rank: int
-    backend: str
-    scale: float
-    wire: Wire
-    dtype: torch.dtype
-
-
-def kernels(backend: str | None, query: Tensor, key: Tensor, value: Tensor) -> str:
+def choose_kernels(backend: str | None, query: Tensor, key: Tensor, value: Tensor) -> str:
     """The backend that computes a rank's part; raises as `attention` where it cannot."""
-    name = choose(backend, query, key, value)
-    if name not in _KERNELS:
+    name = choose(backend, (query, key, value))
+    if not BACKENDS[name].runs_any_layout:
+        able = ", ".join(name for name, backend in BACKENDS.items() if backend.runs_any_layout)
         raise NotImplementedError(
-            f"{name}: a ring computes with kernels that run any layout: {', '.join(_KERNELS)}"
+            f"{name}: a ring computes with kernels that run any layout: {able}"
         )
     return name
 
@@ -70,216 +54,241 @@ def plan_of_call(
     check_batch(pattern, query)
     return RingPlan.build(
         pattern, length, world,
-        num_heads=key.shape[1], query_heads=query.shape[1], sharding=sharding,
+        num_heads=query.shape[1], num_kv_heads=key.shape[1], sharding=sharding,
         block_size=default_block_size(pattern, length),
     )  # fmt: skip
 
 
-class Gradients(NamedTuple):
-    """What a rank differentiates with: its shards, the merged results and their gradients."""
+class Saved(NamedTuple):
+    """What a rank differentiates with: its shards of inputs, results and their gradients."""
 
-    grad_out: Tensor
-    grad_lse: Tensor
     query: Tensor
     key: Tensor
     value: Tensor
     out: Tensor
     lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor
 
-    def none(self) -> "Gradients":
+    def none(self) -> "Saved":
         """Of no tokens."""
-        return Gradients(*(x[:, :, :0] for x in self))
+        return Saved(*(x[:, :, :0] for x in self))
 
 
-def forward(
-    own: Rank,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rounds: Iterator[Tensor],
-    answers: Iterator[tuple[int, Tensor]],
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a rank's queries; out in the query's dtype.
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """One rank's part in a call.
 
-    Args:
-        rounds: the rows that arrive in each round, as sent, and one of zeros: [rows + 1, columns].
-        answers: what other ranks computed for this one's travelling rows, and which ones did.
+    Attributes:
+        plan: who needs what of whom.
+        rank: which one this is.
+        backend: name of the kernels.
+        scale: of the scores.
+        wire: format of the rows that keys and values travel in.
+        dtype: of sums and merged results.
     """
-    step = local_step(own.plan, own.rank, query.device)
-    if step.layout is not None and step.layout.frame.q_len == query.shape[2]:
-        out, lse = _attend(own, step, query, key, value)
-    else:
-        out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=own.dtype)
-        lse = query.new_full(query.shape[:3], -torch.inf, dtype=own.dtype)
+
+    plan: RingPlan
+    rank: int
+    backend: str
+    scale: float
+    wire: Wire
+    dtype: torch.dtype
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rounds: Iterator[Tensor],
+        answers: Iterator[tuple[int, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the rank's queries; out in the query's dtype.
+
+        Args:
+            query, key, value: its shards.
+            rounds: rows that arrive in each round, as sent, and one of zeros: [rows + 1, columns].
+            answers: what other ranks computed for its travelling rows, and which ones did.
+        """
+        step = local_step(self.plan, self.rank, query.device)
+        if step.layout is not None and step.layout.frame.q_len == query.shape[2]:
+            out, lse = self._attend(step, query, key, value)
+        else:
+            out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=self.dtype)
+            lse = query.new_full(query.shape[:3], -torch.inf, dtype=self.dtype)
+            if step.layout is not None:
+                results = self._attend(step, query, key, value)
+                out[:, :, step.queries], lse[:, :, step.queries] = results
+        for number, sent in enumerate(rounds):
+            step = round_step(self.plan, self.rank, number, len(query), query.device)
+            if step.layout is not None:
+                part, part_lse = self._attend(step, query, *self._buffer(step, sent, key, value))
+                merge_into(out[:, :, step.queries], lse[:, :, step.queries], part, part_lse)
+        for host, came in answers:
+            at = self.travelling_places(host, query.device)
+            merged, merged_lse = out[:, :, at], lse[:, :, at]
+            merge_into(merged, merged_lse, came[..., :-1], came[..., -1])
+            out[:, :, at], lse[:, :, at] = merged, merged_lse
+        return out.to(query.dtype), lse
+
+    def local_gradients(
+        self, x: Saved, guests: Callable[[], Tensor | None]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of the rank's shards from its own pairs and from guests' pairs with its keys.
+
+        Those of queries, keys and values in `dtype`, and of the guests, whose rows `guests` gives
+        once they are needed, or None.
+        """
+        step = local_step(self.plan, self.rank, x.query.device)
+        if step.layout is None:
+            inputs = (x.query, x.key, x.value)
+            dq, dk, dv = (t.new_zeros(t.shape, dtype=self.dtype) for t in inputs)
+        else:
+            dq, dk, dv = self._differentiate(step, x, x.key, x.value)
+            if dq.shape[2] < x.query.shape[2]:
+                part, dq = dq, x.query.new_zeros(x.query.shape, dtype=self.dtype)
+                dq[:, :, step.queries] = part
+        rows = guests()
+        if rows is None:
+            return dq, dk, dv, None
+        answers, of_keys, of_values = self._answer_gradients(rows, x.key, x.value)
+        dk += of_keys
+        dv += of_values
+        return dq, dk, dv, answers
+
+    def round_gradients(self, number: int, sent: Tensor, x: Saved, dq: Tensor) -> dict[int, Tensor]:
+        """Adds what the rows that arrived in a round give to dq.
+
+        Returns: the gradients of those rows, [rows, D + Dv] in `dtype`, by the rank they came from.
+        """
+        step = round_step(self.plan, self.rank, number, len(dq), dq.device)
+        rows = dq.new_zeros(step.arrived, x.key.shape[3] + x.value.shape[3])
         if step.layout is not None:
-            results = _attend(own, step, query, key, value)
-            out[:, :, step.queries], lse[:, :, step.queries] = results
-    for number, sent in enumerate(rounds):
-        step = round_step(own.plan, own.rank, number, len(query), query.device)
+            part, *of_buffer = self._differentiate(step, x, *self._buffer(step, sent, *x[1:3]))
+            dq[:, :, step.queries] += part
+            rows = _of_arrived(step, *of_buffer)
+        senders = self.plan.senders(self.rank, number)
+        sizes = [self.plan.message_rows(self.rank, sender, len(dq)) for sender in senders]
+        return dict(zip(senders, rows.split(sizes), strict=True))
+
+    def add_returned(self, receiver: int, rows: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Adds what a receiver of this rank's keys returned, [rows, D + Dv]."""
+        first, width = 0, dk.shape[3]
+        for b, h, index in self._message(receiver, len(dk)):
+            shape = (*dk[b, h].shape[:-2], len(index))
+            part = rows[first : (first := first + math.prod(shape))].view(*shape, rows.shape[1])
+            index = index.to(dk.device)
+            dk[b, h].index_add_(-2, index, part[..., :width])
+            dv[b, h].index_add_(-2, index, part[..., width:])
+
+    def answer(self, guests: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Partial results of guest rows with the rank's keys: [B, Hq, rows, Dv + 1], lse last."""
+        step = guest_step(self.plan, self.rank, key.device)
+        answers = guests.new_zeros(*guests.shape[:3], value.shape[3] + 1, dtype=self.dtype)
+        answers[..., -1] = -torch.inf
         if step.layout is not None:
-            part, part_lse = _attend(own, step, query, *_buffer(own, step, sent, key, value))
-            merge_into(out[:, :, step.queries], lse[:, :, step.queries], part, part_lse)
-    for host, came in answers:
-        at = own_places(own.plan, own.rank, host, query.device)
-        merged, merged_lse = out[:, :, at], lse[:, :, at]
-        merge_into(merged, merged_lse, came[..., :-1], came[..., -1])
-        out[:, :, at], lse[:, :, at] = merged, merged_lse
-    return out.to(query.dtype), lse
+            out, lse = self._attend(step, guests, key, value)
+            answers[:, :, step.queries] = torch.cat((out.to(self.dtype), lse[..., None]), -1)
+        return answers
 
+    def _answer_gradients(
+        self, guests: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of guest rows [B, Hq, rows, D] and of the rank's keys and values."""
+        step = guest_step(self.plan, self.rank, key.device)
+        width, value_width = key.shape[3], value.shape[3]
+        dq = guests.new_zeros(*guests.shape[:3], width)
+        if step.layout is None:
+            return dq, torch.zeros_like(key), torch.zeros_like(value)
+        query, grad_out, lse, delta = guests.split([width, value_width, 1, 1], -1)
+        query, grad_out = query.to(key.dtype), grad_out.to(key.dtype)
+        no_out = torch.zeros_like(grad_out)  # delta holds what it would give
+        x = Saved(query, key, value, no_out, lse[..., 0], grad_out, -delta[..., 0])
+        dq[:, :, step.queries], dk, dv = self._differentiate(step, x, key, value)
+        return dq, dk, dv
 
-def local_gradients(
-    own: Rank, x: Gradients, guests: Callable[[], Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients, in `own.dtype`, of a rank's queries, keys and values from its own pairs and from
-    guests' pairs with its keys; and of the guests (`guests` gives their rows, or None).
-    """
-    step = local_step(own.plan, own.rank, x.query.device)
-    if step.layout is None:
-        dq, dk, dv = (t.new_zeros(t.shape, dtype=own.dtype) for t in (x.query, x.key, x.value))
-    else:
-        dq, dk, dv = _differentiate(own, step, x, x.key, x.value)
-        if dq.shape[2] < x.query.shape[2]:
-            part, dq = dq, x.query.new_zeros(x.query.shape, dtype=own.dtype)
-            dq[:, :, step.queries] = part
-    rows = guests()
-    if rows is None:
-        return dq, dk, dv, None
-    answers, of_keys, of_values = _answer_gradients(own, rows, x.key, x.value)
-    dk += of_keys
-    dv += of_values
-    return dq, dk, dv, answers
+    def gradient_rows(self, x: Saved) -> Tensor:
+        """What a host needs of query rows to differentiate: q | dO | lse | delta, in `dtype`."""
+        grad_out = x.grad_out.to(self.dtype)
+        delta = (grad_out * x.out.to(self.dtype)).sum(-1) - x.grad_lse
+        rows = (x.query.to(self.dtype), grad_out, x.lse[..., None], delta[..., None])
+        return torch.cat(rows, -1)
 
+    def pack(self, receiver: int, key: Tensor, value: Tensor) -> Tensor:
+        """The rows that a receiver needs of this rank's keys and values, as sent."""
+        rows = [key.new_empty(0, key.shape[3] + value.shape[3])]
+        for b, h, index in self._message(receiver, len(key)):
+            parts = (x[b, h].index_select(-2, index.to(key.device)) for x in (key, value))
+            rows.append(torch.cat(list(parts), -1).flatten(0, -2))
+        return self.wire.encode(torch.cat(rows) if len(rows) > 2 else rows[-1], key.shape[3])
 
-def round_gradients(
-    own: Rank, number: int, sent: Tensor, x: Gradients, dq: Tensor
-) -> dict[int, Tensor]:
-    """Adds what the rows that arrived in a round give to dq; returns the gradients of those rows,
-    [rows, D + Dv] in `own.dtype`, by the rank that they came from.
-    """
-    step = round_step(own.plan, own.rank, number, len(dq), dq.device)
-    rows = dq.new_zeros(step.arrived, x.key.shape[3] + x.value.shape[3])
-    if step.layout is not None:
-        buffer = _buffer(own, step, sent, x.key, x.value)
-        part, of_keys, of_values = _differentiate(own, step, x, *buffer)
-        dq[:, :, step.queries] += part
-        rows = _of_arrived(step, of_keys, of_values)
-    peers = senders(own.plan, own.rank, number)
-    sizes = [message_rows(own.plan, own.rank, peer, len(dq)) for peer in peers]
-    return dict(zip(peers, rows.split(sizes), strict=True))
+    def room(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        """Room for the rows of a round and a row of zeros; and its parts, by sender."""
+        senders = self.plan.senders(self.rank, number)
+        sizes = [self.plan.message_rows(self.rank, sender, len(key)) for sender in senders]
+        columns = self.wire.columns(key.shape[3], value.shape[3])
+        room = key.new_empty(sum(sizes) + 1, columns, dtype=self.wire.element)
+        room[-1:].zero_()
+        return room, dict(zip(senders, room[:-1].split(sizes), strict=True))
 
+    def travelling_places(self, host: int, device: torch.device) -> Tensor:
+        """Places in the rank's shard of its query rows that travel to a host."""
+        rows = positions(self.plan.rows_of(self.rank, host))
+        return local_index(self.plan.ranges[self.rank], rows).to(device)
 
-def add_returned(own: Rank, receiver: int, rows: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Adds what a receiver of this rank's keys returned, [rows, D + Dv]."""
-    first, width = 0, dk.shape[3]
-    for b, h, index in _message(own.plan, receiver, own.rank, len(dk)):
-        shape = (*dk[b, h].shape[:-2], len(index))
-        part = rows[first : (first := first + math.prod(shape))].view(*shape, rows.shape[1])
-        index = index.to(dk.device)
-        dk[b, h].index_add_(-2, index, part[..., :width])
-        dv[b, h].index_add_(-2, index, part[..., width:])
+    def guest_places(self, owner: int, device: torch.device) -> Tensor:
+        """Places among the rank's guests of the query rows of one owner."""
+        rows = positions(self.plan.rows_of(owner, self.rank))
+        return local_index(self.plan.guests_of(self.rank), rows).to(device)
 
+    def _problem(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Problem:
+        """A step's queries with the keys of its buffer, as kernels take them."""
+        assert step.layout is not None
+        exact = self.dtype == torch.float32
+        query = query[:, :, step.queries]
+        return Problem(step.layout, query, key, value, self.scale, in_float32=exact)
 
-def answer(own: Rank, guests: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Partial results of guest rows with a host's keys: [B, Hq, rows, Dv + 1], the lse last."""
-    step = guest_step(own.plan, own.rank, key.device)
-    answers = guests.new_zeros(*guests.shape[:3], value.shape[3] + 1, dtype=own.dtype)
-    answers[..., -1] = -torch.inf
-    if step.layout is not None:
-        out, lse = _attend(own, step, guests, key, value)
-        answers[:, :, step.queries] = torch.cat((out.to(own.dtype), lse[..., None]), -1)
-    return answers
+    def _attend(
+        self, step: Step, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of a step's queries with the keys of its buffer."""
+        forward = BACKENDS[self.backend].forward
+        assert forward is not None
+        return forward(self._problem(step, query, key, value))
 
+    def _differentiate(
+        self, step: Step, x: Saved, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of a step's queries, and of the keys and values of its buffer."""
+        backward = BACKENDS[self.backend].backward
+        assert backward is not None
+        results = (t[:, :, step.queries] for t in (x.out, x.lse, x.grad_out, x.grad_lse))
+        return backward(self._problem(step, x.query, key, value), *results)[:3]
 
-def gradient_rows(own: Rank, x: Gradients) -> Tensor:
-    """What a host needs of query rows to differentiate: q | dO | lse | delta, in `own.dtype`."""
-    grad_out = x.grad_out.to(own.dtype)
-    delta = (grad_out * x.out.to(own.dtype)).sum(-1) - x.grad_lse
-    return torch.cat((x.query.to(own.dtype), grad_out, x.lse[..., None], delta[..., None]), -1)
+    def _buffer(
+        self, step: Step, sent: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of a step from the rows that arrived."""
+        assert step.layout is not None
+        rows = self.wire.decode(sent, key.shape[3], value.shape[3])
+        if step.rows is None:
+            rows = rows[: step.arrived]
+            rows = rows.view(*key.shape[:2], step.layout.frame.kv_len, rows.shape[1])
+        else:
+            rows = rows.index_select(0, step.rows.flatten()).view(*step.rows.shape, rows.shape[1])
+        return rows[..., : key.shape[3]], rows[..., key.shape[3] :]
 
+    def _message(self, receiver: int, batch: int) -> Iterator[tuple[Any, Any, Tensor]]:
+        """The parts of a message in order: batch entry, kv head, places of tokens in the shard.
 
-def _answer_gradients(
-    own: Rank, guests: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of guest rows [B, Hq, rows, D] and of the host's keys and values."""
-    step = guest_step(own.plan, own.rank, key.device)
-    width, value_width = key.shape[3], value.shape[3]
-    dq = guests.new_zeros(*guests.shape[:3], width)
-    if step.layout is None:
-        return dq, torch.zeros_like(key), torch.zeros_like(value)
-    query, grad_out, lse, delta = guests.split([width, value_width, 1, 1], -1)
-    grad_out = grad_out.to(key.dtype)
-    x = Gradients(
-        grad_out, -delta[..., 0], query.to(key.dtype), key, value, torch.zeros_like(grad_out),
-        lse[..., 0],
-    )  # fmt: skip
-    dq[:, :, step.queries], dk, dv = _differentiate(own, step, x, key, value)
-    return dq, dk, dv
-
-
-def pack(own: Rank, receiver: int, key: Tensor, value: Tensor) -> Tensor:
-    """The rows that a receiver needs of this rank's keys and values, as sent."""
-    rows = [key.new_empty(0, key.shape[3] + value.shape[3])]
-    for b, h, index in _message(own.plan, receiver, own.rank, len(key)):
-        parts = (x[b, h].index_select(-2, index.to(key.device)) for x in (key, value))
-        rows.append(torch.cat(list(parts), -1).flatten(0, -2))
-    return own.wire.encode(torch.cat(rows) if len(rows) > 2 else rows[-1], key.shape[3])
-
-
-def message_rows(plan: RingPlan, receiver: int, sender: int, batch: int) -> int:
-    """Rows of keys and values that go from a sender to a receiver."""
-    return int(plan.tokens[receiver, sender]) * batch // len(plan.need_of)
-
-
-def own_places(plan: RingPlan, rank: int, host: int, device: torch.device) -> Tensor:
-    """Places in a rank's shard of the query rows that travel to a host."""
-    rows = [t.rows for t in plan.travellers if t.owner == rank and host in t.hosts]
-    return local_index(plan.ranges[rank], positions(*rows)).to(device)
-
-
-def guest_places(plan: RingPlan, owner: int, host: int, device: torch.device) -> Tensor:
-    """Places among a host's guests of the query rows of one owner."""
-    rows = [t.rows for t in plan.travellers if t.owner == owner and host in t.hosts]
-    return local_index(guest_rows(plan, host), positions(*rows)).to(device)
-
-
-def _attend(
-    own: Rank, step: Step, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a step's queries with the keys of its buffer."""
-    assert step.layout is not None
-    queries = query[:, :, step.queries]
-    forward = FORWARD[own.backend]
-    exact = own.dtype == torch.float32
-    return forward(step.layout, queries, key, value, None, own.scale, in_float32=exact)
-
-
-def _differentiate(
-    own: Rank, step: Step, x: Gradients, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a step's queries, and of the keys and values of its buffer."""
-    assert step.layout is not None
-    grad_out, grad_lse, query, out, lse = (
-        t[:, :, step.queries] for t in (x.grad_out, x.grad_lse, x.query, x.out, x.lse)
-    )
-    dq, dk, dv, _ = BACKWARD[own.backend](
-        step.layout, grad_out, grad_lse, query, key, value, None, out, lse, own.scale,
-        in_float32=own.dtype == torch.float32,
-    )  # fmt: skip
-    return dq, dk, dv
-
-
-def _buffer(
-    own: Rank, step: Step, sent: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of a step from the rows that arrived."""
-    assert step.layout is not None
-    rows = own.wire.decode(sent, key.shape[3], value.shape[3])
-    if step.rows is None:
-        rows = rows[: step.arrived]
-        rows = rows.view(*key.shape[:2], step.layout.frame.kv_len, rows.shape[1])
-    else:
-        rows = rows.index_select(0, step.rows.flatten()).view(*step.rows.shape, rows.shape[1])
-    return rows[..., : key.shape[3]], rows[..., key.shape[3] :]
+        One part for all entries and heads where they need the same.
+        """
+        plan, everything = self.plan, slice(None)
+        for b in range(1 if plan.alike else batch):
+            for h in range(1 if plan.alike else plan.frame.num_kv_heads):
+                tokens = plan.tokens_of(receiver, self.rank, b, h)
+                index = local_index(plan.ranges[self.rank], tokens)
+                yield (everything, everything, index) if plan.alike else (b, h, index)
 
 
 def _of_arrived(step: Step, dk: Tensor, dv: Tensor) -> Tensor:
@@ -293,18 +302,3 @@ def _of_arrived(step: Step, dk: Tensor, dv: Tensor) -> Tensor:
     for copy in copies[1:]:
         rows += places.index_select(0, copy)
     return rows
-
-
-def _message(
-    plan: RingPlan, receiver: int, sender: int, batch: int
-) -> Iterator[tuple[Any, Any, Tensor]]:
-    """The parts of a message in order: batch entry, kv head (all where alike), places of the tokens
-    in the sender's shard.
-    """
-    everything = slice(None)
-    alike = len({number for row in plan.need_of for number in row}) == 1
-    for b in range(1 if alike else batch):
-        for h in range(1 if alike else plan.frame.num_kv_heads):
-            runs, group = plan.runs(receiver, sender, b, h)
-            index = local_index(plan.ranges[sender], runs.of(group))
-            yield everything if alike else b, everything if alike else h, index

@@ -6,7 +6,7 @@ the two.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,29 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..functional import attention, autocast_inputs, default_scale
+from ..checks import autocast_inputs, check_scale, default_scale
+from ..functional import attention
 from ..numerics import sum_dtype
+from ..ops import differentiable
 from ..patterns.algebra import Pattern
 from ..patterns.expression import parse
 from .agreement import Call, agree_on_call, check_lengths, error_budget, tell_failure
 from .exchange import Exchange, Traffic
 from .network import Network
-from .rank import (
-    Gradients,
-    Rank,
-    add_returned,
-    answer,
-    check_ring_inputs,
-    forward,
-    gradient_rows,
-    kernels,
-    local_gradients,
-    own_places,
-    plan_of_call,
-    round_gradients,
-)
+from .rank import Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
 from .sharding import chunk_owners
-from .wire import wire
+from .wire import wire_format
 
 _last_traffic = {False: Traffic(), True: Traffic()}
 
@@ -103,14 +92,13 @@ def ring_attention(
         check_ring_inputs(query, key, value, pattern)
         if seconds is not None and not (0 < seconds < math.inf):
             raise ValueError(f"timeout must be a number of seconds above 0 or None, got {timeout}")
-        if not (scale is None or isinstance(scale, int | float)):
-            raise ValueError(f"scale must be a number or None, got {scale!r}; wrap it in float()")
+        check_scale(scale)
         if sharding not in ("auto", "balanced"):
             chunk_owners(sharding, 1 if group is None else group.size())
         if error_budget(compression) is None:
-            wire(compression, query.dtype)
+            wire_format(compression, query.dtype)
         query, key, value = autocast_inputs(query, key, value)
-        name = kernels(backend, query, key, value)
+        name = choose_kernels(backend, query, key, value)
     except Exception:
         if group is not None and group.size() > 1 and not torch.compiler.is_compiling():
             tell_failure(group, seconds)
@@ -122,10 +110,11 @@ def ring_attention(
         return attention(  # type: ignore[call-overload]
             query, key, value, pattern, scale=scale, return_lse=return_lse, backend=name
         )
-    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    out, lse = ring_op(
-        query, key, value, pattern.tensors, pattern.expression, scale, group.group_name, sharding,
-        compression, seconds, name, differentiable,
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    out, lse = _ring(
+        query=query, key=key, value=value, tensors=pattern.tensors, pattern=pattern.expression,
+        scale=scale, group=group.group_name, sharding=sharding, compression=compression,
+        timeout=seconds, backend=name, differentiable=wanted,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -135,7 +124,7 @@ def last_traffic(*, backward: bool = False) -> Traffic:
     return _last_traffic[backward]
 
 
-ring_attention.last_traffic = last_traffic  # type: ignore[attr-defined]
+ring_attention.last_traffic = last_traffic  # type: ignore[attr-defined] # a name for it at hand
 
 
 def resolve_group(
@@ -160,47 +149,63 @@ def resolve_group(
     return group
 
 
-@torch.library.custom_op("sparsering::ring_attention", mutates_args=())
-def ring_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tensors: Sequence[Tensor],
-    pattern: str,
-    scale: float,
-    group: str,
-    sharding: str,
-    compression: str | None,
-    timeout: float | None,
-    backend: str,
-    differentiable: bool,
-) -> tuple[Tensor, Tensor]:
-    """Forward: (out, lse)."""
-    call = Call(False, tuple(tensors), pattern, scale, sharding, compression, differentiable)
-    own, exchange = _begin(call, group, timeout, backend, query, key, value)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's shards."""
+    rank, exchange, (query, key, value) = _begin(False, *arguments)
     with exchange.going_on(), torch.autocast(query.device.type, enabled=False):
-        network = Network(own, exchange, key, value, query)
+        network = Network(rank, exchange, key, value, query)
 
         def answers() -> Iterator[tuple[int, Tensor]]:
             guests = network.guests()
-            answered = None if guests is None else answer(own, guests, key, value)
+            answered = None if guests is None else rank.answer(guests, key, value)
             yield from network.answers(answered, value.shape[3] + 1)
 
-        out, lse = forward(own, query, key, value, network.rounds(), answers())
+        out, lse = rank.forward(query, key, value, network.rounds(), answers())
     _last_traffic[False] = exchange.traffic
     return out.contiguous(), lse.contiguous()
 
 
-@torch.library.custom_op("sparsering::ring_attention_backward", mutates_args=())
-def ring_backward_op(
-    grad_out: Tensor,
-    grad_lse: Tensor,
+def _backward(*arguments: Any) -> list[Tensor]:
+    """Gradients of this rank's shards of query, key and value."""
+    *given, out, lse, grad_out, grad_lse = arguments
+    rank, exchange, (query, key, value) = _begin(True, *given)
+    x = Saved(query, key, value, out, lse, grad_out, grad_lse)
+    travels = bool(rank.plan.hosts_of(rank.rank))
+    with exchange.going_on(), torch.autocast(query.device.type, enabled=False):
+        rows = rank.gradient_rows(x if travels else x.none())
+        network = Network(rank, exchange, key, value, rows)
+        rounds = network.rounds()
+        dq, dk, dv, answered = rank.local_gradients(x, network.guests)
+
+        def add(receiver: int, rows: Tensor) -> None:
+            rank.add_returned(receiver, rows, dk, dv)
+
+        for number, sent in enumerate(rounds):
+            parts = rank.round_gradients(number, sent, x, dq)
+            network.return_gradients(number, parts, add)
+        network.finish_gradients(add)
+        for host, came in network.answers(answered, query.shape[3]):
+            dq[:, :, rank.travelling_places(host, query.device)] += came
+    _last_traffic[True] = exchange.traffic
+    return [x.to(query.dtype).contiguous() for x in (dq, dk, dv)]
+
+
+_ring = differentiable(
+    "ring_attention",
+    "Tensor query, Tensor key, Tensor value, Tensor[] tensors, str pattern, float scale, str group,"
+    " str sharding, str? compression, float? timeout, str backend, bool differentiable",
+    _forward,
+    _backward,
+    refusal="a ring has no second derivatives; attention(..., backend='reference') has them",
+)
+
+
+def _begin(
+    backward: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tensors: Sequence[Tensor],
+    tensors: list[Tensor],
     pattern: str,
     scale: float,
     group: str,
@@ -209,88 +214,17 @@ def ring_backward_op(
     timeout: float | None,
     backend: str,
     differentiable: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
-    call = Call(True, tuple(tensors), pattern, scale, sharding, compression, differentiable)
-    own, exchange = _begin(call, group, timeout, backend, query, key, value)
-    x = Gradients(grad_out, grad_lse, query, key, value, out, lse)
-    travels = any(t.owner == own.rank for t in own.plan.travellers)
-    with exchange.going_on(), torch.autocast(query.device.type, enabled=False):
-        rows = gradient_rows(own, x if travels else x.none())
-        network = Network(own, exchange, key, value, rows)
-        rounds = network.rounds()
-        dq, dk, dv, answered = local_gradients(own, x, network.guests)
-
-        def add(receiver: int, rows: Tensor) -> None:
-            add_returned(own, receiver, rows, dk, dv)
-
-        for number, sent in enumerate(rounds):
-            parts = round_gradients(own, number, sent, x, dq)
-            network.return_gradients(number, parts, add)
-        network.finish_gradients(add)
-        for host, came in network.answers(answered, query.shape[3]):
-            dq[:, :, own_places(own.plan, own.rank, host, query.device)] += came
-    _last_traffic[True] = exchange.traffic
-    dq, dk, dv = (x.to(query.dtype).contiguous() for x in (dq, dk, dv))
-    return dq, dk, dv
-
-
-def _begin(
-    call: Call,
-    group: str,
-    timeout: float | None,
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-) -> tuple[Rank, Exchange]:
+) -> tuple[Rank, Exchange, tuple[Tensor, Tensor, Tensor]]:
     """What every call starts with: agreement, then the plan."""
+    call = Call(backward, tuple(tensors), pattern, scale, sharding, compression, differentiable)
     members = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     exchange = Exchange(members, timeout)
     with exchange.going_on():
-        lengths, compression, error = agree_on_call(exchange, call, query, key, value)
-    exchange.traffic = Traffic(compression=compression, error=error)
-    pattern = parse(call.pattern, [tensor.cpu() for tensor in call.tensors])
-    plan = plan_of_call(pattern, sum(lengths), len(lengths), call.sharding, query, key)
+        lengths, format_name, error = agree_on_call(exchange, call, query, key, value)
+    exchange.traffic = Traffic(compression=format_name, error=error)
+    value_of = parse(pattern, [tensor.cpu() for tensor in tensors])
+    plan = plan_of_call(value_of, sum(lengths), len(lengths), sharding, query, key)
     check_lengths(plan, lengths, exchange.rank)
-    format_ = wire(compression, query.dtype)
-    return Rank(plan, exchange.rank, backend, call.scale, format_, sum_dtype(query)), exchange
-
-
-@ring_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    out = query.new_empty(*query.shape[:3], value.shape[3])
-    return out, query.new_empty(query.shape[:3], dtype=sum_dtype(query))
-
-
-@ring_backward_op.register_fake
-def _(
-    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
-    return dq, dk, dv
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, tensors, *ctx.options = inputs
-    ctx.save_for_backward(query, key, value, *output, *tensors)
-
-
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    query, key, value, out, lse, *tensors = ctx.saved_tensors
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-    grads = ring_backward_op(grad_out, grad_lse, query, key, value, out, lse, tensors, *ctx.options)
-    return (*grads, [None] * len(tensors), *(None for _ in ctx.options))
-
-
-ring_op.register_autograd(_differentiate, setup_context=_save)
-
-
-def _refuse_second_derivatives(ctx: Any, *grads: object) -> None:
-    raise NotImplementedError(
-        "a ring has no second derivatives; attention(..., backend='reference') has them"
-    )
-
-
-ring_backward_op.register_autograd(_refuse_second_derivatives)
+    wire = wire_format(format_name, query.dtype)
+    rank = Rank(plan, exchange.rank, backend, scale, wire, sum_dtype(query))
+    return rank, exchange, (query, key, value)

@@ -28,8 +28,8 @@ class Step:
     """One call of a kernel.
 
     Attributes:
-        layout: of the queries in `queries` with the keys of a shard or a buffer; None where no
-            pair is.
+        layout: of the queries in `queries` with the keys of a shard or a buffer; None where there
+            is no pair.
         queries: which of the shard's queries.
         rows: [B, Hkv, keys of the buffer] which arrived row each key is (`arrived`, a row of zeros,
             where no query visits it); None where the arrived rows are the buffer as they stand, and
@@ -50,8 +50,9 @@ class Step:
 
     @cached_property
     def copies(self) -> list[Tensor]:
-        """Places of the buffer that hold each arrived row, one per list (one past the buffer:
-        none); sums over copies run in this order.
+        """Places of the buffer that hold each arrived row, one per list (past the buffer: none).
+
+        Sums over copies run in this order.
         """
         assert self.rows is not None
         places = self.rows.flatten().long()
@@ -69,14 +70,14 @@ class Step:
 
 def local_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
     """A rank's own queries with its own keys."""
-    own = plan.ranges[rank]
-    return _kept(plan, ("local", rank, device), lambda: _own_keys(plan, own, rank, device))
+    queries = plan.ranges[rank]
+    return _kept(plan, ("local", rank, device), lambda: _own_keys(plan, queries, rank, device))
 
 
 def guest_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
     """The query rows that came to a rank, in the order of their positions, with its own keys."""
-    rows = guest_rows(plan, rank)
-    return _kept(plan, ("guests", rank, device), lambda: _own_keys(plan, rows, rank, device))
+    queries = plan.guests_of(rank)
+    return _kept(plan, ("guests", rank, device), lambda: _own_keys(plan, queries, rank, device))
 
 
 def round_step(plan: RingPlan, rank: int, number: int, batch: int, device: torch.device) -> Step:
@@ -85,26 +86,9 @@ def round_step(plan: RingPlan, rank: int, number: int, batch: int, device: torch
     return _kept(plan, key, lambda: _arriving_keys(plan, rank, number, batch, device))
 
 
-def guest_rows(plan: RingPlan, rank: int) -> Ranges:
-    """Positions of the query rows that come to a rank, ascending."""
-    return sorted(row for t in plan.travellers if rank in t.hosts for row in t.rows)
-
-
-def senders(plan: RingPlan, rank: int, number: int) -> list[int]:
-    """Whose keys arrive at a rank in a round, in the order in which their rows lie."""
-    found = [(rank - offset) % plan.world_size for offset in plan.rounds[number]]
-    return [sender for sender in found if plan.tokens[rank, sender]]
-
-
-def receivers(plan: RingPlan, rank: int, number: int) -> list[int]:
-    """Who receives a rank's keys in a round."""
-    found = [(rank + offset) % plan.world_size for offset in plan.rounds[number]]
-    return [receiver for receiver in found if plan.tokens[receiver, rank]]
-
-
 def _kept(plan: RingPlan, key: tuple[object, ...], build: Callable[[], Step]) -> Step:
-    own = (plan.pattern, plan.frame, plan.world_size, plan.block_size, plan.sharding)
-    return layout_cache.keep((*own, *key), build)
+    of_plan = (plan.pattern, plan.frame, plan.world_size, plan.block_size, plan.sharding)
+    return layout_cache.keep((*of_plan, *key), build)
 
 
 def _own_keys(plan: RingPlan, queries: Ranges, rank: int, device: torch.device) -> Step:
@@ -120,18 +104,16 @@ def _own_keys(plan: RingPlan, queries: Ranges, rank: int, device: torch.device) 
 def _arriving_keys(
     plan: RingPlan, rank: int, number: int, batch: int, device: torch.device
 ) -> Step:
-    peers = senders(plan, rank, number)
-    away = [row for t in plan.travellers if t.owner == rank for row in t.rows]
-    keys = sorted(piece for peer in peers for piece in plan.ranges[peer])
-    shard = plan.ranges[rank]
+    senders, shard = plan.senders(rank, number), plan.ranges[rank]
+    keys = sorted(piece for sender in senders for piece in plan.ranges[sender])
     passes, positions, length = [], [], 0
-    for p in _passes(plan, without(shard, away), keys):
+    for p in _passes(plan, without(shard, plan.rows_of(rank)), keys):
         start, stop, position = _interleaved(p, length, plan.block_size)
         passes.append(replace(p, key_start=start, key_stop=stop, covers=(False, False)))
         positions.append(position)
         length += position.shape[1]
     step = _step(plan, passes, shard, length, device)
-    rows, arrived = _arrived_rows(plan, rank, peers, positions, batch, length)
+    rows, arrived = _arrived_rows(plan, rank, senders, positions, batch, length)
     flat = rows.flatten()
     same = len(flat) == arrived and torch.equal(flat, torch.arange(arrived))
     return replace(step, rows=None if same else rows.to(device), arrived=arrived)
@@ -162,10 +144,8 @@ def _step(
     moved = []
     for p, (visits, start, stop) in zip(passes, placed, strict=True):
         start, stop = (torch.where(visits, x - first, 0) for x in (start, stop))
-        covers = _covered(start, stop, p.step, plan.block_size, last - first)
-        moved.append(
-            replace(p, query_start=start, query_stop=stop, covers=(covers, p.covers[1])).to(device)
-        )
+        covers = _covered(start, stop, p.step, plan.block_size, last - first), p.covers[1]
+        moved.append(replace(p, query_start=start, query_stop=stop, covers=covers).to(device))
     frame = Frame(last - first, length, plan.frame.num_heads, plan.frame.num_kv_heads, 0)
     return Step(BlockLayout(frame, plan.block_size, tuple(moved), 0.0), slice(first, last))
 
@@ -189,8 +169,9 @@ def _by_axis(of_tables: Tensor, axes: int) -> Tensor:
 
 
 def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Places for the key tiles that are visited: (start, stop) of each, and the position that
-    each place from `first` on holds, -1 for none.
+    """Places for the key tiles that are visited: (start, stop) of each tile, position of a place.
+
+    Places begin at `first`; one that holds no key has position -1.
     """
     batch, tables, entries = p.key_tile.shape
     axes, tiles = p.key_start.shape
@@ -209,14 +190,14 @@ def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, 
     end = torch.where(used, start + (count - 1) * p.step + 1, 0)
     position = torch.full((axes, int(end.max()) if end.numel() else 0), -1)
     axis = torch.nonzero(used)[:, 0]
-    own, slot = expand_counts(count[used])
-    place = start[used][own] + p.step * slot
-    position[axis[own], place] = p.key_start[used][own] + p.step * slot
+    tile, slot = expand_counts(count[used])
+    place = start[used][tile] + p.step * slot
+    position[axis[tile], place] = p.key_start[used][tile] + p.step * slot
     return torch.where(used, start + first, 0), torch.where(used, end + first, 0), position
 
 
 def _arrived_rows(
-    plan: RingPlan, rank: int, peers: list[int], positions: list[Tensor], batch: int, length: int
+    plan: RingPlan, rank: int, senders: list[int], positions: list[Tensor], batch: int, length: int
 ) -> tuple[Tensor, int]:
     """[B, Hkv, length] the row that holds each place's key, and how many rows arrive.
 
@@ -226,15 +207,14 @@ def _arrived_rows(
     tokens: dict[tuple[int, int], list[Tensor]] = {}
     rows: dict[tuple[int, int], list[Tensor]] = {}
     arrived = 0
-    for peer in peers:
+    for sender in senders:
         for b in range(batch):
             for h in range(heads):
-                runs, group = plan.runs(rank, peer, b, h)
-                own = runs.of(group)
-                tokens.setdefault((b, h), []).append(own)
-                rows.setdefault((b, h), []).append(torch.arange(arrived, arrived + len(own)))
-                arrived += len(own)
-    found = torch.full((batch, heads, length), arrived, dtype=torch.int32)
+                sent = plan.tokens_of(rank, sender, b, h)
+                tokens.setdefault((b, h), []).append(sent)
+                rows.setdefault((b, h), []).append(torch.arange(arrived, arrived + len(sent)))
+                arrived += len(sent)
+    row_of = torch.full((batch, heads, length), arrived, dtype=torch.int32)
     for (b, h), parts in tokens.items():
         token, order = torch.cat(parts).sort()
         row = torch.cat(rows[b, h])[order]
@@ -242,5 +222,5 @@ def _arrived_rows(
             continue
         wanted = torch.cat([token[:0], *(x[h * len(x) // heads] for x in positions)])
         place = torch.searchsorted(token, wanted).clamp(max=len(token) - 1)
-        found[b, h] = torch.where(token[place] == wanted, row[place], arrived).int()
-    return found, arrived
+        row_of[b, h] = torch.where(token[place] == wanted, row[place], arrived).int()
+    return row_of, arrived

@@ -1,6 +1,4 @@
-"""Global query rows, which see keys everywhere: they go to the keys, instead of all keys coming to
-them.
-"""
+"""Global query rows, which see keys everywhere: they go to the keys, not all keys to them."""
 
 from typing import NamedTuple
 
@@ -15,7 +13,7 @@ from .sharding import num_tokens
 
 
 class Traveller(NamedTuple):
-    """Query rows that go to the keys, instead of the keys coming to them.
+    """Query rows that go to the keys, instead of the keys coming to them; guests at their hosts.
 
     Attributes:
         owner: the rank they belong to.
@@ -30,9 +28,9 @@ class Traveller(NamedTuple):
 
 def global_rows(pattern: Pattern, frame: Frame) -> Ranges:
     """The query rows that `GlobalTokens` masks of a pattern name; of packed documents too."""
-    found = [row for branch in pattern.branches for row in _global_rows(branch, frame.q_len)]
+    named = [row for branch in pattern.branches for row in _global_rows(branch, frame.q_len)]
     joined: list[tuple[int, int]] = []
-    for start, stop in sorted(found):
+    for start, stop in sorted(named):
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
         elif start < stop:
@@ -47,46 +45,47 @@ def _global_rows(mask: Mask, length: int) -> list[tuple[int, int]]:
         case And(masks) | Or(masks):
             return [row for part in masks for row in _global_rows(part, length)]
         case Packed(lengths, inner):
-            found, start = [], 0
-            for own in lengths:
-                found += [(start + a, start + b) for a, b in _global_rows(inner, own)]
-                start += own
-            return found
+            rows, start = [], 0
+            for size in lengths:
+                rows += [(start + a, start + b) for a, b in _global_rows(inner, size)]
+                start += size
+            return rows
     return []
 
 
 def choose_travellers(
     needs: list[Runs],
     uses: list[int],
-    pieces: list[tuple[int, Ranges]],
+    candidates: list[tuple[int, Ranges]],
     frame: Frame,
     world: int,
     most: int,
 ) -> tuple[tuple[Traveller, ...], list[Runs]]:
-    """The global rows that cost clearly less to send than what they alone see costs to fetch, and
-    the needs of ranks without them.
+    """The rows that cost clearly less to send than what they alone see costs to fetch.
 
     A row goes out as a query and comes back as a partial output in float32: forward and backward
     about as many bytes, per query head, as a token's key and value and their gradients; up to
     twice as many forward.
 
     Args:
-        needs: sets of receivers, and world + number for each of the pieces.
+        needs: sets of receivers, and world + number for each of the candidates.
         uses: how many (batch entry, kv head) have each of the needs.
-        pieces: (owner, rows) of global rows.
+        candidates: (owner, rows) of global rows.
         most: rows that may travel, so that hosts have room for them.
+
+    Returns: the travellers, and the needs of ranks without them.
     """
     travellers: list[Traveller] = []
-    home = list(range(world)) + [owner for owner, _ in pieces]  # to whom each label's needs go
-    for number, (owner, rows) in enumerate(pieces):
+    home = list(range(world)) + [owner for owner, _ in candidates]  # where each label's needs go
+    for number, (owner, rows) in enumerate(candidates):
         saved, hosts = 0, set()
         for runs, count in zip(needs, uses, strict=True):
-            label = runs.group // world
-            own, of_rows = label == owner, label == world + number
-            hosts |= set((runs.group[of_rows] % world).tolist())
+            label = runs.number // world
+            of_owner, of_rows = label == owner, label == world + number
+            hosts |= set((runs.number[of_rows] % world).tolist())
             sizes = [
-                _relabelled(runs, x, home, world, frame.kv_len).count.sum()
-                for x in (own, own | of_rows)
+                _relabelled(runs, kept, home, world, frame.kv_len).count.sum()
+                for kept in (of_owner, of_owner | of_rows)
             ]
             saved += int(sizes[1] - sizes[0]) * count
         size = num_tokens(rows)
@@ -94,17 +93,16 @@ def choose_travellers(
             travellers.append(Traveller(owner, rows, tuple(sorted(hosts))))
             home[world + number] = -1
             most -= size
-    every = [torch.ones_like(runs.group, dtype=torch.bool) for runs in needs]
     rest = [
-        _relabelled(runs, x, home, world, frame.kv_len)
-        for runs, x in zip(needs, every, strict=True)
+        _relabelled(runs, torch.ones_like(runs.number, dtype=torch.bool), home, world, frame.kv_len)
+        for runs in needs
     ]
     return tuple(travellers), rest
 
 
 def _relabelled(runs: Runs, kept: Tensor, home: list[int], world: int, length: int) -> Runs:
     """Some of the needs, each as that of the rank where its label is at home (-1: of none)."""
-    receiver = torch.tensor(home)[runs.group // world]
+    receiver = torch.tensor(home)[runs.number // world]
     kept = kept & (receiver >= 0)
-    group = (receiver * world + runs.group % world)[kept]
-    return union([(group, runs.start[kept], runs.last[kept], runs.step)], length)
+    number = (receiver * world + runs.number % world)[kept]
+    return union([(number, runs.start[kept], runs.last[kept], runs.step)], length)

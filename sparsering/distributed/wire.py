@@ -70,7 +70,7 @@ class Wire(NamedTuple):
         return torch.cat(parts, 1).to(self.dtype)
 
 
-def wire(compression: str | None, dtype: torch.dtype) -> Wire:
+def wire_format(compression: str | None, dtype: torch.dtype) -> Wire:
     """The format of a name in `FORMATS`, None for the rows' own dtype. Raises ValueError."""
     if compression is None:
         return Wire(dtype, dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..layouts.layout import BlockLayout
-from .inputs import dense_rows, positive_scale
+from .problem import Problem
 
 _BLOCK = 128
 _WIDTHS = (64, 128)
@@ -37,24 +37,18 @@ def reasons(*tensors: Tensor) -> list[str]:
     return found
 
 
-def forward(
-    layout: BlockLayout,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Attention over a layout of whole blocks; see `gather.forward`. lse is float32.
+def forward(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Attention over a layout of whole blocks; lse is float32.
 
     Raises NotImplementedError with what it lacks for another layout.
     """
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import flash_attn_func
 
-    if found := _misfits(layout, block_bias):
+    layout = problem.layout
+    if found := _misfits(layout):
         raise NotImplementedError(f"flash: {'; '.join(found)}; name another backend or none")
-    query, scale = positive_scale(query, scale)
+    _, query, key, value, scale, *_ = problem.with_positive_scale().with_dense_rows()
     p = layout.passes[0]
     if not p.key_tile.shape[2]:
         lse = torch.full(query.shape[:3], -torch.inf, device=query.device)
@@ -76,7 +70,7 @@ def forward(
         block_size=(_BLOCK, _BLOCK),
     )
     out, lse = flash_attn_func(
-        *(dense_rows(x).transpose(1, 2) for x in (query, key, value)),
+        *(x.transpose(1, 2) for x in (query, key, value)),
         softmax_scale=scale,
         block_sparse_tensors=blocks,
         return_lse=True,
@@ -86,11 +80,9 @@ def forward(
     return out, torch.where(empty, -torch.inf, lse)
 
 
-def _misfits(layout: BlockLayout, block_bias: Tensor | None) -> list[str]:
+def _misfits(layout: BlockLayout) -> list[str]:
     found = []
     frame = layout.frame
-    if block_bias is not None:
-        found.append("it has no block_bias")
     if layout.block_size != _BLOCK or frame.q_len % _BLOCK or frame.kv_len % _BLOCK:
         found.append(f"it wants blocks of {_BLOCK} and lengths that are multiples of them")
     if len(layout.passes) != 1:

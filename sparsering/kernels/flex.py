@@ -14,6 +14,7 @@ from torch import Tensor
 from ..layouts.bitmaps import unpack
 from ..layouts.layout import BlockLayout, Pass
 from ..numerics import merge_attention, sum_dtype
+from .problem import Problem
 
 if TYPE_CHECKING:  # it imports half of the compiler: left to the first call
     from torch.nn.attention.flex_attention import BlockMask
@@ -36,22 +37,14 @@ def reasons(*tensors: Tensor) -> list[str]:
     return found
 
 
-def attention(
-    layout: BlockLayout,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Attention over a layout, differentiable where FlexAttention is; see `gather.forward`.
+def forward(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Attention over a layout, differentiable where FlexAttention is.
 
     Cost: O((N / block_size)^2) memory for the block mask, and copies of what a pass gathers.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
-    if block_bias is not None:
-        raise NotImplementedError("flex: it has no block_bias; name another backend or none")
+    layout, query, key, value = problem[:4]
     kind = sum_dtype(query)
     outs = [query.new_zeros(*query.shape[:3], value.shape[3])]
     lses = [query.new_full(query.shape[:3], -torch.inf, dtype=kind)]
@@ -67,7 +60,7 @@ def attention(
             _take(key, keys),
             _take(value, keys),
             block_mask=_block_mask(layout, p, queries >= 0, keys >= 0, query.shape[1]),
-            scale=scale,
+            scale=problem.scale,
             enable_gqa=query.shape[1] != key.shape[1],
             return_aux=AuxRequest(lse=True),
             kernel_options=kernel_options(layout.block_size, query.device.type),
@@ -139,7 +132,7 @@ def _block_mask(
     number = torch.full(
         (*row.shape[:2], rows * columns + 1), -2, dtype=torch.int32, device=row.device
     )
-    number = number.scatter(2, which, p.mask)[..., :-1]
+    number = number.scatter(2, which, p.bitmap)[..., :-1]
     number = number.repeat_interleave(heads // number.shape[1], 1).unflatten(2, (rows, columns))
     cells = unpack(p.bitmaps, size)
     cells = torch.cat((cells, cells.new_ones(1, size, size)))

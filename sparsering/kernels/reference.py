@@ -1,11 +1,9 @@
-"""The oracle: dense attention by definition, in plain differentiable torch (double backward
-included).
-"""
+"""The oracle: dense attention by definition, in plain torch that differentiates twice."""
 
 import torch
 from torch import Tensor
 
-from ..numerics import sum_dtype
+from ..numerics import finite_or_zero, sum_dtype
 
 
 def reference_attention(
@@ -35,16 +33,14 @@ def reference_attention(
     score = torch.where(
         pairs, scale * (q @ k.mT) + torch.where(pairs, log_counts.to(dtype), 0.0), -torch.inf
     )
-    highest = score.detach().amax(-1, keepdim=True)
-    highest = torch.where(highest == -torch.inf, 0.0, highest)
+    highest = finite_or_zero(score.detach().amax(-1, keepdim=True))
     weight = torch.where(pairs, (score - highest).exp(), 0.0)
     total = weight.sum(-1, keepdim=True)
     empty = ~pairs.any(-1, keepdim=True)
     total = torch.where(empty, 1.0, total)
     finite = v.isfinite()
-    reached = (
-        pairs.to(dtype) @ (~finite).to(dtype) > 0
-    )  # 0 * NaN is NaN: only rows that have the key may see it
+    # 0 * NaN is NaN: only rows that have the key may see it
+    reached = pairs.to(dtype) @ (~finite).to(dtype) > 0
     out = torch.where(empty, 0.0, weight @ torch.where(finite, v, 0.0) / total)
     out = torch.where(reached, torch.nan, out)
     lse = torch.where(empty, -torch.inf, highest + total.log())[..., 0]

@@ -6,8 +6,8 @@ Plain differentiable torch, one head at a time. Right, and slow: every pair is a
 import torch
 from torch import Tensor
 
-from ..layouts.layout import BlockLayout, Pass
-from ..numerics import merge_attention, sum_dtype
+from ..numerics import finite_or_zero, merge_attention, sum_dtype
+from .problem import Problem
 
 
 def reasons(*tensors: Tensor) -> list[str]:
@@ -17,54 +17,42 @@ def reasons(*tensors: Tensor) -> list[str]:
     return []
 
 
-def attention(
-    layout: BlockLayout,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Attention over a layout, differentiable; see `gather.forward`.
+def forward(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Attention over a layout, differentiable.
 
     Cost: O(pairs) memory for each head, and as much again for the gradients.
     """
+    layout, query, group = problem.layout, problem.query, problem.group
     dtype = sum_dtype(query)
-    group = query.shape[1] // key.shape[1]
-    q, k, v = (x.to(dtype) for x in (query, key, value))
+    q, k, v = (x.to(dtype) for x in (query, problem.key, problem.value))
     nothing = q.sum() * 0 + k.sum() * 0 + v.sum() * 0  # part of the graph where no pair is
     empty = q.new_zeros(layout.frame.q_len, v.shape[3]), q.new_full(q.shape[2:3], -torch.inf)
     outs, lses = [], []
     for b in range(query.shape[0]):
         for h in range(query.shape[1]):
             parts = [empty]
-            for number, p in enumerate(layout.passes):
-                pairs, entry = _pairs(layout, p, b, h)
+            for first, queries, keys, cells in layout.visits(b, h):
+                pairs, entry = _pairs(queries, keys, cells, layout.frame.kv_len)
                 bias = None
-                if block_bias is not None:
-                    bias = block_bias[b, h].to(dtype)[layout.first_entry_of(number, b, h) + entry]
+                if problem.block_bias is not None:
+                    bias = problem.block_bias[b, h].to(dtype)[first + entry]
                 if len(entry):
-                    parts.append(
-                        _of_pairs(pairs, q[b, h], k[b, h // group], v[b, h // group], bias, scale)
-                    )
+                    of_head = q[b, h], k[b, h // group], v[b, h // group]
+                    parts.append(_of_pairs(pairs, *of_head, bias, problem.scale))
             out, lse = merge_attention(
                 [part[0][None, None] for part in parts], [part[1][None, None] for part in parts]
             )
             outs.append(out[0, 0] + nothing)
             lses.append(lse[0, 0] + nothing)
     shape = query.shape[:3]
-    return (
-        torch.stack(outs).view(*shape, -1).to(query.dtype),
-        torch.stack(lses).view(shape),
-    )
+    return torch.stack(outs).view(*shape, -1).to(query.dtype), torch.stack(lses).view(shape)
 
 
-def _pairs(layout: BlockLayout, p: Pass, batch: int, head: int) -> tuple[Tensor, Tensor]:
+def _pairs(queries: Tensor, keys: Tensor, cells: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
     """[2, n] query and key of each pair that a head visits in a pass, by row; and its entry."""
-    queries, keys, cells = layout.cells(p, batch, head)
     entry, row, column = torch.nonzero(cells, as_tuple=True)
     pairs = torch.stack((queries[entry, row], keys[entry, column]))
-    order = (pairs[0] * layout.frame.kv_len + pairs[1]).argsort()
+    order = (pairs[0] * kv_len + pairs[1]).argsort()
     return pairs[:, order], entry[order]
 
 
@@ -81,7 +69,7 @@ def _of_pairs(
     score = torch.sparse.sampled_addmm(zeros, q, k.mT, alpha=scale, beta=0.0).values()
     score = score if bias is None else score + bias
     highest = q.new_full(size[:1], -torch.inf).scatter_reduce(0, rows, score.detach(), "amax")
-    highest = torch.where(highest == -torch.inf, 0.0, highest)
+    highest = finite_or_zero(highest)
     weight = (score - highest[rows]).exp()
     total = q.new_zeros(len(q)).index_add(0, rows, weight)
     weights = torch.sparse_csr_tensor(first, columns, weight, size=size, check_invariants=True)

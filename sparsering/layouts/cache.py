@@ -1,9 +1,10 @@
-"""Building layouts, and the cache of them: pure functions of values, kept by value."""
+"""The cache of layouts: pure functions of values, kept by value."""
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,19 +23,13 @@ class CacheInfo(NamedTuple):
     limit: int
 
 
-class Sized(Protocol):
-    """What tells how many bytes it holds."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-Kept = TypeVar("Kept", bound=Sized)
+Kept = TypeVar("Kept")
 
 
 class LayoutCache:
-    """Least-recently-used layouts by value of (pattern, frame, block size, device), and what else
-    is built of patterns; thread-safe, bounded in bytes.
+    """Least-recently-used layouts, and what else is built of patterns, by value.
+
+    Thread-safe, and bounded in bytes: those that a thing says it has by `nbytes`.
     """
 
     def __init__(self, limit: int = 256 << 20) -> None:
@@ -47,8 +42,7 @@ class LayoutCache:
     def layout(
         self, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
     ) -> BlockLayout:
-        """The cached layout, or a new one; threads that ask for the same one wait for a single
-        build.
+        """The cached layout, or a new one; threads that ask for the same wait for one build.
 
         Patterns that hold device tensors are built anew: comparing them would wait for the device.
         """
@@ -58,7 +52,7 @@ class LayoutCache:
         return self.keep(key, lambda: build_layout(pattern, frame, block_size, device))
 
     def keep(self, key: Hashable, build: Callable[[], Kept]) -> Kept:
-        """What `build` makes, which has `nbytes`, kept by a key; built once, also among threads."""
+        """What `build` makes, kept by a key; built once, also among threads."""
         if (found := self._find(key)) is not None:
             return found
         with self._lock:
@@ -70,8 +64,8 @@ class LayoutCache:
                 made = build()
                 with self._lock:
                     self._misses += 1
-                    self._kept[key] = (made, made.nbytes)
-                    self._held += made.nbytes
+                    self._kept[key] = (made, _nbytes(made))
+                    self._held += self._kept[key][1]
                     self._shrink()
                 return made
             finally:
@@ -81,8 +75,8 @@ class LayoutCache:
     def info(self) -> CacheInfo:
         """The counts. Layouts grow when their transposes are built: they are measured anew here."""
         with self._lock:
-            for key, (layout, _) in self._kept.items():
-                self._kept[key] = (layout, layout.nbytes)
+            for key, (kept, _) in self._kept.items():
+                self._kept[key] = (kept, _nbytes(kept))
             self._held = sum(nbytes for _, nbytes in self._kept.values())
             self._shrink()
             return CacheInfo(self._hits, self._misses, len(self._kept), self._held, self._limit)
@@ -126,6 +120,10 @@ class LayoutCache:
             self._drop(key)
         while self._held > self._limit:
             self._drop(next(iter(self._kept)))
+
+
+def _nbytes(made: object) -> int:
+    return int(getattr(made, "nbytes", sys.getsizeof(made)))
 
 
 layout_cache = LayoutCache()

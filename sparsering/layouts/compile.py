@@ -1,12 +1,12 @@
 """Compiles a pattern to passes of tiles, at the cost of the tile pairs that it visits.
 
-1. `terms` splits a mask into unions of masks that one grid of tiles fits each (plain, dilated, per
-document).
+1. `terms` splits a mask into unions of masks that one grid of tiles fits each: plain, dilated, per
+   document.
 2. Each term becomes one pass, with the pairs of earlier passes taken out, so that passes are
-disjoint.
+   disjoint.
 3. Per head and batch entry that sees a mask of its own, `conditions` finds the pairs of tiles and
-their status; the
-   cells of those that vary are evaluated once per distinct signature, from the mask's definition.
+   their status; the cells of those that vary are evaluated once per distinct signature, from the
+   mask's definition.
 """
 
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..patterns.algebra import And, Frame, Mask, Not, Or, Pattern
-from ..patterns.blocks import block_masks
+from ..patterns.algebra import And, Frame, Mask, Not, Or, Pattern, check_fits
+from ..patterns.blocks import blockwise_masks
 from ..patterns.positions import Dilated, Packed, SlidingWindow
 from ..rows import distinct_rows, number_rows
 from .bitmaps import pack
-from .conditions import EMPTY, FULL, Origin, condition
+from .conditions import EMPTY, FULL, Origin, TilePairs, condition
 from .layout import BlockLayout, Pass
 from .selected import selected_layout
 from .tiles import Axis, Grid, Ranges
@@ -35,20 +35,25 @@ class Table:
     Attributes:
         row_ptr: [query tiles + 1], where each query tile's entries begin.
         key_tile: [entries].
-        mask: [entries], number of the entry's bitmap, or -1 where all its pairs are in.
+        bitmap: [entries], number of the entry's bitmap, or -1 where all its pairs are in.
         num_pairs: (query, key) pairs of the table.
     """
 
     row_ptr: Tensor
     key_tile: Tensor
-    mask: Tensor
+    bitmap: Tensor
     num_pairs: int
 
 
 @dataclass(frozen=True)
 class CompiledPass:
-    """One term of one branch: axes per kv head that needs its own, tables [batch][head], distinct
-    bitmaps.
+    """One term of one branch.
+
+    Attributes:
+        queries, keys: one axis for all, or one per kv head.
+        tables: [batch][head], one for all where they are equal.
+        bitmaps: distinct ones.
+        num_pairs: mean over batch entries and heads.
     """
 
     queries: list[Axis]
@@ -61,22 +66,25 @@ class CompiledPass:
 def build_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> BlockLayout:
-    """Compiles without the cache. Raises ValueError where the pattern does not fit or the block
-    size is not legal.
+    """Compiles without the cache.
+
+    Raises: ValueError where the pattern does not fit or the block size is not legal.
     """
-    if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size must be a multiple of 16 from 16 to 256, got {block_size}")
-    pattern.check(frame)
+    check_block_size(block_size)
+    check_fits(pattern, frame)
     if (selected := selected_layout(pattern, frame, block_size)) is not None:
         return replace(selected, passes=tuple(p.to(device) for p in selected.passes))
-    compiled = (
-        compile_passes(pattern, frame, block_size)
-        if frame.num_heads and pattern.num_batches() != 0
-        else []
-    )
+    some = frame.num_heads and pattern.num_batches() != 0
+    compiled = compile_passes(pattern, frame, block_size) if some else []
     passes = tuple(assemble(c, frame, block_size).to(device) for c in compiled)
     pairs = sum(c.num_pairs for c in compiled)
     return BlockLayout(frame, block_size, passes, pairs)
+
+
+def check_block_size(block_size: int) -> None:
+    """Raises ValueError where it is not legal."""
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size must be a multiple of 16 from 16 to 256, got {block_size}")
 
 
 def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
@@ -101,7 +109,7 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
         key_stop=torch.stack([axis.stop for axis in keys]),
         row_ptr=stack("row_ptr", len(queries[0]) + 1),
         key_tile=stack("key_tile", longest),
-        mask=stack("mask", longest),
+        bitmap=stack("bitmap", longest),
         bitmaps=compiled.bitmaps,
         covers=(
             _cover(queries, block_size, frame.q_len),
@@ -125,9 +133,9 @@ def _most(counts: Tensor) -> int:
 
 def default_block_size(pattern: Pattern, kv_len: int) -> int:
     """Where none is named: the pattern's own smallest block, else 128, less for few keys."""
-    own = [mask.block_size for branch in pattern.branches for mask in block_masks(branch)]
-    if own and min(own) in BLOCK_SIZES:
-        return min(own)
+    named = [mask.block_size for branch in pattern.branches for mask in blockwise_masks(branch)]
+    if named and min(named) in BLOCK_SIZES:
+        return min(named)
     return 128 if kv_len > 64 else 64 if kv_len > 32 else 32
 
 
@@ -223,19 +231,19 @@ def _compile_pass(
     queries = [grid.axis(query_ranges, block_size, s) for s in offsets]
     keys = [grid.axis(key_ranges, block_size, s) for s in offsets]
 
-    seen: dict[Mask, int] = {}  # heads and batch entries that see one mask share one table
+    number_of: dict[Mask, int] = {}  # heads and batch entries that see one mask share one table
     found: list[tuple[Table, Tensor]] = []
     use: list[list[int]] = []
     for batch in range(num_batches):
         use.append([])
         for table in range(num_tables):
             head = table * frame.num_heads // num_tables
-            own = mask.at(batch, head, frame)
-            if own not in seen:
-                seen[own] = len(found)
+            seen = mask.at(batch, head, frame)
+            if seen not in number_of:
+                number_of[seen] = len(found)
                 axis = frame.kv_head(head) if num_axes > 1 else 0
-                found.append(_table(own, queries[axis], keys[axis], frame, block_size))
-            use[-1].append(seen[own])
+                found.append(_table(seen, queries[axis], keys[axis], frame, block_size))
+            use[-1].append(number_of[seen])
     bitmaps, tables = _share_bitmaps(found)
     rows = [[tables[number] for number in row] for row in use]
     # heads may share a table and yet have tiles of different counts
@@ -250,47 +258,41 @@ def _compile_pass(
 def _table(
     mask: Mask, queries: Axis, keys: Axis, frame: Frame, block_size: int
 ) -> tuple[Table, Tensor]:
-    """One table, its `mask` numbering the rows of the bitmaps returned beside it."""
+    """One table, its `bitmap` numbering the rows of the bitmaps returned beside it."""
     rule = condition(mask, frame)
-    everywhere = Origin.of_sequence(len(queries), frame.kv_len)
-    pairs = rule.candidates(queries, keys, everywhere).expand()
-    row, column = pairs // max(1, len(keys)), pairs % max(1, len(keys))
+    origin = Origin.of_sequence(len(queries), frame.kv_len)
+    places = rule.candidates(queries, keys, origin).expand()
+    row, column = places // max(1, len(keys)), places % max(1, len(keys))
     q_count, k_count = queries.count[row], keys.count[column]
-    q, k = queries[row], keys[column]
-    nowhere = Origin.of_sequence(len(row), frame.kv_len)
-    status = torch.where((q_count > 0) & (k_count > 0), rule.status(q, k, nowhere), EMPTY)
+    pairs = TilePairs.of_sequence(queries[row], keys[column], frame.kv_len)
+    status = torch.where((q_count > 0) & (k_count > 0), rule.status(pairs), EMPTY)
 
     number = torch.full_like(row, -1)
     num_pairs = torch.where(status == FULL, q_count * k_count, 0)
     varies = torch.nonzero((status != EMPTY) & (status != FULL))[:, 0]
     bitmaps = torch.zeros(0, block_size * block_size // 8, dtype=torch.uint8)
     if len(varies):
-        q, k, nowhere = q[varies], k[varies], Origin(*(x[varies] for x in nowhere))
-        columns = [q_count[varies], k_count[varies], *rule.signature(q, k, nowhere)]
-        group, first = number_rows(columns)
-        bitmaps, held = evaluate(mask, q[first], k[first], frame, block_size)
-        num_pairs[varies] = held[group]
-        number[varies] = torch.where(held[group] == (q_count * k_count)[varies], -1, group)
+        pairs = pairs[varies]
+        columns = [q_count[varies], k_count[varies], *rule.signature(pairs)]
+        kind, first = number_rows(columns)
+        bitmaps, held = evaluate(mask, pairs[first], frame, block_size)
+        num_pairs[varies] = held[kind]
+        number[varies] = torch.where(held[kind] == (q_count * k_count)[varies], -1, kind)
     kept = num_pairs > 0
     row_ptr = torch.zeros(len(queries) + 1, dtype=torch.int64)
     row_ptr[1:] = torch.bincount(row[kept], minlength=len(queries)).cumsum(0)
     return Table(row_ptr, column[kept], number[kept], int(num_pairs.sum())), bitmaps
 
 
-def evaluate(mask: Mask, q: Axis, k: Axis, frame: Frame, block_size: int) -> tuple[Tensor, Tensor]:
+def evaluate(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> tuple[Tensor, Tensor]:
     """Bitmaps of pairs of tiles, packed, and how many real pairs each holds."""
     bitmaps, held = [], []
-    at_a_time = max(1, _MOST_CELLS // block_size**2)
-    slots = torch.arange(block_size)
-    for begin in range(0, len(q), at_a_time):
-        part = torch.arange(begin, min(begin + at_a_time, len(q)))
-        queries, keys = q[part], k[part]
-        p, x = queries.positions(block_size)[:, :, None], keys.positions(block_size)[:, None, :]
+    for part in torch.arange(len(pairs)).split(max(1, _MOST_CELLS // block_size**2)):
+        q, k = pairs.q[part], pairs.k[part]
+        p, x = q.positions(block_size)[:, :, None], k.positions(block_size)[:, None, :]
         cells = mask.holds(p, x, frame).expand(len(part), block_size, block_size)
-        real = (slots < queries.count[:, None])[:, :, None] & (slots < keys.count[:, None])[
-            :, None, :
-        ]
-        held.append((cells & real).sum((1, 2)))
+        real_q, real_k = (torch.arange(block_size) < tile.count[:, None] for tile in (q, k))
+        held.append((cells & real_q[:, :, None] & real_k[:, None, :]).sum((1, 2)))
         bitmaps.append(pack(cells))
     return torch.cat(bitmaps), torch.cat(held)
 
@@ -299,7 +301,7 @@ def _share_bitmaps(found: list[tuple[Table, Tensor]]) -> tuple[Tensor, list[Tabl
     """Stores equal bitmaps once and drops those that no entry uses."""
     start, everything, used = 0, [], []
     for table, bitmaps in found:
-        everything.append(torch.where(table.mask < 0, -1, table.mask + start))
+        everything.append(torch.where(table.bitmap < 0, -1, table.bitmap + start))
         used.append(bitmaps)
         start += len(bitmaps)
     numbers, bitmaps = torch.cat(everything), torch.cat(used)
@@ -307,14 +309,13 @@ def _share_bitmaps(found: list[tuple[Table, Tensor]]) -> tuple[Tensor, list[Tabl
     kept, inverse = numbers[masked].unique(return_inverse=True)
     distinct, rank = distinct_rows(bitmaps[kept])
     numbers[masked] = rank[inverse]
-    split = numbers.split([len(table.mask) for table, _ in found])
-    return distinct, [
-        replace(table, mask=mask) for (table, _), mask in zip(found, split, strict=True)
-    ]
+    split = numbers.split([len(table.bitmap) for table, _ in found])
+    tables = (table for table, _ in found)
+    return distinct, [replace(table, bitmap=x) for table, x in zip(tables, split, strict=True)]
 
 
 def _equal(a: Table, b: Table) -> bool:
     return a is b or all(
         torch.equal(x, y)
-        for x, y in ((a.row_ptr, b.row_ptr), (a.key_tile, b.key_tile), (a.mask, b.mask))
+        for x, y in ((a.row_ptr, b.row_ptr), (a.key_tile, b.key_tile), (a.bitmap, b.bitmap))
     )

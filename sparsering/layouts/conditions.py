@@ -1,21 +1,23 @@
 """What a mask says about whole tiles: three-valued, without looking at its pairs one by one.
 
 A mask is lowered to a few kinds of condition on (query position, key position). Each kind knows,
-for many pairs of tiles
-at once: `status` (no pair holds, all hold, or it varies), `signature` (integers such that two
-varying pairs of tiles with equal signatures hold at the same cells) and `candidates` (the pairs of
-tiles where any pair may hold). And, or and not combine them by Kleene logic. The cells themselves
-are always taken from the mask's own definition (`Mask.holds`).
+for many pairs of tiles at once, their `status` (no pair holds, all hold, or it varies), their
+`signature` (integers such that two varying pairs of tiles with equal signatures hold at the same
+cells) and the `candidates` (the pairs of tiles where any pair may hold). And, or and not combine
+them by Kleene logic. The cells themselves are always taken from the mask's own definition
+(`Mask.holds`).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import reduce
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..patterns.algebra import And, Frame, Mask, Not, Or
-from ..patterns.blocks import BlockMask
+from ..patterns.blocks import BlockwiseMask
 from ..patterns.positions import (
     Causal,
     Dilated,
@@ -29,15 +31,12 @@ from ..rows import expand_counts
 from .tiles import Axis, Spans, spans_of_positions
 
 EMPTY, VARIES, FULL = 0, 1, 2
-_MOST_SUB_BLOCKS = (
-    1024  # beyond this many mask blocks per pair of tiles, the cells are evaluated instead
-)
+# Beyond this many mask blocks to a pair of tiles the cells are evaluated instead.
+_MOST_SUB_BLOCKS = 1024
 
 
 class Origin(NamedTuple):
-    """Where positions are counted from and the keys there are: per tile, its document's start and
-    length.
-    """
+    """Where positions are counted from and how many keys there are: a document's, per tile."""
 
     start: Tensor
     kv_len: Tensor
@@ -48,23 +47,46 @@ class Origin(NamedTuple):
         return cls(torch.zeros(tiles, dtype=torch.int64), torch.full((tiles,), kv_len))
 
 
+@dataclass(frozen=True, eq=False)
+class TilePairs:
+    """Pairs of tiles (q[i], k[i]), and where their positions are counted from."""
+
+    q: Axis
+    k: Axis
+    origin: Origin
+
+    @classmethod
+    def of_sequence(cls, q: Axis, k: Axis, kv_len: int) -> "TilePairs":
+        """Pairs with positions of the whole sequence."""
+        return cls(q, k, Origin.of_sequence(len(q), kv_len))
+
+    def __len__(self) -> int:
+        return len(self.q)
+
+    def __getitem__(self, index: Tensor) -> "TilePairs":
+        origin = Origin(*(x[index] for x in self.origin))
+        return TilePairs(self.q[index], self.k[index], origin)
+
+    def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """First and last query, first and last key of each pair, counted from the origin."""
+        q, k, start = self.q, self.k, self.origin.start
+        return q.start - start, q.last - start, k.start - start, k.last - start
+
+
 class Condition:
     """One kind of condition, on p - origin.start and k - origin.start."""
 
-    def status(self, q: Axis, k: Axis, origin: Origin) -> Tensor:
-        """EMPTY, VARIES or FULL for each pair (q[i], k[i]) of tiles."""
+    def status(self, pairs: TilePairs) -> Tensor:
+        """EMPTY, VARIES or FULL for each pair of tiles."""
         raise NotImplementedError
 
-    def signature(self, q: Axis, k: Axis, origin: Origin) -> list[Tensor]:
-        """Integer columns that fix the cells of pairs of equal step, for pairs whose status is
-        VARIES.
-        """
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        """Integer columns that fix the cells of pairs of equal step whose status is VARIES."""
         raise NotImplementedError
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
         """A superset of the pairs of tiles that are not EMPTY; `origin` is per query tile."""
-        rows = torch.arange(len(queries))
-        return spans_of_positions(queries, keys, rows, rows * 0, rows * 0 + _end(keys))
+        return _with_any_key(queries, keys, torch.arange(len(queries)))
 
 
 @dataclass(frozen=True)
@@ -75,34 +97,27 @@ class Linear(Condition):
     b: int
     c: int
 
-    def status(self, q: Axis, k: Axis, origin: Origin) -> Tensor:
-        shift = (self.a + self.b) * origin.start
-        low = self._value(q.start, q.last, k.start, k.last, torch.minimum) - shift
-        high = self._value(q.start, q.last, k.start, k.last, torch.maximum) - shift
+    def status(self, pairs: TilePairs) -> Tensor:
+        q0, q1, k0, k1 = pairs.edges()
+        of_q, of_k = (self.a * q0, self.a * q1), (self.b * k0, self.b * k1)
+        low = torch.minimum(*of_q) + torch.minimum(*of_k)
+        high = torch.maximum(*of_q) + torch.maximum(*of_k)
         return (low >= self.c).to(torch.int8) + (high >= self.c)
 
-    def _value(self, q0: Tensor, q1: Tensor, k0: Tensor, k1: Tensor, extreme: object) -> Tensor:
-        return extreme(self.a * q0, self.a * q1) + extreme(self.b * k0, self.b * k1)  # type: ignore[operator]
-
-    def signature(self, q: Axis, k: Axis, origin: Origin) -> list[Tensor]:
-        return [self.a * (q.start - origin.start) + self.b * (k.start - origin.start)]
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        q0, _, k0, _ = pairs.edges()
+        return [self.a * q0 + self.b * k0]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
         rows = torch.arange(len(queries))
-        far = rows * 0 + _end(keys)
-        room = (
-            torch.maximum(
-                self.a * (queries.start - origin.start), self.a * (queries.last - origin.start)
-            )
-            - self.c
-        )
+        first, last = (self.a * (x - origin.start) for x in (queries.start, queries.last))
+        room = torch.maximum(first, last) - self.c
         if self.b > 0:  # k >= origin.start - room
+            far = rows * 0 + _end(keys)
             return spans_of_positions(queries, keys, rows, origin.start - room, far)
         if self.b < 0:  # k <= origin.start + room
             return spans_of_positions(queries, keys, rows, rows * 0, origin.start + room)
-        return spans_of_positions(
-            queries, keys, rows[room >= 0], rows[room >= 0] * 0, far[room >= 0]
-        )
+        return _with_any_key(queries, keys, rows[room >= 0])
 
 
 @dataclass(frozen=True)
@@ -111,13 +126,13 @@ class Congruent(Condition):
 
     modulus: int
 
-    def status(self, q: Axis, k: Axis, origin: Origin) -> Tensor:
-        if q.step % self.modulus:
-            return torch.full_like(q.start, VARIES, dtype=torch.int8)
-        return ((q.start - k.start) % self.modulus == 0).to(torch.int8) * FULL
+    def status(self, pairs: TilePairs) -> Tensor:
+        if pairs.q.step % self.modulus:
+            return torch.full_like(pairs.q.start, VARIES, dtype=torch.int8)
+        return (self.signature(pairs)[0] == 0).to(torch.int8) * FULL
 
-    def signature(self, q: Axis, k: Axis, origin: Origin) -> list[Tensor]:
-        return [(q.start - k.start) % self.modulus]
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        return [(pairs.q.start - pairs.k.start) % self.modulus]
 
 
 @dataclass(frozen=True)
@@ -129,85 +144,78 @@ class OnGrid(Condition):
     rate: int
     residue: int
 
-    def _place(self, q: Axis, k: Axis, origin: Origin) -> tuple[Tensor, Tensor, Tensor]:
-        tile = q if self.of_query else k
-        first = (tile.start - origin.start) % self.segment
-        return tile.step + 0 * first, first, first + tile.last - tile.start < self.segment
+    def _place(self, pairs: TilePairs) -> tuple[Tensor, Tensor]:
+        """Place of a tile's first position in its segment, and whether the tile ends in it."""
+        tile = pairs.q if self.of_query else pairs.k
+        first = (tile.start - pairs.origin.start) % self.segment
+        return first, first + tile.last - tile.start < self.segment
 
-    def status(self, q: Axis, k: Axis, origin: Origin) -> Tensor:
-        step, first, inside = self._place(q, k, origin)
-        fixed = inside & (step % self.rate == 0)  # every position has the first one's residue
-        if self.segment % self.rate == 0:
-            fixed = fixed | (step % self.rate == 0)
+    def status(self, pairs: TilePairs) -> Tensor:
+        first, inside = self._place(pairs)
+        fixed = torch.zeros_like(inside)  # every position has the first one's residue
+        if pairs.q.step % self.rate == 0:
+            fixed = inside | (self.segment % self.rate == 0)
         hit = (first % self.rate == self.residue).to(torch.int8) * FULL
         return torch.where(fixed, hit, VARIES).to(torch.int8)
 
-    def signature(self, q: Axis, k: Axis, origin: Origin) -> list[Tensor]:
-        _, first, inside = self._place(q, k, origin)
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        first, inside = self._place(pairs)
         return [torch.where(inside, first % self.rate, first), inside.long()]
 
 
 @dataclass(frozen=True, eq=False)
-class SameGroup(Condition):
-    """p and k lie in one group; group g holds [starts[g], starts[g + 1]), the last one is closed
-    by `starts[-1]`.
-    """
+class SameSegment(Condition):
+    """p and k lie in one segment; segment s holds [starts[s], starts[s + 1])."""
 
     starts: Tensor
 
-    def _group(self, position: Tensor) -> Tensor:
+    def segment_of(self, position: Tensor) -> Tensor:
+        """-1 before the first segment; len(starts) - 1 past the last."""
         return torch.searchsorted(self.starts, position, right=True) - 1
 
-    def _groups(self, q: Axis, k: Axis, origin: Origin) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return tuple(self._group(x - origin.start) for x in (q.start, q.last, k.start, k.last))  # type: ignore[return-value]
+    def _segments(self, pairs: TilePairs) -> tuple[Tensor, ...]:
+        return tuple(self.segment_of(x) for x in pairs.edges())
 
-    def status(self, q: Axis, k: Axis, origin: Origin) -> Tensor:
-        q0, q1, k0, k1 = self._groups(q, k, origin)
+    def status(self, pairs: TilePairs) -> Tensor:
+        q0, q1, k0, k1 = self._segments(pairs)
         meet = (q0 <= k1) & (k0 <= q1)
         one = meet & (q0 == q1) & (k0 == k1) & (q0 >= 0) & (q0 < len(self.starts) - 1)
         return meet.to(torch.int8) + one.to(torch.int8)
 
-    def signature(self, q: Axis, k: Axis, origin: Origin) -> list[Tensor]:
-        """Which rows and columns the one group that both touch spans; a number of its own where
-        they share several.
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        """Rows and columns of the one segment that both touch.
+
+        Pairs of tiles that share several have a number of their own.
         """
-        q0, q1, k0, k1 = self._groups(q, k, origin)
+        q0, q1, k0, k1 = self._segments(pairs)
         low, high = torch.maximum(q0, k0), torch.minimum(q1, k1)
-        begin = self.starts[low.clamp(min=0)] + origin.start
-        end = self.starts[(low + 1).clamp(max=len(self.starts) - 1)] + origin.start
+        begin = self.starts[low.clamp(min=0)] + pairs.origin.start
+        end = self.starts[(low + 1).clamp(max=len(self.starts) - 1)] + pairs.origin.start
         sides = [
             ((edge - tile.start).clamp(min=0) + tile.step - 1) // tile.step
-            for tile in (q, k)
+            for tile in (pairs.q, pairs.k)
             for edge in (begin, torch.minimum(end, tile.last + tile.step))
         ]
         several = torch.where(high > low, 1 + torch.arange(len(low)), 0)
         return [several, *(torch.where(high > low, 0, side) for side in sides)]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        first, last = (
-            self._group(queries.start - origin.start),
-            self._group(queries.last - origin.start),
-        )
-        begin = self.starts[first.clamp(0, len(self.starts) - 1)] + origin.start
-        end = self.starts[(last + 1).clamp(0, len(self.starts) - 1)] + origin.start
+        first, last = (self.segment_of(x - origin.start) for x in (queries.start, queries.last))
+        most = len(self.starts) - 1
+        begin = self.starts[first.clamp(0, most)] + origin.start
+        end = self.starts[(last + 1).clamp(0, most)] + origin.start
         return spans_of_positions(queries, keys, torch.arange(len(queries)), begin, end - 1)
 
 
 @dataclass(frozen=True, eq=False)
 class InBlocks(Condition):
-    """A block mask: looked up at every pair of its blocks that a pair of tiles spans."""
+    """A blockwise mask: looked up at every pair of its blocks that a pair of tiles spans."""
 
-    mask: BlockMask
+    mask: BlockwiseMask
 
-    def _blocks(self, tile: Axis, origin: Origin) -> tuple[Tensor, Tensor]:
-        size = self.mask.block_size
-        return (tile.start - origin.start) // size, (tile.last - origin.start) // size
-
-    def _cells(self, q: Axis, k: Axis, origin: Origin) -> tuple[Tensor, Tensor] | None:
-        """(holds, valid) of each pair's mask blocks, [sub-blocks, pairs]; None where they are too
-        many to list.
-        """
-        (q0, q1), (k0, k1) = self._blocks(q, origin), self._blocks(k, origin)
+    def _cells(self, pairs: TilePairs) -> tuple[Tensor, Tensor] | None:
+        """(holds, valid) of each pair's mask blocks, [sub-blocks, pairs]; None if too many."""
+        q0, q1, k0, k1 = (x // self.mask.block_size for x in pairs.edges())
         if not len(q0):
             return None
         rows, columns = int((q1 - q0).max()) + 1, int((k1 - k0).max()) + 1
@@ -216,142 +224,159 @@ class InBlocks(Condition):
         at = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
         q_block, k_block = q0 + at[:, :1], k0 + at[:, 1:]
         valid = (q_block <= q1) & (k_block <= k1)
-        holds = self.mask.blocks_hold(q_block.clamp(min=0), k_block.clamp(min=0), origin.kv_len)
+        kv_len = pairs.origin.kv_len
+        holds = self.mask.blocks_hold(q_block.clamp(min=0), k_block.clamp(min=0), kv_len)
         return holds & (q_block >= 0) & valid, valid
 
-    def status(self, q: Axis, k: Axis, origin: Origin) -> Tensor:
-        cells = self._cells(q, k, origin)
-        if cells is None:
-            return torch.full_like(q.start, VARIES, dtype=torch.int8)
+    def status(self, pairs: TilePairs) -> Tensor:
+        if (cells := self._cells(pairs)) is None:
+            return torch.full_like(pairs.q.start, VARIES, dtype=torch.int8)
         holds, valid = cells
         return holds.any(0).to(torch.int8) + (holds | ~valid).all(0).to(torch.int8)
 
-    def signature(self, q: Axis, k: Axis, origin: Origin) -> list[Tensor]:
-        cells = self._cells(q, k, origin)
-        if cells is None:
-            return [torch.arange(len(q))]
-        size, holds = self.mask.block_size, cells[0]
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        if (cells := self._cells(pairs)) is None:
+            return [torch.arange(len(pairs))]
         words = [
-            (word.long() << torch.arange(len(word))[:, None]).sum(0) for word in holds.split(62)
+            (word.long() << torch.arange(len(word))[:, None]).sum(0) for word in cells[0].split(62)
         ]
-        return [(q.start - origin.start) % size, (k.start - origin.start) % size, *words]
+        q0, _, k0, _ = pairs.edges()
+        return [q0 % self.mask.block_size, k0 % self.mask.block_size, *words]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        first, last = self._blocks(queries, origin)
+        size = self.mask.block_size
+        first, last = ((x - origin.start) // size for x in (queries.start, queries.last))
         first = first.clamp(min=0)
-        count = (last - first + 1).clamp(min=0)
-        row, number = expand_counts(count)
-        block = first[row] + number
-        index, low, high = self.mask.spans(block, origin.kv_len[row])
-        size, row = self.mask.block_size, row[index]
-        return spans_of_positions(
-            queries,
-            keys,
-            row,
-            origin.start[row] + low * size,
-            origin.start[row] + high * size + size - 1,
-        )
+        row, number = expand_counts((last - first + 1).clamp(min=0))
+        index, low, high = self.mask.spans(first[row] + number, origin.kv_len[row])
+        row = row[index]
+        begin, end = origin.start[row] + low * size, origin.start[row] + high * size + size - 1
+        return spans_of_positions(queries, keys, row, begin, end)
 
 
 @dataclass(frozen=True, eq=False)
-class InCells(Condition):
-    """A mask that nothing is known of but its cells."""
+class Declared(Condition):
+    """A mask by what it says of tiles itself (`Mask.status`, `Mask.candidates`), if anything.
 
-    def status(self, q: Axis, k: Axis, origin: Origin) -> Tensor:
-        return torch.full_like(q.start, VARIES, dtype=torch.int8)
+    Attributes:
+        in_document: whether each origin is that of a document, a whole sequence to the mask.
+    """
 
-    def signature(self, q: Axis, k: Axis, origin: Origin) -> list[Tensor]:
-        return [torch.arange(len(q))]
+    mask: Mask
+    frame: Frame
+    in_document: bool
+
+    def _frames(self, origin: Origin) -> Iterator[tuple[Tensor, Frame]]:
+        """Which tiles are in frames of one kind, and that frame."""
+        if not self.in_document:
+            yield torch.arange(len(origin.start)), self.frame
+            return
+        for length in origin.kv_len.unique().tolist():
+            which = torch.nonzero(origin.kv_len == length)[:, 0]
+            yield which, self.frame._replace(q_len=length, kv_len=length, q_start=0)
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        status = torch.full_like(pairs.q.start, VARIES, dtype=torch.int8)
+        for which, frame in self._frames(pairs.origin):
+            told = self.mask.status(*pairs[which].edges(), frame)
+            if told is not None:
+                status[which] = told.to(torch.int8)
+        return status
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        return [torch.arange(len(pairs))]
+
+    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        found = _with_any_key(queries, keys, torch.arange(0))
+        for which, frame in self._frames(origin):
+            start = origin.start[which]
+            first, last = queries.start[which] - start, queries.last[which] - start
+            reach = self.mask.candidates(first, last, frame)
+            if reach is None:
+                found = found | _with_any_key(queries, keys, which)
+            else:
+                low, high = (start + x for x in reach)
+                found = found | spans_of_positions(queries, keys, which, low, high)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
 class PerDocument(Condition):
     """`inner`, with positions counted from the start of the document that holds both tiles."""
 
-    same: SameGroup
+    same: SameSegment
     inner: Condition
 
-    def _inside(self, first: Tensor, last: Tensor, origin: Origin) -> tuple[Tensor, Origin]:
+    def _document(self, first: Tensor, last: Tensor, origin: Origin) -> tuple[Tensor, Origin]:
         """Whether first and last are in one document, and that document as an origin."""
         starts = self.same.starts
-        group = self.same._group(first - origin.start)
-        inside = (group == self.same._group(last - origin.start)) & (group < len(starts) - 1)
-        group = group.clamp(0, max(0, len(starts) - 2))
-        start, end = starts[group], starts[(group + 1).clamp(max=len(starts) - 1)]
-        return inside & (group >= 0), Origin(origin.start + start, end - start)
+        number = self.same.segment_of(first - origin.start)
+        inside = (number == self.same.segment_of(last - origin.start)) & (number < len(starts) - 1)
+        place = number.clamp(0, max(0, len(starts) - 2))
+        start, end = starts[place], starts[(place + 1).clamp(max=len(starts) - 1)]
+        return inside & (number >= 0), Origin(origin.start + start, end - start)
 
-    def _pairs_inside(self, q: Axis, k: Axis, origin: Origin) -> tuple[Tensor, Origin]:
-        return self._inside(torch.minimum(q.start, k.start), torch.maximum(q.last, k.last), origin)
+    def _in_documents(self, pairs: TilePairs) -> tuple[Tensor, TilePairs]:
+        q, k = pairs.q, pairs.k
+        first, last = torch.minimum(q.start, k.start), torch.maximum(q.last, k.last)
+        inside, document = self._document(first, last, pairs.origin)
+        return inside, TilePairs(q, k, document)
 
-    def status(self, q: Axis, k: Axis, origin: Origin) -> Tensor:
-        inside, document = self._pairs_inside(q, k, origin)
-        crossing = self.same.status(q, k, origin).clamp(max=VARIES)
-        return torch.where(inside, self.inner.status(q, k, document), crossing)
+    def status(self, pairs: TilePairs) -> Tensor:
+        inside, in_document = self._in_documents(pairs)
+        crossing = self.same.status(pairs).clamp(max=VARIES)
+        return torch.where(inside, self.inner.status(in_document), crossing)
 
-    def signature(self, q: Axis, k: Axis, origin: Origin) -> list[Tensor]:
-        inside, document = self._pairs_inside(q, k, origin)
-        columns = self.inner.signature(q, k, document)
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        inside, in_document = self._in_documents(pairs)
+        columns = self.inner.signature(in_document)
         several = torch.where(inside, 0, 1 + torch.arange(len(inside)))
         return [several, *(torch.where(inside, column, 0) for column in columns)]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        inside, document = self._inside(queries.start, queries.last, origin)
-        crossing = torch.nonzero(~inside)[:, 0]
-        anywhere = spans_of_positions(
-            queries, keys, crossing, crossing * 0, crossing * 0 + _end(keys)
-        )
+        inside, document = self._document(queries.start, queries.last, origin)
+        anywhere = _with_any_key(queries, keys, torch.nonzero(~inside)[:, 0])
         found = self.inner.candidates(queries, keys, document) | anywhere
         return found & self.same.candidates(queries, keys, origin)
 
 
 @dataclass(frozen=True, eq=False)
 class _Joint(Condition):
-    """Several conditions joined; a part whose status does not vary adds nothing to the
-    signature.
-    """
+    """Several conditions joined; a part that does not vary adds nothing to the signature."""
 
     parts: tuple[Condition, ...]
+    extreme: ClassVar[Any]  # of the parts' status
+    join: ClassVar[Any]  # of the parts' candidates
 
-    def signature(self, q: Axis, k: Axis, origin: Origin) -> list[Tensor]:
+    def status(self, pairs: TilePairs) -> Tensor:
+        return reduce(type(self).extreme, (part.status(pairs) for part in self.parts))
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
         columns = []
         for part in self.parts:
-            varies = part.status(q, k, origin) == VARIES
+            varies = part.status(pairs) == VARIES
             columns.append(varies.long())
             if varies.any():
-                columns += [torch.where(varies, x, 0) for x in part.signature(q, k, origin)]
+                columns += [torch.where(varies, x, 0) for x in part.signature(pairs)]
         return columns
 
+    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        spans = (part.candidates(queries, keys, origin) for part in self.parts)
+        return reduce(type(self).join, spans)
 
-class All(_Joint):
+
+class AllOf(_Joint):
     """Every part holds."""
 
-    def status(self, q: Axis, k: Axis, origin: Origin) -> Tensor:
-        status = self.parts[0].status(q, k, origin)
-        for part in self.parts[1:]:
-            status = torch.minimum(status, part.status(q, k, origin))
-        return status
-
-    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        spans = self.parts[0].candidates(queries, keys, origin)
-        for part in self.parts[1:]:
-            spans = spans & part.candidates(queries, keys, origin)
-        return spans
+    extreme = staticmethod(torch.minimum)
+    join = Spans.__and__
 
 
-class Any(_Joint):
+class AnyOf(_Joint):
     """Some part holds."""
 
-    def status(self, q: Axis, k: Axis, origin: Origin) -> Tensor:
-        status = self.parts[0].status(q, k, origin)
-        for part in self.parts[1:]:
-            status = torch.maximum(status, part.status(q, k, origin))
-        return status
-
-    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        spans = self.parts[0].candidates(queries, keys, origin)
-        for part in self.parts[1:]:
-            spans = spans | part.candidates(queries, keys, origin)
-        return spans
+    extreme = staticmethod(torch.maximum)
+    join = Spans.__or__
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,15 +385,18 @@ class Negated(Condition):
 
     part: Condition
 
-    def status(self, q: Axis, k: Axis, origin: Origin) -> Tensor:
-        return FULL - self.part.status(q, k, origin)
+    def status(self, pairs: TilePairs) -> Tensor:
+        return FULL - self.part.status(pairs)
 
-    def signature(self, q: Axis, k: Axis, origin: Origin) -> list[Tensor]:
-        return self.part.signature(q, k, origin)
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        return self.part.signature(pairs)
 
 
-def condition(mask: Mask, frame: Frame) -> Condition:
-    """Lowers a mask that is free of heads and batch (`Mask.at`)."""
+def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
+    """Lowers a mask that is free of heads and batch (`Mask.at`).
+
+    `in_document`: it is laid in documents of `Packed`, each a whole sequence to it.
+    """
     match mask:
         case Full():
             return Linear(0, 0, 0)
@@ -378,34 +406,39 @@ def condition(mask: Mask, frame: Frame) -> Condition:
             parts: list[Condition] = [Congruent(dilation)] if dilation > 1 else []
             parts += [] if left is None else [Linear(-1, 1, -left)]
             parts += [] if right is None else [Linear(1, -1, -right)]
-            return All(tuple(parts)) if parts else Linear(0, 0, 0)
+            return AllOf(tuple(parts)) if parts else Linear(0, 0, 0)
         case GlobalTokens(count, rows, columns):
-            parts = [All((Linear(1, 0, 0), Linear(-1, 0, 1 - count)))] if rows else []
+            parts = [AllOf((Linear(1, 0, 0), Linear(-1, 0, 1 - count)))] if rows else []
             parts += [Linear(0, -1, 1 - count)] if columns else []
-            return Any(tuple(parts)) if parts else Linear(0, 0, 1)
+            return AnyOf(tuple(parts)) if parts else Linear(0, 0, 1)
         case Dilated(length, rate, _):
             end = max(frame.kv_len, frame.q_start + frame.q_len, 1)
-            same = SameGroup(torch.arange(0, end + length, length))
+            same = SameSegment(torch.arange(0, end + length, length))
             residue = mask.offset_of(0, 1)
             grids = [OnGrid(of_query, length, rate, residue) for of_query in (True, False)]
-            return All((same, *grids)) if rate > 1 else same
+            return AllOf((same, *grids)) if rate > 1 else same
         case Documents():
-            return SameGroup(_starts(mask))
-        case Packed():
-            return PerDocument(SameGroup(_starts(mask.documents)), condition(mask.pattern, frame))
+            return SameSegment(_starts(mask))
+        case Packed(_, inner):
+            return PerDocument(SameSegment(_starts(mask.documents)), condition(inner, frame, True))
         case And(masks):
-            return All(tuple(condition(part, frame) for part in masks))
+            return AllOf(tuple(condition(part, frame, in_document) for part in masks))
         case Or(masks):
-            return Any(tuple(condition(part, frame) for part in masks))
+            return AnyOf(tuple(condition(part, frame, in_document) for part in masks))
         case Not(part):
-            return Negated(condition(part, frame))
-        case BlockMask():
+            return Negated(condition(part, frame, in_document))
+        case BlockwiseMask():
             return InBlocks(mask)
-    return InCells()
+    return Declared(mask, frame, in_document)
 
 
 def _starts(documents: Documents) -> Tensor:
     return torch.cat((torch.zeros(1, dtype=torch.int64), documents.ends()))
+
+
+def _with_any_key(queries: Axis, keys: Axis, rows: Tensor) -> Spans:
+    """Some query tiles paired with all key tiles of their residue."""
+    return spans_of_positions(queries, keys, rows, rows * 0, rows * 0 + _end(keys))
 
 
 def _end(axis: Axis) -> int:

@@ -30,7 +30,6 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
         or frame.q_start < 0
     ):
         return None
-    pattern.check(frame)
     indices = selections[0].indices
     indices = indices.view((1,) * (4 - indices.dim()) + indices.shape)  # [B or 1, H or 1, Qb, k]
     first = frame.q_start // block_size
@@ -44,7 +43,7 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
     repeated[..., 1:] = key[..., 1:] == key[..., :-1]
     query = first + torch.arange(rows, device=indices.device)[:, None]
     nothing = (key == keys) | repeated | ((key > query) & causal)
-    mask = torch.where((key == query) & causal, _DIAGONAL, -1)
+    bitmap = torch.where((key == query) & causal, _DIAGONAL, -1)
     count = (~nothing).sum(-1)
     row_ptr = torch.nn.functional.pad(count.cumsum(-1), (1, 0)).int()
     kept_first = nothing.flatten(2).to(torch.int8).argsort(dim=-1, stable=True)
@@ -65,7 +64,7 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
         key_stop=key_stop,
         row_ptr=row_ptr,
         key_tile=key.clamp(max=keys - 1).int().flatten(2).gather(2, kept_first),
-        mask=mask.int().flatten(2).gather(2, kept_first),
+        bitmap=bitmap.int().flatten(2).gather(2, kept_first),
         bitmaps=pack(lower[None]),
         covers=(True, True),
         longest=(indices.shape[-1], rows * indices.shape[-1]),
@@ -74,5 +73,5 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
     rows_q, columns_k = q[:, None], k[key.clamp(max=keys - 1)]
     short = torch.minimum(rows_q, columns_k)
     diagonal = short * (short + 1) // 2 + (rows_q - short) * columns_k
-    pairs = torch.where(nothing, 0, torch.where(mask == _DIAGONAL, diagonal, rows_q * columns_k))
+    pairs = torch.where(nothing, 0, torch.where(bitmap == _DIAGONAL, diagonal, rows_q * columns_k))
     return BlockLayout(frame, block_size, (p,), pairs.sum((2, 3)).double().mean())

@@ -116,7 +116,7 @@ class Pattern:
         Cost: O(B H Nq Nk) time and memory; for tests and small inputs.
         """
         frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
-        self.check(frame)
+        check_fits(self, frame)
         p = torch.arange(frame.q_start, frame.q_start + frame.q_len)[:, None]
         k = torch.arange(frame.kv_len)[None, :]
         batch, tables = self.num_batches(), num_heads if self.num_tables(frame) > 1 else 1
@@ -143,24 +143,27 @@ class Pattern:
         num_heads: int = 1,
         num_kv_heads: int | None = None,
         q_start: int | None = None,
-        block_size: int = 128,
+        block_size: int | None = None,
         device: torch.device | str = "cpu",
     ) -> "BlockLayout":
         """Compiles the pattern to tiles, or takes the compiled form from `layout_cache`.
 
-        Args: as `to_dense`, and `block_size` (a multiple of 16 from 16 to 256), `device` of the
-            tables.
+        Args: as `to_dense`, and
+            block_size: a multiple of 16 from 16 to 256; default what `attention` takes (unless
+                `sparsering tune` measured another for the pattern on a GPU).
+            device: of the tables.
 
         Raises: ValueError where the pattern does not fit the lengths or heads.
 
         Cost: O(visited blocks) time and memory.
         """
-        from ..layouts.cache import (
-            layout_cache,  # layouts stand on patterns; this is the one convenience the other way
-        )
+        # Layouts stand on patterns; this is the one convenience the other way.
+        from ..layouts.cache import layout_cache
+        from ..layouts.compile import default_block_size
 
         frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
-        return layout_cache.layout(self, frame, block_size, torch.device(device))
+        size = default_block_size(self, frame.kv_len) if block_size is None else block_size
+        return layout_cache.layout(self, frame, size, torch.device(device))
 
     def check(self, frame: Frame) -> None:
         """Raises ValueError where the pattern does not fit these lengths and heads."""
@@ -219,6 +222,31 @@ class Mask(Pattern):
     def at(self, batch: int, head: int, frame: Frame) -> "Mask":
         """The mask that one query head of one batch entry sees, free of both."""
         return self
+
+    def status(
+        self, q_first: Tensor, q_last: Tensor, k_first: Tensor, k_last: Tensor, frame: Frame
+    ) -> Tensor | None:
+        """What holds of tiles, for a mask of a user's own to be laid out fast.
+
+        Args: first and last query and key position of n pairs of tiles, int64 [n]; a tile's
+            positions may be some way apart.
+
+        Returns: [n], 0 where no pair of a pair of tiles holds, 2 where all do, 1 where that varies
+            or is not known; None for nothing known.
+        """
+        return None
+
+    def candidates(
+        self, q_first: Tensor, q_last: Tensor, frame: Frame
+    ) -> tuple[Tensor, Tensor] | None:
+        """Where the keys of tiles are, for a mask of a user's own to be laid out fast.
+
+        Args: first and last query position of n tiles, int64 [n].
+
+        Returns: (first, last) key position of a range for each, outside of which no pair holds;
+            None for anywhere.
+        """
+        return None
 
     def check(self, frame: Frame) -> None: ...
 
@@ -324,6 +352,20 @@ class Not(Mask):
 
     def num_tables(self, frame: Frame) -> int:
         return self.mask.num_tables(frame)
+
+
+def check_fits(pattern: Pattern, frame: Frame) -> None:
+    """Raises ValueError, which quotes the pattern, where it does not fit lengths and heads."""
+    try:
+        pattern.check(frame)
+    except ValueError as error:
+        raise ValueError(f"{error}, in {shortened(str(pattern))}") from None
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """The text, its middle left out where it is long."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
 
 def _parts(operator_type: type[_SetOperation], mask: Mask) -> tuple[Mask, ...]:

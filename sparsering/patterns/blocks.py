@@ -19,7 +19,7 @@ from .algebra import And, Frame, Mask, Or, checked_integer, freeze_integers
 from .permutation import permute, unpermute
 
 
-class BlockMask(Mask):
+class BlockwiseMask(Mask):
     """A mask given by which key blocks each query block sees."""
 
     block_size: int
@@ -40,7 +40,7 @@ class BlockMask(Mask):
 
 
 @dataclass(frozen=True, repr=False)
-class BlockDilated(BlockMask):
+class BlockDilated(BlockwiseMask):
     """b' = b, or abs(b - b') is one of `rates`."""
 
     rates: tuple[int, ...]
@@ -62,7 +62,7 @@ class BlockDilated(BlockMask):
 
 
 @dataclass(frozen=True, repr=False)
-class BlockWindow(BlockMask):
+class BlockWindow(BlockwiseMask):
     """abs(b - b') <= radius."""
 
     radius: int
@@ -80,7 +80,7 @@ class BlockWindow(BlockMask):
 
 
 @dataclass(frozen=True, repr=False)
-class Hierarchical(BlockMask):
+class Hierarchical(BlockwiseMask):
     """The union over levels (stride, window), in tokens, fine to coarse; `None` for a window
     without end.
 
@@ -133,7 +133,7 @@ class Hierarchical(BlockMask):
 
 
 @dataclass(frozen=True, repr=False)
-class RandomBlocks(BlockMask):
+class RandomBlocks(BlockwiseMask):
     """Per query block, the diagonal block and a seeded choice of others.
 
     Every row has max(1, floor(density * blocks + 0.5)) of the blocks = ceil(Nk / block_size); 0 <
@@ -167,7 +167,7 @@ class RandomBlocks(BlockMask):
 
 
 @dataclass(frozen=True, repr=False)
-class _RandomBlocksOfHead(BlockMask):
+class _RandomBlocksOfHead(BlockwiseMask):
     """`RandomBlocks` as one kv head sees it.
 
     A row draws the first `count` images of a permutation of the blocks, or, where the row's own
@@ -299,7 +299,7 @@ def lookup(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Blocks(_TensorMask, BlockMask):
+class Blocks(_TensorMask, BlockwiseMask):
     """`active[..., p // block_size, k // block_size]`, by absolute position (cross attention: pass
     `q_start=0`).
 
@@ -345,7 +345,7 @@ class Blocks(_TensorMask, BlockMask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class SelectedBlocks(_TensorMask, BlockMask):
+class SelectedBlocks(_TensorMask, BlockwiseMask):
     """Key block b' is listed in `indices[..., b, :]`, b = p // block_size: what a top-k selection
     returns.
 
@@ -386,9 +386,9 @@ class SelectedBlocks(_TensorMask, BlockMask):
             )
 
 
-def block_masks(mask: Mask) -> list[BlockMask]:
-    """The block masks that a mask is made of."""
-    if isinstance(mask, BlockMask):
+def blockwise_masks(mask: Mask) -> list[BlockwiseMask]:
+    """The blockwise masks that a mask is made of."""
+    if isinstance(mask, BlockwiseMask):
         return [mask]
     parts = mask.masks if isinstance(mask, And | Or) else ()
-    return [found for part in parts for found in block_masks(part)]
+    return [found for part in parts for found in blockwise_masks(part)]

@@ -200,7 +200,7 @@ def test_offloaded_keys_give_the_same_bits(name):
 def run_traced(rank: int) -> list[str]:
     """What a rank does, in order: posts, waits and kernels."""
     from sparsering.distributed import exchange
-    from sparsering.distributed import rank as ranks
+    from sparsering.distributed.rank import Rank
 
     events: list[str] = []
 
@@ -212,16 +212,16 @@ def run_traced(rank: int) -> list[str]:
 
         return call
 
-    saved = exchange.Exchange._start, exchange.Pending.wait, ranks._attend, ranks._differentiate
+    saved = exchange.Exchange._start, exchange.Pending.wait, Rank._attend, Rank._differentiate
     exchange.Exchange._start = noted("post", saved[0])
     exchange.Pending.wait = noted("wait", saved[1])
-    ranks._attend = noted("attend", saved[2])
-    ranks._differentiate = noted("differentiate", saved[3])
+    Rank._attend = noted("attend", saved[2])
+    Rank._differentiate = noted("differentiate", saved[3])
     try:
         own = [torch.randn(1, 1, 8, 4, requires_grad=True) for _ in range(3)]
         ring_attention(*own, sr.Full(), group=groups[3]).sum().backward()
     finally:
-        exchange.Exchange._start, exchange.Pending.wait, ranks._attend, ranks._differentiate = saved
+        exchange.Exchange._start, exchange.Pending.wait, Rank._attend, Rank._differentiate = saved
     return [event for event in events if "query rows" not in event and "answers" not in event]
 
 

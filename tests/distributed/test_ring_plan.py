@@ -32,9 +32,9 @@ def assert_plan_is_exact(pattern: sr.Pattern, case: Case, world: int, sharding: 
             seen = needs[:, :, shards[receiver]].any(2)
             for b in range(case.batch):
                 for h in range(case.num_kv_heads):
-                    runs, group = plan.runs(receiver, sender, b, h)
                     tokens = [k for k in shards[sender] if seen[b, h, k]]
-                    assert sorted(runs.of(group).tolist()) == tokens, (receiver, sender, b, h)
+                    needed = plan.tokens_of(receiver, sender, b, h)
+                    assert sorted(needed.tolist()) == tokens, (receiver, sender, b, h)
                     total += len(tokens)
         assert plan.tokens_received(receiver) == total / case.batch
         staying = [p for p in shards[receiver] if p not in away]
@@ -183,7 +183,7 @@ def test_global_rows_go_to_the_keys():
 def test_global_rows_stay_where_sending_them_costs_about_as_much():
     for count in (1000, 4095):
         pattern = sr.SlidingWindow(16) | sr.GlobalTokens(count)
-        assert RingPlan.build(pattern, 8 * 4096, 8, query_heads=8, num_heads=1).travellers == ()
+        assert RingPlan.build(pattern, 8 * 4096, 8, num_heads=8, num_kv_heads=1).travellers == ()
     assert RingPlan.build(sr.GlobalTokens(4095), 8 * 4096, 8).travellers == ()
 
 
@@ -215,7 +215,7 @@ def test_auto_is_one_choice_whatever_the_number_of_query_heads(world):
         ):
             names = {
                 RingPlan.build(
-                    pattern, tokens, world, num_heads=2, query_heads=heads, sharding="auto"
+                    pattern, tokens, world, num_heads=heads, num_kv_heads=2, sharding="auto"
                 ).sharding
                 for heads in (2, 4, 16, 64)
             }
@@ -274,10 +274,10 @@ def test_bad_arguments(arguments, text):
 
 def test_bytes_of_other_heads_only_where_heads_are_alike():
     plan = RingPlan.build(sr.SlidingWindow(10), 64, 4)
-    one = plan.bytes_received(1, kv_heads=1, head_dim=8, dtype=torch.float16)
+    one = plan.bytes_received(1, num_kv_heads=1, head_dim=8, dtype=torch.float16)
     assert one == 10 * 2 * 8 * 2
-    assert plan.bytes_received(1, kv_heads=6, head_dim=8, dtype=torch.float16) == 6 * one
-    assert plan.bytes_received(1, kv_heads=1, head_dim=(8, 24), dtype=torch.float16) == 2 * one
+    assert plan.bytes_received(1, num_kv_heads=6, head_dim=8, dtype=torch.float16) == 6 * one
+    assert plan.bytes_received(1, num_kv_heads=1, head_dim=(8, 24), dtype=torch.float16) == 2 * one
     per_head = RingPlan.build(sr.Dilated(64, 4), 64, 4, num_heads=4)
-    with pytest.raises(ValueError, match="num_heads=8"):
-        per_head.bytes_received(1, kv_heads=8, head_dim=8, dtype=torch.float16)
+    with pytest.raises(ValueError, match="num_kv_heads=8"):
+        per_head.bytes_received(1, num_kv_heads=8, head_dim=8, dtype=torch.float16)

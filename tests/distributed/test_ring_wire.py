@@ -7,7 +7,7 @@ from torch import Tensor
 
 import sparsering as sr
 from sparsering.distributed import RingPlan, Traffic, ring_attention, shard
-from sparsering.distributed.wire import FORMATS, wire
+from sparsering.distributed.wire import FORMATS, wire_format
 
 TOKENS, HEADS, WIDTH, VALUE_WIDTH, WORLD = 64, 2, 16, 24, 2
 ERRORS = {"bf16": (5e-4, 3e-3), "fp8": (1e-2, 4e-2), "int8": (3e-3, 1e-2)}  # of normal numbers
@@ -22,7 +22,7 @@ def whole() -> list[Tensor]:
 def test_rows_survive_up_to_rounding(name):
     rows = torch.randn(50, WIDTH + VALUE_WIDTH) * torch.logspace(-6, 6, 50)[:, None]
     rows[7], rows[8] = 0, 1e-40
-    form = wire(name, torch.float32)
+    form = wire_format(name, torch.float32)
     sent = form.encode(rows, WIDTH)
     assert sent.nbytes == 50 * form.row_bytes(WIDTH, VALUE_WIDTH)
     came = form.decode(sent, WIDTH, VALUE_WIDTH)
@@ -38,7 +38,7 @@ def test_rows_survive_up_to_rounding(name):
 def test_a_number_that_is_not_finite_spoils_its_own_row_alone(name):
     rows = torch.randn(4, WIDTH + VALUE_WIDTH)
     rows[1, 3], rows[2, WIDTH + 1] = torch.inf, torch.nan
-    form = wire(name, torch.float32)
+    form = wire_format(name, torch.float32)
     came = form.decode(form.encode(rows, WIDTH), WIDTH, VALUE_WIDTH)
     assert came[[0, 3]].isfinite().all()
     assert not came[1, :WIDTH].isfinite().all() and came[1, WIDTH:].isfinite().all()
@@ -113,4 +113,4 @@ def test_no_such_format(name):
 
 def test_a_half_precision_row_is_never_sent_in_more_bytes_than_its_own():
     for name in ("bf16", None):
-        assert wire(name, torch.float16).row_bytes(64, 64) == 256
+        assert wire_format(name, torch.float16).row_bytes(64, 64) == 256

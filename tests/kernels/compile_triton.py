@@ -24,9 +24,10 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import sparsering as sr
-from sparsering.kernels import triton as backend
+from sparsering.kernels.problem import Problem
+from sparsering.kernels.triton import call as backend
 from sparsering.kernels.triton import launch as triton_launch
-from sparsering.kernels.triton import tuning as tuning
+from sparsering.kernels.triton import tuning
 
 AMD = 0  # in place of a compute capability: an MI300, with the configs of 80
 TYPES = {
@@ -50,20 +51,20 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
     backend.processors = lambda device: 132
     tuning.generation = lambda device: capability or 80
     dtype = getattr(torch, case.get("dtype", "bfloat16"))
-    width, tile = case.get("head_dim", 128), case.get("block_size", 128)
+    head_dim, tile = case.get("head_dim", 128), case.get("block_size", 128)
     heads, kv_heads, length = case.get("heads", 2), case.get("kv_heads", 2), case.get("tokens", 512)
-    query = torch.randn(1, heads, case.get("queries", length), width, dtype=dtype)
-    key = torch.randn(1, kv_heads, length, width, dtype=dtype)
-    value = torch.randn(1, kv_heads, length, case.get("value_dim", width), dtype=dtype)
+    query = torch.randn(1, heads, case.get("queries", length), head_dim, dtype=dtype)
+    key = torch.randn(1, kv_heads, length, head_dim, dtype=dtype)
+    value = torch.randn(1, kv_heads, length, case.get("value_dim", head_dim), dtype=dtype)
     pattern = eval(case.get("pattern", "Causal()"), vars(sr))
     layout = pattern.layout(
         query.shape[2], length, num_heads=heads, num_kv_heads=kv_heads, block_size=tile
     )
     scale = case.get("scale", 0.1)
     bias = torch.zeros(1, heads, layout.num_blocks) if case.get("bias") else None
-    out, lse = backend.forward(layout, query, key, value, bias, scale)
-    grads = torch.randn_like(out), torch.randn_like(lse)
-    backend.backward(layout, *grads, query, key, value, bias, out, lse, scale)
+    problem = Problem(layout, query, key, value, scale, bias)
+    out, lse = backend.forward(problem)
+    backend.backward(problem, out, lse, torch.randn_like(out), torch.randn_like(lse))
     return caught
 
 

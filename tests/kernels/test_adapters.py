@@ -21,8 +21,10 @@ from attention_oracle import (
 from torch import Tensor
 
 import sparsering as sr
-from sparsering import ops
+from sparsering import dispatch
+from sparsering.dispatch import BACKENDS, choose
 from sparsering.kernels import flash
+from sparsering.kernels.problem import Problem
 
 CASES = [Case(2, 4, 2, 70, 75, 16, 12, 16), Case(2, 2, 1, 33, 50, 5, 20, 48, 7)]
 
@@ -78,7 +80,7 @@ def test_flex_says_what_it_cannot():
     with pytest.raises(NotImplementedError, match="flex: FlexAttention has no backward on the CPU"):
         attend(*args, sr.Causal(), backend="flex")
     with torch.no_grad():
-        assert "flex: usable" in sr.explain(*args, sr.Causal())
+        assert "flex: usable (only when named)" in sr.explain(*args, sr.Causal())
         layout = sr.Full().layout(**CASES[0].heads, block_size=16)
         bias = torch.zeros(1, 4, layout.num_blocks, dtype=torch.float64)
         with pytest.raises(NotImplementedError, match="flex: it has no block_bias"):
@@ -88,23 +90,28 @@ def test_flex_says_what_it_cannot():
 def test_adapters_and_interpreters_are_never_the_default(monkeypatch):
     args = inputs(CASES[0], torch.float32, requires_grad=False)
     for name, following in (("cpu", "gather"), ("gather", "reference")):
-        assert ops.choose(None, *args) == name
-        monkeypatch.setitem(ops.BACKENDS, name, lambda *tensors: ["not now"])
-        assert ops.choose(None, *args) == following
-    monkeypatch.setitem(ops.BACKENDS, "reference", lambda *tensors: ["not now"])
+        assert choose(None, args) == name
+        cannot_run(monkeypatch, name, "not now")
+        assert choose(None, args) == following
+    cannot_run(monkeypatch, "reference", "not now")
     with pytest.raises(NotImplementedError):
-        ops.choose(None, *args)
-    assert ops.choose("flex", *args) == "flex" and ops.choose("triton", *args) == "triton"
+        choose(None, args)
+    assert choose("flex", args) == "flex" and choose("triton", args) == "triton"
+
+
+def cannot_run(monkeypatch, name: str, reason: str) -> None:
+    backend = BACKENDS[name]._replace(reasons=lambda *tensors: [reason])
+    monkeypatch.setitem(BACKENDS, name, backend)
 
 
 @pytest.mark.parametrize(("backend", "extra"), [("flash", "flash"), ("triton", "triton")])
 def test_a_missing_package_is_an_import_error_that_names_the_extra(backend, extra, monkeypatch):
-    monkeypatch.setattr(ops, "find_spec", lambda name: None)
-    monkeypatch.setitem(ops.BACKENDS, backend, lambda *tensors: ["the package is missing"])
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    cannot_run(monkeypatch, backend, "the package is missing")
     args = inputs(CASES[0], torch.float32, requires_grad=False)
     with pytest.raises(ImportError, match=rf"pip install 'sparsering\[{extra}\]'"):
         attend(*args, sr.Causal(), backend=backend)
-    assert ops.choose(None, *args) == "cpu"
+    assert choose(None, args) == "cpu"
 
 
 # FlashAttention-4
@@ -171,7 +178,7 @@ def test_flash_is_told_the_blocks_of_the_layout(pattern, scale):
     case = Case(1, 2, 1, 384, 384, 4, 4, 128)
     args = inputs(case, torch.float32, requires_grad=False)
     layout = pattern.layout(**case.heads, block_size=128)
-    out, lse = flash.forward(layout, *args, None, scale)
+    out, lse = flash.forward(Problem(layout, *args, scale))
     exact = attend(*args, pattern, scale=scale, block_size=128, backend="reference")
     assert out.is_contiguous()
     assert_close(out, exact[0], 1e-6)
@@ -190,8 +197,8 @@ def test_flash_refuses_what_it_cannot_do_and_says_why():
     ):
         layout = pattern.layout(200, num_heads=2, num_kv_heads=1, block_size=size)
         with pytest.raises(NotImplementedError, match=f"flash: .*{told}.*name another backend"):
-            flash.forward(layout, *args, None, 1.0)
+            flash.forward(Problem(layout, *args, 1.0))
 
 
 def test_flash_has_the_triton_kernels_gradients():
-    assert ops.BACKWARD["flash"] is ops.BACKWARD["triton"]
+    assert BACKENDS["flash"].backward is BACKENDS["triton"].backward

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ from torch import Tensor
 
 import sparsering as sr
 from sparsering.kernels import cpu
+from sparsering.kernels.cpu import call
 from sparsering.kernels.cpu.call import backward, forward
+from sparsering.kernels.problem import Problem
 
 FORWARD = 3e-6  # float32 sums of up to some hundred terms; a wrong pair is off by 1e-3 at least
 BACKWARD = 2e-5
@@ -35,7 +38,7 @@ BACKWARD = 2e-5
 def sweep(request, monkeypatch) -> str:
     """How dK and dV are summed."""
     most = float("inf") if request.param == "by head" else 0
-    monkeypatch.setattr(cpu, "_MOST_REPEATED_WORK", most)
+    monkeypatch.setattr(call, "_MOST_REPEATED_WORK", most)
     return request.param
 
 
@@ -256,49 +259,50 @@ def test_an_index_outside_its_tensor_raises(name, message, value):
     args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
     layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
     sr.layout_cache.clear()  # nobody else gets to see it
-    out, lse = forward(layout, *args, None, 0.25)
+    out, lse = forward(Problem(layout, *args, 0.25))
     tensor = getattr(layout.passes[0], name)
     tensor[..., tensor.shape[-1] // 2] = value
     with pytest.raises(ValueError, match=f"malformed layout: {message}"):
-        forward(layout, *args, None, 0.25)
+        forward(Problem(layout, *args, 0.25))
     with pytest.raises(ValueError, match=f"malformed layout: {message}"):
-        backward(layout, out, lse, *args, None, out, lse, 0.25)
+        backward(Problem(layout, *args, 0.25), out, lse, out, lse)
 
 
 def test_a_transposed_table_that_lies_raises(monkeypatch):
-    monkeypatch.setattr(cpu, "_MOST_REPEATED_WORK", 0)
+    monkeypatch.setattr(call, "_MOST_REPEATED_WORK", 0)
     args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
     for name in ("row_ptr", "query_tile", "entry"):
         sr.layout_cache.clear()
         layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
-        out, lse = forward(layout, *args, None, 0.25)
+        out, lse = forward(Problem(layout, *args, 0.25))
         getattr(layout.passes[0].transpose, name)[..., 3] = 10_000
         with pytest.raises(ValueError, match="malformed layout"):
-            backward(layout, out, lse, *args, None, out, lse, 0.25)
+            backward(Problem(layout, *args, 0.25), out, lse, out, lse)
     sr.layout_cache.clear()
 
 
 def test_a_transposed_table_that_leads_to_padding_raises(monkeypatch):
     """Tables of a batch differ in length; what pads the shorter one was never checked."""
-    monkeypatch.setattr(cpu, "_MOST_REPEATED_WORK", 0)
+    monkeypatch.setattr(call, "_MOST_REPEATED_WORK", 0)
     case = Case(2, 2, 1, 100, 100)
     args = inputs(case, torch.float32, requires_grad=False)
     layout = sr.KeyPadding((100, 0)).layout(**case.heads, block_size=16)
-    out, lse = forward(layout, *args, None, 0.25)
+    out, lse = forward(Problem(layout, *args, 0.25))
     p = layout.passes[0]
-    p.mask[1, 0, 5] = 10**6
+    p.bitmap[1, 0, 5] = 10**6
     p.transpose.row_ptr[1, 0, 1:], p.transpose.entry[1, 0, 0] = 1, 5
     with pytest.raises(ValueError, match="malformed layout"):
-        backward(layout, out, lse, *args, None, out, lse, 0.25)
+        backward(Problem(layout, *args, 0.25), out, lse, out, lse)
     sr.layout_cache.clear()
 
 
 def test_query_tiles_that_overlap_leave_no_row_unwritten():
     args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
     layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
-    p = layout.passes[0]
+    p = replace(layout.passes[0], covers=(False, False))
+    layout = replace(layout, passes=(p,))
     p.query_start[0, 1], p.query_stop[0, 1] = 0, 16
-    out, lse = forward(layout, *args, None, 0.25)
+    out, lse = forward(Problem(layout, *args, 0.25))
     sr.layout_cache.clear()
     assert (lse[..., 16:32] == -torch.inf).all() and (out[..., 16:32, :] == 0).all()
 
@@ -307,24 +311,21 @@ def test_query_tiles_that_overlap_leave_no_row_unwritten():
 def test_tensors_that_do_not_fit_each_other_raise(name):
     query, key, value = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
     layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
-    out, lse = forward(layout, query, key, value, None, 0.25)
+    out, lse = forward(Problem(layout, query, key, value, 0.25))
     given = {"out": out, "lse": lse, "grad_out": out, "grad_lse": lse}
     bias = torch.zeros(1, 1, layout.num_blocks) if name == "bias" else None
     value = value.bfloat16() if name == "dtype" else value
     if name in given:
         given[name] = given[name][:, :1]
     with pytest.raises(ValueError, match="sparsering cpu: "):
-        backward(
-            layout, given["grad_out"], given["grad_lse"], query, key, value, bias,
-            given["out"], given["lse"], 0.25,
-        )  # fmt: skip
+        backward(Problem(layout, query, key, value, 0.25, bias), **given)
 
 
 def test_a_layout_of_other_lengths_raises():
     args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
     layout = sr.Causal().layout(128, num_heads=2, num_kv_heads=1, block_size=16)
     with pytest.raises(ValueError, match="malformed layout"):
-        forward(layout, *args, None, 0.25)
+        forward(Problem(layout, *args, 0.25))
 
 
 def test_too_few_biases_raise():

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsering as sr
-from sparsering.kernels import triton as backend
+from sparsering.kernels.triton import call as backend
 from sparsering.kernels.triton import tune
 from sparsering.kernels.triton import tuning as triton_tuning
 from sparsering.kernels.triton import walk as triton_walk
@@ -256,7 +256,7 @@ def test_few_tokens_of_a_group_of_heads_are_packed(group):
     layout = sr.Causal().layout(**case.heads, block_size=32)
     query, key, value = inputs(case, torch.float32, requires_grad=False)
     (part,) = backend._parts(layout, query, key, value, None, 1.0, False)
-    rows = backend._rows(part, 0, backend._config("forward", part))
+    rows = backend._rows(part, 0, backend._config_for("forward", part))
     assert rows["TOKENS"] == 4 and rows["PACK"] == group
     assert_is_the_reference(sr.Causal(), case)
 
@@ -354,12 +354,12 @@ def test_a_walk_visits_every_entry_once(case, limit, by_key):
 
 def _assert_walks_the_table(layout, number, by_key, limit, w, b, t, head) -> None:
     p = layout.passes[number]
-    row, key, mask, axis = layout.table(p, b, head)
+    row, key, bitmap, axis = layout.table(p, b, head)
     tile, other = (key, row) if by_key else (row, key)
     starts, stops = (p.query_start, p.query_stop) if by_key else (p.key_start, p.key_stop)
-    first = layout.first_entry_of(number, b, head)
+    first = [entry for entry, *_ in layout.visits(b, head)][number]
     expected = {
-        (int(tile[e]), int(starts[axis, other[e]]), int(mask[e]), first + e)
+        (int(tile[e]), int(starts[axis, other[e]]), int(bitmap[e]), first + e)
         for e in range(len(row))
     }
     seen, slots, lengths = [], [], []
@@ -372,9 +372,9 @@ def _assert_walks_the_table(layout, number, by_key, limit, w, b, t, head) -> Non
         if slot >= 0:
             slots.append((own, slot))
         for e in range(lower, upper):
-            is_whole = w.tokens[b, t, e] == layout.block_size and w.mask[b, t, e] == -1
+            is_whole = w.tokens[b, t, e] == layout.block_size and w.bitmap[b, t, e] == -1
             assert is_whole == (e < masked)
-            found = (own, *(int(x[b, t, e]) for x in (w.start, w.mask, w.entry)))
+            found = (own, *(int(x[b, t, e]) for x in (w.start, w.bitmap, w.entry)))
             seen.append(found)
             count = (stops - starts)[axis, other[found[3] - first]].clamp(min=0)
             assert w.tokens[b, t, e] == min(layout.block_size, -(-int(count) // p.step))
@@ -417,7 +417,7 @@ def test_measured_choices_are_kept_and_used(tmp_path, monkeypatch):
     device = torch.device("cpu")
     args = inputs(Case(1, 1, 1, 40, 40, 16, 16), torch.float32, requires_grad=False)
     expected = triton_tuning.default("forward", args[0], 16, 32)
-    assert triton_tuning.config("forward", args[0], 16, 32) == expected
+    assert triton_tuning.config_for("forward", args[0], 16, 32) == expected
     assert triton_tuning.block_size(sr.Causal().expression, args[0]) is None
     own = expected._replace(streamed=16)
     key = triton_tuning.config_key("forward", args[0].dtype, 16, 32)
@@ -425,7 +425,7 @@ def test_measured_choices_are_kept_and_used(tmp_path, monkeypatch):
     chosen = triton_tuning.block_key(sr.Causal().expression, args[0])
     path = triton_tuning.keep({}, {chosen: 48}, device)
     assert path.parent == tmp_path
-    assert triton_tuning.config("forward", args[0], 16, 32) == own
+    assert triton_tuning.config_for("forward", args[0], 16, 32) == own
     assert triton_tuning.block_size(sr.Causal().expression, args[0]) == 48
     sizes = []
     note = triton_walk._walk
@@ -448,7 +448,7 @@ def test_tune_keeps_the_fastest_that_is_right(tmp_path, monkeypatch):
     forward = backend._forward_pass
 
     def sabotaged(part, number, out, lse) -> None:
-        stages = backend._config("forward", part).stages
+        stages = backend._config_for("forward", part).stages
         if stages == broken.stages:
             raise RuntimeError("out of shared memory")
         forward(part, number, out, lse)
@@ -465,7 +465,7 @@ def test_tune_keeps_the_fastest_that_is_right(tmp_path, monkeypatch):
     )  # fmt: skip
     assert path.parent == tmp_path
     like = torch.zeros(1, 1, 1, 16)
-    assert triton_tuning.config("forward", like, 16, 32) == good
+    assert triton_tuning.config_for("forward", like, 16, 32) == good
     assert triton_tuning.block_size(sr.Causal().expression, like) in (32, 48)
     assert any("its results differ by 0.01" in line for line in said)
     assert any("RuntimeError: out of shared memory" in line for line in said)
@@ -473,7 +473,7 @@ def test_tune_keeps_the_fastest_that_is_right(tmp_path, monkeypatch):
 
 
 def _in_use(kernel: str, width: int) -> Config:
-    return triton_tuning.config(kernel, torch.zeros(1), width, 32)
+    return triton_tuning.config_for(kernel, torch.zeros(1), width, 32)
 
 
 def test_reasons_name_what_is_wrong():

@@ -4,7 +4,9 @@
 
 #include <vector>
 
+#include "results.h"
 #include "softmax.h"
+#include "threads.h"
 
 namespace sparsering::cpu {
 
@@ -23,7 +25,7 @@ inline void add_to(const Part& sums, int64_t row, const float* part, float scale
 struct Gradients {
   Gradients(const Problem& x, const Tensor& dq, const Tensor& dk, const Tensor& dv, int64_t first,
             int64_t count, bool single_pass)
-      : q(dq, first * x.share, count * x.share, single_pass),
+      : q(dq, first * x.group, count * x.group, single_pass),
         k(dk, first, count, single_pass),
         v(dv, first, count, single_pass) {}
 
@@ -57,27 +59,27 @@ class Backward {
     for (const Pass& pass : passes) {
       bitmaps_.push_back(transposed_bitmaps(pass));
       columns_ = std::max(columns_, pass.columns);
-      rows_ = std::max(rows_, pass.rows * x_.share);
+      rows_ = std::max(rows_, pass.rows * x_.group);
     }
   }
 
   // Five products to a pair of tiles: each thread takes a kv head and sums its dK and dV on the
   // way.
   void run_heads() {
-    struct Own {
+    struct OfThread {
       Scratch scratch;
       Keys keys;
       Buffer<float> dk, dv;
     };
     const int64_t tokens = columns_ * x_.block;
     const auto make = [&] {
-      return Own{Scratch(*this), Keys(*this, columns_), Buffer<float>(tokens * width_),
-                 Buffer<float>(tokens * value_width_)};
+      return OfThread{Scratch(*this), Keys(*this, columns_), Buffer<float>(tokens * width_),
+                      Buffer<float>(tokens * value_width_)};
     };
-    share_out<Own>(x_.B * x_.Hkv, 1, make, [&](Own& own, int64_t group) {
-      Gradients sums(x_, dq_, dk_, dv_, group, 1, passes_.size() == 1);
+    share_out<OfThread>(x_.B * x_.Hkv, 1, make, [&](OfThread& mine, int64_t kv) {
+      Gradients sums(x_, dq_, dk_, dv_, kv, 1, passes_.size() == 1);
       for (size_t i = 0; i < passes_.size(); ++i) {
-        run_head(passes_[i], i, group, own.scratch, own.keys, own.dk.get(), own.dv.get(), sums);
+        run_head(passes_[i], i, kv, mine.scratch, mine.keys, mine.dk.get(), mine.dv.get(), sums);
       }
       sums.finish();
     });
@@ -86,11 +88,11 @@ class Backward {
   // Seven products, but as parallel as there are tiles: dQ by query tile, then dK and dV by key
   // tile.
   void run_tiles(const std::vector<Transpose>& by_key) {
-    const int64_t groups = x_.B * x_.Hkv;
-    const int64_t wave = wave_of(groups, rows_, Keys::size(*this) * columns_ * sizeof(T));
+    const int64_t num_kv = x_.B * x_.Hkv;
+    const int64_t wave = wave_of(num_kv, rows_, Keys::size(*this) * columns_ * sizeof(T));
     const Keys keys(*this, wave * columns_);
-    for (int64_t first = 0; first < groups; first += wave) {
-      const int64_t count = std::min(wave, groups - first);
+    for (int64_t first = 0; first < num_kv; first += wave) {
+      const int64_t count = std::min(wave, num_kv - first);
       Gradients sums(x_, dq_, dk_, dv_, first, count, passes_.size() == 1);
       for (size_t i = 0; i < passes_.size(); ++i) {
         run_wave(passes_[i], by_key[i], i, first, count, keys, sums);
@@ -119,8 +121,8 @@ class Backward {
       floats = Buffer<float>(2 * queries * wide);
       q = Buffer<T>(queries * f.width_);
       qt = Buffer<T>(queries * f.width_);
-      go = Buffer<T>(queries * f.value_width_);
-      got = Buffer<T>(queries * f.value_width_);
+      dout = Buffer<T>(queries * f.value_width_);
+      dout_t = Buffer<T>(queries * f.value_width_);
       lse = Buffer<float>(queries);
       delta = Buffer<float>(queries);
       scores = Buffer<float>(queries * queries);
@@ -132,25 +134,25 @@ class Backward {
       dk = Buffer<float>(queries * f.width_);
       dv = Buffer<float>(queries * f.value_width_);
     }
-    Buffer<T> tile, q, qt, go, got, p, ds, ds_paired;
+    Buffer<T> tile, q, qt, dout, dout_t, p, ds, ds_paired;
     Buffer<float> floats, lse, delta, scores, dscores, dq, dk, dv;
   };
 
-  void run_head(const Pass& pass, int64_t number, int64_t group, Scratch& s, const Keys& keys,
+  void run_head(const Pass& pass, int64_t number, int64_t kv, Scratch& s, const Keys& keys,
                 float* dk, float* dv, const Gradients& sums) {
-    const int64_t b = group / x_.Hkv, kv_head = group % x_.Hkv, block = x_.block;
+    const int64_t b = kv / x_.Hkv, kv_head = kv % x_.Hkv, block = x_.block;
     for (int64_t column = 0; column < pass.columns; ++column) {
       pack_key_tile(s, pass, b, kv_head, column, keys, column);
     }
     std::fill_n(dk, pass.columns * block * width_, 0.f);
     std::fill_n(dv, pass.columns * block * value_width_, 0.f);
-    for (int64_t head = kv_head * x_.share; head < (kv_head + 1) * x_.share; ++head) {
+    for (int64_t head = kv_head * x_.group; head < (kv_head + 1) * x_.group; ++head) {
       for (int64_t row = 0; row < pass.rows; ++row) {
         sweep_row(s, pass, number, b, head, row, keys, 0, sums, dk, dv);
       }
     }
     for (int64_t column = 0; column < pass.columns; ++column) {
-      const Tile tile = pass.key_tile(kv_head * pass.lanes / x_.Hkv, column);
+      const Tile tile = pass.key_tile(kv_head * pass.axes / x_.Hkv, column);
       add_keys(pass, b, kv_head, tile, dk + column * block * width_,
                dv + column * block * value_width_, sums);
     }
@@ -158,27 +160,26 @@ class Backward {
 
   void run_wave(const Pass& pass, const Transpose& by_key, int64_t number, int64_t first,
                 int64_t count, const Keys& keys, const Gradients& sums) {
-    const int64_t columns = pass.columns, heads = count * x_.share;
+    const int64_t columns = pass.columns, heads = count * x_.group;
     const auto make = [&] { return Scratch(*this); };
     share_out<Scratch>(count * columns, 4, make, [&](Scratch& s, int64_t i) {
-      const int64_t group = first + i / columns;
-      pack_key_tile(s, pass, group / x_.Hkv, group % x_.Hkv, i % columns, keys, i);
+      const int64_t kv = first + i / columns;
+      pack_key_tile(s, pass, kv / x_.Hkv, kv % x_.Hkv, i % columns, keys, i);
     });
     share_out<Scratch>(heads * pass.rows, 1, make, [&](Scratch& s, int64_t i) {
-      const int64_t head = first * x_.share + i / pass.rows, local = i / pass.rows / x_.share;
+      const int64_t head = first * x_.group + i / pass.rows, local = i / pass.rows / x_.group;
       sweep_row(s, pass, number, head / x_.Hq, head % x_.Hq, i % pass.rows, keys, local * columns,
                 sums, nullptr, nullptr);
     });
     share_out<Scratch>(count * columns, 1, make, [&](Scratch& s, int64_t i) {
-      const int64_t group = first + i / columns;
-      sweep_column(s, pass, by_key, number, group / x_.Hkv, group % x_.Hkv, i % columns, keys, i,
-                   sums);
+      const int64_t kv = first + i / columns;
+      sweep_column(s, pass, by_key, number, kv / x_.Hkv, kv % x_.Hkv, i % columns, keys, i, sums);
     });
   }
 
   void pack_key_tile(Scratch& s, const Pass& pass, int64_t b, int64_t kv_head, int64_t column,
                      const Keys& keys, int64_t slot) const {
-    const Tile tile = pass.key_tile(kv_head * pass.lanes / x_.Hkv, column);
+    const Tile tile = pass.key_tile(kv_head * pass.axes / x_.Hkv, column);
     const int64_t rows = round_up(tile.count, 16);
     T* k = keys.k.get() + slot * x_.block * width_;
     read_tile(x_.k, b, kv_head, tile, pass.step, rows, width_, k);
@@ -194,8 +195,8 @@ class Backward {
     pack(s.tile.get(), queries, width_, s.q.get());
     pack_transposed(s.tile.get(), queries, width_, s.qt.get());
     read_tile(do_, b, head, tile, pass.step, queries, value_width_, s.tile.get());
-    pack(s.tile.get(), queries, value_width_, s.go.get());
-    pack_transposed(s.tile.get(), queries, value_width_, s.got.get());
+    pack(s.tile.get(), queries, value_width_, s.dout.get());
+    pack_transposed(s.tile.get(), queries, value_width_, s.dout_t.get());
     float *out = s.floats.get(), *grad = out + value_width_;
     for (int64_t i = 0; i < queries; ++i) {
       s.lse.get()[i] = kInf;  // exp(score - inf) = 0 where there are no keys, or no query
@@ -227,7 +228,7 @@ class Backward {
     const int64_t padded = round_up(keys, 16);
     float *scores = s.scores.get(), *dscores = s.dscores.get();
     multiply(padded, queries, width_, k, width_, s.qt.get(), scores, false);
-    multiply(padded, queries, value_width_, v, value_width_, s.got.get(), dscores, false);
+    multiply(padded, queries, value_width_, v, value_width_, s.dout_t.get(), dscores, false);
     if (bitmap) {
       apply_mask(bitmap, x_.block, keys, tile.count, scores, queries);
     }
@@ -282,16 +283,16 @@ class Backward {
 
   void add_to_keys(Scratch& s, int64_t padded, int64_t queries, float* dk, float* dv) const {
     const auto [p, ds, unused] = operands(s);
-    multiply(padded, value_width_, queries, p, queries, s.go.get(), dv, true);
+    multiply(padded, value_width_, queries, p, queries, s.dout.get(), dv, true);
     multiply(padded, width_, queries, ds, queries, s.q.get(), dk, true);
   }
 
   // dQ (and the bias's gradient) of a query tile; with `dk` and `dv` also its share of those.
   void sweep_row(Scratch& s, const Pass& pass, int64_t number, int64_t b, int64_t head, int64_t row,
                  const Keys& keys, int64_t first, const Gradients& sums, float* dk, float* dv) {
-    const int64_t lane = head * pass.lanes / x_.Hq, table = pass.table(b, head, x_.Hq),
+    const int64_t axis = head * pass.axes / x_.Hq, table = pass.table(b, head, x_.Hq),
                   block = x_.block;
-    const Tile tile = pass.query_tile(lane, row);
+    const Tile tile = pass.query_tile(axis, row);
     const int64_t begin = pass.row_ptr(table)[row], end = pass.row_ptr(table)[row + 1];
     if (begin == end || tile.count == 0) {
       return;
@@ -300,7 +301,7 @@ class Backward {
     std::fill_n(s.dq.get(), queries * width_, 0.f);
     for (int64_t entry = begin; entry < end; ++entry) {
       const int64_t column = pass.keys(table)[entry], slot = first + column;
-      const int64_t count = pass.key_tile(lane, column).count, padded = round_up(count, 16);
+      const int64_t count = pass.key_tile(axis, column).count, padded = round_up(count, 16);
       if (count == 0) {
         continue;
       }
@@ -329,19 +330,19 @@ class Backward {
   void sweep_column(Scratch& s, const Pass& pass, const Transpose& by_key, int64_t number,
                     int64_t b, int64_t kv_head, int64_t column, const Keys& keys, int64_t slot,
                     const Gradients& sums) {
-    const int64_t lane = kv_head * pass.lanes / x_.Hkv, block = x_.block;
-    const Tile keys_of = pass.key_tile(lane, column);
+    const int64_t axis = kv_head * pass.axes / x_.Hkv, block = x_.block;
+    const Tile keys_of = pass.key_tile(axis, column);
     if (keys_of.count == 0) {
       return;
     }
     const int64_t padded = round_up(keys_of.count, 16);
     std::fill_n(s.dk.get(), padded * width_, 0.f);
     std::fill_n(s.dv.get(), padded * value_width_, 0.f);
-    for (int64_t head = kv_head * x_.share; head < (kv_head + 1) * x_.share; ++head) {
+    for (int64_t head = kv_head * x_.group; head < (kv_head + 1) * x_.group; ++head) {
       const int64_t table = pass.table(b, head, x_.Hq);
       const int32_t* row_ptr = by_key.row_ptr + table * (pass.columns + 1);
       for (int64_t i = row_ptr[column]; i < row_ptr[column + 1]; ++i) {
-        const Tile tile = pass.query_tile(lane, by_key.query_tile[table * pass.entries + i]);
+        const Tile tile = pass.query_tile(axis, by_key.query_tile[table * pass.entries + i]);
         if (tile.count == 0) {
           continue;
         }
@@ -366,8 +367,8 @@ class Backward {
   }
 
   const uint8_t* bitmap_of(const Pass& pass, int64_t number, int64_t table, int64_t entry) const {
-    const int64_t mask = pass.masks(table)[entry];
-    return mask < 0 ? nullptr : bitmaps_[number].get() + mask * (x_.block * x_.block / 8);
+    const int64_t bitmap = pass.bitmap_numbers(table)[entry];
+    return bitmap < 0 ? nullptr : bitmaps_[number].get() + bitmap * (x_.block * x_.block / 8);
   }
 
   const Problem& x_;

@@ -1,10 +1,12 @@
-"""Calls of the compiled kernel: layouts and tensors as its operators take them."""
+"""Calls of the compiled kernel: a problem as its operators take it."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...layouts.layout import BlockLayout, Pass
-from ..inputs import dense_rows, positive_scale, signed_gradient
+from ...layouts.layout import Pass
+from ..problem import Gradients, Problem, dense_rows
 from .build import build_failure, library
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,83 +23,48 @@ def reasons(*tensors: Tensor) -> list[str]:
     return found or build_failure()
 
 
-def forward(
-    layout: BlockLayout,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_bias: Tensor | None,
-    scale: float,
-    *,
-    in_float32: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Attention over a layout; see `gather.forward`. lse is float32."""
-    query, scale = positive_scale(query, scale)
-    out, lse = library().forward(
-        dense_rows(query),
-        dense_rows(key),
-        dense_rows(value),
-        None if block_bias is None else block_bias.float().contiguous(),
-        _first_entry(layout),
-        [x for p in layout.passes for x in _tables(p)],
-        [p.step for p in layout.passes],
-        layout.block_size,
-        scale,
-        in_float32,
-    )
+def forward(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Attention over a layout; lse is float32."""
+    out, lse = library().forward(*_arguments(problem))
     return out, lse
 
 
 def backward(
-    layout: BlockLayout,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    *,
-    in_float32: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and block_bias; see `gather.backward`.
+    problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
+) -> Gradients:
+    """Gradients of the problem's tensors.
 
     Bits are the same for one number of threads: with fewer kv heads than threads can share evenly,
     dK and dV are summed in a sweep of their own.
     """
-    positive, positive_by = positive_scale(query, scale)
-    heads, threads = len(key) * key.shape[1], torch.get_num_threads()
+    heads, threads = len(problem.key) * problem.key.shape[1], torch.get_num_threads()
     by_head = -(-heads // threads) * threads <= _MOST_REPEATED_WORK * heads
-    dq, dk, dv, dbias = library().backward(
-        dense_rows(grad_out),
-        grad_lse.contiguous(),
-        dense_rows(positive),
-        dense_rows(key),
-        dense_rows(value),
-        None if block_bias is None else block_bias.float().contiguous(),
-        dense_rows(out),
-        lse.contiguous(),
-        _first_entry(layout),
+    passes = problem.layout.passes
+    transposes = [] if by_head else [x.contiguous() for p in passes for x in p.transpose]
+    results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
+    dq, dk, dv, dbias = library().backward(*_arguments(problem), *results, transposes)
+    dq, bias = problem.query_gradient(dq), problem.block_bias
+    return Gradients(dq, dk, dv, None if bias is None else dbias.to(bias.dtype))
+
+
+def _arguments(problem: Problem) -> tuple[Any, ...]:
+    """What both operators begin with."""
+    layout, query, key, value, scale, bias, _ = problem.with_positive_scale().with_dense_rows()
+    return (
+        query,
+        key,
+        value,
+        None if bias is None else bias.float().contiguous(),
+        layout.first_entry.contiguous(),
         [x for p in layout.passes for x in _tables(p)],
-        [] if by_head else [x.contiguous() for p in layout.passes for x in p.transpose],
         [p.step for p in layout.passes],
+        bool(layout.passes) and layout.passes[0].covers[0],
         layout.block_size,
-        positive_by,
-        in_float32,
+        scale,
+        problem.in_float32,
     )
-    dq = signed_gradient(dq, scale)
-    return dq, dk, dv, None if block_bias is None else dbias.to(block_bias.dtype)
-
-
-def _first_entry(layout: BlockLayout) -> Tensor:
-    return layout.first_entry.contiguous()
 
 
 def _tables(p: Pass) -> list[Tensor]:
-    tables = (
-        p.query_start, p.query_stop, p.key_start, p.key_stop,
-        p.row_ptr, p.key_tile, p.mask, p.bitmaps,
-    )  # fmt: skip
-    return [x.contiguous() for x in tables]
+    tiles = p.query_start, p.query_stop, p.key_start, p.key_stop
+    return [x.contiguous() for x in (*tiles, p.row_ptr, p.key_tile, p.bitmap, p.bitmaps)]

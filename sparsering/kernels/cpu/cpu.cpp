@@ -54,65 +54,49 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::IntArr
                     "sparsering cpu: malformed layout: tensors missing");
   std::vector<Pass> passes;
   for (size_t i = 0; i < steps.size(); ++i) {
-    const auto own = tensors.slice(i * Pass::kTensors, Pass::kTensors);
-    passes.emplace_back(own, steps[i], x.block);
-    check_pass(own, passes.back(), x.Nq, x.Nk, x.B, x.Hq, x.Hkv);
+    const auto of_pass = tensors.slice(i * Pass::kTensors, Pass::kTensors);
+    passes.emplace_back(of_pass, steps[i], x.block);
+    check_pass(of_pass, passes.back(), x.Nq, x.Nk, x.B, x.Hq, x.Hkv);
     x.check_bias(passes.back(), i);
   }
   return passes;
 }
 
-bool covers_all_queries(const Pass& pass, int64_t q_len) {
-  for (int64_t lane = 0; lane < pass.lanes; ++lane) {
-    std::vector<bool> covered(q_len);
-    for (int64_t row = 0; row < pass.rows; ++row) {
-      const Tile tile = pass.query_tile(lane, row);
-      for (int64_t i = 0; i < tile.count; ++i) {
-        covered[tile.start + i * pass.step] = true;
-      }
-    }
-    if (std::find(covered.begin(), covered.end(), false) != covered.end()) {
-      return false;
-    }
-  }
-  return true;
-}
-
+// `covers`: the first pass has every query in a tile.
 std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                    const std::optional<Tensor>& bias, const Tensor& first_entry,
-                                   at::TensorList tensors, at::IntArrayRef steps, int64_t block,
-                                   double scale, bool in_float32) {
+                                   at::TensorList tensors, at::IntArrayRef steps, bool covers,
+                                   int64_t block, double scale, bool in_float32) {
   const Problem x(query, key, value, bias, first_entry, steps.size(), block, scale);
   const std::vector<Pass> passes = passes_of(x, tensors, steps);
-  const bool fresh = !passes.empty() && covers_all_queries(passes[0], x.Nq);
   const auto options = in_float32 ? query.options().dtype(at::kFloat) : query.options();
-  Tensor out = fresh ? at::empty({x.B, x.Hq, x.Nq, x.Dv}, options)
-                     : at::zeros({x.B, x.Hq, x.Nq, x.Dv}, options);
+  Tensor out = covers ? at::empty({x.B, x.Hq, x.Nq, x.Dv}, options)
+                      : at::zeros({x.B, x.Hq, x.Nq, x.Dv}, options);
   Tensor lse = at::full({x.B, x.Hq, x.Nq}, -kInf, query.options().dtype(at::kFloat));
   if (lse.numel() == 0) {
     return {out, lse};
   }
   if (query.scalar_type() == at::kBFloat16 && has_bfloat16_products()) {
-    Forward<BFloat16>(x, passes).run(passes, fresh, out, lse);
+    Forward<BFloat16>(x, passes).run(passes, covers, out, lse);
   } else {
-    Forward<float>(x, passes).run(passes, fresh, out, lse);
+    Forward<float>(x, passes).run(passes, covers, out, lse);
   }
   return {out, lse};
 }
 
 // `transposes` is empty for run_heads.
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
-    const Tensor& grad_out, const Tensor& grad_lse, const Tensor& query, const Tensor& key,
-    const Tensor& value, const std::optional<Tensor>& bias, const Tensor& out, const Tensor& lse,
-    const Tensor& first_entry, at::TensorList tensors, at::TensorList transposes,
-    at::IntArrayRef steps, int64_t block, double scale, bool in_float32) {
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& bias,
+    const Tensor& first_entry, at::TensorList tensors, at::IntArrayRef steps, bool covers,
+    int64_t block, double scale, bool in_float32, const Tensor& out, const Tensor& lse,
+    const Tensor& grad_out, const Tensor& grad_lse, at::TensorList transposes) {
   const Problem x(query, key, value, bias, first_entry, steps.size(), block, scale);
   const std::vector<Pass> passes = passes_of(x, tensors, steps);
   std::vector<Transpose> by_key;
   for (size_t i = 0; !transposes.empty() && i < passes.size(); ++i) {
-    const auto own = transposes.slice(i * Transpose::kTensors, Transpose::kTensors);
-    check_transpose(own, passes[i]);
-    by_key.emplace_back(own);
+    const auto of_pass = transposes.slice(i * Transpose::kTensors, Transpose::kTensors);
+    check_transpose(of_pass, passes[i]);
+    by_key.emplace_back(of_pass);
   }
   const auto options = in_float32 ? query.options().dtype(at::kFloat) : query.options();
   Tensor dq = at::zeros(query.sizes(), options), dk = at::zeros(key.sizes(), options),
@@ -149,18 +133,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
 }  // namespace
 
 TORCH_LIBRARY(sparsering_cpu, m) {
-  m.def(
-      "forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor first_entry, Tensor[] "
-      "passes, int[] steps, "
-      "int block, float scale, bool in_float32) -> (Tensor, Tensor)",
-      forward);
-  m.def(
-      "backward(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor? "
-      "bias, Tensor out, "
-      "Tensor lse, Tensor first_entry, Tensor[] passes, Tensor[] transposes, int[] steps, int "
-      "block, float scale, bool in_float32) -> "
-      "(Tensor, Tensor, Tensor, Tensor)",
-      backward);
+  m.def(R"(forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor first_entry,
+      Tensor[] passes, int[] steps, bool covers, int block, float scale,
+      bool in_float32) -> (Tensor, Tensor))",
+        forward);
+  m.def(R"(backward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor first_entry,
+      Tensor[] passes, int[] steps, bool covers, int block, float scale, bool in_float32,
+      Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse,
+      Tensor[] transposes) -> (Tensor, Tensor, Tensor, Tensor))",
+        backward);
 }
 
 }  // namespace sparsering::cpu

@@ -5,7 +5,9 @@
 #include <vector>
 
 #include "few.h"
+#include "results.h"
 #include "softmax.h"
+#include "threads.h"
 
 namespace sparsering::cpu {
 
@@ -19,21 +21,21 @@ class Forward {
     int64_t columns = 0, rows = 0;
     for (const Pass& pass : passes) {
       bitmaps_.push_back(transposed_bitmaps(pass));
-      few_.push_back(most_queries(pass) * x_.share <= kFewQueries);
+      few_.push_back(most_queries(pass) * x_.group <= kFewQueries);
       if (!few_.back()) {
         columns = std::max(columns, pass.columns);
-        rows = std::max(rows, pass.rows * x_.share);
+        rows = std::max(rows, pass.rows * x_.group);
       }
     }
-    const int64_t groups = x_.B * x_.Hkv, tokens = columns * x_.block;
-    wave_ = columns ? wave_of(groups, rows, tokens * (width_ + value_width_) * sizeof(T)) : groups;
+    const int64_t num_kv = x_.B * x_.Hkv, tokens = columns * x_.block;
+    wave_ = columns ? wave_of(num_kv, rows, tokens * (width_ + value_width_) * sizeof(T)) : num_kv;
   }
 
   // `fresh`: the first pass writes all rows.
   void run(const std::vector<Pass>& passes, bool fresh, const Tensor& out, const Tensor& lse) {
-    for (int64_t first = 0, groups = x_.B * x_.Hkv; first < groups; first += wave_) {
-      const int64_t count = std::min(wave_, groups - first);
-      Part part(out, first * x_.share, count * x_.share, passes.size() == 1);
+    for (int64_t first = 0, num_kv = x_.B * x_.Hkv; first < num_kv; first += wave_) {
+      const int64_t count = std::min(wave_, num_kv - first);
+      Part part(out, first * x_.group, count * x_.group, passes.size() == 1);
       Output output(part, lse);
       for (size_t i = 0; i < passes.size(); ++i) {
         run_pass(passes[i], i, first, count, fresh && i == 0, output);
@@ -53,11 +55,11 @@ class Forward {
     std::vector<Item> items;
     std::vector<Split> splits;
     int64_t pieces = 0;
-    for (int64_t group = first; group < first + count; ++group) {
-      const int64_t b = group / x_.Hkv, head = group % x_.Hkv * x_.share;
-      const bool same = pass.table(b, head, x_.Hq) == pass.table(b, head + x_.share - 1, x_.Hq);
-      const int64_t heads = few && same ? x_.share : 1;
-      for (int64_t i = 0; i < x_.share; i += heads) {
+    for (int64_t kv = first; kv < first + count; ++kv) {
+      const int64_t b = kv / x_.Hkv, head = kv % x_.Hkv * x_.group;
+      const bool same = pass.table(b, head, x_.Hq) == pass.table(b, head + x_.group - 1, x_.Hq);
+      const int64_t heads = few && same ? x_.group : 1;
+      for (int64_t i = 0; i < x_.group; i += heads) {
         pieces = list_items(pass, b, head + i, heads, fresh, pieces, items, splits);
       }
     }
@@ -66,7 +68,7 @@ class Forward {
         items.size(), 1, [&] { return Scratch(*this, few); },
         [&](Scratch& s, int64_t i) {
           const Item& item = items[i];
-          const int64_t local = item.batch * x_.Hkv + item.head / x_.share - first;
+          const int64_t local = item.batch * x_.Hkv + item.head / x_.group - first;
           const Tile tile = few ? few_queries(s, pass, item, number, bitmaps)
                                 : many_queries(s, pass, item, number, bitmaps,
                                                operands_.data() + local * pass.columns);
@@ -124,9 +126,9 @@ class Forward {
 
   int64_t most_queries(const Pass& pass) const {
     int64_t most = 0;
-    for (int64_t lane = 0; lane < pass.lanes; ++lane) {
-      for (int64_t row = 0; row < pass.rows && most * x_.share <= kFewQueries; ++row) {
-        most = std::max(most, pass.query_tile(lane, row).count);
+    for (int64_t axis = 0; axis < pass.axes; ++axis) {
+      for (int64_t row = 0; row < pass.rows && most * x_.group <= kFewQueries; ++row) {
+        most = std::max(most, pass.query_tile(axis, row).count);
       }
     }
     return most;
@@ -135,22 +137,22 @@ class Forward {
   // Rows with far more entries than the others are cut into pieces. Depends on the table alone.
   int64_t list_items(const Pass& pass, int64_t b, int64_t head, int64_t heads, bool fresh,
                      int64_t pieces, std::vector<Item>& items, std::vector<Split>& splits) const {
-    const int64_t lane = head * pass.lanes / x_.Hq;
+    const int64_t axis = head * pass.axes / x_.Hq;
     const int32_t* row_ptr = pass.row_ptr(pass.table(b, head, x_.Hq));
     const int64_t longest =
         std::max<int64_t>(16, int64_t{2} * row_ptr[pass.rows] / std::max<int64_t>(pass.rows, 64));
     for (int64_t row = 0; row < pass.rows; ++row) {
       const int64_t begin = row_ptr[row], end = row_ptr[row + 1];
-      if ((begin == end && !fresh) || pass.query_tile(lane, row).count == 0) {
+      if ((begin == end && !fresh) || pass.query_tile(axis, row).count == 0) {
         continue;
       }
       if (end - begin <= longest) {
         items.push_back({b, head, heads, row, begin, end, -1});
         continue;
       }
-      const int64_t own = (end - begin + longest - 1) / longest;
-      splits.push_back({{b, head, heads, row, begin, end, pieces}, own});
-      for (int64_t i = 0; i < own; ++i) {
+      const int64_t count = (end - begin + longest - 1) / longest;
+      splits.push_back({{b, head, heads, row, begin, end, pieces}, count});
+      for (int64_t i = 0; i < count; ++i) {
         const int64_t from = begin + i * longest;
         items.push_back({b, head, heads, row, from, std::min(end, from + longest), pieces++});
       }
@@ -170,7 +172,7 @@ class Forward {
                     Output& out) {
     float* rows = parts + split.item.piece * x_.block * x_.Dv;
     float* lse = lses + split.item.piece * x_.block;
-    const Tile tile = pass.query_tile(split.item.head * pass.lanes / x_.Hq, split.item.row);
+    const Tile tile = pass.query_tile(split.item.head * pass.axes / x_.Hq, split.item.row);
     for (int64_t piece = 1; piece < split.pieces; ++piece) {
       for (int64_t i = 0; i < split.item.heads * tile.count; ++i) {
         const float other = lse[piece * x_.block + i];
@@ -192,14 +194,14 @@ class Forward {
     std::vector<int64_t> key_slot(count * columns, -1), value_slot(count * columns, -1);
     int64_t num_keys = 0, num_values = 0;
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t b = (first + i) / x_.Hkv, head = (first + i) % x_.Hkv * x_.share;
-      const int64_t last = pass.table(b, head + x_.share - 1, x_.Hq);
+      const int64_t b = (first + i) / x_.Hkv, head = (first + i) % x_.Hkv * x_.group;
+      const int64_t last = pass.table(b, head + x_.group - 1, x_.Hq);
       for (int64_t table = pass.table(b, head, x_.Hq); table <= last; ++table) {
         for (int64_t e = 0; e < pass.row_ptr(table)[pass.rows]; ++e) {
           const int64_t column = pass.keys(table)[e], at = i * columns + column;
           if (value_slot[at] < 0) {
             value_slot[at] = num_values++;
-            const int64_t size = pass.key_tile(head * pass.lanes / x_.Hq, column).count;
+            const int64_t size = pass.key_tile(head * pass.axes / x_.Hq, column).count;
             key_slot[at] = in_place && size % 16 == 0 ? -1 : num_keys++;
           }
         }
@@ -220,7 +222,7 @@ class Forward {
         return;
       }
       const int64_t b = (first + i / columns) / x_.Hkv, head = (first + i / columns) % x_.Hkv;
-      const Tile tile = pass.key_tile(head * pass.lanes / x_.Hkv, i % columns);
+      const Tile tile = pass.key_tile(head * pass.axes / x_.Hkv, i % columns);
       const int64_t rows = round_up(tile.count, 16);
       T* v = values + value_slot[i] * block * value_width_;
       read_tile(x_.v, b, head, tile, pass.step, rows, value_width_, s.tile.get());
@@ -239,10 +241,10 @@ class Forward {
   Stack stack(const Pass& pass, const Item& item, int64_t number, int64_t& entry) const {
     Stack result;
     const int64_t table = pass.table(item.batch, item.head, x_.Hq),
-                  lane = item.head * pass.lanes / x_.Hq;
+                  axis = item.head * pass.axes / x_.Hq;
     const float* bias = x_.bias ? x_.bias + x_.bias_of(number, item.batch, item.head) : nullptr;
     for (; entry < item.end; ++entry) {
-      const int64_t column = pass.keys(table)[entry], count = pass.key_tile(lane, column).count;
+      const int64_t column = pass.keys(table)[entry], count = pass.key_tile(axis, column).count;
       const int64_t padded = round_up(count, 16);
       if (result.size && result.padded + padded > kMostKeys) {
         break;
@@ -257,9 +259,9 @@ class Forward {
 
   Tile many_queries(Scratch& s, const Pass& pass, const Item& item, int64_t number,
                     const uint8_t* bitmaps, const Operands* operands) const {
-    const Tile tile = pass.query_tile(item.head * pass.lanes / x_.Hq, item.row);
+    const Tile tile = pass.query_tile(item.head * pass.axes / x_.Hq, item.row);
     const int64_t queries = round_up(tile.count, kQueryUnit<T>), block = x_.block;
-    const int32_t* masks = pass.masks(pass.table(item.batch, item.head, x_.Hq));
+    const int32_t* numbers = pass.bitmap_numbers(pass.table(item.batch, item.head, x_.Hq));
     read_tile(x_.q, item.batch, item.head, tile, pass.step, queries, width_, s.tile.get());
     pack_transposed(s.tile.get(), queries, width_, s.packed.get());
     std::fill_n(s.highest.get(), queries, -kInf);
@@ -279,8 +281,8 @@ class Forward {
         const auto& part = tiles.parts[i];
         multiply(part.padded, queries, width_, operands[part.column].k, width_, s.packed.get(), at,
                  false);
-        if (masks[part.entry] >= 0) {
-          const uint8_t* bitmap = bitmaps + masks[part.entry] * (block * block / 8);
+        if (numbers[part.entry] >= 0) {
+          const uint8_t* bitmap = bitmaps + numbers[part.entry] * (block * block / 8);
           apply_mask(bitmap, block, part.rows, tile.count, at, queries);
         }
         at += part.padded * queries;
@@ -343,8 +345,8 @@ class Forward {
   // key and value is read once, where it lies.
   Tile few_queries(Scratch& s, const Pass& pass, const Item& item, int64_t number,
                    const uint8_t* bitmaps) const {
-    const int64_t lane = item.head * pass.lanes / x_.Hq, kv_head = item.head / x_.share;
-    const Tile tile = pass.query_tile(lane, item.row);
+    const int64_t axis = item.head * pass.axes / x_.Hq, kv_head = item.head / x_.group;
+    const Tile tile = pass.query_tile(axis, item.row);
     const int64_t table = pass.table(item.batch, item.head, x_.Hq), rows = item.heads * tile.count;
     for (int64_t i = 0; i < item.heads; ++i) {
       float* queries = s.query.get() + i * tile.count * x_.D;
@@ -356,8 +358,8 @@ class Forward {
     std::fill_n(s.highest.get(), rows, -kInf);
     std::fill_n(s.total.get(), rows, 0.f);
     for (int64_t entry = item.begin; entry < item.end; ++entry) {
-      const Tile keys = pass.key_tile(lane, pass.keys(table)[entry]);
-      const int64_t mask = pass.masks(table)[entry];
+      const Tile keys = pass.key_tile(axis, pass.keys(table)[entry]);
+      const int64_t number_of_bitmap = pass.bitmap_numbers(table)[entry];
       if (keys.count == 0) {
         continue;
       }
@@ -374,8 +376,8 @@ class Forward {
           for (int64_t j = 0; j < keys.count; ++j) {
             scores[j] = scores[j] * x_.scale + bias;
           }
-          if (mask >= 0) {
-            const uint8_t* bits = bitmaps + mask * (x_.block * x_.block / 8) + i / 8;
+          if (number_of_bitmap >= 0) {
+            const uint8_t* bits = bitmaps + number_of_bitmap * (x_.block * x_.block / 8) + i / 8;
             for (int64_t j = 0; j < keys.count; ++j) {
               scores[j] = bits[j * (x_.block / 8)] >> (i % 8) & 1 ? scores[j] : -kInf;
             }
@@ -383,7 +385,7 @@ class Forward {
           weigh(few, r, keys.count, s.highest.get()[r], s.total.get()[r]);
         }
         const Tile next =
-            entry + 1 < item.end ? pass.key_tile(lane, pass.keys(table)[entry + 1]) : Tile{0, 0};
+            entry + 1 < item.end ? pass.key_tile(axis, pass.keys(table)[entry + 1]) : Tile{0, 0};
         add_values<S>(few, values, value_stride, keys.count,
                       x_.k.rows<S>(item.batch, kv_head, next.start), x_.k.strides[2] * pass.step,
                       next.count);

@@ -58,7 +58,7 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Calls f with a value of the type, for its own to be taken.
+// Calls f with a value of the type, for f to take its type.
 template <typename F>
 void with_type(at::ScalarType type, const F& f) {
   if (type == at::kFloat) {
@@ -108,14 +108,14 @@ struct Tile {
   int64_t start, count;
 };
 
-// One pass of a layout; see sparsering/layout.py for the meaning of its tensors.
+// One pass of a layout; see layouts/layout.py for the meaning of its tensors.
 struct Pass {
   static constexpr int kTensors = 8;
 
   Pass(at::TensorList tensors, int64_t step_, int64_t block_)
       : step(step_),
         block(block_),
-        lanes(tensors[0].size(0)),
+        axes(tensors[0].size(0)),
         rows(tensors[0].size(1)),
         columns(tensors[2].size(1)),
         batches(tensors[4].size(0)),
@@ -127,15 +127,15 @@ struct Pass {
         key_stop(tensors[3].const_data_ptr<int64_t>()),
         row_ptr_(tensors[4].const_data_ptr<int32_t>()),
         key_tile_(tensors[5].const_data_ptr<int32_t>()),
-        mask_(tensors[6].const_data_ptr<int32_t>()),
+        bitmap_(tensors[6].const_data_ptr<int32_t>()),
         num_bitmaps(tensors[7].size(0)),
         bitmaps(tensors[7].const_data_ptr<uint8_t>()) {}
 
-  Tile query_tile(int64_t lane, int64_t row) const {
-    return tile(query_start[lane * rows + row], query_stop[lane * rows + row]);
+  Tile query_tile(int64_t axis, int64_t row) const {
+    return tile(query_start[axis * rows + row], query_stop[axis * rows + row]);
   }
-  Tile key_tile(int64_t lane, int64_t column) const {
-    return tile(key_start[lane * columns + column], key_stop[lane * columns + column]);
+  Tile key_tile(int64_t axis, int64_t column) const {
+    return tile(key_start[axis * columns + column], key_stop[axis * columns + column]);
   }
   int64_t table(int64_t b, int64_t head, int64_t heads) const {
     return (batches > 1 ? b * tables : 0) + head * tables / heads;
@@ -146,13 +146,13 @@ struct Pass {
   const int32_t* keys(int64_t table) const {
     return key_tile_ + table * entries;
   }
-  const int32_t* masks(int64_t table) const {
-    return mask_ + table * entries;
+  const int32_t* bitmap_numbers(int64_t table) const {
+    return bitmap_ + table * entries;
   }
 
-  int64_t step, block, lanes, rows, columns, batches, tables, entries;
+  int64_t step, block, axes, rows, columns, batches, tables, entries;
   const int64_t *query_start, *query_stop, *key_start, *key_stop;
-  const int32_t *row_ptr_, *key_tile_, *mask_;
+  const int32_t *row_ptr_, *key_tile_, *bitmap_;
   int64_t num_bitmaps;
   const uint8_t* bitmaps;
 
@@ -212,20 +212,20 @@ inline void check_pass(at::TensorList t, const Pass& p, int64_t q_len, int64_t k
     TORCH_CHECK_VALUE(t[i].is_contiguous(), "sparsering cpu: layout tensors must be contiguous");
   }
   const bool fits =
-      p.step > 0 && (p.lanes == 1 || p.lanes == Hkv) && t[2].size(0) == p.lanes &&
+      p.step > 0 && (p.axes == 1 || p.axes == Hkv) && t[2].size(0) == p.axes &&
       t[1].sizes() == t[0].sizes() && t[3].sizes() == t[2].sizes() &&
       (p.batches == 1 || p.batches == B) && (Hq == 0 || (p.tables > 0 && Hq % p.tables == 0)) &&
       t[4].size(2) == p.rows + 1 && t[6].sizes() == t[5].sizes() && t[5].size(0) == p.batches &&
       t[5].size(1) == p.tables && t[7].size(1) == p.block * p.block / 8;
   TORCH_CHECK_VALUE(fits,
                     "sparsering cpu: malformed layout: the shapes of a pass's tensors disagree");
-  check_tiles(p.query_start, p.query_stop, p.lanes * p.rows, q_len, "query");
-  check_tiles(p.key_start, p.key_stop, p.lanes * p.columns, kv_len, "key");
+  check_tiles(p.query_start, p.query_stop, p.axes * p.rows, q_len, "query");
+  check_tiles(p.key_start, p.key_stop, p.axes * p.columns, kv_len, "key");
   for (int64_t i = 0; i < p.batches * p.tables; ++i) {
     check_table(p.row_ptr(i), p.rows, p.entries, "row_ptr");
     const int64_t used = p.row_ptr(i)[p.rows];
     check_range(p.keys(i), used, 0, p.columns, "key_tile");
-    check_range(p.masks(i), used, -1, p.num_bitmaps, "mask");
+    check_range(p.bitmap_numbers(i), used, -1, p.num_bitmaps, "bitmap");
   }
 }
 
@@ -246,7 +246,7 @@ inline void check_transpose(at::TensorList t, const Pass& p) {
   }
 }
 
-// What every part of a call reads.
+// What every part of a call reads. The number of a kv head, counted through the batch, is `kv`.
 struct Problem {
   Problem(const Tensor& query, const Tensor& key, const Tensor& value,
           const std::optional<Tensor>& bias_, const Tensor& first_entry_, int64_t passes,
@@ -261,7 +261,7 @@ struct Problem {
         Nk(key.size(2)),
         D(query.size(3)),
         Dv(value.size(3)),
-        share(Hkv ? Hq / Hkv : 1),
+        group(Hkv ? Hq / Hkv : 1),
         block(block_),
         scale(static_cast<float>(scale_)),
         bias(bias_ ? bias_->const_data_ptr<float>() : nullptr),
@@ -272,7 +272,7 @@ struct Problem {
     TORCH_CHECK_VALUE(block % 16 == 0 && block > 0 && block <= 256,
                       "sparsering cpu: block size must be a multiple of 16 up to 256, got ", block);
     TORCH_CHECK_VALUE(key.size(0) == B && value.size(0) == B && value.size(1) == Hkv &&
-                          value.size(2) == Nk && key.size(3) == D && Hq == share * Hkv,
+                          value.size(2) == Nk && key.size(3) == D && Hq == group * Hkv,
                       "sparsering cpu: shapes of query, key and value disagree");
     TORCH_CHECK_VALUE(
         key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(),
@@ -298,9 +298,8 @@ struct Problem {
 
   // Where a head's biases (or their gradients) of one pass begin.
   int64_t bias_of(int64_t pass, int64_t b, int64_t head) const {
-    const int64_t own = (pass * first_batches + (first_batches > 1 ? b : 0)) * first_heads +
-                        head * first_heads / Hq;
-    return (b * Hq + head) * blocks + first_entry[own];
+    const int64_t row = pass * first_batches + (first_batches > 1 ? b : 0);
+    return (b * Hq + head) * blocks + first_entry[row * first_heads + head * first_heads / Hq];
   }
 
   float bias_at(int64_t pass, int64_t b, int64_t head, int64_t entry) const {
@@ -308,7 +307,7 @@ struct Problem {
   }
 
   Source q, k, v;
-  int64_t B, Hq, Hkv, Nq, Nk, D, Dv, share, block;
+  int64_t B, Hq, Hkv, Nq, Nk, D, Dv, group, block;
   float scale;
   const float* bias;
   int64_t blocks;

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ...layouts.layout import BlockLayout
 from ...numerics import finite_or_zero, sum_dtype
+from ..problem import Gradients, Problem
 from .plan import Chunk, chunks, plan
 
 _MOST_QUERIES = 512  # tokens of a unit: enough for the full rate of a matmul,
@@ -33,36 +33,20 @@ def set_workspace(limit: int) -> int:
     return old
 
 
-def forward(
-    layout: BlockLayout,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_bias: Tensor | None,
-    scale: float,
-    *,
-    in_float32: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Attention over a layout.
-
-    Args:
-        query: [B, Hq, Nq, D]; key: [B, Hkv, Nk, D]; value: [B, Hkv, Nk, Dv].
-        block_bias: [B, Hq, num_blocks] added to every score of an entry, or None.
-        in_float32: results in half precision come in float32, as they were summed.
-
-    Returns:
-        out [B, Hq, Nq, Dv] in the query's dtype, lse [B, Hq, Nq] float32 (float64 for float64).
-    """
+def forward(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Attention over a layout; see `Problem`."""
+    query, value = problem.query, problem.value
     dtype = sum_dtype(query)
-    q, k, v, bias = _flat(query), _flat(key), _flat(value), _flat_bias(block_bias)
+    q, k, v = _flat(query), _flat(problem.key), _flat(value)
+    bias = _flat_bias(problem.block_bias)
     out = torch.zeros(len(q), v.shape[1], dtype=dtype, device=q.device)
     lse = torch.full((len(q),), -torch.inf, dtype=dtype, device=q.device)
-    for fresh, chunk in _walk(layout, query, value, bias):
-        share, parts, part_lses = chunk.q.shape[1], [], []
+    for fresh, chunk in _walk(problem):
+        group, parts, part_lses = chunk.q.shape[1], [], []
         for unit, additive, product in _units(chunk, bias, dtype):
-            uq = _take(q, chunk.q[unit], dtype).mul_(scale).flatten(-3, -2)  # [..., g * m, D]
+            uq = _take(q, chunk.q[unit], dtype).mul_(problem.scale).flatten(-3, -2)  # [.., g*m, D]
             uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))  # [..., n, D]
-            weight, part_lse = _softmax(product(uq, uk), additive, share)
+            weight, part_lse = _softmax(product(uq, uk), additive, group)
             parts.append(product(weight, uv.mT).flatten(0, -2))
             part_lses.append(part_lse.flatten())
         part, part_lse = torch.cat(parts), torch.cat(part_lses)
@@ -73,81 +57,65 @@ def forward(
         else:
             _merge_rows(out, lse, rows, part, part_lse)
     shape = query.shape[:3]
-    out = out if in_float32 else out.to(query.dtype)
-    return out.view(*shape, v.shape[1]), lse.view(shape)
+    return out.to(problem.result_dtype).view(*shape, v.shape[1]), lse.view(shape)
 
 
 def backward(
-    layout: BlockLayout,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    *,
-    in_float32: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and block_bias.
-
-    With the merged lse and `delta = rowsum(dO * O) - dlse`, every unit of every pass computes
-    `P = exp(s - lse)`, `dS = P * (dP - delta)`: no per-branch outputs are needed.
-    """
+    problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
+) -> Gradients:
+    """Gradients of the problem's tensors."""
+    query, key, value = problem.query, problem.key, problem.value
     dtype = sum_dtype(query)
     q, k, v, do = _flat(query), _flat(key), _flat(value), _flat(grad_out)
-    bias = _flat_bias(block_bias)
+    bias = _flat_bias(problem.block_bias)
     delta = (do.to(dtype) * _flat(out).to(dtype)).sum(1) - grad_lse.reshape(-1).to(dtype)
     # exp(s - inf) = 0 in rows without keys
     lse = torch.where(lse == -torch.inf, torch.inf, lse).reshape(-1)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     dbias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
-    for _, chunk in _walk(layout, query, value, bias):
+    for _, chunk in _walk(problem):
         rows, columns = chunk.q.flatten(), chunk.k.flatten()
         clse, cdelta = (x[chunk.q].flatten(1, 2)[..., None] for x in (lse, delta))
-        share, dqs, dks, dvs, dbiases = chunk.q.shape[1], [], [], [], []
+        group, dqs, dks, dvs, dbiases = chunk.q.shape[1], [], [], [], []
         for unit, additive, product in _units(chunk, bias, dtype):
             uq, udo = (_take(x, chunk.q[unit], dtype).flatten(-3, -2) for x in (q, do))
             uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))
-            score = _biased(product(uq.mul_(scale), uk), additive, share)
+            score = _biased(product(uq.mul_(problem.scale), uk), additive, group)
             weight = score.sub_(clse[unit]).exp_()
             dscore = product(udo, uv).sub_(cdelta[unit]).mul_(weight)
             dvs.append(product(udo.mT, weight.mT).mT.flatten(0, -2))
             dqs.append(product(dscore, uk.mT).flatten(0, -2))
             dks.append(product(uq.mT, dscore.mT).mT.flatten(0, -2))
             if bias is not None:
-                dbiases.append(dscore.unflatten(-2, (share, -1)).sum(-2))
-        dq.index_add_(0, rows, torch.cat(dqs), alpha=scale)
+                dbiases.append(dscore.unflatten(-2, (group, -1)).sum(-2))
+        dq.index_add_(0, rows, torch.cat(dqs), alpha=problem.scale)
         dk.index_add_(0, columns, torch.cat(dks))
         dv.index_add_(0, columns, torch.cat(dvs))
         if dbias is not None and chunk.bias is not None:
             of_keys = torch.cat([x.reshape(-1, *x.shape[-2:]) for x in dbiases])  # [C, g, n]
             _add_bias_gradient(dbias, *chunk.bias, of_keys)
     dq, dk, dv = (
-        x.view(like.shape).to(x.dtype if in_float32 else like.dtype)
+        x.view(like.shape).to(problem.result_dtype)
         for x, like in ((dq, query), (dk, key), (dv, value))
     )
-    if dbias is None or block_bias is None:
-        return dq, dk, dv, None
-    return dq, dk, dv, dbias.view(block_bias.shape).to(block_bias.dtype)
+    if dbias is None or problem.block_bias is None:
+        return Gradients(dq, dk, dv)
+    return Gradients(dq, dk, dv, dbias.view(problem.block_bias.shape).to(problem.block_bias.dtype))
 
 
-def _walk(
-    layout: BlockLayout, query: Tensor, value: Tensor, bias: Tensor | None
-) -> Iterator[tuple[bool, Chunk]]:
+def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
     """Every chunk of every pass, and whether its query rows are met for the first time."""
+    layout, query, biased = problem.layout, problem.query, problem.block_bias is not None
     b, size = layout.block_size, sum_dtype(query).itemsize
-    per_token = 3 * size * (query.shape[-1] + value.shape[-1])
-    most_queries = 1 if bias is not None else max(1, _MOST_QUERIES // b)
+    per_token = 3 * size * (query.shape[-1] + problem.value.shape[-1])
+    most_queries = 1 if biased else max(1, _MOST_QUERIES // b)
     for number, p in enumerate(layout.passes):
-        for group in plan(p, b, most_queries, max(1, _MOST_KEYS // b)):
-            pairs = group.num_queries * group.num_keys
+        for units in plan(p, b, most_queries, max(1, _MOST_KEYS // b)):
+            pairs = units.num_queries * units.num_keys
             per_pair = 0 if _alone(pairs, query.device, sum_dtype(query)) else 4 * size
             limits = (_workspace["bytes"], per_token, per_pair)
-            for chunk in chunks(layout, number, group, len(query), *limits, bias is not None):
-                yield group.fresh and number == 0, chunk
+            for chunk in chunks(layout, number, units, len(query), *limits, biased):
+                yield units.fresh and number == 0, chunk
 
 
 def _units(
@@ -162,8 +130,8 @@ def _units(
         yield slice(None), additive, _batched_product
         return
     for unit in range(len(chunk.q)):
-        own = None if additive is None else additive[unit if len(additive) > 1 else 0]
-        yield unit, own, _product
+        added = None if additive is None else additive[unit if len(additive) > 1 else 0]
+        yield unit, added, _product
 
 
 def _alone(pairs: int, device: torch.device, dtype: torch.dtype) -> bool:
@@ -184,9 +152,9 @@ def _batched_product(a: Tensor, b: Tensor) -> Tensor:
     return a @ b.mT
 
 
-def _softmax(score: Tensor, additive: Tensor | None, share: int) -> tuple[Tensor, Tensor]:
+def _softmax(score: Tensor, additive: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
     """Softmax over the last dim and its lse; a row without pairs gets weights 0, lse -inf."""
-    score = _biased(score, additive, share)
+    score = _biased(score, additive, group)
     highest = score.amax(-1, keepdim=True)
     weight = torch.softmax(score, -1)
     lse = highest - weight.amax(-1, keepdim=True).log()
@@ -196,10 +164,10 @@ def _softmax(score: Tensor, additive: Tensor | None, share: int) -> tuple[Tensor
     return weight, lse
 
 
-def _biased(score: Tensor, additive: Tensor | None, share: int) -> Tensor:
-    """Adds [..., g or 1, m or 1, n] to scores [..., g * m, n], g = share, in place."""
+def _biased(score: Tensor, additive: Tensor | None, group: int) -> Tensor:
+    """Adds [..., g or 1, m or 1, n] to scores [..., g * m, n], g = group, in place."""
     if additive is not None:
-        score.unflatten(-2, (share, -1)).add_(additive)
+        score.unflatten(-2, (group, -1)).add_(additive)
     return score
 
 

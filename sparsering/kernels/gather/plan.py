@@ -1,5 +1,4 @@
-"""How the gather backend cuts a pass into batched calls: groups of rows of one shape, and chunks
-of a group.
+"""How the gather backend cuts a pass into batched calls: units of one shape, and chunks of them.
 
 Everything is index arithmetic on the layout's tables; no query, key or value is touched here.
 """
@@ -18,18 +17,18 @@ from ...rows import expand_counts, mix, number_rows
 
 
 @dataclass(frozen=True)
-class Group:
-    """Rows of one shape. A row is a few query tiles that all visit one list of key tiles.
+class Units:
+    """Units of one shape: a few query tiles that all visit one list of key tiles.
 
     Attributes:
-        head: [rows] which of the plan's heads the row belongs to; batch: likewise, 0 where all
+        head: [units] which of the plan's heads the unit belongs to; batch: likewise, 0 where all
             batch entries share it.
-        query_tiles: [rows, t]; key_tiles: [rows, e].
-        entries: [rows, e] number of each entry in its table.
-        masks: [rows, e] bitmap of each entry (-1: all pairs), [1, e] where all rows share them,
-            None where all pairs of all entries are in.
-        num_queries, num_keys: tokens in a row's query tiles and in its key tiles.
-        fresh: whether no earlier group of the pass writes these query tiles.
+        query_tiles: [units, t]; key_tiles: [units, e].
+        entries: [units, e] number of each entry in its table.
+        bitmaps: [units, e] bitmap of each entry (-1: all pairs), [1, e] where all units share
+            them, None where all pairs of all entries are in.
+        num_queries, num_keys: tokens in a unit's query tiles and in its key tiles.
+        fresh: whether no earlier units of the pass write these query tiles.
     """
 
     batch: Tensor
@@ -37,48 +36,45 @@ class Group:
     query_tiles: Tensor
     key_tiles: Tensor
     entries: Tensor
-    masks: Tensor | None
+    bitmaps: Tensor | None
     num_queries: int
     num_keys: int
     fresh: bool
 
 
-_plans: WeakKeyDictionary[Pass, dict[tuple[int, int], list[Group]]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[Pass, dict[tuple[int, int], list[Units]]] = WeakKeyDictionary()
 
 
-def plan(p: Pass, block_size: int, most_queries: int, most_keys: int) -> list[Group]:
-    """Groups of the entries of a pass, kept for the life of the pass.
+def plan(p: Pass, block_size: int, most_queries: int, most_keys: int) -> list[Units]:
+    """The units of a pass, kept for its life.
 
-    Neighbouring query tiles with equal key lists are joined, at most `most_queries` to a row; key
-    lists are cut into pieces of at most `most_keys` tiles. Entries with a bitmap are grouped apart
+    Neighbouring query tiles with equal key lists are joined, at most `most_queries` to a unit; key
+    lists are cut into pieces of at most `most_keys` tiles. Entries with a bitmap are kept apart
     from those without.
     """
     plans = _plans.setdefault(p, {})
     if (most_queries, most_keys) not in plans:
-        plans[most_queries, most_keys] = list(_groups(p, block_size, most_queries, most_keys))
+        plans[most_queries, most_keys] = list(_units(p, block_size, most_queries, most_keys))
     return plans[most_queries, most_keys]
 
 
-def _groups(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Iterator[Group]:
+def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Iterator[Units]:
     heads, tiles = max(p.row_ptr.shape[1], len(p.query_start)), p.query_start.shape[-1]
     tables = p.row_ptr.shape[1]
-    table, entry = torch.nonzero(
-        (torch.arange(p.mask.shape[-1], device=p.mask.device) < p.num_entries[..., None])
-        .repeat_interleave(heads // tables, 1)
-        .flatten(0, 1),
-        as_tuple=True,
-    )
+    real = torch.arange(p.bitmap.shape[-1], device=p.bitmap.device) < p.num_entries[..., None]
+    real = real.repeat_interleave(heads // tables, 1).flatten(0, 1)
+    table, entry = torch.nonzero(real, as_tuple=True)  # a table for each batch entry and head
     head = table % heads
-    own = (table // heads, head * tables // heads, entry)
-    row, key, mask = p.query_tiles()[own], p.key_tile[own].long(), p.mask[own].long()
-    lane = head * len(p.query_start) // heads
-    queries = tile_counts(p.query_start, p.query_stop, p.step, block_size)[lane, row]
-    keys = tile_counts(p.key_start, p.key_stop, p.step, block_size)[lane, key]
-    written = torch.zeros(len(p.row_ptr) * heads * tiles, dtype=torch.bool, device=mask.device)
+    place = (table // heads, head * tables // heads, entry)
+    row, key, bitmap = p.query_tiles()[place], p.key_tile[place].long(), p.bitmap[place].long()
+    axis = head * len(p.query_start) // heads
+    queries = tile_counts(p.query_start, p.query_stop, p.step, block_size)[axis, row]
+    keys = tile_counts(p.key_start, p.key_stop, p.step, block_size)[axis, key]
+    written = torch.zeros(len(p.row_ptr) * heads * tiles, dtype=torch.bool, device=bitmap.device)
     row = table * tiles + row
-    with_mask = (mask >= 0) | _folded(row, mask, most_keys)[row]
+    with_bitmap = (bitmap >= 0) | _folded(row, bitmap, most_keys)[row]
     for masked in (False, True):
-        kept = torch.nonzero((with_mask == masked) & (queries > 0) & (keys > 0))[:, 0]
+        kept = torch.nonzero((with_bitmap == masked) & (queries > 0) & (keys > 0))[:, 0]
         if not len(kept):
             continue
         begin, length, piece = _runs(row[kept], most_keys)
@@ -87,35 +83,35 @@ def _groups(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Iter
         else:
             order = ((table[kept][begin] * (piece.max() + 1)) + piece).argsort(stable=True)
             begin, length, piece = begin[order], length[order], piece[order]
-            lane = table[kept][begin] * (piece.max() + 1) + piece
-            joined = _joined(begin, length, lane, key[kept], most_queries)
+            line = table[kept][begin] * (piece.max() + 1) + piece
+            joined = _joined(begin, length, line, key[kept], most_queries)
         width = torch.diff(joined, append=joined.new_tensor([len(begin)]))
         num_queries = _sums(queries[kept][begin], joined)
         num_keys = _sums(keys[kept], begin, length)[joined]
         shape = [piece[joined], width, length[joined], num_queries, num_keys]
-        for rows in _equal_rows(shape):
-            run = joined[rows][:, None] + torch.arange(int(width[rows[0]]), device=rows.device)
-            entries = kept[
-                begin[run[:, :1]] + torch.arange(int(length[run[0, 0]]), device=rows.device)
-            ]
-            for part, masks in _by_masks(mask[entries]) if masked else ((slice(None), None),):
+        for alike in _equal_rows(shape):
+            run = joined[alike][:, None] + torch.arange(int(width[alike[0]]), device=alike.device)
+            slots = torch.arange(int(length[run[0, 0]]), device=alike.device)
+            entries = kept[begin[run[:, :1]] + slots]
+            parts = _by_bitmaps(bitmap[entries]) if masked else ((slice(None), None),)
+            for part, bitmaps in parts:
                 tile_rows = row[kept][begin[run[part]]]
                 fresh = not written[tile_rows].any()
                 written[tile_rows] = True
-                yield Group(
+                yield Units(
                     batch=table[entries[part, 0]] // heads,
                     head=table[entries[part, 0]] % heads,
                     query_tiles=tile_rows % tiles,
                     key_tiles=key[entries[part]],
                     entries=entry[entries[part]],
-                    masks=masks,
-                    num_queries=int(num_queries[rows[0]]),
-                    num_keys=int(num_keys[rows[0]]),
+                    bitmaps=bitmaps,
+                    num_queries=int(num_queries[alike[0]]),
+                    num_keys=int(num_keys[alike[0]]),
                     fresh=fresh,
                 )
 
 
-def _folded(row: Tensor, mask: Tensor, most_keys: int) -> Tensor:
+def _folded(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
     """Rows whose full entries go along with the masked ones, in one unit instead of two to merge.
 
     That pays where the unit is no longer than others and its mask is made once for several rows.
@@ -123,16 +119,14 @@ def _folded(row: Tensor, mask: Tensor, most_keys: int) -> Tensor:
     index = torch.arange(len(row), device=row.device)
     total = torch.bincount(row)
     place = index - (total.cumsum(0) - total)[row]
-    likeness = torch.zeros_like(total).index_add_(0, row, mix(place) * (mask + 2))
+    likeness = torch.zeros_like(total).index_add_(0, row, mix(place) * (bitmap + 2))
     _, kind, rows_alike = likeness.unique(return_inverse=True, return_counts=True)
-    masked = torch.bincount(row[mask >= 0], minlength=len(total)) > 0
+    masked = torch.bincount(row[bitmap >= 0], minlength=len(total)) > 0
     return masked & (total <= most_keys) & ((rows_alike[kind] > 1) | (len(total) <= 64))
 
 
 def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts sorted entries into runs of one row, at most `longest` each: (begin, length, number
-    within the row).
-    """
+    """Runs of sorted entries of one row, at most `longest` each: (begin, length, number in row)."""
     index = torch.arange(len(row), device=row.device)
     head = torch.diff(row, prepend=row[:1] - 1) != 0
     place = index - index[head][head.cumsum(0) - 1]
@@ -140,13 +134,11 @@ def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
     return begin, torch.diff(begin, append=begin.new_tensor([len(row)])), place[begin] // longest
 
 
-def _joined(begin: Tensor, length: Tensor, lane: Tensor, key: Tensor, most: int) -> Tensor:
-    """The first run of each row: neighbours of one lane with equal keys are joined, at most `most`
-    of them.
-    """
+def _joined(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: int) -> Tensor:
+    """The first run of each unit: neighbours on a line with equal keys join, at most `most`."""
     index = torch.arange(len(begin), device=begin.device)
     before = (index - 1).clamp(min=0)
-    same = (lane == lane[before]) & (length == length[before]) & (index > 0)
+    same = (line == line[before]) & (length == length[before]) & (index > 0)
     run, place = expand_counts(length)
     twin = begin[before][run] + torch.minimum(place, (length[before] - 1)[run])
     differ = torch.bincount(run[key[begin[run] + place] != key[twin]], minlength=len(begin))
@@ -170,16 +162,17 @@ def _equal_rows(columns: list[Tensor]) -> Iterator[Tensor]:
     yield from order.split(torch.bincount(number).tolist())
 
 
-def _by_masks(masks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows that share all their bitmaps set by set with [1, e]; all at once with [rows, e] where
-    few share.
+def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Units that share all their bitmaps, set by set with [1, e].
+
+    Where few share, all at once with [units, e].
     """
-    sets = list(_equal_rows(list(masks.unbind(1))))
-    if len(sets) > max(8, len(masks) // 16):
-        yield torch.arange(len(masks), device=masks.device), masks
+    sets = list(_equal_rows(list(bitmaps.unbind(1))))
+    if len(sets) > max(8, len(bitmaps) // 16):
+        yield torch.arange(len(bitmaps), device=bitmaps.device), bitmaps
         return
-    for rows in sets:
-        yield rows, masks[rows[:1]]
+    for alike in sets:
+        yield alike, bitmaps[alike[:1]]
 
 
 @dataclass(frozen=True)
@@ -204,14 +197,14 @@ class Chunk:
 def chunks(
     layout: BlockLayout,
     number: int,
-    group: Group,
+    units: Units,
     batch: int,
     workspace: int,
     per_token: int,
     per_pair: int,
     biased: bool,
 ) -> Iterator[Chunk]:
-    """Cuts a group of pass `number` into chunks of at most `workspace` bytes.
+    """Cuts units of pass `number` into chunks of at most `workspace` bytes.
 
     `per_token` and `per_pair` are the bytes that the caller keeps of a query or key token and of a
     pair of them.
@@ -219,36 +212,34 @@ def chunks(
     p, frame, b = layout.passes[number], layout.frame, layout.block_size
     batch_tables, heads = len(p.row_ptr), max(p.row_ptr.shape[1], len(p.query_start))
     unit_heads = max(heads, frame.num_kv_heads)  # heads that gather keys of their own
-    share = frame.num_heads // unit_heads  # query heads to each of them
-    device = group.head.device
-    units = torch.cartesian_prod(
+    group = frame.num_heads // unit_heads  # query heads to each of them
+    device = units.head.device
+    each = torch.cartesian_prod(
         torch.arange(batch // batch_tables, device=device),
         torch.arange(unit_heads // heads, device=device),
-        torch.arange(len(group.head), device=device),
+        torch.arange(len(units.head), device=device),
     )
-    if not len(units):  # an empty batch
+    if not len(each):  # an empty batch
         return
-    m, n = group.num_queries, group.num_keys
-    per_pair = per_pair * share + 6 * (group.masks is not None and len(group.masks) > 1)
-    per_unit = (share * m + n) * (per_token + 40) + m * n * per_pair
+    m, n = units.num_queries, units.num_keys
+    per_pair = per_pair * group + 6 * (units.bitmaps is not None and len(units.bitmaps) > 1)
+    per_unit = (group * m + n) * (per_token + 40) + m * n * per_pair
     bias = None
-    for bat, hd, rows in (part.unbind(1) for part in units.split(max(1, workspace // per_unit))):
-        lane = group.head[rows] * len(p.query_start) // heads
-        bat, hd = bat + group.batch[rows], hd + group.head[rows] * (unit_heads // heads)
-        q_head = hd[:, None] * share + torch.arange(share, device=device)
+    for bat, hd, which in (part.unbind(1) for part in each.split(max(1, workspace // per_unit))):
+        axis = units.head[which] * len(p.query_start) // heads
+        bat, hd = bat + units.batch[which], hd + units.head[which] * (unit_heads // heads)
+        q_head = hd[:, None] * group + torch.arange(group, device=device)
         kv_head = hd * frame.num_kv_heads // unit_heads
-        q, real_q = _positions(
-            p.query_start, p.query_stop, lane, group.query_tiles[rows], p.step, b
-        )
-        k, real_k = _positions(p.key_start, p.key_stop, lane, group.key_tiles[rows], p.step, b)
+        query_tiles, key_tiles = units.query_tiles[which], units.key_tiles[which]
+        q, real_q = _positions(p.query_start, p.query_stop, axis, query_tiles, p.step, b)
+        k, real_k = _positions(p.key_start, p.key_stop, axis, key_tiles, p.step, b)
         ragged = q[0].numel() * k[0].numel() != m * n
         cells = None
-        if group.masks is not None:
-            masks = group.masks if len(group.masks) == 1 else group.masks[rows]
+        if units.bitmaps is not None:
+            bitmaps = units.bitmaps if len(units.bitmaps) == 1 else units.bitmaps[which]
             full = torch.full_like(p.bitmaps[:1], 255)
-            cells = (
-                unpack(torch.cat((p.bitmaps, full))[masks], b).transpose(1, 2).flatten(2)
-            )  # [C or 1, b, e * b]
+            cells = unpack(torch.cat((p.bitmaps, full))[bitmaps], b)  # [C or 1, e, b, b]
+            cells = cells.transpose(1, 2).flatten(2)  # [C or 1, b, e * b]
             if ragged:
                 pairs = real_q[:, :, None] & real_k[:, None, :]
                 cells = cells.expand(pairs.shape)[pairs].view(-1, m, n)
@@ -260,7 +251,7 @@ def chunks(
             slots = torch.arange(k.shape[1], device=device).div(b, rounding_mode="floor")
             slots = slots.expand(k.shape)
             bias = (
-                first[..., None] + group.entries[rows][:, None],
+                first[..., None] + units.entries[which][:, None],
                 slots[real_k].view(-1, n) if ragged else slots,
             )
         if ragged:
@@ -271,9 +262,9 @@ def chunks(
 
 
 def _positions(
-    start: Tensor, stop: Tensor, lane: Tensor, tiles: Tensor, step: int, block_size: int
+    start: Tensor, stop: Tensor, axis: Tensor, tiles: Tensor, step: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
     """[C, t * block_size] positions of some tiles, and which of them are real."""
-    first, end = (edge[lane[:, None], tiles][..., None] for edge in (start, stop))
+    first, end = (edge[axis[:, None], tiles][..., None] for edge in (start, stop))
     positions = (first + step * torch.arange(block_size, device=start.device)).flatten(1)
     return positions, positions < end.expand(-1, -1, block_size).flatten(1)

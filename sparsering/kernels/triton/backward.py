@@ -8,7 +8,19 @@ atomics, and sums run in a fixed order.
 import triton
 import triton.language as tl
 
-from .forward import elements, head_of, kernel, load_rows, program_of, rows_of, table_of, visible
+from .device import (
+    elements,
+    from_table,
+    head_of,
+    kernel,
+    load_rows,
+    program_of,
+    rows_of,
+    span_of,
+    table_of,
+    unit_at,
+    visible,
+)
 from .walk import CUT, UNIT
 
 _UNIT = tl.constexpr(UNIT)
@@ -21,9 +33,9 @@ def prepare_kernel(
     grad_out, grad_lse, out, lse, delta, safe_lse,
     g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
     o_batch: tl.int64, o_head: tl.int64, num_heads: tl.int64, q_len: tl.int64,
-    ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    ROWS: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     ALIGN: tl.constexpr,
-):  # fmt: skip
+):
     """Writes delta and, [B, heads, Nq] too, lse; +inf, so that P = 0, where a row has no key."""
     program = tl.program_id(0).to(tl.int64)
     blocks = (q_len + ROWS - 1) // ROWS
@@ -31,14 +43,14 @@ def prepare_kernel(
     row = program // blocks
     batch, head = row // num_heads, row % num_heads
     real = position < q_len
-    width = tl.arange(0, VALUE_PADDED)
-    kept = real[:, None] & (width < VALUE_WIDTH)[None, :]
+    dim = tl.arange(0, PADDED_VALUE_DIM)
+    kept = real[:, None] & (dim < VALUE_DIM)[None, :]
     from_grad = position * elements(g_token, ALIGN)
     from_grad += batch * elements(g_batch, ALIGN) + head * elements(g_head, ALIGN)
-    from_out = position * VALUE_WIDTH
+    from_out = position * VALUE_DIM
     from_out += batch * elements(o_batch, ALIGN) + head * elements(o_head, ALIGN)
-    do = tl.load(grad_out + from_grad[:, None] + width[None, :], mask=kept, other=0.0)
-    o = tl.load(out + from_out[:, None] + width[None, :], mask=kept, other=0.0)
+    do = tl.load(grad_out + from_grad[:, None] + dim[None, :], mask=kept, other=0.0)
+    o = tl.load(out + from_out[:, None] + dim[None, :], mask=kept, other=0.0)
     place = row * q_len + position
     natural = tl.load(lse + place, mask=real, other=float("-inf"))
     product = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
@@ -56,7 +68,7 @@ def weight_of(power):
 @kernel
 def query_kernel(
     query, key, value, grad_out, bias, delta, safe_lse, grad_query, piece, grad_bias,
-    units, start, tokens, mask, entry, words, tile_start, tile_stop,
+    units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
@@ -68,11 +80,11 @@ def query_kernel(
     group: tl.int32, first_head: tl.int32, all_heads: tl.int32, tables: tl.int32,
     table_batches: tl.int32, axes: tl.int32, parts: tl.int32, scale: tl.float32,
     TILE: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    PACK: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr, ALIGN: tl.constexpr,
+    PACK: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr,
     RUNNING: tl.constexpr, BIASED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Writes dQ [B, heads, Nq, D] of each unit's rows, and entries' sums of dS by part of a tile.
 
     Rows, units and pieces are those of `forward_kernel`; with RUNNING dQ (float32) is added to.
@@ -82,30 +94,29 @@ def query_kernel(
     part, unit, head, batch = program_of(parts, PACK, num_units, num_heads, group)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     units += (table * num_units + unit) * _UNIT
-    tile = tl.load(units)
+    tile, first, masked, end = unit_at(units)
     if tile < 0:
         return
-    first, masked, end = tl.load(units + 1), tl.load(units + 2), tl.load(units + 3)
-    index: tl.constexpr = tl.int64 if WIDE else tl.int32
-    begin = (tl.load(tile_start + axis * num_tiles + tile) + part * TOKENS * step).to(index)
-    stop = tl.load(tile_stop + axis * num_tiles + tile).to(index)
+    begin, stop = span_of(
+        tile_start, tile_stop, axis, num_tiles, tile, part * TOKENS, step, WIDE
+    )
     if begin >= stop:
         return
 
     slot, position, heads, real = rows_of(
-        begin, stop, step.to(index), part, head, group, TILE, ROWS, TOKENS, PACK
+        begin, stop, step.to(begin.dtype), part, head, group, TILE, ROWS, TOKENS, PACK
     )
-    width = tl.arange(0, PADDED)
-    value_width = tl.arange(0, VALUE_PADDED)
+    dim = tl.arange(0, PADDED_DIM)
+    value_dim = tl.arange(0, PADDED_VALUE_DIM)
     from_row = heads * elements(q_head, ALIGN) + position * elements(q_token, ALIGN)
     from_row += batch * elements(q_batch, ALIGN)
-    kept = real[:, None] & (width < WIDTH)[None, :]
-    q = tl.load(query + from_row[:, None] + width[None, :], mask=kept, other=0.0)
+    kept = real[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(query + from_row[:, None] + dim[None, :], mask=kept, other=0.0)
     from_grad = heads * elements(g_head, ALIGN) + position * elements(g_token, ALIGN)
     from_grad += batch * elements(g_batch, ALIGN)
     do = tl.load(
-        grad_out + from_grad[:, None] + value_width[None, :],
-        mask=real[:, None] & (value_width < VALUE_WIDTH)[None, :],
+        grad_out + from_grad[:, None] + value_dim[None, :],
+        mask=real[:, None] & (value_dim < VALUE_DIM)[None, :],
         other=0.0,
     )
     of_row = batch * row_batch + heads * row_head + position
@@ -121,11 +132,8 @@ def query_kernel(
         batch, kv_head, elements(v_batch, ALIGN), elements(v_head, ALIGN), v_token
     )
     bias += batch * bias_batch
-    start += table * num_entries
-    tokens += table * num_entries
-    mask += table * num_entries
-    entry += table * num_entries
-    dq = tl.zeros([ROWS, PADDED], tl.float32)
+    start, tokens, bitmap, entry = from_table(start, tokens, bitmap, entry, table, num_entries)
+    dq = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     for masked_entries in tl.static_range(2):
         lower = masked if masked_entries else first
         upper = end if masked_entries else masked
@@ -133,23 +141,23 @@ def query_kernel(
         for i in tl.range(
             lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES,
             warp_specialize=WARP_SPECIALIZE,
-        ):  # fmt: skip
+        ):
             e = i // STEPS
             first_slot = i % STEPS * KEYS
             keys = first_slot + tl.arange(0, KEYS)
             token = ahead + first_slot * step
             ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
-            own = keys < (tl.load(tokens + e) if masked_entries else TILE)
+            in_tile = keys < (tl.load(tokens + e) if masked_entries else TILE)
             k = load_rows(
-                key, k_offset, k_row, k_column, token, own, step, k_token,
-                KEYS, WIDTH, PADDED, WHOLE and not masked_entries, TMA, WIDE,
-            )  # fmt: skip
+                key, k_offset, k_row, k_column, token, in_tile, step, k_token,
+                KEYS, HEAD_DIM, PADDED_DIM, WHOLE and not masked_entries, TMA, WIDE,
+            )
             v = load_rows(
-                value, v_offset, v_row, v_column, token, own, step, v_token,
-                KEYS, VALUE_WIDTH, VALUE_PADDED, WHOLE and not masked_entries, TMA, WIDE,
-            )  # fmt: skip
+                value, v_offset, v_row, v_column, token, in_tile, step, v_token,
+                KEYS, VALUE_DIM, PADDED_VALUE_DIM, WHOLE and not masked_entries, TMA, WIDE,
+            )
             if TMA and (masked_entries or not WHOLE):  # what lies past the tile may be no number
-                k = tl.where(own[:, None], k, 0.0)
+                k = tl.where(in_tile[:, None], k, 0.0)
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if BIASED:
                 of_entry = bias + heads * bias_head + tl.load(entry + e)
@@ -161,12 +169,12 @@ def query_kernel(
             dscore *= weight
             if masked_entries:
                 bits = visible(
-                    words, tl.load(mask + e), slot[:, None], tl.arange(0, KEYS)[None, :],
+                    words, tl.load(bitmap + e), slot[:, None], tl.arange(0, KEYS)[None, :],
                     first_slot, TILE, WORD, KEYS,
-                )  # fmt: skip
-                dscore = tl.where(own[None, :] & (bits != 0), dscore, 0.0)
+                )
+                dscore = tl.where(in_tile[None, :] & (bits != 0), dscore, 0.0)
             elif not WHOLE:
-                dscore = tl.where(own[None, :], dscore, 0.0)
+                dscore = tl.where(in_tile[None, :], dscore, 0.0)
             dq = tl.dot(dscore.to(k.dtype), k, dq, input_precision=PRECISION)
             if BIASED:
                 sums = tl.sum(tl.reshape(tl.sum(dscore, 1), [ROWS // TOKENS, TOKENS]), 1)
@@ -180,11 +188,11 @@ def query_kernel(
     cut = tl.load(units + 4)
     if cut >= 0:
         place = ((batch * num_heads + heads) * num_slots + cut) * TILE + slot
-        tl.store(piece + place[:, None] * WIDTH + width[None, :], dq, mask=kept)
+        tl.store(piece + place[:, None] * HEAD_DIM + dim[None, :], dq, mask=kept)
     else:
         to_row = batch * elements(dq_batch, ALIGN) + heads * elements(dq_head, ALIGN)
-        to_row += position.to(tl.int64) * WIDTH
-        to = grad_query + to_row[:, None] + width[None, :]
+        to_row += position.to(tl.int64) * HEAD_DIM
+        to = grad_query + to_row[:, None] + dim[None, :]
         if RUNNING:
             dq += tl.load(to, mask=kept, other=0.0)
         tl.store(to, dq.to(grad_query.dtype.element_ty), mask=kept)
@@ -193,7 +201,7 @@ def query_kernel(
 @kernel
 def key_kernel(
     query, key, value, grad_out, bias, delta, safe_lse, grad_key, grad_value, piece_key,
-    piece_value, units, start, tokens, mask, entry, words, tile_start, tile_stop,
+    piece_value, units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
@@ -206,11 +214,11 @@ def key_kernel(
     first_head: tl.int32, all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32,
     axes: tl.int32, scale: tl.float32,
     TILE: tl.constexpr, WORD: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
-    QUERIES: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, ALIGN: tl.constexpr, RUNNING: tl.constexpr, BIASED: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr,
+    RUNNING: tl.constexpr, BIASED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
+):
     """Writes dK [B, shares, Nk, D] and dV of each unit's keys, from HEADS query heads at a time.
 
     A share is what HEADS heads of a kv head's group give it; shares are added up afterwards.
@@ -221,37 +229,31 @@ def key_kernel(
     part, unit, head, batch = program_of(PARTS, HEADS, num_units, num_heads, group)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     units += (table * num_units + unit) * _UNIT
-    tile = tl.load(units)
+    tile, first, masked, end = unit_at(units)
     if tile < 0:
         return
-    first, masked, end = tl.load(units + 1), tl.load(units + 2), tl.load(units + 3)
     first_key = part * KEYS
-    index: tl.constexpr = tl.int64 if WIDE else tl.int32
-    begin = (tl.load(tile_start + axis * num_tiles + tile) + first_key * step).to(index)
-    stop = tl.load(tile_stop + axis * num_tiles + tile).to(index)
+    begin, stop = span_of(tile_start, tile_stop, axis, num_tiles, tile, first_key, step, WIDE)
     if begin >= stop:
         return
 
     keys = first_key + tl.arange(0, KEYS)
-    position = begin + tl.arange(0, KEYS) * step.to(index)
+    position = begin + tl.arange(0, KEYS) * step.to(begin.dtype)
     real = (position < stop) & (keys < TILE)
-    width = tl.arange(0, PADDED)
-    value_width = tl.arange(0, VALUE_PADDED)
-    kept = real[:, None] & (width < WIDTH)[None, :]
-    value_kept = real[:, None] & (value_width < VALUE_WIDTH)[None, :]
+    dim = tl.arange(0, PADDED_DIM)
+    value_dim = tl.arange(0, PADDED_VALUE_DIM)
+    kept = real[:, None] & (dim < HEAD_DIM)[None, :]
+    value_kept = real[:, None] & (value_dim < VALUE_DIM)[None, :]
     kv_head = head // group
     from_key = batch * elements(k_batch, ALIGN) + kv_head * elements(k_head, ALIGN)
     from_key += position * elements(k_token, ALIGN)
     from_value = batch * elements(v_batch, ALIGN) + kv_head * elements(v_head, ALIGN)
     from_value += position * elements(v_token, ALIGN)
-    k = tl.load(key + from_key[:, None] + width[None, :], mask=kept, other=0.0)
-    v = tl.load(value + from_value[:, None] + value_width[None, :], mask=value_kept, other=0.0)
-    start += table * num_entries
-    tokens += table * num_entries
-    mask += table * num_entries
-    entry += table * num_entries
-    dk = tl.zeros([KEYS, PADDED], tl.float32)
-    dv = tl.zeros([KEYS, VALUE_PADDED], tl.float32)
+    k = tl.load(key + from_key[:, None] + dim[None, :], mask=kept, other=0.0)
+    v = tl.load(value + from_value[:, None] + value_dim[None, :], mask=value_kept, other=0.0)
+    start, tokens, bitmap, entry = from_table(start, tokens, bitmap, entry, table, num_entries)
+    dk = tl.zeros([KEYS, PADDED_DIM], tl.float32)
+    dv = tl.zeros([KEYS, PADDED_VALUE_DIM], tl.float32)
     q_token, g_token = elements(q_token, ALIGN), elements(g_token, ALIGN)
     for h in range(head, tl.minimum(head + HEADS, (kv_head + 1) * group)):
         q_offset, q_row, q_column = head_of(
@@ -268,43 +270,40 @@ def key_kernel(
             for i in tl.range(
                 lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES,
                 warp_specialize=WARP_SPECIALIZE,
-            ):  # fmt: skip
+            ):
                 e = i // STEPS
                 first_slot = i % STEPS * QUERIES
                 slot = first_slot + tl.arange(0, QUERIES)
                 token = ahead + first_slot * step
                 ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
-                own = slot < (tl.load(tokens + e) if masked_entries else TILE)
+                in_tile = slot < (tl.load(tokens + e) if masked_entries else TILE)
                 q = load_rows(
-                    query, q_offset, q_row, q_column, token, own, step, q_token,
-                    QUERIES, WIDTH, PADDED, WHOLE and not masked_entries, TMA, WIDE,
-                )  # fmt: skip
+                    query, q_offset, q_row, q_column, token, in_tile, step, q_token,
+                    QUERIES, HEAD_DIM, PADDED_DIM, WHOLE and not masked_entries, TMA, WIDE,
+                )
                 do = load_rows(
-                    grad_out, g_offset, g_row, g_column, token, own, step, g_token,
-                    QUERIES, VALUE_WIDTH, VALUE_PADDED, WHOLE and not masked_entries, TMA, WIDE,
-                )  # fmt: skip
-                if TMA and (
-                    masked_entries or not WHOLE
-                ):  # what lies past the tile may be no number
-                    q = tl.where(own[:, None], q, 0.0)
-                    do = tl.where(own[:, None], do, 0.0)
+                    grad_out, g_offset, g_row, g_column, token, in_tile, step, g_token,
+                    QUERIES, VALUE_DIM, PADDED_VALUE_DIM, WHOLE and not masked_entries, TMA, WIDE,
+                )
+                # what lies past the tile may be no number
+                if TMA and (masked_entries or not WHOLE):
+                    q = tl.where(in_tile[:, None], q, 0.0)
+                    do = tl.where(in_tile[:, None], do, 0.0)
                 of_row = of_head + token + tl.arange(0, QUERIES) * step
-                base = tl.load(safe_lse + of_row, mask=own, other=float("inf"))
-                d = tl.load(delta + of_row, mask=own, other=0.0)
+                base = tl.load(safe_lse + of_row, mask=in_tile, other=float("inf"))
+                d = tl.load(delta + of_row, mask=in_tile, other=0.0)
                 score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
                 if BIASED:
-                    of_entry = (
-                        bias + batch * bias_batch + h * elements(bias_head, 1) + tl.load(entry + e)
-                    )
-                    base -= tl.load(of_entry)
+                    of_head_bias = bias + batch * bias_batch + h * elements(bias_head, 1)
+                    base -= tl.load(of_head_bias + tl.load(entry + e))
                 weight = weight_of(score * (scale * _LOG2_E) - (base * _LOG2_E)[None, :])
                 dscore = tl.dot(v, tl.trans(do), input_precision=PRECISION) - d[None, :]
                 dscore *= weight
                 if masked_entries:
                     bits = visible(
-                        words, tl.load(mask + e), slot[None, :], tl.arange(0, KEYS)[:, None],
+                        words, tl.load(bitmap + e), slot[None, :], tl.arange(0, KEYS)[:, None],
                         first_key, TILE, WORD, KEYS,
-                    )  # fmt: skip
+                    )
                     weight = tl.where(bits != 0, weight, 0.0)
                     dscore = tl.where(bits != 0, dscore, 0.0)
                 dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=PRECISION)
@@ -316,18 +315,15 @@ def key_kernel(
     if cut >= 0:
         shares = num_heads // group * ((group + HEADS - 1) // HEADS)
         place = ((batch * shares + share) * num_slots + cut) * TILE + keys
-        tl.store(piece_key + place[:, None] * WIDTH + width[None, :], dk, mask=kept)
-        to_piece = piece_value + place[:, None] * VALUE_WIDTH + value_width[None, :]
+        tl.store(piece_key + place[:, None] * HEAD_DIM + dim[None, :], dk, mask=kept)
+        to_piece = piece_value + place[:, None] * VALUE_DIM + value_dim[None, :]
         tl.store(to_piece, dv, mask=value_kept)
     else:
         to_row = batch * elements(dk_batch, ALIGN) + share * elements(dk_head, ALIGN)
-        to_key = grad_key + (to_row + position.to(tl.int64) * WIDTH)[:, None] + width[None, :]
+        to_key = grad_key + (to_row + position.to(tl.int64) * HEAD_DIM)[:, None] + dim[None, :]
         to_row = batch * elements(dv_batch, ALIGN) + share * elements(dv_head, ALIGN)
-        to_value = (
-            grad_value
-            + (to_row + position.to(tl.int64) * VALUE_WIDTH)[:, None]
-            + value_width[None, :]
-        )
+        to_row += position.to(tl.int64) * VALUE_DIM
+        to_value = grad_value + to_row[:, None] + value_dim[None, :]
         if RUNNING:
             dk += tl.load(to_key, mask=kept, other=0.0)
             dv += tl.load(to_value, mask=value_kept, other=0.0)
@@ -341,9 +337,9 @@ def sum_kernel(
     grad_batch: tl.int64, grad_head: tl.int64, step: tl.int64, num_cuts: tl.int64,
     num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, first_head: tl.int32,
     all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32, axes: tl.int32,
-    TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     ALIGN: tl.constexpr, RUNNING: tl.constexpr,
-):  # fmt: skip
+):
     """Adds up the pieces of each cut tile, in order; `heads` may be shares."""
     part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
@@ -354,14 +350,17 @@ def sum_kernel(
     slot = part * ROWS + tl.arange(0, ROWS)
     position = tl.load(tile_start + axis * num_tiles + tile) + slot * step
     real = (slot < TILE) & (position < tl.load(tile_stop + axis * num_tiles + tile))
-    width = tl.arange(0, PADDED)
-    kept = real[:, None] & (width < WIDTH)[None, :]
+    dim = tl.arange(0, PADDED_DIM)
+    kept = real[:, None] & (dim < HEAD_DIM)[None, :]
     row = batch * elements(grad_batch, ALIGN) + head * elements(grad_head, ALIGN)
-    row += position * WIDTH
-    to = grad + row[:, None] + width[None, :]
-    total = tl.load(to, mask=kept, other=0.0) if RUNNING else tl.zeros([ROWS, PADDED], tl.float32)
+    row += position * HEAD_DIM
+    to = grad + row[:, None] + dim[None, :]
+    if RUNNING:
+        total = tl.load(to, mask=kept, other=0.0)
+    else:
+        total = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     first = tl.load(cuts + 1)
     for number in range(first, first + tl.load(cuts + 2)):
         place = ((batch * num_heads + head) * num_slots + number) * TILE + slot
-        total += tl.load(piece + place[:, None] * WIDTH + width[None, :], mask=kept, other=0.0)
+        total += tl.load(piece + place[:, None] * HEAD_DIM + dim[None, :], mask=kept, other=0.0)
     tl.store(to, total.to(grad.dtype.element_ty), mask=kept)

@@ -1,4 +1,4 @@
-"""The GPU backend: launches the kernels of `triton_forward` and `triton_backward` over passes.
+"""Calls of the GPU kernels: launches those of `forward` and `backward` over passes.
 
 Passes run one after another; each merges into what the earlier ones left. With several passes in
 half precision, float32 sums exist for a few kv heads at a time. Triton is imported on first use.
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ...layouts.layout import BlockLayout
-from ..inputs import dense_rows, positive_scale, signed_gradient
+from ..problem import Gradients, Problem, dense_rows
 from .launch import descriptor, launch, padded, power_of_2, precision, processors, strides
-from .tuning import Config, config
+from .tuning import Config, config_for
 from .walk import Walk, walk
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MOST_WIDTH = 256
+_MOST_HEAD_DIM = 256
 _LEAST_PROGRAMS = 8  # per multiprocessor, that a launch should have
 _ROWS = 64  # of a program that combines or prepares
 
@@ -34,8 +34,8 @@ def reasons(*tensors: Tensor) -> list[str]:
         found.append("it computes in float32; float64 stays with gather")
     if interpreting() and any(x.dtype == torch.bfloat16 for x in tensors):
         found.append("Triton's interpreter gets bfloat16 products wrong")
-    if any(x.dim() and x.shape[-1] > _MOST_WIDTH for x in tensors):
-        found.append(f"it holds head dims up to {_MOST_WIDTH}")
+    if any(x.dim() and x.shape[-1] > _MOST_HEAD_DIM for x in tensors):
+        found.append(f"it holds head dims up to {_MOST_HEAD_DIM}")
     return found
 
 
@@ -57,23 +57,13 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def forward(
-    layout: BlockLayout,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_bias: Tensor | None,
-    scale: float,
-    *,
-    in_float32: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Attention over a layout; see `gather.forward`. lse is float32."""
-    query, scale = positive_scale(dense_rows(query), scale)
-    in_turn = len(layout.passes) > 1 and query.itemsize < 4 and not in_float32
-    dtype = torch.float32 if in_float32 else query.dtype
-    out = _blank(layout, False, (*query.shape[:3], value.shape[3]), query, dtype, in_turn)
+def forward(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Attention over a layout; lse is float32."""
+    layout, query, value = problem.layout, problem.query, problem.value
+    in_turn = _in_turn(problem)
+    out = _blank(problem, (*query.shape[:3], value.shape[3]), overwritten=in_turn)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
-    for part in _parts(layout, query, key, value, block_bias, scale, in_turn):
+    for part in _parts(problem, in_turn):
         to = out[:, part.heads]
         sums = torch.zeros_like(to, dtype=torch.float32) if in_turn else to
         for number in range(len(layout.passes)):
@@ -84,29 +74,17 @@ def forward(
 
 
 def backward(
-    layout: BlockLayout,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    *,
-    in_float32: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and block_bias; see `gather.backward`."""
-    positive, positive_by = positive_scale(dense_rows(query), scale)
+    problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
+) -> Gradients:
+    """Gradients of the problem's tensors."""
+    layout, bias = problem.layout, problem.block_bias
     grad_out = dense_rows(grad_out)
     rows = _prepared(grad_out, grad_lse, out, lse)
-    in_turn = len(layout.passes) > 1 and query.itemsize < 4 and not in_float32
-    dtype = torch.float32 if in_float32 else query.dtype
-    dq = _blank(layout, False, query.shape, query, dtype, in_turn)
-    dk, dv = (_blank(layout, True, x.shape, x, dtype, False) for x in (key, value))
-    dbias = None if block_bias is None else torch.zeros_like(block_bias, dtype=torch.float32)
-    for part in _parts(layout, positive, key, value, block_bias, positive_by, in_turn):
+    in_turn = _in_turn(problem)
+    dq = _blank(problem, problem.query.shape, overwritten=in_turn)
+    dk, dv = (_blank(problem, x.shape, by_key=True) for x in (problem.key, problem.value))
+    dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+    for part in _parts(problem, in_turn):
         grads = [x[:, part.heads] for x in (grad_out, *rows)]
         to = dq[:, part.heads]
         sums = torch.zeros_like(to, dtype=torch.float32) if in_turn else to
@@ -116,9 +94,10 @@ def backward(
         if in_turn:
             to.copy_(sums)
         _key_passes(part, grads, [x[:, part.kv_heads] for x in (dk, dv)])
-    if block_bias is None or dbias is None:
-        return signed_gradient(dq, scale), dk, dv, None
-    return signed_gradient(dq, scale), dk, dv, dbias.to(block_bias.dtype)
+    dq = problem.query_gradient(dq)
+    if bias is None or dbias is None:
+        return Gradients(dq, dk, dv)
+    return Gradients(dq, dk, dv, dbias.to(bias.dtype))
 
 
 class _Part(NamedTuple):
@@ -138,22 +117,20 @@ class _Part(NamedTuple):
         return self.query.shape[1] // self.key.shape[1]
 
 
-def _parts(
-    layout: BlockLayout,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    in_turn: bool,
-) -> Iterator[_Part]:
+def _in_turn(problem: Problem) -> bool:
+    """Whether float32 sums are kept beside half precision's results, for some heads at a time."""
+    half = problem.query.itemsize < 4 and not problem.in_float32
+    return half and len(problem.layout.passes) > 1
+
+
+def _parts(problem: Problem, in_turn: bool) -> Iterator[_Part]:
     """The whole call; or, in turn, as few kv heads as fill the device."""
-    key, value = dense_rows(key), dense_rows(value)
+    layout, query, key, value, scale, bias, _ = problem.with_positive_scale().with_dense_rows()
     bias = None if bias is None else dense_rows(bias.float())
     num_kv_heads = key.shape[1]
     if not layout.passes or not query.shape[0] * num_kv_heads:
         return
-    group, at_a_time = query.shape[1] // num_kv_heads, num_kv_heads
+    group, at_a_time = problem.group, num_kv_heads
     if in_turn:
         tiles = max(p.query_start.shape[-1] for p in layout.passes)
         programs = max(1, len(query) * group * tiles)
@@ -172,7 +149,7 @@ def _forward_pass(part: _Part, number: int, out: Tensor, lse: Tensor) -> None:
     """Merges what one pass sees into out and lse."""
     from .forward import forward_kernel, merge_kernel
 
-    config = _config("forward", part)
+    config = _config_for("forward", part)
     rows = _rows(part, number, config)
     w = _walk(part, number, rows["programs"], by_key=False)
     pieces = out.new_empty(_slots(part, out.shape[1], w, out.shape[3]), dtype=torch.float32)
@@ -195,7 +172,7 @@ def _query_pass(
     """Adds what one pass gives to dQ and to the gradient of the block bias."""
     from .backward import query_kernel, sum_kernel
 
-    config = _config("query", part)
+    config = _config_for("query", part)
     rows = _rows(part, number, config)
     w = _walk(part, number, rows["programs"], by_key=False)
     grad_out, delta, safe_lse = grads
@@ -210,23 +187,24 @@ def _query_pass(
     }  # fmt: skip
     if dbias is not None:
         tile = part.layout.block_size
-        shares = rows["parts"] * -(-tile // config.streamed)
-        of_shares = dbias.new_zeros(*dbias.shape, shares)
-        arguments |= {"grad_bias": of_shares, "num_blocks": dbias.shape[2]}
+        steps = rows["parts"] * -(-tile // config.streamed)
+        of_steps = dbias.new_zeros(*dbias.shape, steps)
+        arguments |= {"grad_bias": of_steps, "num_blocks": dbias.shape[2]}
     arguments |= _streamed(part, number, config, key=part.key, value=part.value)
     launch(query_kernel, w.units.shape[2] * rows["programs"], config, arguments)
     _combine(sum_kernel, w, dq, arguments)
     if dbias is not None:
-        dbias += of_shares.sum(-1)
+        dbias += of_steps.sum(-1)
 
 
 def _key_passes(part: _Part, grads: list[Tensor], results: list[Tensor]) -> None:
-    """Writes dK and dV of every pass, [B, kv heads, Nk, D] and [.., Dv]; by way of float32 sums
-    where several passes, or shares of a group, add to them.
+    """Writes dK and dV of every pass, [B, kv heads, Nk, D] and [.., Dv].
+
+    By way of float32 sums where several passes, or shares of a group, add to them.
     """
     from .backward import key_kernel, sum_kernel
 
-    config, layout = _config("key", part), part.layout
+    config, layout = _config_for("key", part), part.layout
     at_a_time = _heads_at_a_time(part)
     shares = -(-part.group // at_a_time)
     alone = len(layout.passes) == 1 and shares == 1
@@ -260,7 +238,7 @@ def _key_passes(part: _Part, grads: list[Tensor], results: list[Tensor]) -> None
         arguments |= {"all_heads": layout.frame.num_kv_heads * shares}
         for grad, piece in zip((dk, dv), pieces, strict=True):
             arguments |= {"grad": grad, "piece": piece, **strides(grad=grad)}
-            arguments |= {"WIDTH": grad.shape[3], "PADDED": padded(grad)}
+            arguments |= {"HEAD_DIM": grad.shape[3], "PADDED_DIM": padded(grad)}
             _combine(sum_kernel, w, grad, arguments)
     if not alone:
         for to, sums in zip(results, (dk, dv), strict=True):
@@ -279,7 +257,7 @@ def _prepared(
         "grad_out": grad_out, "grad_lse": grad_lse.contiguous(), "out": out,
         "lse": lse.contiguous(), "delta": delta, "safe_lse": safe_lse,
         **strides(g=grad_out, o=out), "num_heads": lse.shape[1], "q_len": lse.shape[2],
-        "ROWS": _ROWS, "VALUE_WIDTH": out.shape[3], "VALUE_PADDED": padded(out),
+        "ROWS": _ROWS, "VALUE_DIM": out.shape[3], "PADDED_VALUE_DIM": padded(out),
     }  # fmt: skip
     if lse.numel():
         launch(
@@ -308,8 +286,9 @@ def _rows(part: _Part, number: int, config: Config) -> dict[str, int]:
 
 
 def _heads_at_a_time(part: _Part) -> int:
-    """Query heads of a group that one program of `key_kernel` sums over: all, unless that leaves
-    the device idle or they have tables of their own.
+    """Query heads of a group that one program of `key_kernel` sums over.
+
+    All, unless that leaves the device idle or they have tables of their own.
     """
     layout, group = part.layout, part.group
     if _by_query_head(part):
@@ -330,16 +309,16 @@ def _walk(part: _Part, number: int, programs: int, *, by_key: bool) -> Walk:
     return walk(part.layout, number, by_key=by_key, programs=programs, processors=shared_by)
 
 
-def _slots(part: _Part, heads: int, w: Walk, width: int) -> tuple[int, ...]:
-    return len(part.query), heads, w.slots, part.layout.block_size, width
+def _slots(part: _Part, heads: int, w: Walk, head_dim: int) -> tuple[int, ...]:
+    return len(part.query), heads, w.slots, part.layout.block_size, head_dim
 
 
 def _of_inputs(part: _Part, config: Config) -> dict[str, Any]:
     query, key, value, bias = part.query, part.key, part.value, part.bias
     return {
         "query": query, "key": key, "value": value,
-        "WIDTH": query.shape[3], "PADDED": padded(query),
-        "VALUE_WIDTH": value.shape[3], "VALUE_PADDED": padded(value),
+        "HEAD_DIM": query.shape[3], "PADDED_DIM": padded(query),
+        "VALUE_DIM": value.shape[3], "PADDED_VALUE_DIM": padded(value),
         "bias": query if bias is None else bias, "BIASED": bias is not None,
         "bias_batch": 0 if bias is None else bias.stride(0),
         "bias_head": 0 if bias is None else bias.stride(1),
@@ -369,7 +348,7 @@ def _streamed(part: _Part, number: int, config: Config, **tensors: Tensor) -> di
     """The tensors that stream past: as descriptors where they may be, and how wide offsets are."""
     step, tile = part.layout.passes[number].step, part.layout.block_size
     reach = max(1, *(x.stride(2) for x in tensors.values()))
-    wide = tile * step * reach + _MOST_WIDTH >= 1 << 31
+    wide = tile * step * reach + _MOST_HEAD_DIM >= 1 << 31
     if config.tma and step == 1:
         described = {name: descriptor(x, config.streamed) for name, x in tensors.items()}
         if all(x is not None for x in described.values()):
@@ -387,19 +366,15 @@ def _combine(kernel: Any, w: Walk, like: Tensor, arguments: dict[str, Any]) -> N
 
 
 def _blank(
-    layout: BlockLayout,
-    by_key: bool,
-    shape: Sequence[int],
-    like: Tensor,
-    dtype: torch.dtype,
-    overwritten: bool,
+    problem: Problem, shape: Sequence[int], *, by_key: bool = False, overwritten: bool = False
 ) -> Tensor:
     """Memory for a result: zeros unless all of it will be written."""
-    covered = len(layout.passes) == 1 and layout.passes[0].covers[by_key]
-    new = like.new_empty if covered or overwritten else like.new_zeros
-    return new(*shape, dtype=dtype)
+    passes = problem.layout.passes
+    covered = len(passes) == 1 and passes[0].covers[by_key]
+    new = problem.query.new_empty if covered or overwritten else problem.query.new_zeros
+    return new(*shape, dtype=problem.result_dtype)
 
 
-def _config(kernel: str, part: _Part) -> Config:
-    width = max(part.query.shape[3], part.value.shape[3])
-    return config(kernel, part.query, width, part.layout.block_size)
+def _config_for(kernel: str, part: _Part) -> Config:
+    head_dim = max(part.query.shape[3], part.value.shape[3])
+    return config_for(kernel, part.query, head_dim, part.layout.block_size)

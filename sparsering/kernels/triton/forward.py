@@ -1,131 +1,36 @@
-"""The forward Triton kernels: a query tile of a few heads stays, the key tiles that it visits
-stream past.
+"""The forward Triton kernels: a query tile of a few heads stays, its key tiles stream past.
 
 A program's rows are tokens of one tile (or of a part of it) for `PACK` query heads that share keys
 and table: row r is token r % TOKENS of head r // TOKENS. Scores are float32 registers [rows, keys];
-exponentials are powers of two. What is a `tl.constexpr` is resolved when the kernel is compiled;
-lengths, counts, strides and scales are not.
+exponentials are powers of two.
 """
-
-import inspect
-from collections.abc import Callable
-from typing import Any
 
 import triton
 import triton.language as tl
 
+from .device import (
+    elements,
+    from_table,
+    head_of,
+    kernel,
+    load_rows,
+    program_of,
+    rows_of,
+    span_of,
+    table_of,
+    unit_at,
+    visible,
+)
 from .walk import CUT, UNIT
 
 _UNIT = tl.constexpr(UNIT)
 _CUT = tl.constexpr(CUT)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_INTS = (tl.int32, tl.int64)
-
-
-def kernel(function: Callable[..., None]) -> Any:
-    """Compiled for the types of its integers, not for their values."""
-    kinds = inspect.get_annotations(function).items()
-    return triton.jit(function, do_not_specialize=[name for name, kind in kinds if kind in _INTS])
-
-
-@triton.jit
-def load_rows(
-    source, offset, row, column, token, real, step, stride, COUNT: tl.constexpr,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr, TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    """[COUNT, PADDED] of a tensor [.., tokens, WIDTH]: every `step`-th row from `token` on.
-
-    A head's rows begin at (row, column) of a descriptor's matrix, whose rows are not masked, step
-    1; or at `offset` from a pointer: then 0 where not real, unless ALL are.
-    """
-    if TMA:
-        return source.load([row + token.to(tl.int32), column])
-    else:
-        index: tl.constexpr = tl.int64 if WIDE else tl.int32
-        width = tl.arange(0, PADDED)
-        rows = tl.arange(0, COUNT).to(index) * (step * stride).to(index)
-        pointers = source + (offset + token * stride) + rows[:, None] + width[None, :]
-        if WIDTH == PADDED:
-            if ALL:
-                return tl.load(pointers)
-            else:
-                return tl.load(pointers, mask=real[:, None], other=0.0)
-        else:
-            return tl.load(pointers, mask=real[:, None] & (width < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def head_of(batch, head, batch_stride, head_stride, token_stride):
-    """Where a head of [B, H, N, D] begins: (offset, row and column of the matrix of its tokens)."""
-    offset = batch * batch_stride + head * head_stride
-    return offset, (offset // token_stride).to(tl.int32), (offset % token_stride).to(tl.int32)
-
-
-@triton.jit
-def visible(words, mask, queries, keys, first_key, TILE: tl.constexpr, WORD: tl.constexpr,
-            KEYS: tl.constexpr):  # fmt: skip
-    """Which pairs of slots a bitmap holds, as int32 that are not 0; all of them for mask -1.
-
-    `queries` are slots in their tile, `keys` the numbers 0 to KEYS - 1 of slots from `first_key`
-    on; one of them is [n, 1], the other [1, n]. Each word of a query's line is loaded once; which
-    word a pair is in is known when this is compiled.
-    """
-    LINE: tl.constexpr = TILE // WORD
-    line = words + mask.to(tl.int64) * (TILE * LINE) + queries * LINE
-    bits = tl.zeros_like(queries + keys)
-    for w in tl.static_range((KEYS + WORD - 1) // WORD):
-        inside = (mask >= 0) & (queries < TILE) & (first_key // WORD + w < LINE)
-        word = tl.load(line + first_key // WORD + w, mask=inside, other=-1).to(tl.int32)
-        bit = word & (1 << (keys & (WORD - 1)))
-        bits = tl.where((keys & ~(WORD - 1)) == w * WORD, bit, bits)
-    return bits
-
-
-@triton.jit
-def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
-    """(part of the tile, unit, first head, batch entry) of this program; units fast, heads slow."""
-    program = tl.program_id(0).to(tl.int64)
-    part = (program % parts).to(tl.int32)
-    unit = program // parts % num_units
-    rest = (program // parts // num_units).to(tl.int32)
-    packs = (group + PACK - 1) // PACK  # of one kv head
-    all_packs = num_heads // group * packs
-    pack = rest % all_packs
-    head = pack // packs * group + pack % packs * PACK
-    return part, unit, head, (rest // all_packs).to(tl.int64)
-
-
-@triton.jit
-def table_of(batch, head, num_heads, tables, table_batches, axes):
-    """(table, axis) of a query head: which walk it takes, and where its kv head's tiles are."""
-    of_batch = tl.where(table_batches > 1, batch, 0)
-    return of_batch * tables + head * tables // num_heads, (head * axes // num_heads).to(tl.int64)
-
-
-@triton.jit
-def rows_of(
-    begin, stop, step, part, head, group, TILE: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, PACK: tl.constexpr,
-):  # fmt: skip
-    """(slot in the tile, token, query head, whether there is one) of each row of a program."""
-    row = tl.arange(0, ROWS)
-    slot = part * TOKENS + row % TOKENS
-    of_pack = row // TOKENS
-    position = begin + (row % TOKENS) * step
-    real = (position < stop) & (slot < TILE) & (of_pack < PACK) & (head % group + of_pack < group)
-    return slot, position, (head + of_pack).to(tl.int64), real
-
-
-@triton.jit
-def elements(stride, ALIGN: tl.constexpr):
-    """Elements of a stride that was given in units of ALIGN of them, so that loads can be wide."""
-    return tl.cast(stride, tl.int64) * ALIGN  # the interpreter would take int32
 
 
 @triton.jit
 def _attend(acc, highest, total, q, k, v, bias, scale, keep, MASKED: tl.constexpr,
-            BIASED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+            BIASED: tl.constexpr, PRECISION: tl.constexpr):
     """One step of the running softmax: (acc [rows, Dv], highest [rows], total [rows])."""
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
@@ -149,7 +54,7 @@ def _attend(acc, highest, total, q, k, v, bias, scale, keep, MASKED: tl.constexp
 @kernel
 def forward_kernel(
     query, key, value, bias, out, lse, piece_out, piece_lse,
-    units, start, tokens, mask, entry, words, tile_start, tile_stop,
+    units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
@@ -160,11 +65,11 @@ def forward_kernel(
     first_head: tl.int32, all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32,
     axes: tl.int32, parts: tl.int32, scale: tl.float32,
     TILE: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    PACK: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr, ALIGN: tl.constexpr,
+    PACK: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr,
     RUNNING: tl.constexpr, BIASED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] of the rows of each unit.
 
     With RUNNING they are merged with what out (float32) and lse hold. A unit with a slot leaves its
@@ -175,25 +80,24 @@ def forward_kernel(
     part, unit, head, batch = program_of(parts, PACK, num_units, num_heads, group)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     units += (table * num_units + unit) * _UNIT
-    tile = tl.load(units)
+    tile, first, masked, end = unit_at(units)
     if tile < 0:
         return
-    first, masked, end = tl.load(units + 1), tl.load(units + 2), tl.load(units + 3)
-    index: tl.constexpr = tl.int64 if WIDE else tl.int32
-    begin = (tl.load(tile_start + axis * num_tiles + tile) + part * TOKENS * step).to(index)
-    stop = tl.load(tile_stop + axis * num_tiles + tile).to(index)
+    begin, stop = span_of(
+        tile_start, tile_stop, axis, num_tiles, tile, part * TOKENS, step, WIDE
+    )
     if begin >= stop:
         return
 
     slot, position, heads, real = rows_of(
-        begin, stop, step.to(index), part, head, group, TILE, ROWS, TOKENS, PACK
+        begin, stop, step.to(begin.dtype), part, head, group, TILE, ROWS, TOKENS, PACK
     )
-    width = tl.arange(0, PADDED)
+    dim = tl.arange(0, PADDED_DIM)
     from_row = heads * elements(q_head, ALIGN) + position * elements(q_token, ALIGN)
     from_row += batch * elements(q_batch, ALIGN)
     q = tl.load(
-        query + from_row[:, None] + width[None, :],
-        mask=real[:, None] & (width < WIDTH)[None, :],
+        query + from_row[:, None] + dim[None, :],
+        mask=real[:, None] & (dim < HEAD_DIM)[None, :],
         other=0.0,
     )
 
@@ -206,13 +110,10 @@ def forward_kernel(
         batch, kv_head, elements(v_batch, ALIGN), elements(v_head, ALIGN), v_token
     )
     bias += batch * bias_batch
-    start += table * num_entries
-    tokens += table * num_entries
-    mask += table * num_entries
-    entry += table * num_entries
+    start, tokens, bitmap, entry = from_table(start, tokens, bitmap, entry, table, num_entries)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_VALUE_DIM], tl.float32)
     for masked_entries in tl.static_range(2):
         lower = masked if masked_entries else first
         upper = end if masked_entries else masked
@@ -220,73 +121,63 @@ def forward_kernel(
         for i in tl.range(
             lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES,
             warp_specialize=WARP_SPECIALIZE,
-        ):  # fmt: skip
+        ):
             e = i // STEPS
             first_slot = i % STEPS * KEYS
             keys = first_slot + tl.arange(0, KEYS)
             token = ahead + first_slot * step
             ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
             if masked_entries:
-                own = keys < tl.load(tokens + e)
+                in_tile = keys < tl.load(tokens + e)
                 bits = visible(
-                    words, tl.load(mask + e), slot[:, None], tl.arange(0, KEYS)[None, :],
+                    words, tl.load(bitmap + e), slot[:, None], tl.arange(0, KEYS)[None, :],
                     first_slot, TILE, WORD, KEYS,
-                )  # fmt: skip
-                keep = tl.where(own[None, :], bits, 0)
+                )
+                keep = tl.where(in_tile[None, :], bits, 0)
             else:
-                own = keys < TILE
-                keep = own[None, :].to(tl.int32)
+                in_tile = keys < TILE
+                keep = in_tile[None, :].to(tl.int32)
             k = load_rows(
-                key, k_offset, k_row, k_column, token, own, step, k_token,
-                KEYS, WIDTH, PADDED, WHOLE and not masked_entries, TMA, WIDE,
-            )  # fmt: skip
+                key, k_offset, k_row, k_column, token, in_tile, step, k_token,
+                KEYS, HEAD_DIM, PADDED_DIM, WHOLE and not masked_entries, TMA, WIDE,
+            )
             v = load_rows(
-                value, v_offset, v_row, v_column, token, own, step, v_token,
-                KEYS, VALUE_WIDTH, VALUE_PADDED, WHOLE and not masked_entries, TMA, WIDE,
-            )  # fmt: skip
+                value, v_offset, v_row, v_column, token, in_tile, step, v_token,
+                KEYS, VALUE_DIM, PADDED_VALUE_DIM, WHOLE and not masked_entries, TMA, WIDE,
+            )
             if TMA and (masked_entries or not WHOLE):  # what lies past the tile may be no number
-                v = tl.where(own[:, None], v, 0.0)
+                v = tl.where(in_tile[:, None], v, 0.0)
             if BIASED:
                 of_entry = bias + heads * bias_head + tl.load(entry + e)
                 added = tl.load(of_entry, mask=real, other=0.0)
             else:
                 added = 0.0
             acc, highest, total = _attend(
-                acc,
-                highest,
-                total,
-                q,
-                k,
-                v,
-                added,
-                scale,
-                keep,
-                masked_entries or not WHOLE,
-                BIASED,
-                PRECISION,
+                acc, highest, total, q, k, v, added, scale, keep, masked_entries or not WHOLE,
+                BIASED, PRECISION,
             )
 
     some = total != 0.0  # or NaN
     total = tl.where(some, total, 1.0)
     acc /= total[:, None]
     natural = tl.where(some, highest + tl.log(total), float("-inf"))
-    width = tl.arange(0, VALUE_PADDED)
-    kept = real[:, None] & (width < VALUE_WIDTH)[None, :]
+    dim = tl.arange(0, PADDED_VALUE_DIM)
+    kept = real[:, None] & (dim < VALUE_DIM)[None, :]
     cut = tl.load(units + 4)
     if cut >= 0:
         place = ((batch * num_heads + heads) * num_slots + cut) * TILE + slot
         tl.store(piece_lse + place, natural, mask=real)
-        tl.store(piece_out + place[:, None] * VALUE_WIDTH + width[None, :], acc, mask=kept)
+        tl.store(piece_out + place[:, None] * VALUE_DIM + dim[None, :], acc, mask=kept)
     else:
         to_row = batch * elements(o_batch, ALIGN) + heads * elements(o_head, ALIGN)
-        to_row += position.to(tl.int64) * VALUE_WIDTH
-        to_out = out + to_row[:, None] + width[None, :]
+        to_row += position.to(tl.int64) * VALUE_DIM
+        to_out = out + to_row[:, None] + dim[None, :]
         to_lse = lse + batch * lse_batch + heads * lse_head + position
         if RUNNING:
             acc, natural = merge(
                 tl.load(to_out, mask=kept, other=0.0),
                 tl.load(to_lse, mask=real, other=float("-inf")), acc, natural,
-            )  # fmt: skip
+            )
         tl.store(to_out, acc.to(out.dtype.element_ty), mask=kept)
         tl.store(to_lse, natural, mask=real)
 
@@ -310,9 +201,9 @@ def merge_kernel(
     step: tl.int64, num_cuts: tl.int64,
     num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, first_head: tl.int32,
     all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32, axes: tl.int32,
-    TILE: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, ALIGN: tl.constexpr, RUNNING: tl.constexpr,
-):  # fmt: skip
+    TILE: tl.constexpr, ROWS: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr, RUNNING: tl.constexpr,
+):
     """Merges the pieces of each cut tile, in order, into out and lse; see `forward_kernel`."""
     part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
@@ -323,23 +214,23 @@ def merge_kernel(
     slot = part * ROWS + tl.arange(0, ROWS)
     position = tl.load(tile_start + axis * num_tiles + tile) + slot * step
     real = (slot < TILE) & (position < tl.load(tile_stop + axis * num_tiles + tile))
-    width = tl.arange(0, VALUE_PADDED)
-    kept = real[:, None] & (width < VALUE_WIDTH)[None, :]
+    dim = tl.arange(0, PADDED_VALUE_DIM)
+    kept = real[:, None] & (dim < VALUE_DIM)[None, :]
     row = batch * elements(o_batch, ALIGN) + head.to(tl.int64) * elements(o_head, ALIGN)
-    row += position * VALUE_WIDTH
-    to_out = out + row[:, None] + width[None, :]
+    row += position * VALUE_DIM
+    to_out = out + row[:, None] + dim[None, :]
     to_lse = lse + batch * lse_batch + head.to(tl.int64) * lse_head + position
     if RUNNING:
         acc = tl.load(to_out, mask=kept, other=0.0)
         natural = tl.load(to_lse, mask=real, other=float("-inf"))
     else:
-        acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+        acc = tl.zeros([ROWS, PADDED_VALUE_DIM], tl.float32)
         natural = tl.full([ROWS], float("-inf"), tl.float32)
     first = tl.load(cuts + 1)
     for piece in range(first, first + tl.load(cuts + 2)):
         place = ((batch * num_heads + head) * num_slots + piece) * TILE + slot
         other = tl.load(
-            piece_out + place[:, None] * VALUE_WIDTH + width[None, :], mask=kept, other=0.0
+            piece_out + place[:, None] * VALUE_DIM + dim[None, :], mask=kept, other=0.0
         )
         other_lse = tl.load(piece_lse + place, mask=real, other=float("-inf"))
         acc, natural = merge(acc, natural, other, other_lse)

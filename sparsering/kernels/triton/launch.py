@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...numerics import power_of_2
 from .tuning import Config
 
 
@@ -14,10 +15,10 @@ def launch(kernel: Any, programs: int, config: Config | None, arguments: dict[st
     """Runs a kernel on the arguments that it names."""
     if not programs:
         return
-    own = {name: arguments[name] for name in kernel.arg_names}
-    device = next(x for x in own.values() if isinstance(x, Tensor)).device
+    named = {name: arguments[name] for name in kernel.arg_names}
+    device = next(x for x in named.values() if isinstance(x, Tensor)).device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(programs,)](**own, **options(config))
+        kernel[(programs,)](**named, **options(config))
 
 
 def options(config: Config | None) -> dict[str, Any]:
@@ -26,17 +27,18 @@ def options(config: Config | None) -> dict[str, Any]:
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:
-    """NAME_batch, NAME_head and NAME_token of each, in units of ALIGN elements: 16 bytes if all are
-    multiples of that, so that so much can be loaded at once, else 1.
+    """NAME_batch, NAME_head and NAME_token of each, in units of ALIGN elements.
+
+    ALIGN is 16 bytes if all are multiples of that, so that so much can be loaded at once, else 1.
     """
     least = max(16 // x.itemsize for x in tensors.values())
-    strides = [x.stride()[:3] for x in tensors.values()]
-    unit = least if all(n % least == 0 for own in strides for n in own) else 1
-    found = {"ALIGN": unit}
-    for name, own in zip(tensors, strides, strict=True):
-        for dim, n in zip(("batch", "head", "token"), own, strict=True):
-            found[f"{name}_{dim}"] = n // unit
-    return found
+    of_tensors = {name: x.stride()[:3] for name, x in tensors.items()}
+    unit = least if all(n % least == 0 for three in of_tensors.values() for n in three) else 1
+    arguments = {"ALIGN": unit}
+    for name, three in of_tensors.items():
+        for dim, n in zip(("batch", "head", "token"), three, strict=True):
+            arguments[f"{name}_{dim}"] = n // unit
+    return arguments
 
 
 def descriptor(x: Tensor, rows: int) -> Any:
@@ -46,16 +48,16 @@ def descriptor(x: Tensor, rows: int) -> Any:
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    batch, heads, tokens, width = x.shape
+    batch, heads, tokens, head_dim = x.shape
     of_batch, of_head, of_token, _ = x.stride()
-    fits = width == padded(x) and of_token * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
-    if not fits or not tokens or of_token < width or of_batch % of_token:
+    fits = head_dim == padded(x) and of_token * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+    if not fits or not tokens or of_token < head_dim or of_batch % of_token:
         return None
     below = of_head % of_token == 0
-    if not below and (heads - 1) * of_head + width > of_token:
+    if not below and (heads - 1) * of_head + head_dim > of_token:
         return None
     last = ((batch - 1) * of_batch + (heads - 1) * of_head * below) // of_token
-    return TensorDescriptor(x, [last + tokens, of_token], [of_token, 1], [rows, width])
+    return TensorDescriptor(x, [last + tokens, of_token], [of_token, 1], [rows, head_dim])
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -68,11 +70,6 @@ def precision(dtype: torch.dtype) -> str:
 def padded(x: Tensor) -> int:
     """The head dim as kernels hold it: a power of two from 16 on."""
     return max(16, power_of_2(x.shape[-1]))
-
-
-def power_of_2(n: int) -> int:
-    """The least one that is no less than n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 @cache

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ...layouts.cache import layout_cache
-from ...layouts.layout import BlockLayout
 from ...patterns.algebra import Frame, Pattern
-from .. import triton
-from . import tuning as triton_tuning
+from ..problem import Problem
+from . import call, tuning
 from .tuning import KERNELS, Config, config_key
 
 _AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -44,53 +43,45 @@ def tune(
     Raises: NotImplementedError where the kernels cannot run. ValueError where the pattern does not
         fit.
     """
-    device = torch.device("cpu" if triton.interpreting() else "cuda")
+    device = torch.device("cpu" if call.interpreting() else "cuda")
     torch.manual_seed(0)
-    if reasons := triton.reasons():
+    if reasons := call.reasons():
         raise NotImplementedError(f"triton: {'; '.join(reasons)}")
     query, key, value = (
         torch.randn(1, heads, tokens, head_dim, device=device, dtype=dtype)
         for heads in (num_heads, num_kv_heads, num_kv_heads)
     )
-    if reasons := triton.reasons(query, key, value):
+    if reasons := call.reasons(query, key, value):
         raise NotImplementedError(f"triton: {'; '.join(reasons)}")
     frame = Frame.build(tokens, tokens, num_heads, num_kv_heads, 0)
     configs: dict[str, Config] = {}
     totals: dict[int, float] = {}
     for size in block_sizes:
         layout = layout_cache.layout(pattern, frame, size, device)
-        runs = _runs(layout, query, key, value)
+        runs = _runs(Problem(layout, query, key, value, head_dim**-0.5))
         expected = {name: run() for name, run in runs.items()}
         for kernel in KERNELS:
             name = "forward" if kernel == "forward" else "backward"
             best = _fastest(
                 runs[name], expected[name], config_key(kernel, dtype, head_dim, size),
-                list(triton_tuning.candidates(kernel, query, head_dim, size)), configs, say,
+                list(tuning.candidates(kernel, query, head_dim, size)), configs, say,
             )  # fmt: skip
             configs |= best
-        with triton_tuning.trial(configs, query.device):
+        with tuning.trial(configs, query.device):
             totals[size] = sum(_milliseconds(run) for run in runs.values())
         say(f"block size {size}: {totals[size]:.3f} ms forward and backward")
     chosen = min(totals, key=lambda size: totals[size])
-    sizes = {triton_tuning.block_key(pattern.expression, query): chosen}
-    return triton_tuning.keep(configs, sizes if len(totals) > 1 else {}, query.device)
+    sizes = {tuning.block_key(pattern.expression, query): chosen}
+    return tuning.keep(configs, sizes if len(totals) > 1 else {}, query.device)
 
 
-def _runs(
-    layout: BlockLayout, query: Tensor, key: Tensor, value: Tensor
-) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
-    scale = query.shape[3] ** -0.5
-    out, lse = triton.forward(layout, query, key, value, None, scale)
-    grads = torch.randn_like(out), torch.zeros_like(lse)
-
-    def forward() -> tuple[Tensor, ...]:
-        return triton.forward(layout, query, key, value, None, scale)
-
-    def backward() -> tuple[Tensor, ...]:
-        found = triton.backward(layout, *grads, query, key, value, None, out, lse, scale)
-        return found[:3]
-
-    return {"forward": forward, "backward": backward}
+def _runs(problem: Problem) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    results = call.forward(problem)
+    grads = torch.randn_like(results[0]), torch.zeros_like(results[1])
+    return {
+        "forward": lambda: call.forward(problem),
+        "backward": lambda: call.backward(problem, *results, *grads)[:3],
+    }
 
 
 def _fastest(
@@ -104,7 +95,7 @@ def _fastest(
     """The fastest candidate under its key; each runs beside the choices made so far."""
     times: dict[Config, float] = {}
     for config in candidates:
-        with triton_tuning.trial({**others, key: config}, expected[0].device):
+        with tuning.trial({**others, key: config}, expected[0].device):
             try:
                 got = run()
                 error = max(_error(a, b) for a, b in zip(got, expected, strict=True))
@@ -134,7 +125,7 @@ def _error(got: Tensor, expected: Tensor) -> float:
 
 def _milliseconds(run: Callable[[], object]) -> float:
     """Median time of a call."""
-    if torch.cuda.is_available() and not triton.interpreting():
+    if torch.cuda.is_available() and not call.interpreting():
         from triton.testing import do_bench
 
         return float(do_bench(run, return_mode="median"))

@@ -7,8 +7,6 @@ A call never measures anything: its time, and its bits, do not depend on chance.
 
 import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...files import cache_folder
+from ...files import cache_folder, replace_file
+from ...numerics import power_of_2
 
 KERNELS = ("forward", "query", "key")
 
@@ -61,26 +60,26 @@ _SINGLE = {
 }
 
 
-def config(kernel: str, like: Tensor, width: int, tile: int) -> Config:
-    """For "forward", "query" or "key" on tensors like this one, `width` the larger head dim."""
+def config_for(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
+    """For "forward", "query" or "key" on tensors like this one, `head_dim` the larger of both."""
     tuned = _tuned(like.device)["configs"]
-    if (found := tuned.get(config_key(kernel, like.dtype, width, tile))) is not None:
+    if (found := tuned.get(config_key(kernel, like.dtype, head_dim, tile))) is not None:
         return Config(*found)
-    return default(kernel, like, width, tile)
+    return default(kernel, like, head_dim, tile)
 
 
-def default(kernel: str, like: Tensor, width: int, tile: int) -> Config:
+def default(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
     """What is used where nothing was measured."""
-    size = 0 if width <= 64 else 1 if width <= 128 else 2
-    own = generation(like.device)
-    table = _SINGLE[kernel] if like.itemsize == 4 else _HALF[own, kernel]
-    chosen = Config(*table[size], tma=own >= 90 and like.itemsize < 4)
-    return _fitted(chosen, like, width, tile)
+    size = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
+    gpu = generation(like.device)
+    table = _SINGLE[kernel] if like.itemsize == 4 else _HALF[gpu, kernel]
+    chosen = Config(*table[size], tma=gpu >= 90 and like.itemsize < 4)
+    return _fitted(chosen, like, head_dim, tile)
 
 
-def candidates(kernel: str, like: Tensor, width: int, tile: int) -> Iterator[Config]:
+def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[Config]:
     """The default and its neighbours: what `tune` measures."""
-    base = default(kernel, like, width, tile)
+    base = default(kernel, like, head_dim, tile)
     near = [
         base,
         base._replace(streamed=base.streamed * 2),
@@ -95,7 +94,7 @@ def candidates(kernel: str, like: Tensor, width: int, tile: int) -> Iterator[Con
         near.append(base._replace(tma=False))
     if generation(like.device) == 100 and kernel == "forward":
         near.append(base._replace(warps=4, warp_specialize=True))
-    fitting = (_fitted(c, like, width, tile) for c in near if c.streamed >= 16 and c.rows >= 16)
+    fitting = (_fitted(c, like, head_dim, tile) for c in near if c.streamed >= 16 and c.rows >= 16)
     yield from dict.fromkeys(fitting)
 
 
@@ -110,10 +109,7 @@ def keep(configs: dict[str, Config], block_sizes: dict[str, int], device: torch.
     known = _read(path)
     known["configs"] |= configs
     known["block_sizes"] |= block_sizes
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(known, file, indent=1)
-    os.replace(file.name, path)
+    replace_file(path, json.dumps(known, indent=1).encode())
     _tuned.cache_clear()
     return path
 
@@ -140,24 +136,24 @@ def generation(device: torch.device) -> int:
     return {9: 90, 10: 100}.get(major, 80)
 
 
-def _fitted(chosen: Config, like: Tensor, width: int, tile: int) -> Config:
+def _fitted(chosen: Config, like: Tensor, head_dim: int, tile: int) -> Config:
     """The same, no larger than a tile, and in shared memory."""
-    most = max(16, 1 << (tile - 1).bit_length())
+    most = max(16, power_of_2(tile))
     if most - tile >= 64:  # 160 and 192 tokens are 3 x 64 rather than 256
         most = 64
     rows, streamed = min(chosen.rows, most), min(chosen.streamed, most)
     chosen = chosen._replace(rows=rows, streamed=streamed)
-    if rows * streamed <= 64 * 64 and like.itemsize < 4 and width <= 64:
+    if rows * streamed <= 64 * 64 and like.itemsize < 4 and head_dim <= 64:
         chosen = chosen._replace(warps=min(4, chosen.warps))
-    padded = max(16, 1 << (width - 1).bit_length())
+    padded = max(16, power_of_2(head_dim))
     while True:
         tokens = 2 * chosen.rows + 2 * chosen.stages * chosen.streamed
         if tokens * padded * like.itemsize <= _shared_memory(like.device) or chosen.streamed == 16:
             return chosen
-        fewer_stages = chosen._replace(stages=chosen.stages - 1)
-        chosen = (
-            fewer_stages if chosen.stages > 2 else chosen._replace(streamed=chosen.streamed // 2)
-        )
+        if chosen.stages > 2:
+            chosen = chosen._replace(stages=chosen.stages - 1)
+        else:
+            chosen = chosen._replace(streamed=chosen.streamed // 2)
 
 
 @cache
@@ -169,9 +165,9 @@ def _shared_memory(device: torch.device) -> int:
     return int(getattr(found, "shared_memory_per_block_optin", 0) or 64 << 10) - (4 << 10)
 
 
-def config_key(kernel: str, dtype: torch.dtype, width: int, tile: int) -> str:
+def config_key(kernel: str, dtype: torch.dtype, head_dim: int, tile: int) -> str:
     """What a measured config is kept under."""
-    return f"{kernel} {str(dtype).removeprefix('torch.')} head dim {width} block {tile}"
+    return f"{kernel} {str(dtype).removeprefix('torch.')} head dim {head_dim} block {tile}"
 
 
 def block_key(expression: str, like: Tensor) -> str:

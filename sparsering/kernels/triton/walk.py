@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ...layouts.layout import BlockLayout, Pass
+from ...layouts.layout import BlockLayout, Pass, stretched, tile_counts
 
 UNIT, CUT = 5, 3  # int32 numbers of a unit and of a cut tile
 _LEAST_ENTRIES = 8  # shorter pieces cost more to combine than they save
@@ -28,7 +28,7 @@ class Walk(NamedTuple):
             mask, end of the entries, slot for a piece's result (-1: the tile is not cut).
         start: [Bt, T, E] first token of the other tile of each entry.
         tokens: [Bt, T, E] how many it has.
-        mask: [Bt, T, E] bitmap, -1 where all pairs of real tokens are in.
+        bitmap: [Bt, T, E] its number, -1 where all pairs of real tokens are in.
         entry: [Bt, T, E] number of the entry in `layout.entries`.
         cuts: [Bt, T, cuts, 3] of each cut tile (-1: none): tile, first slot, pieces.
         slots: most slots that a table uses.
@@ -37,7 +37,7 @@ class Walk(NamedTuple):
     units: Tensor
     start: Tensor
     tokens: Tensor
-    mask: Tensor
+    bitmap: Tensor
     entry: Tensor
     cuts: Tensor
     slots: int
@@ -68,7 +68,7 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
             _captured.append((layout, found))
         return found
     if capturing:  # what is made now holds nothing before the graph runs: it is the graph's alone
-        layout = replace(layout, passes=tuple(replace(own) for own in layout.passes))
+        layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))
         made = _walk(layout, number, by_key, limit)
         _captured.append((layout, made))
         return made
@@ -86,22 +86,22 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
     heads = max(heads, len(p.query_start))
     size = p.key_tile.shape[-1]
     if by_key:
-        row_ptr, other, entry = (_stretch(x, batch, heads).long() for x in p.transpose)
-        mask = _stretch(p.mask, batch, heads).gather(-1, entry)
+        row_ptr, other, entry = (stretched(x, batch, heads).long() for x in p.transpose)
+        bitmap = stretched(p.bitmap, batch, heads).gather(-1, entry)
         start, stop = p.query_start, p.query_stop
     else:
-        row_ptr, other = (_stretch(x, batch, heads).long() for x in (p.row_ptr, p.key_tile))
+        row_ptr, other = (stretched(x, batch, heads).long() for x in (p.row_ptr, p.key_tile))
         entry = torch.arange(size, device=other.device).expand_as(other)
-        mask = _stretch(p.mask, batch, heads)
+        bitmap = stretched(p.bitmap, batch, heads)
         start, stop = p.key_start, p.key_stop
     other = other.clamp(max=max(0, start.shape[-1] - 1))  # of padding
-    start, stop = (_stretch(x[None], batch, heads).gather(-1, other) for x in (start, stop))
-    tokens = (((stop - start).clamp(min=0) + p.step - 1) // p.step).clamp(max=layout.block_size)
-    first = _stretch(layout.first_entry[number].to(entry.device), batch, heads)
+    start, stop = (stretched(x[None], batch, heads).gather(-1, other) for x in (start, stop))
+    tokens = tile_counts(start, stop, p.step, layout.block_size)
+    first = stretched(layout.first_entry[number].to(entry.device), batch, heads)
 
     rows = row_ptr.shape[-1] - 1
     row = torch.searchsorted(row_ptr[..., 1:].contiguous(), _positions(other), right=True)
-    needs_mask = (mask >= 0) | (tokens < layout.block_size)
+    needs_mask = (bitmap >= 0) | (tokens < layout.block_size)
     place, order = (2 * row + needs_mask).sort(dim=-1, stable=True)
     edges = torch.arange(2 * rows + 1, device=row.device).expand(batch, heads, -1).contiguous()
     edges = torch.searchsorted(place, edges)
@@ -118,8 +118,8 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
     tile = torch.searchsorted(last, unit, right=True)
     real = tile < rows
     tile = tile.clamp(max=max(0, rows - 1))
-    own = [x.gather(-1, tile) for x in (begin, masked, end, pieces, first_slot, last - pieces)]
-    begin_, masked_, end_, pieces_, first_slot_, before = own
+    of_tile = (begin, masked, end, pieces, first_slot, last - pieces)
+    begin_, masked_, end_, pieces_, first_slot_, before = (x.gather(-1, tile) for x in of_tile)
     piece = unit - before
     lower = begin_ + (end_ - begin_) * piece // pieces_
     upper = begin_ + (end_ - begin_) * (piece + 1) // pieces_
@@ -132,19 +132,13 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
     which = (~cut).to(torch.int8).argsort(dim=-1, stable=True)[..., :spare]
     cuts = torch.stack((which, first_slot.gather(-1, which), pieces.gather(-1, which)), -1)
     cuts = torch.where(cut.gather(-1, which)[..., None], cuts, -1)
-    start, tokens, mask, entry = (
+    start, tokens, bitmap, entry = (
         x.gather(-1, order).int().contiguous()
-        for x in (start, tokens, mask, entry + first[..., None])
+        for x in (start, tokens, bitmap, entry + first[..., None])
     )
     return Walk(
-        units.int().contiguous(), start, tokens, mask, entry, cuts.int().contiguous(), slots_used
+        units.int().contiguous(), start, tokens, bitmap, entry, cuts.int().contiguous(), slots_used
     )
-
-
-def _stretch(table: Tensor, batch: int, heads: int) -> Tensor:
-    """[Bt, Ht, ...] to [batch, heads, ...], each table repeated for the heads that it serves."""
-    repeated = table.repeat_interleave(heads // table.shape[1], 1)
-    return repeated.expand(batch, *repeated.shape[1:])
 
 
 def _positions(like: Tensor) -> Tensor:

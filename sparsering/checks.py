@@ -1,0 +1,157 @@
+"""What a call must be given, and what it takes where it is given nothing."""
+
+from numbers import Real
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .layouts.layout import BlockLayout
+from .patterns.algebra import Pattern, shortened
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
+    """Raises ValueError (TypeError for a pattern that is none) where they do not fit together."""
+    if not isinstance(pattern, Pattern):
+        raise TypeError(
+            f"pattern must be a sparsering pattern such as Causal(), got {type(pattern).__name__}"
+        )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        _check_tensor(name, x)
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        raise ValueError(
+            f"query, key and value must be [batch, heads, tokens, head dim], got {shapes}; "
+            "unsqueeze what lacks"
+        )
+    batch, heads, _, head_dim = query.shape
+    if key.shape[0] != batch or value.shape[:3] != key.shape[:3] or key.shape[3] != head_dim:
+        raise ValueError(
+            "query [B, Hq, Nq, D], key [B, Hkv, Nk, D] and value [B, Hkv, Nk, Dv] must agree, got "
+            f"{shapes}; tokens come third: transpose(1, 2) turns [B, N, H, D] into it"
+        )
+    if heads % max(1, key.shape[1]) or (heads and not key.shape[1]):
+        raise ValueError(
+            f"query heads must be a multiple of key/value heads, got {heads} and "
+            f"{key.shape[1]} in {shapes}; repeat_interleave the keys and values"
+        )
+    dtypes = (query.dtype, key.dtype, value.dtype)
+    one_dtype = len(set(dtypes)) == 1 or torch.is_autocast_enabled(query.device.type)
+    if query.dtype not in DTYPES or not one_dtype:
+        raise ValueError(
+            "query, key and value must share a dtype out of float64, float32, bfloat16, "
+            f"float16, got {dtypes}; cast with .to()"
+        )
+    if not query.device == key.device == value.device:
+        raise ValueError(
+            f"query, key and value must be on one device, got {query.device}, {key.device}, "
+            f"{value.device}; move with .to()"
+        )
+
+
+def _check_tensor(name: str, x: object) -> None:
+    """Raises ValueError for what kernels cannot read."""
+    if not isinstance(x, Tensor):
+        got = "None" if x is None else f"a {type(x).__name__}"
+        raise ValueError(
+            f"{name} must be a tensor [batch, heads, tokens, head dim], got {got}; "
+            "torch.as_tensor makes one of numbers"
+        )
+    if x.is_nested:
+        raise ValueError(
+            f"{name} must be a dense tensor, got a nested one; pad it with .to_padded_tensor(0.0) "
+            "and use KeyPadding, or lay the documents end to end and use Packed"
+        )
+    if x.layout is not torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got {x.layout}; make it so: .to_dense()")
+
+
+def check_scale(scale: object) -> None:
+    """Raises ValueError where a scale is neither a number nor None."""
+    if isinstance(scale, Tensor):
+        raise ValueError(
+            f"scale must be a number or None, got a tensor {tuple(scale.shape)}; multiply the "
+            "query by it and pass scale=1.0, so that it gets a gradient"
+        )
+    if not isinstance(scale, Real | torch.SymFloat | None) or isinstance(scale, bool):
+        raise ValueError(f"scale must be a number or None, got {scale!r}; wrap it in float()")
+
+
+def check_integer_or_none(name: str, number: object) -> None:
+    """Raises ValueError where an argument is neither an int nor None."""
+    if not (number is None or isinstance(number, int | torch.SymInt)) or isinstance(number, bool):
+        raise ValueError(f"{name} must be an int or None, got {number!r}; wrap it in int()")
+
+
+def check_batch(pattern: Pattern, query: Tensor) -> None:
+    """Raises ValueError where the pattern is for another number of batch entries."""
+    if (batch := pattern.num_batches()) not in (None, query.shape[0]):
+        raise ValueError(
+            f"the pattern is for {batch} batch entries, got a query of {query.shape[0]}; "
+            f"give one length or table per entry, in {shortened(str(pattern))}"
+        )
+
+
+def expanded_bias(block_bias: Tensor, query: Tensor, block_size: int | None) -> Tensor:
+    """A block bias [B or 1, H or 1, num_blocks] for each batch entry and query head.
+
+    Raises ValueError where it does not fit.
+    """
+    batch, heads = query.shape[:2]
+    if block_size is None:
+        raise ValueError(
+            "block_bias needs an explicit block_size, for its blocks are those of "
+            "pattern.layout(block_size=...)"
+        )
+    _check_tensor("block_bias", block_bias)
+    fits = block_bias.dim() == 3 and block_bias.shape[0] in (1, batch)
+    if not fits or block_bias.shape[1] not in (1, heads):
+        raise ValueError(
+            f"block_bias must be [{batch} or 1, {heads} or 1, num_blocks], got "
+            f"{tuple(block_bias.shape)}; see pattern.layout(...).num_blocks"
+        )
+    if not block_bias.is_floating_point() or block_bias.device != query.device:
+        raise ValueError(
+            f"block_bias must hold floating point numbers on {query.device}, got "
+            f"{block_bias.dtype} on {block_bias.device}; cast or move it with .to()"
+        )
+    return block_bias.expand(batch, heads, -1)
+
+
+def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
+    """Raises ValueError where there is a bias and it does not have one number per block."""
+    if block_bias is not None and block_bias.shape[-1] != layout.num_blocks:
+        raise ValueError(
+            f"block_bias must be [B or 1, H or 1, {layout.num_blocks}], one per visited "
+            f"block of the layout, got {block_bias.shape[-1]} in the last dim; see "
+            "pattern.layout(...).num_blocks"
+        )
+
+
+def refuse_forward_mode(*tensors: Tensor) -> None:
+    """Raises where forward-mode derivatives are asked for: the op would silently call them zero."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(NO_FORWARD_MODE)
+
+
+NO_FORWARD_MODE = (
+    "forward-mode derivatives (jvp) exist for backend='reference' alone; pass that, or use reverse "
+    "mode"
+)
+
+
+def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
+    """What autocast makes of a matmul's inputs; float64 stays."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+        return list(tensors)
+    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+
+
+def default_scale(query: Tensor) -> float:
+    """D ** -0.5."""
+    return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0

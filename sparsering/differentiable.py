@@ -1,0 +1,152 @@
+"""One differentiable operator from (query, key, value, ...) to (out, lse): local and ring calls.
+
+It is registered with torch.library, for autograd, torch.compile and whatever counts or traces
+operators; `torch.func.grad` and `vmap`, which cannot take such an operator, see it as functions of
+their own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import NO_FORWARD_MODE
+from .numerics import sum_dtype
+from .patterns.expression import parse
+
+
+def differentiable(
+    name: str,
+    call: str,
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., Sequence[Tensor | None]],
+    *,
+    refusal: str,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Makes the operator `sparsering::NAME`.
+
+    Args:
+        call: the schema of its arguments: tensors with gradients, [B, ...] each, query, key and
+            value first; `Tensor[] tensors` and `str pattern`; then plain values.
+        forward: maps the arguments to (out, lse).
+        backward: maps arguments, out, lse, grad_out and grad_lse to the gradients of the former
+            tensors, None for what is None.
+        refusal: what a second derivative raises.
+
+    Returns: a function of the arguments by name.
+    """
+    names = [argument.split()[-1] for argument in call.split(",")]
+    count = names.index("tensors")
+
+    def run(**arguments: Any) -> tuple[Tensor, Tensor]:
+        given = [arguments[name] for name in names]
+        out, lse = Transformed.apply(*given) if _transforming() else op(*given)
+        return out, lse
+
+    def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        out = query.new_empty(*query.shape[:3], value.shape[3])
+        return out, query.new_empty(query.shape[:3], dtype=sum_dtype(query))
+
+    def gradients(*arguments: Any) -> list[Tensor]:
+        grads = backward(*arguments)
+        return [arguments[0].new_empty(0) if grad is None else grad for grad in grads]
+
+    def fake_gradients(*arguments: Any) -> list[Tensor]:
+        given = arguments[:count]
+        return [given[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in given]
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.values = inputs[count + 1 :]
+        ctx.save_for_backward(*inputs[:count], *output, *inputs[count])
+
+    def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # checkpointing lets it be read once
+        given, results, tensors = saved[:count], saved[count : count + 2], list(saved[count + 2 :])
+        of_results = (
+            torch.zeros_like(x) if g is None else g for x, g in zip(results, grads, strict=True)
+        )
+        run = TransformedGradients.apply if _transforming() else gradients_op
+        found = run(*given, tensors, *ctx.values, *results, *of_results)
+        kept = (None if x is None else grad for x, grad in zip(given, found, strict=True))
+        return (*kept, [None] * len(tensors), *(None for _ in ctx.values))
+
+    def refuse(ctx: Any, *grads: object) -> None:
+        raise NotImplementedError(refusal)
+
+    op = torch.library.custom_op(
+        f"sparsering::{name}", forward, mutates_args=(), schema=f"({call}) -> (Tensor, Tensor)"
+    )
+    more = "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse"
+    gradients_op = torch.library.custom_op(
+        f"sparsering::{name}_backward", gradients, mutates_args=(),
+        schema=f"({call}, {more}) -> Tensor[]",
+    )  # fmt: skip
+    op.register_fake(fake)
+    op.register_autograd(differentiate, setup_context=save)
+    gradients_op.register_fake(fake_gradients)
+    gradients_op.register_autograd(refuse)
+
+    class Transformed(torch.autograd.Function):
+        forward = staticmethod(lambda *inputs: op(*inputs))
+        setup_context = staticmethod(save)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+            grads = differentiate(ctx, *grads)
+            return (*grads[:count], None, *grads[count + 1 :])
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: object) -> None:
+            raise NotImplementedError(NO_FORWARD_MODE)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
+            return _mapped(Transformed.apply, count, info.batch_size, in_dims, inputs)
+
+    class TransformedGradients(torch.autograd.Function):
+        forward = staticmethod(lambda *inputs: tuple(gradients_op(*inputs)))
+        backward = staticmethod(refuse)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            """Saves nothing: there is no second derivative."""
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
+            return _mapped(TransformedGradients.apply, count, info.batch_size, in_dims, inputs)
+
+    return run
+
+
+def _transforming() -> bool:
+    """Whether torch.func transforms what runs now."""
+    if torch.compiler.is_compiling():
+        return False
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def _mapped(
+    run: Callable[..., Any], count: int, size: int, in_dims: Sequence[Any], inputs: Sequence[Any]
+) -> tuple[Any, Any]:
+    """`run` over a mapped dim: folded into the batch, or in turn where the pattern has one too.
+
+    Returns: the results, with the mapped dim first, and where it is in each of them.
+    """
+    tensors, pattern = inputs[count], inputs[count + 1]
+    if any(dim is not None for dim in in_dims[count]):
+        raise NotImplementedError(
+            "vmap cannot map over the tensors of a pattern, for layouts are built of their values; "
+            "give the pattern the batch dim itself ([B, H, ...]) and call attention without vmap"
+        )
+    stacked = [
+        x if not isinstance(x, Tensor) else x.expand(size, *x.shape) if dim is None
+        else x.movedim(dim, 0) for x, dim in zip(inputs, in_dims, strict=True)
+    ]  # fmt: skip
+    if parse(pattern, tensors).num_batches() is None:
+        folded = [x.flatten(0, 1) if isinstance(x, Tensor) else x for x in stacked]
+        results = tuple(x.unflatten(0, (size, -1)) if x.dim() > 1 else x for x in run(*folded))
+    else:
+        parts = [run(*(x[i] if isinstance(x, Tensor) else x for x in stacked)) for i in range(size)]
+        results = tuple(torch.stack(part) for part in zip(*parts, strict=True))
+    return results, tuple(0 if x.dim() > 1 else None for x in results)

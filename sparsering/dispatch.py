@@ -1,0 +1,117 @@
+"""The table of backends, and which of them runs a call."""
+
+from collections.abc import Callable, Collection, Sequence
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .kernels import cpu, flash, flex, gather, torch_sparse, triton
+from .kernels.problem import Gradients, Problem
+from .kernels.triton import tuning
+from .layouts.compile import default_block_size
+from .patterns.algebra import Pattern
+
+
+class Backend(NamedTuple):
+    """One way to compute a problem.
+
+    Attributes:
+        reasons: why it cannot run on the tensors given, or on this machine where none is; [] if it
+            can.
+        forward: None for the reference alone, which sees no layout.
+        backward: None where forward is plain differentiable torch and needs no operator.
+        extras: the options of a call, beside its scale, that it computes.
+        only_named: it is no default choice.
+        package, extra: what it needs installed, and the extra that installs it.
+    """
+
+    reasons: Callable[..., list[str]]
+    forward: Callable[[Problem], tuple[Tensor, Tensor]] | None
+    backward: Callable[[Problem, Tensor, Tensor, Tensor, Tensor], Gradients] | None
+    extras: frozenset[str] = frozenset({"block_bias"})
+    only_named: bool = False
+    package: str = ""
+    extra: str = ""
+
+    @property
+    def runs_any_layout(self) -> bool:
+        """Whether it computes any pass, forward and backward, as a ring needs."""
+        return self.backward is not None and not self.only_named
+
+
+def _no_reason(*tensors: Tensor) -> list[str]:
+    return []
+
+
+_NONE: frozenset[str] = frozenset()
+
+BACKENDS: dict[str, Backend] = {
+    "cpu": Backend(cpu.reasons, cpu.forward, cpu.backward),
+    "triton": Backend(
+        triton.reasons, triton.forward, triton.backward, package="triton", extra="triton"
+    ),
+    "gather": Backend(_no_reason, gather.forward, gather.backward),
+    "reference": Backend(_no_reason, None, None),
+    "flex": Backend(flex.reasons, flex.forward, None, extras=_NONE, only_named=True),
+    "flash": Backend(
+        flash.reasons, flash.forward, triton.backward, extras=_NONE, only_named=True,
+        package="flash_attn", extra="flash",
+    ),
+    "torch_sparse": Backend(torch_sparse.reasons, torch_sparse.forward, None, only_named=True),
+}  # fmt: skip
+"""In order of preference."""
+
+
+def backends() -> dict[str, list[str]]:
+    """Every backend with the reasons why it cannot run on this machine ([] = usable)."""
+    return {name: backend.reasons() for name, backend in BACKENDS.items()}
+
+
+def choose(backend: str | None, tensors: Sequence[Tensor], extras: Collection[str] = ()) -> str:
+    """The named backend, or the first that can run a call.
+
+    Args:
+        tensors: query, key and value.
+        extras: names of the options in use.
+
+    Raises: NotImplementedError with every reason, ImportError where a named one lacks its package.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
+    names = [name for name in BACKENDS if is_default(name)] if backend is None else [backend]
+    for name in names:
+        if not reasons_against(name, tensors, extras):
+            return name
+    if backend is not None and (lacking := _missing_package(BACKENDS[backend])):
+        raise ImportError(f"backend {backend!r} needs {lacking}")
+    told = (f"{name}: {', '.join(reasons_against(name, tensors, extras))}" for name in names)
+    raise NotImplementedError("; ".join(told))
+
+
+def _missing_package(backend: Backend) -> str:
+    if not backend.package or find_spec(backend.package) is not None:
+        return ""
+    return f"the package {backend.package}: pip install 'sparsering[{backend.extra}]'"
+
+
+def is_default(name: str) -> bool:
+    """Whether a backend may run unnamed; an interpreter of kernels never does."""
+    return not BACKENDS[name].only_named and not (name == "triton" and triton.interpreting())
+
+
+def reasons_against(name: str, tensors: Sequence[Tensor], extras: Collection[str]) -> list[str]:
+    """Why a backend cannot run a call; [] if it can."""
+    backend = BACKENDS[name]
+    lacks = [f"it has no {extra}" for extra in extras if extra not in backend.extras]
+    return backend.reasons(*tensors) + lacks
+
+
+def block_size_of(backend: str, pattern: Pattern, query: Tensor, kv_len: int) -> int:
+    """The block size of a call that names none.
+
+    That is what `sparsering tune` measured for the pattern on this GPU, else `default_block_size`.
+    """
+    if backend == "triton" and (size := tuning.block_size(pattern.expression, query)) is not None:
+        return size
+    return default_block_size(pattern, kv_len)

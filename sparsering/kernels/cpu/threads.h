@@ -1,0 +1,38 @@
+// Work as shares of threads.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
+
+#include <algorithm>
+#include <atomic>
+
+namespace sparsering::cpu {
+
+// Runs body(scratch, i) for every i < count, each by whichever thread is free; a thread is worth
+// waking for `least` of them.
+template <typename Scratch, typename Make, typename Body>
+void share_out(int64_t count, int64_t least, const Make& make, const Body& body) {
+  std::atomic<int64_t> next{0};
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), (count + least - 1) / least);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) {
+      Scratch scratch = make();
+      for (int64_t i = next++; i < count; i = next++) {
+        body(scratch, i);
+      }
+      at::native::cpublas::brgemm_release();
+    }
+  });
+}
+
+// How many kv heads are packed at a time: no more than keep all threads busy with `rows` pieces of
+// work each, but at least 4 MiB.
+inline int64_t wave_of(int64_t num_kv, int64_t rows, int64_t bytes) {
+  const int64_t busy = 64 * at::get_num_threads() / std::max<int64_t>(rows, 1) + 1;
+  const int64_t small = (int64_t{4} << 20) / std::max<int64_t>(bytes, 1);
+  return std::max<int64_t>(1, std::min(num_kv, std::max(std::min(busy, (num_kv + 1) / 2), small)));
+}
+
+}  // namespace sparsering::cpu

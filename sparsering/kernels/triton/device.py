@@ -1,0 +1,137 @@
+"""What the Triton kernels share: which unit a program computes, and how it reads tiles and bitmaps.
+
+What is a `tl.constexpr` is resolved when a kernel is compiled; lengths, counts, strides and scales
+are not.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+
+_INTS = (tl.int32, tl.int64)
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """Compiled for the types of its integers, not for their values."""
+    kinds = inspect.get_annotations(function).items()
+    return triton.jit(function, do_not_specialize=[name for name, kind in kinds if kind in _INTS])
+
+
+@triton.jit
+def load_rows(
+    source, offset, row, column, token, real, step, stride, COUNT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ALL: tl.constexpr, TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """[COUNT, PADDED_DIM] of a tensor [.., tokens, HEAD_DIM]: every `step`-th row from `token` on.
+
+    A head's rows begin at (row, column) of a descriptor's matrix, whose rows are not masked, step
+    1; or at `offset` from a pointer: then 0 where not real, unless ALL are.
+    """
+    if TMA:
+        return source.load([row + token.to(tl.int32), column])
+    else:
+        index: tl.constexpr = tl.int64 if WIDE else tl.int32
+        dim = tl.arange(0, PADDED_DIM)
+        rows = tl.arange(0, COUNT).to(index) * (step * stride).to(index)
+        pointers = source + (offset + token * stride) + rows[:, None] + dim[None, :]
+        if HEAD_DIM == PADDED_DIM:
+            if ALL:
+                return tl.load(pointers)
+            else:
+                return tl.load(pointers, mask=real[:, None], other=0.0)
+        else:
+            return tl.load(pointers, mask=real[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def head_of(batch, head, batch_stride, head_stride, token_stride):
+    """Where a head of [B, H, N, D] begins: (offset, row and column of the matrix of its tokens)."""
+    offset = batch * batch_stride + head * head_stride
+    return offset, (offset // token_stride).to(tl.int32), (offset % token_stride).to(tl.int32)
+
+
+@triton.jit
+def visible(words, bitmap, queries, keys, first_key, TILE: tl.constexpr, WORD: tl.constexpr,
+            KEYS: tl.constexpr):
+    """Which pairs of slots a bitmap holds, as int32 that are not 0; all of them for number -1.
+
+    `queries` are slots in their tile, `keys` the numbers 0 to KEYS - 1 of slots from `first_key`
+    on; one of them is [n, 1], the other [1, n]. Each word of a query's line is loaded once; which
+    word a pair is in is known when this is compiled.
+    """
+    LINE: tl.constexpr = TILE // WORD
+    line = words + bitmap.to(tl.int64) * (TILE * LINE) + queries * LINE
+    bits = tl.zeros_like(queries + keys)
+    for w in tl.static_range((KEYS + WORD - 1) // WORD):
+        inside = (bitmap >= 0) & (queries < TILE) & (first_key // WORD + w < LINE)
+        word = tl.load(line + first_key // WORD + w, mask=inside, other=-1).to(tl.int32)
+        bit = word & (1 << (keys & (WORD - 1)))
+        bits = tl.where((keys & ~(WORD - 1)) == w * WORD, bit, bits)
+    return bits
+
+
+@triton.jit
+def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
+    """(part of the tile, unit, first head, batch entry) of this program; units fast, heads slow."""
+    program = tl.program_id(0).to(tl.int64)
+    part = (program % parts).to(tl.int32)
+    unit = program // parts % num_units
+    rest = (program // parts // num_units).to(tl.int32)
+    packs = (group + PACK - 1) // PACK  # of one kv head
+    all_packs = num_heads // group * packs
+    pack = rest % all_packs
+    head = pack // packs * group + pack % packs * PACK
+    return part, unit, head, (rest // all_packs).to(tl.int64)
+
+
+@triton.jit
+def table_of(batch, head, num_heads, tables, table_batches, axes):
+    """(table, axis) of a query head: which walk it takes, and where its kv head's tiles are."""
+    of_batch = tl.where(table_batches > 1, batch, 0)
+    return of_batch * tables + head * tables // num_heads, (head * axes // num_heads).to(tl.int64)
+
+
+@triton.jit
+def rows_of(
+    begin, stop, step, part, head, group, TILE: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, PACK: tl.constexpr,
+):
+    """(slot in the tile, token, query head, whether there is one) of each row of a program."""
+    row = tl.arange(0, ROWS)
+    slot = part * TOKENS + row % TOKENS
+    of_pack = row // TOKENS
+    position = begin + (row % TOKENS) * step
+    real = (position < stop) & (slot < TILE) & (of_pack < PACK) & (head % group + of_pack < group)
+    return slot, position, (head + of_pack).to(tl.int64), real
+
+
+@triton.jit
+def elements(stride, ALIGN: tl.constexpr):
+    """Elements of a stride that was given in units of ALIGN of them, so that loads can be wide."""
+    return tl.cast(stride, tl.int64) * ALIGN  # the interpreter would take int32
+
+
+@triton.jit
+def unit_at(unit):
+    """(tile, first entry, first entry that needs a mask, end) of a walk's unit; tile -1: none."""
+    return tl.load(unit), tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
+
+
+@triton.jit
+def span_of(tile_start, tile_stop, axis, num_tiles, tile, first_slot, step, WIDE: tl.constexpr):
+    """(token of a slot of a tile, exclusive last one), as offsets are computed."""
+    index: tl.constexpr = tl.int64 if WIDE else tl.int32
+    at = axis * num_tiles + tile
+    begin = tl.load(tile_start + at) + first_slot * step
+    return begin.to(index), tl.load(tile_stop + at).to(index)
+
+
+@triton.jit
+def from_table(start, tokens, bitmap, entry, table, num_entries):
+    """The four lists of a walk, from a table's first entry on."""
+    offset = table * num_entries
+    return start + offset, tokens + offset, bitmap + offset, entry + offset
