@@ -1,34 +1,44 @@
-"""Exact softmax attention over a declared pattern of (query, key) pairs, at the cost of the
-pattern.
+"""Exact softmax attention over a declared pattern of pairs, at the cost of the pattern.
+
+    import sparsering as sr
+
+    pattern = sr.LongNet((2048, 4096), (1, 2)) & sr.Causal()    # which pairs attend: a value
+    out, lse = sr.attention(query, key, value, pattern, return_lse=True)     # [B, H, N, D], any N
+    print(sr.explain(query, key, value, pattern))               # which backend runs, and why
+    print(pattern.layout(8192))                                 # what it visits: tiles, density
+
+`sparsering.distributed` has the same over many ranks. docs/architecture.md maps the files.
 """
 
 from .dispatch import backends
 from .functional import attention, explain
-from .kernels.gather.call import set_workspace
+from .kernels.gather import set_workspace
 from .layouts.cache import layout_cache
 from .layouts.layout import BlockLayout
 from .numerics import merge_attention
-from .patterns.algebra import Mask, Mixture, Pattern
-from .patterns.blocks import (
+from .patterns import (
     BlockDilated,
     Blocks,
     BlockWindow,
-    Dense,
-    Hierarchical,
-    RandomBlocks,
-    SelectedBlocks,
-)
-from .patterns.expression import parse
-from .patterns.positions import (
     Causal,
+    Dense,
     Dilated,
     Documents,
     Full,
     GlobalTokens,
+    Hierarchical,
     KeyPadding,
     LongNet,
+    Mask,
+    Mixture,
     Packed,
+    Pattern,
+    RandomBlocks,
+    SelectedBlocks,
     SlidingWindow,
+    from_mask_mod,
+    parse,
+    register_pattern,
 )
 from .weights import BlockWeights, attention_weights
 
@@ -60,8 +70,10 @@ __all__ = [
     "attention_weights",
     "backends",
     "explain",
+    "from_mask_mod",
     "layout_cache",
     "merge_attention",
     "parse",
+    "register_pattern",
     "set_workspace",
 ]

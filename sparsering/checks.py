@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .layouts.layout import BlockLayout
+from .numerics import autocasting
 from .patterns.algebra import Pattern, shortened
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +39,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
             f"{key.shape[1]} in {shapes}; repeat_interleave the keys and values"
         )
     dtypes = (query.dtype, key.dtype, value.dtype)
-    one_dtype = len(set(dtypes)) == 1 or torch.is_autocast_enabled(query.device.type)
+    one_dtype = len(set(dtypes)) == 1 or autocasting(query)
     if query.dtype not in DTYPES or not one_dtype:
         raise ValueError(
             "query, key and value must share a dtype out of float64, float32, bfloat16, "
@@ -146,10 +147,9 @@ NO_FORWARD_MODE = (
 
 def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
     """What autocast makes of a matmul's inputs; float64 stays."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+    if not autocasting(tensors[0]) or tensors[0].dtype == torch.float64:
         return list(tensors)
-    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+    return [x.to(torch.get_autocast_dtype(x.device.type)) for x in tensors]
 
 
 def default_scale(query: Tensor) -> float:

@@ -84,6 +84,7 @@ def differentiable(
     )  # fmt: skip
     op.register_fake(fake)
     op.register_autograd(differentiate, setup_context=save)
+    op.register_vmap(lambda info, in_dims, *inputs: _mapped(op, count, info, in_dims, inputs))
     gradients_op.register_fake(fake_gradients)
     gradients_op.register_autograd(refuse)
 
@@ -102,7 +103,7 @@ def differentiable(
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
-            return _mapped(Transformed.apply, count, info.batch_size, in_dims, inputs)
+            return _mapped(Transformed.apply, count, info, in_dims, inputs)
 
     class TransformedGradients(torch.autograd.Function):
         forward = staticmethod(lambda *inputs: tuple(gradients_op(*inputs)))
@@ -114,7 +115,7 @@ def differentiable(
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
-            return _mapped(TransformedGradients.apply, count, info.batch_size, in_dims, inputs)
+            return _mapped(TransformedGradients.apply, count, info, in_dims, inputs)
 
     return run
 
@@ -127,13 +128,13 @@ def _transforming() -> bool:
 
 
 def _mapped(
-    run: Callable[..., Any], count: int, size: int, in_dims: Sequence[Any], inputs: Sequence[Any]
+    run: Callable[..., Any], count: int, info: Any, in_dims: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Any, Any]:
     """`run` over a mapped dim: folded into the batch, or in turn where the pattern has one too.
 
     Returns: the results, with the mapped dim first, and where it is in each of them.
     """
-    tensors, pattern = inputs[count], inputs[count + 1]
+    size, tensors, pattern = info.batch_size, inputs[count], inputs[count + 1]
     if any(dim is not None for dim in in_dims[count]):
         raise NotImplementedError(
             "vmap cannot map over the tensors of a pattern, for layouts are built of their values; "

@@ -4,6 +4,7 @@ Softmaxes over disjoint (or repeated) sets of keys become one by `merge_attentio
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -57,6 +58,18 @@ def sum_dtype(x: Tensor | torch.dtype) -> torch.dtype:
     """What sums, lse and merged results are kept in: float64 for float64, else float32."""
     dtype = x.dtype if isinstance(x, Tensor) else x
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def autocasting(x: Tensor) -> bool:
+    """Whether autocast is on for the tensor's device; "meta" knows none."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """No autocast on the tensor's device: it would round scores."""
+    if x.device.type == "meta":
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def power_of_2(n: int) -> int:

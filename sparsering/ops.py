@@ -18,7 +18,7 @@ from .kernels.problem import Problem
 from .kernels.reference import reference_attention
 from .layouts.cache import layout_cache
 from .layouts.layout import BlockLayout
-from .numerics import finite_or_zero, sum_dtype
+from .numerics import finite_or_zero, sum_dtype, without_autocast
 from .patterns.algebra import Frame, Pattern
 from .patterns.expression import parse
 
@@ -32,7 +32,7 @@ def attend(backend: str, pattern: Pattern, **arguments: Any) -> tuple[Tensor, Te
         refuse_forward_mode(*inputs)
         return _attention(**arguments, **of_pattern)
     forward = BACKENDS[backend].forward
-    with torch.autocast(inputs[0].device.type, enabled=False):
+    with without_autocast(inputs[0]):
         if forward is None:
             return _reference(**arguments, **of_pattern)
         return forward(_problem(**arguments, **of_pattern))
@@ -79,7 +79,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     forward = BACKENDS[call["backend"]].forward
     assert forward is not None
     problem = _problem(**call)
-    with torch.autocast(problem.query.device.type, enabled=False):  # it would round scores
+    with without_autocast(problem.query):
         return forward(problem)
 
 
@@ -89,7 +89,7 @@ def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     backward = BACKENDS[call["backend"]].backward
     assert backward is not None
     problem = _problem(**call)
-    with torch.autocast(problem.query.device.type, enabled=False):
+    with without_autocast(problem.query):
         return backward(problem, out, lse, grad_out, grad_lse)
 
 
@@ -120,7 +120,8 @@ def _reference(
     """Dense mathematics over the pattern's own definition; layouts tell which block has a bias."""
     if block_bias is None:
         spelt = (call["tensors"], call["pattern"], call["q_start"])
-        log_counts = pair_counts_op(query, key, *spelt).to(sum_dtype(query)).log()
+        counts = pair_counts_op(query.detach(), key.detach(), *spelt)
+        log_counts = counts.to(sum_dtype(query)).log()
     else:
         layout = layout_for(query=query, key=key, **call)
         check_bias(block_bias, layout)

@@ -9,7 +9,7 @@ from torch import Tensor
 from .checks import autocast_inputs, check_inputs, check_scale, default_scale
 from .functional import attention
 from .layouts.layout import BlockLayout
-from .numerics import finite_or_zero
+from .numerics import finite_or_zero, without_autocast
 from .patterns.algebra import Pattern
 
 
@@ -65,7 +65,7 @@ def attention_weights(
     check_inputs(query, key, key, pattern)
     check_scale(scale)
     query, key = autocast_inputs(query, key)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         scale = default_scale(query) if scale is None else scale
         q_start = key.shape[2] - query.shape[2] if q_start is None else q_start
         _, lse = attention(

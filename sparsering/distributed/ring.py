@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks import autocast_inputs, check_scale, default_scale
 from ..functional import attention
-from ..numerics import sum_dtype
+from ..numerics import sum_dtype, without_autocast
 from ..ops import differentiable
 from ..patterns.algebra import Pattern
 from ..patterns.expression import parse
@@ -152,7 +152,7 @@ def resolve_group(
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shards."""
     rank, exchange, (query, key, value) = _begin(False, *arguments)
-    with exchange.going_on(), torch.autocast(query.device.type, enabled=False):
+    with exchange.going_on(), without_autocast(query):
         network = Network(rank, exchange, key, value, query)
 
         def answers() -> Iterator[tuple[int, Tensor]]:
@@ -171,7 +171,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
     rank, exchange, (query, key, value) = _begin(True, *given)
     x = Saved(query, key, value, out, lse, grad_out, grad_lse)
     travels = bool(rank.plan.hosts_of(rank.rank))
-    with exchange.going_on(), torch.autocast(query.device.type, enabled=False):
+    with exchange.going_on(), without_autocast(query):
         rows = rank.gradient_rows(x if travels else x.none())
         network = Network(rank, exchange, key, value, rows)
         rounds = network.rounds()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..checks import autocast_inputs, check_scale, default_scale
-from ..numerics import sum_dtype
+from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
 from .rank import Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
 from .sharding import positions
@@ -55,7 +55,7 @@ def simulate_ring(
     backend = choose_kernels(None, *(x[:, :, :1].to(device) for x in (query, key, value)))
     wire, dtype = wire_format(None, query.dtype), sum_dtype(query)
     ranks = [Rank(plan, rank, backend, scale, wire, dtype) for rank in range(world_size)]
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         out, lse = _Simulated.apply(query, key, value, ranks, device)
     return (out, lse) if return_lse else out
 
@@ -87,7 +87,7 @@ class _Simulated(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         whole = Saved(query, key, value, out, lse, grad_out, grad_lse)
-        with torch.autocast(grad_out.device.type, enabled=False):
+        with without_autocast(grad_out):
             return (*_backward(ctx.ranks, ctx.device, whole), None, None)
 
 

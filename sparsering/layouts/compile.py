@@ -26,6 +26,7 @@ from .tiles import Axis, Grid, Ranges
 
 BLOCK_SIZES = range(16, 257, 16)
 _MOST_CELLS = 1 << 21  # cells evaluated at a time
+_MOST_BITMAPS = 1 << 12  # bitmaps held before equal ones become one
 
 
 @dataclass(frozen=True)
@@ -275,13 +276,28 @@ def _table(
         pairs = pairs[varies]
         columns = [q_count[varies], k_count[varies], *rule.signature(pairs)]
         kind, first = number_rows(columns)
-        bitmaps, held = evaluate(mask, pairs[first], frame, block_size)
+        bitmaps, bitmap, held = _distinct_bitmaps(mask, pairs[first], frame, block_size)
         num_pairs[varies] = held[kind]
-        number[varies] = torch.where(held[kind] == (q_count * k_count)[varies], -1, kind)
+        number[varies] = torch.where(held[kind] == (q_count * k_count)[varies], -1, bitmap[kind])
     kept = num_pairs > 0
     row_ptr = torch.zeros(len(queries) + 1, dtype=torch.int64)
     row_ptr[1:] = torch.bincount(row[kept], minlength=len(queries)).cumsum(0)
     return Table(row_ptr, column[kept], number[kept], int(num_pairs.sum())), bitmaps
+
+
+def _distinct_bitmaps(
+    mask: Mask, pairs: TilePairs, frame: Frame, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(bitmaps, the number of each pair's, how many real pairs it holds), some pairs at a time."""
+    bitmaps, numbers, counts, seen = [], [], [], 0
+    for part in torch.arange(len(pairs)).split(_MOST_BITMAPS):
+        cells, held = evaluate(mask, pairs[part], frame, block_size)
+        distinct, number = distinct_rows(cells)
+        bitmaps.append(distinct)
+        numbers.append(number + seen)
+        counts.append(held)
+        seen += len(distinct)
+    return torch.cat(bitmaps), torch.cat(numbers), torch.cat(counts)
 
 
 def evaluate(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> tuple[Tensor, Tensor]:

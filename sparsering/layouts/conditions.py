@@ -163,31 +163,55 @@ class OnGrid(Condition):
         return [torch.where(inside, first % self.rate, first), inside.long()]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SameSegment(Condition):
-    """p and k lie in one segment; segment s holds [starts[s], starts[s + 1])."""
+    """p and k lie in one of the segments of equal length that begin at 0."""
+
+    length: int
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        q0, q1, k0, k1 = (x // self.length for x in pairs.edges())
+        meet = (q0 <= k1) & (k0 <= q1)
+        one = meet & (q0 == q1) & (k0 == k1)
+        return meet.to(torch.int8) + one.to(torch.int8)
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        q0, _, k0, _ = pairs.edges()
+        apart = q0 // self.length - k0 // self.length
+        return [q0 % self.length, k0 % self.length, apart]
+
+    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        first, last = ((x - origin.start) // self.length for x in (queries.start, queries.last))
+        begin, end = first * self.length, (last + 1) * self.length - 1
+        rows = torch.arange(len(queries))
+        return spans_of_positions(queries, keys, rows, origin.start + begin, origin.start + end)
+
+
+@dataclass(frozen=True, eq=False)
+class SameDocument(Condition):
+    """p and k lie in one document; document d holds [starts[d], starts[d + 1])."""
 
     starts: Tensor
 
-    def segment_of(self, position: Tensor) -> Tensor:
-        """-1 before the first segment; len(starts) - 1 past the last."""
+    def document_of(self, position: Tensor) -> Tensor:
+        """-1 before the first document; len(starts) - 1 past the last."""
         return torch.searchsorted(self.starts, position, right=True) - 1
 
-    def _segments(self, pairs: TilePairs) -> tuple[Tensor, ...]:
-        return tuple(self.segment_of(x) for x in pairs.edges())
+    def _documents(self, pairs: TilePairs) -> tuple[Tensor, ...]:
+        return tuple(self.document_of(x) for x in pairs.edges())
 
     def status(self, pairs: TilePairs) -> Tensor:
-        q0, q1, k0, k1 = self._segments(pairs)
+        q0, q1, k0, k1 = self._documents(pairs)
         meet = (q0 <= k1) & (k0 <= q1)
         one = meet & (q0 == q1) & (k0 == k1) & (q0 >= 0) & (q0 < len(self.starts) - 1)
         return meet.to(torch.int8) + one.to(torch.int8)
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
-        """Rows and columns of the one segment that both touch.
+        """Rows and columns of the one document that both touch.
 
         Pairs of tiles that share several have a number of their own.
         """
-        q0, q1, k0, k1 = self._segments(pairs)
+        q0, q1, k0, k1 = self._documents(pairs)
         low, high = torch.maximum(q0, k0), torch.minimum(q1, k1)
         begin = self.starts[low.clamp(min=0)] + pairs.origin.start
         end = self.starts[(low + 1).clamp(max=len(self.starts) - 1)] + pairs.origin.start
@@ -200,7 +224,7 @@ class SameSegment(Condition):
         return [several, *(torch.where(high > low, 0, side) for side in sides)]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        first, last = (self.segment_of(x - origin.start) for x in (queries.start, queries.last))
+        first, last = (self.document_of(x - origin.start) for x in (queries.start, queries.last))
         most = len(self.starts) - 1
         begin = self.starts[first.clamp(0, most)] + origin.start
         end = self.starts[(last + 1).clamp(0, most)] + origin.start
@@ -249,7 +273,8 @@ class InBlocks(Condition):
         first = first.clamp(min=0)
         row, number = expand_counts((last - first + 1).clamp(min=0))
         index, low, high = self.mask.spans(first[row] + number, origin.kv_len[row])
-        row = row[index]
+        row, most = row[index], (1 << 62) // size
+        low, high = low.clamp(-most, most), high.clamp(-most, most)  # products in 64 bits
         begin, end = origin.start[row] + low * size, origin.start[row] + high * size + size - 1
         return spans_of_positions(queries, keys, row, begin, end)
 
@@ -304,14 +329,14 @@ class Declared(Condition):
 class PerDocument(Condition):
     """`inner`, with positions counted from the start of the document that holds both tiles."""
 
-    same: SameSegment
+    same: SameDocument
     inner: Condition
 
     def _document(self, first: Tensor, last: Tensor, origin: Origin) -> tuple[Tensor, Origin]:
         """Whether first and last are in one document, and that document as an origin."""
         starts = self.same.starts
-        number = self.same.segment_of(first - origin.start)
-        inside = (number == self.same.segment_of(last - origin.start)) & (number < len(starts) - 1)
+        number = self.same.document_of(first - origin.start)
+        inside = (number == self.same.document_of(last - origin.start)) & (number < len(starts) - 1)
         place = number.clamp(0, max(0, len(starts) - 2))
         start, end = starts[place], starts[(place + 1).clamp(max=len(starts) - 1)]
         return inside & (number >= 0), Origin(origin.start + start, end - start)
@@ -412,15 +437,14 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
             parts += [Linear(0, -1, 1 - count)] if columns else []
             return AnyOf(tuple(parts)) if parts else Linear(0, 0, 1)
         case Dilated(length, rate, _):
-            end = max(frame.kv_len, frame.q_start + frame.q_len, 1)
-            same = SameSegment(torch.arange(0, end + length, length))
+            same = SameSegment(length)
             residue = mask.offset_of(0, 1)
             grids = [OnGrid(of_query, length, rate, residue) for of_query in (True, False)]
             return AllOf((same, *grids)) if rate > 1 else same
         case Documents():
-            return SameSegment(_starts(mask))
+            return SameDocument(_starts(mask))
         case Packed(_, inner):
-            return PerDocument(SameSegment(_starts(mask.documents)), condition(inner, frame, True))
+            return PerDocument(SameDocument(_starts(mask.documents)), condition(inner, frame, True))
         case And(masks):
             return AllOf(tuple(condition(part, frame, in_document) for part in masks))
         case Or(masks):

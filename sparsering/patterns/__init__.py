@@ -5,7 +5,7 @@
     pattern.layout(1 << 20)   # what kernels run, at the cost of the pattern
 
 `algebra` says what a mask and a mixture are and how they combine; `positions` and `blocks` hold the
-masks, `expression` reads them back from text.
+masks, `expression` reads them back from text, `custom` takes a user's own.
 """
 
 from .algebra import Mask, Mixture, Pattern
@@ -18,6 +18,7 @@ from .blocks import (
     RandomBlocks,
     SelectedBlocks,
 )
+from .custom import from_mask_mod, register_pattern
 from .expression import parse
 from .positions import (
     Causal,
@@ -51,5 +52,7 @@ __all__ = [
     "RandomBlocks",
     "SelectedBlocks",
     "SlidingWindow",
+    "from_mask_mod",
     "parse",
+    "register_pattern",
 ]

@@ -9,19 +9,23 @@ compared by content.
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from functools import reduce
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from ..rows import mix
+
 if TYPE_CHECKING:
     from ..layouts.layout import BlockLayout
 
+MOST_TOKENS = 1 << 53
+"""The largest length that a pattern names: with room for products in 64 bits."""
+
 
 class Frame(NamedTuple):
-    """What a pattern is laid against: token counts, head counts and the position of the first
-    query.
-    """
+    """What a pattern is laid against: token counts, head counts, position of the first query."""
 
     q_len: int
     kv_len: int
@@ -46,8 +50,7 @@ class Frame(NamedTuple):
         if num_kv_heads and num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got {num_heads} and "
-                f"{num_kv_heads}; "
-                "each key/value head serves an equal group of query heads"
+                f"{num_kv_heads}; each key/value head serves an equal group of query heads"
             )
         q_start = kv_len - q_len if q_start is None else operator.index(q_start)
         return cls(q_len, kv_len, num_heads, num_kv_heads, q_start)
@@ -83,10 +86,30 @@ class Pattern:
     def __repr__(self) -> str:
         return self.expression
 
+    def __eq__(self, other: object) -> bool:
+        """By content: the expression, and the tensors that it names."""
+        if type(other) is not type(self):
+            return NotImplemented
+        if self.expression != other.expression or len(self.tensors) != len(other.tensors):
+            return False
+        return all(_same(a, b) for a, b in zip(self.tensors, other.tensors, strict=True))
+
+    def __hash__(self) -> int:
+        """By content, of tensors where reading it costs no device sync; computed once."""
+        if "_hash" not in vars(self):
+            content = (_digest(tensor) for tensor in self.tensors)
+            object.__setattr__(self, "_hash", hash((type(self), self.expression, *content)))
+        known: int = vars(self)["_hash"]
+        return known
+
     def __bool__(self) -> NoReturn:
         raise TypeError(
             "a pattern has no truth value; combine patterns with &, | and + (not and, or)"
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash, which is that of one process."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @property
     def branches(self) -> "tuple[Mask, ...]":
@@ -185,11 +208,9 @@ class Pattern:
         return max(branch.num_tables(frame) for branch in self.branches)
 
     def __add__(self, other: object) -> "Mixture":
-        return (
-            Mixture((*self.branches, *other.branches))
-            if isinstance(other, Pattern)
-            else NotImplemented
-        )
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        return Mixture((*self.branches, *other.branches))
 
 
 class Mask(Pattern):
@@ -200,22 +221,21 @@ class Mask(Pattern):
         return (self,)
 
     def __and__(self, other: object) -> "Mask":
-        return (
-            And((*_parts(And, self), *_parts(And, other)))
-            if isinstance(other, Mask)
-            else NotImplemented
-        )
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return And((*_parts(And, self), *_parts(And, other)))
 
     def __or__(self, other: object) -> "Mask":
-        return (
-            Or((*_parts(Or, self), *_parts(Or, other)))
-            if isinstance(other, Mask)
-            else NotImplemented
-        )
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Or((*_parts(Or, self), *_parts(Or, other)))
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        """The definition: whether query position p pairs with key position k (broadcasting int64
-        tensors).
+        """The definition: whether query position p pairs with key position k.
+
+        Args: int64 tensors that broadcast, and the lengths and heads.
+
+        Returns: bool.
         """
         raise NotImplementedError
 
@@ -257,7 +277,7 @@ class Mask(Pattern):
         return 1
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Mixture(Pattern):
     """A multiset union of masks under one softmax; written `a + b`."""
 
@@ -271,26 +291,38 @@ class Mixture(Pattern):
         return self.masks
 
     def __and__(self, other: object) -> "Mixture":
-        return (
-            Mixture(tuple(mask & other for mask in self.masks))
-            if isinstance(other, Mask)
-            else NotImplemented
-        )
+        if isinstance(other, Mixture):
+            raise TypeError(
+                "& of two mixtures has no meaning: a mixture counts pairs; use & of each with a "
+                "mask, or + of both"
+            )
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Mixture(tuple(mask & other for mask in self.masks))
 
     def __rand__(self, other: object) -> "Mixture":
-        return (
-            Mixture(tuple(other & mask for mask in self.masks))
-            if isinstance(other, Mask)
-            else NotImplemented
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Mixture(tuple(other & mask for mask in self.masks))
+
+    def __or__(self, other: object) -> NoReturn:
+        raise TypeError(
+            "| is for sets of pairs; a mixture counts them: use +, or | inside each branch"
         )
 
+    __ror__ = __or__
 
-@dataclass(frozen=True, repr=False)
+
+@dataclass(frozen=True, repr=False, eq=False)
 class _SetOperation(Mask):
     """An operator over several masks; what does not depend on which operator."""
 
     masks: tuple[Mask, ...]
-    symbol = ""
+    symbol: ClassVar[str]
+    join: ClassVar[Any]
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        return reduce(type(self).join, (mask.holds(p, k, frame) for mask in self.masks))
 
     def _spell(self, tensors: list[Tensor]) -> str:
         return "(" + f" {self.symbol} ".join(mask._spell(tensors) for mask in self.masks) + ")"
@@ -309,33 +341,23 @@ class _SetOperation(Mask):
         return max(mask.num_tables(frame) for mask in self.masks)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class And(_SetOperation):
     """Intersection; written `a & b`."""
 
     symbol = "&"
-
-    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        held = self.masks[0].holds(p, k, frame)
-        for mask in self.masks[1:]:
-            held = held & mask.holds(p, k, frame)
-        return held
+    join = operator.and_
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Or(_SetOperation):
     """Union; written `a | b`."""
 
     symbol = "|"
-
-    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        held = self.masks[0].holds(p, k, frame)
-        for mask in self.masks[1:]:
-            held = held | mask.holds(p, k, frame)
-        return held
+    join = operator.or_
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Not(Mask):
     """The complement; only for taking from a pass what an earlier pass has."""
 
@@ -372,30 +394,61 @@ def _parts(operator_type: type[_SetOperation], mask: Mask) -> tuple[Mask, ...]:
     return mask.masks if isinstance(mask, operator_type) else (mask,)
 
 
-def checked_integer(name: str, value: object, least: int | None) -> int:
-    """The value as an int of at least `least`; TypeError or ValueError naming it otherwise."""
+def checked_integer(
+    name: str, value: object, least: int | None, most: int | None = MOST_TOKENS
+) -> int:
+    """The value as an int within bounds; TypeError or ValueError naming it otherwise."""
     try:
         if isinstance(value, bool):
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name} must be an int, got {value!r}") from None
+        raise TypeError(f"{name} must be an int, got {shortened(repr(value))}") from None
     if least is not None and number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}, got {shortened(str(number))}")
     return number
 
 
-def freeze_integers(pattern: Pattern, name: str, least: int | None) -> None:
+def freeze_integer(
+    pattern: Pattern, name: str, least: int | None, most: int | None = MOST_TOKENS
+) -> None:
+    """Replaces an argument by a checked int."""
+    number = checked_integer(
+        f"{type(pattern).__name__} {name}", getattr(pattern, name), least, most
+    )
+    object.__setattr__(pattern, name, number)
+
+
+def freeze_integers(
+    pattern: Pattern, name: str, least: int | None, most: int | None = MOST_TOKENS
+) -> None:
     """Replaces a sequence argument by a tuple of checked ints."""
     label = f"{type(pattern).__name__} {name}"
     value = getattr(pattern, name)
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(f"{label} must be a sequence of ints, got {value!r}")
-    object.__setattr__(
-        pattern, name, tuple(checked_integer(f"each of {label}", item, least) for item in value)
-    )
+        raise TypeError(f"{label} must be a sequence of ints, got {shortened(repr(value))}")
+    numbers = tuple(checked_integer(f"each of {label}", item, least, most) for item in value)
+    object.__setattr__(pattern, name, numbers)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.device != b.device or a.dtype != b.dtype:
+        return False
+    return a is b or torch.equal(a, b)
+
+
+def _digest(tensor: Tensor) -> int:
+    content = 0
+    if tensor.device.type == "cpu" and tensor.numel():
+        numbers = tensor.contiguous().flatten()
+        if tensor.is_floating_point() or tensor.is_complex():
+            numbers = numbers.view(torch.uint8)
+        content = int((mix(torch.arange(len(numbers))) * numbers).sum())
+    return hash((tuple(tensor.shape), content))
 
 
 def _spell_value(value: object, tensors: list[Tensor]) -> str:

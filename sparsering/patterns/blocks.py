@@ -1,9 +1,8 @@
-"""Masks that are defined block by block (whole blocks of queries see whole blocks of keys), or by
-a tensor.
+"""Masks that are defined block by block, or by a tensor.
 
-Their block size is part of the pattern and need not be the block size of the layout that runs it.
-b = p // block_size is a query's block, b' = k // block_size a key's; a negative position is in no
-block.
+Whole blocks of queries see whole blocks of keys. Their block size is part of the pattern and need
+not be the block size of the layout that runs it. b = p // block_size is a query's block, b' = k //
+block_size a key's; a negative position is in no block.
 """
 
 import math
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..rows import expand_counts, mix
-from .algebra import And, Frame, Mask, Or, checked_integer, freeze_integers
+from .algebra import And, Frame, Mask, Or, checked_integer, freeze_integer, freeze_integers
 from .permutation import permute, unpermute
 
 
@@ -33,13 +32,14 @@ class BlockwiseMask(Mask):
         raise NotImplementedError
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Key blocks that each query block may see: (index into q_block, first, last) of inclusive
-        ranges.
+        """Key blocks that each query block may see, as inclusive ranges.
+
+        Returns: (index into q_block, first, last).
         """
         raise NotImplementedError
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class BlockDilated(BlockwiseMask):
     """b' = b, or abs(b - b') is one of `rates`."""
 
@@ -48,7 +48,7 @@ class BlockDilated(BlockwiseMask):
 
     def _validate(self) -> None:
         freeze_integers(self, "rates", 1)
-        checked_integer("BlockDilated block_size", self.block_size, 1)
+        freeze_integer(self, "block_size", 1)
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
         return torch.isin(
@@ -61,7 +61,7 @@ class BlockDilated(BlockwiseMask):
         return torch.arange(len(q_block)).repeat_interleave(len(steps)), blocks, blocks
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class BlockWindow(BlockwiseMask):
     """abs(b - b') <= radius."""
 
@@ -69,8 +69,8 @@ class BlockWindow(BlockwiseMask):
     block_size: int
 
     def _validate(self) -> None:
-        checked_integer("BlockWindow radius", self.radius, 0)
-        checked_integer("BlockWindow block_size", self.block_size, 1)
+        freeze_integer(self, "radius", 0)
+        freeze_integer(self, "block_size", 1)
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
         return (q_block - k_block).abs() <= self.radius
@@ -79,33 +79,41 @@ class BlockWindow(BlockwiseMask):
         return torch.arange(len(q_block)), q_block - self.radius, q_block + self.radius
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Hierarchical(BlockwiseMask):
-    """The union over levels (stride, window), in tokens, fine to coarse; `None` for a window
-    without end.
+    """The union over levels (stride, window), in tokens, fine to coarse.
 
-    At a level, query blocks with b % max(1, stride // block_size) == 0 see the key blocks with
-    abs(b - b') <= (window // block_size) // 2.
+    A window of None has no end. At a level, query blocks with b % max(1, stride // block_size) == 0
+    see the key blocks with abs(b - b') <= (window // block_size) // 2.
     """
 
     levels: tuple[tuple[int, int | None], ...]
     block_size: int
 
     def _validate(self) -> None:
-        checked_integer("Hierarchical block_size", self.block_size, 1)
+        freeze_integer(self, "block_size", 1)
         if not isinstance(self.levels, tuple | list):
             raise TypeError(
                 f"Hierarchical levels must be (stride, window) pairs, got {self.levels!r}"
+            )
+        if not self.levels:
+            raise ValueError(
+                "Hierarchical levels must hold at least one (stride, window) pair, got none; "
+                "((block_size, None),) sees everything"
             )
         for level in self.levels:
             if not isinstance(level, Sequence) or len(level) != 2:
                 raise ValueError(
                     f"each of Hierarchical levels must be a (stride, window) pair, got {level!r}"
                 )
-            checked_integer("Hierarchical stride", level[0], 1)
-            if level[1] is not None:
-                checked_integer("Hierarchical window", level[1], 0)
-        object.__setattr__(self, "levels", tuple(tuple(level) for level in self.levels))
+        levels = tuple(
+            (
+                checked_integer("Hierarchical stride", stride, 1),
+                None if window is None else checked_integer("Hierarchical window", window, 0),
+            )
+            for stride, window in self.levels
+        )
+        object.__setattr__(self, "levels", levels)
 
     def _in_blocks(self) -> list[tuple[int, int | None]]:
         """(period, radius) of each level in blocks."""
@@ -116,9 +124,9 @@ class Hierarchical(BlockwiseMask):
         held = (q_block != q_block) | (k_block != k_block)
         for period, radius in self._in_blocks():
             level = q_block % period == 0
-            held = held | (
-                level if radius is None else level & ((q_block - k_block).abs() <= radius)
-            )
+            if radius is not None:
+                level = level & ((q_block - k_block).abs() <= radius)
+            held = held | level
         return held
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +140,7 @@ class Hierarchical(BlockwiseMask):
         return index, first, last
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class RandomBlocks(BlockwiseMask):
     """Per query block, the diagonal block and a seeded choice of others.
 
@@ -147,8 +155,8 @@ class RandomBlocks(BlockwiseMask):
     per_head: bool = True
 
     def _validate(self) -> None:
-        checked_integer("RandomBlocks block_size", self.block_size, 1)
-        checked_integer("RandomBlocks seed", self.seed, None)
+        freeze_integer(self, "block_size", 1)
+        freeze_integer(self, "seed", -(1 << 63), (1 << 63) - 1)
         if not isinstance(self.density, int | float) or isinstance(self.density, bool):
             raise TypeError(f"RandomBlocks density must be a number, got {self.density!r}")
         if not 0 < self.density <= 1:
@@ -166,7 +174,7 @@ class RandomBlocks(BlockwiseMask):
         return frame.num_kv_heads if self.per_head else 1
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class _RandomBlocksOfHead(BlockwiseMask):
     """`RandomBlocks` as one kv head sees it.
 
@@ -228,25 +236,8 @@ class _TensorMask(Mask):
                 f"{name} needs a tensor of {' or '.join(map(str, self.table_dims))} dims, "
                 f"got shape {tuple(table.shape)}"
             )
-        object.__setattr__(self, fields(self)[0].name, table.detach().clone())  # type: ignore[arg-type]
-
-    def _rest(self) -> tuple[object, ...]:
-        return tuple(self._values())[1:]
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        mine, theirs = self.table, other.table
-        same = mine.shape == theirs.shape and mine.device == theirs.device
-        return same and self._rest() == other._rest() and torch.equal(mine, theirs)
-
-    def __hash__(self) -> int:
-        """By shape, and by content where reading it costs no device sync."""
-        content = 0
-        if self.table.device.type == "cpu" and self.table.numel():
-            position = torch.arange(self.table.numel()).view(self.table.shape)
-            content = int((mix(position) * self.table).sum())
-        return hash((type(self), tuple(self.table.shape), *self._rest(), content))
+        name = fields(self)[0].name  # type: ignore[arg-type]
+        object.__setattr__(self, name, table.detach().clone())
 
     def num_tables(self, frame: Frame) -> int:
         return 1 if self.table.dim() == 2 else self.table.shape[-3]
@@ -315,7 +306,7 @@ class Blocks(_TensorMask, BlockwiseMask):
 
     def _validate(self) -> None:
         super()._validate()
-        checked_integer("Blocks block_size", self.block_size, 1)
+        freeze_integer(self, "block_size", 1)
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return Blocks(self._table_of(batch, head, frame), self.block_size)
@@ -367,7 +358,7 @@ class SelectedBlocks(_TensorMask, BlockwiseMask):
 
     def _validate(self) -> None:
         super()._validate()
-        checked_integer("SelectedBlocks block_size", self.block_size, 1)
+        freeze_integer(self, "block_size", 1)
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         chosen, blocks = self._table_of(batch, head, frame), -(-frame.kv_len // self.block_size)

@@ -1,37 +1,49 @@
-"""Patterns as text: the Python expression that `repr(pattern)` gives, read from its syntax tree,
-never evaluated.
+"""Patterns as text: the expression that `repr(pattern)` gives, read from its syntax tree.
 
     parse("LongNet((2048, 4096), (1, 2)) & Causal()")
 
-Tensors have no literal: `Pattern.expression` names them t0, t1, ... in the order of
-`Pattern.tensors`.
+Nothing is evaluated. Tensors have no literal: `Pattern.expression` names them t0, t1, ... in the
+order of `Pattern.tensors`.
 """
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
-from . import blocks as block_patterns
-from . import positions as patterns
-from .algebra import Pattern
+from .algebra import Pattern, shortened
+from .blocks import (
+    BlockDilated,
+    Blocks,
+    BlockWindow,
+    Dense,
+    Hierarchical,
+    RandomBlocks,
+    SelectedBlocks,
+)
+from .positions import (
+    Causal,
+    Dilated,
+    Documents,
+    Full,
+    GlobalTokens,
+    KeyPadding,
+    LongNet,
+    Packed,
+    SlidingWindow,
+)
 
-CONSTRUCTORS = {
-    name: getattr(module, name)
-    for module, names in (
-        (
-            patterns,
-            "Full Causal SlidingWindow GlobalTokens Dilated LongNet Documents Packed KeyPadding",
-        ),
-        (
-            block_patterns,
-            "BlockDilated BlockWindow RandomBlocks Hierarchical Blocks SelectedBlocks Dense",
-        ),
+BUILT_IN: dict[str, Callable[..., Pattern]] = {
+    constructor.__name__: constructor
+    for constructor in (
+        *(Full, Causal, SlidingWindow, GlobalTokens, Dilated, LongNet),
+        *(Documents, Packed, KeyPadding),
+        *(BlockDilated, BlockWindow, RandomBlocks, Hierarchical, Blocks, SelectedBlocks, Dense),
     )
-    for name in names.split()
 }
+_constructors = dict(BUILT_IN)
 
 _EXPECTED = "a pattern is an expression such as 'LongNet((2048, 4096), (1, 2)) & Causal()'"
 
@@ -49,26 +61,35 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
     return _parse(text, tuple(tensors)) if tensors else _parse_literal(text)
 
 
+def add_constructor(name: str, constructor: Callable[..., Pattern]) -> None:
+    """Lets `parse` read patterns of a further kind."""
+    _constructors[name] = constructor
+    _parse_literal.cache_clear()
+
+
 @lru_cache(maxsize=1024)
 def _parse_literal(text: str) -> Pattern:
     return _parse(text, ())
 
 
 def _parse(text: str, tensors: tuple[Tensor, ...]) -> Pattern:
+    quoted = shortened(repr(text))
     try:
         pattern = _Reader(text, tensors).read(ast.parse(text.strip(), mode="eval").body)
     except SyntaxError as error:
-        raise ValueError(f"{_EXPECTED}, got {text!r}: {error.msg}") from None
+        raise ValueError(f"{_EXPECTED}, got {quoted}: {error.msg}") from None
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{_EXPECTED}, got {quoted}: it is nested too deep") from None
     except TypeError as error:
-        raise ValueError(f"{error}, in pattern {text!r}") from None
+        raise ValueError(f"{error}, in pattern {quoted}") from None
     if not isinstance(pattern, Pattern):
-        raise ValueError(f"{_EXPECTED}, got {text!r}")
+        raise ValueError(f"{_EXPECTED}, got {quoted}")
     return pattern
 
 
 class _Reader:
     def __init__(self, text: str, tensors: tuple[Tensor, ...]) -> None:
-        self.text, self.tensors = text, tensors
+        self.text, self.tensors = text.strip(), tensors
 
     def read(self, node: ast.expr) -> Any:
         match node:
@@ -78,11 +99,11 @@ class _Reader:
                 return self.read(left) | self.read(right)
             case ast.BinOp(left, ast.Add(), right):
                 return self.read(left) + self.read(right)
-            case ast.Call(ast.Name(name), arguments, keywords) if name in CONSTRUCTORS and all(
+            case ast.Call(ast.Name(name), arguments, keywords) if name in _constructors and all(
                 k.arg for k in keywords
             ):
                 named = {str(keyword.arg): self.read(keyword.value) for keyword in keywords}
-                return CONSTRUCTORS[name](*map(self.read, arguments), **named)
+                return _constructors[name](*map(self.read, arguments), **named)
             case ast.Constant(int() | float() | str() | None):
                 return node.value
             case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
@@ -91,8 +112,8 @@ class _Reader:
                 return tuple(map(self.read, items))
             case ast.Name(name) if name in (names := [f"t{i}" for i in range(len(self.tensors))]):
                 return self.tensors[names.index(name)]
+        part = shortened(repr(ast.get_source_segment(self.text, node)))
         raise ValueError(
-            f"{ast.get_source_segment(self.text.strip(), node)!r} is no part of a pattern in "
-            f"{self.text!r}; "
-            f"use {', '.join(CONSTRUCTORS)} with literal arguments, joined by & | +"
+            f"{part} is no part of a pattern in {shortened(repr(self.text))}; "
+            f"use {', '.join(_constructors)} with literal arguments, joined by & | +"
         )

@@ -1,11 +1,4 @@
-"""Which (query position, key position) pairs attend. Values, not tensors.
-
-    pattern = LongNet((2048, 4096), (1, 2)) & Causal()
-    pattern.to_dense(16)      # what it means, by definition; for small inputs
-    pattern.layout(1 << 20)   # what kernels run, at the cost of the pattern
-
-Masks that are defined block by block, or by a tensor, are in `block_patterns.py`.
-"""
+"""Masks that are defined by positions: windows, global tokens, LongNet's branches, documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .algebra import Frame, Mask, Mixture, Pattern, checked_integer, freeze_integers
+from .algebra import Frame, Mask, Mixture, Pattern, freeze_integer, freeze_integers
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Full(Mask):
     """Every pair."""
 
@@ -25,7 +18,7 @@ class Full(Mask):
         return (p == p) & (k == k)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Causal(Mask):
     """k <= p."""
 
@@ -33,10 +26,9 @@ class Causal(Mask):
         return k <= p
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class SlidingWindow(Mask):
-    """p - left <= k <= p + right and (p - k) % dilation == 0; tokens, `None` = unbounded on that
-    side.
+    """p - left <= k <= p + right and (p - k) % dilation == 0; `None`: unbounded on that side.
 
     Source: Longformer (arXiv 2004.05150), sections 3.1-3.2.
     """
@@ -46,10 +38,10 @@ class SlidingWindow(Mask):
     dilation: int = 1
 
     def _validate(self) -> None:
-        for name, value in (("left", self.left), ("right", self.right)):
-            if value is not None:
-                checked_integer(f"SlidingWindow {name}", value, 0)
-        checked_integer("SlidingWindow dilation", self.dilation, 1)
+        for name in ("left", "right"):
+            if getattr(self, name) is not None:
+                freeze_integer(self, name, 0)
+        freeze_integer(self, "dilation", 1)
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         held = (p - k) % self.dilation == 0
@@ -58,10 +50,11 @@ class SlidingWindow(Mask):
         return held if self.right is None else held & (k <= p + self.right)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class GlobalTokens(Mask):
-    """(rows and 0 <= p < count) or (columns and k < count): the first tokens see all, are seen by
-    all, or both.
+    """(rows and 0 <= p < count) or (columns and k < count).
+
+    The first tokens see all, are seen by all, or both.
     """
 
     count: int
@@ -69,14 +62,14 @@ class GlobalTokens(Mask):
     columns: bool = True
 
     def _validate(self) -> None:
-        checked_integer("GlobalTokens count", self.count, 0)
+        freeze_integer(self, "count", 0)
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         row = (p >= 0) & (p < (self.count if self.rows else 0))
         return row | (k < (self.count if self.columns else 0))
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Dilated(Mask):
     """One LongNet branch: same segment floor(x / segment_length), and both on the head's grid.
 
@@ -93,8 +86,8 @@ class Dilated(Mask):
     offset: str | int | tuple[int, ...] = "head"
 
     def _validate(self) -> None:
-        checked_integer("Dilated segment_length", self.segment_length, 1)
-        checked_integer("Dilated dilation_rate", self.dilation_rate, 1)
+        freeze_integer(self, "segment_length", 1)
+        freeze_integer(self, "dilation_rate", 1)
         if isinstance(self.offset, str):
             if self.offset not in ("head", "block"):
                 raise ValueError(
@@ -102,9 +95,9 @@ class Dilated(Mask):
                     f"got {self.offset!r}"
                 )
         elif isinstance(self.offset, Sequence):
-            freeze_integers(self, "offset", None)
+            freeze_integers(self, "offset", None, None)
         else:
-            checked_integer("Dilated offset", self.offset, None)
+            freeze_integer(self, "offset", None, None)
 
     def offset_of(self, kv_head: int, num_kv_heads: int) -> int:
         """s(h) in [0, dilation_rate) of one kv head."""
@@ -112,9 +105,8 @@ class Dilated(Mask):
             return kv_head % self.dilation_rate
         if self.offset == "block":
             return kv_head // -(-num_kv_heads // self.dilation_rate)
-        return (
-            self.offset[kv_head] if isinstance(self.offset, tuple) else int(self.offset)
-        ) % self.dilation_rate
+        offset = self.offset[kv_head] if isinstance(self.offset, tuple) else int(self.offset)
+        return offset % self.dilation_rate
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return replace(self, offset=self.offset_of(frame.kv_head(head), frame.num_kv_heads))
@@ -123,8 +115,7 @@ class Dilated(Mask):
         if isinstance(self.offset, tuple) and len(self.offset) != frame.num_kv_heads:
             raise ValueError(
                 f"Dilated offset must hold one int per kv head ({frame.num_kv_heads}), got "
-                f"{len(self.offset)}; "
-                'pass a single int for all heads, or "head"'
+                f'{len(self.offset)}; pass a single int for all heads, or "head"'
             )
 
     def num_tables(self, frame: Frame) -> int:
@@ -140,8 +131,9 @@ def LongNet(  # noqa: N802 - a constructor like the classes beside it, whose val
     dilation_rates: Sequence[int],
     offset: str | int | tuple[int, ...] = "head",
 ) -> Mixture | Dilated:
-    """The mixture `Dilated(w1, r1, offset) + Dilated(w2, r2, offset) + ...`; a single branch is
-    that branch itself.
+    """The mixture `Dilated(w1, r1, offset) + Dilated(w2, r2, offset) + ...`.
+
+    A single branch is that branch itself.
 
     Source: LongNet (arXiv 2307.02486), equations 6-10: mixing branches by their softmax
     denominators is one softmax over the multiset union of their keys.
@@ -163,10 +155,11 @@ def LongNet(  # noqa: N802 - a constructor like the classes beside it, whose val
     return masks[0] if len(masks) == 1 else Mixture(masks)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Documents(Mask):
-    """Same document; documents of these lengths in tokens, in order, summing to Nk. A length may
-    be 0.
+    """Same document; documents of these lengths in tokens, in order, which sum to Nk.
+
+    A length may be 0.
     """
 
     lengths: tuple[int, ...]
@@ -191,13 +184,12 @@ class Documents(Mask):
         return same & (p >= 0) & (k < frame.kv_len)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Packed(Mask):
-    """Inside each document, `pattern` with positions that restart at 0. Packed of a mixture is a
-    mixture.
+    """Inside each document, `pattern` with positions that restart at 0.
 
-    Documents are as in `Documents`; to the inner pattern each one is a whole sequence (Nq = Nk =
-    its length).
+    Packed of a mixture is a mixture. Documents are as in `Documents`; to the inner pattern each one
+    is a whole sequence (Nq = Nk = its length).
     """
 
     lengths: tuple[int, ...]
@@ -245,17 +237,23 @@ class Packed(Mask):
         document = torch.searchsorted(ends, k, right=True).clamp(max=len(ends) - 1)
         start, length = (ends - lengths)[document], lengths[document]
         inside = self.documents.holds(p, k, frame)
-        held = torch.zeros_like(inside)
-        for (
-            size
-        ) in length.unique().tolist():  # the inner pattern may depend on its sequence's length
-            here = inside & (length == size)
-            q, key = (x.expand(here.shape)[here] for x in (p - start, k - start))
-            held[here] = self.pattern.holds(q, key, self.inner_frame(size, frame)).expand(q.shape)
+        held = torch.zeros(inside.shape, dtype=torch.bool)
+        # The inner pattern may depend on its sequence's length: pairs of one length at a time.
+        pair = torch.nonzero(inside.flatten())[:, 0]
+        size = length.expand(inside.shape).flatten()[pair]
+        if len(size) and size.min() < size.max():
+            size, order = size.sort(stable=True)
+            pair = pair[order]
+        q, key = ((x - start).expand(inside.shape).flatten()[pair] for x in (p, k))
+        sizes, counts = size.unique_consecutive(return_counts=True)
+        parts = torch.arange(len(pair)).split(counts.tolist()) if len(pair) else ()
+        for size, part in zip(sizes.tolist(), parts, strict=True):
+            of_size = self.pattern.holds(q[part], key[part], self.inner_frame(size, frame))
+            held.view(-1)[pair[part]] = of_size.expand(len(part))
         return held
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class KeyPadding(Mask):
     """k < lengths[batch]: keys from there on are padding. One length per batch entry."""
 
