@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks import autocast_inputs, check_scale, default_scale
+from ..differentiable import differentiable
 from ..functional import attention
 from ..numerics import sum_dtype, without_autocast
-from ..ops import differentiable
 from ..patterns.algebra import Pattern
 from ..patterns.expression import parse
 from .agreement import Call, agree_on_call, check_lengths, error_budget, tell_failure

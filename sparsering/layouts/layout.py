@@ -228,8 +228,9 @@ class BlockLayout:
         """One line of figures, then the first head's pattern drawn, queries downwards."""
         told = (
             f"BlockLayout {self.frame.q_len} x {self.frame.kv_len} tokens, blocks of "
-            f"{self.block_size}: {self.num_blocks} blocks in {len(self.passes)} passes, density "
-            f"{self.density:.4g}, {self.num_pairs:.6g} pairs, {self.nbytes / 1e6:.3g} MB"
+            f"{self.block_size}: {self.num_blocks} visited in {len(self.passes)} "
+            f"{'pass' if len(self.passes) == 1 else 'passes'}, density {self.density:.4g}, "
+            f"{self.num_pairs:.6g} pairs, {self.nbytes / 1e6:.3g} MB"
         )
         return "\n".join([told, *drawing(self)])
 

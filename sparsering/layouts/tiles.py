@@ -50,8 +50,8 @@ class Grid:
         """
         lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
         begin, end = self._segments(ranges[0][0], ranges[-1][1]) if ranges else (lows, highs)
-        reach = self.step * block_size
-        segment, number = expand_counts(-(-(end - begin) // reach))
+        reach, high = self.step * block_size, ranges[-1][1] if ranges else 0
+        segment, number = expand_counts(-(-(end.clamp(max=high) - begin).clamp(min=0) // reach))
         start = begin[segment] + number * reach
         end = torch.minimum(end[segment], start + reach)
         first = torch.searchsorted(highs, start, right=True)  # the same tiles for every offset
@@ -59,9 +59,11 @@ class Grid:
         tile, number = expand_counts(count)
         within = first[tile] + number
         start, stop = start[tile], torch.minimum(end[tile], highs[within])
-        low = lows[within].repeat(self.residues)
-        residue = torch.arange(self.residues).repeat_interleave(len(start))
-        start, stop = start.repeat(self.residues) + residue + offset, stop.repeat(self.residues)
+        longest = int((stop - start).max()) if len(start) else 0
+        residues = min(self.residues, max(1, longest))  # further ones hold no position
+        low = lows[within].repeat(residues)
+        residue = torch.arange(residues).repeat_interleave(len(start))
+        start, stop = start.repeat(residues) + residue + offset, stop.repeat(residues)
         start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
         last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
         return Axis(self.step, residue, start, stop, last)

@@ -9,7 +9,6 @@ MLP, and one table of embeddings that also reads out the logits. Only the call o
 sparsity.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..functional import attention
+from ..nn.rope import rotary_table
+from ..nn.transformer import Attend, Block
 from ..patterns.algebra import And, Pattern
 from ..patterns.positions import Causal
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 READOUT_TOKENS = 4096  # logits exist for this many tokens at a time
 
@@ -178,77 +177,17 @@ class LongNetLM(nn.Module):
         text = list(prompt)
         for _ in range(num_bytes):
             seen = text[-window:]
-            padded = seen + [0] * (
-                window - len(seen)
-            )  # one length, so one layout; a causal model cannot see the padding
+            # one length, so one layout; a causal model cannot see the padding
+            padded = seen + [0] * (window - len(seen))
             tokens = torch.tensor([padded], device=self.embedding.weight.device)
             x = self.hidden(tokens)[0, len(seen) - 1]
             logits = F.linear(x, self.embedding.weight).float().cpu()
             if temperature > 0:
-                text.append(
-                    int(
-                        torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
-                    )
-                )
+                chances = (logits / temperature).softmax(0)
+                text.append(int(torch.multinomial(chances, 1, generator=generator)))
             else:
                 text.append(int(logits.argmax()))
         return bytes(text[len(prompt) :])
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, width: int, num_heads: int, mlp_width: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.attention_norm = nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.mlp_norm = nn.RMSNorm(width)
-        self.up = nn.Linear(width, mlp_width, bias=False)
-        self.down = nn.Linear(mlp_width, width, bias=False)
-        for layer in (self.qkv, self.up):
-            nn.init.normal_(layer.weight, std=width**-0.5)
-        for layer in (self.out, self.down):  # a fresh block is the identity
-            nn.init.zeros_(layer.weight)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        B, N, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(
-            B, N, 3, self.num_heads, width // self.num_heads
-        )
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, H, N, D]
-        q = rotate(F.rms_norm(q, q.shape[-1:]), cos, sin)
-        k = rotate(F.rms_norm(k, k.shape[-1:]), cos, sin)
-        heads = attend(q, k, v)  # [B, H, N, D]
-        x = x + self.out(heads.transpose(1, 2).reshape(B, N, width))
-        return x + self.down(F.relu(self.up(self.mlp_norm(x))).square())
-
-
-def rotary_table(
-    length: int,
-    head_dim: int,
-    base: float,
-    device: torch.device,
-    positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [N, D / 2] of position x frequency, for positions 0 .. length - 1 or those
-    given.
-    """
-    frequency = base ** (
-        -torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    )
-    if positions is None:
-        positions = torch.arange(length, device=device)
-    angle = positions.to(device, torch.float32)[:, None] * frequency
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns channels (i, i + D / 2) of x [B, H, N, D] by position; scores see distances alone."""
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    first, second = x.chunk(2, dim=-1)  # [B, H, N, D / 2]
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
 def readout_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ are those of any other mask with the same pairs.
 """
 
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -63,7 +63,7 @@ def register_pattern(cls: type[Own]) -> type[Own]:
             f"{name} must define holds(self, p, k, frame), which says whether query position p "
             "pairs with key position k"
         )
-    if name in BUILT_IN or (name[:1] == "t" and name[1:].isdigit()):
+    if name in (*BUILT_IN, "MaskMod") or (name[:1] == "t" and name[1:].isdigit()):
         raise ValueError(f"{name} is a name of the library's own patterns; choose another")
     if "__init__" in vars(cls) and not is_dataclass(cls):
         raise TypeError(
@@ -226,6 +226,7 @@ class _Named:
 _live: WeakValueDictionary[str, _Named] = WeakValueDictionary()
 _kept: OrderedDict[str, _Named] = OrderedDict()  # a backward pass may come after its pattern died
 _by_function: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+_made: Counter[str] = Counter()  # functions so far, by what their names begin with
 
 
 def _named(function: MaskModFunction) -> _Named:
@@ -238,10 +239,9 @@ def _named(function: MaskModFunction) -> _Named:
         return named
     code = getattr(getattr(function, "__code__", None), "co_code", b"")
     stem = f"{getattr(function, '__qualname__', type(function).__name__)}-{zlib.crc32(code):08x}"
-    number = 0
-    while f"{stem}-{number}" in _live:
-        number += 1
-    named = _live[f"{stem}-{number}"] = _Named(function, f"{stem}-{number}")
+    _made[stem] += 1  # a name is never given twice: layouts and graphs may remember it
+    name = f"{stem}-{_made[stem]}"
+    named = _live[name] = _Named(function, name)
     with suppress(TypeError):
         _by_function[function] = named.name
     _keep(named)

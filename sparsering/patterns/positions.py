@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .algebra import Frame, Mask, Mixture, Pattern, freeze_integer, freeze_integers
 
+MOST_DILATION = 1 << 31
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Full(Mask):
@@ -41,7 +43,7 @@ class SlidingWindow(Mask):
         for name in ("left", "right"):
             if getattr(self, name) is not None:
                 freeze_integer(self, name, 0)
-        freeze_integer(self, "dilation", 1)
+        freeze_integer(self, "dilation", 1, MOST_DILATION)
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         held = (p - k) % self.dilation == 0
@@ -87,7 +89,7 @@ class Dilated(Mask):
 
     def _validate(self) -> None:
         freeze_integer(self, "segment_length", 1)
-        freeze_integer(self, "dilation_rate", 1)
+        freeze_integer(self, "dilation_rate", 1, MOST_DILATION)
         if isinstance(self.offset, str):
             if self.offset not in ("head", "block"):
                 raise ValueError(

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from ..files import replace_file
-from ..models.longnet import Attend, LongNetLM
+from ..models.longnet import LongNetLM
+from ..nn.transformer import Attend
 from .checkpoint import Checkpoint, load_checkpoint, save_checkpoint, save_checkpoint_of_ranks
 from .data import Text, read_text, training_window, validation_windows
 from .progress import Show, live_progress

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..models.longnet import Attend, dense_causal_attention
+from ..models.longnet import dense_causal_attention
+from ..nn.transformer import Attend
 from .data import training_window
 from .loop import Run, adamw, training_step
 

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed import RingPlan, ring_attention, shard
 from ..layouts.compile import default_block_size
-from ..models.longnet import Attend, LongNetLM
+from ..models.longnet import LongNetLM
+from ..nn.transformer import Attend
 from .recipe import Recipe, best_dtype
 
 TIMEOUT_S = 60.0

@@ -135,18 +135,18 @@ def test_what_one_rank_alone_gets_wrong_is_an_error_on_all_at_once(lasting):
 
 def run_out_of_memory(rank: int, where: str) -> None:
     """Rank 1 raises in the middle of a call, and both it and the others call again."""
-    from sparsering.distributed import ring
+    from sparsering.distributed.rank import Rank
 
     def fail(*args: Any) -> None:
         raise MemoryError("no room")
 
-    saved = getattr(ring, where)
+    saved = getattr(Rank, where)
     if rank == 1:
-        setattr(ring, where, fail)
+        setattr(Rank, where, fail)
     try:
         call(rank)
     except (MemoryError, RingError):
-        setattr(ring, where, saved)
+        setattr(Rank, where, saved)
     call(rank)
 
 

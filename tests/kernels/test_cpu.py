@@ -101,7 +101,7 @@ def test_is_the_reference_for_any_expression(
     spec, scene = case
     shapes = Case.of(scene, width, value_width, block_size, least_keys=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_MOST_REPEATED_WORK", float("inf") if by_head else 0)
+        patch.setattr(call, "_MOST_REPEATED_WORK", float("inf") if by_head else 0)
         assert_is_exact(build(spec), shapes)
 
 
@@ -244,8 +244,8 @@ def test_one_thread_is_one_thread(threads):
 def broken_layouts() -> Iterator[tuple[str, str, object]]:
     yield "key_tile", "key_tile must be in", 10_000
     yield "key_tile", "key_tile must be in", -1
-    yield "mask", "mask must be in", 10_000
-    yield "mask", "mask must be in", -2
+    yield "bitmap", "bitmap must be in", 10_000
+    yield "bitmap", "bitmap must be in", -2
     yield "row_ptr", "row_ptr must rise", 10_000
     yield "row_ptr", "row_ptr must rise", -1
     yield "query_start", "query tile", -5
@@ -332,7 +332,7 @@ def test_too_few_biases_raise():
     args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
     layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
     with pytest.raises(ValueError, match="malformed layout: entries"):
-        forward(layout, *args, torch.zeros(1, 2, layout.num_blocks - 1), 0.25)
+        forward(Problem(layout, *args, 0.25, torch.zeros(1, 2, layout.num_blocks - 1)))
 
 
 # The library

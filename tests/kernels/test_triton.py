@@ -31,6 +31,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsering as sr
+from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call as backend
 from sparsering.kernels.triton import tune
 from sparsering.kernels.triton import tuning as triton_tuning
@@ -151,7 +152,7 @@ def test_steps_of_16_tokens_read_their_own_bits(monkeypatch):
     case = Case(1, 2, 1, 70, 70, 16, 16, 32)
     for rows, streamed in ((32, 16), (16, 32), (16, 16)):
         config = Config(rows, streamed, 4, 2)
-        monkeypatch.setattr(backend, "config", lambda *rest, config=config: config)
+        monkeypatch.setattr(backend, "config_for", lambda *rest, config=config: config)
         assert_is_the_reference(sr.Causal() + sr.SlidingWindow(3, 20), case)
 
 
@@ -255,7 +256,7 @@ def test_few_tokens_of_a_group_of_heads_are_packed(group):
     case = Case(1, 2 * group, 2, 3, 90, 8, 8, 32)
     layout = sr.Causal().layout(**case.heads, block_size=32)
     query, key, value = inputs(case, torch.float32, requires_grad=False)
-    (part,) = backend._parts(layout, query, key, value, None, 1.0, False)
+    (part,) = backend._parts(Problem(layout, query, key, value, 1.0), False)
     rows = backend._rows(part, 0, backend._config_for("forward", part))
     assert rows["TOKENS"] == 4 and rows["PACK"] == group
     assert_is_the_reference(sr.Causal(), case)
@@ -280,7 +281,7 @@ def test_a_group_is_shared_out_where_there_are_few_keys(monkeypatch):
     case = Case(1, 6, 1, 64, 64, 8, 8, 32)
     layout = sr.Causal().layout(**case.heads, block_size=32)
     args = inputs(case, torch.float32, requires_grad=False)
-    (part,) = backend._parts(layout, *args, None, 1.0, False)
+    (part,) = backend._parts(Problem(layout, *args, 1.0), False)
     assert backend._heads_at_a_time(part) == 1
     assert_is_the_reference(sr.Causal(), case)
 
@@ -293,7 +294,7 @@ def test_tensor_descriptors_give_the_bits_of_pointers(arrange, monkeypatch):
 
     def run(tma: bool) -> list[Tensor]:
         config = Config(32, 16, 4, 2, tma=tma)
-        monkeypatch.setattr(backend, "config", lambda *rest: config)
+        monkeypatch.setattr(backend, "config_for", lambda *rest: config)
         got = attend(*args, pattern, block_size=32)
         return [*got, *gradients(got, args)]
 

@@ -1,0 +1,1 @@
+"""Modules that models are built of; what attends is passed in."""

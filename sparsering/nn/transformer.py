@@ -1,0 +1,40 @@
+"""A pre-norm transformer block with rotary positions."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .rope import rotate
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Maps (query, key, value), each [B, H, N, D], to [B, H, N, D]."""
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, num_heads: int, mlp_width: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention_norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, mlp_width, bias=False)
+        self.down = nn.Linear(mlp_width, width, bias=False)
+        for layer in (self.qkv, self.up):
+            nn.init.normal_(layer.weight, std=width**-0.5)
+        for layer in (self.out, self.down):  # a fresh block is the identity
+            nn.init.zeros_(layer.weight)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        B, N, width = x.shape
+        heads = self.num_heads, width // self.num_heads
+        qkv = self.qkv(self.attention_norm(x)).view(B, N, 3, *heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, H, N, D]
+        q = rotate(F.rms_norm(q, q.shape[-1:]), cos, sin)
+        k = rotate(F.rms_norm(k, k.shape[-1:]), cos, sin)
+        attended = attend(q, k, v)  # [B, H, N, D]
+        x = x + self.out(attended.transpose(1, 2).reshape(B, N, width))
+        return x + self.down(F.relu(self.up(self.mlp_norm(x))).square())

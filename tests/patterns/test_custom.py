@@ -1,0 +1,367 @@
+"""Masks of a user's own: everywhere, exact, at the cost that is stated."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from attention_oracle import assert_close
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.distributed import RingPlan, simulate_ring
+from sparsering.layouts import compile as compiler
+from sparsering.layouts.conditions import FULL
+from sparsering.patterns import custom
+
+
+@sr.register_pattern
+class PrefixLM(sr.Mask):
+    """Causal, but for a prefix that all see."""
+
+    length: int
+
+    def holds(self, p, k, frame):
+        return (k <= p) | (k < self.length)
+
+
+@sr.register_pattern
+class FastPrefixLM(sr.Mask):
+    """The same, which knows more of its tiles."""
+
+    length: int
+
+    def holds(self, p, k, frame):
+        return (k <= p) | (k < self.length)
+
+    def status(self, q_first, q_last, k_first, k_last, frame):
+        some = (k_first <= q_last) | (k_first < self.length)
+        every = (k_last <= q_first) | (k_last < self.length)
+        return some.int() + every.int()
+
+    def candidates(self, q_first, q_last, frame):
+        return torch.zeros_like(q_first), q_last.clamp(min=self.length - 1)
+
+
+@sr.register_pattern
+class SameLabel(sr.Mask):
+    labels: Tensor
+
+    def holds(self, p, k, frame):
+        return self.labels[p] == self.labels[k]  # an index past the end would raise
+
+
+@sr.register_pattern
+class LastOf(sr.Mask):
+    """The last keys of a sequence: depends on its length, and has a pattern inside."""
+
+    count: int
+    within: sr.Mask = sr.Full()
+
+    def holds(self, p, k, frame):
+        return (k >= frame.kv_len - self.count) & self.within.holds(p, k, frame)
+
+
+LABELS = torch.arange(75) // 11
+SHIFT = torch.tensor([0, 3])
+
+
+def below_by_head(b, h, q, k):
+    return q - k >= SHIFT[h]
+
+
+def same_document(b, h, q, k):
+    return LABELS[q] == LABELS[k]
+
+
+PATTERNS = {
+    "alone": PrefixLM(20),
+    "with tiles known": FastPrefixLM(20),
+    "a tensor": SameLabel(LABELS),
+    "intersection": PrefixLM(40) & sr.SlidingWindow(9, 30),
+    "union with a stride": FastPrefixLM(5) | sr.SlidingWindow(20, 0, 3),
+    "mixture": FastPrefixLM(5) + sr.Causal(),
+    "in documents": sr.Packed((30, 0, 45), FastPrefixLM(4)),
+    "in documents, of their length": sr.Packed((30, 0, 45), LastOf(3, sr.Causal())),
+    "a union in documents": sr.Packed((35, 40), LastOf(5) | PrefixLM(1)),
+    "documents in documents": sr.Packed((30, 0, 30, 15), FastPrefixLM(2)) & sr.Documents((15,) * 5),
+    "mask_mod": sr.from_mask_mod(same_document) & sr.Causal(),
+    "mask_mod by head": sr.from_mask_mod(below_by_head),
+    "mask_mod in documents": sr.Packed((30, 45), sr.from_mask_mod(below_by_head)),
+}
+
+
+def inputs(length: int = 75, dtype=torch.float64) -> list[Tensor]:
+    return [torch.randn(2, heads, length, 8, dtype=dtype) for heads in (2, 1, 1)]
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+def test_its_layout_holds_its_pairs(name, block_size):
+    pattern = PATTERNS[name]
+    heads = {"num_heads": 2, "num_kv_heads": 1}
+    dense = pattern.to_dense(75, **heads).long()
+    layout = pattern.layout(75, **heads, block_size=block_size)
+    assert torch.equal(layout.to_dense()[0].expand_as(dense), dense)
+    assert layout.num_pairs == dense.sum() / len(dense)
+
+
+def test_queries_that_are_the_last_of_many_keys():
+    for pattern in (PrefixLM(20), FastPrefixLM(20), LastOf(7) & sr.Causal()):
+        dense = pattern.to_dense(5, 75).long()
+        assert torch.equal(pattern.layout(5, 75, block_size=16).to_dense()[0], dense)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("name", PATTERNS)
+def test_it_runs_on_every_backend_and_over_ranks(name):
+    pattern, args = PATTERNS[name], inputs()
+    out, lse = sr.attention(*args, pattern, return_lse=True, backend="reference")
+    for found in (
+        sr.attention(*args, pattern, return_lse=True, backend="gather"),
+        simulate_ring(*args, pattern, world_size=3, sharding="zigzag", return_lse=True),
+    ):
+        assert_close(found[0], out, 1e-12)
+        assert_close(found[1], lse, 1e-12)
+    single = [x.float() for x in args]
+    for backend in ("cpu", "torch_sparse"):
+        found = sr.attention(*single, pattern, backend=backend)
+        assert_close(found.double(), out, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["in documents", "mask_mod by head", "a tensor"])
+def test_it_has_gradients(name):
+    pattern = PATTERNS[name]
+    args = [x.requires_grad_() for x in inputs()]
+    results = [
+        torch.autograd.grad(sr.attention(*args, pattern, backend=backend).square().sum(), args)
+        for backend in ("reference", "gather")
+    ]
+    for a, b in zip(*results, strict=True):
+        assert_close(b, a, 1e-11)
+
+
+@pytest.mark.parametrize("name", ["intersection", "a tensor", "mask_mod by head"])
+def test_it_crosses_torch_compile(name):
+    pattern, args = PATTERNS[name], inputs()
+    torch._dynamo.reset()
+    compiled = torch.compile(sr.attention, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*args, pattern), sr.attention(*args, pattern))
+
+
+def test_one_made_inside_a_compiled_function():
+    def f(query, key, value):
+        return sr.attention(query, key, value, PrefixLM(9) & sr.SlidingWindow(20, 20))
+
+    torch._dynamo.reset()
+    args = inputs()
+    assert torch.equal(torch.compile(f, backend="aot_eager", fullgraph=True)(*args), f(*args))
+
+
+def test_it_is_spelt_read_compared_and_copied():
+    pattern = PrefixLM(7) & sr.Causal()
+    assert str(pattern) == "(PrefixLM(7) & Causal())"
+    assert sr.parse(str(pattern)) == pattern and hash(sr.parse(str(pattern))) == hash(pattern)
+    labelled = SameLabel(LABELS)
+    assert labelled == SameLabel(LABELS.clone()) and hash(labelled) == hash(SameLabel(LABELS))
+    assert labelled != SameLabel(LABELS + 1) and labelled != PrefixLM(7)
+    assert sr.parse("SameLabel(t0)", [LABELS]) == labelled
+    for twin in (copy.deepcopy(labelled), pickle.loads(pickle.dumps(labelled))):
+        assert twin == labelled and hash(twin) == hash(labelled)
+    before = LABELS.clone()
+    labels = before.clone()
+    kept = SameLabel(labels)
+    labels[0] = 99
+    assert kept == SameLabel(before)
+
+
+def test_what_is_known_of_tiles_saves_looking_at_them(monkeypatch):
+    looked_at = []
+    evaluate = compiler.evaluate
+
+    def counted(mask, pairs, *rest):
+        looked_at.append(len(pairs))
+        return evaluate(mask, pairs, *rest)
+
+    monkeypatch.setattr(compiler, "evaluate", counted)
+    for pattern, most in ((PrefixLM(100), 32 * 32), (FastPrefixLM(100), 32 + 8)):
+        looked_at.clear()
+        sr.layout_cache.clear()
+        pattern.layout(32 * 16, block_size=16)
+        assert sum(looked_at) <= most
+    assert sum(looked_at) < 100
+
+
+def test_a_plan_of_ranks_counts_its_tokens():
+    plan = RingPlan.build(FastPrefixLM(10), 80, 4, block_size=16)
+    assert [plan.tokens_received(rank) for rank in range(4)] == [0, 20, 40, 60]
+
+
+def test_a_class_of_the_same_name_replaces_an_earlier_one():
+    def cell(offset: int) -> type[sr.Mask]:
+        @sr.register_pattern
+        class Cell(sr.Mask):
+            def holds(self, p, k, frame):
+                return p - k == offset
+
+        return Cell
+
+    first, second = cell(0), cell(1)
+    assert sr.parse("Cell()") == second() and second() != first()
+    args = inputs(20)
+    for pattern in (sr.parse("Cell()"), second()):
+        assert_close(
+            sr.attention(*args, pattern)[:, :, 1:], args[2][:, :, :-1].expand(-1, 2, -1, -1), 1e-14
+        )
+
+
+def test_its_arguments_may_be_checked():
+    @sr.register_pattern
+    class Checked(sr.Mask):
+        sizes: tuple[int, ...]
+
+        def __post_init__(self):
+            if not self.sizes:
+                raise ValueError("Checked wants sizes")
+            super().__post_init__()
+
+        def holds(self, p, k, frame):
+            return p * 0 + k * 0 == 0
+
+    assert str(Checked([1, [2, None]])) == "Checked((1, (2, None)))"
+    assert hash(Checked([1, 2])) == hash(Checked((1, 2)))
+    with pytest.raises(ValueError, match="wants sizes"):
+        Checked(())
+
+
+class NoHolds(sr.Mask):
+    pass
+
+
+class WithInit(sr.Mask):
+    def __init__(self, length):
+        self.length = length
+
+    def holds(self, p, k, frame):
+        return k < self.length
+
+
+@pytest.mark.parametrize(
+    ("cls", "text"),
+    [
+        (3, "subclass of sparsering.Mask"),
+        (int, "subclass of sparsering.Mask"),
+        (NoHolds, "must define holds"),
+        (WithInit, "must not define __init__"),
+    ],
+)
+def test_a_class_that_cannot_be_a_pattern(cls, text):
+    with pytest.raises(TypeError, match=text):
+        sr.register_pattern(cls)
+
+
+@pytest.mark.parametrize("name", ["Causal", "LongNet", "MaskMod", "t0", "t12"])
+def test_a_name_that_is_taken(name):
+    cls = type(name, (sr.Mask,), {"holds": lambda self, p, k, frame: p == k})
+    with pytest.raises(ValueError, match="choose another"):
+        sr.register_pattern(cls)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (object(), TypeError, "PrefixLM length must be a number, a string"),
+        ({"a": 1}, TypeError, "tuple of these"),
+        (float("nan"), ValueError, "finite"),
+        (torch.zeros(2, device="meta"), TypeError, "CPU tensor"),
+    ],
+)
+def test_an_argument_that_cannot_be_written(value, error, text):
+    with pytest.raises(error, match=text):
+        PrefixLM(value)
+
+
+def test_holds_that_gives_no_bool_is_told():
+    @sr.register_pattern
+    class Number(sr.Mask):
+        def holds(self, p, k, frame):
+            return p - k
+
+    with pytest.raises(ValueError, match=r"Number\.holds must give a bool tensor.*int64"):
+        Number().to_dense(4)
+
+
+# mask_mods
+
+
+def test_a_mask_mod_asks_for_query_indices_as_flex_attention_does():
+    from torch.nn.attention.flex_attention import create_mask
+
+    pattern = sr.from_mask_mod(below_by_head)
+    expected = create_mask(below_by_head, 1, 2, 5, 9, device="cpu")[0]
+    assert torch.equal(pattern.to_dense(5, 9, num_heads=2), expected)
+    layout = pattern.layout(5, 9, num_heads=2, block_size=16)
+    assert torch.equal(layout.to_dense()[0].bool(), expected)
+
+
+def test_a_mask_mod_of_the_batch_entry():
+    lengths = torch.tensor([3, 9, 0])
+    pattern = sr.from_mask_mod(lambda b, h, q, k: k < lengths[b], batch_size=3)
+    args = [torch.randn(3, 2, 9, 4, dtype=torch.float64) for _ in range(3)]
+    out = sr.attention(*args, pattern)
+    assert_close(out, sr.attention(*args, sr.KeyPadding((3, 9, 0))), 1e-14)
+    with pytest.raises(ValueError, match="3 batch entries"):
+        sr.attention(*(x[:2] for x in args), pattern)
+
+
+def test_a_mask_mod_that_looks_at_neither_head_nor_batch_has_one_table():
+    pattern = sr.from_mask_mod(same_document, batch_size=5)
+    assert pattern.num_batches() is None
+    assert pattern.layout(75, num_heads=8).table_shape == (1, 1)
+    by_head = sr.from_mask_mod(lambda b, h, q, k: (q >= k) & (int(h) == 0))  # no vmap over heads
+    assert by_head.layout(75, num_heads=3).table_shape == (1, 3)
+
+
+def test_one_function_is_one_pattern():
+    assert sr.from_mask_mod(same_document) == sr.from_mask_mod(same_document)
+    other = sr.from_mask_mod(lambda b, h, q, k: q >= k)
+    assert other != sr.from_mask_mod(lambda b, h, q, k: q >= k)
+
+
+def test_gradients_come_after_the_pattern_is_gone():
+    args = [x.requires_grad_() for x in inputs()]
+    shift = torch.tensor(4)
+    out = sr.attention(*args, sr.from_mask_mod(lambda b, h, q, k: q - k >= shift))
+    gc.collect()
+    sr.layout_cache.clear()
+    out.sum().backward()
+    assert args[0].grad.any()
+
+
+def test_functions_are_not_kept_forever(monkeypatch):
+    monkeypatch.setattr(custom, "_MOST_FUNCTIONS", 3)
+    held = sr.from_mask_mod(lambda b, h, q, k: q >= k)
+    texts = [str(sr.from_mask_mod(lambda b, h, q, k, n=n: q - k >= n)) for n in range(10)]
+    gc.collect()
+    with pytest.raises(ValueError, match="keep the pattern"):
+        sr.parse(texts[0])
+    assert str(sr.parse(texts[-1])) == texts[-1] and sr.parse(str(held)) == held
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "text"),
+    [
+        (3, "must be a function"),
+        (lambda b, h, q, k: q - k, "bool tensor.*int64"),
+        (lambda b, h, q, k: True, "bool tensor.*bool"),
+        (lambda b, h, q, k: q - k >= b, "batch_size"),
+    ],
+)
+def test_what_is_no_mask_mod(mask_mod, text):
+    with pytest.raises(ValueError, match=text):
+        sr.from_mask_mod(mask_mod)
+
+
+def test_status_uses_the_conditions_numbers():
+    assert FULL == 2

@@ -1,0 +1,177 @@
+"""Which file may import which: the direction that docs/architecture.md draws, held.
+
+Every import of the package by the package counts, also one inside a function; those under
+TYPE_CHECKING, which never run, do not.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sparsering as sr
+
+PACKAGE = Path(sr.__file__).parent
+FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+# A room (a file, or a folder) and the rooms that it may import. Rooms without files are those that
+# the next parts go to.
+ROOMS = {
+    "files": "",
+    "numerics": "",
+    "rows": "",
+    "patterns": "rows",
+    "layouts": "patterns rows",
+    "kernels": "layouts patterns numerics files rows",
+    "dispatch": "kernels layouts patterns",
+    "checks": "layouts patterns numerics",
+    "differentiable": "checks patterns numerics",
+    "ops": "dispatch differentiable checks kernels layouts patterns numerics",
+    "functional": "ops dispatch checks patterns",
+    "weights": "functional checks layouts patterns numerics",
+    "cost": "layouts",
+    "selection": "functional checks layouts patterns numerics rows",
+    "decoding": "functional checks layouts patterns numerics rows",
+    "distributed": "functional differentiable dispatch checks cost kernels layouts patterns "
+    "numerics rows",
+    "nn": "functional selection decoding checks patterns numerics",
+    "models": "nn functional patterns",
+    "integrations": "nn functional selection decoding checks patterns",
+    "planner": "cost distributed layouts patterns",
+    "plots": "planner layouts patterns",
+    "report": "plots planner",
+    "bench": "plots report planner functional kernels layouts patterns numerics",
+    "training": "distributed models nn plots report layouts patterns files",
+    "cli": "",  # the command line takes what a command needs
+}
+ANYTHING = ("cli", "__init__", "__main__")
+
+# Layouts stand on patterns; `Pattern.layout` is the one convenience the other way.
+EXCEPTION = ("patterns/algebra.py", ("layouts/cache.py", "layouts/compile.py"))
+
+# Backends never import one another, nor does a file another's neighbours in a folder below.
+KERNELS = ("gather", "cpu", "triton", "flex", "flash", "torch_sparse", "reference")
+
+OPTIONAL = {
+    "triton": "kernels/triton",
+    "flash_attn": "kernels",
+    "matplotlib": "plots",
+    "safetensors": "training",
+    "rich": "training",
+}
+
+
+def runs(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a file, but for what stands under `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            for other in child.orelse:
+                yield from runs(other)
+            continue
+        yield child
+        yield from runs(child)
+
+
+def imports(file: Path) -> Iterator[tuple[str, str]]:
+    """(dotted name, what is taken of it) of every import that runs, absolute."""
+    package = ("sparsering", *file.parent.parts)
+    for node in runs(ast.parse((PACKAGE / file).read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, ""
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            for alias in node.names:
+                yield module, alias.name
+
+
+def imported_files(file: Path) -> Iterator[str]:
+    """Paths of the package's files that a file imports."""
+    for module, name in imports(file):
+        top, *parts = module.split(".")
+        if top != "sparsering":
+            continue
+        for candidate in ([*parts, name] if name else parts, parts):
+            path = "/".join(candidate)
+            found = [p for p in (f"{path}.py", f"{path}/__init__.py") if (PACKAGE / p).is_file()]
+            if candidate and found:
+                yield found[0]
+                break
+
+
+def room_of(path: str) -> str:
+    return path.split("/")[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_a_file_imports_only_from_the_rooms_of_its_row(file):
+    room = room_of(file.as_posix())
+    if room in ANYTHING:
+        return
+    assert room in ROOMS, f"{file}: a new room needs a row here and a line in docs/architecture.md"
+    allowed = {room, *ROOMS[room].split()}
+    for other in imported_files(file):
+        if (file.as_posix(), other) in {(EXCEPTION[0], name) for name in EXCEPTION[1]}:
+            continue
+        assert room_of(other) in allowed, f"{file} imports {other}"
+
+
+def test_rooms_are_listed_below_what_they_import():
+    seen: set[str] = set()
+    for room, allowed in ROOMS.items():
+        assert set(allowed.split()) <= seen, room
+        seen.add(room)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = {file.as_posix(): set(imported_files(file)) for file in FILES}
+    graph[EXCEPTION[0]] -= set(EXCEPTION[1])
+    for package in [name for name in graph if name.endswith("__init__.py")]:
+        del graph[package]  # a folder's door names its files; its files never ask it
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join((*above[above.index(name) :], name))
+        if name in graph and name not in done:
+            for other in graph[name]:
+                visit(other, (*above, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.parts[0] == "kernels"], ids=str)
+def test_backends_never_import_one_another(file):
+    own = file.parts[1].removesuffix(".py") if len(file.parts) > 1 else ""
+    for other in imported_files(file):
+        parts = other.split("/")
+        if own in KERNELS and parts[0] == "kernels":
+            backend = parts[1].removesuffix(".py")
+            assert backend not in KERNELS or backend == own, f"{file} imports {other}"
+
+
+@pytest.mark.parametrize("package", OPTIONAL)
+def test_optional_packages_are_imported_where_they_are_used(package):
+    found = {
+        file.as_posix()
+        for file in FILES
+        for module, _ in imports(file)
+        if module.split(".")[0] == package
+    }
+    assert found and all(name.startswith(OPTIONAL[package]) for name in found), found
+
+
+def test_every_file_has_a_line_in_the_map():
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    sources = [*FILES, *(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.h"))]
+    missing = [
+        path.as_posix()
+        for path in sources
+        if path.name != "__init__.py"
+        and f"`{path.stem}" not in text
+        and f"{path.name}`" not in text
+    ]
+    assert not missing, missing
