@@ -22,6 +22,7 @@ from torch import Tensor
 
 import sparsering as sr
 from sparsering.dispatch import BACKENDS
+from sparsering.distributed import ring_attention, simulate_ring
 
 CASE = Case(2, 4, 2, 40, 40, 8, 6)
 
@@ -97,6 +98,76 @@ WRONG_TENSORS = {
         contains("on one device", "got cpu, meta, cpu", ".to()"),
     ),
 }
+
+
+NO_TENSORS = {
+    "a list": ([[1.0]], contains("query must be a tensor", "got a list", "torch.as_tensor")),
+    "nothing": (None, contains("query must be a tensor", "got None")),
+    "an array": (torch.zeros(2, 4, 40, 8).numpy(), contains("got a ndarray", "torch.as_tensor")),
+    "a sparse tensor": (
+        torch.zeros(2, 4, 40, 8).to_sparse(),
+        contains("query must be a dense tensor", "torch.sparse_coo", ".to_dense()"),
+    ),
+    "a jagged tensor": (
+        torch.nested.nested_tensor([torch.zeros(4, n, 8) for n in (3, 5)], layout=torch.jagged),
+        contains("query must be a dense tensor", "nested", "KeyPadding", "Packed"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_TENSORS)
+def test_what_is_no_dense_tensor_raises_value_error(name):
+    query, message = NO_TENSORS[name]
+    for call in attention_in_every_way({**tensors(), "query": query}, sr.Causal()):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        ("a", contains("scale must be a number or None", "got 'a'", "float()")),
+        (True, contains("scale must be a number or None", "got True")),
+        ([0.5], contains("scale must be a number or None", "got [0.5]")),
+        (torch.tensor(0.5), contains("got a tensor ()", "multiply the query by it")),
+    ],
+)
+def test_a_scale_that_is_no_number_raises_value_error(scale, message):
+    args = tensors()
+    for call in (
+        *attention_in_every_way(args, sr.Causal(), scale=scale),
+        lambda: sr.attention_weights(args["query"], args["key"], sr.Causal(), scale=scale),
+        lambda: simulate_ring(**args, pattern=sr.Causal(), world_size=2, scale=scale),
+        lambda: ring_attention(**args, pattern=sr.Causal(), scale=scale),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_a_scale_may_be_any_number():
+    import numpy
+
+    args = tensors()
+    expected = sr.attention(**args, pattern=sr.Causal(), scale=2.0)
+    for scale in (2, numpy.float32(2), numpy.int64(2)):
+        assert torch.equal(sr.attention(**args, pattern=sr.Causal(), scale=scale), expected)
+
+
+@pytest.mark.parametrize("name", ["q_start", "block_size"])
+@pytest.mark.parametrize("value", ["a", 1.0, True])
+def test_a_number_of_another_kind_raises_value_error(name, value):
+    message = contains(f"{name} must be an int or None", f"got {value!r}", "int()")
+    for call in attention_in_every_way(tensors(), sr.Causal(), **{name: value}):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_meta_tensors_tell_shapes(backend):
+    args = {name: x.to("meta") for name, x in tensors().items()}
+    out, lse = sr.attention(**args, pattern=sr.Causal(), return_lse=True, backend=backend)
+    assert out.is_meta and out.shape == (2, 4, 40, 6) and lse.shape == (2, 4, 40)
+    assert sr.explain(**args, pattern=sr.Causal()).startswith("runs: gather")
 
 
 def attention_in_every_way(args: dict[str, Tensor], pattern: Any, **options: Any) -> list[Any]:

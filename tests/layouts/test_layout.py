@@ -18,6 +18,7 @@ from strategies import LAYOUT_BLOCK_SIZES, Scene, cases
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.layouts import compile as compiler
 
 
 @pytest.fixture(autouse=True)
@@ -356,15 +357,6 @@ def test_zero_lengths_give_an_empty_layout(pattern: Any, q_len: int, kv_len: int
     assert isinstance(str(layout), str)
 
 
-def test_drawing_shows_which_tiles_are_visited() -> None:
-    drawings = {
-        str(pattern.layout(128, block_size=16))
-        for pattern in (sr.Full(), sr.Causal(), sr.SlidingWindow(16), sr.BlockWindow(0, 16))
-    }
-    assert len(drawings) == 4
-    assert all(len(text.splitlines()) >= 8 for text in drawings)  # a row of tiles each
-
-
 def test_long_window_is_built_in_the_memory_and_time_of_its_tiles() -> None:
     length, left = 2**20, 4096
     threads = torch.get_num_threads()
@@ -384,6 +376,23 @@ def test_long_window_is_built_in_the_memory_and_time_of_its_tiles() -> None:
     assert layout.num_blocks == 8192 * 33 - 32 * 33 // 2
     assert layout.nbytes <= 4 * 2**20
     assert min(seconds) < 0.2  # the design says 0.1 s on two cores
+
+
+def test_documents_that_are_alike_are_looked_into_once(monkeypatch) -> None:
+    looked_at = []
+    evaluate = compiler.evaluate
+
+    def counted(mask: Any, pairs: Any, *rest: Any) -> Any:
+        looked_at.append(len(pairs))
+        return evaluate(mask, pairs, *rest)
+
+    monkeypatch.setattr(compiler, "evaluate", counted)
+    for inner in (sr.Causal(), sr.Causal() & sr.SlidingWindow(20), sr.Dilated(32, 1)):
+        looked_at.clear()
+        sr.layout_cache.clear()
+        layout = sr.Packed((256,) * 200, inner).layout(256 * 200, block_size=64)
+        assert layout.num_pairs == 200 * inner.to_dense(256).sum()
+        assert sum(looked_at) <= 4, inner
 
 
 def test_pair_counts_do_not_overflow_32_bits() -> None:

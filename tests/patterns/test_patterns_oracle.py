@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from patterns_oracle import Spec, counts, is_batched, is_mixture, matrix
 from strategies import Scene, cases
-from test_patterns import DRAWINGS, Drawing
+from test_drawings import DRAWINGS, Drawing
 
 
 @pytest.mark.parametrize("drawn", DRAWINGS, ids=lambda drawn: drawn.behaviour)
