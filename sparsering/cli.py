@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from dataclasses import fields, replace
 
-    from .training.checkpoint import load_checkpoint
+    from .training.checkpoint import read_about
     from .training.loop import train
     from .training.recipe import Recipe
     from .training.torchrun import ranks_of_torchrun, starts_again
@@ -181,7 +181,9 @@ def _train(arguments: argparse.Namespace) -> int:
         arguments.sequence_parallel, sharding=arguments.sharding, timeout=arguments.timeout
     ) as ranks:
         resume = arguments.resume or starts_again(ranks, arguments.out)
-        base = load_checkpoint(arguments.out).recipe if resume else Recipe()
+        base = Recipe()
+        if resume:
+            base = ranks.together(lambda: read_about(arguments.out).recipe)
         run = train(
             replace(base, **given),
             arguments.out,
