@@ -13,6 +13,8 @@ from typing import NoReturn
 # or the model.
 
 USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
+TOO_LARGE = (MemoryError, OverflowError, RecursionError)
+LONGEST_LINE = 2000
 
 _RECIPE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("pattern", str, "attention pattern, as a Python expression of the pattern names"),
@@ -161,8 +163,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("sparsering: interrupted", file=sys.stderr)
         return 130
     except USER_ERRORS as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        print(f"sparsering: {message}", file=sys.stderr)
+        print(f"sparsering: {_in_one_line(str(error) or type(error).__name__)}", file=sys.stderr)
+        return 2
+    except TOO_LARGE as error:
+        told = _in_one_line(f"{type(error).__name__} {error}")
+        print(f"sparsering: too large a number or size for this machine: {told}", file=sys.stderr)
         return 2
 
 
@@ -341,6 +346,13 @@ def _build(arguments: argparse.Namespace) -> int:
         print(f"sparsering: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _in_one_line(text: str) -> str:
+    """A message as a terminal may have it: names in it can be a stranger's."""
+    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+    half = LONGEST_LINE // 2
+    return plain if len(plain) <= LONGEST_LINE else f"{plain[:half]} ... {plain[-half:]}"
 
 
 def _positive(text: str) -> int:

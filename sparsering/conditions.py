@@ -396,7 +396,8 @@ def condition(mask: Mask, frame: Frame) -> Condition:
             return Any(tuple(parts)) if parts else Linear(0, 0, 1)
         case Dilated(length, rate, _):
             end = max(frame.kv_len, frame.q_start + frame.q_len, 1)
-            same = SameGroup(torch.arange(0, end + length, length))
+            length_here = min(length, end)
+            same = SameGroup(torch.arange(0, end + length_here, length_here))
             residue = mask.offset_of(0, 1)
             grids = [OnGrid(of_query, length, rate, residue) for of_query in (True, False)]
             return All((same, *grids)) if rate > 1 else same

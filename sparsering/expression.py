@@ -32,6 +32,7 @@ CONSTRUCTORS = {
     for name in names.split()
 }
 
+_NUMBERS = 1 << 63
 _EXPECTED = "a pattern is an expression such as 'LongNet((2048, 4096), (1, 2)) & Causal()'"
 
 
@@ -60,6 +61,10 @@ def _parse(text: str, tensors: tuple[Tensor, ...]) -> Pattern:
         raise ValueError(f"{_EXPECTED}, got {text!r}: {error.msg}") from None
     except TypeError as error:
         raise ValueError(f"{error}, in pattern {text!r}") from None
+    except (RecursionError, MemoryError):  # Python's parser says either
+        raise ValueError(
+            f"{_EXPECTED}, got {len(text)} characters that are nested too deep"
+        ) from None
     if not isinstance(pattern, Pattern):
         raise ValueError(f"{_EXPECTED}, got {text!r}")
     return pattern
@@ -82,9 +87,13 @@ class _Reader:
             ):
                 named = {str(keyword.arg): self.read(keyword.value) for keyword in keywords}
                 return CONSTRUCTORS[name](*map(self.read, arguments), **named)
-            case ast.Constant(int() | float() | str() | None):
+            case ast.Constant(float() | str() | None):
                 return node.value
-            case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
+            case ast.Constant(int(number)) if number < _NUMBERS:
+                return number
+            case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)) if (
+                number <= _NUMBERS
+            ):
                 return -number
             case ast.Tuple(items) | ast.List(items):
                 return tuple(map(self.read, items))
@@ -93,5 +102,5 @@ class _Reader:
         raise ValueError(
             f"{ast.get_source_segment(self.text.strip(), node)!r} is no part of a pattern in "
             f"{self.text!r}; "
-            f"use {', '.join(CONSTRUCTORS)} with literal arguments, joined by & | +"
+            f"use {', '.join(CONSTRUCTORS)} with literal arguments of 64 bits, joined by & | +"
         )

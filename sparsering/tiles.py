@@ -14,6 +14,7 @@ from torch import Tensor
 from .patterns import Dilated
 from .ragged import expand_counts
 
+_LARGEST = 1 << 62  # of what is added to positions in int64
 Ranges = Sequence[tuple[int, int]]
 """Positions as ranges (first, exclusive last), ascending and disjoint."""
 
@@ -48,8 +49,16 @@ class Grid:
         """The tiles that hold the positions of some ranges, each segment's first one `offset` into
         it. No tile crosses the end of a range.
         """
+        if max(self.step * block_size, self.segment) > _LARGEST:
+            raise ValueError(
+                "expected dilations, and segments of tiles, below 2**62 tokens, got "
+                f"{self.step} and {self.segment}; a dilation past the sequence is as good as one "
+                "of its length"
+            )
         lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
         begin, end = self._segments(ranges[0][0], ranges[-1][1]) if ranges else (lows, highs)
+        if ranges:  # tiles beyond would be empty, and are many where a segment is long
+            end = end.clamp(max=ranges[-1][1])
         reach = self.step * block_size
         segment, number = expand_counts(-(-(end - begin) // reach))
         start = begin[segment] + number * reach
@@ -59,9 +68,12 @@ class Grid:
         tile, number = expand_counts(count)
         within = first[tile] + number
         start, stop = start[tile], torch.minimum(end[tile], highs[within])
-        low = lows[within].repeat(self.residues)
-        residue = torch.arange(self.residues).repeat_interleave(len(start))
-        start, stop = start.repeat(self.residues) + residue + offset, stop.repeat(self.residues)
+        residues = self.residues
+        if ranges and ranges[0][0] >= 0:  # the others have no position
+            residues = min(residues, max(1, ranges[-1][1]))
+        low = lows[within].repeat(residues)
+        residue = torch.arange(residues).repeat_interleave(len(start))
+        start, stop = start.repeat(residues) + residue + offset, stop.repeat(residues)
         start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
         last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
         return Axis(self.step, residue, start, stop, last)
