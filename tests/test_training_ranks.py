@@ -10,17 +10,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ring_workers import Workers
+from torch.distributed.tensor import DTensor
 
 from sparsering.cli import main
 from sparsering.plots import traffic_png
-from sparsering.training import Recipe, load_model, loop, train
-from sparsering.training.checkpoint import load_checkpoint
+from sparsering.training import Recipe, load_model, loop, parts, train
+from sparsering.training.checkpoint import load_checkpoint, named_tensors, save_checkpoint
+from sparsering.training.loop import adamw
 from sparsering.training.ranks import arrange
 from sparsering.training.torchrun import starts_again
 
@@ -128,6 +133,67 @@ def test_a_run_goes_on_over_other_ranks_and_by_itself(two, four, recipe, tmp_pat
         load_model(out).parameters(), load_model(tmp_path / "whole").parameters(), strict=True
     )
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
+
+
+def copy_checkpoint(rank: int, recipe: Recipe, source: Path, target: Path, sp: int) -> bool:
+    """Reads a checkpoint and writes it; whether no more was read than this rank has."""
+    ranks, read = arrange(sp), []
+    model = recipe.build_model()
+    ranks.place(model)
+    optimizer = adamw(model, recipe)
+    slices, parts._opened = parts._opened, partial(counting, parts._opened, read)
+    try:
+        about = load_checkpoint(source, ranks)
+        about.restore(model, optimizer)
+    finally:
+        parts._opened = slices
+    tensors = named_tensors(model, optimizer).values()
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    save_checkpoint(
+        target, model, optimizer, step=about.step, recipe=recipe, fingerprint=about.fingerprint,
+        command="train", ranks=ranks,
+    )  # fmt: skip
+    return sum(read) == sum(x.numel() for x in local if x.dim())
+
+
+@contextmanager
+def counting(opened: Any, read: list[int], path: Path) -> Iterator[Any]:
+    """The file, counting the numbers of each slice that is taken."""
+    with opened(path) as file:
+
+        class Slice:
+            def __init__(self, key: str) -> None:
+                self.slice = file.get_slice(key)
+                self.get_shape, self.get_dtype = self.slice.get_shape, self.slice.get_dtype
+
+            def __getitem__(self, rows: slice) -> torch.Tensor:
+                taken = self.slice[rows]
+                read.append(taken.numel())
+                return taken
+
+        yield SimpleNamespace(keys=file.keys, get_tensor=file.get_tensor, get_slice=Slice)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole."""
+    found = load_checkpoint(folder).parts
+    room = {n: torch.zeros(kind.shape, dtype=kind.dtype) for n, kind in found.kinds.items()}
+    found.fill(room)
+    return room
+
+
+def test_each_rank_reads_and_writes_its_own_rows_exactly(two, four, recipe, tmp_path):
+    recipe = dataclasses.replace(recipe, width=6, num_heads=1)  # over 4 ranks: 2, 2, 2, 0 rows
+    train(recipe, tmp_path / "one", stop_after=1)
+    expected, source = stored(tmp_path / "one"), tmp_path / "one"
+    for number, (workers, sp) in enumerate([(four, 1), (two, 1), (four, 2), (four, 4), (two, 2)]):
+        target = tmp_path / str(number)
+        assert all(workers.run(copy_checkpoint, recipe, source, target, sp))
+        assert len(list(target.glob("checkpoint-*"))) == len(workers.processes)
+        found = stored(target)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        source = target
 
 
 def test_a_resumed_run_over_the_same_ranks_is_the_same_bit_for_bit(two, recipe, tmp_path):

@@ -14,6 +14,7 @@ taken for tensors. The hashes come from the same stranger: they tell damage, not
 
 import json
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +155,7 @@ def load_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Checkpoint:
         _check_kinds(about, parts.kinds)
         parts.verify(ranks)
     except FileNotFoundError as error:
-        missing = Path(error.filename).name
+        missing = Path(error.filename or "file").name
         raise _damaged(folder, f"no {missing}, which checkpoint.json names") from None
     except ValueError as error:
         raise _damaged(folder, str(error)) from None
@@ -245,20 +246,27 @@ def _refuse(constant: str) -> float:
 
 
 def _check_kinds(about: About, found: dict[str, Kind]) -> None:
-    """Raises ValueError where the tensors are not those of the recipe's model."""
-    if about.recipe.num_layers > len(found):
-        raise ValueError(f"{len(found)} tensors for {about.recipe.num_layers} layers")
-    expected: dict[str, Kind] = {}
-    for name, shape in about.recipe.parameter_shapes().items():
-        kind = expected[f"model.{name}"] = Kind(tuple(shape))
-        if about.step:  # what AdamW has for each parameter
-            state = {"step": Kind(()), "exp_avg": kind, "exp_avg_sq": kind}
-            expected |= {f"optimizer.{name}.{key}": kind for key, kind in state.items()}
-    if odd := (found.keys() ^ expected.keys()) - {"rng"}:  # older checkpoints have torch's state
-        raise ValueError(f"tensors of another model ({', '.join(sorted(odd)[:3])})")
-    for name, kind in expected.items():
+    """Raises ValueError where the tensors are not those of the recipe's model, at the first one."""
+    left = found.keys() - {"rng"}  # which older checkpoints have: torch's random state
+    for name, kind in _expected_kinds(about):
+        if name not in found:
+            raise ValueError(f"no tensor {name}, which the recipe's model has")
         if found[name] != kind:
             raise ValueError(f"{name} of {found[name]}, not {kind}")
+        left.discard(name)
+    if left:
+        raise ValueError(f"tensors of another model ({', '.join(sorted(left)[:3])})")
+
+
+def _expected_kinds(about: About) -> Iterator[tuple[str, Kind]]:
+    """What a checkpoint of this recipe and step holds."""
+    for name, shape in about.recipe.parameter_shapes():
+        kind = Kind(tuple(shape))
+        yield f"model.{name}", kind
+        if about.step:  # what AdamW has for each parameter
+            yield f"optimizer.{name}.step", Kind(())
+            yield f"optimizer.{name}.exp_avg", kind
+            yield f"optimizer.{name}.exp_avg_sq", kind
 
 
 def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:

@@ -101,9 +101,9 @@ def train(
         FloatingPointError: the loss is not finite.
         RingError, RuntimeError: another rank died or does not answer.
     """
-    ranks.check(recipe)
 
     def read() -> tuple[Recipe, Text, Checkpoint | None]:
+        ranks.check(recipe)
         checkpoint = load_checkpoint(out, ranks) if resume else None
         text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
         if checkpoint is not None:

@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 from .files import file_size, replace_file
 from .ranks import Ranks
 
+MOST_HEADER_BYTES = 16 << 20  # a hundred thousand tensors; reading them takes ten times as much
+
 Files = dict[str, dict[str, Any]]
 """Of each file, by name: its "bytes" and "sha256"."""
 
@@ -213,6 +215,9 @@ def _num_rows(shape: tuple[int, ...] | list[int] | torch.Size) -> int:
 def _opened(path: Path) -> Iterator[Any]:
     """A safetensors file, mapped, not read; what is wrong with it is a ValueError."""
     safetensors = _safetensors()
+    with open(path, "rb") as start:
+        if (length := int.from_bytes(start.read(8), "little")) > MOST_HEADER_BYTES:
+            raise ValueError(f"{path.name} with a header of {length} bytes")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             yield file

@@ -1,7 +1,9 @@
 """A recipe: everything that the losses of a run depend on. It travels with each checkpoint."""
 
 import math
-from dataclasses import asdict, dataclass, fields
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -80,7 +82,9 @@ class Recipe:
                 f"pattern must be at most {LONGEST_PATTERN} characters, got {len(self.pattern)}; "
                 "write it shorter"
             )
-        parse(self.pattern)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's parser may warn of what is no pattern anyway
+            parse(self.pattern)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Recipe":
@@ -113,10 +117,16 @@ class Recipe:
         torch.manual_seed(self.seed)
         return self._model()
 
-    def parameter_shapes(self) -> dict[str, torch.Size]:
-        """Of the model's parameters, by name; takes no memory for them."""
+    def parameter_shapes(self) -> Iterator[tuple[str, torch.Size]]:
+        """Names and shapes of the model's parameters, one by one; takes no memory for them."""
         with torch.device("meta"):
-            return {name: p.shape for name, p in self._model().named_parameters()}
+            model = replace(self, num_layers=1)._model()
+        for name, parameter in model.named_parameters():
+            before, block, after = name.partition("blocks.0.")
+            for layer in range(self.num_layers) if block else ():
+                yield f"{before}blocks.{layer}.{after}", parameter.shape
+            if not block:
+                yield name, parameter.shape
 
     def _model(self) -> LongNetLM:
         return LongNetLM(
