@@ -21,7 +21,7 @@ from .permutation import mix
 from .tiles import Axis, Grid, Ranges
 
 _MOST_CELLS = 1 << 21  # cells evaluated at a time
-_MOST_SPLIT = 1 << 10  # masks that the terms of a mask may repeat
+_MOST_SPLIT = 256  # masks that the terms of a mask may repeat
 
 
 @dataclass(frozen=True)
