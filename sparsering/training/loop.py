@@ -333,20 +333,26 @@ def _kept_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
         lines = [] if step is None else read_file(path, MOST_METRICS_BYTES).splitlines()
     except FileNotFoundError:
         lines = []
+    except ValueError as error:
+        raise _no_records(out, str(error)) from None
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):  # the last line of a killed run may be torn
             continue
         if not _is_record(record):
-            raise ValueError(
-                f"expected numbers by name in {path}, the records of a run, got another thing in "
-                f"line {number}; remove the file to go on without them"
-            )
+            raise _no_records(out, f"other JSON in line {number} of {path.name}")
         if record["step"] <= step:
             kept.append(record)
     replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
     return kept
+
+
+def _no_records(out: Path, what: str) -> ValueError:
+    return ValueError(
+        f"expected numbers by name, the records of a run, in {out / 'metrics.jsonl'}, got {what}; "
+        "remove it to go on without them"
+    )
 
 
 def _is_record(record: object) -> bool:
