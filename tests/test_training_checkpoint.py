@@ -406,7 +406,13 @@ def test_a_name_that_leads_elsewhere_is_refused(run, name):
 HOSTILE_PATTERNS = [
     *("__import__('os').system('x')", "().__class__", "Causal().to_dense(4)", "t0", "\0", "\ud800"),
     *("-" * 900 + "1", "~" * 900, "(" * 900, "[" * 90 + "]" * 90, "not " * 200 + "1"),
-    *("lambda:" * 140 + "1", "a" + ".a" * 400, "Full()&" * 200, "9" * 900, "x" * 10_000_000),
+    *(
+        "lambda:" * 140 + "1",
+        "a" + ".a" * 400,
+        "Full()&" * 150 + "Full()",
+        "9" * 900,
+        "x" * 10_000_000,
+    ),
     *("(" * 100 + "Full()" + ")" * 200, "1if 2else 3", "'\\d'", "f'{1}'", "Full(**{})"),
     *("Dense(None)", "Causal() + 1", "1 + 1", "LongNet((1,), (1, 2))", "Full() if 1 else Full()"),
 ]
@@ -532,6 +538,9 @@ def changed_entry(**values: object) -> Callable[[bytes], bytes]:
             )
         ),
         lambda content: with_header({"__metadata__": 5, **header(content)[0]}, header(content)[1]),
+        lambda content: with_header(
+            json.dumps(header(content)[0]).encode() + b" " * (17 << 20), header(content)[1]
+        ),
         *(
             changed_entry(shape=shape)
             for shape in ([], [8, 256], [2048], [256, 8, 1], [-256, -8], [2**62, 2**62], "x", [0.5])
@@ -594,6 +603,13 @@ STEP = "optimizer.embedding.weight.step"
         renamed(EMBEDDING, f"{EMBEDDING}[0:\u0662\u0665\u0666]"),
         renamed(EMBEDDING, f"{EMBEDDING}[0:256][0:256]"),
         renamed(STEP, f"{STEP}[0:1]"),
+        lambda tensors: [
+            *without(EMBEDDING)(tensors),
+            {f"{EMBEDDING}[0:256]": torch.ones(128, 8)},
+        ],
+        lambda tensors: [
+            {**tensors, EMBEDDING: torch.ones(2, 8), f"{EMBEDDING}[2:256]": torch.ones(254, 8)}
+        ],
         without(EMBEDDING),
         without(STEP),
         without("model.norm.weight"),

@@ -176,7 +176,7 @@ def read_about(folder: Path) -> About:
     except ValueError as error:
         raise _damaged(folder, str(error)) from None
     try:
-        about = json.loads(text, object_pairs_hook=_pairs, parse_constant=_refuse)
+        about = json.loads(text, object_pairs_hook=_pairs)
     except (ValueError, RecursionError):
         raise _damaged(folder, "checkpoint.json that is not JSON") from None
     try:
@@ -239,10 +239,6 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) != len(pairs):
         raise ValueError("a name twice")
     return values
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(constant)
 
 
 def _check_kinds(about: About, found: dict[str, Kind]) -> None:
