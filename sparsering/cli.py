@@ -13,6 +13,8 @@ from typing import NoReturn
 # or the model.
 
 USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
+TOO_LARGE = (MemoryError, OverflowError, RecursionError)
+LONGEST_LINE = 2000
 
 _RECIPE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("pattern", str, "attention pattern, as a Python expression of the pattern names"),
@@ -161,15 +163,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("sparsering: interrupted", file=sys.stderr)
         return 130
     except USER_ERRORS as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        print(f"sparsering: {message}", file=sys.stderr)
+        print(f"sparsering: {_in_one_line(str(error) or type(error).__name__)}", file=sys.stderr)
+        return 2
+    except TOO_LARGE as error:
+        told = _in_one_line(f"{type(error).__name__} {error}")
+        print(f"sparsering: too large a number or size for this machine: {told}", file=sys.stderr)
         return 2
 
 
 def _train(arguments: argparse.Namespace) -> int:
     from dataclasses import fields, replace
 
-    from .training.checkpoint import load_checkpoint
+    from .training.checkpoint import read_about
     from .training.loop import train
     from .training.recipe import Recipe
     from .training.torchrun import ranks_of_torchrun, starts_again
@@ -181,7 +186,9 @@ def _train(arguments: argparse.Namespace) -> int:
         arguments.sequence_parallel, sharding=arguments.sharding, timeout=arguments.timeout
     ) as ranks:
         resume = arguments.resume or starts_again(ranks, arguments.out)
-        base = load_checkpoint(arguments.out).recipe if resume else Recipe()
+        base = Recipe()
+        if resume:
+            base = ranks.together(lambda: read_about(arguments.out).recipe)
         run = train(
             replace(base, **given),
             arguments.out,
@@ -339,6 +346,13 @@ def _build(arguments: argparse.Namespace) -> int:
         print(f"sparsering: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _in_one_line(text: str) -> str:
+    """A message as a terminal may have it: names in it can be a stranger's."""
+    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+    half = LONGEST_LINE // 2
+    return plain if len(plain) <= LONGEST_LINE else f"{plain[:half]} ... {plain[-half:]}"
 
 
 def _positive(text: str) -> int:

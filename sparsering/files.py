@@ -1,13 +1,15 @@
 """Files that are whole or not there, and the folder of what is kept between runs."""
 
 import os
+import stat
 from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Puts `content` at `path` in one step; the folder is made if need be.
 
-    A reader, or a crash at any moment, sees the old file or the new one, never a part.
+    A reader, or a crash at any moment, sees the old file or the new one, never a part. What stands
+    there is replaced, also a link, and never written through.
 
     Raises: OSError where it cannot be written (no space, no permission); the old file is then
     untouched.
@@ -15,17 +17,18 @@ def replace_file(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(aside, "wb") as file:
+        aside.unlink(missing_ok=True)  # a killed process left it, or a stranger a link
+        with open(aside, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        _discard(aside)
         what = f"{error.strerror} while writing {path}; what was there before is untouched"
         raise OSError(error.errno, what) from error
     except BaseException:
-        aside.unlink(missing_ok=True)
+        _discard(aside)
         raise
 
 
@@ -37,3 +40,26 @@ def cache_folder() -> Path:
     if folder := os.environ.get("SPARSERING_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsering"
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a plain file, which opening cannot make wait.
+
+    Raises: FileNotFoundError; ValueError for a folder, a link, a pipe or a device.
+    """
+    found = os.lstat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path.name} that is no plain file")
+    return found.st_size
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """The content of a plain file of at most `most` bytes. Raises as `file_size`."""
+    if (size := file_size(path)) > most:
+        raise ValueError(f"{path.name} of {size} bytes, where at most {most} are read")
+    return path.read_bytes()
+
+
+def _discard(path: Path) -> None:
+    if not path.is_dir():
+        path.unlink(missing_ok=True)

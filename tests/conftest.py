@@ -78,6 +78,8 @@ def poisoned_memory() -> Iterator[None]:
     C++ kernel can turn the facility on around its one call. Processes that a test starts are not
     poisoned, nor are names bound by `from torch import empty`.
     """
+    with torch.device("meta"):
+        torch.empty(0)  # which from now on knows torch.empty by what it is here
     with pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "empty_like", "empty_strided"):
             patch.setattr(torch, name, poisoned(getattr(torch, name)))

@@ -40,6 +40,10 @@ def test_plot_writes_a_picture_that_depends_on_the_pattern(tmp_path, capsys):
         "SlidingWindow(-1)",
         "Documents((4, 4))",
         "",
+        "(" + "-" * 5000 + "1)",  # Python's own parser gives up on these
+        "lambda:" * 5000 + "1",
+        "Full()&" * 5000 + "Full()",
+        "SlidingWindow(1" + "0" * 30 + ")",
     ],
 )
 def test_a_bad_pattern_is_one_line_and_nothing_is_written(tmp_path, capsys, monkeypatch, pattern):

@@ -27,6 +27,7 @@ from .tiles import Axis, Grid, Ranges
 BLOCK_SIZES = range(16, 257, 16)
 _MOST_CELLS = 1 << 21  # cells evaluated at a time
 _MOST_BITMAPS = 1 << 12  # bitmaps held before equal ones become one
+_MOST_SPLIT = 256  # masks that the terms of a mask may repeat
 
 
 @dataclass(frozen=True)
@@ -186,10 +187,19 @@ def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
                     for grid, left in found
                     for other, right in terms(part, block_size)
                 ])  # fmt: skip
+                if len(found) > 1 and (split := sum(_num_masks(m) for _, m in found)) > _MOST_SPLIT:
+                    raise ValueError(
+                        f"expected a pattern that splits into at most {_MOST_SPLIT} masks, got "
+                        f"{split} or more; join fewer unions of dilated masks by &"
+                    )
             return found
         case Or(masks):
             return _unite([term for part in masks for term in terms(part, block_size)])
     return [(Grid(1, block_size), mask)]
+
+
+def _num_masks(mask: Mask) -> int:
+    return sum(map(_num_masks, mask.masks)) if isinstance(mask, And | Or) else 1
 
 
 def _unite(found: list[tuple[Grid, Mask]]) -> list[tuple[Grid, Mask]]:

@@ -20,8 +20,9 @@ Ranges = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Grid:
-    """How positions are cut into tiles: `step` apart, never across a segment (of a document, if
-    there are any).
+    """How positions are cut into tiles: `step` apart, never across a segment.
+
+    Segments are those of each document, if there are any.
 
     Attributes:
         step: distance of neighbouring positions in a tile.
@@ -39,19 +40,19 @@ class Grid:
     anchor: Dilated | None = None
 
     def selectivity(self) -> tuple[int, bool, int]:
-        """Of two grids that both hold a set of pairs, the one that sorts higher has fewer other
-        pairs in its tiles.
-        """
+        """Sort key: the grid that sorts higher covers fewer pairs outside the mask."""
         return self.step, self.documents is not None, self.segment
 
     def axis(self, ranges: Ranges, block_size: int, offset: int) -> "Axis":
-        """The tiles that hold the positions of some ranges, each segment's first one `offset` into
-        it. No tile crosses the end of a range.
+        """The tiles that hold the positions of some ranges; none crosses the end of a range.
+
+        A segment's first tile begins `offset` into it.
         """
         lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
         begin, end = self._segments(ranges[0][0], ranges[-1][1]) if ranges else (lows, highs)
         reach, high = self.step * block_size, ranges[-1][1] if ranges else 0
-        segment, number = expand_counts(-(-(end.clamp(max=high) - begin).clamp(min=0) // reach))
+        length = (end.clamp(max=high) - begin).clamp(min=0)
+        segment, number = expand_counts(-(-length // reach))
         start = begin[segment] + number * reach
         end = torch.minimum(end[segment], start + reach)
         first = torch.searchsorted(highs, start, right=True)  # the same tiles for every offset
@@ -59,14 +60,20 @@ class Grid:
         tile, number = expand_counts(count)
         within = first[tile] + number
         start, stop = start[tile], torch.minimum(end[tile], highs[within])
-        longest = int((stop - start).max()) if len(start) else 0
-        residues = min(self.residues, max(1, longest))  # further ones hold no position
-        low = lows[within].repeat(residues)
-        residue = torch.arange(residues).repeat_interleave(len(start))
-        start, stop = start.repeat(residues) + residue + offset, stop.repeat(residues)
+        residues = self._residues(ranges, int(length.max()) if len(length) else 0)
+        low = lows[within].repeat(len(residues))
+        residue = residues.repeat_interleave(len(start))
+        start = start.repeat(len(residues)) + residue + offset
+        stop = stop.repeat(len(residues))
         start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
         last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
         return Axis(self.step, residue, start, stop, last)
+
+    def _residues(self, ranges: Ranges, longest: int) -> Tensor:
+        """Those listed that may have a position, for segments of at most `longest` tokens."""
+        if self.documents is None and ranges and ranges[-1][1] - ranges[0][0] < self.residues:
+            return (torch.arange(ranges[0][0], ranges[-1][1]) % self.residues).unique()
+        return torch.arange(min(self.residues, max(1, longest)))
 
     def _segments(self, low: int, high: int) -> tuple[Tensor, Tensor]:
         """Begin and exclusive end of the segments that may hold positions in [low, high)."""
@@ -84,8 +91,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Axis:
-    """The tiles of one axis, ordered by residue and position. `last` < `start` marks a tile with
-    no position.
+    """The tiles of one axis, ordered by residue and position.
+
+    `last` < `start` marks a tile with no position.
     """
 
     step: int
@@ -112,8 +120,9 @@ class Axis:
 
 
 class Spans:
-    """A set of (row, column) tile pairs as sorted, disjoint, half-open spans of row * columns +
-    column.
+    """A set of (row, column) tile pairs: sorted, disjoint, half-open spans on a line.
+
+    The place of a pair on the line is row * columns + column.
     """
 
     def __init__(self, begin: Tensor, end: Tensor) -> None:
@@ -148,9 +157,7 @@ class Spans:
 def spans_of_positions(
     queries: Axis, keys: Axis, row: Tensor, first: Tensor, last: Tensor
 ) -> Spans:
-    """Query tiles `row` paired with the key tiles of their residue that reach into positions
-    [first, last].
-    """
+    """Query tiles `row`, each with the key tiles of its residue that reach into [first, last]."""
     if not len(keys) or not len(row):
         return Spans(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
     highest = int(keys.stop.max()) - 1

@@ -167,7 +167,7 @@ class LongNetLM(nn.Module):
 
         Returns: the added bytes, without the prompt.
 
-        Raises: ValueError for an empty prompt.
+        Raises: ValueError for an empty prompt; FloatingPointError where scores are not finite.
         """
         if not prompt:
             raise ValueError(
@@ -182,6 +182,11 @@ class LongNetLM(nn.Module):
             tokens = torch.tensor([padded], device=self.embedding.weight.device)
             x = self.hidden(tokens)[0, len(seen) - 1]
             logits = F.linear(x, self.embedding.weight).float().cpu()
+            if not logits.isfinite().all():
+                raise FloatingPointError(
+                    "expected finite scores of the next byte, got infinity or NaN; the model's "
+                    "weights are unusable: take those of another checkpoint"
+                )
             if temperature > 0:
                 chances = (logits / temperature).softmax(0)
                 text.append(int(torch.multinomial(chances, 1, generator=generator)))

@@ -1,50 +1,44 @@
-"""Checkpoints: `checkpoint.json`, which names one safetensors file beside it by its hash.
+"""Checkpoints: `checkpoint.json`, which names safetensors files beside it by their hashes.
 
-    save_checkpoint(folder, model, optimizer, step=100, recipe=recipe, fingerprint=text.fingerprint)
+    save_checkpoint(folder, model, optimizer, step=100, recipe=recipe, ...)
     checkpoint = load_checkpoint(folder)
 
-The tensors are written under a new name first; the rename of `checkpoint.json` over the old one is
+The tensors are written under new names first; the rename of `checkpoint.json` over the old one is
 the moment at which the new checkpoint replaces the old. Whatever happens before it leaves the old
-pair whole. Where several processes train, `parts` writes a folder of files in place of the one;
-each kind is read by one process and by many.
+one whole. Each process writes one file (`parts`), and any number of processes reads them.
+
+A checkpoint may be a stranger's: nothing in it is executed or unpickled, and what `checkpoint.json`
+says is checked against the files' headers, and both against the recipe's model, before memory is
+taken for tensors. The hashes come from the same stranger: they tell damage, not forgery.
 """
 
-import hashlib
 import json
-import shutil
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..files import replace_file
+from ..files import read_file, replace_file
 from ..models.longnet import LongNetLM
-from .parts import read_parts, write_parts
+from .parts import Files, Kind, Parts, read_parts, write_parts
+from .ranks import ALONE, Ranks
 from .recipe import Recipe
 
-FORMAT = "sparsering checkpoint 1"
+FORMAT = "sparsering checkpoint 2"
+OLDER_FORMAT = "sparsering checkpoint 1"  # one file as now, or a folder written through pickle
+MOST_JSON_BYTES = 16 << 20
 
-
-class Content(Protocol):
-    """The tensors of a checkpoint, wherever they are."""
-
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Of all tensors, by name."""
-
-    def fill(self, room: dict[str, Tensor]) -> None:
-        """Overwrites tensors of these names and shapes, whole or sharded ones."""
+_FILE_NAME = re.compile(r"checkpoint-[0-9a-z-]{1,80}\.safetensors")
 
 
 @dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """A run as it was after `step` steps.
+class About:
+    """What `checkpoint.json` says.
 
     Attributes:
         folder: where it was read.
@@ -52,8 +46,8 @@ class Checkpoint:
         command: which subcommand wrote it, "train" or "demo".
         recipe: what the run depends on.
         fingerprint: of the text.
-        content: weights `model.*`, optimizer state `optimizer.*` and, from one process, torch's
-            random state `rng`.
+        launch: which processes of torchrun wrote it; None for one process by itself.
+        files: with the tensors.
     """
 
     folder: Path
@@ -61,61 +55,34 @@ class Checkpoint:
     command: str
     recipe: Recipe
     fingerprint: str
-    content: Content
-
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Puts weights, optimizer state and torch's random state back.
-
-        Raises: ValueError where the tensors are not those of this model.
-        """
-        shapes = self.content.shapes
-        parameters = dict(model.named_parameters())
-        found = {name for name in shapes if name.startswith("model.")}
-        wanted = {f"model.{name}" for name in parameters}
-        if odd := found ^ wanted:
-            raise _damaged(self.folder, f"weights of another model ({', '.join(sorted(odd)[:3])})")
-        room: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            room[f"model.{name}"] = parameter.detach()
-            if (shape := shapes[f"model.{name}"]) != parameter.shape:
-                got, expected = tuple(shape), tuple(parameter.shape)
-                raise _damaged(self.folder, f"{name} of shape {got}, not {expected}")
-            if optimizer is not None:
-                prefix = f"optimizer.{name}."
-                state = {
-                    key.removeprefix(prefix): torch.zeros_like(parameter.detach())
-                    if shape == parameter.shape
-                    else torch.zeros(shape, device=parameter.device)
-                    for key, shape in shapes.items()
-                    if key.startswith(prefix)
-                }
-                room |= {prefix + key: value for key, value in state.items()}
-                optimizer.state[parameter] = state
-        if optimizer is not None and "rng" in shapes:
-            room["rng"] = torch.get_rng_state()
-        self.content.fill(room)
-        if "rng" in room:
-            torch.set_rng_state(room["rng"])
+    launch: str | None
+    files: Files
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
-    """The tensors of one file, in memory."""
+class Checkpoint(About):
+    """A run as it was after `step` steps.
 
-    tensors: dict[str, Tensor]
+    Attributes:
+        parts: weights `model.*` and, after the first step, optimizer state `optimizer.*`.
+    """
 
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        return {name: tensor.shape for name, tensor in self.tensors.items()}
+    parts: Parts
 
-    def fill(self, room: dict[str, Tensor]) -> None:
-        for name, x in room.items():
-            tensor = self.tensors[name]
-            if isinstance(x, DTensor):
-                tensor = distribute_tensor(
-                    tensor.to(x.device), x.device_mesh, x.placements, src_data_rank=None
-                )
-            x.copy_(tensor)
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Puts weights and optimizer state back, into the recipe's model."""
+        room: dict[str, Tensor] = {}
+        for name, parameter in model.named_parameters():
+            weight = room[f"model.{name}"] = parameter.detach()
+            if optimizer is not None and self.step:
+                state = {
+                    "step": torch.zeros((), device=weight.device),
+                    "exp_avg": torch.zeros_like(weight),
+                    "exp_avg_sq": torch.zeros_like(weight),
+                }
+                room |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+                optimizer.state[parameter] = state
+        self.parts.fill(room)
 
 
 def save_checkpoint(
@@ -127,51 +94,39 @@ def save_checkpoint(
     recipe: Recipe,
     fingerprint: str,
     command: str,
+    launch: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Replaces the folder's checkpoint as a whole.
 
-    Raises: OSError where it cannot be written, with the old one untouched; ImportError without
-    safetensors.
-    """
-    tensors = {"rng": torch.get_rng_state(), **named_tensors(model, optimizer)}
-    content = _safetensors().save(tensors)
-    digest = hashlib.sha256(content).hexdigest()
-    name = f"checkpoint-{step:06d}-{digest[:12]}.safetensors"
-    about = {
-        **describe(step=step, recipe=recipe, fingerprint=fingerprint, command=command),
-        "rng": "windows are drawn from (recipe.seed, step); torch's state is the tensor `rng`",
-        "tensors": {"file": name, "bytes": len(content), "sha256": digest},
-    }
-    replace_file(folder / name, content)
-    point_to(folder, name, about)
-
-
-def save_checkpoint_of_ranks(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    step: int,
-    recipe: Recipe,
-    fingerprint: str,
-    command: str,
-    launch: str | None,
-) -> None:
-    """As `save_checkpoint`, where every rank calls it and writes what it has.
-
     Args:
-        launch: noted, so that processes started again know their own checkpoint.
+        step, recipe, fingerprint, command, launch: as in `About`.
+        ranks: each of which calls this and writes what it has, to a folder that all of them see.
 
-    Raises: OSError where a rank cannot write its part, with the old checkpoint untouched.
+    Raises: OSError on all ranks where one cannot write, with the old checkpoint untouched;
+    ImportError without safetensors.
     """
-    name, digests = write_parts(folder, step, named_tensors(model, optimizer))
-    if dist.get_rank() == 0:
-        about = {
-            **describe(step=step, recipe=recipe, fingerprint=fingerprint, command=command),
-            "launch": launch,
-            "tensors": {"folder": name, "files": digests},
-        }
-        point_to(folder, name, about)
+    tensors = named_tensors(model, optimizer)
+    written: Files = {}
+    try:
+        ranks.together(lambda: written.update(write_parts(folder, step, tensors, ranks)))
+    except Exception:  # on all ranks, so that nobody will name these files
+        _remove(folder, written.keys() - _named_files(folder))
+        raise
+    files = {name: about for own in ranks.gather(written) for name, about in own.items()}
+    about = {
+        "format": FORMAT,
+        "command": command,
+        "step": step,
+        "recipe": recipe.to_json(),
+        "fingerprint": fingerprint,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "rng": "windows are drawn from (recipe.seed, step)",
+        "launch": launch,
+        "tensors": {"files": files},
+    }
+    ranks.together(lambda: _point_to(folder, files, about) if ranks.leads else None)
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -184,90 +139,50 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return tensors
 
 
-def describe(*, step: int, recipe: Recipe, fingerprint: str, command: str) -> dict[str, Any]:
-    """What `checkpoint.json` says of a run, beside where its tensors are."""
-    return {
-        "format": FORMAT,
-        "command": command,
-        "step": step,
-        "recipe": recipe.to_json(),
-        "fingerprint": fingerprint,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
+def load_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Checkpoint:
+    """Reads and verifies a checkpoint, but for the values of its tensors.
 
-
-def point_to(folder: Path, name: str, about: dict[str, Any]) -> None:
-    """Makes the checkpoint whose tensors lie in `name` the folder's, and removes all others.
-
-    Raises: OSError where that cannot be written; then the new one is removed.
-    """
-    try:
-        replace_file(folder / "checkpoint.json", json.dumps(about, indent=2).encode() + b"\n")
-    except BaseException:
-        if not _names(folder, name):
-            _remove(folder / name)
-        raise
-    for old in (*folder.glob("checkpoint-*"), *folder.glob(".checkpoint*.part")):
-        if old.name != name:  # the replaced one, and what a killed process left
-            _remove(old)
-
-
-def load_checkpoint(folder: Path) -> Checkpoint:
-    """Reads and verifies a checkpoint.
+    Args:
+        ranks: each of which verifies some of the files, without waiting for the others: see
+            `Ranks.together`.
 
     Raises: FileNotFoundError where there is none; ValueError where it is damaged or not one of
     ours; ImportError without safetensors.
     """
     about = read_about(folder)
     try:
-        tensors = about["tensors"]
-        name = tensors["folder"] if "folder" in tensors else tensors["file"]
-        step, command, fingerprint = about["step"], about["command"], about["fingerprint"]
-        recipe = Recipe.from_json(about["recipe"])
-        digests = tensors["files"] if "folder" in tensors else {name: tensors["sha256"]}
-        if not all(Path(x).name == x for x in (name, *digests)) or not isinstance(step, int):
-            raise ValueError(f"unusable values {name!r}, {step!r}")
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(folder, f"checkpoint.json with {type(error).__name__}: {error}") from None
-    content: Content
-    try:
-        if "folder" in tensors:
-            content = read_parts(folder / name, digests)
-        else:
-            content = Whole(_read_whole(folder / name, digests[name]))
+        parts = read_parts(folder, about.files)
+        _check_kinds(about, parts.kinds)
+        parts.verify(ranks)
     except FileNotFoundError as error:
-        missing = Path(error.filename).name
+        missing = Path(error.filename or "file").name
         raise _damaged(folder, f"no {missing}, which checkpoint.json names") from None
     except ValueError as error:
         raise _damaged(folder, str(error)) from None
-    return Checkpoint(folder, step, command, recipe, fingerprint, content)
+    return Checkpoint(**vars(about), parts=parts)
 
 
-def _read_whole(path: Path, digest: str) -> dict[str, Tensor]:
-    content = path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise ValueError(f"{path.name} whose content has another sha256 than when it was written")
-    return _safetensors().load(content)
-
-
-def read_about(folder: Path) -> dict[str, Any]:
-    """The content of `checkpoint.json`. Raises as `load_checkpoint`."""
-    path = folder / "checkpoint.json"
+def read_about(folder: Path) -> About:
+    """What the folder's `checkpoint.json` says; the tensors stay unread. Raises as
+    `load_checkpoint`.
+    """
     try:
-        text = path.read_bytes()
+        text = read_file(folder / "checkpoint.json", MOST_JSON_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"expected a checkpoint in {folder}, found no checkpoint.json; check --out, or start "
             "without --resume"
         ) from None
+    except ValueError as error:
+        raise _damaged(folder, str(error)) from None
     try:
-        about = json.loads(text)
-    except ValueError:
+        about = json.loads(text, object_pairs_hook=_pairs)
+    except (ValueError, RecursionError):
         raise _damaged(folder, "checkpoint.json that is not JSON") from None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise _damaged(folder, f"checkpoint.json without the format {FORMAT!r}")
-    return about
+    try:
+        return _about(folder, about)
+    except ValueError as error:
+        raise _damaged(folder, f"checkpoint.json with {error}") from None
 
 
 def load_model(folder: str | Path) -> LongNetLM:
@@ -278,27 +193,104 @@ def load_model(folder: str | Path) -> LongNetLM:
     return model.eval()
 
 
-def _safetensors() -> ModuleType:
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise ImportError("checkpoints need safetensors; pip install 'sparsering[cli]'") from None
-    return safetensors.torch
-
-
-def _names(folder: Path, name: str) -> bool:
-    """Whether the folder's checkpoint.json points to this file or folder."""
-    try:
-        return name in read_about(folder)["tensors"].values()
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
+def _about(folder: Path, about: Any) -> About:
+    """Takes the content of `checkpoint.json` apart; ValueError where it is not as we write it."""
+    if not isinstance(about, dict) or about.get("format") not in (FORMAT, OLDER_FORMAT):
+        raise ValueError(f"a format other than {FORMAT!r}")
+    tensors = _value(about, "tensors", dict)
+    if about["format"] == FORMAT:
+        files = _value(tensors, "files", dict)
+    elif "folder" not in tensors:
+        files = {_value(tensors, "file", str): tensors}
     else:
-        path.unlink(missing_ok=True)
+        raise ValueError(
+            "tensors written through pickle by an early version, which can run code and is never "
+            "read"
+        )
+    if not files:
+        raise ValueError("no files of tensors")
+    for name in files:
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} for a file of tensors")
+        for key, kind in (("bytes", int), ("sha256", str)):
+            _value(_value(files, name, dict), key, kind)
+    recipe = Recipe.from_json(_value(about, "recipe", dict))
+    step = _value(about, "step", int)
+    if not 0 <= step <= recipe.steps:
+        raise ValueError(f"step {step} of {recipe.steps}")
+    launch = about.get("launch")
+    if launch is not None:
+        launch = _value(about, "launch", str)
+    return About(
+        folder, step, _value(about, "command", str), recipe, _value(about, "fingerprint", str),
+        launch, files,
+    )  # fmt: skip
+
+
+def _value(values: dict[str, Any], name: str, kind: type) -> Any:
+    value = values.get(name)
+    if type(value) is not kind:
+        raise ValueError(f"{name!r} that is no {kind.__name__}")
+    return value
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a name twice")
+    return values
+
+
+def _check_kinds(about: About, found: dict[str, Kind]) -> None:
+    """Raises ValueError where the tensors are not those of the recipe's model, at the first one."""
+    left = found.keys() - {"rng"}  # which older checkpoints have: torch's random state
+    for name, kind in _expected_kinds(about):
+        if name not in found:
+            raise ValueError(f"no tensor {name}, which the recipe's model has")
+        if found[name] != kind:
+            raise ValueError(f"{name} of {found[name]}, not {kind}")
+        left.discard(name)
+    if left:
+        raise ValueError(f"tensors of another model ({', '.join(sorted(left)[:3])})")
+
+
+def _expected_kinds(about: About) -> Iterator[tuple[str, Kind]]:
+    """What a checkpoint of this recipe and step holds."""
+    for name, shape in about.recipe.parameter_shapes():
+        kind = Kind(tuple(shape))
+        yield f"model.{name}", kind
+        if about.step:  # what AdamW has for each parameter
+            yield f"optimizer.{name}.step", Kind(())
+            yield f"optimizer.{name}.exp_avg", kind
+            yield f"optimizer.{name}.exp_avg_sq", kind
+
+
+def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
+    """Makes the checkpoint of these files the folder's, and removes all others.
+
+    Raises: OSError where that cannot be written; then these files are removed.
+    """
+    try:
+        replace_file(folder / "checkpoint.json", json.dumps(about, indent=2).encode() + b"\n")
+    except BaseException:
+        _remove(folder, files.keys() - _named_files(folder))
+        raise
+    lying = (*folder.glob("checkpoint-*.safetensors"), *folder.glob(".checkpoint*.part"))
+    _remove(folder, {path.name for path in lying} - files.keys())  # also what a killed process left
+
+
+def _named_files(folder: Path) -> set[str]:
+    """Which files the folder's checkpoint needs, as far as it can be read."""
+    try:
+        return set(read_about(folder).files)
+    except (OSError, ValueError):
+        return set()
+
+
+def _remove(folder: Path, names: set[str]) -> None:
+    for name in names:
+        with suppress(OSError):
+            (folder / name).unlink()
 
 
 def _damaged(folder: Path, what: str) -> ValueError:

@@ -23,18 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..files import replace_file
+from ..files import read_file, replace_file
 from ..models.longnet import LongNetLM
 from ..nn.transformer import Attend
-from .checkpoint import Checkpoint, load_checkpoint, save_checkpoint, save_checkpoint_of_ranks
+from .checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from .data import Text, read_text, training_window, validation_windows
 from .progress import Show, live_progress
-from .ranks import Ranks
+from .ranks import ALONE, Ranks
 from .recipe import DTYPES, Recipe
 from .torchrun import launch
 
 Windows = list[tuple[Tensor, Tensor]]
-ALONE = Ranks()
+MOST_METRICS_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,14 +102,18 @@ def train(
         FloatingPointError: the loss is not finite.
         RingError, RuntimeError: another rank died or does not answer.
     """
-    ranks.check(recipe)
-    text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
-    checkpoint = load_checkpoint(out) if resume else None
-    if checkpoint is not None:
-        recipe = _same_run(recipe, text, checkpoint)
-    else:
+
+    def read() -> tuple[Recipe, Text, Checkpoint | None]:
+        ranks.check(recipe)
+        checkpoint = load_checkpoint(out, ranks) if resume else None
+        text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
+        if checkpoint is not None:
+            return _same_run(recipe, text, checkpoint), text, checkpoint
         _refuse_to_overwrite(out, command)
-        recipe = recipe if recipe.dtype != "auto" else replace(recipe, dtype=ranks.dtype())
+        return recipe, text, None
+
+    recipe, text, checkpoint = ranks.together(read)
+    recipe = recipe if recipe.dtype != "auto" else replace(recipe, dtype=ranks.dtype())
     step = 0 if checkpoint is None else checkpoint.step
     ranks.agree("recipe, text and checkpoint", (recipe, text.fingerprint, step))
 
@@ -117,13 +121,10 @@ def train(
     ranks.place(model)
     optimizer = adamw(model, recipe)
     if checkpoint is not None:
-        checkpoint.restore(model, optimizer)
+        ranks.together(partial(checkpoint.restore, model, optimizer))
 
     def save() -> None:
-        write = save_checkpoint
-        if ranks.mesh is not None:
-            write = partial(save_checkpoint_of_ranks, launch=launch())
-        write(
+        save_checkpoint(
             out,
             model,
             optimizer,
@@ -131,13 +132,14 @@ def train(
             recipe=recipe,
             fingerprint=text.fingerprint,
             command=command,
+            launch=launch(),
+            ranks=ranks,
         )
 
     if checkpoint is None:
         save()  # a folder that cannot be written shows now, and nothing is lost yet
-    metrics: list[dict[str, Any]] = []
-    if ranks.leads:
-        metrics = _kept_metrics(out / "metrics.jsonl", step if checkpoint is not None else None)
+    until = None if checkpoint is None else step
+    metrics = ranks.together(lambda: _kept_metrics(out, until) if ranks.leads else [])
     metrics = ranks.from_leader(metrics)
     saved_at = step
     windows = validation_windows(
@@ -324,16 +326,40 @@ def _refuse_to_overwrite(out: Path, command: str) -> None:
     )
 
 
-def _kept_metrics(path: Path, step: int | None) -> list[dict[str, Any]]:
+def _kept_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
     """The records up to a checkpoint's step, which become the file; none for a fresh run (None)."""
+    path = out / "metrics.jsonl"
     kept: list[dict[str, Any]] = []
-    lines = path.read_bytes().splitlines() if step is not None and path.exists() else []
-    for line in lines:
+    try:
+        lines = [] if step is None else read_file(path, MOST_METRICS_BYTES).splitlines()
+    except FileNotFoundError:
+        lines = []
+    except ValueError as error:
+        raise _no_records(out, str(error)) from None
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-        except ValueError:  # the last line of a killed run may be torn
+        except (ValueError, RecursionError):  # the last line of a killed run may be torn
             continue
-        if record["step"] <= (step or 0):
+        if not _is_record(record):
+            raise _no_records(out, f"other JSON in line {number} of {path.name}")
+        if record["step"] <= step:
             kept.append(record)
     replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
     return kept
+
+
+def _no_records(out: Path, what: str) -> ValueError:
+    return ValueError(
+        f"expected numbers by name, the records of a run, in {out / 'metrics.jsonl'}, got {what}; "
+        "remove it to go on without them"
+    )
+
+
+def _is_record(record: object) -> bool:
+    """Whether this is a line of `metrics.jsonl`, which may come with a stranger's checkpoint."""
+    return (
+        isinstance(record, dict)
+        and type(record.get("step")) is int
+        and all(type(x) in (int, float) and not abs(x) > 1e300 for x in record.values())
+    )

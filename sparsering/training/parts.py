@@ -1,87 +1,233 @@
-"""A checkpoint's tensors as many processes write and read them, by torch.distributed.checkpoint.
+"""A checkpoint's tensors in safetensors files: a rank writes what it has and reads what it needs.
 
-    name, digests = write_parts(folder, step, tensors)
-    read_parts(folder / name, digests).fill(room)
+    files = write_parts(folder, step, tensors, ranks)  # this rank's file, by name
+    parts = read_parts(folder, files_of_all_ranks)     # headers alone
+    parts.verify(ranks)
+    parts.fill(room)
 
-Each rank writes and reads what it has; which ranks those are, and how many, may change in between.
+A whole tensor is stored under its name. One that FSDP2 shards is stored in parts, each under its
+name and rows, `model.norm.weight[64:128]`: the files say by themselves what is in them, and ranks
+that share the rows differently read those they need. Nothing is unpickled, and what a file says is
+checked before memory is taken for it.
 """
 
 import hashlib
-import secrets
-import warnings
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Shard
+
+from ..files import file_size, replace_file
+from .ranks import Ranks
+
+MOST_HEADER_BYTES = 16 << 20  # a hundred thousand tensors; reading them takes ten times as much
+
+Files = dict[str, dict[str, Any]]
+"""Of each file, by name: its "bytes" and "sha256"."""
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16,
+           "F16": torch.float16, "I64": torch.int64, "U8": torch.uint8}  # fmt: skip
+_ROWS = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
 
 
-def write_parts(folder: Path, step: int, tensors: dict[str, Tensor]) -> tuple[str, dict[str, str]]:
-    """Writes a new folder in `folder`, which all ranks can see; every rank calls it.
+@dataclass(frozen=True)
+class Kind:
+    """What a tensor is but for its values."""
 
-    Returns: its name and, on rank 0, the sha256 of each file in it.
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
 
-    Raises: OSError where a rank cannot write; on all ranks.
-    """
-    names: list[str | OSError] = [f"checkpoint-{step:06d}-{secrets.token_hex(6)}"]
-    if dist.get_rank() == 0:
-        try:
-            (folder / str(names[0])).mkdir(parents=True)
-        except OSError as error:
-            names[0] = error
-    dist.broadcast_object_list(names, src=0)
-    if isinstance(names[0], OSError):
-        raise names[0]
-    path = folder / names[0]
-    try:
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(path))
-    except dcp.CheckpointException as error:
-        reasons = [str(reason) for reason, _ in error.failures.values()]
-        raise OSError(
-            f"could not write the parts of {path}: {'; '.join(dict.fromkeys(reasons))}; the "
-            "checkpoint before it is untouched"
-        ) from error
-    own = {file.name: _sha256(file) for file in path.glob(f"__{dist.get_rank()}_*")}
-    found: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.gather_object(own, found if dist.get_rank() == 0 else None)
-    if dist.get_rank() == 0:
-        found.append({".metadata": _sha256(path / ".metadata")})
-    return names[0], {name: digest for part in found for name, digest in part.items()}
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `first` to `stop` of a tensor, which a file has under the name `key`."""
+
+    path: Path
+    key: str
+    first: int
+    stop: int
+    kind: Kind
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The tensors of such a folder; those of which a process has a part are read in part."""
+    """The tensors of some files, unread.
 
-    path: Path
-    shapes: dict[str, torch.Size]
-
-    def fill(self, room: dict[str, Tensor]) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
-            dcp.load(dict(room), storage_reader=dcp.FileSystemReader(self.path))
-
-
-def read_parts(path: Path, digests: dict[str, str]) -> Parts:
-    """Verifies a folder, of several ranks each some files, and reads what is in it.
-
-    Raises: FileNotFoundError, ValueError where a file is missing or not as it was written.
+    Attributes:
+        kinds: of the whole tensors, by name.
+        parts: of each, in the order of rows.
+        digests: sha256 by path.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    own = sorted(digests.keys() - {".metadata"})[rank::world]
-    for name in (".metadata", *own):
-        if _sha256(path / name) != digests.get(name):
-            raise ValueError(f"{path.name}/{name} with another sha256 than when it was written")
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    stored = metadata.state_dict_metadata
-    return Parts(
-        path, {n: x.size for n, x in stored.items() if isinstance(x, TensorStorageMetadata)}
-    )
+
+    kinds: dict[str, Kind]
+    parts: dict[str, list[Part]]
+    digests: dict[Path, str]
+
+    def verify(self, ranks: Ranks) -> None:
+        """Compares files with their digests; of several ranks each takes some of the files.
+
+        Raises: ValueError where one is not as it was written.
+        """
+        for path in sorted(self.digests)[ranks.rank :: ranks.world_size]:
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != self.digests[path]:
+                raise ValueError(f"{path.name} with another sha256 than when it was written")
+
+    def fill(self, room: Mapping[str, Tensor]) -> None:
+        """Overwrites tensors of these names and kinds, sharded ones by their own rows alone."""
+        with ExitStack() as stack:
+            files: dict[Path, Any] = {}
+            for name, x in room.items():
+                local, first = _own_rows(x)
+                for part in self.parts[name]:
+                    low = max(part.first, first)
+                    high = min(part.stop, first + _num_rows(local.shape))
+                    if low >= high:
+                        continue
+                    if part.path not in files:
+                        files[part.path] = stack.enter_context(_opened(part.path))
+                    file = files[part.path]
+                    if not local.shape:
+                        local.copy_(file.get_tensor(part.key))
+                        continue
+                    read = file.get_slice(part.key)[low - part.first : high - part.first]
+                    local[low - first : high - first].copy_(read)
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def write_parts(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks: Ranks) -> Files:
+    """Writes this rank's share of the tensors to a file named after its content.
+
+    What several ranks have is written by one of them, so that their files are about as large.
+
+    Returns: the file; none where nothing is left to this rank.
+
+    Raises: OSError where it cannot be written; ImportError without safetensors.
+    """
+    save = _safetensors().torch.save
+    if not (own := _own_share(tensors, ranks)):
+        return {}
+    content = save(own)
+    digest = hashlib.sha256(content).hexdigest()
+    name = f"checkpoint-{step:06d}-{digest[:12]}.safetensors"
+    replace_file(folder / name, content)
+    return {name: {"bytes": len(content), "sha256": digest}}
+
+
+def read_parts(folder: Path, files: Files) -> Parts:
+    """Reads which tensors some files hold, from their headers.
+
+    Raises: FileNotFoundError; ValueError where a file is not safetensors, or the parts of a tensor
+    do not make a whole; ImportError without safetensors.
+    """
+    found: dict[str, list[Part]] = {}
+    for file_name, about in files.items():
+        path = folder / file_name
+        if (size := file_size(path)) != about["bytes"]:
+            raise ValueError(f"{file_name} of {size} bytes, not those that were written")
+        with _opened(path) as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                header = file.get_slice(key)
+                name, part = _part(path, key, header.get_shape(), header.get_dtype())
+                found.setdefault(name, []).append(part)
+    kinds = {name: _joined(name, parts) for name, parts in found.items()}
+    return Parts(kinds, found, {folder / name: about["sha256"] for name, about in files.items()})
+
+
+def _part(path: Path, key: str, shape: list[int], dtype: str) -> tuple[str, Part]:
+    """A tensor of a file as a part of the one it is named after."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"{path.name} with {key!r} of dtype {dtype}")
+    kind = Kind(tuple(shape), _DTYPES[dtype])
+    if (rows := _ROWS.fullmatch(key)) is None:
+        return key, Part(path, key, 0, _num_rows(shape), kind)
+    first, stop = int(rows[2]), int(rows[3])
+    if not shape or stop - first != shape[0]:
+        raise ValueError(f"{path.name} with {key!r} of shape {shape}")
+    return rows[1], Part(path, key, first, stop, kind)
+
+
+def _joined(name: str, parts: list[Part]) -> Kind:
+    """Sorts parts by rows, and tells what they make together."""
+    parts.sort(key=lambda part: (part.first, part.stop))
+    first, rest = parts[0], parts[1:]
+    if not rest and first.key == name:
+        return first.kind
+    stop = 0
+    for part in parts:
+        alike = part.kind.shape[1:] == first.kind.shape[1:] and part.kind.dtype == first.kind.dtype
+        if part.key == name or part.first != stop or not alike:
+            raise ValueError(f"{part.path.name} with {part.key!r}, which leaves a gap or overlaps")
+        stop = part.stop
+    return Kind((stop, *first.kind.shape[1:]), first.kind.dtype)
+
+
+def _own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """What this rank writes, by the names under which files have it.
+
+    Ranks along "sp" have the same of everything and deal it out by size. Those along "dp" have
+    different rows of what is sharded; the first of them writes what is not.
+    """
+    share: dict[str, Tensor] = {}
+    written = [0] * ranks.size("sp")
+    for name, x in tensors.items():
+        local, first = _own_rows(x)
+        if isinstance(x, DTensor):
+            name = f"{name}[{first}:{first + len(local)}]"
+        elif ranks.place_along("dp") > 0:
+            continue
+        if not local.numel():
+            continue
+        taker = written.index(min(written))
+        written[taker] += local.nbytes
+        if taker == ranks.place_along("sp"):
+            share[name] = local.detach().contiguous()
+    return share
+
+
+def _own_rows(x: Tensor) -> tuple[Tensor, int]:
+    """What this rank has of a tensor, and the first row of it; FSDP2 shards as torch.chunk does."""
+    if not isinstance(x, DTensor):
+        return x, 0
+    assert tuple(x.placements) == (Shard(0),), x.placements
+    rows, local = len(x), x.to_local()
+    each = -(-rows // x.device_mesh.size())
+    first = min(each * x.device_mesh.get_local_rank(), rows)
+    assert len(local) == min(each, rows - first)
+    return local, first
+
+
+def _num_rows(shape: tuple[int, ...] | list[int] | torch.Size) -> int:
+    return shape[0] if shape else 1
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, mapped, not read; what is wrong with it is a ValueError."""
+    safetensors = _safetensors()
+    with open(path, "rb") as start:
+        if (length := int.from_bytes(start.read(8), "little")) > MOST_HEADER_BYTES:
+            raise ValueError(f"{path.name} with a header of {length} bytes")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            yield file
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path.name} that is not safetensors ({error})") from None
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ImportError("checkpoints need safetensors; pip install 'sparsering[cli]'") from None
+    return safetensors

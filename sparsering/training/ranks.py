@@ -52,9 +52,19 @@ class Ranks:
     timeout: float | None = None
 
     @property
+    def rank(self) -> int:
+        """This process's number."""
+        return 0 if self.mesh is None else self.mesh.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return 1 if self.mesh is None else self.mesh.size()
+
+    @property
     def leads(self) -> bool:
         """Whether this process is the one that prints and writes metrics."""
-        return self.mesh is None or self.mesh.get_rank() == 0
+        return self.rank == 0
 
     def start(self, command: str) -> str:
         """How such processes are told a command."""
@@ -73,6 +83,10 @@ class Ranks:
     def size(self, axis: str) -> int:
         """Ranks along "dp" or "sp"."""
         return 1 if self.mesh is None else self.mesh[axis].size()
+
+    def place_along(self, axis: str) -> int:
+        """This process's number along "dp" or "sp"."""
+        return 0 if self.mesh is None else self.mesh[axis].get_local_rank()
 
     def check(self, recipe: Recipe) -> None:
         """Raises ValueError where the windows of a step cannot be shared out evenly."""
@@ -97,12 +111,39 @@ class Ranks:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, on all ranks."""
+        values = [value] * self.world_size
+        if self.mesh is not None:
+            dist.all_gather_object(values, value)
+        return values
+
+    def together(self, do: Callable[[], T]) -> T:
+        """What `do` returns, where it raises on no rank; else all ranks raise.
+
+        A rank that raised has its own error, the others that of the first one. `do` calls nothing
+        that waits for other ranks: those may have raised.
+        """
+        if self.mesh is None:
+            return do()
+        own: Exception | None = None
+        try:
+            result = do()
+        except Exception as error:
+            own = error
+        kinds = (ValueError, OSError, ImportError, MemoryError)
+        kind = next((kind for kind in kinds if isinstance(own, kind)), RuntimeError)
+        errors = self.gather(None if own is None else (kind, str(own)))
+        if own is not None:
+            raise own
+        for rank, found in enumerate(errors):
+            if found is not None:
+                raise found[0](f"rank {rank}: {found[1]}")
+        return result
+
     def agree(self, what: str, value: object) -> None:
         """Raises ValueError on all ranks where they have not the same."""
-        if self.mesh is None:
-            return
-        values: list[object] = [None] * self.mesh.size()
-        dist.all_gather_object(values, value)
+        values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(
@@ -196,6 +237,9 @@ class Ranks:
                 grad.copy_(part.view_as(grad))
         norm = nn.utils.clip_grad_norm_(model.parameters(), largest)
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+ALONE = Ranks()
 
 
 def arrange(

@@ -1,7 +1,9 @@
 """A recipe: everything that the losses of a run depend on. It travels with each checkpoint."""
 
 import math
-from dataclasses import asdict, dataclass, fields
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -10,6 +12,21 @@ from ..models.longnet import LongNetLM
 from ..patterns.expression import parse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LONGEST_PATTERN = 1000
+"""Characters; a longer text takes long to read, and a recipe may be a stranger's."""
+
+_TOKENS = (1, 1 << 40)
+_CHANNELS = (1, 1 << 24)
+_RANGES = {
+    "context": _TOKENS,
+    "batch_size": _TOKENS,
+    "steps": _TOKENS,
+    "width": _CHANNELS,
+    "num_layers": _CHANNELS,
+    "num_heads": _CHANNELS,
+    "warmup_steps": (0, _TOKENS[1]),
+    "seed": (-(1 << 63), (1 << 64) - 1),  # what torch takes
+}
 
 
 @dataclass(frozen=True)
@@ -51,22 +68,37 @@ class Recipe:
     checkpoint_layers: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("context", "batch_size", "steps", "width", "num_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, (least, most) in _RANGES.items():
+            if not least <= getattr(self, name) <= most:
+                got = getattr(self, name)
+                raise ValueError(f"{name} must be from {least} to {most}, got {got}")
         for name in ("learning_rate", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
-        parse(self.pattern)
+        if len(self.pattern) > LONGEST_PATTERN:
+            raise ValueError(
+                f"pattern must be at most {LONGEST_PATTERN} characters, got {len(self.pattern)}; "
+                "write it shorter"
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's parser may warn of what is no pattern anyway
+            parse(self.pattern)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Recipe":
-        """The recipe of a checkpoint. Raises ValueError where names are missing or unknown."""
-        names = {field.name for field in fields(cls)}
-        if set(values) != names:
-            raise ValueError(f"expected a recipe with {sorted(names)}, got {sorted(values)}")
+        """The recipe of a checkpoint, which may be a stranger's.
+
+        Raises: ValueError where names are missing or unknown, or values of another type.
+        """
+        kinds = {field.name: field.type for field in fields(cls)}
+        if values.keys() != kinds.keys():
+            odd = ", ".join(sorted(values.keys() ^ kinds.keys())[:3])
+            raise ValueError(f"a recipe with other names than this version's: {odd}")
+        for name, kind in kinds.items():
+            if not _is_of(kind, value := values[name]):
+                raise ValueError(f"{name} of the recipe that is an unusable {type(value).__name__}")
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
@@ -83,6 +115,20 @@ class Recipe:
     def build_model(self) -> LongNetLM:
         """A model with weights drawn from the seed."""
         torch.manual_seed(self.seed)
+        return self._model()
+
+    def parameter_shapes(self) -> Iterator[tuple[str, torch.Size]]:
+        """Names and shapes of the model's parameters, one by one; takes no memory for them."""
+        with torch.device("meta"):
+            model = replace(self, num_layers=1)._model()
+        for name, parameter in model.named_parameters():
+            before, block, after = name.partition("blocks.0.")
+            for layer in range(self.num_layers) if block else ():
+                yield f"{before}blocks.{layer}.{after}", parameter.shape
+            if not block:
+                yield name, parameter.shape
+
+    def _model(self) -> LongNetLM:
         return LongNetLM(
             parse(self.pattern),
             width=self.width,
@@ -97,6 +143,13 @@ class Recipe:
         progress = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
         cosine = (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2
         return self.learning_rate * warm * (0.1 + 0.9 * cosine)
+
+
+def _is_of(kind: Any, value: object) -> bool:
+    """Whether a value of JSON is of a field's type; a float may be written without a point."""
+    if kind is float:
+        return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[arg-type]
+    return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
 
 
 def best_dtype() -> str:

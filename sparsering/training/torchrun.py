@@ -75,8 +75,8 @@ def starts_again(ranks: Ranks, folder: Path) -> bool:
     dist.all_reduce(restarts, dist.ReduceOp.MAX)  # on many hosts not all count alike
     found = False
     if ranks.leads and restarts > 0:
-        with suppress(FileNotFoundError, ValueError):
-            found = read_about(folder).get("launch") == launch()
+        with suppress(OSError, ValueError):
+            found = read_about(folder).launch == launch()
     return ranks.from_leader(found)
 
 

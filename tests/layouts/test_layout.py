@@ -395,6 +395,36 @@ def test_documents_that_are_alike_are_looked_into_once(monkeypatch) -> None:
         assert sum(looked_at) <= 4, inner
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [(50, 50), (1, 50), (64, 32), (40, 70)])
+@pytest.mark.parametrize("huge", [71, 1000, 2**33 + 1, 2**45])
+def test_numbers_beyond_the_sequence_cost_nothing(q_len: int, kv_len: int, huge: int) -> None:
+    """Tiles past the end are not listed: 2^33 of them would not be built."""
+    rate = min(huge, 2**31)
+    patterns = [
+        sr.SlidingWindow(7, 3, rate),
+        sr.SlidingWindow(None, None, rate) | sr.SlidingWindow(5),
+        sr.Dilated(huge, 1),
+        sr.Dilated(huge, 3),
+        sr.Dilated(huge, 3) & sr.Causal(),
+        sr.Dilated(8, rate, 2),
+        sr.LongNet((huge, 8), (rate, 2)),
+        sr.Packed((20, 0, kv_len - 20), sr.SlidingWindow(9, 9, rate)),
+        sr.Packed((20, kv_len - 20), sr.Dilated(huge, 2)),
+    ]
+    for pattern in patterns:
+        layout = pattern.layout(q_len, kv_len, block_size=16)
+        assert torch.equal(layout.to_dense()[0], pattern.to_dense(q_len, kv_len).long())
+
+
+def test_a_pattern_that_splits_into_too_many_masks_is_refused() -> None:
+    unions = [sr.Dilated(64, 2 + i) | sr.Dilated(64, 3 + i) for i in range(0, 40, 2)]
+    pattern = unions[0]
+    for union in unions[1:]:
+        pattern = pattern & union  # 2 ** 20 masks if written out
+    with pytest.raises(ValueError, match="join fewer unions of dilated masks"):
+        pattern.layout(64)
+
+
 def test_pair_counts_do_not_overflow_32_bits() -> None:
     length = 2**17
     assert sr.Full().layout(length, block_size=256).num_pairs == length**2

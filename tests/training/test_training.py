@@ -158,7 +158,8 @@ def losses_so_far(folder: Path) -> list[int]:
 
 def named_tensors(folder: Path) -> Path:
     about = json.loads((folder / "checkpoint.json").read_text())
-    return folder / about["tensors"]["file"]
+    (name,) = about["tensors"]["files"]
+    return folder / str(name)
 
 
 def flip_a_byte(folder):

@@ -10,17 +10,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ring_workers import Workers
+from torch.distributed.tensor import DTensor
 
 from sparsering.cli import main
 from sparsering.plots import traffic_png
-from sparsering.training import Recipe, load_model, loop, train
-from sparsering.training.checkpoint import load_checkpoint
+from sparsering.training import Recipe, load_model, loop, parts, train
+from sparsering.training.checkpoint import load_checkpoint, named_tensors, save_checkpoint
+from sparsering.training.loop import adamw
 from sparsering.training.ranks import arrange
 from sparsering.training.torchrun import starts_again
 
@@ -118,9 +123,9 @@ def test_a_run_goes_on_over_other_ranks_and_by_itself(two, four, recipe, tmp_pat
     run(two, recipe, out, 2, resume=True, stop_after=3)
     run(two, recipe, out, 1, resume=True, stop_after=4)
     train(recipe, out, resume=True, validate_every=4, stop_after=5)  # one process, one file
-    assert not list(out.glob("checkpoint-*/"))
+    assert len(list(out.glob("checkpoint-*"))) == 1
     run(four, recipe, out, 2, resume=True, stop_after=6)
-    assert not list(out.glob("*.safetensors"))
+    assert len(list(out.glob("checkpoint-*"))) == 4  # each rank writes a share
     run(four, recipe, out, 4, resume=True)
     train(recipe, tmp_path / "whole", validate_every=4)
     assert figures(out) == pytest.approx(figures(tmp_path / "whole"), rel=TOLERANCE)
@@ -130,6 +135,67 @@ def test_a_run_goes_on_over_other_ranks_and_by_itself(two, four, recipe, tmp_pat
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
 
 
+def copy_checkpoint(rank: int, recipe: Recipe, source: Path, target: Path, sp: int) -> bool:
+    """Reads a checkpoint and writes it; whether no more was read than this rank has."""
+    ranks, read = arrange(sp), []
+    model = recipe.build_model()
+    ranks.place(model)
+    optimizer = adamw(model, recipe)
+    slices, parts._opened = parts._opened, partial(counting, parts._opened, read)
+    try:
+        about = load_checkpoint(source, ranks)
+        about.restore(model, optimizer)
+    finally:
+        parts._opened = slices
+    tensors = named_tensors(model, optimizer).values()
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    save_checkpoint(
+        target, model, optimizer, step=about.step, recipe=recipe, fingerprint=about.fingerprint,
+        command="train", ranks=ranks,
+    )  # fmt: skip
+    return sum(read) == sum(x.numel() for x in local if x.dim())
+
+
+@contextmanager
+def counting(opened: Any, read: list[int], path: Path) -> Iterator[Any]:
+    """The file, counting the numbers of each slice that is taken."""
+    with opened(path) as file:
+
+        class Slice:
+            def __init__(self, key: str) -> None:
+                self.slice = file.get_slice(key)
+                self.get_shape, self.get_dtype = self.slice.get_shape, self.slice.get_dtype
+
+            def __getitem__(self, rows: slice) -> torch.Tensor:
+                taken = self.slice[rows]
+                read.append(taken.numel())
+                return taken
+
+        yield SimpleNamespace(keys=file.keys, get_tensor=file.get_tensor, get_slice=Slice)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole."""
+    found = load_checkpoint(folder).parts
+    room = {n: torch.zeros(kind.shape, dtype=kind.dtype) for n, kind in found.kinds.items()}
+    found.fill(room)
+    return room
+
+
+def test_each_rank_reads_and_writes_its_own_rows_exactly(two, four, recipe, tmp_path):
+    recipe = dataclasses.replace(recipe, width=6, num_heads=1)  # over 4 ranks: 2, 2, 2, 0 rows
+    train(recipe, tmp_path / "one", stop_after=1)
+    expected, source = stored(tmp_path / "one"), tmp_path / "one"
+    for number, (workers, sp) in enumerate([(four, 1), (two, 1), (four, 2), (four, 4), (two, 2)]):
+        target = tmp_path / str(number)
+        assert all(workers.run(copy_checkpoint, recipe, source, target, sp))
+        assert len(list(target.glob("checkpoint-*"))) == len(workers.processes)
+        found = stored(target)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        source = target
+
+
 def test_a_resumed_run_over_the_same_ranks_is_the_same_bit_for_bit(two, recipe, tmp_path):
     run(two, recipe, tmp_path / "whole", 2)
     run(two, recipe, tmp_path / "parts", 2, stop_after=3)
@@ -137,17 +203,25 @@ def test_a_resumed_run_over_the_same_ranks_is_the_same_bit_for_bit(two, recipe, 
     assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("damage", ["a byte", "a file", "the metadata"])
-def test_damaged_parts_are_one_line(two, recipe, tmp_path, capsys, damage):
+def refusal(rank: int, recipe: Recipe, out: Path) -> str:
+    """What a rank says where it cannot go on."""
+    try:
+        train(recipe, out, resume=True, ranks=arrange(2))
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.parametrize("file", [0, 1])
+def test_damage_that_one_rank_sees_stops_all(two, recipe, tmp_path, capsys, file):
     run(two, recipe, tmp_path, 2, stop_after=1)
-    (folder,) = tmp_path.glob("checkpoint-*/")
-    file = folder / (".metadata" if damage == "the metadata" else "__0_0.distcp")
-    if damage == "a file":
-        file.unlink()
-    else:
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
+    path = sorted(tmp_path.glob("checkpoint-*"))[file]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    said = two.run(refusal, recipe, tmp_path)
+    assert all(f"{path.name} with another sha256" in line for line in said)
+    assert [line.startswith(f"rank {file}: ") for line in said] == [file == 1, file == 0]
     capsys.readouterr()
     assert main(["train", "--out", str(tmp_path), "--resume"]) == 2
     assert "damaged or foreign" in capsys.readouterr().err
@@ -176,9 +250,10 @@ def test_a_rank_without_space_leaves_the_checkpoint_whole(two, recipe, tmp_path)
     run(two, recipe, tmp_path, 2, stop_after=2)
     assert all("No space" in said for said in two.run(train_on_a_full_disk, recipe, tmp_path))
     assert load_checkpoint(tmp_path).step == 2
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
     run(two, recipe, tmp_path, 2, resume=True, stop_after=4)
     assert load_checkpoint(tmp_path).step == 4
-    assert len(list(tmp_path.glob("checkpoint-*/"))) == 1
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
 
 
 def train_with_a_signal(rank: int, recipe: Recipe, out: Path) -> tuple[int, int | None]:
