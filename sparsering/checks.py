@@ -8,7 +8,8 @@ from torch.autograd import forward_ad
 
 from .layouts.layout import BlockLayout
 from .numerics import autocasting
-from .patterns.algebra import Pattern, shortened
+from .patterns.algebra import Pattern
+from .patterns.arguments import shortened
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

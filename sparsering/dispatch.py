@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .kernels import cpu, flash, flex, gather, torch_sparse, triton
+from .kernels import cpu, flash, flex, gather, reference, torch_sparse, triton
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import tuning
 from .layouts.compile import default_block_size
@@ -29,7 +29,7 @@ class Backend(NamedTuple):
     reasons: Callable[..., list[str]]
     forward: Callable[[Problem], tuple[Tensor, Tensor]] | None
     backward: Callable[[Problem, Tensor, Tensor, Tensor, Tensor], Gradients] | None
-    extras: frozenset[str] = frozenset({"block_bias"})
+    extras: frozenset[str]
     only_named: bool = False
     package: str = ""
     extra: str = ""
@@ -44,21 +44,22 @@ def _no_reason(*tensors: Tensor) -> list[str]:
     return []
 
 
-_NONE: frozenset[str] = frozenset()
-
 BACKENDS: dict[str, Backend] = {
-    "cpu": Backend(cpu.reasons, cpu.forward, cpu.backward),
+    "cpu": Backend(cpu.reasons, cpu.forward, cpu.backward, cpu.EXTRAS),
     "triton": Backend(
-        triton.reasons, triton.forward, triton.backward, package="triton", extra="triton"
+        triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",
+        extra="triton",
     ),
-    "gather": Backend(_no_reason, gather.forward, gather.backward),
-    "reference": Backend(_no_reason, None, None),
-    "flex": Backend(flex.reasons, flex.forward, None, extras=_NONE, only_named=True),
+    "gather": Backend(_no_reason, gather.forward, gather.backward, gather.EXTRAS),
+    "reference": Backend(_no_reason, None, None, reference.EXTRAS),
+    "flex": Backend(flex.reasons, flex.forward, None, flex.EXTRAS, only_named=True),
     "flash": Backend(
-        flash.reasons, flash.forward, triton.backward, extras=_NONE, only_named=True,
+        flash.reasons, flash.forward, triton.backward, flash.EXTRAS, only_named=True,
         package="flash_attn", extra="flash",
     ),
-    "torch_sparse": Backend(torch_sparse.reasons, torch_sparse.forward, None, only_named=True),
+    "torch_sparse": Backend(
+        torch_sparse.reasons, torch_sparse.forward, None, torch_sparse.EXTRAS, only_named=True
+    ),
 }  # fmt: skip
 """In order of preference."""
 

@@ -17,7 +17,8 @@ from ..layouts.cache import layout_cache
 from ..layouts.compile import check_block_size
 from ..layouts.tiles import Ranges
 from ..numerics import sum_dtype
-from ..patterns.algebra import Frame, Pattern, check_fits, checked_integer
+from ..patterns.algebra import Frame, Pattern, check_fits
+from ..patterns.arguments import checked_integer
 from .balance import balanced
 from .needs import Runs, count_pairs, cut, distinct_heads, distinct_kv_heads, needed_keys
 from .sharding import num_tokens, overlap, owned_ranges

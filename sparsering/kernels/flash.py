@@ -14,8 +14,11 @@ from torch import Tensor
 from ..layouts.layout import BlockLayout
 from .problem import Problem
 
+EXTRAS: frozenset[str] = frozenset()
+"""Options of a call, beside its scale, that are computed here."""
+
 _BLOCK = 128
-_WIDTHS = (64, 128)
+_HEAD_DIMS = (64, 128)
 
 
 @cache
@@ -32,8 +35,8 @@ def reasons(*tensors: Tensor) -> list[str]:
         found.append("it runs on cuda tensors")
     if any(x.dtype not in (torch.bfloat16, torch.float16) for x in tensors):
         found.append("it computes in bfloat16 and float16")
-    if any(x.dim() and x.shape[-1] not in _WIDTHS for x in tensors):
-        found.append(f"head dims other than {' and '.join(map(str, _WIDTHS))} are untried")
+    if any(x.dim() and x.shape[-1] not in _HEAD_DIMS for x in tensors):
+        found.append(f"head dims other than {' and '.join(map(str, _HEAD_DIMS))} are untried")
     return found
 
 

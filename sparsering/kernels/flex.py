@@ -19,7 +19,10 @@ from .problem import Problem
 if TYPE_CHECKING:  # it imports half of the compiler: left to the first call
     from torch.nn.attention.flex_attention import BlockMask
 
-_LEAST_WIDTH = 16  # of a compiled kernel
+EXTRAS: frozenset[str] = frozenset()
+"""Options of a call, beside its scale, that are computed here."""
+
+_LEAST_HEAD_DIM = 16  # of a compiled kernel
 
 
 def reasons(*tensors: Tensor) -> list[str]:
@@ -32,8 +35,8 @@ def reasons(*tensors: Tensor) -> list[str]:
         found.append("FlexAttention has no backward on the CPU; call it under torch.no_grad()")
     if not on_cpu and any(x.dtype == torch.float64 for x in tensors):
         found.append("FlexAttention compiles no float64")
-    if not on_cpu and any(x.dim() and x.shape[-1] < _LEAST_WIDTH for x in tensors):
-        found.append(f"FlexAttention compiles head dims from {_LEAST_WIDTH} on")
+    if not on_cpu and any(x.dim() and x.shape[-1] < _LEAST_HEAD_DIM for x in tensors):
+        found.append(f"FlexAttention compiles head dims from {_LEAST_HEAD_DIM} on")
     return found
 
 

@@ -5,6 +5,9 @@ from torch import Tensor
 
 from ..numerics import finite_or_zero, sum_dtype
 
+EXTRAS = frozenset({"block_bias"})
+"""Options of a call, beside its scale, that are computed here."""
+
 
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, log_counts: Tensor, scale: float

@@ -9,6 +9,9 @@ from torch import Tensor
 from ..numerics import finite_or_zero, merge_attention, sum_dtype
 from .problem import Problem
 
+EXTRAS = frozenset({"block_bias"})
+"""Options of a call, beside its scale, that are computed here."""
+
 
 def reasons(*tensors: Tensor) -> list[str]:
     """Why the sampled product cannot run on these tensors."""

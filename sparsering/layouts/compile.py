@@ -19,8 +19,9 @@ from ..patterns.blocks import blockwise_masks
 from ..patterns.positions import Dilated, Packed, SlidingWindow
 from ..rows import distinct_rows, number_rows
 from .bitmaps import pack
-from .conditions import EMPTY, FULL, Origin, TilePairs, condition
+from .conditions import EMPTY, FULL, Origin, TilePairs
 from .layout import BlockLayout, Pass
+from .lowering import condition
 from .selected import selected_layout
 from .tiles import Axis, Grid, Ranges
 

@@ -1,5 +1,4 @@
-"""The algebra of patterns: what a mask and a mixture are, and how they combine. The masks are in
-`patterns.py`.
+"""The algebra of patterns: what a mask and a mixture are, and how they combine.
 
 A *mask* is a set of pairs (`&`, `|` are set operations); a *mixture* is a multiset (`+`): a pair
 in two of its branches counts twice under the softmax. Every pattern is a frozen value: hashable,
@@ -7,7 +6,7 @@ compared by content.
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
@@ -15,13 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..rows import mix
+from .arguments import checked_integer, digest_of, same_tensor, shortened
 
 if TYPE_CHECKING:
     from ..layouts.layout import BlockLayout
-
-MOST_TOKENS = 1 << 53
-"""The largest length that a pattern names: with room for products in 64 bits."""
 
 
 class Frame(NamedTuple):
@@ -92,12 +88,12 @@ class Pattern:
             return NotImplemented
         if self.expression != other.expression or len(self.tensors) != len(other.tensors):
             return False
-        return all(_same(a, b) for a, b in zip(self.tensors, other.tensors, strict=True))
+        return all(same_tensor(a, b) for a, b in zip(self.tensors, other.tensors, strict=True))
 
     def __hash__(self) -> int:
         """By content, of tensors where reading it costs no device sync; computed once."""
         if "_hash" not in vars(self):
-            content = (_digest(tensor) for tensor in self.tensors)
+            content = (digest_of(tensor) for tensor in self.tensors)
             object.__setattr__(self, "_hash", hash((type(self), self.expression, *content)))
         known: int = vars(self)["_hash"]
         return known
@@ -384,71 +380,8 @@ def check_fits(pattern: Pattern, frame: Frame) -> None:
         raise ValueError(f"{error}, in {shortened(str(pattern))}") from None
 
 
-def shortened(text: str, most: int = 200) -> str:
-    """The text, its middle left out where it is long."""
-    half = most // 2
-    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
-
-
 def _parts(operator_type: type[_SetOperation], mask: Mask) -> tuple[Mask, ...]:
     return mask.masks if isinstance(mask, operator_type) else (mask,)
-
-
-def checked_integer(
-    name: str, value: object, least: int | None, most: int | None = MOST_TOKENS
-) -> int:
-    """The value as an int within bounds; TypeError or ValueError naming it otherwise."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {shortened(repr(value))}") from None
-    if least is not None and number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
-    if most is not None and number > most:
-        raise ValueError(f"{name} must be at most {most}, got {shortened(str(number))}")
-    return number
-
-
-def freeze_integer(
-    pattern: Pattern, name: str, least: int | None, most: int | None = MOST_TOKENS
-) -> None:
-    """Replaces an argument by a checked int."""
-    number = checked_integer(
-        f"{type(pattern).__name__} {name}", getattr(pattern, name), least, most
-    )
-    object.__setattr__(pattern, name, number)
-
-
-def freeze_integers(
-    pattern: Pattern, name: str, least: int | None, most: int | None = MOST_TOKENS
-) -> None:
-    """Replaces a sequence argument by a tuple of checked ints."""
-    label = f"{type(pattern).__name__} {name}"
-    value = getattr(pattern, name)
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(f"{label} must be a sequence of ints, got {shortened(repr(value))}")
-    numbers = tuple(checked_integer(f"each of {label}", item, least, most) for item in value)
-    object.__setattr__(pattern, name, numbers)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.device != b.device or a.dtype != b.dtype:
-        return False
-    return a is b or torch.equal(a, b)
-
-
-def _digest(tensor: Tensor) -> int:
-    content = 0
-    if tensor.device.type == "cpu" and tensor.numel():
-        numbers = tensor.contiguous().flatten()
-        if tensor.is_floating_point() or tensor.is_complex():
-            numbers = numbers.view(torch.uint8)
-        content = int((mix(torch.arange(len(numbers))) * numbers).sum())
-    return hash((tuple(tensor.shape), content))
 
 
 def _spell_value(value: object, tensors: list[Tensor]) -> str:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..rows import expand_counts, mix
-from .algebra import And, Frame, Mask, Or, checked_integer, freeze_integer, freeze_integers
+from .algebra import And, Frame, Mask, Or
+from .arguments import checked_integer, freeze_integer, freeze_integers
 from .permutation import permute, unpermute
 
 

@@ -25,7 +25,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .algebra import Frame, Mask, Pattern, checked_integer
+from .algebra import Frame, Mask, Pattern
+from .arguments import checked_integer
 from .expression import BUILT_IN, add_constructor
 
 MaskModFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .algebra import Pattern, shortened
+from .algebra import Pattern
+from .arguments import shortened
 from .blocks import (
     BlockDilated,
     Blocks,

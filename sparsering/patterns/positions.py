@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .algebra import Frame, Mask, Mixture, Pattern, freeze_integer, freeze_integers
+from .algebra import Frame, Mask, Mixture, Pattern
+from .arguments import freeze_integer, freeze_integers
 
 MOST_DILATION = 1 << 31
 

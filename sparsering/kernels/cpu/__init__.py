@@ -1,6 +1,6 @@
 """The CPU backend: a C++ kernel, compiled on first use."""
 
 from .build import build
-from .call import backward, forward, reasons
+from .call import EXTRAS, backward, forward, reasons
 
-__all__ = ["backward", "build", "forward", "reasons"]
+__all__ = ["EXTRAS", "backward", "build", "forward", "reasons"]

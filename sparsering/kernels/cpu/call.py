@@ -9,6 +9,9 @@ from ...layouts.layout import Pass
 from ..problem import Gradients, Problem, dense_rows
 from .build import build_failure, library
 
+EXTRAS = frozenset({"block_bias"})
+"""Options of a call, beside its scale, that are computed here."""
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_REPEATED_WORK = 1.4  # seven products of `run_tiles` to the five of `run_heads`
 

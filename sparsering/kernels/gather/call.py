@@ -15,6 +15,9 @@ from ...numerics import finite_or_zero, sum_dtype
 from ..problem import Gradients, Problem
 from .plan import Chunk, chunks, plan
 
+EXTRAS = frozenset({"block_bias"})
+"""Options of a call, beside its scale, that are computed here."""
+
 _MOST_QUERIES = 512  # tokens of a unit: enough for the full rate of a matmul,
 _MOST_KEYS = 2048  # while its scores stay in cache
 _LEAST_PAIRS_ALONE = 1 << 15  # smaller units are batched

@@ -18,6 +18,9 @@ from .launch import descriptor, launch, padded, power_of_2, precision, processor
 from .tuning import Config, config_for
 from .walk import Walk, walk
 
+EXTRAS = frozenset({"block_bias"})
+"""Options of a call, beside its scale, that are computed here."""
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_HEAD_DIM = 256
 _LEAST_PROGRAMS = 8  # per multiprocessor, that a launch should have
