@@ -1,5 +1,6 @@
-"""Whether the Triton kernels are right on the GPU at hand: the correctness parts of
-`benchmarks.gpu`, and what its timings share with them.
+"""Whether the Triton kernels are right on the GPU at hand.
+
+The correctness parts of `benchmarks.gpu`, and what its timings share with them.
 """
 
 import sys

@@ -175,8 +175,9 @@ def received(method: str, own: list[Tensor], world: int) -> list[float]:
 def errors_of(
     results: list[Tensor], whole: list[Tensor], pattern: sr.Pattern
 ) -> tuple[float, float]:
-    """Of the output against float64, and of the gradients against one process; raises where the
-    results are wrong.
+    """Errors of the output against float64, and of the gradients against one process.
+
+    Raises where the results are wrong.
     """
     out, *grads = results
     query, key, value, grad = whole
@@ -235,8 +236,9 @@ def of_slowest(number: float, world: int) -> float:
 
 
 def plans() -> list[Row]:
-    """What plans say of 64 to 1024 ranks and a million to a billion tokens, 8 kv heads of 128 in
-    bfloat16, forward and per layer. Arithmetic: nothing of this was run.
+    """What plans say of 64 to 1024 ranks and a million to a billion tokens.
+
+    8 kv heads of 128 in bfloat16, forward and per layer. Arithmetic: nothing of this was run.
     """
     rows: list[Row] = []
     for tokens, world in ((1 << 20, 64), (1 << 24, 256), (1 << 27, 512), (1 << 30, 1024)):

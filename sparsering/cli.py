@@ -274,7 +274,7 @@ def _info(arguments: argparse.Namespace) -> int:
             return f"not installed (pip install 'sparsering[{extra}]')"
 
     features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    wide = (
+    wide = [
         "avx2",
         "avx512_f",
         "avx512_bf16",
@@ -284,7 +284,7 @@ def _info(arguments: argparse.Namespace) -> int:
         "sve",
         "bf16",
         "i8mm",
-    )
+    ]
     lines = [
         ("sparsering", sparsering.__version__),
         ("python", f"{platform.python_version()} on {platform.platform()}"),

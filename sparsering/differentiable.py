@@ -79,9 +79,11 @@ def differentiable(
     )
     more = "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse"
     gradients_op = torch.library.custom_op(
-        f"sparsering::{name}_backward", gradients, mutates_args=(),
+        f"sparsering::{name}_backward",
+        gradients,
+        mutates_args=(),
         schema=f"({call}, {more}) -> Tensor[]",
-    )  # fmt: skip
+    )
     op.register_fake(fake)
     op.register_autograd(differentiate, setup_context=save)
     op.register_vmap(lambda info, in_dims, *inputs: _mapped(op, count, info, in_dims, inputs))
@@ -140,10 +142,7 @@ def _mapped(
             "vmap cannot map over the tensors of a pattern, for layouts are built of their values; "
             "give the pattern the batch dim itself ([B, H, ...]) and call attention without vmap"
         )
-    stacked = [
-        x if not isinstance(x, Tensor) else x.expand(size, *x.shape) if dim is None
-        else x.movedim(dim, 0) for x, dim in zip(inputs, in_dims, strict=True)
-    ]  # fmt: skip
+    stacked = [_stacked(x, dim, size) for x, dim in zip(inputs, in_dims, strict=True)]
     if parse(pattern, tensors).num_batches() is None:
         folded = [x.flatten(0, 1) if isinstance(x, Tensor) else x for x in stacked]
         results = tuple(x.unflatten(0, (size, -1)) if x.dim() > 1 else x for x in run(*folded))
@@ -151,3 +150,10 @@ def _mapped(
         parts = [run(*(x[i] if isinstance(x, Tensor) else x for x in stacked)) for i in range(size)]
         results = tuple(torch.stack(part) for part in zip(*parts, strict=True))
     return results, tuple(0 if x.dim() > 1 else None for x in results)
+
+
+def _stacked(x: Any, dim: int | None, size: int) -> Any:
+    """A tensor with its mapped dim first, repeated where it has none; anything else as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)

@@ -14,8 +14,9 @@ def expand_counts(count: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Numbers the distinct rows of some columns in order: (number of each row, one row of each
-    number).
+    """Numbers the distinct rows of some columns in order.
+
+    Returns: the number of each row, and one row of each number.
     """
     group = torch.zeros_like(columns[0])
     for column in columns:
@@ -28,8 +29,9 @@ def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct rows of a byte matrix and the number of each row: found by hash, confirmed by
-    comparison.
+    """The distinct rows of a byte matrix, and the number of each row.
+
+    Found by hash, confirmed by comparison.
     """
     words = rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows.long()
     digest = (words * mix(torch.arange(words.shape[1]))).sum(1)

@@ -33,8 +33,11 @@ CASES = {
 
 
 def main(out: str | Path, quick: bool = False, only: str | None = None) -> list[Path]:
-    """Runs every comparison, or the one named, and writes one record each into `out`; `quick` takes
-    small lengths. Returns the files written: the records, and a picture of the sweeps.
+    """Runs every comparison, or the one named, and writes one record each into `out`.
+
+    `quick` takes small lengths.
+
+    Returns: the files written, the records and a picture of the sweeps.
     """
     paths = []
     for name in list(CASES) if only is None else [only]:

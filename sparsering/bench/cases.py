@@ -22,7 +22,8 @@ from ..layouts.layout import BlockLayout
 from ..numerics import merge_attention
 from ..patterns.algebra import Pattern
 from ..patterns.blocks import RandomBlocks
-from ..patterns.positions import Causal, Full, GlobalTokens, LongNet, SlidingWindow
+from ..patterns.custom import from_mask_mod
+from ..patterns.positions import Causal, Full, GlobalTokens, LongNet, Packed, SlidingWindow
 from .measure import Row, interleaved, peak_extra_bytes, sampled_error
 
 BLOCK = 128
@@ -43,6 +44,11 @@ def layouts(quick: bool) -> list[Row]:
             length,
         ),
         "Causal()": (Causal(), min(length, 65536)),
+        "256 documents of many lengths, Packed(..., Causal())": (
+            Packed(_ragged(256, min(length, 65536)), Causal()),
+            min(length, 65536),
+        ),
+        "from_mask_mod(causal window of 4096)": (from_mask_mod(_causal_window), min(length, 16384)),
     }
     rows: list[Row] = []
     for name, (pattern, tokens) in cases.items():
@@ -54,7 +60,7 @@ def layouts(quick: bool) -> list[Row]:
         })  # fmt: skip
     tokens = min(length, 16384)
     start = time.perf_counter()
-    _flex_window_mask(tokens, 4096)
+    _flex_mask(_causal_window, tokens)
     ms = (time.perf_counter() - start) * 1e3
     rows.append({"pattern": "FlexAttention create_block_mask", "tokens": tokens, "ms": ms})
     return rows
@@ -98,13 +104,13 @@ def compare(
     ms = interleaved(calls, 3 if quick else 7)
     rows: list[Row] = []
     for name, call in calls.items():
-        own: Pattern = Full() if name == "dense" else pattern
-        density = own.layout(length, num_heads=heads, block_size=block).density
+        attended: Pattern = Full() if name == "dense" else pattern
+        density = attended.layout(length, num_heads=heads, block_size=block).density
         rows.append({
             "case": "forward", "backend": name, "dtype": str(query.dtype)[6:], "tokens": length,
             "heads": heads, "head_dim": width, "block_size": block, "density": density,
             "ms": ms[name], "gflops": 4 * heads * density * length**2 * width / ms[name] / 1e6,
-            "error": sampled_error(call(), inputs[0], inputs[1], inputs[2], own),
+            "error": sampled_error(call(), inputs[0], inputs[1], inputs[2], attended),
         })  # fmt: skip
     return rows
 
@@ -130,14 +136,14 @@ def _with_backward(inputs: Sequence[Tensor], pattern: RandomBlocks, quick: bool)
 
     forward = _trainable_calls(inputs, pattern, BLOCK)
     calls = {name: gradients(call) for name, call in forward.items()}
-    exact = {own: exact_gradients(inputs, own, grad) for own in (pattern, Full())}
+    exact = {p: exact_gradients(inputs, p, grad) for p in (pattern, Full())}
     rows: list[Row] = []
     for name, taken in interleaved(calls, 2 if quick else 5).items():
-        own = Full() if name == "dense" else pattern
-        share = own.layout(length, num_heads=heads, block_size=BLOCK).density
+        attended = Full() if name == "dense" else pattern
+        share = attended.layout(length, num_heads=heads, block_size=BLOCK).density
         errors = [
             float((a.double() - b).abs().max() / b.abs().max())
-            for a, b in zip(calls[name](), exact[own], strict=True)
+            for a, b in zip(calls[name](), exact[attended], strict=True)
         ]
         rows.append({
             "case": "forward+backward", "backend": name, "dtype": str(query.dtype)[6:],
@@ -186,14 +192,14 @@ def per_branch_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     for segment, rate in zip(*LONGNET, strict=True):
         out, lse = torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
         for residue in range(rate):
-            own = slice(residue, None, rate)
+            heads = slice(residue, None, rate)
             parts = [
-                x[:, own, residue::rate].reshape(-1, 1, segment // rate, width)
+                x[:, heads, residue::rate].reshape(-1, 1, segment // rate, width)
                 for x in (query, key, value)
             ]
             part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts)
-            out[:, own, residue::rate] = part[0].view(batch, -1, length // rate, width)
-            lse[:, own, residue::rate] = part[1].reshape(batch, -1, length // rate)
+            out[:, heads, residue::rate] = part[0].view(batch, -1, length // rate, width)
+            lse[:, heads, residue::rate] = part[1].reshape(batch, -1, length // rate)
         outs.append(out)
         lses.append(lse)
     return merge_attention(outs, lses)[0]
@@ -312,6 +318,14 @@ def _one_call(length: int, backward: bool) -> Iterator[None]:
         torch.autograd.grad(out.sum(), inputs)
 
 
+def _ragged(count: int, total: int) -> tuple[int, ...]:
+    """`count` lengths whose sum is `total`, of up to twice the mean, the same at every call."""
+    weights = torch.rand(count, generator=torch.Generator().manual_seed(0)) + 1e-3
+    ends = (weights.cumsum(0) / weights.sum() * total).round().long()
+    ends[-1] = total
+    return tuple(torch.diff(ends, prepend=ends.new_zeros(1)).tolist())
+
+
 def _fresh_layout(pattern: Pattern, length: int) -> BlockLayout:
     layout_cache.clear()
     return pattern.layout(length, block_size=BLOCK)
@@ -368,16 +382,21 @@ def flex_call(inputs: Sequence[Tensor], pattern: RandomBlocks, block: int) -> Ca
 
 def flex_window_call(inputs: Sequence[Tensor], window: int) -> Callable[[], Tensor]:
     """Compiled FlexAttention on a causal window; its mask costs O(N^2) to build."""
-    return _compiled_flex(inputs, _flex_window_mask(inputs[0].shape[2], window))
-
-
-def _flex_window_mask(length: int, window: int) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
 
     def inside(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q - k >= 0) & (q - k <= window)
 
-    return create_block_mask(inside, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
+    return _compiled_flex(inputs, _flex_mask(inside, inputs[0].shape[2]))
+
+
+def _causal_window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q - k >= 0) & (q - k <= 4096)
+
+
+def _flex_mask(mask_mod: Callable[..., Tensor], length: int) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(mask_mod, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
 
 
 def _compiled_flex(

@@ -9,8 +9,10 @@ from .measure import Row
 
 
 def sweeps(quick: bool) -> list[Row]:
-    """Forward float32, H4 D64: random blocks of 1% to 100%, of 16 to 256 tokens; a causal window of
-    2048 from 1K to 1M tokens.
+    """Forward float32, H4 D64, over the density, the length and the block size.
+
+    Random blocks of 1% to 100%, and of 16 to 256 tokens; a causal window of 2048 from 1K to 1M
+    tokens.
     """
     length = 2048 if quick else 8192
     rows: list[Row] = []

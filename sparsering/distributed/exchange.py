@@ -65,8 +65,10 @@ class Exchange:
         if reason := _broken.get(group):
             raise RingError(
                 f"an earlier call on this process group failed ({reason}); make a new group",
-                dist.get_rank(group), None, "agreement",
-            )  # fmt: skip
+                dist.get_rank(group),
+                None,
+                "agreement",
+            )
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.traffic = Traffic()
 
@@ -85,10 +87,10 @@ class Exchange:
         """The records of all ranks, of equal length; what every call begins with."""
         kinds = {kind.type for kind in self.group._device_types}
         device = "cpu" if "cpu" in kinds or not kinds else kinds.pop()
-        own = torch.tensor(record, dtype=torch.int64, device=device)
-        others = {p: torch.empty_like(own) for p in range(self.world_size) if p != self.rank}
-        self._start("agreement", dict.fromkeys(others, own), others).wait()
-        records = {**others, self.rank: own}
+        mine = torch.tensor(record, dtype=torch.int64, device=device)
+        others = {p: torch.empty_like(mine) for p in range(self.world_size) if p != self.rank}
+        self._start("agreement", dict.fromkeys(others, mine), others).wait()
+        records = {**others, self.rank: mine}
         return torch.stack([records[p] for p in range(self.world_size)]).tolist()
 
     def start(
@@ -162,8 +164,10 @@ class Pending:
                 self.failure = RingError(
                     f"the peer does not answer ({_first_line(error)}); it died, hangs or left the "
                     "call; start it again and make a new process group",
-                    self.exchange.rank, peer, self.step,
-                )  # fmt: skip
+                    self.exchange.rank,
+                    peer,
+                    self.step,
+                )
                 self.failure.__cause__ = error
 
 

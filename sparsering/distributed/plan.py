@@ -182,8 +182,9 @@ class RingPlan:
 
     @cached_property
     def answer_rounds(self) -> tuple[tuple[int, ...], ...]:
-        """Which hosts answer at a time: in a round with offset s, a row's owner r hears from rank
-        r + s. A round brings no owner more than a shard's worth of rows.
+        """Which hosts answer at a time: none brings an owner more than a shard's worth of rows.
+
+        In a round with offset s, a row's owner r hears from rank r + s.
         """
         world = self.world_size
         rows = [0] * world
@@ -248,8 +249,8 @@ class RingPlan:
 
     def rows_of(self, owner: int, host: int | None = None) -> Ranges:
         """Positions of a rank's query rows that travel: to one host, or at all."""
-        own = [t for t in self.travellers if t.owner == owner]
-        return [row for t in own if host is None or host in t.hosts for row in t.rows]
+        travellers = [t for t in self.travellers if t.owner == owner]
+        return [row for t in travellers if host is None or host in t.hosts for row in t.rows]
 
     def guests_of(self, host: int) -> Ranges:
         """Positions of the query rows that come to a host, ascending."""
@@ -283,7 +284,9 @@ def _build(
     ranges = owned_ranges(sharding, frame.kv_len, world_size)
     rows = global_rows(pattern, frame)
     candidates: list[tuple[int, Ranges]]
-    candidates = [(rank, [row]) for rank, own in enumerate(ranges) for row in overlap(own, rows)]
+    candidates = [
+        (rank, [row]) for rank, owned in enumerate(ranges) for row in overlap(owned, rows)
+    ]
     queries, keys = cut(ranges, candidates), cut(ranges)
     needs: list[Runs] = []
     need_of: list[list[int]] = [[0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)]
@@ -299,9 +302,16 @@ def _build(
         most = max(map(num_tokens, ranges))
         travellers, needs = choose_travellers(needs, uses, candidates, frame, world_size, most)
     return RingPlan(
-        pattern, frame, world_size, block_size, sharding, ranges, tuple(needs),
-        tuple(tuple(row) for row in need_of), travellers,
-    )  # fmt: skip
+        pattern,
+        frame,
+        world_size,
+        block_size,
+        sharding,
+        ranges,
+        tuple(needs),
+        tuple(tuple(row) for row in need_of),
+        travellers,
+    )
 
 
 def _chosen(

@@ -53,10 +53,14 @@ def plan_of_call(
     """The plan of a call with such heads; ValueError where the pattern does not fit."""
     check_batch(pattern, query)
     return RingPlan.build(
-        pattern, length, world,
-        num_heads=query.shape[1], num_kv_heads=key.shape[1], sharding=sharding,
+        pattern,
+        length,
+        world,
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        sharding=sharding,
         block_size=default_block_size(pattern, length),
-    )  # fmt: skip
+    )
 
 
 class Saved(NamedTuple):

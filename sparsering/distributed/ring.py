@@ -112,10 +112,19 @@ def ring_attention(
         )
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     out, lse = _ring(
-        query=query, key=key, value=value, tensors=pattern.tensors, pattern=pattern.expression,
-        scale=scale, group=group.group_name, sharding=sharding, compression=compression,
-        timeout=seconds, backend=name, differentiable=wanted,
-    )  # fmt: skip
+        query=query,
+        key=key,
+        value=value,
+        tensors=pattern.tensors,
+        pattern=pattern.expression,
+        scale=scale,
+        group=group.group_name,
+        sharding=sharding,
+        compression=compression,
+        timeout=seconds,
+        backend=name,
+        differentiable=wanted,
+    )
     return (out, lse) if return_lse else out
 
 

@@ -45,8 +45,9 @@ def chunk_owners(sharding: str, world_size: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def owned_ranges(sharding: str, seq_len: int, world_size: int) -> tuple[Ranges, ...]:
-    """Each rank's tokens as ascending ranges, in the order of its local shard. Raises ValueError as
-    `chunk_owners`.
+    """Each rank's tokens as ascending ranges, in the order of its local shard.
+
+    Raises: ValueError as `chunk_owners`.
     """
     owners = chunk_owners(sharding, world_size)
     size = -(-seq_len // len(owners))
@@ -73,8 +74,8 @@ def overlap(ranges: Ranges, others: Ranges) -> Ranges:
 
 def positions(*ranges: Ranges) -> Tensor:
     """The positions that lists of ranges hold, in their order."""
-    found = [torch.arange(start, stop) for own in ranges for start, stop in own]
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *found])
+    pieces = [torch.arange(start, stop) for owned in ranges for start, stop in owned]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces])
 
 
 def local_index(ranges: Ranges, position: Tensor) -> Tensor:

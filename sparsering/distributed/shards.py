@@ -69,7 +69,7 @@ def unshard(
         rest = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
         sizes = agree_on_lengths(Exchange(group, None), sizes[0], (dim, rest, tensor.dtype))
     ranges = owned_ranges(sharding, sum(sizes) if length is None else length, world)
-    if sizes != (expected := [num_tokens(own) for own in ranges]):
+    if sizes != (expected := [num_tokens(owned) for owned in ranges]):
         raise ValueError(
             f"sharding {sharding!r} of {sum(expected)} tokens gives ranks {expected}, got {sizes}; "
             "cut the sequence with sparsering.distributed.shard"
@@ -86,7 +86,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, ranges: tuple[Ranges, ...]
     ) -> Tensor:
         ctx.options = dim, group, ranges
-        sizes = [num_tokens(own) for own in ranges]
+        sizes = [num_tokens(owned) for owned in ranges]
         shape = list(tensor.shape)
         shape[dim] = max(sizes)
         padded = tensor.new_zeros(shape)  # a collective wants equal sizes
@@ -95,9 +95,9 @@ class _Gather(torch.autograd.Function):
         dist.all_gather(parts, padded, group=group)
         shape[dim] = sum(sizes)
         whole = tensor.new_empty(shape)
-        for part, own in zip(parts, ranges, strict=True):
+        for part, owned in zip(parts, ranges, strict=True):
             first = 0
-            for start, stop in own:
+            for start, stop in owned:
                 count = stop - start
                 whole.narrow(dim, start, count).copy_(part.narrow(dim, first, count))
                 first += count
@@ -108,8 +108,8 @@ class _Gather(torch.autograd.Function):
         dim, group, ranges = ctx.options
         grad = grad.contiguous().clone()
         dist.all_reduce(grad, group=group)
-        own = [grad.narrow(dim, start, stop - start) for start, stop in ranges[group.rank()]]
-        return (torch.cat(own, dim) if own else grad.narrow(dim, 0, 0)), None, None, None
+        owned = [grad.narrow(dim, start, stop - start) for start, stop in ranges[group.rank()]]
+        return (torch.cat(owned, dim) if owned else grad.narrow(dim, 0, 0)), None, None, None
 
 
 def _checked(tensor: Tensor, dim: int) -> int:

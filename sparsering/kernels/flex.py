@@ -144,8 +144,8 @@ def _block_mask(
     def in_pattern(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         of = number[b % batch, h, q // size, k // size]
         axis = h // per_axis
-        own = torch.where(of < 0, len(cells) - 1, of)
-        return cells[own, q % size, k % size] & queries[axis, q] & keys[axis, k] & (of > -2)
+        bitmap = torch.where(of < 0, len(cells) - 1, of)
+        return cells[bitmap, q % size, k % size] & queries[axis, q] & keys[axis, k] & (of > -2)
 
     visited, full = number > -2, number == -1
     whole = keys.unflatten(1, (columns, size)).all(-1)  # a padding key is in no pair

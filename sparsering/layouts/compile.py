@@ -149,8 +149,9 @@ def compile_passes(
     queries: Ranges | None = None,
     keys: Ranges | None = None,
 ) -> list[CompiledPass]:
-    """Passes of a pattern that fits the frame, one branch after another; their pairs are disjoint
-    within a branch. `queries`, `keys`: which positions, default all.
+    """Passes of a pattern that fits the frame, one branch after another.
+
+    Their pairs are disjoint within a branch. `queries`, `keys`: which positions, default all.
     """
     if queries is None:
         queries = [(frame.q_start, frame.q_start + frame.q_len)]
@@ -167,9 +168,7 @@ def compile_passes(
 
 
 def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
-    """Masks whose union is `mask`, each with a grid whose tiles hold all its pairs; one term per
-    distinct grid.
-    """
+    """Masks whose union is `mask`, one per distinct grid, whose tiles hold all its pairs."""
     match mask:
         case Dilated():
             return [(_dilated_grid(mask, block_size), mask)]
@@ -183,11 +182,12 @@ def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
         case And(masks):
             found = terms(masks[0], block_size)
             for part in masks[1:]:
-                found = _unite([
+                joined: list[tuple[Grid, Mask]] = [
                     (max(grid, other, key=Grid.selectivity), And((left, right)))
                     for grid, left in found
                     for other, right in terms(part, block_size)
-                ])  # fmt: skip
+                ]
+                found = _unite(joined)
                 if len(found) > 1 and (split := sum(_num_masks(m) for _, m in found)) > _MOST_SPLIT:
                     raise ValueError(
                         f"expected a pattern that splits into at most {_MOST_SPLIT} masks, got "
@@ -223,8 +223,9 @@ def _dilated_grid(mask: Dilated, block_size: int) -> Grid:
 
 
 def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
-    """The grid restarted in each document. Packed in Packed: every (non-empty) outer document
-    repeats the inner ones.
+    """The grid restarted in each document.
+
+    Packed in Packed: every (non-empty) outer document repeats the inner ones.
     """
     if grid.documents is not None:
         lengths = grid.documents * sum(length > 0 for length in lengths)

@@ -99,8 +99,7 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """A pattern laid on given lengths and heads: `passes` of disjoint pairs (per branch of a
-    mixture).
+    """A pattern laid on given lengths and heads: passes, of disjoint pairs within a branch.
 
     Attributes:
         frame: lengths, heads and the position of the first query.

@@ -13,8 +13,7 @@ _DIAGONAL = 0  # the one bitmap
 
 
 def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLayout | None:
-    """The layout of `SelectedBlocks`, alone or with `Causal`; None where the general compiler is
-    needed.
+    """The layout of `SelectedBlocks`, alone or with `Causal`; None for any other pattern.
 
     All shapes are known ahead: tables have room for k entries of each query block, and end before
     what lists nothing, repeats or lies in the future.

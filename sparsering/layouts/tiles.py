@@ -1,5 +1,4 @@
-"""Tiles of token positions, and sets of (query tile, key tile) pairs kept as sorted spans on a
-line.
+"""Tiles of token positions; sets of (query tile, key tile) pairs as sorted spans on a line.
 
 A tile is an arithmetic progression start, start + step, ... below `stop`, at most `block_size`
 positions. A `Grid` says how an axis is cut into tiles; both axes of a pass use the same grid.

@@ -56,8 +56,9 @@ class Frame(NamedTuple):
 
 
 class Pattern:
-    """What masks and mixtures share. `expression` and `tensors` spell the pattern out for
-    `expression.parse`.
+    """What masks and mixtures share.
+
+    `expression` and `tensors` spell the pattern out for `expression.parse`.
     """
 
     expression: str

@@ -211,9 +211,9 @@ class _RandomBlocksOfHead(BlockwiseMask):
         index, turn = expand_counts(drawn)
         image = permute(turn, others[index], key[index]) if len(index) else turn
         image = image + (diagonal[index] & (image >= q_block[index])).long()
-        own = torch.nonzero(diagonal)[:, 0]
-        blocks = torch.cat((image, q_block[own]))
-        return torch.cat((index, own)), blocks, blocks
+        added = torch.nonzero(diagonal)[:, 0]
+        blocks = torch.cat((image, q_block[added]))
+        return torch.cat((index, added)), blocks, blocks
 
 
 class _TensorMask(Mask):
@@ -260,9 +260,7 @@ class _TensorMask(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Dense(_TensorMask):
-    """Any bool [Nq, Nk] or [H, Nq, Nk] mask; a row is a query *index*, not a position. For small
-    inputs.
-    """
+    """Any bool [Nq, Nk] or [H, Nq, Nk] mask, for small inputs; a row is a query *index*."""
 
     mask: Tensor
 
@@ -292,8 +290,9 @@ def lookup(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Blocks(_TensorMask, BlockwiseMask):
-    """`active[..., p // block_size, k // block_size]`, by absolute position (cross attention: pass
-    `q_start=0`).
+    """`active[..., p // block_size, k // block_size]`.
+
+    By absolute position: cross attention passes `q_start=0`.
 
     Args:
         active: bool [Qb, Kb], [H, Qb, Kb] or [B, H, Qb, Kb] with H = 1, Hkv or Hq; copied. It must
@@ -338,8 +337,7 @@ class Blocks(_TensorMask, BlockwiseMask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class SelectedBlocks(_TensorMask, BlockwiseMask):
-    """Key block b' is listed in `indices[..., b, :]`, b = p // block_size: what a top-k selection
-    returns.
+    """Key blocks listed in `indices[..., p // block_size, :]`: what a top-k selection returns.
 
     Its layout, also of `SelectedBlocks(...) & Causal()`, is built on the indices' device without a
     host sync where the layout has this block size and q_start is a multiple of it. (Layouts of

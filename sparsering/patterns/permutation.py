@@ -17,9 +17,7 @@ _ROUNDS = 4
 
 
 def permute(index: Tensor, size: Tensor, key: Tensor) -> Tensor:
-    """The image of `index` (0 <= index < size) under the permutation of [0, size) named by `key`;
-    broadcasts.
-    """
+    """The image of `index` under the permutation of [0, size) named by `key`; they broadcast."""
     shape = torch.broadcast_shapes(index.shape, size.shape, key.shape)
     return _walk(index, size, key, _forward).view(shape)
 

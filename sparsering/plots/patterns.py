@@ -19,8 +19,9 @@ def pattern_png(
     block_size: int = 128,
     title: str | None = None,
 ) -> bytes:
-    """Draws which keys each query sees: queries downwards, keys to the right, darker where more
-    pairs are in.
+    """Draws which keys each query sees: queries downwards, keys to the right.
+
+    Darker where more pairs are in.
 
     Args:
         pattern: any.

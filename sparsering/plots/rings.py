@@ -8,8 +8,9 @@ from .figure import new_figure, png, wrapped
 
 
 def traffic_png(panels: Sequence[tuple[str, Tensor, int]]) -> bytes:
-    """Draws who sends what to whom in a ring: senders downwards, receivers to the right, darker
-    where more moves, all panels alike.
+    """Draws who sends what to whom in a ring: senders downwards, receivers to the right.
+
+    Darker where more moves, all panels alike.
 
     Args:
         panels: (caption, [receiver, sender] rows of keys and values that move as `RingPlan.tokens`

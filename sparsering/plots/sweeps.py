@@ -9,8 +9,9 @@ _NAMES = {"cpu": "sparsering", "flex": "FlexAttention", "dense": "dense SDPA"}
 
 
 def sweeps_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes:
-    """Draws milliseconds over density, tokens and block size, a line per backend, from the rows of
-    the benchmark record "sweeps".
+    """Draws milliseconds over density, tokens and block size, a line per backend.
+
+    `rows` are those of the benchmark record "sweeps".
 
     Raises: ImportError without matplotlib.
     """
@@ -22,15 +23,15 @@ def sweeps_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes:
     )
     for place, (sweep, column, label) in enumerate(panels):
         axes = figure.add_subplot(1, 3, place + 1)
-        own = [row for row in rows if row["sweep"] == sweep]
-        # A dense row stands at what its neighbour "cpu" visits: it has no density of its own.
-        where = [next(r for r in own[: i + 1][::-1] if r["backend"] == "cpu")[column]
-                 for i in range(len(own))]  # fmt: skip
+        lines: dict[str, list[tuple[float, float]]] = {name: [] for name in _NAMES}
+        x = 0.0
+        for row in rows:
+            if row["sweep"] == sweep:
+                # Rows of one comparison begin with "cpu"; a dense one has no density of its own.
+                x = row[column] if row["backend"] == "cpu" else x
+                lines[row["backend"]].append((x, row["ms"]))
         for backend, color in (("cpu", SPARSE), ("flex", DENSE), ("dense", GREY)):
-            line = [
-                (x, r["ms"]) for x, r in zip(where, own, strict=True) if r["backend"] == backend
-            ]
-            if line:
+            if line := lines[backend]:
                 axes.plot(*zip(*line, strict=True), marker="o", color=color, label=_NAMES[backend])
         axes.set_xscale("log", base=10 if sweep == "density" else 2)
         axes.set_yscale("log")

@@ -7,8 +7,9 @@ from .figure import DENSE, GREY, SPARSE, new_figure, png
 
 
 def loss_png(metrics: Sequence[Mapping[str, Any]], baselines: Mapping[str, float]) -> bytes:
-    """Draws the training and validation losses of `metrics.jsonl`'s records over steps, and levels
-    to compare with.
+    """Draws training and validation losses over steps, and levels to compare with.
+
+    `metrics` are the records of `metrics.jsonl`.
 
     Raises: ImportError without matplotlib.
     """

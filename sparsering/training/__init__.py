@@ -1,8 +1,9 @@
 """Training the byte-level LongNet model: text, steps, checkpoints, and the demo's report.
 
-recipe = Recipe(pattern="LongNet((256, 1024), (1, 4)) & Causal()", context=4096, steps=500)
-train(recipe, Path("runs/mine"))
-train(recipe, Path("runs/mine"), resume=True)   # goes on where it stopped, to the same losses
+Example:
+    recipe = Recipe(pattern="LongNet((256, 1024), (1, 4)) & Causal()", context=4096, steps=500)
+    train(recipe, Path("runs/mine"))
+    train(recipe, Path("runs/mine"), resume=True)  # goes on where it stopped, to the same losses
 """
 
 from .checkpoint import load_model

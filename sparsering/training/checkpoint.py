@@ -113,7 +113,7 @@ def save_checkpoint(
     except Exception:  # on all ranks, so that nobody will name these files
         _remove(folder, written.keys() - _named_files(folder))
         raise
-    files = {name: about for own in ranks.gather(written) for name, about in own.items()}
+    files = {name: about for share in ranks.gather(written) for name, about in share.items()}
     about = {
         "format": FORMAT,
         "command": command,
@@ -163,8 +163,9 @@ def load_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Checkpoint:
 
 
 def read_about(folder: Path) -> About:
-    """What the folder's `checkpoint.json` says; the tensors stay unread. Raises as
-    `load_checkpoint`.
+    """What the folder's `checkpoint.json` says; the tensors stay unread.
+
+    Raises: as `load_checkpoint`.
     """
     try:
         text = read_file(folder / "checkpoint.json", MOST_JSON_BYTES)
@@ -222,9 +223,14 @@ def _about(folder: Path, about: Any) -> About:
     if launch is not None:
         launch = _value(about, "launch", str)
     return About(
-        folder, step, _value(about, "command", str), recipe, _value(about, "fingerprint", str),
-        launch, files,
-    )  # fmt: skip
+        folder,
+        step,
+        _value(about, "command", str),
+        recipe,
+        _value(about, "fingerprint", str),
+        launch,
+        files,
+    )
 
 
 def _value(values: dict[str, Any], name: str, kind: type) -> Any:

@@ -1,6 +1,6 @@
 """The demo: trains a small LongNet model on real text at 16,384 bytes of context and measures it.
 
-sparsering demo --out runs/demo
+Run as `sparsering demo --out runs/demo`.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The demo of training over ranks: the demo's model, its windows in shards, and what moved.
 
-torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring --out runs/demo-ring
+Run as `torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring --out runs/demo-ring`.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..distributed import RingPlan, ring_attention
+from ..distributed import RingPlan, last_traffic
 from ..distributed.sharding import num_tokens
 from ..files import replace_file
 from ..patterns.positions import Full
@@ -32,7 +32,7 @@ _TIMEOUT_S = 300.0  # the others wait while one process trains alone
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankFigures:
     """What one rank had and did. Bytes are received in one layer's attention.
 
     Attributes:
@@ -75,9 +75,13 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
                 flush=True,
             )
         run = train(
-            recipe, out, command="demo", save_every=recipe.steps, validate_every=recipe.steps,
+            recipe,
+            out,
+            command="demo",
+            save_every=recipe.steps,
+            validate_every=recipe.steps,
             ranks=ranks,
-        )  # fmt: skip
+        )
         if run.stopped_by is not None:
             return 128 + run.stopped_by
         plan = ranks.plan(run.model, recipe.context)
@@ -89,7 +93,7 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
         return ranks.from_leader(code)
 
 
-def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> Rank:
+def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> RankFigures:
     """This rank's, after training; bytes are counted in one more window, forward and backward."""
     assert ranks.mesh is not None
     memory = peak_memory_bytes()
@@ -99,7 +103,7 @@ def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> Rank:
     full = _full_ring(plan)
     received = []
     for backward in (False, True):
-        counted = ring_attention.last_traffic(backward=backward)  # type: ignore[attr-defined]
+        counted = last_traffic(backward=backward)
         planned = (
             p.bytes_received(
                 rank,
@@ -111,18 +115,21 @@ def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> Rank:
         )
         received.append((counted.received_bytes, *planned))
     forward, backward_ = received
-    return Rank(num_tokens(plan.ranges[rank]), plan.load(rank), forward, backward_, memory)
+    return RankFigures(num_tokens(plan.ranges[rank]), plan.load(rank), forward, backward_, memory)
 
 
 def _full_ring(plan: RingPlan) -> RingPlan:
     """As if each query saw every key."""
     return RingPlan.build(
-        Full(), plan.frame.kv_len, plan.world_size,
-        num_heads=plan.frame.num_kv_heads, sharding=plan.sharding,
-    )  # fmt: skip
+        Full(),
+        plan.frame.kv_len,
+        plan.world_size,
+        num_heads=plan.frame.num_kv_heads,
+        sharding=plan.sharding,
+    )
 
 
-def _report(out: Path, run: Run, plan: RingPlan, rows: list[Rank]) -> int:
+def _report(out: Path, run: Run, plan: RingPlan, rows: list[RankFigures]) -> int:
     """Prints and draws what the ranks had and did; returns 1 where something is not as expected."""
     print("Training the first steps again in one process ...", flush=True)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -143,10 +150,8 @@ def _report(out: Path, run: Run, plan: RingPlan, rows: list[Rank]) -> int:
 
     widths = (4, 8, 14, 11, 11, 13, 11, 11, 13, 13)
     print(f"{'':37}received, one layer forward        received, one layer backward")
-    line(
-        "rank", "tokens", "pairs", "counted", "planned", "full ring", "counted", "planned",
-        "full ring", "peak memory",
-    )  # fmt: skip
+    of_pass = ("counted", "planned", "full ring")
+    line("rank", "tokens", "pairs", *of_pass, *of_pass, "peak memory")
     for rank, row in enumerate(rows):
         moved = [_size(number) for number in (*row.forward, *row.backward)]
         line(rank, f"{row.tokens:,}", f"{row.pairs:,}", *moved, _size(row.peak_bytes))
@@ -168,8 +173,9 @@ def _report(out: Path, run: Run, plan: RingPlan, rows: list[Rank]) -> int:
             ]
         ),
     )
-    exact = all(row.forward[0] == row.forward[1] and row.backward[0] == row.backward[1]
-                for row in rows)  # fmt: skip
+    exact = all(
+        row.forward[0] == row.forward[1] and row.backward[0] == row.backward[1] for row in rows
+    )
     if not exact:
         print("The bytes counted are not those of the plan.")
     if not largest <= TOLERANCE:
@@ -185,9 +191,12 @@ def _losses_alone(recipe: Recipe, steps: int) -> tuple[list[float], int | None]:
     losses = []
     for step in range(min(steps, recipe.steps)):
         window = training_window(
-            text.train, context=recipe.context, batch_size=recipe.batch_size, seed=recipe.seed,
+            text.train,
+            context=recipe.context,
+            batch_size=recipe.batch_size,
+            seed=recipe.seed,
             step=step,
-        )  # fmt: skip
+        )
         losses.append(training_step(model, optimizer, recipe, step, *window)[0])
     return losses, peak_memory_bytes()
 

@@ -115,9 +115,9 @@ def write_parts(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks: R
     Raises: OSError where it cannot be written; ImportError without safetensors.
     """
     save = _safetensors().torch.save
-    if not (own := _own_share(tensors, ranks)):
+    if not (share := _own_share(tensors, ranks)):
         return {}
-    content = save(own)
+    content = save(share)
     digest = hashlib.sha256(content).hexdigest()
     name = f"checkpoint-{step:06d}-{digest[:12]}.safetensors"
     replace_file(folder / name, content)

@@ -126,16 +126,16 @@ class Ranks:
         """
         if self.mesh is None:
             return do()
-        own: Exception | None = None
+        failure: Exception | None = None
         try:
             result = do()
         except Exception as error:
-            own = error
+            failure = error
         kinds = (ValueError, OSError, ImportError, MemoryError)
-        kind = next((kind for kind in kinds if isinstance(own, kind)), RuntimeError)
-        errors = self.gather(None if own is None else (kind, str(own)))
-        if own is not None:
-            raise own
+        kind = next((kind for kind in kinds if isinstance(failure, kind)), RuntimeError)
+        errors = self.gather(None if failure is None else (kind, str(failure)))
+        if failure is not None:
+            raise failure
         for rank, found in enumerate(errors):
             if found is not None:
                 raise found[0](f"rank {rank}: {found[1]}")
@@ -178,10 +178,13 @@ class Ranks:
     def plan(self, model: LongNetLM, length: int) -> RingPlan:
         """Of the model's attention over a sequence of `length` tokens."""
         return RingPlan.build(
-            model.pattern, length, self.size("sp"),
-            num_heads=model.num_heads, sharding=self.sharding,
+            model.pattern,
+            length,
+            self.size("sp"),
+            num_heads=model.num_heads,
+            sharding=self.sharding,
             block_size=default_block_size(model.pattern, length),
-        )  # fmt: skip
+        )
 
     def loss(
         self, model: LongNetLM, tokens: Tensor, targets: Tensor, attend: Attend | None = None
@@ -204,9 +207,12 @@ class Ranks:
         cut = partial(shard, mesh=sp, sharding=sharding)
         if attend is None:
             ring = partial(
-                ring_attention, pattern=model.pattern, mesh=sp, sharding=sharding,
+                ring_attention,
+                pattern=model.pattern,
+                mesh=sp,
+                sharding=sharding,
                 timeout=self.timeout,
-            )  # fmt: skip
+            )
             attend = cast(Attend, ring)
         return model.loss(
             cut(tokens, dim=1).to(self.device),

@@ -1,7 +1,8 @@
 """Joining the processes that torchrun starts, and starts again after one of them died.
 
-with ranks_of_torchrun(sequence_parallel=4) as ranks:
-    train(recipe, out, resume=starts_again(ranks, out), ranks=ranks)
+Example:
+    with ranks_of_torchrun(sequence_parallel=4) as ranks:
+        train(recipe, out, resume=starts_again(ranks, out), ranks=ranks)
 """
 
 import os
@@ -57,9 +58,12 @@ def ranks_of_torchrun(
     start = max(seconds, TIMEOUT_S)  # processes do not all start at once
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=start)))
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", store=_fresh_store(store, rank, world, start),
-        rank=rank, world_size=world, timeout=limit,
-    )  # fmt: skip
+        "nccl" if on_gpu else "gloo",
+        store=_fresh_store(store, rank, world, start),
+        rank=rank,
+        world_size=world,
+        timeout=limit,
+    )
     yield arrange(sequence_parallel or 1, sharding=sharding or "contiguous", timeout=seconds)
     dist.destroy_process_group()  # not after an error: peers may be gone
 
@@ -95,18 +99,18 @@ def _fresh_store(store: dist.Store, rank: int, world: int, timeout: float) -> di
     `init_process_group` connects to whichever it finds first. So rank 0 names a part anew, and the
     others take a name once rank 0 has seen what they alone can have written there.
     """
-    own = secrets.token_hex(8)
+    name = secrets.token_hex(8)
     if rank == 0:
-        store.set("part", own)
-        greetings = [f"{own}/{other}" for other in range(1, world)]
+        store.set("part", name)
+        greetings = [f"{name}/{other}" for other in range(1, world)]
         store.wait(greetings, timedelta(seconds=timeout))
-        store.set(f"{own}/seen", " ".join(store.get(key).decode() for key in greetings))
-        return dist.PrefixStore(own, store)
+        store.set(f"{name}/seen", " ".join(store.get(key).decode() for key in greetings))
+        return dist.PrefixStore(name, store)
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         part = store.get("part").decode()
-        store.set(f"{part}/{rank}", own)
-        if store.check([f"{part}/seen"]) and own in store.get(f"{part}/seen").decode():
+        store.set(f"{part}/{rank}", name)
+        if store.check([f"{part}/seen"]) and name in store.get(f"{part}/seen").decode():
             return dist.PrefixStore(part, store)
         time.sleep(0.02)
     raise TimeoutError(

@@ -63,9 +63,13 @@ def tune(
         for kernel in KERNELS:
             name = "forward" if kernel == "forward" else "backward"
             best = _fastest(
-                runs[name], expected[name], config_key(kernel, dtype, head_dim, size),
-                list(tuning.candidates(kernel, query, head_dim, size)), configs, say,
-            )  # fmt: skip
+                runs[name],
+                expected[name],
+                config_key(kernel, dtype, head_dim, size),
+                list(tuning.candidates(kernel, query, head_dim, size)),
+                configs,
+                say,
+            )
             configs |= best
         with tuning.trial(configs, query.device):
             totals[size] = sum(_milliseconds(run) for run in runs.values())
