@@ -48,11 +48,13 @@ class Grid:
         A segment's first tile begins `offset` into it.
         """
         lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
-        begin, end = self._segments(ranges[0][0], ranges[-1][1]) if ranges else (lows, highs)
-        reach, high = self.step * block_size, ranges[-1][1] if ranges else 0
+        low, high = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
+        begin, end = self._segments(low, high) if ranges else (lows, highs)
+        reach = self.step * block_size
         length = (end.clamp(max=high) - begin).clamp(min=0)
-        segment, number = expand_counts(-(-length // reach))
-        start = begin[segment] + number * reach
+        skipped = (low - begin).clamp(min=0) // reach  # tiles that end before the first position
+        segment, number = expand_counts((-(-length // reach) - skipped).clamp(min=0))
+        start = begin[segment] + (skipped[segment] + number) * reach
         end = torch.minimum(end[segment], start + reach)
         first = torch.searchsorted(highs, start, right=True)  # the same tiles for every offset
         count = (torch.searchsorted(lows, end) - first).clamp(min=0)
@@ -60,11 +62,11 @@ class Grid:
         within = first[tile] + number
         start, stop = start[tile], torch.minimum(end[tile], highs[within])
         residues = self._residues(ranges, int(length.max()) if len(length) else 0)
-        low = lows[within].repeat(len(residues))
+        low_of = lows[within].repeat(len(residues))
         residue = residues.repeat_interleave(len(start))
         start = start.repeat(len(residues)) + residue + offset
         stop = stop.repeat(len(residues))
-        start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
+        start = start + (low_of - start).clamp(min=0).add(self.step - 1) // self.step * self.step
         last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
         return Axis(self.step, residue, start, stop, last)
 
