@@ -80,14 +80,16 @@ def choose(backend: str | None, tensors: Sequence[Tensor], extras: Collection[st
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
-    names = [name for name in BACKENDS if is_default(name)] if backend is None else [backend]
-    for name in names:
-        if not reasons_against(name, tensors, extras):
+    refused = []
+    for name in BACKENDS if backend is None else [backend]:
+        if backend is None and not is_default(name):
+            continue
+        if not (reasons := reasons_against(name, tensors, extras)):
             return name
+        refused.append(f"{name}: {', '.join(reasons)}")
     if backend is not None and (lacking := _missing_package(BACKENDS[backend])):
         raise ImportError(f"backend {backend!r} needs {lacking}")
-    told = (f"{name}: {', '.join(reasons_against(name, tensors, extras))}" for name in names)
-    raise NotImplementedError("; ".join(told))
+    raise NotImplementedError("; ".join(refused))
 
 
 def _missing_package(backend: Backend) -> str:

@@ -67,9 +67,7 @@ def autocasting(x: Tensor) -> bool:
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """No autocast on the tensor's device: it would round scores."""
-    if x.device.type == "meta":
-        return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
+    return torch.autocast(x.device.type, enabled=False) if autocasting(x) else nullcontext()
 
 
 def power_of_2(n: int) -> int:

@@ -66,7 +66,7 @@ def layout_for(
     backend: str,
 ) -> BlockLayout:
     """The cached layout of a spelt-out pattern on these inputs."""
-    frame = Frame.build(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
+    frame = Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
     value = parse(pattern, tensors)
     check_batch(value, query)
     if block_size is None:

@@ -192,13 +192,7 @@ class Pattern:
 
     def num_batches(self) -> int | None:
         """The batch size that the pattern demands, None for any."""
-        sizes = {size for branch in self.branches if (size := branch.num_batches()) is not None}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"the parts of a pattern must agree on the batch size, got {sorted(sizes)} "
-                f"in {self}"
-            )
-        return sizes.pop() if sizes else None
+        raise NotImplementedError
 
     def num_tables(self, frame: Frame) -> int:
         """How many heads see a pattern of their own: 1, num_kv_heads or num_heads."""
@@ -287,6 +281,9 @@ class Mixture(Pattern):
     def branches(self) -> tuple[Mask, ...]:
         return self.masks
 
+    def num_batches(self) -> int | None:
+        return _agreed_batches(self)
+
     def __and__(self, other: object) -> "Mixture":
         if isinstance(other, Mixture):
             raise TypeError(
@@ -332,7 +329,7 @@ class _SetOperation(Mask):
             mask.check(frame)
 
     def num_batches(self) -> int | None:
-        return Mixture(self.masks).num_batches()
+        return _agreed_batches(self)
 
     def num_tables(self, frame: Frame) -> int:
         return max(mask.num_tables(frame) for mask in self.masks)
@@ -379,6 +376,15 @@ def check_fits(pattern: Pattern, frame: Frame) -> None:
         pattern.check(frame)
     except ValueError as error:
         raise ValueError(f"{error}, in {shortened(str(pattern))}") from None
+
+
+def _agreed_batches(pattern: "Mixture | _SetOperation") -> int | None:
+    sizes = {size for mask in pattern.masks if (size := mask.num_batches()) is not None}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"the parts of a pattern must agree on the batch size, got {sorted(sizes)} in {pattern}"
+        )
+    return sizes.pop() if sizes else None
 
 
 def _parts(operator_type: type[_SetOperation], mask: Mask) -> tuple[Mask, ...]:
