@@ -340,8 +340,8 @@ class PerDocument(Condition):
 
     def status(self, pairs: TilePairs) -> Tensor:
         inside, in_document = self._in_documents(pairs)
-        crossing = self.same.status(pairs).clamp(max=VARIES)
-        return torch.where(inside, self.inner.status(in_document), crossing)
+        # Elsewhere the tiles' documents decide: such tiles never fill one, so none of them is full.
+        return torch.where(inside, self.inner.status(in_document), self.same.status(pairs))
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
         inside, in_document = self._in_documents(pairs)
