@@ -33,11 +33,12 @@ demo-ring: $(STAMP) ## the same over 4 processes that share each text; writes ru
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 \
 		-m sparsering demo-ring --out runs/demo-ring
 
+# Two processes, of one torch thread each (tests/conftest.py): what is done first takes the rest over.
 test: $(STAMP) ## run the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(STAMP) ## run every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-asan: $(STAMP) ## run the kernel's tests with address and undefined-behaviour sanitizers (g++)
 	SPARSERING_CXXFLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined" \

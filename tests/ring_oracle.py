@@ -37,8 +37,9 @@ def plan_of(pattern: sr.Pattern, case: Case, world: int, sharding: str) -> RingP
 
 
 def visited(pattern: sr.Pattern, case: Case, away: list[int]) -> Tensor:
-    """[B, Hkv, Nq, Nk] bool: whether a query of the kv head's group visits a key; rows that are
-    `away` visit none.
+    """[B, Hkv, Nq, Nk] bool: whether a query of the kv head's group visits a key.
+
+    Rows that are `away` visit none.
     """
     counts = dense_counts(pattern, case) > 0
     counts = counts.unflatten(1, (case.num_kv_heads, -1)).any(2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import FORKED
 
 MAX_WORLD = 8
 _TIMEOUT = 120.0  # of the tests; nothing should take as long
@@ -19,10 +20,13 @@ groups: dict[int, dist.ProcessGroup] = {}
 
 
 class Workers:
-    """`world` processes with a default group, and a group of the first n for each n."""
+    """`world` processes with a default group, and a group of the first n for each n.
 
-    def __init__(self, world: int, timeout: float = 60.0) -> None:
-        context = multiprocessing.get_context("spawn")
+    What the environment now says counts for those that are not `forked` alone.
+    """
+
+    def __init__(self, world: int, timeout: float = 60.0, forked: bool = True) -> None:
+        context = FORKED if forked else multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         address = f"file://{self.folder.name}/rendezvous"
         self.pipes, self.processes = [], []
@@ -36,8 +40,9 @@ class Workers:
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, world: int | None = None) -> list[Any]:
-        """What `function(rank, *args)` returns on each of the first `world` ranks; its first error
-        is raised here.
+        """What `function(rank, *args)` returns on each of the first `world` ranks.
+
+        The first error of a rank is raised here.
         """
         pipes = self.pipes[:world]
         for pipe in pipes:

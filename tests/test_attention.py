@@ -143,7 +143,6 @@ def test_ragged_lengths_at_every_block_size(length, block_size):
     assert_is_the_reference(sr.SlidingWindow(30, 30) | sr.GlobalTokens(3), case)
 
 
-@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize(
     "arrange",
     [
@@ -154,8 +153,10 @@ def test_ragged_lengths_at_every_block_size(length, block_size):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_strides_change_no_bit(arrange, dtype):
-    case = Case(2, 4, 4, 70, 70, 8, 8, 16, arrange=arrange)
+def test_strides_change_no_bit(arrange, dtype, each_backend):
+    case = Case(2, 2, 2, 70, 70, 8, 8, 16, arrange=arrange)
+    if each_backend == "triton":
+        case = replace(case, q_len=40, kv_len=40)
     args = inputs(case, dtype)
     assert not args[1].is_contiguous()
     copies = [x.detach().contiguous().requires_grad_() for x in args]
@@ -293,7 +294,7 @@ def assert_at_most_twice_the_eager_error(
 def test_error_is_at_most_twice_that_of_dense_attention_in_the_dtype(name, dtype, each_backend):
     case = Case(2, 4, 2, 150, 150, 48, 40, 32)
     if each_backend == "triton":
-        case = Case(1, 4, 2, 90, 90, 48, 40, 32)
+        case = Case(1, 2, 1, 70, 70, 48, 40, 32)
     assert_at_most_twice_the_eager_error(PATTERNS[name](case), case, dtype)
 
 
@@ -628,7 +629,6 @@ def visiting_rows(pattern: sr.Pattern, case: Case, head: int, key_position: int)
     return rows
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["key", "value"])
 @pytest.mark.parametrize(
     "pattern",
@@ -641,28 +641,28 @@ def visiting_rows(pattern: sr.Pattern, case: Case, head: int, key_position: int)
     ],
     ids=repr,
 )
-def test_nan_and_inf_reach_only_rows_that_visit_their_tile(pattern, where, bad, each_backend):
+def test_nan_and_inf_reach_only_rows_that_visit_their_tile(pattern, where, each_backend):
     case = Case(2, 4, 2, 100, 100, 8, 8, 16)
     runs = [(torch.float32, 64 << 20), (torch.float32, 1), (torch.bfloat16, 64 << 20)]
     if each_backend == "triton":
-        case, runs = replace(case, q_len=60, kv_len=60), runs[:1]
+        case, runs = Case(2, 2, 2, 52, 52, 8, 8, 16), runs[:1]
+    touched = torch.zeros(2, case.num_heads, case.q_len, dtype=torch.bool)
+    for head in range(case.num_heads)[case.num_heads // 2 :]:  # of kv head 1
+        touched[1, head] = visiting_rows(pattern, case, head, 50)
+    assert 0 < touched.sum() < 200
+    seen = dense_counts(pattern, case)[..., 50].gt(0) & touched
     for dtype, limit in runs:
         args = inputs(case, dtype, requires_grad=False)
-        spoilt = [x.clone() for x in args]
-        spoilt[1 if where == "key" else 2][1, 1, 50] = bad  # batch entry 1, query heads 2 and 3
         with workspace(limit):
             clean = attend(*args, pattern, block_size=16)
-            got = attend(*spoilt, pattern, block_size=16)
-        touched = torch.zeros(2, 4, case.q_len, dtype=torch.bool)
-        for head in (2, 3):
-            touched[1, head] = visiting_rows(pattern, case, head, 50)
-        assert 0 < touched.sum() < 200
-        for a, b in zip(got, clean, strict=True):
-            assert torch.equal(a[~touched], b[~touched])
-        if math.isnan(bad):
-            seen = dense_counts(pattern, case)[..., 50] > 0
-            seen[0], seen[:, :2] = False, False
-            assert got[0][seen].isnan().any(-1).all()
+            for bad in (math.nan, math.inf, -math.inf):
+                spoilt = [x.clone() for x in args]
+                spoilt[1 if where == "key" else 2][1, 1, 50] = bad
+                got = attend(*spoilt, pattern, block_size=16)
+                for a, b in zip(got, clean, strict=True):
+                    assert torch.equal(a[~touched], b[~touched])
+                if math.isnan(bad):
+                    assert got[0][seen].isnan().any(-1).all()
 
 
 @pytest.mark.usefixtures("each_backend")
@@ -703,7 +703,12 @@ def test_nan_and_inf_reach_only_the_gradients_of_rows_that_visit_their_tile():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("length", "block_size", "limit", "repetitions"),
-    [(200, 32, 20_000, 3), (300, 32, 64 << 20, 10), (900, 256, 64 << 20, 3)],
+    [
+        (200, 32, 20_000, 2),
+        (300, 32, 64 << 20, 3),
+        (700, 256, 64 << 20, 1),
+        pytest.param(900, 32, 64 << 20, 20, marks=pytest.mark.slow),
+    ],
 )
 def test_same_bits_at_every_repetition(
     num_threads, dtype, length, block_size, limit, repetitions, threads

@@ -11,9 +11,6 @@ import sparsering as sr
 from sparsering.cli import main
 from sparsering.training import Recipe, train
 
-# Tiny tensors: a second thread would only wait, for long where other tests run beside.
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def run(*argv):
     return main([str(argument) for argument in argv])

@@ -36,7 +36,7 @@ def peak(rank: int, world: int, name: str) -> int:
 def test_memory_of_a_rank_is_flat_in_the_number_of_ranks(monkeypatch):
     for variable in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
         monkeypatch.setenv(variable, "65536")  # what is freed goes back to the system
-    workers = Workers(8)
+    workers = Workers(8, forked=False)
     try:
         for name in PATTERNS:
             peaks = {world: max(workers.run(peak, world, name, world=world)) for world in (4, 8)}

@@ -1,8 +1,8 @@
-"""The CPU kernel against float64: every pattern and shape, both ways to sum dK and dV, any number
-of threads; layouts that lie; a library that cannot be built, is broken, or is built twice at once.
+"""The CPU kernel against float64: every pattern and shape, both ways to sum dK and dV.
 
-What all backends share (precision beside dense attention, NaN, empty rows, determinism) is tested
-in test_attention, for each of them.
+And any number of threads; layouts that lie; a library that cannot be built, is broken, or is built
+twice at once. What all backends share (precision beside dense attention, NaN, empty rows,
+determinism) is tested in test_attention, for each of them.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from attention_oracle import PATTERNS, Case, assert_close, dense_counts, gradients, inputs
+from forked import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patterns_oracle import Spec, build
@@ -34,7 +35,16 @@ FORWARD = 3e-6  # float32 sums of up to some hundred terms; a wrong pair is off 
 BACKWARD = 2e-5
 
 
-@pytest.fixture(params=["by head", "by tile"])
+@pytest.fixture(autouse=True)
+def two_threads(threads) -> None:
+    """All other tests have one, which shares its work with none."""
+    torch.set_num_threads(2)
+
+
+SWEEPS = ("by head", "by tile")
+
+
+@pytest.fixture(params=SWEEPS)
 def sweep(request, monkeypatch) -> str:
     """How dK and dV are summed."""
     most = float("inf") if request.param == "by head" else 0
@@ -81,9 +91,18 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", PATTERNS)
-def test_is_the_reference_forward_and_backward(name, shape, sweep):
+@pytest.mark.parametrize(
+    ("name", "shape", "sweep"),
+    [
+        pytest.param(name, shape, sweep, marks=() if (i + j + k) % 2 else pytest.mark.slow)
+        for i, name in enumerate(PATTERNS)
+        for j, shape in enumerate(SHAPES)
+        for k, sweep in enumerate(SWEEPS)
+    ],
+    indirect=["sweep"],
+)
+@pytest.mark.usefixtures("sweep")
+def test_is_the_reference_forward_and_backward(name, shape):
     assert_is_exact(PATTERNS[name](SHAPES[shape]), SHAPES[shape])
 
 
@@ -338,16 +357,6 @@ def test_too_few_biases_raise():
 # The library
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 ATTEND = """
 import torch, sparsering as sr
 args = torch.randn(3, 1, 2, 40, 16)
@@ -480,13 +489,13 @@ def test_with_narrower_vectors(capability, products, tmp_path):
         "ONEDNN_MAX_CPU_ISA": products,
         "SPARSERING_CACHE": str(tmp_path),
     }
-    told = run("import torch; print(torch.backends.cpu.get_cpu_capability())", **environment)
+    options = {"env": {**os.environ, **environment}, "capture_output": True, "text": True}
+    asked = [sys.executable, "-c", "import torch; print(torch.backends.cpu.get_cpu_capability())"]
+    told = subprocess.run(asked, **options, check=True)
     assert told.stdout.strip() == capability.upper()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-k", "not library", __file__],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
+        **options,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]

@@ -7,8 +7,6 @@ are cut, packed heads, heads in turn, tensor descriptors. bfloat16 and speed wan
 
 import itertools
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -23,6 +21,7 @@ from attention_oracle import (
     gradients,
     inputs,
 )
+from forked import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patterns_oracle import build
@@ -66,9 +65,9 @@ def assert_rounded(got, exact, wrt, exact_wrt) -> None:
 SHAPES = [
     Case(1, 2, 2, 50, 50, 16, 16),
     Case(1, 4, 2, 30, 60, 17, 5, 32, arrange="tokens before heads"),
-    Case(2, 3, 1, 20, 40, 8, 20, 16, arrange="width before tokens"),
+    Case(2, 2, 1, 20, 40, 8, 20, 16, arrange="width before tokens"),
     Case(1, 2, 1, 60, 33, 8, 12, 48),
-    Case(1, 6, 2, 20, 40, 3, 2, 16, 31, "every other of a larger tensor"),
+    Case(1, 3, 1, 20, 40, 3, 2, 16, 31, "every other of a larger tensor"),
     Case(2, 4, 2, 1, 77, 40, 48, None, arrange="one head expanded"),
 ]
 
@@ -149,7 +148,7 @@ def test_the_highest_of_huge_scores_takes_all(size):
 
 
 def test_steps_of_16_tokens_read_their_own_bits(monkeypatch):
-    case = Case(1, 2, 1, 70, 70, 16, 16, 32)
+    case = Case(1, 2, 1, 40, 40, 16, 16, 32)
     for rows, streamed in ((32, 16), (16, 32), (16, 16)):
         config = Config(rows, streamed, 4, 2)
         monkeypatch.setattr(backend, "config_for", lambda *rest, config=config: config)
@@ -177,7 +176,8 @@ def test_either_way_of_allowing_tf32_is_heard():
         "torch.set_float32_matmul_precision('high')",
         "torch.backends.cuda.matmul.allow_tf32 = True",
     ):
-        subprocess.run([sys.executable, "-c", code.format(allow)], check=True)
+        done = run(code.format(allow))
+        assert done.returncode == 0, done.stderr
 
 
 # How work is cut
@@ -199,7 +199,7 @@ def cut_tiles(monkeypatch) -> None:
     ["full", "causal", "global tokens", "mixture with overlap", "blocks of each head"],
 )
 def test_tiles_cut_into_pieces_are_the_reference(name):
-    case = Case(1, 4, 2, 60, 60, 8, 12)
+    case = Case(1, 2, 1, 60, 60, 8, 12)
     launched = _launched(lambda: assert_is_the_reference(PATTERNS[name](case), case))
     assert {"merge_kernel", "sum_kernel"} <= set(launched)
 
@@ -288,7 +288,7 @@ def test_a_group_is_shared_out_where_there_are_few_keys(monkeypatch):
 
 @pytest.mark.parametrize("arrange", ["contiguous", "tokens before heads", "one head expanded"])
 def test_tensor_descriptors_give_the_bits_of_pointers(arrange, monkeypatch):
-    case = Case(2, 2, 2, 70, 70, 16, 16, 32, arrange=arrange)
+    case = Case(2, 2, 2, 40, 40, 16, 16, 32, arrange=arrange)
     pattern = sr.Causal() + sr.SlidingWindow(3)
     args = inputs(case, torch.float32)
 

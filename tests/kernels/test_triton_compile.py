@@ -1,5 +1,4 @@
-"""The Triton kernels compiled ahead of time for GPUs that are not there, and what they are compiled
-for.
+"""The Triton kernels compiled ahead of time, for GPUs that are not there.
 
 Each test starts `compile_triton.py` in a process of its own, without the interpreter.
 """

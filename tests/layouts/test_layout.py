@@ -359,19 +359,13 @@ def test_zero_lengths_give_an_empty_layout(pattern: Any, q_len: int, kv_len: int
 
 def test_long_window_is_built_in_the_memory_and_time_of_its_tiles() -> None:
     length, left = 2**20, 4096
-    threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # so that the time of this thread is all the work, on a busy machine too
-    try:
-        seconds = []
-        for _ in range(3):
-            sr.layout_cache.clear()
-            start = thread_time()
-            layout = sr.SlidingWindow(left).layout(length)
-            seconds.append(thread_time() - start)
-    finally:
-        torch.set_num_threads(threads)
+    assert torch.get_num_threads() == 1  # the time of this thread is all the work
+    seconds = []
+    for _ in range(3):
+        sr.layout_cache.clear()
+        start = thread_time()
+        layout = sr.SlidingWindow(left).layout(length)
+        seconds.append(thread_time() - start)
     assert layout.num_pairs == length * (left + 1) - left * (left + 1) // 2
     assert layout.num_blocks == 8192 * 33 - 32 * 33 // 2
     assert layout.nbytes <= 4 * 2**20

@@ -14,15 +14,6 @@ from sparsering.nn.rope import rotary_table, rotate
 PATTERN = sr.LongNet((16, 64), (1, 4))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny tensors: a second thread would only wait, for long where other tests run beside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def tiny(pattern=PATTERN, **options):
     torch.manual_seed(0)
     model = LongNetLM(pattern, width=32, num_layers=2, num_heads=4, **options)

@@ -36,10 +36,6 @@ RECIPE = Recipe(
 )
 
 
-# Tiny tensors: a second thread would only wait, for long where other tests run beside.
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture
 def corpus(tmp_path):
     """Twenty files, each of its own words."""
@@ -123,7 +119,6 @@ def test_a_signalled_run_leaves_a_whole_checkpoint_and_resumes(recipe, tmp_path,
             [str(word) for word in command],
             stdout=log,
             stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     try:
         deadline = time.monotonic() + 60

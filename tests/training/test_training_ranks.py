@@ -43,8 +43,6 @@ RECIPE = Recipe(
 TOLERANCE = 2e-6
 """Relative, of losses and gradient norms in float32; 4e-7 is the largest difference seen."""
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Workers]:
@@ -301,7 +299,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(recipe, tmp_path):
             torchrun(2, *words, restarts=1),
             stdout=log,
             stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
         )
     try:
         while not (out / "metrics.jsonl").exists() or (10, "loss") not in figures(out):
@@ -401,7 +399,7 @@ def test_the_demo_counts_what_the_plan_says(recipe, tmp_path):
         'if __name__ == "__main__":\n'
         f"    raise SystemExit(demo_ring(Path({str(out)!r}), recipe={recipe!r}))\n"
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         torchrun(2, script), capture_output=True, text=True, timeout=120, env=environment
     )
