@@ -1,5 +1,6 @@
 """What a call must be given, and what it takes where it is given nothing."""
 
+from math import isfinite
 from numbers import Real
 
 import torch
@@ -16,10 +17,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
     """Raises ValueError (TypeError for a pattern that is none) where they do not fit together."""
-    if not isinstance(pattern, Pattern):
-        raise TypeError(
-            f"pattern must be a sparsering pattern such as Causal(), got {type(pattern).__name__}"
-        )
+    check_pattern(pattern)
     for name, x in (("query", query), ("key", key), ("value", value)):
         _check_tensor(name, x)
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
@@ -28,16 +26,20 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
             f"query, key and value must be [batch, heads, tokens, head dim], got {shapes}; "
             "unsqueeze what lacks"
         )
-    batch, heads, _, head_dim = query.shape
-    if key.shape[0] != batch or value.shape[:3] != key.shape[:3] or key.shape[3] != head_dim:
+    if differ := _differences(query, key, value):
         raise ValueError(
             "query [B, Hq, Nq, D], key [B, Hkv, Nk, D] and value [B, Hkv, Nk, Dv] must agree, got "
-            f"{shapes}; tokens come third: transpose(1, 2) turns [B, N, H, D] into it"
+            f"{shapes}: {' and '.join(differ)} differ; if tokens come before heads, "
+            "transpose(1, 2)"
         )
-    if heads % max(1, key.shape[1]) or (heads and not key.shape[1]):
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads % max(1, kv_heads) or (heads and not kv_heads):
+        way_out = "are query and key swapped, or tokens before heads?"
+        if kv_heads < heads:
+            way_out = "repeat_interleave(..., dim=1) keys and values up to a divisor, or drop heads"
         raise ValueError(
-            f"query heads must be a multiple of key/value heads, got {heads} and "
-            f"{key.shape[1]} in {shapes}; repeat_interleave the keys and values"
+            f"query heads must be a multiple of key/value heads, got {heads} and {kv_heads} in "
+            f"{shapes}; {way_out}"
         )
     dtypes = (query.dtype, key.dtype, value.dtype)
     one_dtype = len(set(dtypes)) == 1 or autocasting(query)
@@ -51,6 +53,36 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
             f"query, key and value must be on one device, got {query.device}, {key.device}, "
             f"{value.device}; move with .to()"
         )
+
+
+def _differences(query: Tensor, key: Tensor, value: Tensor) -> list[str]:
+    """What should be equal and is not."""
+    pairs = (
+        ("batches of query and key", query.shape[0], key.shape[0]),
+        ("head dims of query and key", query.shape[3], key.shape[3]),
+        ("batches of key and value", key.shape[0], value.shape[0]),
+        ("heads of key and value", key.shape[1], value.shape[1]),
+        ("tokens of key and value", key.shape[2], value.shape[2]),
+    )
+    return [f"{what} ({a}, {b})" for what, a, b in pairs if a != b]
+
+
+def check_pattern(pattern: object) -> None:
+    """Raises TypeError, with a way out, for what is no pattern."""
+    if isinstance(pattern, Pattern):
+        return
+    got, way_out = type(pattern).__name__, "patterns are made by Causal(), LongNet(...), ..."
+    if isinstance(pattern, type) and issubclass(pattern, Pattern):
+        got, way_out = f"the class {pattern.__name__}", "call it with its arguments"
+    elif isinstance(pattern, BlockLayout):
+        way_out = "pass the pattern, whose layouts are kept"
+    elif isinstance(pattern, str):
+        way_out = "parse(text) reads one"
+    elif isinstance(pattern, Tensor):
+        way_out = "Dense(mask) takes bool [Nq, Nk] or [H, Nq, Nk], True where a pair attends"
+    elif callable(pattern):
+        way_out = "from_mask_mod(function) takes FlexAttention's mask_mod"
+    raise TypeError(f"pattern must be a sparsering pattern such as Causal(), got {got}; {way_out}")
 
 
 def _check_tensor(name: str, x: object) -> None:
@@ -79,6 +111,8 @@ def check_scale(scale: object) -> None:
         )
     if not isinstance(scale, Real | torch.SymFloat | None) or isinstance(scale, bool):
         raise ValueError(f"scale must be a number or None, got {scale!r}; wrap it in float()")
+    if scale is not None and not isinstance(scale, torch.SymFloat) and not isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale!r}; None is D ** -0.5")
 
 
 def check_integer_or_none(name: str, number: object) -> None:

@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     train.add_argument(
         "--sharding",
-        choices=("contiguous", "zigzag", "auto"),
+        choices=("contiguous", "zigzag", "balanced", "auto"),
         help="under torchrun: which process has which tokens (default: contiguous)",
     )
     train.add_argument(

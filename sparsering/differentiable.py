@@ -40,8 +40,9 @@ def differentiable(
     count = names.index("tensors")
 
     def run(**arguments: Any) -> tuple[Tensor, Tensor]:
-        given = [arguments[name] for name in names]
-        out, lse = Transformed.apply(*given) if _transforming() else op(*given)
+        given = [arguments.pop(name) for name in names]
+        assert not arguments, f"not in the schema of {name}: {sorted(arguments)}"
+        out, lse = Transformed.apply(*given) if transforming() else op(*given)
         return out, lse
 
     def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -66,7 +67,7 @@ def differentiable(
         of_results = (
             torch.zeros_like(x) if g is None else g for x, g in zip(results, grads, strict=True)
         )
-        run = TransformedGradients.apply if _transforming() else gradients_op
+        run = TransformedGradients.apply if transforming() else gradients_op
         found = run(*given, tensors, *ctx.values, *results, *of_results)
         kept = (None if x is None else grad for x, grad in zip(given, found, strict=True))
         return (*kept, [None] * len(tensors), *(None for _ in ctx.values))
@@ -122,7 +123,7 @@ def differentiable(
     return run
 
 
-def _transforming() -> bool:
+def transforming() -> bool:
     """Whether torch.func transforms what runs now."""
     if torch.compiler.is_compiling():
         return False

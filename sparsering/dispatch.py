@@ -1,8 +1,8 @@
 """The table of backends, and which of them runs a call."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -69,12 +69,14 @@ def backends() -> dict[str, list[str]]:
     return {name: backend.reasons() for name, backend in BACKENDS.items()}
 
 
-def choose(backend: str | None, tensors: Sequence[Tensor], extras: Collection[str] = ()) -> str:
+def choose(
+    backend: str | None, tensors: Sequence[Tensor], options: Mapping[str, Any] | None = None
+) -> str:
     """The named backend, or the first that can run a call.
 
     Args:
         tensors: query, key and value.
-        extras: names of the options in use.
+        options: those that only some backends compute, None where it is not in use.
 
     Raises: NotImplementedError with every reason, ImportError where a named one lacks its package.
     """
@@ -84,7 +86,7 @@ def choose(backend: str | None, tensors: Sequence[Tensor], extras: Collection[st
     for name in BACKENDS if backend is None else [backend]:
         if backend is None and not is_default(name):
             continue
-        if not (reasons := reasons_against(name, tensors, extras)):
+        if not (reasons := reasons_against(name, tensors, options)):
             return name
         refused.append(f"{name}: {', '.join(reasons)}")
     if backend is not None and (lacking := _missing_package(BACKENDS[backend])):
@@ -103,11 +105,24 @@ def is_default(name: str) -> bool:
     return not BACKENDS[name].only_named and not (name == "triton" and triton.interpreting())
 
 
-def reasons_against(name: str, tensors: Sequence[Tensor], extras: Collection[str]) -> list[str]:
+def reasons_against(
+    name: str, tensors: Sequence[Tensor], options: Mapping[str, Any] | None = None
+) -> list[str]:
     """Why a backend cannot run a call; [] if it can."""
-    backend = BACKENDS[name]
-    lacks = [f"it has no {extra}" for extra in extras if extra not in backend.extras]
+    backend, in_use = (
+        BACKENDS[name],
+        [x for x, given in (options or {}).items() if given is not None],
+    )
+    lacks = [
+        f"it has no {option} ({', '.join(_computing(option))} have it)"
+        for option in in_use
+        if option not in backend.extras
+    ]
     return backend.reasons(*tensors) + lacks
+
+
+def _computing(option: str) -> list[str]:
+    return [name for name, backend in BACKENDS.items() if option in backend.extras]
 
 
 def block_size_of(backend: str, pattern: Pattern, query: Tensor, kv_len: int) -> int:

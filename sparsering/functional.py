@@ -1,11 +1,12 @@
 """The public functions: `attention`, and `explain`, which says what would run and why."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
 from .checks import (
     autocast_inputs,
+    check_batch,
     check_inputs,
     check_integer_or_none,
     check_scale,
@@ -14,7 +15,7 @@ from .checks import (
 )
 from .dispatch import BACKENDS, block_size_of, choose, is_default, reasons_against
 from .ops import attend
-from .patterns.algebra import Pattern
+from .patterns.algebra import Frame, Pattern, check_fits
 
 
 @overload
@@ -97,47 +98,79 @@ def attention(
     Example:
         >>> out = attention(query, key, value, LongNet((2048, 4096), (1, 2)) & Causal())
     """
+    inputs, call, options = _checked(
+        query,
+        key,
+        value,
+        pattern,
+        scale=scale,
+        q_start=q_start,
+        block_size=block_size,
+        block_bias=block_bias,
+    )
+    chosen = choose(backend, inputs, options)
+    out, lse = attend(chosen, *inputs, pattern, **call, options=options)
+    return (out, lse) if return_lse else out
+
+
+def _checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    scale: float | None = None,
+    q_start: int | None = None,
+    block_size: int | None = None,
+    block_bias: Tensor | None = None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], dict[str, Any]]:
+    """Query, key and value; what every backend computes; and the options that only some do."""
     check_inputs(query, key, value, pattern)
     check_scale(scale)
     check_integer_or_none("q_start", q_start)
     check_integer_or_none("block_size", block_size)
     query, key, value = autocast_inputs(query, key, value)
+    call = {
+        "scale": default_scale(query) if scale is None else float(scale),
+        "q_start": key.shape[2] - query.shape[2] if q_start is None else q_start,
+        "block_size": block_size,
+    }
     if block_bias is not None:
         block_bias = expanded_bias(block_bias, query, block_size)
-    extras = {"block_bias": block_bias}
-    in_use = [name for name, given in extras.items() if given is not None]
-    name = choose(backend, (query, key, value), in_use)
-    out, lse = attend(
-        name,
-        pattern,
-        query=query,
-        key=key,
-        value=value,
-        scale=default_scale(query) if scale is None else float(scale),
-        q_start=key.shape[2] - query.shape[2] if q_start is None else q_start,
-        block_size=block_size,
-        **extras,
-    )
-    return (out, lse) if return_lse else out
+    return (query, key, value), call, {"block_bias": block_bias}
 
 
-def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> str:
+def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **options: Any) -> str:
     """What `attention` would run on these inputs, then one line per backend.
 
-    A line has a backend's name first, then "usable", or the reasons why it cannot run; those that
-    run only when named are marked.
+    Args:
+        query, key, value, pattern: as `attention`.
+        options: those of `attention` that are about the scores: `scale`, `q_start`, `block_size`,
+            `block_bias`.
+
+    Returns: the backend, its block size and the shapes as they are read; then each backend's name
+        with "usable", or the reasons why it cannot run; those that run only when named are marked.
+
+    Raises: as `attention`, and where the pattern does not fit these lengths and heads. No layout is
+        built.
 
     Example:
         >>> print(explain(query, key, value, Causal()))
-        runs: cpu, blocks of 128
+        runs: cpu, blocks of 128; batch 1, 8 heads of 4096 queries, 4 heads of 4096 keys
         cpu: usable
         ...
     """
-    check_inputs(query, key, value, pattern)
-    query, key, value = tensors = autocast_inputs(query, key, value)
-    chosen = choose(None, tensors)
-    lines = [f"runs: {chosen}, blocks of {block_size_of(chosen, pattern, query, key.shape[2])}"]
+    inputs, call, only_some = _checked(query, key, value, pattern, **options)
+    (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
+    check_batch(pattern, query)
+    check_fits(pattern, Frame(q_len, kv_len, heads, kv_heads, call["q_start"]))
+    chosen = choose(None, inputs, only_some)
+    size = call["block_size"] or block_size_of(chosen, pattern, inputs[0], kv_len)
+    lines = [
+        f"runs: {chosen}, blocks of {size}; batch {batch}, {heads} heads of {q_len} queries, "
+        f"{kv_heads} heads of {kv_len} keys"
+    ]
     for name in BACKENDS:
-        told = "; ".join(reasons_against(name, tensors, ())) or "usable"
+        told = "; ".join(reasons_against(name, inputs, only_some)) or "usable"
         lines.append(f"{name}: {told}" + (" (only when named)" * (not is_default(name))))
     return "\n".join(lines)

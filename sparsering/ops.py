@@ -4,7 +4,7 @@ A pattern crosses the boundary as its expression (a string) and its tensors, so 
 graph holds no Python objects. On the other side the call becomes a `Problem` over a layout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .checks import check_batch, check_bias, refuse_forward_mode
-from .differentiable import differentiable
+from .differentiable import differentiable, transforming
 from .dispatch import BACKENDS, block_size_of
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
@@ -23,19 +23,44 @@ from .patterns.algebra import Frame, Pattern
 from .patterns.expression import parse
 
 
-def attend(backend: str, pattern: Pattern, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a checked call on a backend; `arguments` as `_CALL` names them."""
-    inputs = [arguments[name] for name in ("query", "key", "value")]
-    of_pattern: dict[str, Any]
-    of_pattern = {"tensors": pattern.tensors, "pattern": pattern.expression, "backend": backend}
-    if BACKENDS[backend].backward is not None:
-        refuse_forward_mode(*inputs)
-        return _attention(**arguments, **of_pattern)
-    forward = BACKENDS[backend].forward
-    with without_autocast(inputs[0]):
-        if forward is None:
-            return _reference(**arguments, **of_pattern)
-        return forward(_problem(**arguments, **of_pattern))
+def attend(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    scale: float,
+    q_start: int,
+    block_size: int | None,
+    options: Mapping[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a checked call on a backend that computes its options.
+
+    It runs as an operator where its backward is written out, else as plain torch.
+    """
+    call = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "tensors": pattern.tensors,
+        "pattern": pattern.expression,
+        "scale": scale,
+        "q_start": q_start,
+        "block_size": block_size,
+        "backend": backend,
+        **options,
+    }
+    forward, backward = BACKENDS[backend].forward, BACKENDS[backend].backward
+    if backward is not None:
+        refuse_forward_mode(query, key, value)
+        return _attention(**call)
+    if forward is not None and transforming():
+        raise NotImplementedError(
+            f"{backend} does not run under torch.func (grad, vmap); name another backend or none"
+        )
+    with without_autocast(query):
+        return _reference(**call) if forward is None else forward(_problem(**call))
 
 
 def _problem(
@@ -113,17 +138,20 @@ def _reference(
     key: Tensor,
     value: Tensor,
     *,
+    tensors: Sequence[Tensor],
+    pattern: str,
     scale: float,
+    q_start: int,
+    block_size: int | None,
+    backend: str,
     block_bias: Tensor | None,
-    **call: Any,
 ) -> tuple[Tensor, Tensor]:
     """Dense mathematics over the pattern's own definition; layouts tell which block has a bias."""
     if block_bias is None:
-        spelt = (call["tensors"], call["pattern"], call["q_start"])
-        counts = pair_counts_op(query.detach(), key.detach(), *spelt)
+        counts = pair_counts_op(query.detach(), key.detach(), tensors, pattern, q_start)
         log_counts = counts.to(sum_dtype(query)).log()
     else:
-        layout = layout_for(query=query, key=key, **call)
+        layout = layout_for(pattern, tensors, query, key, q_start, block_size, backend)
         check_bias(block_bias, layout)
         log_counts = _log_biased_counts(block_bias.to(sum_dtype(query)), layout, len(query))
     return reference_attention(query, key, value, log_counts, scale)

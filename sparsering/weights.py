@@ -13,7 +13,7 @@ from .numerics import finite_or_zero, without_autocast
 from .patterns.algebra import Pattern
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockWeights:
     """Attention weights on the visited blocks alone.
 
@@ -25,6 +25,9 @@ class BlockWeights:
 
     values: Tensor
     layout: BlockLayout
+
+    def __repr__(self) -> str:
+        return f"<BlockWeights {tuple(self.values.shape)} of {self.layout!r}>"
 
     def to_dense(self) -> Tensor:
         """[B, H, Nq, Nk]; rows sum to 1, or 0 where there is no key.

@@ -8,7 +8,7 @@ from sparsering.distributed import RingPlan
 
 
 def owned(sharding: str, length: int, world: int) -> list[list[int]]:
-    """Each rank's positions in local order, as API.md words it."""
+    """Each rank's positions in local order, by the definition of the shardings."""
     if sharding == "contiguous":
         c = -(-length // world)
         return [list(range(length))[r * c : (r + 1) * c] for r in range(world)]

@@ -12,13 +12,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..checks import check_pattern
 from ..cost import PAIRS_PER_TOKEN
 from ..layouts.cache import layout_cache
 from ..layouts.compile import check_block_size
 from ..layouts.tiles import Ranges
 from ..numerics import sum_dtype
 from ..patterns.algebra import Frame, Pattern, check_fits
-from ..patterns.arguments import checked_integer
+from ..patterns.arguments import checked_integer, shortened
 from .balance import balanced
 from .needs import Runs, count_pairs, cut, distinct_heads, distinct_kv_heads, needed_keys
 from .sharding import num_tokens, overlap, owned_ranges
@@ -26,7 +27,7 @@ from .travel import Traveller, choose_travellers, global_rows
 from .wire import wire_format
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RingPlan:
     """Who needs what of whom, for one pattern, length, number of ranks and sharding.
 
@@ -76,6 +77,7 @@ class RingPlan:
 
         Cost: by the edges of the pattern; 2^20 tokens over 64 ranks take a fraction of a second.
         """
+        check_pattern(pattern)
         checked_integer("world_size", world_size, 1)
         check_block_size(block_size)
         frame = Frame.build(seq_len, seq_len, num_heads, num_kv_heads, 0)
@@ -86,6 +88,10 @@ class RingPlan:
                 alike = frame._replace(num_heads=frame.num_kv_heads)
             sharding = _chosen(cls, pattern, alike, world_size, block_size, sharding)
         return cls._cached(pattern, frame, world_size, block_size, sharding)
+
+    def __repr__(self) -> str:
+        ranks = f"{self.frame.q_len} tokens over {self.world_size} ranks"
+        return f"<RingPlan {shortened(str(self.pattern))}, {ranks}, {shortened(self.sharding)}>"
 
     @classmethod
     def _cached(
@@ -102,6 +108,7 @@ class RingPlan:
 
         Mean over batch entries.
         """
+        checked_integer("rank", rank, 0, self.world_size - 1)
         return _whole(int(self.tokens[rank].sum()) / len(self.need_of))
 
     def bytes_received(
@@ -155,6 +162,7 @@ class RingPlan:
 
         Summed over the query heads, mean over batch entries.
         """
+        checked_integer("rank", rank, 0, self.world_size - 1)
         return _whole(self.loads[rank].item())
 
     @cached_property

@@ -6,6 +6,7 @@ the two.
 """
 
 import math
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -150,7 +151,15 @@ def resolve_group(
             )
         return mesh.get_group()
     if group is None:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if dist.is_available() and dist.is_initialized():
+            return dist.group.WORLD
+        started = os.environ.get("WORLD_SIZE", "1")
+        if started not in ("", "1"):
+            raise ValueError(
+                f"expected a process group, for {started} processes were started (WORLD_SIZE), got "
+                'none; call torch.distributed.init_process_group("gloo", or "nccl" on GPUs) first'
+            )
+        return None
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             "this process is not in the group; only its members call, each with its own group"

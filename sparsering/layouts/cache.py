@@ -29,6 +29,8 @@ Kept = TypeVar("Kept")
 class LayoutCache:
     """Least-recently-used layouts, and what else is built of patterns, by value.
 
+    `info()` counts, `set_limit(bytes)` bounds, `invalidate(pattern)` and `clear()` empty it.
+
     Thread-safe, and bounded in bytes: those that a thing says it has by `nbytes`.
     """
 
@@ -38,6 +40,9 @@ class LayoutCache:
         self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # with bytes
         self._limit, self._held = limit, 0
         self._hits = self._misses = 0
+
+    def __repr__(self) -> str:
+        return f"<LayoutCache {self.info()}>"
 
     def layout(
         self, pattern: Pattern, frame: Frame, block_size: int, device: torch.device

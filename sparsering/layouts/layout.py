@@ -24,7 +24,7 @@ class Transpose(NamedTuple):
     entry: Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Pass:
     """Tiles of one step and the table of which query tile visits which key tile.
 
@@ -62,6 +62,10 @@ class Pass:
     def tensors(self) -> Iterator[Tensor]:
         return (value for value in vars(self).values() if isinstance(value, Tensor))
 
+    def __repr__(self) -> str:
+        tiles = f"{self.query_start.shape[-1]} x {self.key_start.shape[-1]}"
+        return f"<Pass of step {self.step}, {tiles} tiles>"
+
     @cached_property
     def num_entries(self) -> Tensor:
         """[Bt, Ht] entries of each table."""
@@ -97,7 +101,7 @@ class Pass:
         return Pass(**values)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockLayout:
     """A pattern laid on given lengths and heads: passes, of disjoint pairs within a branch.
 
@@ -222,6 +226,10 @@ class BlockLayout:
                     places = q.cpu()[entry, row], k.cpu()[entry, column]
                     number[i, b, h, *places] = first + entry
         return number[..., :-1, :-1]
+
+    def __repr__(self) -> str:
+        lengths = f"{self.frame.q_len} x {self.frame.kv_len}"
+        return f"<BlockLayout {lengths} tokens, blocks of {self.block_size}, {self.passes}>"
 
     def __str__(self) -> str:
         """One line of figures, then the first head's pattern drawn, queries downwards."""

@@ -64,6 +64,13 @@ class Pattern:
     expression: str
     tensors: tuple[Tensor, ...]
 
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Only of a class that nobody has registered; the others are dataclasses."""
+        name = type(self).__name__
+        raise TypeError(
+            f"{name} is no pattern yet; put @sparsering.register_pattern above its class"
+        )
+
     def __post_init__(self) -> None:
         self._validate()
         tensors: list[Tensor] = []
@@ -197,6 +204,12 @@ class Pattern:
     def num_tables(self, frame: Frame) -> int:
         """How many heads see a pattern of their own: 1, num_kv_heads or num_heads."""
         return max(branch.num_tables(frame) for branch in self.branches)
+
+    def __invert__(self) -> NoReturn:
+        raise TypeError(
+            "a pattern has no complement; say what attends, or write a mask of your own "
+            "(register_pattern)"
+        )
 
     def __add__(self, other: object) -> "Mixture":
         if not isinstance(other, Pattern):
@@ -382,7 +395,8 @@ def _agreed_batches(pattern: "Mixture | _SetOperation") -> int | None:
     sizes = {size for mask in pattern.masks if (size := mask.num_batches()) is not None}
     if len(sizes) > 1:
         raise ValueError(
-            f"the parts of a pattern must agree on the batch size, got {sorted(sizes)} in {pattern}"
+            f"the parts of a pattern must agree on the batch size, got {sorted(sizes)} in "
+            f"{shortened(str(pattern))}"
         )
     return sizes.pop() if sizes else None
 

@@ -27,12 +27,21 @@ def checked_integer(
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name} must be an int, got {shortened(repr(value))}") from None
+        got = _told(value)
+        raise TypeError(f"{name} must be an int, got {got}") from None
     if least is not None and number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
     if most is not None and number > most:
         raise ValueError(f"{name} must be at most {most}, got {shortened(str(number))}")
     return number
+
+
+def _told(value: object) -> str:
+    """What was given instead of an int, and a way out where one is likely."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return f"a tensor of shape {tuple(value.shape)}; lengths are those of its dim 2"
+    way_out = "; wrap it in int()" if isinstance(value, str | float) else ""
+    return shortened(repr(value)) + way_out
 
 
 def freeze_integer(
@@ -50,13 +59,17 @@ def freeze_integers(
 ) -> None:
     """Replaces a sequence argument by a tuple of checked ints."""
     label = f"{type(pattern).__name__} {name}"
-    value = getattr(pattern, name)
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(f"{label} must be a sequence of ints, got {shortened(repr(value))}")
-    numbers = tuple(checked_integer(f"each of {label}", item, least, most) for item in value)
-    object.__setattr__(pattern, name, numbers)
+    object.__setattr__(pattern, name, checked_integers(label, getattr(pattern, name), least, most))
+
+
+def checked_integers(
+    name: str, value: object, least: int | None, most: int | None = MOST_TOKENS
+) -> tuple[int, ...]:
+    """A sequence, tensor or array as a tuple of ints within bounds; TypeError or ValueError."""
+    numbers = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(numbers, str) or not isinstance(numbers, Sequence):
+        raise TypeError(f"{name} must be a sequence of ints, got {shortened(repr(value))}")
+    return tuple(checked_integer(f"each of {name}", item, least, most) for item in numbers)
 
 
 def same_tensor(a: Tensor, b: Tensor) -> bool:

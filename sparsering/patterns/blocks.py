@@ -42,7 +42,12 @@ class BlockwiseMask(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class BlockDilated(BlockwiseMask):
-    """b' = b, or abs(b - b') is one of `rates`."""
+    """A block of queries sees its own block of keys and those at a distance in `rates`.
+
+    In blocks: b' = b, or abs(b - b') is one of `rates`.
+
+    Example: `BlockDilated((1, 2, 4, 8), 64)`.
+    """
 
     rates: tuple[int, ...]
     block_size: int
@@ -64,7 +69,10 @@ class BlockDilated(BlockwiseMask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class BlockWindow(BlockwiseMask):
-    """abs(b - b') <= radius."""
+    """A block of queries sees the blocks of keys up to `radius` away: abs(b - b') <= radius.
+
+    Example: `BlockWindow(2, 64)`.
+    """
 
     radius: int
     block_size: int

@@ -114,7 +114,11 @@ def _asked_inside(holds: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def inside(self: Mask, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         p = p.clamp(frame.q_start, max(frame.q_start, frame.q_start + frame.q_len - 1))
         k = k.clamp(0, max(0, frame.kv_len - 1))
-        held = holds(self, p, k, frame)
+        try:
+            held = holds(self, p, k, frame)
+        except Exception as error:
+            error.add_note(f"raised by holds of {self}, a mask of your own")
+            raise
         shape = torch.broadcast_shapes(p.shape, k.shape)
         if not isinstance(held, Tensor) or held.dtype != torch.bool:
             got = held.dtype if isinstance(held, Tensor) else type(held).__name__
@@ -154,18 +158,32 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
     """
     if not callable(mask_mod):
         raise ValueError(
-            f"mask_mod must be a function of (batch, head, q_idx, kv_idx), got {mask_mod!r}"
+            f"mask_mod must be a function of (batch, head, q_idx, kv_idx), got {mask_mod!r}; "
+            "Dense(mask) takes a bool tensor"
         )
     if batch_size is not None:
         checked_integer("batch_size", batch_size, 0)
     zero = torch.zeros((), dtype=torch.int64)
-    result = mask_mod(zero, zero, zero, zero)
+    try:
+        result = mask_mod(zero, zero, zero, zero)
+    except TypeError as error:
+        raise ValueError(
+            f"mask_mod must take (batch, head, q_idx, kv_idx), each an index tensor, got: {error}; "
+            "FlexAttention's functions are such"
+        ) from error
     if not isinstance(result, Tensor) or result.dtype != torch.bool:
         got = result.dtype if isinstance(result, Tensor) else type(result).__name__
         raise ValueError(
             f"mask_mod must give a bool tensor for integer tensors, got {got}; combine comparisons "
             "with & and | (not `and`, `or`)"
         )
+    try:
+        torch.vmap(mask_mod, in_dims=(None, None, 0, 0))(zero, zero, zero[None], zero[None])
+    except RuntimeError as error:
+        raise ValueError(
+            f"mask_mod must work under torch.vmap, got: {error} Combine comparisons with & and | "
+            "(not `and`, `or`), choose with torch.where (not `if`)"
+        ) from error
     by_batch, by_head = (_looks_at(mask_mod, argument) for argument in (0, 1))
     if by_batch and batch_size is None:
         raise ValueError(
@@ -213,7 +231,14 @@ class MaskMod(Mask):
         function = self._named.function  # type: ignore[attr-defined]
         of_pairs = torch.vmap(function, in_dims=(None, None, 0, 0))
         batch, head = torch.tensor(self.batch), torch.tensor(self.head)
-        held: Tensor = of_pairs(batch, head, row.flatten(), column.flatten())
+        try:
+            held: Tensor = of_pairs(batch, head, row.flatten(), column.flatten())
+        except IndexError as error:
+            raise ValueError(
+                f"the mask_mod {self.name!r} must answer for query indices up to "
+                f"{frame.q_len - 1} and key indices up to {frame.kv_len - 1}, got: {error}; the "
+                "tensors that it reads must reach that far"
+            ) from error
         return held.view(row.shape)
 
 

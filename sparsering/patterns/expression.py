@@ -7,6 +7,7 @@ order of `Pattern.tensors`.
 """
 
 import ast
+import difflib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -58,7 +59,15 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
         tensors: what the names t0, t1, ... stand for.
 
     Raises: ValueError naming the part that is not a pattern.
+
+    Example:
+        >>> parse("Causal() & SlidingWindow(511)") == Causal() & SlidingWindow(511)
+        True
     """
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{_EXPECTED}, got a {type(text).__name__}; what is a pattern needs no parsing"
+        )
     return _parse(text, tuple(tensors)) if tensors else _parse_literal(text)
 
 
@@ -115,6 +124,18 @@ class _Reader:
                 return self.tensors[names.index(name)]
         part = shortened(repr(ast.get_source_segment(self.text, node)))
         raise ValueError(
-            f"{part} is no part of a pattern in {shortened(repr(self.text))}; "
-            f"use {', '.join(_constructors)} with literal arguments, joined by & | +"
+            f"{part} is no part of a pattern in {shortened(repr(self.text))}; {_way_out(node)}"
         )
+
+
+def _way_out(node: ast.expr) -> str:
+    """What could stand there instead."""
+    known = [name for name in _constructors if name != "MaskMod"]
+    name = node.func if isinstance(node, ast.Call) else node
+    near = difflib.get_close_matches(name.id, known, 1) if isinstance(name, ast.Name) else []
+    if near:
+        return f"did you mean {near[0]}(...)?"
+    return (
+        f"use {', '.join(known)} with literal arguments, joined by & | +; register_pattern adds "
+        "your own"
+    )

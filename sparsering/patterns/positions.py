@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from .algebra import Frame, Mask, Mixture, Pattern
-from .arguments import freeze_integer, freeze_integers
+from .arguments import checked_integers, freeze_integer, freeze_integers
 
 MOST_DILATION = 1 << 31
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Full(Mask):
-    """Every pair."""
+    """Every query sees every key."""
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         return (p == p) & (k == k)
@@ -23,7 +23,7 @@ class Full(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Causal(Mask):
-    """k <= p."""
+    """A query sees the keys up to its own position: k <= p."""
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         return k <= p
@@ -31,7 +31,11 @@ class Causal(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class SlidingWindow(Mask):
-    """p - left <= k <= p + right and (p - k) % dilation == 0; `None`: unbounded on that side.
+    """A query sees `left` keys before it, itself, and `right` keys after it.
+
+    That is p - left <= k <= p + right and (p - k) % dilation == 0; None: unbounded on that side.
+
+    Example: `SlidingWindow(511)` is causal, of 512 keys.
 
     Source: Longformer (arXiv 2004.05150), sections 3.1-3.2.
     """
@@ -55,9 +59,11 @@ class SlidingWindow(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class GlobalTokens(Mask):
-    """(rows and 0 <= p < count) or (columns and k < count).
+    """The first `count` tokens see all (`rows`), are seen by all (`columns`), or both.
 
-    The first tokens see all, are seen by all, or both.
+    That is (rows and 0 <= p < count) or (columns and k < count).
+
+    Example: `Causal() & (SlidingWindow(511) | GlobalTokens(4))` is a window with 4 sinks.
     """
 
     count: int
@@ -138,6 +144,8 @@ def LongNet(  # noqa: N802 - a constructor like the classes beside it, whose val
 
     A single branch is that branch itself.
 
+    Example: `LongNet((2048, 4096), (1, 2)) & Causal()`.
+
     Source: LongNet (arXiv 2307.02486), equations 6-10: mixing branches by their softmax
     denominators is one softmax over the multiset union of their keys.
     """
@@ -145,10 +153,9 @@ def LongNet(  # noqa: N802 - a constructor like the classes beside it, whose val
         "segment_lengths": segment_lengths,
         "dilation_rates": dilation_rates,
     }
-    for name, value in given.items():
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise TypeError(f"LongNet {name} must be a sequence of ints, got {value!r}")
-    lengths, rates = tuple(segment_lengths), tuple(dilation_rates)
+    lengths, rates = (
+        checked_integers(f"LongNet {name}", value, 1) for name, value in given.items()
+    )
     if len(lengths) != len(rates) or not lengths:
         raise ValueError(
             "LongNet needs as many segment_lengths as dilation_rates, at least one, got "
@@ -160,9 +167,11 @@ def LongNet(  # noqa: N802 - a constructor like the classes beside it, whose val
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Documents(Mask):
-    """Same document; documents of these lengths in tokens, in order, which sum to Nk.
+    """A query sees the keys of its own document; documents lie end to end, of these lengths.
 
-    A length may be 0.
+    The lengths, in tokens, sum to Nk; one may be 0.
+
+    Example: `Documents((100, 156))` of 256 tokens; of cumulative lengths, give the differences.
     """
 
     lengths: tuple[int, ...]
@@ -172,9 +181,12 @@ class Documents(Mask):
 
     def check(self, frame: Frame) -> None:
         if sum(self.lengths) != frame.kv_len:
+            way_out = "give padding a document of its own"
+            if self.lengths[:1] == (0,) and self.lengths[-1] == frame.kv_len:
+                way_out = "these look like cumulative lengths: give their differences"
             raise ValueError(
                 f"{type(self).__name__} lengths must sum to the key length {frame.kv_len}, got "
-                f"{sum(self.lengths)}; give padding a document of its own"
+                f"{sum(self.lengths)}; {way_out}"
             )
 
     def ends(self) -> Tensor:
@@ -189,10 +201,12 @@ class Documents(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Packed(Mask):
-    """Inside each document, `pattern` with positions that restart at 0.
+    """Inside each document, a pattern whose positions restart at 0.
 
     Packed of a mixture is a mixture. Documents are as in `Documents`; to the inner pattern each one
     is a whole sequence (Nq = Nk = its length).
+
+    Example: `Packed((100, 156), LongNet((32, 64), (1, 2)) & Causal())`.
     """
 
     lengths: tuple[int, ...]
@@ -213,9 +227,11 @@ class Packed(Mask):
 
     @property
     def documents(self) -> Documents:
+        """The mask of the documents alone."""
         return Documents(self.lengths)
 
     def inner_frame(self, length: int, frame: Frame) -> Frame:
+        """What the inner pattern is laid against in a document of this length."""
         return frame._replace(q_len=length, kv_len=length, q_start=0)
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
@@ -258,7 +274,10 @@ class Packed(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class KeyPadding(Mask):
-    """k < lengths[batch]: keys from there on are padding. One length per batch entry."""
+    """A query of a batch entry sees its first `lengths[batch]` keys; the rest is padding.
+
+    Example: `Causal() & KeyPadding((100, 256))` for a batch of two, padded on the right.
+    """
 
     lengths: tuple[int, ...]
 

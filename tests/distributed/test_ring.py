@@ -29,8 +29,17 @@ def workers() -> Iterator[Workers]:
     started.close()
 
 
-@pytest.mark.parametrize("sharding", ("contiguous", "zigzag", "chunks:2,0,1,1,0,0,2"))
-@pytest.mark.parametrize("name", PATTERNS)
+SHARDINGS = ("contiguous", "zigzag", "chunks:2,0,1,1,0,0,2")
+
+
+@pytest.mark.parametrize(
+    ("name", "sharding"),
+    [
+        pytest.param(name, sharding, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
+        for i, name in enumerate(PATTERNS)
+        for j, sharding in enumerate(SHARDINGS)
+    ],
+)
 def test_simulated_ranks_compute_what_one_process_does(name, sharding):
     pattern = PATTERNS[name](CASE)
     own = inputs(CASE)

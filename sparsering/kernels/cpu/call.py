@@ -52,18 +52,19 @@ def backward(
 
 def _arguments(problem: Problem) -> tuple[Any, ...]:
     """What both operators begin with."""
-    layout, query, key, value, scale, bias, _ = problem.with_positive_scale().with_dense_rows()
+    problem = problem.with_positive_scale().with_dense_rows()
+    layout, bias = problem.layout, problem.block_bias
     return (
-        query,
-        key,
-        value,
+        problem.query,
+        problem.key,
+        problem.value,
         None if bias is None else bias.float().contiguous(),
         layout.first_entry.contiguous(),
         [x for p in layout.passes for x in _tables(p)],
         [p.step for p in layout.passes],
         bool(layout.passes) and layout.passes[0].covers[0],
         layout.block_size,
-        scale,
+        problem.scale,
         problem.in_float32,
     )
 

@@ -30,8 +30,10 @@ def set_workspace(limit: int) -> int:
     The default, 16 MiB, is where more stops to pay; less saves memory and costs calls. Accumulators
     of O(N) come on top.
     """
-    if limit <= 0:
-        raise ValueError(f"the workspace must be a positive number of bytes, got {limit}")
+    if not isinstance(limit, int) or limit <= 0:
+        raise ValueError(
+            f"the workspace must be a positive number of bytes, got {limit!r}; pass an int"
+        )
     old, _workspace["bytes"] = _workspace["bytes"], int(limit)
     return old
 

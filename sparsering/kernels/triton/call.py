@@ -128,8 +128,9 @@ def _in_turn(problem: Problem) -> bool:
 
 def _parts(problem: Problem, in_turn: bool) -> Iterator[_Part]:
     """The whole call; or, in turn, as few kv heads as fill the device."""
-    layout, query, key, value, scale, bias, _ = problem.with_positive_scale().with_dense_rows()
-    bias = None if bias is None else dense_rows(bias.float())
+    problem = problem.with_positive_scale().with_dense_rows()
+    layout, query, key, value, scale, *_ = problem
+    bias = None if problem.block_bias is None else dense_rows(problem.block_bias.float())
     num_kv_heads = key.shape[1]
     if not layout.passes or not query.shape[0] * num_kv_heads:
         return
