@@ -1,6 +1,5 @@
 """What a call must be given, and what it takes where it is given nothing."""
 
-from math import isfinite
 from numbers import Real
 
 import torch
@@ -10,9 +9,10 @@ from torch.autograd import forward_ad
 from .layouts.layout import BlockLayout
 from .numerics import autocasting
 from .patterns.algebra import Pattern
-from .patterns.arguments import shortened
+from .patterns.arguments import MOST_TOKENS, shortened
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MOST_SCALE = torch.finfo(torch.float64).max
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
@@ -85,13 +85,12 @@ def check_pattern(pattern: object) -> None:
     raise TypeError(f"pattern must be a sparsering pattern such as Causal(), got {got}; {way_out}")
 
 
-def _check_tensor(name: str, x: object) -> None:
+def _check_tensor(name: str, x: object, dims: str = "[batch, heads, tokens, head dim]") -> None:
     """Raises ValueError for what kernels cannot read."""
     if not isinstance(x, Tensor):
         got = "None" if x is None else f"a {type(x).__name__}"
         raise ValueError(
-            f"{name} must be a tensor [batch, heads, tokens, head dim], got {got}; "
-            "torch.as_tensor makes one of numbers"
+            f"{name} must be a tensor {dims}, got {got}; torch.as_tensor makes one of numbers"
         )
     if x.is_nested:
         raise ValueError(
@@ -109,16 +108,24 @@ def check_scale(scale: object) -> None:
             f"scale must be a number or None, got a tensor {tuple(scale.shape)}; multiply the "
             "query by it and pass scale=1.0, so that it gets a gradient"
         )
-    if not isinstance(scale, Real | torch.SymFloat | None) or isinstance(scale, bool):
-        raise ValueError(f"scale must be a number or None, got {scale!r}; wrap it in float()")
-    if scale is not None and not isinstance(scale, torch.SymFloat) and not isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale!r}; None is D ** -0.5")
+    if scale is None or isinstance(scale, torch.SymFloat):
+        return
+    got = shortened(repr(scale))
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise ValueError(f"scale must be a number or None, got {got}; wrap it in float()")
+    if not abs(scale) <= MOST_SCALE:  # type: ignore[operator]
+        raise ValueError(f"scale must be a finite float, got {got}; None is D ** -0.5")
 
 
 def check_integer_or_none(name: str, number: object) -> None:
     """Raises ValueError where an argument is neither an int nor None."""
-    if not (number is None or isinstance(number, int | torch.SymInt)) or isinstance(number, bool):
-        raise ValueError(f"{name} must be an int or None, got {number!r}; wrap it in int()")
+    if number is None or isinstance(number, torch.SymInt):
+        return
+    got = shortened(repr(number))
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ValueError(f"{name} must be an int or None, got {got}; wrap it in int()")
+    if abs(number) > MOST_TOKENS:
+        raise ValueError(f"{name} must lie within 2 ** 53 of 0, got {got}; None is the default")
 
 
 def check_batch(pattern: Pattern, query: Tensor) -> None:
@@ -141,7 +148,7 @@ def expanded_bias(block_bias: Tensor, query: Tensor, block_size: int | None) -> 
             "block_bias needs an explicit block_size, for its blocks are those of "
             "pattern.layout(block_size=...)"
         )
-    _check_tensor("block_bias", block_bias)
+    _check_tensor("block_bias", block_bias, "[batch or 1, heads or 1, blocks]")
     fits = block_bias.dim() == 3 and block_bias.shape[0] in (1, batch)
     if not fits or block_bias.shape[1] not in (1, heads):
         raise ValueError(
@@ -163,6 +170,15 @@ def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
             f"block_bias must be [B or 1, H or 1, {layout.num_blocks}], one per visited "
             f"block of the layout, got {block_bias.shape[-1]} in the last dim; see "
             "pattern.layout(...).num_blocks"
+        )
+
+
+def refuse_meta(*tensors: Tensor) -> None:
+    """Raises ValueError where the numbers of a tensor are asked for, and it has none."""
+    if any(x.is_meta for x in tensors):
+        raise ValueError(
+            "expected tensors with numbers, got some on the meta device; attention alone takes "
+            "those, for shapes"
         )
 
 

@@ -124,10 +124,12 @@ def differentiable(
 
 
 def transforming() -> bool:
-    """Whether torch.func transforms what runs now."""
-    if torch.compiler.is_compiling():
+    """Whether torch.func maps or differentiates what runs now; functionalizing takes operators."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return False
-    return bool(torch._C._are_functorch_transforms_active())
+    functorch = torch._C._functorch
+    innermost = functorch.peek_interpreter_stack()
+    return innermost is not None and innermost.key() != functorch.TransformType.Functionalize
 
 
 def _mapped(
@@ -138,11 +140,9 @@ def _mapped(
     Returns: the results, with the mapped dim first, and where it is in each of them.
     """
     size, tensors, pattern = info.batch_size, inputs[count], inputs[count + 1]
-    if any(dim is not None for dim in in_dims[count]):
-        raise NotImplementedError(
-            "vmap cannot map over the tensors of a pattern, for layouts are built of their values; "
-            "give the pattern the batch dim itself ([B, H, ...]) and call attention without vmap"
-        )
+    refuse_mapped_pattern(in_dims[count])
+    if not size:
+        raise NotImplementedError("vmap over a dim of size 0 has no shapes; skip the call")
     stacked = [_stacked(x, dim, size) for x, dim in zip(inputs, in_dims, strict=True)]
     if parse(pattern, tensors).num_batches() is None:
         folded = [x.flatten(0, 1) if isinstance(x, Tensor) else x for x in stacked]
@@ -151,6 +151,15 @@ def _mapped(
         parts = [run(*(x[i] if isinstance(x, Tensor) else x for x in stacked)) for i in range(size)]
         results = tuple(torch.stack(part) for part in zip(*parts, strict=True))
     return results, tuple(0 if x.dim() > 1 else None for x in results)
+
+
+def refuse_mapped_pattern(in_dims: Sequence[int | None]) -> None:
+    """Raises where a tensor of a pattern has a mapped dim."""
+    if any(dim is not None for dim in in_dims):
+        raise NotImplementedError(
+            "vmap cannot map over the tensors of a pattern, for layouts are built of their values; "
+            "give the pattern the batch dim itself ([B, H, ...]) and call attention without vmap"
+        )
 
 
 def _stacked(x: Any, dim: int | None, size: int) -> Any:

@@ -11,6 +11,7 @@ from .kernels.problem import Gradients, Problem
 from .kernels.triton import tuning
 from .layouts.compile import default_block_size
 from .patterns.algebra import Pattern
+from .patterns.arguments import shortened
 
 
 class Backend(NamedTuple):
@@ -80,8 +81,9 @@ def choose(
 
     Raises: NotImplementedError with every reason, ImportError where a named one lacks its package.
     """
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
+        got = shortened(repr(backend))
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {got}")
     refused = []
     for name in BACKENDS if backend is None else [backend]:
         if backend is None and not is_default(name):

@@ -3,7 +3,7 @@
 Softmaxes over disjoint (or repeated) sets of keys become one by `merge_attention`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -29,7 +29,13 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Example:
         >>> out, lse = merge_attention((out_1, out_2), (lse_1, lse_2))
     """
-    outs, lses = list(outs), list(lses)
+    parts = [list(x) if isinstance(x, Iterable) else [x] for x in (outs, lses)]
+    if kinds := {type(x).__name__ for some in parts for x in some if not isinstance(x, Tensor)}:
+        raise ValueError(
+            "merge_attention needs two sequences of tensors, got some of "
+            f"{', '.join(sorted(kinds))}; torch.as_tensor makes tensors"
+        )
+    outs, lses = parts
     if not outs or len(outs) != len(lses):
         raise ValueError(
             f"merge_attention needs as many outs as lses, at least one, got {len(outs)} and "

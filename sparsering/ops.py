@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .checks import check_batch, check_bias, refuse_forward_mode
-from .differentiable import differentiable, transforming
+from .differentiable import differentiable, refuse_mapped_pattern, transforming
 from .dispatch import BACKENDS, block_size_of
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
@@ -53,7 +53,7 @@ def attend(
     }
     forward, backward = BACKENDS[backend].forward, BACKENDS[backend].backward
     if backward is not None:
-        refuse_forward_mode(query, key, value)
+        refuse_forward_mode(*(x for x in call.values() if isinstance(x, Tensor)))
         return _attention(**call)
     if forward is not None and transforming():
         raise NotImplementedError(
@@ -188,6 +188,7 @@ def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
 
 @pair_counts_op.register_vmap
 def _(info: Any, in_dims: Any, query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, None]:
+    refuse_mapped_pattern(in_dims[2])
     query, key = (
         x if dim is None else x.select(dim, 0)
         for x, dim in zip((query, key), in_dims, strict=False)

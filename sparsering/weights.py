@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import autocast_inputs, check_inputs, check_scale, default_scale
+from .checks import autocast_inputs, check_inputs, check_scale, default_scale, refuse_meta
 from .functional import attention
 from .layouts.layout import BlockLayout
 from .numerics import finite_or_zero, without_autocast
@@ -67,6 +67,7 @@ def attention_weights(
     """
     check_inputs(query, key, key, pattern)
     check_scale(scale)
+    refuse_meta(query, key)
     query, key = autocast_inputs(query, key)
     with without_autocast(query):
         scale = default_scale(query) if scale is None else scale

@@ -21,8 +21,9 @@ from attention_oracle import (
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.dispatch import BACKENDS
+from sparsering.dispatch import BACKENDS, reasons_against
 from sparsering.distributed import ring_attention, simulate_ring
+from sparsering.ops import attend
 
 CASE = Case(2, 4, 2, 40, 40, 8, 6)
 SHAPES = "batch 2, 4 heads of 40 queries, 2 heads of 40 keys"
@@ -130,6 +131,8 @@ def test_what_is_no_dense_tensor_raises_value_error(name):
         ("a", contains("scale must be a number or None", "got 'a'", "float()")),
         (True, contains("scale must be a number or None", "got True")),
         ([0.5], contains("scale must be a number or None", "got [0.5]")),
+        (float("nan"), contains("scale must be a finite float", "got nan")),
+        (10**400, contains("scale must be a finite float", "got 1000", "...")),
         (torch.tensor(0.5), contains("got a tensor ()", "multiply the query by it")),
     ],
 )
@@ -143,6 +146,54 @@ def test_a_scale_that_is_no_number_raises_value_error(scale, message):
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("name", ["q_start", "block_size"])
+@pytest.mark.parametrize("number", [10**30, -(2**63), 2**63 - 1])
+def test_a_number_of_tokens_beyond_any_length_raises_value_error(name, number):
+    for call in attention_in_every_way(tensors(), sr.Causal(), **{name: number}):
+        with pytest.raises(ValueError, match=contains(f"{name} must lie within", f"got {number}")):
+            call()
+
+
+@pytest.mark.parametrize("option", ["logit_cap", "block_bias"])
+def test_an_option_is_computed_or_refused_by_name_and_never_ignored(option):
+    """The next option, too: what no kernel computes, and what its schema does not know."""
+    args = tensors()
+    call = {"scale": 1.0, "q_start": 0, "block_size": 16}
+    bias = torch.zeros(2, 4, 6)  # of Causal() at 40 tokens
+    for name, backend in BACKENDS.items():
+        reasons = " ".join(reasons_against(name, tuple(args.values()), {option: bias}))
+        assert (f"it has no {option}" in reasons) == (option not in backend.extras)
+        if option == "logit_cap" and name not in ("flash", "triton"):
+            with pytest.raises((TypeError, AssertionError), match="logit_cap"):
+                attend(
+                    name, *args.values(), sr.Causal(), **call,
+                    options={"block_bias": None, "logit_cap": 5.0},
+                )  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["outs", "lses"])
+@pytest.mark.parametrize("given", [None, 3, [[1.0]], [None]])
+def test_what_is_no_sequence_of_tensors_cannot_be_merged(part, given):
+    whole = {"outs": [torch.zeros(1, 1, 4, 2)], "lses": [torch.zeros(1, 1, 4)], part: given}
+    with pytest.raises(ValueError, match="two sequences of tensors, got"):
+        sr.merge_attention(**whole)
+
+
+def test_tensors_without_numbers_have_shapes_alone():
+    args = {name: x.to("meta") for name, x in tensors().items()}
+    assert sr.attention(**args, pattern=sr.Causal(), backend="gather").shape == (2, 4, 40, 6)
+    for call in (
+        lambda: sr.attention_weights(args["query"], args["key"], sr.Causal()),
+        lambda: simulate_ring(**args, pattern=sr.Causal(), world_size=2),
+    ):
+        with pytest.raises(ValueError, match="got some on the meta device"):
+            call()
+    with pytest.raises(ValueError, match="dense tensor with numbers, got one on the meta device"):
+        sr.Blocks(torch.ones(2, 2, dtype=torch.bool, device="meta"), 16)
+    with pytest.raises(ValueError, match=r"dense tensor with numbers, got torch\.sparse_coo"):
+        sr.Dense(torch.ones(2, 2, dtype=torch.bool).to_sparse())
 
 
 def test_a_scale_may_be_any_number():
@@ -352,6 +403,22 @@ def test_explain_and_layout_tell_the_block_size_that_runs():
         first, *_ = sr.explain(*longer, pattern).split("\n")
         assert first.startswith(f"runs: cpu, blocks of {size}; ")
         assert pattern.layout(300).block_size == size
+
+
+def test_explain_heeds_options_and_refuses_what_attention_refuses():
+    args = tensors()
+    bias = torch.zeros(1, 1, sr.Causal().layout(40, block_size=16).num_blocks)
+    runs, *lines = sr.explain(**args, pattern=sr.Causal(), block_size=16, block_bias=bias).split(
+        "\n"
+    )
+    assert runs == f"runs: cpu, blocks of 16; {SHAPES}"
+    assert any(line.startswith("flex: it has no block_bias (cpu, ") for line in lines)
+    for pattern in (sr.Documents((3, 4)), sr.KeyPadding((3,)), sr.Dilated(8, 2, (0, 1, 2))):
+        with pytest.raises(ValueError) as of_attention:
+            sr.attention(**args, pattern=pattern)
+        with pytest.raises(ValueError) as of_explain:
+            sr.explain(**args, pattern=pattern)
+        assert str(of_explain.value) == str(of_attention.value)
 
 
 @pytest.mark.usefixtures("cpu_cannot_run")

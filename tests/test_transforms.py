@@ -4,9 +4,10 @@ import pytest
 import torch
 from attention_oracle import random_table
 from torch import Tensor
-from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.func import functional_call, functionalize, grad, hessian, jacrev, jvp, vmap
 
 import sparsering as sr
+from sparsering.distributed import simulate_ring
 from sparsering.models import LongNetLM
 
 BACKENDS = ("cpu", "gather", "reference")
@@ -143,6 +144,35 @@ def test_what_the_fast_backends_cannot_do_names_the_way_out():
     indices = torch.zeros(3, 2, 1, dtype=torch.int64)
     with pytest.raises(NotImplementedError, match=r"tensors of a pattern.*\[B, H, ...\]"):
         vmap(lambda i: sr.attention(query, key, value, sr.SelectedBlocks(i, 32)))(indices)
+    masks = torch.rand(3, 2, query.shape[2], query.shape[2]) > 0.5  # of one head, or of both?
+    with pytest.raises(NotImplementedError, match=r"tensors of a pattern.*\[B, H, ...\]"):
+        vmap(lambda m: sr.attention(query, key, value, sr.Dense(m), backend="reference"))(masks)
+    with pytest.raises(NotImplementedError, match="size 0"):
+        vmap(f)(query[None][:0])
+    for name in ("flex", "torch_sparse"):
+        with pytest.raises(NotImplementedError, match=f"{name} does not run under torch.func"):
+            vmap(lambda q, name=name: sr.attention(q, key, value, sr.Causal(), backend=name))(
+                query[None]
+            )
+    with pytest.raises(NotImplementedError, match=r"simulate_ring does not run under torch\.func"):
+        grad(lambda q: simulate_ring(q, key, value, sr.Causal(), world_size=2).sum())(query)
+
+
+def test_functionalized_calls_are_calls():
+    query, key, value = tensors()
+    found = functionalize(lambda q: sr.attention(q, key, value, sr.Causal()))(query)
+    assert torch.equal(found, sr.attention(query, key, value, sr.Causal()))
+
+
+def test_a_forward_derivative_of_a_bias_is_refused_too():
+    args = [x[..., :32, :] for x in tensors()]
+    bias = torch.zeros(1, 1, sr.Causal().layout(32, block_size=16).num_blocks)
+    with pytest.raises(NotImplementedError, match=r"jvp.*backend='reference'"):
+        jvp(
+            lambda b: sr.attention(*args, sr.Causal(), block_size=16, block_bias=b),
+            (bias,),
+            (bias,),
+        )
 
 
 def test_the_reference_has_second_derivatives_under_transforms():

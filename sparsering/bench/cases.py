@@ -22,7 +22,7 @@ from ..layouts.layout import BlockLayout
 from ..numerics import merge_attention
 from ..patterns.algebra import Pattern
 from ..patterns.blocks import RandomBlocks
-from ..patterns.custom import from_mask_mod
+from ..patterns.mask_mod import from_mask_mod
 from ..patterns.positions import Causal, Full, GlobalTokens, LongNet, Packed, SlidingWindow
 from .measure import Row, interleaved, peak_extra_bytes, sampled_error
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..checks import autocast_inputs, check_scale, default_scale
+from ..checks import autocast_inputs, check_scale, default_scale, refuse_meta
+from ..differentiable import transforming
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
 from .rank import Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
@@ -45,13 +46,17 @@ def simulate_ring(
     """
     check_ring_inputs(query, key, value, pattern)
     check_scale(scale)
+    refuse_meta(query, key, value)
+    if transforming():
+        raise NotImplementedError(
+            "simulate_ring does not run under torch.func (grad, vmap); use autograd, or attention"
+        )
     query, key, value = autocast_inputs(query, key, value)
     plan = plan_of_call(pattern, query.shape[2], world_size, sharding, query, key)
     device = query.device
     if offload and torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator() or device
-    if scale is None:
-        scale = default_scale(query)
+    scale = default_scale(query) if scale is None else float(scale)
     backend = choose_kernels(None, *(x[:, :, :1].to(device) for x in (query, key, value)))
     wire, dtype = wire_format(None, query.dtype), sum_dtype(query)
     ranks = [Rank(plan, rank, backend, scale, wire, dtype) for rank in range(world_size)]

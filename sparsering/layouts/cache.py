@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..patterns.algebra import Frame, Pattern
+from ..patterns.arguments import checked_integer
 from .compile import build_layout
 from .layout import BlockLayout
 
@@ -102,6 +103,7 @@ class LayoutCache:
 
     def set_limit(self, limit: int) -> None:
         """Sets the most bytes to hold, dropping the least recently used layouts beyond it."""
+        checked_integer("limit", limit, 0)
         with self._lock:
             self._limit = limit
             self._shrink()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..patterns.algebra import And, Frame, Mask, Not, Or, Pattern, check_fits
+from ..patterns.arguments import shortened
 from ..patterns.blocks import blockwise_masks
 from ..patterns.positions import Dilated, Packed, SlidingWindow
 from ..rows import distinct_rows, number_rows
@@ -86,8 +87,11 @@ def build_layout(
 
 def check_block_size(block_size: int) -> None:
     """Raises ValueError where it is not legal."""
-    if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size must be a multiple of 16 from 16 to 256, got {block_size}")
+    if type(block_size) is not int or block_size not in BLOCK_SIZES:
+        got = shortened(repr(block_size))
+        raise ValueError(
+            f"block_size must be a multiple of 16 from 16 to 256, got {got}; 128 is one"
+        )
 
 
 def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:

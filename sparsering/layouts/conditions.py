@@ -233,7 +233,7 @@ class InBlocks(Condition):
         q0, q1, k0, k1 = (x // self.mask.block_size for x in pairs.edges())
         if not len(q0):
             return None
-        rows, columns = int((q1 - q0).max()) + 1, int((k1 - k0).max()) + 1
+        rows, columns = (max(0, int(x.max())) + 1 for x in (q1 - q0, k1 - k0))  # tiles may be empty
         if rows * columns > _MOST_SUB_BLOCKS:
             return None
         at = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))

@@ -5,7 +5,7 @@
     pattern.layout(1 << 20)   # what kernels run, at the cost of the pattern
 
 `algebra` says what a mask and a mixture are and how they combine; `positions` and `blocks` hold the
-masks, `expression` reads them back from text, `custom` takes a user's own.
+masks, `expression` reads them back from text, `custom` and `mask_mod` take a user's own.
 """
 
 from .algebra import Mask, Mixture, Pattern
@@ -18,8 +18,9 @@ from .blocks import (
     RandomBlocks,
     SelectedBlocks,
 )
-from .custom import from_mask_mod, register_pattern
+from .custom import register_pattern
 from .expression import parse
+from .mask_mod import from_mask_mod
 from .positions import (
     Causal,
     Dilated,

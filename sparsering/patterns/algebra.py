@@ -6,6 +6,7 @@ compared by content.
 """
 
 import operator
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import reduce
@@ -14,10 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .arguments import checked_integer, digest_of, same_tensor, shortened
+from .arguments import MOST_TOKENS, checked_integer, digest_of, same_tensor, shortened
 
 if TYPE_CHECKING:
     from ..layouts.layout import BlockLayout
+
+
+VERSION = re.compile(r"__v\d+(?=\()")
+"""Which class of a name is meant, in an expression: a registered one may replace another."""
 
 
 class Frame(NamedTuple):
@@ -48,7 +53,8 @@ class Frame(NamedTuple):
                 f"num_heads must be a multiple of num_kv_heads, got {num_heads} and "
                 f"{num_kv_heads}; each key/value head serves an equal group of query heads"
             )
-        q_start = kv_len - q_len if q_start is None else operator.index(q_start)
+        q_start = kv_len - q_len if q_start is None else q_start
+        checked_integer("q_start", q_start, -MOST_TOKENS)
         return cls(q_len, kv_len, num_heads, num_kv_heads, q_start)
 
     def kv_head(self, head: int) -> int:
@@ -63,6 +69,7 @@ class Pattern:
 
     expression: str
     tensors: tuple[Tensor, ...]
+    _name: ClassVar[str] = ""  # in the expression, where it is not the class's own
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Only of a class that nobody has registered; the others are dataclasses."""
@@ -82,13 +89,13 @@ class Pattern:
 
     def _spell(self, tensors: list[Tensor]) -> str:
         values = (_spell_value(value, tensors) for value in self._values())
-        return f"{type(self).__name__}({', '.join(values)})"
+        return f"{self._name or type(self).__name__}({', '.join(values)})"
 
     def _values(self) -> Iterator[Any]:
         return (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
-        return self.expression
+        return VERSION.sub("", self.expression)
 
     def __eq__(self, other: object) -> bool:
         """By content: the expression, and the tensors that it names."""
@@ -111,9 +118,9 @@ class Pattern:
             "a pattern has no truth value; combine patterns with &, | and + (not and, or)"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the hash, which is that of one process."""
-        return {name: value for name, value in vars(self).items() if name != "_hash"}
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its arguments, for copy and pickle: hash and names of classes are of one process."""
+        return type(self), tuple(self._values())
 
     @property
     def branches(self) -> "tuple[Mask, ...]":
@@ -395,8 +402,8 @@ def _agreed_batches(pattern: "Mixture | _SetOperation") -> int | None:
     sizes = {size for mask in pattern.masks if (size := mask.num_batches()) is not None}
     if len(sizes) > 1:
         raise ValueError(
-            f"the parts of a pattern must agree on the batch size, got {sorted(sizes)} in "
-            f"{shortened(str(pattern))}"
+            "the parts of a pattern must agree on the batch size, got "
+            f"{shortened(str(sorted(sizes)))} in {shortened(str(pattern))}"
         )
     return sizes.pop() if sizes else None
 

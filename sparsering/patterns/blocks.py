@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..rows import expand_counts, mix
 from .algebra import And, Frame, Mask, Or
-from .arguments import checked_integer, freeze_integer, freeze_integers
+from .arguments import checked_integer, freeze_integer, freeze_integers, shortened
 from .permutation import permute, unpermute
 
 
@@ -167,7 +167,9 @@ class RandomBlocks(BlockwiseMask):
         freeze_integer(self, "block_size", 1)
         freeze_integer(self, "seed", -(1 << 63), (1 << 63) - 1)
         if not isinstance(self.density, int | float) or isinstance(self.density, bool):
-            raise TypeError(f"RandomBlocks density must be a number, got {self.density!r}")
+            raise TypeError(
+                f"RandomBlocks density must be a number, got {shortened(repr(self.density))}"
+            )
         if not 0 < self.density <= 1:
             raise ValueError(
                 f"RandomBlocks density must be above 0 and at most 1, got {self.density!r}"
@@ -198,7 +200,7 @@ class _RandomBlocksOfHead(BlockwiseMask):
     def _row(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(has a diagonal block, drawn blocks, blocks drawn from, key) of each query block."""
         blocks = -(-torch.as_tensor(kv_len) // self.block_size)
-        count = (self.density * blocks.double() + 0.5).floor().long().clamp(min=1)
+        count = (self.density * blocks.double() + 0.5).floor().long().clamp(min=1).minimum(blocks)
         diagonal = q_block < blocks
         return (
             diagonal,
@@ -240,10 +242,16 @@ class _TensorMask(Mask):
         if not isinstance(table, Tensor) or table.dtype != self.dtype:
             kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
             raise TypeError(f"{name} needs a {self.dtype} tensor, got {kind}; convert with .to()")
+        if table.layout is not torch.strided or table.is_meta:
+            got = "one on the meta device" if table.is_meta else str(table.layout)
+            raise ValueError(
+                f"{name} needs a dense tensor with numbers, got {got}; make one with .to_dense() "
+                "or on a device"
+            )
         if table.dim() not in self.table_dims:
             raise ValueError(
                 f"{name} needs a tensor of {' or '.join(map(str, self.table_dims))} dims, "
-                f"got shape {tuple(table.shape)}"
+                f"got shape {tuple(table.shape)}; index or squeeze what is too many"
             )
         name = fields(self)[0].name  # type: ignore[arg-type]
         object.__setattr__(self, name, table.detach().clone())

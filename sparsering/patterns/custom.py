@@ -1,4 +1,4 @@
-"""Masks of a user's own: a class with `holds`, or the `mask_mod` of a FlexAttention user.
+"""Masks of a user's own: a class with `holds`.
 
     @register_pattern
     class Prefix(Mask):
@@ -14,36 +14,30 @@ of its tiles (`Mask.candidates`, `Mask.status`); the memory of a layout and the 
 are those of any other mask with the same pairs.
 """
 
-import zlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from .algebra import Frame, Mask, Pattern
-from .arguments import checked_integer
+from .algebra import And, Frame, Mask, Not, Or, Pattern
+from .arguments import checked_integer, shortened
 from .expression import BUILT_IN, add_constructor
 
-MaskModFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Own = TypeVar("Own", bound=Mask)
-
-_MOST_FUNCTIONS = 1024  # mask_mods that are kept although no pattern of theirs is alive
 
 
 def register_pattern(cls: type[Own]) -> type[Own]:
     """Makes a subclass of `Mask` that defines `holds` a pattern like those of the library.
 
     Its annotated attributes become the arguments of its constructor (the class is made a frozen
-    dataclass): numbers, strings, None, patterns, CPU tensors (copied), or tuples of these. It then
+    dataclass): numbers, strings, None, CPU tensors (copied), tuples of these, or masks. It then
     combines by `&`, `|`, `+`, runs on every backend, under torch.compile and over ranks, and
     `parse` reads it. `holds` is asked for positions inside the sequence alone; rarely-needed
-    methods are those of `Mask`. A class of the same name replaces an earlier one, as cells that
-    are run again in a notebook do.
+    methods are those of `Mask`. `parse` reads the newest class of a name, as cells that are run
+    again in a notebook make them; patterns of an earlier one stay what they were.
 
     Returns: the class.
 
@@ -59,12 +53,19 @@ def register_pattern(cls: type[Own]) -> type[Own]:
     if not (isinstance(cls, type) and issubclass(cls, Mask)):
         raise TypeError(f"register_pattern wants a subclass of sparsering.Mask, got {cls!r}")
     name = cls.__name__
+    if "_name" in vars(cls):
+        return cls
+    if inherited := [base.__name__ for base in cls.__mro__ if base in _LAID_OUT_BY_CLASS]:
+        raise TypeError(
+            f"{name} must not derive from {inherited[0]}, which is laid out by rules of its own; "
+            f"derive from Mask, and combine the two with &, or ask {inherited[0]}(...).holds"
+        )
     if cls.holds is Mask.holds:
         raise TypeError(
             f"{name} must define holds(self, p, k, frame), which says whether query position p "
             "pairs with key position k"
         )
-    if name in (*BUILT_IN, "MaskMod") or (name[:1] == "t" and name[1:].isdigit()):
+    if name in (*BUILT_IN, "MaskMod") or (name[:1] == "t" and name[1:].isdigit()) or "__v" in name:
         raise ValueError(f"{name} is a name of the library's own patterns; choose another")
     if "__init__" in vars(cls) and not is_dataclass(cls):
         raise TypeError(
@@ -72,39 +73,111 @@ def register_pattern(cls: type[Own]) -> type[Own]:
             "`length: int`, and check them in __post_init__, which ends with "
             "super().__post_init__()"
         )
+    taken = {"expression", "tensors", *dir(Mask)} & set(vars(cls).get("__annotations__", {}))
+    if taken:
+        raise TypeError(
+            f"{name} must not call an argument {sorted(taken)[0]!r}, for every mask has one; "
+            "rename it"
+        )
     made = dataclass(frozen=True, repr=False, eq=False)(cls)
-    for method in ("__repr__", "__eq__", "__hash__"):
-        setattr(made, method, getattr(Pattern, method))
+    odd = [x.name for x in fields(made) if x.kw_only or not x.init]  # type: ignore[arg-type]
+    if odd:
+        raise TypeError(
+            f"{name} must take {odd[0]!r} as a plain argument, got one by keyword alone or none; "
+            "write it as `name: type = default`"
+        )
+    _versions[name] += 1
+    attributes: dict[str, Any] = {
+        **{method: getattr(Pattern, method) for method in ("__repr__", "__eq__", "__hash__")},
+        **{x: of for x, of in _OF_ITS_MASKS.items() if getattr(cls, x) is getattr(Mask, x)},
+        "__post_init__": _and_spelt(cls.__post_init__),
+        "holds": _asked_inside(cls.holds),
+        "_name": f"{name}__v{_versions[name]}",
+    }
     if "_validate" not in vars(cls):
-        setattr(made, "_validate", _freeze_arguments)  # noqa: B010
-    setattr(made, "holds", _asked_inside(cls.holds))  # noqa: B010
+        attributes["_validate"] = _freeze_arguments
+    for attribute, value in attributes.items():
+        setattr(made, attribute, value)
     add_constructor(name, made)
+    add_constructor(made._name, made)
     return made
+
+
+_LAID_OUT_BY_CLASS = {x for x in BUILT_IN.values() if isinstance(x, type)} | {And, Or, Not}
+_versions: Counter[str] = Counter()  # classes so far, by name
+
+
+def _and_spelt(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The check of a class of a user's own, which may have left out the one that it overrides."""
+
+    def check(self: Mask) -> None:
+        post_init(self)
+        if "expression" not in vars(self):
+            Pattern.__post_init__(self)
+
+    return check
+
+
+def _masks_of(pattern: Mask) -> dict[str, Mask]:
+    """The arguments that are masks."""
+    given = {field.name: getattr(pattern, field.name) for field in fields(pattern)}  # type: ignore[arg-type]
+    return {name: value for name, value in given.items() if isinstance(value, Mask)}
+
+
+def _at(self: Any, batch: int, head: int, frame: Frame) -> Mask:
+    masks = _masks_of(self)
+    changes = {name: mask.at(batch, head, frame) for name, mask in masks.items()}
+    return replace(self, **changes) if changes else self
+
+
+def _check(self: Mask, frame: Frame) -> None:
+    for mask in _masks_of(self).values():
+        mask.check(frame)
+
+
+def _num_batches(self: Mask) -> int | None:
+    masks = tuple(_masks_of(self).values())
+    return And(masks).num_batches() if masks else None
+
+
+def _num_tables(self: Mask, frame: Frame) -> int:
+    return max((mask.num_tables(frame) for mask in _masks_of(self).values()), default=1)
+
+
+_OF_ITS_MASKS = {
+    "at": _at, "check": _check, "num_batches": _num_batches, "num_tables": _num_tables
+}  # fmt: skip
 
 
 def _freeze_arguments(pattern: Pattern) -> None:
     """Makes the arguments values that can be written and read back."""
     for field in fields(pattern):  # type: ignore[arg-type]
+        value = getattr(pattern, field.name)
         label = f"{type(pattern).__name__} {field.name}"
-        object.__setattr__(pattern, field.name, _frozen(label, getattr(pattern, field.name)))
+        frozen = value if isinstance(value, Mask) else _frozen(label, value)
+        object.__setattr__(pattern, field.name, frozen)
 
 
 def _frozen(label: str, value: object) -> object:
     match value:
+        case None | bool():
+            return value
         case list() | tuple():
             return tuple(_frozen(label, item) for item in value)
-        case Tensor() if value.device.type == "cpu":
+        case Tensor() if value.device.type == "cpu" and value.layout is torch.strided:
             return value.detach().clone()
         case float() if value != value or value in (float("inf"), float("-inf")):
             raise ValueError(f"{label} must be finite, got {value}; pass None for no bound")
-        case int() | float() | str() | None | Pattern():
-            return value
+        case float():  # of a subclass, what can be read back
+            return float(value)
+        case str():
+            return str.__str__(value)
     try:
-        return checked_integer(label, value, None)
+        return checked_integer(label, value, None, None)
     except TypeError:
         raise TypeError(
-            f"{label} must be a number, a string, None, a pattern, a CPU tensor or a tuple of "
-            f"these, got {value!r}"
+            f"{label} must be a number, a string, None, a CPU tensor, a tuple of these, or a mask, "
+            f"got {shortened(repr(value))}"
         ) from None
 
 
@@ -129,168 +202,3 @@ def _asked_inside(holds: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return held.expand(shape)
 
     return inside
-
-
-def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -> Mask:
-    """The mask of a FlexAttention `mask_mod(batch, head, q_idx, kv_idx) -> bool tensor`.
-
-    As FlexAttention does, it asks for query *indices*, which count from 0 whatever `q_start`, and
-    calls the function under `torch.vmap`. Make the mask once and keep it: what is cached of it
-    goes by the function object.
-
-    Args:
-        mask_mod: any that FlexAttention takes; tensors that it closes over must be on the CPU and
-            stay as they are. Over ranks every rank brings an equal one.
-        batch_size: needed where it depends on the batch entry.
-
-    Returns: a mask, for heads and batch entries of its own where the function looks at them.
-
-    Raises: ValueError where the function does not give a bool tensor, or looks at the batch entry
-        without a batch_size.
-
-    Cost: its layout asks for every pair once, for each head and batch entry that it tells apart.
-
-    Example:
-        >>> document = torch.tensor([0, 0, 1, 1])
-        >>> def same(b, h, q, k):
-        ...     return document[q] == document[k]
-        >>> out = attention(query, key, value, from_mask_mod(same) & Causal())
-    """
-    if not callable(mask_mod):
-        raise ValueError(
-            f"mask_mod must be a function of (batch, head, q_idx, kv_idx), got {mask_mod!r}; "
-            "Dense(mask) takes a bool tensor"
-        )
-    if batch_size is not None:
-        checked_integer("batch_size", batch_size, 0)
-    zero = torch.zeros((), dtype=torch.int64)
-    try:
-        result = mask_mod(zero, zero, zero, zero)
-    except TypeError as error:
-        raise ValueError(
-            f"mask_mod must take (batch, head, q_idx, kv_idx), each an index tensor, got: {error}; "
-            "FlexAttention's functions are such"
-        ) from error
-    if not isinstance(result, Tensor) or result.dtype != torch.bool:
-        got = result.dtype if isinstance(result, Tensor) else type(result).__name__
-        raise ValueError(
-            f"mask_mod must give a bool tensor for integer tensors, got {got}; combine comparisons "
-            "with & and | (not `and`, `or`)"
-        )
-    try:
-        torch.vmap(mask_mod, in_dims=(None, None, 0, 0))(zero, zero, zero[None], zero[None])
-    except RuntimeError as error:
-        raise ValueError(
-            f"mask_mod must work under torch.vmap, got: {error} Combine comparisons with & and | "
-            "(not `and`, `or`), choose with torch.where (not `if`)"
-        ) from error
-    by_batch, by_head = (_looks_at(mask_mod, argument) for argument in (0, 1))
-    if by_batch and batch_size is None:
-        raise ValueError(
-            "mask_mod looks at the batch entry: expected batch_size, got None; pass the number of "
-            "batch entries"
-        )
-    named = _named(mask_mod)
-    return MaskMod(named.name, batch_size if by_batch else None, by_head)
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class MaskMod(Mask):
-    """What `from_mask_mod` makes of a function, which it knows by a name."""
-
-    name: str
-    batch_size: int | None = None
-    by_head: bool = False
-    batch: int = 0
-    head: int = 0
-
-    def _validate(self) -> None:
-        if (named := _live.get(self.name)) is None:
-            raise ValueError(
-                f"the mask_mod {self.name!r} is gone: {_MOST_FUNCTIONS} newer ones were made since "
-                "its pattern was last used; keep the pattern that from_mask_mod returns"
-            )
-        _keep(named)
-        object.__setattr__(self, "_named", named)
-
-    def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        batch = batch if self.batch_size is not None else 0
-        return replace(self, batch_size=None, batch=batch, head=head if self.by_head else 0)
-
-    def num_batches(self) -> int | None:
-        return self.batch_size
-
-    def num_tables(self, frame: Frame) -> int:
-        return frame.num_heads if self.by_head else 1
-
-    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        row = (p - frame.q_start).clamp(0, max(0, frame.q_len - 1))
-        row, column = torch.broadcast_tensors(row, k.clamp(0, max(0, frame.kv_len - 1)))
-        if not row.numel():
-            return torch.zeros(row.shape, dtype=torch.bool)
-        function = self._named.function  # type: ignore[attr-defined]
-        of_pairs = torch.vmap(function, in_dims=(None, None, 0, 0))
-        batch, head = torch.tensor(self.batch), torch.tensor(self.head)
-        try:
-            held: Tensor = of_pairs(batch, head, row.flatten(), column.flatten())
-        except IndexError as error:
-            raise ValueError(
-                f"the mask_mod {self.name!r} must answer for query indices up to "
-                f"{frame.q_len - 1} and key indices up to {frame.kv_len - 1}, got: {error}; the "
-                "tensors that it reads must reach that far"
-            ) from error
-        return held.view(row.shape)
-
-
-class _Named:
-    """A function and its name; alive while a pattern holds it."""
-
-    def __init__(self, function: MaskModFunction, name: str) -> None:
-        self.function, self.name = function, name
-
-
-_live: WeakValueDictionary[str, _Named] = WeakValueDictionary()
-_kept: OrderedDict[str, _Named] = OrderedDict()  # a backward pass may come after its pattern died
-_by_function: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-_made: Counter[str] = Counter()  # functions so far, by what their names begin with
-
-
-def _named(function: MaskModFunction) -> _Named:
-    """The function under a name: its own, a digest of its code, and a number."""
-    try:
-        name = _by_function.get(function)
-    except TypeError:  # of no hash, or to which no weak reference can be
-        name = None
-    if name is not None and (named := _live.get(name)) is not None:
-        return named
-    code = getattr(getattr(function, "__code__", None), "co_code", b"")
-    stem = f"{getattr(function, '__qualname__', type(function).__name__)}-{zlib.crc32(code):08x}"
-    _made[stem] += 1  # a name is never given twice: layouts and graphs may remember it
-    name = f"{stem}-{_made[stem]}"
-    named = _live[name] = _Named(function, name)
-    with suppress(TypeError):
-        _by_function[function] = named.name
-    _keep(named)
-    return named
-
-
-def _keep(named: _Named) -> None:
-    _kept[named.name] = named
-    _kept.move_to_end(named.name)
-    while len(_kept) > _MOST_FUNCTIONS:
-        _kept.popitem(last=False)
-
-
-def _looks_at(mask_mod: MaskModFunction, argument: int) -> bool:
-    """Whether a result depends on one of the arguments, or may do so."""
-    given = [torch.zeros((), dtype=torch.int64)] * 4
-    given[argument] = torch.zeros(2, dtype=torch.int64)
-    in_dims = tuple(0 if number == argument else None for number in range(4))
-    try:
-        torch.vmap(mask_mod, in_dims=in_dims, out_dims=None)(*given)
-    except (RuntimeError, ValueError, TypeError, IndexError):
-        return True
-    return False
-
-
-add_constructor("MaskMod", MaskMod)

@@ -113,6 +113,10 @@ class _Reader:
                 k.arg for k in keywords
             ):
                 named = {str(keyword.arg): self.read(keyword.value) for keyword in keywords}
+                if len(named) < len(keywords):
+                    raise ValueError(
+                        f"{name} must have each argument once, got one of them again; leave it out"
+                    )
                 return _constructors[name](*map(self.read, arguments), **named)
             case ast.Constant(int() | float() | str() | None):
                 return node.value
@@ -130,7 +134,7 @@ class _Reader:
 
 def _way_out(node: ast.expr) -> str:
     """What could stand there instead."""
-    known = [name for name in _constructors if name != "MaskMod"]
+    known = [name for name in _constructors if name != "MaskMod" and "__v" not in name]
     name = node.func if isinstance(node, ast.Call) else node
     near = difflib.get_close_matches(name.id, known, 1) if isinstance(name, ast.Name) else []
     if near:

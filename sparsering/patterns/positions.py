@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .algebra import Frame, Mask, Mixture, Pattern
-from .arguments import checked_integers, freeze_integer, freeze_integers
+from .arguments import checked_integers, freeze_integer, freeze_integers, shortened
 
 MOST_DILATION = 1 << 31
 
@@ -72,6 +72,10 @@ class GlobalTokens(Mask):
 
     def _validate(self) -> None:
         freeze_integer(self, "count", 0)
+        for name in ("rows", "columns"):
+            if type(given := getattr(self, name)) is not bool:
+                got = shortened(repr(given))
+                raise TypeError(f"GlobalTokens {name} must be True or False, got {got}")
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         row = (p >= 0) & (p < (self.count if self.rows else 0))
@@ -101,7 +105,7 @@ class Dilated(Mask):
             if self.offset not in ("head", "block"):
                 raise ValueError(
                     'Dilated offset must be "head", "block", an int or one int per kv head, '
-                    f"got {self.offset!r}"
+                    f"got {shortened(repr(self.offset))}"
                 )
         elif isinstance(self.offset, Sequence):
             freeze_integers(self, "offset", None, None)
@@ -217,12 +221,12 @@ class Packed(Mask):
             return Mixture(tuple(cls(lengths, mask) for mask in pattern.branches))
         return super().__new__(cls)
 
-    def __getnewargs__(self) -> tuple[tuple[int, ...], Mask]:  # for copy and pickle
-        return self.lengths, self.pattern
-
     def _validate(self) -> None:
         if not isinstance(self.pattern, Mask):
-            raise TypeError(f"Packed needs a pattern to lay in each document, got {self.pattern!r}")
+            raise TypeError(
+                "Packed needs a pattern to lay in each document, got "
+                f"{type(self.pattern).__name__}; Causal() is one"
+            )
         freeze_integers(self, "lengths", 0)
 
     @property

@@ -233,3 +233,12 @@ def test_errors_say_who_and_when():
     assert isinstance(error, RuntimeError)
     assert issubclass(RingMismatchError, ValueError) and issubclass(RingMismatchError, RingError)
     assert groups == {}  # of workers alone
+
+
+def test_processes_without_a_group_are_told_to_make_one(monkeypatch):
+    args = torch.randn(3, 1, 1, 8, 4)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert torch.equal(ring_attention(*args, sr.Causal()), sr.attention(*args, sr.Causal()))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 processes were started.*init_process_group"):
+        ring_attention(*args, sr.Causal())

@@ -58,6 +58,14 @@ def test_any_length_over_any_number_of_ranks(length, world):
         assert_plan_is_exact(pattern, case, world, sharding)
 
 
+@pytest.mark.parametrize("rank", [-1, 3, "a"])
+def test_a_rank_that_is_not_there_is_told(rank):
+    plan = RingPlan.build(sr.Causal(), 64, 3)
+    for ask in (plan.load, plan.tokens_received):
+        with pytest.raises((TypeError, ValueError), match="rank must be"):
+            ask(rank)
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_any_expression(data):

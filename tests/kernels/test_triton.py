@@ -74,7 +74,11 @@ SHAPES = [
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [(name, (i + skip) % len(SHAPES)) for i, name in enumerate(PATTERNS) for skip in (0, 3)],
+    [
+        pytest.param(name, (i + skip) % len(SHAPES), marks=pytest.mark.slow if skip else ())
+        for i, name in enumerate(PATTERNS)
+        for skip in (0, 3)
+    ],
 )
 def test_every_pattern_is_the_reference_forward_and_backward(name, shape):
     case = SHAPES[shape]
@@ -98,7 +102,10 @@ def test_head_dims(width, value_width):
     assert_is_the_reference(sr.Causal(), case)
 
 
-@pytest.mark.parametrize("block_size", [16, 48, 80, 96, 112, 160, 208, 256])
+@pytest.mark.parametrize(
+    "block_size",
+    [48, 112, 256, *(pytest.param(x, marks=pytest.mark.slow) for x in (16, 80, 96, 160, 208))],
+)
 def test_block_sizes(block_size):
     length = block_size + block_size // 2
     case = Case(1, 1, 1, length, length, 16, 16, block_size)

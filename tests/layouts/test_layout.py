@@ -357,6 +357,41 @@ def test_zero_lengths_give_an_empty_layout(pattern: Any, q_len: int, kv_len: int
     assert isinstance(str(layout), str)
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        sr.RandomBlocks(0.5, 16),
+        sr.SlidingWindow(0, None, 5) & sr.Packed((15, 0), sr.RandomBlocks(0.5, 20)),
+        sr.BlockWindow(0, 16) | sr.Dilated(300, 64),
+        sr.RandomBlocks(0.3, 16) | sr.Dilated(300, 64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("lengths", [(33, 15, 15), (33, 100, 5), (8, 0, 0)])
+def test_rows_and_tiles_without_keys(pattern: Any, lengths: tuple[int, int, int]) -> None:
+    q_len, kv_len, q_start = lengths
+    if isinstance(pattern, sr.Mask) and "Packed" in str(pattern) and kv_len != 15:
+        pytest.skip("its documents are of another length")
+    layout = pattern.layout(q_len, kv_len, q_start=q_start, block_size=16)
+    expected = pattern.to_dense(q_len, kv_len, q_start=q_start)
+    assert torch.equal(layout.to_dense()[0].bool(), expected)
+
+
+@pytest.mark.parametrize("limit", [-1, "a", 1.5])
+def test_a_limit_that_is_no_number_of_bytes_leaves_the_cache_as_it_was(limit: Any) -> None:
+    before = sr.layout_cache.info().limit
+    with pytest.raises((TypeError, ValueError), match="limit must be"):
+        sr.layout_cache.set_limit(limit)
+    assert sr.layout_cache.info().limit == before
+
+
+def test_a_line_is_what_is_printed_of_a_part() -> None:
+    layout = sr.LongNet((16, 64), (1, 4)).layout(64, block_size=16)
+    for part in (layout, layout.passes[0], sr.layout_cache):
+        assert len(repr(part)) < 200 and "\n" not in repr(part)
+    assert repr(layout.passes[1]) == "<Pass of step 4, 1 x 1 tiles>"
+
+
 def test_long_window_is_built_in_the_memory_and_time_of_its_tiles() -> None:
     length, left = 2**20, 4096
     assert torch.get_num_threads() == 1  # the time of this thread is all the work

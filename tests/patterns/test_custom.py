@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+from dataclasses import field
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import sparsering as sr
 from sparsering.distributed import RingPlan, simulate_ring
 from sparsering.layouts import compile as compiler
 from sparsering.layouts.conditions import FULL
-from sparsering.patterns import custom
+from sparsering.patterns import mask_mod as mask_mods
 
 
 @sr.register_pattern
@@ -146,6 +147,7 @@ def test_it_has_gradients(name):
 def test_it_crosses_torch_compile(name):
     pattern, args = PATTERNS[name], inputs()
     torch._dynamo.reset()
+    sr.layout_cache.clear()  # so that the layout is built in what was compiled
     compiled = torch.compile(sr.attention, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*args, pattern), sr.attention(*args, pattern))
 
@@ -216,6 +218,71 @@ def test_a_class_of_the_same_name_replaces_an_earlier_one():
         )
 
 
+def test_patterns_of_an_earlier_class_of_the_name_stay_what_they_were():
+    def cell(offset: int) -> type[sr.Mask]:
+        @sr.register_pattern
+        class Rerun(sr.Mask):
+            def holds(self, p, k, frame):
+                return p - k >= offset
+
+        return Rerun
+
+    args = [x.requires_grad_() for x in inputs(20)]
+    first = cell(0)() & sr.SlidingWindow(9, 9)
+    expected = sr.attention(*args, first, backend="reference")
+    wanted = torch.autograd.grad(expected.sum(), args)
+    out = sr.attention(*args, first)
+    second = cell(5)() & sr.SlidingWindow(9, 9)
+    sr.layout_cache.clear()
+    assert str(first) == str(second) == "(Rerun() & SlidingWindow(9, 9, 1))" and first != second
+    assert_close(sr.attention(*args, first), expected, 1e-14)
+    for a, b in zip(torch.autograd.grad(out.sum(), args), wanted, strict=True):
+        assert_close(a, b, 1e-12)
+    assert sr.parse(str(first)) == second
+
+
+def test_a_mask_inside_has_its_heads_batches_and_lengths():
+    @sr.register_pattern
+    class Near(sr.Mask):
+        within: sr.Mask
+
+        def holds(self, p, k, frame):
+            return self.within.holds(p, k, frame) & (p - k < 20)
+
+    near = sr.SlidingWindow(19, None)
+    for within in (sr.Dilated(16, 2), sr.RandomBlocks(0.5, 16), sr.KeyPadding((40, 64))):
+        pattern, args = Near(within), inputs(64)
+        expected = (within & near).to_dense(64, num_heads=2, num_kv_heads=1)
+        assert torch.equal(pattern.to_dense(64, num_heads=2, num_kv_heads=1), expected)
+        assert_close(sr.attention(*args, pattern), sr.attention(*args, within & near), 1e-13)
+    with pytest.raises(ValueError, match="must sum to the key length 64"):
+        Near(sr.Documents((5, 6))).layout(64)
+    with pytest.raises(TypeError, match="or a mask, got"):
+        Near(sr.LongNet((4, 8), (1, 2)))
+
+
+@pytest.mark.parametrize("parent", [sr.Causal, sr.Dilated, sr.BlockWindow, sr.Documents])
+def test_a_mask_of_the_library_is_no_parent(parent):
+    cls = type("Stricter", (parent,), {"holds": lambda self, p, k, frame: p == k})
+    with pytest.raises(TypeError, match=f"must not derive from {parent.__name__}"):
+        sr.register_pattern(cls)
+
+
+def test_one_that_was_not_registered_says_so():
+    class Forgotten(sr.Mask):
+        length: int
+
+        def holds(self, p, k, frame):
+            return k < self.length
+
+    with pytest.raises(TypeError, match=r"put @sparsering\.register_pattern above"):
+        Forgotten(3)
+
+
+def test_registered_twice_is_registered_once():
+    assert sr.register_pattern(PrefixLM) is PrefixLM
+
+
 def test_its_arguments_may_be_checked():
     @sr.register_pattern
     class Checked(sr.Mask):
@@ -235,8 +302,52 @@ def test_its_arguments_may_be_checked():
         Checked(())
 
 
+def test_a_check_may_leave_out_that_of_its_parent():
+    @sr.register_pattern
+    class Positive(sr.Mask):
+        count: int
+
+        def __post_init__(self):
+            if self.count < 1:
+                raise ValueError("Positive wants a count")
+
+        def holds(self, p, k, frame):
+            return k < self.count
+
+    assert str(Positive(3) & sr.Causal()) == "(Positive(3) & Causal())"
+    with pytest.raises(ValueError, match="wants a count"):
+        Positive(0)
+
+
+def test_numbers_and_strings_of_other_kinds_are_written_as_plain_ones():
+    import enum
+
+    import numpy as np
+
+    class Name(enum.StrEnum):
+        LEFT = "left"
+
+    pattern = SameLabel((np.float64(2.5), np.int32(3), Name.LEFT, True))
+    assert str(pattern) == "SameLabel((2.5, 3, 'left', True))"
+    assert sr.parse(str(pattern)) == pattern
+
+
 class NoHolds(sr.Mask):
     pass
+
+
+class Keyword(sr.Mask):
+    length: int = field(kw_only=True)
+
+    def holds(self, p, k, frame):
+        return k < self.length
+
+
+class Clash(sr.Mask):
+    tensors: int
+
+    def holds(self, p, k, frame):
+        return k < self.tensors
 
 
 class WithInit(sr.Mask):
@@ -254,6 +365,8 @@ class WithInit(sr.Mask):
         (int, "subclass of sparsering.Mask"),
         (NoHolds, "must define holds"),
         (WithInit, "must not define __init__"),
+        (Keyword, "must take 'length' as a plain argument"),
+        (Clash, "must not call an argument 'tensors'"),
     ],
 )
 def test_a_class_that_cannot_be_a_pattern(cls, text):
@@ -261,7 +374,7 @@ def test_a_class_that_cannot_be_a_pattern(cls, text):
         sr.register_pattern(cls)
 
 
-@pytest.mark.parametrize("name", ["Causal", "LongNet", "MaskMod", "t0", "t12"])
+@pytest.mark.parametrize("name", ["Causal", "LongNet", "MaskMod", "t0", "t12", "Own__v1"])
 def test_a_name_that_is_taken(name):
     cls = type(name, (sr.Mask,), {"holds": lambda self, p, k, frame: p == k})
     with pytest.raises(ValueError, match="choose another"):
@@ -323,6 +436,54 @@ def test_a_mask_mod_that_looks_at_neither_head_nor_batch_has_one_table():
     assert by_head.layout(75, num_heads=3).table_shape == (1, 3)
 
 
+def test_flex_attentions_own_combinators_look_at_neither():
+    from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
+
+    near = lambda b, h, q, k: q - k < 7  # noqa: E731
+    for function in (and_masks(same_document, near), or_masks(same_document, near), noop_mask):
+        pattern = sr.from_mask_mod(function)
+        assert (pattern.num_batches(), pattern.layout(75, num_heads=4).table_shape[1]) == (None, 1)
+    table = torch.tensor([3, 9])
+    assert sr.from_mask_mod(lambda b, h, q, k: q - k < table[h]).by_head
+
+
+class Within:
+    """A mask_mod that pickle can take along."""
+
+    def __init__(self, reach):
+        self.reach = reach
+
+    def __call__(self, b, h, q, k):
+        return (q >= k) & (q - k < self.reach)
+
+
+def test_a_mask_mod_is_copied_and_pickled_with_its_function():
+    pattern = sr.from_mask_mod(Within(4)) & sr.Causal()
+    text = pickle.dumps(pattern)
+    sr.from_mask_mod(Within(20))
+    for again in (pickle.loads(text), copy.deepcopy(pattern)):
+        assert torch.equal(again.to_dense(30), pattern.to_dense(30))
+
+
+def test_functions_of_other_constants_or_values_have_other_names():
+    def within(reach):
+        return lambda b, h, q, k: q - k < reach
+
+    functions = (
+        within(4), within(5), within(torch.tensor(4)), within(torch.tensor(5)),
+        lambda b, h, q, k: q - k < 4, lambda b, h, q, k: q - k < 5,
+    )  # fmt: skip
+    names = [mask_mods._named(function).name for function in functions]
+    assert len({name.rpartition("-")[0] for name in names}) == len(names)
+
+
+def test_a_tensor_that_is_too_short_for_the_sequence_is_told():
+    labels = torch.arange(10)
+    pattern = sr.from_mask_mod(lambda b, h, q, k: labels[q] == labels[k])
+    with pytest.raises(ValueError, match=r"query indices up to 19 .* reach that far"):
+        pattern.to_dense(20)
+
+
 def test_one_function_is_one_pattern():
     assert sr.from_mask_mod(same_document) == sr.from_mask_mod(same_document)
     other = sr.from_mask_mod(lambda b, h, q, k: q >= k)
@@ -340,7 +501,7 @@ def test_gradients_come_after_the_pattern_is_gone():
 
 
 def test_functions_are_not_kept_forever(monkeypatch):
-    monkeypatch.setattr(custom, "_MOST_FUNCTIONS", 3)
+    monkeypatch.setattr(mask_mods, "_MOST_FUNCTIONS", 3)
     held = sr.from_mask_mod(lambda b, h, q, k: q >= k)
     texts = [str(sr.from_mask_mod(lambda b, h, q, k, n=n: q - k >= n)) for n in range(10)]
     gc.collect()
@@ -356,6 +517,8 @@ def test_functions_are_not_kept_forever(monkeypatch):
         (lambda b, h, q, k: q - k, "bool tensor.*int64"),
         (lambda b, h, q, k: True, "bool tensor.*bool"),
         (lambda b, h, q, k: q - k >= b, "batch_size"),
+        (lambda q, k: q >= k, r"must take \(batch, head, q_idx, kv_idx\)"),
+        (lambda b, h, q, k: (q >= k) and (q - k < 5), "Combine comparisons with & and |"),
     ],
 )
 def test_what_is_no_mask_mod(mask_mod, text):

@@ -1,0 +1,250 @@
+"""Masks by a function, the `mask_mod` of a FlexAttention user: called, named, traced.
+
+    attention(query, key, value, from_mask_mod(lambda b, h, q, k: q - k < 512) & Causal())
+
+A pattern crosses to the operator as text, where the function stands by a name of this process.
+"""
+
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import CodeType, FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from .algebra import Frame, Mask
+from .arguments import checked_integer, digest_of
+from .expression import add_constructor
+
+MaskModFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+_MOST_FUNCTIONS = 1024  # mask_mods that are kept although no pattern of theirs is alive
+
+
+def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -> Mask:
+    """The mask of a FlexAttention `mask_mod(batch, head, q_idx, kv_idx) -> bool tensor`.
+
+    As FlexAttention does, it asks for query *indices*, which count from 0 whatever `q_start`, and
+    calls the function under `torch.vmap`. Make the mask once and keep it: what is cached of it
+    goes by the function object.
+
+    Args:
+        mask_mod: any that FlexAttention takes; tensors that it closes over must be on the CPU and
+            stay as they are. Over ranks every rank brings an equal one.
+        batch_size: needed where it depends on the batch entry.
+
+    Returns: a mask, for heads and batch entries of its own where the function looks at them.
+
+    Raises: ValueError where the function does not give a bool tensor, or looks at the batch entry
+        without a batch_size.
+
+    Cost: its layout asks for every pair once, for each head and batch entry that it tells apart.
+
+    Example:
+        >>> document = torch.tensor([0, 0, 1, 1])
+        >>> def same(b, h, q, k):
+        ...     return document[q] == document[k]
+        >>> out = attention(query, key, value, from_mask_mod(same) & Causal())
+    """
+    if not callable(mask_mod):
+        raise ValueError(
+            f"mask_mod must be a function of (batch, head, q_idx, kv_idx), got {mask_mod!r}; "
+            "Dense(mask) takes a bool tensor"
+        )
+    if batch_size is not None:
+        checked_integer("batch_size", batch_size, 0)
+    zero = torch.zeros((), dtype=torch.int64)
+    try:
+        result = mask_mod(zero, zero, zero, zero)
+    except TypeError as error:
+        raise ValueError(
+            f"mask_mod must take (batch, head, q_idx, kv_idx), each an index tensor, got: {error}; "
+            "FlexAttention's functions are such"
+        ) from error
+    if not isinstance(result, Tensor) or result.dtype != torch.bool:
+        got = result.dtype if isinstance(result, Tensor) else type(result).__name__
+        raise ValueError(
+            f"mask_mod must give a bool tensor for integer tensors, got {got}; combine comparisons "
+            "with & and | (not `and`, `or`)"
+        )
+    try:
+        torch.vmap(mask_mod, in_dims=(None, None, 0, 0))(zero, zero, zero[None], zero[None])
+    except RuntimeError as error:
+        raise ValueError(
+            f"mask_mod must work under torch.vmap, got: {error} Combine comparisons with & and | "
+            "(not `and`, `or`), choose with torch.where (not `if`)"
+        ) from error
+    by_batch, by_head = _looks_at(mask_mod)
+    if by_batch and batch_size is None:
+        raise ValueError(
+            "mask_mod looks at the batch entry: expected batch_size, got None; pass the number of "
+            "batch entries"
+        )
+    named = _named(mask_mod)
+    return MaskMod(named.name, batch_size if by_batch else None, by_head)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class MaskMod(Mask):
+    """What `from_mask_mod` makes of a function, which it knows by a name."""
+
+    name: str
+    batch_size: int | None = None
+    by_head: bool = False
+    batch: int = 0
+    head: int = 0
+
+    def _validate(self) -> None:
+        if (named := _live.get(self.name)) is None:
+            raise ValueError(
+                f"the mask_mod {self.name!r} is not known in this process, or is gone since "
+                f"{_MOST_FUNCTIONS} newer ones were made; make it by from_mask_mod, and keep the "
+                "pattern"
+            )
+        _keep(named)
+        object.__setattr__(self, "_named", named)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its function, for copy and pickle: the name is of this process."""
+        given = (self.batch_size, self.by_head, self.batch, self.head)
+        return _of_function, (self._named.function, *given)  # type: ignore[attr-defined]
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        batch = batch if self.batch_size is not None else 0
+        return replace(self, batch_size=None, batch=batch, head=head if self.by_head else 0)
+
+    def num_batches(self) -> int | None:
+        return self.batch_size
+
+    def num_tables(self, frame: Frame) -> int:
+        return frame.num_heads if self.by_head else 1
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        row = (p - frame.q_start).clamp(0, max(0, frame.q_len - 1))
+        row, column = torch.broadcast_tensors(row, k.clamp(0, max(0, frame.kv_len - 1)))
+        if not row.numel():
+            return torch.zeros(row.shape, dtype=torch.bool)
+        function = self._named.function  # type: ignore[attr-defined]
+        of_pairs = torch.vmap(function, in_dims=(None, None, 0, 0))
+        batch, head = torch.tensor(self.batch), torch.tensor(self.head)
+        try:
+            held = _in_a_thread(of_pairs, batch, head, row.flatten(), column.flatten())
+        except IndexError as error:
+            raise ValueError(
+                f"the mask_mod {self.name!r} must answer for query indices up to "
+                f"{frame.q_len - 1} and key indices up to {frame.kv_len - 1}, got: {error}; the "
+                "tensors that it reads must reach that far"
+            ) from error
+        return held.view(row.shape)
+
+
+def _in_a_thread(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    """A result that no mode of this thread has touched: torch.compile runs operators under some."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *arguments).result()
+
+
+def _of_function(function: MaskModFunction, *rest: Any) -> MaskMod:
+    return MaskMod(_named(function).name, *rest)
+
+
+class _Named:
+    """A function and its name; alive while a pattern holds it."""
+
+    def __init__(self, function: MaskModFunction, name: str) -> None:
+        self.function, self.name = function, name
+
+
+_live: WeakValueDictionary[str, _Named] = WeakValueDictionary()
+_kept: OrderedDict[str, _Named] = OrderedDict()  # a backward pass may come after its pattern died
+_by_function: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+_made: Counter[str] = Counter()  # functions so far, by what their names begin with
+
+
+def _named(function: MaskModFunction) -> _Named:
+    """The function under a name: its own, a digest of its code and values, and a number."""
+    try:
+        name = _by_function.get(function)
+    except TypeError:  # of no hash, or to which no weak reference can be
+        name = None
+    if name is not None and (named := _live.get(name)) is not None:
+        return named
+    digest = zlib.crc32(repr(_content(function)).encode())
+    stem = f"{getattr(function, '__qualname__', type(function).__name__)}-{digest:08x}"
+    _made[stem] += 1  # a name is never given twice: layouts and graphs may remember it
+    name = f"{stem}-{_made[stem]}"
+    named = _live[name] = _Named(function, name)
+    with suppress(TypeError):
+        _by_function[function] = named.name
+    _keep(named)
+    return named
+
+
+def _keep(named: _Named) -> None:
+    _kept[named.name] = named
+    _kept.move_to_end(named.name)
+    while len(_kept) > _MOST_FUNCTIONS:
+        _kept.popitem(last=False)
+
+
+def _content(value: Any, depth: int = 4) -> Any:
+    """What tells functions apart in every process: code, constants, values closed over."""
+    match value:
+        case None | bool() | int() | float() | str() | bytes():
+            return value
+        case tuple() | list() if depth:
+            return [_content(item, depth - 1) for item in value]
+        case Tensor() if value.device.type == "cpu":
+            return tuple(value.shape), digest_of(value)
+        case CodeType():
+            return value.co_code, value.co_names, _content(value.co_consts, depth)
+        case FunctionType() if depth:
+            cells = [_content(cell.cell_contents, depth - 1) for cell in value.__closure__ or ()]
+            return _content(value.__code__, depth), _content(value.__defaults__, depth), cells
+    return type(value).__qualname__
+
+
+def _cannot_be_mapped(mask_mod: MaskModFunction, argument: int) -> bool:
+    """Whether a result may depend on an argument: it reads that one's value, or varies with it."""
+    given = [torch.zeros((), dtype=torch.int64)] * 4
+    given[argument] = torch.zeros(2, dtype=torch.int64)
+    in_dims = tuple(0 if number == argument else None for number in range(4))
+    try:
+        torch.vmap(mask_mod, in_dims=in_dims, out_dims=None)(*given)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return True
+    return False
+
+
+_LIKE_AN_ARGUMENT = ("new_ones", "new_zeros", "new_full", "new_empty", "full_like", "ones_like",
+                     "zeros_like", "empty_like")  # fmt: skip
+
+
+def _looks_at(mask_mod: MaskModFunction) -> tuple[bool, bool]:
+    """Whether a result depends on the batch entry, and on the head: by the graph of its values."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # imports much
+
+    given = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]
+    try:
+        graph = make_fx(torch.vmap(mask_mod))(*given).graph
+    except Exception:  # it reads values
+        return _cannot_be_mapped(mask_mod, 0), _cannot_be_mapped(mask_mod, 1)
+    looking: dict[Any, set[str]] = {}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if any(str(node.target).split(".")[-2:-1] == [name] for name in _LIKE_AN_ARGUMENT):
+            inputs = inputs[1:]  # of the first one, dtype and device
+        seen = {node.name} if node.op == "placeholder" else set()
+        looking[node] = seen.union(*(looking[x] for x in inputs))
+    arguments = [node.name for node in graph.nodes if node.op == "placeholder"]
+    (result,) = (looking[node] for node in graph.nodes if node.op == "output")
+    return arguments[0] in result, arguments[1] in result
+
+
+add_constructor("MaskMod", MaskMod)
