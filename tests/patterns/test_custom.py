@@ -18,7 +18,7 @@ from sparsering.patterns import mask_mod as mask_mods
 
 
 @sr.register_pattern
-class PrefixLM(sr.Mask):
+class Prefixed(sr.Mask):
     """Causal, but for a prefix that all see."""
 
     length: int
@@ -28,7 +28,7 @@ class PrefixLM(sr.Mask):
 
 
 @sr.register_pattern
-class FastPrefixLM(sr.Mask):
+class FastPrefixed(sr.Mask):
     """The same, which knows more of its tiles."""
 
     length: int
@@ -77,16 +77,16 @@ def same_document(b, h, q, k):
 
 
 PATTERNS = {
-    "alone": PrefixLM(20),
-    "with tiles known": FastPrefixLM(20),
+    "alone": Prefixed(20),
+    "with tiles known": FastPrefixed(20),
     "a tensor": SameLabel(LABELS),
-    "intersection": PrefixLM(40) & sr.SlidingWindow(9, 30),
-    "union with a stride": FastPrefixLM(5) | sr.SlidingWindow(20, 0, 3),
-    "mixture": FastPrefixLM(5) + sr.Causal(),
-    "in documents": sr.Packed((30, 0, 45), FastPrefixLM(4)),
+    "intersection": Prefixed(40) & sr.SlidingWindow(9, 30),
+    "union with a stride": FastPrefixed(5) | sr.SlidingWindow(20, 0, 3),
+    "mixture": FastPrefixed(5) + sr.Causal(),
+    "in documents": sr.Packed((30, 0, 45), FastPrefixed(4)),
     "in documents, of their length": sr.Packed((30, 0, 45), LastOf(3, sr.Causal())),
-    "a union in documents": sr.Packed((35, 40), LastOf(5) | PrefixLM(1)),
-    "documents in documents": sr.Packed((30, 0, 30, 15), FastPrefixLM(2)) & sr.Documents((15,) * 5),
+    "a union in documents": sr.Packed((35, 40), LastOf(5) | Prefixed(1)),
+    "documents in documents": sr.Packed((30, 0, 30, 15), FastPrefixed(2)) & sr.Documents((15,) * 5),
     "mask_mod": sr.from_mask_mod(same_document) & sr.Causal(),
     "mask_mod by head": sr.from_mask_mod(below_by_head),
     "mask_mod in documents": sr.Packed((30, 45), sr.from_mask_mod(below_by_head)),
@@ -109,7 +109,7 @@ def test_its_layout_holds_its_pairs(name, block_size):
 
 
 def test_queries_that_are_the_last_of_many_keys():
-    for pattern in (PrefixLM(20), FastPrefixLM(20), LastOf(7) & sr.Causal()):
+    for pattern in (Prefixed(20), FastPrefixed(20), LastOf(7) & sr.Causal()):
         dense = pattern.to_dense(5, 75).long()
         assert torch.equal(pattern.layout(5, 75, block_size=16).to_dense()[0], dense)
 
@@ -154,7 +154,7 @@ def test_it_crosses_torch_compile(name):
 
 def test_one_made_inside_a_compiled_function():
     def f(query, key, value):
-        return sr.attention(query, key, value, PrefixLM(9) & sr.SlidingWindow(20, 20))
+        return sr.attention(query, key, value, Prefixed(9) & sr.SlidingWindow(20, 20))
 
     torch._dynamo.reset()
     args = inputs()
@@ -162,12 +162,12 @@ def test_one_made_inside_a_compiled_function():
 
 
 def test_it_is_spelt_read_compared_and_copied():
-    pattern = PrefixLM(7) & sr.Causal()
-    assert str(pattern) == "(PrefixLM(7) & Causal())"
+    pattern = Prefixed(7) & sr.Causal()
+    assert str(pattern) == "(Prefixed(7) & Causal())"
     assert sr.parse(str(pattern)) == pattern and hash(sr.parse(str(pattern))) == hash(pattern)
     labelled = SameLabel(LABELS)
     assert labelled == SameLabel(LABELS.clone()) and hash(labelled) == hash(SameLabel(LABELS))
-    assert labelled != SameLabel(LABELS + 1) and labelled != PrefixLM(7)
+    assert labelled != SameLabel(LABELS + 1) and labelled != Prefixed(7)
     assert sr.parse("SameLabel(t0)", [LABELS]) == labelled
     for twin in (copy.deepcopy(labelled), pickle.loads(pickle.dumps(labelled))):
         assert twin == labelled and hash(twin) == hash(labelled)
@@ -187,7 +187,7 @@ def test_what_is_known_of_tiles_saves_looking_at_them(monkeypatch):
         return evaluate(mask, pairs, *rest)
 
     monkeypatch.setattr(compiler, "evaluate", counted)
-    for pattern, most in ((PrefixLM(100), 32 * 32), (FastPrefixLM(100), 32 + 8)):
+    for pattern, most in ((Prefixed(100), 32 * 32), (FastPrefixed(100), 32 + 8)):
         looked_at.clear()
         sr.layout_cache.clear()
         pattern.layout(32 * 16, block_size=16)
@@ -196,7 +196,7 @@ def test_what_is_known_of_tiles_saves_looking_at_them(monkeypatch):
 
 
 def test_a_plan_of_ranks_counts_its_tokens():
-    plan = RingPlan.build(FastPrefixLM(10), 80, 4, block_size=16)
+    plan = RingPlan.build(FastPrefixed(10), 80, 4, block_size=16)
     assert [plan.tokens_received(rank) for rank in range(4)] == [0, 20, 40, 60]
 
 
@@ -280,7 +280,7 @@ def test_one_that_was_not_registered_says_so():
 
 
 def test_registered_twice_is_registered_once():
-    assert sr.register_pattern(PrefixLM) is PrefixLM
+    assert sr.register_pattern(Prefixed) is Prefixed
 
 
 def test_its_arguments_may_be_checked():
@@ -384,7 +384,7 @@ def test_a_name_that_is_taken(name):
 @pytest.mark.parametrize(
     ("value", "error", "text"),
     [
-        (object(), TypeError, "PrefixLM length must be a number, a string"),
+        (object(), TypeError, "Prefixed length must be a number, a string"),
         ({"a": 1}, TypeError, "tuple of these"),
         (float("nan"), ValueError, "finite"),
         (torch.zeros(2, device="meta"), TypeError, "CPU tensor"),
@@ -392,7 +392,7 @@ def test_a_name_that_is_taken(name):
 )
 def test_an_argument_that_cannot_be_written(value, error, text):
     with pytest.raises(error, match=text):
-        PrefixLM(value)
+        Prefixed(value)
 
 
 def test_holds_that_gives_no_bool_is_told():
