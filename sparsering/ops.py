@@ -37,7 +37,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a checked call on a backend that computes its options.
 
-    It runs as an operator where its backward is written out, else as plain torch.
+    Where a backward is written out it runs as an operator, to which torch comes back with
+    `_forward` and `_backward`; else as plain torch.
     """
     call = {
         "query": query,
@@ -61,6 +62,40 @@ def attend(
         )
     with without_autocast(query):
         return _reference(**call) if forward is None else forward(_problem(**call))
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = dict(zip(_NAMES, arguments, strict=True))
+    forward = BACKENDS[call["backend"]].forward
+    assert forward is not None
+    problem = _problem(**call)
+    with without_autocast(problem.query):
+        return forward(problem)
+
+
+def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+    *given, out, lse, grad_out, grad_lse = arguments
+    call = dict(zip(_NAMES, given, strict=True))
+    backward = BACKENDS[call["backend"]].backward
+    assert backward is not None
+    problem = _problem(**call)
+    with without_autocast(problem.query):
+        return backward(problem, out, lse, grad_out, grad_lse)
+
+
+_CALL = (
+    "Tensor query, Tensor key, Tensor value, Tensor? block_bias, Tensor[] tensors, str pattern, "
+    "float scale, SymInt q_start, SymInt? block_size, str backend"
+)
+_NAMES = [argument.split()[-1] for argument in _CALL.split(",")]
+
+_attention = differentiable(
+    "attention",
+    _CALL,
+    _forward,
+    _backward,
+    refusal="second derivatives exist for backend='reference' alone; pass that to attention",
+)
 
 
 def _problem(
@@ -97,40 +132,6 @@ def layout_for(
     if block_size is None:
         block_size = block_size_of(backend, value, query, frame.kv_len)
     return layout_cache.layout(value, frame, block_size, query.device)
-
-
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = dict(zip(_NAMES, arguments, strict=True))
-    forward = BACKENDS[call["backend"]].forward
-    assert forward is not None
-    problem = _problem(**call)
-    with without_autocast(problem.query):
-        return forward(problem)
-
-
-def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
-    *given, out, lse, grad_out, grad_lse = arguments
-    call = dict(zip(_NAMES, given, strict=True))
-    backward = BACKENDS[call["backend"]].backward
-    assert backward is not None
-    problem = _problem(**call)
-    with without_autocast(problem.query):
-        return backward(problem, out, lse, grad_out, grad_lse)
-
-
-_CALL = (
-    "Tensor query, Tensor key, Tensor value, Tensor? block_bias, Tensor[] tensors, str pattern, "
-    "float scale, SymInt q_start, SymInt? block_size, str backend"
-)
-_NAMES = [argument.split()[-1] for argument in _CALL.split(",")]
-
-_attention = differentiable(
-    "attention",
-    _CALL,
-    _forward,
-    _backward,
-    refusal="second derivatives exist for backend='reference' alone; pass that to attention",
-)
 
 
 def _reference(
