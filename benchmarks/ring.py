@@ -299,7 +299,8 @@ def plot(times: list[Row], memories: list[Row], path: Path) -> None:
             places = [place + 0.27 * (i - 1) for place in range(len(names))]
             bars = axes.barh(places, sizes, 0.25, color=colour, label=method)
             labels = [
-                f"{size:.3g}" if n in chosen else "" for n, size in zip(names, sizes, strict=True)
+                (f"{size:,.0f}" if size >= 1000 else f"{size:.3g}") if n in chosen else ""
+                for n, size in zip(names, sizes, strict=True)
             ]
             axes.bar_label(bars, labels, fontsize=7, padding=2)
         axes.set_title(f"{title}, {world} ranks", fontsize=9)
