@@ -118,6 +118,12 @@ def _and_spelt(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
     return check
 
 
+def _fits(shape: torch.Size, target: torch.Size) -> bool:
+    """Whether one shape expands to the other."""
+    sizes = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(a in (1, b) for a, b in sizes)
+
+
 def _masks_of(pattern: Mask) -> dict[str, Mask]:
     """The arguments that are masks."""
     given = {field.name: getattr(pattern, field.name) for field in fields(pattern)}  # type: ignore[arg-type]
@@ -193,8 +199,9 @@ def _asked_inside(holds: Callable[..., Tensor]) -> Callable[..., Tensor]:
             error.add_note(f"raised by holds of {self}, a mask of your own")
             raise
         shape = torch.broadcast_shapes(p.shape, k.shape)
-        if not isinstance(held, Tensor) or held.dtype != torch.bool:
-            got = held.dtype if isinstance(held, Tensor) else type(held).__name__
+        is_tensor = isinstance(held, Tensor)
+        if not is_tensor or held.dtype != torch.bool or not _fits(held.shape, shape):
+            got = f"{held.dtype} {tuple(held.shape)}" if is_tensor else type(held).__name__
             raise ValueError(
                 f"{type(self).__name__}.holds must give a bool tensor that broadcasts to "
                 f"{tuple(shape)}, got {got}; compare tensors with ==, <=, &, |"

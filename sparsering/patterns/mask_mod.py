@@ -67,11 +67,12 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
             f"mask_mod must take (batch, head, q_idx, kv_idx), each an index tensor, got: {error}; "
             "FlexAttention's functions are such"
         ) from error
-    if not isinstance(result, Tensor) or result.dtype != torch.bool:
-        got = result.dtype if isinstance(result, Tensor) else type(result).__name__
+    is_tensor = isinstance(result, Tensor)
+    if not is_tensor or result.dtype != torch.bool or result.dim():
+        got = f"{result.dtype} {tuple(result.shape)}" if is_tensor else type(result).__name__
         raise ValueError(
-            f"mask_mod must give a bool tensor for integer tensors, got {got}; combine comparisons "
-            "with & and | (not `and`, `or`)"
+            f"mask_mod must give one bool tensor () for index tensors (), got {got}; combine "
+            "comparisons with & and | (not `and`, `or`)"
         )
     try:
         torch.vmap(mask_mod, in_dims=(None, None, 0, 0))(zero, zero, zero[None], zero[None])

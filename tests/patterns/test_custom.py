@@ -405,6 +405,16 @@ def test_holds_that_gives_no_bool_is_told():
         Number().to_dense(4)
 
 
+def test_holds_of_another_shape_is_told():
+    @sr.register_pattern
+    class Wide(sr.Mask):
+        def holds(self, p, k, frame):
+            return torch.ones(3, 7, 5, dtype=torch.bool)
+
+    with pytest.raises(ValueError, match=r"broadcasts to \(4, 4\), got torch\.bool \(3, 7, 5\)"):
+        Wide().to_dense(4)
+
+
 # mask_mods
 
 
@@ -515,6 +525,7 @@ def test_functions_are_not_kept_forever(monkeypatch):
     [
         (3, "must be a function"),
         (lambda b, h, q, k: q - k, "bool tensor.*int64"),
+        (lambda b, h, q, k: q - k > torch.arange(3), r"bool tensor.*bool \(3,\)"),
         (lambda b, h, q, k: True, "bool tensor.*bool"),
         (lambda b, h, q, k: q - k >= b, "batch_size"),
         (lambda q, k: q >= k, r"must take \(batch, head, q_idx, kv_idx\)"),
