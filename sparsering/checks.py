@@ -20,17 +20,19 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
     check_pattern(pattern)
     for name, x in (("query", query), ("key", key), ("value", value)):
         _check_tensor(name, x)
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise ValueError(
-            f"query, key and value must be [batch, heads, tokens, head dim], got {shapes}; "
-            "unsqueeze what lacks"
+            "query, key and value must be [batch, heads, tokens, head dim], got "
+            f"{_shapes(query, key, value)}; unsqueeze what lacks"
         )
-    if differ := _differences(query, key, value):
+    wanted = (query.shape[0], query.shape[3], *key.shape[:3])
+    if (given := (key.shape[0], key.shape[3], *value.shape[:3])) != wanted:
+        pairs = zip(_SHARED, wanted, given, strict=True)
+        differ = [f"{what} ({a}, {b})" for what, a, b in pairs if a != b]
         raise ValueError(
             "query [B, Hq, Nq, D], key [B, Hkv, Nk, D] and value [B, Hkv, Nk, Dv] must agree, got "
-            f"{shapes}: {' and '.join(differ)} differ; if tokens come before heads, "
-            "transpose(1, 2)"
+            f"{_shapes(query, key, value)}: {' and '.join(differ)} differ; if tokens come before "
+            "heads, transpose(1, 2)"
         )
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads % max(1, kv_heads) or (heads and not kv_heads):
@@ -39,7 +41,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
             way_out = "repeat_interleave(..., dim=1) keys and values up to a divisor, or drop heads"
         raise ValueError(
             f"query heads must be a multiple of key/value heads, got {heads} and {kv_heads} in "
-            f"{shapes}; {way_out}"
+            f"{_shapes(query, key, value)}; {way_out}"
         )
     dtypes = (query.dtype, key.dtype, value.dtype)
     one_dtype = len(set(dtypes)) == 1 or autocasting(query)
@@ -55,16 +57,17 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
         )
 
 
-def _differences(query: Tensor, key: Tensor, value: Tensor) -> list[str]:
-    """What should be equal and is not."""
-    pairs = (
-        ("batches of query and key", query.shape[0], key.shape[0]),
-        ("head dims of query and key", query.shape[3], key.shape[3]),
-        ("batches of key and value", key.shape[0], value.shape[0]),
-        ("heads of key and value", key.shape[1], value.shape[1]),
-        ("tokens of key and value", key.shape[2], value.shape[2]),
-    )
-    return [f"{what} ({a}, {b})" for what, a, b in pairs if a != b]
+_SHARED = (
+    "batches of query and key",
+    "head dims of query and key",
+    "batches of key and value",
+    "heads of key and value",
+    "tokens of key and value",
+)
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
 
 def check_pattern(pattern: object) -> None:
@@ -101,30 +104,35 @@ def _check_tensor(name: str, x: object, dims: str = "[batch, heads, tokens, head
         raise ValueError(f"{name} must be a dense tensor, got {x.layout}; make it so: .to_dense()")
 
 
-def check_scale(scale: object) -> None:
-    """Raises ValueError where a scale is neither a number nor None."""
+def checked_scale(scale: object, query: Tensor) -> float:
+    """The scale of a call, D ** -0.5 where it is None; ValueError where it is no finite number."""
+    if scale is None:
+        return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
     if isinstance(scale, Tensor):
         raise ValueError(
             f"scale must be a number or None, got a tensor {tuple(scale.shape)}; multiply the "
             "query by it and pass scale=1.0, so that it gets a gradient"
         )
-    if scale is None or isinstance(scale, torch.SymFloat):
-        return
-    got = shortened(repr(scale))
+    if isinstance(scale, torch.SymFloat):
+        return float(scale)
     if isinstance(scale, bool) or not isinstance(scale, Real):
+        got = shortened(repr(scale))
         raise ValueError(f"scale must be a number or None, got {got}; wrap it in float()")
     if not abs(scale) <= MOST_SCALE:  # type: ignore[operator]
+        got = shortened(repr(scale))
         raise ValueError(f"scale must be a finite float, got {got}; None is D ** -0.5")
+    return float(scale)
 
 
 def check_integer_or_none(name: str, number: object) -> None:
     """Raises ValueError where an argument is neither an int nor None."""
     if number is None or isinstance(number, torch.SymInt):
         return
-    got = shortened(repr(number))
     if not isinstance(number, int) or isinstance(number, bool):
+        got = shortened(repr(number))
         raise ValueError(f"{name} must be an int or None, got {got}; wrap it in int()")
     if abs(number) > MOST_TOKENS:
+        got = shortened(repr(number))
         raise ValueError(f"{name} must lie within 2 ** 53 of 0, got {got}; None is the default")
 
 
@@ -182,10 +190,11 @@ def refuse_meta(*tensors: Tensor) -> None:
         )
 
 
-def refuse_forward_mode(*tensors: Tensor) -> None:
+def refuse_forward_mode(*values: object) -> None:
     """Raises where forward-mode derivatives are asked for: the op would silently call them zero."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
+    tensors = (x for x in values if isinstance(x, Tensor))
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(NO_FORWARD_MODE)
 
@@ -201,8 +210,3 @@ def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
     if not autocasting(tensors[0]) or tensors[0].dtype == torch.float64:
         return list(tensors)
     return [x.to(torch.get_autocast_dtype(x.device.type)) for x in tensors]
-
-
-def default_scale(query: Tensor) -> float:
-    """D ** -0.5."""
-    return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0

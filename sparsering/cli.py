@@ -350,9 +350,10 @@ def _build(arguments: argparse.Namespace) -> int:
 
 def _in_one_line(text: str) -> str:
     """A message as a terminal may have it: names in it can be a stranger's."""
+    from .patterns.arguments import shortened
+
     plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
-    half = LONGEST_LINE // 2
-    return plain if len(plain) <= LONGEST_LINE else f"{plain[:half]} ... {plain[-half:]}"
+    return shortened(plain, LONGEST_LINE)
 
 
 def _positive(text: str) -> int:

@@ -111,14 +111,11 @@ def reasons_against(
     name: str, tensors: Sequence[Tensor], options: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Why a backend cannot run a call; [] if it can."""
-    backend, in_use = (
-        BACKENDS[name],
-        [x for x, given in (options or {}).items() if given is not None],
-    )
+    backend = BACKENDS[name]
     lacks = [
         f"it has no {option} ({', '.join(_computing(option))} have it)"
-        for option in in_use
-        if option not in backend.extras
+        for option, given in (options or {}).items()
+        if given is not None and option not in backend.extras
     ]
     return backend.reasons(*tensors) + lacks
 

@@ -9,8 +9,7 @@ from .checks import (
     check_batch,
     check_inputs,
     check_integer_or_none,
-    check_scale,
-    default_scale,
+    checked_scale,
     expanded_bias,
 )
 from .dispatch import BACKENDS, block_size_of, choose, is_default, reasons_against
@@ -98,7 +97,7 @@ def attention(
     Example:
         >>> out = attention(query, key, value, LongNet((2048, 4096), (1, 2)) & Causal())
     """
-    inputs, call, options = _checked(
+    inputs, call, options = checked_call(
         query,
         key,
         value,
@@ -113,7 +112,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _checked(
+def checked_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -126,12 +125,12 @@ def _checked(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], dict[str, Any]]:
     """Query, key and value; what every backend computes; and the options that only some do."""
     check_inputs(query, key, value, pattern)
-    check_scale(scale)
+    scale = checked_scale(scale, query)
     check_integer_or_none("q_start", q_start)
     check_integer_or_none("block_size", block_size)
     query, key, value = autocast_inputs(query, key, value)
     call = {
-        "scale": default_scale(query) if scale is None else float(scale),
+        "scale": scale,
         "q_start": key.shape[2] - query.shape[2] if q_start is None else q_start,
         "block_size": block_size,
     }
@@ -160,7 +159,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         cpu: usable
         ...
     """
-    inputs, call, only_some = _checked(query, key, value, pattern, **options)
+    inputs, call, only_some = checked_call(query, key, value, pattern, **options)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     check_batch(pattern, query)
     check_fits(pattern, Frame(q_len, kv_len, heads, kv_heads, call["q_start"]))

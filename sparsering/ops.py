@@ -54,7 +54,7 @@ def attend(
     }
     forward, backward = BACKENDS[backend].forward, BACKENDS[backend].backward
     if backward is not None:
-        refuse_forward_mode(*(x for x in call.values() if isinstance(x, Tensor)))
+        refuse_forward_mode(*call.values())
         return _attention(**call)
     if forward is not None and transforming():
         raise NotImplementedError(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import autocast_inputs, check_inputs, check_scale, default_scale, refuse_meta
-from .functional import attention
+from .checks import refuse_meta
+from .functional import attention, checked_call
 from .layouts.layout import BlockLayout
 from .numerics import finite_or_zero, without_autocast
 from .patterns.algebra import Pattern
@@ -65,30 +65,25 @@ def attention_weights(
 
     Cost: memory O(B H num_blocks block_size^2).
     """
-    check_inputs(query, key, key, pattern)
-    check_scale(scale)
+    (query, key, _), call, options = checked_call(
+        query,
+        key,
+        key,
+        pattern,
+        scale=scale,
+        q_start=q_start,
+        block_size=block_size,
+        block_bias=block_bias,
+    )
     refuse_meta(query, key)
-    query, key = autocast_inputs(query, key)
     with without_autocast(query):
-        scale = default_scale(query) if scale is None else scale
-        q_start = key.shape[2] - query.shape[2] if q_start is None else q_start
-        _, lse = attention(
-            query,
-            key,
-            key,
-            pattern,
-            scale=scale,
-            q_start=q_start,
-            block_size=block_size,
-            block_bias=block_bias,
-            return_lse=True,
-        )
+        _, lse = attention(query, key, key, pattern, **call, **options, return_lse=True)
         layout = pattern.layout(
             query.shape[2],
             key.shape[2],
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
-            q_start=q_start,
+            q_start=call["q_start"],
             block_size=block_size,
             device=query.device,
         )
@@ -97,15 +92,14 @@ def attention_weights(
         q, k = (torch.nn.functional.pad(x.to(lse.dtype), (0, 0, 0, 1)) for x in (query, key))
         lse = torch.nn.functional.pad(finite_or_zero(lse), (0, 1))
         batch, heads, blocks, size = *query.shape[:2], layout.num_blocks, layout.block_size
-        if block_bias is not None:
-            block_bias = block_bias.expand(batch, heads, blocks)
+        bias = options["block_bias"]
         tables = []
         for b, h in itertools.product(range(batch), range(heads)):
             weights = [lse.new_zeros(0, size, size)]
             for first, rows, columns, cells in layout.visits(b, h):
-                score = scale * (q[b, h, rows] @ k[b, h // group, columns].mT)
-                if block_bias is not None:
-                    score = score + block_bias[b, h, first : first + len(rows), None, None]
+                score = call["scale"] * (q[b, h, rows] @ k[b, h // group, columns].mT)
+                if bias is not None:
+                    score = score + bias[b, h, first : first + len(rows), None, None]
                 shifted = torch.where(cells, score - lse[b, h, rows][..., None], -torch.inf)
                 weights.append(shifted.exp())
             visited = torch.cat(weights)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checks import autocast_inputs, check_scale, default_scale
+from ..checks import autocast_inputs, checked_scale
 from ..differentiable import differentiable
 from ..functional import attention
 from ..numerics import sum_dtype, without_autocast
@@ -93,7 +93,7 @@ def ring_attention(
         check_ring_inputs(query, key, value, pattern)
         if seconds is not None and not (0 < seconds < math.inf):
             raise ValueError(f"timeout must be a number of seconds above 0 or None, got {timeout}")
-        check_scale(scale)
+        scale = checked_scale(scale, query)
         if sharding not in ("auto", "balanced"):
             chunk_owners(sharding, 1 if group is None else group.size())
         if error_budget(compression) is None:
@@ -104,8 +104,6 @@ def ring_attention(
         if group is not None and group.size() > 1 and not torch.compiler.is_compiling():
             tell_failure(group, seconds)
         raise
-    if scale is None:
-        scale = default_scale(query)
     if group is None or group.size() == 1:
         _last_traffic.update({False: Traffic(), True: Traffic()})
         return attention(  # type: ignore[call-overload]

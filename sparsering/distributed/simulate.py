@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..checks import autocast_inputs, check_scale, default_scale, refuse_meta
+from ..checks import autocast_inputs, checked_scale, refuse_meta
 from ..differentiable import transforming
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
@@ -45,7 +45,7 @@ def simulate_ring(
     Raises: ValueError where inputs do not fit.
     """
     check_ring_inputs(query, key, value, pattern)
-    check_scale(scale)
+    scale = checked_scale(scale, query)
     refuse_meta(query, key, value)
     if transforming():
         raise NotImplementedError(
@@ -56,7 +56,6 @@ def simulate_ring(
     device = query.device
     if offload and torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator() or device
-    scale = default_scale(query) if scale is None else float(scale)
     backend = choose_kernels(None, *(x[:, :, :1].to(device) for x in (query, key, value)))
     wire, dtype = wire_format(None, query.dtype), sum_dtype(query)
     ranks = [Rank(plan, rank, backend, scale, wire, dtype) for rank in range(world_size)]

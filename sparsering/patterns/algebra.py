@@ -57,6 +57,11 @@ class Frame(NamedTuple):
         checked_integer("q_start", q_start, -MOST_TOKENS)
         return cls(q_len, kv_len, num_heads, num_kv_heads, q_start)
 
+    def inside(self, p: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions moved into the sequence, past whose ends tiles may reach."""
+        last_query, last_key = self.q_start + max(0, self.q_len - 1), max(0, self.kv_len - 1)
+        return p.clamp(self.q_start, last_query), k.clamp(0, last_key)
+
     def kv_head(self, head: int) -> int:
         return head * self.num_kv_heads // max(1, self.num_heads)
 
@@ -201,16 +206,26 @@ class Pattern:
 
     def check(self, frame: Frame) -> None:
         """Raises ValueError where the pattern does not fit these lengths and heads."""
-        for branch in self.branches:
-            branch.check(frame)
+        for mask in self._made_of():
+            mask.check(frame)
 
     def num_batches(self) -> int | None:
         """The batch size that the pattern demands, None for any."""
-        raise NotImplementedError
+        sizes = {size for mask in self._made_of() if (size := mask.num_batches()) is not None}
+        if len(sizes) > 1:
+            raise ValueError(
+                "the parts of a pattern must agree on the batch size, got "
+                f"{shortened(str(sorted(sizes)))} in {shortened(str(self))}"
+            )
+        return sizes.pop() if sizes else None
 
     def num_tables(self, frame: Frame) -> int:
         """How many heads see a pattern of their own: 1, num_kv_heads or num_heads."""
-        return max(branch.num_tables(frame) for branch in self.branches)
+        return max((mask.num_tables(frame) for mask in self._made_of()), default=1)
+
+    def _made_of(self) -> "tuple[Mask, ...]":
+        """The masks that it is made of, if any."""
+        return ()
 
     def __invert__(self) -> NoReturn:
         raise TypeError(
@@ -279,14 +294,6 @@ class Mask(Pattern):
         """
         return None
 
-    def check(self, frame: Frame) -> None: ...
-
-    def num_batches(self) -> int | None:
-        return None
-
-    def num_tables(self, frame: Frame) -> int:
-        return 1
-
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Mixture(Pattern):
@@ -301,8 +308,8 @@ class Mixture(Pattern):
     def branches(self) -> tuple[Mask, ...]:
         return self.masks
 
-    def num_batches(self) -> int | None:
-        return _agreed_batches(self)
+    def _made_of(self) -> tuple[Mask, ...]:
+        return self.masks
 
     def __and__(self, other: object) -> "Mixture":
         if isinstance(other, Mixture):
@@ -344,15 +351,8 @@ class _SetOperation(Mask):
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return type(self)(tuple(mask.at(batch, head, frame) for mask in self.masks))
 
-    def check(self, frame: Frame) -> None:
-        for mask in self.masks:
-            mask.check(frame)
-
-    def num_batches(self) -> int | None:
-        return _agreed_batches(self)
-
-    def num_tables(self, frame: Frame) -> int:
-        return max(mask.num_tables(frame) for mask in self.masks)
+    def _made_of(self) -> tuple[Mask, ...]:
+        return self.masks
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -383,11 +383,8 @@ class Not(Mask):
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return Not(self.mask.at(batch, head, frame))
 
-    def num_batches(self) -> int | None:
-        return self.mask.num_batches()
-
-    def num_tables(self, frame: Frame) -> int:
-        return self.mask.num_tables(frame)
+    def _made_of(self) -> tuple[Mask, ...]:
+        return (self.mask,)
 
 
 def check_fits(pattern: Pattern, frame: Frame) -> None:
@@ -396,16 +393,6 @@ def check_fits(pattern: Pattern, frame: Frame) -> None:
         pattern.check(frame)
     except ValueError as error:
         raise ValueError(f"{error}, in {shortened(str(pattern))}") from None
-
-
-def _agreed_batches(pattern: "Mixture | _SetOperation") -> int | None:
-    sizes = {size for mask in pattern.masks if (size := mask.num_batches()) is not None}
-    if len(sizes) > 1:
-        raise ValueError(
-            "the parts of a pattern must agree on the batch size, got "
-            f"{shortened(str(sorted(sizes)))} in {shortened(str(pattern))}"
-        )
-    return sizes.pop() if sizes else None
 
 
 def _parts(operator_type: type[_SetOperation], mask: Mask) -> tuple[Mask, ...]:

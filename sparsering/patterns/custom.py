@@ -89,11 +89,13 @@ def register_pattern(cls: type[Own]) -> type[Own]:
     _versions[name] += 1
     attributes: dict[str, Any] = {
         **{method: getattr(Pattern, method) for method in ("__repr__", "__eq__", "__hash__")},
-        **{x: of for x, of in _OF_ITS_MASKS.items() if getattr(cls, x) is getattr(Mask, x)},
+        "_made_of": lambda self: tuple(_masks_of(self).values()),
         "__post_init__": _and_spelt(cls.__post_init__),
         "holds": _asked_inside(cls.holds),
         "_name": f"{name}__v{_versions[name]}",
     }
+    if cls.at is Mask.at:
+        attributes["at"] = _at
     if "_validate" not in vars(cls):
         attributes["_validate"] = _freeze_arguments
     for attribute, value in attributes.items():
@@ -136,25 +138,6 @@ def _at(self: Any, batch: int, head: int, frame: Frame) -> Mask:
     return replace(self, **changes) if changes else self
 
 
-def _check(self: Mask, frame: Frame) -> None:
-    for mask in _masks_of(self).values():
-        mask.check(frame)
-
-
-def _num_batches(self: Mask) -> int | None:
-    masks = tuple(_masks_of(self).values())
-    return And(masks).num_batches() if masks else None
-
-
-def _num_tables(self: Mask, frame: Frame) -> int:
-    return max((mask.num_tables(frame) for mask in _masks_of(self).values()), default=1)
-
-
-_OF_ITS_MASKS = {
-    "at": _at, "check": _check, "num_batches": _num_batches, "num_tables": _num_tables
-}  # fmt: skip
-
-
 def _freeze_arguments(pattern: Pattern) -> None:
     """Makes the arguments values that can be written and read back."""
     for field in fields(pattern):  # type: ignore[arg-type]
@@ -191,8 +174,7 @@ def _asked_inside(holds: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The definition, never asked for positions past the end of the sequence, as tiles may do."""
 
     def inside(self: Mask, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        p = p.clamp(frame.q_start, max(frame.q_start, frame.q_start + frame.q_len - 1))
-        k = k.clamp(0, max(0, frame.kv_len - 1))
+        p, k = frame.inside(p, k)
         try:
             held = holds(self, p, k, frame)
         except Exception as error:

@@ -127,8 +127,8 @@ class MaskMod(Mask):
         return frame.num_heads if self.by_head else 1
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        row = (p - frame.q_start).clamp(0, max(0, frame.q_len - 1))
-        row, column = torch.broadcast_tensors(row, k.clamp(0, max(0, frame.kv_len - 1)))
+        p, k = frame.inside(p, k)
+        row, column = torch.broadcast_tensors(p - frame.q_start, k)
         if not row.numel():
             return torch.zeros(row.shape, dtype=torch.bool)
         function = self._named.function  # type: ignore[attr-defined]
@@ -223,8 +223,10 @@ def _cannot_be_mapped(mask_mod: MaskModFunction, argument: int) -> bool:
     return False
 
 
-_LIKE_AN_ARGUMENT = ("new_ones", "new_zeros", "new_full", "new_empty", "full_like", "ones_like",
-                     "zeros_like", "empty_like")  # fmt: skip
+_LIKE_AN_ARGUMENT = {
+    *("aten.new_ones", "aten.new_zeros", "aten.new_full", "aten.new_empty"),
+    *("aten.ones_like", "aten.zeros_like", "aten.full_like", "aten.empty_like"),
+}
 
 
 def _looks_at(mask_mod: MaskModFunction) -> tuple[bool, bool]:
@@ -239,7 +241,7 @@ def _looks_at(mask_mod: MaskModFunction) -> tuple[bool, bool]:
     looking: dict[Any, set[str]] = {}
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if any(str(node.target).split(".")[-2:-1] == [name] for name in _LIKE_AN_ARGUMENT):
+        if str(node.target).rpartition(".")[0] in _LIKE_AN_ARGUMENT:
             inputs = inputs[1:]  # of the first one, dtype and device
         seen = {node.name} if node.op == "placeholder" else set()
         looking[node] = seen.union(*(looking[x] for x in inputs))

@@ -246,11 +246,8 @@ class Packed(Mask):
         for length in {length for length in self.lengths if length}:
             self.pattern.check(self.inner_frame(length, frame))
 
-    def num_batches(self) -> int | None:
-        return self.pattern.num_batches()
-
-    def num_tables(self, frame: Frame) -> int:
-        return self.pattern.num_tables(frame)
+    def _made_of(self) -> tuple[Mask, ...]:
+        return (self.pattern,)
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         if not any(self.lengths):
