@@ -8,6 +8,7 @@ from torch import Tensor
 import sparsering as sr
 
 TABLE = torch.tensor([[True, False], [True, True]])
+KEYS = torch.tensor([True, True, False, False, True, True, False])
 
 
 def one_of_each() -> list[Any]:
@@ -28,7 +29,11 @@ def one_of_each() -> list[Any]:
         sr.Hierarchical(((16, 64), (64, None)), 16),
         sr.Documents((3, 4)),
         sr.Packed((3, 4), sr.Dilated(4, 2)),
+        sr.Documents(((3, 4), (7, 0))),
+        sr.Packed(((3, 4), (7, 0)), causal),
         sr.KeyPadding((5, 7)),
+        sr.KeyMask(KEYS.clone()),
+        sr.KeyMask(KEYS.clone().expand(2, -1)),
         sr.Blocks(TABLE.clone(), 16),
         sr.Dense(TABLE.clone()),
         causal & sr.SlidingWindow(9),

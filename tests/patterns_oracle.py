@@ -124,12 +124,19 @@ def document_of(x: int, lengths: tuple[int, ...]) -> tuple[int, int] | None:
     return None
 
 
-def documents(at: Place, p: int, k: int, lengths: tuple[int, ...]) -> int:
+def documents_of(at: Place, lengths: tuple) -> tuple[int, ...]:
+    """Those of the batch entry, where each has its own."""
+    return lengths[at.batch] if lengths and isinstance(lengths[0], tuple) else lengths
+
+
+def documents(at: Place, p: int, k: int, lengths: tuple) -> int:
+    lengths = documents_of(at, lengths)
     found = document_of(p, lengths)
     return found is not None and found == document_of(k, lengths)
 
 
-def packed(at: Place, p: int, k: int, lengths: tuple[int, ...], inner: Spec) -> int:
+def packed(at: Place, p: int, k: int, lengths: tuple, inner: Spec) -> int:
+    lengths = documents_of(at, lengths)
     found = document_of(p, lengths)
     if found is None or found != document_of(k, lengths):
         return 0
@@ -142,8 +149,14 @@ def key_padding(at: Place, p: int, k: int, lengths: tuple[int, ...]) -> int:
     return k < lengths[at.batch]
 
 
+def key_mask(at: Place, p: int, k: int, valid: Any) -> int:
+    return (valid[at.batch] if table_depth(valid) == 2 else valid)[k]
+
+
 def table_depth(table: Any) -> int:
-    return 1 + table_depth(table[0]) if isinstance(table, tuple) else 0
+    if not isinstance(table, tuple):
+        return 0
+    return 1 + table_depth(table[0]) if table else 1
 
 
 def head_of_table(at: Place, num_tables: int) -> int:
@@ -181,6 +194,7 @@ RULES = {
     "Documents": documents,
     "Packed": packed,
     "KeyPadding": key_padding,
+    "KeyMask": key_mask,
     "Blocks": blocks,
     "Dense": dense,
 }
@@ -242,9 +256,11 @@ def is_mixture(spec: Spec) -> bool:
 
 def is_batched(spec: Spec) -> bool:
     """Whether the pairs may differ between batch entries, so that `to_dense` is [B, H, Nq, Nk]."""
+    depth_of_batch = {"Documents": 2, "Packed": 2, "KeyMask": 2, "Blocks": 4}
     return any(
-        leaf[0] == "KeyPadding" or (leaf[0] == "Blocks" and table_depth(leaf[1]) == 4)
-        for leaf in leaves(spec)
+        name == "KeyPadding"
+        or (name in depth_of_batch and table_depth(rest[0]) == depth_of_batch[name])
+        for name, *rest in leaves(spec)
     )
 
 
@@ -261,7 +277,7 @@ def build(spec: Spec) -> Any:
         return build(args[0]) + build(args[1])
     if name == "Packed":
         return sr.Packed(args[0], build(args[1]))
-    if name in ("Blocks", "Dense"):
+    if name in ("Blocks", "Dense", "KeyMask"):
         args[0] = torch.tensor(args[0], dtype=torch.bool)
     return getattr(sr, name)(*args)
 

@@ -140,9 +140,16 @@ def hierarchicals(draw: st.DrawFn, scene: Scene) -> Spec:
     return ("Hierarchical", levels, draw(PATTERN_BLOCK_SIZES))
 
 
+def document_lengths(scene: Scene) -> st.SearchStrategy[Any]:
+    """Document lengths: for all batch entries, or for each of them."""
+    one = partitions(scene.kv_len)
+    each = st.lists(one, min_size=scene.batch, max_size=scene.batch).map(tuple)
+    return st.one_of(one, one, each)
+
+
 @st.composite
 def documents(draw: st.DrawFn, scene: Scene) -> Spec:
-    return ("Documents", draw(partitions(scene.kv_len)))
+    return ("Documents", draw(document_lengths(scene)))
 
 
 @st.composite
@@ -150,6 +157,14 @@ def key_paddings(draw: st.DrawFn, scene: Scene) -> Spec:
     length = st.integers(0, scene.kv_len + 2)
     lengths = draw(st.lists(length, min_size=scene.batch, max_size=scene.batch))
     return ("KeyPadding", tuple(lengths))
+
+
+@st.composite
+def key_masks(draw: st.DrawFn, scene: Scene) -> Spec:
+    """For all batch entries or for each, some rows all True or all False."""
+    if draw(st.booleans()):
+        return ("KeyMask", draw(tables(1, scene.kv_len))[0])
+    return ("KeyMask", draw(tables(scene.batch, scene.kv_len)))
 
 
 @st.composite
@@ -184,13 +199,13 @@ def packed(draw: st.DrawFn, scene: Scene, inner: Any) -> Spec:
 
     Patterns whose own lengths must sum to the document's go into documents of one length.
     """
-    lengths = draw(partitions(scene.kv_len))
-    longest = max(lengths)
+    lengths = draw(document_lengths(scene))
+    longest = max(max(entry) if isinstance(entry, tuple) else entry for entry in lengths)
     inside = replace(scene, q_len=longest, kv_len=longest, q_start=0)
     if scene.kv_len and scene.kv_len % 2 == 0 and draw(st.integers(0, 4)) == 0:
         half = scene.kv_len // 2
         halves = replace(scene, q_len=half, kv_len=half, q_start=0)
-        nested = st.one_of(documents(halves), packed(halves, inner))
+        nested = st.one_of(documents(halves), key_masks(halves), packed(halves, inner))
         return ("Packed", (half, half), draw(nested))
     return ("Packed", lengths, draw(inner(inside)))
 
@@ -215,7 +230,7 @@ def masks(
     if not nested and 0 < scene.q_len <= 70 and scene.kv_len <= 70:  # a table of () has no width
         simple = st.one_of(simple, dense_masks(scene))
     if not nested:
-        simple = st.one_of(simple, documents(scene), packed(scene, inner))
+        simple = st.one_of(simple, documents(scene), key_masks(scene), packed(scene, inner))
     if depth == 0:
         return simple
     below = masks(scene, depth - 1, with_random, nested)

@@ -125,7 +125,11 @@ def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
         return []
     compiled = compile_passes(plan.pattern, plan.frame, plan.block_size, queries, keys)
     passes = [assemble(c, plan.frame, plan.block_size) for c in compiled]
-    return [p for p in passes if p.key_tile.shape[-1]]
+    return [
+        replace(p, query_origin=p.query_start, key_origin=p.key_start)
+        for p in passes
+        if p.key_tile.shape[-1]
+    ]
 
 
 def _step(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import And, Frame, Mask, Or, Pattern
-from ..patterns.positions import GlobalTokens, Packed
+from ..patterns.positions import GlobalTokens, Packed, entries_of
 from .needs import Runs, union
 from .sharding import num_tokens
 
@@ -45,10 +45,12 @@ def _global_rows(mask: Mask, length: int) -> list[tuple[int, int]]:
         case And(masks) | Or(masks):
             return [row for part in masks for row in _global_rows(part, length)]
         case Packed(lengths, inner):
-            rows, start = [], 0
-            for size in lengths:
-                rows += [(start + a, start + b) for a, b in _global_rows(inner, size)]
-                start += size
+            rows = []
+            for of_entry in entries_of(lengths):
+                start = 0
+                for size in of_entry:
+                    rows += [(start + a, start + b) for a, b in _global_rows(inner, size)]
+                    start += size
             return rows
     return []
 

@@ -3,14 +3,45 @@
 import torch
 from torch import Tensor
 
+_GATHER = 0x0102040810204080  # times 8 bytes of 0 or 1: their bits in the highest byte
+_BITS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)
+_BYTES = 0x0101010101010101
+_AT_A_TIME = 1 << 23  # bits
+
 
 def pack(cells: Tensor) -> Tensor:
     """[n, b, b] bool to [n, b * b / 8] bytes, the first cell in the lowest bit."""
-    weights = 1 << torch.arange(8, device=cells.device, dtype=torch.uint8)
-    return (cells.reshape(len(cells), -1, 8) * weights).sum(-1, dtype=torch.uint8)
+    words = cells.contiguous().view(torch.uint8).view(-1).view(torch.int64)
+    return (words * _GATHER >> 56).to(torch.uint8).view(len(cells), cells[:1].numel() // 8)
 
 
 def unpack(bitmaps: Tensor, block_size: int) -> Tensor:
     """The inverse of `pack`: [n, b, b] bool."""
     bits = (bitmaps[..., None] >> torch.arange(8, device=bitmaps.device, dtype=torch.uint8)) & 1
     return bits.view(*bitmaps.shape[:-1], block_size, block_size).bool()
+
+
+def count_pairs(bitmaps: Tensor, number: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """How many cells are in, of the first rows[i] and columns[i] of bitmaps[number[i]]."""
+    size = int((8 * bitmaps.shape[1]) ** 0.5)
+    corner, of_each = (columns + (size + 1) * (rows + (size + 1) * number)).unique(
+        return_inverse=True
+    )
+    first = pack(torch.arange(size) < torch.arange(size + 1)[:, None])  # [columns, size / 8]
+    counts = [torch.zeros(0, dtype=torch.int64)]
+    for part in corner.split(_AT_A_TIME // size**2):
+        part, columns = part // (size + 1), part % (size + 1)
+        number, rows = part // (size + 1), part % (size + 1)
+        real = torch.arange(size) < rows[:, None]
+        real_bits = first[columns, None] & (real.view(torch.uint8) * 255)[:, :, None]
+        bits = bitmaps[number].view_as(real_bits) & real_bits
+        counts.append(_ones(bits.view(len(bits), -1).view(torch.int64)).sum(1))
+    return torch.cat(counts)[of_each]
+
+
+def _ones(words: Tensor) -> Tensor:
+    """How many bits are set in each."""
+    pairs, fours, bytes_ = _BITS
+    words = words - (words >> 1 & pairs)
+    words = (words & fours) + (words >> 2 & fours)
+    return ((words + (words >> 4)) & bytes_) * _BYTES >> 56

@@ -9,22 +9,23 @@
    mask's definition.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ..patterns.algebra import And, Frame, Mask, Not, Or, Pattern, check_fits
+from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, check_fits
 from ..patterns.arguments import shortened
 from ..patterns.blocks import blockwise_masks
 from ..patterns.positions import Dilated, Packed, SlidingWindow
 from ..rows import distinct_rows, number_rows
-from .bitmaps import pack
-from .conditions import EMPTY, FULL, Origin, TilePairs
+from .bitmaps import count_pairs, pack
+from .conditions import EMPTY, FULL, Condition
+from .ground import Ground, ground_of, laid_in_documents
 from .layout import BlockLayout, Pass
 from .lowering import condition
 from .selected import selected_layout
-from .tiles import Axis, Grid, Ranges
+from .tiles import Axis, Grid, Origin, Ranges, TilePairs
 
 BLOCK_SIZES = range(16, 257, 16)
 _MOST_CELLS = 1 << 21  # cells evaluated at a time
@@ -58,6 +59,8 @@ class CompiledPass:
         tables: [batch][head], one for all where they are equal.
         bitmaps: distinct ones.
         num_pairs: mean over batch entries and heads.
+        branch: of the mixture.
+        told: `query_origin`, `key_origin` and `stream` of a `Pass`, where positions restart.
     """
 
     queries: list[Axis]
@@ -65,6 +68,8 @@ class CompiledPass:
     tables: list[list[Table]]
     bitmaps: Tensor
     num_pairs: float
+    branch: int = 0
+    told: dict[str, Tensor] = field(default_factory=dict)
 
 
 def build_layout(
@@ -126,6 +131,8 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
             max((_most(t.row_ptr.diff()) for row in tables for t in row), default=0),
             max((_most(t.key_tile.bincount()) for row in tables for t in row), default=0),
         ),
+        branch=compiled.branch,
+        **compiled.told,
     )
 
 
@@ -140,6 +147,9 @@ def _most(counts: Tensor) -> int:
 
 def default_block_size(pattern: Pattern, kv_len: int) -> int:
     """Where none is named: the pattern's own smallest block, else 128, less for few keys."""
+    if pattern.restarts is not None:
+        inner = Mixture(tuple(map(laid_in_documents, pattern.branches)))
+        return default_block_size(inner, max(pattern.restarts[1], default=0))
     named = [mask.block_size for branch in pattern.branches for mask in blockwise_masks(branch)]
     if named and min(named) in BLOCK_SIZES:
         return min(named)
@@ -157,16 +167,16 @@ def compile_passes(
 
     Their pairs are disjoint within a branch. `queries`, `keys`: which positions, default all.
     """
-    if queries is None:
-        queries = [(frame.q_start, frame.q_start + frame.q_len)]
-    if keys is None:
-        keys = [(0, frame.kv_len)]
     compiled = []
-    for branch in pattern.branches:
+    for number, branch in enumerate(pattern.branches):
+        restarts = pattern.restarts if queries is None and keys is None else None
+        ground = ground_of(restarts, frame, queries, keys)
+        laid = branch if restarts is None else laid_in_documents(branch)
         earlier: list[Mask] = []
-        for grid, term in terms(branch, block_size):
+        for grid, term in terms(laid, block_size):
             rest = And((term, Not(Or(tuple(earlier))))) if earlier else term
-            compiled.append(_compile_pass(grid, rest, frame, block_size, queries, keys))
+            made = _compile_pass(ground, grid, rest, frame, block_size)
+            compiled.append(replace(made, branch=number))
             earlier.append(term)
     return compiled
 
@@ -178,9 +188,9 @@ def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
             return [(_dilated_grid(mask, block_size), mask)]
         case SlidingWindow(_, _, dilation) if dilation > 1:
             return [(Grid(dilation, dilation * block_size, residues=dilation), mask)]
-        case Packed(lengths, inner):
+        case Packed(lengths, inner) if (documents := mask.common_lengths) is not None:
             return [
-                (_in_documents(grid, lengths), Packed(lengths, part))
+                (_in_documents(grid, documents), Packed(lengths, part))
                 for grid, part in terms(inner, block_size)
             ]
         case And(masks):
@@ -237,16 +247,17 @@ def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
 
 
 def _compile_pass(
-    grid: Grid, mask: Mask, frame: Frame, block_size: int, query_ranges: Ranges, key_ranges: Ranges
+    ground: Ground, grid: Grid, mask: Mask, frame: Frame, block_size: int
 ) -> CompiledPass:
+    grid = ground.fitting(grid, block_size)
     anchor = grid.anchor
     num_tables, num_batches = mask.num_tables(frame), mask.num_batches() or 1
     num_axes = 1 if anchor is None else anchor.num_tables(frame)
     offsets = [
         0 if anchor is None else anchor.offset_of(h, frame.num_kv_heads) for h in range(num_axes)
     ]
-    queries = [grid.axis(query_ranges, block_size, s) for s in offsets]
-    keys = [grid.axis(key_ranges, block_size, s) for s in offsets]
+    queries = [ground.queries(grid, block_size, s) for s in offsets]
+    keys = [ground.keys(grid, block_size, s) for s in offsets]
 
     number_of: dict[Mask, int] = {}  # heads and batch entries that see one mask share one table
     found: list[tuple[Table, Tensor]] = []
@@ -259,7 +270,7 @@ def _compile_pass(
             if seen not in number_of:
                 number_of[seen] = len(found)
                 axis = frame.kv_head(head) if num_axes > 1 else 0
-                found.append(_table(seen, queries[axis], keys[axis], frame, block_size))
+                found.append(_table(ground, seen, queries[axis], keys[axis], frame, block_size))
             use[-1].append(number_of[seen])
     bitmaps, tables = _share_bitmaps(found)
     rows = [[tables[number] for number in row] for row in use]
@@ -269,19 +280,20 @@ def _compile_pass(
         rows = [row[:1] for row in rows]
     if all(_equal(a, b) for row in rows[1:] for a, b in zip(row, rows[0], strict=True)):
         rows = rows[:1]
-    return CompiledPass(queries, keys, rows, bitmaps, num_pairs)
+    queries, keys, told = ground.placed(queries, keys)
+    return CompiledPass(queries, keys, rows, bitmaps, num_pairs, told=told)
 
 
 def _table(
-    mask: Mask, queries: Axis, keys: Axis, frame: Frame, block_size: int
+    ground: Ground, mask: Mask, queries: Axis, keys: Axis, frame: Frame, block_size: int
 ) -> tuple[Table, Tensor]:
     """One table, its `bitmap` numbering the rows of the bitmaps returned beside it."""
-    rule = condition(mask, frame)
-    origin = Origin.of_sequence(len(queries), frame.kv_len)
+    rule = condition(mask, frame, ground.in_document)
+    origin = ground.origin(queries)
     places = rule.candidates(queries, keys, origin).expand()
     row, column = places // max(1, len(keys)), places % max(1, len(keys))
     q_count, k_count = queries.count[row], keys.count[column]
-    pairs = TilePairs.of_sequence(queries[row], keys[column], frame.kv_len)
+    pairs = TilePairs(queries[row], keys[column], Origin(*(x[row] for x in origin)))
     status = torch.where((q_count > 0) & (k_count > 0), rule.status(pairs), EMPTY)
 
     number = torch.full_like(row, -1)
@@ -289,16 +301,64 @@ def _table(
     varies = torch.nonzero((status != EMPTY) & (status != FULL))[:, 0]
     bitmaps = torch.zeros(0, block_size * block_size // 8, dtype=torch.uint8)
     if len(varies):
-        pairs = pairs[varies]
-        columns = [q_count[varies], k_count[varies], *rule.signature(pairs)]
-        kind, first = number_rows(columns)
-        bitmaps, bitmap, held = _distinct_bitmaps(mask, pairs[first], frame, block_size)
-        num_pairs[varies] = held[kind]
-        number[varies] = torch.where(held[kind] == (q_count * k_count)[varies], -1, bitmap[kind])
+        cells_of = _cells_in_documents if ground.in_document else _cells
+        bitmaps, bitmap, held = cells_of(mask, rule, pairs[varies], frame, block_size)
+        num_pairs[varies] = held
+        number[varies] = torch.where(held == (q_count * k_count)[varies], -1, bitmap)
     kept = num_pairs > 0
     row_ptr = torch.zeros(len(queries) + 1, dtype=torch.int64)
     row_ptr[1:] = torch.bincount(row[kept], minlength=len(queries)).cumsum(0)
     return Table(row_ptr, column[kept], number[kept], int(num_pairs.sum())), bitmaps
+
+
+def _cells(
+    mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(bitmaps, the number of each pair's, how many real pairs it holds)."""
+    columns = [pairs.q.count, pairs.k.count, *rule.signature(pairs)]
+    kind, first = number_rows(columns)
+    bitmaps, bitmap, held = _distinct_bitmaps(mask, pairs[first], frame, block_size)
+    return bitmaps, bitmap[kind], held[kind]
+
+
+def _cells_in_documents(
+    mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of documents with lengths of their own, whose last tiles have all sorts of counts.
+
+    Pairs that differ only in counts share a bitmap, and are counted in its corner.
+    """
+    q_count, k_count = pairs.q.count, pairs.k.count
+    kind, largest = _largest_of_kind(rule.signature(pairs), q_count, k_count)
+    bitmaps = []
+    for part in torch.arange(len(largest)).split(max(1, _MOST_CELLS // block_size**2)):
+        chosen = pairs[largest[part]]
+        cells = torch.empty(len(part), block_size, block_size, dtype=torch.bool)
+        documents = chosen.origin.frames(frame) if mask.asks_frame else [(part - part[0], frame)]
+        for which, document in documents:
+            cells[which] = _cells_of(mask, chosen[which], document, block_size)
+        bitmaps.append(pack(cells))
+    every = torch.cat(bitmaps)
+    return every, kind, count_pairs(every, kind, q_count, k_count)
+
+
+def _largest_of_kind(
+    signature: list[Tensor], q_count: Tensor, k_count: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Numbers pairs of tiles by their cells: (kind of each, one of each that holds all cells)."""
+    kind, _ = number_rows(signature)
+    most_q, most_k = (
+        torch.zeros_like(kind).scatter_reduce(0, kind, count, "amax")[kind]
+        for count in (q_count, k_count)
+    )
+    largest = (q_count == most_q) & (k_count == most_k)
+    has_one = torch.zeros_like(largest).index_put((kind[largest],), torch.tensor(True))[kind]
+    if not has_one.all():  # none has both most queries and most keys: by their counts, then
+        apart = ~has_one
+        kind, _ = number_rows([kind, apart * q_count, apart * k_count])
+        largest = largest | apart
+    number = torch.where(largest, torch.arange(len(kind)), -1)
+    return kind, torch.full((int(kind.max()) + 1,), -1).scatter_reduce(0, kind, number, "amax")
 
 
 def _distinct_bitmaps(
@@ -318,15 +378,17 @@ def _distinct_bitmaps(
 
 def evaluate(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> tuple[Tensor, Tensor]:
     """Bitmaps of pairs of tiles, packed, and how many real pairs each holds."""
-    bitmaps, held = [], []
-    for part in torch.arange(len(pairs)).split(max(1, _MOST_CELLS // block_size**2)):
-        q, k = pairs.q[part], pairs.k[part]
-        p, x = q.positions(block_size)[:, :, None], k.positions(block_size)[:, None, :]
-        cells = mask.holds(p, x, frame).expand(len(part), block_size, block_size)
-        real_q, real_k = (torch.arange(block_size) < tile.count[:, None] for tile in (q, k))
-        held.append((cells & real_q[:, :, None] & real_k[:, None, :]).sum((1, 2)))
-        bitmaps.append(pack(cells))
-    return torch.cat(bitmaps), torch.cat(held)
+    parts = torch.arange(len(pairs)).split(max(1, _MOST_CELLS // block_size**2))
+    bitmaps = torch.cat([pack(_cells_of(mask, pairs[x], frame, block_size)) for x in parts])
+    number = torch.arange(len(pairs))
+    return bitmaps, count_pairs(bitmaps, number, pairs.q.count, pairs.k.count)
+
+
+def _cells_of(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Tensor:
+    """[pairs, block_size, block_size] whether each pair of positions holds."""
+    p, k = (tiles.positions(block_size) for tiles in (pairs.q, pairs.k))
+    held = mask.holds(p[:, :, None], k[:, None, :], frame)
+    return held.expand(len(pairs), block_size, block_size)
 
 
 def _share_bitmaps(found: list[tuple[Table, Tensor]]) -> tuple[Tensor, list[Table]]:

@@ -8,10 +8,10 @@ combine them by Kleene logic. The cells themselves are always taken from the mas
 (`Mask.holds`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,49 +19,11 @@ from torch import Tensor
 from ..patterns.algebra import Frame, Mask
 from ..patterns.blocks import BlockwiseMask
 from ..rows import expand_counts
-from .tiles import Axis, Spans, spans_of_positions
+from .tiles import Axis, Origin, Spans, TilePairs, spans_of_positions
 
 EMPTY, VARIES, FULL = 0, 1, 2
 # Beyond this many mask blocks to a pair of tiles the cells are evaluated instead.
 _MOST_SUB_BLOCKS = 1024
-
-
-class Origin(NamedTuple):
-    """Where positions are counted from and how many keys there are: a document's, per tile."""
-
-    start: Tensor
-    kv_len: Tensor
-
-    @classmethod
-    def of_sequence(cls, tiles: int, kv_len: int) -> "Origin":
-        """Positions of the whole sequence, for as many tiles."""
-        return cls(torch.zeros(tiles, dtype=torch.int64), torch.full((tiles,), kv_len))
-
-
-@dataclass(frozen=True, eq=False)
-class TilePairs:
-    """Pairs of tiles (q[i], k[i]), and where their positions are counted from."""
-
-    q: Axis
-    k: Axis
-    origin: Origin
-
-    @classmethod
-    def of_sequence(cls, q: Axis, k: Axis, kv_len: int) -> "TilePairs":
-        """Pairs with positions of the whole sequence."""
-        return cls(q, k, Origin.of_sequence(len(q), kv_len))
-
-    def __len__(self) -> int:
-        return len(self.q)
-
-    def __getitem__(self, index: Tensor) -> "TilePairs":
-        origin = Origin(*(x[index] for x in self.origin))
-        return TilePairs(self.q[index], self.k[index], origin)
-
-    def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """First and last query, first and last key of each pair, counted from the origin."""
-        q, k, start = self.q, self.k, self.origin.start
-        return q.start - start, q.last - start, k.start - start, k.last - start
 
 
 class Condition:
@@ -109,6 +71,35 @@ class Linear(Condition):
         if self.b < 0:  # k <= origin.start + room
             return spans_of_positions(queries, keys, rows, rows * 0, origin.start + room)
         return _with_any_key(queries, keys, rows[room >= 0])
+
+
+@dataclass(frozen=True, eq=False)
+class InKeys(Condition):
+    """valid[k]; `before[k]` counts the valid keys below k, [kv_len + 1]."""
+
+    before: Tensor
+
+    @classmethod
+    def of(cls, valid: Tensor) -> "InKeys":
+        return cls(torch.nn.functional.pad(valid.cumsum(0), (1, 0)))
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        _, _, first, last = pairs.edges()
+        most = len(self.before) - 1
+        held = self.before[(last + 1).clamp(0, most)] - self.before[first.clamp(0, most)]
+        return (held > 0).to(torch.int8) + (held == last - first + 1).to(torch.int8)
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        return [pairs.edges()[2]]
+
+    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        """Between the first and the last valid key: holes are rarely whole tiles."""
+        valid = torch.nonzero(self.before.diff())[:, 0]
+        rows = torch.arange(len(queries))
+        if not len(valid):
+            return _with_any_key(queries, keys, rows[:0])
+        begin, end = origin.start + valid[0], origin.start + valid[-1]
+        return spans_of_positions(queries, keys, rows, begin, end)
 
 
 @dataclass(frozen=True)
@@ -282,14 +273,11 @@ class Declared(Condition):
     frame: Frame
     in_document: bool
 
-    def _frames(self, origin: Origin) -> Iterator[tuple[Tensor, Frame]]:
+    def _frames(self, origin: Origin) -> Iterable[tuple[Tensor, Frame]]:
         """Which tiles are in frames of one kind, and that frame."""
-        if not self.in_document:
-            yield torch.arange(len(origin.start)), self.frame
-            return
-        for length in origin.kv_len.unique().tolist():
-            which = torch.nonzero(origin.kv_len == length)[:, 0]
-            yield which, self.frame._replace(q_len=length, kv_len=length, q_start=0)
+        if self.in_document:
+            return origin.frames(self.frame)
+        return [(torch.arange(len(origin.start)), self.frame)]
 
     def status(self, pairs: TilePairs) -> Tensor:
         status = torch.full_like(pairs.q.start, VARIES, dtype=torch.int8)
@@ -330,7 +318,7 @@ class PerDocument(Condition):
         inside = (number == self.same.document_of(last - origin.start)) & (number < len(starts) - 1)
         place = number.clamp(0, max(0, len(starts) - 2))
         start, end = starts[place], starts[(place + 1).clamp(max=len(starts) - 1)]
-        return inside & (number >= 0), Origin(origin.start + start, end - start)
+        return inside & (number >= 0), Origin(origin.start + start, end - start, end - start)
 
     def _in_documents(self, pairs: TilePairs) -> tuple[Tensor, TilePairs]:
         q, k = pairs.q, pairs.k

@@ -45,6 +45,11 @@ class Pass:
             `stop` mean nothing.
         covers: whether every query is in a query tile, and every key in a key tile.
         longest: most entries of a query tile, and of a key tile; None where the host cannot know.
+        branch: of the mixture that the pass belongs to.
+        query_origin, key_origin: [S, query tiles] and [S, key tiles] int64 position of each tile's
+            first token, where that is not where it lies; see `coordinates`.
+        stream: [S, query tiles] int64, which of a batch entry's streams of dropout a tile takes,
+            None for 0.
     """
 
     step: int
@@ -58,6 +63,18 @@ class Pass:
     bitmaps: Tensor
     covers: tuple[bool, bool] = (False, False)
     longest: tuple[int, int] | None = None
+    branch: int = 0
+    query_origin: Tensor | None = None
+    key_origin: Tensor | None = None
+    stream: Tensor | None = None
+
+    def coordinates(self, q_start: int) -> tuple[Tensor, Tensor]:
+        """Position of the first token of each query tile and of each key tile, [S, tiles] int64.
+
+        Neighbours in a tile are `step` positions apart.
+        """
+        query = self.query_start + q_start if self.query_origin is None else self.query_origin
+        return query, self.key_start if self.key_origin is None else self.key_origin
 
     def tensors(self) -> Iterator[Tensor]:
         return (value for value in vars(self).values() if isinstance(value, Tensor))

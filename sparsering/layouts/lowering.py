@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..patterns.algebra import And, Frame, Mask, Not, Or
 from ..patterns.blocks import BlockwiseMask
+from ..patterns.keys import KeyMask
 from ..patterns.positions import (
     Causal,
     Dilated,
@@ -21,6 +22,7 @@ from .conditions import (
     Congruent,
     Declared,
     InBlocks,
+    InKeys,
     Linear,
     Negated,
     OnGrid,
@@ -66,6 +68,8 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
             return Negated(condition(part, frame, in_document))
         case BlockwiseMask():
             return InBlocks(mask)
+        case KeyMask(valid):
+            return InKeys.of(valid)
     return Declared(mask, frame, in_document)
 
 

@@ -4,14 +4,17 @@ A tile is an arithmetic progression start, start + step, ... below `stop`, at mo
 positions. A `Grid` says how an axis is cut into tiles; both axes of a pass use the same grid.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..patterns.algebra import Frame
 from ..patterns.positions import Dilated
-from ..rows import expand_counts
+from ..patterns.varlen import document_frame
+from ..rows import expand_counts, number_rows
 
 Ranges = Sequence[tuple[int, int]]
 """Positions as ranges (first, exclusive last), ascending and disjoint."""
@@ -70,6 +73,33 @@ class Grid:
         last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
         return Axis(self.step, residue, start, stop, last)
 
+    def axis_of_documents(self, low: Tensor, high: Tensor, block_size: int, offset: int) -> "Axis":
+        """The tiles of documents that hold the positions [low, high), each counting its own.
+
+        The residue of document d of n is d more than n times the grid's, so that tiles pair only
+        within a document.
+        """
+        reach = self.step * block_size
+        first = low // self.segment
+        count = torch.where(high > low, -(-high // self.segment) - first, 0)
+        document, number = expand_counts(count)
+        begin = (first[document] + number) * self.segment
+        high, low = high[document], low[document]
+        length = torch.minimum(begin + self.segment, high) - begin
+        skipped = (low - begin).clamp(min=0) // reach
+        segment, number = expand_counts(-(-length // reach) - skipped)
+        start = begin[segment] + (skipped[segment] + number) * reach
+        end = torch.minimum(begin[segment] + self.segment, start + reach)
+        stop = torch.minimum(end, high[segment])
+        longest = int(length.max()) if len(length) else 0
+        residues = torch.arange(min(self.residues, max(1, longest)))
+        residue = (residues[:, None] * len(first) + document[segment]).flatten()
+        start = (residues[:, None] + start).flatten() + offset
+        low, stop = low[segment].repeat(len(residues)), stop.repeat(len(residues))
+        start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
+        last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
+        return Axis(self.step, residue, start, stop, last)
+
     def _residues(self, ranges: Ranges, longest: int) -> Tensor:
         """Those listed that may have a position, for segments of at most `longest` tokens."""
         if self.documents is None and ranges and ranges[-1][1] - ranges[0][0] < self.residues:
@@ -120,6 +150,55 @@ class Axis:
         return self.start[:, None] + self.step * torch.arange(block_size)
 
 
+class Origin(NamedTuple):
+    """Where positions are counted from, how many keys and queries there are: a document's."""
+
+    start: Tensor
+    kv_len: Tensor
+    q_len: Tensor
+
+    @classmethod
+    def of_sequence(cls, tiles: int, kv_len: int) -> "Origin":
+        """Positions of the whole sequence, for as many tiles."""
+        lengths = torch.full((tiles,), kv_len)
+        return cls(torch.zeros(tiles, dtype=torch.int64), lengths, lengths)
+
+    def frames(self, frame: Frame) -> Iterator[tuple[Tensor, Frame]]:
+        """Which tiles are in documents of one kind, and such a document as a frame."""
+        if not len(self.start):
+            return
+        kind, first = number_rows([self.kv_len, self.q_len])
+        kinds = zip(self.q_len[first].tolist(), self.kv_len[first].tolist(), strict=True)
+        for number, (q_len, kv_len) in enumerate(kinds):
+            yield torch.nonzero(kind == number)[:, 0], document_frame(q_len, kv_len, frame)
+
+
+@dataclass(frozen=True, eq=False)
+class TilePairs:
+    """Pairs of tiles (q[i], k[i]), and where their positions are counted from."""
+
+    q: Axis
+    k: Axis
+    origin: Origin
+
+    @classmethod
+    def of_sequence(cls, q: Axis, k: Axis, kv_len: int) -> "TilePairs":
+        """Pairs with positions of the whole sequence."""
+        return cls(q, k, Origin.of_sequence(len(q), kv_len))
+
+    def __len__(self) -> int:
+        return len(self.q)
+
+    def __getitem__(self, index: Tensor) -> "TilePairs":
+        origin = Origin(*(x[index] for x in self.origin))
+        return TilePairs(self.q[index], self.k[index], origin)
+
+    def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """First and last query, first and last key of each pair, counted from the origin."""
+        q, k, start = self.q, self.k, self.origin.start
+        return q.start - start, q.last - start, k.start - start, k.last - start
+
+
 class Spans:
     """A set of (row, column) tile pairs: sorted, disjoint, half-open spans on a line.
 
@@ -168,6 +247,7 @@ def spans_of_positions(
     first, last = first[first <= last], last[first <= last]
     lane = queries.residue[row] * stride
     key_lane = keys.residue * stride
+    key_start = torch.minimum(keys.start, keys.stop)  # an empty tile may begin beyond the next one
     begin = torch.searchsorted(key_lane + (keys.stop - 1), lane + first)
-    end = torch.searchsorted(key_lane + keys.start, lane + last, right=True)
+    end = torch.searchsorted(key_lane + key_start, lane + last, right=True)
     return Spans(row * len(keys) + begin, row * len(keys) + end)

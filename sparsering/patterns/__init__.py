@@ -4,8 +4,8 @@
     pattern.to_dense(16)      # what it means, by definition; for small inputs
     pattern.layout(1 << 20)   # what kernels run, at the cost of the pattern
 
-`algebra` says what a mask and a mixture are and how they combine; `positions` and `blocks` hold the
-masks, `expression` reads them back from text, `custom` and `mask_mod` take a user's own.
+`algebra` says what a mask and a mixture are and how they combine; `positions`, `blocks` and `keys`
+hold the masks, `expression` reads them back from text, `custom` and `mask_mod` take a user's own.
 """
 
 from .algebra import Mask, Mixture, Pattern
@@ -20,6 +20,7 @@ from .blocks import (
 )
 from .custom import register_pattern
 from .expression import parse
+from .keys import KeyMask, KeyPadding
 from .mask_mod import from_mask_mod
 from .positions import (
     Causal,
@@ -27,7 +28,6 @@ from .positions import (
     Documents,
     Full,
     GlobalTokens,
-    KeyPadding,
     LongNet,
     Packed,
     SlidingWindow,
@@ -44,6 +44,7 @@ __all__ = [
     "Full",
     "GlobalTokens",
     "Hierarchical",
+    "KeyMask",
     "KeyPadding",
     "LongNet",
     "Mask",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from ..rows import expand_counts
 from .arguments import MOST_TOKENS, checked_integer, digest_of, same_tensor, shortened
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 VERSION = re.compile(r"__v\d+(?=\()")
 """Which class of a name is meant, in an expression: a registered one may replace another."""
+
+
+Restarts = tuple[tuple[int, ...], tuple[int, ...]]
+"""Query and key lengths of documents, end to end, in which positions restart."""
 
 
 class Frame(NamedTuple):
@@ -211,7 +216,10 @@ class Pattern:
 
     def num_batches(self) -> int | None:
         """The batch size that the pattern demands, None for any."""
-        sizes = {size for mask in self._made_of() if (size := mask.num_batches()) is not None}
+        return self._agreed([mask.num_batches() for mask in self._made_of()])
+
+    def _agreed(self, given: list[int | None]) -> int | None:
+        sizes = {size for size in given if size is not None}
         if len(sizes) > 1:
             raise ValueError(
                 "the parts of a pattern must agree on the batch size, got "
@@ -227,6 +235,26 @@ class Pattern:
         """The masks that it is made of, if any."""
         return ()
 
+    @property
+    def restarts(self) -> "Restarts | None":
+        """Where positions restart; None where they do not, or parts of a pattern disagree."""
+        masks = self.masks if isinstance(self, Mixture | _SetOperation) else ()
+        found = {mask.restarts for mask in masks}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def num_streams(self) -> int:
+        """How many streams of dropout a batch entry has: one, or one for each document."""
+        return 1 if self.restarts is None else max(1, len(self.restarts[0]))
+
+    def coordinates(self, frame: Frame) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Positions of queries [Nq], of keys [Nk], streams of queries [Nq]; None where as laid."""
+        if self.restarts is None:
+            return None
+        q_lengths, kv_lengths = (torch.tensor(x, dtype=torch.int64) for x in self.restarts)
+        stream, query = expand_counts(q_lengths)
+        return query + (kv_lengths - q_lengths)[stream], expand_counts(kv_lengths)[1], stream
+
     def __invert__(self) -> NoReturn:
         raise TypeError(
             "a pattern has no complement; say what attends, or write a mask of your own "
@@ -241,6 +269,11 @@ class Pattern:
 
 class Mask(Pattern):
     """A set of pairs."""
+
+    @property
+    def asks_frame(self) -> bool:
+        """Whether `holds` depends on the frame, and not on positions alone."""
+        return True
 
     @property
     def branches(self) -> "tuple[Mask, ...]":
@@ -342,6 +375,10 @@ class _SetOperation(Mask):
     symbol: ClassVar[str]
     join: ClassVar[Any]
 
+    @property
+    def asks_frame(self) -> bool:
+        return any(mask.asks_frame for mask in self.masks)
+
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         return reduce(type(self).join, (mask.holds(p, k, frame) for mask in self.masks))
 
@@ -376,6 +413,10 @@ class Not(Mask):
     """The complement; only for taking from a pass what an earlier pass has."""
 
     mask: Mask
+
+    @property
+    def asks_frame(self) -> bool:
+        return self.mask.asks_frame
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         return ~self.mask.holds(p, k, frame)

@@ -51,6 +51,7 @@ class BlockDilated(BlockwiseMask):
 
     rates: tuple[int, ...]
     block_size: int
+    asks_frame = False
 
     def _validate(self) -> None:
         freeze_integers(self, "rates", 1)
@@ -76,6 +77,7 @@ class BlockWindow(BlockwiseMask):
 
     radius: int
     block_size: int
+    asks_frame = False
 
     def _validate(self) -> None:
         freeze_integer(self, "radius", 0)
@@ -98,6 +100,7 @@ class Hierarchical(BlockwiseMask):
 
     levels: tuple[tuple[int, int | None], ...]
     block_size: int
+    asks_frame = False
 
     def _validate(self) -> None:
         freeze_integer(self, "block_size", 1)
@@ -226,7 +229,7 @@ class _RandomBlocksOfHead(BlockwiseMask):
         return torch.cat((index, added)), blocks, blocks
 
 
-class _TensorMask(Mask):
+class TensorMask(Mask):
     """A mask whose first field is a tensor: copied at construction, compared by content."""
 
     dtype: ClassVar[torch.dtype] = torch.bool
@@ -275,7 +278,7 @@ class _TensorMask(Mask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Dense(_TensorMask):
+class Dense(TensorMask):
     """Any bool [Nq, Nk] or [H, Nq, Nk] mask, for small inputs; a row is a query *index*."""
 
     mask: Tensor
@@ -305,7 +308,7 @@ def lookup(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Blocks(_TensorMask, BlockwiseMask):
+class Blocks(TensorMask, BlockwiseMask):
     """`active[..., p // block_size, k // block_size]`.
 
     By absolute position: cross attention passes `q_start=0`.
@@ -352,7 +355,7 @@ class Blocks(_TensorMask, BlockwiseMask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class SelectedBlocks(_TensorMask, BlockwiseMask):
+class SelectedBlocks(TensorMask, BlockwiseMask):
     """Key blocks listed in `indices[..., p // block_size, :]`: what a top-k selection returns.
 
     Its layout, also of `SelectedBlocks(...) & Causal()`, is built on the indices' device without a

@@ -25,27 +25,29 @@ from .blocks import (
     RandomBlocks,
     SelectedBlocks,
 )
+from .keys import KeyMask, KeyPadding
 from .positions import (
     Causal,
     Dilated,
     Documents,
     Full,
     GlobalTokens,
-    KeyPadding,
     LongNet,
     Packed,
     SlidingWindow,
 )
+from .varlen import Varlen
 
 BUILT_IN: dict[str, Callable[..., Pattern]] = {
     constructor.__name__: constructor
     for constructor in (
         *(Full, Causal, SlidingWindow, GlobalTokens, Dilated, LongNet),
-        *(Documents, Packed, KeyPadding),
+        *(Documents, Packed, Varlen, KeyPadding, KeyMask),
         *(BlockDilated, BlockWindow, RandomBlocks, Hierarchical, Blocks, SelectedBlocks, Dense),
     )
 }
 _constructors = dict(BUILT_IN)
+_UNTOLD = ("MaskMod", "Varlen")  # written by the library alone
 
 _EXPECTED = "a pattern is an expression such as 'LongNet((2048, 4096), (1, 2)) & Causal()'"
 
@@ -100,6 +102,7 @@ def _parse(text: str, tensors: tuple[Tensor, ...]) -> Pattern:
 class _Reader:
     def __init__(self, text: str, tensors: tuple[Tensor, ...]) -> None:
         self.text, self.tensors = text.strip(), tensors
+        self.made: dict[tuple[object, ...], Pattern] = {}  # of tensors alone: copied once
 
     def read(self, node: ast.expr) -> Any:
         match node:
@@ -117,7 +120,13 @@ class _Reader:
                     raise ValueError(
                         f"{name} must have each argument once, got one of them again; leave it out"
                     )
-                return _constructors[name](*map(self.read, arguments), **named)
+                given = [self.read(argument) for argument in arguments]
+                if named or not given or not all(isinstance(x, Tensor) for x in given):
+                    return _constructors[name](*given, **named)
+                known = (name, *map(id, given))
+                if known not in self.made:
+                    self.made[known] = _constructors[name](*given)
+                return self.made[known]
             case ast.Constant(int() | float() | str() | None):
                 return node.value
             case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
@@ -134,7 +143,7 @@ class _Reader:
 
 def _way_out(node: ast.expr) -> str:
     """What could stand there instead."""
-    known = [name for name in _constructors if name != "MaskMod" and "__v" not in name]
+    known = [name for name in _constructors if name not in _UNTOLD and "__v" not in name]
     name = node.func if isinstance(node, ast.Call) else node
     near = difflib.get_close_matches(name.id, known, 1) if isinstance(name, ast.Name) else []
     if near:

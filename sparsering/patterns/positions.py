@@ -1,6 +1,6 @@
 """Masks that are defined by positions: windows, global tokens, LongNet's branches, documents."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ MOST_DILATION = 1 << 31
 class Full(Mask):
     """Every query sees every key."""
 
+    asks_frame = False
+
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         return (p == p) & (k == k)
 
@@ -24,6 +26,8 @@ class Full(Mask):
 @dataclass(frozen=True, repr=False, eq=False)
 class Causal(Mask):
     """A query sees the keys up to its own position: k <= p."""
+
+    asks_frame = False
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         return k <= p
@@ -43,6 +47,7 @@ class SlidingWindow(Mask):
     left: int | None
     right: int | None = 0
     dilation: int = 1
+    asks_frame = False
 
     def _validate(self) -> None:
         for name in ("left", "right"):
@@ -69,6 +74,7 @@ class GlobalTokens(Mask):
     count: int
     rows: bool = True
     columns: bool = True
+    asks_frame = False
 
     def _validate(self) -> None:
         freeze_integer(self, "count", 0)
@@ -97,6 +103,7 @@ class Dilated(Mask):
     segment_length: int
     dilation_rate: int
     offset: str | int | tuple[int, ...] = "head"
+    asks_frame = False
 
     def _validate(self) -> None:
         freeze_integer(self, "segment_length", 1)
@@ -169,32 +176,36 @@ def LongNet(  # noqa: N802 - a constructor like the classes beside it, whose val
     return masks[0] if len(masks) == 1 else Mixture(masks)
 
 
+Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...]
+"""Of documents: the same for all batch entries, or those of each."""
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class Documents(Mask):
     """A query sees the keys of its own document; documents lie end to end, of these lengths.
 
-    The lengths, in tokens, sum to Nk; one may be 0.
+    The lengths, in tokens, sum to Nk; one may be 0. One sequence of them is for all batch entries,
+    a sequence of sequences has one for each.
 
     Example: `Documents((100, 156))` of 256 tokens; of cumulative lengths, give the differences.
     """
 
-    lengths: tuple[int, ...]
+    lengths: Lengths
 
     def _validate(self) -> None:
-        freeze_integers(self, "lengths", 0)
+        _freeze_lengths(self)
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        return Documents(entries_of(self.lengths)[batch]) if _per_entry(self.lengths) else self
+
+    def num_batches(self) -> int | None:
+        return len(self.lengths) if _per_entry(self.lengths) else None
 
     def check(self, frame: Frame) -> None:
-        if sum(self.lengths) != frame.kv_len:
-            way_out = "give padding a document of its own"
-            if self.lengths[:1] == (0,) and self.lengths[-1] == frame.kv_len:
-                way_out = "these look like cumulative lengths: give their differences"
-            raise ValueError(
-                f"{type(self).__name__} lengths must sum to the key length {frame.kv_len}, got "
-                f"{sum(self.lengths)}; {way_out}"
-            )
+        _check_sums(self, self.lengths, frame)
 
     def ends(self) -> Tensor:
-        """Exclusive end position of each document, [documents]."""
+        """Exclusive end position of each document of the one batch entry, [documents]."""
         return torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
@@ -208,15 +219,16 @@ class Packed(Mask):
     """Inside each document, a pattern whose positions restart at 0.
 
     Packed of a mixture is a mixture. Documents are as in `Documents`; to the inner pattern each one
-    is a whole sequence (Nq = Nk = its length).
+    is a whole sequence (Nq = Nk = its length). Where batch entries have documents of their own,
+    tiles are not cut at their ends.
 
     Example: `Packed((100, 156), LongNet((32, 64), (1, 2)) & Causal())`.
     """
 
-    lengths: tuple[int, ...]
+    lengths: Lengths
     pattern: Mask
 
-    def __new__(cls, lengths: tuple[int, ...], pattern: Pattern) -> Any:  # a mixture is no Packed
+    def __new__(cls, lengths: Lengths, pattern: Pattern) -> Any:  # a mixture is no Packed
         if isinstance(pattern, Mixture):
             return Mixture(tuple(cls(lengths, mask) for mask in pattern.branches))
         return super().__new__(cls)
@@ -227,66 +239,117 @@ class Packed(Mask):
                 "Packed needs a pattern to lay in each document, got "
                 f"{type(self.pattern).__name__}; Causal() is one"
             )
-        freeze_integers(self, "lengths", 0)
+        _freeze_lengths(self)
 
     @property
     def documents(self) -> Documents:
         """The mask of the documents alone."""
         return Documents(self.lengths)
 
+    @property
+    def common_lengths(self) -> tuple[int, ...] | None:
+        """The documents of all batch entries; None where they differ."""
+        entries = set(entries_of(self.lengths))
+        return entries.pop() if len(entries) == 1 else None
+
     def inner_frame(self, length: int, frame: Frame) -> Frame:
         """What the inner pattern is laid against in a document of this length."""
         return frame._replace(q_len=length, kv_len=length, q_start=0)
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        return replace(self, pattern=self.pattern.at(batch, head, frame))
+        lengths = entries_of(self.lengths)[batch] if _per_entry(self.lengths) else self.lengths
+        return Packed(lengths, self.pattern.at(batch, head, frame))
+
+    def num_batches(self) -> int | None:
+        own = len(self.lengths) if _per_entry(self.lengths) else None
+        return self._agreed([own, self.pattern.num_batches()])
 
     def check(self, frame: Frame) -> None:
-        self.documents.check(frame)
-        for length in {length for length in self.lengths if length}:
+        _check_sums(self, self.lengths, frame)
+        for length in {x for lengths in entries_of(self.lengths) for x in lengths if x}:
             self.pattern.check(self.inner_frame(length, frame))
 
     def _made_of(self) -> tuple[Mask, ...]:
         return (self.pattern,)
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        if not any(self.lengths):
-            return (p != p) | (k != k)
-        ends = self.documents.ends()
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
-        document = torch.searchsorted(ends, k, right=True).clamp(max=len(ends) - 1)
-        start, length = (ends - lengths)[document], lengths[document]
-        inside = self.documents.holds(p, k, frame)
-        held = torch.zeros(inside.shape, dtype=torch.bool)
-        # The inner pattern may depend on its sequence's length: pairs of one length at a time.
-        pair = torch.nonzero(inside.flatten())[:, 0]
-        size = length.expand(inside.shape).flatten()[pair]
-        if len(size) and size.min() < size.max():
-            size, order = size.sort(stable=True)
-            pair = pair[order]
-        q, key = ((x - start).expand(inside.shape).flatten()[pair] for x in (p, k))
-        sizes, counts = size.unique_consecutive(return_counts=True)
-        parts = torch.arange(len(pair)).split(counts.tolist()) if len(pair) else ()
-        for size, part in zip(sizes.tolist(), parts, strict=True):
-            of_size = self.pattern.holds(q[part], key[part], self.inner_frame(size, frame))
-            held.view(-1)[pair[part]] = of_size.expand(len(part))
-        return held
+        if not lengths.any():
+            return (p != p) | (k != k)
+        ends, most = lengths.cumsum(0), len(lengths) - 1
+        of_p, of_k = (torch.searchsorted(ends, x, right=True) for x in (p, k))
+        inside = (of_p == of_k) & (p >= 0) & (k < frame.kv_len)
+        of_p, of_k = of_p.clamp(max=most), of_k.clamp(max=most)
+        begin = ends - lengths
+        q, key, length = p - begin[of_p], k - begin[of_k], lengths[of_k]
+        return laid_inside(
+            self.pattern, inside, q, key, length, lambda n: self.inner_frame(n, frame)
+        )
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class KeyPadding(Mask):
-    """A query of a batch entry sees its first `lengths[batch]` keys; the rest is padding.
+def entries_of(lengths: Lengths) -> tuple[tuple[int, ...], ...]:
+    """The documents of each batch entry, one for all where they are the same."""
+    return lengths if _per_entry(lengths) else (lengths,)  # type: ignore[return-value]
 
-    Example: `Causal() & KeyPadding((100, 256))` for a batch of two, padded on the right.
+
+def _per_entry(lengths: Lengths) -> bool:
+    return bool(lengths) and isinstance(lengths[0], tuple)
+
+
+def _freeze_lengths(pattern: Documents | Packed) -> None:
+    """Replaces lengths by a tuple of ints, or of one such tuple per batch entry."""
+    given: Any = pattern.lengths
+    given = given.tolist() if hasattr(given, "tolist") else given
+    first: Any = given[0] if isinstance(given, Sequence) and len(given) else None
+    nested = isinstance(first, Sequence) or (hasattr(first, "ndim") and first.ndim == 1)
+    if not nested or isinstance(first, str):
+        freeze_integers(pattern, "lengths", 0)
+        return
+    label = f"{type(pattern).__name__} lengths of a batch entry"
+    object.__setattr__(pattern, "lengths", tuple(checked_integers(label, x, 0) for x in given))
+
+
+def _check_sums(pattern: Documents | Packed, lengths: Lengths, frame: Frame) -> None:
+    for number, entry in enumerate(entries_of(lengths)):
+        if sum(entry) == frame.kv_len:
+            continue
+        way_out = "give padding a document of its own"
+        if entry[:1] == (0,) and entry[-1] == frame.kv_len:
+            way_out = "these look like cumulative lengths: give their differences"
+        of = f" of batch entry {number}" if _per_entry(lengths) else ""
+        raise ValueError(
+            f"{type(pattern).__name__} lengths{of} must sum to the key length {frame.kv_len}, got "
+            f"{sum(entry)}; {way_out}"
+        )
+
+
+def laid_inside(
+    pattern: Mask,
+    inside: Tensor,
+    p: Tensor,
+    k: Tensor,
+    kind: Tensor,
+    frame_of: Callable[[int], Frame],
+) -> Tensor:
+    """Where pairs are inside, whether a pattern that is laid there holds; False elsewhere.
+
+    Args:
+        inside: bool, of the shape that the others broadcast to.
+        p, k: positions as the pattern counts them.
+        kind: integers; the pattern is laid on `frame_of(kind)`, for it may depend on lengths.
     """
-
-    lengths: tuple[int, ...]
-
-    def _validate(self) -> None:
-        freeze_integers(self, "lengths", 0)
-
-    def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        return GlobalTokens(self.lengths[batch], rows=False)
-
-    def num_batches(self) -> int | None:
-        return len(self.lengths)
+    if not pattern.asks_frame:
+        return inside & pattern.holds(p, k, frame_of(0))
+    held = torch.zeros(inside.shape, dtype=torch.bool)
+    pair = torch.nonzero(inside.flatten())[:, 0]
+    kinds = kind.expand(inside.shape).flatten()[pair]
+    if len(kinds) and kinds.min() < kinds.max():  # pairs of one kind at a time
+        kinds, order = kinds.sort(stable=True)
+        pair = pair[order]
+    q, key = (x.expand(inside.shape).flatten()[pair] for x in (p, k))
+    distinct, counts = kinds.unique_consecutive(return_counts=True)
+    parts = torch.arange(len(pair)).split(counts.tolist()) if len(pair) else ()
+    for number, part in zip(distinct.tolist(), parts, strict=True):
+        of_kind = pattern.holds(q[part], key[part], frame_of(number))
+        held.view(-1)[pair[part]] = of_kind.expand(len(part))
+    return held

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import sparsering as sr
 from sparsering.layouts import compile as compiler
+from sparsering.patterns.algebra import Frame
 
 
 @pytest.fixture(autouse=True)
@@ -699,3 +700,11 @@ def test_threads_all_get_the_error_of_a_pattern_that_cannot_be_built() -> None:
     messages = in_threads(6, fails)
     assert all(str(2**15) in message and str(2**16) in message for message in messages)
     assert sr.layout_cache.info().entries == 0
+
+
+def test_pairs_beyond_a_tile_that_a_cut_has_emptied_are_found() -> None:
+    """Keys cut at 1: the first segment's tile goes on at 3, past its end and the next tile."""
+    frame = Frame.build(3, 3, 1, 1, 0)
+    for ranges in ([(0, 3)], [(0, 1), (1, 3)]):
+        (found,) = compiler.compile_passes(sr.Dilated(2, 3), frame, 16, ranges, ranges)
+        assert found.num_pairs == 2, ranges

@@ -499,6 +499,31 @@ DRAWINGS = [
         """
     ),
     drawing(
+        "batch entries with documents of their own", ("Documents", ((2, 1), (0, 3))), 3, """
+        1 1 .
+        1 1 .
+        . . 1
+        ---
+        1 1 1
+        1 1 1
+        1 1 1
+        """
+    ),
+    drawing(
+        "batch entries packed on their own, positions from each document's start",
+        ("Packed", ((2, 2), (1, 3)), ("Dilated", 2, 2, 1)), 4, """
+        . . . .
+        . 1 . .
+        . . . .
+        . . . 1
+        ---
+        . . . .
+        . . . .
+        . . 1 .
+        . . . .
+        """
+    ),
+    drawing(
         "the last queries of documents", ("Documents", (2, 3)), 4, kv_len=5, picture="""
         1 1 . . .
         . . 1 1 1
@@ -631,6 +656,34 @@ DRAWINGS = [
         ---
         1 . .
         1 . .
+        """
+    ),
+    drawing(
+        "a key mask holds where it is True, for every query",
+        ("KeyMask", (True, False, True)), 2, kv_len=3, picture="""
+        1 . 1
+        1 . 1
+        """
+    ),
+    drawing(
+        "a key mask of each batch entry joins a mask",
+        ("&", ("Causal",), ("KeyMask", ((False, True, True), (True, False, False)))), 3, """
+        . . .
+        . 1 .
+        . 1 1
+        ---
+        1 . .
+        1 . .
+        1 . .
+        """
+    ),
+    drawing(
+        "a key mask in documents says of each document's keys",
+        ("Packed", (2, 2), ("&", ("Causal",), ("KeyMask", (False, True)))), 4, """
+        . . . .
+        . 1 . .
+        . . . .
+        . . . 1
         """
     ),
     drawing(
@@ -851,6 +904,7 @@ def test_constructors_take_the_keywords_of_the_contract() -> None:
     assert sr.Documents(lengths=(1, 2)) == sr.Documents((1, 2))
     assert sr.Packed(lengths=(1, 2), pattern=sr.Causal()) == sr.Packed((1, 2), sr.Causal())
     assert sr.KeyPadding(lengths=(1, 2)) == sr.KeyPadding((1, 2))
+    assert sr.KeyMask(valid=active) == sr.KeyMask(active)
     assert sr.Blocks(active=active, block_size=16) == sr.Blocks(active, 16)
     assert sr.Dense(mask=active) == sr.Dense(active)
 

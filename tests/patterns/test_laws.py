@@ -145,7 +145,12 @@ def test_every_argument_is_part_of_the_value() -> None:
         (sr.Documents((3, 4)), sr.Documents((4, 3))),
         (sr.Documents((3, 4)), sr.KeyPadding((3, 4))),
         (sr.Packed((3, 4), sr.Causal()), sr.Packed((3, 4), sr.Full())),
+        (sr.Documents((3, 4)), sr.Documents(((3, 4),))),
+        (sr.Documents(((3, 4), (7, 0))), sr.Documents(((3, 4), (3, 4)))),
+        (sr.Packed(((3, 4),), sr.Causal()), sr.Packed((3, 4), sr.Causal())),
         (sr.KeyPadding((3,)), sr.KeyPadding((3, 3))),
+        (sr.KeyMask(TABLE), sr.KeyMask(flipped)),
+        (sr.KeyMask(TABLE[0]), sr.KeyMask(TABLE[:1])),
         (sr.Blocks(TABLE, 16), sr.Blocks(flipped, 16)),
         (sr.Blocks(TABLE, 16), sr.Blocks(TABLE, 32)),
         (sr.Dense(TABLE), sr.Dense(flipped)),
@@ -185,6 +190,10 @@ def test_lists_and_tuples_give_the_same_pattern() -> None:
         assert constructor([3, 4]) == constructor((3, 4))
         assert hash(constructor([3, 4])) == hash(constructor((3, 4)))
     assert sr.Packed([3, 4], sr.Causal()) == sr.Packed((3, 4), sr.Causal())
+    each, rows = torch.tensor([[3, 4], [7, 0]]), [torch.tensor([3, 4]), torch.tensor([7, 0])]
+    for lengths in ([[3, 4], [7, 0]], each, each.numpy(), rows, ((3, 4), [7, 0])):
+        assert sr.Documents(lengths) == sr.Documents(((3, 4), (7, 0)))
+        assert sr.Packed(lengths, sr.Causal()) == sr.Packed(((3, 4), (7, 0)), sr.Causal())
 
 
 def test_a_list_changed_afterwards_does_not_change_the_pattern() -> None:
@@ -203,6 +212,15 @@ def test_assignment_to_a_pattern_raises(index: int) -> None:
         with pytest.raises((AttributeError, TypeError)):
             setattr(pattern, name, 1)
     assert pattern == one_of_each()[index]
+
+
+def test_a_key_mask_is_copied() -> None:
+    valid = torch.tensor([True, False, True])
+    pattern, as_built = sr.KeyMask(valid), sr.KeyMask(valid.clone())
+    before = hash(pattern)
+    valid.logical_not_()
+    assert pattern.to_dense(1, 3).tolist() == [[[True, False, True]]]
+    assert pattern == as_built and hash(pattern) == before and pattern != sr.KeyMask(valid)
 
 
 @pytest.mark.parametrize("constructor", [lambda t: sr.Blocks(t, 1), sr.Dense])

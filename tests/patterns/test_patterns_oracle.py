@@ -36,7 +36,7 @@ def test_every_constructor_and_operator_is_drawn() -> None:
     assert drawn == {
         *("Full", "Causal", "SlidingWindow", "GlobalTokens", "Dilated", "LongNet"),
         *("BlockDilated", "BlockWindow", "Hierarchical", "Documents", "Packed", "KeyPadding"),
-        *("Blocks", "Dense", "&", "|", "+"),
+        *("KeyMask", "Blocks", "Dense", "&", "|", "+"),
     }
 
 

@@ -1,0 +1,202 @@
+"""Masks that say of single keys whether any query may see them: padding, holes.
+
+Nothing about queries, so that they need not be compiled: `without_key_masks` takes them off a
+pattern, `key_mask` makes one tensor of them, which enters kernels as data.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .algebra import And, Frame, Mask, Mixture, Pattern
+from .arguments import freeze_integers, same_tensor, shortened
+from .blocks import TensorMask
+from .positions import Full, GlobalTokens
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class KeyPadding(Mask):
+    """A query of a batch entry sees its first `lengths[batch]` keys; the rest is padding.
+
+    Example: `Causal() & KeyPadding((100, 256))` for a batch of two, padded on the right.
+    """
+
+    lengths: tuple[int, ...]
+
+    def _validate(self) -> None:
+        freeze_integers(self, "lengths", 0)
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        return GlobalTokens(self.lengths[batch], rows=False)
+
+    def num_batches(self) -> int | None:
+        return len(self.lengths)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class KeyMask(TensorMask):
+    """A query sees the keys where `valid` is True: any key may be padding, or a hole.
+
+    Make it once and keep it: what is made of it goes by the object where its tensor is not on the
+    CPU.
+
+    Args:
+        valid: bool [Nk], or [B, Nk] for each batch entry; copied. It may be on any device.
+
+    Example: `Causal() & KeyMask(token_ids != padding_id)`.
+    """
+
+    valid: Tensor
+    table_dims: ClassVar[tuple[int, ...]] = (1, 2)
+    asks_frame = False
+
+    def _validate(self) -> None:
+        valid = self.valid
+        if isinstance(valid, Tensor) and valid.dtype != torch.bool:
+            raise TypeError(
+                "KeyMask needs a bool tensor, True where a key may be attended, got "
+                f"{valid.dtype}; of ones and zeros .bool() makes one, of a mask that is added to "
+                "scores == 0"
+            )
+        if isinstance(valid, Tensor) and valid.dim() not in self.table_dims:
+            shape = tuple(valid.shape)
+            way_out = "Dense(mask) takes a mask of pairs [Nq, Nk]"
+            if valid.dim() == 4 and shape[1:3] == (1, 1):
+                way_out = "index it by [:, 0, 0]"
+            raise ValueError(f"KeyMask needs [Nk] or [B, Nk], got shape {shape}; {way_out}")
+        super()._validate()
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        if self.valid.dim() == 1 and self.valid.device.type == "cpu":
+            return self
+        return KeyMask((self.valid[batch] if self.valid.dim() == 2 else self.valid).cpu())
+
+    def num_batches(self) -> int | None:
+        return self.valid.shape[0] if self.valid.dim() == 2 else None
+
+    def num_tables(self, frame: Frame) -> int:
+        return 1
+
+    def check(self, frame: Frame) -> None:
+        self.check_length(frame.kv_len)
+
+    def check_length(self, kv_len: int) -> None:
+        """Raises ValueError where it is for another number of keys."""
+        if self.valid.shape[-1] != kv_len:
+            raise ValueError(
+                f"KeyMask must say of each of {kv_len} keys whether it may be attended, got shape "
+                f"{tuple(self.valid.shape)}; pad it with False, or slice it as the keys"
+            )
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        if not (length := len(self.valid)):
+            return (p != p) | (k != k)
+        held = self.valid[k.clamp(0, length - 1)] & (k >= 0) & (k < length)
+        return held | (p != p)
+
+
+KeyMasks = tuple[KeyMask | KeyPadding, ...]
+
+
+def without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
+    """A pattern without the masks of keys that all its branches have, and those masks.
+
+    Of `Causal() & KeyMask(valid)` that is `Causal()` and the one mask; of a pattern whose branches
+    do not all intersect with the same ones, the pattern itself and none. No device is waited for.
+    """
+    if "_without_key_masks" in vars(pattern):
+        known: tuple[Pattern, KeyMasks] = vars(pattern)["_without_key_masks"]
+        return known
+    split = _without_key_masks(pattern)
+    if split[1] and not torch.compiler.is_compiling():
+        object.__setattr__(pattern, "_without_key_masks", split)
+    return split
+
+
+def _without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
+    rests, common = [], None
+    for branch in pattern.branches:
+        parts = branch.masks if isinstance(branch, And) else (branch,)
+        found = tuple(part for part in parts if isinstance(part, KeyMask | KeyPadding))
+        if not found or (common is not None and not _same_masks(found, common)):
+            return pattern, ()
+        common = found
+        rest = tuple(part for part in parts if not isinstance(part, KeyMask | KeyPadding))
+        rests.append(And(rest) if len(rest) > 1 else rest[0] if rest else Full())
+    if common is None:
+        return pattern, ()
+    return Mixture(tuple(rests)) if isinstance(pattern, Mixture) else rests[0], common
+
+
+def _same_masks(some: KeyMasks, others: KeyMasks) -> bool:
+    return all(any(_same(a, b) for b in others) for a in some) and all(
+        any(_same(a, b) for b in some) for a in others
+    )
+
+
+def _same(a: KeyMask | KeyPadding, b: KeyMask | KeyPadding) -> bool:
+    """Whether two masks are known to be equal without asking a device."""
+    if isinstance(a, KeyMask) and isinstance(b, KeyMask):
+        if a.valid is b.valid or torch.compiler.is_compiling() or a.valid.device.type != "cpu":
+            return a.valid is b.valid
+        return same_tensor(a.valid, b.valid)
+    return isinstance(a, KeyPadding) and isinstance(b, KeyPadding) and a.lengths == b.lengths
+
+
+def check_key_masks(masks: KeyMasks, batch: int, kv_len: int) -> None:
+    """Raises ValueError where masks are for other numbers of batch entries or keys."""
+    for mask in masks:
+        try:
+            if (size := mask.num_batches()) not in (None, batch):
+                raise ValueError(
+                    f"the pattern is for {size} batch entries, got a query of {batch}; give one "
+                    "length or row per entry"
+                )
+            if isinstance(mask, KeyMask):
+                mask.check_length(kv_len)
+        except ValueError as error:
+            raise ValueError(f"{error}, in {shortened(str(mask))}") from None
+
+
+def key_mask(masks: KeyMasks, kv_len: int, device: torch.device) -> Tensor:
+    """[B or 1, kv_len] bool on a device: the keys that every one of some masks lets be seen.
+
+    The masks fit (`check_key_masks`). No device is waited for, but by masks on another one.
+    """
+    return reduce(torch.logical_and, [_valid_keys(mask, kv_len, device) for mask in masks])
+
+
+def _valid_keys(mask: KeyMask | KeyPadding, kv_len: int, device: torch.device) -> Tensor:
+    if isinstance(mask, KeyMask):
+        valid = mask.valid if mask.valid.dim() == 2 else mask.valid[None]
+        return valid if valid.device == device else _moved(valid, device)
+    lengths = _on_device(mask.lengths, device)
+    return torch.arange(kv_len, device=device) < lengths[:, None]
+
+
+def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers as a tensor, without waiting; baked into what is captured or compiled."""
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=torch.int64)
+    if torch.compiler.is_compiling() or device.type != "cuda" or _capturing():
+        filled = [torch.full((1,), x, dtype=torch.int64, device=device) for x in numbers]
+        return torch.cat(filled) if filled else torch.zeros(0, dtype=torch.int64, device=device)
+    return _moved(torch.tensor(numbers, dtype=torch.int64), device)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device; one to a GPU runs behind what is queued there."""
+    if device.type != "cuda":
+        return x.to(device)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being recorded, which would read freed memory of the host again."""
+    return torch.cuda.is_current_stream_capturing()
