@@ -11,6 +11,8 @@
 """
 
 from .dispatch import backends
+from .dropout import dropout_kept
+from .extras import alibi
 from .functional import attention, explain
 from .kernels.gather import set_workspace
 from .layouts.cache import layout_cache
@@ -27,6 +29,7 @@ from .patterns import (
     Full,
     GlobalTokens,
     Hierarchical,
+    KeyMask,
     KeyPadding,
     LongNet,
     Mask,
@@ -40,6 +43,7 @@ from .patterns import (
     parse,
     register_pattern,
 )
+from .varlen import attention_varlen
 from .weights import BlockWeights, attention_weights
 
 __version__ = "0.1.0"
@@ -57,6 +61,7 @@ __all__ = [
     "Full",
     "GlobalTokens",
     "Hierarchical",
+    "KeyMask",
     "KeyPadding",
     "LongNet",
     "Mask",
@@ -66,9 +71,12 @@ __all__ = [
     "RandomBlocks",
     "SelectedBlocks",
     "SlidingWindow",
+    "alibi",
     "attention",
+    "attention_varlen",
     "attention_weights",
     "backends",
+    "dropout_kept",
     "explain",
     "from_mask_mod",
     "layout_cache",

@@ -6,7 +6,7 @@ their own.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ def differentiable(
     """Makes the operator `sparsering::NAME`.
 
     Args:
-        call: the schema of its arguments: tensors with gradients, [B, ...] each, query, key and
-            value first; `Tensor[] tensors` and `str pattern`; then plain values.
+        call: the schema of its arguments: tensors [B, ...] that have gradients, unless they hold
+            integers, query, key and value first; `Tensor[] tensors` and `str pattern`; then plain
+            values.
         forward: maps the arguments to (out, lse).
         backward: maps arguments, out, lse, grad_out and grad_lse to the gradients of the former
             tensors, None for what is None.
@@ -55,7 +56,10 @@ def differentiable(
 
     def fake_gradients(*arguments: Any) -> list[Tensor]:
         given = arguments[:count]
-        return [given[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in given]
+        return [x.new_empty(x.shape) if has_gradient(x) else given[0].new_empty(0) for x in given]
+
+    def has_gradient(x: Tensor | None) -> TypeGuard[Tensor]:
+        return x is not None and x.is_floating_point()
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.values = inputs[count + 1 :]
@@ -69,7 +73,7 @@ def differentiable(
         )
         run = TransformedGradients.apply if transforming() else gradients_op
         found = run(*given, tensors, *ctx.values, *results, *of_results)
-        kept = (None if x is None else grad for x, grad in zip(given, found, strict=True))
+        kept = (g if has_gradient(x) else None for x, g in zip(given, found, strict=True))
         return (*kept, [None] * len(tensors), *(None for _ in ctx.values))
 
     def refuse(ctx: Any, *grads: object) -> None:

@@ -10,9 +10,9 @@ from .checks import (
     check_inputs,
     check_integer_or_none,
     checked_scale,
-    expanded_bias,
 )
 from .dispatch import BACKENDS, block_size_of, choose, is_default, reasons_against
+from .extras import checked_extras
 from .ops import attend
 from .patterns.algebra import Frame, Pattern, check_fits
 
@@ -28,6 +28,11 @@ def attention(
     q_start: int | None = ...,
     block_size: int | None = ...,
     block_bias: Tensor | None = ...,
+    softcap: float | None = ...,
+    distance_bias: Tensor | None = ...,
+    sink: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
     return_lse: Literal[False] = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -44,6 +49,11 @@ def attention(
     q_start: int | None = ...,
     block_size: int | None = ...,
     block_bias: Tensor | None = ...,
+    softcap: float | None = ...,
+    distance_bias: Tensor | None = ...,
+    sink: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
     return_lse: Literal[True],
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -59,13 +69,20 @@ def attention(
     q_start: int | None = None,
     block_size: int | None = None,
     block_bias: Tensor | None = None,
+    softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention over the pairs of a pattern, at the cost of the pattern.
 
-    `out_q = sum_k m(q, k) e^{s_k} v_k / sum_k m(q, k) e^{s_k}`, `s_k = scale * q.k (+ bias)`, m
-    the multiplicity of the pair. A query without keys has out = 0, lse = -inf and zero gradients.
+    `out_q = sum_k m(q, k) e^{s_k} v_k / sum_k m(q, k) e^{s_k}`, `s_k = scale * q.k`, m the
+    multiplicity of the pair. A query without keys has out = 0, lse = -inf and zero gradients.
+    Extras apply in this order: `s = scale * q.k`; softcap; + distance_bias + block_bias; the
+    pattern; softmax; sink; dropout.
 
     Args:
         query: [B, Hq, Nq, D], any strides.
@@ -78,6 +95,15 @@ def attention(
         block_size: tokens to a tile, a multiple of 16 from 16 to 256; default the backend's choice.
         block_bias: [B or 1, H or 1, num_blocks], added to every score of a visited block, in the
             order of `layout.entries`; differentiable. Needs an explicit block_size.
+        softcap: above 0: `s = softcap * tanh(s / softcap)`, as Gemma 2 caps its logits.
+        distance_bias: [Hq or 1, 2R + 1], entry `R + clamp(k - p, -R, R)` is added to the score of
+            positions p and k; differentiable. `alibi(slopes, R)` makes one.
+        sink: [Hq], or [B or 1, Hq, Nq or 1], the logit of one more key whose value is zero:
+            `out * sigmoid(lse - sink)`, `lse = logaddexp(lse, sink)`; differentiable.
+        dropout_p: share of the weights that is dropped, 0 <= p < 1; those kept are divided by
+            1 - p, lse is untouched. Which ones is the same on every backend, block size and number
+            of threads and ranks; `dropout_kept` tells it.
+        dropout_seed: int or int64 tensor without dims; default drawn from torch's generator.
         return_lse: also return the natural log of each row's softmax denominator.
         backend: a name from `backends()`, which then runs or raises; default the first that can
             run.
@@ -106,6 +132,11 @@ def attention(
         q_start=q_start,
         block_size=block_size,
         block_bias=block_bias,
+        softcap=softcap,
+        distance_bias=distance_bias,
+        sink=sink,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
     )
     chosen = choose(backend, inputs, options)
     out, lse = attend(chosen, *inputs, pattern, **call, options=options)
@@ -121,9 +152,9 @@ def checked_call(
     scale: float | None = None,
     q_start: int | None = None,
     block_size: int | None = None,
-    block_bias: Tensor | None = None,
+    **extras: Any,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], dict[str, Any]]:
-    """Query, key and value; what every backend computes; and the options that only some do."""
+    """Query, key and value; what every backend computes; and the extras that only some do."""
     check_inputs(query, key, value, pattern)
     scale = checked_scale(scale, query)
     check_integer_or_none("q_start", q_start)
@@ -134,9 +165,7 @@ def checked_call(
         "q_start": key.shape[2] - query.shape[2] if q_start is None else q_start,
         "block_size": block_size,
     }
-    if block_bias is not None:
-        block_bias = expanded_bias(block_bias, query, block_size)
-    return (query, key, value), call, {"block_bias": block_bias}
+    return (query, key, value), call, checked_extras(query, pattern, block_size, **extras)
 
 
 def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **options: Any) -> str:
@@ -144,8 +173,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
 
     Args:
         query, key, value, pattern: as `attention`.
-        options: those of `attention` that are about the scores: `scale`, `q_start`, `block_size`,
-            `block_bias`.
+        options: those of `attention` but `return_lse` and `backend`.
 
     Returns: the backend, its block size and the shapes as they are read; then each backend's name
         with "usable", or the reasons why it cannot run; those that run only when named are marked.
@@ -159,6 +187,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         cpu: usable
         ...
     """
+    options = {"dropout_seed": 0, **options}  # none is drawn
     inputs, call, only_some = checked_call(query, key, value, pattern, **options)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     check_batch(pattern, query)

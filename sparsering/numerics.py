@@ -94,3 +94,10 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
     share = torch.where(total == 0, 1.0, total).reciprocal_()
     out.mul_((a * share)[..., None]).addcmul_(part.to(out.dtype), (b * share)[..., None])
     lse.copy_(highest + total.log_())
+
+
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of rows that see one more key, of logit `sink` and value 0; they broadcast."""
+    merged = torch.logaddexp(lse, sink)
+    share = torch.where(lse == -torch.inf, 0.0, (lse - merged).exp())
+    return out * share[..., None], merged

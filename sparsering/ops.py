@@ -4,7 +4,7 @@ A pattern crosses the boundary as its expression (a string) and its tensors, so 
 graph holds no Python objects. On the other side the call becomes a `Problem` over a layout.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .checks import check_batch, check_bias, refuse_forward_mode
 from .differentiable import differentiable, refuse_mapped_pattern, transforming
 from .dispatch import BACKENDS, block_size_of
+from .dropout import kept_pairs
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
 from .layouts.cache import layout_cache
@@ -21,6 +22,7 @@ from .layouts.layout import BlockLayout
 from .numerics import finite_or_zero, sum_dtype, without_autocast
 from .patterns.algebra import Frame, Pattern
 from .patterns.expression import parse
+from .patterns.keys import check_key_masks, key_mask, without_key_masks
 
 
 def attend(
@@ -80,12 +82,14 @@ def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     assert backward is not None
     problem = _problem(**call)
     with without_autocast(problem.query):
-        return backward(problem, out, lse, grad_out, grad_lse)
+        grads = backward(problem, out, lse, grad_out, grad_lse)._asdict()
+    return tuple(grads.get(name) for name in _NAMES[: _NAMES.index("tensors")])
 
 
 _CALL = (
-    "Tensor query, Tensor key, Tensor value, Tensor? block_bias, Tensor[] tensors, str pattern, "
-    "float scale, SymInt q_start, SymInt? block_size, str backend"
+    "Tensor query, Tensor key, Tensor value, Tensor? block_bias, Tensor? distance_bias, "
+    "Tensor? sink, Tensor? dropout_seed, Tensor[] tensors, str pattern, float scale, "
+    "float? softcap, float? dropout_p, SymInt q_start, SymInt? block_size, str backend"
 )
 _NAMES = [argument.split()[-1] for argument in _CALL.split(",")]
 
@@ -110,10 +114,20 @@ def _problem(
     backend: str,
     **options: Any,
 ) -> Problem:
-    """A call over its layout; its other options are those of a `Problem`."""
-    layout = layout_for(pattern, tensors, query, key, q_start, block_size, backend)
+    """A call over its layout; its other options are those of a `Problem`.
+
+    Key masks are data where the backend takes them: another mask needs no other layout. Where
+    blocks have a bias they are those of the whole pattern.
+    """
+    whole, mask = parse(pattern, tensors), None
+    check_batch(whole, query)
+    if options["block_bias"] is None and "key_mask" in BACKENDS[backend].extras:
+        whole, masks = without_key_masks(whole)
+        check_key_masks(masks, len(query), key.shape[2])
+        mask = key_mask(masks, key.shape[2], query.device) if masks else None
+    layout = _layout(whole, query, key, q_start, block_size, backend)
     check_bias(options["block_bias"], layout)
-    return Problem(layout, query, key, value, **options)
+    return Problem(layout, query, key, value, key_mask=mask, **options)
 
 
 def layout_for(
@@ -126,12 +140,23 @@ def layout_for(
     backend: str,
 ) -> BlockLayout:
     """The cached layout of a spelt-out pattern on these inputs."""
-    frame = Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
     value = parse(pattern, tensors)
     check_batch(value, query)
+    return _layout(value, query, key, q_start, block_size, backend)
+
+
+def _layout(
+    pattern: Pattern,
+    query: Tensor,
+    key: Tensor,
+    q_start: int,
+    block_size: int | None,
+    backend: str,
+) -> BlockLayout:
+    frame = Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
     if block_size is None:
-        block_size = block_size_of(backend, value, query, frame.kv_len)
-    return layout_cache.layout(value, frame, block_size, query.device)
+        block_size = block_size_of(backend, pattern, query, frame.kv_len)
+    return layout_cache.layout(pattern, frame, block_size, query.device)
 
 
 def _reference(
@@ -146,40 +171,116 @@ def _reference(
     block_size: int | None,
     backend: str,
     block_bias: Tensor | None,
+    distance_bias: Tensor | None,
+    dropout_p: float | None,
+    dropout_seed: Tensor | None,
+    **extras: Any,
 ) -> tuple[Tensor, Tensor]:
     """Dense mathematics over the pattern's own definition; layouts tell which block has a bias."""
+    dtype, kept = sum_dtype(query), None
+    spelt = query.detach(), key.detach(), tensors, pattern, q_start
+    dropout = None if dropout_p is None or dropout_seed is None else (dropout_p, dropout_seed)
     if block_bias is None:
-        counts = pair_counts_op(query.detach(), key.detach(), tensors, pattern, q_start)
-        log_counts = counts.to(sum_dtype(query)).log()
+        counts = pair_counts_op(*spelt).to(dtype)
+        log_counts = counts.log()
+        if dropout is not None:
+            kept = pair_counts_op(*spelt, *dropout).to(dtype) / counts.clamp(min=1)
     else:
         layout = layout_for(pattern, tensors, query, key, q_start, block_size, backend)
         check_bias(block_bias, layout)
-        log_counts = _log_biased_counts(block_bias.to(sum_dtype(query)), layout, len(query))
-    return reference_attention(query, key, value, log_counts, scale)
+        number = layout.entry_of_pairs(len(query)).to(query.device)  # [passes, B, Hq, Nq, Nk]
+        biased = number, block_bias.to(dtype)
+        log_counts = _log_biased_counts(*biased)
+        if dropout is not None:
+            of_branch = _kept_by_branch(parse(pattern, tensors), layout.frame, *dropout)
+            branches = torch.tensor([p.branch for p in layout.passes], dtype=torch.int64)
+            of_kept = _log_biased_counts(*biased, of_branch[branches].to(query.device))
+            kept = (of_kept - finite_or_zero(log_counts)).exp()
+    if kept is not None and dropout is not None:
+        kept = kept / (1 - dropout[0])
+    if distance_bias is not None:
+        radius = distance_bias.shape[2] // 2
+        distance = distances_op(*spelt).clamp(-radius, radius)
+        distance_bias = distance_bias.to(dtype)[..., distance + radius]
+    return reference_attention(
+        query, key, value, log_counts, scale, distance_bias=distance_bias, kept=kept, **extras
+    )
 
 
-def _log_biased_counts(block_bias: Tensor, layout: BlockLayout, batch: int) -> Tensor:
-    """[B, Hq, Nq, Nk] log of the biased multiplicity of every pair."""
-    number = layout.entry_of_pairs(batch).to(block_bias.device)  # [passes, B, Hq, Nq, Nk]
+def _log_biased_counts(number: Tensor, block_bias: Tensor, kept: Tensor | None = None) -> Tensor:
+    """[B, Hq, Nq, Nk] log of the biased multiplicity of every pair, or of its `kept` passes.
+
+    `number`: [passes, B, Hq, Nq, Nk] entry of every pair, -1 where a pass has it not.
+    """
     block_bias = torch.nn.functional.pad(block_bias, (0, 1))  # gather needs one to read
-    flat = block_bias[None, :, :, None].expand(len(number), -1, -1, layout.frame.q_len, -1)
+    flat = block_bias[None, :, :, None].expand(len(number), -1, -1, number.shape[3], -1)
+    there = number >= 0 if kept is None else (number >= 0) & kept
     bias = torch.where(number >= 0, flat.gather(-1, number.clamp(min=0)), -torch.inf)
     highest = finite_or_zero(bias.detach().amax(0))
-    total = torch.where(number >= 0, (bias - highest).exp(), 0.0).sum(0)
+    total = torch.where(there, (bias - highest).exp(), 0.0).sum(0)
     return torch.where(total > 0, highest + torch.where(total > 0, total, 1.0).log(), -torch.inf)
+
+
+def _kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Tensor:
+    """[branches, B, Hq, Nq, Nk] whether each pair of each branch of a mixture is kept.
+
+    `seed` is [B, streams].
+    """
+    query, key, stream = pattern.coordinates(frame) or _plain_coordinates(frame)
+    stream = stream.to(seed.device)
+    of_row = seed[:, stream][:, None, :, None]  # [B, 1, Nq, 1]
+    head = torch.arange(frame.num_heads, device=seed.device)[:, None, None]
+    branch = torch.arange(len(pattern.branches), device=seed.device).view(-1, 1, 1, 1, 1)
+    query, key = query.to(seed.device)[:, None], key.to(seed.device)
+    return kept_pairs(of_row, p, head, query, key, branch)
+
+
+def _plain_coordinates(frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
+    query = torch.arange(frame.q_start, frame.q_start + frame.q_len)
+    return query, torch.arange(frame.kv_len), torch.zeros_like(query)
 
 
 @torch.library.custom_op("sparsering::pair_counts", mutates_args=())
 def pair_counts_op(
-    query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int
+    query: Tensor,
+    key: Tensor,
+    tensors: Sequence[Tensor],
+    pattern: str,
+    q_start: int,
+    dropout_p: float | None = None,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """[B, Hq, Nq, Nk] int64 multiplicity of every pair, from the pattern's definition."""
+    """[B, Hq, Nq, Nk] int64 multiplicity of every pair, from the pattern's definition.
+
+    With dropout, of what is kept of it.
+    """
     value = parse(pattern, tensors)
     check_batch(value, query)
-    heads = {"num_heads": query.shape[1], "num_kv_heads": key.shape[1]}
-    dense = value.to_dense(query.shape[2], key.shape[2], **heads, q_start=q_start)
-    dense = dense.to(device=query.device, dtype=torch.int64)
-    return dense.expand(*query.shape[:3], key.shape[2]).contiguous()
+    frame = Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
+    shape = (*query.shape[:3], key.shape[2])
+    if dropout_p is None or dropout_seed is None:
+        return _dense(value, frame).to(query.device).expand(shape).contiguous()
+    kept = _kept_by_branch(value, frame, dropout_p, dropout_seed).to(query.device)
+    counts = torch.zeros(shape, dtype=torch.int64, device=query.device)
+    for branch, of_branch in zip(value.branches, kept, strict=True):
+        counts += _dense(branch, frame).to(query.device) * of_branch
+    return counts
+
+
+def _dense(pattern: Pattern, frame: Frame) -> Tensor:
+    q_len, kv_len, num_heads, num_kv_heads, q_start = frame
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    return pattern.to_dense(q_len, kv_len, **heads, q_start=q_start).to(torch.int64)
+
+
+@torch.library.custom_op("sparsering::distances", mutates_args=())
+def distances_op(
+    query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int
+) -> Tensor:
+    """[Nq, Nk] int64 key position minus query position of every pair."""
+    frame = Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
+    coordinates = parse(pattern, tensors).coordinates(frame) or _plain_coordinates(frame)
+    return (coordinates[1] - coordinates[0][:, None]).to(query.device)
 
 
 @pair_counts_op.register_fake
@@ -187,14 +288,31 @@ def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
     return query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.int64)
 
 
-@pair_counts_op.register_vmap
-def _(info: Any, in_dims: Any, query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, None]:
-    refuse_mapped_pattern(in_dims[2])
-    query, key = (
-        x if dim is None else x.select(dim, 0)
-        for x, dim in zip((query, key), in_dims, strict=False)
-    )
-    return pair_counts_op(query, key, *rest), None  # the same for all: no value is read
+@distances_op.register_fake
+def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
+    return query.new_empty(query.shape[2], key.shape[2], dtype=torch.int64)
+
+
+def _of_lengths(operator: Any) -> Callable[..., tuple[Tensor, None]]:
+    """The rule for vmap of what depends on the sizes of query and key alone: one for all."""
+
+    def rule(info: Any, in_dims: Any, query: Tensor, key: Tensor, *rest: Any) -> Any:
+        refuse_mapped_pattern(in_dims[2])
+        if any(dim is not None for dim in in_dims[5:]):
+            raise NotImplementedError(
+                "vmap cannot map over dropout_seed with backend='reference'; name another or none"
+            )
+        query, key = (
+            x if dim is None else x.select(dim, 0)
+            for x, dim in zip((query, key), in_dims, strict=False)
+        )
+        return operator(query, key, *rest), None
+
+    return rule
+
+
+pair_counts_op.register_vmap(_of_lengths(pair_counts_op))
+distances_op.register_vmap(_of_lengths(distances_op))
 
 
 def _visited_pairs(arguments: Sequence[Any]) -> float:

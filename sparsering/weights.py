@@ -56,12 +56,16 @@ def attention_weights(
     q_start: int | None = None,
     block_size: int | None = None,
     block_bias: Tensor | None = None,
+    softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> BlockWeights:
     """The softmax weights of `attention`, on the visited blocks; differentiable.
 
     Args: as `attention`; block_size defaults to that of `pattern.layout`.
 
-    Returns: `BlockWeights` in float32 (float64 for float64 inputs).
+    Returns: `BlockWeights` in float32 (float64 for float64 inputs). With a sink rows sum to less
+        than 1: the rest is the sink's.
 
     Cost: memory O(B H num_blocks block_size^2).
     """
@@ -74,10 +78,24 @@ def attention_weights(
         q_start=q_start,
         block_size=block_size,
         block_bias=block_bias,
+        softcap=softcap,
+        distance_bias=distance_bias,
+        sink=sink,
     )
     refuse_meta(query, key)
     with without_autocast(query):
-        _, lse = attention(query, key, key, pattern, **call, **options, return_lse=True)
+        _, lse = attention(
+            query,
+            key,
+            key,
+            pattern,
+            **call,
+            block_bias=block_bias,
+            softcap=softcap,
+            distance_bias=distance_bias,
+            sink=sink,
+            return_lse=True,
+        )
         layout = pattern.layout(
             query.shape[2],
             key.shape[2],
@@ -92,12 +110,18 @@ def attention_weights(
         q, k = (torch.nn.functional.pad(x.to(lse.dtype), (0, 0, 0, 1)) for x in (query, key))
         lse = torch.nn.functional.pad(finite_or_zero(lse), (0, 1))
         batch, heads, blocks, size = *query.shape[:2], layout.num_blocks, layout.block_size
-        bias = options["block_bias"]
+        bias, table = options["block_bias"], options["distance_bias"]
         tables = []
         for b, h in itertools.product(range(batch), range(heads)):
             weights = [lse.new_zeros(0, size, size)]
             for first, rows, columns, cells in layout.visits(b, h):
                 score = call["scale"] * (q[b, h, rows] @ k[b, h // group, columns].mT)
+                if softcap is not None:
+                    score = softcap * (score / softcap).tanh()
+                if table is not None:
+                    radius = table.shape[2] // 2
+                    distance = columns[:, None, :] - rows[:, :, None] - call["q_start"]
+                    score = score + table[b, h, distance.clamp(-radius, radius) + radius]
                 if bias is not None:
                     score = score + bias[b, h, first : first + len(rows), None, None]
                 shifted = torch.where(cells, score - lse[b, h, rows][..., None], -torch.inf)

@@ -207,8 +207,8 @@ def assert_same_attention(
         assert_close(a.detach(), b.detach(), forward, name)
     grads = gradients(got, wrt)
     grads_expected = gradients(expected, wrt if wrt_expected is None else wrt_expected)
-    names = ("dquery", "dkey", "dvalue", "dblock_bias")[: len(wrt)]
-    for name, a, b in zip(names, grads, grads_expected, strict=True):
+    names = ["dquery", "dkey", "dvalue", *(f"gradient {i}" for i in range(3, len(wrt)))]
+    for name, a, b in zip(names[: len(wrt)], grads, grads_expected, strict=True):
         assert_close(a, b, backward, name)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 import sparsering as sr
 from sparsering.dispatch import BACKENDS, reasons_against
 from sparsering.distributed import ring_attention, simulate_ring
+from sparsering.extras import NAMES
 from sparsering.ops import attend
 
 CASE = Case(2, 4, 2, 40, 40, 8, 6)
@@ -156,7 +157,7 @@ def test_a_number_of_tokens_beyond_any_length_raises_value_error(name, number):
             call()
 
 
-@pytest.mark.parametrize("option", ["logit_cap", "block_bias"])
+@pytest.mark.parametrize("option", ["logit_cap", *NAMES])
 def test_an_option_is_computed_or_refused_by_name_and_never_ignored(option):
     """The next option, too: what no kernel computes, and what its schema does not know."""
     args = tensors()
@@ -169,7 +170,7 @@ def test_an_option_is_computed_or_refused_by_name_and_never_ignored(option):
             with pytest.raises((TypeError, AssertionError), match="logit_cap"):
                 attend(
                     name, *args.values(), sr.Causal(), **call,
-                    options={"block_bias": None, "logit_cap": 5.0},
+                    options={**dict.fromkeys(NAMES), "logit_cap": 5.0},
                 )  # fmt: skip
 
 

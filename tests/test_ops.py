@@ -39,9 +39,14 @@ def operator_arguments(
     block_size: int | None = 16,
     requires_grad: bool = True,
     backend: str = "gather",
+    with_extras: bool = False,
 ) -> tuple[Any, ...]:
     """Arguments of torch.ops.sparsering.attention."""
-    bias = None
+    bias, extras, dropout_p = None, (None, None, None), None
+    if with_extras:
+        table = torch.randn(case.batch, case.num_heads, 21, requires_grad=requires_grad)
+        sink = torch.randn(case.batch, case.num_heads, 1, requires_grad=requires_grad)
+        extras, dropout_p = (table, sink, torch.tensor([[5], [6]])), 0.2
     if with_bias:
         blocks = pattern.layout(**case.heads, block_size=16).num_blocks
         bias = torch.randn(case.batch, case.num_heads, blocks, requires_grad=requires_grad)
@@ -49,9 +54,12 @@ def operator_arguments(
     return (
         *inputs(case, dtype, requires_grad),
         bias,
+        *extras,
         list(pattern.tensors),
         pattern.expression,
         0.3,
+        2.0 if with_extras else None,
+        dropout_p,
         q_start,
         block_size,
         backend,
@@ -77,6 +85,13 @@ OPCHECKED = {
 }
 
 
+OPCHECKED["every extra, keys masked"] = (
+    CASE,
+    LONGNET & sr.KeyMask(torch.arange(40) % 3 > 0),
+    torch.float32,
+    False,
+)
+
 BACKENDS_OPCHECKED = [(name, "gather") for name in OPCHECKED] + [
     (name, "cpu") for name, case in OPCHECKED.items() if torch.float64 not in case
 ]
@@ -85,14 +100,16 @@ BACKENDS_OPCHECKED = [(name, "gather") for name in OPCHECKED] + [
 @pytest.mark.parametrize(("name", "backend"), BACKENDS_OPCHECKED)
 def test_attention_passes_opcheck(name, backend):
     case, pattern, dtype, with_bias, *rest = OPCHECKED[name]
-    args = operator_arguments(case, pattern, dtype, with_bias, *(rest or [16]), True, backend)
+    rest = [*(rest or [16]), True, backend, "extra" in name]
+    args = operator_arguments(case, pattern, dtype, with_bias, *rest)
     torch.library.opcheck(torch.ops.sparsering.attention.default, args)
 
 
 @pytest.mark.parametrize(("name", "backend"), BACKENDS_OPCHECKED)
 def test_attention_backward_passes_opcheck(name, backend):
     case, pattern, dtype, with_bias, *rest = OPCHECKED[name]
-    args = operator_arguments(case, pattern, dtype, with_bias, *(rest or [16]), False, backend)
+    rest = [*(rest or [16]), False, backend, "extra" in name]
+    args = operator_arguments(case, pattern, dtype, with_bias, *rest)
     out, lse = torch.ops.sparsering.attention(*args)
     grads = (torch.randn_like(out), torch.randn_like(lse))
     args = (*args, out, lse, *grads)

@@ -16,6 +16,7 @@ from .cases import (
     small,
     window,
 )
+from .extras import extras
 from .measure import write_record
 from .sweeps import sweeps
 
@@ -26,6 +27,7 @@ CASES = {
     "window": window,
     "small": small,
     "decode": decode,
+    "extras": extras,
     "sweeps": sweeps,
     "memory": memory,
     "million-tokens": million_tokens,

@@ -45,7 +45,7 @@ def layouts(quick: bool) -> list[Row]:
         ),
         "Causal()": (Causal(), min(length, 65536)),
         "256 documents of many lengths, Packed(..., Causal())": (
-            Packed(_ragged(256, min(length, 65536)), Causal()),
+            Packed(ragged(256, min(length, 65536)), Causal()),
             min(length, 65536),
         ),
         "from_mask_mod(causal window of 4096)": (
@@ -321,7 +321,7 @@ def _one_call(length: int, backward: bool) -> Iterator[None]:
         torch.autograd.grad(out.sum(), inputs)
 
 
-def _ragged(count: int, total: int) -> tuple[int, ...]:
+def ragged(count: int, total: int) -> tuple[int, ...]:
     """`count` lengths whose sum is `total`, of up to twice the mean, the same at every call."""
     weights = torch.rand(count, generator=torch.Generator().manual_seed(0)) + 1e-3
     ends = (weights.cumsum(0) / weights.sum() * total).round().long()

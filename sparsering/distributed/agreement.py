@@ -16,12 +16,12 @@ from .plan import RingPlan
 from .sharding import num_tokens
 from .wire import FORMATS, wire_format
 
-_VERSION = 1
+_VERSION = 2
 _BUDGET = 0.01
 
 
 class Call(NamedTuple):
-    """What the ranks' calls must have in common."""
+    """What the ranks' calls must have in common, but for a seed that is rank 0's."""
 
     backward: bool
     tensors: tuple[Tensor, ...]
@@ -30,15 +30,28 @@ class Call(NamedTuple):
     sharding: str
     compression: str | None
     differentiable: bool
+    extras: tuple[object, ...]
+    tables: tuple[Tensor, ...]
+    seed: int
 
 
-_HASHED = ("pattern", "scale", "sharding", "compression")
+class Agreed(NamedTuple):
+    """What is the same on all ranks, but for the wire format's error here."""
+
+    lengths: list[int]
+    compression: str | None
+    error: float
+    seed: int
+
+
+_TABLES = "softcap, distance_bias, sink, dropout_p and dropout_seed"
+_HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)
 
 
 def agree_on_call(
     exchange: Exchange, call: Call, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[list[int], str | None, float]:
-    """(tokens of each rank, wire format, its error here).
+) -> Agreed:
+    """Tokens of each rank, wire format, its error here, and rank 0's seed.
 
     A digest of the call goes round, and what it is of only where that differs: then
     RingMismatchError on all ranks.
@@ -57,10 +70,11 @@ def agree_on_call(
         "scale": _digest(call.scale),
         "sharding": _digest(call.sharding),
         "compression": _digest(call.compression),
+        _TABLES: _digest(call.extras, *call.tables),
         "whether gradients are wanted": int(call.differentiable),
     }
-    records = exchange.agree([_digest(list(fields.values())), query.shape[2], 0])
-    digests, lengths, failed = zip(*records, strict=True)
+    mine = [_digest(list(fields.values())), query.shape[2], 0, call.seed]
+    digests, lengths, failed, seeds = zip(*exchange.agree(mine), strict=True)
     if any(failed):
         rank = failed.index(1)
         told = f"rank {rank} raised before the call began; its own error says why"
@@ -78,7 +92,8 @@ def agree_on_call(
         ]
         worst = [max(column) for column in zip(*of_ranks, strict=True)]
         chosen = _smallest(worst, budget, query.dtype)
-    return list(lengths), chosen, 0.0 if chosen is None else errors[FORMATS.index(chosen)]
+    error = 0.0 if chosen is None else errors[FORMATS.index(chosen)]
+    return Agreed(list(lengths), chosen, error, seeds[0])
 
 
 def _raise_difference(exchange: Exchange, fields: dict[str, int]) -> NoReturn:
@@ -101,7 +116,7 @@ def tell_failure(group: dist.ProcessGroup, timeout: float | None) -> None:
     """Lets the other ranks' agreement fail at once, where this one raises before its own."""
     usable = isinstance(timeout, float | int) and 0 < timeout < math.inf
     with contextlib.suppress(RingError):
-        Exchange(group, timeout if usable else None).agree([0, 0, 1])
+        Exchange(group, timeout if usable else None).agree([0, 0, 1, 0])
 
 
 def agree_on_lengths(exchange: Exchange, length: int, common: object) -> list[int]:

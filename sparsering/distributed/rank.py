@@ -6,7 +6,7 @@ plan, in float32 (float64 for float64): the same bits from run to run, and with 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..checks import check_batch, check_inputs, refuse_forward_mode
 from ..dispatch import BACKENDS, choose
-from ..kernels.problem import Problem
+from ..kernels.problem import Problem, sink_gradient
 from ..layouts.compile import default_block_size
-from ..numerics import merge_into
+from ..numerics import add_sink, merge_into
 from ..patterns.algebra import Pattern
 from .plan import RingPlan
 from .sharding import local_index, positions
@@ -25,9 +25,11 @@ from .steps import Step, guest_step, local_step, round_step
 from .wire import Wire
 
 
-def choose_kernels(backend: str | None, query: Tensor, key: Tensor, value: Tensor) -> str:
+def choose_kernels(
+    backend: str | None, query: Tensor, key: Tensor, value: Tensor, extras: dict[str, Any]
+) -> str:
     """The backend that computes a rank's part; raises as `attention` where it cannot."""
-    name = choose(backend, (query, key, value))
+    name = choose(backend, (query, key, value), extras)
     if not BACKENDS[name].runs_any_layout:
         able = ", ".join(name for name, backend in BACKENDS.items() if backend.runs_any_layout)
         raise NotImplementedError(
@@ -90,6 +92,7 @@ class Rank:
         scale: of the scores.
         wire: format of the rows that keys and values travel in.
         dtype: of sums and merged results.
+        extras: of the call, as a `Problem` has them; a sink of each query is that of its own.
     """
 
     plan: RingPlan
@@ -98,6 +101,7 @@ class Rank:
     scale: float
     wire: Wire
     dtype: torch.dtype
+    extras: Mapping[str, Any]
 
     def forward(
         self,
@@ -133,42 +137,56 @@ class Rank:
             merged, merged_lse = out[:, :, at], lse[:, :, at]
             merge_into(merged, merged_lse, came[..., :-1], came[..., -1])
             out[:, :, at], lse[:, :, at] = merged, merged_lse
+        if (sink := self.extras["sink"]) is not None:
+            out, lse = add_sink(out, lse, sink.to(self.dtype))
         return out.to(query.dtype), lse
 
+    def sink_gradient(self, x: Saved, sink: Tensor) -> Tensor:
+        """The gradient of the rank's sink, which has a row for all or one for each query."""
+        return sink_gradient(sink, x.lse, self._delta(x))
+
+    def blank_table(self) -> Tensor | None:
+        """Zeros for the gradient of the distance bias."""
+        table = self.extras["distance_bias"]
+        return None if table is None else torch.zeros_like(table, dtype=self.dtype)
+
     def local_gradients(
-        self, x: Saved, guests: Callable[[], Tensor | None]
+        self, x: Saved, guests: Callable[[], Tensor | None], dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of the rank's shards from its own pairs and from guests' pairs with its keys.
 
         Those of queries, keys and values in `dtype`, and of the guests, whose rows `guests` gives
-        once they are needed, or None.
+        once they are needed, or None. That of the distance bias is added to `dtable`.
         """
         step = local_step(self.plan, self.rank, x.query.device)
         if step.layout is None:
             inputs = (x.query, x.key, x.value)
             dq, dk, dv = (t.new_zeros(t.shape, dtype=self.dtype) for t in inputs)
         else:
-            dq, dk, dv = self._differentiate(step, x, x.key, x.value)
+            dq, dk, dv = self._differentiate(step, x, x.key, x.value, dtable)
             if dq.shape[2] < x.query.shape[2]:
                 part, dq = dq, x.query.new_zeros(x.query.shape, dtype=self.dtype)
                 dq[:, :, step.queries] = part
         rows = guests()
         if rows is None:
             return dq, dk, dv, None
-        answers, of_keys, of_values = self._answer_gradients(rows, x.key, x.value)
+        answers, of_keys, of_values = self._answer_gradients(rows, x.key, x.value, dtable)
         dk += of_keys
         dv += of_values
         return dq, dk, dv, answers
 
-    def round_gradients(self, number: int, sent: Tensor, x: Saved, dq: Tensor) -> dict[int, Tensor]:
-        """Adds what the rows that arrived in a round give to dq.
+    def round_gradients(
+        self, number: int, sent: Tensor, x: Saved, dq: Tensor, dtable: Tensor | None
+    ) -> dict[int, Tensor]:
+        """Adds what the rows that arrived in a round give to dq and to that of the distance bias.
 
         Returns: the gradients of those rows, [rows, D + Dv] in `dtype`, by the rank they came from.
         """
         step = round_step(self.plan, self.rank, number, len(dq), dq.device)
         rows = dq.new_zeros(step.arrived, x.key.shape[3] + x.value.shape[3])
         if step.layout is not None:
-            part, *of_buffer = self._differentiate(step, x, *self._buffer(step, sent, *x[1:3]))
+            buffer = self._buffer(step, sent, x.key, x.value)
+            part, *of_buffer = self._differentiate(step, x, *buffer, dtable)
             dq[:, :, step.queries] += part
             rows = _of_arrived(step, *of_buffer)
         senders = self.plan.senders(self.rank, number)
@@ -196,7 +214,7 @@ class Rank:
         return answers
 
     def _answer_gradients(
-        self, guests: Tensor, key: Tensor, value: Tensor
+        self, guests: Tensor, key: Tensor, value: Tensor, dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of guest rows [B, Hq, rows, D] and of the rank's keys and values."""
         step = guest_step(self.plan, self.rank, key.device)
@@ -208,15 +226,16 @@ class Rank:
         query, grad_out = query.to(key.dtype), grad_out.to(key.dtype)
         no_out = torch.zeros_like(grad_out)  # delta holds what it would give
         x = Saved(query, key, value, no_out, lse[..., 0], grad_out, -delta[..., 0])
-        dq[:, :, step.queries], dk, dv = self._differentiate(step, x, key, value)
+        dq[:, :, step.queries], dk, dv = self._differentiate(step, x, key, value, dtable)
         return dq, dk, dv
 
     def gradient_rows(self, x: Saved) -> Tensor:
         """What a host needs of query rows to differentiate: q | dO | lse | delta, in `dtype`."""
-        grad_out = x.grad_out.to(self.dtype)
-        delta = (grad_out * x.out.to(self.dtype)).sum(-1) - x.grad_lse
-        rows = (x.query.to(self.dtype), grad_out, x.lse[..., None], delta[..., None])
-        return torch.cat(rows, -1)
+        query, grad_out = x.query.to(self.dtype), x.grad_out.to(self.dtype)
+        return torch.cat((query, grad_out, x.lse[..., None], self._delta(x)[..., None]), -1)
+
+    def _delta(self, x: Saved) -> Tensor:
+        return (x.grad_out.to(self.dtype) * x.out.to(self.dtype)).sum(-1) - x.grad_lse
 
     def pack(self, receiver: int, key: Tensor, value: Tensor) -> Tensor:
         """The rows that a receiver needs of this rank's keys and values, as sent."""
@@ -250,7 +269,8 @@ class Rank:
         assert step.layout is not None
         exact = self.dtype == torch.float32
         query = query[:, :, step.queries]
-        return Problem(step.layout, query, key, value, self.scale, in_float32=exact)
+        extras = {**self.extras, "sink": None}  # it comes once, when all is merged
+        return Problem(step.layout, query, key, value, self.scale, in_float32=exact, **extras)
 
     def _attend(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor
@@ -261,13 +281,19 @@ class Rank:
         return forward(self._problem(step, query, key, value))
 
     def _differentiate(
-        self, step: Step, x: Saved, key: Tensor, value: Tensor
+        self, step: Step, x: Saved, key: Tensor, value: Tensor, dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of a step's queries, and of the keys and values of its buffer."""
+        """Gradients of a step's queries, and of the keys and values of its buffer.
+
+        That of the distance bias is added to `dtable`.
+        """
         backward = BACKENDS[self.backend].backward
         assert backward is not None
         results = (t[:, :, step.queries] for t in (x.out, x.lse, x.grad_out, x.grad_lse))
-        return backward(self._problem(step, x.query, key, value), *results)[:3]
+        grads = backward(self._problem(step, x.query, key, value), *results)
+        if dtable is not None and grads.distance_bias is not None:
+            dtable += grads.distance_bias
+        return grads.query, grads.key, grads.value
 
     def _buffer(
         self, step: Step, sent: Tensor, key: Tensor, value: Tensor

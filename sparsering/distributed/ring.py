@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks import autocast_inputs, checked_scale
 from ..differentiable import differentiable
+from ..dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
+from ..extras import checked_extras
 from ..functional import attention
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
@@ -44,6 +46,11 @@ def ring_attention(
     compression: str | None = None,
     timeout: float | timedelta | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -75,6 +82,10 @@ def ring_attention(
         timeout: seconds (or a timedelta) that a rank waits for its peers at each step; default the
             group's.
         scale, return_lse, backend: as for `attention`, with the backends that run layouts.
+        softcap, distance_bias, sink, dropout_p, dropout_seed: as for `attention`, the same on every
+            rank, but for a sink of each query, of which a rank has its own rows. Gradients of
+            tables and sinks are this rank's part: their sum over ranks is the whole. A seed that is
+            not given is drawn by rank 0.
 
     Returns: out [B, Hq, n, Dv] in the query's dtype, and with `return_lse` lse [B, Hq, n].
 
@@ -99,21 +110,36 @@ def ring_attention(
         if error_budget(compression) is None:
             wire_format(compression, query.dtype)
         query, key, value = autocast_inputs(query, key, value)
-        name = choose_kernels(backend, query, key, value)
+        seed_is_given = dropout_seed is not None
+        if checked_probability(dropout_p):
+            dropout_seed = checked_seed(dropout_seed) if seed_is_given else drawn_seed(query)
+        given = {
+            "softcap": softcap,
+            "distance_bias": distance_bias,
+            "sink": sink,
+            "dropout_p": dropout_p,
+            "dropout_seed": dropout_seed,
+        }
+        extras = checked_extras(query, pattern, None, **given)
+        name = choose_kernels(backend, query, key, value, extras)
     except Exception:
         if group is not None and group.size() > 1 and not torch.compiler.is_compiling():
             tell_failure(group, seconds)
         raise
     if group is None or group.size() == 1:
         _last_traffic.update({False: Traffic(), True: Traffic()})
-        return attention(  # type: ignore[call-overload]
-            query, key, value, pattern, scale=scale, return_lse=return_lse, backend=name
-        )
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        options = {"scale": scale, "return_lse": return_lse, "backend": name, **given}
+        return attention(query, key, value, pattern, **options)  # type: ignore[call-overload]
+    leaves = (query, key, value, extras["distance_bias"], extras["sink"])
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+    if isinstance(dropout_seed, Tensor):  # as it is: batch entries' own follow from rank 0's
+        extras = {**extras, "dropout_seed": dropout_seed.expand(len(query))}
     out, lse = _ring(
         query=query,
         key=key,
         value=value,
+        **{name: x for name, x in extras.items() if name != "block_bias"},
+        seed_is_given=seed_is_given,
         tensors=pattern.tensors,
         pattern=pattern.expression,
         scale=scale,
@@ -181,35 +207,42 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out.contiguous(), lse.contiguous()
 
 
-def _backward(*arguments: Any) -> list[Tensor]:
+def _backward(*arguments: Any) -> list[Tensor | None]:
     """Gradients of this rank's shards of query, key and value."""
     *given, out, lse, grad_out, grad_lse = arguments
     rank, exchange, (query, key, value) = _begin(True, *given)
     x = Saved(query, key, value, out, lse, grad_out, grad_lse)
+    dtable = rank.blank_table()
     travels = bool(rank.plan.hosts_of(rank.rank))
     with exchange.going_on(), without_autocast(query):
         rows = rank.gradient_rows(x if travels else x.none())
         network = Network(rank, exchange, key, value, rows)
         rounds = network.rounds()
-        dq, dk, dv, answered = rank.local_gradients(x, network.guests)
+        dq, dk, dv, answered = rank.local_gradients(x, network.guests, dtable)
 
         def add(receiver: int, rows: Tensor) -> None:
             rank.add_returned(receiver, rows, dk, dv)
 
         for number, sent in enumerate(rounds):
-            parts = rank.round_gradients(number, sent, x, dq)
+            parts = rank.round_gradients(number, sent, x, dq, dtable)
             network.return_gradients(number, parts, add)
         network.finish_gradients(add)
         for host, came in network.answers(answered, query.shape[3]):
             dq[:, :, rank.travelling_places(host, query.device)] += came
     _last_traffic[True] = exchange.traffic
-    return [x.to(query.dtype).contiguous() for x in (dq, dk, dv)]
+    grads: list[Tensor | None] = [x.to(query.dtype).contiguous() for x in (dq, dk, dv)]
+    table, sink = (rank.extras[name] for name in ("distance_bias", "sink"))
+    grads.append(None if dtable is None else dtable.to(table.dtype))
+    grads.append(None if sink is None else rank.sink_gradient(x, sink))
+    return [*grads, None]
 
 
 _ring = differentiable(
     "ring_attention",
-    "Tensor query, Tensor key, Tensor value, Tensor[] tensors, str pattern, float scale, str group,"
-    " str sharding, str? compression, float? timeout, str backend, bool differentiable",
+    "Tensor query, Tensor key, Tensor value, Tensor? distance_bias, Tensor? sink, "
+    "Tensor? dropout_seed, Tensor[] tensors, str pattern, float scale, float? softcap, "
+    "float? dropout_p, bool seed_is_given, str group, str sharding, str? compression, "
+    "float? timeout, str backend, bool differentiable",
     _forward,
     _backward,
     refusal="a ring has no second derivatives; attention(..., backend='reference') has them",
@@ -221,9 +254,15 @@ def _begin(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    distance_bias: Tensor | None,
+    sink: Tensor | None,
+    dropout_seed: Tensor | None,
     tensors: list[Tensor],
     pattern: str,
     scale: float,
+    softcap: float | None,
+    dropout_p: float | None,
+    seed_is_given: bool,
     group: str,
     sharding: str,
     compression: str | None,
@@ -232,15 +271,37 @@ def _begin(
     differentiable: bool,
 ) -> tuple[Rank, Exchange, tuple[Tensor, Tensor, Tensor]]:
     """What every call starts with: agreement, then the plan."""
-    call = Call(backward, tuple(tensors), pattern, scale, sharding, compression, differentiable)
+    of_rows = sink is not None and sink.shape[2] > 1
+    seed = 0 if dropout_seed is None or not len(dropout_seed) else int(dropout_seed[0])
+    call = Call(
+        backward,
+        tuple(tensors),
+        pattern,
+        scale,
+        sharding,
+        compression,
+        differentiable,
+        (softcap, dropout_p, seed if seed_is_given else None, distance_bias is None, sink is None),
+        tuple(x[:1] for x in (distance_bias, None if of_rows else sink) if x is not None),
+        seed,
+    )
     members = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     exchange = Exchange(members, timeout)
     with exchange.going_on():
-        lengths, format_name, error = agree_on_call(exchange, call, query, key, value)
-    exchange.traffic = Traffic(compression=format_name, error=error)
+        agreed = agree_on_call(exchange, call, query, key, value)
+    exchange.traffic = Traffic(compression=agreed.compression, error=agreed.error)
     value_of = parse(pattern, [tensor.cpu() for tensor in tensors])
+    lengths = agreed.lengths
     plan = plan_of_call(value_of, sum(lengths), len(lengths), sharding, query, key)
     check_lengths(plan, lengths, exchange.rank)
-    wire = wire_format(format_name, query.dtype)
-    rank = Rank(plan, exchange.rank, backend, scale, wire, sum_dtype(query))
+    wire = wire_format(agreed.compression, query.dtype)
+    seeds = batch_seeds(torch.tensor(agreed.seed), len(query))[:, None].to(query.device)
+    extras = {
+        "softcap": softcap,
+        "distance_bias": distance_bias,
+        "sink": sink,
+        "dropout_p": dropout_p,
+        "dropout_seed": None if dropout_p is None else seeds,
+    }
+    rank = Rank(plan, exchange.rank, backend, scale, wire, sum_dtype(query), extras)
     return rank, exchange, (query, key, value)

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ..checks import autocast_inputs, checked_scale, refuse_meta
 from ..differentiable import transforming
+from ..extras import checked_extras
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
 from .rank import Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
@@ -27,6 +28,11 @@ def simulate_ring(
     sharding: str = "contiguous",
     offload: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What `ring_attention` computes on `world_size` ranks, in one process; differentiable.
@@ -39,6 +45,7 @@ def simulate_ring(
         query, key, value: the whole sequence, [B, H, N, D], as for `attention`.
         world_size: ranks.
         sharding, scale, return_lse: as for `ring_attention`.
+        softcap, distance_bias, sink, dropout_p, dropout_seed: as for `attention`.
 
     Returns: out [B, Hq, N, Dv], and with `return_lse` lse [B, Hq, N].
 
@@ -52,22 +59,55 @@ def simulate_ring(
             "simulate_ring does not run under torch.func (grad, vmap); use autograd, or attention"
         )
     query, key, value = autocast_inputs(query, key, value)
+    extras = checked_extras(
+        query,
+        pattern,
+        None,
+        softcap=softcap,
+        distance_bias=distance_bias,
+        sink=sink,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
     plan = plan_of_call(pattern, query.shape[2], world_size, sharding, query, key)
     device = query.device
     if offload and torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator() or device
-    backend = choose_kernels(None, *(x[:, :, :1].to(device) for x in (query, key, value)))
+    q, k, v = (x[:, :, :1].to(device) for x in (query, key, value))
+    backend = choose_kernels(None, q, k, v, extras)
     wire, dtype = wire_format(None, query.dtype), sum_dtype(query)
-    ranks = [Rank(plan, rank, backend, scale, wire, dtype) for rank in range(world_size)]
+    ranks = []
+    for rank in range(world_size):
+        of_rank = _extras_of_rank(extras, positions(plan.ranges[rank]), device)
+        ranks.append(Rank(plan, rank, backend, scale, wire, dtype, of_rank))
     with without_autocast(query):
-        out, lse = _Simulated.apply(query, key, value, ranks, device)
+        tables = extras["distance_bias"], extras["sink"]
+        out, lse = _Simulated.apply(query, key, value, *tables, ranks, device)
     return (out, lse) if return_lse else out
+
+
+def _extras_of_rank(extras: dict[str, Any], places: Tensor, device: torch.device) -> dict[str, Any]:
+    """The extras of a call on a device; a sink of each query, that of the rank's own."""
+    moved = {
+        name: x.detach().to(device) if isinstance(x, Tensor) else x for name, x in extras.items()
+    }
+    sink = moved["sink"]
+    if sink is not None and sink.shape[2] > 1:
+        moved["sink"] = sink[:, :, places.to(device)]
+    return moved
 
 
 class _Simulated(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ranks: list[Rank], device: torch.device
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        distance_bias: Tensor | None,
+        sink: Tensor | None,
+        ranks: list[Rank],
+        device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         shards = _Shards(ranks, device)
         out = query.new_empty(*query.shape[:3], value.shape[3])
@@ -84,6 +124,7 @@ class _Simulated(torch.autograd.Function):
                 whole[:, :, shards.places[rank.rank]] = part.to(whole.device)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.ranks, ctx.device = ranks, device
+        ctx.tables = [None if x is None else x.detach() for x in (distance_bias, sink)]
         return out, lse
 
     @staticmethod
@@ -92,13 +133,20 @@ class _Simulated(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         whole = Saved(query, key, value, out, lse, grad_out, grad_lse)
         with without_autocast(grad_out):
-            return (*_backward(ctx.ranks, ctx.device, whole), None, None)
+            return (*_backward(ctx.ranks, ctx.device, whole, *ctx.tables), None, None)
 
 
-def _backward(ranks: list[Rank], device: torch.device, whole: Saved) -> list[Tensor]:
-    """Gradients of the whole query, key and value."""
+def _backward(
+    ranks: list[Rank],
+    device: torch.device,
+    whole: Saved,
+    distance_bias: Tensor | None,
+    sink: Tensor | None,
+) -> list[Tensor | None]:
+    """Gradients of the whole query, key, value, distance bias and sink."""
     query, key, value, *_ = whole
     plan, shards = ranks[0].plan, _Shards(ranks, device)
+    dtable = ranks[0].blank_table()
 
     def part(rank: Rank) -> Saved:
         return Saved(*shards.of(rank.rank, *whole))
@@ -108,7 +156,7 @@ def _backward(ranks: list[Rank], device: torch.device, whole: Saved) -> list[Ten
     for rank in ranks:
         at_home = rank.rank not in shards.hosts
         guests = _nobody if at_home else partial(shards.guests, rank.rank, rows)
-        *grads, answered = rank.local_gradients(part(rank), guests)
+        *grads, answered = rank.local_gradients(part(rank), guests, dtable)
         sums.append([x.to(query.device) for x in grads])
         if answered is not None:
             answers[rank.rank] = answered
@@ -117,7 +165,7 @@ def _backward(ranks: list[Rank], device: torch.device, whole: Saved) -> list[Ten
         returned = []
         for rank, arriving in zip(ranks, rounds, strict=True):
             dq = sums[rank.rank][0].to(device)
-            parts = rank.round_gradients(number, next(arriving), part(rank), dq)
+            parts = rank.round_gradients(number, next(arriving), part(rank), dq, dtable)
             sums[rank.rank][0] = dq.to(query.device)
             returned.append({sender: x.to(query.device) for sender, x in parts.items()})
         for rank in ranks:
@@ -130,7 +178,18 @@ def _backward(ranks: list[Rank], device: torch.device, whole: Saved) -> list[Ten
             sums[rank.rank][0][:, :, at] += came.to(query.device)
         for grad, total in zip(grads, sums[rank.rank], strict=True):
             grad[:, :, shards.places[rank.rank]] = total.to(grad.dtype)
-    return grads
+    if dtable is not None and distance_bias is not None:
+        dtable = dtable.to(distance_bias.device, distance_bias.dtype)
+    if sink is None:
+        return [*grads, dtable, None]
+    dsink = torch.zeros_like(sink)
+    for rank in ranks:
+        of_rank = rank.sink_gradient(part(rank), rank.extras["sink"])
+        if dsink.shape[2] > 1:
+            dsink[:, :, shards.places[rank.rank]] = of_rank.to(dsink.device)
+        else:
+            dsink += of_rank.to(dsink.device)
+    return [*grads, dtable, dsink]
 
 
 class _Shards:

@@ -5,6 +5,7 @@ tokens are gathered first. Plain differentiable torch; FlexAttention itself has 
 CPU, where it runs uncompiled and computes every score.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,13 @@ from torch import Tensor
 
 from ..layouts.bitmaps import unpack
 from ..layouts.layout import BlockLayout, Pass
-from ..numerics import merge_attention, sum_dtype
+from ..numerics import add_sink, merge_attention, sum_dtype
 from .problem import Problem
 
 if TYPE_CHECKING:  # it imports half of the compiler: left to the first call
     from torch.nn.attention.flex_attention import BlockMask
 
-EXTRAS: frozenset[str] = frozenset()
+EXTRAS = frozenset(("softcap", "distance_bias", "sink"))
 """Options of a call, beside its scale, that are computed here."""
 
 _LEAST_HEAD_DIM = 16  # of a compiled kernel
@@ -58,10 +59,13 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             _positions(start, stop, p.step, layout.block_size)
             for start, stop in ((p.query_start, p.query_stop), (p.key_start, p.key_stop))
         )
+        origins = p.coordinates(layout.frame.q_start)
+        places = (_slot_positions(x, p.step, layout.block_size) for x in origins)
         out, extra = _run(query.device.type)(
             _take(query, queries),
             _take(key, keys),
             _take(value, keys),
+            score_mod=_score_mod(problem, *places),
             block_mask=_block_mask(layout, p, queries >= 0, keys >= 0, query.shape[1]),
             scale=problem.scale,
             enable_gqa=query.shape[1] != key.shape[1],
@@ -74,7 +78,35 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
         out = torch.where((lse == -torch.inf)[..., None], 0.0, out)
         outs.append(_take(torch.cat((out, torch.zeros_like(out[:, :, :1])), 2), back))
         lses.append(_take(torch.cat((lse.to(kind), empty.to(kind) - torch.inf), 2), back))
-    return merge_attention(outs, lses)
+    if problem.sink is None:
+        return merge_attention(outs, lses)
+    out, lse = merge_attention(outs, lses)
+    merged, lse = add_sink(out.to(kind), lse, problem.sink.to(kind))
+    return merged.to(out.dtype), lse
+
+
+def _score_mod(problem: Problem, queries: Tensor, keys: Tensor) -> Callable[..., Tensor] | None:
+    """What extras do to a scaled score of slots, whose positions are [S, slots]; None for nothing."""
+    softcap, table, heads = problem.softcap, problem.distance_bias, problem.query.shape[1]
+    if softcap is None and table is None:
+        return None
+    per_axis = heads // len(queries)
+
+    def adjusted(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if table is not None:
+            radius = table.shape[2] // 2
+            distance = keys[h // per_axis, k] - queries[h // per_axis, q]
+            score = score + table[b, h, distance.clamp(-radius, radius) + radius]
+        return score
+
+    return adjusted
+
+
+def _slot_positions(origin: Tensor, step: int, block_size: int) -> Tensor:
+    """[S, tiles * block_size] position of each slot of tiles."""
+    return (origin[..., None] + step * torch.arange(block_size, device=origin.device)).flatten(1)
 
 
 @cache

@@ -15,7 +15,10 @@ class Problem(NamedTuple):
     lse [B, Hq, Nq] in float32 (float64 for float64), and `backward(problem, out, lse, grad_out,
     grad_lse) -> Gradients`. With the merged lse and `delta = rowsum(dO * O) - dlse` every visited
     pair of every pass has `P = exp(s - lse)` and `dS = P * (dP - delta)`: the results of single
-    passes are not needed.
+    passes are not needed. Extras act in this order: `s = scale * q.k`, softcap, distance_bias and
+    block_bias, which pairs there are, softmax, sink, dropout: dropped weights count in lse, and
+    `dP` is 0 where P was dropped, else divided by 1 - p. Distances and dropout go by the positions
+    that passes tell (`Pass.coordinates`), never by where a token lies.
 
     Attributes:
         layout: passes of tiles.
@@ -24,6 +27,15 @@ class Problem(NamedTuple):
         value: [B, Hkv, Nk, Dv].
         scale: of the scores.
         block_bias: [B, Hq, num_blocks], added to every score of an entry, or None.
+        softcap: scores become `softcap * tanh(s / softcap)`; None for none.
+        distance_bias: [B, Hq, 2R + 1], entry `R + clamp(k - p, -R, R)` is added to the score of
+            query position p and key position k; None for none. Strides may be 0.
+        sink: [B, Hq, Nq or 1] logit of one more key of each row, whose value is 0; None for none.
+        dropout_p: share of the weights that is dropped; None for none.
+        dropout_seed: [B, streams] int64, of `dropout.kept_pairs`, beside it: streams is 1, or what
+            `Pass.stream` numbers.
+        key_mask: [B or 1, Nk] bool, False for keys that no query sees, whatever the layout says,
+            and whose numbers nothing may depend on; None for none.
         in_float32: give half precision's results and gradients in float32, as they were summed.
     """
 
@@ -33,6 +45,12 @@ class Problem(NamedTuple):
     value: Tensor
     scale: float
     block_bias: Tensor | None = None
+    softcap: float | None = None
+    distance_bias: Tensor | None = None
+    sink: Tensor | None = None
+    dropout_p: float | None = None
+    dropout_seed: Tensor | None = None
+    key_mask: Tensor | None = None
     in_float32: bool = False
 
     @property
@@ -70,12 +88,25 @@ class Problem(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of a problem's tensors; `block_bias` None where there is none."""
+    """Gradients of a problem's tensors; None where there is none."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     block_bias: Tensor | None = None
+    distance_bias: Tensor | None = None
+    sink: Tensor | None = None
+
+
+def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """The gradient of a sink [B, Hq, Nq or 1], from lse and delta [B, Hq, Nq].
+
+    The sink is a key of value 0: its dP is 0.
+    """
+    share = (sink.to(lse.dtype) - lse).exp()
+    share = torch.where(lse == -torch.inf, 0.0, share)  # no key, and a sink that is none
+    rows = -(share * delta)
+    return (rows if sink.shape[2] == rows.shape[2] else rows.sum(2, keepdim=True)).to(sink.dtype)
 
 
 def dense_rows(x: Tensor) -> Tensor:

@@ -5,19 +5,32 @@ from torch import Tensor
 
 from ..numerics import finite_or_zero, sum_dtype
 
-EXTRAS = frozenset({"block_bias"})
+EXTRAS = frozenset({"block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed"})
 """Options of a call, beside its scale, that are computed here."""
 
 
 def reference_attention(
-    query: Tensor, key: Tensor, value: Tensor, log_counts: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_counts: Tensor,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`p_k = m e^{s_k} / sum m e^{s}` with `s = scale * q.k`, over all Nq x Nk pairs.
+    """`p_k = m e^{s_k} / (e^{sink} + sum m e^{s})` with `s = scale * q.k`, over all Nq x Nk pairs.
 
     Args:
         query: [B, Hq, Nq, D]; key: [B, Hkv, Nk, D]; value: [B, Hkv, Nk, Dv].
         log_counts: log m(q, k) (plus any bias), broadcastable to [B, Hq, Nq, Nk]; -inf where there
             is no pair.
+        softcap: `s = softcap * tanh(s / softcap)`, before anything is added.
+        distance_bias: [B, Hq, Nq, Nk], added to s.
+        sink: [B, Hq, Nq or 1].
+        kept: [B, Hq, Nq, Nk], what dropout multiplies each p with.
 
     Returns:
         out [B, Hq, Nq, Dv] in the query's dtype, lse [B, Hq, Nq] float32 (float64 for float64).
@@ -28,19 +41,28 @@ def reference_attention(
     group = query.shape[1] // max(1, key.shape[1])
     q = query.to(dtype)
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (key, value))
-    if k.shape[2] == 0:
+    pairs = (log_counts > -torch.inf).expand(*q.shape[:3], k.shape[2])
+    k = torch.where(pairs.any(2)[..., None], k, 0.0)  # 0 * NaN is NaN: none may see it
+    score = scale * (q @ k.mT)
+    if softcap is not None:
+        score = softcap * (score / softcap).tanh()
+    if distance_bias is not None:
+        score = score + distance_bias
+    score = torch.where(pairs, score + torch.where(pairs, log_counts.to(dtype), 0.0), -torch.inf)
+    if sink is not None:  # one more key of each row
+        sink = sink.to(dtype).expand(q.shape[:3])[..., None]
+        score, pairs = torch.cat((score, sink), -1), torch.cat((pairs, sink > -torch.inf), -1)
+    if score.shape[-1] == 0:
         zero = q.sum(-1) * 0  # part of the graph
         out = zero[..., None] + q.new_zeros(*q.shape[:3], v.shape[3])
         return out.to(query.dtype), zero - torch.inf
-    pairs = (log_counts > -torch.inf).expand(*q.shape[:3], k.shape[2])
-    score = torch.where(
-        pairs, scale * (q @ k.mT) + torch.where(pairs, log_counts.to(dtype), 0.0), -torch.inf
-    )
     highest = finite_or_zero(score.detach().amax(-1, keepdim=True))
     weight = torch.where(pairs, (score - highest).exp(), 0.0)
     total = weight.sum(-1, keepdim=True)
     empty = ~pairs.any(-1, keepdim=True)
     total = torch.where(empty, 1.0, total)
+    weight, pairs = weight[..., : k.shape[2]], pairs[..., : k.shape[2]]
+    weight = weight if kept is None else weight * kept
     finite = v.isfinite()
     # 0 * NaN is NaN: only rows that have the key may see it
     reached = pairs.to(dtype) @ (~finite).to(dtype) > 0

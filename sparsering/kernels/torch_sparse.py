@@ -6,10 +6,10 @@ Plain differentiable torch, one head at a time. Right, and slow: every pair is a
 import torch
 from torch import Tensor
 
-from ..numerics import finite_or_zero, merge_attention, sum_dtype
+from ..numerics import add_sink, finite_or_zero, merge_attention, sum_dtype
 from .problem import Problem
 
-EXTRAS = frozenset({"block_bias"})
+EXTRAS = frozenset(("block_bias", "softcap", "sink"))
 """Options of a call, beside its scale, that are computed here."""
 
 
@@ -41,14 +41,17 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
                     bias = problem.block_bias[b, h].to(dtype)[first + entry]
                 if len(entry):
                     of_head = q[b, h], k[b, h // group], v[b, h // group]
-                    parts.append(_of_pairs(pairs, *of_head, bias, problem.scale))
+                    parts.append(_of_pairs(pairs, *of_head, bias, problem.scale, problem.softcap))
             out, lse = merge_attention(
                 [part[0][None, None] for part in parts], [part[1][None, None] for part in parts]
             )
             outs.append(out[0, 0] + nothing)
             lses.append(lse[0, 0] + nothing)
     shape = query.shape[:3]
-    return torch.stack(outs).view(*shape, -1).to(query.dtype), torch.stack(lses).view(shape)
+    out, lse = torch.stack(outs).view(*shape, -1), torch.stack(lses).view(shape)
+    if problem.sink is not None:
+        out, lse = add_sink(out, lse, problem.sink.to(dtype))
+    return out.to(query.dtype), lse
 
 
 def _pairs(queries: Tensor, keys: Tensor, cells: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
@@ -60,7 +63,13 @@ def _pairs(queries: Tensor, keys: Tensor, cells: Tensor, kv_len: int) -> tuple[T
 
 
 def _of_pairs(
-    pairs: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
+    pairs: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """(out [Nq, Dv], lse [Nq]) of one head over pairs that are all different."""
     rows, columns = pairs
@@ -70,6 +79,7 @@ def _of_pairs(
         first, columns, q.new_zeros(len(rows)), size=size, check_invariants=True
     )
     score = torch.sparse.sampled_addmm(zeros, q, k.mT, alpha=scale, beta=0.0).values()
+    score = score if softcap is None else softcap * (score / softcap).tanh()
     score = score if bias is None else score + bias
     highest = q.new_full(size[:1], -torch.inf).scatter_reduce(0, rows, score.detach(), "amax")
     highest = finite_or_zero(highest)

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import sparsering as sr
 from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call as backend
+from sparsering.kernels.triton import extras as triton_extras
 from sparsering.kernels.triton import launch as triton_launch
 from sparsering.kernels.triton import tuning
+from sparsering.layouts.layout import Pass
 
 AMD = 0  # in place of a compute capability: an MI300, with the configs of 80
 TYPES = {
@@ -37,6 +40,7 @@ TYPES = {
     torch.int64: "i64",
     torch.int32: "i32",
     torch.int16: "i16",
+    torch.uint8: "u8",
 }
 
 
@@ -47,8 +51,9 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
     def catch(kernel, programs, config, arguments) -> None:
         caught.append((kernel, config, {name: arguments[name] for name in kernel.arg_names}))
 
-    backend.launch = catch
-    backend.processors = lambda device: 132
+    for module in (backend, triton_extras):
+        module.launch = catch
+        module.processors = lambda device: 132
     tuning.generation = lambda device: capability or 80
     dtype = getattr(torch, case.get("dtype", "bfloat16"))
     head_dim, tile = case.get("head_dim", 128), case.get("block_size", 128)
@@ -60,12 +65,34 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
     layout = pattern.layout(
         query.shape[2], length, num_heads=heads, num_kv_heads=kv_heads, block_size=tile
     )
+    if case.get("streams"):  # as documents and rings have them
+        layout = replace(layout, passes=tuple(map(placed, layout.passes)))
     scale = case.get("scale", 0.1)
     bias = torch.zeros(1, heads, layout.num_blocks) if case.get("bias") else None
-    problem = Problem(layout, query, key, value, scale, bias)
+    given = extras(heads, query.shape[2], length, case.get("reach", 128))
+    given = {name: given[name] for name in case.get("extras", ())}
+    problem = Problem(layout, query, key, value, scale, bias, **given)
     out, lse = backend.forward(problem)
     backend.backward(problem, out, lse, torch.randn_like(out), torch.randn_like(lse))
     return caught
+
+
+def placed(p: Pass) -> Pass:
+    """A pass whose tiles tell where they are, and which stream of dropout they take."""
+    stream = torch.zeros_like(p.query_start)
+    return replace(p, query_origin=p.query_start, key_origin=p.key_start, stream=stream)
+
+
+def extras(heads: int, queries: int, keys: int, reach: int) -> dict[str, Any]:
+    """The extras of a call as `Problem` has them; block_bias is the `bias` of a case."""
+    return {
+        "softcap": 30.0,
+        "distance_bias": torch.zeros(1, heads, 2 * reach + 1),
+        "sink": torch.zeros(1, heads, queries),
+        "dropout_p": 0.1,
+        "dropout_seed": torch.zeros(1, 1, dtype=torch.int64),
+        "key_mask": torch.ones(1, keys, dtype=torch.bool),
+    }
 
 
 def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:

@@ -14,6 +14,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("compile_triton.py")
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program may have
 MAIN_KERNELS = {"forward_kernel", "query_kernel", "key_kernel"}
+EXTRAS = ["softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask"]
 
 
 def run(*arguments: object) -> list[dict]:
@@ -52,6 +53,31 @@ def test_the_main_shapes_compile_for_hopper():
     assert any(x["tma"] for x in made) and any(not x["tma"] for x in made)  # steps 1 and 2
 
 
+def test_all_extras_together_compile_for_hopper():
+    made = run("90", {"head_dim": 64, "bias": True, "extras": EXTRAS, "streams": True})
+    assert {x["kernel"] for x in made} >= {*MAIN_KERNELS, "sum_diagonals_kernel"}
+    for x in made:
+        assert_uses_the_hardware(x, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_each_extra_compiles(capability):
+    seeded = ["dropout_p", "dropout_seed"]
+    cases = [
+        *({"extras": names} for names in (["softcap"], ["distance_bias"], seeded, ["key_mask"])),
+        {"extras": EXTRAS, "bias": True, "head_dim": 256},
+        {"extras": EXTRAS, "bias": True, "head_dim": 64, "dtype": "float32"},
+        {"extras": EXTRAS, "head_dim": 128, "queries": 1, "heads": 8, "kv_heads": 1},
+        {"extras": EXTRAS, "head_dim": 64, "pattern": "LongNet((256, 512), (1, 2)) & Causal()"},
+        {"extras": EXTRAS, "head_dim": 64, "dtype": "float16", "block_size": 48},
+    ]
+    for x in run(str(capability), *cases):
+        assert_uses_the_hardware(x, capability)
+        if len(x["case"]["extras"]) <= 2:
+            assert x["spilled"] <= 1600, x
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_head_dim_block_size_and_dtype_compiles(capability):
@@ -84,6 +110,14 @@ def test_lengths_counts_strides_and_scales_are_not_compiled_for():
     names = [x["kernel"] for x in variants]
     assert set(names) >= {*MAIN_KERNELS, "merge_kernel", "sum_kernel"}  # some tiles are cut
     assert len(names) == len(set(names)), variants
+
+
+def test_nor_are_lengths_of_extras():
+    first = {"tokens": 1024, "head_dim": 64, "pattern": "Causal()", "extras": EXTRAS}
+    others = [{**first, "tokens": 1023}, {**first, "heads": 3, "kv_heads": 3, "reach": 31}]
+    names = [x["kernel"] for x in run("keys", first, *others)]
+    assert {*MAIN_KERNELS, "sum_diagonals_kernel"} <= set(names)
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.slow

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from ...layouts.layout import Pass
-from ..problem import Gradients, Problem, dense_rows
+from ..problem import Gradients, Problem, dense_rows, sink_gradient
 from .build import build_failure, library
 
-EXTRAS = frozenset({"block_bias"})
+EXTRAS = frozenset(
+    ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")
+)
 """Options of a call, beside its scale, that are computed here."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,7 +30,7 @@ def reasons(*tensors: Tensor) -> list[str]:
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Attention over a layout; lse is float32."""
-    out, lse = library().forward(*_arguments(problem))
+    out, lse = library().forward(*_arguments(problem), problem.sink)
     return out, lse
 
 
@@ -45,26 +47,43 @@ def backward(
     passes = problem.layout.passes
     transposes = [] if by_head else [x.contiguous() for p in passes for x in p.transpose]
     results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
-    dq, dk, dv, dbias = library().backward(*_arguments(problem), *results, transposes)
-    dq, bias = problem.query_gradient(dq), problem.block_bias
-    return Gradients(dq, dk, dv, None if bias is None else dbias.to(bias.dtype))
+    found = library().backward(*_arguments(problem), *results, transposes)
+    dq, dk, dv, dbias, dtables, delta = found
+    bias, table, sink = problem.block_bias, problem.distance_bias, problem.sink
+    return Gradients(
+        problem.query_gradient(dq),
+        dk,
+        dv,
+        None if bias is None else dbias.to(bias.dtype),
+        None if table is None else dtables.sum(2).to(table.dtype),
+        None if sink is None else sink_gradient(sink, lse, delta),
+    )
 
 
 def _arguments(problem: Problem) -> tuple[Any, ...]:
     """What both operators begin with."""
     problem = problem.with_positive_scale().with_dense_rows()
-    layout, bias = problem.layout, problem.block_bias
+    layout, bias, table = problem.layout, problem.block_bias, problem.distance_bias
+    mask, passes = problem.key_mask, layout.passes
+    placed = problem.softcap is not None or table is not None or problem.dropout_p is not None
     return (
         problem.query,
         problem.key,
         problem.value,
         None if bias is None else bias.float().contiguous(),
         layout.first_entry.contiguous(),
-        [x for p in layout.passes for x in _tables(p)],
-        [p.step for p in layout.passes],
-        bool(layout.passes) and layout.passes[0].covers[0],
+        [x for p in passes for x in _tables(p)],
+        [x for p in passes for x in _places(p, layout.frame.q_start)] if placed else [],
+        [p.step for p in passes],
+        [p.branch for p in passes],
+        bool(passes) and passes[0].covers[0],
         layout.block_size,
         problem.scale,
+        problem.softcap or 0.0,
+        None if table is None else dense_rows(table.float()),
+        problem.dropout_p or 0.0,
+        problem.dropout_seed,
+        None if mask is None else mask.contiguous(),
         problem.in_float32,
     )
 
@@ -72,3 +91,8 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
 def _tables(p: Pass) -> list[Tensor]:
     tiles = p.query_start, p.query_stop, p.key_start, p.key_stop
     return [x.contiguous() for x in (*tiles, p.row_ptr, p.key_tile, p.bitmap, p.bitmaps)]
+
+
+def _places(p: Pass, q_start: int) -> list[Tensor]:
+    stream = p.key_start.new_empty(0) if p.stream is None else p.stream
+    return [x.contiguous() for x in (*p.coordinates(q_start), stream)]

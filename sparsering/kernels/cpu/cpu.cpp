@@ -49,30 +49,48 @@ bool has_bfloat16_products() {
   return has;
 }
 
-std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::IntArrayRef steps) {
-  TORCH_CHECK_VALUE(tensors.size() == steps.size() * Pass::kTensors,
+// `places`: of each pass, where extras go by them.
+std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::TensorList places,
+                            at::IntArrayRef steps, at::IntArrayRef branches) {
+  const bool placed = x.extras.adjusts() || x.extras.drops();
+  TORCH_CHECK_VALUE(tensors.size() == steps.size() * Pass::kTensors &&
+                        branches.size() == steps.size() &&
+                        places.size() == (placed ? steps.size() * Pass::kPlaces : 0),
                     "sparsering cpu: malformed layout: tensors missing");
   std::vector<Pass> passes;
   for (size_t i = 0; i < steps.size(); ++i) {
     const auto of_pass = tensors.slice(i * Pass::kTensors, Pass::kTensors);
-    passes.emplace_back(of_pass, steps[i], x.block);
+    const auto places_of = placed ? places.slice(i * Pass::kPlaces, Pass::kPlaces) : places;
+    passes.emplace_back(of_pass, places_of, steps[i], x.block, branches[i]);
     check_pass(of_pass, passes.back(), x.Nq, x.Nk, x.B, x.Hq, x.Hkv);
+    if (placed) {
+      check_places(places_of, passes.back(), x.extras.streams);
+    }
     x.check_bias(passes.back(), i);
   }
   return passes;
 }
 
-// `covers`: the first pass has every query in a tile.
-std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                   const std::optional<Tensor>& bias, const Tensor& first_entry,
-                                   at::TensorList tensors, at::IntArrayRef steps, bool covers,
-                                   int64_t block, double scale, bool in_float32) {
-  const Problem x(query, key, value, bias, first_entry, steps.size(), block, scale);
-  const std::vector<Pass> passes = passes_of(x, tensors, steps);
+// Arguments that both operators begin with; `covers`: the first pass has every query in a tile.
+#define SPARSERING_CALL                                                                          \
+  const Tensor &query, const Tensor &key, const Tensor &value, const std::optional<Tensor>&bias, \
+      const Tensor &first_entry, at::TensorList tensors, at::TensorList places,                  \
+      at::IntArrayRef steps, at::IntArrayRef branches, bool covers, int64_t block, double scale, \
+      double softcap, const std::optional<Tensor>&distance_bias, double dropout_p,               \
+      const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask, bool in_float32
+
+std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>& sink) {
+  const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
+                      query.size(1), key.size(2));
+  const Problem x(query, key, value, bias, extras, first_entry, steps.size(), block, scale);
+  const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches);
   const auto options = in_float32 ? query.options().dtype(at::kFloat) : query.options();
   Tensor out = covers ? at::empty({x.B, x.Hq, x.Nq, x.Dv}, options)
                       : at::zeros({x.B, x.Hq, x.Nq, x.Dv}, options);
   Tensor lse = at::full({x.B, x.Hq, x.Nq}, -kInf, query.options().dtype(at::kFloat));
+  if (sink) {
+    lse.copy_(*sink);  // what every row has seen before its first key
+  }
   if (lse.numel() == 0) {
     return {out, lse};
   }
@@ -85,13 +103,13 @@ std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const
 }
 
 // `transposes` is empty for run_heads.
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
-    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& bias,
-    const Tensor& first_entry, at::TensorList tensors, at::IntArrayRef steps, bool covers,
-    int64_t block, double scale, bool in_float32, const Tensor& out, const Tensor& lse,
-    const Tensor& grad_out, const Tensor& grad_lse, at::TensorList transposes) {
-  const Problem x(query, key, value, bias, first_entry, steps.size(), block, scale);
-  const std::vector<Pass> passes = passes_of(x, tensors, steps);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    SPARSERING_CALL, const Tensor& out, const Tensor& lse, const Tensor& grad_out,
+    const Tensor& grad_lse, at::TensorList transposes) {
+  const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
+                      query.size(1), key.size(2));
+  const Problem x(query, key, value, bias, extras, first_entry, steps.size(), block, scale);
+  const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches);
   std::vector<Transpose> by_key;
   for (size_t i = 0; !transposes.empty() && i < passes.size(); ++i) {
     const auto of_pass = transposes.slice(i * Transpose::kTensors, Transpose::kTensors);
@@ -112,8 +130,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
                           like.scalar_type() == at::kFloat && like.is_contiguous(),
                       "sparsering cpu: lse and its gradient must be as forward made them");
   }
+  const Tensor delta = delta_of(x, grad_out, out, grad_lse);
+  // A table of distances for each head, or for as many groups of its rows as keep threads busy.
+  const int64_t wanted = 4 * at::get_num_threads() / std::max<int64_t>(1, x.B * x.Hq) + 1;
+  const int64_t groups = by_key.empty() ? 1 : wanted;
+  Tensor dtable = at::zeros({x.B, x.Hq, groups, distance_bias ? distance_bias->size(2) : 0},
+                            query.options().dtype(at::kDouble));
   if (lse.numel() == 0) {
-    return {dq, dk, dv, dbias};
+    return {dq, dk, dv, dbias, dtable, delta};
   }
   const auto run = [&](auto kernel) {
     if (by_key.empty()) {
@@ -123,24 +147,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     }
   };
   if (query.scalar_type() == at::kBFloat16 && has_bfloat16_products()) {
-    run(Backward<BFloat16>(x, passes, grad_out, out, lse, grad_lse, dq, dk, dv, dbias));
+    run(Backward<BFloat16>(x, passes, grad_out, lse, delta, dq, dk, dv, dbias, dtable));
   } else {
-    run(Backward<float>(x, passes, grad_out, out, lse, grad_lse, dq, dk, dv, dbias));
+    run(Backward<float>(x, passes, grad_out, lse, delta, dq, dk, dv, dbias, dtable));
   }
-  return {dq, dk, dv, dbias};
+  return {dq, dk, dv, dbias, dtable, delta};
 }
 
 }  // namespace
 
+#define SPARSERING_SCHEMA                                                                       \
+  "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor first_entry, Tensor[] passes, " \
+  "Tensor[] places, int[] steps, int[] branches, bool covers, int block, float scale, "         \
+  "float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, Tensor? key_mask, "    \
+  "bool in_float32, "
+
 TORCH_LIBRARY(sparsering_cpu, m) {
-  m.def(R"(forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor first_entry,
-      Tensor[] passes, int[] steps, bool covers, int block, float scale,
-      bool in_float32) -> (Tensor, Tensor))",
-        forward);
-  m.def(R"(backward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor first_entry,
-      Tensor[] passes, int[] steps, bool covers, int block, float scale, bool in_float32,
-      Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse,
-      Tensor[] transposes) -> (Tensor, Tensor, Tensor, Tensor))",
+  m.def("forward(" SPARSERING_SCHEMA "Tensor? sink) -> (Tensor, Tensor)", forward);
+  m.def("backward(" SPARSERING_SCHEMA
+        "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, Tensor[] transposes) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         backward);
 }
 

@@ -13,6 +13,13 @@ struct FewQueries {
   const float* queries;
   float *scores, *sums;
   float* spare;  // 2 * kLanes * width
+
+  // The same from another key on.
+  FewQueries from(int64_t key) const {
+    FewQueries result = *this;
+    result.scores += key;
+    return result;
+  }
 };
 
 template <typename S>

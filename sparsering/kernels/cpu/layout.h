@@ -9,6 +9,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <type_traits>
@@ -110,9 +111,12 @@ struct Tile {
 
 // One pass of a layout; see layouts/layout.py for the meaning of its tensors.
 struct Pass {
-  static constexpr int kTensors = 8;
+  static constexpr int kTensors = 8, kPlaces = 3;
 
-  Pass(at::TensorList tensors, int64_t step_, int64_t block_)
+  // `places`: origins of query and key tiles and streams of query tiles (empty: 0), where anything
+  // depends on them, else none.
+  Pass(at::TensorList tensors, at::TensorList places, int64_t step_, int64_t block_,
+       int64_t branch_)
       : step(step_),
         block(block_),
         axes(tensors[0].size(0)),
@@ -129,13 +133,28 @@ struct Pass {
         key_tile_(tensors[5].const_data_ptr<int32_t>()),
         bitmap_(tensors[6].const_data_ptr<int32_t>()),
         num_bitmaps(tensors[7].size(0)),
-        bitmaps(tensors[7].const_data_ptr<uint8_t>()) {}
+        bitmaps(tensors[7].const_data_ptr<uint8_t>()),
+        branch(branch_),
+        query_origin_(places.empty() ? nullptr : places[0].const_data_ptr<int64_t>()),
+        key_origin_(places.empty() ? nullptr : places[1].const_data_ptr<int64_t>()),
+        stream_(places.empty() || !places[2].numel() ? nullptr
+                                                     : places[2].const_data_ptr<int64_t>()) {}
 
   Tile query_tile(int64_t axis, int64_t row) const {
     return tile(query_start[axis * rows + row], query_stop[axis * rows + row]);
   }
   Tile key_tile(int64_t axis, int64_t column) const {
     return tile(key_start[axis * columns + column], key_stop[axis * columns + column]);
+  }
+  // Positions of the first tokens of tiles.
+  int64_t query_origin(int64_t axis, int64_t row) const {
+    return query_origin_[axis * rows + row];
+  }
+  int64_t key_origin(int64_t axis, int64_t column) const {
+    return key_origin_[axis * columns + column];
+  }
+  int64_t stream(int64_t axis, int64_t row) const {
+    return stream_ ? stream_[axis * rows + row] : 0;
   }
   int64_t table(int64_t b, int64_t head, int64_t heads) const {
     return (batches > 1 ? b * tables : 0) + head * tables / heads;
@@ -155,6 +174,8 @@ struct Pass {
   const int32_t *row_ptr_, *key_tile_, *bitmap_;
   int64_t num_bitmaps;
   const uint8_t* bitmaps;
+  int64_t branch;
+  const int64_t *query_origin_, *key_origin_, *stream_;
 
  private:
   Tile tile(int64_t start, int64_t stop) const {
@@ -229,6 +250,19 @@ inline void check_pass(at::TensorList t, const Pass& p, int64_t q_len, int64_t k
   }
 }
 
+inline void check_places(at::TensorList t, const Pass& p, int64_t streams) {
+  const bool fits = t.size() == Pass::kPlaces && t[0].is_contiguous() && t[1].is_contiguous() &&
+                    t[2].is_contiguous() && t[0].numel() == p.axes * p.rows &&
+                    t[1].numel() == p.axes * p.columns &&
+                    (t[2].numel() == 0 || t[2].numel() == p.axes * p.rows);
+  TORCH_CHECK_VALUE(fits, "sparsering cpu: malformed layout: places of tiles");
+  for (int64_t i = 0; i < t[2].numel(); ++i) {
+    const int64_t stream = t[2].const_data_ptr<int64_t>()[i];
+    TORCH_CHECK_VALUE(stream >= 0 && stream < streams, "sparsering cpu: malformed layout: stream ",
+                      stream, " of ", streams);
+  }
+}
+
 inline void check_transpose(at::TensorList t, const Pass& p) {
   const Transpose by_key(t);
   const bool fits = t[0].is_contiguous() && t[1].is_contiguous() && t[2].is_contiguous() &&
@@ -246,11 +280,82 @@ inline void check_transpose(at::TensorList t, const Pass& p) {
   }
 }
 
+// Extras of a call beside the block bias, as kernels/problem.py has them; 0 or none where not in
+// use.
+struct Extras {
+  Extras(double softcap_, const std::optional<Tensor>& distance_bias, double dropout_p,
+         const std::optional<Tensor>& seeds_, const std::optional<Tensor>& key_mask, int64_t B,
+         int64_t Hq, int64_t Nk)
+      : softcap(static_cast<float>(softcap_)) {
+    if (distance_bias) {
+      const Tensor& t = *distance_bias;
+      TORCH_CHECK_VALUE(t.dim() == 3 && t.size(0) == B && t.size(1) == Hq && t.size(2) % 2 == 1 &&
+                            t.stride(2) == 1 && t.scalar_type() == at::kFloat,
+                        "sparsering cpu: a distance bias must be float [B, Hq, 2R + 1]");
+      table_ = t.const_data_ptr<float>();
+      radius = t.size(2) / 2;
+      table_strides_[0] = t.stride(0), table_strides_[1] = t.stride(1);
+    }
+    if (seeds_) {
+      TORCH_CHECK_VALUE(seeds_->dim() == 2 && seeds_->size(0) == B && seeds_->is_contiguous() &&
+                            dropout_p > 0 && dropout_p < 1,
+                        "sparsering cpu: dropout needs seeds [B, streams] and 0 < p < 1");
+      seeds = seeds_->const_data_ptr<int64_t>();
+      streams = seeds_->size(1);
+      factor = static_cast<float>(1 / (1 - dropout_p));
+      const double dropped = std::min(std::nearbyint(dropout_p * 4294967296.0), 4294967295.0);
+      threshold = static_cast<int32_t>(static_cast<int64_t>(dropped) - (int64_t{1} << 31));
+    }
+    if (key_mask) {
+      TORCH_CHECK_VALUE(key_mask->dim() == 2 &&
+                            (key_mask->size(0) == 1 || key_mask->size(0) == B) &&
+                            key_mask->size(1) == Nk && key_mask->is_contiguous() &&
+                            key_mask->scalar_type() == at::kBool,
+                        "sparsering cpu: a key mask must be bool [B or 1, Nk]");
+      mask_ = key_mask->const_data_ptr<bool>();
+      mask_stride_ = key_mask->size(0) > 1 ? Nk : 0;
+    }
+  }
+
+  bool adjusts() const {
+    return softcap > 0.f || table_;
+  }
+  bool drops() const {
+    return seeds;
+  }
+  // A head's distance table, or nullptr.
+  const float* table(int64_t b, int64_t head) const {
+    return table_ ? table_ + b * table_strides_[0] + head * table_strides_[1] : nullptr;
+  }
+  // Which keys of a batch entry are seen, or nullptr for all.
+  const bool* key_mask(int64_t b) const {
+    return mask_ ? mask_ + b * mask_stride_ : nullptr;
+  }
+  bool sees(int64_t b, Tile tile, int64_t step) const {
+    const bool* mask = key_mask(b);
+    bool any = !mask;
+    for (int64_t j = 0; j < tile.count && !any; ++j) {
+      any = mask[tile.start + j * step];
+    }
+    return any;
+  }
+
+  float softcap, factor = 1.f;
+  int64_t radius = 0, streams = 0;
+  int32_t threshold = 0;
+  const int64_t* seeds = nullptr;
+
+ private:
+  const float* table_ = nullptr;
+  int64_t table_strides_[2] = {0, 0}, mask_stride_ = 0;
+  const bool* mask_ = nullptr;
+};
+
 // What every part of a call reads. The number of a kv head, counted through the batch, is `kv`.
 struct Problem {
   Problem(const Tensor& query, const Tensor& key, const Tensor& value,
-          const std::optional<Tensor>& bias_, const Tensor& first_entry_, int64_t passes,
-          int64_t block_, double scale_)
+          const std::optional<Tensor>& bias_, const Extras& extras_, const Tensor& first_entry_,
+          int64_t passes, int64_t block_, double scale_)
       : q(query),
         k(key),
         v(value),
@@ -264,6 +369,7 @@ struct Problem {
         group(Hkv ? Hq / Hkv : 1),
         block(block_),
         scale(static_cast<float>(scale_)),
+        extras(extras_),
         bias(bias_ ? bias_->const_data_ptr<float>() : nullptr),
         blocks(bias_ ? bias_->size(2) : 0),
         first_entry(first_entry_.const_data_ptr<int64_t>()),
@@ -306,9 +412,15 @@ struct Problem {
     return bias ? bias[bias_of(pass, b, head) + entry] : 0.f;
   }
 
+  // The scale of scores that extras have not adjusted already.
+  float rest_of_scale() const {
+    return extras.adjusts() ? 1.f : scale;
+  }
+
   Source q, k, v;
   int64_t B, Hq, Hkv, Nq, Nk, D, Dv, group, block;
   float scale;
+  Extras extras;
   const float* bias;
   int64_t blocks;
   const int64_t* first_entry;

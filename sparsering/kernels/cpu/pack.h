@@ -164,6 +164,40 @@ inline Buffer<uint8_t> transposed_bitmaps(const Pass& p) {
   return result;
 }
 
+// Zeros in the rows of keys that are not seen, whose numbers may be none.
+template <typename T>
+void clear_unseen(const bool* seen, Tile tile, int64_t step, int64_t width, T* rows) {
+  for (int64_t j = 0; seen && j < tile.count; ++j) {
+    if (!seen[tile.start + j * step]) {
+      std::fill_n(rows + j * width, width, T(0));
+    }
+  }
+}
+
+// Sets the scores [keys, ld] of keys that are not seen to -inf.
+inline void hide_unseen(const bool* seen, Tile tile, int64_t step, float* scores, int64_t ld) {
+  for (int64_t j = 0; seen && j < tile.count; ++j) {
+    if (!seen[tile.start + j * step]) {
+      std::fill_n(scores + j * ld, ld, -kInf);
+    }
+  }
+}
+
+// Calls f(first, count) for each run of keys of a tile that are seen.
+template <typename F>
+void for_runs(const bool* seen, Tile tile, int64_t step, const F& f) {
+  for (int64_t j = 0; j < tile.count;) {
+    int64_t end = seen ? j : tile.count;
+    while (end < tile.count && seen[tile.start + end * step]) {
+      ++end;
+    }
+    if (end > j) {
+      f(j, end - j);
+    }
+    j = end + 1;
+  }
+}
+
 // Sets scores [keys, ld] to -inf where the bitmap (of keys, see above) has no pair.
 inline void apply_mask(const uint8_t* bitmap, int64_t block, int64_t keys, int64_t queries,
                        float* scores, int64_t ld) {

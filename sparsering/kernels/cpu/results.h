@@ -45,14 +45,18 @@ class Part {
 struct Output {
   Output(const Part& part, const Tensor& lse_) : sums(part), lse(lse_.data_ptr<float>()) {}
 
-  // Stores (part, part_lse) where `fresh`, else merges it into what is there.
+  // Merges (part, part_lse) into what is there: where `fresh` that is 0, with an lse of -inf or of
+  // the row's sink.
   void put(int64_t row, float* part, float part_lse, bool fresh) {
-    const float old = fresh ? -kInf : lse[row];
+    const float old = lse[row];
     if (old == -kInf) {
       lse[row] = part_lse;
       write(row, part);
     } else if (part_lse != -kInf) {
-      lse[row] = merge(part, part_lse, sums.row<float>(row), old, sums.width());
+      lse[row] = fresh ? shrink(part, part_lse, old, sums.width())
+                       : merge(part, part_lse, sums.row<float>(row), old, sums.width());
+      write(row, part);
+    } else if (fresh) {
       write(row, part);
     }
   }
@@ -64,6 +68,16 @@ struct Output {
     const float a = std::exp(part_lse - highest), b = std::exp(other_lse - highest), total = a + b;
     for (int64_t d = 0; d < width; ++d) {
       part[d] = (a * part[d] + b * other[d]) / total;
+    }
+    return highest + std::log(total);
+  }
+
+  // Merges a sink, a key whose value is 0, into part. Returns the merged lse.
+  static float shrink(float* part, float part_lse, float sink, int64_t width) {
+    const float highest = std::max(part_lse, sink);
+    const float a = std::exp(part_lse - highest), total = a + std::exp(sink - highest);
+    for (int64_t d = 0; d < width; ++d) {
+      part[d] *= a / total;
     }
     return highest + std::log(total);
   }

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from ...numerics import finite_or_zero, sum_dtype
-from ..problem import Gradients, Problem
+from ..problem import Gradients, Problem, sink_gradient
+from .extras import Extras
 from .plan import Chunk, chunks, plan
 
-EXTRAS = frozenset({"block_bias"})
+EXTRAS = frozenset(
+    ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")
+)
 """Options of a call, beside its scale, that are computed here."""
 
 _MOST_QUERIES = 512  # tokens of a unit: enough for the full rate of a matmul,
@@ -40,23 +43,29 @@ def set_workspace(limit: int) -> int:
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Attention over a layout; see `Problem`."""
-    query, value = problem.query, problem.value
+    query, value, sink = problem.query, problem.value, problem.sink
     dtype = sum_dtype(query)
     q, k, v = _flat(query), _flat(problem.key), _flat(value)
-    bias = _flat_bias(problem.block_bias)
+    extras = Extras(problem, dtype)
     out = torch.zeros(len(q), v.shape[1], dtype=dtype, device=q.device)
     lse = torch.full((len(q),), -torch.inf, dtype=dtype, device=q.device)
+    if sink is not None:  # a key that every row has seen
+        lse.view(query.shape[:3]).copy_(sink)
     for fresh, chunk in _walk(problem):
         group, parts, part_lses = chunk.q.shape[1], [], []
-        for unit, additive, product in _units(chunk, bias, dtype):
+        added = extras.added(chunk)
+        for unit, product in _units(chunk, dtype):
             uq = _take(q, chunk.q[unit], dtype).mul_(problem.scale).flatten(-3, -2)  # [.., g*m, D]
             uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))  # [..., n, D]
-            weight, part_lse = _softmax(product(uq, uk), additive, group)
+            extras.clear(chunk, unit, uk, uv)
+            score, _ = extras.adjust(product(uq, uk), chunk, unit)
+            weight, part_lse = _softmax(score, _of_unit(added, unit), group)
+            extras.drop(weight, chunk, unit)
             parts.append(product(weight, uv.mT).flatten(0, -2))
             part_lses.append(part_lse.flatten())
         part, part_lse = torch.cat(parts), torch.cat(part_lses)
         rows = chunk.q.flatten()
-        if fresh:
+        if fresh and sink is None:
             out.index_copy_(0, rows, part)
             lse.index_copy_(0, rows, part_lse)
         else:
@@ -69,48 +78,52 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
     """Gradients of the problem's tensors."""
-    query, key, value = problem.query, problem.key, problem.value
+    query, key, value, sink = problem.query, problem.key, problem.value, problem.sink
     dtype = sum_dtype(query)
     q, k, v, do = _flat(query), _flat(key), _flat(value), _flat(grad_out)
-    bias = _flat_bias(problem.block_bias)
+    extras = Extras(problem, dtype)
     delta = (do.to(dtype) * _flat(out).to(dtype)).sum(1) - grad_lse.reshape(-1).to(dtype)
+    dsink = None if sink is None else sink_gradient(sink, lse, delta.view(lse.shape))
     # exp(s - inf) = 0 in rows without keys
     lse = torch.where(lse == -torch.inf, torch.inf, lse).reshape(-1)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-    dbias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
     for _, chunk in _walk(problem):
         rows, columns = chunk.q.flatten(), chunk.k.flatten()
         clse, cdelta = (x[chunk.q].flatten(1, 2)[..., None] for x in (lse, delta))
         group, dqs, dks, dvs, dbiases = chunk.q.shape[1], [], [], [], []
-        for unit, additive, product in _units(chunk, bias, dtype):
+        added = extras.added(chunk)
+        for unit, product in _units(chunk, dtype):
             uq, udo = (_take(x, chunk.q[unit], dtype).flatten(-3, -2) for x in (q, do))
             uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))
-            score = _biased(product(uq.mul_(problem.scale), uk), additive, group)
-            weight = score.sub_(clse[unit]).exp_()
-            dscore = product(udo, uv).sub_(cdelta[unit]).mul_(weight)
+            extras.clear(chunk, unit, uk, uv)
+            score, slope = extras.adjust(product(uq.mul_(problem.scale), uk), chunk, unit)
+            weight = _biased(score, _of_unit(added, unit), group).sub_(clse[unit]).exp_()
+            dweight = extras.drop(product(udo, uv), chunk, unit)
+            dscore = dweight.sub_(cdelta[unit]).mul_(weight)
+            extras.drop(weight, chunk, unit)
             dvs.append(product(udo.mT, weight.mT).mT.flatten(0, -2))
+            if problem.block_bias is not None:
+                dbiases.append(dscore.unflatten(-2, (group, -1)).sum(-2))
+            extras.add_distance_gradient(dscore, chunk, unit)
+            if slope is not None:
+                dscore.mul_(slope)
             dqs.append(product(dscore, uk.mT).flatten(0, -2))
             dks.append(product(uq.mT, dscore.mT).mT.flatten(0, -2))
-            if bias is not None:
-                dbiases.append(dscore.unflatten(-2, (group, -1)).sum(-2))
         dq.index_add_(0, rows, torch.cat(dqs), alpha=problem.scale)
         dk.index_add_(0, columns, torch.cat(dks))
         dv.index_add_(0, columns, torch.cat(dvs))
-        if dbias is not None and chunk.bias is not None:
-            of_keys = torch.cat([x.reshape(-1, *x.shape[-2:]) for x in dbiases])  # [C, g, n]
-            _add_bias_gradient(dbias, *chunk.bias, of_keys)
+        extras.add_bias_gradient(dbiases, chunk)
     dq, dk, dv = (
         x.view(like.shape).to(problem.result_dtype)
         for x, like in ((dq, query), (dk, key), (dv, value))
     )
-    if dbias is None or problem.block_bias is None:
-        return Gradients(dq, dk, dv)
-    return Gradients(dq, dk, dv, dbias.view(problem.block_bias.shape).to(problem.block_bias.dtype))
+    return Gradients(dq, dk, dv, *extras.gradients(), dsink)
 
 
 def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
     """Every chunk of every pass, and whether its query rows are met for the first time."""
     layout, query, biased = problem.layout, problem.query, problem.block_bias is not None
+    placed = problem.distance_bias is not None or problem.dropout_p is not None
     b, size = layout.block_size, sum_dtype(query).itemsize
     per_token = 3 * size * (query.shape[-1] + problem.value.shape[-1])
     most_queries = 1 if biased else max(1, _MOST_QUERIES // b)
@@ -119,24 +132,28 @@ def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
             pairs = units.num_queries * units.num_keys
             per_pair = 0 if _alone(pairs, query.device, sum_dtype(query)) else 4 * size
             limits = (_workspace["bytes"], per_token, per_pair)
-            for chunk in chunks(layout, number, units, len(query), *limits, biased):
+            for chunk in chunks(layout, number, units, len(query), *limits, biased, placed):
                 yield units.fresh and number == 0, chunk
 
 
 def _units(
-    chunk: Chunk, bias: Tensor | None, dtype: torch.dtype
-) -> Iterator[tuple[int | slice, Tensor | None, Callable[[Tensor, Tensor], Tensor]]]:
-    """What is computed at a time: (unit index, what to add to its scores, the matmul a @ b^T).
+    chunk: Chunk, dtype: torch.dtype
+) -> Iterator[tuple[int | slice, Callable[[Tensor, Tensor], Tensor]]]:
+    """What is computed at a time: (unit index, the matmul a @ b^T).
 
     Large units run one by one, so that their scores stay in cache, smaller ones as one batch.
     """
-    additive = _additive(chunk, bias, dtype)
     if not _alone(chunk.q[0].numel() * chunk.k.shape[1], chunk.q.device, dtype):
-        yield slice(None), additive, _batched_product
+        yield slice(None), _batched_product
         return
     for unit in range(len(chunk.q)):
-        added = None if additive is None else additive[unit if len(additive) > 1 else 0]
-        yield unit, added, _product
+        yield unit, _product
+
+
+def _of_unit(added: Tensor | None, unit: int | slice) -> Tensor | None:
+    if added is None or isinstance(unit, slice):
+        return added
+    return added[unit if len(added) > 1 else 0]
 
 
 def _alone(pairs: int, device: torch.device, dtype: torch.dtype) -> bool:
@@ -176,22 +193,6 @@ def _biased(score: Tensor, additive: Tensor | None, group: int) -> Tensor:
     return score
 
 
-def _additive(chunk: Chunk, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What is added to a chunk's scores: the block bias, -inf where a pair is out.
-
-    [C or 1, g or 1, m or 1, n], None for nothing.
-    """
-    additive = None
-    if bias is not None and chunk.bias is not None:
-        entries, slots = chunk.bias
-        slots = slots[:, None].expand(-1, chunk.q.shape[1], -1)
-        additive = bias[entries].gather(-1, slots)[:, :, None].to(dtype)
-    if chunk.cells is not None:
-        kept = torch.zeros((), dtype=dtype, device=chunk.q.device) if additive is None else additive
-        additive = torch.where(chunk.cells[:, None], kept, -torch.inf)
-    return additive
-
-
 def _merge_rows(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merges partial results into distinct rows of (out, lse), in place."""
     old = lse[rows]
@@ -205,13 +206,6 @@ def _merge_rows(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: 
     lse.index_copy_(0, rows, highest + (a + b).log())
 
 
-def _add_bias_gradient(dbias: Tensor, entries: Tensor, slots: Tensor, of_keys: Tensor) -> None:
-    """Adds [C, g, n] sums over each key's scores to the entries that the keys belong to."""
-    of_entries = of_keys.new_zeros(entries.shape)
-    of_entries.scatter_add_(-1, slots[:, None].expand(of_keys.shape), of_keys)
-    dbias.index_add_(0, entries.flatten(), of_entries.flatten())
-
-
 def _take(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Copies of some rows, [*rows.shape, width]."""
     taken = x.index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1])
@@ -220,7 +214,3 @@ def _take(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _flat(x: Tensor) -> Tensor:
     return x.flatten(0, -2)
-
-
-def _flat_bias(block_bias: Tensor | None) -> Tensor | None:
-    return None if block_bias is None else block_bias.flatten()

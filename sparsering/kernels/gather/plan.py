@@ -5,6 +5,7 @@ Everything is index arithmetic on the layout's tables; no query, key or value is
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -175,6 +176,23 @@ def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield alike, bitmaps[alike[:1]]
 
 
+class Places(NamedTuple):
+    """Where the rows of a chunk lie in the whole attention.
+
+    Attributes:
+        batch: [C]; head: [C, g] query heads; branch of the mixture.
+        query: [C, m] absolute positions; key: [C, n].
+        stream: [C, m] of dropout.
+    """
+
+    batch: Tensor
+    head: Tensor
+    branch: int
+    query: Tensor
+    key: Tensor
+    stream: Tensor
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Some rows of a group for some heads: where their tokens are.
@@ -186,12 +204,14 @@ class Chunk:
         cells: bool [C or 1, m, n], the pairs that are in, or None where all are.
         bias: positions in a flattened [B, Hq, num_blocks] block bias, [C, g, e], and which of the
             e entries each key belongs to, [C, n]; None where there is no bias.
+        places: None where nothing depends on them.
     """
 
     q: Tensor
     k: Tensor
     cells: Tensor | None
     bias: tuple[Tensor, Tensor] | None
+    places: Places | None
 
 
 def chunks(
@@ -203,6 +223,7 @@ def chunks(
     per_token: int,
     per_pair: int,
     biased: bool,
+    placed: bool,
 ) -> Iterator[Chunk]:
     """Cuts units of pass `number` into chunks of at most `workspace` bytes.
 
@@ -254,11 +275,22 @@ def chunks(
                 first[..., None] + units.entries[which][:, None],
                 slots[real_k].view(-1, n) if ragged else slots,
             )
+        places = None
+        if placed:
+            origins, stream = p.coordinates(frame.q_start), p.stream
+            stream = torch.zeros_like(p.query_start) if stream is None else stream
+            query = q + _of_tokens(origins[0] - p.query_start, axis, query_tiles, b)
+            key = k + _of_tokens(origins[1] - p.key_start, axis, key_tiles, b)
+            stream = _of_tokens(stream, axis, query_tiles, b)
+            if ragged:
+                query, stream = (x[real_q].view(-1, m) for x in (query, stream))
+                key = key[real_k].view(-1, n)
+            places = Places(bat, q_head, p.branch, query, key, stream)
         if ragged:
             q, k = q[real_q].view(-1, m), k[real_k].view(-1, n)
         first_q = (bat[:, None] * frame.num_heads + q_head) * frame.q_len
         first_k = (bat * frame.num_kv_heads + kv_head) * frame.kv_len
-        yield Chunk(first_q[..., None] + q[:, None], first_k[:, None] + k, cells, bias)
+        yield Chunk(first_q[..., None] + q[:, None], first_k[:, None] + k, cells, bias, places)
 
 
 def _positions(
@@ -268,3 +300,8 @@ def _positions(
     first, end = (edge[axis[:, None], tiles][..., None] for edge in (start, stop))
     positions = (first + step * torch.arange(block_size, device=start.device)).flatten(1)
     return positions, positions < end.expand(-1, -1, block_size).flatten(1)
+
+
+def _of_tokens(of_tiles: Tensor, axis: Tensor, tiles: Tensor, block_size: int) -> Tensor:
+    """[C, t * block_size] what tiles have, for each of their tokens."""
+    return of_tiles[axis[:, None], tiles].repeat_interleave(block_size, 1)

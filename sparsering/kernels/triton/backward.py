@@ -1,8 +1,8 @@
 """The backward Triton kernels: dQ over the forward table, dK and dV over the transposed one.
 
 With the merged lse and `delta = rowsum(dO * O) - dlse`, every visited pair of every pass has
-`P = exp(s - lse)` and `dS = P * (dP - delta)`. Each program owns what it writes: there are no
-atomics, and sums run in a fixed order.
+`P = exp(s - lse)` and `dS = P * (dP - delta)`, dP 0 where P was dropped. Each program owns what it
+writes: there are no atomics, and sums run in a fixed order.
 """
 
 import triton
@@ -21,10 +21,11 @@ from .device import (
     unit_at,
     visible,
 )
-from .walk import CUT, UNIT
+from .distances import store_diagonals
+from .scores import apart, bias_at, capped, kept_pairs, words_of
+from .walk import UNIT
 
 _UNIT = tl.constexpr(UNIT)
-_CUT = tl.constexpr(CUT)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -69,28 +70,34 @@ def weight_of(power):
 def query_kernel(
     query, key, value, grad_out, bias, delta, safe_lse, grad_query, piece, grad_bias,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
+    distance_bias, key_mask, seed, stream, tile_origin, origin, diagonals, ends, diagonal_start,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
     g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
     dq_batch: tl.int64, dq_head: tl.int64, bias_batch: tl.int64, bias_head: tl.int64,
-    row_batch: tl.int64, row_head: tl.int64, step: tl.int64, num_units: tl.int64,
-    num_entries: tl.int64,
+    distance_batch: tl.int64, distance_head: tl.int64, mask_batch: tl.int64, seed_batch: tl.int64,
+    row_batch: tl.int64, row_head: tl.int64, origin_shift: tl.int64, step: tl.int64,
+    num_units: tl.int64, num_entries: tl.int64,
     num_tiles: tl.int64, num_slots: tl.int64, num_blocks: tl.int64, num_heads: tl.int32,
     group: tl.int32, first_head: tl.int32, all_heads: tl.int32, tables: tl.int32,
-    table_batches: tl.int32, axes: tl.int32, parts: tl.int32, scale: tl.float32,
+    table_batches: tl.int32, axes: tl.int32, parts: tl.int32, reach: tl.int32, branch: tl.int32,
+    least: tl.int32, scale: tl.float32, cap: tl.float32, kept_scale: tl.float32,
     TILE: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     PACK: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr,
-    RUNNING: tl.constexpr, BIASED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr,
+    DROPPING: tl.constexpr, STREAMS: tl.constexpr, KEYS_MASKED: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Writes dQ [B, heads, Nq, D] of each unit's rows, and entries' sums of dS by part of a tile.
 
     Rows, units and pieces are those of `forward_kernel`; with RUNNING dQ (float32) is added to.
+    With DISTANCES it leaves what `store_diagonals` tells.
     """
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
-    WHOLE: tl.constexpr = TILE % KEYS == 0
+    GAPS: tl.constexpr = TILE % KEYS != 0 or KEYS_MASKED
     part, unit, head, batch = program_of(parts, PACK, num_units, num_heads, group)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     units += (table * num_units + unit) * _UNIT
@@ -133,6 +140,21 @@ def query_kernel(
     )
     bias += batch * bias_batch
     start, tokens, bitmap, entry = from_table(start, tokens, bitmap, entry, table, num_entries)
+    if DISTANCES or DROPPING:
+        origin += table * num_entries
+        first_query = tl.load(tile_origin + axis * num_tiles + tile)
+        along_key = tl.arange(0, KEYS) * step
+    if DISTANCES:
+        biases = distance_bias + batch * distance_batch + heads * distance_head
+        along_query = (slot * step).to(tl.int32)
+    if DROPPING:
+        number = tl.load(stream + axis * num_tiles + tile) if STREAMS else 0
+        a, b = words_of(
+            tl.load(seed + batch * seed_batch + number), first_head + heads, branch,
+            first_query + slot * step,
+        )
+    packed = tl.arange(0, ROWS // TOKENS)  # of the sums of dS
+    there = (packed < PACK) & (head % group + packed < group)
     dq = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     for masked_entries in tl.static_range(2):
         lower = masked if masked_entries else first
@@ -148,15 +170,18 @@ def query_kernel(
             token = ahead + first_slot * step
             ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
             in_tile = keys < (tl.load(tokens + e) if masked_entries else TILE)
+            if KEYS_MASKED:
+                of_keys = key_mask + batch * mask_batch + token + tl.arange(0, KEYS) * step
+                in_tile &= tl.load(of_keys, mask=in_tile, other=0) != 0
             k = load_rows(
                 key, k_offset, k_row, k_column, token, in_tile, step, k_token,
-                KEYS, HEAD_DIM, PADDED_DIM, WHOLE and not masked_entries, TMA, WIDE,
+                KEYS, HEAD_DIM, PADDED_DIM, not (masked_entries or GAPS), TMA, WIDE,
             )
             v = load_rows(
                 value, v_offset, v_row, v_column, token, in_tile, step, v_token,
-                KEYS, VALUE_DIM, PADDED_VALUE_DIM, WHOLE and not masked_entries, TMA, WIDE,
+                KEYS, VALUE_DIM, PADDED_VALUE_DIM, not (masked_entries or GAPS), TMA, WIDE,
             )
-            if TMA and (masked_entries or not WHOLE):  # what lies past the tile may be no number
+            if TMA and (masked_entries or GAPS):  # what lies past the tile may be no number
                 k = tl.where(in_tile[:, None], k, 0.0)
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if BIASED:
@@ -164,25 +189,47 @@ def query_kernel(
                 base = (natural - tl.load(of_entry, mask=real, other=0.0)) * _LOG2_E
             else:
                 base = natural * _LOG2_E
-            weight = weight_of(score * (scale * _LOG2_E) - base[:, None])
-            dscore = tl.dot(do, tl.trans(v), input_precision=PRECISION) - d[:, None]
-            dscore *= weight
+            if DISTANCES or DROPPING:
+                first_key = tl.load(origin + e).to(tl.int64) + origin_shift + first_slot * step
+            if CAPPED:
+                score, slope = capped(score, scale, cap)
+            elif DISTANCES:
+                score *= scale
+            if DISTANCES:
+                far = apart(first_key, first_query)
+                distance = far + along_key.to(tl.int32)[None, :] - along_query[:, None]
+                score += bias_at(biases[:, None], distance, reach, real[:, None])
+            left = _LOG2_E if CAPPED or DISTANCES else scale * _LOG2_E
+            weight = weight_of(score * left - base[:, None])
+            dweight = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            if DROPPING:
+                kept_keys = (first_key + along_key)[None, :]
+                stays = kept_pairs(a[:, None], b[:, None], kept_keys, least)
+                dweight = tl.where(stays, dweight * kept_scale, 0.0)
+            dscore = (dweight - d[:, None]) * weight
             if masked_entries:
                 bits = visible(
                     words, tl.load(bitmap + e), slot[:, None], tl.arange(0, KEYS)[None, :],
                     first_slot, TILE, WORD, KEYS,
                 )
                 dscore = tl.where(in_tile[None, :] & (bits != 0), dscore, 0.0)
-            elif not WHOLE:
+            elif GAPS:
                 dscore = tl.where(in_tile[None, :], dscore, 0.0)
-            dq = tl.dot(dscore.to(k.dtype), k, dq, input_precision=PRECISION)
             if BIASED:
                 sums = tl.sum(tl.reshape(tl.sum(dscore, 1), [ROWS // TOKENS, TOKENS]), 1)
-                packed = tl.arange(0, ROWS // TOKENS)
                 of_head = batch * num_heads + head + packed
                 place = (of_head * num_blocks + tl.load(entry + e)) * (parts * STEPS)
-                there = (packed < PACK) & (head % group + packed < group)
                 tl.store(grad_bias + place + part * STEPS + i % STEPS, sums, mask=there)
+            if DISTANCES:
+                line = (batch * num_heads + head + packed) * num_entries + e
+                line = (line * parts + part) * STEPS + i % STEPS
+                store_diagonals(
+                    diagonals, ends, diagonal_start, line, there, dscore,
+                    far - (part * TOKENS * step).to(tl.int32), step, reach, ROWS, TOKENS, KEYS,
+                )
+            if CAPPED:
+                dscore *= slope
+            dq = tl.dot(dscore.to(k.dtype), k, dq, input_precision=PRECISION)
 
     dq *= scale
     cut = tl.load(units + 4)
@@ -202,21 +249,25 @@ def query_kernel(
 def key_kernel(
     query, key, value, grad_out, bias, delta, safe_lse, grad_key, grad_value, piece_key,
     piece_value, units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
+    distance_bias, key_mask, seed, stream, tile_origin, origin,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
     g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
     dk_batch: tl.int64, dk_head: tl.int64, dv_batch: tl.int64, dv_head: tl.int64,
-    bias_batch: tl.int64, bias_head: tl.int64,
-    row_batch: tl.int64, row_head: tl.int64, step: tl.int64, num_units: tl.int64,
-    num_entries: tl.int64,
+    bias_batch: tl.int64, bias_head: tl.int64, distance_batch: tl.int64, distance_head: tl.int64,
+    mask_batch: tl.int64, seed_batch: tl.int64, row_batch: tl.int64, row_head: tl.int64,
+    origin_shift: tl.int64, step: tl.int64, num_units: tl.int64, num_entries: tl.int64,
     num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, group: tl.int32,
     first_head: tl.int32, all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32,
-    axes: tl.int32, scale: tl.float32,
+    axes: tl.int32, reach: tl.int32, branch: tl.int32, least: tl.int32,
+    scale: tl.float32, cap: tl.float32, kept_scale: tl.float32,
     TILE: tl.constexpr, WORD: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
     QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr,
-    RUNNING: tl.constexpr, BIASED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr,
+    DROPPING: tl.constexpr, STREAMS: tl.constexpr, KEYS_MASKED: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Writes dK [B, shares, Nk, D] and dV of each unit's keys, from HEADS query heads at a time.
@@ -252,6 +303,13 @@ def key_kernel(
     k = tl.load(key + from_key[:, None] + dim[None, :], mask=kept, other=0.0)
     v = tl.load(value + from_value[:, None] + value_dim[None, :], mask=value_kept, other=0.0)
     start, tokens, bitmap, entry = from_table(start, tokens, bitmap, entry, table, num_entries)
+    if DISTANCES or DROPPING:
+        origin += table * num_entries
+        key_position = tl.load(tile_origin + axis * num_tiles + tile) + first_key * step
+        along_key = tl.arange(0, KEYS) * step
+        along_query = tl.arange(0, QUERIES) * step
+    if DROPPING:
+        stream += table * num_entries
     dk = tl.zeros([KEYS, PADDED_DIM], tl.float32)
     dv = tl.zeros([KEYS, PADDED_VALUE_DIM], tl.float32)
     q_token, g_token = elements(q_token, ALIGN), elements(g_token, ALIGN)
@@ -296,9 +354,36 @@ def key_kernel(
                 if BIASED:
                     of_head_bias = bias + batch * bias_batch + h * elements(bias_head, 1)
                     base -= tl.load(of_head_bias + tl.load(entry + e))
-                weight = weight_of(score * (scale * _LOG2_E) - (base * _LOG2_E)[None, :])
-                dscore = tl.dot(v, tl.trans(do), input_precision=PRECISION) - d[None, :]
-                dscore *= weight
+                if DISTANCES or DROPPING:
+                    query_position = tl.load(origin + e).to(tl.int64) + origin_shift
+                    query_position += first_slot * step
+                if CAPPED:
+                    score, slope = capped(score, scale, cap)
+                elif DISTANCES:
+                    score *= scale
+                if DISTANCES:
+                    distance = apart(key_position, query_position) + along_key.to(tl.int32)[:, None]
+                    distance -= along_query.to(tl.int32)[None, :]
+                    biases = distance_bias + batch * distance_batch
+                    biases += h * elements(distance_head, 1)
+                    score += bias_at(biases, distance, reach, in_tile[None, :])
+                left = _LOG2_E if CAPPED or DISTANCES else scale * _LOG2_E
+                weight = weight_of(score * left - (base * _LOG2_E)[None, :])
+                dweight = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                if DROPPING:
+                    number = tl.load(stream + e) if STREAMS else 0
+                    a, b = words_of(
+                        tl.load(seed + batch * seed_batch + number), first_head + h, branch,
+                        query_position + along_query,
+                    )
+                    kept_keys = (key_position + along_key)[:, None]
+                    stays = kept_pairs(a[None, :], b[None, :], kept_keys, least)
+                    dweight = tl.where(stays, dweight * kept_scale, 0.0)
+                dscore = (dweight - d[None, :]) * weight
+                if DROPPING:
+                    weight = tl.where(stays, weight, 0.0)
+                if CAPPED:
+                    dscore *= slope
                 if masked_entries:
                     bits = visible(
                         words, tl.load(bitmap + e), slot[None, :], tl.arange(0, KEYS)[:, None],
@@ -310,6 +395,11 @@ def key_kernel(
                 dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision=PRECISION)
 
     dk *= scale
+    if DROPPING:
+        dv *= kept_scale
+    if KEYS_MASKED:  # a key's own numbers reach its own gradients alone
+        seen = tl.load(key_mask + batch * mask_batch + position, mask=real, other=0) != 0
+        dk, dv = tl.where(seen[:, None], dk, 0.0), tl.where(seen[:, None], dv, 0.0)
     share = head // group * ((group + HEADS - 1) // HEADS) + head % group // HEADS
     cut = tl.load(units + 4)
     if cut >= 0:
@@ -329,38 +419,3 @@ def key_kernel(
             dv += tl.load(to_value, mask=value_kept, other=0.0)
         tl.store(to_key, dk.to(grad_key.dtype.element_ty), mask=kept)
         tl.store(to_value, dv.to(grad_value.dtype.element_ty), mask=value_kept)
-
-
-@kernel
-def sum_kernel(
-    piece, grad, cuts, tile_start, tile_stop,
-    grad_batch: tl.int64, grad_head: tl.int64, step: tl.int64, num_cuts: tl.int64,
-    num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, first_head: tl.int32,
-    all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32, axes: tl.int32,
-    TILE: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    ALIGN: tl.constexpr, RUNNING: tl.constexpr,
-):
-    """Adds up the pieces of each cut tile, in order; `heads` may be shares."""
-    part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
-    table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
-    cuts += (table * num_cuts + number) * _CUT
-    tile = tl.load(cuts)
-    if tile < 0:
-        return
-    slot = part * ROWS + tl.arange(0, ROWS)
-    position = tl.load(tile_start + axis * num_tiles + tile) + slot * step
-    real = (slot < TILE) & (position < tl.load(tile_stop + axis * num_tiles + tile))
-    dim = tl.arange(0, PADDED_DIM)
-    kept = real[:, None] & (dim < HEAD_DIM)[None, :]
-    row = batch * elements(grad_batch, ALIGN) + head * elements(grad_head, ALIGN)
-    row += position * HEAD_DIM
-    to = grad + row[:, None] + dim[None, :]
-    if RUNNING:
-        total = tl.load(to, mask=kept, other=0.0)
-    else:
-        total = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    first = tl.load(cuts + 1)
-    for number in range(first, first + tl.load(cuts + 2)):
-        place = ((batch * num_heads + head) * num_slots + number) * TILE + slot
-        total += tl.load(piece + place[:, None] * HEAD_DIM + dim[None, :], mask=kept, other=0.0)
-    tl.store(to, total.to(grad.dtype.element_ty), mask=kept)

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from ...layouts.layout import BlockLayout
-from ..problem import Gradients, Problem, dense_rows
+from ..problem import Gradients, Problem, dense_rows, sink_gradient
+from . import extras
 from .launch import descriptor, launch, padded, power_of_2, precision, processors, strides
 from .tuning import Config, config_for
 from .walk import Walk, walk
 
-EXTRAS = frozenset({"block_bias"})
+EXTRAS = frozenset(
+    ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")
+)
 """Options of a call, beside its scale, that are computed here."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,11 +64,13 @@ def interpreting() -> bool:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Attention over a layout; lse is float32."""
+    """Attention over a layout; lse is float32. A sink is a key that every row has seen before."""
     layout, query, value = problem.layout, problem.query, problem.value
     in_turn = _in_turn(problem)
     out = _blank(problem, (*query.shape[:3], value.shape[3]), overwritten=in_turn)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+    if problem.sink is not None:
+        lse.copy_(problem.sink)
     for part in _parts(problem, in_turn):
         to = out[:, part.heads]
         sums = torch.zeros_like(to, dtype=torch.float32) if in_turn else to
@@ -80,44 +85,62 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
     """Gradients of the problem's tensors."""
-    layout, bias = problem.layout, problem.block_bias
+    layout, sink = problem.layout, problem.sink
+    bias, table = problem.block_bias, problem.distance_bias
     grad_out = dense_rows(grad_out)
     rows = _prepared(grad_out, grad_lse, out, lse)
-    in_turn = _in_turn(problem)
+    in_turn, at_most = _in_turn(problem), None
+    if table is not None:
+        at_most = extras.kv_heads_at_a_time(problem, _config_for("query", problem))
     dq = _blank(problem, problem.query.shape, overwritten=in_turn)
     dk, dv = (_blank(problem, x.shape, by_key=True) for x in (problem.key, problem.value))
-    dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-    for part in _parts(problem, in_turn):
+    dbias, dtable = (
+        None if x is None else x.new_zeros(x.shape, dtype=torch.float32) for x in (bias, table)
+    )
+    for part in _parts(problem, in_turn, at_most):
         grads = [x[:, part.heads] for x in (grad_out, *rows)]
         to = dq[:, part.heads]
         sums = torch.zeros_like(to, dtype=torch.float32) if in_turn else to
-        of_bias = None if dbias is None else dbias[:, part.heads]
+        of_tables = [None if x is None else x[:, part.heads] for x in (dbias, dtable)]
         for number in range(len(layout.passes)):
-            _query_pass(part, number, grads, sums, of_bias)
+            _query_pass(part, number, grads, sums, *of_tables)
         if in_turn:
             to.copy_(sums)
         _key_passes(part, grads, [x[:, part.kv_heads] for x in (dk, dv)])
-    dq = problem.query_gradient(dq)
-    if bias is None or dbias is None:
-        return Gradients(dq, dk, dv)
-    return Gradients(dq, dk, dv, dbias.to(bias.dtype))
+    return Gradients(
+        problem.query_gradient(dq), dk, dv,
+        None if bias is None or dbias is None else dbias.to(bias.dtype),
+        None if table is None or dtable is None else dtable.to(table.dtype),
+        None if sink is None else sink_gradient(sink, lse, rows[0]),
+    )  # fmt: skip
 
 
 class _Part(NamedTuple):
-    """Some kv heads of a call, `kv_heads` of them, and the query heads that use them."""
+    """Some kv heads of a call, and the query heads that use them: a problem of their own."""
 
-    layout: BlockLayout
+    problem: Problem
     heads: slice
     kv_heads: slice
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    scale: float
+
+    @property
+    def layout(self) -> BlockLayout:
+        return self.problem.layout
+
+    @property
+    def query(self) -> Tensor:
+        return self.problem.query
+
+    @property
+    def key(self) -> Tensor:
+        return self.problem.key
+
+    @property
+    def value(self) -> Tensor:
+        return self.problem.value
 
     @property
     def group(self) -> int:
-        return self.query.shape[1] // self.key.shape[1]
+        return self.problem.group
 
 
 def _in_turn(problem: Problem) -> bool:
@@ -126,15 +149,18 @@ def _in_turn(problem: Problem) -> bool:
     return half and len(problem.layout.passes) > 1
 
 
-def _parts(problem: Problem, in_turn: bool) -> Iterator[_Part]:
-    """The whole call; or, in turn, as few kv heads as fill the device."""
+def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Iterator[_Part]:
+    """The whole call, or `at_most` kv heads at a time; in turn, as few as fill the device."""
     problem = problem.with_positive_scale().with_dense_rows()
-    layout, query, key, value, scale, *_ = problem
-    bias = None if problem.block_bias is None else dense_rows(problem.block_bias.float())
+    bias, table = (
+        None if x is None else dense_rows(x.float())
+        for x in (problem.block_bias, problem.distance_bias)
+    )
+    layout, query, key, value = problem[:4]
     num_kv_heads = key.shape[1]
     if not layout.passes or not query.shape[0] * num_kv_heads:
         return
-    group, at_a_time = problem.group, num_kv_heads
+    group, at_a_time = problem.group, min(num_kv_heads, at_most or num_kv_heads)
     if in_turn:
         tiles = max(p.query_start.shape[-1] for p in layout.passes)
         programs = max(1, len(query) * group * tiles)
@@ -143,23 +169,27 @@ def _parts(problem: Problem, in_turn: bool) -> Iterator[_Part]:
     for first in range(0, num_kv_heads, at_a_time):
         kv_heads = slice(first, min(first + at_a_time, num_kv_heads))
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        yield _Part(
-            layout, heads, kv_heads, query[:, heads], key[:, kv_heads], value[:, kv_heads],
-            None if bias is None else bias[:, heads], scale,
+        own = problem._replace(
+            query=query[:, heads], key=key[:, kv_heads], value=value[:, kv_heads],
+            block_bias=None if bias is None else bias[:, heads],
+            distance_bias=None if table is None else table[:, heads],
         )  # fmt: skip
+        yield _Part(own, heads, kv_heads)
 
 
 def _forward_pass(part: _Part, number: int, out: Tensor, lse: Tensor) -> None:
     """Merges what one pass sees into out and lse."""
-    from .forward import forward_kernel, merge_kernel
+    from .combine import merge_kernel
+    from .forward import forward_kernel
 
-    config = _config_for("forward", part)
+    config = _config_for("forward", part.problem)
     rows = _rows(part, number, config)
     w = _walk(part, number, rows["programs"], by_key=False)
     pieces = out.new_empty(_slots(part, out.shape[1], w, out.shape[3]), dtype=torch.float32)
     arguments = {
         **_of_inputs(part, config), **rows,
         **_of_tiles(part, number, w, config.streamed, by_key=False), "RUNNING": number > 0,
+        "SINK": number == 0 and part.problem.sink is not None,
         "out": out, "lse": lse, "lse_batch": lse.stride(0), "lse_head": lse.stride(1),
         "piece_out": pieces, "piece_lse": pieces.new_empty(pieces.shape[:-1]),
         "num_heads": out.shape[1],
@@ -171,12 +201,18 @@ def _forward_pass(part: _Part, number: int, out: Tensor, lse: Tensor) -> None:
 
 
 def _query_pass(
-    part: _Part, number: int, grads: list[Tensor], dq: Tensor, dbias: Tensor | None
+    part: _Part,
+    number: int,
+    grads: list[Tensor],
+    dq: Tensor,
+    dbias: Tensor | None,
+    dtable: Tensor | None,
 ) -> None:
-    """Adds what one pass gives to dQ and to the gradient of the block bias."""
-    from .backward import query_kernel, sum_kernel
+    """Adds what one pass gives to dQ and to the gradients of block bias and distance bias."""
+    from .backward import query_kernel
+    from .combine import sum_kernel
 
-    config = _config_for("query", part)
+    config = _config_for("query", part.problem)
     rows = _rows(part, number, config)
     w = _walk(part, number, rows["programs"], by_key=False)
     grad_out, delta, safe_lse = grads
@@ -194,11 +230,16 @@ def _query_pass(
         steps = rows["parts"] * -(-tile // config.streamed)
         of_steps = dbias.new_zeros(*dbias.shape, steps)
         arguments |= {"grad_bias": of_steps, "num_blocks": dbias.shape[2]}
+    if dtable is not None:
+        room = extras.room_for_diagonals(part.problem, w, rows, config)
+        arguments |= room
     arguments |= _streamed(part, number, config, key=part.key, value=part.value)
     launch(query_kernel, w.units.shape[2] * rows["programs"], config, arguments)
     _combine(sum_kernel, w, dq, arguments)
     if dbias is not None:
         dbias += of_steps.sum(-1)
+    if dtable is not None:
+        extras.add_diagonals(dtable, room, part.layout.passes[number].step)
 
 
 def _key_passes(part: _Part, grads: list[Tensor], results: list[Tensor]) -> None:
@@ -206,9 +247,10 @@ def _key_passes(part: _Part, grads: list[Tensor], results: list[Tensor]) -> None
 
     By way of float32 sums where several passes, or shares of a group, add to them.
     """
-    from .backward import key_kernel, sum_kernel
+    from .backward import key_kernel
+    from .combine import sum_kernel
 
-    config, layout = _config_for("key", part), part.layout
+    config, layout = _config_for("key", part.problem), part.layout
     at_a_time = _heads_at_a_time(part)
     shares = -(-part.group // at_a_time)
     alone = len(layout.passes) == 1 and shares == 1
@@ -318,16 +360,16 @@ def _slots(part: _Part, heads: int, w: Walk, head_dim: int) -> tuple[int, ...]:
 
 
 def _of_inputs(part: _Part, config: Config) -> dict[str, Any]:
-    query, key, value, bias = part.query, part.key, part.value, part.bias
+    query, value, bias = part.query, part.value, part.problem.block_bias
     return {
-        "query": query, "key": key, "value": value,
+        "query": query, "key": part.key, "value": value,
         "HEAD_DIM": query.shape[3], "PADDED_DIM": padded(query),
         "VALUE_DIM": value.shape[3], "PADDED_VALUE_DIM": padded(value),
         "bias": query if bias is None else bias, "BIASED": bias is not None,
         "bias_batch": 0 if bias is None else bias.stride(0),
         "bias_head": 0 if bias is None else bias.stride(1),
-        "grad_bias": query, "num_blocks": 0,
-        "scale": part.scale, "group": part.group, "first_head": part.heads.start,
+        **dict.fromkeys(("grad_bias", "diagonals", "ends", "diagonal_start"), query),
+        "num_blocks": 0, "scale": part.problem.scale, "group": part.group,
         "all_heads": part.layout.frame.num_heads, "PRECISION": precision(query.dtype),
         "STAGES": config.stages, "WARP_SPECIALIZE": config.warp_specialize,
     }  # fmt: skip
@@ -339,7 +381,8 @@ def _of_tiles(part: _Part, number: int, w: Walk, keys: int, *, by_key: bool) -> 
     starts, stops = (p.key_start, p.key_stop) if by_key else (p.query_start, p.query_stop)
     word = 32 if tile % 32 == 0 and keys >= 32 else 16
     return {
-        **w._asdict(), "tile_start": starts.contiguous(), "tile_stop": stops.contiguous(),
+        **w._asdict(), **extras.arguments(part.problem, number, w, part.heads.start, by_key=by_key),
+        "tile_start": starts.contiguous(), "tile_stop": stops.contiguous(),
         "words": p.bitmaps.contiguous().view(torch.int32 if word == 32 else torch.int16),
         "step": p.step, "num_units": w.units.shape[2], "num_entries": w.start.shape[2],
         "num_cuts": w.cuts.shape[2], "num_tiles": starts.shape[1], "num_slots": w.slots,
@@ -353,7 +396,8 @@ def _streamed(part: _Part, number: int, config: Config, **tensors: Tensor) -> di
     step, tile = part.layout.passes[number].step, part.layout.block_size
     reach = max(1, *(x.stride(2) for x in tensors.values()))
     wide = tile * step * reach + _MOST_HEAD_DIM >= 1 << 31
-    if config.tma and step == 1:
+    holes = "key" in tensors and part.problem.key_mask is not None  # that only pointers leave out
+    if config.tma and step == 1 and not holes:
         described = {name: descriptor(x, config.streamed) for name, x in tensors.items()}
         if all(x is not None for x in described.values()):
             return {**described, "TMA": True, "WIDE": wide}
@@ -379,6 +423,9 @@ def _blank(
     return new(*shape, dtype=problem.result_dtype)
 
 
-def _config_for(kernel: str, part: _Part) -> Config:
-    head_dim = max(part.query.shape[3], part.value.shape[3])
-    return config_for(kernel, part.query, head_dim, part.layout.block_size)
+def _config_for(kernel: str, problem: Problem) -> Config:
+    head_dim = max(problem.query.shape[3], problem.value.shape[3])
+    config = config_for(kernel, problem.query, head_dim, problem.layout.block_size)
+    if problem.distance_bias is None:
+        return config
+    return config._replace(streamed=max(16, config.streamed // 2))  # a bias to each pair takes room

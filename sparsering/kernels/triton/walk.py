@@ -30,6 +30,10 @@ class Walk(NamedTuple):
         tokens: [Bt, T, E] how many it has.
         bitmap: [Bt, T, E] its number, -1 where all pairs of real tokens are in.
         entry: [Bt, T, E] number of the entry in `layout.entries`.
+        origin: [Bt, T, E] int64 position of the other tile's first token, None where the pass tells
+            no other than `start`.
+        stream: [Bt, T, E] int64 stream of dropout of the other tile where that is a query tile,
+            None where the pass has none.
         cuts: [Bt, T, cuts, 3] of each cut tile (-1: none): tile, first slot, pieces.
         slots: most slots that a table uses.
     """
@@ -41,6 +45,8 @@ class Walk(NamedTuple):
     entry: Tensor
     cuts: Tensor
     slots: int
+    origin: Tensor | None = None
+    stream: Tensor | None = None
 
 
 _captured: list[object] = []  # what CUDA graphs read: for the life of the process
@@ -88,14 +94,18 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
     if by_key:
         row_ptr, other, entry = (stretched(x, batch, heads).long() for x in p.transpose)
         bitmap = stretched(p.bitmap, batch, heads).gather(-1, entry)
-        start, stop = p.query_start, p.query_stop
+        start, stop, origin, stream = p.query_start, p.query_stop, p.query_origin, p.stream
     else:
         row_ptr, other = (stretched(x, batch, heads).long() for x in (p.row_ptr, p.key_tile))
         entry = torch.arange(size, device=other.device).expand_as(other)
         bitmap = stretched(p.bitmap, batch, heads)
-        start, stop = p.key_start, p.key_stop
+        start, stop, origin, stream = p.key_start, p.key_stop, p.key_origin, None
     other = other.clamp(max=max(0, start.shape[-1] - 1))  # of padding
-    start, stop = (stretched(x[None], batch, heads).gather(-1, other) for x in (start, stop))
+
+    def of_other(x: Tensor) -> Tensor:
+        return stretched(x[None], batch, heads).gather(-1, other)
+
+    start, stop = of_other(start), of_other(stop)
     tokens = tile_counts(start, stop, p.step, layout.block_size)
     first = stretched(layout.first_entry[number].to(entry.device), batch, heads)
 
@@ -137,8 +147,9 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
         for x in (start, tokens, bitmap, entry + first[..., None])
     )
     return Walk(
-        units.int().contiguous(), start, tokens, bitmap, entry, cuts.int().contiguous(), slots_used
-    )
+        units.int().contiguous(), start, tokens, bitmap, entry, cuts.int().contiguous(), slots_used,
+        *(None if x is None else of_other(x).gather(-1, order) for x in (origin, stream)),
+    )  # fmt: skip
 
 
 def _positions(like: Tensor) -> Tensor:

@@ -1,0 +1,147 @@
+"""Which weights dropout keeps: a pure function of where a pair is, never of how it is computed.
+
+Each row of scores (seed, batch entry, query head, branch of a mixture, query position) hashes to
+two 32-bit words a and b. A key position k then gives
+
+    x = (k * 0x9E3779B1) ^ a
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = ((x ^ (x >> 15)) + b) * 0xD35A2D97
+
+modulo 2^32, and the pair is kept where x, as a signed number, is at least round(p * 2^32) - 2^31:
+two multiplications to a pair, where Philox takes twenty. With one multiplication less, or with the
+key not multiplied first, neighbours are dependent; `tests/test_dropout.py` measures that. A row
+repeats after 2^32 keys; rows that share both words are one in 2^64.
+
+Source: the multipliers and shifts are those of hash-prospector's two-round 32-bit hash
+(https://github.com/skeeto/hash-prospector), 0x9E3779B1 is 2^32 over the golden ratio.
+"""
+
+import torch
+from torch import Tensor
+
+from .patterns.arguments import shortened
+from .rows import mix
+
+KEY_MULTIPLIER = 0x9E3779B1 - (1 << 32)  # as int32, like all below
+MULTIPLIERS = (0x21F0AAAD, 0xD35A2D97 - (1 << 32))
+ADDENDS = (0x9E3779B9 - (1 << 32), 0x7F4A7C15)  # of the words a and b
+
+
+def batch_seeds(seed: Tensor, batch: int) -> Tensor:
+    """[batch] int64 seeds of each batch entry, from a call's int64 seed."""
+    return mix(seed, torch.arange(batch, device=seed.device))
+
+
+def drawn_seed(like: Tensor) -> Tensor:
+    """A seed from torch's generator of a tensor's device."""
+    return torch.randint(2**62, (), device=like.device)
+
+
+def kept_pairs(
+    seed: Tensor, p: float, head: Tensor | int, query: Tensor, key: Tensor, branch: Tensor | int = 0
+) -> Tensor:
+    """Whether pairs are kept; arguments broadcast.
+
+    Args:
+        seed: of the batch entry, as `batch_seeds` gives it.
+        p: share that is dropped.
+        head: query head.
+        query, key: absolute positions.
+    """
+    a, b = _words(seed, head, branch, query)
+    x = key.int() * KEY_MULTIPLIER ^ a
+    x = (x ^ _shifted(x, 16)) * MULTIPLIERS[0]
+    x = ((x ^ _shifted(x, 15)) + b) * MULTIPLIERS[1]
+    return x >= threshold(p)
+
+
+def threshold(p: float) -> int:
+    """The least hash, as a signed 32-bit number, of a pair that is kept."""
+    return min(round(p * 2**32), 2**32 - 1) - 2**31
+
+
+def _words(
+    seed: Tensor, head: Tensor | int, branch: Tensor | int, query: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The two words of a row."""
+    words = []
+    for word, addend in zip((seed & 0xFFFFFFFF, seed >> 32), ADDENDS, strict=True):
+        x = word.int()
+        for part in (head, branch, query):
+            part = part.int() if isinstance(part, Tensor) else part
+            x = (x ^ part) + addend
+            x = (x ^ _shifted(x, 16)) * MULTIPLIERS[0]
+            x = (x ^ _shifted(x, 15)) * MULTIPLIERS[1]
+            x = x ^ _shifted(x, 15)
+        words.append(x)
+    return words[0], words[1]
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shifted to the right, zeros coming in."""
+    return (x >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def dropout_kept(
+    seed: int | Tensor,
+    p: float,
+    batch: int | Tensor,
+    head: int | Tensor,
+    query_positions: int | Tensor,
+    key_positions: int | Tensor,
+    branch: int | Tensor = 0,
+) -> Tensor:
+    """Whether `attention(dropout_p=p, dropout_seed=seed)` keeps the weights of pairs.
+
+    Args:
+        seed: int or int64 tensor of one number.
+        p: share of the weights that is dropped, 0 <= p < 1.
+        batch, head: batch entry and query head.
+        query_positions, key_positions: absolute positions.
+        branch: of a mixture. All but p are ints or int64 tensors and broadcast.
+
+    Returns: bool, of the broadcast shape.
+
+    Raises: ValueError for a p out of range or a seed that is no int64.
+    """
+    seed = checked_seed(seed)
+    checked_probability(p)
+    given = {"batch": batch, "head": head, "query_positions": query_positions}
+    given |= {"key_positions": key_positions, "branch": branch}
+    numbers = [_checked_numbers(name, x) for name, x in given.items()]
+    entry, head, query, key, branch = torch.broadcast_tensors(*numbers)
+    return kept_pairs(mix(seed, entry), float(p), head, query, key, branch)
+
+
+def checked_probability(p: object) -> float:
+    """The share to drop; ValueError where it is no number from 0 on, below 1."""
+    number = isinstance(p, float | int) and not isinstance(p, bool)
+    if not number or not 0 <= p < 1:  # type: ignore[operator]
+        got = f"a tensor {tuple(p.shape)}" if isinstance(p, Tensor) else shortened(repr(p))
+        raise ValueError(f"dropout_p must be a number with 0 <= p < 1, got {got}; 0.0 drops none")
+    return float(p)  # type: ignore[arg-type]
+
+
+def checked_seed(seed: object) -> Tensor:
+    """A seed as an int64 tensor without dims; ValueError where it is none."""
+    if isinstance(seed, Tensor):
+        if seed.dtype == torch.int64 and seed.dim() == 0:
+            return seed
+        got = f"a tensor of {seed.dtype}, of shape {tuple(seed.shape)}"
+    else:
+        if isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**63:
+            return torch.tensor(seed)
+        got = shortened(repr(seed))
+    raise ValueError(
+        f"dropout_seed must be an int of 64 bits or an int64 tensor without dims, got {got}; "
+        "None draws one"
+    )
+
+
+def _checked_numbers(name: str, x: object) -> Tensor:
+    if isinstance(x, Tensor) and x.dtype == torch.int64:
+        return x
+    if isinstance(x, int) and not isinstance(x, bool):
+        return torch.tensor(x)
+    got = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else shortened(repr(x))
+    raise ValueError(f"{name} must be an int or an int64 tensor, got {got}; cast with .long()")

@@ -1,0 +1,134 @@
+"""Extras of a call: what is done to scores and weights beside scaling them; checked, for kernels.
+
+In this order: softcap, distance and block bias, which pairs there are, softmax, sink, dropout.
+"""
+
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import expanded_bias
+from .dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
+from .patterns.algebra import Pattern
+from .patterns.arguments import checked_integer, shortened
+
+NAMES = ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed")
+_NONE: dict[str, Any] = dict.fromkeys(NAMES)
+
+
+def alibi(slopes: Tensor, radius: int) -> Tensor:
+    """The `distance_bias` of ALiBi: `-slope * abs(distance)`, for distances up to `radius`.
+
+    Args:
+        slopes: [H], of each query head.
+        radius: R; what is further away counts as R.
+
+    Returns: [H, 2R + 1] float32, differentiable in the slopes.
+
+    Raises: ValueError where slopes are no such tensor or the radius is negative.
+
+    Example:
+        >>> slopes = 2.0 ** -torch.arange(1, 9)  # of 8 heads
+        >>> out = attention(query, key, value, Causal(), distance_bias=alibi(slopes, 4096))
+
+    Source: ALiBi (arXiv 2108.12409), section 3.
+    """
+    if not isinstance(slopes, Tensor) or slopes.dim() != 1 or not slopes.is_floating_point():
+        got = f"{slopes.dtype} {tuple(slopes.shape)}" if isinstance(slopes, Tensor) else slopes
+        raise ValueError(
+            f"slopes must be a floating point tensor [heads], got {shortened(str(got))}; "
+            "torch.tensor([...]) makes one"
+        )
+    checked_integer("radius", radius, 0)
+    distance = torch.arange(-radius, radius + 1, device=slopes.device).abs()
+    return -slopes.float()[:, None] * distance
+
+
+def checked_extras(query: Tensor, pattern: Pattern, block_size: int | None, **given: Any) -> Any:
+    """The extras of a call as `Problem` has them, None for what is not in use.
+
+    Tables and sinks are given a dim of batch entries; ValueError where something does not fit.
+    """
+    unknown = given.keys() - _NONE.keys()
+    if unknown:
+        raise TypeError(f"attention has no option {', '.join(sorted(unknown))}")
+    p = given.pop("dropout_p", 0.0)
+    seed = given.pop("dropout_seed", None)
+    in_use = {name: x for name, x in given.items() if x is not None}
+    if type(p) is float and p == 0.0 and not in_use and seed is None:
+        return _NONE
+    extras = {**_NONE, **{name: _CHECKS[name](x, query) for name, x in in_use.items()}}
+    if (bias := in_use.get("block_bias")) is not None:
+        extras["block_bias"] = expanded_bias(bias, query, block_size)
+    seed = None if seed is None else checked_seed(seed)
+    if p := checked_probability(p):
+        if seed is None:
+            seed = drawn_seed(query)
+        extras["dropout_p"] = p
+        extras["dropout_seed"] = _of_entries(seed.to(query.device), pattern, len(query))
+    return extras
+
+
+def _of_entries(seed: Tensor, pattern: Pattern, batch: int) -> Tensor:
+    """[B, streams] seeds; packed documents of a single entry count as batch entries."""
+    streams = pattern.num_streams
+    return batch_seeds(seed, batch * streams).view(batch, streams)
+
+
+def _checked_softcap(softcap: object, query: Tensor) -> float:
+    if isinstance(softcap, torch.SymFloat):
+        return float(softcap)
+    number = isinstance(softcap, Real) and not isinstance(softcap, bool | Tensor)
+    if not number or not 2.0**-100 <= softcap <= 2.0**100:  # type: ignore[operator]
+        raise ValueError(
+            f"softcap must be a finite number above 0 or None, got {shortened(repr(softcap))}; "
+            "50.0 is one"
+        )
+    return float(softcap)  # type: ignore[arg-type]
+
+
+def _checked_table(table: object, query: Tensor) -> Tensor:
+    """A distance bias [Hq or 1, 2R + 1] for each batch entry and query head."""
+    heads = query.shape[1]
+    table = _checked_floats("distance_bias", table, query)
+    if table.dim() != 2 or table.shape[0] not in (1, heads) or table.shape[1] % 2 == 0:
+        raise ValueError(
+            f"distance_bias must be [{heads} or 1, 2R + 1], of distances -R to R, got "
+            f"{tuple(table.shape)}; alibi(slopes, R) makes one"
+        )
+    return table.expand(len(query), heads, -1)
+
+
+def _checked_sink(sink: object, query: Tensor) -> Tensor:
+    """A sink for each batch entry and query head, [B, Hq, Nq or 1]."""
+    batch, heads, tokens, _ = query.shape
+    sink = _checked_floats("sink", sink, query)
+    if sink.dim() == 1:
+        sink = sink[None, :, None]
+    fits = sink.dim() == 3 and sink.shape[0] in (1, batch) and sink.shape[1] == heads
+    if not fits or sink.shape[2] not in (1, tokens):
+        raise ValueError(
+            f"sink must be [{heads}], a logit of each query head, or [{batch} or 1, {heads}, "
+            f"{tokens} or 1], got {tuple(sink.shape)}; sink[None, :, None] adds dims"
+        )
+    return sink.expand(batch, -1, -1)
+
+
+def _checked_floats(name: str, x: object, query: Tensor) -> Tensor:
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.device != query.device:
+        got = f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else shortened(repr(x))
+        raise ValueError(
+            f"{name} must be a tensor of floating point numbers on {query.device}, got {got}; "
+            "torch.tensor makes one, .to() casts and moves"
+        )
+    return x
+
+
+_CHECKS = {
+    "block_bias": lambda bias, query: bias,  # needs the block size
+    "softcap": _checked_softcap,
+    "distance_bias": _checked_table,
+    "sink": _checked_sink,
+}

@@ -1,0 +1,133 @@
+// Extras of a call: what they do to the transposed scores of a pair of tiles, S^T [keys, queries],
+// and to the weights made of them.
+
+#pragma once
+
+#include "pack.h"
+
+namespace sparsering::cpu {
+
+// tanh x, right to 3e-7 of itself, NaN of NaN: a rational function of x^2, fitted up to 8, where
+// tanh is 1 but for 2e-7.
+inline Vec tanh_of(Vec x) {
+  const Vec bounded = at::vec::clamp(x, Vec(-8.f), Vec(8.f)), u = bounded * bounded;
+  Vec p(1.523041227e-8f), q(8.522444414e-7f);
+  p = at::vec::fmadd(p, u, Vec(2.189465818e-5f));
+  q = at::vec::fmadd(q, u, Vec(3.411291658e-4f));
+  p = at::vec::fmadd(p, u, Vec(3.571597814e-3f));
+  q = at::vec::fmadd(q, u, Vec(2.616444216e-2f));
+  p = at::vec::fmadd(p, u, Vec(1.344449781e-1f));
+  q = at::vec::fmadd(q, u, Vec(4.677782513e-1f));
+  p = at::vec::fmadd(p, u, Vec(9.999999936e-1f));
+  q = at::vec::fmadd(q, u, Vec(1.f));
+  return bounded * p / q;
+}
+
+// Entries of a distance table [2 * radius + 1] for `count` distances from `first` on, `step` apart.
+inline void read_distances(const float* table, int64_t radius, int64_t first, int64_t step,
+                           int64_t count, float* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    to[i] = table[radius + std::clamp(first + i * step, -radius, radius)];
+  }
+}
+
+// Adds to the entries of such distances.
+inline void add_distances(double* table, int64_t radius, int64_t first, int64_t step, int64_t count,
+                          const float* from) {
+  for (int64_t i = 0; i < count; ++i) {
+    table[radius + std::clamp(first + i * step, -radius, radius)] += from[i];
+  }
+}
+
+// Scores of one key, `size` queries of it (or of one query and its keys), scaled, under the cap (0
+// for none) and with `bias` (or nullptr); the cap's derivative goes to `slope` (or nullptr).
+inline void adjust(float* scores, int64_t size, float scale, float cap, const float* bias,
+                   float* slope) {
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const int64_t n = std::min(kLanes, size - i);
+    Vec score = Vec::loadu(scores + i, n);
+    if (cap > 0.f) {
+      const Vec t = tanh_of(score * Vec(scale / cap));
+      if (slope) {
+        (Vec(1.f) - t * t).store(slope + i, n);
+      }
+      score = bias ? at::vec::fmadd(t, Vec(cap), Vec::loadu(bias + i, n)) : t * Vec(cap);
+    } else {
+      score = at::vec::fmadd(score, Vec(scale), Vec::loadu(bias + i, n));
+    }
+    score.store(scores + i, n);
+  }
+}
+
+// The hash of `dropout.py`, which says what it is; words of 32 bits.
+inline uint32_t mixed(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x21F0AAADu;
+  x = (x ^ (x >> 15)) * 0xD35A2D97u;
+  return x ^ (x >> 15);
+}
+
+// The two words of each row of a query tile.
+inline void row_words(int64_t seed, int64_t head, int64_t branch, int64_t first, int64_t step,
+                      int64_t count, uint32_t* a, uint32_t* b) {
+  constexpr uint32_t kAddends[2] = {0x9E3779B9u, 0x7F4A7C15u};
+  for (int word = 0; word < 2; ++word) {
+    uint32_t x = static_cast<uint32_t>(word ? seed >> 32 : seed), add = kAddends[word];
+    x = mixed((x ^ static_cast<uint32_t>(head)) + add);
+    x = mixed((x ^ static_cast<uint32_t>(branch)) + add);
+    uint32_t* to = word ? b : a;
+    for (int64_t i = 0; i < count; ++i) {
+      to[i] = mixed((x ^ static_cast<uint32_t>(first + i * step)) + add);
+    }
+  }
+}
+
+inline uint32_t key_word(int64_t position) {
+  return static_cast<uint32_t>(position) * 0x9E3779B1u;
+}
+
+inline bool is_kept(uint32_t key, uint32_t a, uint32_t b, int32_t threshold) {
+  uint32_t x = key ^ a;
+  x = (x ^ (x >> 16)) * 0x21F0AAADu;
+  x = ((x ^ (x >> 15)) + b) * 0xD35A2D97u;
+  return static_cast<int32_t>(x) >= threshold;
+}
+
+// Dropout of some tokens: their seeds' words, and positions of keys.
+struct Dropout {
+  const uint32_t *a, *b;  // of each query
+  int64_t first, step;    // positions of the keys
+  int32_t threshold;
+};
+
+// Sets the weights [keys, queries] that are dropped to 0.
+inline void drop(float* weights, int64_t keys, int64_t queries, const Dropout& x) {
+  for (int64_t j = 0; j < keys; ++j) {
+    const uint32_t key = key_word(x.first + j * x.step);
+    float* row = weights + j * queries;
+    for (int64_t i = 0; i < queries; ++i) {
+      row[i] = is_kept(key, x.a[i], x.b[i], x.threshold) ? row[i] : 0.f;
+    }
+  }
+}
+// The same of pairs of keys, interleaved.
+inline void drop(BFloat16* weights, int64_t keys, int64_t queries, const Dropout& x) {
+  using Pair [[gnu::may_alias]] = uint32_t;
+  for (int64_t j = 0; j < keys; j += 2) {
+    const uint32_t even = key_word(x.first + j * x.step),
+                   odd = key_word(x.first + (j + 1) * x.step);
+    Pair* row = reinterpret_cast<Pair*>(weights + j * queries);
+    for (int64_t i = 0; i < queries; ++i) {
+      const uint32_t low = is_kept(even, x.a[i], x.b[i], x.threshold) ? 0xFFFFu : 0u;
+      const uint32_t high = is_kept(odd, x.a[i], x.b[i], x.threshold) ? 0xFFFF0000u : 0u;
+      row[i] &= low | high;
+    }
+  }
+}
+
+// What weights are multiplied with: `factor` where they are kept, else 0.
+inline void keep_factors(float* to, int64_t keys, int64_t queries, const Dropout& x, float factor) {
+  std::fill_n(to, keys * queries, factor);
+  drop(to, keys, queries, x);
+}
+
+}  // namespace sparsering::cpu

@@ -1,0 +1,110 @@
+"""What the kernels are given for the extras of a call, and the gradient of a table of distances.
+
+An extra that a call has not is compiled away; its arguments are placeholders.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dropout import threshold
+from ..problem import Problem
+from .launch import launch, power_of_2, processors
+from .tuning import Config
+from .walk import Walk
+
+_FAR = 1 << 30  # a distance that no table has
+_LINES, _DISTANCES = 16, 256  # that a program of `sum_diagonals_kernel` takes at a time
+_PROGRAMS = 8  # per multiprocessor, that it should have
+_MOST_SPLITS = 64  # partial tables of a head
+_DIAGONAL_BYTES = 1 << 28  # of sums along diagonals at a time, beyond one kv head's own
+
+
+def arguments(
+    problem: Problem, number: int, w: Walk, first_head: int, *, by_key: bool
+) -> dict[str, Any]:
+    """Of pass `number` of a problem whose heads are those of a call from `first_head` on."""
+    p, table, mask = problem.layout.passes[number], problem.distance_bias, problem.key_mask
+    seed = problem.dropout_seed if problem.dropout_p else None
+    placed = table is not None or seed is not None
+    of_tiles = p.coordinates(problem.layout.frame.q_start)[by_key] if placed else p.query_start
+    own = w.stream if by_key else p.stream
+    stream = p.query_start if seed is None or own is None else own
+    shifted = by_key and p.query_origin is None
+    return {
+        "first_head": first_head,
+        "CAPPED": problem.softcap is not None,
+        "cap": problem.softcap or 1.0,
+        "DISTANCES": table is not None,
+        "distance_bias": problem.query if table is None else table,
+        "distance_batch": 0 if table is None else table.stride(0),
+        "distance_head": 0 if table is None else table.stride(1),
+        "reach": 0 if table is None else table.shape[2] // 2,
+        "KEYS_MASKED": mask is not None,
+        "key_mask": w.start if mask is None else mask.contiguous().view(torch.uint8),
+        "mask_batch": 0 if mask is None or len(mask) == 1 else mask.shape[1],
+        "DROPPING": seed is not None,
+        "STREAMS": stream is own,
+        "seed": p.query_start if seed is None else seed.contiguous(),
+        "seed_batch": 0 if seed is None else seed.shape[1],
+        "stream": stream.contiguous(),
+        "branch": p.branch,
+        "least": threshold(problem.dropout_p or 0.0),
+        "kept_scale": 1 / (1 - (problem.dropout_p or 0.0)),
+        "tile_origin": of_tiles.contiguous(),
+        "origin": w.start if w.origin is None else w.origin,
+        "origin_shift": problem.layout.frame.q_start if shifted else 0,
+    }
+
+
+def kv_heads_at_a_time(problem: Problem, config: Config) -> int:
+    """How many, for sums along diagonals to stay within a bound where those of one head do."""
+    layout = problem.layout
+    tokens = min(config.rows, power_of_2(layout.block_size))
+    parts, steps = (-(-layout.block_size // n) for n in (tokens, config.streamed))
+    entries = max((p.key_tile.shape[-1] for p in layout.passes), default=0)
+    heads = len(problem.query) * problem.group
+    numbers = heads * entries * parts * steps * diagonals_of(tokens, config.streamed)
+    return max(1, _DIAGONAL_BYTES // max(1, 4 * numbers))
+
+
+def diagonals_of(tokens: int, keys: int) -> int:
+    """Numbers in a line of `store_diagonals`: diagonals, in whole multiples of `keys`."""
+    return ((keys + tokens - 2) // keys + 1) * keys
+
+
+def room_for_diagonals(
+    problem: Problem, w: Walk, rows: dict[str, int], config: Config
+) -> dict[str, Tensor]:
+    """Memory for what `query_kernel` leaves of the gradient of a table: a line for each step."""
+    steps = rows["parts"] * -(-problem.layout.block_size // config.streamed)
+    lines = (*problem.query.shape[:2], w.start.shape[2] * steps)
+    new = torch.empty(*lines, diagonals_of(rows["TOKENS"], config.streamed), device=w.start.device)
+    return {
+        "diagonals": new,  # what is not written is not read
+        "ends": new.new_zeros(*lines, 2),
+        "diagonal_start": new.new_full(lines, _FAR, dtype=torch.int32),
+    }
+
+
+def add_diagonals(grad: Tensor, made: dict[str, Tensor], step: int) -> None:
+    """Adds those sums to the gradient of a table [B, heads, 2R + 1]."""
+    from .distances import sum_diagonals_kernel
+
+    batch, heads, lines, span = made["diagonals"].shape
+    size = grad.shape[2]
+    blocks, tables = -(-size // _DISTANCES), batch * heads
+    wanted = _PROGRAMS * processors(grad.device) // max(1, tables * blocks)
+    splits = max(1, min(wanted, _MOST_SPLITS, -(-lines // _LINES)))
+    partial = grad.new_empty(batch, heads, splits, size)
+    named = {
+        **made, "grad": partial, "num_lines": lines, "split_lines": -(-lines // splits),
+        "step": step, "reach": size // 2, "splits": splits,
+        "SPAN": span, "LINES": _LINES, "DISTANCES": _DISTANCES,
+    }  # fmt: skip
+    launch(sum_diagonals_kernel, tables * splits * blocks, None, named)
+    grad += partial.sum(2)
+    low, high = made["ends"].sum(2).unbind(-1)
+    grad[..., 0] += low
+    grad[..., -1] += high

@@ -1,0 +1,82 @@
+"""What extras make of scores and weights, in forward and backward alike.
+
+Pairs are [queries, keys], or turned. Positions are absolute: int64 of a tile's first token, int32
+steps from there.
+"""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from ...dropout import ADDENDS, KEY_MULTIPLIER, MULTIPLIERS
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_FAR = tl.constexpr(1 << 30)
+_OF_KEY = tl.constexpr(KEY_MULTIPLIER % 2**32)
+_MULTIPLIER_1 = tl.constexpr(MULTIPLIERS[0] % 2**32)
+_MULTIPLIER_2 = tl.constexpr(MULTIPLIERS[1] % 2**32)
+_ADDEND_A = tl.constexpr(ADDENDS[0] % 2**32)
+_ADDEND_B = tl.constexpr(ADDENDS[1] % 2**32)
+
+
+@triton.jit
+def capped(product, scale, cap):
+    """`cap * tanh(scale * product / cap)`, and its slope: what a gradient is multiplied by.
+
+    The hyperbolic tangent is right to 2e-7 of itself: a series near 0 (Cephes, tanhf), else by an
+    exponential.
+    """
+    x = product * (scale / cap)
+    size = tl.abs(x)
+    rest = 1.0 / (tl.exp2(size * (2 * _LOG2_E)) + 1.0)  # (1 - tanh(size)) / 2
+    square = x * x
+    series = -5.70498872745e-3 * square + 2.06390887954e-2
+    series = series * square - 5.37397155531e-2
+    series = series * square + 1.33314422036e-1
+    series = series * square - 3.33332819422e-1
+    far = tl.where(x < 0.0, 2.0 * rest - 1.0, 1.0 - 2.0 * rest)
+    tangent = tl.where(size < 0.625, x + x * square * series, far)
+    return cap * tangent, 4.0 * rest * (1.0 - rest)
+
+
+@triton.jit
+def apart(key, query):
+    """Distance between two int64 positions, as int32: at most 2 ** 30."""
+    return tl.minimum(tl.maximum(key - query, -_FAR), _FAR).to(tl.int32)
+
+
+@triton.jit
+def bias_at(table, distance, reach, there):
+    """What a table of distances -reach to reach holds for pairs; further ones have its ends."""
+    entry = tl.minimum(tl.maximum(distance, -reach), reach) + reach
+    return tl.load(table + entry, mask=there, other=0.0)
+
+
+@triton.jit
+def _mixed(x):
+    x = (x ^ (x >> 16)) * _MULTIPLIER_1
+    x = (x ^ (x >> 15)) * _MULTIPLIER_2
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _word(word, head, branch, query, ADDEND: tl.constexpr):
+    x = _mixed((word.to(tl.uint32) ^ head.to(tl.uint32)) + ADDEND)
+    x = _mixed((x ^ branch.to(tl.uint32)) + ADDEND)
+    return _mixed((x ^ query.to(tl.uint32)) + ADDEND)
+
+
+@triton.jit
+def words_of(seed, head, branch, query):
+    """The two words of dropout that rows hash to; see `sparsering.dropout`."""
+    a = _word(seed, head, branch, query, _ADDEND_A)
+    return a, _word(seed >> 32, head, branch, query, _ADDEND_B)
+
+
+@triton.jit
+def kept_pairs(a, b, key, least):
+    """Whether dropout keeps pairs of rows with these words and keys at these positions."""
+    x = (key.to(tl.uint32) * _OF_KEY) ^ a
+    x = (x ^ (x >> 16)) * _MULTIPLIER_1
+    x = ((x ^ (x >> 15)) + b) * _MULTIPLIER_2
+    return x.to(tl.int32, bitcast=True) >= least

@@ -1,0 +1,97 @@
+"""Attention with the extras of a call, by their formulas, in dense float64; shares no code with it.
+
+Every branch of a mixture is written out by itself, as dropout sees it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparsering as sr
+
+
+def kept_by_formula(seed: int, p: float, batch: int, head: int, query: int, key: int, branch: int):
+    """Whether a pair is kept, in Python's own integers."""
+    whole, word = 2**64 - 1, 2**32 - 1
+
+    def signed_shift(x: int, bits: int) -> int:
+        return (x - 2**64 if x >> 63 else x) >> bits & whole
+
+    state = 0
+    for part in (seed, batch):
+        state = (part + state * 31 + 0x9E3779B9) & whole
+        for multiplier, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
+            state = (state ^ signed_shift(state, shift)) * multiplier & whole
+        state = (state ^ signed_shift(state, 31)) & whole
+    state &= 2**62 - 1
+
+    def mixed(x: int) -> int:
+        x = (x ^ x >> 16) * 0x21F0AAAD & word
+        x = (x ^ x >> 15) * 0xD35A2D97 & word
+        return x ^ x >> 15
+
+    a, b = state & word, state >> 32
+    for part in (head, branch, query):
+        a = mixed(((a ^ part & word) + 0x9E3779B9) & word)
+        b = mixed(((b ^ part & word) + 0x7F4A7C15) & word)
+    x = key * 0x9E3779B1 & word ^ a
+    x = (x ^ x >> 16) * 0x21F0AAAD & word
+    x = ((x ^ x >> 15) + b) * 0xD35A2D97 & word
+    return (x - 2**32 if x >> 31 else x) >= min(round(p * 2**32), word) - 2**31
+
+
+def branches_of(pattern: sr.Pattern, batch: int, **heads: Any) -> Tensor:
+    """[branches, B, H, Nq, Nk] which pairs each branch of a pattern has."""
+    shape = (batch, heads["num_heads"], heads["q_len"], heads["kv_len"])
+    return torch.stack([branch.to_dense(**heads).expand(shape) for branch in pattern.branches])
+
+
+def attend_with_extras(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    branches: Tensor,
+    *,
+    q_start: int,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) in float64; `bias` [branches or 1, B, H, Nq, Nk] is that of each pair's block."""
+    batch, heads, q_len, width = query.shape
+    group = heads // key.shape[1]
+    q = query.double()
+    k, v = (x.double().repeat_interleave(group, 1) for x in (key, value))
+    p, j = torch.arange(q_start, q_start + q_len)[:, None], torch.arange(k.shape[2])
+    score = torch.einsum("bhqd,bhkd->bhqk", q, k) * (width**-0.5 if scale is None else scale)
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    if distance_bias is not None:
+        table, radius = distance_bias.double(), distance_bias.shape[1] // 2
+        of_pair = [row[(j - p).clamp(-radius, radius) + radius] for row in table]
+        score = score + torch.stack(of_pair)
+    score = score + torch.zeros_like(branches, dtype=torch.float64)
+    if bias is not None:
+        score = score + bias.double()
+    score = score.masked_fill(~branches, -torch.inf)  # [branches, B, H, Nq, Nk]
+    rows = score.movedim(0, -2).flatten(-2)  # all that a query sees, side by side
+    if sink is None:
+        sink = torch.full((heads,), -torch.inf, dtype=torch.float64)
+    sink = (sink[None, :, None] if sink.dim() == 1 else sink).double()
+    rows = torch.cat((rows, sink.expand(batch, heads, q_len)[..., None]), -1)
+    empty = (rows == -torch.inf).all(-1, keepdim=True)
+    weight = torch.where(empty, 0.0, rows.masked_fill(empty, 0.0).softmax(-1))[..., :-1]
+    lse = torch.where(empty[..., 0], -torch.inf, rows.masked_fill(empty, 0.0).logsumexp(-1))
+    weight = weight.unflatten(-1, (len(branches), -1)).movedim(-2, 0)
+    if dropout_p:
+        shape = torch.arange(len(branches)).view(-1, 1, 1, 1, 1)
+        entry = torch.arange(batch).view(-1, 1, 1, 1)
+        head = torch.arange(heads).view(-1, 1, 1)
+        kept = sr.dropout_kept(dropout_seed, dropout_p, entry, head, p, j, shape)
+        weight = weight * kept / (1 - dropout_p)
+    return weight.sum(0) @ v, lse
