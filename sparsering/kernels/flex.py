@@ -86,7 +86,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _score_mod(problem: Problem, queries: Tensor, keys: Tensor) -> Callable[..., Tensor] | None:
-    """What extras do to a scaled score of slots, whose positions are [S, slots]; None for nothing."""
+    """What extras do to a scaled score of slots, whose positions are [S, slots], if anything."""
     softcap, table, heads = problem.softcap, problem.distance_bias, problem.query.shape[1]
     if softcap is None and table is None:
         return None

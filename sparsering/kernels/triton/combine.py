@@ -1,5 +1,4 @@
 """Triton kernels that put results together: of passes, and of the pieces of tiles that were cut."""
-# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -32,7 +31,7 @@ def merge_kernel(
     TILE: tl.constexpr, ROWS: tl.constexpr, VALUE_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr, RUNNING: tl.constexpr,
     SINK: tl.constexpr,
-):  # fmt: skip
+):
     """Merges the pieces of each cut tile, in order, into out and lse; see `forward_kernel`."""
     part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
@@ -76,7 +75,7 @@ def sum_kernel(
     all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32, axes: tl.int32,
     TILE: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     ALIGN: tl.constexpr, RUNNING: tl.constexpr,
-):  # fmt: skip
+):
     """Adds up the pieces of each cut tile, in order; `heads` may be shares."""
     part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)

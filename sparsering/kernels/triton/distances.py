@@ -4,7 +4,6 @@
 pairs of equal distance. `sum_diagonals_kernel` then reads, for each distance, the lines that have
 it. There are no atomics.
 """
-# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -16,7 +15,7 @@ from .device import kernel
 def store_diagonals(
     diagonals, ends, start, line, there, dscore, first, step, reach,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+):
     """Writes one line for each head that a program's rows are of.
 
     Args:
@@ -53,7 +52,7 @@ def sum_diagonals_kernel(
     diagonals, diagonal_start, grad, num_lines: tl.int64, split_lines: tl.int64, step: tl.int32,
     reach: tl.int32, splits: tl.int32,
     SPAN: tl.constexpr, LINES: tl.constexpr, DISTANCES: tl.constexpr,
-):  # fmt: skip
+):
     """Writes grad [heads, splits, 2 reach + 1]: sums of a split's lines, but for both ends' own.
 
     `diagonals` [heads, lines, SPAN] and `diagonal_start` [heads, lines] are what

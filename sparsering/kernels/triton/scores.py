@@ -3,7 +3,6 @@
 Pairs are [queries, keys], or turned. Positions are absolute: int64 of a tile's first token, int32
 steps from there.
 """
-# mypy: ignore-errors
 
 import triton
 import triton.language as tl
