@@ -6,7 +6,7 @@ their own.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +31,9 @@ def differentiable(
             integers, query, key and value first; `Tensor[] tensors` and `str pattern`; then plain
             values.
         forward: maps the arguments to (out, lse).
-        backward: maps arguments, out, lse, grad_out and grad_lse to the gradients of the former
-            tensors, None for what is None.
+        backward: maps arguments, out, lse, grad_out, grad_lse and which of the former tensors'
+            gradients are wanted to these gradients, None for what is None; what is not wanted may
+            be anything of its shape.
         refusal: what a second derivative raises.
 
     Returns: a function of the arguments by name.
@@ -51,15 +52,12 @@ def differentiable(
         return out, query.new_empty(query.shape[:3], dtype=sum_dtype(query))
 
     def gradients(*arguments: Any) -> list[Tensor]:
-        grads = backward(*arguments)
-        return [arguments[0].new_empty(0) if grad is None else grad for grad in grads]
+        new, found = arguments[0].new_empty, zip(backward(*arguments), arguments[-1], strict=True)
+        return [grad if wanted and grad is not None else new(0) for grad, wanted in found]
 
     def fake_gradients(*arguments: Any) -> list[Tensor]:
-        given = arguments[:count]
-        return [x.new_empty(x.shape) if has_gradient(x) else given[0].new_empty(0) for x in given]
-
-    def has_gradient(x: Tensor | None) -> TypeGuard[Tensor]:
-        return x is not None and x.is_floating_point()
+        new, given = arguments[0].new_empty, zip(arguments[:count], arguments[-1], strict=True)
+        return [new(0) if x is None or not wanted else x.new_empty(x.shape) for x, wanted in given]
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.values = inputs[count + 1 :]
@@ -72,8 +70,10 @@ def differentiable(
             torch.zeros_like(x) if g is None else g for x, g in zip(results, grads, strict=True)
         )
         run = TransformedGradients.apply if transforming() else gradients_op
-        found = run(*given, tensors, *ctx.values, *results, *of_results)
-        kept = (g if has_gradient(x) else None for x, g in zip(given, found, strict=True))
+        needed = zip(ctx.needs_input_grad, given, strict=False)
+        wanted = [needs and x is not None and x.is_floating_point() for needs, x in needed]
+        found = run(*given, tensors, *ctx.values, *results, *of_results, wanted)
+        kept = (grad if of_it else None for grad, of_it in zip(found, wanted, strict=True))
         return (*kept, [None] * len(tensors), *(None for _ in ctx.values))
 
     def refuse(ctx: Any, *grads: object) -> None:
@@ -82,7 +82,7 @@ def differentiable(
     op = torch.library.custom_op(
         f"sparsering::{name}", forward, mutates_args=(), schema=f"({call}) -> (Tensor, Tensor)"
     )
-    more = "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse"
+    more = "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, bool[] wanted"
     gradients_op = torch.library.custom_op(
         f"sparsering::{name}_backward",
         gradients,

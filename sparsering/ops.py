@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
 from .checks import check_batch, check_bias, refuse_forward_mode
@@ -40,47 +41,60 @@ def attend(
     """(out, lse) of a checked call on a backend that computes its options.
 
     Where a backward is written out it runs as an operator, to which torch comes back with
-    `_forward` and `_backward`; else as plain torch.
+    `_forward` and `_backward`; as plain torch where it is not, or where nothing looks at the
+    operator, which costs a small call a good part of its time.
     """
     call = {
         "query": query,
         "key": key,
         "value": value,
-        "tensors": pattern.tensors,
-        "pattern": pattern.expression,
         "scale": scale,
         "q_start": q_start,
         "block_size": block_size,
         "backend": backend,
         **options,
     }
+    spelt: dict[str, Any] = {"tensors": pattern.tensors, "pattern": pattern.expression}
     forward, backward = BACKENDS[backend].forward, BACKENDS[backend].backward
     if backward is not None:
         refuse_forward_mode(*call.values())
-        return _attention(**call)
+        if _watched(*call.values(), *pattern.tensors):
+            return _attention(**call, **spelt)
     if forward is not None and transforming():
         raise NotImplementedError(
             f"{backend} does not run under torch.func (grad, vmap); name another backend or none"
         )
     with without_autocast(query):
-        return _reference(**call) if forward is None else forward(_problem(**call))
+        if forward is None:
+            return _reference(**call, **spelt)
+        return forward(_problem(pattern, **call))
+
+
+def _watched(*values: object) -> bool:
+    """Whether autograd, a compiler, a mode or a transform of torch looks at what runs now."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transforming():
+        return True
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return wanted or any(type(x) not in (Tensor, Parameter) or x.is_meta for x in tensors)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = dict(zip(_NAMES, arguments, strict=True))
     forward = BACKENDS[call["backend"]].forward
     assert forward is not None
-    problem = _problem(**call)
+    problem = _spelt_problem(**call)
     with without_autocast(problem.query):
         return forward(problem)
 
 
 def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
-    *given, out, lse, grad_out, grad_lse = arguments
+    *given, out, lse, grad_out, grad_lse, wanted = arguments
     call = dict(zip(_NAMES, given, strict=True))
     backward = BACKENDS[call["backend"]].backward
     assert backward is not None
-    problem = _problem(**call)
+    learns = wanted[_NAMES.index("distance_bias")]
+    problem = _spelt_problem(**call)._replace(learns_distances=learns)
     with without_autocast(problem.query):
         grads = backward(problem, out, lse, grad_out, grad_lse)._asdict()
     return tuple(grads.get(name) for name in _NAMES[: _NAMES.index("tensors")])
@@ -102,13 +116,16 @@ _attention = differentiable(
 )
 
 
+def _spelt_problem(*, tensors: Sequence[Tensor], pattern: str, **call: Any) -> Problem:
+    return _problem(parse(pattern, tensors), **call)
+
+
 def _problem(
+    pattern: Pattern,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
-    tensors: Sequence[Tensor],
-    pattern: str,
     q_start: int,
     block_size: int | None,
     backend: str,
@@ -119,13 +136,13 @@ def _problem(
     Key masks are data where the backend takes them: another mask needs no other layout. Where
     blocks have a bias they are those of the whole pattern.
     """
-    whole, mask = parse(pattern, tensors), None
-    check_batch(whole, query)
+    mask = None
+    check_batch(pattern, query)
     if options["block_bias"] is None and "key_mask" in BACKENDS[backend].extras:
-        whole, masks = without_key_masks(whole)
+        pattern, masks = without_key_masks(pattern)
         check_key_masks(masks, len(query), key.shape[2])
         mask = key_mask(masks, key.shape[2], query.device) if masks else None
-    layout = _layout(whole, query, key, q_start, block_size, backend)
+    layout = _layout(pattern, query, key, q_start, block_size, backend)
     check_bias(options["block_bias"], layout)
     return Problem(layout, query, key, value, key_mask=mask, **options)
 
@@ -325,7 +342,7 @@ def _visited_pairs(arguments: Sequence[Any]) -> float:
 
 @register_flop_formula(torch.ops.sparsering.attention, get_raw=True)
 def _flops(*arguments: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Two matmuls on the pattern's exact pairs."""
+    """Two matmuls on the pattern's exact pairs; extras, which are none, count nothing."""
     query, _, value, *_ = arguments
     return int(2 * _visited_pairs(arguments) * (query.shape[3] + value.shape[3]))
 

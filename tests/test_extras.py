@@ -355,6 +355,29 @@ def test_the_reference_differentiates_the_extras_twice():
     assert torch.autograd.gradgradcheck(call, (*x, *options.values()))
 
 
+@pytest.mark.parametrize("backend", ["gather", "cpu"])
+def test_a_table_that_learns_nothing_changes_no_other_gradient(backend: str):
+    leaves = leaves_of(torch.float32)
+    call = {"sink": leaves[4], "softcap": 1.5, "backend": backend}
+    fixed = sr.attention(*leaves[:3], sr.Causal(), distance_bias=leaves[3].detach(), **call)
+    learned = sr.attention(*leaves[:3], sr.Causal(), distance_bias=leaves[3], **call)
+    others = [*leaves[:3], leaves[4]]
+    for a, b in zip(gradients([fixed], others), gradients([learned], others), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_flops_of_extras_are_those_of_the_pattern():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    totals = []
+    for options in ({}, extras_of(CASE, ALL, torch.float32)):
+        with FlopCounterMode(display=False) as counter:
+            out = sr.attention(*inputs(CASE, torch.float32), sr.Causal(), **options)
+            out.sum().backward()
+        totals.append(counter.get_total_flops())
+    assert totals[0] == totals[1] > 0
+
+
 # Bits, bounds and refusals
 
 

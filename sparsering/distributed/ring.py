@@ -209,7 +209,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(*arguments: Any) -> list[Tensor | None]:
     """Gradients of this rank's shards of query, key and value."""
-    *given, out, lse, grad_out, grad_lse = arguments
+    *given, out, lse, grad_out, grad_lse, _ = arguments
     rank, exchange, (query, key, value) = _begin(True, *given)
     x = Saved(query, key, value, out, lse, grad_out, grad_lse)
     dtable = rank.blank_table()

@@ -36,6 +36,7 @@ class Problem(NamedTuple):
             `Pass.stream` numbers.
         key_mask: [B or 1, Nk] bool, False for keys that no query sees, whatever the layout says,
             and whose numbers nothing may depend on; None for none.
+        learns_distances: whether the gradient of the distance bias is wanted.
         in_float32: give half precision's results and gradients in float32, as they were summed.
     """
 
@@ -51,6 +52,7 @@ class Problem(NamedTuple):
     dropout_p: float | None = None
     dropout_seed: Tensor | None = None
     key_mask: Tensor | None = None
+    learns_distances: bool = True
     in_float32: bool = False
 
     @property

@@ -22,7 +22,7 @@ class Extras:
         self.dbias = None if bias is None else bias.new_zeros(bias.numel(), dtype=dtype)
         self.table = None if table is None else table.to(dtype).flatten()
         self.dtable = None
-        if table is not None:  # sums of many numbers
+        if table is not None and problem.learns_distances:  # sums of many numbers
             self.dtable = table.new_zeros(table.numel(), dtype=torch.float64)
         self.masked = None
         if mask is not None:

@@ -87,14 +87,14 @@ def query_kernel(
     PACK: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr,
     RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr,
-    DROPPING: tl.constexpr, STREAMS: tl.constexpr, KEYS_MASKED: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr,
+    LEARNS_DISTANCES: tl.constexpr, DROPPING: tl.constexpr, STREAMS: tl.constexpr,
+    KEYS_MASKED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Writes dQ [B, heads, Nq, D] of each unit's rows, and entries' sums of dS by part of a tile.
 
     Rows, units and pieces are those of `forward_kernel`; with RUNNING dQ (float32) is added to.
-    With DISTANCES it leaves what `store_diagonals` tells.
+    With LEARNS_DISTANCES it leaves what `store_diagonals` tells.
     """
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
     GAPS: tl.constexpr = TILE % KEYS != 0 or KEYS_MASKED
@@ -220,7 +220,7 @@ def query_kernel(
                 of_head = batch * num_heads + head + packed
                 place = (of_head * num_blocks + tl.load(entry + e)) * (parts * STEPS)
                 tl.store(grad_bias + place + part * STEPS + i % STEPS, sums, mask=there)
-            if DISTANCES:
+            if LEARNS_DISTANCES:
                 line = (batch * num_heads + head + packed) * num_entries + e
                 line = (line * parts + part) * STEPS + i % STEPS
                 store_diagonals(

@@ -86,7 +86,8 @@ def backward(
 ) -> Gradients:
     """Gradients of the problem's tensors."""
     layout, sink = problem.layout, problem.sink
-    bias, table = problem.block_bias, problem.distance_bias
+    bias = problem.block_bias
+    table = problem.distance_bias if problem.learns_distances else None
     grad_out = dense_rows(grad_out)
     rows = _prepared(grad_out, grad_lse, out, lse)
     in_turn, at_most = _in_turn(problem), None

@@ -37,6 +37,7 @@ def arguments(
         "CAPPED": problem.softcap is not None,
         "cap": problem.softcap or 1.0,
         "DISTANCES": table is not None,
+        "LEARNS_DISTANCES": table is not None and problem.learns_distances,
         "distance_bias": problem.query if table is None else table,
         "distance_batch": 0 if table is None else table.stride(0),
         "distance_head": 0 if table is None else table.stride(1),
