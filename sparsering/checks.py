@@ -19,7 +19,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
     """Raises ValueError (TypeError for a pattern that is none) where they do not fit together."""
     check_pattern(pattern)
     for name, x in (("query", query), ("key", key), ("value", value)):
-        _check_tensor(name, x)
+        check_tensor(name, x, "[batch, heads, tokens, head dim]")
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise ValueError(
             "query, key and value must be [batch, heads, tokens, head dim], got "
@@ -88,7 +88,7 @@ def check_pattern(pattern: object) -> None:
     raise TypeError(f"pattern must be a sparsering pattern such as Causal(), got {got}; {way_out}")
 
 
-def _check_tensor(name: str, x: object, dims: str = "[batch, heads, tokens, head dim]") -> None:
+def check_tensor(name: str, x: object, dims: str = "of numbers") -> None:
     """Raises ValueError for what kernels cannot read."""
     if not isinstance(x, Tensor):
         got = "None" if x is None else f"a {type(x).__name__}"
@@ -156,7 +156,7 @@ def expanded_bias(block_bias: Tensor, query: Tensor, block_size: int | None) -> 
             "block_bias needs an explicit block_size, for its blocks are those of "
             "pattern.layout(block_size=...)"
         )
-    _check_tensor("block_bias", block_bias, "[batch or 1, heads or 1, blocks]")
+    check_tensor("block_bias", block_bias, "[batch or 1, heads or 1, blocks]")
     fits = block_bias.dim() == 3 and block_bias.shape[0] in (1, batch)
     if not fits or block_bias.shape[1] not in (1, heads):
         raise ValueError(

@@ -16,6 +16,9 @@ Source: the multipliers and shifts are those of hash-prospector's two-round 32-b
 (https://github.com/skeeto/hash-prospector), 0x9E3779B1 is 2^32 over the golden ratio.
 """
 
+import operator
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -109,13 +112,21 @@ def dropout_kept(
     given = {"batch": batch, "head": head, "query_positions": query_positions}
     given |= {"key_positions": key_positions, "branch": branch}
     numbers = [_checked_numbers(name, x) for name, x in given.items()]
-    entry, head, query, key, branch = torch.broadcast_tensors(*numbers)
+    try:
+        entry, head, query, key, branch = torch.broadcast_tensors(*numbers)
+    except RuntimeError:
+        shapes = ", ".join(
+            f"{name} {tuple(x.shape)}" for name, x in zip(given, numbers, strict=True)
+        )
+        raise ValueError(
+            f"positions must broadcast, got {shapes}; add dims by x[:, None]"
+        ) from None
     return kept_pairs(mix(seed, entry), float(p), head, query, key, branch)
 
 
 def checked_probability(p: object) -> float:
     """The share to drop; ValueError where it is no number from 0 on, below 1."""
-    number = isinstance(p, float | int) and not isinstance(p, bool)
+    number = isinstance(p, Real) and not isinstance(p, bool)
     if not number or not 0 <= p < 1:  # type: ignore[operator]
         got = f"a tensor {tuple(p.shape)}" if isinstance(p, Tensor) else shortened(repr(p))
         raise ValueError(f"dropout_p must be a number with 0 <= p < 1, got {got}; 0.0 drops none")
@@ -125,12 +136,12 @@ def checked_probability(p: object) -> float:
 def checked_seed(seed: object) -> Tensor:
     """A seed as an int64 tensor without dims; ValueError where it is none."""
     if isinstance(seed, Tensor):
-        if seed.dtype == torch.int64 and seed.dim() == 0:
+        if seed.dtype == torch.int64 and seed.dim() == 0 and not seed.is_meta:
             return seed
         got = f"a tensor of {seed.dtype}, of shape {tuple(seed.shape)}"
     else:
-        if isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**63:
-            return torch.tensor(seed)
+        if (number := _as_integer(seed)) is not None:
+            return torch.tensor(number, device="cpu")
         got = shortened(repr(seed))
     raise ValueError(
         f"dropout_seed must be an int of 64 bits or an int64 tensor without dims, got {got}; "
@@ -141,7 +152,15 @@ def checked_seed(seed: object) -> Tensor:
 def _checked_numbers(name: str, x: object) -> Tensor:
     if isinstance(x, Tensor) and x.dtype == torch.int64:
         return x
-    if isinstance(x, int) and not isinstance(x, bool):
-        return torch.tensor(x)
+    if (number := _as_integer(x)) is not None:
+        return torch.tensor(number, device="cpu")
     got = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else shortened(repr(x))
     raise ValueError(f"{name} must be an int or an int64 tensor, got {got}; cast with .long()")
+
+
+def _as_integer(x: object) -> int | None:
+    """An integer of 64 bits, None for anything else."""
+    if isinstance(x, bool | Tensor) or not hasattr(x, "__index__"):
+        return None
+    number = operator.index(x)
+    return number if -(2**63) <= number < 2**63 else None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import expanded_bias
+from .checks import DTYPES, check_tensor, expanded_bias
 from .dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
 from .patterns.algebra import Pattern
 from .patterns.arguments import checked_integer, shortened
@@ -83,8 +83,8 @@ def _checked_softcap(softcap: object, query: Tensor) -> float:
     number = isinstance(softcap, Real) and not isinstance(softcap, bool | Tensor)
     if not number or not 2.0**-100 <= softcap <= 2.0**100:  # type: ignore[operator]
         raise ValueError(
-            f"softcap must be a finite number above 0 or None, got {shortened(repr(softcap))}; "
-            "50.0 is one"
+            "softcap must be a finite number above 0, from 2 ** -100 to 2 ** 100, or None, got "
+            f"{shortened(repr(softcap))}; 50.0 is one"
         )
     return float(softcap)  # type: ignore[arg-type]
 
@@ -111,17 +111,18 @@ def _checked_sink(sink: object, query: Tensor) -> Tensor:
     if not fits or sink.shape[2] not in (1, tokens):
         raise ValueError(
             f"sink must be [{heads}], a logit of each query head, or [{batch} or 1, {heads}, "
-            f"{tokens} or 1], got {tuple(sink.shape)}; sink[None, :, None] adds dims"
+            f"{tokens} or 1], got {tuple(sink.shape)}; sink[..., None] adds a dim"
         )
     return sink.expand(batch, -1, -1)
 
 
 def _checked_floats(name: str, x: object, query: Tensor) -> Tensor:
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.device != query.device:
-        got = f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else shortened(repr(x))
+    check_tensor(name, x)
+    assert isinstance(x, Tensor)
+    if x.dtype not in DTYPES or x.device != query.device:
         raise ValueError(
-            f"{name} must be a tensor of floating point numbers on {query.device}, got {got}; "
-            "torch.tensor makes one, .to() casts and moves"
+            f"{name} must be of float64, float32, bfloat16 or float16, on {query.device}, got "
+            f"{x.dtype} on {x.device}; cast or move it with .to()"
         )
     return x
 

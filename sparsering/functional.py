@@ -99,7 +99,8 @@ def attention(
         distance_bias: [Hq or 1, 2R + 1], entry `R + clamp(k - p, -R, R)` is added to the score of
             positions p and k; differentiable. `alibi(slopes, R)` makes one.
         sink: [Hq], or [B or 1, Hq, Nq or 1], the logit of one more key whose value is zero:
-            `out * sigmoid(lse - sink)`, `lse = logaddexp(lse, sink)`; differentiable.
+            `out * sigmoid(lse - sink)`, `lse = logaddexp(lse, sink)`; finite, or -inf for none;
+            differentiable.
         dropout_p: share of the weights that is dropped, 0 <= p < 1; those kept are divided by
             1 - p, lse is untouched. Which ones is the same on every backend, block size and number
             of threads and ranks; `dropout_kept` tells it.

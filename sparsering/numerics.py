@@ -98,6 +98,7 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of rows that see one more key, of logit `sink` and value 0; they broadcast."""
-    merged = torch.logaddexp(lse, sink)
-    share = torch.where(lse == -torch.inf, 0.0, (lse - merged).exp())
-    return out * share[..., None], merged
+    none = (lse == -torch.inf) & (sink == -torch.inf)  # whose derivative would be no number
+    merged = torch.logaddexp(torch.where(none, 0.0, lse), torch.where(none, 0.0, sink))
+    share = torch.where(lse == -torch.inf, 0.0, (finite_or_zero(lse) - merged).exp())
+    return out * share[..., None], torch.where(none, -torch.inf, merged)

@@ -71,12 +71,30 @@ def attend(
 
 
 def _watched(*values: object) -> bool:
-    """Whether autograd, a compiler, a mode or a transform of torch looks at what runs now."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transforming():
+    """Whether anything of torch looks at what runs now, or a tensor is not what its memory says.
+
+    That is autograd, a compiler, tracer, profiler, mode or transform; tensors of other classes,
+    without memory, or lazily negated.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+    ):
         return True
-    tensors = [x for x in values if isinstance(x, Tensor)]
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return wanted or any(type(x) not in (Tensor, Parameter) or x.is_meta for x in tensors)
+    differentiating = torch.is_grad_enabled()
+    return any(
+        type(x) not in (Tensor, Parameter)
+        or (differentiating and x.requires_grad)
+        or x.is_meta
+        or x.is_neg()
+        or x._is_zerotensor()
+        for x in values
+        if isinstance(x, Tensor)
+    )
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -133,15 +151,16 @@ def _problem(
 ) -> Problem:
     """A call over its layout; its other options are those of a `Problem`.
 
-    Key masks are data where the backend takes them: another mask needs no other layout. Where
-    blocks have a bias they are those of the whole pattern.
+    Key masks are data where the backend takes them: another mask needs no other layout, but where
+    blocks have a bias, which are those of the whole pattern.
     """
     mask = None
     check_batch(pattern, query)
-    if options["block_bias"] is None and "key_mask" in BACKENDS[backend].extras:
-        pattern, masks = without_key_masks(pattern)
+    if "key_mask" in BACKENDS[backend].extras:
+        rest, masks = without_key_masks(pattern)
         check_key_masks(masks, len(query), key.shape[2])
         mask = key_mask(masks, key.shape[2], query.device) if masks else None
+        pattern = rest if options["block_bias"] is None else pattern
     layout = _layout(pattern, query, key, q_start, block_size, backend)
     check_bias(options["block_bias"], layout)
     return Problem(layout, query, key, value, key_mask=mask, **options)
@@ -342,7 +361,7 @@ def _visited_pairs(arguments: Sequence[Any]) -> float:
 
 @register_flop_formula(torch.ops.sparsering.attention, get_raw=True)
 def _flops(*arguments: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Two matmuls on the pattern's exact pairs; extras, which are none, count nothing."""
+    """Two matmuls on the pattern's exact pairs; extras are no matmuls and count nothing."""
     query, _, value, *_ = arguments
     return int(2 * _visited_pairs(arguments) * (query.shape[3] + value.shape[3]))
 

@@ -502,3 +502,129 @@ def test_alibi_is_the_slope_times_the_distance():
             sr.alibi(bad, 3)
     with pytest.raises(ValueError, match="radius must be at least 0"):
         sr.alibi(slopes, -1)
+
+
+# What looks at a call sees the operator
+
+
+def watched_by(name: str, call: Any) -> list[str]:
+    """Names of the operators that a watcher of torch's sees in a call."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+    if name == "dispatch mode":
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        with Watch():
+            call()
+    elif name == "profiler":
+        with torch.profiler.profile() as profile:
+            call()
+        seen += [event.name for event in profile.events()]
+    elif name == "make_fx":
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        graph = make_fx(call)()
+        seen += [str(node.target) for node in graph.graph.nodes]
+    return seen
+
+
+@pytest.mark.parametrize("watcher", ["dispatch mode", "profiler", "make_fx"])
+@pytest.mark.parametrize("backend", ["gather", "cpu"])
+def test_watchers_see_the_operator_where_no_gradient_is_wanted(backend: str, watcher: str):
+    x = inputs(CASE, torch.float32, requires_grad=False)
+    sr.layout_cache.clear()
+    seen = watched_by(watcher, lambda: sr.attention(*x, sr.Causal(), backend=backend))
+    assert any("sparsering" in name and name.split("::")[-1].split(".")[-2:-1] != ["forward"]
+               and "attention" in name for name in seen)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["gather", "cpu"])
+def test_a_transform_leaves_no_tensor_of_its_own_in_a_layout(backend: str):
+    x = inputs(CASE, torch.float32, requires_grad=False)
+    sr.layout_cache.clear()
+    call = lambda *x: sr.attention(*x, sr.Causal(), backend=backend)  # noqa: E731
+    got = torch.func.functionalize(call)(*x)
+    assert torch.equal(call(*x), got)
+
+
+def test_lazily_negated_tensors_are_what_they_stand_for():
+    query, key, value = inputs(CASE, torch.float32, requires_grad=False)
+    negated = torch._neg_view(query)
+    assert negated.is_neg()
+    assert torch.equal(
+        sr.attention(negated, key, value, sr.Causal(), backend="cpu"),
+        sr.attention(-query, key, value, sr.Causal(), backend="cpu"),
+    )
+
+
+def test_calls_that_nothing_watches_skip_the_operator(monkeypatch: pytest.MonkeyPatch):
+    from sparsering import ops
+
+    def never(**call: Any) -> None:
+        raise AssertionError("the operator ran")
+
+    monkeypatch.setattr(ops, "_attention", never)
+    x = inputs(CASE, torch.float32, requires_grad=False)
+    sr.attention(*x, sr.Causal())
+    with torch.no_grad():
+        sr.attention(*(t.requires_grad_() for t in x), sr.Causal())
+    with pytest.raises(AssertionError, match="the operator ran"):
+        sr.attention(*x, sr.Causal())
+
+
+@pytest.mark.parametrize("backend", ["gather", "cpu"])
+def test_masked_keys_reach_nothing_beside_a_block_bias(backend: str):
+    query, key, value = inputs(CASE, torch.float32, requires_grad=False)
+    valid = torch.arange(91) % 3 > 0
+    pattern = sr.Causal() & sr.KeyMask(valid)
+    blocks = pattern.layout(**CASE.heads, block_size=16).num_blocks
+    call = {"block_bias": torch.randn(1, 4, blocks), "block_size": 16, "backend": backend}
+    hidden = [x.masked_fill(~valid[:, None], torch.nan) for x in (key, value)]
+    got = sr.attention(query, *hidden, pattern, **call)
+    assert_close(got, sr.attention(query, key, value, pattern, **call), 1e-6)
+
+
+def test_masked_keys_reach_nothing_in_a_ring():
+    from sparsering.distributed import simulate_ring
+
+    whole = [x.detach() for x in inputs(Case(1, 4, 2, 75, 75, 8, 8), torch.float32)]
+    valid = torch.arange(75) % 3 > 0
+    pattern = (sr.Causal() | sr.GlobalTokens(5)) & sr.KeyMask(valid)
+    dirty = [whole[0], *(x.masked_fill(~valid[:, None], torch.nan) for x in whole[1:])]
+    for world in (1, 2, 3, 5):
+        dirty = [x.detach().requires_grad_() for x in dirty]
+        clean = [x.detach().requires_grad_() for x in whole]
+        got, expected = (simulate_ring(*x, pattern, world_size=world) for x in (dirty, clean))
+        assert_close(got, expected, 1e-6)
+        found = torch.autograd.grad(got.sin().sum(), dirty)
+        for a, b in zip(found, torch.autograd.grad(expected.sin().sum(), clean), strict=True):
+            assert_close(a, b, 1e-5)
+
+
+def test_vmap_of_calls_of_one_batch_entry_drops_as_each_would():
+    x = torch.randn(3, 3, 1, 4, 30, 16)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return sr.attention(query, key, value, sr.Causal(), dropout_p=0.3, dropout_seed=3)
+
+    got = torch.func.vmap(call)(*x)
+    for i in range(3):
+        assert_close(got[i], call(*(t[i] for t in x)), 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpu", "torch_sparse"])
+def test_a_sink_that_is_none_has_gradients_of_0_in_empty_rows(backend: str):
+    leaves = [*inputs(CASE, torch.float32), torch.full((4,), -torch.inf, requires_grad=True)]
+    call = {"sink": leaves[3], "backend": backend}
+    out = sr.attention(*leaves[:3], sr.Documents((40, 51)), q_start=30, **call)
+    for grad in gradients([out], leaves):
+        assert grad.isfinite().all()
+    out = sr.attention(*leaves[:3], sr.GlobalTokens(0), **call)
+    for grad in gradients([out], leaves):
+        assert not grad.any()

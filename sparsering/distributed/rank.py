@@ -19,6 +19,7 @@ from ..kernels.problem import Problem, sink_gradient
 from ..layouts.compile import default_block_size
 from ..numerics import add_sink, merge_into
 from ..patterns.algebra import Pattern
+from ..patterns.keys import key_mask, without_key_masks
 from .plan import RingPlan
 from .sharding import local_index, positions
 from .steps import Step, guest_step, local_step, round_step
@@ -270,7 +271,17 @@ class Rank:
         exact = self.dtype == torch.float32
         query = query[:, :, step.queries]
         extras = {**self.extras, "sink": None}  # it comes once, when all is merged
+        if step.own_keys:  # what arrives is visited, or 0
+            extras["key_mask"] = self._own_key_mask(query.device)
         return Problem(step.layout, query, key, value, self.scale, in_float32=exact, **extras)
+
+    def _own_key_mask(self, device: torch.device) -> Tensor | None:
+        """The masks of the rank's own keys, whose numbers none may see."""
+        _, masks = without_key_masks(self.plan.pattern)
+        if not masks:
+            return None
+        mask = key_mask(masks, self.plan.frame.kv_len, device)
+        return mask[:, positions(self.plan.ranges[self.rank]).to(device)]
 
     def _attend(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor

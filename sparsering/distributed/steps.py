@@ -35,12 +35,14 @@ class Step:
             where no query visits it); None where the arrived rows are the buffer as they stand, and
             for a shard.
         arrived: rows that arrive.
+        own_keys: whether keys are those of the rank's shard, as they lie.
     """
 
     layout: BlockLayout | None
     queries: slice
     rows: Tensor | None = None
     arrived: int = 0
+    own_keys: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +100,8 @@ def _own_keys(plan: RingPlan, queries: Ranges, rank: int, device: torch.device) 
         start, stop = _placed(p.key_start, p.key_stop, keys, p.key_start < p.key_stop)
         covers = _covered(start, stop, p.step, plan.block_size, num_tokens(keys))
         passes.append(replace(p, key_start=start, key_stop=stop, covers=(False, covers)))
-    return _step(plan, passes, queries, num_tokens(keys), device)
+    step = _step(plan, passes, queries, num_tokens(keys), device)
+    return replace(step, own_keys=True)
 
 
 def _arriving_keys(

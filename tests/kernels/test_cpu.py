@@ -30,6 +30,7 @@ from sparsering.kernels import cpu
 from sparsering.kernels.cpu import call
 from sparsering.kernels.cpu.call import backward, forward
 from sparsering.kernels.problem import Problem
+from sparsering.layouts import bitmaps
 
 FORWARD = 3e-6  # float32 sums of up to some hundred terms; a wrong pair is off by 1e-3 at least
 BACKWARD = 2e-5
@@ -194,6 +195,32 @@ def test_one_heavy_row_among_light_ones(sweep):
     assert_is_exact(pattern, Case(1, 2, 1, 1500, 1500, 16, 16, 16))
 
 
+def test_heavy_rows_and_columns_with_every_gradient(sweep):
+    """Backward cuts both; where there is a distance table, rows of a group stay in order."""
+    case = Case(2, 4, 2, 700, 700, 16, 8, 16)
+    pattern = sr.SlidingWindow(20) | sr.GlobalTokens(2)
+    biases = torch.randn(2, 4, pattern.layout(**case.heads, block_size=16).num_blocks)
+    assert_is_exact(pattern, case, bias=biases)
+    args = inputs(case, torch.float32)
+    exact_args = [x.detach().double().requires_grad_() for x in args]
+    table = torch.randn(4, 2 * 30 + 1, requires_grad=True)
+    exact_table = table.detach().double().requires_grad_()
+    options = {"block_size": 16, "softcap": 3.0}
+    got = attend(args, pattern, distance_bias=table, **options)
+    exact = attend(exact_args, pattern, distance_bias=exact_table, **options, backend="reference")
+    grads = gradients(got, [*args, table]), gradients(exact, [*exact_args, exact_table])
+    for a, b in zip(*grads, strict=True):
+        assert_close(a, b.float(), BACKWARD)
+
+
+@pytest.mark.parametrize("num_heads", range(1, 9))
+@pytest.mark.parametrize("width", [16, 40, 64, 80])
+def test_few_queries_of_any_number_and_width(num_heads, width):
+    """Those that share keys are scored by fours, the rest one by one."""
+    case = Case(2, num_heads, 1, 1, 150, width, 24, 64)
+    assert_is_exact(sr.Causal() & sr.SlidingWindow(131), case)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("q_len", [1, 100])
 def test_half_precision_widths_that_no_vector_fits(dtype, q_len, sweep):
@@ -235,6 +262,31 @@ def test_forward_bits_do_not_depend_on_the_number_of_threads(dtype, q_len, threa
         assert torch.equal(other[0], results[0][0]) and torch.equal(other[1], results[0][1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_of_many_short_sequences_do_not_depend_on_who_computes_them(dtype, threads, sweep):
+    """Threads take whole kv heads where these are even, else parts of them."""
+    args = inputs(Case(3, 8, 4, 90, 90, 32, 24), dtype)
+    pattern = sr.Dilated(64, 2) + (sr.Causal() | sr.GlobalTokens(3))
+    results = []
+    for number in (1, 2, 5, 7):
+        torch.set_num_threads(number)
+        results.append(attend(args, pattern, block_size=32))
+        results[-1] += tuple(gradients(results[-1], args))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+
+
+def test_gradients_of_heavy_rows_do_not_depend_on_the_number_of_threads(threads, sweep):
+    args = inputs(Case(1, 2, 1, 900, 900, 16, 16), torch.float32)
+    results = attend(args, sr.SlidingWindow(30) | sr.GlobalTokens(5), block_size=16)
+    found = []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        found.append(gradients(results, args))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
+
+
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_gradients_have_the_same_bits_at_every_repetition(number, threads, sweep):
     torch.set_num_threads(number)
@@ -255,6 +307,16 @@ def test_one_thread_is_one_thread(threads):
         attend(args, sr.Full())
     after = os.times()
     assert after.user - before.user < 1.2 * (after.elapsed - before.elapsed) + 0.02
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 128, 256])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_transposed_bitmaps(block_size, count):
+    cells = torch.rand(count, block_size, block_size) > 0.5
+    p = sr.Causal().layout(64, block_size=block_size).passes[0]
+    p = replace(p, bitmaps=bitmaps.pack(cells).view(count, block_size**2 // 8))
+    assert torch.equal(bitmaps.unpack(p.transposed_bitmaps, block_size), cells.mT)
+    assert p.transposed_bitmaps is p.transposed_bitmaps
 
 
 # Layouts that lie

@@ -1,55 +1,60 @@
-// The backward pass.
+// The backward pass: by kv head, or by tile row and tile column.
 
 #pragma once
 
+#include <algorithm>
+#include <optional>
 #include <vector>
 
+#include "pairs.h"
 #include "results.h"
-#include "scores.h"
-#include "softmax.h"
 #include "threads.h"
 
 namespace sparsering::cpu {
 
-// Adds to a row of a gradient.
-inline void add_to(const Part& sums, int64_t row, const float* part, float scale) {
+// Adds rows, scaled, to every `step`th row of a gradient from `first` on.
+inline void add_rows(const Part& sums, int64_t first, int64_t step, int64_t count,
+                     const float* rows, int64_t ld, float scale) {
   with_type(sums.type(), [&](auto value) {
     using S = decltype(value);
-    S* to = sums.row<S>(row);
-    for (int64_t d = 0; d < sums.width(); ++d) {
-      to[d] = static_cast<S>(static_cast<float>(to[d]) + scale * part[d]);
+    const int64_t width = sums.width();
+    for (int64_t i = 0; i < count; ++i) {
+      S* __restrict to = sums.row<S>(first + i * step);
+      const float* __restrict from = rows + i * ld;
+      for (int64_t d = 0; d < width; ++d) {
+        to[d] = static_cast<S>(static_cast<float>(to[d]) + scale * from[d]);
+      }
     }
   });
 }
 
-// delta = rowsum(dO * O) - dlse of every row, [B, Hq, Nq].
-inline Tensor delta_of(const Problem& x, const Tensor& grad_out, const Tensor& out,
-                       const Tensor& grad_lse) {
-  const Source o(out), dout(grad_out);
-  Tensor result = at::empty_like(grad_lse);
-  float* to = result.data_ptr<float>();
-  const float* dlse = grad_lse.const_data_ptr<float>();
-  at::parallel_for(0, x.B * x.Hq * x.Nq, 1024, [&](int64_t begin, int64_t end) {
-    Buffer<float> floats(2 * x.Dv);
-    float *a = floats.get(), *b = a + x.Dv;
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t head = row / x.Nq, n = row % x.Nq;
-      o.read(head / x.Hq, head % x.Hq, n, a);
-      dout.read(head / x.Hq, head % x.Hq, n, b);
-      float sum = 0.f;
-      for (int64_t d = 0; d < x.Dv; d += kLanes) {
-        const int64_t size = std::min(kLanes, x.Dv - d);
-        Vec product = Vec::loadu(a + d, size) * Vec::loadu(b + d, size);
-        if (size < kLanes) {
-          product = Vec::set(Vec(0.f), product, size);
+// What delta = rowsum(dO * O) - dlse is made of.
+struct Delta {
+  Delta(const Problem& x, const Tensor& grad_out, const Tensor& out, const Tensor& grad_lse)
+      : dout(grad_out), o(out), dlse(grad_lse.const_data_ptr<float>()), Hq(x.Hq), Nq(x.Nq) {}
+
+  // Rows `begin` to `end`, counted through the batch.
+  void of_rows(int64_t begin, int64_t end, float* to) const {
+    with_type(o.type, [&](auto value) {
+      using S = decltype(value);
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t head = row / Nq, n = row % Nq;
+        const S *a = o.rows<S>(head / Hq, head % Hq, n), *b = dout.rows<S>(head / Hq, head % Hq, n);
+        float sum = 0.f;
+        for (int64_t d = 0; d < o.width; d += kLanes) {
+          const int64_t size = std::min(kLanes, o.width - d);
+          sum += sum_of_lanes(lanes_of(a + d, size) * lanes_of(b + d, size));
         }
-        sum += sum_of_lanes(product);
+        to[row] = sum - dlse[row];
       }
-      to[row] = sum - dlse[row];
-    }
-  });
-  return result;
-}
+    });
+  }
+
+ private:
+  Source dout, o;
+  const float* dlse;
+  int64_t Hq, Nq;
+};
 
 // Gradients of some kv heads and of the query heads that they serve.
 struct Gradients {
@@ -57,7 +62,11 @@ struct Gradients {
             int64_t count, bool single_pass)
       : q(dq, first * x.group, count * x.group, single_pass),
         k(dk, first, count, single_pass),
-        v(dv, first, count, single_pass) {}
+        v(dv, first, count, single_pass) {
+    q.clear();
+    k.clear();
+    v.clear();
+  }
 
   void finish() {
     q.finish();
@@ -71,24 +80,21 @@ struct Gradients {
 template <typename T>
 class Backward {
  public:
-  Backward(const Problem& problem, const std::vector<Pass>& passes, const Tensor& grad_out,
-           const Tensor& lse, const Tensor& delta, const Tensor& dq, const Tensor& dk,
-           const Tensor& dv, const Tensor& dbias, const Tensor& dtable)
+  Backward(const Problem& problem, const std::vector<Pass>& passes, const Delta& delta_of,
+           const Tensor& grad_out, const Tensor& lse, const Tensor& delta, const Tensor& dq,
+           const Tensor& dk, const Tensor& dv, const Tensor& dbias, const Tensor& dtable)
       : x_(problem),
         passes_(passes),
-        do_(grad_out),
-        lse_(lse.const_data_ptr<float>()),
-        delta_(delta.const_data_ptr<float>()),
+        delta_of_(delta_of),
+        delta_(delta.data_ptr<float>()),
+        pairs_(problem, grad_out, lse.const_data_ptr<float>(), delta_),
         dq_(dq),
         dk_(dk),
         dv_(dv),
         dbias_(problem.bias ? dbias.data_ptr<float>() : nullptr),
         dtable_(dtable.numel() ? dtable.data_ptr<double>() : nullptr),
-        groups_(dtable.numel() ? dtable.size(2) : 0),
-        width_(round_up(std::max<int64_t>(problem.D, 1), 2)),
-        value_width_(round_up(std::max<int64_t>(problem.Dv, 1), 2)) {
+        groups_(dtable.numel() ? dtable.size(2) : 0) {
     for (const Pass& pass : passes) {
-      bitmaps_.push_back(transposed_bitmaps(pass));
       columns_ = std::max(columns_, pass.columns);
       rows_ = std::max(rows_, pass.rows * x_.group);
     }
@@ -96,18 +102,20 @@ class Backward {
 
   // Five products to a pair of tiles: each thread takes a kv head and sums its dK and dV on the
   // way.
-  void run_heads() {
+  void run_heads() const {
     struct OfThread {
       Scratch scratch;
-      Keys keys;
+      Packed keys;
       Buffer<float> dk, dv;
     };
-    const int64_t tokens = columns_ * x_.block;
+    const int64_t tokens = columns_ * x_.block, rows = x_.group * x_.Nq;
     const auto make = [&] {
-      return OfThread{Scratch(*this), Keys(*this, columns_), Buffer<float>(tokens * width_),
-                      Buffer<float>(tokens * value_width_)};
+      return OfThread{Scratch(pairs_), Packed(*this, columns_),
+                      Buffer<float>(tokens * pairs_.width()),
+                      Buffer<float>(tokens * pairs_.value_width())};
     };
     share_out<OfThread>(x_.B * x_.Hkv, 1, make, [&](OfThread& mine, int64_t kv) {
+      delta_of_.of_rows(kv * rows, (kv + 1) * rows, delta_);
       Gradients sums(x_, dq_, dk_, dv_, kv, 1, passes_.size() == 1);
       for (size_t i = 0; i < passes_.size(); ++i) {
         run_head(passes_[i], i, kv, mine.scratch, mine.keys, mine.dk.get(), mine.dv.get(), sums);
@@ -118,297 +126,220 @@ class Backward {
 
   // Seven products, but as parallel as there are tiles: dQ by query tile, then dK and dV by key
   // tile.
-  void run_tiles(const std::vector<Transpose>& by_key) {
+  void run_tiles(const std::vector<Transpose>& by_key) const {
+    at::parallel_for(0, x_.B * x_.Hq * x_.Nq, 1024,
+                     [&](int64_t begin, int64_t end) { delta_of_.of_rows(begin, end, delta_); });
     const int64_t num_kv = x_.B * x_.Hkv;
-    const int64_t wave = wave_of(num_kv, rows_, Keys::size(*this) * columns_ * sizeof(T));
-    const Keys keys(*this, wave * columns_);
+    const int64_t wave = wave_of(num_kv, rows_, Packed::size(*this) * columns_ * sizeof(T));
+    Packed keys(*this, wave * columns_);
     for (int64_t first = 0; first < num_kv; first += wave) {
       const int64_t count = std::min(wave, num_kv - first);
       Gradients sums(x_, dq_, dk_, dv_, first, count, passes_.size() == 1);
       for (size_t i = 0; i < passes_.size(); ++i) {
-        run_wave(passes_[i], by_key[i], i, first, count, keys, sums);
+        pack_wave(passes_[i], first, count, keys);
+        sweep_rows(passes_[i], i, first, count, keys, sums);
+        sweep_columns(passes_[i], by_key[i], i, first, count, keys, sums);
       }
       sums.finish();
     }
   }
 
  private:
-  // Key tiles packed as operands: K and V in rows, K^T.
-  struct Keys {
+  using Keys = typename Pairs<T>::Keys;
+  using Queries = typename Pairs<T>::Queries;
+  using Pair = typename Pairs<T>::Pair;
+  using Scratch = typename Pairs<T>::Scratch;
+
+  // Key tiles as operands, by slot.
+  struct Packed {
     static int64_t size(const Backward& f) {
-      return f.x_.block * (2 * f.width_ + f.value_width_);
+      return f.x_.block * (2 * f.pairs_.width() + f.pairs_.value_width());
     }
-    Keys(const Backward& f, int64_t tiles)
-        : k(tiles * f.x_.block * f.width_),
-          kt(tiles * f.x_.block * f.width_),
-          v(tiles * f.x_.block * f.value_width_) {}
-    Buffer<T> k, kt, v;
+    Packed(const Backward& f, int64_t slots)
+        : places(slots * size(f)), tiles(slots, Keys{}), of_tile(size(f)) {}
+    Buffer<T> places;
+    std::vector<Keys> tiles;
+    int64_t of_tile;
   };
 
-  struct Scratch {
-    explicit Scratch(const Backward& f) {
-      const int64_t queries = round_up(f.x_.block, 32), wide = std::max(f.width_, f.value_width_);
-      tile = Buffer<T>(queries * wide);
-      floats = Buffer<float>(2 * queries * wide);
-      q = Buffer<T>(queries * f.width_);
-      qt = Buffer<T>(queries * f.width_);
-      dout = Buffer<T>(queries * f.value_width_);
-      dout_t = Buffer<T>(queries * f.value_width_);
-      lse = Buffer<float>(queries);
-      delta = Buffer<float>(queries);
-      scores = Buffer<float>(queries * queries);
-      dscores = Buffer<float>(queries * queries);
-      p = Buffer<T>(kPaired<T> ? queries * queries : 0);
-      ds = Buffer<T>(kPaired<T> ? queries * queries : 0);
-      ds_paired = Buffer<T>(kPaired<T> ? queries * queries : 0);
-      dq = Buffer<float>(queries * wide);
-      dk = Buffer<float>(queries * f.width_);
-      dv = Buffer<float>(queries * f.value_width_);
-      const auto& extras = f.x_.extras;
-      slope = Buffer<float>(extras.softcap > 0.f ? queries * queries : 0);
-      kept = Buffer<float>(extras.drops() ? queries * queries : 0);
-      biases = Buffer<float>(extras.adjusts() ? 2 * queries : 0);
-      dbiases = Buffer<float>(extras.adjusts() ? 2 * queries : 0);
-      a = Buffer<uint32_t>(extras.drops() ? queries : 0);
-      b = Buffer<uint32_t>(extras.drops() ? queries : 0);
+  // A part of a query tile's entries, or of a key tile's: those of all heads of a kv head, one
+  // after another. `piece` numbers what is to be added up with others, else -1.
+  struct Item {
+    int64_t head, tile, begin, end, piece;
+  };
+  struct Split {
+    Item item;
+    int64_t pieces;
+  };
+  // All of a wave, in order.
+  struct Items {
+    // Cuts a tile with more than `longest` entries into pieces.
+    void add(int64_t head, int64_t tile, int64_t begin, int64_t end, int64_t longest) {
+      const int64_t count = std::max<int64_t>(1, (end - begin + longest - 1) / longest);
+      if (count > 1) {
+        splits.push_back({{head, tile, begin, end, pieces}, count});
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t from = begin + i * longest;
+        all.push_back({head, tile, from, std::min(end, from + longest), count > 1 ? pieces++ : -1});
+      }
     }
-    Buffer<T> tile, q, qt, dout, dout_t, p, ds, ds_paired;
-    Buffer<float> floats, lse, delta, scores, dscores, dq, dk, dv, slope, kept, biases, dbiases;
-    Buffer<uint32_t> a, b;
+    std::vector<Item> all;
+    std::vector<Split> splits;
+    int64_t pieces = 0;
   };
 
-  // A pair of tiles of one head: what extras and masks of its scores go by.
-  struct Pair {
-    int64_t b, head, row, column;
-    const uint8_t* bitmap;
-    float bias;
-    double* dtable;  // where the gradient of the distance table is added to, or nullptr
-  };
+  void pack_slot(Scratch& s, const Pass& pass, int64_t kv, int64_t column, Packed& keys,
+                 int64_t slot) const {
+    T* k = keys.places.get() + slot * keys.of_tile;
+    T *kt = k + x_.block * pairs_.width(), *v = kt + x_.block * pairs_.width();
+    keys.tiles[slot] = pairs_.pack_keys(s, pass, kv / x_.Hkv, kv % x_.Hkv, column, k, kt, v);
+  }
 
-  void run_head(const Pass& pass, int64_t number, int64_t kv, Scratch& s, const Keys& keys,
-                float* dk, float* dv, const Gradients& sums) {
-    const int64_t b = kv / x_.Hkv, kv_head = kv % x_.Hkv, block = x_.block;
+  void run_head(const Pass& pass, int64_t number, int64_t kv, Scratch& s, Packed& keys, float* dk,
+                float* dv, const Gradients& sums) const {
+    const int64_t dk_size = x_.block * pairs_.width(), dv_size = x_.block * pairs_.value_width();
     for (int64_t column = 0; column < pass.columns; ++column) {
-      pack_key_tile(s, pass, b, kv_head, column, keys, column);
+      pack_slot(s, pass, kv, column, keys, column);
     }
-    std::fill_n(dk, pass.columns * block * width_, 0.f);
-    std::fill_n(dv, pass.columns * block * value_width_, 0.f);
-    for (int64_t head = kv_head * x_.group; head < (kv_head + 1) * x_.group; ++head) {
+    std::fill_n(dk, pass.columns * dk_size, 0.f);
+    std::fill_n(dv, pass.columns * dv_size, 0.f);
+    for (int64_t head = kv * x_.group; head < (kv + 1) * x_.group; ++head) {
+      const int32_t* row_ptr = pass.row_ptr(pass.table(head / x_.Hq, head % x_.Hq, x_.Hq));
       for (int64_t row = 0; row < pass.rows; ++row) {
-        sweep_row(s, pass, number, b, head, row, 0, keys, 0, sums, dk, dv);
+        const Item item{head, row, row_ptr[row], row_ptr[row + 1], -1};
+        if (const float* dq = sweep_row(s, pass, number, item, 0, keys.tiles.data(), dk, dv)) {
+          add_queries(pass, item, dq, sums);
+        }
       }
     }
     for (int64_t column = 0; column < pass.columns; ++column) {
-      const Tile tile = pass.key_tile(kv_head * pass.axes / x_.Hkv, column);
-      add_keys(pass, b, kv_head, tile, dk + column * block * width_,
-               dv + column * block * value_width_, sums);
+      add_keys(pass, kv, column, dk + column * dk_size, dv + column * dv_size, sums);
     }
   }
 
-  void run_wave(const Pass& pass, const Transpose& by_key, int64_t number, int64_t first,
-                int64_t count, const Keys& keys, const Gradients& sums) {
-    const int64_t columns = pass.columns, heads = count * x_.group;
-    const auto make = [&] { return Scratch(*this); };
-    share_out<Scratch>(count * columns, 4, make, [&](Scratch& s, int64_t i) {
-      const int64_t kv = first + i / columns;
-      pack_key_tile(s, pass, kv / x_.Hkv, kv % x_.Hkv, i % columns, keys, i);
-    });
-    // Rows that share a table of distances are swept one after another.
-    const int64_t groups = dtable_ ? groups_ : pass.rows;
-    share_out<Scratch>(heads * groups, 1, make, [&](Scratch& s, int64_t i) {
-      const int64_t head = first * x_.group + i / groups, local = i / groups / x_.group;
-      for (int64_t row = i % groups; row < pass.rows; row += groups) {
-        sweep_row(s, pass, number, head / x_.Hq, head % x_.Hq, row, i % groups, keys,
-                  local * columns, sums, nullptr, nullptr);
-      }
-    });
-    share_out<Scratch>(count * columns, 1, make, [&](Scratch& s, int64_t i) {
-      const int64_t kv = first + i / columns;
-      sweep_column(s, pass, by_key, number, kv / x_.Hkv, kv % x_.Hkv, i % columns, keys, i, sums);
+  void pack_wave(const Pass& pass, int64_t first, int64_t count, Packed& keys) const {
+    const auto make = [&] { return Scratch(pairs_); };
+    share_out<Scratch>(count * pass.columns, 4, make, [&](Scratch& s, int64_t i) {
+      pack_slot(s, pass, first + i / pass.columns, i % pass.columns, keys, i);
     });
   }
 
-  void pack_key_tile(Scratch& s, const Pass& pass, int64_t b, int64_t kv_head, int64_t column,
-                     const Keys& keys, int64_t slot) const {
-    const Tile tile = pass.key_tile(kv_head * pass.axes / x_.Hkv, column);
-    const int64_t rows = round_up(tile.count, 16);
-    T* k = keys.k.get() + slot * x_.block * width_;
-    const bool* seen = x_.extras.key_mask(b);
-    T* v = keys.v.get() + slot * x_.block * value_width_;
-    read_tile(x_.k, b, kv_head, tile, pass.step, rows, width_, k);
-    clear_unseen(seen, tile, pass.step, width_, k);
-    transpose(k, rows, width_, keys.kt.get() + slot * x_.block * width_, s.floats.get());
-    read_tile(x_.v, b, kv_head, tile, pass.step, rows, value_width_, v);
-    clear_unseen(seen, tile, pass.step, value_width_, v);
-  }
-
-  // Q, dO, lse and delta of a query tile. Returns the padded number of queries.
-  int64_t pack_query_tile(Scratch& s, const Pass& pass, int64_t b, int64_t head, Tile tile) const {
-    const int64_t queries = round_up(tile.count, kQueryUnit<T>);
-    read_tile(x_.q, b, head, tile, pass.step, queries, width_, s.tile.get());
-    pack(s.tile.get(), queries, width_, s.q.get());
-    pack_transposed(s.tile.get(), queries, width_, s.qt.get());
-    read_tile(do_, b, head, tile, pass.step, queries, value_width_, s.tile.get());
-    pack(s.tile.get(), queries, value_width_, s.dout.get());
-    pack_transposed(s.tile.get(), queries, value_width_, s.dout_t.get());
-    for (int64_t i = 0; i < queries; ++i) {
-      s.lse.get()[i] = kInf;  // exp(score - inf) = 0 where there are no keys, or no query
-      s.delta.get()[i] = 0.f;
-      if (i < tile.count) {
-        const int64_t row = (b * x_.Hq + head) * x_.Nq + tile.start + i * pass.step;
-        s.delta.get()[i] = delta_[row];
-        s.lse.get()[i] = lse_[row] == -kInf ? kInf : lse_[row];
+  // dQ of a wave.
+  void sweep_rows(const Pass& pass, int64_t number, int64_t first, int64_t count,
+                  const Packed& keys, const Gradients& sums) const {
+    const int64_t heads = count * x_.group, size = x_.block * pairs_.width();
+    Items items;
+    std::vector<int64_t> begins;  // of each head
+    for (int64_t head = first * x_.group; head < (first + count) * x_.group; ++head) {
+      begins.push_back(items.all.size());
+      const int32_t* row_ptr = pass.row_ptr(pass.table(head / x_.Hq, head % x_.Hq, x_.Hq));
+      const int64_t longest = longest_piece(row_ptr[pass.rows], pass.rows, 1);
+      for (int64_t row = 0; row < pass.rows; ++row) {
+        items.add(head, row, row_ptr[row], row_ptr[row + 1], longest);
       }
     }
-    return queries;
+    begins.push_back(items.all.size());
+    Buffer<float> parts(items.pieces * size);
+    const auto sweep = [&](Scratch& s, const Item& item, int64_t group) {
+      const Keys* of_head = keys.tiles.data() + (item.head / x_.group - first) * pass.columns;
+      const float* dq = sweep_row(s, pass, number, item, group, of_head, nullptr, nullptr);
+      if (item.piece >= 0) {
+        float* part = parts.get() + item.piece * size;
+        dq ? std::copy_n(dq, size, part) : std::fill_n(part, size, 0.f);
+      } else if (dq) {
+        add_queries(pass, item, dq, sums);
+      }
+    };
+    const auto make = [&] { return Scratch(pairs_); };
+    // Items that share a table of distances are swept one after another.
+    const int64_t tasks = dtable_ ? heads * groups_ : items.all.size();
+    share_out<Scratch>(tasks, 1, make, [&](Scratch& s, int64_t i) {
+      if (!dtable_) {
+        sweep(s, items.all[i], 0);
+        return;
+      }
+      const int64_t head = i / groups_, group = i % groups_;
+      for (int64_t at = begins[head] + group; at < begins[head + 1]; at += groups_) {
+        sweep(s, items.all[at], group);
+      }
+    });
+    add_up(items.splits, parts.get(), size,
+           [&](const Split& split, const float* dq) { add_queries(pass, split.item, dq, sums); });
   }
 
-  // P^T and dS^T of one pair of tiles, as left operands; dS^T also as a right one. Returns the sum
-  // of dS. What is not zero of P where dropout has dropped it counts in dS alone.
-  float differentiate(Scratch& s, const Pass& pass, const T* k, const T* v, Tile tile,
-                      int64_t queries, const Pair& pair) const {
-    const int64_t axis = pair.head * pass.axes / x_.Hq;
-    const Tile key_tile = pass.key_tile(axis, pair.column);
-    const int64_t keys = key_tile.count, padded = round_up(keys, 16);
-    float *scores = s.scores.get(), *dscores = s.dscores.get();
-    multiply(padded, queries, width_, k, width_, s.qt.get(), scores, false);
-    multiply(padded, queries, value_width_, v, value_width_, s.dout_t.get(), dscores, false);
-    const bool extras = x_.extras.adjusts() || x_.extras.drops();
-    int64_t distance = 0;  // of the last key and the first query
-    if (extras) {
-      distance = pass.key_origin(axis, pair.column) + (keys - 1) * pass.step -
-                 pass.query_origin(axis, pair.row);
-      prepare_extras(s, pass, pair, axis, keys, queries, distance);
+  // dK and dV of a wave.
+  void sweep_columns(const Pass& pass, const Transpose& by_key, int64_t number, int64_t first,
+                     int64_t count, const Packed& keys, const Gradients& sums) const {
+    const int64_t dk_size = x_.block * pairs_.width();
+    const int64_t size = dk_size + x_.block * pairs_.value_width();
+    Items items;
+    for (int64_t kv = first; kv < first + count; ++kv) {
+      std::vector<int64_t> entries(pass.columns, 0);
+      int64_t longest = 0;
+      for (int64_t head = kv * x_.group; head < (kv + 1) * x_.group; ++head) {
+        const int32_t* row_ptr =
+            by_key.rows_of(pass, pass.table(head / x_.Hq, head % x_.Hq, x_.Hq));
+        longest += longest_piece(row_ptr[pass.columns], pass.columns, 1);
+        for (int64_t column = 0; column < pass.columns; ++column) {
+          entries[column] += row_ptr[column + 1] - row_ptr[column];
+        }
+      }
+      for (int64_t column = 0; column < pass.columns; ++column) {
+        items.add(kv, column, 0, entries[column], longest);
+      }
     }
-    hide_unseen(x_.extras.key_mask(pair.b), key_tile, pass.step, scores, queries);
-    if (pair.bitmap) {
-      apply_mask(pair.bitmap, x_.block, keys, tile.count, scores, queries);
-    }
-    const float total =
-        extras ? weights<true>(s, keys, queries, pair) : weights<false>(s, keys, queries, pair);
-    if (pair.dtable) {
-      add_distances(pair.dtable, x_.extras.radius, distance, -pass.step, keys - 1 + tile.count,
-                    s.dbiases.get());
-    }
-    return total;
+    Buffer<float> parts(items.pieces * size);
+    const auto make = [&] { return Scratch(pairs_); };
+    share_out<Scratch>(items.all.size(), 1, make, [&](Scratch& s, int64_t i) {
+      const Item& item = items.all[i];
+      const Keys& of_tile = keys.tiles[(item.head - first) * pass.columns + item.tile];
+      sweep_column(s, pass, by_key, number, item, of_tile);
+      if (item.piece < 0) {
+        add_keys(pass, item.head, item.tile, s.dk.get(), s.dv.get(), sums);
+      } else {
+        float* part = parts.get() + item.piece * size;
+        std::copy_n(s.dk.get(), dk_size, part);
+        std::copy_n(s.dv.get(), size - dk_size, part + dk_size);
+      }
+    });
+    add_up(items.splits, parts.get(), size, [&](const Split& split, const float* sum) {
+      add_keys(pass, split.item.head, split.item.tile, sum, sum + dk_size, sums);
+    });
   }
 
-  void prepare_extras(Scratch& s, const Pass& pass, const Pair& pair, int64_t axis, int64_t keys,
-                      int64_t queries, int64_t distance) const {
-    const auto& extras = x_.extras;
-    const float* table = extras.table(pair.b, pair.head);
-    if (table) {
-      read_distances(table, extras.radius, distance, -pass.step, keys - 1 + queries,
-                     s.biases.get());
-      std::fill_n(s.dbiases.get(), keys - 1 + queries, 0.f);
-    }
-    for (int64_t j = 0; j < keys && extras.adjusts(); ++j) {
-      adjust(s.scores.get() + j * queries, queries, x_.scale, extras.softcap,
-             table ? s.biases.get() + keys - 1 - j : nullptr,
-             extras.softcap > 0.f ? s.slope.get() + j * queries : nullptr);
-    }
-    if (extras.drops()) {
-      const int64_t seed = extras.seeds[pair.b * extras.streams + pass.stream(axis, pair.row)];
-      row_words(seed, pair.head, pass.branch, pass.query_origin(axis, pair.row), pass.step, queries,
-                s.a.get(), s.b.get());
-      keep_factors(
-          s.kept.get(), keys, queries,
-          {s.a.get(), s.b.get(), pass.key_origin(axis, pair.column), pass.step, extras.threshold},
-          extras.factor);
-    }
-  }
-
-  // Scores and dP to P and dS, as operands. Returns the sum of dS.
-  template <bool kExtras>
-  float weights(Scratch& s, int64_t keys, int64_t queries, const Pair& pair) const {
-    constexpr int W = kPaired<T> ? 2 : 1;
-    float *scores = s.scores.get(), *dscores = s.dscores.get();
-    const bool capped = kExtras && x_.extras.softcap > 0.f, drops = kExtras && x_.extras.drops();
-    const Vec scale(x_.rest_of_scale()), shift(pair.bias);
-    Vec total(0.f);
-    for (int64_t j = 0; j < round_up(keys, 16); j += 2) {
-      for (int64_t c = 0; c < queries; c += W * kLanes) {
-        Vec p[2][W], ds[2][W];
-        for (int row = 0; row < 2; ++row) {
-          for (int w = 0; w < W; ++w) {
-            const int64_t i = c + w * kLanes, at = (j + row) * queries + i;
-            p[row][w] = ds[row][w] = Vec(0.f);
-            if (j + row < keys) {
-              Vec dp = Vec::loadu(dscores + at);
-              // At most 1, but for the rounding of a large lse.
-              const Vec x = at::vec::fmadd(Vec::loadu(scores + at), scale,
-                                           shift - Vec::loadu(s.lse.get() + i));
-              p[row][w] = exp_of(at::vec::clamp_max(x, Vec(44.f)));
-              if (drops) {
-                dp = dp * Vec::loadu(s.kept.get() + at);
-              }
-              ds[row][w] = p[row][w] * (dp - Vec::loadu(s.delta.get() + i));
-              total = total + ds[row][w];
-              if (kExtras && pair.dtable) {
-                float* of_distance = s.dbiases.get() + keys - 1 - (j + row) + i;
-                (Vec::loadu(of_distance) + ds[row][w]).store(of_distance);
-              }
-              if (capped) {
-                ds[row][w] = ds[row][w] * Vec::loadu(s.slope.get() + at);
-              }
-              if (drops) {
-                p[row][w] = p[row][w] * Vec::loadu(s.kept.get() + at);
-              }
+  // Calls put(split, sum) with the sum of each split's pieces, in order.
+  template <typename Put>
+  static void add_up(const std::vector<Split>& splits, float* parts, int64_t size, const Put& put) {
+    share_out<int>(
+        splits.size(), 4, [] { return 0; },
+        [&](int, int64_t i) {
+          float* sum = parts + splits[i].item.piece * size;
+          for (int64_t piece = 1; piece < splits[i].pieces; ++piece) {
+            for (int64_t d = 0; d < size; ++d) {
+              sum[d] += sum[piece * size + d];
             }
           }
-        }
-        for (int row = 0; row < 2; ++row) {
-          const int64_t at = (j + row) * queries + c;
-          if constexpr (kPaired<T>) {
-            at::vec::convert_float_bfloat16(p[row][0], p[row][1]).store(s.p.get() + at);
-            at::vec::convert_float_bfloat16(ds[row][0], ds[row][1]).store(s.ds.get() + at);
-          } else {
-            p[row][0].store(scores + at);
-            ds[row][0].store(dscores + at);
-          }
-        }
-        if constexpr (kPaired<T>) {
-          for (int w = 0; w < W; ++w) {
-            store_pair(s.ds_paired.get() + j * queries + 2 * (c + w * kLanes), ds[0][w], ds[1][w]);
-          }
-        }
-      }
-    }
-    return sum_of_lanes(total);
+          put(splits[i], sum);
+        });
   }
 
-  std::tuple<const T*, const T*, const T*> operands(const Scratch& s) const {
-    if constexpr (kPaired<T>) {
-      return {s.p.get(), s.ds.get(), s.ds_paired.get()};
-    } else {
-      return {s.scores.get(), s.dscores.get(), s.dscores.get()};
+  // dQ (and the bias's gradient) of some entries of a query tile, in rows, or nullptr for none;
+  // with `dk` and `dv` also their share of those. `keys` of this head.
+  const float* sweep_row(Scratch& s, const Pass& pass, int64_t number, const Item& item,
+                         int64_t group, const Keys* keys, float* dk, float* dv) const {
+    const int64_t b = item.head / x_.Hq, head = item.head % x_.Hq, block = x_.block;
+    const int64_t axis = head * pass.axes / x_.Hq, table = pass.table(b, head, x_.Hq);
+    const Tile tile = pass.query_tile(axis, item.tile);
+    if (item.begin == item.end || tile.count == 0) {
+      return nullptr;
     }
-  }
-
-  void add_to_keys(Scratch& s, int64_t padded, int64_t queries, float* dk, float* dv) const {
-    const auto [p, ds, unused] = operands(s);
-    multiply(padded, value_width_, queries, p, queries, s.dout.get(), dv, true);
-    multiply(padded, width_, queries, ds, queries, s.q.get(), dk, true);
-  }
-
-  // dQ (and the bias's gradient) of a query tile; with `dk` and `dv` also its share of those.
-  void sweep_row(Scratch& s, const Pass& pass, int64_t number, int64_t b, int64_t head, int64_t row,
-                 int64_t row_group, const Keys& keys, int64_t first, const Gradients& sums,
-                 float* dk, float* dv) {
-    const int64_t axis = head * pass.axes / x_.Hq, table = pass.table(b, head, x_.Hq),
-                  block = x_.block;
-    const Tile tile = pass.query_tile(axis, row);
-    const int64_t begin = pass.row_ptr(table)[row], end = pass.row_ptr(table)[row + 1];
-    if (begin == end || tile.count == 0) {
-      return;
-    }
-    const int64_t queries = pack_query_tile(s, pass, b, head, tile);
-    double* dtable = !dtable_ ? nullptr
-                              : dtable_ + ((b * x_.Hq + head) * groups_ + row_group) *
-                                              (2 * x_.extras.radius + 1);
-    std::fill_n(s.dq.get(), queries * width_, 0.f);
-    for (int64_t entry = begin; entry < end; ++entry) {
-      const int64_t column = pass.keys(table)[entry], slot = first + column;
+    const Queries queries = pairs_.pack_queries(s, pass, b, head, tile);
+    double* dtable =
+        !dtable_ ? nullptr : dtable_ + (item.head * groups_ + group) * (2 * x_.extras.radius + 1);
+    std::fill_n(s.dq.get(), queries.count * pairs_.width(), 0.f);
+    for (int64_t entry = item.begin; entry < item.end; ++entry) {
+      const int64_t column = pass.keys(table)[entry];
       const Tile key_tile = pass.key_tile(axis, column);
       const int64_t padded = round_up(key_tile.count, 16);
       if (key_tile.count == 0 || !x_.extras.sees(b, key_tile, pass.step)) {
@@ -416,93 +347,90 @@ class Backward {
       }
       const Pair pair{b,
                       head,
-                      row,
+                      item.tile,
                       column,
-                      bitmap_of(pass, number, table, entry),
+                      pass.bitmap_numbers(table)[entry],
                       x_.bias_at(number, b, head, entry),
                       dtable};
-      const float sum =
-          differentiate(s, pass, keys.k.get() + slot * block * width_,
-                        keys.v.get() + slot * block * value_width_, tile, queries, pair);
+      const float sum = pairs_.differentiate(s, pass, keys[column], queries, tile, pair);
       if (dbias_) {
         dbias_[x_.bias_of(number, b, head) + entry] = sum;
       }
-      multiply(width_, queries, padded, keys.kt.get() + slot * block * width_, padded,
-               std::get<2>(operands(s)), s.dq.get(), true);
+      pairs_.add_to_queries(s, queries, keys[column], padded, s.dq.get());
       if (dk) {
-        add_to_keys(s, padded, queries, dk + column * block * width_,
-                    dv + column * block * value_width_);
+        pairs_.add_to_keys(s, queries, padded, dk + column * block * pairs_.width(),
+                           dv + column * block * pairs_.value_width());
       }
     }
-    transpose(s.dq.get(), width_, queries, s.floats.get());
-    for (int64_t i = 0; i < tile.count; ++i) {
-      add_to(sums.q, (b * x_.Hq + head) * x_.Nq + tile.start + i * pass.step,
-             s.floats.get() + i * width_, x_.scale);
-    }
+    transpose(s.dq.get(), pairs_.width(), queries.count, s.floats.get());
+    return s.floats.get();
   }
 
-  // dK and dV of a key tile.
+  // dK and dV of some entries of a key tile.
   void sweep_column(Scratch& s, const Pass& pass, const Transpose& by_key, int64_t number,
-                    int64_t b, int64_t kv_head, int64_t column, const Keys& keys, int64_t slot,
-                    const Gradients& sums) {
-    const int64_t axis = kv_head * pass.axes / x_.Hkv, block = x_.block;
+                    const Item& item, const Keys& keys) const {
+    const int64_t b = item.head / x_.Hkv, kv_head = item.head % x_.Hkv, column = item.tile;
+    const int64_t axis = kv_head * pass.axes / x_.Hkv;
     const Tile keys_of = pass.key_tile(axis, column);
+    const int64_t padded = round_up(keys_of.count, 16);
+    std::fill_n(s.dk.get(), padded * pairs_.width(), 0.f);
+    std::fill_n(s.dv.get(), padded * pairs_.value_width(), 0.f);
     if (keys_of.count == 0 || !x_.extras.sees(b, keys_of, pass.step)) {
       return;
     }
-    const int64_t padded = round_up(keys_of.count, 16);
-    std::fill_n(s.dk.get(), padded * width_, 0.f);
-    std::fill_n(s.dv.get(), padded * value_width_, 0.f);
+    int64_t first = 0;  // number of a head's first entry among those of all
     for (int64_t head = kv_head * x_.group; head < (kv_head + 1) * x_.group; ++head) {
       const int64_t table = pass.table(b, head, x_.Hq);
-      const int32_t* row_ptr = by_key.row_ptr + table * (pass.columns + 1);
-      for (int64_t i = row_ptr[column]; i < row_ptr[column + 1]; ++i) {
+      const int32_t* row_ptr = by_key.rows_of(pass, table) + column;
+      const int64_t begin = std::max<int64_t>(row_ptr[0], row_ptr[0] + item.begin - first);
+      const int64_t end = std::min<int64_t>(row_ptr[1], row_ptr[0] + item.end - first);
+      first += row_ptr[1] - row_ptr[0];
+      for (int64_t i = begin; i < end; ++i) {
         const int64_t row = by_key.query_tile[table * pass.entries + i];
         const Tile tile = pass.query_tile(axis, row);
         if (tile.count == 0) {
           continue;
         }
         const int64_t entry = by_key.entry[table * pass.entries + i];
-        const int64_t queries = pack_query_tile(s, pass, b, head, tile);
+        const Queries queries = pairs_.pack_queries(s, pass, b, head, tile);
         const Pair pair{b,
                         head,
                         row,
                         column,
-                        bitmap_of(pass, number, table, entry),
+                        pass.bitmap_numbers(table)[entry],
                         x_.bias_at(number, b, head, entry),
                         nullptr};
-        differentiate(s, pass, keys.k.get() + slot * block * width_,
-                      keys.v.get() + slot * block * value_width_, tile, queries, pair);
-        add_to_keys(s, padded, queries, s.dk.get(), s.dv.get());
+        pairs_.differentiate(s, pass, keys, queries, tile, pair);
+        pairs_.add_to_keys(s, queries, padded, s.dk.get(), s.dv.get());
       }
     }
-    add_keys(pass, b, kv_head, keys_of, s.dk.get(), s.dv.get(), sums);
   }
 
-  void add_keys(const Pass& pass, int64_t b, int64_t kv_head, Tile tile, const float* dk,
-                const float* dv, const Gradients& sums) {
-    for (int64_t i = 0; i < tile.count; ++i) {
-      const int64_t row = (b * x_.Hkv + kv_head) * x_.Nk + tile.start + i * pass.step;
-      add_to(sums.k, row, dk + i * width_, x_.scale);
-      add_to(sums.v, row, dv + i * value_width_, 1.f);
-    }
+  void add_queries(const Pass& pass, const Item& item, const float* dq,
+                   const Gradients& sums) const {
+    const Tile tile = pass.query_tile(item.head % x_.Hq * pass.axes / x_.Hq, item.tile);
+    add_rows(sums.q, item.head * x_.Nq + tile.start, pass.step, tile.count, dq, pairs_.width(),
+             x_.scale);
   }
 
-  const uint8_t* bitmap_of(const Pass& pass, int64_t number, int64_t table, int64_t entry) const {
-    const int64_t bitmap = pass.bitmap_numbers(table)[entry];
-    return bitmap < 0 ? nullptr : bitmaps_[number].get() + bitmap * (x_.block * x_.block / 8);
+  void add_keys(const Pass& pass, int64_t kv, int64_t column, const float* dk, const float* dv,
+                const Gradients& sums) const {
+    const Tile tile = pass.key_tile(kv % x_.Hkv * pass.axes / x_.Hkv, column);
+    const int64_t first = kv * x_.Nk + tile.start;
+    add_rows(sums.k, first, pass.step, tile.count, dk, pairs_.width(), x_.scale);
+    add_rows(sums.v, first, pass.step, tile.count, dv, pairs_.value_width(), 1.f);
   }
 
   const Problem& x_;
   const std::vector<Pass>& passes_;
-  Source do_;
-  const float *lse_, *delta_;
-  Tensor dq_, dk_, dv_;
+  const Delta delta_of_;
+  float* delta_;
+  const Pairs<T> pairs_;
+  const Tensor dq_, dk_, dv_;
   float* dbias_;
   double* dtable_;  // [B, Hq, groups, 2R + 1]
   int64_t groups_;
-  int64_t width_, value_width_, columns_ = 0, rows_ = 0;
-  std::vector<Buffer<uint8_t>> bitmaps_;  // of each pass
+  int64_t columns_ = 0, rows_ = 0;
 };
 
 }  // namespace sparsering::cpu

@@ -47,7 +47,8 @@ def backward(
     passes = problem.layout.passes
     transposes = [] if by_head else [x.contiguous() for p in passes for x in p.transpose]
     results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
-    found = library().backward(*_arguments(problem), *results, transposes)
+    learns = problem.learns_distances
+    found = library().backward(*_arguments(problem), *results, transposes, learns)
     dq, dk, dv, dbias, dtables, delta = found
     bias, table, sink = problem.block_bias, problem.distance_bias, problem.sink
     return Gradients(
@@ -55,7 +56,7 @@ def backward(
         dk,
         dv,
         None if bias is None else dbias.to(bias.dtype),
-        None if table is None else dtables.sum(2).to(table.dtype),
+        None if table is None or not learns else dtables.sum(2).to(table.dtype),
         None if sink is None else sink_gradient(sink, lse, delta),
     )
 
@@ -82,7 +83,7 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
         problem.softcap or 0.0,
         None if table is None else dense_rows(table.float()),
         problem.dropout_p or 0.0,
-        problem.dropout_seed,
+        None if problem.dropout_seed is None else problem.dropout_seed.contiguous(),
         None if mask is None else mask.contiguous(),
         problem.in_float32,
     )
@@ -90,7 +91,8 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
 
 def _tables(p: Pass) -> list[Tensor]:
     tiles = p.query_start, p.query_stop, p.key_start, p.key_stop
-    return [x.contiguous() for x in (*tiles, p.row_ptr, p.key_tile, p.bitmap, p.bitmaps)]
+    tables = p.row_ptr, p.key_tile, p.bitmap, p.transposed_bitmaps
+    return [x.contiguous() for x in (*tiles, *tables)]
 
 
 def _places(p: Pass, q_start: int) -> list[Tensor]:

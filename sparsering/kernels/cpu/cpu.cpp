@@ -95,9 +95,9 @@ std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>&
     return {out, lse};
   }
   if (query.scalar_type() == at::kBFloat16 && has_bfloat16_products()) {
-    Forward<BFloat16>(x, passes).run(passes, covers, out, lse);
+    Forward<BFloat16>(x, passes).run(covers, out, lse);
   } else {
-    Forward<float>(x, passes).run(passes, covers, out, lse);
+    Forward<float>(x, passes).run(covers, out, lse);
   }
   return {out, lse};
 }
@@ -105,7 +105,7 @@ std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>&
 // `transposes` is empty for run_heads.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     SPARSERING_CALL, const Tensor& out, const Tensor& lse, const Tensor& grad_out,
-    const Tensor& grad_lse, at::TensorList transposes) {
+    const Tensor& grad_lse, at::TensorList transposes, bool learns_distances) {
   const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
                       query.size(1), key.size(2));
   const Problem x(query, key, value, bias, extras, first_entry, steps.size(), block, scale);
@@ -117,8 +117,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     by_key.emplace_back(of_pass);
   }
   const auto options = in_float32 ? query.options().dtype(at::kFloat) : query.options();
-  Tensor dq = at::zeros(query.sizes(), options), dk = at::zeros(key.sizes(), options),
-         dv = at::zeros(value.sizes(), options);
+  Tensor dq = at::empty(query.sizes(), options), dk = at::empty(key.sizes(), options),
+         dv = at::empty(value.sizes(), options);
   Tensor dbias = bias ? at::zeros_like(*bias) : at::empty({0}, query.options().dtype(at::kFloat));
   for (const Tensor& like : {grad_out, out}) {
     TORCH_CHECK_VALUE(like.sizes() == at::IntArrayRef({x.B, x.Hq, x.Nq, x.Dv}) &&
@@ -130,15 +130,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                           like.scalar_type() == at::kFloat && like.is_contiguous(),
                       "sparsering cpu: lse and its gradient must be as forward made them");
   }
-  const Tensor delta = delta_of(x, grad_out, out, grad_lse);
+  Tensor delta = at::empty_like(grad_lse);
   // A table of distances for each head, or for as many groups of its rows as keep threads busy.
   const int64_t wanted = 4 * at::get_num_threads() / std::max<int64_t>(1, x.B * x.Hq) + 1;
   const int64_t groups = by_key.empty() ? 1 : wanted;
-  Tensor dtable = at::zeros({x.B, x.Hq, groups, distance_bias ? distance_bias->size(2) : 0},
-                            query.options().dtype(at::kDouble));
+  const int64_t distances = distance_bias && learns_distances ? distance_bias->size(2) : 0;
+  Tensor dtable = at::zeros({x.B, x.Hq, groups, distances}, query.options().dtype(at::kDouble));
   if (lse.numel() == 0) {
-    return {dq, dk, dv, dbias, dtable, delta};
+    return {dq.zero_(), dk.zero_(), dv.zero_(), dbias, dtable, delta};
   }
+  const Delta delta_of(x, grad_out, out, grad_lse);
   const auto run = [&](auto kernel) {
     if (by_key.empty()) {
       kernel.run_heads();
@@ -147,9 +148,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     }
   };
   if (query.scalar_type() == at::kBFloat16 && has_bfloat16_products()) {
-    run(Backward<BFloat16>(x, passes, grad_out, lse, delta, dq, dk, dv, dbias, dtable));
+    run(Backward<BFloat16>(x, passes, delta_of, grad_out, lse, delta, dq, dk, dv, dbias, dtable));
   } else {
-    run(Backward<float>(x, passes, grad_out, lse, delta, dq, dk, dv, dbias, dtable));
+    run(Backward<float>(x, passes, delta_of, grad_out, lse, delta, dq, dk, dv, dbias, dtable));
   }
   return {dq, dk, dv, dbias, dtable, delta};
 }
@@ -165,7 +166,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 TORCH_LIBRARY(sparsering_cpu, m) {
   m.def("forward(" SPARSERING_SCHEMA "Tensor? sink) -> (Tensor, Tensor)", forward);
   m.def("backward(" SPARSERING_SCHEMA
-        "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, Tensor[] transposes) -> "
+        "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, Tensor[] transposes, "
+        "bool learns_distances) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         backward);
 }

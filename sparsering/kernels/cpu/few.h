@@ -9,7 +9,8 @@ namespace sparsering::cpu {
 
 // Some queries of one kv head, all of whose keys they share; row r of scores begins at r * ld.
 struct FewQueries {
-  int64_t count, width, value_width, ld;
+  int64_t count, key_width, value_width, ld;
+  int64_t width;  // of the queries: whole vectors, 0 where there is nothing
   const float* queries;
   float *scores, *sums;
   float* spare;  // 2 * kLanes * width
@@ -22,41 +23,65 @@ struct FewQueries {
   }
 };
 
+// To where all of a tile's keys and values have room, which is not the nearest cache.
 template <typename S>
 void prefetch(const S* from, int64_t size) {
   for (int64_t d = 0; d < size; d += 64 / sizeof(S)) {
-    __builtin_prefetch(from + d);
+    __builtin_prefetch(from + d, 0, 2);
   }
 }
 
-template <int R>
-void score_rows(const FewQueries& x, int64_t row, const float* turned, int64_t first) {
-  constexpr int P = 4 / R;  // parts of a sum, which need not wait for each other
-  const float* query = x.queries + row * x.width;
-  Vec sum[R * P];
-  for (auto& part : sum) {
-    part = Vec(0.f);
-  }
-  const auto add = [&](int64_t d, int p) {
-    const Vec keys = Vec::loadu(turned + d * kLanes);
-    for (int r = 0; r < R; ++r) {
-      sum[r * P + p] = at::vec::fmadd(Vec(query[r * x.width + d]), keys, sum[r * P + p]);
+// The sum of the lanes of each vector, in its lane: perfect shuffles add up halves.
+inline Vec sums_of_lanes(Vec (&x)[kLanes]) {
+#pragma GCC unroll 4
+  for (int64_t n = kLanes / 2; n > 0; n /= 2) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < n; ++i) {
+      const auto [low, high] = at::vec::interleave2(x[i], x[i + n]);
+      x[i] = low + high;
     }
-  };
-  int64_t d = 0;
-  for (; d + P <= x.width; d += P) {
+  }
+  return x[0];
+}
+
+// Products of a query with kLanes keys; `P` of its vectors at a time stay in registers.
+template <int P, typename S>
+Vec products(const float* query, const S* keys, int64_t stride, int64_t width) {
+  Vec sum[kLanes];
+#pragma GCC unroll 16
+  for (int64_t j = 0; j < kLanes; ++j) {
+    sum[j] = Vec(0.f);
+  }
+  for (int64_t d = 0; d < width; d += P * kLanes) {
+    Vec part[P];
+#pragma GCC unroll 4
     for (int p = 0; p < P; ++p) {
-      add(d + p, p);
+      part[p] = Vec::loadu(query + d + p * kLanes);
+    }
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < kLanes; ++j) {
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) {
+        const Vec key = load_lanes(keys + j * stride + d + p * kLanes);
+        sum[j] = at::vec::fmadd(part[p], key, sum[j]);
+      }
     }
   }
-  for (; d < x.width; ++d) {
-    add(d, 0);
-  }
-  for (int r = 0; r < R; ++r) {
-    for (int p = 1; p < P; ++p) {
-      sum[r * P] = sum[r * P] + sum[r * P + p];
+  return sums_of_lanes(sum);
+}
+
+// The same of four queries, row `row` and the next, with keys that were transposed.
+inline void score_rows(const FewQueries& x, int64_t row, const float* turned, int64_t first) {
+  const float* query = x.queries + row * x.width;
+  Vec sum[4] = {Vec(0.f), Vec(0.f), Vec(0.f), Vec(0.f)};
+  for (int64_t d = 0; d < x.key_width; ++d) {
+    const Vec keys = Vec::loadu(turned + d * kLanes);
+    for (int r = 0; r < 4; ++r) {
+      sum[r] = at::vec::fmadd(Vec(query[r * x.width + d]), keys, sum[r]);
     }
-    sum[r * P].store(x.scores + (row + r) * x.ld + first);
+  }
+  for (int r = 0; r < 4; ++r) {
+    sum[r].store(x.scores + (row + r) * x.ld + first);
   }
 }
 
@@ -64,22 +89,37 @@ void score_rows(const FewQueries& x, int64_t row, const float* turned, int64_t f
 template <typename S>
 void score_keys(const FewQueries& x, const S* keys, int64_t stride, int64_t count, const S* values,
                 int64_t value_stride) {
+  const int64_t in_fours = x.count / 4 * 4;  // to which it is worth transposing keys
+  const auto score = [&](const auto* from, int64_t ld, int64_t first) {
+    for (int64_t r = in_fours; r < x.count; ++r) {
+      const float* query = x.queries + r * x.width;
+      const Vec score = x.width % (4 * kLanes) ? products<1>(query, from, ld, x.width)
+                                               : products<4>(query, from, ld, x.width);
+      score.store(x.scores + r * x.ld + first);
+    }
+  };
   float *block = x.spare, *turned = block + kLanes * x.width;
   for (int64_t first = 0; first < count; first += kLanes) {
     const int64_t n = std::min(kLanes, count - first);
     for (int64_t j = 0; j < n; ++j) {
-      copy_lanes(keys + (first + j) * stride, block + j * x.width, x.width);
       prefetch(values + (first + j) * value_stride, x.value_width);
     }
-    std::fill(block + n * x.width, block + kLanes * x.width, 0.f);
-    transpose(block, kLanes, x.width, turned);
-    int64_t r = 0;
-    for (; r + 4 <= x.count; r += 4) {
-      score_rows<4>(x, r, turned, first);
+    if (!in_fours && n == kLanes && x.key_width == x.width) {
+      score(keys + first * stride, stride, first);
+      continue;
     }
-    for (; r < x.count; ++r) {
-      score_rows<1>(x, r, turned, first);
+    for (int64_t j = 0; j < kLanes; ++j) {
+      const int64_t size = j < n ? x.key_width : 0;
+      copy_lanes(keys + (first + j) * stride, block + j * x.width, size);
+      std::fill(block + j * x.width + size, block + (j + 1) * x.width, 0.f);
     }
+    if (in_fours) {
+      transpose(block, kLanes, x.width, turned);
+    }
+    for (int64_t r = 0; r < in_fours; r += 4) {
+      score_rows(x, r, turned, first);
+    }
+    score(static_cast<const float*>(block), x.width, first);
   }
 }
 
@@ -136,19 +176,23 @@ void add_to_rows(const FewQueries& x, int64_t row, const S* values, int64_t stri
   }
 }
 
-// Adds the weighted values to each query's sums; fetches the next keys meanwhile.
+// Adds the weighted values to each query's sums; fetches the next keys meanwhile, some at a time.
 template <typename S>
 void add_values(const FewQueries& x, const S* values, int64_t stride, int64_t count,
                 const S* next_keys, int64_t key_stride, int64_t num_next) {
-  for (int64_t j = 0; j < num_next; ++j) {
-    prefetch(next_keys + j * key_stride, x.width);
-  }
-  int64_t r = 0;
-  for (; r + 4 <= x.count; r += 4) {
-    add_to_rows<4>(x, r, values, stride, count);
-  }
-  for (; r < x.count; ++r) {
-    add_to_rows<1>(x, r, values, stride, count);
+  for (int64_t first = 0; first < count; first += kLanes) {
+    const int64_t n = std::min(kLanes, count - first);
+    for (int64_t j = first; j < std::min(first + n, num_next); ++j) {
+      prefetch(next_keys + j * key_stride, x.key_width);
+    }
+    const FewQueries part = x.from(first);
+    int64_t r = 0;
+    for (; r + 4 <= x.count; r += 4) {
+      add_to_rows<4>(part, r, values + first * stride, stride, n);
+    }
+    for (; r < x.count; ++r) {
+      add_to_rows<1>(part, r, values + first * stride, stride, n);
+    }
   }
 }
 

@@ -91,13 +91,10 @@ struct Source {
     return static_cast<const S*>(row(b, h, n));
   }
 
-  void read(int64_t b, int64_t h, int64_t n, float* to) const {
-    with_type(type,
-              [&](auto value) { at::vec::convert(rows<decltype(value)>(b, h, n), to, width); });
-  }
-
-  void read(int64_t b, int64_t h, int64_t n, BFloat16* to) const {
-    std::memcpy(to, row(b, h, n), width * sizeof(BFloat16));
+  // Whether neighbouring tokens lie side by side as `wide` values of type T.
+  template <typename T>
+  bool lies_as(int64_t wide) const {
+    return type == c10::CppTypeToScalarType<T>::value && width == wide && strides[2] == wide;
   }
 
   const char* data;
@@ -109,7 +106,8 @@ struct Tile {
   int64_t start, count;
 };
 
-// One pass of a layout; see layouts/layout.py for the meaning of its tensors.
+// One pass of a layout; see layouts/layout.py for the meaning of its tensors, the last of which is
+// `transposed_bitmaps`.
 struct Pass {
   static constexpr int kTensors = 8, kPlaces = 3;
 
@@ -168,12 +166,15 @@ struct Pass {
   const int32_t* bitmap_numbers(int64_t table) const {
     return bitmap_ + table * entries;
   }
+  const uint8_t* bitmap(int64_t number) const {
+    return bitmaps + number * (block * block / 8);
+  }
 
   int64_t step, block, axes, rows, columns, batches, tables, entries;
   const int64_t *query_start, *query_stop, *key_start, *key_stop;
   const int32_t *row_ptr_, *key_tile_, *bitmap_;
   int64_t num_bitmaps;
-  const uint8_t* bitmaps;
+  const uint8_t* bitmaps;  // queries along the bits of a key's row
   int64_t branch;
   const int64_t *query_origin_, *key_origin_, *stream_;
 
@@ -184,6 +185,12 @@ struct Pass {
   }
 };
 
+// Where a row (or column) has more entries than this it is cut into pieces: twice what the rows
+// have that there are, or `at_least` of them. Depends on the table alone.
+inline int64_t longest_piece(int64_t entries, int64_t rows, int64_t at_least) {
+  return std::max<int64_t>(16, 2 * entries / std::max<int64_t>(rows, at_least));
+}
+
 // The same table by key tile.
 struct Transpose {
   static constexpr int kTensors = 3;
@@ -192,6 +199,10 @@ struct Transpose {
       : row_ptr(tensors[0].const_data_ptr<int32_t>()),
         query_tile(tensors[1].const_data_ptr<int32_t>()),
         entry(tensors[2].const_data_ptr<int32_t>()) {}
+
+  const int32_t* rows_of(const Pass& pass, int64_t table) const {
+    return row_ptr + table * (pass.columns + 1);
+  }
 
   const int32_t *row_ptr, *query_tile, *entry;
 };

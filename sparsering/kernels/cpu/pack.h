@@ -40,19 +40,61 @@ void copy_lanes(const S* from, float* to, int64_t size) {
   }
 }
 
+// Up to kLanes values, zeros behind them.
+template <typename S>
+Vec lanes_of(const S* from, int64_t size) {
+  if (size == kLanes) {
+    return load_lanes(from);
+  }
+  float lanes[kLanes] = {};
+  copy_lanes(from, lanes, size);
+  return Vec::loadu(lanes);
+}
+
 // Query tiles are padded to whole pairs of vectors.
 template <typename T>
 constexpr int64_t kQueryUnit = kPaired<T> ? 32 : 16;
+
+inline void convert_row(const BFloat16* from, BFloat16* to, int64_t width) {
+  std::memcpy(to, from, width * sizeof(BFloat16));
+}
+template <typename S>
+void convert_row(const S* from, float* to, int64_t width) {
+  copy_lanes(from, to, width);
+}
 
 // Copies a tile's tokens to `rows` rows of `width` values, zeros where there is nothing.
 template <typename T>
 void read_tile(const Source& x, int64_t b, int64_t h, Tile tile, int64_t step, int64_t rows,
                int64_t width, T* to) {
-  for (int64_t i = 0; i < tile.count; ++i) {
-    x.read(b, h, tile.start + i * step, to + i * width);
-    std::fill(to + i * width + x.width, to + (i + 1) * width, T(0));
+  const auto read = [&](auto value) {
+    using S = decltype(value);
+    const S* from = x.rows<S>(b, h, tile.start);
+    const int64_t stride = x.strides[2] * step;
+    for (int64_t i = 0; i < tile.count; ++i) {
+      convert_row(from + i * stride, to + i * width, x.width);
+      for (int64_t d = x.width; d < width; ++d) {
+        to[i * width + d] = T(0);
+      }
+    }
+  };
+  if constexpr (kPaired<T>) {
+    read(T());
+  } else {
+    with_type(x.type, read);
   }
   std::fill(to + tile.count * width, to + rows * width, T(0));
+}
+
+// The same where they lie, if they lie so, else copied to `spare`.
+template <typename T>
+const T* tile_rows(const Source& x, int64_t b, int64_t h, Tile tile, int64_t step, int64_t rows,
+                   int64_t width, T* spare) {
+  if (step == 1 && tile.count == rows && x.lies_as<T>(width)) {
+    return x.rows<T>(b, h, tile.start);
+  }
+  read_tile(x, b, h, tile, step, rows, width, spare);
+  return spare;
 }
 
 // A kLanes x kLanes transpose: log2(kLanes) perfect shuffles of its rows.
@@ -94,15 +136,37 @@ inline void transpose(const float* from, int64_t rows, int64_t width, float* to)
   }
 }
 
-// The same by way of float; `spare` holds 2 * rows * width of them.
+// Right operand X [rows, width], in `to` or where it lies.
+inline const float* pack(const float* from, int64_t rows, int64_t width, float* to) {
+  return from;
+}
+// Pairs of rows, interleaved.
+inline const BFloat16* pack(const BFloat16* from, int64_t rows, int64_t width, BFloat16* to) {
+  using Ints = at::vec::Vectorized<int32_t>;
+  for (int64_t i = 0; i < rows; i += 2) {
+    const BFloat16 *a = from + i * width, *b = a + width;
+    int64_t j = 0;
+    for (; j + kLanes <= width; j += kLanes) {
+      const Ints low = at::vec::cast<int32_t>(load_lanes(a + j)) >> Ints(16),
+                 high = at::vec::cast<int32_t>(load_lanes(b + j));
+      ((low & Ints(0xffff)) | high).store(to + i * width + 2 * j);
+    }
+    for (; j < width; ++j) {
+      to[i * width + 2 * j] = a[j];
+      to[i * width + 2 * j + 1] = b[j];
+    }
+  }
+  return to;
+}
+
+// The same of pairs of rows; `spare` holds rows * width values.
 inline void transpose(const float* from, int64_t rows, int64_t width, float* to, float*) {
   transpose(from, rows, width, to);
 }
 inline void transpose(const BFloat16* from, int64_t rows, int64_t width, BFloat16* to,
-                      float* spare) {
-  at::vec::convert(from, spare, rows * width);
-  transpose(spare, rows, width, spare + rows * width);
-  at::vec::convert(spare + rows * width, to, rows * width);
+                      BFloat16* spare) {
+  pack(from, rows, width, spare);
+  transpose(reinterpret_cast<const float*>(spare), rows / 2, width, reinterpret_cast<float*>(to));
 }
 
 // Right operand X^T of X [rows, width]: pairs of values lie together already.
@@ -113,20 +177,6 @@ inline void pack_transposed(const BFloat16* from, int64_t rows, int64_t width, B
   transpose(reinterpret_cast<const float*>(from), rows, width / 2, reinterpret_cast<float*>(to));
 }
 
-// Right operand X [rows, width].
-inline void pack(const float* from, int64_t rows, int64_t width, float* to) {
-  std::memcpy(to, from, rows * width * sizeof(float));
-}
-inline void pack(const BFloat16* from, int64_t rows, int64_t width, BFloat16* to) {
-  for (int64_t i = 0; i < rows; i += 2) {
-    const BFloat16 *a = from + i * width, *b = a + width;
-    for (int64_t j = 0; j < width; ++j) {
-      to[i * width + 2 * j] = a[j];
-      to[i * width + 2 * j + 1] = b[j];
-    }
-  }
-}
-
 // C [M, N] (+)= A [M, K] B [K, N].
 template <typename T>
 void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, float* C,
@@ -135,33 +185,6 @@ void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T*
     return;
   }
   at::native::cpublas::brgemm(M, N, K, lda, N, N, add, A, B, C, kPaired<T>);
-}
-
-// Bitmaps with queries along the bits of a key's row, 8 x 8 cells at a time.
-inline Buffer<uint8_t> transposed_bitmaps(const Pass& p) {
-  const int64_t bytes = p.block / 8, size = p.block * bytes;
-  Buffer<uint8_t> result(p.num_bitmaps * size);
-  at::parallel_for(0, p.num_bitmaps, 8, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; ++n) {
-      const uint8_t* from = p.bitmaps + n * size;
-      uint8_t* to = result.get() + n * size;
-      for (int64_t i = 0; i < bytes; ++i) {
-        for (int64_t j = 0; j < bytes; ++j) {
-          uint64_t x = 0, t;
-          for (int64_t k = 0; k < 8; ++k) {
-            x |= static_cast<uint64_t>(from[(8 * i + k) * bytes + j]) << (8 * k);
-          }
-          t = (x ^ (x >> 7)) & 0x00AA00AA00AA00AAull, x ^= t ^ (t << 7);
-          t = (x ^ (x >> 14)) & 0x0000CCCC0000CCCCull, x ^= t ^ (t << 14);
-          t = (x ^ (x >> 28)) & 0x00000000F0F0F0F0ull, x ^= t ^ (t << 28);
-          for (int64_t k = 0; k < 8; ++k) {
-            to[(8 * j + k) * bytes + i] = static_cast<uint8_t>(x >> (8 * k));
-          }
-        }
-      }
-    }
-  });
-  return result;
 }
 
 // Zeros in the rows of keys that are not seen, whose numbers may be none.

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -9,56 +11,92 @@
 
 namespace sparsering::cpu {
 
-// Some heads of a result [B, H, N, width], in float while several passes add to them.
+// Some heads of a dense result [B, H, N, width], in float while several passes add to them.
 class Part {
  public:
   Part(const Tensor& whole, int64_t first, int64_t heads, bool single_pass)
-      : whole_(whole.flatten(0, 1).narrow(0, first, heads)),
-        sums_(single_pass || whole.scalar_type() == at::kFloat
-                  ? whole_
-                  : at::zeros(whole_.sizes(), whole_.options().dtype(at::kFloat))),
-        first_row_(first * whole.size(2)) {}
+      : type_(single_pass ? whole.scalar_type() : at::kFloat),
+        whole_type_(whole.scalar_type()),
+        width_(whole.size(3)),
+        first_row_(first * whole.size(2)),
+        rows_(heads * whole.size(2)),
+        whole_(static_cast<char*>(whole.mutable_data_ptr()) +
+               first_row_ * width_ * whole.element_size()),
+        sums_(is_apart() ? rows_ * width_ : 0),
+        data_(is_apart() ? reinterpret_cast<char*>(sums_.get()) : whole_) {}
 
+  // Whether its numbers, none so far, come to the whole by `finish` alone.
+  bool is_apart() const {
+    return type_ != whole_type_;
+  }
   at::ScalarType type() const {
-    return sums_.scalar_type();
+    return type_;
   }
   int64_t width() const {
-    return sums_.size(2);
+    return width_;
   }
   // `row` counts through all heads of the whole result.
   template <typename S>
   S* row(int64_t row) const {
-    return static_cast<S*>(sums_.data_ptr()) + (row - first_row_) * width();
+    return reinterpret_cast<S*>(data_) + (row - first_row_) * width_;
   }
-  void finish() {
-    if (!sums_.is_same(whole_)) {
-      whole_.copy_(sums_);
+  void clear() const {
+    const int64_t bytes = width_ * c10::elementSize(type_);
+    at::parallel_for(0, rows_, kMuch / std::max<int64_t>(bytes, 1),
+                     [&](int64_t begin, int64_t end) {
+                       std::memset(data_ + begin * bytes, 0, (end - begin) * bytes);
+                     });
+  }
+  void finish() const {
+    if (!is_apart()) {
+      return;
     }
+    with_type(whole_type_, [&](auto value) {
+      using S = decltype(value);
+      S* to = reinterpret_cast<S*>(whole_);
+      at::parallel_for(0, rows_, kMuch / std::max<int64_t>(4 * width_, 1),
+                       [&](int64_t begin, int64_t end) {
+                         at::vec::convert(sums_.get() + begin * width_, to + begin * width_,
+                                          (end - begin) * width_);
+                       });
+    });
   }
 
  private:
-  Tensor whole_, sums_;
-  int64_t first_row_;
+  static constexpr int64_t kMuch = 1 << 20;  // bytes that are worth waking a thread for
+
+  at::ScalarType type_, whole_type_;
+  int64_t width_, first_row_, rows_;
+  char* whole_;
+  Buffer<float> sums_;
+  char* data_;
 };
 
 // Rows of an output [B, H, N, width] that arrive in parts, each with its lse.
 struct Output {
   Output(const Part& part, const Tensor& lse_) : sums(part), lse(lse_.data_ptr<float>()) {}
 
-  // Merges (part, part_lse) into what is there: where `fresh` that is 0, with an lse of -inf or of
-  // the row's sink.
-  void put(int64_t row, float* part, float part_lse, bool fresh) {
-    const float old = lse[row];
-    if (old == -kInf) {
-      lse[row] = part_lse;
-      write(row, part);
-    } else if (part_lse != -kInf) {
-      lse[row] = fresh ? shrink(part, part_lse, old, sums.width())
-                       : merge(part, part_lse, sums.row<float>(row), old, sums.width());
-      write(row, part);
-    } else if (fresh) {
-      write(row, part);
-    }
+  // Merges rows `step` apart from `first` on, each with its lse, into what is there: where `fresh`
+  // that is 0, with an lse of -inf or of the row's sink.
+  void put(int64_t first, int64_t step, int64_t count, float* rows, const float* lses, bool fresh) {
+    const int64_t width = sums.width();
+    with_type(sums.type(), [&](auto value) {
+      using S = decltype(value);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t row = first + i * step;
+        float *part = rows + i * width, &of_row = lse[row];
+        const float old = of_row;
+        if (old == -kInf) {
+          of_row = lses[i];
+        } else if (lses[i] != -kInf) {
+          of_row = fresh ? shrink(part, lses[i], old, width)
+                         : merge(part, lses[i], sums.row<float>(row), old, width);
+        } else if (!fresh) {
+          continue;
+        }
+        at::vec::convert(part, sums.row<S>(row), width);
+      }
+    });
   }
 
   // Merges (other, other_lse), which has keys, into part. Returns the merged lse.
@@ -83,12 +121,6 @@ struct Output {
   }
 
  private:
-  void write(int64_t row, const float* part) {
-    with_type(sums.type(), [&](auto value) {
-      at::vec::convert(part, sums.row<decltype(value)>(row), sums.width());
-    });
-  }
-
   const Part& sums;
   float* lse;
 };

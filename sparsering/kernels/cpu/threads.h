@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 
 namespace sparsering::cpu {
 
@@ -25,6 +26,29 @@ void share_out(int64_t count, int64_t least, const Make& make, const Body& body)
       at::native::cpublas::brgemm_release();
     }
   });
+}
+
+// The same by one thread that has a scratch of its own, where `mine` is one, else by all.
+template <typename Scratch, typename Make, typename Body>
+void share_out(std::optional<Scratch>* mine, int64_t count, int64_t least, const Make& make,
+               const Body& body) {
+  if (!mine) {
+    share_out<Scratch>(count, least, make, body);
+    return;
+  }
+  if (!*mine && count) {
+    mine->emplace(make());
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    body(**mine, i);
+  }
+}
+
+// Whether threads that take whole kv heads share them evenly enough: they then need not wait for
+// each other.
+inline bool shares_evenly(int64_t num_kv) {
+  const int64_t threads = at::get_num_threads(), most = (num_kv + threads - 1) / threads;
+  return num_kv >= threads && 10 * most * threads <= 11 * num_kv;
 }
 
 // How many kv heads are packed at a time: no more than keep all threads busy with `rows` pieces of

@@ -1,0 +1,299 @@
+// One item of the forward pass: some key tiles for a query tile.
+
+#pragma once
+
+#include "few.h"
+#include "scores.h"
+#include "softmax.h"
+
+namespace sparsering::cpu {
+
+// Some entries of a query tile, for some heads; `piece` numbers what is to be merged with others,
+// else -1.
+struct Item {
+  int64_t batch, head, heads, row, begin, end, piece;
+};
+
+template <typename T>
+class Attend {
+ public:
+  explicit Attend(const Problem& problem)
+      : x_(problem), width_(round_up(std::max<int64_t>(problem.D, 1), 2)) {}
+
+  struct Operands {
+    const T *k, *v;
+  };
+
+  // What a thread needs for items of many and of few queries.
+  struct Scratch {
+    Scratch(const Attend& f, bool many, bool few) {
+      const auto& x = f.x_;
+      const int64_t queries = round_up(x.block, 32), most_keys = std::max(kMostKeys, x.block);
+      rows = Buffer<float>(queries * x.Dv);
+      lse = Buffer<float>(queries);
+      highest = Buffer<float>(queries);
+      total = Buffer<float>(queries);
+      factor = Buffer<float>(queries);
+      scores = Buffer<float>(queries * (many ? most_keys : kFewQueries));
+      sums = Buffer<float>(queries * x.Dv);
+      biases = Buffer<float>(x.extras.adjusts() ? 2 * queries : 0);
+      a = Buffer<uint32_t>(x.extras.drops() ? queries : 0);
+      b = Buffer<uint32_t>(x.extras.drops() ? queries : 0);
+      query = Buffer<float>(few ? kFewQueries * round_up(x.D, kLanes) : 0);
+      keys = Buffer<float>(few ? 2 * kLanes * round_up(x.D, kLanes) : 0);
+      tile = Buffer<T>(many ? queries * f.width_ : 0);
+      packed = Buffer<T>(many ? queries * f.width_ : 0);
+      weights = Buffer<T>(many && kPaired<T> ? queries * most_keys : 0);
+    }
+    Buffer<float> rows, lse, highest, total, factor, scores, sums, biases, query, keys;
+    Buffer<uint32_t> a, b;
+    Buffer<T> tile, packed, weights;
+  };
+
+  Tile many_queries(Scratch& s, const Pass& pass, const Item& item, int64_t number,
+                    const Operands* operands) const {
+    const int64_t axis = item.head * pass.axes / x_.Hq, block = x_.block;
+    const Tile tile = pass.query_tile(axis, item.row);
+    const int64_t queries = round_up(tile.count, kQueryUnit<T>);
+    const int32_t* numbers = pass.bitmap_numbers(pass.table(item.batch, item.head, x_.Hq));
+    const T* q =
+        tile_rows(x_.q, item.batch, item.head, tile, pass.step, queries, width_, s.tile.get());
+    pack_transposed(q, queries, width_, s.packed.get());
+    std::fill_n(s.highest.get(), queries, -kInf);
+    std::fill_n(s.total.get(), queries, 0.f);
+    if (x_.extras.drops()) {
+      row_words(pass, item.batch, item.head, item.row, queries, s.a.get(), s.b.get());
+    }
+    float* scores = s.scores.get();
+    T* weights;
+    if constexpr (kPaired<T>) {
+      weights = s.weights.get();
+    } else {
+      weights = scores;
+    }
+    bool any = false;
+    for (int64_t entry = item.begin; entry < item.end;) {
+      const Stack tiles = stack(pass, item, number, entry);
+      float* at = scores;
+      for (int64_t i = 0; i < tiles.size; ++i) {
+        const auto& part = tiles.parts[i];
+        multiply(part.padded, queries, width_, operands[part.column].k, width_, s.packed.get(), at,
+                 false);
+        if (x_.extras.adjusts()) {
+          adjust_tiles(pass, item, part, queries, s.biases.get(), at);
+        }
+        hide_unseen(x_.extras.key_mask(item.batch), pass.key_tile(axis, part.column), pass.step, at,
+                    queries);
+        if (numbers[part.entry] >= 0) {
+          apply_mask(pass.bitmap(numbers[part.entry]), block, part.rows, tile.count, at, queries);
+        }
+        at += part.padded * queries;
+      }
+      int64_t c = 0;
+      for (constexpr int W = 4; c + W * kLanes <= queries; c += W * kLanes) {
+        step<W>(s, tiles, scores, weights, queries, c);
+      }
+      for (constexpr int W = kPaired<T> ? 2 : 1; c < queries; c += W * kLanes) {
+        step<W>(s, tiles, scores, weights, queries, c);
+      }
+      if (any) {
+        multiply_sums(s, queries);
+      }
+      T* w = weights;
+      for (int64_t i = 0; i < tiles.size; ++i) {
+        const auto& part = tiles.parts[i];
+        if (x_.extras.drops()) {
+          drop(w, part.padded, queries, dropout(s, pass, axis, part.column));
+        }
+        const T* value = operands[part.column].v;
+        multiply(x_.Dv, queries, part.padded, value, part.padded, w, s.sums.get(), any);
+        any = true;
+        w += part.padded * queries;
+      }
+    }
+    if (!any) {
+      std::fill_n(s.sums.get(), queries * x_.Dv, 0.f);
+    }
+    for (int64_t i = 0; i < queries; ++i) {
+      finish(s.highest.get()[i], s.total.get()[i], s.factor.get()[i], s.lse.get()[i]);
+      s.factor.get()[i] *= x_.extras.factor;
+    }
+    multiply_sums(s, queries);
+    transpose(s.sums.get(), x_.Dv, queries, s.rows.get());
+    return tile;
+  }
+
+  // A few rows of scores at a time, of queries of one tile and of heads that share their keys: each
+  // key and value is read once, where it lies.
+  Tile few_queries(Scratch& s, const Pass& pass, const Item& item, int64_t number) const {
+    const int64_t axis = item.head * pass.axes / x_.Hq, kv_head = item.head / x_.group;
+    const Tile tile = pass.query_tile(axis, item.row);
+    const int64_t table = pass.table(item.batch, item.head, x_.Hq), rows = item.heads * tile.count;
+    const bool* seen = x_.extras.key_mask(item.batch);
+    const int64_t width = round_up(x_.D, kLanes);
+    for (int64_t i = 0; i < item.heads; ++i) {
+      float* queries = s.query.get() + i * tile.count * width;
+      read_tile(x_.q, item.batch, item.head + i, tile, pass.step, tile.count, width, queries);
+      if (x_.extras.drops()) {
+        row_words(pass, item.batch, item.head + i, item.row, tile.count, s.a.get() + i * tile.count,
+                  s.b.get() + i * tile.count);
+      }
+    }
+    const FewQueries few{rows,          x_.D,           x_.Dv,        x_.block,    width,
+                         s.query.get(), s.scores.get(), s.sums.get(), s.keys.get()};
+    std::fill_n(s.sums.get(), rows * x_.Dv, 0.f);
+    std::fill_n(s.highest.get(), rows, -kInf);
+    std::fill_n(s.total.get(), rows, 0.f);
+    for (int64_t entry = item.begin; entry < item.end; ++entry) {
+      const int64_t column = pass.keys(table)[entry];
+      const Tile keys = pass.key_tile(axis, column);
+      const int64_t number_of_bitmap = pass.bitmap_numbers(table)[entry];
+      if (keys.count == 0 || !x_.extras.sees(item.batch, keys, pass.step)) {
+        continue;
+      }
+      const auto visit = [&](auto type) {
+        using S = decltype(type);
+        const S* values = x_.v.rows<S>(item.batch, kv_head, keys.start);
+        const int64_t value_stride = x_.v.strides[2] * pass.step;
+        score_keys<S>(few, x_.k.rows<S>(item.batch, kv_head, keys.start),
+                      x_.k.strides[2] * pass.step, keys.count, values, value_stride);
+        for (int64_t r = 0; r < rows; ++r) {
+          float* scores = s.scores.get() + r * x_.block;
+          const int64_t i = r % tile.count, head = item.head + r / tile.count;
+          const float bias = x_.bias_at(number, item.batch, head, entry),
+                      scale = x_.rest_of_scale();
+          if (x_.extras.adjusts()) {
+            adjust_row(pass, item, head, i, column, keys.count, s.biases.get(), scores);
+          }
+          for (int64_t j = 0; j < keys.count; ++j) {
+            scores[j] = scores[j] * scale + bias;
+          }
+          hide_unseen(seen, keys, pass.step, scores, 1);
+          if (number_of_bitmap >= 0) {
+            const uint8_t* bits = pass.bitmap(number_of_bitmap) + i / 8;
+            for (int64_t j = 0; j < keys.count; ++j) {
+              scores[j] = bits[j * (x_.block / 8)] >> (i % 8) & 1 ? scores[j] : -kInf;
+            }
+          }
+          weigh(few, r, keys.count, s.highest.get()[r], s.total.get()[r]);
+          if (x_.extras.drops()) {
+            Dropout of_row = dropout(s, pass, axis, column);
+            of_row.a += r, of_row.b += r;
+            drop(scores, keys.count, 1, of_row);
+          }
+        }
+        const Tile next =
+            entry + 1 < item.end ? pass.key_tile(axis, pass.keys(table)[entry + 1]) : Tile{0, 0};
+        for_runs(seen, keys, pass.step, [&](int64_t first, int64_t count) {
+          add_values<S>(few.from(first), values + first * value_stride, value_stride, count,
+                        x_.k.rows<S>(item.batch, kv_head, next.start), x_.k.strides[2] * pass.step,
+                        next.count);
+        });
+      };
+      with_type(x_.k.type, visit);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      float factor;
+      finish(s.highest.get()[r], s.total.get()[r], factor, s.lse.get()[r]);
+      factor *= x_.extras.factor;
+      for (int64_t d = 0; d < x_.Dv; ++d) {
+        s.rows.get()[r * x_.Dv + d] = s.sums.get()[r * x_.Dv + d] * factor;
+      }
+    }
+    return tile;
+  }
+
+ private:
+  // The next tiles of an item, as many as fit.
+  Stack stack(const Pass& pass, const Item& item, int64_t number, int64_t& entry) const {
+    Stack result;
+    const int64_t table = pass.table(item.batch, item.head, x_.Hq),
+                  axis = item.head * pass.axes / x_.Hq;
+    const float* bias = x_.bias ? x_.bias + x_.bias_of(number, item.batch, item.head) : nullptr;
+    for (; entry < item.end; ++entry) {
+      const int64_t column = pass.keys(table)[entry];
+      const Tile tile = pass.key_tile(axis, column);
+      const int64_t count = tile.count, padded = round_up(count, 16);
+      if (result.size && result.padded + padded > kMostKeys) {
+        break;
+      }
+      if (count && x_.extras.sees(item.batch, tile, pass.step)) {
+        result.parts[result.size++] = {column, entry, count, padded, bias ? bias[entry] : 0.f};
+        result.padded += padded;
+      }
+    }
+    return result;
+  }
+
+  // The words of a tile's rows; those of no query are some others.
+  void row_words(const Pass& pass, int64_t b, int64_t head, int64_t row, int64_t count, uint32_t* a,
+                 uint32_t* to_b) const {
+    const int64_t axis = head * pass.axes / x_.Hq;
+    const int64_t seed = x_.extras.seeds[b * x_.extras.streams + pass.stream(axis, row)];
+    cpu::row_words(seed, head, pass.branch, pass.query_origin(axis, row), pass.step, count, a,
+                   to_b);
+  }
+
+  Dropout dropout(const Scratch& s, const Pass& pass, int64_t axis, int64_t column) const {
+    return {s.a.get(), s.b.get(), pass.key_origin(axis, column), pass.step, x_.extras.threshold};
+  }
+
+  void adjust_tiles(const Pass& pass, const Item& item, const Stack::Part& part, int64_t queries,
+                    float* biases, float* scores) const {
+    const float* table = x_.extras.table(item.batch, item.head);
+    if (table) {
+      const int64_t axis = item.head * pass.axes / x_.Hq;
+      const int64_t distance =
+          pass.key_origin(axis, part.column) - pass.query_origin(axis, item.row);
+      read_distances(table, x_.extras.radius, distance + (part.rows - 1) * pass.step, -pass.step,
+                     part.rows - 1 + queries, biases);
+    }
+    for (int64_t j = 0; j < part.rows; ++j) {
+      adjust(scores + j * queries, queries, x_.scale, x_.extras.softcap,
+             table ? biases + part.rows - 1 - j : nullptr, nullptr);
+    }
+  }
+
+  template <int W>
+  void step(Scratch& s, const Stack& tiles, float* scores, T* weights, int64_t ld,
+            int64_t c) const {
+    softmax_step<T, W>(tiles, scores + c, weights + (kPaired<T> ? 2 : 1) * c, ld,
+                       x_.rest_of_scale(), s.highest.get() + c, s.total.get() + c,
+                       s.factor.get() + c);
+  }
+
+  // O^T [Dv, queries] times each query's factor.
+  void multiply_sums(Scratch& s, int64_t queries) const {
+    for (int64_t d = 0; d < x_.Dv; ++d) {
+      float* sum = s.sums.get() + d * queries;
+      for (int64_t i = 0; i < queries; i += kLanes) {
+        (Vec::loadu(sum + i) * Vec::loadu(s.factor.get() + i)).store(sum + i);
+      }
+    }
+  }
+
+  // What sums are to be multiplied with, and lse. A row without keys gives 0 and -inf.
+  static void finish(float highest, float total, float& factor, float& lse) {
+    const bool empty = highest == -kInf && total == 0.f;
+    factor = empty ? 0.f : 1.f / (total + (highest - highest));  // NaN where a score was
+    lse = empty ? -kInf : highest + std::log(total);
+  }
+
+  // The scores of one query, number `i` of its tile, with the keys of a tile.
+  void adjust_row(const Pass& pass, const Item& item, int64_t head, int64_t i, int64_t column,
+                  int64_t count, float* biases, float* scores) const {
+    const float* table = x_.extras.table(item.batch, head);
+    if (table) {
+      const int64_t axis = head * pass.axes / x_.Hq;
+      const int64_t position = pass.query_origin(axis, item.row) + i * pass.step;
+      read_distances(table, x_.extras.radius, pass.key_origin(axis, column) - position, pass.step,
+                     count, biases);
+    }
+    adjust(scores, count, x_.scale, x_.extras.softcap, table ? biases : nullptr, nullptr);
+  }
+
+  const Problem& x_;
+  const int64_t width_;
+};
+
+}  // namespace sparsering::cpu

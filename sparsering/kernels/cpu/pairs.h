@@ -1,0 +1,268 @@
+// One pair of tiles of the backward pass: its weights and their gradients, and what they add to
+// dQ, dK and dV.
+
+#pragma once
+
+#include <tuple>
+
+#include "scores.h"
+#include "softmax.h"
+
+namespace sparsering::cpu {
+
+template <typename T>
+class Pairs {
+ public:
+  Pairs(const Problem& problem, const Tensor& grad_out, const float* lse, const float* delta)
+      : x_(problem),
+        do_(grad_out),
+        lse_(lse),
+        delta_(delta),
+        width_(round_up(std::max<int64_t>(problem.D, 1), 2)),
+        value_width_(round_up(std::max<int64_t>(problem.Dv, 1), 2)) {}
+
+  // A key tile as operands: K and V in rows, K^T.
+  struct Keys {
+    const T *k, *kt, *v;
+  };
+  // A query tile, padded, as operands: Q, dO and their transposes.
+  struct Queries {
+    int64_t count;
+    const T *q, *qt, *dout, *dout_t;
+  };
+
+  struct Scratch {
+    explicit Scratch(const Pairs& f) {
+      const int64_t queries = round_up(f.x_.block, 32), wide = std::max(f.width_, f.value_width_);
+      tile = Buffer<T>(queries * wide);
+      pairs = Buffer<T>(kPaired<T> ? queries * wide : 0);
+      floats = Buffer<float>(queries * wide);
+      q = Buffer<T>(queries * f.width_);
+      qt = Buffer<T>(queries * f.width_);
+      dout = Buffer<T>(queries * f.value_width_);
+      dout_t = Buffer<T>(queries * f.value_width_);
+      lse = Buffer<float>(queries);
+      delta = Buffer<float>(queries);
+      scores = Buffer<float>(queries * queries);
+      dscores = Buffer<float>(queries * queries);
+      p = Buffer<T>(kPaired<T> ? queries * queries : 0);
+      ds = Buffer<T>(kPaired<T> ? queries * queries : 0);
+      ds_paired = Buffer<T>(kPaired<T> ? queries * queries : 0);
+      dq = Buffer<float>(queries * wide);
+      dk = Buffer<float>(queries * f.width_);
+      dv = Buffer<float>(queries * f.value_width_);
+      const auto& extras = f.x_.extras;
+      slope = Buffer<float>(extras.softcap > 0.f ? queries * queries : 0);
+      kept = Buffer<float>(extras.drops() ? queries * queries : 0);
+      biases = Buffer<float>(extras.adjusts() ? 2 * queries : 0);
+      dbiases = Buffer<float>(extras.adjusts() ? 2 * queries : 0);
+      a = Buffer<uint32_t>(extras.drops() ? queries : 0);
+      b = Buffer<uint32_t>(extras.drops() ? queries : 0);
+    }
+    Buffer<T> tile, pairs, q, qt, dout, dout_t, p, ds, ds_paired;
+    Buffer<float> floats, lse, delta, scores, dscores, dq, dk, dv, slope, kept, biases, dbiases;
+    Buffer<uint32_t> a, b;
+  };
+
+  // A pair of tiles of one head: what extras and masks of its scores go by.
+  struct Pair {
+    int64_t b, head, row, column;
+    int64_t bitmap;  // -1 for none
+    float bias;
+    double* dtable;  // where the gradient of the distance table is added to, or nullptr
+  };
+
+  int64_t width() const {
+    return width_;
+  }
+  int64_t value_width() const {
+    return value_width_;
+  }
+
+  // Packs a key tile to where its operands lie if that is not in its tensor: `k` and `kt` hold
+  // block * width values, `v` block * value_width.
+  Keys pack_keys(Scratch& s, const Pass& pass, int64_t b, int64_t kv_head, int64_t column, T* k,
+                 T* kt, T* v) const {
+    const Tile tile = pass.key_tile(kv_head * pass.axes / x_.Hkv, column);
+    const int64_t rows = round_up(tile.count, 16);
+    const auto rows_of = [&](const Source& x, int64_t width, T* to) {
+      if (const bool* seen = x_.extras.key_mask(b)) {
+        read_tile(x, b, kv_head, tile, pass.step, rows, width, to);
+        clear_unseen(seen, tile, pass.step, width, to);
+        return static_cast<const T*>(to);
+      }
+      return tile_rows(x, b, kv_head, tile, pass.step, rows, width, to);
+    };
+    const T* keys = rows_of(x_.k, width_, k);
+    transpose(keys, rows, width_, kt, s.pairs.get());
+    return {keys, kt, rows_of(x_.v, value_width_, v)};
+  }
+
+  // Q, dO, lse and delta of a query tile.
+  Queries pack_queries(Scratch& s, const Pass& pass, int64_t b, int64_t head, Tile tile) const {
+    const int64_t count = round_up(tile.count, kQueryUnit<T>);
+    const auto operands = [&](const Source& x, int64_t width, T* to, T* transposed) {
+      // What is no operand as it stands goes by way of another place.
+      T* spare = kPaired<T> ? s.tile.get() : to;
+      const T* rows = tile_rows(x, b, head, tile, pass.step, count, width, spare);
+      pack_transposed(rows, count, width, transposed);
+      return pack(rows, count, width, to);
+    };
+    const T* q = operands(x_.q, width_, s.q.get(), s.qt.get());
+    const T* dout = operands(do_, value_width_, s.dout.get(), s.dout_t.get());
+    const int64_t first = (b * x_.Hq + head) * x_.Nq + tile.start;
+    for (int64_t i = 0; i < count; ++i) {
+      s.lse.get()[i] = kInf;  // exp(score - inf) = 0 where there are no keys, or no query
+      s.delta.get()[i] = 0.f;
+      if (i < tile.count) {
+        const int64_t row = first + i * pass.step;
+        s.delta.get()[i] = delta_[row];
+        s.lse.get()[i] = lse_[row] == -kInf ? kInf : lse_[row];
+      }
+    }
+    return {count, q, s.qt.get(), dout, s.dout_t.get()};
+  }
+
+  // P^T and dS^T of one pair of tiles, as left operands; dS^T also as a right one. Returns the sum
+  // of dS. What is not zero of P where dropout has dropped it counts in dS alone.
+  float differentiate(Scratch& s, const Pass& pass, const Keys& k, const Queries& q, Tile tile,
+                      const Pair& pair) const {
+    const int64_t axis = pair.head * pass.axes / x_.Hq;
+    const Tile key_tile = pass.key_tile(axis, pair.column);
+    const int64_t keys = key_tile.count, padded = round_up(keys, 16), queries = q.count;
+    float *scores = s.scores.get(), *dscores = s.dscores.get();
+    multiply(padded, queries, width_, k.k, width_, q.qt, scores, false);
+    multiply(padded, queries, value_width_, k.v, value_width_, q.dout_t, dscores, false);
+    const bool extras = x_.extras.adjusts() || x_.extras.drops();
+    int64_t distance = 0;  // of the last key and the first query
+    if (extras) {
+      distance = pass.key_origin(axis, pair.column) + (keys - 1) * pass.step -
+                 pass.query_origin(axis, pair.row);
+      prepare_extras(s, pass, pair, axis, keys, queries, distance);
+    }
+    hide_unseen(x_.extras.key_mask(pair.b), key_tile, pass.step, scores, queries);
+    if (pair.bitmap >= 0) {
+      apply_mask(pass.bitmap(pair.bitmap), x_.block, keys, tile.count, scores, queries);
+    }
+    const float total =
+        extras ? weights<true>(s, keys, queries, pair) : weights<false>(s, keys, queries, pair);
+    if (pair.dtable) {
+      add_distances(pair.dtable, x_.extras.radius, distance, -pass.step, keys - 1 + tile.count,
+                    s.dbiases.get());
+    }
+    return total;
+  }
+
+  // dQ^T of a pair that was differentiated, added to `dq`.
+  void add_to_queries(Scratch& s, const Queries& q, const Keys& k, int64_t padded,
+                      float* dq) const {
+    multiply(width_, q.count, padded, k.kt, padded, std::get<2>(operands(s)), dq, true);
+  }
+
+  // dK and dV of it.
+  void add_to_keys(Scratch& s, const Queries& q, int64_t padded, float* dk, float* dv) const {
+    const auto [p, ds, unused] = operands(s);
+    multiply(padded, value_width_, q.count, p, q.count, q.dout, dv, true);
+    multiply(padded, width_, q.count, ds, q.count, q.q, dk, true);
+  }
+
+ private:
+  void prepare_extras(Scratch& s, const Pass& pass, const Pair& pair, int64_t axis, int64_t keys,
+                      int64_t queries, int64_t distance) const {
+    const auto& extras = x_.extras;
+    const float* table = extras.table(pair.b, pair.head);
+    if (table) {
+      read_distances(table, extras.radius, distance, -pass.step, keys - 1 + queries,
+                     s.biases.get());
+      std::fill_n(s.dbiases.get(), keys - 1 + queries, 0.f);
+    }
+    for (int64_t j = 0; j < keys && extras.adjusts(); ++j) {
+      adjust(s.scores.get() + j * queries, queries, x_.scale, extras.softcap,
+             table ? s.biases.get() + keys - 1 - j : nullptr,
+             extras.softcap > 0.f ? s.slope.get() + j * queries : nullptr);
+    }
+    if (extras.drops()) {
+      const int64_t seed = extras.seeds[pair.b * extras.streams + pass.stream(axis, pair.row)];
+      row_words(seed, pair.head, pass.branch, pass.query_origin(axis, pair.row), pass.step, queries,
+                s.a.get(), s.b.get());
+      keep_factors(
+          s.kept.get(), keys, queries,
+          {s.a.get(), s.b.get(), pass.key_origin(axis, pair.column), pass.step, extras.threshold},
+          extras.factor);
+    }
+  }
+
+  // Scores and dP to P and dS, as operands. Returns the sum of dS.
+  template <bool kExtras>
+  float weights(Scratch& s, int64_t keys, int64_t queries, const Pair& pair) const {
+    constexpr int W = kPaired<T> ? 2 : 1;
+    float *scores = s.scores.get(), *dscores = s.dscores.get();
+    const bool capped = kExtras && x_.extras.softcap > 0.f, drops = kExtras && x_.extras.drops();
+    const Vec scale(x_.rest_of_scale()), shift(pair.bias);
+    Vec total(0.f);
+    for (int64_t j = 0; j < round_up(keys, 16); j += 2) {
+      for (int64_t c = 0; c < queries; c += W * kLanes) {
+        Vec p[2][W], ds[2][W];
+        for (int row = 0; row < 2; ++row) {
+          for (int w = 0; w < W; ++w) {
+            const int64_t i = c + w * kLanes, at = (j + row) * queries + i;
+            p[row][w] = ds[row][w] = Vec(0.f);
+            if (j + row < keys) {
+              Vec dp = Vec::loadu(dscores + at);
+              // At most 1, but for the rounding of a large lse.
+              const Vec x = at::vec::fmadd(Vec::loadu(scores + at), scale,
+                                           shift - Vec::loadu(s.lse.get() + i));
+              p[row][w] = exp_of(at::vec::clamp_max(x, Vec(44.f)));
+              if (drops) {
+                dp = dp * Vec::loadu(s.kept.get() + at);
+              }
+              ds[row][w] = p[row][w] * (dp - Vec::loadu(s.delta.get() + i));
+              total = total + ds[row][w];
+              if (kExtras && pair.dtable) {
+                float* of_distance = s.dbiases.get() + keys - 1 - (j + row) + i;
+                (Vec::loadu(of_distance) + ds[row][w]).store(of_distance);
+              }
+              if (capped) {
+                ds[row][w] = ds[row][w] * Vec::loadu(s.slope.get() + at);
+              }
+              if (drops) {
+                p[row][w] = p[row][w] * Vec::loadu(s.kept.get() + at);
+              }
+            }
+          }
+        }
+        for (int row = 0; row < 2; ++row) {
+          const int64_t at = (j + row) * queries + c;
+          if constexpr (kPaired<T>) {
+            at::vec::convert_float_bfloat16(p[row][0], p[row][1]).store(s.p.get() + at);
+            at::vec::convert_float_bfloat16(ds[row][0], ds[row][1]).store(s.ds.get() + at);
+          } else {
+            p[row][0].store(scores + at);
+            ds[row][0].store(dscores + at);
+          }
+        }
+        if constexpr (kPaired<T>) {
+          for (int w = 0; w < W; ++w) {
+            store_pair(s.ds_paired.get() + j * queries + 2 * (c + w * kLanes), ds[0][w], ds[1][w]);
+          }
+        }
+      }
+    }
+    return sum_of_lanes(total);
+  }
+
+  std::tuple<const T*, const T*, const T*> operands(const Scratch& s) const {
+    if constexpr (kPaired<T>) {
+      return {s.p.get(), s.ds.get(), s.ds_paired.get()};
+    } else {
+      return {s.scores.get(), s.dscores.get(), s.dscores.get()};
+    }
+  }
+
+  const Problem& x_;
+  const Source do_;
+  const float *lse_, *delta_;
+  const int64_t width_, value_width_;
+};
+
+}  // namespace sparsering::cpu
