@@ -148,8 +148,8 @@ def test_ragged_lengths_at_every_block_size(length, block_size):
     [
         "tokens before heads",
         "one head expanded",
-        "every other of a larger tensor",
-        "width before tokens",
+        pytest.param("every other of a larger tensor", marks=pytest.mark.slow),
+        pytest.param("width before tokens", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

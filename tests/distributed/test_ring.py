@@ -166,7 +166,9 @@ def assert_processes_are_as_simulated(workers, name, case, world, sharding) -> N
         assert sum(t.sent_bytes for t in moved) == sum(t.received_bytes for t in moved)
 
 
-@pytest.mark.parametrize("backend", ("gather", "cpu", "triton"))
+@pytest.mark.parametrize(
+    "backend", ("gather", "cpu", pytest.param("triton", marks=pytest.mark.slow))
+)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_ranks_are_as_exact_as_one_process(workers, dtype, backend):
     """Partial results are merged, and gradients summed and sent, in float32."""

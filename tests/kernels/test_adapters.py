@@ -34,8 +34,14 @@ def attend(*args, **options) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("case", CASES, ids=["grouped", "ragged"])
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, name in enumerate(PATTERNS)
+        for j, case in enumerate(CASES)
+    ],
+)
 def test_flex_is_the_reference_forward(name, case):
     args = inputs(case, requires_grad=False)
     options = {"block_size": case.block_size, "q_start": case.q_start}

@@ -205,7 +205,14 @@ def cut_tiles(monkeypatch) -> None:
 @pytest.mark.usefixtures("cut_tiles")
 @pytest.mark.parametrize(
     "name",
-    ["full", "causal", "global tokens", "mixture with overlap", "blocks of each head"],
+    [
+        "global tokens",
+        "mixture with overlap",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("full", "causal", "blocks of each head")
+        ),
+    ],
 )
 def test_tiles_cut_into_pieces_are_the_reference(name):
     case = Case(1, 2, 1, 60, 60, 8, 12)
@@ -295,7 +302,13 @@ def test_a_group_is_shared_out_where_there_are_few_keys(monkeypatch):
     assert_is_the_reference(sr.Causal(), case)
 
 
-@pytest.mark.parametrize("arrange", ["contiguous", "tokens before heads", "one head expanded"])
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        "tokens before heads",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("contiguous", "one head expanded")),
+    ],
+)
 def test_tensor_descriptors_give_the_bits_of_pointers(arrange, monkeypatch):
     case = Case(2, 2, 2, 40, 40, 16, 16, 32, arrange=arrange)
     pattern = sr.Causal() + sr.SlidingWindow(3)
