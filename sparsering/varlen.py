@@ -55,7 +55,7 @@ def attention_varlen(
         ValueError: what was given does not fit together. NotImplementedError: as `attention`.
 
     Cost: that of the documents one by one, in one call: tiles never cross documents. A layout is
-    compiled for each new tuple of lengths (256 documents in 65,536 tokens: some 5 ms), and kept.
+    compiled for each new tuple of lengths, in milliseconds, and kept.
 
     Example:
         >>> out = attention_varlen(query, key, value, [0, 3, 8], [0, 5, 12], Causal())
