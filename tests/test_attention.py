@@ -152,7 +152,13 @@ def test_ragged_lengths_at_every_block_size(length, block_size):
         pytest.param("width before tokens", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (torch.float64, torch.bfloat16)),
+    ],
+)
 def test_strides_change_no_bit(arrange, dtype, each_backend):
     case = Case(1, 2, 2, 70, 70, 8, 8, 16, arrange=arrange)
     if each_backend == "triton":
@@ -289,7 +295,11 @@ def assert_at_most_twice_the_eager_error(
         assert most <= 4 * eager_most + grant, f"{name}: most {most:.3g}, eager {eager_most:.3g}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", PRECISION_PATTERNS)
 def test_error_is_at_most_twice_that_of_dense_attention_in_the_dtype(name, dtype, each_backend):
     case = Case(2, 4, 2, 150, 150, 48, 40, 32)
