@@ -59,8 +59,9 @@ def checked_extras(query: Tensor, pattern: Pattern, block_size: int | None, **gi
     in_use = {name: x for name, x in given.items() if x is not None}
     if type(p) is float and p == 0.0 and not in_use and seed is None:
         return _NONE
+    bias = in_use.pop("block_bias", None)
     extras = {**_NONE, **{name: _CHECKS[name](x, query) for name, x in in_use.items()}}
-    if (bias := in_use.get("block_bias")) is not None:
+    if bias is not None:
         extras["block_bias"] = expanded_bias(bias, query, block_size)
     seed = None if seed is None else checked_seed(seed)
     if p := checked_probability(p):
@@ -128,7 +129,6 @@ def _checked_floats(name: str, x: object, query: Tensor) -> Tensor:
 
 
 _CHECKS = {
-    "block_bias": lambda bias, query: bias,  # needs the block size
     "softcap": _checked_softcap,
     "distance_bias": _checked_table,
     "sink": _checked_sink,

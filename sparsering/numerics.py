@@ -86,6 +86,17 @@ def finite_or_zero(lse: Tensor) -> Tensor:
     return torch.where(lse == -torch.inf, 0.0, lse)
 
 
+def capped(score: Tensor, softcap: float | None) -> Tensor:
+    """Scores as `softcap` leaves them."""
+    return score if softcap is None else softcap * (score / softcap).tanh()
+
+
+def entry_of_distance(distance: Tensor, table: Tensor) -> Tensor:
+    """Where a table [.., 2R + 1] of distances -R to R has them; what is further counts as R."""
+    radius = table.shape[-1] // 2
+    return distance.clamp(-radius, radius) + radius
+
+
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merges one more part into (out, lse), in place: of any shapes [..., Dv] and [...]."""
     highest = finite_or_zero(torch.maximum(lse, part_lse))

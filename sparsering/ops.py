@@ -20,7 +20,7 @@ from .kernels.problem import Problem
 from .kernels.reference import reference_attention
 from .layouts.cache import layout_cache
 from .layouts.layout import BlockLayout
-from .numerics import finite_or_zero, sum_dtype, without_autocast
+from .numerics import entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .patterns.algebra import Frame, Pattern
 from .patterns.expression import parse
 from .patterns.keys import check_key_masks, key_mask, without_key_masks
@@ -166,19 +166,8 @@ def _problem(
     return Problem(layout, query, key, value, key_mask=mask, **options)
 
 
-def layout_for(
-    pattern: str,
-    tensors: Sequence[Tensor],
-    query: Tensor,
-    key: Tensor,
-    q_start: int,
-    block_size: int | None,
-    backend: str,
-) -> BlockLayout:
-    """The cached layout of a spelt-out pattern on these inputs."""
-    value = parse(pattern, tensors)
-    check_batch(value, query)
-    return _layout(value, query, key, q_start, block_size, backend)
+def _frame(query: Tensor, key: Tensor, q_start: int) -> Frame:
+    return Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
 
 
 def _layout(
@@ -189,7 +178,7 @@ def _layout(
     block_size: int | None,
     backend: str,
 ) -> BlockLayout:
-    frame = Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
+    frame = _frame(query, key, q_start)
     if block_size is None:
         block_size = block_size_of(backend, pattern, query, frame.kv_len)
     return layout_cache.layout(pattern, frame, block_size, query.device)
@@ -222,22 +211,23 @@ def _reference(
         if dropout is not None:
             kept = pair_counts_op(*spelt, *dropout).to(dtype) / counts.clamp(min=1)
     else:
-        layout = layout_for(pattern, tensors, query, key, q_start, block_size, backend)
+        declared = parse(pattern, tensors)
+        check_batch(declared, query)
+        layout = _layout(declared, query, key, q_start, block_size, backend)
         check_bias(block_bias, layout)
         number = layout.entry_of_pairs(len(query)).to(query.device)  # [passes, B, Hq, Nq, Nk]
         biased = number, block_bias.to(dtype)
         log_counts = _log_biased_counts(*biased)
         if dropout is not None:
-            of_branch = _kept_by_branch(parse(pattern, tensors), layout.frame, *dropout)
+            of_branch = _kept_by_branch(declared, layout.frame, *dropout)
             branches = torch.tensor([p.branch for p in layout.passes], dtype=torch.int64)
             of_kept = _log_biased_counts(*biased, of_branch[branches].to(query.device))
             kept = (of_kept - finite_or_zero(log_counts)).exp()
     if kept is not None and dropout is not None:
         kept = kept / (1 - dropout[0])
     if distance_bias is not None:
-        radius = distance_bias.shape[2] // 2
-        distance = distances_op(*spelt).clamp(-radius, radius)
-        distance_bias = distance_bias.to(dtype)[..., distance + radius]
+        entry = entry_of_distance(distances_op(*spelt), distance_bias)
+        distance_bias = distance_bias.to(dtype)[..., entry]
     return reference_attention(
         query, key, value, log_counts, scale, distance_bias=distance_bias, kept=kept, **extras
     )
@@ -262,18 +252,13 @@ def _kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> T
 
     `seed` is [B, streams].
     """
-    query, key, stream = pattern.coordinates(frame) or _plain_coordinates(frame)
+    query, key, stream = pattern.coordinates(frame)
     stream = stream.to(seed.device)
     of_row = seed[:, stream][:, None, :, None]  # [B, 1, Nq, 1]
     head = torch.arange(frame.num_heads, device=seed.device)[:, None, None]
     branch = torch.arange(len(pattern.branches), device=seed.device).view(-1, 1, 1, 1, 1)
     query, key = query.to(seed.device)[:, None], key.to(seed.device)
     return kept_pairs(of_row, p, head, query, key, branch)
-
-
-def _plain_coordinates(frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
-    query = torch.arange(frame.q_start, frame.q_start + frame.q_len)
-    return query, torch.arange(frame.kv_len), torch.zeros_like(query)
 
 
 @torch.library.custom_op("sparsering::pair_counts", mutates_args=())
@@ -292,7 +277,7 @@ def pair_counts_op(
     """
     value = parse(pattern, tensors)
     check_batch(value, query)
-    frame = Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
+    frame = _frame(query, key, q_start)
     shape = (*query.shape[:3], key.shape[2])
     if dropout_p is None or dropout_seed is None:
         return _dense(value, frame).to(query.device).expand(shape).contiguous()
@@ -314,9 +299,9 @@ def distances_op(
     query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int
 ) -> Tensor:
     """[Nq, Nk] int64 key position minus query position of every pair."""
-    frame = Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
-    coordinates = parse(pattern, tensors).coordinates(frame) or _plain_coordinates(frame)
-    return (coordinates[1] - coordinates[0][:, None]).to(query.device)
+    frame = _frame(query, key, q_start)
+    position, key_position, _ = parse(pattern, tensors).coordinates(frame)
+    return (key_position - position[:, None]).to(query.device)
 
 
 @pair_counts_op.register_fake
@@ -354,8 +339,9 @@ distances_op.register_vmap(_of_lengths(distances_op))
 def _visited_pairs(arguments: Sequence[Any]) -> float:
     call = dict(zip(_NAMES, arguments, strict=False))
     query, key = call["query"], call["key"]
-    spelt = (call["pattern"], call["tensors"])
-    layout = layout_for(*spelt, query, key, call["q_start"], call["block_size"], call["backend"])
+    pattern = parse(call["pattern"], call["tensors"])
+    check_batch(pattern, query)
+    layout = _layout(pattern, query, key, call["q_start"], call["block_size"], call["backend"])
     return query.shape[0] * query.shape[1] * layout.num_pairs
 
 

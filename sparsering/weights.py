@@ -5,11 +5,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .checks import refuse_meta
-from .functional import attention, checked_call
+from .dispatch import choose
+from .functional import checked_call
 from .layouts.layout import BlockLayout
-from .numerics import finite_or_zero, without_autocast
+from .numerics import capped, entry_of_distance, finite_or_zero, without_autocast
+from .ops import attend
 from .patterns.algebra import Pattern
 
 
@@ -69,7 +72,7 @@ def attention_weights(
 
     Cost: memory O(B H num_blocks block_size^2).
     """
-    (query, key, _), call, options = checked_call(
+    inputs, call, options = checked_call(
         query,
         key,
         key,
@@ -83,19 +86,9 @@ def attention_weights(
         sink=sink,
     )
     refuse_meta(query, key)
+    query, key, _ = inputs
     with without_autocast(query):
-        _, lse = attention(
-            query,
-            key,
-            key,
-            pattern,
-            **call,
-            block_bias=block_bias,
-            softcap=softcap,
-            distance_bias=distance_bias,
-            sink=sink,
-            return_lse=True,
-        )
+        _, lse = attend(choose(None, inputs, options), *inputs, pattern, **call, options=options)
         layout = pattern.layout(
             query.shape[2],
             key.shape[2],
@@ -107,8 +100,10 @@ def attention_weights(
         )
         group = query.shape[1] // max(1, key.shape[1])
         # a margin for what is not real
-        q, k = (torch.nn.functional.pad(x.to(lse.dtype), (0, 0, 0, 1)) for x in (query, key))
-        lse = torch.nn.functional.pad(finite_or_zero(lse), (0, 1))
+        q, k = (pad(x.to(lse.dtype), (0, 0, 0, 1)) for x in (query, key))
+        lse = pad(finite_or_zero(lse), (0, 1))
+        position, key_position, _ = pattern.coordinates(layout.frame)
+        position, key_position = (pad(x.to(lse.device), (0, 1)) for x in (position, key_position))
         batch, heads, blocks, size = *query.shape[:2], layout.num_blocks, layout.block_size
         bias, table = options["block_bias"], options["distance_bias"]
         tables = []
@@ -116,12 +111,10 @@ def attention_weights(
             weights = [lse.new_zeros(0, size, size)]
             for first, rows, columns, cells in layout.visits(b, h):
                 score = call["scale"] * (q[b, h, rows] @ k[b, h // group, columns].mT)
-                if softcap is not None:
-                    score = softcap * (score / softcap).tanh()
+                score = capped(score, softcap)
                 if table is not None:
-                    radius = table.shape[2] // 2
-                    distance = columns[:, None, :] - rows[:, :, None] - call["q_start"]
-                    score = score + table[b, h, distance.clamp(-radius, radius) + radius]
+                    distance = key_position[columns][:, None] - position[rows][..., None]
+                    score = score + table[b, h, entry_of_distance(distance, table)]
                 if bias is not None:
                     score = score + bias[b, h, first : first + len(rows), None, None]
                 shifted = torch.where(cells, score - lse[b, h, rows][..., None], -torch.inf)

@@ -32,7 +32,7 @@ ROOMS = {
     "ops": "dispatch differentiable checks dropout kernels layouts patterns numerics",
     "functional": "ops extras dispatch checks patterns",
     "varlen": "functional checks patterns",
-    "weights": "functional checks layouts patterns numerics",
+    "weights": "functional ops dispatch checks layouts patterns numerics",
     "cost": "layouts",
     "selection": "functional checks layouts patterns numerics rows",
     "decoding": "functional checks layouts patterns numerics rows",

@@ -16,6 +16,7 @@ from extras_oracle import attend_with_extras, branches_of
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.patterns.varlen import Varlen
 
 CASE = Case(num_heads=4, num_kv_heads=2, q_len=75, kv_len=91, head_dim=12, value_dim=20)
 SOME = [
@@ -488,6 +489,20 @@ def test_weights_know_the_extras():
     assert_close(weights @ x[2].repeat_interleave(2, 1), out, 1e-12)
     rest = (options["sink"] - lse).exp()
     assert_close(weights.sum(-1) + rest, torch.ones_like(lse), 1e-12)
+
+
+def test_weights_count_distances_within_each_document():
+    q_lengths, kv_lengths = (30, 0, 45), (20, 11, 60)
+    x = inputs(CASE)
+    options = extras_of(CASE, "softcap distance_bias")
+    documents = Varlen(q_lengths, kv_lengths, sr.Causal())
+    weights = sr.attention_weights(*x[:2], documents, q_start=0, **options).to_dense()
+    heads = x[2].repeat_interleave(2, 1)
+    expected = sr.attention(*x, documents, q_start=0, backend="reference", **options)
+    assert_close(weights @ heads, expected, 1e-12)
+    parts = x[0].split(q_lengths, 2), *(y.split(kv_lengths, 2) for y in x[1:])
+    alone = [sr.attention(*one, sr.Causal(), **options) for one in zip(*parts, strict=True)]
+    assert_close(weights @ heads, torch.cat(alone, 2), 1e-12)
 
 
 def test_alibi_is_the_slope_times_the_distance():

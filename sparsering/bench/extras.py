@@ -1,6 +1,5 @@
 """What extras of a call cost: each beside the same call without, interleaved, with errors."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from ..patterns.keys import KeyMask, KeyPadding
 from ..patterns.positions import Causal, Full, SlidingWindow
 from ..patterns.varlen import Varlen
 from .cases import BLOCK, inputs_of, ragged
-from .measure import Row
+from .measure import Row, error_of_rows, interleaved_times
 
 HEADS, WIDTH, RADIUS = 8, 64, 4096
 WITHOUT = "without"
@@ -170,13 +169,7 @@ def _ratios(
     calls: Mapping[str, Callable[[], object]], rounds: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Median milliseconds, and medians of each call's time over that without, round by round."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if number:
-                times[name].append((time.perf_counter() - start) * 1e3)
+    times = interleaved_times(calls, rounds)
     ms = {name: statistics.median(values) for name, values in times.items()}
     pairs = {name: zip(values, times[WITHOUT], strict=True) for name, values in times.items()}
     return ms, {name: statistics.median(a / b for a, b in both) for name, both in pairs.items()}
@@ -199,12 +192,9 @@ def _error(
 ) -> float:
     """Largest error of sampled rows against float64 mathematics, relative; raises where wrong."""
     query, key, value = (x.double() for x in inputs)
-    worst = largest = 0.0
-    for row in torch.linspace(0, query.shape[2] - 1, 16).long().tolist():
+
+    def exact_row(row: int) -> Tensor:
         one = query[:, :, row : row + 1]
-        exact = attention(one, key, value, pattern, q_start=row, backend="reference", **options)
-        worst = max(worst, float((out[:, :, row : row + 1].double() - exact).abs().max()))
-        largest = max(largest, float(exact.abs().max()))
-    if not math.isfinite(worst) or worst > 0.02 * largest:
-        raise RuntimeError(f"the timed function is wrong: error {worst / largest:.3g}")
-    return worst / largest
+        return attention(one, key, value, pattern, q_start=row, backend="reference", **options)
+
+    return error_of_rows(out, exact_row, 16)

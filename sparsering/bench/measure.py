@@ -22,6 +22,14 @@ Row = dict[str, object]
 
 def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median milliseconds of each call: one untimed round, then `rounds` rounds of all in turn."""
+    times = interleaved_times(calls, rounds)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def interleaved_times(
+    calls: Mapping[str, Callable[[], object]], rounds: int
+) -> dict[str, list[float]]:
+    """Milliseconds of each call in each round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
@@ -29,7 +37,7 @@ def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[
             call()
             if number:
                 times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def sampled_error(
@@ -39,21 +47,33 @@ def sampled_error(
 
     Relative to the largest exact output. Raises where the output is all zeros or wrong.
     """
-    if not out.any():
-        raise RuntimeError("the timed function returned zeros")
-    if not out.isfinite().all():
-        raise RuntimeError("the timed function returned what is no number")
     q_len, kv_len, heads = query.shape[2], key.shape[2], query.shape[1]
     group = heads // key.shape[1]
     keys, values = (x.double().repeat_interleave(group, 1) for x in (key, value))
-    worst = largest = 0.0
-    for row in torch.linspace(0, q_len - 1, rows).long().tolist():
+
+    def exact_row(row: int) -> Tensor:
         counts = pattern.to_dense(
             1, kv_len, num_heads=heads, num_kv_heads=key.shape[1], q_start=kv_len - q_len + row
         )
         score = query[:, :, row : row + 1].double() @ keys.mT * query.shape[-1] ** -0.5
         weight = torch.softmax(score + counts.to(score).log(), -1).nan_to_num()
-        exact = weight @ values
+        return weight @ values
+
+    return error_of_rows(out, exact_row, rows)
+
+
+def error_of_rows(out: Tensor, exact_row: Callable[[int], Tensor], rows: int) -> float:
+    """Largest error of some rows of `out` [B, H, N, Dv] against `exact_row(row)` [B, H, 1, Dv].
+
+    Relative to the largest exact output. Raises where the output is all zeros or wrong.
+    """
+    if not out.any():
+        raise RuntimeError("the timed function returned zeros")
+    if not out.isfinite().all():
+        raise RuntimeError("the timed function returned what is no number")
+    worst = largest = 0.0
+    for row in torch.linspace(0, out.shape[2] - 1, rows).long().tolist():
+        exact = exact_row(row)
         worst = max(worst, float((out[:, :, row : row + 1].double() - exact).abs().max()))
         largest = max(largest, float(exact.abs().max()))
     if worst > 0.02 * largest:

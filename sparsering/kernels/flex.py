@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..layouts.bitmaps import unpack
 from ..layouts.layout import BlockLayout, Pass
-from ..numerics import add_sink, merge_attention, sum_dtype
+from ..numerics import add_sink, capped, entry_of_distance, merge_attention, sum_dtype
 from .problem import Problem
 
 if TYPE_CHECKING:  # it imports half of the compiler: left to the first call
@@ -93,12 +93,10 @@ def _score_mod(problem: Problem, queries: Tensor, keys: Tensor) -> Callable[...,
     per_axis = heads // len(queries)
 
     def adjusted(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        if softcap is not None:
-            score = softcap * torch.tanh(score / softcap)
+        score = capped(score, softcap)
         if table is not None:
-            radius = table.shape[2] // 2
             distance = keys[h // per_axis, k] - queries[h // per_axis, q]
-            score = score + table[b, h, distance.clamp(-radius, radius) + radius]
+            score = score + table[b, h, entry_of_distance(distance, table)]
         return score
 
     return adjusted

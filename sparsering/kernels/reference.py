@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..numerics import finite_or_zero, sum_dtype
+from ..numerics import capped, finite_or_zero, sum_dtype
 
 EXTRAS = frozenset({"block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed"})
 """Options of a call, beside its scale, that are computed here."""
@@ -43,9 +43,7 @@ def reference_attention(
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (key, value))
     pairs = (log_counts > -torch.inf).expand(*q.shape[:3], k.shape[2])
     k = torch.where(pairs.any(2)[..., None], k, 0.0)  # 0 * NaN is NaN: none may see it
-    score = scale * (q @ k.mT)
-    if softcap is not None:
-        score = softcap * (score / softcap).tanh()
+    score = capped(scale * (q @ k.mT), softcap)
     if distance_bias is not None:
         score = score + distance_bias
     score = torch.where(pairs, score + torch.where(pairs, log_counts.to(dtype), 0.0), -torch.inf)

@@ -6,7 +6,7 @@ Plain differentiable torch, one head at a time. Right, and slow: every pair is a
 import torch
 from torch import Tensor
 
-from ..numerics import add_sink, finite_or_zero, merge_attention, sum_dtype
+from ..numerics import add_sink, capped, finite_or_zero, merge_attention, sum_dtype
 from .problem import Problem
 
 EXTRAS = frozenset(("block_bias", "softcap", "sink"))
@@ -79,7 +79,7 @@ def _of_pairs(
         first, columns, q.new_zeros(len(rows)), size=size, check_invariants=True
     )
     score = torch.sparse.sampled_addmm(zeros, q, k.mT, alpha=scale, beta=0.0).values()
-    score = score if softcap is None else softcap * (score / softcap).tanh()
+    score = capped(score, softcap)
     score = score if bias is None else score + bias
     highest = q.new_full(size[:1], -torch.inf).scatter_reduce(0, rows, score.detach(), "amax")
     highest = finite_or_zero(highest)

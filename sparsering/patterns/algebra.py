@@ -247,10 +247,11 @@ class Pattern:
         """How many streams of dropout a batch entry has: one, or one for each document."""
         return 1 if self.restarts is None else max(1, len(self.restarts[0]))
 
-    def coordinates(self, frame: Frame) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Positions of queries [Nq], of keys [Nk], streams of queries [Nq]; None where as laid."""
+    def coordinates(self, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions of queries [Nq], positions of keys [Nk] and streams of queries [Nq]."""
         if self.restarts is None:
-            return None
+            query = torch.arange(frame.q_start, frame.q_start + frame.q_len)
+            return query, torch.arange(frame.kv_len), torch.zeros_like(query)
         q_lengths, kv_lengths = (torch.tensor(x, dtype=torch.int64) for x in self.restarts)
         stream, query = expand_counts(q_lengths)
         return query + (kv_lengths - q_lengths)[stream], expand_counts(kv_lengths)[1], stream

@@ -18,6 +18,7 @@ from torch import Tensor
 import sparsering as sr
 from sparsering.layouts import compile as compiler
 from sparsering.layouts.layout import BlockLayout
+from sparsering.patterns.algebra import Frame
 from sparsering.patterns.varlen import Varlen
 
 Lengths = tuple[int, ...]
@@ -210,12 +211,15 @@ def test_coordinates_are_those_of_each_document() -> None:
         assert all(map(torch.equal, agreeing.coordinates(None), (queries, keys, stream)))
 
 
-def test_other_patterns_have_no_coordinates_of_their_own() -> None:
+def test_other_patterns_have_the_positions_of_the_call() -> None:
     mask = Varlen((2, 3), (2, 3), sr.Causal())
     other = Varlen((3, 2), (3, 2), sr.Causal())
     mixed = (mask & sr.Causal(), mask + other, mask | sr.Full(), sr.Packed((2, 3), sr.Causal()))
     for pattern in (sr.Causal(), sr.LongNet((2, 4), (1, 2)), *mixed):
-        assert pattern.coordinates(None) is None
+        queries, keys, stream = pattern.coordinates(Frame(3, 5, 1, 1, 2))
+        assert queries.tolist() == [2, 3, 4]
+        assert keys.tolist() == [0, 1, 2, 3, 4]
+        assert stream.tolist() == [0, 0, 0]
         assert pattern.num_streams == 1
         layout = pattern.layout(5, block_size=16)
         assert all(p.query_origin is p.key_origin is p.stream is None for p in layout.passes)

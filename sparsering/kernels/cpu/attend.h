@@ -62,7 +62,7 @@ class Attend {
     std::fill_n(s.highest.get(), queries, -kInf);
     std::fill_n(s.total.get(), queries, 0.f);
     if (x_.extras.drops()) {
-      row_words(pass, item.batch, item.head, item.row, queries, s.a.get(), s.b.get());
+      row_words(x_, pass, item.batch, item.head, item.row, queries, s.a.get(), s.b.get());
     }
     float* scores = s.scores.get();
     T* weights;
@@ -135,8 +135,8 @@ class Attend {
       float* queries = s.query.get() + i * tile.count * width;
       read_tile(x_.q, item.batch, item.head + i, tile, pass.step, tile.count, width, queries);
       if (x_.extras.drops()) {
-        row_words(pass, item.batch, item.head + i, item.row, tile.count, s.a.get() + i * tile.count,
-                  s.b.get() + i * tile.count);
+        row_words(x_, pass, item.batch, item.head + i, item.row, tile.count,
+                  s.a.get() + i * tile.count, s.b.get() + i * tile.count);
       }
     }
     const FewQueries few{rows,          x_.D,           x_.Dv,        x_.block,    width,
@@ -223,15 +223,6 @@ class Attend {
       }
     }
     return result;
-  }
-
-  // The words of a tile's rows; those of no query are some others.
-  void row_words(const Pass& pass, int64_t b, int64_t head, int64_t row, int64_t count, uint32_t* a,
-                 uint32_t* to_b) const {
-    const int64_t axis = head * pass.axes / x_.Hq;
-    const int64_t seed = x_.extras.seeds[b * x_.extras.streams + pass.stream(axis, row)];
-    cpu::row_words(seed, head, pass.branch, pass.query_origin(axis, row), pass.step, count, a,
-                   to_b);
   }
 
   Dropout dropout(const Scratch& s, const Pass& pass, int64_t axis, int64_t column) const {

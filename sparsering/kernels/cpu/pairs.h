@@ -182,9 +182,7 @@ class Pairs {
              extras.softcap > 0.f ? s.slope.get() + j * queries : nullptr);
     }
     if (extras.drops()) {
-      const int64_t seed = extras.seeds[pair.b * extras.streams + pass.stream(axis, pair.row)];
-      row_words(seed, pair.head, pass.branch, pass.query_origin(axis, pair.row), pass.step, queries,
-                s.a.get(), s.b.get());
+      row_words(x_, pass, pair.b, pair.head, pair.row, queries, s.a.get(), s.b.get());
       keep_factors(
           s.kept.get(), keys, queries,
           {s.a.get(), s.b.get(), pass.key_origin(axis, pair.column), pass.step, extras.threshold},

@@ -81,6 +81,14 @@ inline void row_words(int64_t seed, int64_t head, int64_t branch, int64_t first,
   }
 }
 
+// The same of tile `row` of a head; those past its queries are some others.
+inline void row_words(const Problem& x, const Pass& pass, int64_t b, int64_t head, int64_t row,
+                      int64_t count, uint32_t* a, uint32_t* to_b) {
+  const int64_t axis = head * pass.axes / x.Hq;
+  const int64_t seed = x.extras.seeds[b * x.extras.streams + pass.stream(axis, row)];
+  row_words(seed, head, pass.branch, pass.query_origin(axis, row), pass.step, count, a, to_b);
+}
+
 inline uint32_t key_word(int64_t position) {
   return static_cast<uint32_t>(position) * 0x9E3779B1u;
 }
