@@ -19,7 +19,7 @@ from .dropout import kept_pairs
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
 from .layouts.cache import layout_cache
-from .layouts.layout import BlockLayout
+from .layouts.pages import last_query_layout
 from .numerics import entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .patterns.algebra import Frame, Pattern
 from .patterns.expression import parse
@@ -114,7 +114,7 @@ def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     learns = wanted[_NAMES.index("distance_bias")]
     problem = _spelt_problem(**call)._replace(learns_distances=learns)
     with without_autocast(problem.query):
-        grads = backward(problem, out, lse, grad_out, grad_lse)._asdict()
+        grads = backward(problem.in_first_slots(), out, lse, grad_out, grad_lse)._asdict()
     return tuple(grads.get(name) for name in _NAMES[: _NAMES.index("tensors")])
 
 
@@ -161,27 +161,34 @@ def _problem(
         check_key_masks(masks, len(query), key.shape[2])
         mask = key_mask(masks, key.shape[2], query.device) if masks else None
         pattern = rest if options["block_bias"] is None else pattern
-    layout = _layout(pattern, query, key, q_start, block_size, backend)
+    laid = _laid(pattern, query, key, q_start, block_size, backend)
+    slots: tuple[int, ...] = ()
+    if options["block_bias"] is None and (found := last_query_layout(*laid)) is not None:
+        layout, slots = found
+    else:
+        layout = layout_cache.layout(*laid)
     check_bias(options["block_bias"], layout)
-    return Problem(layout, query, key, value, key_mask=mask, **options)
+    problem = Problem(layout, query, key, value, key_mask=mask, slots=slots, **options)
+    return problem if backend == "cpu" else problem.in_first_slots()
 
 
 def _frame(query: Tensor, key: Tensor, q_start: int) -> Frame:
     return Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
 
 
-def _layout(
+def _laid(
     pattern: Pattern,
     query: Tensor,
     key: Tensor,
     q_start: int,
     block_size: int | None,
     backend: str,
-) -> BlockLayout:
+) -> tuple[Pattern, Frame, int, torch.device]:
+    """What a layout is of."""
     frame = _frame(query, key, q_start)
     if block_size is None:
         block_size = block_size_of(backend, pattern, query, frame.kv_len)
-    return layout_cache.layout(pattern, frame, block_size, query.device)
+    return pattern, frame, block_size, query.device
 
 
 def _reference(
@@ -213,7 +220,7 @@ def _reference(
     else:
         declared = parse(pattern, tensors)
         check_batch(declared, query)
-        layout = _layout(declared, query, key, q_start, block_size, backend)
+        layout = layout_cache.layout(*_laid(declared, query, key, q_start, block_size, backend))
         check_bias(block_bias, layout)
         number = layout.entry_of_pairs(len(query)).to(query.device)  # [passes, B, Hq, Nq, Nk]
         biased = number, block_bias.to(dtype)
@@ -341,7 +348,8 @@ def _visited_pairs(arguments: Sequence[Any]) -> float:
     query, key = call["query"], call["key"]
     pattern = parse(call["pattern"], call["tensors"])
     check_batch(pattern, query)
-    layout = _layout(pattern, query, key, call["q_start"], call["block_size"], call["backend"])
+    laid = _laid(pattern, query, key, call["q_start"], call["block_size"], call["backend"])
+    layout = layout_cache.layout(*laid)
     return query.shape[0] * query.shape[1] * layout.num_pairs
 
 

@@ -3,8 +3,9 @@
 import torch
 
 from ..cost import PAIRS_PER_TOKEN
+from ..layouts.heads import distinct_heads
 from ..patterns.algebra import Frame, Pattern
-from .needs import count_pairs, cut, distinct_heads, needed_keys
+from .needs import count_pairs, cut, needed_keys
 from .sharding import owned_ranges
 
 _CHUNKS_PER_RANK = 8

@@ -19,7 +19,7 @@ from ..layouts.compile import evaluate, terms
 from ..layouts.conditions import EMPTY, FULL, Condition, Origin, TilePairs
 from ..layouts.lowering import condition
 from ..layouts.tiles import Axis, Grid, Ranges, Spans
-from ..patterns.algebra import And, Frame, Mask, Not, Or, Pattern
+from ..patterns.algebra import And, Frame, Mask, Not, Or
 from ..patterns.blocks import blockwise_masks
 from ..rows import expand_counts, number_rows
 from .sharding import without
@@ -33,32 +33,6 @@ _MOST_LINES = 4096  # residues that progressions of different steps are cut into
 
 Progressions = tuple[Tensor, Tensor, Tensor, int]
 """Progressions of tokens: (number of their set, first, last, step)."""
-
-Heads = dict[tuple[Mask, ...], list[tuple[int, int]]]
-"""Masks, each with the (batch entry, head) that see them."""
-
-
-def distinct_heads(pattern: Pattern, frame: Frame) -> Heads:
-    """The branches that query heads see."""
-    seen: Heads = {}
-    num_batches = pattern.num_batches()
-    for batch in range(1 if num_batches is None else num_batches):
-        for head in range(frame.num_heads):
-            branches = tuple(branch.at(batch, head, frame) for branch in pattern.branches)
-            seen.setdefault(branches, []).append((batch, head))
-    return seen
-
-
-def distinct_kv_heads(pattern: Pattern, frame: Frame) -> Heads:
-    """The masks whose union the queries of a kv head see."""
-    of_place: dict[tuple[int, int], dict[Mask, None]] = {}
-    for branches, places in distinct_heads(pattern, frame).items():
-        for batch, head in places:
-            of_place.setdefault((batch, frame.kv_head(head)), {}).update(dict.fromkeys(branches))
-    seen: Heads = {}
-    for place, masks in of_place.items():
-        seen.setdefault(tuple(masks), []).append(place)
-    return seen
 
 
 class Cut(NamedTuple):

@@ -16,12 +16,13 @@ from ..checks import check_pattern
 from ..cost import PAIRS_PER_TOKEN
 from ..layouts.cache import layout_cache
 from ..layouts.compile import check_block_size
+from ..layouts.heads import distinct_heads, distinct_kv_heads
 from ..layouts.tiles import Ranges
 from ..numerics import sum_dtype
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer, shortened
 from .balance import balanced
-from .needs import Runs, count_pairs, cut, distinct_heads, distinct_kv_heads, needed_keys
+from .needs import Runs, count_pairs, cut, needed_keys
 from .sharding import num_tokens, overlap, owned_ranges
 from .travel import Traveller, choose_travellers, global_rows
 from .wire import wire_format

@@ -1,5 +1,6 @@
 """One call of a backend: what it is given, what it gives back, what kernels ask of the tensors."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,9 @@ class Problem(NamedTuple):
             `Pass.stream` numbers.
         key_mask: [B or 1, Nk] bool, False for keys that no query sees, whatever the layout says,
             and whose numbers nothing may depend on; None for none.
+        slots: of each pass, where in the bitmaps of its query tiles the first query is: a page of
+            queries is laid out once, and called for a few at a time; () for 0. Kernels that do not
+            take them are given `in_first_slots()`.
         learns_distances: whether the gradient of the distance bias is wanted.
         in_float32: give half precision's results and gradients in float32, as they were summed.
     """
@@ -52,6 +56,7 @@ class Problem(NamedTuple):
     dropout_p: float | None = None
     dropout_seed: Tensor | None = None
     key_mask: Tensor | None = None
+    slots: tuple[int, ...] = ()
     learns_distances: bool = True
     in_float32: bool = False
 
@@ -81,6 +86,14 @@ class Problem(NamedTuple):
         if self.scale > 0:
             return self
         return self._replace(query=-self.query, scale=-self.scale)
+
+    def in_first_slots(self) -> "Problem":
+        """The same with bitmaps moved to where the queries are, as every kernel reads them."""
+        if not any(self.slots):
+            return self._replace(slots=())
+        pairs = zip(self.layout.passes, self.slots, strict=True)
+        passes = tuple(p.from_slot(slot, self.layout.block_size) for p, slot in pairs)
+        return self._replace(layout=replace(self.layout, passes=passes), slots=())
 
     def query_gradient(self, grad: Tensor) -> Tensor:
         """The gradient of the query itself from that of `with_positive_scale()`'s."""

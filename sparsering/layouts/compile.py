@@ -272,16 +272,12 @@ def _compile_pass(
                 axis = frame.kv_head(head) if num_axes > 1 else 0
                 found.append(_table(ground, seen, queries[axis], keys[axis], frame, block_size))
             use[-1].append(number_of[seen])
-    bitmaps, tables = _share_bitmaps(found)
-    rows = [[tables[number] for number in row] for row in use]
     # heads may share a table and yet have tiles of different counts
-    num_pairs = sum(table.num_pairs for row in rows for table in row) / (num_batches * num_tables)
-    if all(_equal(table, row[0]) for row in rows for table in row[1:]):
-        rows = [row[:1] for row in rows]
-    if all(_equal(a, b) for row in rows[1:] for a, b in zip(row, rows[0], strict=True)):
-        rows = rows[:1]
+    num_pairs = sum(found[number][0].num_pairs for row in use for number in row)
+    bitmaps, rows = share_tables(found, use)
     queries, keys, told = ground.placed(queries, keys)
-    return CompiledPass(queries, keys, rows, bitmaps, num_pairs, told=told)
+    mean = num_pairs / (num_batches * num_tables)
+    return CompiledPass(queries, keys, rows, bitmaps, mean, told=told)
 
 
 def _table(
@@ -389,6 +385,19 @@ def _cells_of(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Te
     p, k = (tiles.positions(block_size) for tiles in (pairs.q, pairs.k))
     held = mask.holds(p[:, :, None], k[:, None, :], frame)
     return held.expand(len(pairs), block_size, block_size)
+
+
+def share_tables(
+    found: list[tuple[Table, Tensor]], use: list[list[int]]
+) -> tuple[Tensor, list[list[Table]]]:
+    """(bitmaps of all, tables [batch][head]) of the numbers that are in use; equal ones once."""
+    bitmaps, tables = _share_bitmaps(found)
+    rows = [[tables[number] for number in row] for row in use]
+    if all(_equal(table, row[0]) for row in rows for table in row[1:]):
+        rows = [row[:1] for row in rows]
+    if all(_equal(a, b) for row in rows[1:] for a, b in zip(row, rows[0], strict=True)):
+        rows = rows[:1]
+    return bitmaps, rows
 
 
 def _share_bitmaps(found: list[tuple[Table, Tensor]]) -> tuple[Tensor, list[Table]]:

@@ -127,6 +127,19 @@ class Pass:
         x = words.view(torch.uint8).view(num, size, size, 8)
         return x.permute(0, 1, 3, 2).reshape(num, nbytes)
 
+    def like(self, **changes: Any) -> "Pass":
+        """The same with other tables; what was built of its bitmaps stays built."""
+        other = replace(self, **changes)
+        if "transposed_bitmaps" in vars(self):
+            vars(other)["transposed_bitmaps"] = self.transposed_bitmaps
+        return other
+
+    def from_slot(self, slot: int, block_size: int) -> "Pass":
+        """The same entries for query tiles that begin at a later slot of the bitmaps."""
+        rows = self.bitmaps.view(len(self.bitmaps), block_size, block_size // 8)
+        moved = torch.nn.functional.pad(rows[:, slot:], (0, 0, 0, slot))
+        return replace(self, bitmaps=moved.reshape(self.bitmaps.shape))
+
     def to(self, device: torch.device) -> "Pass":
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, x in values.items():

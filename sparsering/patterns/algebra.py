@@ -10,13 +10,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import reduce
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..rows import expand_counts
-from .arguments import MOST_TOKENS, checked_integer, digest_of, same_tensor, shortened
+from .arguments import digest_of, same_tensor, shortened
+from .frame import Frame as Frame
+from .frame import Restarts as Restarts
 
 if TYPE_CHECKING:
     from ..layouts.layout import BlockLayout
@@ -24,51 +26,6 @@ if TYPE_CHECKING:
 
 VERSION = re.compile(r"__v\d+(?=\()")
 """Which class of a name is meant, in an expression: a registered one may replace another."""
-
-
-Restarts = tuple[tuple[int, ...], tuple[int, ...]]
-"""Query and key lengths of documents, end to end, in which positions restart."""
-
-
-class Frame(NamedTuple):
-    """What a pattern is laid against: token counts, head counts, position of the first query."""
-
-    q_len: int
-    kv_len: int
-    num_heads: int
-    num_kv_heads: int
-    q_start: int
-
-    @classmethod
-    def build(
-        cls,
-        q_len: int,
-        kv_len: int | None,
-        num_heads: int,
-        num_kv_heads: int | None,
-        q_start: int | None,
-    ) -> "Frame":
-        kv_len = q_len if kv_len is None else kv_len
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        given = (q_len, kv_len, num_heads, num_kv_heads)
-        for name, value in zip(cls._fields, given, strict=False):
-            checked_integer(name, value, 0)
-        if num_kv_heads and num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, got {num_heads} and "
-                f"{num_kv_heads}; each key/value head serves an equal group of query heads"
-            )
-        q_start = kv_len - q_len if q_start is None else q_start
-        checked_integer("q_start", q_start, -MOST_TOKENS)
-        return cls(q_len, kv_len, num_heads, num_kv_heads, q_start)
-
-    def inside(self, p: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions moved into the sequence, past whose ends tiles may reach."""
-        last_query, last_key = self.q_start + max(0, self.q_len - 1), max(0, self.kv_len - 1)
-        return p.clamp(self.q_start, last_query), k.clamp(0, last_key)
-
-    def kv_head(self, head: int) -> int:
-        return head * self.num_kv_heads // max(1, self.num_heads)
 
 
 class Pattern:
@@ -201,13 +158,56 @@ class Pattern:
 
         Cost: O(visited blocks) time and memory.
         """
-        # Layouts stand on patterns; this is the one convenience the other way.
+        # Layouts stand on patterns; this and the two below are the conveniences the other way.
         from ..layouts.cache import layout_cache
         from ..layouts.compile import default_block_size
 
         frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
         size = default_block_size(self, frame.kv_len) if block_size is None else block_size
         return layout_cache.layout(self, frame, size, torch.device(device))
+
+    def live_keys(
+        self,
+        length: int,
+        *,
+        num_heads: int = 1,
+        num_kv_heads: int | None = None,
+        max_length: int | None = None,
+    ) -> list[Tensor]:
+        """The keys that later queries still visit: what a cache must hold after `length` tokens.
+
+        Args: heads as in `to_dense`; `length`, the tokens so far; `max_length`, the most there will
+            be, default no end or the pattern's own. `RandomBlocks` and a user's own masks need it.
+
+        Returns: of each kv head exactly the positions below `length`, int64, ascending, that any
+            batch entry, branch or query head of it visits; `SelectedBlocks` may visit all.
+
+        Raises: ValueError where the pattern needs a `max_length`, or does not fit it or the heads.
+
+        Cost: O(keys that may be live) for each mask that heads see; a user's own is asked of pairs.
+
+        Example:
+            >>> (Causal() & (SlidingWindow(2) | GlobalTokens(1, rows=False))).live_keys(9)
+            [tensor([0, 7, 8])]
+        """
+        from ..layouts.lifetimes import live_keys
+
+        return live_keys(self, length, num_heads, num_kv_heads, max_length)
+
+    def cache_bound(
+        self, *, num_heads: int = 1, num_kv_heads: int | None = None, max_length: int | None = None
+    ) -> int | None:
+        """The most keys that a kv head ever has live; None where that grows without end.
+
+        That is the longest of all that `live_keys` gives, arguments as there.
+
+        Raises: as `live_keys`, and where pairs repeat only after more than 2^26 tokens.
+
+        Cost: O(max_length), or O(tokens after which pairs repeat), for each mask that heads see.
+        """
+        from ..layouts.lifetimes import cache_bound
+
+        return cache_bound(self, num_heads, num_kv_heads, max_length)
 
     def check(self, frame: Frame) -> None:
         """Raises ValueError where the pattern does not fit these lengths and heads."""

@@ -127,14 +127,14 @@ class Hierarchical(BlockwiseMask):
         )
         object.__setattr__(self, "levels", levels)
 
-    def _in_blocks(self) -> list[tuple[int, int | None]]:
+    def in_blocks(self) -> list[tuple[int, int | None]]:
         """(period, radius) of each level in blocks."""
         size = self.block_size
         return [(max(1, s // size), None if w is None else w // size // 2) for s, w in self.levels]
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
         held = (q_block != q_block) | (k_block != k_block)
-        for period, radius in self._in_blocks():
+        for period, radius in self.in_blocks():
             level = q_block % period == 0
             if radius is not None:
                 level = level & ((q_block - k_block).abs() <= radius)
@@ -144,7 +144,7 @@ class Hierarchical(BlockwiseMask):
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         far = torch.iinfo(torch.int64).max // (4 * self.block_size)
         parts = []
-        for period, radius in self._in_blocks():
+        for period, radius in self.in_blocks():
             index = torch.nonzero(q_block % period == 0)[:, 0]
             reach = far if radius is None else radius
             parts.append(torch.stack((index, q_block[index] - reach, q_block[index] + reach)))

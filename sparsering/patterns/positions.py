@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .algebra import Frame, Mask, Mixture, Pattern
-from .arguments import checked_integers, freeze_integer, freeze_integers, shortened
+from .arguments import MOST_TOKENS, checked_integers, freeze_integer, freeze_integers, shortened
 
 MOST_DILATION = 1 << 31
 
@@ -143,7 +143,11 @@ class Dilated(Mask):
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         w, r, s = self.segment_length, self.dilation_rate, self.offset_of(0, 1)
-        return (p // w == k // w) & (p % w % r == s) & (k % w % r == s)
+        if r == 1:
+            return p // w == k // w
+        # the segment of each, of one that is off the grid none: a single comparison of pairs
+        of_p = torch.where(p % w % r == s, p // w, -MOST_TOKENS)
+        return of_p == torch.where(k % w % r == s, k // w, MOST_TOKENS)
 
 
 def LongNet(  # noqa: N802 - a constructor like the classes beside it, whose value is a mixture

@@ -148,7 +148,8 @@ class Attend {
       const int64_t column = pass.keys(table)[entry];
       const Tile keys = pass.key_tile(axis, column);
       const int64_t number_of_bitmap = pass.bitmap_numbers(table)[entry];
-      if (keys.count == 0 || !x_.extras.sees(item.batch, keys, pass.step)) {
+      if (keys.count == 0 || !x_.extras.sees(item.batch, keys, pass.step) ||
+          (number_of_bitmap >= 0 && !visited(pass, number_of_bitmap, tile.count, keys.count))) {
         continue;
       }
       const auto visit = [&](auto type) {
@@ -170,9 +171,9 @@ class Attend {
           }
           hide_unseen(seen, keys, pass.step, scores, 1);
           if (number_of_bitmap >= 0) {
-            const uint8_t* bits = pass.bitmap(number_of_bitmap) + i / 8;
+            const auto [bits, bit] = pass.bits_of_query(number_of_bitmap, i);
             for (int64_t j = 0; j < keys.count; ++j) {
-              scores[j] = bits[j * (x_.block / 8)] >> (i % 8) & 1 ? scores[j] : -kInf;
+              scores[j] = bits[j * (x_.block / 8)] & bit ? scores[j] : -kInf;
             }
           }
           weigh(few, r, keys.count, s.highest.get()[r], s.total.get()[r]);
@@ -223,6 +224,19 @@ class Attend {
       }
     }
     return result;
+  }
+
+  // Whether a bitmap holds any pair of a tile's queries: tiles of a page of queries are not all
+  // those of each.
+  bool visited(const Pass& pass, int64_t number, int64_t queries, int64_t keys) const {
+    bool any = false;
+    for (int64_t i = 0; i < queries && !any; ++i) {
+      const auto [bits, bit] = pass.bits_of_query(number, i);
+      for (int64_t j = 0; j < keys && !any; ++j) {
+        any = bits[j * (x_.block / 8)] & bit;
+      }
+    }
+    return any;
   }
 
   Dropout dropout(const Scratch& s, const Pass& pass, int64_t axis, int64_t column) const {

@@ -1,5 +1,6 @@
 """Calls of the compiled kernel: a problem as its operators take it."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ EXTRAS = frozenset(
 """Options of a call, beside its scale, that are computed here."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FEW_QUERIES = 8  # as layout.h has it
 _MOST_REPEATED_WORK = 1.4  # seven products of `run_tiles` to the five of `run_heads`
 
 
@@ -30,7 +32,9 @@ def reasons(*tensors: Tensor) -> list[str]:
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Attention over a layout; lse is float32."""
-    out, lse = library().forward(*_arguments(problem), problem.sink)
+    if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
+        problem = problem.in_first_slots()
+    out, lse = library().forward(*_arguments(problem), problem.sink, problem.slots)
     return out, lse
 
 
@@ -72,7 +76,7 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
         problem.key,
         problem.value,
         None if bias is None else bias.float().contiguous(),
-        layout.first_entry.contiguous(),
+        _no_entries(len(passes)) if bias is None else layout.first_entry.contiguous(),
         [x for p in passes for x in _tables(p)],
         [x for p in passes for x in _places(p, layout.frame.q_start)] if placed else [],
         [p.step for p in passes],
@@ -87,6 +91,12 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
         None if mask is None else mask.contiguous(),
         problem.in_float32,
     )
+
+
+@cache
+def _no_entries(passes: int) -> Tensor:
+    """A `first_entry` where no bias is looked up."""
+    return torch.zeros(passes, 1, 1, dtype=torch.int64)
 
 
 def _tables(p: Pass) -> list[Tensor]:

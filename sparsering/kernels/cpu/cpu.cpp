@@ -79,11 +79,18 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
       double softcap, const std::optional<Tensor>&distance_bias, double dropout_p,               \
       const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask, bool in_float32
 
-std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>& sink) {
+// `slots`: of the first query of each pass's tiles in their bitmaps; none for 0.
+std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>& sink,
+                                   at::IntArrayRef slots) {
   const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
                       query.size(1), key.size(2));
   const Problem x(query, key, value, bias, extras, first_entry, steps.size(), block, scale);
-  const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches);
+  std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches);
+  for (size_t i = 0; !slots.empty() && i < passes.size(); ++i) {
+    TORCH_CHECK_VALUE(slots.size() == passes.size() && slots[i] >= 0 && slots[i] + x.Nq <= block,
+                      "sparsering cpu: malformed layout: slots past the end of a tile");
+    passes[i].slot = slots[i];
+  }
   const auto options = in_float32 ? query.options().dtype(at::kFloat) : query.options();
   Tensor out = covers ? at::empty({x.B, x.Hq, x.Nq, x.Dv}, options)
                       : at::zeros({x.B, x.Hq, x.Nq, x.Dv}, options);
@@ -164,7 +171,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   "bool in_float32, "
 
 TORCH_LIBRARY(sparsering_cpu, m) {
-  m.def("forward(" SPARSERING_SCHEMA "Tensor? sink) -> (Tensor, Tensor)", forward);
+  m.def("forward(" SPARSERING_SCHEMA "Tensor? sink, int[] slots) -> (Tensor, Tensor)", forward);
   m.def("backward(" SPARSERING_SCHEMA
         "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, Tensor[] transposes, "
         "bool learns_distances) -> "

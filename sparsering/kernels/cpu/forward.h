@@ -24,6 +24,7 @@ class Forward {
       if (!few_.back()) {
         columns_ = std::max(columns_, pass.columns);
         rows_ = std::max(rows_, pass.rows * x_.group);
+        TORCH_CHECK_VALUE(pass.slot == 0, "sparsering cpu: slots are for few queries");
       }
     }
   }

@@ -169,6 +169,10 @@ struct Pass {
   const uint8_t* bitmap(int64_t number) const {
     return bitmaps + number * (block * block / 8);
   }
+  // Of the `i`th query of a tile: where its bit of each key is, block / 8 bytes apart, and which.
+  std::pair<const uint8_t*, uint32_t> bits_of_query(int64_t number, int64_t i) const {
+    return {bitmap(number) + (slot + i) / 8, 1u << (slot + i) % 8};
+  }
 
   int64_t step, block, axes, rows, columns, batches, tables, entries;
   const int64_t *query_start, *query_stop, *key_start, *key_stop;
@@ -176,6 +180,7 @@ struct Pass {
   int64_t num_bitmaps;
   const uint8_t* bitmaps;  // queries along the bits of a key's row
   int64_t branch;
+  int64_t slot = 0;  // of the first query of a tile in its bitmaps
   const int64_t *query_origin_, *key_origin_, *stream_;
 
  private:

@@ -1,0 +1,121 @@
+"""Layouts of the last query of a sequence that grows: decoding compiles nothing per token.
+
+A page of queries is laid out at once and kept; each of them takes its row of tiles, cut to the keys
+that there are. It costs what one query does: compiling follows the pattern's edges.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..patterns.algebra import Frame, Pattern
+from .cache import layout_cache
+from .layout import BlockLayout, Pass
+
+PAGE = 1024
+
+
+def last_query_layout(
+    pattern: Pattern, frame: Frame, block_size: int, device: torch.device
+) -> tuple[BlockLayout, tuple[int, ...]] | None:
+    """(layout, slot of each pass's bitmaps) of the one query of a frame, which is the last token's.
+
+    None where another length would be another pattern: lay that out as it is.
+    """
+    positions_decide = not any(branch.asks_frame for branch in pattern.branches)
+    last = frame.q_len == 1 and frame.q_start == frame.kv_len - 1
+    if not last or not positions_decide or pattern.tensors or pattern.restarts is not None:
+        return None
+    first = frame.q_start // PAGE * PAGE
+    laid = frame._replace(q_len=PAGE, kv_len=first + PAGE, q_start=first)
+    key = (pattern, laid, block_size, device, "page")
+
+    def build() -> _Page:
+        return _Page.of(layout_cache.layout(pattern, laid, block_size, device))
+
+    page = layout_cache.keep(key, build)
+    return page.query(frame)
+
+
+@dataclass(frozen=True, eq=False)
+class _Page:
+    """The layout of a page of queries, and where each of them is in it.
+
+    Attributes:
+        rows: of each pass, of each row of query tiles: the pass that it is alone.
+        row_of, slot_of: of each pass, of each query: its row, -1 for none, and its slot there.
+        stops: of each pass, [queries, S, 1], 1 where the query is in the tiles of an axis.
+    """
+
+    layout: BlockLayout
+    rows: list[list[Pass]]
+    row_of: list[list[int]]
+    slot_of: list[list[int]]
+    stops: list[Tensor]
+
+    @classmethod
+    def of(cls, layout: BlockLayout) -> "_Page":
+        rows, row_of, slot_of, stops = [], [], [], []
+        for p in layout.passes:
+            if p.bitmaps.device.type == "cpu":
+                _ = p.transposed_bitmaps  # once, for all rows
+            tile, slot, there = _places(p, layout.block_size)
+            row_of.append(tile)
+            slot_of.append(slot)
+            stops.append(there.t().long()[..., None].contiguous())
+            rows.append([_row(p, number) for number in range(p.query_start.shape[1])])
+        return cls(layout, rows, row_of, slot_of, stops)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self.stops)
+
+    def query(self, frame: Frame) -> tuple[BlockLayout, tuple[int, ...]]:
+        index = frame.q_start - self.layout.frame.q_start
+        passes, slots = [], []
+        for number, rows in enumerate(self.rows):
+            if (row := self.row_of[number][index]) < 0:
+                continue
+            stop, p = self.stops[number][index], rows[row]
+            cut = p.key_stop.clamp(max=frame.kv_len)
+            passes.append(p.like(query_stop=stop, key_stop=cut))
+            slots.append(self.slot_of[number][index])
+        # how many pairs it has nobody asked: `Pattern.layout` counts
+        return BlockLayout(frame, self.layout.block_size, tuple(passes), math.nan), tuple(slots)
+
+
+def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
+    """(row of tiles or -1, slot in it) of each query of a page, and [S, queries] where it is one.
+
+    The tiles of all axes lie alike: a query is in the same row and slot of those that have it.
+    """
+    query = p.query_start[..., None] + p.step * torch.arange(block_size, device=p.row_ptr.device)
+    real = query < p.query_stop[..., None]
+    axis, row, slot = torch.nonzero(real, as_tuple=True)
+    query = query[real]
+    there = torch.zeros(len(p.query_start), PAGE, dtype=torch.bool, device=query.device)
+    there[axis, query] = True
+    row_of, slot_of = (torch.full((PAGE,), -1, device=query.device) for _ in range(2))
+    row_of[query], slot_of[query] = row, slot
+    return row_of.tolist(), slot_of.tolist(), there
+
+
+def _row(p: Pass, row: int) -> Pass:
+    """One row of query tiles, as the only one; of a single query."""
+    begin, end = p.row_ptr[..., row].long(), p.row_ptr[..., row + 1].long()
+    count = end - begin
+    place = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)
+    entry = torch.where(place < count[..., None], begin[..., None] + place, 0)
+    row_ptr = torch.nn.functional.pad(count[..., None], (1, 0)).int()
+    start = torch.zeros_like(p.query_start[:, :1])
+    return p.like(
+        query_start=start,
+        query_stop=start + 1,
+        row_ptr=row_ptr,
+        key_tile=p.key_tile.gather(-1, entry) if len(place) else p.key_tile[..., :0],
+        bitmap=p.bitmap.gather(-1, entry) if len(place) else p.bitmap[..., :0],
+        covers=(len(start) == 1, p.covers[1]),
+        longest=None,
+    )

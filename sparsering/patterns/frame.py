@@ -1,0 +1,51 @@
+"""What a pattern is laid against."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .arguments import MOST_TOKENS, checked_integer
+
+Restarts = tuple[tuple[int, ...], tuple[int, ...]]
+"""Query and key lengths of documents, end to end, in which positions restart."""
+
+
+class Frame(NamedTuple):
+    """What a pattern is laid against: token counts, head counts, position of the first query."""
+
+    q_len: int
+    kv_len: int
+    num_heads: int
+    num_kv_heads: int
+    q_start: int
+
+    @classmethod
+    def build(
+        cls,
+        q_len: int,
+        kv_len: int | None,
+        num_heads: int,
+        num_kv_heads: int | None,
+        q_start: int | None,
+    ) -> "Frame":
+        kv_len = q_len if kv_len is None else kv_len
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        given = (q_len, kv_len, num_heads, num_kv_heads)
+        for name, value in zip(cls._fields, given, strict=False):
+            checked_integer(name, value, 0)
+        if num_kv_heads and num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {num_heads} and "
+                f"{num_kv_heads}; each key/value head serves an equal group of query heads"
+            )
+        q_start = kv_len - q_len if q_start is None else q_start
+        checked_integer("q_start", q_start, -MOST_TOKENS)
+        return cls(q_len, kv_len, num_heads, num_kv_heads, q_start)
+
+    def inside(self, p: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions moved into the sequence, past whose ends tiles may reach."""
+        last_query, last_key = self.q_start + max(0, self.q_len - 1), max(0, self.kv_len - 1)
+        return p.clamp(self.q_start, last_query), k.clamp(0, last_key)
+
+    def kv_head(self, head: int) -> int:
+        return head * self.num_kv_heads // max(1, self.num_heads)
