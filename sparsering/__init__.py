@@ -10,6 +10,7 @@
 `sparsering.distributed` has the same over many ranks. docs/architecture.md maps the files.
 """
 
+from .decoding import KVCache
 from .dispatch import backends
 from .dropout import dropout_kept
 from .extras import alibi
@@ -61,6 +62,7 @@ __all__ = [
     "Full",
     "GlobalTokens",
     "Hierarchical",
+    "KVCache",
     "KeyMask",
     "KeyPadding",
     "LongNet",

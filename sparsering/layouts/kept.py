@@ -112,7 +112,7 @@ def _tables(
     for part in torch.arange(len(varies)).split(max(1, _MOST_CELLS // block_size**2)):
         key = k[varies[part]].flatten()
         held = mask.holds(p[:, None], key.clamp(min=0), frame)
-        held = held if key.amin() >= 0 else held & (key >= 0)
+        held = held & (key >= 0) if (key < 0).any() else held
         bits = pack(held.expand(len(p), -1)[None])
         rows[: len(p), part] = bits.view(len(p), len(part), block_size // 8)
     bitmaps = rows.transpose(0, 1).reshape(len(varies), block_size**2 // 8)

@@ -1,0 +1,399 @@
+"""`KVCache`: keys and values of the tokens so far, as far as some later query visits them."""
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..checks import autocast_inputs, check_inputs, check_pattern, refuse_meta
+from ..dispatch import choose
+from ..functional import checked_call
+from ..layouts.compile import BLOCK_SIZES
+from ..layouts.layout import BlockLayout
+from ..layouts.lifetimes import last_visits, own_length
+from ..patterns.algebra import And, Mask, Pattern, check_fits
+from ..patterns.arguments import checked_integer, shortened
+from ..patterns.positions import Causal
+from .held import Held, Row
+from .steps import attend_page, attend_spans, fits_page, of_queries, page_layout
+
+_REFUSED = {
+    "q_start": "the cache knows where its tokens are",
+    "return_lse": "it returns out alone",
+    "block_bias": "blocks are those of whole sequences",
+}
+
+
+class KVCache:
+    """Keys and values of the tokens so far, as far as some later query visits them.
+
+    Args:
+        pattern: of the whole sequence; what looks ahead is attended as `pattern & Causal()`.
+        batch_size, num_kv_heads, head_dim: of the keys.
+        num_heads: query heads, default `num_kv_heads`.
+        value_dim: head dim of the values, default `head_dim`.
+        max_length: most tokens of a sequence. Patterns that depend on the total length
+            (`RandomBlocks`) need it; some bring their own.
+        rollback: how many of the last tokens `crop` can take back.
+        page_size: new tokens between two evictions, a multiple of 16 from 16 to 256.
+        dtype, device: of keys and values, default those that come first.
+
+    It holds what `pattern.live_keys(length)` says (with `rollback=n`, of the last n lengths) and at
+    most a page more per head. Evicting copies what stays, once a page. Gradients do not pass
+    through it: it is for decoding, not for training.
+
+    Raises: ValueError where arguments do not fit.
+
+    Example:
+        >>> cache = KVCache(SlidingWindow(4095), 1, num_kv_heads=8, head_dim=64)
+        >>> out = cache.attend(query, key, value)  # the prompt, whole or in parts
+        >>> out = cache.attend(query, key, value)  # then token by token
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        batch_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        num_heads: int | None = None,
+        value_dim: int | None = None,
+        max_length: int | None = None,
+        rollback: int = 0,
+        page_size: int = 128,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_pattern(pattern)
+        num_heads = num_kv_heads if num_heads is None else num_heads
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = {
+            "batch_size": batch_size,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "num_heads": num_heads,
+            "value_dim": value_dim,
+            "rollback": rollback,
+        }
+        for name, size in sizes.items():
+            checked_integer(name, size, 0)
+        if type(page_size) is not int or page_size not in BLOCK_SIZES:
+            raise ValueError(
+                "page_size must be a multiple of 16 from 16 to 256, got "
+                f"{shortened(repr(page_size))}; 128 is one"
+            )
+        if (batch := pattern.num_batches()) not in (None, batch_size):
+            raise ValueError(
+                f"the pattern is for {batch} batch entries, got batch_size={batch_size}; give one "
+                f"length or table per entry, in {shortened(str(pattern))}"
+            )
+        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        last_visits(pattern, 0, 0, **heads, max_length=max_length)  # says what is missing
+        none = torch.zeros(num_kv_heads, 0, dtype=torch.int64)
+        rows = [Row(0, 0, none, none)] * batch_size
+        total = own_length(pattern, max_length)
+        self.pattern = pattern
+        causal = pattern if _looks_back(pattern) else cast(Mask, pattern) & Causal()
+        self._held = Held(causal, num_heads, num_kv_heads, total, rollback, page_size, rows)
+        if total is not None:
+            check_fits(pattern, self._held.frame(0, 0))
+        self._dims = head_dim, value_dim
+        self._dtype = dtype
+        self._device = None if device is None else torch.device(device)
+        self._oldest = 0  # what it can be cropped to
+        self._page: dict[int, BlockLayout] = {}  # for each number of queries
+        # what a compiled graph knows of a cache: its number, and that it changes
+        self._clock = torch.tensor([next(_NUMBERS), 0])
+        _CACHES[int(self._clock[0])] = self
+
+    def __repr__(self) -> str:
+        return f"<KVCache of {shortened(str(self.pattern))}: {self.kept} of {self.length} tokens>"
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens seen, of each batch entry."""
+        return self._held.lengths
+
+    @property
+    def length(self) -> int:
+        """Tokens seen, of the longest entry."""
+        return max(self.lengths, default=0)
+
+    @property
+    def kept(self) -> int:
+        """Keys held, the most of any kv head and entry."""
+        counts = [(row.positions >= 0).sum(1) for row in self._held.distinct()]
+        return max((int(n.max()) for n in counts if len(n)), default=0) + self._held.since
+
+    @property
+    def nbytes(self) -> int:
+        """Of keys, values, and their positions."""
+        held = self._held
+        tensors = [held.keys, held.values]
+        tensors += [x for row in held.distinct() for x in (row.positions, row.last)]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    def positions(self, head: int, entry: int = 0) -> Tensor:
+        """Positions of the keys that a kv head of a batch entry holds, ascending int64."""
+        row = self._held.rows[entry]
+        found = row.positions_with(row.length - row.base)[head]
+        return found[found >= 0]
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        lengths: Sequence[int] | Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Attention of new tokens to all that they see, themselves too; then evicts.
+
+        Equal to those rows of one call of `attention` on the whole sequence.
+
+        Args:
+            query, key, value: of as many tokens, [B, H, n, D] as `attention` has them.
+            lengths: how many tokens of each batch entry are new, the first ones of it; default all.
+                Entries then go on from lengths of their own.
+            options: those of `attention` but `q_start`, `return_lse` and `block_bias`.
+
+        Returns: [B, Hq, n, Dv]; 0 in rows that are not new.
+
+        Raises: ValueError where arguments do not fit; the cache is then as it was.
+        """
+        for name, why in _REFUSED.items():
+            if name in options:
+                raise ValueError(f"attend takes no {name}, for {why}; leave it out")
+        given = (query, key, value, *options.values())
+        learns = any(isinstance(x, Tensor) and x.requires_grad for x in given)
+        if learns and torch.is_grad_enabled():
+            raise ValueError(
+                "attend keeps no gradients, got tensors that require them; call it under "
+                "torch.no_grad(), or attention() on whole sequences to train"
+            )
+        if torch.compiler.is_compiling():
+            if lengths is not None:
+                raise ValueError("attend takes no lengths inside torch.compile; call it outside")
+            inputs = autocast_inputs(query, key, value)
+            out: Tensor = _attend_op(*inputs, self._clock, **_spelt(options))
+            return out
+        with torch.inference_mode(False), torch.no_grad():
+            return self._attend(query, key, value, lengths, **options)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: Sequence[int] | Tensor | None,
+        *,
+        backend: str | None = None,
+        **options: Any,
+    ) -> Tensor:
+        held = self._held
+        self._check(query, key, value)
+        new = self._new_tokens(lengths, query.shape[2])
+        if query.shape[2] == 0:
+            return query.new_zeros(*query.shape[:3], self._dims[1])
+        inputs, call, extras = checked_call(query, key, value, held.pattern, **options)
+        if self._dtype not in (None, inputs[1].dtype):
+            raise ValueError(
+                f"the cache holds {self._dtype}, got keys of {inputs[1].dtype}; cast with "
+                f".to({self._dtype}), or make another cache"
+            )
+        chosen = choose(backend, inputs, extras)
+        if fits_page(held, chosen, new, extras):
+            layout = self._page_of(query.shape[2])
+            out = attend_page(held, layout, chosen, inputs, call["scale"], extras)
+            held.advance(new)
+            held.since += query.shape[2]
+            if held.since >= held.limit:
+                held.evict()
+        else:
+            del call["q_start"]
+            out = attend_spans(held, chosen, inputs, new, call, extras)
+            held.advance(new)
+            held.evict(*inputs[1:])
+        if held.since == 0:
+            self._page.clear()
+            self._dtype, self._device = held.keys.dtype, held.keys.device
+            self._oldest = max(self._oldest, min(self.lengths) - held.rollback)
+        self._clock[1] = self.length
+        return out
+
+    def crop(self, length: int) -> None:
+        """Forgets the tokens from `length` on: speculative decoding takes back what it guessed.
+
+        Raises: ValueError where that is more than `rollback` tokens back, or beyond the length of
+            the cache; it is then as it was.
+        """
+        checked_integer("length", length, 0)
+        if len(set(self.lengths)) > 1:
+            raise ValueError(
+                f"crop needs entries of one length, got {shortened(str(self.lengths))}; select some"
+            )
+        least = max(self._oldest, self.length - self._held.rollback)
+        if not least <= length <= self.length:
+            raise ValueError(
+                f"crop takes a cache of {self.length} tokens and rollback={self._held.rollback} "
+                f"back to {least} at least, got {length}; give KVCache a larger rollback"
+            )
+        self._held.crop(length)
+        if self._held.since == 0:
+            self._page.clear()
+
+    def reorder(self, index: Tensor | Sequence[int]) -> None:
+        """Entry i becomes what entry `index[i]` was, as beams do; of as many entries."""
+        chosen = self._checked_index("reorder", index)
+        if len(chosen) != len(self.lengths):
+            raise ValueError(
+                f"reorder needs an index of {len(self.lengths)} entries, got {len(chosen)}; select "
+                "takes any number"
+            )
+        self._take(chosen)
+
+    def repeat(self, n: int) -> None:
+        """Each entry n times, one after another: 0 0 1 1, as beams do."""
+        checked_integer("n", n, 1)
+        every = torch.arange(len(self.lengths)).repeat_interleave(n)
+        self._take(self._checked_index("repeat", every))
+
+    def select(self, index: Tensor | Sequence[int]) -> None:
+        """Keeps the entries of an index alone, in its order."""
+        self._take(self._checked_index("select", index))
+
+    def _take(self, entries: Tensor) -> None:
+        self._held.take(entries)
+        self._page.clear()
+
+    def _page_of(self, queries: int) -> BlockLayout:
+        """The page's layout, for that many of its queries."""
+        page = self._held.page
+        if page not in self._page:
+            self._page[page] = page_layout(self._held)
+        if queries not in self._page:
+            self._page[queries] = of_queries(self._page[page], queries)
+        return self._page[queries]
+
+    def _checked_index(self, name: str, index: Tensor | Sequence[int]) -> Tensor:
+        if self.pattern.num_batches() is not None:
+            raise ValueError(
+                f"{name} needs entries that may be any, but the pattern has one table for each, in "
+                f"{shortened(str(self.pattern))}; make a cache for each entry"
+            )
+        chosen = torch.as_tensor(index).cpu()
+        whole = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1
+        entries = len(self.lengths)
+        if not whole or (len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < entries):
+            raise ValueError(
+                f"{name} needs integers [n] from 0 to {entries - 1}, got "
+                f"{shortened(str(chosen.tolist()))}; a boolean mask gives them by .nonzero()[:, 0]"
+            )
+        return chosen.long()
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        check_inputs(query, key, value, self._held.pattern)
+        refuse_meta(query, key, value)
+        batch, new, (width, value_width) = len(self.lengths), query.shape[2], self._dims
+        wanted = (
+            (batch, self._held.heads, new, width),
+            (batch, self._held.kv_heads, new, width),
+            (batch, self._held.kv_heads, new, value_width),
+        )
+        given = tuple(tuple(x.shape) for x in (query, key, value))
+        if given != wanted:
+            raise ValueError(
+                "attend needs query, key and value of as many new tokens, "
+                f"{', '.join(map(str, wanted))} here, got {', '.join(map(str, given))}; the cache "
+                "has those before"
+            )
+        if self._device not in (None, key.device):
+            raise ValueError(
+                f"the cache is on {self._device}, got keys on {key.device}; move them with .to()"
+            )
+
+    def _new_tokens(self, lengths: Sequence[int] | Tensor | None, most: int) -> list[int]:
+        entries, total = len(self.lengths), self._held.total
+        if lengths is None:
+            new = [most] * entries
+        else:
+            new = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+            if len(new) != entries or not all(type(n) is int and 0 <= n <= most for n in new):
+                raise ValueError(
+                    f"lengths must be {entries} ints from 0 to {most}, the new tokens of each "
+                    f"entry, got {shortened(str(new))}; leave it out where all are new"
+                )
+        for length, n in zip(self.lengths, new, strict=True):
+            if total is not None and length + n > total:
+                raise ValueError(
+                    f"the cache is for {total} tokens, got {n} more after {length}; give KVCache a "
+                    "larger max_length (and the pattern as many tokens)"
+                )
+        return new
+
+
+def _looks_back(pattern: Pattern) -> bool:
+    """Whether every branch says itself that it is causal."""
+    return all(
+        Causal() in (branch.masks if isinstance(branch, And) else (branch,))
+        for branch in pattern.branches
+    )
+
+
+_NUMBERS = itertools.count()
+_CACHES: weakref.WeakValueDictionary[int, KVCache] = weakref.WeakValueDictionary()
+_OPTIONS = {
+    "scale", "block_size", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed",
+    "backend",
+}  # fmt: skip
+
+
+def _spelt(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call as an operator takes them; TypeError for one that there is not."""
+    if unknown := options.keys() - _OPTIONS:
+        raise TypeError(f"attend has no option {', '.join(sorted(unknown))}")
+    seed = options.get("dropout_seed")
+    return {**options, "dropout_seed": torch.tensor(seed)} if isinstance(seed, int) else options
+
+
+@torch.library.custom_op("sparsering::cached_attention", mutates_args=("clock",))
+def _attend_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    clock: Tensor,
+    scale: float | None = None,
+    block_size: int | None = None,
+    softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """A step of the cache that a clock belongs to: in a compiled graph, whatever its length."""
+    with torch.inference_mode(False):
+        return _CACHES[int(clock[0])]._attend(
+            query,
+            key,
+            value,
+            None,
+            scale=scale,
+            block_size=block_size,
+            softcap=softcap,
+            distance_bias=distance_bias,
+            sink=sink,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            backend=backend,
+        )
+
+
+@_attend_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[3])

@@ -1,0 +1,226 @@
+"""What a cache holds: keys and values in slots, whose positions they are, and how long they live.
+
+Slots are those of what was kept at the last eviction, then a page of room for the tokens since:
+token i of them lies in slot i of the page, in every batch entry and head.
+"""
+
+import itertools
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..layouts.cache import layout_cache
+from ..layouts.lifetimes import last_visits
+from ..patterns.algebra import Frame, Pattern
+
+_LIFETIMES = 1024  # tokens whose last visits are found at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What a batch entry keeps; entries that are alike share one.
+
+    Attributes:
+        length: tokens seen.
+        base: of them at the last eviction.
+        positions: [Hkv, slots] of the keys that were kept, -1 in slots of none.
+        last: [Hkv, slots] the last query that visits each.
+        exact: whether that is all that was live, as it is for any cache of this pattern and length.
+    """
+
+    length: int
+    base: int
+    positions: Tensor
+    last: Tensor
+    exact: bool = True
+
+    def cropped(self, length: int) -> "Row":
+        """The row without its tokens from `length` on."""
+        if length >= self.base:
+            return replace(self, length=length)
+        positions = torch.where(self.positions < length, self.positions, -1)
+        return replace(self, length=length, base=length, positions=positions, exact=False)
+
+    def positions_with(self, count: int) -> Tensor:
+        """[Hkv, slots + count] positions, with those of tokens since the last eviction."""
+        new = torch.arange(self.base, self.base + count).expand(len(self.positions), -1)
+        return torch.cat((self.positions, new), 1)
+
+
+@dataclass(eq=False)
+class Held:
+    """The state of a `KVCache`.
+
+    Attributes:
+        pattern: causal.
+        heads, kv_heads: of query, and of key and value.
+        total: tokens of a whole sequence, None where any number may come.
+        rollback, page: as `KVCache` has them.
+        rows: of each batch entry.
+        keys, values: [B, Hkv, slots, D]; no slots before the first token.
+        since: tokens since the last eviction.
+        limit: of them, at which the next one is due: a page, or fewer where much dies at once.
+    """
+
+    pattern: Pattern
+    heads: int
+    kv_heads: int
+    total: int | None
+    rollback: int
+    page: int
+    rows: list[Row]
+    keys: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))
+    values: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))
+    since: int = 0
+    limit: int = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        return [row.length for row in self.rows]
+
+    @property
+    def room(self) -> int:
+        """The first slot of the page."""
+        return self.keys.shape[2] - self.page
+
+    def distinct(self) -> list[Row]:
+        return list({id(row): row for row in self.rows}.values())
+
+    def frame(self, queries: int, first: int) -> Frame:
+        """Of some queries; of the whole sequence where it is known, which has them all."""
+        if self.total is not None:
+            return Frame(self.total, self.total, self.heads, self.kv_heads, 0)
+        return Frame(queries, first + queries, self.heads, self.kv_heads, first)
+
+    def in_use(self, slots: Tensor) -> Tensor:
+        """The slots of `keys` or `values` that hold something, or did."""
+        return slots[:, :, : self.room + self.since] if slots.shape[2] else slots
+
+    def advance(self, new: list[int]) -> None:
+        """Counts `new` tokens of each entry."""
+        made: dict[tuple[int, int], Row] = {}
+        for row, n in zip(self.rows, new, strict=True):
+            if (id(row), n) not in made:
+                made[id(row), n] = replace(row, length=row.length + n)
+        self.rows = [made[id(row), n] for row, n in zip(self.rows, new, strict=True)]
+
+    def crop(self, length: int) -> None:
+        """Of entries of one length, to that."""
+        made = {id(row): row.cropped(length) for row in self.distinct()}
+        self.rows = [made[id(row)] for row in self.rows]
+        self.since = max((row.length - row.base for row in self.rows), default=0)
+
+    def take(self, entries: Tensor) -> None:
+        """Becomes some of its entries."""
+        keys, values = (
+            x.index_select(0, entries.to(x.device)) if x.shape[2] else x
+            for x in (self.keys, self.values)
+        )
+        self.rows = [self.rows[i] for i in entries.tolist()]
+        self.keys, self.values = keys, values
+
+    def evict(self, key: Tensor | None = None, value: Tensor | None = None) -> None:
+        """Keeps what some later query visits, and makes room for a page.
+
+        `key`, `value`: the last tokens [B, Hkv, n, D], where they are not in the page; entries that
+        have fewer of them have the first ones.
+        """
+        found = {id(row): self._survivors(row) for row in self.distinct()}
+        most = max((slots.shape[1] for _, slots in found.values()), default=0)
+        rows = {which: _widened(row, most) for which, (row, _) in found.items()}
+        chosen = {
+            which: torch.nn.functional.pad(slots, (0, most - slots.shape[1]))
+            for which, (_, slots) in found.items()
+        }
+        every = [chosen[id(row)] for row in (self.rows if len(rows) > 1 else self.rows[:1])]
+        slots = torch.stack(every) if every else torch.zeros(0, self.kv_heads, 0, dtype=torch.int64)
+        keys, values = (
+            _gathered(self._with(held, new), slots, self.page)
+            for held, new in ((self.keys, key), (self.values, value))
+        )
+        self.rows = [rows[id(row)] for row in self.rows]
+        self.keys, self.values, self.since = keys, values, 0
+        self.limit = min(map(self._limit, self.distinct()), default=self.page)
+
+    def _with(self, held: Tensor, new: Tensor | None) -> Tensor:
+        used = self.in_use(held)
+        if new is None:
+            return used
+        return torch.cat((used, new), 2) if used.shape[2] else new
+
+    def _survivors(self, row: Row) -> tuple[Row, Tensor]:
+        """(the row without what is dead, the slot of each key that stays [Hkv, kept])."""
+        positions = row.positions_with(row.length - row.base)
+        last = torch.cat((row.last, self._last_visits(row.base, row.length)), 1)
+        alive = (positions >= 0) & (last >= row.length - self.rollback)
+        order = (~alive).to(torch.int8).argsort(dim=1, stable=True)
+        slot = order[:, : int(alive.sum(1).max()) if alive.numel() else 0]
+        real = alive.gather(1, slot)
+        positions, last = (torch.where(real, x.gather(1, slot), -1) for x in (positions, last))
+        return Row(row.length, row.length, positions, last, row.exact), slot
+
+    def _limit(self, row: Row) -> int:
+        """After how many tokens more than a page of an entry's keys is dead, at most a page."""
+        end = row.base + self.page
+        new = self._last_visits(row.base, end if self.total is None else min(end, self.total))
+        born = torch.arange(1, new.shape[1] + 1)  # counted from the base, as all here
+        old = torch.where(row.positions < 0, end, row.last)
+        dies = torch.cat((old, new), 1) - row.base + self.rollback + 1
+        dies[:, old.shape[1] :] = torch.maximum(dies[:, old.shape[1] :], born)
+        dies = dies.clamp(0, self.page + 1)
+        none = torch.zeros(len(dies), self.page + 2, dtype=torch.int64)
+        dead = none.scatter_add(1, dies, torch.ones_like(dies)).cumsum(1)[:, : self.page + 1]
+        due = torch.nonzero((dead > self.page).any(0))
+        return int(due[0]) if len(due) else self.page
+
+    def _last_visits(self, start: int, stop: int) -> Tensor:
+        """[Hkv, stop - start] the last query that visits each key."""
+        parts = [torch.zeros(self.kv_heads, 0, dtype=torch.int64)]
+        while start < stop:
+            first = start // _LIFETIMES * _LIFETIMES
+            end = max(first + _LIFETIMES, stop)
+            end = end if self.total is None else min(end, self.total)
+            parts.append(self._lifetimes(first, end)[:, start - first : stop - first])
+            start = end
+        return torch.cat(parts, 1)
+
+    def _lifetimes(self, start: int, stop: int) -> Tensor:
+        """The same, kept for all caches of the pattern."""
+        heads = {"num_heads": self.heads, "num_kv_heads": self.kv_heads}
+        key = (self.pattern, self.heads, self.kv_heads, self.total, start, stop, "last visits")
+
+        def build() -> _Lifetimes:
+            found = last_visits(self.pattern, start, stop, **heads, max_length=self.total)
+            none = torch.zeros(0, stop - start, dtype=torch.int64)
+            return _Lifetimes(torch.stack(found) if found else none)
+
+        return layout_cache.keep(key, build).last
+
+
+@dataclass(frozen=True, eq=False)
+class _Lifetimes:
+    last: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.last.numel() * self.last.element_size()
+
+
+def _widened(row: Row, slots: int) -> Row:
+    room = (0, slots - row.positions.shape[1])
+    positions, last = (
+        torch.nn.functional.pad(x, room, value=-1) for x in (row.positions, row.last)
+    )
+    return replace(row, positions=positions, last=last)
+
+
+def _gathered(source: Tensor, slots: Tensor, room: int) -> Tensor:
+    """[B, Hkv, kept + room, D]: the slots [B or 1, Hkv, kept] of a source, then zeros."""
+    (batch, heads, _, width), kept = source.shape, slots.shape[2]
+    result = source.new_empty(batch, heads, kept + room, width)
+    result[:, :, kept:] = 0
+    slots = slots.to(source.device).expand(batch, -1, -1)
+    for b, h in itertools.product(range(batch), range(heads)):
+        torch.index_select(source[b, h], 0, slots[b, h], out=result[b, h, :kept])
+    return result

@@ -1,0 +1,218 @@
+"""What new tokens see: over the slots of a page as it is laid out, or over spans of positions.
+
+A page's queries are laid out at once over all slots, kept ones and those of the page; tokens that
+fit it are computed where keys lie. All else, prompts and extras that go by positions, is computed
+over the spans of positions that it visits, to which keys are copied.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import BACKENDS
+from ..kernels.problem import Problem
+from ..layouts.cache import layout_cache
+from ..layouts.compile import assemble, compile_passes, default_block_size
+from ..layouts.kept import Spanned, page_over
+from ..layouts.layout import BlockLayout
+from ..layouts.pages import last_query_layout
+from ..numerics import without_autocast
+from ..ops import attend
+from ..patterns.algebra import Frame
+from .held import Held, Row
+
+_BY_POSITION = ("distance_bias", "dropout_p")  # extras that ask where a key is
+_CPU = torch.device("cpu")
+
+Options = Mapping[str, Any]
+
+
+def fits_page(held: Held, backend: str, new: list[int], extras: Options) -> bool:
+    """Whether the new tokens of all entries are a page's, and nothing asks where keys are."""
+    n = new[0] if new else 0
+    return (
+        n > 0
+        and all(x == n for x in new)
+        and held.keys.shape[2] > 0
+        and held.since + n <= held.page
+        and BACKENDS[backend].forward is not None
+        and all(extras[name] is None for name in _BY_POSITION)
+    )
+
+
+def page_layout(held: Held) -> BlockLayout:
+    """The queries of the page over all slots; entries that are alike share tables."""
+    rows = held.distinct() if len(held.distinct()) == 1 else held.rows
+    slots, row = held.keys.shape[2], rows[0]
+    if len(rows) > 1 or not row.exact:
+        return _page_over(held, rows)
+    history = row.base, held.rollback, held.page, slots
+    key = (held.pattern, held.frame(0, row.base), history, held.keys.device, "page")
+    return layout_cache.keep(key, lambda: _page_over(held, rows))
+
+
+def _page_over(held: Held, rows: list[Row]) -> BlockLayout:
+    block = max(held.page, 128)
+    positions = [row.positions_with(held.page) for row in rows]
+    frames = [held.frame(held.page, row.base) for row in rows]
+    starts = [row.base for row in rows]
+    made = page_over(held.pattern, positions, frames, starts, held.page, block)
+    passes = tuple(p.to(held.keys.device) for p in made)
+    if held.keys.device == _CPU:
+        for p in passes:
+            _ = p.transposed_bitmaps  # once, for all steps
+    slots = held.keys.shape[2]
+    frame = Frame(held.page, slots, held.heads, held.kv_heads, slots - held.page)
+    return BlockLayout(frame, block, passes, math.nan)
+
+
+def of_queries(layout: BlockLayout, queries: int) -> BlockLayout:
+    """A page's layout for that many of its queries."""
+    passes = tuple(p.like(query_stop=torch.full_like(p.query_stop, queries)) for p in layout.passes)
+    return replace(layout, frame=layout.frame._replace(q_len=queries), passes=passes)
+
+
+def attend_page(
+    held: Held,
+    layout: BlockLayout,
+    backend: str,
+    inputs: Sequence[Tensor],
+    scale: float,
+    extras: Options,
+) -> Tensor:
+    """Puts the new keys into their slots, and attends to all; `layout` is of as many queries."""
+    query, key, value = inputs
+    first = held.room + held.since
+    for slots, new in ((held.keys, key), (held.values, value)):
+        slots[:, :, first : first + new.shape[2]] = new
+    slot = (held.since,) * len(layout.passes)
+    return _run(
+        backend, Problem(layout, query, held.keys, held.values, scale, slots=slot, **extras)
+    )
+
+
+def attend_spans(
+    held: Held,
+    backend: str,
+    inputs: Sequence[Tensor],
+    new: list[int],
+    call: Options,
+    extras: Options,
+) -> Tensor:
+    """Of entries with `new` tokens each; those that are alike at a time."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for entry, (row, n) in enumerate(zip(held.rows, new, strict=True)):
+        groups.setdefault((id(row), n), []).append(entry)
+    query, _, value = inputs
+    if len(groups) == 1 and new[0] == query.shape[2]:
+        return _Alike(held, held.rows[0], None).attend(backend, inputs, call, extras)
+    out = query.new_zeros(*query.shape[:3], value.shape[3])
+    for (_, n), entries in groups.items():
+        index = torch.tensor(entries, device=query.device)
+        alike = _Alike(held, held.rows[entries[0]], index)
+        part = [x[index, :, :n] for x in inputs]
+        of_part = {name: _of_entries(name, x, index, n) for name, x in extras.items()}
+        out[index, :, :n] = alike.attend(backend, part, call, of_part)
+    return out
+
+
+class _Alike:
+    """Batch entries that share a row; `entries` are their numbers, None for all."""
+
+    def __init__(self, held: Held, row: Row, entries: Tensor | None) -> None:
+        self._held, self._row, self._entries = held, row, entries
+
+    def attend(
+        self, backend: str, inputs: Sequence[Tensor], call: Options, extras: Options
+    ) -> Tensor:
+        query, pattern, begin = inputs[0], self._held.pattern, self._row.length
+        frame = self._held.frame(query.shape[2], begin)
+        if begin == 0 and frame.kv_len == query.shape[2]:  # all there is
+            options = {**call, "q_start": 0, "options": extras}
+            return attend(backend, query, inputs[1], inputs[2], pattern, **options)[0]
+        if BACKENDS[backend].forward is None:
+            return self._attend_whole(backend, inputs, frame, call, extras)
+        layout, slots = self._layout(query.shape[2], frame, call["block_size"])
+        spanned = Spanned.of(layout)
+        keys, values = self._spread(inputs, spanned)
+        passes = tuple(p.to(query.device) for p in spanned.layout.passes)
+        moved = replace(spanned.layout, passes=passes)
+        problem = Problem(moved, query, keys, values, call["scale"], slots=slots, **extras)
+        return _run(backend, problem)
+
+    def _layout(
+        self, queries: int, frame: Frame, block_size: int | None
+    ) -> tuple[BlockLayout, tuple[int, ...]]:
+        """Of the new queries, and the slots of a `Problem`."""
+        pattern, begin = self._held.pattern, self._row.length
+        size = default_block_size(pattern, frame.kv_len) if block_size is None else block_size
+        if self._held.total is None:
+            found = last_query_layout(pattern, frame, size, _CPU)
+            return found or (layout_cache.layout(pattern, frame, size, _CPU), ())
+
+        def build() -> BlockLayout:
+            here = [(begin, begin + queries)]
+            compiled = compile_passes(pattern, frame, size, queries=here)
+            rows = frame._replace(q_start=begin, q_len=queries)
+            passes = tuple(assemble(c, rows, size) for c in compiled)
+            return BlockLayout(rows, size, passes, math.nan)
+
+        key = (pattern, frame, size, begin, queries, "rows")
+        return layout_cache.keep(key, build), ()
+
+    def _spread(self, inputs: Sequence[Tensor], spanned: Spanned) -> list[Tensor]:
+        """Kept and new keys, and values, where a layout's spans have them: [b, Hkv, tokens, D]."""
+        held, row, length = self._held, self._row, spanned.length
+        positions = row.positions_with(held.since)
+        place = torch.where(positions < 0, length, spanned.place_of(positions.clamp(min=0)))
+        results = []
+        for slots, new in ((held.keys, inputs[1]), (held.values, inputs[2])):
+            batch, heads, count, width = new.shape
+            result = new.new_zeros(batch, heads, length + 1, width)  # with one for the rest
+            if row.length:
+                kept = held.in_use(slots)
+                kept = kept if self._entries is None else kept[self._entries]
+                index = place.to(new.device)[None, :, :, None].expand(batch, -1, -1, width)
+                result.scatter_(2, index, kept)
+            fresh = spanned.place_of(torch.arange(row.length, row.length + count))
+            result[:, :, fresh.to(new.device)] = new
+            results.append(result[:, :, :length])
+        return results
+
+    def _attend_whole(
+        self,
+        backend: str,
+        inputs: Sequence[Tensor],
+        frame: Frame,
+        call: Options,
+        extras: Options,
+    ) -> Tensor:
+        """On a backend without layouts: over all positions, with zeros for what is evicted."""
+        query, begin, pattern = inputs[0], self._row.length, self._held.pattern
+        begins, ends = torch.zeros(1, dtype=torch.int64), torch.full((1,), frame.kv_len)
+        everything = Spanned(BlockLayout(frame, 128, (), math.nan), begins, ends)
+        keys, values = self._spread(inputs, everything)
+        n, first = query.shape[2], begin - frame.q_start  # of the frame's queries, the new ones
+        every = torch.nn.functional.pad(query, (0, 0, first, frame.q_len - first - n))
+        options = {**call, "q_start": frame.q_start, "options": extras}
+        out, _ = attend(backend, every, keys, values, pattern, **options)
+        return out[:, :, first : first + n]
+
+
+def _of_entries(name: str, x: Any, index: Tensor, queries: int) -> Any:
+    """An extra of some batch entries, of their first queries."""
+    if not isinstance(x, Tensor):
+        return x
+    x = x[index]
+    return x[:, :, :queries] if name == "sink" and x.shape[2] > 1 else x
+
+
+def _run(backend: str, problem: Problem) -> Tensor:
+    forward = BACKENDS[backend].forward
+    assert forward is not None
+    with without_autocast(problem.query):
+        return forward(problem if backend == "cpu" else problem.in_first_slots())[0]
