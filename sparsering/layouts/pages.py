@@ -6,6 +6,7 @@ that there are. It costs what one query does: compiling follows the pattern's ed
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,9 +25,8 @@ def last_query_layout(
 
     None where another length would be another pattern: lay that out as it is.
     """
-    positions_decide = not any(branch.asks_frame for branch in pattern.branches)
     last = frame.q_len == 1 and frame.q_start == frame.kv_len - 1
-    if not last or not positions_decide or pattern.tensors or pattern.restarts is not None:
+    if not last or pattern.tensors or not _positions_decide(pattern):
         return None
     first = frame.q_start // PAGE * PAGE
     laid = frame._replace(q_len=PAGE, kv_len=first + PAGE, q_start=first)
@@ -39,7 +39,13 @@ def last_query_layout(
     return page.query(frame)
 
 
-@dataclass(frozen=True, eq=False)
+@lru_cache(256)
+def _positions_decide(pattern: Pattern) -> bool:
+    """Whether a pair's positions tell whether it is in, whatever the lengths."""
+    return pattern.restarts is None and not any(x.asks_frame for x in pattern.branches)
+
+
+@dataclass(eq=False)
 class _Page:
     """The layout of a page of queries, and where each of them is in it.
 
@@ -47,6 +53,7 @@ class _Page:
         rows: of each pass, of each row of query tiles: the pass that it is alone.
         row_of, slot_of: of each pass, of each query: its row, -1 for none, and its slot there.
         stops: of each pass, [queries, S, 1], 1 where the query is in the tiles of an axis.
+        latest: what was asked for last: the layers of a model ask for the same.
     """
 
     layout: BlockLayout
@@ -54,6 +61,7 @@ class _Page:
     row_of: list[list[int]]
     slot_of: list[list[int]]
     stops: list[Tensor]
+    latest: tuple[Frame, tuple[BlockLayout, tuple[int, ...]]] | None = None
 
     @classmethod
     def of(cls, layout: BlockLayout) -> "_Page":
@@ -73,6 +81,9 @@ class _Page:
         return sum(x.numel() * x.element_size() for x in self.stops)
 
     def query(self, frame: Frame) -> tuple[BlockLayout, tuple[int, ...]]:
+        latest = self.latest
+        if latest is not None and latest[0] == frame:
+            return latest[1]
         index = frame.q_start - self.layout.frame.q_start
         passes, slots = [], []
         for number, rows in enumerate(self.rows):
@@ -83,7 +94,9 @@ class _Page:
             passes.append(p.like(query_stop=stop, key_stop=cut))
             slots.append(self.slot_of[number][index])
         # how many pairs it has nobody asked: `Pattern.layout` counts
-        return BlockLayout(frame, self.layout.block_size, tuple(passes), math.nan), tuple(slots)
+        layout = BlockLayout(frame, self.layout.block_size, tuple(passes), math.nan)
+        self.latest = frame, (layout, tuple(slots))
+        return layout, tuple(slots)
 
 
 def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:

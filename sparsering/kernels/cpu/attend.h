@@ -126,6 +126,16 @@ class Attend {
   // A few rows of scores at a time, of queries of one tile and of heads that share their keys: each
   // key and value is read once, where it lies.
   Tile few_queries(Scratch& s, const Pass& pass, const Item& item, int64_t number) const {
+    if (x_.D == x_.Dv && x_.D == 64) {
+      return few_queries_of<64>(s, pass, item, number);
+    }
+    return x_.D == x_.Dv && x_.D == 128 ? few_queries_of<128>(s, pass, item, number)
+                                        : few_queries_of<0>(s, pass, item, number);
+  }
+
+ private:
+  template <int W>
+  Tile few_queries_of(Scratch& s, const Pass& pass, const Item& item, int64_t number) const {
     const int64_t axis = item.head * pass.axes / x_.Hq, kv_head = item.head / x_.group;
     const Tile tile = pass.query_tile(axis, item.row);
     const int64_t table = pass.table(item.batch, item.head, x_.Hq), rows = item.heads * tile.count;
@@ -156,8 +166,8 @@ class Attend {
         using S = decltype(type);
         const S* values = x_.v.rows<S>(item.batch, kv_head, keys.start);
         const int64_t value_stride = x_.v.strides[2] * pass.step;
-        score_keys<S>(few, x_.k.rows<S>(item.batch, kv_head, keys.start),
-                      x_.k.strides[2] * pass.step, keys.count, values, value_stride);
+        score_keys<W, S>(few, x_.k.rows<S>(item.batch, kv_head, keys.start),
+                         x_.k.strides[2] * pass.step, keys.count, values, value_stride);
         for (int64_t r = 0; r < rows; ++r) {
           float* scores = s.scores.get() + r * x_.block;
           const int64_t i = r % tile.count, head = item.head + r / tile.count;
@@ -186,9 +196,9 @@ class Attend {
         const Tile next =
             entry + 1 < item.end ? pass.key_tile(axis, pass.keys(table)[entry + 1]) : Tile{0, 0};
         for_runs(seen, keys, pass.step, [&](int64_t first, int64_t count) {
-          add_values<S>(few.from(first), values + first * value_stride, value_stride, count,
-                        x_.k.rows<S>(item.batch, kv_head, next.start), x_.k.strides[2] * pass.step,
-                        next.count);
+          add_values<W, S>(few.from(first), values + first * value_stride, value_stride, count,
+                           x_.k.rows<S>(item.batch, kv_head, next.start),
+                           x_.k.strides[2] * pass.step, next.count);
         });
       };
       with_type(x_.k.type, visit);
@@ -204,7 +214,6 @@ class Attend {
     return tile;
   }
 
- private:
   // The next tiles of an item, as many as fit.
   Stack stack(const Pass& pass, const Item& item, int64_t number, int64_t& entry) const {
     Stack result;

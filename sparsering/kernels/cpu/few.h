@@ -7,6 +7,12 @@
 
 namespace sparsering::cpu {
 
+// Loops over a head dim are unrolled for those that are common: `W` is it, 0 for any other.
+template <int W>
+int64_t width_or(int64_t width) {
+  return W ? W : width;
+}
+
 // Some queries of one kv head, all of whose keys they share; row r of scores begins at r * ld.
 struct FewQueries {
   int64_t count, key_width, value_width, ld;
@@ -24,9 +30,10 @@ struct FewQueries {
 };
 
 // To where all of a tile's keys and values have room, which is not the nearest cache.
-template <typename S>
+template <int W, typename S>
 void prefetch(const S* from, int64_t size) {
-  for (int64_t d = 0; d < size; d += 64 / sizeof(S)) {
+#pragma GCC unroll 8
+  for (int64_t d = 0; d < width_or<W>(size); d += 64 / sizeof(S)) {
     __builtin_prefetch(from + d, 0, 2);
   }
 }
@@ -45,14 +52,14 @@ inline Vec sums_of_lanes(Vec (&x)[kLanes]) {
 }
 
 // Products of a query with kLanes keys; `P` of its vectors at a time stay in registers.
-template <int P, typename S>
+template <int P, int W, typename S>
 Vec products(const float* query, const S* keys, int64_t stride, int64_t width) {
   Vec sum[kLanes];
 #pragma GCC unroll 16
   for (int64_t j = 0; j < kLanes; ++j) {
     sum[j] = Vec(0.f);
   }
-  for (int64_t d = 0; d < width; d += P * kLanes) {
+  for (int64_t d = 0; d < width_or<W>(width); d += P * kLanes) {
     Vec part[P];
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) {
@@ -86,15 +93,16 @@ inline void score_rows(const FewQueries& x, int64_t row, const float* turned, in
 }
 
 // Products of each query with `count` keys, kLanes keys at a time; fetches the values meanwhile.
-template <typename S>
+template <int W, typename S>
 void score_keys(const FewQueries& x, const S* keys, int64_t stride, int64_t count, const S* values,
                 int64_t value_stride) {
   const int64_t in_fours = x.count / 4 * 4;  // to which it is worth transposing keys
   const auto score = [&](const auto* from, int64_t ld, int64_t first) {
     for (int64_t r = in_fours; r < x.count; ++r) {
       const float* query = x.queries + r * x.width;
-      const Vec score = x.width % (4 * kLanes) ? products<1>(query, from, ld, x.width)
-                                               : products<4>(query, from, ld, x.width);
+      const Vec score = width_or<W>(x.width) % (4 * kLanes)
+                            ? products<1, W>(query, from, ld, x.width)
+                            : products<4, W>(query, from, ld, x.width);
       score.store(x.scores + r * x.ld + first);
     }
   };
@@ -102,7 +110,7 @@ void score_keys(const FewQueries& x, const S* keys, int64_t stride, int64_t coun
   for (int64_t first = 0; first < count; first += kLanes) {
     const int64_t n = std::min(kLanes, count - first);
     for (int64_t j = 0; j < n; ++j) {
-      prefetch(values + (first + j) * value_stride, x.value_width);
+      prefetch<W>(values + (first + j) * value_stride, x.value_width);
     }
     if (!in_fours && n == kLanes && x.key_width == x.width) {
       score(keys + first * stride, stride, first);
@@ -143,13 +151,14 @@ inline void weigh(const FewQueries& x, int64_t row, int64_t count, float& highes
   highest = top;
 }
 
-template <int R, typename S>
+template <int R, int Width, typename S>
 void add_to_rows(const FewQueries& x, int64_t row, const S* values, int64_t stride, int64_t count) {
   constexpr int W = 4;
+  const int64_t width = width_or<Width>(x.value_width);
   const float* weights = x.scores + row * x.ld;
   float* sums = x.sums + row * x.value_width;
   int64_t d = 0;
-  for (; d + W * kLanes <= x.value_width; d += W * kLanes) {
+  for (; d + W * kLanes <= width; d += W * kLanes) {
     Vec sum[R][W];
     for (int i = 0; i < R * W; ++i) {
       sum[i / W][i % W] = Vec::loadu(sums + i / W * x.value_width + d + i % W * kLanes);
@@ -166,9 +175,9 @@ void add_to_rows(const FewQueries& x, int64_t row, const S* values, int64_t stri
       sum[i / W][i % W].store(sums + i / W * x.value_width + d + i % W * kLanes);
     }
   }
-  for (int64_t j = 0; j < count && d < x.value_width; ++j) {
+  for (int64_t j = 0; j < count && d < width; ++j) {
     for (int r = 0; r < R; ++r) {
-      for (int64_t i = d; i < x.value_width; ++i) {
+      for (int64_t i = d; i < width; ++i) {
         const float value = static_cast<float>(values[j * stride + i]);
         sums[r * x.value_width + i] += weights[r * x.ld + j] * value;
       }
@@ -177,21 +186,21 @@ void add_to_rows(const FewQueries& x, int64_t row, const S* values, int64_t stri
 }
 
 // Adds the weighted values to each query's sums; fetches the next keys meanwhile, some at a time.
-template <typename S>
+template <int W, typename S>
 void add_values(const FewQueries& x, const S* values, int64_t stride, int64_t count,
                 const S* next_keys, int64_t key_stride, int64_t num_next) {
   for (int64_t first = 0; first < count; first += kLanes) {
     const int64_t n = std::min(kLanes, count - first);
     for (int64_t j = first; j < std::min(first + n, num_next); ++j) {
-      prefetch(next_keys + j * key_stride, x.key_width);
+      prefetch<W>(next_keys + j * key_stride, x.key_width);
     }
     const FewQueries part = x.from(first);
     int64_t r = 0;
     for (; r + 4 <= x.count; r += 4) {
-      add_to_rows<4>(part, r, values + first * stride, stride, n);
+      add_to_rows<4, W>(part, r, values + first * stride, stride, n);
     }
     for (; r < x.count; ++r) {
-      add_to_rows<1>(part, r, values + first * stride, stride, n);
+      add_to_rows<1, W>(part, r, values + first * stride, stride, n);
     }
   }
 }
