@@ -101,16 +101,23 @@ def build_parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("runs/demo-ring"), help="folder of the picture and metrics"
     )
 
-    generate = commands.add_parser("generate", help="continue a text with a trained model")
+    generate = commands.add_parser(
+        "generate", help="continue a text with a trained model, as it comes"
+    )
     generate.set_defaults(run=_generate)
     generate.add_argument("checkpoint", type=Path, help="folder that train or demo wrote")
     generate.add_argument("--prompt", default="\n", help="text to continue")
-    generate.add_argument("--num-bytes", type=_positive, default=300, help="bytes to add")
+    generate.add_argument("--num-bytes", type=_positive, default=300, help="bytes to add at most")
+    generate.add_argument("--stop", metavar="TEXT", help="end with this text, once it has come")
     generate.add_argument(
         "--temperature", type=float, default=0.7, help="0 takes the likeliest byte"
     )
+    generate.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest bytes")
     generate.add_argument(
-        "--window", type=_positive, default=512, help="bytes read for each new one"
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw from the fewest likeliest bytes whose chances sum to P",
     )
     generate.add_argument("--seed", type=int, default=0, help="of the draws")
 
@@ -221,19 +228,50 @@ def _demo_ring(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from .report.html import readable
+    import codecs
+    import os
+
+    import torch
+
+    from .report.html import printable
     from .training.checkpoint import load_model
+    from .training.measure import TimedTokens
 
     model = load_model(arguments.checkpoint)
-    prompt = arguments.prompt.encode()
-    added = model.sample(
-        prompt,
-        arguments.num_bytes,
-        temperature=arguments.temperature,
-        window=arguments.window,
-        seed=arguments.seed,
+    prompt = arguments.prompt.encode(errors="surrogateescape")  # the bytes that were typed
+    stop = None if arguments.stop is None else arguments.stop.encode(errors="surrogateescape")
+    caches = model.caches(max_length=len(prompt) + arguments.num_bytes)
+    tokens = TimedTokens(
+        model.generate(
+            torch.tensor([list(prompt)], dtype=torch.int64),
+            arguments.num_bytes,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            stop=stop,
+            generator=torch.Generator().manual_seed(arguments.seed),
+            caches=caches,
+        )
     )
-    print(readable(prompt + added))
+    text = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    try:
+        print(printable(text.decode(prompt)), end="", flush=True)
+        for token in tokens:
+            print(printable(text.decode(bytes(token.tolist()))), end="", flush=True)
+        print(printable(text.decode(b"", final=True)), flush=True)
+    except BrokenPipeError:  # as `head` has read enough; Python would flush once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+    except BaseException:
+        print(flush=True)  # what is said of it begins a line
+        raise
+    held, full = model.cache_bytes(caches)
+    pace = f", then {tokens.tokens_per_s:,.0f} tokens/s" if tokens.tokens_per_s else ""
+    print(
+        f"{len(prompt):,} bytes read in {tokens.prompt_seconds:.2f} s{pace}; keys and values of "
+        f"{caches[0].length:,} bytes: {held:,} bytes held, {full:,} in a full cache",
+        file=sys.stderr,
+    )
     return 0
 
 

@@ -1,5 +1,7 @@
 """The command line: what it writes, and one clear line for every error."""
 
+import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,11 +99,14 @@ def test_a_missing_package_names_its_extra(tmp_path, capsys, monkeypatch, module
     assert not list(tmp_path.iterdir())
 
 
-def test_generate_continues_the_prompt(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("abcabcabc" * 200)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a model that goes on with abcabc, and a umlaut after each x."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text(("abcabcabc" * 9 + "x\u00e4" * 30) * 20, encoding="utf-8")
     recipe = Recipe(
         pattern="SlidingWindow(8)",
-        data=str(tmp_path / "text.txt"),
+        data=str(folder / "text.txt"),
         context=32,
         batch_size=4,
         width=32,
@@ -110,13 +115,95 @@ def test_generate_continues_the_prompt(tmp_path, capsys):
         warmup_steps=4,
         dtype="float32",
     )
-    train(recipe, tmp_path / "run")
-    capsys.readouterr()
-    options = ("--num-bytes", 6, "--temperature", 0, "--window", 32)
-    assert run("generate", tmp_path / "run", "--prompt", "abcab", *options) == 0
-    assert capsys.readouterr().out == "abcabcabcab\n"
-    assert run("generate", tmp_path / "run", "--prompt", "") == 2
+    train(recipe, folder / "run")
+    return folder / "run"
+
+
+def test_generate_continues_the_prompt_and_says_its_pace(trained, tmp_path, capsys):
+    greedy = ("--num-bytes", 6, "--temperature", 0)
+    assert run("generate", trained, "--prompt", "abcab", *greedy) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "abcabcabcab\n"
+    said = re.fullmatch(
+        r"5 bytes read in [0-9.]+ s, then [0-9,]+ tokens/s; keys and values of 10 bytes: "
+        r"([0-9,]+) bytes held, 2,560 in a full cache\n",
+        printed.err,
+    )
+    assert said and int(said[1].replace(",", "")) > 0
+    long = "abc" * 2000  # what is held does not grow with the prompt
+    assert run("generate", trained, "--prompt", long, *greedy) == 0
+    printed = capsys.readouterr()
+    assert printed.out == long + "abcabc\n"
+    assert re.search(": ([0-9,]+) bytes held", printed.err)[1] < "9" * 6
+    assert run("generate", trained, "--prompt", "") == 2
     assert run("generate", tmp_path / "nowhere") == 2
+
+
+def test_generate_stops_after_a_text_and_draws_from_few(trained, capsys):
+    options = ("--prompt", "abcab", "--num-bytes", 30)
+    assert run("generate", trained, *options, "--temperature", 0, "--stop", "bca") == 0
+    assert capsys.readouterr().out == "abcabcabca\n"
+    for few in (("--top-k", 1), ("--top-p", 1e-6), ("--top-k", 5, "--top-p", 0.01)):
+        assert run("generate", trained, *options, "--temperature", 2, *few) == 0
+        assert capsys.readouterr().out == "abcab" + "cab" * 10 + "\n"
+    texts = []
+    for seed in (1, 1, 2):
+        assert run("generate", trained, *options, "--temperature", 9, "--seed", seed) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--top-k", 0), "top_k must be an int above 0, got 0"),
+        (("--top-p", 2), "top_p must be above 0 and at most 1, got 2.0"),
+        (("--temperature", -1), "temperature must be a finite number from 0 up, got -1.0"),
+        (("--stop", ""), "stop must be at least one token, got none"),
+    ],
+)
+def test_generate_refuses_in_one_line_and_before_any_text(trained, capsys, options, said):
+    assert run("generate", trained, *options) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+class Pieces(io.StringIO):
+    """What had been written at each flush."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def flush(self):
+        self.seen.append(self.getvalue())
+
+
+def test_generate_streams_each_character_when_it_is_whole(trained, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Pieces())
+    options = ("--num-bytes", 6, "--temperature", 0)
+    assert run("generate", trained, "--prompt", "x\u00e4x", *options) == 0
+    text = "x\u00e4x\u00e4x\u00e4x\u00e4"[: 3 + 4]  # each umlaut is two bytes
+    assert list(dict.fromkeys(sys.stdout.seen)) == [
+        *(text[:end] for end in range(3, len(text) + 1)),
+        text + "\n",
+    ]
+    monkeypatch.setattr(sys, "stdout", Pieces())  # the bytes of a character may end the prompt
+    assert run("generate", trained, "--prompt", "x\udcc3", "--num-bytes", 1, *options[2:]) == 0
+    assert sys.stdout.getvalue() == "x\u00e4\n"
+    monkeypatch.setattr(sys, "stdout", Pieces())  # and may not come at all
+    assert run("generate", trained, "--prompt", "x\u00e4x", "--num-bytes", 1, *options[2:]) == 0
+    assert sys.stdout.getvalue() == "x\u00e4x\ufffd\n"
+
+
+def test_generate_ends_quietly_where_nobody_reads_on(trained):
+    command = [sys.executable, "-m", "sparsering", "generate", str(trained), "--num-bytes", "99999"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.read(20)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 128 + 13
 
 
 def test_bench_names_the_records_that_it_wrote(tmp_path, capsys, monkeypatch):

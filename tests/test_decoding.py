@@ -9,6 +9,8 @@ from attention_oracle import PATTERNS, Case, assert_close, inputs
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.distributed import simulate_ring
+from sparsering.distributed.sharding import owned_ranges
 from sparsering.layouts.cache import layout_cache
 
 CASE = Case(num_heads=4, num_kv_heads=2, q_len=75, kv_len=75, head_dim=8, value_dim=6)
@@ -28,7 +30,7 @@ def cache_of(pattern: sr.Pattern, case: Case = CASE, **options: Any) -> sr.KVCac
     )
 
 
-def whole(pattern: sr.Pattern, x: Sequence[Tensor], **options: Any) -> Tensor:
+def whole(pattern: sr.Pattern, x: Sequence[Tensor], **options: Any) -> Any:
     return sr.attention(*x, pattern & sr.Causal(), backend="reference", **options)
 
 
@@ -61,7 +63,7 @@ def test_a_cache_keeps_what_is_live_and_at_most_a_page(name):
     length = CASE.kv_len if name.startswith(NEEDS_LENGTH) else None
     cache = cache_of(pattern, max_length=length, page_size=16)
     heads = {"num_heads": CASE.num_heads, "num_kv_heads": CASE.num_kv_heads}
-    begin = 0
+    begin, before = 0, 0
     for n in SPLITS[1]:
         cache.attend(*(y[:, :, begin : begin + n] for y in x))
         begin += n
@@ -70,8 +72,9 @@ def test_a_cache_keeps_what_is_live_and_at_most_a_page(name):
             held = cache.positions(head)
             assert torch.equal(held, held.unique())
             assert torch.isin(needed, held).all()
-        most = max(map(len, live))
-        assert cache.kept <= most + 16
+        now = max(map(len, live))  # evicted no later than 16 / 8 tokens after they die
+        assert cache.kept <= max(now, before) + 16
+        before = now
         assert cache.kept == max(len(cache.positions(h)) for h in range(len(live)))
 
 
@@ -236,7 +239,8 @@ def test_a_step_compiles_once_for_all_lengths():
 
 def test_inference_mode_and_none_take_turns():
     x, pattern = drawn(), sr.SlidingWindow(12)
-    cache, outs = cache_of(pattern, page_size=16), []
+    with torch.inference_mode():
+        cache, outs = cache_of(pattern, page_size=16), []
     for number, n in enumerate(SPLITS[1]):
         begin = sum(SPLITS[1][:number])
         with torch.inference_mode(number % 2 == 0):
@@ -263,7 +267,7 @@ def test_what_does_not_fit_is_told_and_changes_nothing(change, message):
     held = cache.positions(0)
     with pytest.raises(ValueError, match=message):
         cache.attend(*change(*(y[:, :, 23:27].clone() for y in x)))
-    for name in ("q_start", "return_lse", "block_bias"):
+    for name in ("q_start", "block_bias"):
         with pytest.raises(ValueError, match=f"attend takes no {name}"):
             cache.attend(*(y[:, :, 23:27] for y in x), **{name: 0})
     for lengths in ([1], [1, 9], [1, -1], [1, 1.0]):
@@ -304,3 +308,53 @@ def test_no_token_no_key_and_odd_strides():
     expected = whole(cache.pattern, x)
     assert_close(torch.cat(outs, 2), expected, 1e-12)
     assert not expected[:, :, 0].any()
+
+
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    "name", ["causal", "window", "longnet", "global columns", "dilated window"]
+)
+def test_ranks_prefill_as_a_ring_and_decode_each_its_own(name, sharding):
+    """Rank r keeps what is live of its shard; a step's new token is stored by one of them."""
+    pattern, x, world, prompt = PATTERNS[name](CASE) & sr.Causal(), drawn(), 3, 40
+    begin = [y[:, :, :prompt] for y in x]
+    out = simulate_ring(*begin, pattern, world_size=world, sharding=sharding)
+    expected, lse = whole(pattern, x, return_lse=True)
+    assert_close(out, expected[:, :, :prompt], 1e-12)
+    caches = []
+    for ranges in owned_ranges(sharding, prompt, world):
+        places = torch.cat([torch.arange(*one) for one in ranges] or [torch.arange(0)])
+        cache = cache_of(pattern, page_size=16)
+        cache.load(begin[1][:, :, places], begin[2][:, :, places], places, length=prompt)
+        assert torch.isin(cache.positions(0), places).all()
+        caches.append(cache)
+    live = pattern.live_keys(prompt, num_heads=4, num_kv_heads=2)
+    for head, needed in enumerate(live):
+        held = torch.cat([cache.positions(head) for cache in caches])
+        assert torch.equal(held.sort().values, needed)
+    step = prompt
+    for number, n in enumerate((1, 1, 3, 1, 1, 12, 1, 1, 1, 5, 1, 1)):
+        new = [y[:, :, step : step + n] for y in x]
+        parts = [
+            cache.attend(*new, stored=number % world == rank, return_lse=True)
+            for rank, cache in enumerate(caches)
+        ]
+        merged, merged_lse = sr.merge_attention(*zip(*parts, strict=True))
+        assert_close(merged, expected[:, :, step : step + n], 1e-12)
+        assert_close(merged_lse, lse[:, :, step : step + n], 1e-12)
+        step += n
+
+
+def test_load_refuses_what_does_not_fit():
+    _, key, value = drawn()
+    cache = cache_of(sr.SlidingWindow(9))
+    for places in ([0, 1], list(range(75))[::-1], [*range(74), 73]):
+        with pytest.raises(ValueError, match="positions must be 75 ascending ones"):
+            cache.load(key, value, places)
+    with pytest.raises(ValueError, match="length must be at least 75, got 70"):
+        cache.load(key, value, length=70)
+    cache.load(key, value)
+    assert cache.length == 75
+    assert cache.positions(0).tolist() == list(range(66, 75))
+    with pytest.raises(ValueError, match="seen nothing, got one of 75 tokens"):
+        cache.load(key, value)

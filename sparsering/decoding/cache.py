@@ -1,7 +1,5 @@
 """`KVCache`: keys and values of the tokens so far, as far as some later query visits them."""
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -14,15 +12,16 @@ from ..functional import checked_call
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.layout import BlockLayout
 from ..layouts.lifetimes import last_visits, own_length
+from ..numerics import sum_dtype
 from ..patterns.algebra import And, Mask, Pattern, check_fits
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Causal
+from .compiled import attend_op, register, spelt
 from .held import Held, Row
 from .steps import attend_page, attend_spans, fits_page, of_queries, page_layout
 
 _REFUSED = {
     "q_start": "the cache knows where its tokens are",
-    "return_lse": "it returns out alone",
     "block_bias": "blocks are those of whole sequences",
 }
 
@@ -106,9 +105,8 @@ class KVCache:
         self._device = None if device is None else torch.device(device)
         self._oldest = 0  # what it can be cropped to
         self._page: dict[int, BlockLayout] = {}  # for each number of queries
-        # what a compiled graph knows of a cache: its number, and that it changes
-        self._clock = torch.tensor([next(_NUMBERS), 0])
-        _CACHES[int(self._clock[0])] = self
+        with torch.inference_mode(False):
+            self._clock = register(self)
 
     def __repr__(self) -> str:
         return f"<KVCache of {shortened(str(self.pattern))}: {self.kept} of {self.length} tokens>"
@@ -150,8 +148,10 @@ class KVCache:
         value: Tensor,
         *,
         lengths: Sequence[int] | Tensor | None = None,
+        stored: bool = True,
+        return_lse: bool = False,
         **options: Any,
-    ) -> Tensor:
+    ) -> Any:
         """Attention of new tokens to all that they see, themselves too; then evicts.
 
         Equal to those rows of one call of `attention` on the whole sequence.
@@ -160,9 +160,12 @@ class KVCache:
             query, key, value: of as many tokens, [B, H, n, D] as `attention` has them.
             lengths: how many tokens of each batch entry are new, the first ones of it; default all.
                 Entries then go on from lengths of their own.
-            options: those of `attention` but `q_start`, `return_lse` and `block_bias`.
+            stored: False where another rank's cache has the new tokens: they count, and are neither
+                seen nor kept here. `merge_attention` joins what the ranks see.
+            return_lse: also return lse [B, Hq, n].
+            options: those of `attention` but `q_start` and `block_bias`.
 
-        Returns: [B, Hq, n, Dv]; 0 in rows that are not new.
+        Returns: [B, Hq, n, Dv]; 0 in rows that are not new, whose lse is -inf.
 
         Raises: ValueError where arguments do not fit; the cache is then as it was.
         """
@@ -177,29 +180,75 @@ class KVCache:
                 "torch.no_grad(), or attention() on whole sequences to train"
             )
         if torch.compiler.is_compiling():
-            if lengths is not None:
-                raise ValueError("attend takes no lengths inside torch.compile; call it outside")
+            if lengths is not None or not stored or return_lse:
+                raise ValueError(
+                    "attend takes no lengths, stored or return_lse inside torch.compile; call it "
+                    "outside"
+                )
             inputs = autocast_inputs(query, key, value)
-            out: Tensor = _attend_op(*inputs, self._clock, **_spelt(options))
+            out: Tensor = attend_op(*inputs, self._clock, **spelt(options))
             return out
         with torch.inference_mode(False), torch.no_grad():
-            return self._attend(query, key, value, lengths, **options)
+            found = self._attend(query, key, value, lengths, stored, **options)
+        return found if return_lse else found[0]
+
+    def load(
+        self,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor | Sequence[int] | None = None,
+        *,
+        length: int | None = None,
+    ) -> None:
+        """Takes the keys of a prompt that was attended to elsewhere, as over ranks.
+
+        Args:
+            key, value: [B, Hkv, n, D].
+            positions: of them, [n] ascending; default 0 to n - 1.
+            length: of the prompt, default the last position + 1. Keys that are not given are on
+                other ranks.
+
+        Raises: ValueError where arguments do not fit, or the cache has seen tokens.
+        """
+        places = torch.arange(key.shape[2]) if positions is None else torch.as_tensor(positions)
+        places = places.cpu().long()
+        end = int(places[-1]) + 1 if len(places) else 0
+        length = end if length is None else checked_integer("length", length, end)
+        if self.length:
+            raise ValueError(
+                f"load needs a cache that has seen nothing, got one of {self.length} tokens; make "
+                "another one"
+            )
+        query = key.new_zeros(len(key), self._held.heads, key.shape[2], self._dims[0])
+        self._check(query, key, value)
+        self._new_tokens([length] * len(self.lengths), length)
+        rising = bool((places.diff() > 0).all()) and bool((places[:1] >= 0).all())
+        if len(places) != key.shape[2] or not rising:
+            raise ValueError(
+                f"positions must be {key.shape[2]} ascending ones, of each key, got "
+                f"{shortened(str(places.tolist()))}; sort both"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            self._held.load(key, value, places, length)
+        self._evicted()
 
     def _attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        lengths: Sequence[int] | Tensor | None,
+        lengths: Sequence[int] | Tensor | None = None,
+        stored: bool = True,
         *,
         backend: str | None = None,
         **options: Any,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         held = self._held
         self._check(query, key, value)
         new = self._new_tokens(lengths, query.shape[2])
         if query.shape[2] == 0:
-            return query.new_zeros(*query.shape[:3], self._dims[1])
+            out = query.new_zeros(*query.shape[:3], self._dims[1])
+            return out, out.new_zeros(query.shape[:3], dtype=sum_dtype(query))
         inputs, call, extras = checked_call(query, key, value, held.pattern, **options)
         if self._dtype not in (None, inputs[1].dtype):
             raise ValueError(
@@ -207,24 +256,41 @@ class KVCache:
                 f".to({self._dtype}), or make another cache"
             )
         chosen = choose(backend, inputs, extras)
-        if fits_page(held, chosen, new, extras):
-            layout = self._page_of(query.shape[2])
-            out = attend_page(held, layout, chosen, inputs, call["scale"], extras)
-            held.advance(new)
+        if not stored and len(set(zip(self.lengths, new, strict=True))) > 1:
+            raise ValueError(
+                "stored=False needs entries of one length, got "
+                f"{shortened(str(self.lengths))}; select some"
+            )
+        before = held.elsewhere
+        if not stored and new:
+            held.elsewhere = [*before, *range(self.length, self.length + new[0])]
+        try:
+            paged = fits_page(held, chosen, new, extras)
+            if paged:
+                layout = self._page_of(query.shape[2])
+                found = attend_page(held, layout, chosen, inputs, call["scale"], extras)
+            else:
+                del call["q_start"]
+                found = attend_spans(held, chosen, inputs, new, call, extras)
+        except BaseException:
+            held.elsewhere = before
+            raise
+        held.advance(new)
+        if not paged:
+            held.evict(*inputs[1:])
+        else:
             held.since += query.shape[2]
             if held.since >= held.limit:
                 held.evict()
-        else:
-            del call["q_start"]
-            out = attend_spans(held, chosen, inputs, new, call, extras)
-            held.advance(new)
-            held.evict(*inputs[1:])
         if held.since == 0:
-            self._page.clear()
-            self._dtype, self._device = held.keys.dtype, held.keys.device
-            self._oldest = max(self._oldest, min(self.lengths) - held.rollback)
+            self._evicted()
         self._clock[1] = self.length
-        return out
+        return found
+
+    def _evicted(self) -> None:
+        self._page.clear()
+        self._dtype, self._device = self._held.keys.dtype, self._held.keys.device
+        self._oldest = max(self._oldest, min(self.lengths, default=0) - self._held.rollback)
 
     def crop(self, length: int) -> None:
         """Forgets the tokens from `length` on: speculative decoding takes back what it guessed.
@@ -343,57 +409,3 @@ def _looks_back(pattern: Pattern) -> bool:
         Causal() in (branch.masks if isinstance(branch, And) else (branch,))
         for branch in pattern.branches
     )
-
-
-_NUMBERS = itertools.count()
-_CACHES: weakref.WeakValueDictionary[int, KVCache] = weakref.WeakValueDictionary()
-_OPTIONS = {
-    "scale", "block_size", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed",
-    "backend",
-}  # fmt: skip
-
-
-def _spelt(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a call as an operator takes them; TypeError for one that there is not."""
-    if unknown := options.keys() - _OPTIONS:
-        raise TypeError(f"attend has no option {', '.join(sorted(unknown))}")
-    seed = options.get("dropout_seed")
-    return {**options, "dropout_seed": torch.tensor(seed)} if isinstance(seed, int) else options
-
-
-@torch.library.custom_op("sparsering::cached_attention", mutates_args=("clock",))
-def _attend_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    clock: Tensor,
-    scale: float | None = None,
-    block_size: int | None = None,
-    softcap: float | None = None,
-    distance_bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    backend: str | None = None,
-) -> Tensor:
-    """A step of the cache that a clock belongs to: in a compiled graph, whatever its length."""
-    with torch.inference_mode(False):
-        return _CACHES[int(clock[0])]._attend(
-            query,
-            key,
-            value,
-            None,
-            scale=scale,
-            block_size=block_size,
-            softcap=softcap,
-            distance_bias=distance_bias,
-            sink=sink,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            backend=backend,
-        )
-
-
-@_attend_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object) -> Tensor:
-    return query.new_empty(*query.shape[:3], value.shape[3])

@@ -61,6 +61,7 @@ class Held:
         keys, values: [B, Hkv, slots, D]; no slots before the first token.
         since: tokens since the last eviction.
         limit: of them, at which the next one is due: a page, or fewer where much dies at once.
+        elsewhere: positions of the tokens since that others store: they count, and are not here.
     """
 
     pattern: Pattern
@@ -74,6 +75,7 @@ class Held:
     values: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))
     since: int = 0
     limit: int = 0
+    elsewhere: list[int] = field(default_factory=list)
 
     @property
     def lengths(self) -> list[int]:
@@ -110,6 +112,14 @@ class Held:
         made = {id(row): row.cropped(length) for row in self.distinct()}
         self.rows = [made[id(row)] for row in self.rows]
         self.since = max((row.length - row.base for row in self.rows), default=0)
+        self.elsewhere = [position for position in self.elsewhere if position < length]
+
+    def load(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> None:
+        """Takes keys at positions [n] of a sequence that was attended to elsewhere."""
+        last = self._last_visits(0, length)[:, positions]
+        row = Row(length, length, positions.expand(self.kv_heads, -1), last, exact=False)
+        self.rows = [row] * len(self.rows)
+        self.evict(key, value)
 
     def take(self, entries: Tensor) -> None:
         """Becomes some of its entries."""
@@ -140,7 +150,7 @@ class Held:
             for held, new in ((self.keys, key), (self.values, value))
         )
         self.rows = [rows[id(row)] for row in self.rows]
-        self.keys, self.values, self.since = keys, values, 0
+        self.keys, self.values, self.since, self.elsewhere = keys, values, 0, []
         self.limit = min(map(self._limit, self.distinct()), default=self.page)
 
     def _with(self, held: Tensor, new: Tensor | None) -> Tensor:
@@ -154,14 +164,20 @@ class Held:
         positions = row.positions_with(row.length - row.base)
         last = torch.cat((row.last, self._last_visits(row.base, row.length)), 1)
         alive = (positions >= 0) & (last >= row.length - self.rollback)
+        if self.elsewhere:
+            alive &= ~torch.isin(positions, torch.tensor(self.elsewhere))
         order = (~alive).to(torch.int8).argsort(dim=1, stable=True)
         slot = order[:, : int(alive.sum(1).max()) if alive.numel() else 0]
         real = alive.gather(1, slot)
         positions, last = (torch.where(real, x.gather(1, slot), -1) for x in (positions, last))
-        return Row(row.length, row.length, positions, last, row.exact), slot
+        exact = row.exact and not self.elsewhere
+        return Row(row.length, row.length, positions, last, exact), slot
 
     def _limit(self, row: Row) -> int:
-        """After how many tokens more than a page of an entry's keys is dead, at most a page."""
+        """After how many tokens more than a page of an entry's keys is dead, at most a page.
+
+        No fewer than an eighth of a page: at the end of a segment heads lose theirs one by one.
+        """
         end = row.base + self.page
         new = self._last_visits(row.base, end if self.total is None else min(end, self.total))
         born = torch.arange(1, new.shape[1] + 1)  # counted from the base, as all here
@@ -172,7 +188,7 @@ class Held:
         none = torch.zeros(len(dies), self.page + 2, dtype=torch.int64)
         dead = none.scatter_add(1, dies, torch.ones_like(dies)).cumsum(1)[:, : self.page + 1]
         due = torch.nonzero((dead > self.page).any(0))
-        return int(due[0]) if len(due) else self.page
+        return max(int(due[0]), self.page // 8) if len(due) else self.page
 
     def _last_visits(self, start: int, stop: int) -> Tensor:
         """[Hkv, stop - start] the last query that visits each key."""

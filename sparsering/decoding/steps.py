@@ -8,7 +8,7 @@ over the spans of positions that it visits, to which keys are copied.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,9 +20,10 @@ from ..layouts.compile import assemble, compile_passes, default_block_size
 from ..layouts.kept import Spanned, page_over
 from ..layouts.layout import BlockLayout
 from ..layouts.pages import last_query_layout
-from ..numerics import without_autocast
+from ..numerics import sum_dtype, without_autocast
 from ..ops import attend
-from ..patterns.algebra import Frame
+from ..patterns.algebra import Frame, Mask
+from ..patterns.keys import KeyMask
 from .held import Held, Row
 
 _BY_POSITION = ("distance_bias", "dropout_p")  # extras that ask where a key is
@@ -83,15 +84,21 @@ def attend_page(
     inputs: Sequence[Tensor],
     scale: float,
     extras: Options,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Puts the new keys into their slots, and attends to all; `layout` is of as many queries."""
     query, key, value = inputs
     first = held.room + held.since
     for slots, new in ((held.keys, key), (held.values, value)):
         slots[:, :, first : first + new.shape[2]] = new
     slot = (held.since,) * len(layout.passes)
+    here = None
+    if held.elsewhere:
+        place = torch.tensor(held.elsewhere) - held.rows[0].base + held.room
+        here = torch.ones(1, held.keys.shape[2], dtype=torch.bool)
+        here = here.index_fill(1, place, False).to(query.device)
     return _run(
-        backend, Problem(layout, query, held.keys, held.values, scale, slots=slot, **extras)
+        backend,
+        Problem(layout, query, held.keys, held.values, scale, slots=slot, key_mask=here, **extras),
     )
 
 
@@ -102,7 +109,7 @@ def attend_spans(
     new: list[int],
     call: Options,
     extras: Options,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Of entries with `new` tokens each; those that are alike at a time."""
     groups: dict[tuple[int, int], list[int]] = {}
     for entry, (row, n) in enumerate(zip(held.rows, new, strict=True)):
@@ -111,13 +118,14 @@ def attend_spans(
     if len(groups) == 1 and new[0] == query.shape[2]:
         return _Alike(held, held.rows[0], None).attend(backend, inputs, call, extras)
     out = query.new_zeros(*query.shape[:3], value.shape[3])
+    lse = query.new_full(query.shape[:3], -torch.inf, dtype=sum_dtype(query))
     for (_, n), entries in groups.items():
         index = torch.tensor(entries, device=query.device)
         alike = _Alike(held, held.rows[entries[0]], index)
         part = [x[index, :, :n] for x in inputs]
         of_part = {name: _of_entries(name, x, index, n) for name, x in extras.items()}
-        out[index, :, :n] = alike.attend(backend, part, call, of_part)
-    return out
+        out[index, :, :n], lse[index, :, :n] = alike.attend(backend, part, call, of_part)
+    return out, lse
 
 
 class _Alike:
@@ -128,12 +136,13 @@ class _Alike:
 
     def attend(
         self, backend: str, inputs: Sequence[Tensor], call: Options, extras: Options
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         query, pattern, begin = inputs[0], self._held.pattern, self._row.length
         frame = self._held.frame(query.shape[2], begin)
-        if begin == 0 and frame.kv_len == query.shape[2]:  # all there is
+        elsewhere = self._held.elsewhere
+        if begin == 0 and frame.kv_len == query.shape[2] and not elsewhere:  # all there is
             options = {**call, "q_start": 0, "options": extras}
-            return attend(backend, query, inputs[1], inputs[2], pattern, **options)[0]
+            return attend(backend, query, inputs[1], inputs[2], pattern, **options)
         if BACKENDS[backend].forward is None:
             return self._attend_whole(backend, inputs, frame, call, extras)
         layout, slots = self._layout(query.shape[2], frame, call["block_size"])
@@ -141,8 +150,26 @@ class _Alike:
         keys, values = self._spread(inputs, spanned)
         passes = tuple(p.to(query.device) for p in spanned.layout.passes)
         moved = replace(spanned.layout, passes=passes)
-        problem = Problem(moved, query, keys, values, call["scale"], slots=slots, **extras)
+        here = self._here(query.shape[2], spanned)
+        here = None if here is None else here.to(query.device)
+        problem = Problem(
+            moved, query, keys, values, call["scale"], slots=slots, key_mask=here, **extras
+        )
         return _run(backend, problem)
+
+    def _here(self, new: int, spanned: Spanned) -> Tensor | None:
+        """[1, tokens] which positions of the spans other ranks do not have; None for all.
+
+        What is dead for one head, and not for others, that head does not visit.
+        """
+        held, row = self._held, self._row
+        if row.exact and not held.elsewhere:
+            return None
+        every = row.positions_with(row.length - row.base).flatten()
+        every = torch.cat((every[every >= 0], torch.arange(row.length, row.length + new)))
+        every = every[~torch.isin(every, torch.tensor(held.elsewhere, dtype=torch.int64))]
+        mask = torch.zeros(1, spanned.length + 1, dtype=torch.bool)
+        return mask.index_fill(1, spanned.place_of(every), True)[:, :-1]
 
     def _layout(
         self, queries: int, frame: Frame, block_size: int | None
@@ -190,7 +217,7 @@ class _Alike:
         frame: Frame,
         call: Options,
         extras: Options,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """On a backend without layouts: over all positions, with zeros for what is evicted."""
         query, begin, pattern = inputs[0], self._row.length, self._held.pattern
         begins, ends = torch.zeros(1, dtype=torch.int64), torch.full((1,), frame.kv_len)
@@ -199,8 +226,10 @@ class _Alike:
         n, first = query.shape[2], begin - frame.q_start  # of the frame's queries, the new ones
         every = torch.nn.functional.pad(query, (0, 0, first, frame.q_len - first - n))
         options = {**call, "q_start": frame.q_start, "options": extras}
-        out, _ = attend(backend, every, keys, values, pattern, **options)
-        return out[:, :, first : first + n]
+        if (here := self._here(n, everything)) is not None:
+            pattern = cast(Mask, pattern) & KeyMask(here[0])
+        out, lse = attend(backend, every, keys, values, pattern, **options)
+        return out[:, :, first : first + n], lse[:, :, first : first + n]
 
 
 def _of_entries(name: str, x: Any, index: Tensor, queries: int) -> Any:
@@ -211,8 +240,8 @@ def _of_entries(name: str, x: Any, index: Tensor, queries: int) -> Any:
     return x[:, :, :queries] if name == "sink" and x.shape[2] > 1 else x
 
 
-def _run(backend: str, problem: Problem) -> Tensor:
+def _run(backend: str, problem: Problem) -> tuple[Tensor, Tensor]:
     forward = BACKENDS[backend].forward
     assert forward is not None
     with without_autocast(problem.query):
-        return forward(problem if backend == "cpu" else problem.in_first_slots())[0]
+        return forward(problem if backend == "cpu" else problem.in_first_slots())

@@ -2,13 +2,15 @@
 
     model = LongNetLM(LongNet((1024, 4096), (1, 4)), width=128, num_layers=4, num_heads=2)
     loss = model.loss(tokens, targets)             # int64 [B, N] bytes and the bytes after them
-    text = model.sample(b"def ", num_bytes=200)
+    prompt = torch.tensor([list(b"def ")])
+    text = bytes(int(token) for token in model.generate(prompt, 200))
 
 A plain pre-norm transformer: RMSNorm, rotary positions, normalised queries and keys, a squared-ReLU
 MLP, and one table of embeddings that also reads out the logits. Only the call of `attend` knows of
 sparsity.
 """
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -16,11 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..decoding import KVCache
 from ..functional import attention
 from ..nn.rope import rotary_table
 from ..nn.transformer import Attend, Block
 from ..patterns.algebra import And, Pattern
+from ..patterns.arguments import checked_integer, checked_integers
 from ..patterns.positions import Causal
+from .sampling import Sampling
 
 READOUT_TOKENS = 4096  # logits exist for this many tokens at a time
 
@@ -80,20 +85,24 @@ class LongNetLM(nn.Module):
         self.norm = nn.RMSNorm(width)
         nn.init.normal_(self.embedding.weight, std=0.02)  # small, as it is also the readout
 
-    def forward(self, tokens: Tensor, *, attend: Attend | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, *, attend: Attend | Sequence[Attend] | None = None) -> Tensor:
         """Scores the byte after each position.
 
         Args:
             tokens: int64 [B, N].
-            attend: maps (query, key, value), each [B, H, N, D], to [B, H, N, D]; default: the
-                model's pattern.
+            attend: maps (query, key, value), each [B, H, N, D], to [B, H, N, D], in all blocks or
+                one for each; default: the model's pattern.
 
         Returns: logits [B, N, vocab_size]; those at position i depend on tokens 0..i alone.
         """
         return F.linear(self.hidden(tokens, attend=attend), self.embedding.weight)
 
     def hidden(
-        self, tokens: Tensor, *, attend: Attend | None = None, positions: Tensor | None = None
+        self,
+        tokens: Tensor,
+        *,
+        attend: Attend | Sequence[Attend] | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """The normalised residual stream [B, N, width] that the logits are read from.
 
@@ -103,12 +112,13 @@ class LongNetLM(nn.Module):
                 0 .. N - 1.
         """
         attend = attend or self.attend
+        attends = [attend] * len(self.blocks) if callable(attend) else attend
         x = self.embedding(tokens)  # [B, N, width]
         x = F.rms_norm(x, x.shape[-1:])
         cos, sin = rotary_table(
             tokens.shape[1], x.shape[-1] // self.num_heads, self.rope_base, x.device, positions
         )
-        for block in self.blocks:
+        for block, attend in zip(self.blocks, attends, strict=True):
             if self.checkpoint_layers and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, attend, use_reentrant=False)
             else:
@@ -145,54 +155,139 @@ class LongNetLM(nn.Module):
         ]
         return torch.stack(sums).sum() / (num_targets or targets.numel())
 
-    @torch.no_grad()
-    def sample(
-        self,
-        prompt: bytes,
-        num_bytes: int,
-        *,
-        temperature: float = 0.7,
-        window: int = 512,
-        seed: int = 0,
-    ) -> bytes:
-        """Continues a text, one byte at a time.
+    def caches(self, batch_size: int = 1, *, max_length: int | None = None) -> list[KVCache]:
+        """An empty cache of keys and values for each block, of what the pattern still visits.
 
         Args:
-            prompt: at least one byte.
-            num_bytes: how many bytes to add.
-            temperature: divides the logits; 0 takes the likeliest byte.
-            window: the model reads the last `window` bytes for each new one, at the cost of a
-                forward pass of `window` tokens (there is no cache of keys and values yet).
-            seed: of the draws; the same seed gives the same text.
-
-        Returns: the added bytes, without the prompt.
-
-        Raises: ValueError for an empty prompt; FloatingPointError where scores are not finite.
+            batch_size: texts side by side.
+            max_length: most tokens of a text. A pattern that depends on the sequence's length is
+                then that of so many; others go on without end, or as far as they reach.
         """
-        if not prompt:
+        if not self._depends_on_length():
+            max_length = None
+        head_dim = self.embedding.embedding_dim // self.num_heads
+        return [
+            KVCache(self.pattern, batch_size, self.num_heads, head_dim, max_length=max_length)
+            for _ in self.blocks
+        ]
+
+    def cache_bytes(self, caches: Sequence[KVCache]) -> tuple[int, int]:
+        """(bytes that caches hold, bytes of all keys and values so far, in the weights' dtype)."""
+        weight = self.embedding.weight
+        of_token = 2 * weight.shape[1] * weight.element_size()
+        full = sum(of_token * sum(cache.lengths) for cache in caches)
+        return sum(cache.nbytes for cache in caches), full
+
+    @torch.no_grad()
+    def next_logits(self, tokens: Tensor, caches: Sequence[KVCache]) -> Tensor:
+        """Scores the token after the last, [B, vocab_size], and takes the tokens into the caches.
+
+        Args:
+            tokens: int64 [B, N], those after the ones in the caches.
+            caches: of `caches`.
+
+        Cost: that of `forward` for N tokens; for one, of the keys that it visits.
+        """
+        first = caches[0].length if caches else 0
+        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        x = self.hidden(tokens, attend=[cache.attend for cache in caches], positions=positions)
+        return F.linear(x[:, -1], self.embedding.weight)
+
+    def generate(
+        self,
+        tokens: Tensor,
+        num_tokens: int,
+        *,
+        temperature: float = 0.7,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[int] | None = None,
+        generator: torch.Generator | None = None,
+        caches: Sequence[KVCache] | None = None,
+    ) -> Iterator[Tensor]:
+        """Continues texts token by token, each drawn from the scores after all before it.
+
+        The prompt is read in one pass, when the first token is asked for; each token after that
+        costs what it visits, however many there are. Sees what `forward` of the whole text does.
+
+        Args:
+            tokens: int64 [B, N], prompts of one length, of at least one token.
+            num_tokens: how many to add at most.
+            temperature: divides the scores; 0 takes the likeliest token.
+            top_k: draw from the k largest scores alone.
+            top_p: draw, of what `temperature` and `top_k` leave, from the fewest likeliest tokens
+                whose chances sum to p or more.
+            stop: a text ends with these tokens, which it still gets: at least one token. The
+                prompt does not count.
+            generator: of the draws, on the CPU; default torch's.
+            caches: of `caches`, to look at or to begin from; the last token given is not in them
+                yet. Default: empty ones, of a max_length of N + num_tokens.
+
+        Returns: an iterator of int64 [B], on the CPU: the next token of each text, -1 of those that
+            have ended; it ends with the last of them.
+
+        Raises: ValueError for arguments that do not fit, at once; FloatingPointError from the
+            iterator where scores are not finite.
+
+        Example:
+            >>> for token in model.generate(torch.tensor([list(b"def ")]), 200, top_p=0.9):
+            ...     print(chr(int(token)), end="", flush=True)
+        """
+        sampling = Sampling(temperature, top_k, top_p)
+        checked_integer("num_tokens", num_tokens, 0)
+        if tokens.dim() != 2 or tokens.dtype != torch.int64 or tokens.shape[1] == 0:
+            got = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
             raise ValueError(
-                "sample needs a prompt of at least one byte, got none; a newline will do"
+                f"generate needs prompts int64 [B, N] of at least one token, got {got}; a newline "
+                "will do"
             )
-        generator = torch.Generator().manual_seed(seed)
-        text = list(prompt)
-        for _ in range(num_bytes):
-            seen = text[-window:]
-            # one length, so one layout; a causal model cannot see the padding
-            padded = seen + [0] * (window - len(seen))
-            tokens = torch.tensor([padded], device=self.embedding.weight.device)
-            x = self.hidden(tokens)[0, len(seen) - 1]
-            logits = F.linear(x, self.embedding.weight).float().cpu()
-            if not logits.isfinite().all():
-                raise FloatingPointError(
-                    "expected finite scores of the next byte, got infinity or NaN; the model's "
-                    "weights are unusable: take those of another checkpoint"
-                )
-            if temperature > 0:
-                chances = (logits / temperature).softmax(0)
-                text.append(int(torch.multinomial(chances, 1, generator=generator)))
-            else:
-                text.append(int(logits.argmax()))
-        return bytes(text[len(prompt) :])
+        if stop is not None:
+            stop = checked_integers("stop", stop, 0, self.embedding.num_embeddings - 1)
+            if not stop:
+                raise ValueError("stop must be at least one token, got none; None never stops")
+        if generator is not None and generator.device.type != "cpu":
+            raise ValueError(
+                f"generator must be of the CPU, got one of {generator.device}; torch.Generator() is"
+            )
+        if caches is None:
+            caches = self.caches(tokens.shape[0], max_length=tokens.shape[1] + num_tokens)
+        if len(caches) != len(self.blocks):
+            raise ValueError(
+                f"caches must be one for each of {len(self.blocks)} blocks, got {len(caches)}; "
+                "model.caches() makes them"
+            )
+        tokens = tokens.to(self.embedding.weight.device)
+        return self._generate(tokens, num_tokens, sampling, stop, generator, caches)
+
+    def _generate(
+        self,
+        tokens: Tensor,
+        num_tokens: int,
+        sampling: Sampling,
+        stop: Sequence[int] | None,
+        generator: torch.Generator | None,
+        caches: Sequence[KVCache],
+    ) -> Iterator[Tensor]:
+        going = torch.ones(tokens.shape[0], dtype=torch.bool)
+        last: list[Tensor] = []
+        for _ in range(num_tokens):
+            drawn = sampling.draw(self.next_logits(tokens, caches), generator)
+            yield drawn.where(going, -1)
+            tokens = drawn[:, None].to(tokens.device)
+            if stop is not None:
+                last = [*last, drawn][-len(stop) :]
+                if len(last) == len(stop):
+                    going &= (torch.stack(last, 1) != torch.tensor(stop)).any(1)
+                if not going.any():
+                    return
+
+    def _depends_on_length(self) -> bool:
+        """Whether what a token sees depends on how long its sequence will be."""
+        try:
+            self.pattern.live_keys(1, num_heads=self.num_heads)
+        except ValueError:
+            return True
+        return False
 
 
 def readout_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

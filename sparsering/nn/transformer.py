@@ -32,9 +32,8 @@ class Block(nn.Module):
         B, N, width = x.shape
         heads = self.num_heads, width // self.num_heads
         qkv = self.qkv(self.attention_norm(x)).view(B, N, 3, *heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, H, N, D]
-        q = rotate(F.rms_norm(q, q.shape[-1:]), cos, sin)
-        k = rotate(F.rms_norm(k, k.shape[-1:]), cos, sin)
-        attended = attend(q, k, v)  # [B, H, N, D]
+        qk, v = qkv.permute(2, 0, 3, 1, 4).split((2, 1))  # [2, B, H, N, D], [1, B, H, N, D]
+        q, k = rotate(F.rms_norm(qk, qk.shape[-1:]), cos, sin)
+        attended = attend(q, k, v[0])  # [B, H, N, D]
         x = x + self.out(attended.transpose(1, 2).reshape(B, N, width))
         return x + self.down(F.relu(self.up(self.mlp_norm(x))).square())

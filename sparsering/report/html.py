@@ -77,5 +77,9 @@ def table(rows: Rows) -> str:
 
 def readable(content: bytes) -> str:
     """Text as it can be shown: what is not printable becomes a replacement mark."""
-    text = content.decode("utf-8", errors="replace")
+    return printable(content.decode("utf-8", errors="replace"))
+
+
+def printable(text: str) -> str:
+    """The text, with a replacement mark for each character that is not printable."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -16,7 +16,13 @@ from ..plots import loss_png, patterns_png, require_matplotlib, speed_png
 from ..report.html import readable, report_html, table
 from .data import SEPARATOR, bigram_loss, unigram_loss
 from .loop import Run, train
-from .measure import StepTime, peak_memory_bytes, step_times
+from .measure import (
+    GenerationTime,
+    StepTime,
+    generation_time,
+    peak_memory_bytes,
+    step_times,
+)
 from .recipe import Recipe
 
 RECIPE = Recipe(steps=300, num_layers=2)  # a smaller model takes more steps in the time
@@ -62,13 +68,17 @@ def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
     sparse, dense = step_times(run)
     unigram, bigram = (loss(run.text.train, run.windows) for loss in (unigram_loss, bigram_loss))
     prompt = bytes(run.text.validation[:PROMPT_BYTES].tolist()).split(SEPARATOR)[0] or b"\n"
-    sample = run.model.sample(prompt, SAMPLE_BYTES)
+    tokens = run.model.generate(
+        torch.tensor([list(prompt)]), SAMPLE_BYTES, generator=torch.Generator().manual_seed(0)
+    )
+    sample = bytes(int(token) for token in tokens)
+    generation = generation_time(run, SAMPLE_BYTES)
 
     baselines = {"byte unigram": unigram, "byte bigram": bigram}
     images = _pictures(run, sparse, dense, baselines)
     for name, png in images.items():
         replace_file(out / f"{name}.png", png)
-    rows = _rows(run, sparse, dense, baselines, memory)
+    rows = _rows(run, sparse, dense, baselines, memory) + _generation_rows(generation)
     rows.append(("wall time of the demo", f"{time.perf_counter() - began:.0f} s"))
     summary = (
         f"A byte-level LongNet language model read {_trained_bytes(run):,} bytes of {_source(run)} "
@@ -126,6 +136,21 @@ def _rows(
     ]
     if memory is not None:
         rows.append(("peak memory of training (RSS)", f"{memory / 1e6:,.0f} MB"))
+    return rows
+
+
+def _generation_rows(generation: GenerationTime) -> list[tuple[str, str]]:
+    held, full = generation.cache_bytes, generation.full_cache_bytes
+    rows = [
+        (
+            f"to read a prompt of {generation.prompt_tokens:,} bytes",
+            f"{generation.prompt_seconds:.2f} s",
+        ),
+        ("keys and values held, at most", f"{held / 1e6:.2f} MB"),
+        ("full caches would hold", f"{full / 1e6:.2f} MB, {full / held:.1f} x"),
+    ]
+    if generation.tokens_per_s is not None:
+        rows.insert(1, ("tokens/s, generating after it", f"{generation.tokens_per_s:,.0f}"))
     return rows
 
 

@@ -1,9 +1,10 @@
-"""Measuring a run: the time of a step, sparse and dense, attention's share of it, and memory."""
+"""Measuring a run: training steps, sparse and dense, with attention's share; generation; memory."""
 
 import copy
 import statistics
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -103,6 +104,71 @@ def step_times(run: Run, *, repeats: int = 3) -> tuple[StepTime, StepTime]:
         for step_seconds, attention_seconds in zip(steps, attention, strict=True)
     )
     return sparse, dense
+
+
+class TimedTokens:
+    """Tokens as `LongNetLM.generate` yields them, with a stopwatch.
+
+    Attributes:
+        num_tokens: that came.
+        prompt_seconds: until the first of them.
+        seconds: from the first to the last.
+    """
+
+    def __init__(self, tokens: Iterable[Tensor]) -> None:
+        self.tokens = tokens
+        self.num_tokens = 0
+        self.prompt_seconds = self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        began = time.perf_counter()
+        for token in self.tokens:
+            elapsed = time.perf_counter() - began
+            if self.num_tokens == 0:
+                self.prompt_seconds = elapsed
+            self.seconds = elapsed - self.prompt_seconds
+            self.num_tokens += 1
+            yield token
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of the tokens after the first; None where there are none."""
+        return (self.num_tokens - 1) / self.seconds if self.num_tokens > 1 else None
+
+
+@dataclass(frozen=True)
+class GenerationTime:
+    """Generation after a long prompt.
+
+    Attributes:
+        prompt_tokens: of the prompt.
+        prompt_seconds: that reading it took, and drawing the first token.
+        tokens_per_s: of the tokens after the first; None where there is but one.
+        cache_bytes: the most that the caches held while tokens came.
+        full_cache_bytes: that caches of all keys and values would hold at the end.
+    """
+
+    prompt_tokens: int
+    prompt_seconds: float
+    tokens_per_s: float | None
+    cache_bytes: int
+    full_cache_bytes: int
+
+
+def generation_time(run: Run, num_tokens: int) -> GenerationTime:
+    """Generates tokens up to the end of a context that begins as the validation text does."""
+    most = max(run.recipe.context - num_tokens, 1)
+    prompt = run.text.validation[:most].long()[None]
+    caches = run.model.caches(max_length=prompt.shape[1] + num_tokens)
+    tokens = TimedTokens(run.model.generate(prompt, num_tokens, caches=caches, temperature=0))
+    held = max(run.model.cache_bytes(caches)[0] for _ in tokens)
+    return GenerationTime(
+        prompt.shape[1],
+        tokens.prompt_seconds,
+        tokens.tokens_per_s,
+        held,
+        run.model.cache_bytes(caches)[1],
+    )
 
 
 def peak_memory_bytes() -> int | None:

@@ -1,0 +1,70 @@
+"""A step of a cache as an operator: what a compiled graph knows of it is a clock that changes.
+
+So one graph does for all lengths: nothing of the cache's state is in it.
+"""
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NUMBERS = itertools.count()
+_CACHES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_OPTIONS = {
+    "scale", "block_size", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed",
+    "backend",
+}  # fmt: skip
+
+
+def register(cache: Any) -> Tensor:
+    """The clock of a `KVCache`, int64: its number, and the length that tells that it changed."""
+    number = next(_NUMBERS)
+    _CACHES[number] = cache
+    return torch.tensor([number, 0])
+
+
+def spelt(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call as an operator takes them; TypeError for one that there is not."""
+    if unknown := options.keys() - _OPTIONS:
+        raise TypeError(f"attend has no option {', '.join(sorted(unknown))}")
+    seed = options.get("dropout_seed")
+    return {**options, "dropout_seed": torch.tensor(seed)} if isinstance(seed, int) else options
+
+
+@torch.library.custom_op("sparsering::cached_attention", mutates_args=("clock",))
+def attend_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    clock: Tensor,
+    scale: float | None = None,
+    block_size: int | None = None,
+    softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """A step of the cache that a clock belongs to: in a compiled graph, whatever its length."""
+    with torch.inference_mode(False):
+        return _CACHES[int(clock[0])]._attend(
+            query,
+            key,
+            value,
+            scale=scale,
+            block_size=block_size,
+            softcap=softcap,
+            distance_bias=distance_bias,
+            sink=sink,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            backend=backend,
+        )[0]
+
+
+@attend_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[3])
