@@ -16,6 +16,7 @@ from .cases import (
     small,
     window,
 )
+from .decoding import decoding
 from .extras import extras
 from .measure import write_record
 from .sweeps import sweeps
@@ -27,6 +28,7 @@ CASES = {
     "window": window,
     "small": small,
     "decode": decode,
+    "decoding": decoding,
     "extras": extras,
     "sweeps": sweeps,
     "memory": memory,

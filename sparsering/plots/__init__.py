@@ -1,4 +1,4 @@
-"""Pictures as PNG bytes: patterns, loss curves, speeds, who sends what to whom.
+"""Pictures as PNG bytes: patterns, loss curves, speeds, caches, who sends what to whom.
 
     Path("pattern.png").write_bytes(pattern_png(LongNet((1024, 4096), (1, 4)), 1 << 20))
 
@@ -6,6 +6,7 @@ Needs matplotlib: `pip install sparsering[plots]`.
 """
 
 from ..layouts.drawing import pair_shares
+from .decoding import decoding_png, kept_png
 from .figure import require_matplotlib
 from .patterns import draw_pattern, pattern_png, patterns_png
 from .rings import traffic_png
@@ -13,7 +14,9 @@ from .sweeps import sweeps_png
 from .training import loss_png, speed_png
 
 __all__ = [
+    "decoding_png",
     "draw_pattern",
+    "kept_png",
     "loss_png",
     "pair_shares",
     "pattern_png",

@@ -95,10 +95,11 @@ def draw_pattern(axes: Any, layout: BlockLayout, *, head: int = 0, cells: int = 
     for axis in (axes.xaxis, axes.yaxis):
         low, high = sorted(axis.get_view_interval())
         ticks = [round(low + i * (high - low) / 4) for i in range(5)]
-        axis.set_ticks(ticks, [_tokens(tick) for tick in ticks])
+        axis.set_ticks(ticks, [short_count(tick) for tick in ticks])
 
 
-def _tokens(count: int) -> str:
+def short_count(count: int) -> str:
+    """Such as 1.5K, in powers of 1024."""
     for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
         if count >= unit and count % (unit // 4) == 0:
             return f"{count / unit:g}{letter}"
