@@ -227,7 +227,9 @@ def scratch() -> int:
     return torch.get_num_threads() * 8 * 128 * 256 * FLOAT
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_cpu_kernel_takes_a_few_tensors_at_any_length(name, dtype):
     """Forward and backward, one [B, H, N, D] counting as one tensor.

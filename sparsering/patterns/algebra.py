@@ -9,7 +9,7 @@ import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import cached_property, reduce
+from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -235,7 +235,7 @@ class Pattern:
         """The masks that it is made of, if any."""
         return ()
 
-    @cached_property
+    @property
     def restarts(self) -> "Restarts | None":
         """Where positions restart; None where they do not, or parts of a pattern disagree."""
         masks = self.masks if isinstance(self, Mixture | _SetOperation) else ()

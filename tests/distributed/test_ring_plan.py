@@ -49,7 +49,7 @@ def test_needs_and_loads_are_those_of_the_definition(name, sharding):
     assert_plan_is_exact(PATTERNS[name](case), case, 3, sharding)
 
 
-@pytest.mark.parametrize("world", (1, 2, 5, 100))
+@pytest.mark.parametrize("world", (1, 2, 5, pytest.param(100, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("length", (0, 1, 7, 90))
 def test_any_length_over_any_number_of_ranks(length, world):
     case = Case(batch=1, num_heads=2, num_kv_heads=1, q_len=length, kv_len=length)

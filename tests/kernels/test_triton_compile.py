@@ -42,6 +42,7 @@ def assert_uses_the_hardware(made: dict, capability: int) -> None:
         assert made["copies"] + made["bulk_copies"] > 0, made
 
 
+@pytest.mark.slow
 def test_the_main_shapes_compile_for_hopper():
     made = run("90", {}, {"head_dim": 64, "pattern": "LongNet((256, 512), (1, 2)) & Causal()"})
     assert {x["kernel"] for x in made} >= MAIN_KERNELS
@@ -148,5 +149,6 @@ def test_the_gpu_benchmark_runs_through_and_goes_on_where_it_stopped(tmp_path):
     assert subprocess.run(command, **told).returncode == 1
 
 
+@pytest.mark.slow
 def test_another_head_dim_is_compiled_for():
     assert len(run("keys", {"head_dim": 64}, {"head_dim": 128})) == 8

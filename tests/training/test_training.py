@@ -105,7 +105,17 @@ def test_two_runs_have_the_same_losses_and_another_seed_has_others(recipe, tmp_p
     assert losses(tmp_path / "a")[8] < losses(tmp_path / "a")[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=SLOW),
+        pytest.param(signal.SIGKILL, marks=SLOW),
+    ],
+)
 def test_a_signalled_run_leaves_a_whole_checkpoint_and_resumes(recipe, tmp_path, number):
     out = tmp_path / "run"
     recipe = dataclasses.replace(recipe, steps=100_000)

@@ -290,6 +290,7 @@ def train_words(recipe: Recipe, out: Path) -> list[object]:
     return words
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint(recipe, tmp_path):
     recipe, out = dataclasses.replace(recipe, steps=30), tmp_path / "run"
     words = [*train_words(recipe, out), "--sequence-parallel", 2, "--timeout", 30]
