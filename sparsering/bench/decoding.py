@@ -33,7 +33,7 @@ PATTERNS: dict[str, Mask | Mixture] = {
     & Causal(),
 }
 FIXED = "attention, one length"
-MOST_OF_ALL, MOST_HELD = 1 << 16, 1 << 27  # tokens of `Causal()`; numbers in a cache of everything
+MOST_OF_ALL, MOST_HELD = 1 << 16, 1 << 26  # tokens of `Causal()`; numbers in a cache of everything
 
 Name = TypeVar("Name")
 Step = Callable[[int, Sequence[Tensor]], Tensor]  # (position, its query, key and value) -> out
@@ -42,7 +42,7 @@ Step = Callable[[int, Sequence[Tensor]], Tensor]  # (position, its query, key an
 def decoding(quick: bool) -> list[Row]:
     """A token after 1K to 1M cached ones; sequences of 32 lengths in one cache; prompts in parts.
 
-    Beside it: dense SDPA and `attention` on a cache of everything, up to 2^27 numbers of it (256K
+    Beside it: dense SDPA and `attention` on a cache of everything, up to 2^26 numbers of it (128K
     tokens of one entry).
     """
     pages, rows = 1 if quick else 3, []
