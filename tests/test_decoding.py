@@ -113,12 +113,13 @@ def test_nothing_is_laid_out_for_each_token():
     assert layout_cache.info().misses == misses
 
 
-def test_memory_of_a_window_is_flat():
+@pytest.mark.parametrize("steps", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_memory_of_a_window_is_flat(steps):
     torch.manual_seed(0)
     cache = sr.KVCache(sr.SlidingWindow(30), 1, 1, 4, page_size=16)
     sizes = set()
     token = torch.randn(1, 1, 1, 4)
-    for number in range(2000):
+    for number in range(steps):
         cache.attend(token, token, token)
         if number > 100:
             sizes.add(cache.nbytes)
@@ -194,6 +195,16 @@ def test_entries_of_lengths_of_their_own(name):
             assert not out[b, :, n:].any()
             done[b] += n
         assert cache.lengths == done
+
+
+def test_selected_blocks_keep_all():
+    x = drawn()
+    index = torch.tensor([[0, 0], [1, 0], [1, 2], [0, 3], [4, 1]]).expand(2, 2, -1, -1)
+    pattern = sr.SelectedBlocks(index.clone(), 16)
+    cache = cache_of(pattern, page_size=16)
+    expected = whole(pattern, x)
+    assert_close(attend(cache, x, SPLITS[1][:-1]), expected[:, :, :72], 1e-12)
+    assert cache.kept == 72
 
 
 def test_left_padding_by_a_key_mask():

@@ -1,7 +1,7 @@
 """`KVCache`: keys and values of the tokens so far, as far as some later query visits them."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -141,6 +141,32 @@ class KVCache:
         found = row.positions_with(row.length - row.base)[head]
         return found[found >= 0]
 
+    @overload
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        lengths: Sequence[int] | Tensor | None = ...,
+        stored: bool = ...,
+        return_lse: Literal[False] = ...,
+        **options: Any,
+    ) -> Tensor: ...
+
+    @overload
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        lengths: Sequence[int] | Tensor | None = ...,
+        stored: bool = ...,
+        return_lse: Literal[True],
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]: ...
+
     def attend(
         self,
         query: Tensor,
@@ -151,7 +177,7 @@ class KVCache:
         stored: bool = True,
         return_lse: bool = False,
         **options: Any,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of new tokens to all that they see, themselves too; then evicts.
 
         Equal to those rows of one call of `attention` on the whole sequence.
