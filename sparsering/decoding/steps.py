@@ -59,9 +59,9 @@ def page_layout(held: Held) -> BlockLayout:
 def _page_over(held: Held, rows: list[Row]) -> BlockLayout:
     block = max(held.page, 128)
     positions = [row.positions_with(held.page) for row in rows]
-    frames = [held.frame(held.page, row.base) for row in rows]
     starts = [row.base for row in rows]
-    made = page_over(held.pattern, positions, frames, starts, held.page, block)
+    frame = held.frame(held.page, max(starts))
+    made = page_over(held.pattern, positions, starts, frame, held.page, block)
     passes = tuple(p.to(held.keys.device) for p in made)
     if held.keys.device == _CPU:
         for p in passes:

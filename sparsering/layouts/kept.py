@@ -26,8 +26,8 @@ _MOST_CELLS = 1 << 21  # evaluated at a time
 def page_over(
     pattern: Pattern,
     positions: Sequence[Tensor],
-    frames: Sequence[Frame],
     starts: Sequence[int],
+    frame: Frame,
     queries: int,
     block_size: int,
 ) -> tuple[Pass, ...]:
@@ -36,13 +36,14 @@ def page_over(
     Args:
         pattern: causal.
         positions: of each batch entry, or one for all: [Hkv, keys] int64, -1 where there is none.
-        frames, starts: that the pattern is laid against, and the position of the first query.
+        starts: the position of the first query of each of them.
+        frame: that the pattern is laid against, where it depends on one.
         queries: how many, at most `block_size`.
 
-    Cost: O(queries keys) for each head and batch entry that differ.
+    Cost: O(queries keys) for each head and batch entry that differ, of tiles that vary.
     """
     return tuple(
-        _pass_over(branch, number, positions, frames, starts, queries, block_size)
+        _pass_over(branch, number, positions, starts, frame, queries, block_size)
         for number, branch in enumerate(pattern.branches)
     )
 
@@ -51,38 +52,35 @@ def _pass_over(
     branch: Mask,
     number: int,
     positions: Sequence[Tensor],
-    frames: Sequence[Frame],
     starts: Sequence[int],
+    frame: Frame,
     queries: int,
     block_size: int,
 ) -> Pass:
-    number_of: dict[tuple[int, Mask, int], int] = {}  # those that see alike share a table
-    found: list[tuple[Table, Tensor]] = []
-    use: list[list[int]] = []
-    batches, frame = branch.num_batches() or 1, frames[0]
-    p, keys = _plain_axis(queries, block_size), _plain_axis(positions[0].shape[1], block_size)
+    batches = branch.num_batches() or 1
+    seen: list[list[tuple[Mask, int, int]]] = []  # by each head of each entry: those alike share
+    wanted: dict[Mask, dict[tuple[int, int], None]] = {}
     for entry in range(max(batches, len(positions))):
         which = min(entry, len(positions) - 1)
         first_alike = _equal_rows(positions[which])
-        seen_by: dict[Mask, dict[int, None]] = {}
-        seen: list[tuple[int, Mask, int]] = []
-        for head in range(frame.num_heads):
-            mask = branch.at(min(entry, batches - 1), head, frames[which])
-            kv_head = first_alike[frame.kv_head(head)]
-            seen.append((which, mask, kv_head))
-            if seen[-1] not in number_of:
-                seen_by.setdefault(mask, {})[kv_head] = None
-        query = starts[which] + torch.arange(queries)
-        for mask, kv_heads in seen_by.items():
-            k = positions[which][list(kv_heads)]
-            made = _tables(mask, query, k, frames[which], block_size)
-            for kv_head, table in zip(kv_heads, made, strict=True):
-                number_of[which, mask, kv_head] = len(found)
-                found.append(table)
-        use.append([number_of[what] for what in seen])
+        masks = [branch.at(min(entry, batches - 1), h, frame) for h in range(frame.num_heads)]
+        kv_heads = [first_alike[frame.kv_head(h)] for h in range(frame.num_heads)]
+        seen.append([(mask, which, h) for mask, h in zip(masks, kv_heads, strict=True)])
+        for mask, *row in seen[-1]:
+            wanted.setdefault(mask, {})[row[0], row[1]] = None
+    number_of: dict[tuple[Mask, int, int], int] = {}
+    found: list[tuple[Table, Tensor]] = []
+    for mask, rows in wanted.items():
+        number_of |= {(mask, *row): len(found) + i for i, row in enumerate(rows)}
+        first = torch.tensor([starts[which] for which, _ in rows])
+        keys = torch.stack([positions[which][h] for which, h in rows])
+        found += _tables(mask, first, keys, frame, queries, block_size)
+    use = [[number_of[what] for what in row] for row in seen]
     bitmaps, tables = share_tables(found, use)
-    compiled = CompiledPass([p], [keys], tables, bitmaps, math.nan, number)
-    here = frame._replace(q_len=queries, kv_len=positions[0].shape[1], q_start=0)
+    num_keys = positions[0].shape[1]
+    axes = [[_plain_axis(tokens, block_size)] for tokens in (queries, num_keys)]
+    compiled = CompiledPass(*axes, tables, bitmaps, math.nan, number)
+    here = frame._replace(q_len=queries, kv_len=num_keys, q_start=0)
     return assemble(compiled, here, block_size)
 
 
@@ -96,49 +94,50 @@ def _equal_rows(x: Tensor) -> list[int]:
 
 
 def _tables(
-    mask: Mask, p: Tensor, positions: Tensor, frame: Frame, block_size: int
+    mask: Mask, first: Tensor, positions: Tensor, frame: Frame, queries: int, block_size: int
 ) -> list[tuple[Table, Tensor]]:
-    """Tables of one row of queries p over each row of positions [heads, keys], with bitmaps.
+    """Tables of the queries from `first` [rows] on over positions [rows, keys], with bitmaps.
 
-    Tiles that vary are looked into, those of all heads together.
+    Tiles that vary are looked into, those of all rows together.
     """
-    heads, keys = positions.shape
+    rows, keys = positions.shape
     tiles = -(-keys // block_size)
     k = torch.nn.functional.pad(positions, (0, tiles * block_size - keys), value=-1)
-    k = k.view(heads * tiles, block_size)
-    status = _status(mask, p, k, frame)
+    k, p = k.view(rows * tiles, block_size), first.repeat_interleave(tiles)
+    status = _status(mask, p, p + queries - 1, k, frame)
     varies = torch.nonzero(status == VARIES)[:, 0]
-    rows = torch.zeros(block_size, len(varies), block_size // 8, dtype=torch.uint8)
+    bitmaps = torch.zeros(len(varies), block_size, block_size // 8, dtype=torch.uint8)
     for part in torch.arange(len(varies)).split(max(1, _MOST_CELLS // block_size**2)):
-        key = k[varies[part]].flatten()
-        held = mask.holds(p[:, None], key.clamp(min=0), frame)
+        key = k[varies[part], None]
+        query = (p[varies[part], None] + torch.arange(queries))[:, :, None]
+        held = mask.holds(query, key.clamp(min=0), frame)
         held = held & (key >= 0) if (key < 0).any() else held
-        bits = pack(held.expand(len(p), -1)[None])
-        rows[: len(p), part] = bits.view(len(p), len(part), block_size // 8)
-    bitmaps = rows.transpose(0, 1).reshape(len(varies), block_size**2 // 8)
+        shape = (len(part), queries, block_size)
+        bitmaps[part, :queries] = pack(held.expand(shape)).view(*shape[:2], block_size // 8)
+    bitmaps = bitmaps.flatten(1)
     status[varies[~(bitmaps != 0).any(1)]] = EMPTY
     number = torch.full_like(status, -1, dtype=torch.int64)
     number[varies] = torch.arange(len(varies))
-    first = torch.searchsorted(varies, torch.arange(heads + 1) * tiles).tolist()
+    begin = torch.searchsorted(varies, torch.arange(rows + 1) * tiles).tolist()
     found = []
-    for head in range(heads):
-        of_head = slice(head * tiles, (head + 1) * tiles)
-        tile = torch.nonzero(status[of_head] != EMPTY)[:, 0]
-        which = number[of_head][tile]
-        which = torch.where(which < 0, -1, which - first[head])
+    for row in range(rows):
+        of_row = slice(row * tiles, (row + 1) * tiles)
+        tile = torch.nonzero(status[of_row] != EMPTY)[:, 0]
+        which = number[of_row][tile]
+        which = torch.where(which < 0, -1, which - begin[row])
         table = Table(torch.tensor([0, len(tile)]), tile, which, 0)
-        found.append((table, bitmaps[first[head] : first[head + 1]]))
+        found.append((table, bitmaps[begin[row] : begin[row + 1]]))
     return found
 
 
-def _status(mask: Mask, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-    """[tiles] EMPTY, VARIES or FULL of queries p with tiles of keys: by the spans they lie in."""
+def _status(mask: Mask, first: Tensor, last: Tensor, k: Tensor, frame: Frame) -> Tensor:
+    """[tiles] EMPTY, VARIES or FULL of queries and tiles of keys, by the spans that they lie in."""
     there = k >= 0
-    first, last = torch.where(there, k, MOST_TOKENS).amin(1), k.amax(1)
     some = torch.nonzero(there.any(1))[:, 0]
-    span = torch.zeros_like(some)
-    queries = Axis(1, span, span + p[0], span + p[-1] + 1, span + p[-1])
-    keys = Axis(1, span, first[some], last[some] + 1, last[some])
+    low, high = torch.where(there, k, MOST_TOKENS).amin(1)[some], k.amax(1)[some]
+    none, first, last = torch.zeros_like(some), first[some], last[some]
+    queries = Axis(1, none, first, last + 1, last)
+    keys = Axis(1, none, low, high + 1, high)
     pairs = TilePairs.of_sequence(queries, keys, frame.kv_len)
     status = torch.full((len(k),), EMPTY, dtype=torch.int8)
     status[some] = condition(mask, frame).status(pairs).to(torch.int8)
