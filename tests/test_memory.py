@@ -110,7 +110,7 @@ def test_peak_is_the_tensors_it_makes_and_the_workspace(name):
 
 
 @pytest.mark.parametrize("call", [forward, forward_and_backward], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ["causal longnet", "window"])
+@pytest.mark.parametrize("name", ["causal longnet", pytest.param("window", marks=pytest.mark.slow)])
 def test_peak_grows_linearly_and_stays_far_below_the_pairs(name, call):
     pattern = PATTERNS[name]
     tensors = tensors_forward if call is forward else tensors_backward

@@ -78,8 +78,8 @@ def _pass_over(
     use = [[number_of[what] for what in row] for row in seen]
     bitmaps, tables = share_tables(found, use)
     num_keys = positions[0].shape[1]
-    axes = [[_plain_axis(tokens, block_size)] for tokens in (queries, num_keys)]
-    compiled = CompiledPass(*axes, tables, bitmaps, math.nan, number)
+    query, key = (_plain_axis(tokens, block_size) for tokens in (queries, num_keys))
+    compiled = CompiledPass([query], [key], tables, bitmaps, math.nan, number)
     here = frame._replace(q_len=queries, kv_len=num_keys, q_start=0)
     return assemble(compiled, here, block_size)
 

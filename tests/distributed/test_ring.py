@@ -65,7 +65,9 @@ def test_simulated_ranks_with_any_expression(data):
     assert_same_attention(got, expected, own, forward=1e-12, backward=1e-12)
 
 
-@pytest.mark.parametrize("length", (0, 1, 3, 8, 9))
+@pytest.mark.parametrize(
+    "length", (0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8)), 9)
+)
 def test_fewer_tokens_than_ranks(workers, length):
     case = replace(CASE, q_len=length, kv_len=length)
     for name, world, sharding in (

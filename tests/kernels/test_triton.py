@@ -723,6 +723,7 @@ def test_measured_choices_are_kept_and_used(tmp_path, monkeypatch):
     triton_tuning._tuned.cache_clear()
 
 
+@pytest.mark.slow
 def test_tune_keeps_the_fastest_that_is_right(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
     triton_tuning._tuned.cache_clear()
