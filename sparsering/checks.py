@@ -1,10 +1,19 @@
 """What a call must be given, and what it takes where it is given nothing."""
 
+from collections.abc import Hashable
 from numbers import Real
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from .layouts.layout import BlockLayout
 from .numerics import autocasting
@@ -12,6 +21,7 @@ from .patterns.algebra import Pattern
 from .patterns.arguments import MOST_TOKENS, shortened
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, Parameter)
 MOST_SCALE = torch.finfo(torch.float64).max
 
 
@@ -210,3 +220,52 @@ def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
     if not autocasting(tensors[0]) or tensors[0].dtype == torch.float64:
         return list(tensors)
     return [x.to(torch.get_autocast_dtype(x.device.type)) for x in tensors]
+
+
+def watched(*values: object) -> bool:
+    """Whether anything of torch looks at what runs now, or a tensor is not what its memory says.
+
+    That is autograd, a compiler, tracer, profiler, mode or transform; tensors of other classes,
+    without memory, or lazily negated.
+    """
+    if torch.compiler.is_compiling() or _looked_on():
+        return True
+    differentiating = torch.is_grad_enabled()
+    return any(
+        type(x) not in _PLAIN or x.is_meta or not _is_its_memory(x, differentiating)
+        for x in values
+        if isinstance(x, Tensor)
+    )
+
+
+def described(query: Tensor, key: Tensor, value: Tensor) -> Hashable:
+    """All that checks ask of dense tensors; None where more is to be asked, or torch looks on."""
+    if torch.compiler.is_compiling() or _looked_on():
+        return None
+    differentiating = torch.is_grad_enabled()
+    for x in (query, key, value):
+        plain = type(x) in _PLAIN and not x.is_nested and x.layout is torch.strided
+        if not plain or not _is_its_memory(x, differentiating):
+            return None
+    if forward_ad._current_level >= 0 or autocasting(query):
+        return None
+    dtype, device = query.dtype, query.device
+    if not (dtype == key.dtype == value.dtype and device == key.device == value.device):
+        return None
+    return query.shape, key.shape, value.shape, dtype, device
+
+
+def _looked_on() -> bool:
+    watched: bool = (
+        _are_functorch_transforms_active()
+        or _len_torch_dispatch_stack() > 0
+        or _len_torch_function_stack() > 0
+        or _get_tracing_state() is not None
+        or _profiler_enabled()
+    )
+    return watched
+
+
+def _is_its_memory(x: Tensor, differentiating: bool) -> bool:
+    learns = differentiating and x.requires_grad
+    return not (learns or x.is_neg() or x._is_zerotensor())

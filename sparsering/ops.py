@@ -4,26 +4,28 @@ A pattern crosses the boundary as its expression (a string) and its tensors, so 
 graph holds no Python objects. On the other side the call becomes a `Problem` over a layout.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
-from .checks import check_batch, check_bias, refuse_forward_mode
+from .checks import check_batch, check_bias, refuse_forward_mode, watched
 from .differentiable import differentiable, refuse_mapped_pattern, transforming
-from .dispatch import BACKENDS, block_size_of
+from .dispatch import BACKENDS, Backend, block_size_of
 from .dropout import kept_pairs
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
 from .layouts.cache import layout_cache
+from .layouts.layout import BlockLayout
 from .layouts.pages import last_query_layout
 from .numerics import entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .patterns.algebra import Frame, Pattern
 from .patterns.expression import parse
 from .patterns.keys import check_key_masks, key_mask, without_key_masks
+
+_Laid = tuple[Pattern, Frame, int, torch.device]
 
 
 def attend(
@@ -37,12 +39,14 @@ def attend(
     q_start: int,
     block_size: int | None,
     options: Mapping[str, Any],
+    asked: Hashable = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a checked call on a backend that computes its options.
 
     Where a backward is written out it runs as an operator, to which torch comes back with
     `_forward` and `_backward`; as plain torch where it is not, or where nothing looks at the
-    operator, which costs a small call a good part of its time.
+    operator, which costs a small call a good part of its time. There `attend_again` takes the next
+    call for which `asked` is the same.
     """
     call = {
         "query": query,
@@ -58,7 +62,7 @@ def attend(
     forward, backward = BACKENDS[backend].forward, BACKENDS[backend].backward
     if backward is not None:
         refuse_forward_mode(*call.values())
-        if _watched(*call.values(), *pattern.tensors):
+        if watched(*call.values(), *pattern.tensors):
             return _attention(**call, **spelt)
     if forward is not None and transforming():
         raise NotImplementedError(
@@ -67,34 +71,35 @@ def attend(
     with without_autocast(query):
         if forward is None:
             return _reference(**call, **spelt)
+        if asked is not None and backward is not None:
+            laid = _laid(pattern, query, key, q_start, block_size, backend)
+            if len(_known) >= _MOST_KNOWN:
+                for oldest in list(_known)[:1]:
+                    _known.pop(oldest, None)
+            _known[asked] = backend, BACKENDS[backend], laid, scale
         return forward(_problem(pattern, **call))
 
 
-def _watched(*values: object) -> bool:
-    """Whether anything of torch looks at what runs now, or a tensor is not what its memory says.
+_MOST_KNOWN = 256
+_known: dict[Hashable, tuple[str, Backend, _Laid, float]] = {}
+"""What was found for calls, by what they asked."""
 
-    That is autograd, a compiler, tracer, profiler, mode or transform; tensors of other classes,
-    without memory, or lazily negated.
+
+def attend_again(asked: Hashable, query: Tensor, key: Tensor, value: Tensor) -> Any:
+    """(out, lse) where a call before was asked the same, None where none was: nothing is checked.
+
+    `asked` is all that the checks, the choice of a backend and the layout go by.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
-    ):
-        return True
-    differentiating = torch.is_grad_enabled()
-    return any(
-        type(x) not in (Tensor, Parameter)
-        or (differentiating and x.requires_grad)
-        or x.is_meta
-        or x.is_neg()
-        or x._is_zerotensor()
-        for x in values
-        if isinstance(x, Tensor)
-    )
+    known = _known.get(asked)
+    if known is None:
+        return None
+    backend, how, laid, scale = known
+    forward = how.forward
+    if BACKENDS[backend] is not how or forward is None:
+        return None
+    layout, slots = _layout(*laid)
+    problem = Problem(layout, query, key, value, scale, slots=slots)
+    return forward(problem if backend == "cpu" else problem.in_first_slots())
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -162,11 +167,10 @@ def _problem(
         mask = key_mask(masks, key.shape[2], query.device) if masks else None
         pattern = rest if options["block_bias"] is None else pattern
     laid = _laid(pattern, query, key, q_start, block_size, backend)
-    slots: tuple[int, ...] = ()
-    if options["block_bias"] is None and (found := last_query_layout(*laid)) is not None:
-        layout, slots = found
+    if options["block_bias"] is None:
+        layout, slots = _layout(*laid)
     else:
-        layout = layout_cache.layout(*laid)
+        layout, slots = layout_cache.layout(*laid), ()
     check_bias(options["block_bias"], layout)
     problem = Problem(layout, query, key, value, key_mask=mask, slots=slots, **options)
     return problem if backend == "cpu" else problem.in_first_slots()
@@ -183,12 +187,20 @@ def _laid(
     q_start: int,
     block_size: int | None,
     backend: str,
-) -> tuple[Pattern, Frame, int, torch.device]:
+) -> _Laid:
     """What a layout is of."""
     frame = _frame(query, key, q_start)
     if block_size is None:
         block_size = block_size_of(backend, pattern, query, frame.kv_len)
     return pattern, frame, block_size, query.device
+
+
+def _layout(
+    pattern: Pattern, frame: Frame, block_size: int, device: torch.device
+) -> tuple[BlockLayout, tuple[int, ...]]:
+    """A layout, and where in its bitmaps the first query of each pass is."""
+    found = last_query_layout(pattern, frame, block_size, device) if frame.q_len == 1 else None
+    return found or (layout_cache.layout(pattern, frame, block_size, device), ())
 
 
 def _reference(

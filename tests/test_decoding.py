@@ -369,3 +369,36 @@ def test_load_refuses_what_does_not_fit():
     assert cache.positions(0).tolist() == list(range(66, 75))
     with pytest.raises(ValueError, match="seen nothing, got one of 75 tokens"):
         cache.load(key, value)
+
+
+def test_a_step_like_the_last_one_gives_the_bits_of_a_step_that_is_checked():
+    pattern = sr.LongNet((16, 64), (1, 4)) & sr.Causal()
+    x = drawn(dtype=torch.float32)
+    quick, slow = (cache_of(pattern, page_size=16, rollback=2) for _ in range(2))
+    for token in range(CASE.kv_len):
+        part = [y[:, :, token : token + 1] for y in x]
+        slow._seen = None
+        assert torch.equal(quick.attend(*part), slow.attend(*part))
+        assert quick.lengths == slow.lengths
+        if token % 7 == 6:
+            for cache in (quick, slow):
+                cache.crop(token)
+                cache.attend(*part)
+    for head in range(CASE.num_kv_heads):
+        assert torch.equal(quick.positions(head), slow.positions(head))
+
+
+def test_a_step_like_the_last_one_is_refused_where_that_would_be():
+    x = drawn(dtype=torch.float32)
+    cache = cache_of(sr.Causal(), max_length=4)
+    part = [y[:, :, :1] for y in x]
+    for _ in range(3):
+        cache.attend(*part)
+    with pytest.raises(ValueError, match="require them"):
+        cache.attend(part[0].clone().requires_grad_(), *part[1:])
+    with pytest.raises(ValueError, match="the cache holds"):
+        cache.attend(*(y.double() for y in part))
+    cache.attend(*part)
+    with pytest.raises(ValueError, match="larger max_length"):
+        cache.attend(*part)
+    assert cache.length == 4

@@ -594,3 +594,42 @@ def test_a_position_or_size_that_is_no_int_raises(options):
     (name, value), *_ = options.items()
     with pytest.raises(ValueError, match=f"{name} must be an int or None, got {value!r}"):
         sr.attention(query, query, query, sr.Causal(), **options)
+
+
+def test_a_call_like_one_before_gives_the_same_bits_and_refuses_as_much():
+    pattern = sr.Causal() & sr.SlidingWindow(20)
+    x = tensors()
+    given = {"scale": 1.0, "q_start": 1, "block_size": 16}
+    expected = sr.attention(**x, pattern=pattern, return_lse=True, **given)
+    again = sr.attention(**x, pattern=sr.Causal() & sr.SlidingWindow(20), return_lse=True, **given)
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+    moved = {name: 2 * y for name, y in x.items()}  # other numbers, other strides
+    moved["query"] = moved["query"].mT.contiguous().mT
+    twice = sr.attention(**moved, pattern=pattern, **given)
+    assert_close(twice, sr.attention(**moved, pattern=pattern, backend="reference", **given), 1e-5)
+    for name in given:
+        for wrong in (True, torch.ones(())):
+            with pytest.raises(ValueError, match=name):
+                sr.attention(**x, pattern=pattern, **{**given, name: wrong})
+    with pytest.raises(ValueError, match="q_start must be an int"):
+        sr.attention(**x, pattern=pattern, **{**given, "q_start": 1.0})
+    for name, change in (("key", x["key"].to_sparse()), ("value", x["value"].double())):
+        with pytest.raises(ValueError, match=r"dense|dtype"):
+            sr.attention(**{**x, name: change}, pattern=pattern, **given)
+    nested = torch.nested.nested_tensor(list(x["query"]), layout=torch.jagged)
+    with pytest.raises(ValueError, match="nested"):
+        sr.attention(**{**x, "query": nested}, pattern=pattern, **given)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert sr.attention(**x, pattern=pattern, **given).dtype == torch.bfloat16
+
+
+def test_a_call_like_one_before_learns_where_it_should():
+    pattern, x = sr.Causal(), tensors()
+    sr.attention(**x, pattern=pattern)
+    learning = {**x, "value": x["value"].clone().requires_grad_()}
+    sr.attention(**learning, pattern=pattern).sum().backward()
+    assert learning["value"].grad is not None
+    doubled = torch.func.vmap(lambda q: sr.attention(q, x["key"], x["value"], pattern))
+    both = torch.stack((x["query"], -x["query"]))
+    found = doubled(both)
+    assert_close(found[1], sr.attention(both[1], x["key"], x["value"], pattern), 1e-6)

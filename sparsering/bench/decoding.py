@@ -70,7 +70,10 @@ def tokens_after(
     sequences, patterns = _Sequences(batch, dtype), {**patterns, EVERYTHING: Causal()}
     caches = {name: _cache(pattern, batch) for name, pattern in patterns.items()}
     most = max((n for n in lengths if batch * HEADS * n * WIDTH <= MOST_HELD), default=0)
-    everything = [x.clone() for x in sequences.tokens(0, most)[1:]]
+    everything = {  # each its own, as each cache has: what is shared stays near the processor
+        name: [x.clone() for x in sequences.tokens(0, most)[1:]] for name in patterns
+    }
+    in_dense = [x.clone() for x in everything[EVERYTHING]]
     rows: list[Row] = []
     for length in lengths:
         first = length - (pages + 1) * PAGE
@@ -81,9 +84,9 @@ def tokens_after(
             _prefill(cache, sequences, first)
             steps["cache", name] = _cached(cache)
             if length <= most:
-                steps[FIXED, name] = _same_length(patterns[name], everything, length)
+                steps[FIXED, name] = _same_length(patterns[name], everything[name], length)
         if length <= most:
-            steps["dense", EVERYTHING] = _dense(everything)
+            steps["dense", EVERYTHING] = _dense(in_dense)
         held: dict[str, tuple[int, int]] = {}
         watch = partial(_note_held, held, caches)
         times, outs = _turns(steps, sequences, first, pages, watch=watch)

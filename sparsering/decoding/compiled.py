@@ -49,20 +49,22 @@ def attend_op(
     backend: str | None = None,
 ) -> Tensor:
     """A step of the cache that a clock belongs to: in a compiled graph, whatever its length."""
+    options = {
+        "scale": scale,
+        "block_size": block_size,
+        "softcap": softcap,
+        "distance_bias": distance_bias,
+        "sink": sink,
+        "dropout_p": dropout_p or None,
+        "dropout_seed": dropout_seed,
+        "backend": backend,
+    }
+    given = {name: x for name, x in options.items() if x is not None}
+    cache = _CACHES[int(clock[0])]
+    out: Tensor = cache.attend(query, key, value, **given)
     with torch.inference_mode(False):
-        return _CACHES[int(clock[0])]._attend(
-            query,
-            key,
-            value,
-            scale=scale,
-            block_size=block_size,
-            softcap=softcap,
-            distance_bias=distance_bias,
-            sink=sink,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            backend=backend,
-        )[0]
+        clock[1] = cache.length
+    return out
 
 
 @attend_op.register_fake

@@ -6,15 +6,18 @@ token i of them lies in slot i of the page, in every batch entry and head.
 
 import itertools
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..layouts.cache import layout_cache
-from ..layouts.lifetimes import last_visits
-from ..patterns.algebra import Frame, Pattern
+from ..layouts.lifetimes import FOREVER, last_visits
+from ..patterns.algebra import And, Frame, Mask, Pattern
+from ..patterns.positions import Causal
 
 _LIFETIMES = 1024  # tokens whose last visits are found at a time
+_POSITION_BITS = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +28,7 @@ class Row:
         length: tokens seen.
         base: of them at the last eviction.
         positions: [Hkv, slots] of the keys that were kept, -1 in slots of none.
-        last: [Hkv, slots] the last query that visits each.
+        last: [branches, Hkv, slots] the last query of each branch that visits each.
         exact: whether that is all that was live, as it is for any cache of this pattern and length.
     """
 
@@ -46,6 +49,10 @@ class Row:
         """[Hkv, slots + count] positions, with those of tokens since the last eviction."""
         new = torch.arange(self.base, self.base + count).expand(len(self.positions), -1)
         return torch.cat((self.positions, new), 1)
+
+    def live_with(self, count: int) -> Tensor:
+        """[branches, Hkv, slots + count] which of them a query of a branch may still visit."""
+        return torch.nn.functional.pad(self.last >= self.base, (0, count), value=True)
 
 
 @dataclass(eq=False)
@@ -102,10 +109,13 @@ class Held:
     def advance(self, new: list[int]) -> None:
         """Counts `new` tokens of each entry."""
         made: dict[tuple[int, int], Row] = {}
+        rows = []
         for row, n in zip(self.rows, new, strict=True):
-            if (id(row), n) not in made:
-                made[id(row), n] = replace(row, length=row.length + n)
-        self.rows = [made[id(row), n] for row, n in zip(self.rows, new, strict=True)]
+            which = id(row), n
+            if which not in made:
+                made[which] = Row(row.length + n, row.base, row.positions, row.last, row.exact)
+            rows.append(made[which])
+        self.rows = rows
 
     def crop(self, length: int) -> None:
         """Of entries of one length, to that."""
@@ -116,7 +126,7 @@ class Held:
 
     def load(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> None:
         """Takes keys at positions [n] of a sequence that was attended to elsewhere."""
-        last = self._last_visits(0, length)[:, positions]
+        last = self._last_visits(0, length)[..., positions]
         row = Row(length, length, positions.expand(self.kv_heads, -1), last, exact=False)
         self.rows = [row] * len(self.rows)
         self.evict(key, value)
@@ -162,16 +172,28 @@ class Held:
     def _survivors(self, row: Row) -> tuple[Row, Tensor]:
         """(the row without what is dead, the slot of each key that stays [Hkv, kept])."""
         positions = row.positions_with(row.length - row.base)
-        last = torch.cat((row.last, self._last_visits(row.base, row.length)), 1)
-        alive = (positions >= 0) & (last >= row.length - self.rollback)
+        last = torch.cat((row.last, self._last_visits(row.base, row.length)), 2)
+        alive = (positions >= 0) & (last.amax(0) >= row.length - self.rollback)
         if self.elsewhere:
             alive &= ~torch.isin(positions, torch.tensor(self.elsewhere))
-        order = (~alive).to(torch.int8).argsort(dim=1, stable=True)
+        order = self._order(positions, last, alive, row.length)
         slot = order[:, : int(alive.sum(1).max()) if alive.numel() else 0]
-        real = alive.gather(1, slot)
-        positions, last = (torch.where(real, x.gather(1, slot), -1) for x in (positions, last))
+        positions = torch.where(alive, positions, -1).gather(1, slot)
+        last = torch.where(alive, last, -1).gather(2, slot.expand(len(last), -1, -1))
         exact = row.exact and not self.elsewhere
         return Row(row.length, row.length, positions, last, exact), slot
+
+    def _order(self, positions: Tensor, last: Tensor, alive: Tensor, length: int) -> Tensor:
+        """[Hkv, slots] by which slots are put: the dead come last.
+
+        Keys that the same branches will visit come together: a branch then has tiles of its own.
+        """
+        if len(last) == 1:
+            return (~alive).to(torch.int8).argsort(dim=1, stable=True)
+        branch = torch.arange(len(last)).clamp(max=20)[:, None, None]
+        kind = ((last >= length).long() << branch).sum(0)
+        rank = (kind << _POSITION_BITS) + positions
+        return torch.where(alive, rank, FOREVER).argsort(dim=1)
 
     def _limit(self, row: Row) -> int:
         """After how many tokens more than a page of an entry's keys is dead, at most a page.
@@ -180,9 +202,9 @@ class Held:
         """
         end = row.base + self.page
         new = self._last_visits(row.base, end if self.total is None else min(end, self.total))
-        born = torch.arange(1, new.shape[1] + 1)  # counted from the base, as all here
-        old = torch.where(row.positions < 0, end, row.last)
-        dies = torch.cat((old, new), 1) - row.base + self.rollback + 1
+        born = torch.arange(1, new.shape[2] + 1)  # counted from the base, as all here
+        old = torch.where(row.positions < 0, end, row.last.amax(0))
+        dies = torch.cat((old, new.amax(0)), 1) - row.base + self.rollback + 1
         dies[:, old.shape[1] :] = torch.maximum(dies[:, old.shape[1] :], born)
         dies = dies.clamp(0, self.page + 1)
         none = torch.zeros(len(dies), self.page + 2, dtype=torch.int64)
@@ -191,15 +213,15 @@ class Held:
         return max(int(due[0]), self.page // 8) if len(due) else self.page
 
     def _last_visits(self, start: int, stop: int) -> Tensor:
-        """[Hkv, stop - start] the last query that visits each key."""
-        parts = [torch.zeros(self.kv_heads, 0, dtype=torch.int64)]
+        """[branches, Hkv, stop - start] the last query of each branch that visits each key."""
+        parts = [torch.zeros(len(self.pattern.branches), self.kv_heads, 0, dtype=torch.int64)]
         while start < stop:
             first = start // _LIFETIMES * _LIFETIMES
             end = max(first + _LIFETIMES, stop)
             end = end if self.total is None else min(end, self.total)
-            parts.append(self._lifetimes(first, end)[:, start - first : stop - first])
+            parts.append(self._lifetimes(first, end)[..., start - first : stop - first])
             start = end
-        return torch.cat(parts, 1)
+        return torch.cat(parts, 2)
 
     def _lifetimes(self, start: int, stop: int) -> Tensor:
         """The same, kept for all caches of the pattern."""
@@ -207,9 +229,12 @@ class Held:
         key = (self.pattern, self.heads, self.kv_heads, self.total, start, stop, "last visits")
 
         def build() -> _Lifetimes:
-            found = last_visits(self.pattern, start, stop, **heads, max_length=self.total)
-            none = torch.zeros(0, stop - start, dtype=torch.int64)
-            return _Lifetimes(torch.stack(found) if found else none)
+            none = [torch.zeros(0, stop - start, dtype=torch.int64)]
+            of_branch = [
+                torch.stack(last_visits(x, start, stop, **heads, max_length=self.total) or none)
+                for x in self.pattern.branches
+            ]
+            return _Lifetimes(torch.stack(of_branch).view(-1, self.kv_heads, stop - start))
 
         return layout_cache.keep(key, build).last
 
@@ -240,3 +265,11 @@ def _gathered(source: Tensor, slots: Tensor, room: int) -> Tensor:
     for b, h in itertools.product(range(batch), range(heads)):
         torch.index_select(source[b, h], 0, slots[b, h], out=result[b, h, :kept])
     return result
+
+
+def looking_back(pattern: Pattern) -> Pattern:
+    """The pattern under `Causal()`; itself where every branch says that it is."""
+    for branch in pattern.branches:
+        if Causal() not in (branch.masks if isinstance(branch, And) else (branch,)):
+            return cast(Mask, pattern) & Causal()
+    return pattern

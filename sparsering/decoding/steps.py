@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import BACKENDS
+from ..kernels import cpu
 from ..kernels.problem import Problem
 from ..layouts.cache import layout_cache
 from ..layouts.compile import assemble, compile_passes, default_block_size
@@ -58,10 +59,11 @@ def page_layout(held: Held) -> BlockLayout:
 
 def _page_over(held: Held, rows: list[Row]) -> BlockLayout:
     block = max(held.page, 128)
-    positions = [row.positions_with(held.page) for row in rows]
-    starts = [row.base for row in rows]
-    frame = held.frame(held.page, max(starts))
-    made = page_over(held.pattern, positions, starts, frame, held.page, block)
+    positions = torch.stack([row.positions_with(held.page) for row in rows])
+    live = torch.stack([row.live_with(held.page) for row in rows], 1)
+    starts = torch.tensor([row.base for row in rows])
+    frame = held.frame(held.page, int(starts.max()))
+    made = page_over(held.pattern, positions, live, starts, frame, held.page, block)
     passes = tuple(p.to(held.keys.device) for p in made)
     if held.keys.device == _CPU:
         for p in passes:
@@ -88,18 +90,20 @@ def attend_page(
     """Puts the new keys into their slots, and attends to all; `layout` is of as many queries."""
     query, key, value = inputs
     first = held.room + held.since
-    for slots, new in ((held.keys, key), (held.values, value)):
-        slots[:, :, first : first + new.shape[2]] = new
     slot = (held.since,) * len(layout.passes)
     here = None
     if held.elsewhere:
         place = torch.tensor(held.elsewhere) - held.rows[0].base + held.room
         here = torch.ones(1, held.keys.shape[2], dtype=torch.bool)
         here = here.index_fill(1, place, False).to(query.device)
-    return _run(
-        backend,
-        Problem(layout, query, held.keys, held.values, scale, slots=slot, key_mask=here, **extras),
+    problem = Problem(
+        layout, query, held.keys, held.values, scale, slots=slot, key_mask=here, **extras
     )
+    if backend == "cpu":  # which puts them there on its way
+        return cpu.forward(problem, (key, value, first))
+    for slots, new in ((held.keys, key), (held.values, value)):
+        slots.narrow(2, first, new.shape[2]).copy_(new)
+    return _run(backend, problem)
 
 
 def attend_spans(

@@ -1,5 +1,7 @@
 """Bitmaps: which pairs of a query tile and a key tile are in, a bit each."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ _GATHER = 0x0102040810204080  # times 8 bytes of 0 or 1: their bits in the highe
 _BITS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)
 _BYTES = 0x0101010101010101
 _AT_A_TIME = 1 << 23  # bits
+_SWAPS = (7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0)
 
 
 def pack(cells: Tensor) -> Tensor:
@@ -19,6 +22,19 @@ def unpack(bitmaps: Tensor, block_size: int) -> Tensor:
     """The inverse of `pack`: [n, b, b] bool."""
     bits = (bitmaps[..., None] >> torch.arange(8, device=bitmaps.device, dtype=torch.uint8)) & 1
     return bits.view(*bitmaps.shape[:-1], block_size, block_size).bool()
+
+
+def transposed(bitmaps: Tensor) -> Tensor:
+    """Bitmaps [n, b * b / 8] of the transposed cells, 8 x 8 of them a word."""
+    num, nbytes = bitmaps.shape
+    size = math.isqrt(8 * nbytes) // 8
+    x = bitmaps.view(num, size, 8, size).permute(0, 3, 1, 2)
+    words = x.flatten().view(torch.int64)
+    for shift, cells in _SWAPS:  # that lie above the diagonal, with those below it
+        changed = (words ^ (words >> shift)) & cells
+        words = words ^ changed ^ (changed << shift)
+    x = words.view(torch.uint8).view(num, size, size, 8)
+    return x.permute(0, 1, 3, 2).reshape(num, nbytes)
 
 
 def count_pairs(bitmaps: Tensor, number: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

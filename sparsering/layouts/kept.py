@@ -5,28 +5,31 @@ the spans of positions that a layout visits, pushed together (`Spanned`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, reduce
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ..patterns.algebra import Frame, Mask, Pattern
+from ..patterns.algebra import And, Frame, Mask, Or, Pattern
 from ..patterns.arguments import MOST_TOKENS
-from .bitmaps import pack
-from .compile import CompiledPass, Table, assemble, share_tables
+from ..patterns.positions import Dilated
+from .bitmaps import pack, transposed
 from .conditions import EMPTY, FULL, VARIES
 from .layout import BlockLayout, Pass
 from .lowering import condition
-from .tiles import Axis, Grid, Spans, TilePairs
+from .tiles import Axis, Spans, TilePairs
 
 _MOST_CELLS = 1 << 21  # evaluated at a time
 
 
 def page_over(
     pattern: Pattern,
-    positions: Sequence[Tensor],
-    starts: Sequence[int],
+    positions: Tensor,
+    live: Tensor,
+    starts: Tensor,
     frame: Frame,
     queries: int,
     block_size: int,
@@ -35,99 +38,169 @@ def page_over(
 
     Args:
         pattern: causal.
-        positions: of each batch entry, or one for all: [Hkv, keys] int64, -1 where there is none.
-        starts: the position of the first query of each of them.
+        positions: of each batch entry, or one for all: [entries, Hkv, keys] int64, -1 where there
+            is none.
+        live: [branches, entries, Hkv, keys] bool, False where no query of a branch visits a key.
+        starts: [entries] the position of the first query.
         frame: that the pattern is laid against, where it depends on one.
         queries: how many, at most `block_size`.
 
     Cost: O(queries keys) for each head and batch entry that differ, of tiles that vary.
     """
     return tuple(
-        _pass_over(branch, number, positions, starts, frame, queries, block_size)
+        _pass_over(number, branch, positions, live[number], starts, frame, queries, block_size)
         for number, branch in enumerate(pattern.branches)
     )
 
 
+class _Rows(NamedTuple):
+    """The rows of a page's tables: heads of batch entries.
+
+    Attributes:
+        masks: of each row; a single one where all see the same.
+        first: [rows] the position of the first query.
+        keys: [rows, keys] positions, -1 where a row has none.
+    """
+
+    masks: list[Mask]
+    first: Tensor
+    keys: Tensor
+
+
 def _pass_over(
-    branch: Mask,
     number: int,
-    positions: Sequence[Tensor],
-    starts: Sequence[int],
+    branch: Mask,
+    positions: Tensor,
+    live: Tensor,
+    starts: Tensor,
     frame: Frame,
     queries: int,
     block_size: int,
 ) -> Pass:
-    batches = branch.num_batches() or 1
-    seen: list[list[tuple[Mask, int, int]]] = []  # by each head of each entry: those alike share
-    wanted: dict[Mask, dict[tuple[int, int], None]] = {}
-    for entry in range(max(batches, len(positions))):
-        which = min(entry, len(positions) - 1)
-        first_alike = _equal_rows(positions[which])
-        masks = [branch.at(min(entry, batches - 1), h, frame) for h in range(frame.num_heads)]
-        kv_heads = [first_alike[frame.kv_head(h)] for h in range(frame.num_heads)]
-        seen.append([(mask, which, h) for mask, h in zip(masks, kv_heads, strict=True)])
-        for mask, *row in seen[-1]:
-            wanted.setdefault(mask, {})[row[0], row[1]] = None
-    number_of: dict[tuple[Mask, int, int], int] = {}
-    found: list[tuple[Table, Tensor]] = []
-    for mask, rows in wanted.items():
-        number_of |= {(mask, *row): len(found) + i for i, row in enumerate(rows)}
-        first = torch.tensor([starts[which] for which, _ in rows])
-        keys = torch.stack([positions[which][h] for which, h in rows])
-        found += _tables(mask, first, keys, frame, queries, block_size)
-    use = [[number_of[what] for what in row] for row in seen]
-    bitmaps, tables = share_tables(found, use)
-    num_keys = positions[0].shape[1]
-    query, key = (_plain_axis(tokens, block_size) for tokens in (queries, num_keys))
-    compiled = CompiledPass([query], [key], tables, bitmaps, math.nan, number)
-    here = frame._replace(q_len=queries, kv_len=num_keys, q_start=0)
-    return assemble(compiled, here, block_size)
+    keys = torch.where(live, positions, -1)
+    entries, kv_heads, num_keys = keys.shape
+    batches, tables = branch.num_batches(), branch.num_tables(frame)
+    heads = kv_heads if tables <= kv_heads else frame.num_heads
+    if tables == 1 and bool((keys == keys[:, :1]).all()):
+        heads, keys = 1, keys[:, :1]
+    else:
+        keys = keys.repeat_interleave(heads // max(1, kv_heads), 1)
+    every = max(entries, batches or 1)
+    keys, starts = keys.expand(every, -1, -1).flatten(0, 1), starts.expand(every)
+    masks = [
+        branch.at(entry if batches else 0, head * (frame.num_heads // heads), frame)
+        for entry in range(every)
+        for head in range(heads)
+    ]
+    if tables == 1 and not batches:
+        masks = masks[:1]
+    rows = _Rows(masks, starts.repeat_interleave(heads), keys)
+    found = _by_tiles if len(masks) == 1 else _by_keys
+    visited, bitmap, bitmaps = found(rows, frame, queries, block_size)
+    count = visited.sum(1)
+    longest = int(count.max()) if count.numel() else 0
+    tile = (~visited).to(torch.int8).argsort(dim=1, stable=True)[:, :longest]
+    real = torch.arange(longest) < count[:, None]
+    start = torch.arange(0, num_keys, block_size)[None]
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+
+    def table(x: Tensor) -> Tensor:
+        return x.int().view(every, heads, x.shape[1]).contiguous()
+
+    made = Pass(
+        step=1,
+        query_start=zero,
+        query_stop=zero + queries,
+        key_start=start,
+        key_stop=(start + block_size).clamp(max=num_keys),
+        row_ptr=table(torch.nn.functional.pad(count[:, None], (1, 0))),
+        key_tile=table(torch.where(real, tile, 0)),
+        bitmap=table(torch.where(real, bitmap.gather(1, tile), 0)),
+        bitmaps=transposed(bitmaps),
+        covers=(True, True),
+        longest=(longest, min(longest, 1)),
+        branch=number,
+    )
+    vars(made)["transposed_bitmaps"] = bitmaps
+    return made
 
 
-def _plain_axis(tokens: int, block_size: int) -> Axis:
-    return Grid(1, block_size).axis([(0, tokens)], block_size, 0)
+def _by_tiles(
+    rows: _Rows, frame: Frame, queries: int, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows that see one mask, whose tiles are looked into where they vary.
 
-
-def _equal_rows(x: Tensor) -> list[int]:
-    """For each row the first one that is equal to it."""
-    return [next(j for j in range(i + 1) if torch.equal(x[i], x[j])) for i in range(len(x))]
-
-
-def _tables(
-    mask: Mask, first: Tensor, positions: Tensor, frame: Frame, queries: int, block_size: int
-) -> list[tuple[Table, Tensor]]:
-    """Tables of the queries from `first` [rows] on over positions [rows, keys], with bitmaps.
-
-    Tiles that vary are looked into, those of all rows together.
+    Returns: [rows, tiles] which are visited, the number of their bitmaps or -1, and these with
+        queries along the bits.
     """
-    rows, keys = positions.shape
+    (mask,), (count, keys) = rows.masks, rows.keys.shape
     tiles = -(-keys // block_size)
-    k = torch.nn.functional.pad(positions, (0, tiles * block_size - keys), value=-1)
-    k, p = k.view(rows * tiles, block_size), first.repeat_interleave(tiles)
+    k = torch.nn.functional.pad(rows.keys, (0, tiles * block_size - keys), value=-1)
+    k, p = k.view(count * tiles, block_size), rows.first.repeat_interleave(tiles)
     status = _status(mask, p, p + queries - 1, k, frame)
     varies = torch.nonzero(status == VARIES)[:, 0]
     bitmaps = torch.zeros(len(varies), block_size, block_size // 8, dtype=torch.uint8)
     for part in torch.arange(len(varies)).split(max(1, _MOST_CELLS // block_size**2)):
-        key = k[varies[part], None]
-        query = (p[varies[part], None] + torch.arange(queries))[:, :, None]
-        held = mask.holds(query, key.clamp(min=0), frame)
-        held = held & (key >= 0) if (key < 0).any() else held
-        shape = (len(part), queries, block_size)
-        bitmaps[part, :queries] = pack(held.expand(shape)).view(*shape[:2], block_size // 8)
+        which = varies[part]
+        query = (p[which, None] + torch.arange(queries))[:, None]
+        bitmaps[part, :, : queries // 8] = _bits(mask.holds, query, k[which], frame)
     bitmaps = bitmaps.flatten(1)
     status[varies[~(bitmaps != 0).any(1)]] = EMPTY
     number = torch.full_like(status, -1, dtype=torch.int64)
     number[varies] = torch.arange(len(varies))
-    begin = torch.searchsorted(varies, torch.arange(rows + 1) * tiles).tolist()
-    found = []
-    for row in range(rows):
-        of_row = slice(row * tiles, (row + 1) * tiles)
-        tile = torch.nonzero(status[of_row] != EMPTY)[:, 0]
-        which = number[of_row][tile]
-        which = torch.where(which < 0, -1, which - begin[row])
-        table = Table(torch.tensor([0, len(tile)]), tile, which, 0)
-        found.append((table, bitmaps[begin[row] : begin[row + 1]]))
-    return found
+    return (status != EMPTY).view(count, tiles), number.view(count, tiles), bitmaps
+
+
+def _by_keys(
+    rows: _Rows, frame: Frame, queries: int, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of rows that see masks of their own: every key that they have is looked at."""
+    count, keys = rows.keys.shape
+    tiles, there = -(-keys // block_size), rows.keys >= 0
+    most = int(there.sum(1).max()) if there.numel() else 0
+    slot = (~there).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
+    query = (rows.first[:, None] + torch.arange(queries))[:, None]
+    bits = torch.zeros(count, tiles * block_size, block_size // 8, dtype=torch.uint8)
+    for part in slot.split(max(1, _MOST_CELLS // max(1, count * queries)), 1):
+        found = _bits(partial(_hold, rows.masks), query, rows.keys.gather(1, part), frame)
+        place = part[..., None].expand_as(found)
+        bits[..., : queries // 8].scatter_(1, place, found)
+    bits = bits.view(count * tiles, block_size**2 // 8)
+    visited = (bits.view(torch.int64) != 0).any(1)
+    number = (visited.cumsum(0) - 1).view(count, tiles)
+    return visited.view(count, tiles), number, bits[visited]
+
+
+def _bits(holds: Callable[..., Tensor], query: Tensor, key: Tensor, frame: Frame) -> Tensor:
+    """[rows, keys, queries / 8] which queries [rows, 1, queries] see each key [rows, keys]."""
+    there, shape = key >= 0, (*key.shape, query.shape[2])
+    held = holds(query, key.clamp(min=0)[:, :, None], frame)
+    held = held & there[:, :, None] if not bool(there.all()) else held
+    return pack(held.expand(shape).reshape(-1, shape[2])).view(*key.shape, shape[2] // 8)
+
+
+def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+    """What masks[i] holds of row i; those that differ in a grid alone are asked at once."""
+    first = masks[0]
+    if all(mask == first for mask in masks):
+        return first.holds(p, k, frame)
+    kinds = {type(mask) for mask in masks}
+    if isinstance(first, Dilated) and kinds == {Dilated}:
+        dilated = cast(Sequence[Dilated], masks)
+        if len({(mask.segment_length, mask.dilation_rate) for mask in dilated}) == 1:
+            grid = torch.tensor([mask.offset_of(0, 1) for mask in dilated])
+            return first.on_grid(grid[:, None, None], p, k)
+    if isinstance(first, And | Or) and len(kinds) == 1:
+        parts = list(zip(*(cast(And | Or, mask).masks for mask in masks), strict=True))
+        joined = torch.logical_and if isinstance(first, And) else torch.logical_or
+        return reduce(joined, (_hold(part, p, k, frame) for part in parts))
+    rows = torch.arange(len(masks))[:, None].unbind()
+    shape = torch.broadcast_shapes(p.shape, k.shape)[1:]
+    held = [
+        mask.holds(p[row], k[row], frame).expand(1, *shape)
+        for mask, row in zip(masks, rows, strict=True)
+    ]
+    return torch.cat(held)
 
 
 def _status(mask: Mask, first: Tensor, last: Tensor, k: Tensor, frame: Frame) -> Tensor:

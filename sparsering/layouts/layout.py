@@ -1,6 +1,5 @@
 """The compiled form of a pattern: passes of tiles that kernels run, and their measures."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -10,10 +9,8 @@ import torch
 from torch import Tensor
 
 from ..patterns.algebra import Frame
-from .bitmaps import unpack
+from .bitmaps import transposed, unpack
 from .drawing import drawing
-
-_SWAPS = (7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0)
 
 
 class Transpose(NamedTuple):
@@ -116,16 +113,8 @@ class Pass:
 
     @cached_property
     def transposed_bitmaps(self) -> Tensor:
-        """`bitmaps` with the query tile along the bits, built on first use: 8 x 8 cells a word."""
-        num, nbytes = self.bitmaps.shape
-        size = math.isqrt(8 * nbytes) // 8
-        x = self.bitmaps.view(num, size, 8, size).permute(0, 3, 1, 2)
-        words = x.flatten().view(torch.int64)
-        for shift, cells in _SWAPS:  # that lie above the diagonal, with those below it
-            changed = (words ^ (words >> shift)) & cells
-            words = words ^ changed ^ (changed << shift)
-        x = words.view(torch.uint8).view(num, size, size, 8)
-        return x.permute(0, 1, 3, 2).reshape(num, nbytes)
+        """`bitmaps` with the query tile along the bits, built on first use."""
+        return transposed(self.bitmaps)
 
     def like(self, **changes: Any) -> "Pass":
         """The same with other tables; what was built of its bitmaps stays built."""

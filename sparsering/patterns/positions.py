@@ -142,7 +142,11 @@ class Dilated(Mask):
         return 1 if isinstance(self.offset, int) or self.dilation_rate == 1 else frame.num_kv_heads
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        w, r, s = self.segment_length, self.dilation_rate, self.offset_of(0, 1)
+        return self.on_grid(self.offset_of(0, 1), p, k)
+
+    def on_grid(self, s: int | Tensor, p: Tensor, k: Tensor) -> Tensor:
+        """What holds on the grid `s`, or those of a tensor that broadcasts with positions."""
+        w, r = self.segment_length, self.dilation_rate
         if r == 1:
             return p // w == k // w
         # the segment of each, of one that is off the grid none: a single comparison of pairs

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.layout import Pass
+from ...layouts.layout import BlockLayout, Pass
 from ..problem import Gradients, Problem, dense_rows, sink_gradient
 from .build import build_failure, library
 
@@ -17,6 +17,7 @@ EXTRAS = frozenset(
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FEW_QUERIES = 8  # as layout.h has it
+_LEAST_SCALE = torch.finfo(torch.float32).smallest_normal
 _MOST_REPEATED_WORK = 1.4  # seven products of `run_tiles` to the five of `run_heads`
 
 
@@ -30,11 +31,26 @@ def reasons(*tensors: Tensor) -> list[str]:
     return found or build_failure()
 
 
-def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Attention over a layout; lse is float32."""
+def forward(
+    problem: Problem, new: tuple[Tensor, Tensor, int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over a layout; lse is float32.
+
+    `new`: keys and values [B, Hkv, n, D] that are first put into the problem's, and from where on.
+    """
     if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
         problem = problem.in_first_slots()
-    out, lse = library().forward(*_arguments(problem), problem.sink, problem.slots)
+    x = problem
+    extras = x.block_bias, x.softcap, x.distance_bias, x.dropout_p, x.key_mask
+    arguments: tuple[Any, ...]
+    if all(extra is None for extra in extras) and x.scale >= _LEAST_SCALE and not x.in_float32:
+        arguments = x.query, x.key, x.value, *_plain_arguments(x.layout, x.scale)
+    else:
+        arguments = _arguments(problem)
+    if new is None:
+        out, lse = library().forward(*arguments, x.sink, x.slots)
+    else:
+        out, lse = library().forward_after(*new, *arguments, x.sink, x.slots)
     return out, lse
 
 
@@ -67,9 +83,10 @@ def backward(
 
 def _arguments(problem: Problem) -> tuple[Any, ...]:
     """What both operators begin with."""
-    problem = problem.with_positive_scale().with_dense_rows()
+    problem = problem.with_positive_scale()
     layout, bias, table = problem.layout, problem.block_bias, problem.distance_bias
     mask, passes = problem.key_mask, layout.passes
+    tables, steps, branches, covers = _flat(layout)
     placed = problem.softcap is not None or table is not None or problem.dropout_p is not None
     return (
         problem.query,
@@ -77,11 +94,11 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
         problem.value,
         None if bias is None else bias.float().contiguous(),
         _no_entries(len(passes)) if bias is None else layout.first_entry.contiguous(),
-        [x for p in passes for x in _tables(p)],
+        tables,
         [x for p in passes for x in _places(p, layout.frame.q_start)] if placed else [],
-        [p.step for p in passes],
-        [p.branch for p in passes],
-        bool(passes) and passes[0].covers[0],
+        steps,
+        branches,
+        covers,
         layout.block_size,
         problem.scale,
         problem.softcap or 0.0,
@@ -93,10 +110,28 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
     )
 
 
+def _plain_arguments(layout: BlockLayout, scale: float) -> tuple[Any, ...]:
+    """Those after query, key and value of a call without extras, kept with the layout."""
+    kept: tuple[float, tuple[Any, ...]] | None = vars(layout).get("_plain_arguments")
+    if kept is None or kept[0] != scale:
+        none = torch.empty(0)
+        kept = scale, _arguments(Problem(layout, none, none, none, scale))[3:]
+        vars(layout)["_plain_arguments"] = kept
+    return kept[1]
+
+
 @cache
 def _no_entries(passes: int) -> Tensor:
     """A `first_entry` where no bias is looked up."""
     return torch.zeros(passes, 1, 1, dtype=torch.int64)
+
+
+def _flat(layout: BlockLayout) -> tuple[list[Tensor], list[int], list[int], bool]:
+    """Tables, steps and branches of all passes, and whether they cover every query."""
+    passes = layout.passes
+    tables = [x for p in passes for x in _tables(p)]
+    covers = bool(passes) and passes[0].covers[0]
+    return tables, [p.step for p in passes], [p.branch for p in passes], covers
 
 
 def _tables(p: Pass) -> list[Tensor]:

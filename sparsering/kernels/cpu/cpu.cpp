@@ -49,6 +49,11 @@ bool has_bfloat16_products() {
   return has;
 }
 
+// The same numbers with neighbours of the head dim side by side, as all loops load them.
+Tensor dense_rows(const Tensor& x) {
+  return x.dim() != 4 || x.size(3) <= 1 || x.stride(3) == 1 ? x : x.contiguous();
+}
+
 // `places`: of each pass, where extras go by them.
 std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::TensorList places,
                             at::IntArrayRef steps, at::IntArrayRef branches) {
@@ -84,7 +89,9 @@ std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>&
                                    at::IntArrayRef slots) {
   const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
                       query.size(1), key.size(2));
-  const Problem x(query, key, value, bias, extras, first_entry, steps.size(), block, scale);
+  const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
+  const Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block,
+                  scale);
   std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches);
   for (size_t i = 0; !slots.empty() && i < passes.size(); ++i) {
     TORCH_CHECK_VALUE(slots.size() == passes.size() && slots[i] >= 0 && slots[i] + x.Nq <= block,
@@ -109,13 +116,42 @@ std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>&
   return {out, lse};
 }
 
+// Copies rows [B, H, n, width] to those of `held` from `first` on.
+void put(const Tensor& held, const Tensor& rows, int64_t first) {
+  const Tensor from = dense_rows(rows);
+  const int64_t B = held.size(0), H = held.size(1), width = held.size(3), n = rows.size(2);
+  const int64_t bytes = width * held.element_size();
+  TORCH_CHECK_VALUE(from.sizes() == at::IntArrayRef({B, H, n, width}) &&
+                        from.scalar_type() == held.scalar_type() && held.stride(3) <= 1 &&
+                        first >= 0 && first + n <= held.size(2),
+                    "sparsering cpu: new rows do not fit those that are held");
+  const Source to(held), source(from);
+  for (int64_t i = 0; i < B * H * n; ++i) {
+    const int64_t b = i / (H * n), h = i / n % H, row = i % n;
+    std::memcpy(const_cast<void*>(to.row(b, h, first + row)), source.row(b, h, row), bytes);
+  }
+}
+
+// `forward` over keys and values of which the rows from `first` on are new.
+std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& new_value,
+                                         int64_t first, SPARSERING_CALL,
+                                         const std::optional<Tensor>& sink, at::IntArrayRef slots) {
+  put(key, new_key, first);
+  put(value, new_value, first);
+  return forward(query, key, value, bias, first_entry, tensors, places, steps, branches, covers,
+                 block, scale, softcap, distance_bias, dropout_p, seeds, key_mask, in_float32, sink,
+                 slots);
+}
+
 // `transposes` is empty for run_heads.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     SPARSERING_CALL, const Tensor& out, const Tensor& lse, const Tensor& grad_out,
     const Tensor& grad_lse, at::TensorList transposes, bool learns_distances) {
   const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
                       query.size(1), key.size(2));
-  const Problem x(query, key, value, bias, extras, first_entry, steps.size(), block, scale);
+  const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
+  const Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block,
+                  scale);
   const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches);
   std::vector<Transpose> by_key;
   for (size_t i = 0; !transposes.empty() && i < passes.size(); ++i) {
@@ -164,15 +200,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
 }  // namespace
 
-#define SPARSERING_SCHEMA                                                                       \
-  "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor first_entry, Tensor[] passes, " \
-  "Tensor[] places, int[] steps, int[] branches, bool covers, int block, float scale, "         \
-  "float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, Tensor? key_mask, "    \
+#define SPARSERING_SCHEMA(key, value)                                                        \
+  "Tensor query, " key ", " value                                                            \
+  ", Tensor? bias, Tensor first_entry, Tensor[] passes, "                                    \
+  "Tensor[] places, int[] steps, int[] branches, bool covers, int block, float scale, "      \
+  "float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, Tensor? key_mask, " \
   "bool in_float32, "
 
 TORCH_LIBRARY(sparsering_cpu, m) {
-  m.def("forward(" SPARSERING_SCHEMA "Tensor? sink, int[] slots) -> (Tensor, Tensor)", forward);
-  m.def("backward(" SPARSERING_SCHEMA
+  m.def("forward(" SPARSERING_SCHEMA(
+            "Tensor key", "Tensor value") "Tensor? sink, int[] slots) -> (Tensor, Tensor)",
+        forward);
+  m.def("forward_after(Tensor new_key, Tensor new_value, int first, " SPARSERING_SCHEMA(
+            "Tensor(a!) key", "Tensor(b!) value") "Tensor? sink, int[] slots) -> (Tensor, Tensor)",
+        forward_after);
+  m.def("backward(" SPARSERING_SCHEMA("Tensor key", "Tensor value")
         "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, Tensor[] transposes, "
         "bool learns_distances) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",

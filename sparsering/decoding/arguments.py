@@ -1,0 +1,31 @@
+"""Numbers of batch entries that a cache is given: which ones, and how many tokens of each."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..patterns.arguments import shortened
+
+
+def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Tensor:
+    """Numbers of entries, int64 [n]; ValueError where they are none."""
+    chosen = torch.as_tensor(index).cpu()
+    whole = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1
+    if not whole or (len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < entries):
+        raise ValueError(
+            f"{name} needs integers [n] from 0 to {entries - 1}, got "
+            f"{shortened(str(chosen.tolist()))}; a boolean mask gives them by .nonzero()[:, 0]"
+        )
+    return chosen.long()
+
+
+def checked_lengths(lengths: Tensor | Sequence[int], entries: int, most: int) -> list[int]:
+    """New tokens of each entry; ValueError where they are not that many numbers, or too large."""
+    new: list[int] = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    if len(new) != entries or not all(type(n) is int and 0 <= n <= most for n in new):
+        raise ValueError(
+            f"lengths must be {entries} ints from 0 to {most}, the new tokens of each entry, got "
+            f"{shortened(str(new))}; leave it out where all are new"
+        )
+    return new
