@@ -16,7 +16,7 @@ from .cases import (
     small,
     window,
 )
-from .decoding import decoding
+from .decoding import batches, decoding
 from .extras import extras
 from .measure import write_record
 from .sweeps import sweeps
@@ -29,6 +29,7 @@ CASES = {
     "small": small,
     "decode": decode,
     "decoding": decoding,
+    "batches": batches,
     "extras": extras,
     "sweeps": sweeps,
     "memory": memory,

@@ -40,7 +40,7 @@ Step = Callable[[int, Sequence[Tensor]], Tensor]  # (position, its query, key an
 
 
 def decoding(quick: bool) -> list[Row]:
-    """A token after 1K to 1M cached ones; sequences of 32 lengths in one cache; prompts in parts.
+    """A token after 1K to 1M cached ones.
 
     Beside it: dense SDPA and `attention` on a cache of everything, up to 2^26 numbers of it (128K
     tokens of one entry).
@@ -50,6 +50,13 @@ def decoding(quick: bool) -> list[Row]:
         for batch, last in ((1, 11 if quick else 20), (8, 10 if quick else 14)):
             lengths = [1 << exponent for exponent in range(10, last + 1)]
             rows += tokens_after(lengths, batch, dtype, PATTERNS, pages)
+    return rows
+
+
+def batches(quick: bool) -> list[Row]:
+    """Sequences of 32 lengths in one cache, and in a cache each; prompts in parts."""
+    rows: list[Row] = []
+    pages = 1 if quick else 3
     for dtype in (torch.float32, torch.bfloat16):
         for name, pattern in list(PATTERNS.items())[1:3]:
             lengths = [200 + 7800 * i // 31 for i in range(32)]

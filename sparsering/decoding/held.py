@@ -67,7 +67,8 @@ class Held:
         rows: of each batch entry.
         keys, values: [B, Hkv, slots, D]; no slots before the first token.
         since: tokens since the last eviction.
-        limit: of them, at which the next one is due: a page, or fewer where much dies at once.
+        limit: of them, at which the next one is due: a page, or fewer where much dies at once in an
+            entry that holds as much as any, for that alone frees memory.
         elsewhere: positions of the tokens since that others store: they count, and are not here.
     """
 
@@ -161,7 +162,8 @@ class Held:
         )
         self.rows = [rows[id(row)] for row in self.rows]
         self.keys, self.values, self.since, self.elsewhere = keys, values, 0, []
-        self.limit = min(map(self._limit, self.distinct()), default=self.page)
+        widest = [row for row in self.distinct() if _count(row) + self.page > most]
+        self.limit = min(map(self._limit, widest), default=self.page)
 
     def _with(self, held: Tensor, new: Tensor | None) -> Tensor:
         used = self.in_use(held)
@@ -246,6 +248,11 @@ class _Lifetimes:
     @property
     def nbytes(self) -> int:
         return self.last.numel() * self.last.element_size()
+
+
+def _count(row: Row) -> int:
+    """Keys that a row holds, the most of any head."""
+    return int((row.positions >= 0).sum(1).max()) if row.positions.numel() else 0
 
 
 def _widened(row: Row, slots: int) -> Row:

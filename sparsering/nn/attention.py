@@ -1,0 +1,374 @@
+"""`MultiheadAttention`: torch's module of that name, over a pattern.
+
+    attention = MultiheadAttention(512, 8, batch_first=True, pattern=SlidingWindow(255, 255))
+    convert(model, pattern)  # the same inside a model that has torch's, with its parameters
+
+Its parameters, initial values and results are torch's; what attends is `sparsering.attention`.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..checks import check_pattern
+from ..functional import attention
+from ..numerics import merge_attention
+from ..patterns.algebra import Pattern
+from ..patterns.arguments import shortened
+from ..patterns.blocks import Dense
+from ..patterns.keys import KeyMask, KeyPadding
+from ..patterns.positions import Causal, Full
+from .weighted import weighted_attention
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` in which queries see what a pattern says.
+
+    Args:
+        pattern: of the pairs that attend, by token index: the first query and the first key are
+            both at 0.
+        scale: of the scores, default head_dim ** -0.5.
+        embed_dim, num_heads, dropout, ...: torch's, as are the names of the parameters, what they
+            are drawn as, and their order: a state_dict goes either way, strictly.
+
+    Differences: masks intersect the pattern, and a query that sees no key attends to nothing, so
+    that its row is the bias of `out_proj`, where torch gives NaN or another number by the path that
+    it takes; `is_causal` is `& Causal()`, with a mask or without. No fused path of torch passes by
+    the pattern: `TransformerEncoderLayer` calls this module in eval mode too.
+
+    Cost: of the projections, and of `attention` at the cost of the pattern. Masks of bools, or
+    floats 0 and -inf, keep that cost; other float masks, `need_weights=True` and `average` of them
+    take O(N^2) memory, up to 2^26 weights.
+
+    Example:
+        >>> layer = MultiheadAttention(64, 4, batch_first=True, pattern=SlidingWindow(127))
+        >>> out, _ = layer(x, x, x, need_weights=False)  # x [B, N, 64]
+    """
+
+    pattern: Pattern
+    scale: float | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        pattern: Pattern | None = None,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+        self._attend_by(Full() if pattern is None else pattern, scale)
+
+    def _attend_by(self, pattern: Pattern, scale: float | None) -> None:
+        check_pattern(pattern)
+        self.pattern, self.scale = pattern, scale
+        self.register_forward_pre_hook(_called)
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, {self.num_heads}, pattern={self.pattern}"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of projected queries to projected keys, projected.
+
+        Args:
+            query: [B, L, E] where batch_first, else [L, B, E]; or [L, E]; or nested, of entries
+                [L_b, E].
+            key, value: [B, S, kdim] and [B, S, vdim], and so on.
+            key_padding_mask: [B, S] (or [S]), True for keys that nobody sees, or floats that are
+                added to the scores.
+            need_weights: also return weights.
+            attn_mask: [L, S] or [B * num_heads, L, S], True for pairs that do not attend, or floats
+                that are added.
+            average_attn_weights: weights as their mean over heads.
+            is_causal: keys after the query's index are not seen.
+
+        Returns: out as the query, and weights [B, L, S] (or [B, num_heads, L, S], without B for
+            inputs without), after dropout, of an added bias key and zero key too; None without
+            `need_weights`.
+
+        Raises: ValueError where shapes or masks do not fit, or there would be more than 2^26
+            weights.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            if attn_mask is not None or key_padding_mask is not None or not self.batch_first:
+                raise ValueError(
+                    "nested tensors are batch_first and come without masks, for their lengths say "
+                    "it; pad them with .to_padded_tensor(0.0) and pass key_padding_mask"
+                )
+            return self._of_nested(query, key, value, need_weights, average_attn_weights, is_causal)
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = _each(lambda x: x[None], query, key, value)
+            if key_padding_mask is not None:
+                key_padding_mask = key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = _each(lambda x: x.transpose(0, 1), query, key, value)
+        self._check(query, key, value)
+        pattern = self.pattern & Causal() if is_causal else self.pattern  # type: ignore[operator]
+        pattern, added = self._masked(pattern, query, key, key_padding_mask, attn_mask)
+        out, weights = self._attend(query, key, value, pattern, added, need_weights)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return out[0], None if weights is None else weights[0]
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pattern: Pattern,
+        added: Tensor | None,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of inputs [B, N, E]; `added` [B or 1, H or 1, L or 1, S] is added to scores."""
+        q, k, v = self._projected(query, key, value)
+        dropout = self.dropout if self.training else 0.0
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        weights = None
+        if need_weights or added is not None:
+            keys, values = [k], [v]
+            if self.bias_k is not None:
+                keys.append(self._bias_row(self.bias_k, k))
+                values.append(self._bias_row(self.bias_v, v))
+            if self.add_zero_attn:
+                keys.append(torch.zeros_like(k[:, :, :1]))
+                values.append(torch.zeros_like(v[:, :, :1]))
+            k, v = torch.cat(keys, 2), torch.cat(values, 2)
+            out, weights = weighted_attention(
+                q,
+                k,
+                v,
+                pattern,
+                scale=scale,
+                added=added,
+                extra_keys=len(keys) - 1,
+                dropout=dropout,
+            )
+        else:
+            sink = q.new_zeros(self.num_heads) if self.add_zero_attn else None
+            options: dict[str, Any] = {"scale": scale, "q_start": 0, "sink": sink}
+            if self.bias_k is None:
+                out = attention(q, k, v, pattern, dropout_p=dropout, **options)
+            else:
+                found = attention(q, k, v, pattern, dropout_p=dropout, return_lse=True, **options)
+                lse = scale * (q * self._bias_row(self.bias_k, k)).sum(-1).to(found[1].dtype)
+                of_bias = self._bias_row(self.bias_v, v).expand_as(found[0])
+                if dropout:
+                    of_bias = of_bias * F.dropout(torch.ones_like(lse), dropout)[..., None]
+                parts = found[0], of_bias.to(found[0].dtype)
+                out, _ = merge_attention(parts, (found[1], lse))
+        joined = out.transpose(1, 2).flatten(2)  # [B, L, E]
+        return self.out_proj(joined), weights if need_weights else None
+
+    def _bias_row(self, bias: Tensor | None, like: Tensor) -> Tensor:
+        """One more key or value of each batch entry, [B, H, 1, D]."""
+        assert bias is not None
+        row = bias.view(1, self.num_heads, 1, self.head_dim).to(like.dtype)
+        return row.expand(len(like), -1, -1, -1)
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Raises ValueError where inputs [B, N, E] do not fit."""
+        fits = query.dim() == key.dim() == value.dim() == 3 and len(query) == len(key) == len(value)
+        widths = query.shape[-1], key.shape[-1], value.shape[-1]
+        wanted = self.embed_dim, self.kdim, self.vdim
+        if not fits or widths != wanted or key.shape[1] != value.shape[1]:
+            shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+            raise ValueError(
+                "query, key and value must be [batch, tokens, {}], [batch, keys, {}] and [batch, "
+                "keys, {}], got {}, batch first; {} here".format(
+                    *wanted, shapes, f"batch_first={self.batch_first}"
+                )
+            )
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """[B, H, N, D] of each."""
+        bias = self.in_proj_bias
+        if self.in_proj_weight is None:
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        elif query is key and key is value:
+            x = F.linear(query, self.in_proj_weight, bias)
+            parts = x.unflatten(-1, (3, self.num_heads, self.head_dim))  # [B, N, 3, H, D]
+            return list(parts.permute(2, 0, 3, 1, 4).unbind())
+        else:
+            weights = list(self.in_proj_weight.chunk(3))
+        biases = [None] * 3 if bias is None else bias.chunk(3)
+        projected = (
+            F.linear(x, weight, b)
+            for x, weight, b in zip((query, key, value), weights, biases, strict=True)
+        )
+        return [x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected]
+
+    def _masked(
+        self,
+        pattern: Pattern,
+        query: Tensor,
+        key: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+    ) -> tuple[Pattern, Tensor | None]:
+        """The pattern without what masks block, and what they add to scores."""
+        (batch, length), keys, heads = query.shape[:2], key.shape[1], self.num_heads
+        added: list[Tensor] = []
+        if key_padding_mask is not None:
+            _check_mask("key_padding_mask", key_padding_mask, [(batch, keys)])
+            seen = _seen(key_padding_mask)
+            if seen is None:
+                added.append(key_padding_mask[:, None, None])
+            else:
+                pattern = pattern & KeyMask(seen)  # type: ignore[operator]
+        if attn_mask is not None:
+            fit = [(length, keys), (batch * heads, length, keys)]
+            _check_mask("attn_mask", attn_mask, fit)
+            if attn_mask.dim() == 3:
+                attn_mask = attn_mask.view(batch, heads, length, keys)
+            seen = _seen(attn_mask)
+            if seen is None:
+                added.append(attn_mask if attn_mask.dim() == 4 else attn_mask[None, None])
+            else:
+                pattern = pattern & _pairs(seen)  # type: ignore[operator]
+        return pattern, sum(added[1:], added[0]) if added else None
+
+    def _of_nested(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        need_weights: bool,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of nested inputs, padded; out is nested as the query is."""
+        lengths = [len(x) for x in query.unbind()]
+        valid = KeyPadding(tuple(len(x) for x in key.unbind()))
+        padded = _each(lambda x: x.to_padded_tensor(0.0), query, key, value)
+        self._check(*padded)
+        pattern = self.pattern & valid  # type: ignore[operator]
+        if is_causal:
+            pattern = pattern & Causal()
+        out, weights = self._attend(*padded, pattern, None, need_weights)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        rows = [x[:n] for x, n in zip(out, lengths, strict=True)]
+        if query.layout is torch.jagged:
+            return torch.nested.nested_tensor_from_jagged(
+                torch.cat(rows), offsets=query.offsets()
+            ), weights
+        return torch.nested.as_nested_tensor(rows), weights
+
+
+def convert(module: nn.Module, pattern: Pattern) -> list[str]:
+    """Puts `MultiheadAttention` over a pattern in the place of torch's, everywhere below a module.
+
+    Parameters, hooks and modes are those of the modules that go; a module that has several places
+    keeps them. Modules of other classes stay, those made before among them.
+
+    Returns: the names of the places that changed.
+
+    Raises: ValueError where `module` is itself torch's, which nothing here holds; TypeError for
+        what is no pattern.
+
+    Example:
+        >>> convert(model, SlidingWindow(255, 255) | GlobalTokens(1))
+    """
+    check_pattern(pattern)
+    if type(module) is nn.MultiheadAttention:
+        raise ValueError(
+            "convert replaces modules below the one it is given, got a MultiheadAttention itself; "
+            "make sparsering.nn.MultiheadAttention and load its state_dict"
+        )
+    made: dict[int, MultiheadAttention] = {}
+    names = []
+    for parent_name, parent in list(module.named_modules()):
+        for name, child in list(parent._modules.items()):
+            if type(child) is not nn.MultiheadAttention:
+                continue
+            if id(child) not in made:
+                made[id(child)] = _converted(child, pattern)
+            setattr(parent, name, made[id(child)])
+            names.append(f"{parent_name}.{name}" if parent_name else name)
+    return names
+
+
+def _converted(torchs: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAttention:
+    """The module over a pattern that shares parameters, hooks and all else with torch's."""
+    made = MultiheadAttention.__new__(MultiheadAttention)
+    for name, x in vars(torchs).items():
+        vars(made)[name] = copy.copy(x) if isinstance(x, dict | set) else x
+    made._attend_by(pattern, None)
+    return made
+
+
+def _called(module: nn.Module, inputs: Any) -> None:
+    """A hook that does nothing but keep torch's fused layers from passing its module by."""
+
+
+def _each(change: Callable[[Tensor], Tensor], *given: Tensor) -> list[Tensor]:
+    """Tensors changed; those that are one stay one."""
+    changed = {id(x): change(x) for x in given}
+    return [changed[id(x)] for x in given]
+
+
+def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"{name} must be bool, True for what is blocked, or floats that are added to scores, "
+            f"got {mask.dtype}; .bool() converts it"
+        )
+    if tuple(mask.shape) not in shapes:
+        raise ValueError(
+            f"{name} must be {' or '.join(map(str, shapes))} here, got "
+            f"{shortened(str(tuple(mask.shape)))}; expand it"
+        )
+
+
+def _seen(mask: Tensor) -> Tensor | None:
+    """Where a mask of torch's lets pairs attend; None where it adds numbers to scores."""
+    if mask.dtype == torch.bool:
+        return ~mask
+    blocked = mask == -torch.inf
+    learns = mask.requires_grad and torch.is_grad_enabled()
+    return None if learns or not bool((blocked | (mask == 0)).all()) else ~blocked
+
+
+def _pairs(seen: Tensor) -> Pattern:
+    """The pattern of a table of pairs; by name where it is the causal one."""
+    if seen.dim() == 2 and bool((seen == torch.ones_like(seen).tril()).all()):
+        return Causal()
+    return Dense(seen)

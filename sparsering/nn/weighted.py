@@ -1,0 +1,65 @@
+"""Attention with its weights in hand: dense, for what asks for them; up to a size.
+
+Beside it: `attention`, which has no weights, and `attention_weights` of visited blocks.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..numerics import finite_or_zero, sum_dtype
+from ..patterns.algebra import Pattern
+
+MOST_WEIGHTS = 1 << 26
+
+
+def weighted_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    scale: float,
+    added: Tensor | None = None,
+    extra_keys: int = 0,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention over a pattern, and its weights.
+
+    Args:
+        query: [B, H, Nq, D], at positions 0 and on.
+        key, value: [B, H, Nk, D].
+        pattern: of all keys but the last `extra_keys`, which every query sees.
+        scale: of the scores.
+        added: [B or 1, H or 1, Nq or 1, Nk - extra_keys], numbers that are added to the scores.
+        dropout: the share of the weights that is dropped; others are divided by 1 - dropout.
+
+    Returns: out [B, H, Nq, D] and the weights [B, H, Nq, Nk] after dropout, in the query's dtype;
+        0 where a query sees no key. Differentiable.
+
+    Raises: ValueError for more than 2^26 weights.
+
+    Cost: O(B H Nq Nk) time and memory.
+    """
+    shape = *query.shape[:3], key.shape[2]
+    if shape[0] * shape[1] * shape[2] * shape[3] > MOST_WEIGHTS:
+        raise ValueError(
+            f"weights, and float masks of other numbers than 0 and -inf, take dense scores, up to "
+            f"2^26 of them, got {' x '.join(map(str, shape))}; pass need_weights=False and bool "
+            "masks, and look at sparsering.attention_weights for the weights of visited blocks"
+        )
+    heads, inner = query.shape[1], key.shape[2] - extra_keys
+    counts = pattern.to_dense(query.shape[2], inner, num_heads=heads, q_start=0)
+    dtype = sum_dtype(query)
+    bias = counts.to(query.device, dtype).log()
+    there = F.pad(bias > -torch.inf, (0, extra_keys), value=True)
+    bias = bias if added is None else bias + added.to(dtype)
+    score = scale * (query @ key.mT).to(dtype) + F.pad(bias, (0, extra_keys))
+    score = torch.where(there, score, -torch.inf)  # whatever a key holds that nobody sees
+    value = torch.where(there.any(-2)[..., None], value, 0.0)
+    highest = finite_or_zero(score.detach().amax(-1, keepdim=True)) if score.shape[-1] else 0.0
+    weight = (score - highest).exp()
+    total = weight.sum(-1, keepdim=True)
+    weights = (weight / torch.where(total > 0, total, 1.0)).to(query.dtype)
+    weights = F.dropout(weights, dropout)
+    return weights @ value, weights
