@@ -181,10 +181,7 @@ class Attend {
           }
           hide_unseen(seen, keys, pass.step, scores, 1);
           if (number_of_bitmap >= 0) {
-            const auto [bits, bit] = pass.bits_of_query(number_of_bitmap, i);
-            for (int64_t j = 0; j < keys.count; ++j) {
-              scores[j] = bits[j * (x_.block / 8)] & bit ? scores[j] : -kInf;
-            }
+            keep_bits(pass.bits_of_query(number_of_bitmap, i), keys.count, scores);
           }
           weigh(few, r, keys.count, s.highest.get()[r], s.total.get()[r]);
           if (x_.extras.drops()) {
@@ -238,12 +235,13 @@ class Attend {
   // Whether a bitmap holds any pair of a tile's queries: tiles of a page of queries are not all
   // those of each.
   bool visited(const Pass& pass, int64_t number, int64_t queries, int64_t keys) const {
-    bool any = false;
-    for (int64_t i = 0; i < queries && !any; ++i) {
-      const auto [bits, bit] = pass.bits_of_query(number, i);
-      for (int64_t j = 0; j < keys && !any; ++j) {
-        any = bits[j * (x_.block / 8)] & bit;
+    int any = 0;
+    for (int64_t i = 0; i < queries; ++i) {
+      const uint8_t* bits = pass.bits_of_query(number, i);
+      for (int64_t j = 0; j < keys / 8; ++j) {
+        any |= bits[j];
       }
+      any |= keys % 8 ? bits[keys / 8] & ((1 << keys % 8) - 1) : 0;
     }
     return any;
   }

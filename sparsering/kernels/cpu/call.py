@@ -136,7 +136,7 @@ def _flat(layout: BlockLayout) -> tuple[list[Tensor], list[int], list[int], bool
 
 def _tables(p: Pass) -> list[Tensor]:
     tiles = p.query_start, p.query_stop, p.key_start, p.key_stop
-    tables = p.row_ptr, p.key_tile, p.bitmap, p.transposed_bitmaps
+    tables = p.row_ptr, p.key_tile, p.bitmap, p.transposed_bitmaps, p.bitmaps
     return [x.contiguous() for x in (*tiles, *tables)]
 
 

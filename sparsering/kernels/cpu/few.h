@@ -131,6 +131,16 @@ void score_keys(const FewQueries& x, const S* keys, int64_t stride, int64_t coun
   }
 }
 
+// Hides the scores whose bit is not set.
+inline void keep_bits(const uint8_t* bits, int64_t count, float* scores) {
+  for (int64_t first = 0; first < count; first += 8) {
+    const int byte = bits[first / 8];
+    for (int64_t j = 0; j < std::min<int64_t>(8, count - first) && byte != 0xFF; ++j) {
+      scores[first + j] = byte >> j & 1 ? scores[first + j] : -kInf;
+    }
+  }
+}
+
 // One softmax step of one query over `count` scores, which become weights.
 inline void weigh(const FewQueries& x, int64_t row, int64_t count, float& highest, float& total) {
   float *scores = x.scores + row * x.ld, *sums = x.sums + row * x.value_width;

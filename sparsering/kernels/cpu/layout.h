@@ -106,10 +106,10 @@ struct Tile {
   int64_t start, count;
 };
 
-// One pass of a layout; see layouts/layout.py for the meaning of its tensors, the last of which is
-// `transposed_bitmaps`.
+// One pass of a layout; see layouts/layout.py for the meaning of its tensors, the last of which are
+// `transposed_bitmaps` and `bitmaps`.
 struct Pass {
-  static constexpr int kTensors = 8, kPlaces = 3;
+  static constexpr int kTensors = 9, kPlaces = 3;
 
   // `places`: origins of query and key tiles and streams of query tiles (empty: 0), where anything
   // depends on them, else none.
@@ -132,6 +132,7 @@ struct Pass {
         bitmap_(tensors[6].const_data_ptr<int32_t>()),
         num_bitmaps(tensors[7].size(0)),
         bitmaps(tensors[7].const_data_ptr<uint8_t>()),
+        rows_of_bits_(tensors[8].const_data_ptr<uint8_t>()),
         branch(branch_),
         query_origin_(places.empty() ? nullptr : places[0].const_data_ptr<int64_t>()),
         key_origin_(places.empty() ? nullptr : places[1].const_data_ptr<int64_t>()),
@@ -169,16 +170,17 @@ struct Pass {
   const uint8_t* bitmap(int64_t number) const {
     return bitmaps + number * (block * block / 8);
   }
-  // Of the `i`th query of a tile: where its bit of each key is, block / 8 bytes apart, and which.
-  std::pair<const uint8_t*, uint32_t> bits_of_query(int64_t number, int64_t i) const {
-    return {bitmap(number) + (slot + i) / 8, 1u << (slot + i) % 8};
+  // The bits of the keys that the `i`th query of a tile sees.
+  const uint8_t* bits_of_query(int64_t number, int64_t i) const {
+    return rows_of_bits_ + (number * block + slot + i) * (block / 8);
   }
 
   int64_t step, block, axes, rows, columns, batches, tables, entries;
   const int64_t *query_start, *query_stop, *key_start, *key_stop;
   const int32_t *row_ptr_, *key_tile_, *bitmap_;
   int64_t num_bitmaps;
-  const uint8_t* bitmaps;  // queries along the bits of a key's row
+  const uint8_t* bitmaps;        // queries along the bits of a key's row
+  const uint8_t* rows_of_bits_;  // keys along those of a query's
   int64_t branch;
   int64_t slot = 0;  // of the first query of a tile in its bitmaps
   const int64_t *query_origin_, *key_origin_, *stream_;
@@ -248,12 +250,13 @@ inline void check_pass(at::TensorList t, const Pass& p, int64_t q_len, int64_t k
   for (int i = 0; i < Pass::kTensors; ++i) {
     TORCH_CHECK_VALUE(t[i].is_contiguous(), "sparsering cpu: layout tensors must be contiguous");
   }
-  const bool fits =
-      p.step > 0 && (p.axes == 1 || p.axes == Hkv) && t[2].size(0) == p.axes &&
-      t[1].sizes() == t[0].sizes() && t[3].sizes() == t[2].sizes() &&
-      (p.batches == 1 || p.batches == B) && (Hq == 0 || (p.tables > 0 && Hq % p.tables == 0)) &&
-      t[4].size(2) == p.rows + 1 && t[6].sizes() == t[5].sizes() && t[5].size(0) == p.batches &&
-      t[5].size(1) == p.tables && t[7].size(1) == p.block * p.block / 8;
+  const bool fits = p.step > 0 && (p.axes == 1 || p.axes == Hkv) && t[2].size(0) == p.axes &&
+                    t[1].sizes() == t[0].sizes() && t[3].sizes() == t[2].sizes() &&
+                    (p.batches == 1 || p.batches == B) &&
+                    (Hq == 0 || (p.tables > 0 && Hq % p.tables == 0)) &&
+                    t[4].size(2) == p.rows + 1 && t[6].sizes() == t[5].sizes() &&
+                    t[5].size(0) == p.batches && t[5].size(1) == p.tables &&
+                    t[7].size(1) == p.block * p.block / 8 && t[8].sizes() == t[7].sizes();
   TORCH_CHECK_VALUE(fits,
                     "sparsering cpu: malformed layout: the shapes of a pass's tensors disagree");
   check_tiles(p.query_start, p.query_stop, p.axes * p.rows, q_len, "query");
