@@ -54,9 +54,10 @@ def weighted_attention(
     bias = counts.to(query.device, dtype).log()
     there = F.pad(bias > -torch.inf, (0, extra_keys), value=True)
     bias = bias if added is None else bias + added.to(dtype)
+    seen = there.any(-2)[..., None]  # whatever a key holds that nobody sees
+    key, value = torch.where(seen, key, 0.0), torch.where(seen, value, 0.0)
     score = scale * (query @ key.mT).to(dtype) + F.pad(bias, (0, extra_keys))
-    score = torch.where(there, score, -torch.inf)  # whatever a key holds that nobody sees
-    value = torch.where(there.any(-2)[..., None], value, 0.0)
+    score = torch.where(there, score, -torch.inf)
     highest = finite_or_zero(score.detach().amax(-1, keepdim=True)) if score.shape[-1] else 0.0
     weight = (score - highest).exp()
     total = weight.sum(-1, keepdim=True)

@@ -279,9 +279,13 @@ class TensorMask(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Dense(TensorMask):
-    """Any bool [Nq, Nk] or [H, Nq, Nk] mask, for small inputs; a row is a query *index*."""
+    """Any bool mask [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk]; a row is a query *index*.
+
+    For small inputs.
+    """
 
     mask: Tensor
+    table_dims: ClassVar[tuple[int, ...]] = (2, 3, 4)
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return Dense(self._table_of(batch, head, frame))

@@ -146,7 +146,7 @@ def test_a_pattern_is_a_mask_that_costs_less(pattern, need_weights):
     ours, torchs = pair(batch_first=True)
     ours.pattern = pattern
     x = inputs(True)
-    seen = pattern.to_dense(L, L, num_heads=H).bool().expand(H, L, L)
+    seen = pattern.to_dense(L, L, num_heads=H).bool().expand(H, L, L).clone()
     seen[:, :, 0] |= ~seen.any(-1)  # torch gives NaN where a query sees none
     some = pattern.to_dense(L, L, num_heads=H).bool().expand(H, L, L).any(-1)
     out, weights = ours(*x, need_weights=need_weights, average_attn_weights=False)
@@ -212,7 +212,7 @@ def test_a_layer_in_eval_mode_does_not_pass_by_the_pattern():
     dense = layer(x)
     assert convert(layer, WINDOW) == ["self_attn"]
     trained = layer(x)
-    seen = WINDOW.to_dense(L, L).bool()
+    seen = WINDOW.to_dense(L, L).bool()[0]
     torch.manual_seed(0)
     other = nn.TransformerEncoderLayer(E, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
     expected = other(x, src_mask=~seen)
