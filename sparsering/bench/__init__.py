@@ -19,6 +19,7 @@ from .cases import (
 from .decoding import batches, decoding
 from .extras import extras
 from .measure import write_record
+from .modules import modules
 from .sweeps import sweeps
 
 CASES = {
@@ -30,6 +31,7 @@ CASES = {
     "decode": decode,
     "decoding": decoding,
     "batches": batches,
+    "modules": modules,
     "extras": extras,
     "sweeps": sweeps,
     "memory": memory,

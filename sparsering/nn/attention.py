@@ -8,7 +8,7 @@ Its parameters, initial values and results are torch's; what attends is `sparser
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -219,8 +219,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """[B, H, N, D] of each."""
-        bias = self.in_proj_bias
-        if self.in_proj_weight is None:
+        bias, weights = self.in_proj_bias, list[Tensor]()
+        if not self._qkv_same_embed_dim:
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
         elif query is key and key is value:
             x = F.linear(query, self.in_proj_weight, bias)
@@ -277,19 +277,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Of nested inputs, padded; out is nested as the query is."""
         lengths = [len(x) for x in query.unbind()]
         valid = KeyPadding(tuple(len(x) for x in key.unbind()))
-        padded = _each(lambda x: x.to_padded_tensor(0.0), query, key, value)
-        self._check(*padded)
+        q, k, v = _each(lambda x: x.to_padded_tensor(0.0), query, key, value)
+        self._check(q, k, v)
         pattern = self.pattern & valid  # type: ignore[operator]
         if is_causal:
             pattern = pattern & Causal()
-        out, weights = self._attend(*padded, pattern, None, need_weights)
+        out, weights = self._attend(q, k, v, pattern, None, need_weights)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         rows = [x[:n] for x, n in zip(out, lengths, strict=True)]
         if query.layout is torch.jagged:
-            return torch.nested.nested_tensor_from_jagged(
-                torch.cat(rows), offsets=query.offsets()
-            ), weights
+            offsets = cast(Any, query).offsets()
+            return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets), weights
         return torch.nested.as_nested_tensor(rows), weights
 
 
