@@ -219,7 +219,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """[B, H, N, D] of each."""
-        bias, weights = self.in_proj_bias, list[Tensor]()
+        bias = self.in_proj_bias
+        weights: list[Tensor]
         if not self._qkv_same_embed_dim:
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
         elif query is key and key is value:
