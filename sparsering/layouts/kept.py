@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..patterns.algebra import And, Frame, Mask, Or, Pattern
 from ..patterns.arguments import MOST_TOKENS
-from ..patterns.positions import Dilated
+from ..patterns.positions import Causal, Dilated, Full
 from .bitmaps import pack, transposed
 from .conditions import EMPTY, FULL, VARIES
 from .layout import BlockLayout, Pass
@@ -39,7 +39,7 @@ def page_over(
     Args:
         pattern: causal.
         positions: of each batch entry, or one for all: [entries, Hkv, keys] int64, -1 where there
-            is none.
+            is none; the last are those of the queries, others before.
         live: [branches, entries, Hkv, keys] bool, False where no query of a branch visits a key.
         starts: [entries] the position of the first query.
         frame: that the pattern is laid against, where it depends on one.
@@ -156,15 +156,18 @@ def _by_keys(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same of rows that see masks of their own: every key that they have is looked at."""
     count, keys = rows.keys.shape
-    tiles, there = -(-keys // block_size), rows.keys >= 0
-    most = int(there.sum(1).max()) if there.numel() else 0
-    slot = (~there).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
+    tiles, old = -(-keys // block_size), keys - queries  # before any query: causal in any case
     query = (rows.first[:, None] + torch.arange(queries))[:, None]
     bits = torch.zeros(count, tiles * block_size, block_size // 8, dtype=torch.uint8)
-    for part in slot.split(max(1, _MOST_CELLS // max(1, count * queries)), 1):
-        found = _bits(partial(_hold, rows.masks), query, rows.keys.gather(1, part), frame)
-        place = part[..., None].expand_as(found)
-        bits[..., : queries // 8].scatter_(1, place, found)
+    past = [_without_causal(mask) for mask in rows.masks]
+    for begin, end, masks in ((0, old, past), (old, keys, rows.masks)):
+        there = rows.keys[:, begin:end] >= 0
+        most = int(there.sum(1).max()) if there.numel() else 0
+        slot = (~there).to(torch.int8).argsort(dim=1, stable=True)[:, :most] + begin
+        for part in slot.split(max(1, _MOST_CELLS // max(1, count * queries)), 1):
+            found = _bits(partial(_hold, masks), query, rows.keys.gather(1, part), frame)
+            place = part[..., None].expand_as(found)
+            bits[..., : queries // 8].scatter_(1, place, found)
     bits = bits.view(count * tiles, block_size**2 // 8)
     visited = (bits.view(torch.int64) != 0).any(1)
     number = (visited.cumsum(0) - 1).view(count, tiles)
@@ -177,6 +180,12 @@ def _bits(holds: Callable[..., Tensor], query: Tensor, key: Tensor, frame: Frame
     held = holds(query, key.clamp(min=0)[:, :, None], frame)
     held = held & there[:, :, None] if not bool(there.all()) else held
     return pack(held.expand(shape).reshape(-1, shape[2])).view(*key.shape, shape[2] // 8)
+
+
+def _without_causal(mask: Mask) -> Mask:
+    """A mask that is the same of keys before all queries."""
+    rest = tuple(x for x in mask.masks if x != Causal()) if isinstance(mask, And) else (mask,)
+    return And(rest) if len(rest) > 1 else rest[0] if rest else Full()
 
 
 def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
