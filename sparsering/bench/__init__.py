@@ -18,6 +18,7 @@ from .cases import (
 )
 from .decoding import decoding
 from .extras import extras
+from .gigapath import gigapath
 from .measure import write_record
 from .sweeps import sweeps
 
@@ -30,6 +31,7 @@ CASES = {
     "decode": decode,
     "decoding": decoding,
     "extras": extras,
+    "gigapath": gigapath,
     "sweeps": sweeps,
     "memory": memory,
     "million-tokens": million_tokens,
