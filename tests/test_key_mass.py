@@ -55,6 +55,16 @@ def test_column_sums_of_every_pattern(name, case, backend):
     assert_close(got.double().sum(-1), rows.double(), tolerance * 10, "rows with keys")
 
 
+def test_kernels_of_triton_take_so_few_channels(monkeypatch):
+    choose = weights.choose
+    monkeypatch.setattr(weights, "choose", lambda _, *rest: choose("triton", *rest))
+    case = Case(1, 4, 2, 40, 40)
+    query, key, _ = inputs(case, torch.float32, requires_grad=False)
+    pattern = sr.LongNet((16, 40), (1, 2))
+    expected = column_sums(query, key, dense_counts(pattern, case))
+    assert_close(sr.key_mass(query, key, pattern).double(), expected, 2e-5)
+
+
 def test_a_given_lse_saves_the_forward_and_may_be_wider(backend, monkeypatch):
     case = CASES["grouped"]
     (query, key), tolerance = drawn(case, backend)

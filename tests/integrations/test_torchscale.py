@@ -252,6 +252,22 @@ def test_dropout_while_training_alone():
     assert torch.equal(layer(x, x, x)[0], without(x, x, x)[0])
 
 
+def test_what_each_key_of_a_converted_layer_receives():
+    """By `key_mass`, zero keys as a sink: the gradients of values."""
+    theirs, ours = twins(arguments((8, 16), (1, 4)), zero_padding="torchscale", subln=False)
+    x = torch.randn(1, 27, 24, dtype=torch.float64)
+    with torch.no_grad():
+        theirs.out_proj.weight.copy_(torch.eye(24))
+    value = torch.randn(1, 27, 24, dtype=torch.float64, requires_grad=True)
+    theirs.v_proj = nn.Identity()
+    (received,) = torch.autograd.grad(theirs(x, x, value)[0].sum(), value)
+    q, k = (p(x).view(1, 27, 4, 6).transpose(1, 2) for p in (ours.q_proj, ours.k_proj))
+    sink = torchscale.zero_sink(ours.pattern, 4, 27, x)
+    mass = sr.key_mass(q, k, ours.pattern, sink=sink)
+    torch.testing.assert_close(mass, received.view(27, 4, 6)[..., 0].T[None])
+    assert (sr.key_mass(q, k, ours.pattern) - mass).abs().max() > 0.01
+
+
 # What args may be, and state_dicts
 
 
@@ -356,6 +372,15 @@ def test_misplaced_rows_are_refused_with_their_numbers():
             ours(x, x, x, is_causal=causal)
     ours.zero_padding = "exact"
     ours(x, x, x)
+
+
+def test_misplaced_rows_are_refused_in_the_step_that_comes_to_them():
+    _, ours = twins(arguments((8, 30), (1, 4)), zero_padding="torchscale")
+    x, state = torch.randn(1, 31, 24, dtype=torch.float64), {}
+    ours(*[x[:, :30]] * 3, incremental_state=state, is_causal=True)
+    with pytest.raises(ValueError, match="misplaces rows"):
+        ours(*[x[:, 30:]] * 3, incremental_state=state, is_causal=True)
+    assert state["prev_key"].shape[2] == 30
 
 
 def test_padding_is_refused_where_torchscale_ignores_it():

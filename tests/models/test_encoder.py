@@ -217,6 +217,22 @@ def test_checkpointed_layers_give_the_same_results_and_gradients(dtype):
     assert all(torch.equal(g, results[1][1][name]) for name, g in results[0][1].items())
 
 
+@pytest.mark.parametrize("class_token", [True, False])
+def test_the_residual_stream_stays_in_the_parameters_dtype_under_autocast(class_token):
+    model = tiny(class_token=class_token)
+    x, _ = tiles(20, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    assert out.dtype == torch.float32
+    assert 0 < (out - model(x)).abs().max() < 0.2
+
+
+def test_tokens_enter_with_one_size():
+    model = tiny(in_width=None, class_token=False)
+    x = torch.randn(1, 20, 32)
+    torch.testing.assert_close(model(3 * x), model(x), rtol=0, atol=1e-4)
+
+
 def test_copies_and_state_dicts_give_the_same():
     model = tiny(axes=2)
     x, grid = tiles(30)
