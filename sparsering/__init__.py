@@ -45,7 +45,7 @@ from .patterns import (
     register_pattern,
 )
 from .varlen import attention_varlen
-from .weights import BlockWeights, attention_weights
+from .weights import BlockWeights, attention_weights, key_mass
 
 __version__ = "0.1.0"
 
@@ -81,6 +81,7 @@ __all__ = [
     "dropout_kept",
     "explain",
     "from_mask_mod",
+    "key_mass",
     "layout_cache",
     "merge_attention",
     "parse",

@@ -123,6 +123,42 @@ def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     return tuple(grads.get(name) for name in _NAMES[: _NAMES.index("tensors")])
 
 
+def value_gradient(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    pattern: Pattern,
+    lse: Tensor,
+    grad_out: Tensor,
+    *,
+    scale: float,
+    q_start: int,
+    block_size: int | None,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """The sum over queries of `exp(s - lse) grad_out`, [B, Hkv, Nk, Dv], of a checked call.
+
+    lse [B, Hq, Nq] may be of more keys than the pattern's; a sink is then in it, not an option.
+    """
+    value = query.new_zeros(*key.shape[:3], grad_out.shape[3])
+    problem = _problem(
+        pattern,
+        query,
+        key,
+        value,
+        scale=scale,
+        q_start=q_start,
+        block_size=block_size,
+        backend=backend,
+        **options,
+    )._replace(learns_distances=False)
+    backward = BACKENDS[backend].backward
+    assert backward is not None
+    with without_autocast(query):
+        zeros = torch.zeros_like(grad_out), torch.zeros_like(lse)
+        return backward(problem.in_first_slots(), zeros[0], lse, grad_out, zeros[1]).value
+
+
 _CALL = (
     "Tensor query, Tensor key, Tensor value, Tensor? block_bias, Tensor? distance_bias, "
     "Tensor? sink, Tensor? dropout_seed, Tensor[] tensors, str pattern, float scale, "

@@ -1,4 +1,4 @@
-"""Attention weights on the visited blocks: for looking at, not for training."""
+"""Attention weights, on the visited blocks or summed over queries: to look at, not to train by."""
 
 import itertools
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .checks import refuse_meta
+from .checks import check_tensor, refuse_forward_mode, refuse_meta
 from .dispatch import choose
 from .functional import checked_call
 from .layouts.layout import BlockLayout
-from .numerics import capped, entry_of_distance, finite_or_zero, without_autocast
-from .ops import attend
+from .numerics import capped, entry_of_distance, finite_or_zero, sum_dtype, without_autocast
+from .ops import attend, value_gradient
 from .patterns.algebra import Pattern
 
 
@@ -124,3 +124,99 @@ def attention_weights(
             tables.append(torch.cat((visited, missing)))
         empty = lse.new_zeros(batch, heads, blocks, size, size)
         return BlockWeights(torch.stack(tables).view(empty.shape) if tables else empty, layout)
+
+
+@torch.no_grad()
+def key_mass(
+    query: Tensor,
+    key: Tensor,
+    pattern: Pattern,
+    lse: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    scale: float | None = None,
+    q_start: int | None = None,
+    block_size: int | None = None,
+    block_bias: Tensor | None = None,
+    softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
+    """How much attention each key receives: the softmax weights, summed over the queries.
+
+    `mass_k = sum_q w_q m(q, k) e^{s_qk - lse_q}`: the column sums of attention's weights, which are
+    never held. Queries without keys give nothing; without weights, masses of a head sum to the
+    number of queries with keys, less what a sink takes. No gradient.
+
+    Args:
+        query: [B, Hq, Nq, D].
+        key: [B, Hkv, Nk, D].
+        pattern: a mask or a mixture; a key that is seen by several branches receives from each.
+        lse: [B, Hq, Nq] of the softmax that weights are shares of, as `attention` returns it, with
+            what is in its sink; default the pattern's own, computed. That of a wider pattern tells
+            what part of its softmax falls on the pairs of this one.
+        weight: [B or 1, Hq or 1, Nq], of each query in the sum; default 1. Of a class token alone
+            pass its query alone, with its q_start.
+        scale, q_start, block_size, block_bias, softcap, distance_bias, sink: as `attention`.
+
+    Returns: [B, Hq, Nk], float32 (float64 for float64 inputs), computed in that dtype.
+
+    Raises: ValueError where arguments do not fit; a sink beside lse is one, as it is in there.
+
+    Cost: that of attention's backward without its values, and of its forward where no lse is given;
+        memory O(N).
+
+    Example:
+        >>> out, lse = attention(query, key, value, pattern, return_lse=True)
+        >>> heat = key_mass(query, key, pattern, lse).mean(1)  # [B, Nk], of each tile of a slide
+    """
+    if sink is not None and lse is not None:
+        raise ValueError(
+            "expected sink or lse, got both; the lse that attention returns has the sink in it"
+        )
+    inputs, call, options = checked_call(
+        query,
+        key,
+        key,
+        pattern,
+        scale=scale,
+        q_start=q_start,
+        block_size=block_size,
+        block_bias=block_bias,
+        softcap=softcap,
+        distance_bias=distance_bias,
+        sink=sink,
+    )
+    refuse_meta(query, key)
+    refuse_forward_mode(query, key)
+    dtype = sum_dtype(query)
+    query, key, _ = (x.to(dtype) for x in inputs)
+    (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
+    group = heads // max(1, kv_heads)
+    backend = choose(None, (query, key, key), options)
+    if lse is None:
+        _, lse = attend(backend, query, key, key[..., :1], pattern, **call, options=options)
+    options = {**options, "sink": None}
+    lse = _checked_rows("lse", lse, query, broadcasts=False)
+    each = query.new_ones(1, 1, 1) if weight is None else _checked_rows("weight", weight, query)
+    # a channel for each query head of a key's: what one sends, the others' channels do not get
+    sent = torch.eye(group, dtype=dtype, device=query.device).repeat(kv_heads, 1)[:, None]
+    sent = (each[..., None] * sent).expand(batch, heads, q_len, group).contiguous()
+    mass = value_gradient(backend, query, key, pattern, lse, sent, **call, options=options)
+    return mass.transpose(2, 3).reshape(batch, heads, kv_len)
+
+
+def _checked_rows(name: str, x: Tensor, query: Tensor, broadcasts: bool = True) -> Tensor:
+    """A number for each row of the queries, in their dtype; ValueError where it does not fit."""
+    shape = query.shape[:3]
+    outer = [f"{n} or 1" if broadcasts else str(n) for n in shape[:2]]
+    check_tensor(name, x)
+    fits = x.dim() == 3 and x.shape[2] == shape[2] and x.is_floating_point()
+    for have, want in zip(x.shape[:2], shape[:2], strict=False):
+        fits = fits and (have == want or (broadcasts and have == 1))
+    if not fits or x.device != query.device:
+        raise ValueError(
+            f"{name} must be floating point [{', '.join(outer)}, {shape[2]}] on {query.device}, "
+            f"got {x.dtype} {tuple(x.shape)} on {x.device}; unsqueeze what lacks"
+        )
+    return x.detach().to(query.dtype)

@@ -40,11 +40,12 @@ ROOMS = {
     "patterns numerics rows",
     "nn": "functional selection decoding checks patterns numerics",
     "models": "nn functional decoding patterns",
-    "integrations": "nn functional selection decoding checks patterns",
+    "integrations": "nn functional selection decoding checks patterns numerics",
     "planner": "cost distributed layouts patterns",
     "plots": "planner layouts patterns",
     "report": "plots planner",
-    "bench": "plots report planner nn decoding functional extras kernels layouts patterns numerics",
+    "bench": "plots report planner models nn decoding functional extras kernels layouts patterns "
+    "numerics",
     "training": "distributed models nn plots report layouts patterns files",
     "cli": "",  # the command line takes what a command needs
 }

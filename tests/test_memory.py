@@ -219,6 +219,20 @@ def test_a_million_tokens():
         assert (out[:, :, position] - row[:, :, 0]).abs().max() < 1e-5
 
 
+def test_key_mass_takes_a_few_tensors_at_any_length():
+    """Two gradients that nobody asked for, packed inputs, lse and channels of ones."""
+    heads, kv_heads = 4, 2
+    for length in LENGTHS[:2]:
+        query, key, _ = inputs(length, heads, kv_heads)
+        pattern = PATTERNS["longnet"]
+        sr.key_mass(query, key, pattern)
+        got = measure(lambda args=(query, key, pattern): sr.key_mass(*args))
+        tensor, lse = query.numel() * FLOAT, heads * length * FLOAT
+        fixed = scratch() + 2 * pattern.layout(length, num_heads=heads, num_kv_heads=2).nbytes
+        assert got.peak <= 4 * tensor + 12 * lse + fixed
+        assert got.kept == lse
+
+
 # The CPU kernel: packed keys and values of some heads, and a scratch for each thread
 
 

@@ -18,6 +18,7 @@ from .cases import (
 )
 from .decoding import batches, decoding
 from .extras import extras
+from .gigapath import gigapath
 from .measure import write_record
 from .modules import modules
 from .sweeps import sweeps
@@ -33,6 +34,7 @@ CASES = {
     "batches": batches,
     "modules": modules,
     "extras": extras,
+    "gigapath": gigapath,
     "sweeps": sweeps,
     "memory": memory,
     "million-tokens": million_tokens,

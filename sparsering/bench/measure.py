@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,30 +82,43 @@ def error_of_rows(out: Tensor, exact_row: Callable[[int], Tensor], rows: int) ->
     return worst / largest
 
 
-def peak_extra_bytes(work: Callable[..., Iterator[None]], *arguments: object) -> int:
+def peak_extra_bytes(work: Callable[..., Iterator[Any]], *arguments: object) -> int:
     """Peak resident memory of `work` beyond what its generator form holds at its first `yield`.
 
     `work` is a generator function in a module, run in a fresh process: up to its `yield` it makes
     its inputs and warms up, after it comes the call that is measured.
+    """
+    return peak_and_figures(work, *arguments)[0]
+
+
+def peak_and_figures(work: Callable[..., Iterator[Any]], *arguments: object) -> tuple[int, Any]:
+    """Peak memory as `peak_extra_bytes`, up to a second `yield`; and what a third one yields.
+
+    Raises: RuntimeError where `work` does.
     """
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_measure_peak, args=(send, work, arguments))
     process.start()
     send.close()
-    extra: int = receive.recv()
-    process.join()
-    return extra
+    try:
+        found: tuple[int, Any] = receive.recv()
+    except EOFError:
+        raise RuntimeError(f"{work.__name__}{arguments} failed; its process says why") from None
+    finally:
+        process.join()
+    return found
 
 
 def _measure_peak(
-    send: Connection, work: Callable[..., Iterator[None]], arguments: tuple[object, ...]
+    send: Connection, work: Callable[..., Iterator[Any]], arguments: tuple[object, ...]
 ) -> None:
     steps = work(*arguments)
     next(steps)
     before = memory("VmRSS")
     next(steps, None)
-    send.send(memory("VmHWM") - before)
+    peak = memory("VmHWM") - before
+    send.send((peak, next(steps, None)))
 
 
 def memory(name: str) -> int:

@@ -1,5 +1,6 @@
 """Models built on `sparsering.attention`."""
 
+from .encoder import LongNetEncoder
 from .longnet import LongNetLM
 
-__all__ = ["LongNetLM"]
+__all__ = ["LongNetEncoder", "LongNetLM"]

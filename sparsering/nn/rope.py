@@ -14,15 +14,15 @@ def rotary_table(
     device: torch.device,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [N, D / 2] of position x frequency.
+    """Cosine and sine [..., N, D / 2] of position x frequency.
 
-    For positions 0 .. length - 1, or those given.
+    For positions 0 .. length - 1, or those given, [..., N].
     """
     channel = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
     frequency = base ** (-channel / head_dim)
     if positions is None:
         positions = torch.arange(length, device=device)
-    angle = positions.to(device, torch.float32)[:, None] * frequency
+    angle = positions.to(device, torch.float32)[..., None] * frequency
     return angle.cos(), angle.sin()
 
 

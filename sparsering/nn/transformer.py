@@ -28,12 +28,23 @@ class Block(nn.Module):
         for layer in (self.out, self.down):  # a fresh block is the identity
             nn.init.zeros_(layer.weight)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, shares: Tensor | None = None
+    ) -> Tensor:
+        """Maps x [B, N, width].
+
+        Args:
+            cos, sin: of `rotary_table`, [N, D / 2] or [B, 1, N, D / 2].
+            attend: what attends.
+            shares: [2, B], what attention and MLP of each batch entry are multiplied by.
+        """
         B, N, width = x.shape
         heads = self.num_heads, width // self.num_heads
         qkv = self.qkv(self.attention_norm(x)).view(B, N, 3, *heads)
         qk, v = qkv.permute(2, 0, 3, 1, 4).split((2, 1))  # [2, B, H, N, D], [1, B, H, N, D]
         q, k = rotate(F.rms_norm(qk, qk.shape[-1:]), cos, sin)
         attended = attend(q, k, v[0])  # [B, H, N, D]
-        x = x + self.out(attended.transpose(1, 2).reshape(B, N, width))
-        return x + self.down(F.relu(self.up(self.mlp_norm(x))).square())
+        added = self.out(attended.transpose(1, 2).reshape(B, N, width))
+        x = x + (added if shares is None else shares[0, :, None, None] * added)
+        added = self.down(F.relu(self.up(self.mlp_norm(x))).square())
+        return x + (added if shares is None else shares[1, :, None, None] * added)

@@ -1,0 +1,445 @@
+"""torchscale's dilated attention, as LongNet, LongViT and Prov-GigaPath use it, on any device.
+
+    from sparsering.integrations import torchscale
+    names = torchscale.convert(slide_encoder)     # swaps the attention of a built model, in place
+    layer = torchscale.DilatedAttention(args, 768, 16, self_attention=True, subln=True)
+
+Needs neither torchscale nor flash-attn, einops or fairscale. torchscale fills segments up with zero
+keys, which its softmax then sees: a weight trained there expects them. `zero_padding="torchscale"`
+has them, as a sink; `"exact"` is LongNet's mathematics, on real keys alone. Gradients are those of
+what is computed; torchscale's own leave out how the shares of branches depend on query and key.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..functional import attention
+from ..numerics import sum_dtype
+from ..patterns.algebra import Pattern
+from ..patterns.arguments import shortened
+from ..patterns.keys import KeyMask
+from ..patterns.positions import Causal, Dilated, LongNet
+
+ZERO_PADDINGS = ("exact", "torchscale")
+
+
+class DilatedAttention(nn.Module):
+    """LongNet's attention with projections: arguments, results and state_dict of torchscale's.
+
+    Heads see the residues that torchscale gives them, `Dilated(..., offset="block")`.
+
+    Args:
+        args: has `segment_length` and `dilated_ratio` (sequences of ints, or text of such, which is
+            read, never evaluated), and may have `multiway`, `layernorm_eps`, `xpos_rel_pos`,
+            `xpos_scale_base`, `seq_parallel`; `flash_attention` is not asked. Read once.
+        embed_dim, num_heads: channels, and heads that share them.
+        dropout: of attention weights, while training. torchscale drops them in eval mode too.
+        self_attention, encoder_decoder_attention: exactly one is True. Only the former has a norm
+            or xPos.
+        subln: a LayerNorm before the last projection.
+        zero_padding: "exact", or "torchscale" for weights that were trained there.
+
+    Raises: ValueError where arguments do not fit; for `args.seq_parallel`, NotImplementedError in
+        "exact".
+
+    Example:
+        >>> args = SimpleNamespace(segment_length="[1024, 4096]", dilated_ratio="[1, 4]")
+        >>> layer = DilatedAttention(args, 768, 16, self_attention=True, subln=True)
+        >>> out, _ = layer(x, x, x)  # [B, N, 768], any N
+
+    Source: LongNet (arXiv 2307.02486), section 3; xPos (arXiv 2212.10554), algorithm 1.
+    """
+
+    args: Any
+    pattern: Pattern
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    out_proj: nn.Module
+    inner_attn_ln: nn.Module | None
+    xpos: nn.Module | None
+
+    def __init__(
+        self,
+        args: Any,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        self_attention: bool = False,
+        encoder_decoder_attention: bool = False,
+        subln: bool = False,
+        *,
+        zero_padding: str = "exact",
+    ) -> None:
+        super().__init__()
+        if bool(self_attention) == bool(encoder_decoder_attention):
+            raise ValueError(
+                "expected one of self_attention and encoder_decoder_attention to be True, got "
+                f"{self_attention} and {encoder_decoder_attention}; pass self_attention=True"
+            )
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; "
+                f"{max(1, num_heads) * 64} gives heads of 64"
+            )
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.head_dim = embed_dim // num_heads
+        self.scaling = self.head_dim**-0.5
+        self.dropout = dropout
+        self.self_attention = self_attention
+        self.encoder_decoder_attention = encoder_decoder_attention
+        self.pattern = checked_pattern(args, zero_padding)
+        self.args, self.zero_padding = args, zero_padding
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):  # drawn in torchscale's order
+            setattr(self, name, _multiway(args, nn.Linear(embed_dim, embed_dim)))
+        eps = getattr(args, "layernorm_eps", 1e-5)
+        has_norm = subln and self_attention
+        self.inner_attn_ln = _multiway(args, nn.LayerNorm(embed_dim, eps=eps)) if has_norm else None
+        turns = getattr(args, "xpos_rel_pos", False) and self_attention
+        base = getattr(args, "xpos_scale_base", 512)
+        self.xpos = XPos(self.head_dim, base) if turns else None
+
+    def reset_parameters(self) -> None:
+        """Draws the projections' weights anew, as torchscale's method of this name."""
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            gain = 1.0 if name == "out_proj" else 1 / math.sqrt(2)
+            proj = getattr(self, name)
+            for linear in (proj.A, proj.B) if hasattr(proj, "split_position") else (proj,):
+                nn.init.xavier_uniform_(linear.weight, gain=gain)
+                if name == "out_proj":
+                    nn.init.zeros_(linear.bias)
+
+    def extra_repr(self) -> str:
+        """What `print` shows of it."""
+        return f'{self.num_heads} heads, {self.pattern}, zero_padding="{self.zero_padding}"'
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        incremental_state: dict[str, Tensor] | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        rel_pos: Tensor | None = None,
+        is_first_step: bool = False,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Attends over segments.
+
+        Args:
+            query, key, value: [B, N, E], of equal lengths.
+            incremental_state: keys and values [B, H, n, D] of tokens before these, as "prev_key"
+                and "prev_value"; they are put back with the new ones. Steps equal one pass.
+            key_padding_mask: [B, n + N], nonzero at keys that are not to be seen. torchscale
+                ignores it; with zero_padding="torchscale" it must be all zero.
+            attn_mask: None, or the triangle [N, N] that is_causal stands for.
+            rel_pos: None.
+            is_first_step: not needed; `incremental_state` tells.
+            is_causal: nothing sees what is after it.
+
+        Returns: out [B, N, E] and None.
+
+        Raises: ValueError for what does not fit, and where torchscale's numbers cannot be given;
+            NotImplementedError for what torchscale has and this has not.
+        """
+        B, N, E = _checked_shapes(query, key, value, self.embed_dim)
+        is_causal = _checked_causal(is_causal, attn_mask, N)
+        if rel_pos is not None:
+            raise NotImplementedError(
+                "rel_pos is not computed, nor does torchscale's dilated attention; pass None, or "
+                "sparsering.attention(..., distance_bias=)"
+            )
+        state = {} if incremental_state is None else incremental_state
+        first = state["prev_key"].shape[2] if "prev_key" in state else 0
+        pattern = self.pattern & Causal() if is_causal else self.pattern  # type: ignore[operator]
+        sink = None
+        if _checked_padding(self.zero_padding) == "torchscale":
+            _check_reproducible(self.pattern, first, first + N, is_causal, key_padding_mask)
+            sink = None if is_causal else zero_sink(self.pattern, self.num_heads, N, query)
+        elif key_padding_mask is not None:
+            pattern = _without(key_padding_mask, pattern, B, first + N)
+        q, k, v = (
+            proj(x).view(B, N, self.num_heads, self.head_dim).transpose(1, 2)  # [B, H, N, D]
+            for proj, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
+        )
+        if first:
+            k, v = torch.cat((state["prev_key"], k), 2), torch.cat((state["prev_value"], v), 2)
+        state["prev_key"], state["prev_value"] = k, v
+        if self.xpos is not None:
+            q = turned(q, self.xpos, first, first + N)
+            k = turned(k, self.xpos, 0, first + N, downscale=True)
+        dropout = float(self.dropout) if self.training else 0.0
+        out = attention(q, k, v, pattern, q_start=first, sink=sink, dropout_p=dropout)
+        attended = out.transpose(1, 2).reshape(B, N, E)
+        if self.inner_attn_ln is not None:
+            attended = self.inner_attn_ln(attended)
+        return self.out_proj(attended), None
+
+
+def convert(model: nn.Module, *, zero_padding: str = "torchscale") -> list[str]:
+    """Makes every `DilatedAttention` of torchscale inside a model one of this library, in place.
+
+    The modules stay the same objects, with their parameters, hooks and places; only their class
+    changes. torchscale is not imported: they are known by the name and the parts of their class.
+    Subclasses, which may compute something else, are left alone.
+
+    Args:
+        model: of torchscale, or a copy of it such as Prov-GigaPath's.
+        zero_padding: "torchscale", what pretrained weights expect, or "exact".
+
+    Returns: their names, "" for the model itself; those converted before are not among them.
+
+    Raises: ValueError or NotImplementedError, with nothing changed, where one cannot be converted.
+
+    Example:
+        >>> convert(slide_encoder)
+        ['encoder.layers.0.self_attn', 'encoder.layers.1.self_attn', ...]
+    """
+    _checked_padding(zero_padding)
+    found = {name: module for name, module in model.named_modules() if _is_torchscales(module)}
+    patterns = [checked_pattern(module.args, zero_padding) for module in found.values()]
+    for name, module in found.items():
+        if "forward" in vars(module):
+            raise ValueError(
+                f"expected the class of {name or 'the model'} to have its forward, got one that is "
+                "set on the instance, as checkpoint wrappers do; convert before wrapping"
+            )
+    for module, pattern in zip(found.values(), patterns, strict=True):
+        module.__class__ = DilatedAttention
+        module.pattern, module.zero_padding = pattern, zero_padding
+    return list(found)
+
+
+_PARTS = (
+    "args embed_dim num_heads head_dim dropout q_proj k_proj v_proj out_proj inner_attn_ln xpos"
+)
+
+
+def _is_torchscales(module: nn.Module) -> bool:
+    kind = type(module)
+    named = kind.__name__ == "DilatedAttention" and kind is not DilatedAttention
+    return named and all(hasattr(module, part) for part in _PARTS.split())
+
+
+def checked_pattern(args: Any, zero_padding: str) -> Pattern:
+    """The pattern of torchscale's `args`; raises for what is not computed."""
+    _checked_padding(zero_padding)
+    if getattr(args, "seq_parallel", False):
+        kind = ValueError if zero_padding == "torchscale" else NotImplementedError
+        raise kind(
+            "expected args.seq_parallel=False, got True, which is not computed here, nor is "
+            "torchscale's own right in a causal pass; set it to False, or train a "
+            "sparsering.models.LongNetEncoder with attend=ring_attention"
+        )
+    lengths, rates = (
+        integers(getattr(args, name, None), name) for name in ("segment_length", "dilated_ratio")
+    )
+    return LongNet(lengths, rates, offset="block")
+
+
+_INTEGER = r"(?:\d+|(?:np\.|numpy\.)?u?int\d{0,2}\(\s*\d+\s*\))"
+_LIST = rf"\s*{_INTEGER}(?:\s*,\s*{_INTEGER})*\s*,?\s*"
+_INTEGERS = re.compile(rf"\s*(?:\[{_LIST}\]|\({_LIST}\)|{_LIST})\s*")
+
+
+def integers(given: object, name: str) -> tuple[int, ...]:
+    """Ints of a sequence, an array, or text such as "[1024, 5792]" or "[np.int64(1024)]"."""
+    if isinstance(given, str):
+        if len(given) > 1000 or not _INTEGERS.fullmatch(given):
+            raise ValueError(
+                f"args.{name} must be ints, or text of ints between brackets, got "
+                f"{shortened(repr(given))}; [1024, 4096] is one"
+            )
+        return tuple(int(x) for x in re.findall(r"(?<![\w.])\d+", given))
+    given = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(given, int):
+        return (given,)
+    if not isinstance(given, Sequence):
+        raise ValueError(
+            f"args.{name} must be a sequence of ints, got {shortened(repr(given))}; [1024, 4096] "
+            "is one"
+        )
+    return tuple(given)
+
+
+def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Tensor | None:
+    """The zero keys of torchscale's padding as a sink, [1, H, N] beside `like`; None for none."""
+    zeros = zero_keys(pattern, num_heads, length)
+    return zeros.to(like.device, sum_dtype(like)).log()[None] if zeros.any() else None
+
+
+def zero_keys(pattern: Pattern, num_heads: int, length: int) -> Tensor:
+    """How many zero keys torchscale's padding puts before each row, int64 [H, N].
+
+    A branch fills the last segment up, and each segment to a multiple of its rate; the zeros on a
+    head's grid are keys of logit 0 and value 0 to the rows of that segment on that grid.
+    """
+    count = torch.zeros(num_heads, length, dtype=torch.int64)
+    for branch in pattern.branches if length else ():
+        segment, start, rate = _last_segment(branch, length)
+        for head in range(num_heads):
+            residue = branch.offset_of(head, num_heads)  # type: ignore[attr-defined]
+            laid, real = -(-segment // rate), len(range(residue, length - start, rate))
+            count[head, start + residue :: rate] += laid - real
+    return count
+
+
+def _last_segment(branch: Pattern, length: int) -> tuple[int, int, int]:
+    """Length of segments, where the last begins, and the rate: the others have no zeros."""
+    assert isinstance(branch, Dilated)
+    segment = min(branch.segment_length, length)
+    return segment, (length - 1) // segment * segment, branch.dilation_rate
+
+
+class XPos(nn.Module):
+    """Holds what xPos's decay is made of, under torchscale's name.
+
+    Attributes:
+        scale: [D / 2], the base of each pair of channels.
+        scale_base: positions over which it takes effect once.
+    """
+
+    scale: Tensor
+
+    def __init__(self, head_dim: int, scale_base: float = 512) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(
+                f"xpos_rel_pos needs an even head dim, got {head_dim}; choose another number of "
+                "heads"
+            )
+        self.head_dim, self.scale_base = head_dim, scale_base
+        base = (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim)
+        self.register_buffer("scale", base)
+
+
+def turned(
+    x: Tensor, xpos: nn.Module, first: int, length: int, *, downscale: bool = False
+) -> Tensor:
+    """Rotates channels (2i, 2i + 1) of x [B, H, n, D] by position, and scales them.
+
+    Its tokens are at `first` of a sequence of `length`, in whose middle the scale is 1; `downscale`
+    divides by it.
+    """
+    scale, dtype = xpos.scale, sum_dtype(x)
+    assert isinstance(scale, Tensor)
+    position = torch.arange(first, first + x.shape[2], device=x.device, dtype=dtype)[:, None]
+    channel = torch.arange(len(scale), device=x.device, dtype=dtype) / len(scale)
+    angle = position * 10000.0**-channel  # [n, D / 2]
+    exponent = (position + -length // 2) / xpos.scale_base  # type: ignore[operator]
+    decay = scale.to(x.device, dtype) ** (-exponent if downscale else exponent)
+    cos, sin = angle.cos() * decay, angle.sin() * decay
+    even, odd = x.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1)
+    return pairs.flatten(-2).to(x.dtype)
+
+
+class Multiway(nn.Module):
+    """Two modules of one kind, A for tokens before `split_position` and B for the others.
+
+    -1: A for all; 0: B for all. torchscale's `set_split_position` finds the attribute.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.A = module
+        self.B = copy.deepcopy(module)
+        self.B.reset_parameters()  # type: ignore[operator]
+        self.split_position = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [B, N, ...]."""
+        if self.split_position in (-1, 0):
+            out: Tensor = self.B(x) if self.split_position == 0 else self.A(x)
+            return out
+        before, after = x.tensor_split((self.split_position,), dim=1)
+        return torch.cat((self.A(before), self.B(after)), dim=1)
+
+
+def _multiway(args: Any, module: nn.Module) -> nn.Module:
+    return Multiway(module) if getattr(args, "multiway", False) else module
+
+
+def _checked_padding(zero_padding: str) -> str:
+    if zero_padding not in ZERO_PADDINGS:
+        raise ValueError(
+            'zero_padding must be "exact" or "torchscale", got '
+            f"{shortened(repr(zero_padding))}; the latter is for weights trained there"
+        )
+    return zero_padding
+
+
+def _checked_shapes(
+    query: Tensor, key: Tensor, value: Tensor, embed_dim: int
+) -> tuple[int, int, int]:
+    shapes = [tuple(x.shape) for x in (query, key, value)]
+    if any(len(shape) != 3 or shape[2] != embed_dim for shape in shapes):
+        raise ValueError(
+            f"query, key and value must be [batch, tokens, {embed_dim}], got {shapes}; transpose "
+            "what has tokens first"
+        )
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"query, key and value must have one shape, got {shapes}; for queries of other tokens "
+            "than keys use sparsering.nn or sparsering.attention"
+        )
+    return query.shape[0], query.shape[1], query.shape[2]
+
+
+def _checked_causal(is_causal: bool, attn_mask: Tensor | None, length: int) -> bool:
+    """Whether a pass is causal; the mask may say it too."""
+    if attn_mask is None:
+        return bool(is_causal)
+    later = torch.ones(length, length, dtype=torch.bool, device=attn_mask.device).triu(1)
+    blocked = attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
+    triangle = attn_mask.shape == later.shape and torch.equal(blocked, later)
+    if not triangle or (attn_mask.dtype != torch.bool and bool(attn_mask[~later].any())):
+        raise NotImplementedError(
+            "attn_mask is computed only where it is the causal triangle (-inf above the diagonal, "
+            f"else 0), got another of shape {tuple(attn_mask.shape)}; pass None and is_causal, or "
+            "a pattern to sparsering.attention"
+        )
+    return True
+
+
+def _check_reproducible(
+    pattern: Pattern, first: int, length: int, is_causal: bool, key_padding_mask: Tensor | None
+) -> None:
+    """Raises ValueError where torchscale's numbers are none that could be meant."""
+    way_out = 'or zero_padding="exact"'
+    for branch in pattern.branches if length else ():
+        segment, start, rate = _last_segment(branch, length)
+        if start and segment % rate:
+            raise ValueError(
+                "torchscale misplaces rows where a rate does not divide its segment length and "
+                f"there are several segments, got rate {rate}, segments of {segment} and "
+                f"{length} tokens; pass at most {segment} tokens, {way_out}"
+            )
+    if key_padding_mask is not None and bool(key_padding_mask.any()):
+        raise ValueError(
+            'expected no padding in key_padding_mask with zero_padding="torchscale", for '
+            f"torchscale ignores it; pass sequences without padding one by one, {way_out}"
+        )
+    if first and not is_causal:
+        raise ValueError(
+            'expected is_causal in incremental steps with zero_padding="torchscale", for its zero '
+            f"keys change with every token; pass is_causal=True, {way_out}"
+        )
+
+
+def _without(key_padding_mask: Tensor, pattern: Pattern, batch: int, length: int) -> Pattern:
+    """The pattern without keys that are padding."""
+    if key_padding_mask.shape != (batch, length):
+        raise ValueError(
+            f"key_padding_mask must be [{batch}, {length}], a number per key, got "
+            f"{tuple(key_padding_mask.shape)}; it covers keys of steps before too"
+        )
+    padded = key_padding_mask.to(torch.bool)
+    return pattern & KeyMask(~padded) if padded.any() else pattern  # type: ignore[operator]

@@ -1,0 +1,200 @@
+"""An encoder of long sequences of vectors, as slides of tiles and genomes of windows are.
+
+    model = LongNetEncoder(LongNet((1024, 4096), (1, 4)), in_width=1536, width=768, axes=2)
+    states = model(tiles, coordinates)             # [B, N, 1536], [B, N, 2] -> [B, 1 + N, 768]
+    slide = states[:, 0]                           # what the class token has seen
+
+The blocks are those of `LongNetLM`; every token sees what the pattern says, before and after it.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..functional import attention
+from ..nn.rope import rotary_table
+from ..nn.transformer import Attend, Block
+from ..patterns.algebra import Pattern
+
+
+class LongNetEncoder(nn.Module):
+    """Maps vectors to vectors that have seen one another, over any pattern.
+
+    Args:
+        pattern: over the whole sequence, in which a class token is token 0.
+        in_width: channels of the input, which a linear layer maps to width; default width, and no
+            layer.
+        width: channels of the residual stream; a multiple of num_heads, with a head dim that is a
+            multiple of 2 * axes.
+        num_layers, num_heads: transformer blocks, and attention heads in each.
+        mlp_ratio: MLP channels per channel of width.
+        class_token: put a learned token before all others.
+        axes: 1 where tokens stand in a line, 2 where they stand on a grid: rotary positions then
+            turn half of the channels by row and half by column.
+        drop_path: stochastic depth while training: share of batch entries that the last block's
+            attention, and its MLP, leave as they are; blocks before it rise to that from 0.
+        rope_base: wavelengths of the rotary positions run from 2 pi to about 2 pi rope_base.
+        checkpoint_layers: keep only each block's input for backward and run the block again there.
+
+    Weights and dropped paths are drawn from torch's global generator: call `torch.manual_seed`
+    before. Fresh blocks are the identity.
+
+    Raises: ValueError where arguments do not fit.
+
+    Example:
+        >>> model = LongNetEncoder(LongNet((64, 256), (1, 4)), width=64, num_heads=4)
+        >>> states = model(torch.randn(1, 1000, 64))  # [1, 1001, 64]
+
+    Source: LongNet (arXiv 2307.02486), section 3; stochastic depth (arXiv 1603.09382), section 3.
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        *,
+        in_width: int | None = None,
+        width: int = 128,
+        num_layers: int = 4,
+        num_heads: int = 2,
+        mlp_ratio: int = 4,
+        class_token: bool = True,
+        axes: int = 1,
+        drop_path: float = 0.0,
+        rope_base: float = 10000.0,
+        checkpoint_layers: bool = False,
+    ) -> None:
+        super().__init__()
+        if axes not in (1, 2):
+            raise ValueError(f"axes must be 1 (a line) or 2 (a grid), got {axes!r}; 1 is default")
+        if width % num_heads or width // num_heads % (2 * axes):
+            raise ValueError(
+                f"width must be num_heads times a head dim that is a multiple of {2 * axes}, got "
+                f"width {width} and {num_heads} heads; width {num_heads * 64} gives heads of 64"
+            )
+        if not 0 <= drop_path < 1:
+            raise ValueError(f"drop_path must be from 0 to below 1, got {drop_path}; 0.0 is none")
+        self.pattern = pattern
+        self.attend: Attend = partial(attention, pattern=pattern)
+        self.num_heads, self.axes = num_heads, axes
+        self.rope_base, self.drop_path = rope_base, drop_path
+        self.checkpoint_layers = checkpoint_layers
+        self.project = None if in_width is None else nn.Linear(in_width, width)
+        self.class_token = nn.Parameter(torch.randn(width)) if class_token else None
+        self.blocks = nn.ModuleList(
+            Block(width, num_heads, mlp_ratio * width) for _ in range(num_layers)
+        )
+        self.norm = nn.RMSNorm(width)
+
+    def forward(
+        self,
+        x: Tensor,
+        coordinates: Tensor | None = None,
+        *,
+        attend: Attend | Sequence[Attend] | None = None,
+        positions: Tensor | None = None,
+        all_layer_embed: bool = False,
+    ) -> Tensor | list[Tensor]:
+        """Encodes sequences.
+
+        Args:
+            x: [B, N, in_width].
+            coordinates: where the tokens stand, [N] or [B, N], with axes=2 [N, 2] or [B, N, 2], in
+                steps of the grid; scores see differences of them. Default, of one axis, is their
+                place in the sequence. The class token stands at 0.
+            attend: maps (query, key, value), each [B, H, N, D], to [B, H, N, D], in all blocks or
+                one for each; default: the model's pattern.
+            positions: int64 [N], for a part of a sequence: where the tokens stand in the sequence
+                that `attend` sees. The class token's place is then among them on the one rank that
+                has position 0, and what x and coordinates have there is not read.
+            all_layer_embed: also return what was there before each block.
+
+        Returns: the normalised residual stream [B, 1 + N, width], the class token first ([B, N,
+            width] without one, and where positions are given); with `all_layer_embed` a list of
+            num_layers + 1 of them, the last is what is returned without.
+
+        Cost: with `all_layer_embed` memory for all of them.
+        """
+        x, place = self._placed(x, coordinates, positions)
+        cos, sin = self._turns(place, x.device)
+        attend = attend or self.attend
+        attends = [attend] * len(self.blocks) if callable(attend) else attend
+        x = F.rms_norm(x, x.shape[-1:])
+        states = [x]
+        for block, attend, shares in zip(self.blocks, attends, self._shares(x), strict=True):
+            if self.checkpoint_layers and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, attend, shares, use_reentrant=False)
+            else:
+                x = block(x, cos, sin, attend, shares)
+            if all_layer_embed:
+                states.append(x)
+        return [self.norm(state) for state in states] if all_layer_embed else self.norm(x)
+
+    def _placed(
+        self, x: Tensor, coordinates: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [B, N, width] with the class token among them, and coordinates [.., N, axes]."""
+        B, N, _ = x.shape
+        if positions is not None and positions.shape != (N,):
+            raise ValueError(
+                f"positions must be [{N}], one per token of x, got {tuple(positions.shape)}; with "
+                "a class token its place counts"
+            )
+        place = self._checked_coordinates(coordinates, B, N, positions)
+        first = self.class_token
+        if first is None:
+            return self._projected(x), place
+        if positions is None:
+            x = self._projected(x)
+            return torch.cat((first.expand(B, 1, -1), x), 1), F.pad(place, (0, 0, 1, 0))
+        here = (positions.to(x.device) == 0)[:, None]
+        x = self._projected(torch.where(here, 0.0, x))  # gradients would be NaN by a NaN
+        return torch.where(here, first, x), torch.where(here, 0.0, place)
+
+    def _projected(self, x: Tensor) -> Tensor:
+        """The residual stream in the parameters' dtype, under autocast too."""
+        x = x if self.project is None else self.project(x)
+        return x.to(self.norm.weight.dtype)
+
+    def _checked_coordinates(
+        self, coordinates: Tensor | None, B: int, N: int, positions: Tensor | None
+    ) -> Tensor:
+        if coordinates is None and self.axes == 1:
+            if positions is None:
+                begin = int(self.class_token is not None)
+                positions = torch.arange(begin, begin + N)
+            return positions.to(self.norm.weight.device, torch.float32)[:, None]
+        of_token = () if self.axes == 1 else (2,)
+        fits = coordinates is not None and coordinates.shape in {(N, *of_token), (B, N, *of_token)}
+        if coordinates is None or not fits:
+            got = "None" if coordinates is None else str(tuple(coordinates.shape))
+            dims = "".join(f", {n}" for n in of_token)
+            raise ValueError(
+                f"coordinates must be [{N}{dims}] or [{B}, {N}{dims}] of {self.axes} axes, got "
+                f"{got}; those of tiles are their pixels // the tile's size"
+            )
+        place = coordinates.to(self.norm.weight.device, torch.float32)
+        return place if of_token else place[..., None]
+
+    def _turns(self, place: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [N, D / 2] or [B, 1, N, D / 2]; each axis turns its part of channels."""
+        head_dim = self.norm.weight.shape[0] // self.num_heads
+        place = place if place.dim() == 2 else place[:, None]  # the same for all heads
+        tables = [
+            rotary_table(0, head_dim // self.axes, self.rope_base, device, of_axis)
+            for of_axis in place.unbind(-1)
+        ]
+        cos, sin = (torch.cat(parts, -1) for parts in zip(*tables, strict=True))
+        return cos, sin
+
+    def _shares(self, x: Tensor) -> list[Tensor | None]:
+        """[2, B] for each block, what its parts are multiplied by; None where none is dropped."""
+        depth = len(self.blocks)
+        if not self.training or not self.drop_path:
+            return [None] * depth
+        rate = torch.linspace(0, self.drop_path, depth)[:, None, None]
+        kept = torch.rand(depth, 2, len(x)) >= rate  # on the CPU: alike on ranks seeded alike
+        return list((kept / (1 - rate)).to(x.device, x.dtype))
