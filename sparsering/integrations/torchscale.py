@@ -270,25 +270,25 @@ def integers(given: object, name: str) -> tuple[int, ...]:
 
 
 def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Tensor | None:
-    """The zero keys of torchscale's padding as a sink, [1, H, N] beside `like`; None for none."""
-    zeros = zero_keys(pattern, num_heads, length)
-    return zeros.to(like.device, sum_dtype(like)).log()[None] if zeros.any() else None
-
-
-def zero_keys(pattern: Pattern, num_heads: int, length: int) -> Tensor:
-    """How many zero keys torchscale's padding puts before each row, int64 [H, N].
+    """The zero keys of torchscale's padding as a sink, [1, H, N] beside `like`; None for none.
 
     A branch fills the last segment up, and each segment to a multiple of its rate; the zeros on a
     head's grid are keys of logit 0 and value 0 to the rows of that segment on that grid.
     """
-    count = torch.zeros(num_heads, length, dtype=torch.int64)
+    rows = []
     for branch in pattern.branches if length else ():
         segment, start, rate = _last_segment(branch, length)
         for head in range(num_heads):
             residue = branch.offset_of(head, num_heads)  # type: ignore[attr-defined]
-            laid, real = -(-segment // rate), len(range(residue, length - start, rate))
-            count[head, start + residue :: rate] += laid - real
-    return count
+            zeros = -(-segment // rate) - len(range(residue, length - start, rate))
+            if zeros and start + residue < length:
+                rows.append((head, slice(start + residue, None, rate), zeros))
+    if not rows:
+        return None
+    count = torch.zeros(1, num_heads, length, dtype=sum_dtype(like), device=like.device)
+    for head, of_grid, zeros in rows:
+        count[0, head, of_grid] += zeros
+    return count.log()
 
 
 def _last_segment(branch: Pattern, length: int) -> tuple[int, int, int]:

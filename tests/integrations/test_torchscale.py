@@ -12,7 +12,7 @@ from torch import nn
 
 import sparsering as sr
 from sparsering.integrations import torchscale
-from sparsering.integrations.torchscale import DilatedAttention, convert, integers, zero_keys
+from sparsering.integrations.torchscale import DilatedAttention, convert, integers, zero_sink
 
 GIGAPATH = ((64, 362, 2048, 11585, 65536), (1, 2, 4, 8, 16))
 """Prov-GigaPath's segments, a sixteenth as long: rate 8 does not divide the fourth."""
@@ -112,7 +112,8 @@ def test_causal_passes_see_no_zero_keys(length, zero_padding):
 def test_zero_keys_are_counted_where_they_are_seen():
     args = arguments((8, 16, 64), (1, 2, 4))
     pattern = torchscale.checked_pattern(args, "exact")
-    counts = zero_keys(pattern, 4, 21)
+    like = torch.zeros(1, dtype=torch.float64)
+    counts = zero_sink(pattern, 4, 21, like).exp()[0].round().long()
     # segments of 8 are filled by 3, those of 16 by 11 and the one of 21 by 3 and its residues
     expected = torch.zeros(4, 21, dtype=torch.int64)
     expected[:, 16:] += 3
@@ -121,7 +122,8 @@ def test_zero_keys_are_counted_where_they_are_seen():
     for head in range(4):
         expected[head, head::4] += int(head >= 1)
     assert torch.equal(counts, expected)
-    assert not zero_keys(pattern, 4, 64).any() and zero_keys(pattern, 4, 0).shape == (4, 0)
+    assert zero_sink(pattern, 4, 64, like) is None and zero_sink(pattern, 4, 0, like) is None
+    assert zero_sink(pattern, 4, 1, like) is None  # those on the other grids have no row
 
 
 def test_whole_segments_have_no_zero_keys_and_ragged_ones_change_results():
@@ -262,10 +264,20 @@ def test_what_each_key_of_a_converted_layer_receives():
     theirs.v_proj = nn.Identity()
     (received,) = torch.autograd.grad(theirs(x, x, value)[0].sum(), value)
     q, k = (p(x).view(1, 27, 4, 6).transpose(1, 2) for p in (ours.q_proj, ours.k_proj))
-    sink = torchscale.zero_sink(ours.pattern, 4, 27, x)
+    sink = zero_sink(ours.pattern, 4, 27, x)
     mass = sr.key_mass(q, k, ours.pattern, sink=sink)
     torch.testing.assert_close(mass, received.view(27, 4, 6)[..., 0].T[None])
     assert (sr.key_mass(q, k, ours.pattern) - mass).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("zero_padding", ["exact", "torchscale"])
+def test_it_is_one_graph(zero_padding):
+    _, ours = twins(arguments((8, 16), (1, 2), xpos_rel_pos=True), zero_padding=zero_padding)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 27, 24, dtype=torch.float64)
+    torch.testing.assert_close(compiled(x, x, x)[0], ours(x, x, x)[0], rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad(m(x, x, x)[0].sum(), ours.q_proj.weight) for m in (ours, compiled)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
 
 
 # What args may be, and state_dicts

@@ -48,6 +48,7 @@ def outputs_and_gradients(model, *inputs, **options):
     out = model(*inputs, **options)
     out = torch.stack(out) if isinstance(out, list) else out
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype)
+    model = getattr(model, "_orig_mod", model)
     names, parameters = zip(*model.named_parameters(), strict=True)
     grads = torch.autograd.grad((out * weight).sum(), parameters)
     return out.detach(), dict(zip(names, grads, strict=True))
@@ -225,6 +226,15 @@ def test_the_residual_stream_stays_in_the_parameters_dtype_under_autocast(class_
         out = model(x)
     assert out.dtype == torch.float32
     assert 0 < (out - model(x)).abs().max() < 0.2
+
+
+def test_it_is_one_graph():
+    model = tiny(axes=2)
+    x, grid = tiles(30)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same(
+        outputs_and_gradients(compiled, x, grid), outputs_and_gradients(model, x, grid), 1e-5
+    )
 
 
 def test_tokens_enter_with_one_size():
