@@ -20,6 +20,7 @@ from .decoding import decoding
 from .extras import extras
 from .measure import write_record
 from .sweeps import sweeps
+from .transformers import transformers
 
 CASES = {
     "layouts": layouts,
@@ -33,6 +34,7 @@ CASES = {
     "sweeps": sweeps,
     "memory": memory,
     "million-tokens": million_tokens,
+    "transformers": transformers,
 }
 
 
