@@ -57,30 +57,30 @@ def _llama(**more: Any) -> Any:
 
 
 def _mistral(**more: Any) -> Any:
-    return MistralForCausalLM(MistralConfig(**GROUPED, **{"sliding_window": 5, **more}))
+    return MistralForCausalLM(MistralConfig(**{**GROUPED, "sliding_window": 5, **more}))
 
 
 def _qwen2(**more: Any) -> Any:
     options = {"sliding_window": 5, "use_sliding_window": True, "layer_types": TYPES, **more}
-    return Qwen2ForCausalLM(Qwen2Config(**GROUPED, **options))
+    return Qwen2ForCausalLM(Qwen2Config(**{**GROUPED, **options}))
 
 
 def _gemma2(**more: Any) -> Any:
     options = {"head_dim": 8, "sliding_window": 5, "layer_types": TYPES, "query_pre_attn_scalar": 5}
     options |= {"attn_logit_softcapping": 0.5, **more}
-    return Gemma2ForCausalLM(Gemma2Config(**GROUPED, **options))
+    return Gemma2ForCausalLM(Gemma2Config(**{**GROUPED, **options}))
 
 
 def _gemma3(**more: Any) -> Any:
     options = {"head_dim": 8, "sliding_window": 5, "layer_types": TYPES, **more}
-    return Gemma3ForCausalLM(Gemma3TextConfig(**GROUPED, **options))
+    return Gemma3ForCausalLM(Gemma3TextConfig(**{**GROUPED, **options}))
 
 
 def _gpt_oss(**more: Any) -> Any:
     options = {"head_dim": 8, "sliding_window": 5, "layer_types": TYPES, "num_local_experts": 2}
     options |= {"num_experts_per_tok": 1, "experts_implementation": "eager"}
     options |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, **more}
-    model = GptOssForCausalLM(GptOssConfig(**GROUPED, **options))
+    model = GptOssForCausalLM(GptOssConfig(**{**GROUPED, **options}))
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.sinks.normal_()
@@ -91,7 +91,7 @@ def _llama4(**more: Any) -> Any:
     options = {"head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 2}
     options |= {"layer_types": ["chunked_attention", "full_attention"], "intermediate_size_mlp": 48}
     options |= {"moe_layers": [], "no_rope_layers": [1, 0], **more}
-    return Llama4ForCausalLM(Llama4TextConfig(**GROUPED, **options))
+    return Llama4ForCausalLM(Llama4TextConfig(**{**GROUPED, **options}))
 
 
 def _gpt2(**more: Any) -> Any:
@@ -108,7 +108,7 @@ def _bert(**more: Any) -> Any:
 
 def _modernbert(**more: Any) -> Any:
     options = {"local_attention": 6, "layer_types": TYPES, "cls_token_id": 1, "sep_token_id": 2}
-    return ModernBertModel(ModernBertConfig(**SIZES, **{**options, **more}))
+    return ModernBertModel(ModernBertConfig(**{**SIZES, **options, **more}))
 
 
 def _t5(**more: Any) -> Any:

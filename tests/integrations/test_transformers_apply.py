@@ -244,8 +244,9 @@ def test_t5_has_it_in_encoder_and_decoder_and_not_across(tmp_path):
     inputs = {"input_ids": tokens(), "decoder_input_ids": tokens(length=9, seed=1)}
     near = (torch.arange(13)[:, None] - torch.arange(13)).abs() <= 2
     least = torch.finfo(torch.float64).min
-    both = torch.where(near, 0.0, least).double()[None, None]
-    back = torch.where(near.tril(), 0.0, least).double()[None, None, :9, :9]
+    zeros = torch.zeros(1, 1, 13, 13, dtype=torch.float64)
+    both, back = zeros.masked_fill(~near, least), zeros.masked_fill(~near.tril(), least)
+    back = back[..., :9, :9]
     for stack, mask in ((eager.encoder, both), (eager.decoder, back)):
         for block in stack.block:
             block.layer[0].SelfAttention.register_forward_pre_hook(

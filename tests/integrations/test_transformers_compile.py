@@ -22,7 +22,13 @@ def compiled(model):
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "llama4", "bert", "modernbert"])
+def first_fast(*families: str) -> pytest.MarkDecorator:
+    """The first family in `make test`, the others in `make test-all`."""
+    others = [pytest.param(family, marks=pytest.mark.slow) for family in families[1:]]
+    return pytest.mark.parametrize("family", [families[0], *others])
+
+
+@first_fast("llama", "mistral", "llama4", "bert", "modernbert")
 def test_one_graph_without_a_cache(family):
     eager, ours = pair(family)
     fast = compiled(ours)
@@ -36,6 +42,7 @@ def test_one_graph_without_a_cache(family):
             assert_same(result(fast, **inputs), result(eager, **inputs), mask)
 
 
+@pytest.mark.slow
 def test_packed_documents_are_data():
     for family in ("llama", "mistral", "llama4"):
         torch.compiler.reset()
@@ -50,13 +57,15 @@ def test_packed_documents_are_data():
 
 def test_gradients():
     eager, ours = pair("mistral")
-    inputs = {"input_ids": tokens(), "attention_mask": padded("right"), "use_cache": False}
+    mask = padded("left")
+    inputs = {"input_ids": tokens(), "attention_mask": mask, "use_cache": False}
     for model in (eager, compiled(ours)):
-        result(model, **inputs).square().sum().backward()
+        result(model, **inputs)[mask.bool()].square().sum().backward()
     for (name, p), q in zip(eager.named_parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_steps_with_a_growing_cache(family):
     eager, ours = pair(family)
@@ -70,7 +79,7 @@ def test_steps_with_a_growing_cache(family):
     assert_same(outs[1], outs[0])
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+@first_fast("llama", "mistral", "qwen2")
 def test_steps_with_a_static_cache(family):
     eager, ours = pair(family)
     ids, mask, outs = tokens(), padded("left"), []
@@ -86,6 +95,7 @@ def test_steps_with_a_static_cache(family):
     assert_same(outs[1], outs[0], mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern", [sr.SlidingWindow(2), sr.LongNet((4, 8), (1, 2))], ids=["window", "longnet"]
 )

@@ -14,7 +14,15 @@ from ...patterns.positions import Full
 from .attention import attention_function
 from .layers import decoder_config, layer_patterns, shortly
 from .masks import mask_interface
-from .stored import NAME, Patterns, dispatching, is_cross_attention, types_of, written
+from .stored import (
+    NAME,
+    Patterns,
+    dispatching,
+    is_cross_attention,
+    keep_parsed,
+    types_of,
+    written,
+)
 
 
 def register() -> None:
@@ -42,6 +50,8 @@ def _telling(check: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
         chosen = check(self, *arguments, **options)
         stored = getattr(self.config, NAME, None)
+        if stored:
+            keep_parsed(stored)
         if stored and chosen != NAME:
             warnings.warn(
                 f"the config of this {type(self).__name__} holds the pattern {_told(stored)}, "
@@ -84,6 +94,7 @@ def apply(model: Any, pattern: Patterns) -> None:
             "do are those for which attn_implementation can be set"
         )
     text = written(pattern)
+    keep_parsed(text)
     if isinstance(pattern, Mapping):
         _check_keys(pattern, modules)
     model.set_attn_implementation(NAME)

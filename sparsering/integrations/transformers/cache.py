@@ -144,8 +144,8 @@ def attend_cached(
     if padding is None:
         return layer.attend(*inputs, None, extras)
     order, back, lengths = padding
-    moved = (_taken(x, order) for x in inputs)
-    return _taken(layer.attend(*moved, lengths, extras), back)
+    query, key, value = (_taken(x, order) for x in inputs)
+    return _taken(layer.attend(query, key, value, lengths, extras), back)
 
 
 def _of_new(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] | None:

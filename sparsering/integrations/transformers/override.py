@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ...functional import attention
-from ...patterns.algebra import And, Mask, Mixture, Or, Pattern
+from ...patterns.algebra import And, Mixture, Or, Pattern
 from ...patterns.arguments import shortened
 from ...patterns.blocks import RandomBlocks
 from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Full, SlidingWindow
 from .masks import ModelMask
 from .runs import InRuns, Runs, joined
+from .stored import parts_of
 
 
 def attend_pattern(
@@ -53,7 +54,8 @@ def attend_pattern(
         return _attend(inner, inputs, valid, q_start, extras)
     if query.shape[2] == 1 and mask.documents is None and not torch.compiler.is_compiling():
         return _attend_rows(inner, inputs, ids, valid, q_start, extras)
-    return _attend(InRuns(ids, inner), inputs, valid, q_start, extras)
+    restarting: Pattern = InRuns(ids, inner)  # type: ignore[arg-type]  # of a mixture, too
+    return _attend(restarting, inputs, valid, q_start, extras)
 
 
 def _attend(
@@ -114,20 +116,12 @@ def by_distance_alone(pattern: Pattern) -> bool:
 
 def check_decodes(pattern: Pattern) -> None:
     """Raises ValueError for a pattern of a whole length, of which steps know nothing."""
-    if any(isinstance(part, RandomBlocks) for part in _parts(pattern)):
+    if any(isinstance(part, RandomBlocks) for part in parts_of(pattern)):
         raise ValueError(
             "tokens that come in steps need a pattern that is the same at every length, got "
             f"{shortened(str(pattern))}; its blocks are drawn for a whole sequence: call the model "
             "with use_cache=False"
         )
-
-
-def _parts(pattern: Pattern) -> list[Mask]:
-    found: list[Mask] = []
-    for part in pattern.branches if isinstance(pattern, Mixture) else [pattern]:
-        inside = [x for x in part._made_of() if x is not part]
-        found += [part, *(y for x in inside for y in _parts(x))]  # type: ignore[list-item]
-    return found
 
 
 def _check_kept(

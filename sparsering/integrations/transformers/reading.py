@@ -122,9 +122,9 @@ def read_inside_compile(
         said.chunked = True
         return said
     if said.causal:
-        said.within(window - 1)
+        said.within(local_size - 1)
     else:
-        said.within(window, window)
+        said.within(local_size, local_size)
     return said
 
 

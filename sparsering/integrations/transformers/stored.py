@@ -7,12 +7,11 @@ as text, to that of its pattern.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from ...checks import check_pattern
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from ...patterns.expression import parse
+from ...patterns.mask_mod import MaskMod
 
 NAME = "sparsering"
 """The attn_implementation, and the attribute of a config that holds patterns."""
@@ -33,8 +32,9 @@ def written(patterns: Patterns) -> str | dict[str, str]:
 def _written(pattern: Pattern) -> str:
     check_pattern(pattern)
     text = str(pattern)
+    functions = any(isinstance(part, MaskMod) for part in parts_of(pattern))
     try:
-        read_back: Pattern | None = None if pattern.tensors else parse(text)
+        read_back = None if pattern.tensors or functions else parse(text)
     except ValueError:
         read_back = None
     if read_back != pattern or pattern.num_batches() is not None:
@@ -46,6 +46,12 @@ def _written(pattern: Pattern) -> str:
     return text
 
 
+def parts_of(pattern: Pattern) -> list[Pattern]:
+    """A pattern and all that it is made of."""
+    inside = [part for part in pattern._made_of() if part is not pattern]
+    return [pattern, *(part for mask in inside for part in parts_of(mask))]
+
+
 def pattern_of(module: Any) -> Pattern | None:
     """The pattern that is to replace a layer's own window or chunk; None where none is."""
     stored = getattr(getattr(module, "config", None), NAME, None)
@@ -54,12 +60,19 @@ def pattern_of(module: Any) -> Pattern | None:
     text = stored
     if isinstance(stored, Mapping):
         text = text_for(stored, getattr(module, "layer_idx", None), layer_type(module))
-    return None if text is None else _parsed(text)
+    if text is None:
+        return None
+    return _patterns[text] if text in _patterns else parse(text)
 
 
-@torch.compiler.assume_constant_result  # text is read while tracing, not traced
-def _parsed(text: str) -> Pattern:
-    return parse(text)
+_patterns: dict[str, Pattern] = {}
+"""Patterns of models by their text, which torch.compile cannot read."""
+
+
+def keep_parsed(stored: str | Mapping[str, str]) -> None:
+    """Reads what a config holds, for layers that are traced later."""
+    for text in [stored] if isinstance(stored, str) else stored.values():
+        _patterns[text] = parse(text)
 
 
 def text_for(stored: Mapping[str, str], index: int | None, kind: str) -> str | None:
@@ -69,12 +82,8 @@ def text_for(stored: Mapping[str, str], index: int | None, kind: str) -> str | N
 
 def layer_type(module: Any) -> str:
     """The name that transformers has for the kind of a layer's attention."""
-    index = getattr(module, "layer_idx", None)
-    return types_of(module.config)[index] if _numbered(module.config, index) else "full_attention"
-
-
-def _numbered(config: Any, index: int | None) -> bool:
-    return isinstance(index, int) and 0 <= index < len(types_of(config))
+    index, types = getattr(module, "layer_idx", None), types_of(module.config)
+    return types[index] if isinstance(index, int) and index < len(types) else "full_attention"
 
 
 def types_of(config: Any) -> list[str]:
