@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import (
     BertConfig,
     BertModel,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -94,6 +96,14 @@ def _llama4(**more: Any) -> Any:
     return Llama4ForCausalLM(Llama4TextConfig(**{**GROUPED, **options}))
 
 
+def _deepseek(**more: Any) -> Any:
+    widths = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "head_dim": 4}
+    options = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, **widths}
+    options |= {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    options |= {"moe_intermediate_size": 16, "experts_implementation": "eager", **more}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**{**GROUPED, **options}))
+
+
 def _gpt2(**more: Any) -> Any:
     names = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
@@ -144,6 +154,7 @@ DECODERS: dict[str, Callable[..., Any]] = {
     "gemma3": _gemma3,
     "gpt-oss": _gpt_oss,
     "llama4": _llama4,
+    "deepseek-v3": _deepseek,
     "gpt2": _gpt2,
 }
 ENCODERS: dict[str, Callable[..., Any]] = {"bert": _bert, "modernbert": _modernbert}
@@ -160,6 +171,7 @@ def made(family: str, implementation: str = "eager", **more: Any) -> Any:
             if parameter.dim() > 1 and "embed" not in name and "relative" not in name:
                 parameter.mul_(4)
     model.set_attn_implementation(implementation)
+    assert model.config._attn_implementation == implementation, "an older transformers refuses"
     return model
 
 
@@ -167,6 +179,7 @@ def like(model: Any, implementation: str = "sparsering") -> Any:
     """The same model on another implementation."""
     other = copy.deepcopy(model)
     other.set_attn_implementation(implementation)
+    assert other.config._attn_implementation == implementation
     return other
 
 

@@ -61,14 +61,9 @@ def test_generates_what_a_cache_of_everything_does(beams):
     ids, mask = tokens(2, 9), padded("left", 9, (9, 5))
     options = {"max_new_tokens": 30, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
     cache = hf.SparseCache(model)
-    if beams == 1:
-        given = {"input_ids": ids, "attention_mask": mask}
-        wanted = model.generate(**given, past_key_values=DynamicCache(), **options)
-        got = model.generate(**given, past_key_values=cache, **options)
-    else:  # rows of one length: beams leave each other behind
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        wanted = model.generate(**given, past_key_values=DynamicCache(), **options)
-        got = model.generate(**given, past_key_values=cache, **options)
+    given = {"input_ids": ids, "attention_mask": mask}
+    wanted = model.generate(**given, past_key_values=DynamicCache(), **options)
+    got = model.generate(**given, past_key_values=cache, **options)
     assert got.tolist() == wanted.tolist()
     assert max(cache.kept) < 39
 

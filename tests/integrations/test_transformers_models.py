@@ -8,7 +8,12 @@ import copy
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import (
+    DynamicCache,
+    StaticCache,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 from transformers_models import (
     DECODERS,
     ENCODERS,
@@ -194,15 +199,17 @@ def gradients(model, **inputs) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["kept", "again", "reentrant"])
 @pytest.mark.parametrize("family", EVERY)
 def test_gradients_of_every_parameter(family, checkpointing):
     eager, ours = pair(family)
     inputs = inputs_of(family)
     if family in (*DECODERS, *ENCODERS):
         inputs["attention_mask"] = padded("left")
-    if checkpointing:
-        ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if checkpointing is not None:
+        how = {"use_reentrant": checkpointing}
+        ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        eager.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
         ours.train()
         eager.train()
     got, wanted = gradients(ours, **inputs), gradients(eager, **inputs)
@@ -278,6 +285,25 @@ def test_window_sizes_count_as_transformers_counts_them():
         eager, ours = pair("mistral", sliding_window=window)
         with torch.no_grad():
             assert_same(result(ours, input_ids=tokens()), result(eager, input_ids=tokens()))
+
+
+def test_whisper_has_masks_that_it_does_not_ask_for():
+    sizes = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers",)}
+    sizes |= {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
+    sizes |= {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    lengths = {"vocab_size": 61, "max_source_positions": 20, "max_target_positions": 40}
+    none = {"suppress_tokens": None, "begin_suppress_tokens": None}
+    eager = WhisperForConditionalGeneration(WhisperConfig(**sizes, **ends, **lengths, **none))
+    eager = eager.double().eval()
+    eager.set_attn_implementation("eager")
+    inputs = {"input_features": torch.randn(2, 8, 40, dtype=torch.float64)}
+    with torch.no_grad():
+        both = [
+            result(model, **inputs, decoder_input_ids=tokens(length=9))
+            for model in (like(eager), eager)
+        ]
+    assert_same(*both)
 
 
 def test_odd_heads_and_unlike_widths():

@@ -159,6 +159,14 @@ def test_a_family_that_does_not_dispatch_is_refused(make):
     assert model.config._attn_implementation != "sparsering"
 
 
+def test_a_model_that_stays_on_its_implementation_is_refused(monkeypatch):
+    model = made("llama")
+    monkeypatch.setattr(type(model), "set_attn_implementation", lambda self, name: None)
+    with pytest.raises(NotImplementedError, match="does not let LlamaAttention change"):
+        hf.apply(model, sr.Causal())
+    assert not hasattr(model.config, "sparsering")
+
+
 def test_a_mask_with_a_function_of_its_own_is_computed_and_no_pattern():
     from transformers.masking_utils import create_causal_mask
 

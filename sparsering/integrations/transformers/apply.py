@@ -98,6 +98,12 @@ def apply(model: Any, pattern: Patterns) -> None:
     if isinstance(pattern, Mapping):
         _check_keys(pattern, modules)
     model.set_attn_implementation(NAME)
+    stayed = {type(x).__name__ for x in modules if x.config._attn_implementation != NAME}
+    if stayed:
+        raise NotImplementedError(
+            f"transformers does not let {', '.join(sorted(stayed))} change its attention; load the "
+            f'model with attn_implementation="{NAME}", then apply the pattern'
+        )
     configs = {id(module.config): module.config for module in modules}
     configs[id(model.config)] = model.config
     for config in configs.values():

@@ -87,6 +87,9 @@ class SparseLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def get_max_cache_shape(self) -> int:
+        return self.get_max_length()  # its name in older versions
+
     def offload(self) -> None:
         raise NotImplementedError("a SparseCache stays on its device; it is small as it is")
 
