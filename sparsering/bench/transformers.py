@@ -123,7 +123,8 @@ def made(kind: str, name: str, length: int) -> Any:
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=512, num_key_value_heads=2))
     else:
-        tokens = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
+        names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+        tokens = dict.fromkeys(names, 0)
         types = ["full_attention", "sliding_attention"] * 2
         more = {"intermediate_size": 384, "local_attention": 128, "layer_types": types}
         model = ModernBertModel(ModernBertConfig(**sizes, **more, **tokens))

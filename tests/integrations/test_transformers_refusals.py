@@ -41,6 +41,27 @@ def test_keywords_that_change_nothing_are_left_out():
     assert plain[0].is_contiguous()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_of_pairs_learns_pair_by_pair(causal):
+    module = Module()
+    module.is_causal = causal
+    query, key = torch.randn(1, 4, 6, 8).double(), torch.randn(1, 2, 6, 8).double()
+    for start in (torch.zeros(1, 4, 6, 6), torch.randn(1, 4, 6, 6)):  # zeros go by any distance
+        bias = start.double().requires_grad_()
+        mask = masks.mask_interface(batch_size=1, q_length=6, kv_length=6) if causal else None
+        out, _ = attention_function(module, query, key, key, mask, position_bias=bias)
+        keys = key.repeat_interleave(2, 1)
+        score = query @ keys.mT * 8**-0.5 + bias
+        seen = torch.ones(6, 6).bool().tril() if causal else torch.ones(6, 6).bool()
+        wanted = score.masked_fill(~seen, -torch.inf).softmax(-1) @ keys
+        assert_same(out, wanted.transpose(1, 2))
+        weight = torch.randn_like(out)
+        grads = [
+            torch.autograd.grad((x * weight).sum(), bias) for x in (out, wanted.transpose(1, 2))
+        ]
+        assert_same(grads[0][0], grads[1][0])
+
+
 def test_an_unknown_keyword_is_told():
     with pytest.warns(UserWarning, match="does not know the keyword gate, and leaves it out"):
         call(gate=2.0)

@@ -4,6 +4,7 @@ Positions count from each row's first real token and restart in each document, s
 the same alone, padded or packed.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ def attend_pattern(
     """
     query, key, _ = inputs
     assert mask.said is not None
-    inner: Pattern = pattern & Causal() if mask.said.causal else pattern  # type: ignore[operator]
+    inner = pattern
+    if mask.said.causal:
+        inner = _looking_back(pattern) if torch.compiler.is_compiling() else _known_back(pattern)
     kv_len = key.shape[2]
     if q_start + mask.kv_start > 0:
         check_decodes(pattern)
@@ -56,6 +59,13 @@ def attend_pattern(
         return _attend_rows(inner, inputs, ids, valid, q_start, extras)
     restarting: Pattern = InRuns(ids, inner)  # type: ignore[arg-type]  # of a mixture, too
     return _attend(restarting, inputs, valid, q_start, extras)
+
+
+def _looking_back(pattern: Pattern) -> Pattern:
+    return pattern & Causal()  # type: ignore[operator]
+
+
+_known_back = lru_cache(256)(_looking_back)  # made once for all layers and steps
 
 
 def _attend(
