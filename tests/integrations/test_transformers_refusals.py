@@ -282,3 +282,18 @@ def test_nothing_above_warns_without_a_reason():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         like(model)(input_ids=tokens(), attention_mask=padded("left"))
+
+
+def test_a_query_that_a_mask_of_pairs_leaves_nothing_is_0_and_learns_nothing():
+    query = torch.randn(1, 4, 6, 8).double().requires_grad_()
+    key = torch.randn(1, 2, 6, 8).double().requires_grad_()
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(-1)
+    out, _ = attention_function(Module(), query, key, key, mask)
+    assert not out[:, 0].any()
+    seen = sr.Dense(mask[0, 0])
+    wanted = sr.attention(query, key, key, seen).transpose(1, 2)
+    assert_same(out, wanted)
+    for got, grad in zip(
+        *(torch.autograd.grad(x.square().sum(), (query, key)) for x in (out, wanted)), strict=True
+    ):
+        assert_same(got, grad)
