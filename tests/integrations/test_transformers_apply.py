@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
+from transformers.masking_utils import bidirectional_mask_function
 from transformers_models import DECODERS, assert_same, like, made, padded, result, tokens
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
+from sparsering.integrations.transformers import masks
+from sparsering.integrations.transformers.attention import attention_function
 
 WINDOW_AND_SINKS = sr.SlidingWindow(3) | sr.GlobalTokens(2, rows=False)
 LONGNET = sr.LongNet((4, 8), (1, 2))
@@ -260,6 +263,39 @@ def test_t5_has_it_in_encoder_and_decoder_and_not_across(tmp_path):
     again = type(model).from_pretrained(tmp_path, attn_implementation="sparsering", dtype="auto")
     with torch.no_grad():
         assert_same(result(again.eval(), **inputs), wanted)
+
+
+def test_images_have_a_pattern_too():
+    eager = made("vit")
+    model = applied(eager, sr.SlidingWindow(1, 1) | sr.GlobalTokens(1))
+    near = (torch.arange(10)[:, None] - torch.arange(10)).abs() <= 1
+    near[0] = near[:, 0] = True
+    mask = torch.zeros(1, 1, 10, 10, dtype=torch.float64)
+    mask = mask.masked_fill(~near, torch.finfo(torch.float64).min)
+    for module in eager.modules():
+        if type(module).__name__ == "ViTAttention":
+            module.register_forward_pre_hook(lambda module, args: (args[0], mask))
+    image = torch.randn(2, 3, 12, 12, dtype=torch.float64)
+    with torch.no_grad():
+        got, wanted = result(model, pixel_values=image), result(eager, pixel_values=image)
+        assert_same(got, wanted)
+        assert (got - result(made("vit"), pixel_values=image)).abs().max() > 1e-3
+
+
+def test_keys_of_another_sequence_are_no_place_for_a_pattern():
+    module = torch.nn.Module()
+    module.is_causal, module.config = False, applied(made("bert"), sr.SlidingWindow(2, 2)).config
+    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8)
+    whole = masks.mask_interface(
+        batch_size=1, q_length=5, kv_length=7, mask_function=bidirectional_mask_function
+    )
+    for mask in (None, whole):
+        with pytest.raises(NotImplementedError, match="5 queries, 7 keys"):
+            attention_function(module, query, key, key, mask)
+    module.is_cross_attention = True
+    for mask in (None, whole):
+        out, _ = attention_function(module, query, key, key, mask)
+        assert_same(out, sr.attention(query, key, key, sr.Full()).transpose(1, 2))
 
 
 def test_a_cache_that_dropped_what_the_pattern_needs_is_an_error():

@@ -14,7 +14,7 @@ from .bias import distance_table, goes_by_distance, is_nothing
 from .cache import attend_cached, cached_by
 from .dense import as_set, check_mask, check_size, dense_attention
 from .masks import ModelMask
-from .override import attend_pattern
+from .override import attend_pattern, check_own_keys
 from .stored import pattern_of
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -174,6 +174,8 @@ def _attend_unmasked(
         )
     pattern: Pattern = Causal() if causal else Full()
     if (own := pattern_of(module)) is not None:
+        if not causal:
+            check_own_keys(q_len, kv_len)
         pattern = own & Causal() if causal else own  # type: ignore[operator]
     q_start = kv_len - q_len if causal else 0
     if bias is not None and goes_by_distance(bias, module):

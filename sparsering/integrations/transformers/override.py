@@ -39,6 +39,8 @@ def attend_pattern(
     if mask.said.causal:
         inner = _looking_back(pattern) if torch.compiler.is_compiling() else _known_back(pattern)
     kv_len = key.shape[2]
+    if not mask.said.causal:
+        check_own_keys(query.shape[2], kv_len)
     if q_start + mask.kv_start > 0:
         check_decodes(pattern)
     if mask.kv_start > 0:
@@ -122,6 +124,16 @@ def by_distance_alone(pattern: Pattern) -> bool:
     if isinstance(pattern, And | Or | Mixture):
         return all(by_distance_alone(mask) for mask in pattern.masks)
     return isinstance(pattern, Causal | Full | SlidingWindow)
+
+
+def check_own_keys(q_len: int, kv_len: int) -> None:
+    """Raises NotImplementedError where keys must be those of another sequence."""
+    if not torch.compiler.is_compiling() and q_len != kv_len:
+        raise NotImplementedError(
+            "a pattern of a layer's own is for self-attention, got keys of another sequence "
+            f"({q_len} queries, {kv_len} keys) in a layer that does not say so; name the other "
+            "layers in apply(model, {...})"
+        )
 
 
 def check_decodes(pattern: Pattern) -> None:
