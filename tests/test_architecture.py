@@ -44,8 +44,8 @@ ROOMS = {
     "planner": "cost distributed layouts patterns",
     "plots": "planner layouts patterns",
     "report": "plots planner",
-    "bench": "plots report planner models nn decoding functional extras kernels layouts patterns "
-    "numerics",
+    "bench": "plots report planner integrations models nn decoding functional extras kernels "
+    "layouts patterns numerics",
     "training": "distributed models nn plots report layouts patterns files",
     "cli": "",  # the command line takes what a command needs
 }
@@ -61,7 +61,8 @@ EXCEPTION = (
 # Backends never import one another, nor does a file another's neighbours in a folder below.
 KERNELS = ("gather", "cpu", "triton", "flex", "flash", "torch_sparse", "reference")
 
-OPTIONAL = {
+OPTIONAL: dict[str, str | tuple[str, ...]] = {
+    "transformers": ("integrations/transformers", "bench/transformers"),
     "triton": "kernels/triton",
     "flash_attn": "kernels",
     "matplotlib": "plots",

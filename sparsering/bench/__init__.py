@@ -22,6 +22,7 @@ from .gigapath import gigapath
 from .measure import write_record
 from .modules import modules
 from .sweeps import sweeps
+from .transformers import transformers
 
 CASES = {
     "layouts": layouts,
@@ -38,6 +39,7 @@ CASES = {
     "sweeps": sweeps,
     "memory": memory,
     "million-tokens": million_tokens,
+    "transformers": transformers,
 }
 
 

@@ -47,7 +47,8 @@ BUILT_IN: dict[str, Callable[..., Pattern]] = {
     )
 }
 _constructors = dict(BUILT_IN)
-_UNTOLD = ("MaskMod", "Varlen")  # written by the library alone: no message tells of them
+# Written by the library alone: no message tells of them.
+_UNTOLD = ("MaskMod", "Varlen", "Runs", "InRuns")
 
 _EXPECTED = "a pattern is an expression such as 'LongNet((2048, 4096), (1, 2)) & Causal()'"
 

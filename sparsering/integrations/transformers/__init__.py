@@ -1,0 +1,29 @@
+"""Models of transformers that attend over patterns: by their own masks, or by yours.
+
+    from sparsering.integrations import transformers as hf
+
+    hf.register()                           # attn_implementation="sparsering": the model's own mask
+    hf.apply(model, pattern)                # the pattern, within padding, documents and causality
+    model.generate(**inputs, past_key_values=hf.SparseCache(model))     # keeps live keys alone
+    print(hf.explain(model))
+
+docs/transformers.md has the rules.
+"""
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        "sparsering.integrations.transformers needs transformers; pip install 'sparsering[hf]'"
+    ) from error
+
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 4):
+    raise ImportError(
+        "sparsering.integrations.transformers needs transformers 5.4 or newer, whose masks say "
+        f"where queries begin, got {transformers.__version__}; pip install 'sparsering[hf]'"
+    )
+
+from .apply import apply, explain, register
+from .cache import SparseCache
+
+__all__ = ["SparseCache", "apply", "explain", "register"]

@@ -1,0 +1,171 @@
+"""`register`, `apply`, `explain`: a model of transformers that attends over declared patterns."""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from ...functional import explain as explain_call
+from ...patterns.positions import Full
+from .attention import attention_function
+from .layers import decoder_config, layer_patterns, shortly
+from .masks import mask_interface
+from .stored import (
+    NAME,
+    Patterns,
+    dispatching,
+    is_cross_attention,
+    keep_parsed,
+    types_of,
+    written,
+)
+
+
+def register() -> None:
+    """Makes `attn_implementation="sparsering"` known to transformers; calling it again is harmless.
+
+    Such a model computes what its own mask says, at that mask's cost: windows, chunks, padding on
+    any side, packed documents, caches, softcap, sinks, T5's biases, dropout. From then on a model
+    whose config holds a pattern of `apply`, and which runs something else, says so in a warning.
+
+    Example:
+        >>> register()
+        >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sparsering")
+    """
+    AttentionInterface.register(NAME, attention_function)
+    AttentionMaskInterface.register(NAME, mask_interface)
+    check = PreTrainedModel._check_and_adjust_attn_implementation
+    if not hasattr(check, NAME):
+        PreTrainedModel._check_and_adjust_attn_implementation = _telling(check)
+
+
+def _telling(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Transformers' choice of an implementation, with a word where that leaves a pattern out."""
+
+    @functools.wraps(check)
+    def checked(self: Any, *arguments: Any, **options: Any) -> Any:
+        chosen = check(self, *arguments, **options)
+        stored = getattr(self.config, NAME, None)
+        if stored:
+            keep_parsed(stored)
+        if stored and chosen != NAME:
+            warnings.warn(
+                f"the config of this {type(self).__name__} holds the pattern {_told(stored)}, "
+                f"which {chosen!r} attention does not follow; load it with "
+                f'attn_implementation="{NAME}"',
+                stacklevel=4,
+            )
+        return chosen
+
+    setattr(checked, NAME, True)
+    return checked
+
+
+def apply(model: Any, pattern: Patterns) -> None:
+    """Lets a model's layers attend over a pattern, in place of their own window or chunk.
+
+    The pattern holds within what the model's mask says of causality, padding and documents;
+    positions count from each row's first real token, and restart in each document. Cross attention
+    stays as it is. The pattern is kept in the config as text: a model that is saved and loaded with
+    `attn_implementation="sparsering"` has it, and so has a copy.
+
+    Args:
+        model: of a family that dispatches through transformers' attention interface.
+        pattern: one for all layers, or {layer index or layer type: pattern}, of which an index
+            beats a type; layers that are not named keep their own mask. Types are those of
+            `config.layer_types`, such as "sliding_attention" and "full_attention".
+
+    Raises: NotImplementedError for a family that does not dispatch. ValueError for a key that is no
+        layer, or a pattern that text cannot hold.
+
+    Example:
+        >>> apply(model, Causal() & (SlidingWindow(511) | GlobalTokens(4, rows=False)))
+    """
+    register()
+    modules = [module for _, module in dispatching(model)]
+    if not modules:
+        raise NotImplementedError(
+            f"{type(model).__name__} computes attention in classes of its own and does not ask "
+            "transformers' attention interface, so that no pattern would reach it; families that "
+            "do are those for which attn_implementation can be set"
+        )
+    text = written(pattern)
+    keep_parsed(text)
+    if isinstance(pattern, Mapping):
+        _check_keys(pattern, modules)
+    model.set_attn_implementation(NAME)
+    stayed = {type(x).__name__ for x in modules if x.config._attn_implementation != NAME}
+    if stayed:
+        raise NotImplementedError(
+            f"transformers does not let {', '.join(sorted(stayed))} change its attention; load the "
+            f'model with attn_implementation="{NAME}", then apply the pattern'
+        )
+    configs = {id(module.config): module.config for module in modules}
+    configs[id(model.config)] = model.config
+    for config in configs.values():
+        setattr(config, NAME, text)
+
+
+def _check_keys(pattern: Mapping[Any, Any], modules: list[Any]) -> None:
+    """Raises ValueError for a key that no layer has."""
+    indices, kinds = set(), set()
+    for module in modules:
+        if isinstance(index := getattr(module, "layer_idx", None), int):
+            indices.add(index)
+        kinds.update(types_of(module.config) or ["full_attention"])
+    for key in pattern:
+        known = key in indices if type(key) is int else key in kinds
+        if not known or isinstance(key, bool):
+            span = f"0 to {max(indices)}" if indices else "none, for this family has no numbers"
+            raise ValueError(
+                f"apply needs layer indices ({span}) or layer types ({', '.join(sorted(kinds))}), "
+                f"got {key!r}; a single pattern is for all layers"
+            )
+
+
+def explain(model: Any) -> str:
+    """A line for each layer: index, pattern, backend, and the most keys that a cache ever holds.
+
+    Args:
+        model: any model of transformers.
+
+    Returns: of a model that runs something else, that; and whether a pattern waits in its config.
+    """
+    config = decoder_config(model)
+    running = config._attn_implementation
+    if running != NAME:
+        stored = getattr(config, NAME, None)
+        held = f"; the pattern {_told(stored)} in its config is not in force" if stored else ""
+        return f"{type(model).__name__} runs {running!r}, not {NAME!r}{held}"
+    causal = any(
+        getattr(module, "is_causal", True) and not is_cross_attention(module)
+        for _, module in dispatching(model)
+    )
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    backend = _backend(model, heads, kv_heads)
+    lines = []
+    for index, pattern in enumerate(layer_patterns(config, causal)):
+        bound = "none"
+        if causal and pattern is not None:
+            most = pattern.cache_bound(num_heads=heads, num_kv_heads=kv_heads)
+            bound = "grows without end" if most is None else f"{most} keys"
+        lines.append(f"{index}: {shortly(pattern)}; {backend}; cache: {bound}")
+    return "\n".join(lines)
+
+
+def _backend(model: Any, heads: int, kv_heads: int) -> str:
+    """What would run a call of the model's dtype and device."""
+    weight = next(model.parameters())
+    width = getattr(decoder_config(model), "head_dim", None) or model.config.hidden_size // heads
+    like = {"dtype": weight.dtype, "device": weight.device}
+    query, key = (torch.zeros(1, n, 16, width, **like) for n in (heads, kv_heads))
+    return explain_call(query, key, key, Full()).split(",")[0].removeprefix("runs: ")
+
+
+def _told(stored: Any) -> str:
+    return stored if isinstance(stored, str) else ", ".join(f"{k}: {v}" for k, v in stored.items())

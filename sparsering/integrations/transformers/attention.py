@@ -1,0 +1,272 @@
+"""The attention function that `register` gives transformers: a module's call as one of ours."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...functional import attention
+from ...patterns.algebra import Pattern
+from ...patterns.keys import KeyMask
+from ...patterns.positions import Causal, Full
+from .bias import distance_table, goes_by_distance, is_nothing
+from .cache import attend_cached, cached_by
+from .dense import as_set, check_mask, check_size, dense_attention
+from .masks import ModelMask
+from .override import attend_pattern, check_own_keys
+from .stored import pattern_of
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+# What models and trainers hand through, and changes no score.
+_HARMLESS = {
+    *("use_cache", "output_router_logits", "output_hidden_states", "return_dict", "deterministic"),
+    *("sliding_window", "cache_position", "num_items_in_batch", "max_length_q", "max_length_k"),
+    *("logits_to_keep", "labels", "is_training", "position_embeddings", "layer_idx"),
+}
+_REFUSED = {
+    "indices": "keys chosen for each query",
+    "block_indices": "blocks chosen for each query",
+    "topk_indices": "keys chosen for each query",
+    "cache": "a paged cache; continuous batching has its own attention",
+    "block_table": "a paged cache; continuous batching has its own attention",
+    "head_mask": "heads that are left out",
+    "attention_bias": "a bias of pairs",
+    "relative_position": "a bias of positions",
+    "alibi": "a bias of positions",
+    "encoder_hidden_states": "another sequence to attend to",
+}
+
+
+def attention_function(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: ModelMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What eager attention gives, over the pairs that the model's mask or its pattern says.
+
+    Args:
+        query: [B, Hq, Nq, D]; key, value: [B, Hkv, Nk, D | Dv].
+        attention_mask: what `mask_interface` gave, a 4-D mask of the user, or None.
+        position_bias: [B or 1, H or 1, Nq, Nk], added to scores.
+        position_ids: [B, Nq], looked at for packed documents that the mask does not know.
+        cu_seq_lens_q, cu_seq_lens_k: where documents begin, of a single row; must be the same.
+
+    Returns: [B, Nq, Hq, Dv], and None for weights that are never written out.
+
+    Raises: NotImplementedError that names a keyword which changes the result and is not supported.
+    """
+    _check_others(others)
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        attention_mask = _with_documents(attention_mask, cu_seq_lens_q, cu_seq_lens_k, query, key)
+    extras: dict[str, Any] = {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        "softcap": softcap or None,
+        "sink": s_aux if s_aux is not None else sinks,
+        "dropout_p": float(dropout),
+    }
+    if position_bias is not None and is_nothing(position_bias):
+        position_bias = None
+    inputs = query, key, value
+    if isinstance(attention_mask, ModelMask):
+        if (layer := cached_by(key)) is not None:
+            out = attend_cached(layer, inputs, attention_mask, position_bias, extras)
+        else:
+            _check_lengths(attention_mask, query, key)
+            _warn_of_lost_packing(attention_mask, position_ids)
+            out = _attend_masked(module, inputs, attention_mask, position_bias, extras)
+    elif isinstance(attention_mask, Tensor):
+        if pattern_of(module) is not None:
+            raise NotImplementedError(
+                "a pattern of a layer's own goes with attention_mask [batch, tokens], got one of "
+                "all pairs; say its pairs as a pattern in apply(model, pattern)"
+            )
+        out = _attend_tensor(inputs, attention_mask, position_bias, extras)
+    else:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        out = _attend_unmasked(module, inputs, bool(causal), position_bias, extras)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend_masked(
+    module: Any,
+    inputs: Inputs,
+    mask: ModelMask,
+    bias: Tensor | None,
+    extras: dict[str, Any],
+) -> Tensor:
+    """The pairs of the layer's pattern, or of the model's mask."""
+    pattern = pattern_of(module)
+    compiling = torch.compiler.is_compiling()
+    if compiling and isinstance(mask.q_start, Tensor):
+        if pattern is not None:
+            raise NotImplementedError(
+                "a pattern of a layer's own beside a static cache cannot be compiled, for the "
+                "length is known on the device alone; generate with the default cache, or with "
+                "past_key_values=SparseCache(model)"
+            )
+        if mask.seen_by_last is None or bias is not None:
+            return _attend_all_pairs(inputs, mask.dense(), bias, "a compiled static cache", extras)
+        return attention(*inputs, KeyMask(mask.seen_by_last), q_start=0, **extras)
+    q_start = int(mask.q_start)
+    if bias is not None and goes_by_distance(bias, module):
+        extras, bias = {**extras, "distance_bias": distance_table(bias, q_start)}, None
+    if pattern is not None and (mask.said is None or bias is not None):
+        got = "a bias of pairs" if bias is not None else "a mask with a function of the model's own"
+        raise NotImplementedError(
+            "a pattern of a layer's own goes with masks of causality, windows, chunks, documents "
+            f"and padding, and with biases of distances, got {got}; name the layers that have none "
+            "in apply(model, {...})"
+        )
+    if mask.said is None or bias is not None:
+        why = "a bias of pairs" if bias is not None else "a mask that is no known one"
+        return _attend_all_pairs(inputs, mask.once("dense", mask.dense), bias, why, extras)
+    query, key, value = inputs
+    stop = q_start + query.shape[2]
+    if mask.said.causal and not compiling and stop < key.shape[2]:
+        key, value = key[:, :, :stop], value[:, :, :stop]  # what a static cache has not written
+    if pattern is not None:
+        return attend_pattern(pattern, (query, key, value), mask, q_start, extras)
+    kv_len = key.shape[2]
+    own = mask.once(("own", kv_len), lambda: mask.pattern(q_start, kv_len))
+    return attention(query, key, value, own, q_start=q_start, **extras)
+
+
+def _attend_tensor(
+    inputs: Inputs, mask: Tensor, bias: Tensor | None, extras: dict[str, Any]
+) -> Tensor:
+    """The pairs of a 4-D mask: of keys alone as such, others over all pairs."""
+    query, key, _ = inputs
+    check_mask(mask, query, key)
+    allowed = as_set(mask)
+    if bias is None and allowed is not None and allowed.shape[1:3] == (1, 1):
+        keys = KeyMask(allowed[:, 0, 0].expand(len(query), key.shape[2]))
+        return attention(*inputs, keys, q_start=0, **extras)
+    if allowed is None:
+        bias = mask if bias is None else bias + mask
+    return _attend_all_pairs(inputs, allowed, bias, "a 4-D attention_mask", extras)
+
+
+def _attend_unmasked(
+    module: Any, inputs: Inputs, causal: bool, bias: Tensor | None, extras: dict[str, Any]
+) -> Tensor:
+    """The pairs of a module that asked for no mask: all, or those of equal lengths."""
+    query, key, _ = inputs
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if causal and q_len not in (1, kv_len):
+        raise ValueError(
+            f"a causal module needs a mask for {q_len} queries of {kv_len} keys, got None; pass "
+            "the model's attention_mask, or is_causal=False"
+        )
+    pattern: Pattern = Causal() if causal else Full()
+    if (own := pattern_of(module)) is not None:
+        if not causal:
+            check_own_keys(q_len, kv_len)
+        pattern = own & Causal() if causal else own  # type: ignore[operator]
+    q_start = kv_len - q_len if causal else 0
+    if bias is not None and goes_by_distance(bias, module):
+        extras, bias = {**extras, "distance_bias": distance_table(bias, q_start)}, None
+    if bias is None:
+        return attention(*inputs, pattern, q_start=q_start, **extras)
+    if own is not None:
+        raise NotImplementedError(
+            "a pattern of a layer's own goes with biases of distances, got a bias of pairs; name "
+            "the layers that have none in apply(model, {...})"
+        )
+    seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device)
+    allowed = seen.tril(q_start)[None, None] if causal else None
+    return _attend_all_pairs(inputs, allowed, bias, "a bias of pairs", extras)
+
+
+def _attend_all_pairs(
+    inputs: Inputs, allowed: Tensor | None, bias: Tensor | None, why: str, extras: dict[str, Any]
+) -> Tensor:
+    check_size(inputs[0], inputs[1], why)
+    return dense_attention(*inputs, allowed, bias, **extras)
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    """Refuses keywords that change the result; warns of those that nobody knows."""
+    for name, value in others.items():
+        if value is None or value is False or name in _HARMLESS:
+            continue
+        if name in _REFUSED:
+            raise NotImplementedError(
+                f'"sparsering" attention does not support {name} ({_REFUSED[name]}); load the '
+                'model with attn_implementation="sdpa" or "eager"'
+            )
+        if torch.compiler.is_compiling():
+            continue
+        if name == "output_attentions":
+            told = "gives no attention weights; sparsering.attention_weights computes them"
+        else:
+            told = f"does not know the keyword {name}, and leaves it out"
+        warnings.warn(f'"sparsering" attention {told}', stacklevel=3)
+
+
+def _check_lengths(mask: ModelMask, query: Tensor, key: Tensor) -> None:
+    got, wanted = (query.shape[2], key.shape[2]), mask.shape[2:]
+    if got != wanted:
+        raise ValueError(
+            f"the model's mask is for {wanted[0]} queries of {wanted[1]} keys, got {got[0]} of "
+            f"{got[1]}; a cache must give all the keys that its get_mask_sizes tells"
+        )
+
+
+def _with_documents(
+    mask: ModelMask | Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, *inputs: Tensor
+) -> ModelMask:
+    """The mask with documents by cumulative lengths, as trainers pass them for flash attention."""
+    whole = isinstance(mask, ModelMask) and mask.said is not None and mask.shape[2] == mask.shape[3]
+    same = cu_q is not None and cu_k is not None and cu_q.shape == cu_k.shape
+    if not whole or len(inputs[0]) != 1 or not same or not _equal(cu_q, cu_k):
+        raise NotImplementedError(
+            '"sparsering" attention takes cu_seq_lens_q and cu_seq_lens_k for a single row of '
+            "whole documents, without a cache, both the same; give position_ids that restart"
+        )
+    assert isinstance(mask, ModelMask) and cu_q is not None
+    key = torch.arange(mask.shape[3], device=cu_q.device)
+    ids = torch.searchsorted(cu_q[1:].long().contiguous(), key, right=True)[None]
+    return mask.once("cu_seq_lens", lambda: mask.with_documents(ids))
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    assert a is not None and b is not None
+    return a is b or torch.compiler.is_compiling() or torch.equal(a, b)
+
+
+def _warn_of_lost_packing(mask: ModelMask, position_ids: Tensor | None) -> None:
+    """Positions that restart are documents; a model that keeps a cache tells its mask of none."""
+    if mask.checked or torch.compiler.is_compiling():
+        return
+    mask.checked = True
+    q_len = mask.shape[2]
+    if mask.documents is not None or position_ids is None or q_len < 2:
+        return
+    if position_ids.dim() != 2 or position_ids.shape[1] != q_len or mask.said is None:
+        return
+    back = position_ids[:, 1:] <= position_ids[:, :-1]
+    if mask.padding is not None:
+        start = int(mask.q_start) + mask.kv_start
+        real = mask.padding[:, start : start + q_len]
+        back = back & real[:, 1:] & real[:, :-1]
+    if bool(back.any()):
+        warnings.warn(
+            "position_ids restart, but the model's mask knows of no documents: packing is seen "
+            "only without a cache and without attention_mask; pass use_cache=False and no mask",
+            stacklevel=4,
+        )

@@ -1,0 +1,210 @@
+"""`SparseCache`: a cache of transformers that keeps the keys which a later query can visit.
+
+A layer of it hands the new keys through the model as they are, with a note of where they came from;
+the attention function then lets the layer's `KVCache` attend, which holds the others.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ...decoding import KVCache
+from ...patterns.algebra import Pattern
+from .layers import decoder_patterns
+from .masks import ModelMask
+
+_NOTE = "_sparsering_layer"
+
+
+class SparseLayer(CacheLayerMixin):
+    """One layer's keys and values, as far as a later query visits them.
+
+    Args:
+        pattern: of the layer, causal.
+        rollback: tokens that `crop` can take back.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, pattern: Pattern, rollback: int = 0) -> None:
+        super().__init__()
+        self.pattern = pattern
+        self.rollback = rollback
+        self.held: KVCache | None = None
+        self.columns = 0  # of tokens seen, padding among them
+
+    def __repr__(self) -> str:
+        return f"SparseLayer({self.held if self.held is not None else self.pattern})"
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Counts new tokens, and notes on their keys who is to attend."""
+        self.lazy_initialization(key_states, value_states)
+        self.columns += key_states.shape[2]
+        key_states = key_states.view_as(key_states)
+        setattr(key_states, _NOTE, self)
+        return key_states, value_states
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: list[int] | None,
+        extras: dict[str, Any],
+    ) -> Tensor:
+        """[B, Hq, n, Dv] of new tokens, the first `lengths` of each row."""
+        if self.held is None:
+            self.held = KVCache(
+                self.pattern,
+                len(key),
+                key.shape[1],
+                key.shape[3],
+                num_heads=query.shape[1],
+                value_dim=value.shape[3],
+                rollback=self.rollback,
+            )
+        defaults = {"scale": query.shape[3] ** -0.5, "dropout_p": 0.0}
+        # a step that asks for nothing more than the last one is not checked again
+        asked = {k: x for k, x in extras.items() if k not in defaults or x != defaults[k]}
+        options = {k: x for k, x in asked.items() if x is not None}
+        return self.held.attend(query, key, value, lengths=lengths, **options)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return self.get_max_length()  # its name in older versions
+
+    def offload(self) -> None:
+        raise NotImplementedError("a SparseCache stays on its device; it is small as it is")
+
+    def reset(self) -> None:
+        self.held, self.columns = None, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.held is not None:
+            self.held.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.held is not None:
+            self.held.repeat(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.held is not None:
+            self.held.select(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens, given as a negative number."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes how many tokens to remove, as a negative number, got "
+                f"{tokens_to_remove}; -1 removes the last"
+            )
+        if tokens_to_remove and self.held is not None:
+            self.held.crop(self.held.length + tokens_to_remove)
+            self.columns += tokens_to_remove
+
+
+def cached_by(key: Tensor) -> SparseLayer | None:
+    """The layer of a `SparseCache` that keys have come through."""
+    return getattr(key, _NOTE, None)
+
+
+def attend_cached(
+    layer: SparseLayer,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    mask: ModelMask,
+    bias: Tensor | None,
+    extras: dict[str, Any],
+) -> Tensor:
+    """[B, Hq, n, Dv] of new tokens; left padding is neither kept nor counted.
+
+    Raises: ValueError for padding elsewhere, NotImplementedError for biases and other masks.
+    """
+    if bias is not None or mask.said is None or mask.documents is not None:
+        got = "documents" if bias is None and mask.said is not None else "a bias or another mask"
+        raise NotImplementedError(
+            f"a SparseCache goes with masks of causality, windows, chunks and padding, got {got}; "
+            "use the default cache"
+        )
+    n = inputs[0].shape[2]
+    padding = mask.once("padding", lambda: _of_new(mask, n))
+    if padding is None:
+        return layer.attend(*inputs, None, extras)
+    order, back, lengths = padding
+    query, key, value = (_taken(x, order) for x in inputs)
+    return _taken(layer.attend(query, key, value, lengths, extras), back)
+
+
+def _of_new(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] | None:
+    """How real tokens come first in each row: (order, its inverse, how many); None where all are.
+
+    Raises ValueError where padding is not on the left.
+    """
+    if mask.padding is None:
+        return None
+    stop = mask.shape[3]
+    valid = mask.padding[:, :stop]
+    if not bool((valid.long().diff(dim=1) >= 0).all()):
+        raise ValueError(
+            "a SparseCache needs padding on the left alone, for positions count real tokens, got "
+            "padding elsewhere; set tokenizer.padding_side to left"
+        )
+    new = valid[:, stop - n : stop]
+    if bool(new.all()):
+        return None
+    order = (~new).long().argsort(dim=1, stable=True)
+    return order, order.argsort(dim=1), new.sum(1).tolist()
+
+
+def _taken(x: Tensor, order: Tensor) -> Tensor:
+    """[B, H, n, D] with the tokens of each row in an order [B, n]."""
+    return x.gather(2, order[:, None, :, None].expand(*x.shape[:3], x.shape[3]))
+
+
+class SparseCache(Cache):
+    """A cache for a model that runs "sparsering", of the keys that later queries can visit.
+
+    Args:
+        model: whose layers' patterns, its own windows and chunks or those of `apply`, tell which.
+        rollback: tokens that `crop` can take back, as assisted generation does.
+
+    Results are those of a cache of everything. It holds, of each key/value head, what
+    `pattern.live_keys` says and at most a page more; left padding is not held.
+
+    Raises: ValueError where the model does not run "sparsering"; NotImplementedError where a layer
+        is of a kind that has no pattern.
+
+    Example:
+        >>> cache = SparseCache(model)
+        >>> tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=1000)
+    """
+
+    def __init__(self, model: Any, rollback: int = 0) -> None:
+        patterns = decoder_patterns(model)
+        super().__init__(layers=[SparseLayer(pattern, rollback) for pattern in patterns])
+
+    @property
+    def kept(self) -> list[int]:
+        """Keys held by each layer, the most of any kv head and row."""
+        return [0 if layer.held is None else layer.held.kept for layer in self.layers]
+
+    @property
+    def nbytes(self) -> int:
+        """Of keys, values and their positions, in all layers."""
+        return sum(0 if layer.held is None else layer.held.nbytes for layer in self.layers)

@@ -1,0 +1,94 @@
+"""What is no pattern, over all pairs: a user's 4-D mask, a bias of pairs, unknown masks."""
+
+import torch
+from torch import Tensor
+
+MOST_SCORES = 1 << 28
+"""Of one call, B x H x Nq x Nk: a gigabyte of float32 scores, as much as eager would take."""
+
+
+def check_size(query: Tensor, key: Tensor, why: str) -> None:
+    """Raises ValueError where all pairs of a call are too many to be written out."""
+    batch, heads, q_len, _ = query.shape
+    if not torch.compiler.is_compiling() and batch * heads * q_len * key.shape[2] > MOST_SCORES:
+        raise ValueError(
+            f"{why} is computed over all pairs, up to 2^28 scores, got {batch} x {heads} x {q_len} "
+            f"x {key.shape[2]}; say it as a pattern with apply(model, pattern), or take smaller "
+            "batches"
+        )
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor | None,
+    bias: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    sink: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """Attention with a mask or a bias of its own for every pair.
+
+    Args:
+        query: [B, H, Nq, D]; key, value: [B, Hkv, Nk, D | Dv].
+        allowed: bool that broadcasts to [B, H, Nq, Nk], True where a pair attends; None for all.
+        bias: added to scores, broadcasts the same way.
+        sink: [H], or [B or 1, H, Nq or 1].
+
+    Returns: [B, H, Nq, Dv]; 0 in rows that see nothing.
+    """
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    score = (query @ key.mT).to(dtype) * scale
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    if bias is not None:
+        score = score + bias.to(dtype)
+    unseen = None
+    if allowed is not None:
+        score = score.masked_fill(~allowed, -torch.inf)
+        unseen = ~allowed.any(-1, keepdim=True)
+        score = score.masked_fill(unseen, 0.0)  # of no key: softmax would have no gradient
+    if sink is not None:
+        sink = sink[None, :, None] if sink.dim() == 1 else sink
+        last = sink.to(dtype)[..., None].expand(*score.shape[:3], 1)
+        score = torch.cat((score, last), -1)
+    weight = torch.softmax(score, -1)[..., : key.shape[2]]
+    if unseen is not None:
+        weight = weight.masked_fill(unseen, 0.0)
+    weight = torch.nn.functional.dropout(weight, dropout_p)
+    return weight.to(value.dtype) @ value
+
+
+def as_set(mask: Tensor) -> Tensor | None:
+    """A mask that is added to scores as a bool mask, where it holds nothing but 0 and -inf.
+
+    The least finite number counts as -inf, for that is what transformers writes. None for a bias.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    if torch.compiler.is_compiling() or mask.requires_grad:
+        return None
+    allowed = mask == 0
+    blocked = mask <= torch.finfo(mask.dtype).min
+    return allowed if bool((allowed | blocked).all()) else None
+
+
+def check_mask(mask: Tensor, query: Tensor, key: Tensor) -> None:
+    """Raises ValueError where a tensor is no mask of the pairs of a call."""
+    wanted = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            "a 4-D attention_mask must be bool (True = may attend) or floating point (added to "
+            f"scores), got {mask.dtype}; of ones and zeros .bool() makes one"
+        )
+    fits = mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape, wanted, strict=True))
+    if not fits:
+        raise ValueError(
+            f"attention_mask must broadcast to [batch, heads, queries, keys] {wanted}, got "
+            f"{tuple(mask.shape)}; slice it as the keys"
+        )

@@ -1,0 +1,74 @@
+"""The pattern of each layer of a model, as its config and `apply` say it."""
+
+from typing import Any
+
+from ...patterns.algebra import Mask, Pattern
+from ...patterns.arguments import shortened
+from ...patterns.expression import parse
+from ...patterns.positions import Causal, Dilated, Full, SlidingWindow
+from .stored import NAME, text_for, types_of
+
+
+def decoder_config(model: Any) -> Any:
+    """The config of the layers that text goes through."""
+    return model.config.get_text_config(decoder=True)
+
+
+def decoder_patterns(model: Any) -> list[Pattern]:
+    """What each layer of a decoder visits.
+
+    Raises: ValueError where the model does not run "sparsering"; NotImplementedError where it is no
+        decoder alone, or has layers of a kind that is no pattern.
+    """
+    config = decoder_config(model)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotImplementedError(
+            f"{type(model).__name__} has an encoder and a decoder, and a SparseCache is for "
+            "decoders alone; use the default cache"
+        )
+    if config._attn_implementation != NAME:
+        raise ValueError(
+            f'a SparseCache needs a model that runs "{NAME}", got '
+            f"{config._attn_implementation!r}; call apply(model, pattern), or "
+            f'model.set_attn_implementation("{NAME}") for the model\'s own windows'
+        )
+    patterns = layer_patterns(config)
+    for kind, pattern in zip(types_of(config), patterns, strict=True):
+        if pattern is None:
+            raise NotImplementedError(
+                f"a layer of type {kind} is no pattern of pairs, so that a SparseCache cannot hold "
+                "it; use the default cache"
+            )
+    return [pattern for pattern in patterns if pattern is not None]
+
+
+def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
+    """Of each layer, the stored pattern or the model's own; None for kinds that are none."""
+    stored = getattr(config, NAME, None)
+    found: list[Pattern | None] = []
+    for index, kind in enumerate(types_of(config)):
+        text = text_for(stored, index, kind) if isinstance(stored, dict) else stored
+        if text is None:
+            found.append(_own(config, kind, causal))
+        else:
+            pattern = parse(text)
+            found.append(pattern & Causal() if causal else pattern)  # type: ignore[operator]
+    return found
+
+
+def _own(config: Any, kind: str, causal: bool) -> Mask | None:
+    """What a layer of a type visits by the model's own config."""
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if kind == "full_attention":
+        return Causal() if causal else Full()
+    if kind == "sliding_attention" and window:
+        return SlidingWindow(window - 1) if causal else SlidingWindow(window, window)
+    if kind == "chunked_attention" and chunk and causal:
+        return Dilated(chunk, 1) & Causal()
+    return None
+
+
+def shortly(pattern: Pattern | None) -> str:
+    """A pattern in a line."""
+    return "the model's own" if pattern is None else shortened(str(pattern), 120)

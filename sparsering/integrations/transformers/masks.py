@@ -1,0 +1,243 @@
+"""`ModelMask`: what a model says of its mask, in the place where it would pass N x N numbers.
+
+transformers asks a mask interface for a mask once per step and kind of layer, and hands what it
+gives through the model to the attention function. Ours says which pattern it is, from where
+queries count, and which keys are real; nothing is as large as the pairs.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from ...patterns.algebra import Mask
+from ...patterns.keys import KeyMask
+from ...patterns.positions import Causal, Full, SlidingWindow
+from .reading import Said, read, read_inside_compile, runs_by_neighbours
+from .runs import Runs, joined
+
+
+class ModelMask:
+    """What a model says of the pairs of one step, in key positions that count from its first key.
+
+    Attributes:
+        shape: (batch, 1, queries, keys), as of the tensor that it stands for.
+        q_start: position of the first query among the keys: an int, or a tensor of a static cache.
+        kv_start: how many keys were dropped before the first one.
+        said: the kind of mask, None where it is not known: then `dense` is asked.
+        documents: [B or 1, keys] numbers of packed documents, if any.
+        runs: the same of documents and chunks.
+        padding: [B, all keys] True where a token is real, if any is not.
+        seen_by_last: [B, keys] what a single query sees, where `q_start` is a tensor.
+    """
+
+    ndim = 4
+    dtype = torch.bool
+    requires_grad = False
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        q_start: int | Tensor,
+        kv_start: int,
+        said: Said | None,
+        documents: Tensor | None,
+        runs: Tensor | None,
+        padding: Tensor | None,
+        dense: Callable[[], Tensor],
+        seen_by_last: Tensor | None = None,
+    ) -> None:
+        self.shape = shape
+        self.q_start = q_start
+        self.kv_start = kv_start
+        self.said = said
+        self.documents = documents
+        self.runs = runs
+        self.padding = padding
+        self.dense = dense
+        self.seen_by_last = seen_by_last
+        self.checked = False  # whether packing that got lost was looked for
+        self.known: dict[Any, Any] = {}  # what layers made of it before
+
+    def __repr__(self) -> str:
+        batch, _, q_len, kv_len = self.shape
+        return f"<ModelMask of {batch} x {q_len} queries, {kv_len} keys: {self.said}>"
+
+    def dim(self) -> int:
+        return 4
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def contiguous(self) -> "ModelMask":
+        return self
+
+    def to(self, *_: object, **__: object) -> "ModelMask":
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: object, **__: object) -> Any:
+        raise _refusal(getattr(function, "__name__", "an operation of torch"))
+
+    def valid(self, kv_len: int) -> Tensor | None:
+        """[B, kv_len] True where one of the first keys is real; None where all are."""
+        if self.padding is None:
+            return None
+        valid = self.padding[:, self.kv_start : self.kv_start + kv_len]
+        return None if not torch.compiler.is_compiling() and bool(valid.all()) else valid
+
+    def pattern(self, q_start: int, kv_len: int) -> Mask:
+        """What the model says of the first `kv_len` keys, for a mask whose kind is known."""
+        assert self.said is not None
+        mask = _of_distances(self.said)
+        valid, runs = self.valid(kv_len), self.runs
+        if runs is not None and self.shape[2] == 1 and not torch.compiler.is_compiling():
+            same = runs[:, :kv_len] == runs[:, q_start : q_start + 1]  # of one query that is data
+            valid = same if valid is None else valid & same
+        elif runs is not None:
+            mask = mask & Runs(runs[:, :kv_len])
+        return mask if valid is None else mask & KeyMask(valid)
+
+    def with_documents(self, ids: Tensor) -> "ModelMask":
+        """The same mask inside documents, whose numbers are [1, keys]."""
+        documents = ids if self.documents is None else joined(ids, self.documents)
+        runs = documents if self.runs is None else joined(documents, self.runs)
+        rest = self.padding, self.dense, self.seen_by_last
+        place = self.shape, self.q_start, self.kv_start
+        return ModelMask(*place, self.said, documents, runs, *rest)
+
+    def once(self, what: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives, asked once for the layers that share the mask."""
+        if torch.compiler.is_compiling():
+            return make()
+        if what not in self.known:
+            self.known[what] = make()
+        return self.known[what]
+
+
+def _of_distances(said: Said) -> Mask:
+    if said.causal:
+        return Causal() if said.left is None else SlidingWindow(said.left)
+    if said.left is None and said.right is None:
+        return Full()
+    return SlidingWindow(said.left, said.right)
+
+
+def _refusal(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"this model uses its attention mask as a tensor ({name}) inside its own attention, and "
+        '"sparsering" has no mask of all pairs; load it with attn_implementation="sdpa"'
+    )
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refused(self: ModelMask, *_: object) -> Any:
+        raise _refusal(name)
+
+    return refused
+
+
+for _name in ("add", "radd", "sub", "mul", "rmul", "and", "rand", "or", "ror", "invert", "getitem"):
+    setattr(ModelMask, f"__{_name}__", _refuse(f"__{_name}__"))
+
+
+def mask_interface(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | ModelMask | None = None,
+    local_size: int | None = None,
+    config: Any = None,
+    device: torch.device | str = "cpu",
+    **asked: Any,
+) -> ModelMask:
+    """The mask interface that `register` gives transformers, whose arguments it takes.
+
+    Args:
+        attention_mask: [B, N] True where a token is real, N as long as the keys or shorter; or what
+            this function gave before, which static caches hand in again.
+
+    Returns: never None, which transformers gives an attention function that is to guess.
+    """
+    if isinstance(attention_mask, ModelMask):
+        return attention_mask
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.clone()  # a static cache counts on before its layer attends
+    padding = _padding(attention_mask, kv_length + kv_offset)
+    dense = partial(
+        _dense,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        device=device,
+        use_vmap=asked.get("use_vmap", False),
+    )
+    seen_by_last = dense()[:, 0, 0] if isinstance(q_offset, Tensor) and q_length == 1 else None
+    keys = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset}
+    if torch.compiler.is_compiling():
+        said = read_inside_compile(mask_function, local_size, config, asked)
+        documents = runs = None
+        may_be_packed = attention_mask is None and q_length == kv_length
+        if said is not None and (said.chunked or (may_be_packed and said.joined)):
+            runs = runs_by_neighbours(mask_function, **keys, device=device)
+            documents = None if said.chunked else runs
+    else:
+        said = read(mask_function)
+        documents, runs = (None, None) if said is None else _runs(said, **keys, device=device)
+    shape = (batch_size, 1, q_length, kv_length)
+    q_start = q_offset - kv_offset
+    return ModelMask(shape, q_start, kv_offset, said, documents, runs, padding, dense, seen_by_last)
+
+
+def _dense(**arguments: Any) -> Tensor:
+    """[B, 1, Nq, Nk] bool, as transformers makes it."""
+    skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    dense: Tensor = masking_utils.sdpa_mask(**arguments, **skip)
+    return dense
+
+
+def _padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
+    """[B, length] True where a token is real; None where all are known to be."""
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2:
+        raise ValueError(
+            "attention_mask must be [batch, tokens], or a bool or float mask [batch, 1, queries, "
+            f"keys], got shape {tuple(attention_mask.shape)}; index or unsqueeze it"
+        )
+    if (missing := length - attention_mask.shape[1]) > 0:
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
+    if not torch.compiler.is_compiling() and bool(attention_mask.all()):
+        return None
+    return attention_mask
+
+
+def _runs(
+    said: Said, batch_size: int, kv_length: int, kv_offset: int, device: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """[B or 1, keys] numbers of documents, and of documents and chunks; None for a single one."""
+    documents = list(said.documents)
+    chunks = []
+    for size, padding, positions in said.chunks:
+        if positions is None:
+            positions = torch.arange(kv_offset, kv_offset + kv_length, device=device)[None]
+        chunks.append((positions - padding[:batch_size, None]) // size)
+    return _several(documents), _several(documents + chunks)
+
+
+def _several(ids: list[Tensor]) -> Tensor | None:
+    """The runs in which all ids stay the same, None where that is everywhere."""
+    if not ids:
+        return None
+    runs = joined(*ids)
+    return runs if bool(runs[:, -1:].any()) else None

@@ -1,0 +1,161 @@
+"""A layer's own pattern, within what the model's mask says: causality, padding and documents.
+
+Positions count from each row's first real token and restart in each document, so that a row means
+the same alone, padded or packed.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...functional import attention
+from ...patterns.algebra import And, Mixture, Or, Pattern
+from ...patterns.arguments import shortened
+from ...patterns.blocks import RandomBlocks
+from ...patterns.keys import KeyMask
+from ...patterns.positions import Causal, Full, SlidingWindow
+from .masks import ModelMask
+from .runs import InRuns, Runs, joined
+from .stored import parts_of
+
+
+def attend_pattern(
+    pattern: Pattern,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    mask: ModelMask,
+    q_start: int,
+    extras: dict[str, Any],
+) -> Tensor:
+    """[B, Hq, Nq, Dv] of a pattern within a mask of a known kind.
+
+    Raises: ValueError where keys that the pattern needs are dropped, or where it depends on a
+        length that is not yet known.
+    """
+    query, key, _ = inputs
+    assert mask.said is not None
+    inner = pattern
+    if mask.said.causal:
+        inner = _looking_back(pattern) if torch.compiler.is_compiling() else _known_back(pattern)
+    kv_len = key.shape[2]
+    if not mask.said.causal:
+        check_own_keys(query.shape[2], kv_len)
+    if q_start + mask.kv_start > 0:
+        check_decodes(pattern)
+    if mask.kv_start > 0:
+        _check_kept(inner, mask.kv_start, q_start, query.shape[1], key.shape[1])
+    if mask.said.chunked:
+        raise NotImplementedError(
+            "inside torch.compile the documents of a layer with chunks cannot be told from its "
+            "chunks, so that a pattern cannot replace them; leave these layers out of apply"
+        )
+    valid = mask.once(("valid", kv_len), lambda: mask.valid(kv_len))
+    if by_distance_alone(inner):
+        made = inner if mask.documents is None else inner & Runs(mask.documents)  # type: ignore[operator]
+        return _attend(made, inputs, valid, q_start, extras)
+    ids = mask.once(("rows", kv_len), lambda: _row_runs(mask, kv_len))
+    if ids is None:
+        return _attend(inner, inputs, valid, q_start, extras)
+    if query.shape[2] == 1 and mask.documents is None and not torch.compiler.is_compiling():
+        return _attend_rows(inner, inputs, ids, valid, q_start, extras)
+    restarting: Pattern = InRuns(ids, inner)  # type: ignore[arg-type]  # of a mixture, too
+    return _attend(restarting, inputs, valid, q_start, extras)
+
+
+def _looking_back(pattern: Pattern) -> Pattern:
+    return pattern & Causal()  # type: ignore[operator]
+
+
+_known_back = lru_cache(256)(_looking_back)  # made once for all layers and steps
+
+
+def _attend(
+    pattern: Pattern,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    valid: Tensor | None,
+    q_start: int,
+    extras: dict[str, Any],
+) -> Tensor:
+    if valid is not None:
+        pattern = pattern & KeyMask(valid)  # type: ignore[operator]
+    return attention(*inputs, pattern, q_start=q_start, **extras)
+
+
+def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
+    """[B or 1, keys] numbers of the runs in which positions restart; None for a single one."""
+    ids = [] if mask.documents is None else [mask.documents[:, :kv_len]]
+    if mask.padding is not None:
+        seen = mask.padding[:, mask.kv_start : mask.kv_start + kv_len].cumsum(1) > 0
+        ids.append(seen.long())  # 0 before the first real token
+    if not ids:
+        return None
+    runs = joined(*ids)
+    return runs if torch.compiler.is_compiling() or bool(runs[:, -1:].any()) else None
+
+
+def _attend_rows(
+    pattern: Pattern,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    ids: Tensor,
+    valid: Tensor | None,
+    q_start: int,
+    extras: dict[str, Any],
+) -> Tensor:
+    """One query of each row, rows that begin at the same key together: layouts are then kept."""
+    query, key, value = inputs
+    begins = (ids == ids[:, :1]).sum(1) * (ids[:, -1] > ids[:, 0])
+    outs = query.new_empty(*query.shape[:3], value.shape[3])
+    for begin in begins.unique().tolist():
+        rows = (begins == begin).nonzero()[:, 0]
+        part = slice(int(rows[0]), int(rows[-1]) + 1) if _neighbours(rows) else rows
+        some = query[part], key[part][:, :, begin:], value[part][:, :, begin:]
+        here = None if valid is None else valid[part][:, begin:]
+        outs[part] = _attend(pattern, some, here, q_start - begin, extras).to(outs.dtype)
+    return outs
+
+
+def _neighbours(rows: Tensor) -> bool:
+    return int(rows[-1]) - int(rows[0]) == len(rows) - 1
+
+
+def by_distance_alone(pattern: Pattern) -> bool:
+    """Whether a pattern is the same wherever positions count from."""
+    if isinstance(pattern, And | Or | Mixture):
+        return all(by_distance_alone(mask) for mask in pattern.masks)
+    return isinstance(pattern, Causal | Full | SlidingWindow)
+
+
+def check_own_keys(q_len: int, kv_len: int) -> None:
+    """Raises NotImplementedError where keys must be those of another sequence."""
+    if not torch.compiler.is_compiling() and q_len != kv_len:
+        raise NotImplementedError(
+            "a pattern of a layer's own is for self-attention, got keys of another sequence "
+            f"({q_len} queries, {kv_len} keys) in a layer that does not say so; name the other "
+            "layers in apply(model, {...})"
+        )
+
+
+def check_decodes(pattern: Pattern) -> None:
+    """Raises ValueError for a pattern of a whole length, of which steps know nothing."""
+    if any(isinstance(part, RandomBlocks) for part in parts_of(pattern)):
+        raise ValueError(
+            "tokens that come in steps need a pattern that is the same at every length, got "
+            f"{shortened(str(pattern))}; its blocks are drawn for a whole sequence: call the model "
+            "with use_cache=False"
+        )
+
+
+def _check_kept(
+    pattern: Pattern, dropped: int, q_start: int, num_heads: int, num_kv_heads: int
+) -> None:
+    """Raises ValueError where a cache has dropped keys that the pattern needs."""
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    needed = [keys for keys in pattern.live_keys(q_start + dropped, **heads) if len(keys)]
+    first = min((int(keys[0]) for keys in needed), default=dropped)
+    if first < dropped or not by_distance_alone(pattern):
+        raise ValueError(
+            f"the cache has dropped the first {dropped} keys, as the model's own window lets it; "
+            f"{shortened(str(pattern))} needs keys from {first} on, at positions from the first; "
+            "pass past_key_values=SparseCache(model)"
+        )

@@ -1,0 +1,87 @@
+"""Runs of tokens that are known only as data: documents and chunks of a model, under compile too.
+
+A model says with a tensor which tokens belong together. As a field of a mask the tensor crosses to
+the operator, and there, where its numbers can be read, it becomes `Documents` or `Packed`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...patterns.algebra import Frame, Mask, Mixture, Pattern
+from ...patterns.blocks import TensorMask
+from ...patterns.expression import add_constructor
+from ...patterns.positions import Documents, Packed
+
+
+class _OfRuns(TensorMask):
+    """What masks of runs share: `ids` [B or 1, Nk] int64, a new run where neighbours differ."""
+
+    ids: Tensor
+    dtype: ClassVar[torch.dtype] = torch.int64
+    table_dims: ClassVar[tuple[int, ...]] = (2,)
+
+    def lengths_of(self, batch: int) -> tuple[int, ...]:
+        ids = self.ids[batch if len(self.ids) > 1 else 0].cpu()
+        return tuple(ids.unique_consecutive(return_counts=True)[1].tolist())
+
+    def num_batches(self) -> int | None:
+        return len(self.ids) if len(self.ids) != 1 else None
+
+    def check(self, frame: Frame) -> None:
+        if self.ids.shape[1] != frame.kv_len:
+            raise ValueError(
+                f"{type(self).__name__} must number the runs of {frame.kv_len} keys, got shape "
+                f"{tuple(self.ids.shape)}; slice it as the keys"
+            )
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Runs(_OfRuns):
+    """A query sees the keys of its own run."""
+
+    ids: Tensor
+
+    def num_tables(self, frame: Frame) -> int:
+        return 1
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        return Documents(self.lengths_of(batch))
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class InRuns(_OfRuns):
+    """Inside each run, a pattern whose positions restart at 0; of a mixture it is a mixture."""
+
+    ids: Tensor
+    pattern: Mask
+
+    def __new__(cls, ids: Tensor, pattern: Pattern) -> Any:
+        if isinstance(pattern, Mixture):
+            return Mixture(tuple(cls(ids, mask) for mask in pattern.branches))
+        return super().__new__(cls)
+
+    def num_tables(self, frame: Frame) -> int:
+        return self.pattern.num_tables(frame)
+
+    def check(self, frame: Frame) -> None:
+        super().check(frame)
+        self.pattern.check(frame)
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        return Packed(self.lengths_of(batch), self.pattern.at(batch, head, frame))
+
+
+add_constructor("Runs", Runs)
+add_constructor("InRuns", InRuns)
+
+
+def joined(*ids: Tensor) -> Tensor:
+    """[B, Nk] numbers of the runs in which all of some ids [B or 1, Nk] stay the same."""
+    starts = [x[:, 1:] != x[:, :-1] for x in ids]
+    begins = starts[0]
+    for other in starts[1:]:
+        begins = begins | other
+    return torch.nn.functional.pad(begins, (1, 0)).cumsum(1)

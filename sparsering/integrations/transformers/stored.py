@@ -1,0 +1,118 @@
+"""The patterns of a model's layers: in its config as text, so that saving and copying keep them.
+
+`config.sparsering` is the text of a pattern for all layers, or a dict from a layer's index or type,
+as text, to that of its pattern.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...checks import check_pattern
+from ...patterns.algebra import Pattern
+from ...patterns.arguments import shortened
+from ...patterns.expression import parse
+from ...patterns.mask_mod import MaskMod
+
+NAME = "sparsering"
+"""The attn_implementation, and the attribute of a config that holds patterns."""
+
+Patterns = Pattern | Mapping[int | str, Pattern]
+
+
+def written(patterns: Patterns) -> str | dict[str, str]:
+    """Patterns as a config holds them.
+
+    Raises: ValueError where a pattern cannot be read back from text; TypeError for what is none.
+    """
+    if isinstance(patterns, Mapping):
+        return {str(key): _written(pattern) for key, pattern in patterns.items()}
+    return _written(patterns)
+
+
+def _written(pattern: Pattern) -> str:
+    check_pattern(pattern)
+    text = str(pattern)
+    functions = any(isinstance(part, MaskMod) for part in parts_of(pattern))
+    try:
+        read_back = None if pattern.tensors or functions else parse(text)
+    except ValueError:
+        read_back = None
+    if read_back != pattern or pattern.num_batches() is not None:
+        raise ValueError(
+            "a model's pattern must be one that its config can hold as text, for any batch, got "
+            f"{shortened(text)}; padding and documents are the model's own, masks of tensors or "
+            "functions go to sparsering.attention"
+        )
+    return text
+
+
+def parts_of(pattern: Pattern) -> list[Pattern]:
+    """A pattern and all that it is made of."""
+    inside = [part for part in pattern._made_of() if part is not pattern]
+    return [pattern, *(part for mask in inside for part in parts_of(mask))]
+
+
+def pattern_of(module: Any) -> Pattern | None:
+    """The pattern that is to replace a layer's own window or chunk; None where none is."""
+    stored = getattr(getattr(module, "config", None), NAME, None)
+    if not stored or is_cross_attention(module):
+        return None
+    text = stored
+    if isinstance(stored, Mapping):
+        text = text_for(stored, getattr(module, "layer_idx", None), layer_type(module))
+    if text is None:
+        return None
+    return _patterns[text] if text in _patterns else parse(text)
+
+
+_patterns: dict[str, Pattern] = {}
+"""Patterns of models by their text, which torch.compile cannot read."""
+
+
+def keep_parsed(stored: str | Mapping[str, str]) -> None:
+    """Reads what a config holds, for layers that are traced later."""
+    for text in [stored] if isinstance(stored, str) else stored.values():
+        _patterns[text] = parse(text)
+
+
+def text_for(stored: Mapping[str, str], index: int | None, kind: str) -> str | None:
+    """What a dict says of a layer: its index beats its type."""
+    return stored.get(str(index), stored.get(kind))
+
+
+def layer_type(module: Any) -> str:
+    """The name that transformers has for the kind of a layer's attention."""
+    index, types = getattr(module, "layer_idx", None), types_of(module.config)
+    return types[index] if isinstance(index, int) and index < len(types) else "full_attention"
+
+
+def types_of(config: Any) -> list[str]:
+    """Of each layer, as transformers' caches tell it from a config."""
+    if (types := getattr(config, "layer_types", None)) is not None:
+        return list(types)
+    kind = "full_attention"
+    if getattr(config, "sliding_window", None) is not None:
+        kind = "sliding_attention"
+    elif getattr(config, "attention_chunk_size", None) is not None:
+        kind = "chunked_attention"
+    return [kind] * (getattr(config, "num_hidden_layers", 0) or 0)
+
+
+def is_cross_attention(module: Any) -> bool:
+    """Whether a module's keys are those of another sequence."""
+    if getattr(module, "is_cross_attention", False):
+        return True
+    return (
+        bool(getattr(module, "is_decoder", False)) and getattr(module, "is_causal", None) is False
+    )
+
+
+def dispatching(model: Any) -> Iterator[tuple[str, Any]]:
+    """The modules of a model that ask transformers' interface for an attention function."""
+    for name, module in model.named_modules():
+        forward = type(module).forward
+        while hasattr(forward, "__wrapped__"):
+            forward = forward.__wrapped__
+        code = getattr(forward, "__code__", None)
+        if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
+            yield name, module

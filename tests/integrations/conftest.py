@@ -1,0 +1,21 @@
+"""Eager attention in float64 throughout: transformers rounds its softmax to float32.
+
+There, the least float64 is -inf, and a row of padding is NaN, which spreads to the other rows.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def softmax_in_full(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    softmax = torch.nn.functional.softmax
+
+    def in_full(x: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        return softmax(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", in_full)
+    yield

@@ -1,0 +1,130 @@
+"""`SparseCache`: what a cache of everything gives, from live keys alone."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers_models import assert_same, made, padded, result, tokens
+
+import sparsering as sr
+from sparsering.integrations import transformers as hf
+
+SINKS = sr.SlidingWindow(3) | sr.GlobalTokens(2, rows=False)
+PATTERNS = {
+    "sinks": SINKS,
+    "longnet": sr.LongNet((4, 8), (1, 2)),
+    "mixed": {0: SINKS, 1: sr.SlidingWindow(4)},
+}
+
+
+def applied(family: str, pattern):
+    model = copy.deepcopy(made(family))
+    hf.apply(model, pattern)
+    return model
+
+
+def stepped(model, cache, ids: Tensor, mask: Tensor, stops=(6, 7, 8, 11, 12, 13)) -> Tensor:
+    parts, start = [], 0
+    for stop in stops:
+        with torch.no_grad():
+            some = {"input_ids": ids[:, start:stop], "attention_mask": mask[:, :stop]}
+            parts.append(result(model, **some, past_key_values=cache, use_cache=True))
+        start = stop
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("counts", [(13, 13), (13, 6), (4, 13)], ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt-oss", "gemma2"])
+def test_steps_of_any_size_are_one_pass(family, pattern, counts):
+    model = applied(family, pattern)
+    ids, mask = tokens(), padded("left", counts=counts)
+    with torch.no_grad():
+        whole = result(model, input_ids=ids, attention_mask=mask, use_cache=False)
+    assert_same(stepped(model, hf.SparseCache(model), ids, mask), whole, mask)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "llama4", "llama"])
+def test_a_models_own_windows_and_chunks(family):
+    eager = made(family)
+    model = made(family, "sparsering")
+    ids, mask = tokens(), padded("left")
+    wanted = stepped(eager, DynamicCache(config=eager.config), ids, mask)
+    assert_same(stepped(model, hf.SparseCache(model), ids, mask), wanted, mask)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generates_what_a_cache_of_everything_does(beams):
+    model = applied("llama", PATTERNS["longnet"])
+    ids, mask = tokens(2, 9), padded("left", 9, (9, 5))
+    options = {"max_new_tokens": 30, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
+    cache = hf.SparseCache(model)
+    given = {"input_ids": ids, "attention_mask": mask}
+    wanted = model.generate(**given, past_key_values=DynamicCache(), **options)
+    got = model.generate(**given, past_key_values=cache, **options)
+    assert got.tolist() == wanted.tolist()
+    assert max(cache.kept) < 39
+
+
+def test_it_holds_live_keys_and_a_page_at_most():
+    model = applied("llama", SINKS)
+    cache = hf.SparseCache(model)
+    ids = tokens(1, 200)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+        assert cache.kept == [5, 5]  # two sinks, and three before the next
+        assert cache.get_seq_length() == 200
+        most = 0
+        for _ in range(20):
+            model(input_ids=ids[:, :1], past_key_values=cache)
+            most = max(most, *cache.kept)
+    assert most <= 5 + 128
+    everything = 2 * 2 * 2 * 220 * 8 * 8  # layers, keys and values, heads, tokens, width, bytes
+    assert cache.nbytes < 2 * everything
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.kept == [0, 0]
+
+
+def test_crop_takes_back_what_was_declared():
+    model = applied("llama", SINKS)
+    ids, ones = tokens(1), torch.ones(1, 13, dtype=torch.int64)
+    cache = hf.SparseCache(model, rollback=4)
+    first = stepped(model, cache, ids, ones, (9, 13))
+    cache.crop(-4)
+    assert cache.get_seq_length() == 9
+    with torch.no_grad():
+        again = model(input_ids=ids[:, 9:], past_key_values=cache).logits
+    assert_same(again, first[:, 9:])
+    with pytest.raises(ValueError, match="rollback"):
+        cache.crop(-5)
+    with pytest.raises(ValueError, match="negative number, got 3"):
+        cache.crop(3)
+
+
+def test_rows_are_repeated_reordered_and_selected():
+    model = applied("llama", SINKS)
+    ids = tokens(2)
+    cache = hf.SparseCache(model)
+    with torch.no_grad():
+        model(input_ids=ids[:, :9], past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
+        cache.batch_select_indices(torch.tensor([0, 3]))
+        got = model(input_ids=ids.flip(0)[:, 9:], past_key_values=cache).logits
+        wanted = result(model, input_ids=ids, use_cache=False).flip(0)[:, 9:]
+    assert_same(got, wanted)
+
+
+def test_what_it_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match=r"needs a model that runs .sparsering., got 'eager'"):
+        hf.SparseCache(made("llama"))
+    with pytest.raises(NotImplementedError, match="has an encoder and a decoder"):
+        hf.SparseCache(made("t5", "sparsering"))
+    model = applied("llama", SINKS)
+    mask = padded("right")
+    with pytest.raises(ValueError, match="needs padding on the left alone"), torch.no_grad():
+        model(input_ids=tokens(), attention_mask=mask, past_key_values=hf.SparseCache(model))
+    with pytest.raises(ValueError, match="keeps no gradients"):
+        model(input_ids=tokens(), past_key_values=hf.SparseCache(model))
