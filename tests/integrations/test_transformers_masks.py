@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import masking_utils as theirs
 
+from sparsering.integrations.transformers import attention as attention_module
 from sparsering.integrations.transformers.masks import mask_interface
 
 ROWS = 2
@@ -87,3 +88,18 @@ def test_a_function_that_is_not_known_is_asked_for_pairs(join):
     causal, other = pairs[1] <= pairs[0], (pairs[0] + pairs[1]) % 3 > 0
     wanted = causal | other if join is theirs.or_masks else causal & other
     assert torch.equal(mask.dense()[0, 0], wanted)
+
+
+def test_keys_that_a_static_cache_has_not_written_are_not_visited(monkeypatch):
+    visited = []
+    attention = attention_module.attention
+
+    def counted(query, key, value, pattern, **options):
+        visited.append(key.shape[2])
+        return attention(query, key, value, pattern, **options)
+
+    monkeypatch.setattr(attention_module, "attention", counted)
+    query, key = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 500, 8)
+    mask = mask_interface(batch_size=1, q_length=3, kv_length=500, q_offset=torch.tensor(4))
+    attention_module.attention_function(torch.nn.Module(), query, key, key, mask)
+    assert visited == [7]
