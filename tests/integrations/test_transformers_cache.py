@@ -117,6 +117,26 @@ def test_rows_are_repeated_reordered_and_selected():
     assert_same(got, wanted)
 
 
+def test_a_cache_of_another_pattern_is_refused():
+    model = applied("llama", SINKS)
+    cache = hf.SparseCache(model)
+    hf.apply(model, sr.SlidingWindow(4))
+    with torch.no_grad(), pytest.raises(ValueError, match="make another cache after apply"):
+        model(input_ids=tokens(), past_key_values=cache)
+    own = hf.SparseCache(made("mistral", "sparsering"))
+    other = made("mistral", "sparsering", sliding_window=7)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"SlidingWindow\(4.*SlidingWindow\(6"):
+        other(input_ids=tokens(), past_key_values=own)
+
+
+def test_a_mask_of_pairs_beside_it_is_refused():
+    model = applied("llama", SINKS)
+    mask = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
+    cache = hf.SparseCache(model)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="got one of all pairs"):
+        model(input_ids=tokens(), attention_mask=mask, past_key_values=cache)
+
+
 def test_what_it_cannot_hold_is_refused():
     with pytest.raises(ValueError, match=r"needs a model that runs .sparsering., got 'eager'"):
         hf.SparseCache(made("llama"))

@@ -265,7 +265,7 @@ def test_a_users_mask_of_pairs():
     added = torch.randn(2, 1, 13, 13, dtype=torch.float64)
     least = as_added(allowed)
     keys = padded("right").bool()[:, None, None]
-    for mask in (allowed, added, added.abs(), least, keys.expand(2, 1, 13, 13)):
+    for mask in (allowed, added, added.abs(), least, keys, keys.expand(2, 1, 13, 13)):
         as_eager = as_added(mask) if mask.dtype == torch.bool else mask
         with torch.no_grad():
             got = result(ours, input_ids=tokens(), attention_mask=mask)

@@ -62,6 +62,18 @@ def test_a_bias_of_pairs_learns_pair_by_pair(causal):
         assert_same(grads[0][0], grads[1][0])
 
 
+def test_a_bias_that_does_not_go_by_distance_is_computed_over_all_pairs():
+    module = Module()
+    module.has_relative_attention_bias = True  # as T5's have; numbers decide
+    query, key = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    for learns in (False, True):
+        bias = torch.randn(1, 4, 6, 6, requires_grad=learns)
+        out, _ = attention_function(module, query, key, key, None, position_bias=bias)
+        score = query @ key.repeat_interleave(2, 1).mT * 8**-0.5 + bias
+        wanted = score.softmax(-1) @ key.repeat_interleave(2, 1)
+        assert_same(out, wanted.transpose(1, 2))
+
+
 def test_an_unknown_keyword_is_told():
     with pytest.warns(UserWarning, match="does not know the keyword gate, and leaves it out"):
         call(gate=2.0)

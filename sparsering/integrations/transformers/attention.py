@@ -82,13 +82,18 @@ def attention_function(
     if position_bias is not None and is_nothing(position_bias):
         position_bias = None
     inputs = query, key, value
-    if isinstance(attention_mask, ModelMask):
-        if (layer := cached_by(key)) is not None:
-            out = attend_cached(layer, inputs, attention_mask, position_bias, extras)
-        else:
-            _check_lengths(attention_mask, query, key)
-            _warn_of_lost_packing(attention_mask, position_ids)
-            out = _attend_masked(module, inputs, attention_mask, position_bias, extras)
+    if (layer := cached_by(key)) is not None:
+        if not isinstance(attention_mask, ModelMask):
+            raise NotImplementedError(
+                "a SparseCache goes with attention_mask [batch, tokens] or none, got one of all "
+                "pairs, or a layer without a mask; use the default cache"
+            )
+        pattern = pattern_of(module)
+        out = attend_cached(layer, pattern, inputs, attention_mask, position_bias, extras)
+    elif isinstance(attention_mask, ModelMask):
+        _check_lengths(attention_mask, query, key)
+        _warn_of_lost_packing(attention_mask, position_ids)
+        out = _attend_masked(module, inputs, attention_mask, position_bias, extras)
     elif isinstance(attention_mask, Tensor):
         if pattern_of(module) is not None:
             raise NotImplementedError(

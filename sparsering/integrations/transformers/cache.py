@@ -11,8 +11,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...decoding import KVCache
 from ...patterns.algebra import Pattern
+from ...patterns.arguments import shortened
 from .layers import decoder_patterns
 from .masks import ModelMask
+from .override import looking_back
 
 _NOTE = "_sparsering_layer"
 
@@ -127,6 +129,7 @@ def cached_by(key: Tensor) -> SparseLayer | None:
 
 def attend_cached(
     layer: SparseLayer,
+    pattern: Pattern | None,
     inputs: tuple[Tensor, Tensor, Tensor],
     mask: ModelMask,
     bias: Tensor | None,
@@ -134,13 +137,20 @@ def attend_cached(
 ) -> Tensor:
     """[B, Hq, n, Dv] of new tokens; left padding is neither kept nor counted.
 
-    Raises: ValueError for padding elsewhere, NotImplementedError for biases and other masks.
+    Raises: ValueError for padding elsewhere or a pattern that the cache was not made for,
+        NotImplementedError for biases and other masks.
     """
     if bias is not None or mask.said is None or mask.documents is not None:
         got = "documents" if bias is None and mask.said is not None else "a bias or another mask"
         raise NotImplementedError(
             f"a SparseCache goes with masks of causality, windows, chunks and padding, got {got}; "
             "use the default cache"
+        )
+    wanted = mask.own_causal() if pattern is None else looking_back(pattern)
+    if layer.pattern != wanted:
+        raise ValueError(
+            f"the SparseCache holds what {shortened(str(layer.pattern))} visits, but the layer now "
+            f"has {shortened(str(wanted))}; make another cache after apply"
         )
     n = inputs[0].shape[2]
     padding = mask.once("padding", lambda: _of_new(mask, n))

@@ -15,7 +15,7 @@ from transformers import masking_utils
 
 from ...patterns.algebra import Mask
 from ...patterns.keys import KeyMask
-from ...patterns.positions import Causal, Full, SlidingWindow
+from ...patterns.positions import Causal, Dilated, Full, SlidingWindow
 from .reading import Said, read, read_inside_compile, runs_by_neighbours
 from .runs import Runs, joined
 
@@ -100,6 +100,16 @@ class ModelMask:
         elif runs is not None:
             mask = mask & Runs(runs[:, :kv_len])
         return mask if valid is None else mask & KeyMask(valid)
+
+    def own_causal(self) -> Mask | None:
+        """What a causal model says of pairs of real tokens alone; None where it is not causal."""
+        said = self.said
+        if said is None or not said.causal:
+            return None
+        chunks = [size for size, _, _ in said.chunks]
+        if chunks:
+            return Dilated(chunks[0], 1) & Causal() if len(chunks) == 1 else None
+        return _of_distances(said)
 
     def with_documents(self, ids: Tensor) -> "ModelMask":
         """The same mask inside documents, whose numbers are [1, keys]."""

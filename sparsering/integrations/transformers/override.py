@@ -37,7 +37,7 @@ def attend_pattern(
     assert mask.said is not None
     inner = pattern
     if mask.said.causal:
-        inner = _looking_back(pattern) if torch.compiler.is_compiling() else _known_back(pattern)
+        inner = looking_back(pattern)
     kv_len = key.shape[2]
     if not mask.said.causal:
         check_own_keys(query.shape[2], kv_len)
@@ -63,11 +63,16 @@ def attend_pattern(
     return _attend(restarting, inputs, valid, q_start, extras)
 
 
-def _looking_back(pattern: Pattern) -> Pattern:
+def looking_back(pattern: Pattern) -> Pattern:
+    """A pattern as a causal layer has it: made once for all layers and steps."""
+    return _causal(pattern) if torch.compiler.is_compiling() else _known_causal(pattern)
+
+
+def _causal(pattern: Pattern) -> Pattern:
     return pattern & Causal()  # type: ignore[operator]
 
 
-_known_back = lru_cache(256)(_looking_back)  # made once for all layers and steps
+_known_causal = lru_cache(256)(_causal)
 
 
 def _attend(
