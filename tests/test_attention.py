@@ -715,7 +715,7 @@ def test_nan_and_inf_reach_only_the_gradients_of_rows_that_visit_their_tile():
     ("length", "block_size", "limit", "repetitions"),
     [
         (200, 32, 20_000, 2),
-        (600, 128, 64 << 20, 2),
+        pytest.param(600, 128, 64 << 20, 2, marks=pytest.mark.slow),
         pytest.param(900, 32, 64 << 20, 20, marks=pytest.mark.slow),
     ],
 )

@@ -239,6 +239,7 @@ def test_auto_takes_what_costs_the_busiest_rank_least():
     assert chosen(sr.LongNet((2048, 16384), (1, 4)) & sr.Causal()) == "contiguous"
 
 
+@pytest.mark.slow
 def test_the_balancer_evens_out_what_contiguous_and_zigzag_shards_do_not():
     """Documents of very different lengths under a causal mask."""
     lengths = (300_000, 20_000, 150_000, 90_000, 256_000, 5_000, 200_000)

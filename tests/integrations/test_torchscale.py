@@ -270,7 +270,9 @@ def test_what_each_key_of_a_converted_layer_receives():
     assert (sr.key_mass(q, k, ours.pattern) - mass).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("zero_padding", ["exact", "torchscale"])
+@pytest.mark.parametrize(
+    "zero_padding", ["torchscale", pytest.param("exact", marks=pytest.mark.slow)]
+)
 def test_it_is_one_graph(zero_padding):
     _, ours = twins(arguments((8, 16), (1, 2), xpos_rel_pos=True), zero_padding=zero_padding)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")

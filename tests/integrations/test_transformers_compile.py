@@ -79,7 +79,8 @@ def test_steps_with_a_growing_cache(family):
     assert_same(outs[1], outs[0])
 
 
-@first_fast("llama", "mistral", "qwen2")
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 def test_steps_with_a_static_cache(family):
     eager, ours = pair(family)
     ids, mask, outs = tokens(), padded("left"), []

@@ -207,10 +207,9 @@ def cut_tiles(monkeypatch) -> None:
     "name",
     [
         "global tokens",
-        "mixture with overlap",
         *(
             pytest.param(x, marks=pytest.mark.slow)
-            for x in ("full", "causal", "blocks of each head")
+            for x in ("full", "causal", "blocks of each head", "mixture with overlap")
         ),
     ],
 )
@@ -239,7 +238,16 @@ def test_a_block_bias_of_cut_tiles_is_the_reference():
     _assert_bias_is_the_reference(sr.Causal() + sr.SlidingWindow(5), Case(1, 4, 2, 45, 45, 8, 8))
 
 
-@pytest.mark.parametrize("name", ["full", "longnet", "blocks of each head", "union of steps"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "union of steps",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("full", "longnet", "blocks of each head")
+        ),
+    ],
+)
 def test_a_block_bias_and_its_gradient_are_the_reference(name):
     case = Case(1, 4, 2, 70, 70, 8, 8, 32)
     _assert_bias_is_the_reference(PATTERNS[name](case), case)

@@ -100,7 +100,7 @@ SLOW = pytest.mark.slow
     ("world", "sp", "sharding", "changes"),
     [
         pytest.param(2, 2, "contiguous", {}, id="dp 1, sp 2"),
-        pytest.param(2, 1, "contiguous", {}, id="dp 2, sp 1"),
+        pytest.param(2, 1, "contiguous", {}, id="dp 2, sp 1", marks=SLOW),
         pytest.param(4, 2, "zigzag", {}, id="dp 2, sp 2"),
         pytest.param(
             4, 2, "auto", {"checkpoint_layers": True}, id="dp 2, sp 2, run twice", marks=SLOW
@@ -108,7 +108,9 @@ SLOW = pytest.mark.slow
         pytest.param(
             4, 4, "zigzag", {"context": 50, "batch_size": 1}, id="uneven shards", marks=SLOW
         ),
-        pytest.param(4, 4, "contiguous", {"context": 9, "batch_size": 3}, id="an empty shard"),
+        pytest.param(
+            4, 4, "contiguous", {"context": 9, "batch_size": 3}, id="an empty shard", marks=SLOW
+        ),
         pytest.param(4, 4, "auto", {"pattern": "GlobalTokens(3) | Causal()"}, id="global rows"),
     ],
 )
