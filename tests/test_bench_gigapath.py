@@ -47,8 +47,9 @@ def test_training_that_does_not_fit_is_left_out(monkeypatch):
         return 2**20, (1.0, 1e-7)
 
     monkeypatch.setattr(bench, "peak_and_figures", measured)
-    assert bench._row(45_680, 12)["training_ms"] is None and asked == [False]
+    assert bench._row(10_000, 12)["training_ms"] is None and asked == [False]
     assert bench._row(10, 1)["training_ms"] == 1.0 and asked == [False, False, True]
+    assert bench._row(10_001, 1)["training_ms"] is None and asked[3:] == [False]
 
 
 def fails():
