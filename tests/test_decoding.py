@@ -402,3 +402,10 @@ def test_a_step_like_the_last_one_is_refused_where_that_would_be():
     with pytest.raises(ValueError, match="larger max_length"):
         cache.attend(*part)
     assert cache.length == 4
+
+
+def test_many_branches_keep_what_each_of_them_visits():
+    branches = [sr.SlidingWindow(n) & sr.Causal() for n in range(3, 33)]
+    pattern, x = sr.Mixture(tuple(branches)), drawn()
+    cache = cache_of(pattern, page_size=16)
+    assert_close(attend(cache, x, [40] + [1] * 35), whole(pattern, x), 1e-12)

@@ -17,7 +17,7 @@ from ..patterns.algebra import And, Frame, Mask, Pattern
 from ..patterns.positions import Causal
 
 _LIFETIMES = 1024  # tokens whose last visits are found at a time
-_POSITION_BITS = 40
+_POSITION_BITS, _MOST_TOLD = 40, 20  # of a rank: together no more than 62
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,8 +192,10 @@ class Held:
         """
         if len(last) == 1:
             return (~alive).to(torch.int8).argsort(dim=1, stable=True)
-        branch = torch.arange(len(last)).clamp(max=20)[:, None, None]
-        kind = ((last >= length).long() << branch).sum(0)
+        told = last[
+            :_MOST_TOLD
+        ]  # branches beyond those tell nothing: a rank must stay below FOREVER
+        kind = ((told >= length).long() << torch.arange(len(told))[:, None, None]).sum(0)
         rank = (kind << _POSITION_BITS) + positions
         return torch.where(alive, rank, FOREVER).argsort(dim=1)
 
