@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ..layouts.layout import BlockLayout
 
+_LEAST_SCALE = torch.finfo(torch.float32).smallest_normal
+
 
 class Problem(NamedTuple):
     """Attention of some tensors over a layout.
@@ -130,4 +132,4 @@ def dense_rows(x: Tensor) -> Tensor:
 
 
 def _is_zero(scale: float) -> bool:
-    return abs(scale) < torch.finfo(torch.float32).smallest_normal
+    return abs(scale) < _LEAST_SCALE

@@ -274,7 +274,7 @@ def _compile_pass(
             use[-1].append(number_of[seen])
     # heads may share a table and yet have tiles of different counts
     num_pairs = sum(found[number][0].num_pairs for row in use for number in row)
-    bitmaps, rows = share_tables(found, use)
+    bitmaps, rows = _share_tables(found, use)
     queries, keys, told = ground.placed(queries, keys)
     mean = num_pairs / (num_batches * num_tables)
     return CompiledPass(queries, keys, rows, bitmaps, mean, told=told)
@@ -387,7 +387,7 @@ def _cells_of(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Te
     return held.expand(len(pairs), block_size, block_size)
 
 
-def share_tables(
+def _share_tables(
     found: list[tuple[Table, Tensor]], use: list[list[int]]
 ) -> tuple[Tensor, list[list[Table]]]:
     """(bitmaps of all, tables [batch][head]) of the numbers that are in use; equal ones once."""

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ...numerics import capped, sum_dtype
+
 MOST_SCORES = 1 << 28
 """Of one call, B x H x Nq x Nk: a gigabyte of float32 scores, as much as eager would take."""
 
@@ -42,10 +44,8 @@ def dense_attention(
     """
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    score = (query @ key.mT).to(dtype) * scale
-    if softcap is not None:
-        score = softcap * torch.tanh(score / softcap)
+    dtype = sum_dtype(query)
+    score = capped((query @ key.mT).to(dtype) * scale, softcap)
     if bias is not None:
         score = score + bias.to(dtype)
     unseen = None

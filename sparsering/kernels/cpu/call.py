@@ -17,7 +17,6 @@ EXTRAS = frozenset(
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FEW_QUERIES = 8  # as layout.h has it
-_LEAST_SCALE = torch.finfo(torch.float32).smallest_normal
 _MOST_REPEATED_WORK = 1.4  # seven products of `run_tiles` to the five of `run_heads`
 
 
@@ -40,13 +39,13 @@ def forward(
     """
     if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
         problem = problem.in_first_slots()
-    x = problem
+    x = problem.with_positive_scale()
     extras = x.block_bias, x.softcap, x.distance_bias, x.dropout_p, x.key_mask
     arguments: tuple[Any, ...]
-    if all(extra is None for extra in extras) and x.scale >= _LEAST_SCALE and not x.in_float32:
+    if all(extra is None for extra in extras) and not x.in_float32:
         arguments = x.query, x.key, x.value, *_plain_arguments(x.layout, x.scale)
     else:
-        arguments = _arguments(problem)
+        arguments = _arguments(x)
     if new is None:
         out, lse = library().forward(*arguments, x.sink, x.slots)
     else:
@@ -86,7 +85,6 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
     problem = problem.with_positive_scale()
     layout, bias, table = problem.layout, problem.block_bias, problem.distance_bias
     mask, passes = problem.key_mask, layout.passes
-    tables, steps, branches, covers = _flat(layout)
     placed = problem.softcap is not None or table is not None or problem.dropout_p is not None
     return (
         problem.query,
@@ -94,11 +92,11 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
         problem.value,
         None if bias is None else bias.float().contiguous(),
         _no_entries(len(passes)) if bias is None else layout.first_entry.contiguous(),
-        tables,
+        [x for p in passes for x in _tables(p)],
         [x for p in passes for x in _places(p, layout.frame.q_start)] if placed else [],
-        steps,
-        branches,
-        covers,
+        [p.step for p in passes],
+        [p.branch for p in passes],
+        bool(passes) and passes[0].covers[0],
         layout.block_size,
         problem.scale,
         problem.softcap or 0.0,
@@ -124,14 +122,6 @@ def _plain_arguments(layout: BlockLayout, scale: float) -> tuple[Any, ...]:
 def _no_entries(passes: int) -> Tensor:
     """A `first_entry` where no bias is looked up."""
     return torch.zeros(passes, 1, 1, dtype=torch.int64)
-
-
-def _flat(layout: BlockLayout) -> tuple[list[Tensor], list[int], list[int], bool]:
-    """Tables, steps and branches of all passes, and whether they cover every query."""
-    passes = layout.passes
-    tables = [x for p in passes for x in _tables(p)]
-    covers = bool(passes) and passes[0].covers[0]
-    return tables, [p.step for p in passes], [p.branch for p in passes], covers
 
 
 def _tables(p: Pass) -> list[Tensor]:
