@@ -8,6 +8,7 @@ out = attention(query, key, value, SelectedBlocks(chosen, 64, query_block=1) & C
 from .choose import select_blocks
 from .mass import block_mass
 from .pool import pool_blocks
+from .remainder import remainder_attention
 from .scores import block_scores
 
-__all__ = ["block_mass", "block_scores", "pool_blocks", "select_blocks"]
+__all__ = ["block_mass", "block_scores", "pool_blocks", "remainder_attention", "select_blocks"]
