@@ -75,8 +75,8 @@ def remainder_attention(
             span = slice(first, first + step)
             each = query[:, :, span], *inputs, rest[:, :, row[span]]
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                again = {"use_reentrant": False, "preserve_rng_state": False}
-                parts.append(checkpoint(_pooled, *each, **again))
+                part = checkpoint(_pooled, *each, use_reentrant=False, preserve_rng_state=False)
+                parts.append(part)
             else:
                 parts.append(_pooled(*each))
         out, rest_lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
