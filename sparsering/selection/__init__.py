@@ -1,12 +1,16 @@
 """Blocks of keys chosen by content: scored, selected, pooled, and told how good the choice was.
 
-scores = block_scores(query, key, 64)
-chosen = select_blocks(scores, 16, block_size=64)
-out = attention(query, key, value, SelectedBlocks(chosen, 64, query_block=1) & Causal())
+    scores = block_scores(query, key, 64)
+    chosen = select_blocks(scores, 16, block_size=64)
+    out = attention(query, key, value, SelectedBlocks(chosen, 64, query_block=1) & Causal())
+
+Scores and choices are tensors on the device of the keys: no step waits for it.
 """
 
 from .choose import select_blocks
 from .mass import block_mass
+from .pool import pool_blocks
+from .remainder import remainder_attention
 from .scores import block_scores
 
-__all__ = ["block_mass", "block_scores", "select_blocks"]
+__all__ = ["block_mass", "block_scores", "pool_blocks", "remainder_attention", "select_blocks"]
