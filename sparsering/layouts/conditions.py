@@ -219,9 +219,16 @@ class InBlocks(Condition):
 
     mask: BlockwiseMask
 
+    def _sides(self, pairs: TilePairs) -> list[tuple[Tensor, Tensor, int]]:
+        """First and last position of queries and of keys, and the size of their blocks."""
+        q0, q1, k0, k1 = pairs.edges()
+        return [(q0, q1, self.mask.row_size), (k0, k1, self.mask.block_size)]
+
     def _cells(self, pairs: TilePairs) -> tuple[Tensor, Tensor] | None:
         """(holds, valid) of each pair's mask blocks, [sub-blocks, pairs]; None if too many."""
-        q0, q1, k0, k1 = (x // self.mask.block_size for x in pairs.edges())
+        (q0, q1), (k0, k1) = (
+            (first // size, last // size) for first, last, size in self._sides(pairs)
+        )
         if not len(q0):
             return None
         rows, columns = (max(0, int(x.max())) + 1 for x in (q1 - q0, k1 - k0))  # tiles may be empty
@@ -246,12 +253,11 @@ class InBlocks(Condition):
         words = [
             (word.long() << torch.arange(len(word))[:, None]).sum(0) for word in cells[0].split(62)
         ]
-        q0, _, k0, _ = pairs.edges()
-        return [q0 % self.mask.block_size, k0 % self.mask.block_size, *words]
+        return [*(first % size for first, _, size in self._sides(pairs)), *words]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        size = self.mask.block_size
-        first, last = ((x - origin.start) // size for x in (queries.start, queries.last))
+        size, of_query = self.mask.block_size, self.mask.row_size
+        first, last = ((x - origin.start) // of_query for x in (queries.start, queries.last))
         first = first.clamp(min=0)
         row, number = expand_counts((last - first + 1).clamp(min=0))
         index, low, high = self.mask.spans(first[row] + number, origin.kv_len[row])

@@ -50,6 +50,8 @@ class Pass:
             first token, where that is not where it lies; see `coordinates`.
         stream: [S, query tiles] int64, which of a batch entry's streams of dropout a tile takes,
             None for 0.
+        slot: [Bt, Ht, entries] int64, which of the slots [R, k] of a selection lists the entry, -1
+            for none; None where nothing is selected.
     """
 
     step: int
@@ -67,6 +69,7 @@ class Pass:
     query_origin: Tensor | None = None
     key_origin: Tensor | None = None
     stream: Tensor | None = None
+    slot: Tensor | None = None
 
     def coordinates(self, q_start: int) -> tuple[Tensor, Tensor]:
         """Position of the first token of each query tile and of each key tile, [S, tiles] int64.

@@ -22,7 +22,6 @@ from ..patterns.blocks import (
     BlockwiseMask,
     Dense,
     Hierarchical,
-    SelectedBlocks,
 )
 from ..patterns.keys import KeyMask
 from ..patterns.positions import (
@@ -35,6 +34,7 @@ from ..patterns.positions import (
     SlidingWindow,
     entries_of,
 )
+from ..patterns.selected import SelectedBlocks
 from ..patterns.varlen import Varlen
 from ..rows import expand_counts
 from .descents import (

@@ -1,76 +1,107 @@
 """Layouts of selected blocks, built on the device that holds the indices, without a host sync."""
 
+from math import gcd
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..patterns.algebra import And, Frame, Pattern
-from ..patterns.blocks import SelectedBlocks
 from ..patterns.positions import Causal
+from ..patterns.selected import SelectedBlocks
 from .bitmaps import pack
 from .layout import BlockLayout, Pass
-
-_DIAGONAL = 0  # the one bitmap
 
 
 def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLayout | None:
     """The layout of `SelectedBlocks`, alone or with `Causal`; None for any other pattern.
 
-    All shapes are known ahead: tables have room for k entries of each query block, and end before
-    what lists nothing, repeats or lies in the future.
+    A query tile is a row, or as much of it as fits a tile. All shapes are known ahead: tables have
+    room for all slots of each row, and end before what lists nothing, repeats or lies in the
+    future.
     """
     masks = pattern.masks if isinstance(pattern, And) else (pattern,)
     selections = [mask for mask in masks if isinstance(mask, SelectedBlocks)]
     causal = any(isinstance(mask, Causal) for mask in masks)
-    fits = len(selections) == 1 and len(masks) == 1 + causal
-    if (
-        not fits
-        or selections[0].block_size != block_size
-        or frame.q_start % block_size
-        or frame.q_start < 0
-    ):
+    if len(selections) != 1 or len(masks) != 1 + causal:
         return None
-    indices = selections[0].indices
-    indices = indices.view((1,) * (4 - indices.dim()) + indices.shape)  # [B or 1, H or 1, Qb, k]
-    first = frame.q_start // block_size
-    rows, keys = -(-frame.q_len // block_size), -(-frame.kv_len // block_size)
-    if not rows or not keys or not indices.shape[-1]:
+    (selection,) = selections
+    chosen = selection.indices
+    if selection.block_size % block_size or frame.q_start < 0:
         return None
-    indices = indices[:, :, first : first + rows]
-    valid = (indices >= 0) & (indices < keys)
-    key = torch.where(valid, indices, keys).sort(dim=-1).values
-    repeated = torch.zeros_like(valid)
-    repeated[..., 1:] = key[..., 1:] == key[..., :-1]
-    query = first + torch.arange(rows, device=indices.device)[:, None]
-    nothing = (key == keys) | repeated | ((key > query) & causal)
-    bitmap = torch.where((key == query) & causal, _DIAGONAL, -1)
+    if not frame.q_len or not frame.kv_len or not chosen.shape[-1]:
+        return None
+    device, end = chosen.device, frame.q_start + frame.q_len
+    tokens, parts = gcd(selection.row_size, block_size), selection.block_size // block_size
+    tile = torch.arange(frame.q_start // tokens, -(-end // tokens), device=device)
+    first, last = (tile * tokens).clamp(min=frame.q_start), ((tile + 1) * tokens).clamp(max=end) - 1
+    row = tile * tokens // selection.row_size - selection.first_row
+    keys = -(-frame.kv_len // block_size)
+
+    chosen = chosen.view((1,) * (4 - chosen.dim()) + chosen.shape)  # [B or 1, H or 1, R, k]
+    width = chosen.shape[-1] * parts
+    part = torch.arange(parts, device=device)
+    listed = (
+        torch.where((chosen >= 0) & (chosen < keys), chosen * parts, keys)[..., None] + part
+    )  # [B or 1, H or 1, R, k, parts]
+    key, slot = listed.clamp(max=keys).flatten(3).sort(dim=-1, stable=True)
+    slot = slot // parts + torch.arange(chosen.shape[2], device=device)[:, None] * chosen.shape[3]
+    nothing = key == keys
+    nothing[..., 1:] |= key[..., 1:] == key[..., :-1]
+    key, slot, nothing = (x[:, :, row] for x in (key, slot, nothing))  # of each tile
+    bitmap, diagonals = (
+        torch.full_like(key, -1),
+        key.new_zeros(0, block_size, block_size, dtype=torch.bool),
+    )
+    if causal:
+        nothing |= key * block_size > last[:, None]
+        number, diagonals = _diagonals(frame.q_start, first, tokens, block_size)
+        bitmap = torch.where(key == (first // block_size)[:, None], number[:, None], -1)
+
     count = (~nothing).sum(-1)
-    row_ptr = torch.nn.functional.pad(count.cumsum(-1), (1, 0)).int()
-    kept_first = nothing.flatten(2).to(torch.int8).argsort(dim=-1, stable=True)
+    q, k_stop = last + 1 - first, ((key + 1) * block_size).clamp(max=frame.kv_len)
+    columns = k_stop - key * block_size
+    within = (columns - (first % block_size)[:, None]).clamp(min=0).minimum(q[:, None])
+    below = first[:, None] % block_size * within + within * (within + 1) // 2
+    diagonal = below + (q[:, None] - within) * columns
+    pairs = torch.where(bitmap >= 0, diagonal, q[:, None] * columns).masked_fill(nothing, 0)
 
-    def starts(blocks: int, length: int) -> tuple[Tensor, Tensor]:
-        start = torch.arange(blocks, device=indices.device) * block_size
-        return start[None], (start + block_size).clamp(max=length)[None]
-
-    query_start, query_stop = starts(rows, frame.q_len)
-    key_start, key_stop = starts(keys, frame.kv_len)
-    slots = torch.arange(block_size, device=indices.device)
-    lower = slots[:, None] >= slots
+    key_start = torch.arange(keys, device=device) * block_size
+    key_tile, bitmap, slot = _packed(nothing, key, bitmap, slot)
     p = Pass(
         step=1,
-        query_start=query_start,
-        query_stop=query_stop,
-        key_start=key_start,
-        key_stop=key_stop,
-        row_ptr=row_ptr,
-        key_tile=key.clamp(max=keys - 1).int().flatten(2).gather(2, kept_first),
-        bitmap=bitmap.int().flatten(2).gather(2, kept_first),
-        bitmaps=pack(lower[None]),
+        query_start=(first - frame.q_start)[None],
+        query_stop=(last + 1 - frame.q_start)[None],
+        key_start=key_start[None],
+        key_stop=(key_start + block_size).clamp(max=frame.kv_len)[None],
+        row_ptr=pad(count.cumsum(-1), (1, 0)).int(),
+        key_tile=key_tile.clamp(min=0).int(),
+        bitmap=bitmap.int(),
+        bitmaps=pack(diagonals),
         covers=(True, True),
-        longest=(indices.shape[-1], rows * indices.shape[-1]),
+        longest=(width, len(tile)),
+        slot=slot,
     )
-    q, k = (query_stop - query_start)[0], (key_stop - key_start)[0]
-    rows_q, columns_k = q[:, None], k[key.clamp(max=keys - 1)]
-    short = torch.minimum(rows_q, columns_k)
-    diagonal = short * (short + 1) // 2 + (rows_q - short) * columns_k
-    pairs = torch.where(nothing, 0, torch.where(bitmap == _DIAGONAL, diagonal, rows_q * columns_k))
     return BlockLayout(frame, block_size, (p,), pairs.sum((2, 3)).double().mean())
+
+
+def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Which causal bitmap each query tile has with the block that it lies in, and these cells.
+
+    `first`: of each tile its first position; the first tile may begin within its row.
+    """
+    places = torch.arange(block_size, device=first.device)
+    offsets, number = places[::tokens], first % block_size // tokens
+    if q_start % tokens:
+        offsets = pad(offsets, (0, 1), value=q_start % block_size)
+        number = torch.where(first == q_start, len(offsets) - 1, number)
+    return number, offsets[:, None, None] + places[:, None] >= places
+
+
+def _packed(nothing: Tensor, *tables: Tensor) -> list[Tensor]:
+    """Tables [B, H, tiles, width] as [B, H, entries], without what is nothing; padded with -1."""
+    nothing = nothing.flatten(2)
+    room = nothing.shape[2]
+    place = torch.where(nothing, room, (~nothing).cumsum(-1) - 1)
+    empty = torch.full((*place.shape[:2], room + 1), -1, device=place.device)
+    return [empty.scatter(-1, place, x.flatten(2).long())[..., :room] for x in tables]

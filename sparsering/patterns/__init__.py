@@ -16,7 +16,6 @@ from .blocks import (
     Dense,
     Hierarchical,
     RandomBlocks,
-    SelectedBlocks,
 )
 from .custom import register_pattern
 from .expression import parse
@@ -32,6 +31,7 @@ from .positions import (
     Packed,
     SlidingWindow,
 )
+from .selected import SelectedBlocks
 
 __all__ = [
     "BlockDilated",

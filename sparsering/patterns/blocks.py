@@ -24,8 +24,13 @@ class BlockwiseMask(Mask):
 
     block_size: int
 
+    @property
+    def row_size(self) -> int:
+        """Queries to a block of queries."""
+        return self.block_size
+
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        held = self.blocks_hold(p // self.block_size, k // self.block_size, frame.kv_len)
+        held = self.blocks_hold(p // self.row_size, k // self.block_size, frame.kv_len)
         return held & (p >= 0)
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
@@ -356,47 +361,6 @@ class Blocks(TensorMask, BlockwiseMask):
             self.active[q_block.clamp(max=len(self.active) - 1)], as_tuple=True
         )
         return index, block, block
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class SelectedBlocks(TensorMask, BlockwiseMask):
-    """Key blocks listed in `indices[..., p // block_size, :]`: what a top-k selection returns.
-
-    Its layout, also of `SelectedBlocks(...) & Causal()`, is built on the indices' device without a
-    host sync where the layout has this block size and q_start is a multiple of it. (Layouts of
-    patterns whose tensors are not on the CPU are never cached.)
-
-    Args:
-        indices: int64 [Qb, k], [H, Qb, k] or [B, H, Qb, k] with H = 1, Hkv or Hq; copied. Numbers
-            outside the key blocks (-1, say) list nothing, repeated ones count once. Query blocks
-            go by absolute position.
-        block_size: tokens.
-    """
-
-    indices: Tensor
-    block_size: int
-    table_dims: ClassVar[tuple[int, ...]] = (2, 3, 4)
-    dtype: ClassVar[torch.dtype] = torch.int64
-
-    def _validate(self) -> None:
-        super()._validate()
-        freeze_integer(self, "block_size", 1)
-
-    def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        chosen, blocks = self._table_of(batch, head, frame), -(-frame.kv_len // self.block_size)
-        chosen = torch.where((chosen >= 0) & (chosen < blocks), chosen, blocks)
-        active = torch.zeros(len(chosen), blocks + 1, dtype=torch.bool).scatter_(1, chosen, True)
-        return Blocks(active[:, :blocks], self.block_size)
-
-    def check(self, frame: Frame) -> None:
-        super().check(frame)
-        needed = -(-max(0, frame.q_start + frame.q_len) // self.block_size)
-        if self.indices.shape[-2] < needed:
-            raise ValueError(
-                f"SelectedBlocks must cover {needed} query blocks of {self.block_size} by absolute "
-                f"position, got shape {tuple(self.indices.shape)}; for cross attention pass "
-                "q_start=0"
-            )
 
 
 def blockwise_masks(mask: Mask) -> list[BlockwiseMask]:

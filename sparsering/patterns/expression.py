@@ -23,7 +23,6 @@ from .blocks import (
     Dense,
     Hierarchical,
     RandomBlocks,
-    SelectedBlocks,
 )
 from .keys import KeyMask, KeyPadding
 from .positions import (
@@ -36,6 +35,7 @@ from .positions import (
     Packed,
     SlidingWindow,
 )
+from .selected import SelectedBlocks
 from .varlen import Varlen
 
 BUILT_IN: dict[str, Callable[..., Pattern]] = {

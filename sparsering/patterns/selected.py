@@ -1,0 +1,120 @@
+"""Key blocks chosen by content: a list of them for each row of queries."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .algebra import And, Frame, Mask, Mixture, Or, Pattern
+from .arguments import freeze_integer
+from .blocks import BlockwiseMask, TensorMask, lookup
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class SelectedBlocks(TensorMask, BlockwiseMask):
+    """Key blocks listed in `indices[..., r, :]`, r the row of the query: what a selection returns.
+
+    A row is `query_block` consecutive queries; row r holds the positions from
+    (first_row + r) * query_block on. Alone or with `Causal` it is laid out on the indices' device
+    without a host sync, where the block size is a multiple of the layout's. (Layouts of patterns
+    whose tensors are not on the CPU are never cached.)
+
+    Args:
+        indices: int64 [R, k], [H, R, k] or [B, H, R, k] with H = 1, Hkv or Hq, and B = 1 for all
+            batch entries; copied. Numbers outside the key blocks (-1, say) list nothing; of
+            repeated ones the first counts. `selection.select_blocks` makes them.
+        block_size: keys to a block.
+        query_block: queries to a row, a divisor of block_size; 1 = each chooses for itself, as
+            NSA, MoBA and DSA do; default block_size.
+        first_row: of all rows of the sequence, which is the first of `indices`: a decoding step
+            lists its own row alone.
+
+    Raises: ValueError at use where rows do not cover the queries.
+
+    Source: NSA (arXiv 2502.11089), MoBA (2502.13189), DSA (2512.02556): rows of one token, shared
+        by the query heads of a kv head or not.
+    """
+
+    indices: Tensor
+    block_size: int
+    query_block: int | None = None
+    first_row: int = 0
+    table_dims: ClassVar[tuple[int, ...]] = (2, 3, 4)
+    dtype: ClassVar[torch.dtype] = torch.int64
+
+    def _validate(self) -> None:
+        super()._validate()
+        freeze_integer(self, "block_size", 1)
+        if self.query_block is None:
+            object.__setattr__(self, "query_block", self.block_size)
+        freeze_integer(self, "query_block", 1)
+        freeze_integer(self, "first_row", 0)
+        if self.block_size % self.row_size:
+            raise ValueError(
+                f"SelectedBlocks query_block must divide block_size {self.block_size}, got "
+                f"{self.row_size}; 1 lets each query choose"
+            )
+
+    @property
+    def row_size(self) -> int:
+        assert self.query_block is not None
+        return self.query_block
+
+    def num_batches(self) -> int | None:
+        return self.indices.shape[0] if self.indices.dim() == 4 and len(self.indices) != 1 else None
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        if self.indices.dim() == 4 and len(self.indices) == 1:
+            batch = 0
+        chosen, blocks = self._table_of(batch, head, frame), -(-frame.kv_len // self.block_size)
+        chosen = torch.where((chosen >= 0) & (chosen < blocks), chosen, blocks)
+        active = torch.zeros(len(chosen), blocks + 1, dtype=torch.bool).scatter_(1, chosen, True)
+        return _ActiveRows(active[:, :blocks], self.block_size, self.row_size, self.first_row)
+
+    def check(self, frame: Frame) -> None:
+        super().check(frame)
+        rows, size = self.indices.shape[-2], self.row_size
+        last = -(-max(0, frame.q_start + frame.q_len) // size)
+        if self.first_row + rows < last:
+            raise ValueError(
+                f"SelectedBlocks must cover {last - self.first_row} query blocks of {size} by "
+                f"absolute position, got shape {tuple(self.indices.shape)}; for cross attention "
+                "pass q_start=0"
+            )
+        if frame.q_len and max(0, frame.q_start) < self.first_row * size < size * last:
+            raise ValueError(
+                f"SelectedBlocks begins with row {self.first_row}, of the queries from "
+                f"{self.first_row * size} on, got a first query at {frame.q_start}; pass the rows "
+                f"from {max(0, frame.q_start) // size} on, or another first_row"
+            )
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class _ActiveRows(TensorMask, BlockwiseMask):
+    """What one head of one batch entry selects: bool [R, Kb]."""
+
+    active: Tensor
+    block_size: int
+    query_block: int
+    first_row: int
+
+    @property
+    def row_size(self) -> int:
+        return self.query_block
+
+    def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
+        return lookup(self.active, q_block - self.first_row, k_block)
+
+    def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        row = (q_block - self.first_row).clamp(0, len(self.active) - 1)
+        index, block = torch.nonzero(self.active[row], as_tuple=True)
+        return index, block, block
+
+
+def selections_of(pattern: Pattern) -> list[SelectedBlocks]:
+    """The selections that a pattern is made of."""
+    if isinstance(pattern, SelectedBlocks):
+        return [pattern]
+    parts = pattern.masks if isinstance(pattern, And | Or | Mixture) else ()
+    return [found for part in parts for found in selections_of(part)]
