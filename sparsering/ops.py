@@ -316,7 +316,7 @@ def _reference(
     block_size: int | None,
     backend: str,
     block_bias: Tensor | None,
-    slot_bias: Tensor | None,
+    slot_bias: Tensor | None = None,
     distance_bias: Tensor | None,
     dropout_p: float | None,
     dropout_seed: Tensor | None,

@@ -8,7 +8,6 @@
 from .choose import select_blocks
 from .loss import selection_loss
 from .mass import block_mass
-from .pool import PooledCausal, pool_blocks
 from .refiner import PatternRefiner
 from .schedule import GatedSchedule, Schedule
 from .scorer import BlockScorer
@@ -18,11 +17,9 @@ __all__ = [
     "BlockScorer",
     "GatedSchedule",
     "PatternRefiner",
-    "PooledCausal",
     "Schedule",
     "block_mass",
     "block_scores",
-    "pool_blocks",
     "select_blocks",
     "selection_loss",
 ]
