@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from ..functional import attention
 from ..patterns.algebra import Mask
 from ..patterns.arguments import checked_integer, shortened
-from ..patterns.positions import Causal, Full, SlidingWindow
+from ..patterns.positions import Causal, Full, PooledCausal, SlidingWindow
 from ..patterns.selected import SelectedBlocks
 from ..selection import (
     BlockScorer,
-    PooledCausal,
     block_mass,
     block_scores,
     pool_blocks,
@@ -376,4 +375,5 @@ def _checked_pooling(pooled: Sequence[int]) -> tuple[int, int]:
             f"pooled must be (size, stride) in tokens, got {shortened(repr(pooled))}; (32, 16) is "
             "NSA's"
         )
-    return checked_integer("pooled size", pooled[0], 1), checked_integer("stride", pooled[1], 1)
+    size = checked_integer("pooled size", pooled[0], 1)
+    return size, checked_integer("pooled stride", pooled[1], 1, size)

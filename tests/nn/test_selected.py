@@ -487,6 +487,7 @@ def test_a_learned_scorer_learns_what_the_layer_attends_to():
         ({"scorer": "pooled"}, r"pooled=\(32, 16\)"),
         ({"pooled": 32}, "size, stride"),
         ({"pooled": (32, 0)}, "stride must be at least 1"),
+        ({"pooled": (16, 32)}, "stride must be at most 16"),
         ({"gate": "softmax"}, "gate must be one of"),
         ({"k": 1}, "at most k=1"),
         ({"query_block": 48}, "query_block must divide"),
