@@ -8,9 +8,24 @@ Scores and choices are tensors on the device of the keys: no step waits for it.
 """
 
 from .choose import select_blocks
+from .loss import selection_loss
 from .mass import block_mass
 from .pool import pool_blocks
+from .refiner import PatternRefiner
 from .remainder import remainder_attention
+from .schedule import GatedSchedule, Schedule
+from .scorer import BlockScorer
 from .scores import block_scores
 
-__all__ = ["block_mass", "block_scores", "pool_blocks", "remainder_attention", "select_blocks"]
+__all__ = [
+    "BlockScorer",
+    "GatedSchedule",
+    "PatternRefiner",
+    "Schedule",
+    "block_mass",
+    "block_scores",
+    "pool_blocks",
+    "remainder_attention",
+    "select_blocks",
+    "selection_loss",
+]
