@@ -56,10 +56,11 @@ Tensor dense_rows(const Tensor& x) {
 
 // `places`: of each pass, where extras go by them.
 std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::TensorList places,
-                            at::IntArrayRef steps, at::IntArrayRef branches) {
+                            at::IntArrayRef steps, at::IntArrayRef branches,
+                            at::IntArrayRef walked) {
   const bool placed = x.extras.adjusts() || x.extras.drops();
   TORCH_CHECK_VALUE(tensors.size() == steps.size() * Pass::kTensors &&
-                        branches.size() == steps.size() &&
+                        branches.size() == steps.size() && walked.size() == steps.size() &&
                         places.size() == (placed ? steps.size() * Pass::kPlaces : 0),
                     "sparsering cpu: malformed layout: tensors missing");
   std::vector<Pass> passes;
@@ -72,6 +73,9 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
       check_places(places_of, passes.back(), x.extras.streams);
     }
     x.check_bias(passes.back(), i);
+    passes.back().walked = walked[i];
+    TORCH_CHECK_VALUE(!walked[i] || !placed,
+                      "sparsering cpu: what goes by positions is not walked by key tile");
   }
   return passes;
 }
@@ -82,7 +86,8 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
       const Tensor &first_entry, at::TensorList tensors, at::TensorList places,                  \
       at::IntArrayRef steps, at::IntArrayRef branches, bool covers, int64_t block, double scale, \
       double softcap, const std::optional<Tensor>&distance_bias, double dropout_p,               \
-      const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask, bool in_float32
+      const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask, bool in_float32,  \
+      at::IntArrayRef walked
 
 // `slots`: of the first query of each pass's tiles in their bitmaps; none for 0.
 std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>& sink,
@@ -92,7 +97,7 @@ std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>&
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   const Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block,
                   scale);
-  std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches);
+  std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches, walked);
   for (size_t i = 0; !slots.empty() && i < passes.size(); ++i) {
     TORCH_CHECK_VALUE(slots.size() == passes.size() && slots[i] >= 0 && slots[i] + x.Nq <= block,
                       "sparsering cpu: malformed layout: slots past the end of a tile");
@@ -139,8 +144,8 @@ std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& ne
   put(key, new_key, first);
   put(value, new_value, first);
   return forward(query, key, value, bias, first_entry, tensors, places, steps, branches, covers,
-                 block, scale, softcap, distance_bias, dropout_p, seeds, key_mask, in_float32, sink,
-                 slots);
+                 block, scale, softcap, distance_bias, dropout_p, seeds, key_mask, in_float32, walked,
+                 sink, slots);
 }
 
 // `transposes` is empty for run_heads.
@@ -152,11 +157,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   const Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block,
                   scale);
-  const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches);
+  const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches, walked);
   std::vector<Transpose> by_key;
   for (size_t i = 0; !transposes.empty() && i < passes.size(); ++i) {
     const auto of_pass = transposes.slice(i * Transpose::kTensors, Transpose::kTensors);
-    check_transpose(of_pass, passes[i]);
+    if (!passes[i].walked) {
+      check_transpose(of_pass, passes[i]);
+    }
     by_key.emplace_back(of_pass);
   }
   const auto options = in_float32 ? query.options().dtype(at::kFloat) : query.options();
@@ -205,7 +212,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   ", Tensor? bias, Tensor first_entry, Tensor[] passes, "                                    \
   "Tensor[] places, int[] steps, int[] branches, bool covers, int block, float scale, "      \
   "float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, Tensor? key_mask, " \
-  "bool in_float32, "
+  "bool in_float32, int[] walked, "
 
 TORCH_LIBRARY(sparsering_cpu, m) {
   m.def("forward(" SPARSERING_SCHEMA(
