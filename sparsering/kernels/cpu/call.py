@@ -80,6 +80,33 @@ def backward(
     )
 
 
+def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> Tensor:
+    """[B, Hq, num_blocks] float32: the softmax mass of each entry of the layout.
+
+    The sum over the entry's queries of `weight_i * sum_j exp(s_ij - lse_i)`, by one product; zero
+    where the layout's padding is, and of rows whose lse is -inf.
+
+    Args:
+        lse: [B, Hq, Nq] float32, of these scores or of more keys; a sink is in it.
+        weight: [B, Hq, Nq] of the queries, None for 1.
+
+    Raises: NotImplementedError for softcap, distance_bias and dropout, which are not walked.
+    """
+    extras = problem.softcap, problem.distance_bias, problem.dropout_p
+    if any(extra is not None for extra in extras):
+        raise NotImplementedError("cpu: masses of entries have no softcap, distance_bias, dropout")
+    layout = problem.layout
+    if not layout.num_blocks:
+        return lse.new_zeros(*problem.query.shape[:2], 0)
+    arguments = list(_arguments(problem.in_first_slots()))
+    arguments[4], arguments[-1] = layout.first_entry.contiguous(), [1] * len(layout.passes)
+    weight = None if weight is None else weight.float().contiguous()
+    mass: Tensor = library().mass(
+        *arguments, lse.float().contiguous(), weight, layout.num_blocks
+    )
+    return mass
+
+
 def _arguments(problem: Problem) -> tuple[Any, ...]:
     """What both operators begin with."""
     problem = problem.with_positive_scale()

@@ -24,6 +24,7 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "walk/mass.h"
 
 namespace sparsering::cpu {
 namespace {
@@ -72,7 +73,9 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
     if (placed) {
       check_places(places_of, passes.back(), x.extras.streams);
     }
-    x.check_bias(passes.back(), i);
+    if (x.bias || x.blocks) {
+      x.check_entries(passes.back(), i);
+    }
     passes.back().walked = walked[i];
     TORCH_CHECK_VALUE(!walked[i] || !placed,
                       "sparsering cpu: what goes by positions is not walked by key tile");
@@ -205,6 +208,40 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dq, dk, dv, dbias, dtable, delta};
 }
 
+// The softmax mass of each of `blocks` entries, [B, Hq, blocks]; all passes are walked.
+Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& weight,
+            int64_t blocks) {
+  const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
+                      query.size(1), key.size(2));
+  const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
+  Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block, scale);
+  TORCH_CHECK_VALUE(blocks > 0 && (!bias || x.blocks == blocks),
+                    "sparsering cpu: a bias and masses are of as many blocks");
+  x.blocks = blocks;
+  const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches, walked);
+  for (const Tensor& like : {lse, weight.value_or(lse)}) {
+    TORCH_CHECK_VALUE(like.sizes() == at::IntArrayRef({x.B, x.Hq, x.Nq}) &&
+                          like.scalar_type() == at::kFloat && like.is_contiguous(),
+                      "sparsering cpu: lse and weights must be contiguous float [B, Hq, Nq]");
+  }
+  Tensor result = at::zeros({x.B, x.Hq, blocks}, lse.options());
+  if (lse.numel() == 0) {
+    return result;
+  }
+  const float* weights = weight ? weight->const_data_ptr<float>() : nullptr;
+  const auto run = [&](const auto& kernel) {
+    for (size_t i = 0; i < passes.size(); ++i) {
+      kernel.run(passes[i], i);
+    }
+  };
+  if (query.scalar_type() == at::kBFloat16 && has_bfloat16_products()) {
+    run(Mass<BFloat16>(x, lse.const_data_ptr<float>(), weights, result.data_ptr<float>()));
+  } else {
+    run(Mass<float>(x, lse.const_data_ptr<float>(), weights, result.data_ptr<float>()));
+  }
+  return result;
+}
+
 }  // namespace
 
 #define SPARSERING_SCHEMA(key, value)                                                        \
@@ -226,6 +263,9 @@ TORCH_LIBRARY(sparsering_cpu, m) {
         "bool learns_distances) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         backward);
+  m.def("mass(" SPARSERING_SCHEMA("Tensor key", "Tensor value")
+        "Tensor lse, Tensor? weight, int blocks) -> Tensor",
+        mass);
 }
 
 }  // namespace sparsering::cpu

@@ -411,14 +411,14 @@ struct Problem {
         "sparsering cpu: a bias must be contiguous, of each batch entry and head");
   }
 
-  // Every entry of a pass has a bias.
-  void check_bias(const Pass& pass, int64_t number) const {
-    for (int64_t i = 0; bias && i < B * Hq; ++i) {
+  // Every entry of a pass has its place among `blocks`.
+  void check_entries(const Pass& pass, int64_t number) const {
+    for (int64_t i = 0; i < B * Hq; ++i) {
       const int64_t first = bias_of(number, i / Hq, i % Hq) - i * blocks;
       const int64_t entries = pass.row_ptr(pass.table(i / Hq, i % Hq, Hq))[pass.rows];
       TORCH_CHECK_VALUE(first >= 0 && first + entries <= blocks,
                         "sparsering cpu: malformed layout: entries ", first, " to ",
-                        first + entries, " of ", blocks, " biases");
+                        first + entries, " of ", blocks, " blocks");
     }
   }
 
