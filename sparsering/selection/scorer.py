@@ -148,8 +148,8 @@ class BlockScorer(nn.Module):
             if len(starts) == 1 or torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 parts.append(self._rows(*given))
             else:
-                again = {"use_reentrant": False, "preserve_rng_state": False}
-                parts.append(checkpoint(self._rows, *given, **again))
+                part = checkpoint(self._rows, *given, use_reentrant=False, preserve_rng_state=False)
+                parts.append(part)
         return torch.cat(parts, 2)
 
     def _rows(self, asked: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
