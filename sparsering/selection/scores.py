@@ -15,6 +15,7 @@ from .estimates import NEVER, Estimate, checked_method
 from .rows import Span, checked_blocks, current_blocks, num_rows, spans
 
 _IN_CACHE = 1 << 20  # logits that are computed at a time: what a core's cache holds,
+_MANY = 64  # queries for which keys are worth a copy
 _IN_MEMORY = 1 << 26  # or where one call costs as much as many logits
 
 
@@ -175,7 +176,7 @@ def _of_span(
     seen = min(blocks, max(1, span.block + span.blocks - 1)) if causal else blocks
     own = _own_mass(span, query, estimate, scale, quick) if causal else None
     past = own_share = None
-    if quick and estimate.stride == 1:
+    if quick and estimate.stride == 1 and span.queries * query.shape[2] >= _MANY:
         past, own_share = _quick(span, query, estimate, seen, own, scale)
     current = current_blocks(0, span.blocks, 1, 1) + span.block  # [count]
     current = current.repeat_interleave(span.rows // span.blocks).to(query.device)[:, None]
@@ -238,7 +239,8 @@ def _quick(
     By one softmax over all parts, and one's own block as one more: -inf where shares are too small.
     """
     group, columns = query.shape[2], estimate.slots * seen
-    of_query, of_key = estimate.of_queries(query, scale), estimate.of_keys(seen)
+    of_query = estimate.of_queries(query, scale)
+    of_key = estimate.feature[:, :, :seen].flatten(1, 2)
     if own is not None:
         log_part = math.log(estimate.part)
         of_query = torch.cat((of_query, own.flatten(1)[..., None] - log_part), -1)
@@ -247,8 +249,7 @@ def _quick(
     logits = torch.bmm(of_query, of_key.mT)
     each = logits[..., :columns].unflatten(-1, (estimate.slots, seen))
     if estimate.ragged and seen == estimate.num_blocks:
-        of_last = estimate.log_counts(seen).view(estimate.slots, seen)[:, -1]
-        each[..., -1] += of_last - math.log(estimate.part)
+        each[..., -1] += estimate.log_counts(seen)[:, -1] - math.log(estimate.part)
     if own is not None:
         _hide_future(each.unflatten(1, (-1, group)), span, seen)
     share = logits.softmax(-1).unflatten(1, (span.rows, -1)).sum(2)
@@ -265,10 +266,10 @@ def _careful(
     back = -(front + n) % stride
     if front or back:
         present = pad(torch.ones(n, dtype=torch.bool), (front, back)).view(-1, stride)
-    logits = torch.bmm(estimate.of_queries(query, scale, front), estimate.of_keys(seen).mT)
-    logits = logits.unflatten(1, (-1, group)) * estimate.products(seen, present)
+    of_query, of_key = estimate.of_queries(query, scale, front), estimate.feature[:, :, :seen]
+    logits = of_query[:, None] @ of_key.mT  # [entries, slots, n / stride * G, seen]
+    logits = logits.transpose(1, 2).unflatten(1, (-1, group)) * estimate.products(seen, present)
     logits = logits + estimate.log_counts(seen)
-    logits = logits.unflatten(-1, (estimate.slots, seen))
     if own is not None:
         logits = _hide_future(logits, span, seen)
     total = logits.flatten(3).logsumexp(-1)  # [entries, n / stride, G]
