@@ -96,7 +96,7 @@ class BlockSummaries:
             self._feature = _with_room(self._feature, new, first)
             self._feature[:, :, :, first:whole] = new
             self._blocks = whole
-        return self._feature[:, :, :, :whole]
+        return self._feature[:, :, :, : max(whole, 1)]  # with one that none sees, before any
 
 
 def _with_room(held: Tensor | None, new: Tensor, first: int) -> Tensor:
@@ -105,7 +105,7 @@ def _with_room(held: Tensor | None, new: Tensor, first: int) -> Tensor:
     if held is not None and held.shape[3] >= whole:
         return held
     room = whole if held is None else max(whole, first + first // 2)
-    grown = new.new_empty(*new.shape[:3], max(room, 1), new.shape[4])
+    grown = new.new_zeros(*new.shape[:3], max(room, 1), new.shape[4])
     if held is not None:
         grown[:, :, :, :first] = held[:, :, :, :first]
     return grown
