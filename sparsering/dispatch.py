@@ -115,13 +115,18 @@ def reasons_against(
     lacks = [
         f"it has no {option} ({', '.join(_computing(option))} have it)"
         for option, given in (options or {}).items()
-        if given is not None and option not in backend.extras
+        if given is not None and _computed_as(option) not in backend.extras
     ]
     return backend.reasons(*tensors) + lacks
 
 
 def _computing(option: str) -> list[str]:
-    return [name for name, backend in BACKENDS.items() if option in backend.extras]
+    return [name for name, backend in BACKENDS.items() if _computed_as(option) in backend.extras]
+
+
+def _computed_as(option: str) -> str:
+    """What kernels are given for an option: to them a slot's bias is that of an entry."""
+    return "block_bias" if option == "slot_bias" else option
 
 
 def block_size_of(backend: str, pattern: Pattern, query: Tensor, kv_len: int) -> int:

@@ -30,6 +30,7 @@ from .steps import attend_page, attend_spans, fits_page, of_queries, page_layout
 _REFUSED = {
     "q_start": "the cache knows where its tokens are",
     "block_bias": "blocks are those of whole sequences",
+    "slot_bias": "rows are those of whole sequences",
 }
 
 

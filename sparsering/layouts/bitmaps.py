@@ -15,7 +15,7 @@ _SWAPS = (7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F
 def pack(cells: Tensor) -> Tensor:
     """[n, b, b] bool to [n, b * b / 8] bytes, the first cell in the lowest bit."""
     words = cells.contiguous().view(torch.uint8).view(-1).view(torch.int64)
-    return (words * _GATHER >> 56).to(torch.uint8).view(len(cells), cells[:1].numel() // 8)
+    return (words * _GATHER >> 56).to(torch.uint8).view(len(cells), math.prod(cells.shape[1:]) // 8)
 
 
 def unpack(bitmaps: Tensor, block_size: int) -> Tensor:

@@ -122,17 +122,18 @@ def backward(
 
 def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
     """Every chunk of every pass, and whether its query rows are met for the first time."""
-    layout, query, biased = problem.layout, problem.query, problem.block_bias is not None
+    layout, query, bias = problem.layout, problem.query, problem.block_bias
+    biases = None if bias is None else bias.shape[2]
     placed = problem.distance_bias is not None or problem.dropout_p is not None
     b, size = layout.block_size, sum_dtype(query).itemsize
     per_token = 3 * size * (query.shape[-1] + problem.value.shape[-1])
-    most_queries = 1 if biased else max(1, _MOST_QUERIES // b)
+    most_queries = 1 if bias is not None else max(1, _MOST_QUERIES // b)
     for number, p in enumerate(layout.passes):
         for units in plan(p, b, most_queries, max(1, _MOST_KEYS // b)):
             pairs = units.num_queries * units.num_keys
             per_pair = 0 if _alone(pairs, query.device, sum_dtype(query)) else 4 * size
             limits = (_workspace["bytes"], per_token, per_pair)
-            for chunk in chunks(layout, number, units, len(query), *limits, biased, placed):
+            for chunk in chunks(layout, number, units, len(query), *limits, biases, placed):
                 yield units.fresh and number == 0, chunk
 
 

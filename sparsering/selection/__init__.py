@@ -1,0 +1,23 @@
+"""Blocks of keys chosen by content: scored, selected, pooled, and told how good the choice was.
+
+    scores = block_scores(query, key, 64)
+    chosen = select_blocks(scores, 16, block_size=64)
+    out = attention(query, key, value, SelectedBlocks(chosen, 64, query_block=1) & Causal())
+"""
+
+from .choose import select_blocks
+from .loss import selection_loss
+from .refiner import PatternRefiner
+from .schedule import GatedSchedule, Schedule
+from .scorer import BlockScorer
+from .scores import block_scores
+
+__all__ = [
+    "BlockScorer",
+    "GatedSchedule",
+    "PatternRefiner",
+    "Schedule",
+    "block_scores",
+    "select_blocks",
+    "selection_loss",
+]
