@@ -8,11 +8,10 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import sparsering as sr
 from sparsering.bench.measure import Row
@@ -22,7 +21,6 @@ from sparsering.selection import (
     Schedule,
     block_mass,
     block_scores,
-    pool_blocks,
     select_blocks,
     selection_loss,
 )
@@ -31,6 +29,7 @@ from .models import FactReader, cross_entropy
 from .tasks import FACTS, QUERIES, Facts, flagged_facts, generator
 
 K = 4  # blocks of a question
+BAR, RAMP, HOLD = 0.95, 600, 600  # accuracy that ends the dense phase; steps after it
 LEARNED = ("kl", "bias", "straight-through", "pooled")
 WITH_SCORER = (*LEARNED, "frozen")
 
@@ -84,6 +83,11 @@ class Reader:
         self.number, self.accuracy = state["number"], state["accuracy"]
         self.random.set_state(state["random"])
         return self
+
+    def rate(self, share: float) -> None:
+        """Sets the learning rate, as a share of 3e-3."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = 3e-3 * share
 
     def step(self, k: int) -> float:
         """One step at k blocks a question (all of them: dense attention); the loss of answers."""
@@ -148,7 +152,8 @@ class Seen:
         else:
             out = self.sparse(q, k, v, scores, min(self.k, blocks))
         if arm == "pooled":
-            out = out + torch.softmax(scores, -1) @ pool_blocks(v, FACTS)
+            gate = (k @ self.reader.scorer.pool[:, :, None]).unflatten(2, (-1, FACTS)).softmax(3)
+            out = out + torch.softmax(scores, -1) @ (gate * v.unflatten(2, (-1, FACTS))).sum(3)
         return out
 
     def sparse(self, q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None, width: int) -> Tensor:
@@ -186,11 +191,140 @@ class Seen:
         return drawn
 
 
-def trained(reader: Reader, steps: int, blocks_at: Callable[[Reader], int]) -> list[float]:
-    """Losses of so many more steps, each at the number of blocks that the run so far asks for."""
-    return [reader.step(blocks_at(reader)) for _ in range(steps)]
+def trained(reader: Reader, steps: int, k: int = K, *, decay: int = 400) -> Reader:
+    """So many more steps at k blocks a question, the last ones at a falling learning rate."""
+    for left in range(steps, 0, -1):
+        reader.rate(min(1.0, left / decay))
+        reader.step(k)
+    return reader
 
 
-def ramp(blocks: int, steps: int = 1000) -> Schedule:
+def row_of(reader: Reader, experiment: str, seed: int, start: float, k: int = K) -> Row:
+    """What came of a run."""
+    row: Row = {"experiment": experiment, "seed": seed, "arm": reader.arm, "steps": reader.number}
+    row |= reader.evaluate(k)
+    if reader.arm in LEARNED:
+        row["shuffled"] = reader.evaluate(k, shuffled=True)["accuracy"]
+    return row | {"seconds": time.perf_counter() - start}
+
+
+def ramp(blocks: int) -> Schedule:
     """log2 of the blocks of a question: from all to 4, geometrically."""
-    return Schedule(((0, math.log2(blocks)), (steps, math.log2(K))))
+    return Schedule(((0, math.log2(blocks)), (RAMP, math.log2(K))))
+
+
+CHOICES = ("oracle", "random", "window", "mean", "sub", "frozen")
+
+
+def small(seed: int, steps: int = 1200) -> list[Row]:
+    """32 blocks, 4 of them from the first step on."""
+    rows = []
+    for arm in ("full", *CHOICES, *LEARNED):
+        start = time.perf_counter()
+        rows.append(row_of(trained(Reader(arm, SMALL, seed), steps), "small", seed, start))
+    return rows
+
+
+def lengths(seed: int, steps: int = 1200) -> list[Row]:
+    """Trained at 512 tokens, tested at 512, 4,096 and 16,384, 4 blocks a question throughout."""
+    rows = []
+    for arm in ("full", "window", "mean", "sub", "kl", "pooled", "bias"):
+        start = time.perf_counter()
+        reader = trained(Reader(arm, LONG, seed), steps)
+        row = {"experiment": "length", "seed": seed, "arm": arm, "steps": steps}
+        rows += [row | reader.evaluate(blocks=blocks) for blocks in (32, 256, 1024)]
+        rows[-1]["seconds"] = time.perf_counter() - start
+    return rows
+
+
+def hard(seed: int) -> list[Row]:
+    """128 blocks, 4 of them after a dense phase that ends when the model has learned.
+
+    One dense phase, of the model whose scorer learns beside it and does not touch it, is where all
+    arms go on from that do not change what is learned in it.
+    """
+    clock = time.perf_counter
+    start = clock()
+    first = Reader("kl", HARD, seed)
+    while first.accuracy < BAR and first.number < HARD.steps:
+        first.step(HARD.blocks)
+    dense_seconds, state = clock() - start, first.state()
+    untrained = Reader("kl", HARD, seed).scorer.state_dict()
+    rows = []
+    for arm in ("full", "kl", "oracle", "random", "window", "mean", "frozen"):
+        start = clock() - dense_seconds
+        reader = Reader(arm, HARD, seed).resume(state)
+        if arm == "frozen":
+            reader.scorer.load_state_dict(untrained)
+        jumps = narrowed(reader)
+        rows.append(row_of(reader, "hard", seed, start) | {"dense_steps": first.number} | jumps)
+    for arm in ("bias", "pooled"):
+        start = clock()
+        reader = Reader(arm, HARD, seed)
+        if arm == "bias":
+            while reader.accuracy < BAR and reader.number < HARD.steps:
+                reader.step(HARD.blocks)
+            extra = {"dense_steps": reader.number} | narrowed(reader)
+        else:
+            trained(reader, 5000)
+            extra = {"dense_steps": 0}
+        rows.append(row_of(reader, "hard", seed, start) | extra)
+    return rows
+
+
+def narrowed(reader: Reader) -> Row:
+    """From all blocks to 4, geometrically, while the accuracy holds; then steps at 4.
+
+    The clock of the schedule stands where accuracy is below the bar; after twice the ramp's steps
+    the arm goes to 4 blocks wherever it stands.
+
+    Returns: the largest rise of the loss where k changes, in standard deviations of the 50 steps
+        before it; whether a run resumed in the middle of the ramp ends in the same bits.
+    """
+    gate = GatedSchedule(ramp(reader.size.blocks), BAR)
+    losses: list[float] = []
+    rises, k, middle, compared = [0.0], reader.size.blocks, None, {}
+    for number in range(2 * RAMP):
+        if number == RAMP // 2:
+            middle = reader.state(), gate.state_dict()
+        elif middle and number == RAMP // 2 + 50:
+            compared["resumes_bit_equal"] = resumed(reader, *middle, steps=50)
+        before, k = k, round(2.0 ** gate.step(reader.accuracy))
+        losses.append(reader.step(reader.size.blocks if reader.arm == "full" else k))
+        if k != before and len(losses) > 50:
+            recent = losses[-51:-1]
+            rises.append((losses[-1] - statistics.mean(recent)) / statistics.stdev(recent))
+        if k == K:
+            break
+    trained(reader, HOLD, reader.size.blocks if reader.arm == "full" else K)
+    return {"reached": k == K, "largest_rise": max(rises), **compared}
+
+
+def resumed(reader: Reader, state: dict, clock: dict, *, steps: int) -> bool:
+    """Whether so many steps from a state end in a reader's weights, bit by bit."""
+    other = Reader(reader.arm, reader.size, 0).resume(state)
+    gate = GatedSchedule(ramp(reader.size.blocks), BAR)
+    gate.load_state_dict(clock)
+    for _ in range(steps):
+        k = round(2.0 ** gate.step(other.accuracy))
+        other.step(other.size.blocks if other.arm == "full" else k)
+    pairs = zip(reader.model.parameters(), other.model.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def schedules(seed: int, steps: int = 4000) -> list[Row]:
+    """The hard task by schedules of the step alone: always 4 blocks, and one that is fixed.
+
+    The fixed one is half of the blocks for a tenth of the steps, then fewer, linearly, until half
+    of the steps: 4. The gated one, and full attention, are rows of `hard`.
+    """
+    fixed = Schedule(((0, 64.0), (steps // 10, 64.0), (steps // 2, float(K))))
+    rows = []
+    for name, schedule in (("cold", Schedule(((0, float(K)),))), ("fixed", fixed)):
+        start = time.perf_counter()
+        reader = Reader("kl", HARD, seed)
+        while reader.number < steps - 400:
+            reader.step(round(schedule(reader.number)))
+        trained(reader, 400)
+        rows.append(row_of(reader, "schedule", seed, start) | {"schedule": name})
+    return rows
