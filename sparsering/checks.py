@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .layouts.layout import BlockLayout
-from .numerics import autocasting
+from .numerics import autocasting, sum_dtype
 from .patterns.algebra import Pattern
 from .patterns.arguments import MOST_TOKENS, shortened
 
@@ -189,6 +189,22 @@ def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
             f"block of the layout, got {block_bias.shape[-1]} in the last dim; see "
             "pattern.layout(...).num_blocks"
         )
+
+
+def checked_rows(name: str, x: Tensor, query: Tensor, broadcasts: bool = True) -> Tensor:
+    """A number for each query, in the dtype of sums; ValueError where it does not fit."""
+    shape = query.shape[:3]
+    outer = [f"{n} or 1" if broadcasts else str(n) for n in shape[:2]]
+    check_tensor(name, x)
+    fits = x.dim() == 3 and x.shape[2] == shape[2] and x.is_floating_point()
+    for have, want in zip(x.shape[:2], shape[:2], strict=False):
+        fits = fits and (have == want or (broadcasts and have == 1))
+    if not fits or x.device != query.device:
+        raise ValueError(
+            f"{name} must be floating point [{', '.join(outer)}, {shape[2]}] on {query.device}, "
+            f"got {x.dtype} {tuple(x.shape)} on {x.device}; unsqueeze what lacks"
+        )
+    return x.detach().to(sum_dtype(query))
 
 
 def refuse_meta(*tensors: Tensor) -> None:

@@ -23,6 +23,8 @@ class Backend(NamedTuple):
         forward: None for the reference alone, which sees no layout.
         backward: None where forward is plain differentiable torch and needs no operator.
         extras: the options of a call, beside its scale, that it computes.
+        entry_mass: the weights of a problem summed over each entry, in the place of its block bias;
+            None where the gradient of that bias must do.
         only_named: it is no default choice.
         package, extra: what it needs installed, and the extra that installs it.
     """
@@ -34,6 +36,7 @@ class Backend(NamedTuple):
     only_named: bool = False
     package: str = ""
     extra: str = ""
+    entry_mass: Callable[[Problem, Tensor, Tensor], Tensor] | None = None
 
     @property
     def runs_any_layout(self) -> bool:
@@ -51,7 +54,9 @@ BACKENDS: dict[str, Backend] = {
         triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",
         extra="triton",
     ),
-    "gather": Backend(_no_reason, gather.forward, gather.backward, gather.EXTRAS),
+    "gather": Backend(
+        _no_reason, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass
+    ),
     "reference": Backend(_no_reason, None, None, reference.EXTRAS),
     "flex": Backend(flex.reasons, flex.forward, None, flex.EXTRAS, only_named=True),
     "flash": Backend(

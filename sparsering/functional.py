@@ -16,6 +16,7 @@ from .dispatch import BACKENDS, block_size_of, choose, is_default, reasons_again
 from .extras import checked_extras, checked_slots
 from .ops import attend, attend_again
 from .patterns.algebra import Frame, Pattern, check_fits
+from .patterns.selected import selections_of
 
 
 @overload
@@ -208,7 +209,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         query, key, value, pattern: as `attention`.
         options: those of `attention` but `return_lse` and `backend`.
 
-    Returns: the backend, its block size and the shapes as they are read; then each backend's name
+    Returns: the backend, its block size and the shapes as they are read; of a selection, its rows
+        and how many more blocks a tile of queries lists together; then each backend's name
         with "usable", or the reasons why it cannot run; those that run only when named are marked.
 
     Raises: as `attention`, and where the pattern does not fit these lengths and heads. No layout is
@@ -231,6 +233,15 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         f"runs: {chosen}, blocks of {size}; batch {batch}, {heads} heads of {q_len} queries, "
         f"{kv_heads} heads of {kv_len} keys"
     ]
+    for selection in selections_of(pattern):
+        tokens, listed = selection.row_size, selection.indices.shape[-1]
+        more = float(selection.inflation(size, kv_len).mean())
+        lines.append(
+            f"selection: each row of {tokens} queries lists {listed} blocks of "
+            f"{selection.block_size}; a tile of {size} queries {more:.3g} times those of its rows"
+            + "; a row's choice may see its later queries"
+            * (tokens > 1)
+        )
     for name in BACKENDS:
         told = "; ".join(reasons_against(name, inputs, only_some)) or "usable"
         lines.append(f"{name}: {told}" + (" (only when named)" * (not is_default(name))))

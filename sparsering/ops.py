@@ -4,6 +4,7 @@ A pattern crosses the boundary as its expression (a string) and its tensors, so 
 graph holds no Python objects. On the other side the call becomes a `Problem` over a layout.
 """
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from .pairs import distances_op, frame_of, kept_by_branch, pair_counts_op, slots
 from .patterns.algebra import Frame, Pattern
 from .patterns.expression import parse
 from .patterns.keys import check_key_masks, key_mask, without_key_masks
+from .patterns.selected import selections_of
 
 _Laid = tuple[Pattern, Frame, int, torch.device]
 
@@ -161,6 +163,50 @@ def value_gradient(
         return backward(problem.in_first_slots(), zeros[0], lse, grad_out, zeros[1]).value
 
 
+def slot_mass(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    pattern: Pattern,
+    lse: Tensor,
+    weight: Tensor,
+    *,
+    scale: float,
+    q_start: int,
+    block_size: int | None,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """The sum over queries of `weight exp(s - lse)` over the pairs of each slot, [B, Hq, R * k].
+
+    Of a checked call whose pattern has one selection; `weight` is [B, Hq, Nq].
+    """
+    (selection,) = selections_of(pattern)
+    slots = lse.new_zeros(*query.shape[:2], math.prod(selection.indices.shape[-2:]))
+    options = {**options, "slot_bias": slots}
+    problem = _problem(
+        pattern,
+        query,
+        key,
+        key,
+        scale=scale,
+        q_start=q_start,
+        block_size=block_size,
+        backend=backend,
+        **options,
+    )
+    how = BACKENDS[backend]
+    with without_autocast(query):
+        if how.entry_mass is not None:
+            mass = how.entry_mass(problem, lse, weight)
+        else:  # dS = P * weight where nothing comes through the values
+            assert how.backward is not None
+            none = torch.zeros_like(query)
+            found = how.backward(problem.in_first_slots(), none, lse, none, weight.contiguous())
+            assert found.block_bias is not None
+            mass = found.block_bias
+    return _slot_gradient(mass, problem.layout, slots)
+
+
 _CALL = (
     "Tensor query, Tensor key, Tensor value, Tensor? block_bias, Tensor? slot_bias, "
     "Tensor? distance_bias, Tensor? sink, Tensor? dropout_seed, Tensor[] tensors, str pattern, "
@@ -197,7 +243,7 @@ def _problem(
     Key masks are data where the backend takes them: another mask needs no other layout, but where
     blocks have a bias, which are those of the whole pattern.
     """
-    mask, slot_bias = None, options.pop("slot_bias")
+    mask, slot_bias = None, options.pop("slot_bias", None)
     check_batch(pattern, query)
     if "key_mask" in BACKENDS[backend].extras:
         rest, masks = without_key_masks(pattern)
@@ -270,7 +316,7 @@ def _reference(
     block_size: int | None,
     backend: str,
     block_bias: Tensor | None,
-    slot_bias: Tensor | None,
+    slot_bias: Tensor | None = None,
     distance_bias: Tensor | None,
     dropout_p: float | None,
     dropout_seed: Tensor | None,

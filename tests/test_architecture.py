@@ -35,7 +35,7 @@ ROOMS = {
     "varlen": "functional checks patterns",
     "weights": "functional ops dispatch checks layouts patterns numerics",
     "cost": "layouts",
-    "selection": "functional checks layouts patterns numerics rows",
+    "selection": "weights functional ops dispatch checks layouts patterns numerics rows",
     "decoding": "functional ops dispatch checks kernels layouts patterns numerics",
     "distributed": "functional differentiable extras dropout dispatch checks cost kernels layouts "
     "patterns numerics rows",

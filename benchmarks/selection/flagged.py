@@ -104,8 +104,12 @@ class Reader:
         return loss.item()
 
     @torch.no_grad()
-    def evaluate(self, k: int = K, *, blocks: int | None = None, shuffled: bool = False) -> Row:
-        """Accuracy and recall over 4,096 questions, and the pairs visited of those there are."""
+    def evaluate(self, k: int = K, *, blocks: int | None = None, shuffled: str = "") -> Row:
+        """Accuracy and recall over 4,096 questions, and the pairs visited of those there are.
+
+        `shuffled` permutes the blocks of all scores ("scores"), or of those that select, but not of
+        a pooled branch ("selection").
+        """
         blocks = blocks or self.size.blocks
         random, batch = generator(10_000), max(1, 256 // blocks)
         right, found, density = [], [], []
@@ -130,7 +134,7 @@ class Seen:
     """Attention of one batch, as the model calls it; what was chosen and what it costs to train."""
 
     def __init__(
-        self, reader: Reader, facts: Facts, k: int, *, train: bool, shuffled: bool = False
+        self, reader: Reader, facts: Facts, k: int, *, train: bool, shuffled: str = ""
     ):
         self.reader, self.facts, self.k, self.train = reader, facts, k, train
         self.shuffled = shuffled
@@ -142,6 +146,8 @@ class Seen:
         arm, blocks = self.reader.arm, k.shape[2] // FACTS
         is_dense = arm == "full" or self.k >= blocks
         scores = self.reader.scorer(q, k, q_start=0) if arm in WITH_SCORER else None
+        if self.shuffled == "scores":
+            scores = shuffle(scores)
         if is_dense and arm not in ("bias", "straight-through"):
             if arm == "kl" and self.train:
                 mass = block_scores(
@@ -159,8 +165,8 @@ class Seen:
     def sparse(self, q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None, width: int) -> Tensor:
         arm = self.reader.arm
         ranked = scores.detach() if scores is not None else self.other_scores(q, k)
-        if self.shuffled:
-            ranked = ranked[..., torch.randperm(ranked.shape[-1], generator=generator(1))]
+        if self.shuffled == "selection":
+            ranked = shuffle(ranked)
         self.indices = select_blocks(
             ranked, width, block_size=FACTS, sink=0, local=0, causal=False
         )
@@ -191,6 +197,11 @@ class Seen:
         return drawn
 
 
+def shuffle(scores: Tensor) -> Tensor:
+    """The scores of other blocks, by one permutation."""
+    return scores[..., torch.randperm(scores.shape[-1], generator=generator(1))]
+
+
 def trained(reader: Reader, steps: int, k: int = K, *, decay: int = 400) -> Reader:
     """So many more steps at k blocks a question, the last ones at a falling learning rate."""
     for left in range(steps, 0, -1):
@@ -204,7 +215,9 @@ def row_of(reader: Reader, experiment: str, seed: int, start: float, k: int = K)
     row: Row = {"experiment": experiment, "seed": seed, "arm": reader.arm, "steps": reader.number}
     row |= reader.evaluate(k)
     if reader.arm in LEARNED:
-        row["shuffled"] = reader.evaluate(k, shuffled=True)["accuracy"]
+        row["shuffled"] = reader.evaluate(k, shuffled="scores")["accuracy"]
+    if reader.arm == "pooled":
+        row["shuffled_selection"] = reader.evaluate(k, shuffled="selection")["accuracy"]
     return row | {"seconds": time.perf_counter() - start}
 
 

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..rows import expand_counts
 from .algebra import And, Frame, Mask, Mixture, Or, Pattern
@@ -79,6 +80,22 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         place = torch.searchsorted(listed, row * blocks + block).clamp(max=len(listed) - 1)
         return torch.where((listed[place] == row * blocks + block) & (p >= 0), slot[place], -1)
 
+    def inflation(self, queries: int, kv_len: int) -> Tensor:
+        """How many more blocks as many neighbouring queries list together than one of their rows.
+
+        [H] or [1] of the heads of the indices: the blocks in the union of the rows of a tile of
+        `queries`, over the mean of its rows; 1 where rows agree, or are tiles. Costs O(R k).
+        """
+        blocks, rows = -(-kv_len // self.block_size), max(1, queries // self.row_size)
+        chosen = self.indices.view((1,) * (4 - self.indices.dim()) + self.indices.shape)
+        listed = torch.where((chosen >= 0) & (chosen < blocks), chosen, blocks)
+        whole = pad(listed, (0, 0, 0, -listed.shape[2] % rows), value=blocks)
+        tiles = whole.unflatten(2, (-1, rows))  # [B, H, tiles, rows, k]
+        in_union, in_rows = (_distinct(x, blocks) for x in (tiles.flatten(3), tiles))
+        used = (in_rows > 0).sum(-1).clamp(min=1)
+        mean_of_rows = in_rows.sum(-1) / used
+        return in_union.sum((0, 2)) / mean_of_rows.sum((0, 2)).clamp(min=1e-9)
+
     def _listed(self, batch: int, head: int, frame: Frame) -> tuple[Tensor, Tensor, int]:
         """What one head of one batch entry lists, ascending by row, block and slot.
 
@@ -139,6 +156,14 @@ class _ListedBlocks(TensorMask, BlockwiseMask):
         index, number = expand_counts(last - first)
         block = self.listed[first[index] + number] - begin[index]
         return index, block, block
+
+
+def _distinct(listed: Tensor, nothing: int) -> Tensor:
+    """How many distinct blocks each last dim lists."""
+    ordered = listed.sort(-1).values
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    return (first & (ordered < nothing)).sum(-1)
 
 
 def selections_of(pattern: Pattern) -> list[SelectedBlocks]:

@@ -7,6 +7,7 @@
 
 from .choose import select_blocks
 from .loss import selection_loss
+from .mass import block_mass
 from .refiner import PatternRefiner
 from .schedule import GatedSchedule, Schedule
 from .scorer import BlockScorer
@@ -17,6 +18,7 @@ __all__ = [
     "GatedSchedule",
     "PatternRefiner",
     "Schedule",
+    "block_mass",
     "block_scores",
     "select_blocks",
     "selection_loss",

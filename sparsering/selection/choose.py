@@ -1,5 +1,6 @@
 """`select_blocks`: the blocks that a row attends to, as its scores rank them."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,8 +29,8 @@ def select_blocks(
 ) -> Tensor:
     """The k blocks of each row with the largest scores; some are chosen whatever their scores.
 
-    First come the first `sink` blocks and the last `local` ones up to the row's own, in the order of
-    their numbers; then the others by (score descending, block ascending); -1 where there are no
+    First come the first `sink` blocks and the last `local` ones up to the row's own, in the order
+    of their numbers; then the others by (score descending, block ascending); -1 where there are no
     more. Blocks of score -inf are not chosen, nor those of NaN, nor, under `causal`, those past
     the row's own. The same on every device.
 
@@ -43,10 +44,10 @@ def select_blocks(
         local: forced blocks up to that of the row's queries; the last ones where these lie past
             the keys.
         causal: whether blocks past the row's own are hidden.
-        q_start: position of the first query; `block_scores` takes Nk - Nq where it is given none.
+        q_start: position of the first query; that of `block_scores` is Nk - Nq by default.
 
-    Returns: int64 [..., R, k], detached, on the scores' device: `SelectedBlocks(indices, block_size,
-        query_block, first_row=q_start // query_block)` attends to them.
+    Returns: int64 [..., R, k], detached, on the scores' device, for `SelectedBlocks(indices,
+        block_size, query_block, first_row=q_start // query_block)`.
 
     Raises: ValueError where sink and local blocks are more than k, or arguments do not fit.
 
@@ -76,7 +77,7 @@ def select_blocks(
             "first: raise k"
         )
     current = current_blocks(q_start // query_block, rows, query_block, block_size)
-    scores = scores.detach().reshape(-1, rows, blocks)
+    scores = scores.detach().reshape(math.prod(outer), rows, blocks)
     rank = _Ranked(k, top_p, sink, local, causal)
     if scores.device.type != "cpu" or torch.compiler.is_compiling() or not scores.numel():
         chosen = rank.chosen(scores, current.to(scores.device))
@@ -118,16 +119,17 @@ class _Ranked(NamedTuple):
         best = rank.topk(min(self.k, blocks), -1).values
         chosen = torch.where(best == _NOT_CHOSEN, -1, _LAST - (best & _LAST))
         if self.top_p is not None:
-            chosen = self._most_of(scores, chosen, best > _LAST_SCORED)
+            chosen = self._most_of(self.top_p, scores, chosen, best > _LAST_SCORED)
         return pad(chosen, (0, self.k - chosen.shape[-1]), value=-1)
 
-    def _most_of(self, scores: Tensor, chosen: Tensor, forced: Tensor) -> Tensor:
+    @staticmethod
+    def _most_of(top_p: float, scores: Tensor, chosen: Tensor, forced: Tensor) -> Tensor:
         """The first ones up to the share top_p."""
         highest = scores.amax(-1, keepdim=True).clamp(*_FINITE)
         mass = (scores.clamp(max=_FINITE[1]) - highest).exp()
         each = mass.gather(-1, chosen.clamp(min=0)).double()
         before = each.cumsum(-1) - each
-        kept = forced | (before < self.top_p * mass.sum(-1, keepdim=True, dtype=torch.float64))
+        kept = forced | (before < top_p * mass.sum(-1, keepdim=True, dtype=torch.float64))
         return torch.where(kept, chosen, -1)
 
 

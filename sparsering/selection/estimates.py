@@ -57,7 +57,7 @@ class Estimate(NamedTuple):
         blocks = -(-length // block_size)
         keys = pad(key, (0, 0, 0, blocks * block_size - length)).unflatten(2, (blocks, block_size))
         count = counts(length, blocks, block_size, part).to(key.device)
-        feature = features(keys.unflatten(3, (-1, part)), count, method)
+        feature = features(keys.unflatten(3, (block_size // part, part)), count, method)
         return cls(method, length, part, feature.transpose(2, 3), keys)
 
     @property
@@ -119,7 +119,9 @@ class Estimate(NamedTuple):
 
         `present`: [n / stride, stride] which queries there are, None for all.
         """
-        if self.stride == 1 or (present is None and not (self.ragged and blocks == self.num_blocks)):
+        if self.stride == 1 or (
+            present is None and not (self.ragged and blocks == self.num_blocks)
+        ):
             return 1 / self.stride
         count = counts(self.length, self.num_blocks, self.block_size, self.part)[:blocks]
         places = torch.arange(self.stride)
@@ -129,9 +131,9 @@ class Estimate(NamedTuple):
 
 
 def counts(length: int, blocks: int, block_size: int, part: int) -> Tensor:
-    """[blocks, slots] real tokens of each part, float."""
-    first = torch.arange(0, blocks * block_size, part).view(blocks, -1)
-    return (length - first).clamp(0, part).float()
+    """[blocks, slots] real tokens of each part, float64."""
+    first = torch.arange(0, blocks * block_size, part).view(blocks, block_size // part)
+    return (length - first).clamp(0, part).double()
 
 
 def features(keys: Tensor, count: Tensor, method: str) -> Tensor:

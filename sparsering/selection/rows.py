@@ -1,6 +1,5 @@
 """Rows of a selection: runs of queries by absolute position, and which blocks they see."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,12 +9,12 @@ from ..patterns.arguments import checked_integer, shortened
 
 
 class Span(NamedTuple):
-    """Queries that are computed together: `count` blocks of `width` of them each.
+    """Queries that are computed together: `blocks` blocks of `width` of them each.
 
     Attributes:
         first: index of the first query.
         block: number of its key block.
-        count: consecutive key blocks that the queries lie in; more than 1 where all are whole.
+        blocks: consecutive key blocks that the queries lie in; more than 1 where all are whole.
         width: queries in each.
         row: queries in each row of the selection, a divisor of `width`.
         offset: place of the first query in its block.
@@ -23,24 +22,18 @@ class Span(NamedTuple):
 
     first: int
     block: int
-    count: int
+    blocks: int
     width: int
     row: int
     offset: int
 
     @property
     def queries(self) -> int:
-        return self.count * self.width
+        return self.blocks * self.width
 
     @property
     def rows(self) -> int:
         return self.queries // self.row
-
-    def cut(self, count: int) -> Iterator["Span"]:
-        """The same in parts of at most `count` blocks."""
-        for i in range(0, self.count, count):
-            part = min(count, self.count - i)
-            yield self._replace(first=self.first + i * self.width, block=self.block + i, count=part)
 
 
 def spans(q_start: int, q_len: int, query_block: int, block_size: int) -> list[Span]:

@@ -1,7 +1,7 @@
 """`block_scores`: how much attention each block of keys would get, estimated without attending."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checks import check_inputs, check_integer_or_none, checked_scale
 from ..numerics import sum_dtype, without_autocast
-from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Full
 from .estimates import NEVER, Estimate, checked_method
 from .rows import Span, checked_blocks, current_blocks, num_rows, spans
@@ -33,10 +32,10 @@ def block_scores(
 ) -> Tensor:
     """Scores blocks of keys by the share of the attention that each would get.
 
-    `score[r, b] = log sum_i pi_i[b]`, the sum over the queries i of row r, in all query heads of the
-    kv head; `pi_i = softmax_b(s_i)` over the blocks that the query sees, `s_i[b]` an estimate of the
-    log mass `log sum_j e^{scale q_i.k_j}` of block b. With exact masses, the k blocks of largest
-    score are the k shared blocks that capture most attention.
+    `score[r, b] = log sum_i pi_i[b]`, the sum over the queries i of row r, in all query heads of
+    the kv head; `pi_i = softmax_b(s_i)` over the blocks that the query sees, `s_i[b]` an estimate
+    of the log mass `log sum_j e^{scale q_i.k_j}` of block b. With exact masses, the k blocks of
+    largest score are the k shared blocks that capture most attention.
 
     Estimates, n the real tokens of a block (of a part of one), k the keys' mean in it:
 
@@ -44,8 +43,8 @@ def block_scores(
     - "sub": `log sum_c n_c e^{scale q.k_c}` over `parts` sub-blocks of block_size / parts tokens.
     - "gauss": that of "mean" + `scale^2 / 2 sum_d q_d^2 var_d`, of the keys' population variance.
     - "bounds": `log n + scale sum_d max(q_d max_d, q_d min_d)`, never below (Quest, 2406.10774).
-    - "antidiagonal": stride S = `parts`: `log sum_y n_y e^{scale / S sum_i q[xS+S-1-i].k[yS+i]}`, the
-      same for the S queries of x; the mean of the products that are there, where tokens lack
+    - "antidiagonal": stride S = `parts`: `log sum_y n_y e^{scale / S sum_i q[xS+S-1-i].k[yS+i]}`,
+      the same for the S queries of x; the mean of the products that are there, where tokens lack
       (XAttention, 2503.16428). S divides query_block.
     - "exact": the mass itself, in O(N^2) time.
 
@@ -103,7 +102,8 @@ def scores_of(
     q_start: int,
 ) -> Tensor:
     """`block_scores` of keys that are summarised, in the summaries' dtype."""
-    (batch, heads, q_len, dim), blocks = query.shape, estimate.num_blocks
+    batch, heads, q_len, _ = query.shape
+    blocks = estimate.num_blocks
     kv_heads = estimate.feature.shape[1]
     group = heads // max(1, kv_heads)
     rows = num_rows(q_start, q_len, query_block)
@@ -137,17 +137,18 @@ def scores_of(
     return out.unflatten(0, (batch, kv_heads))
 
 
-def _cut(
-    span: Span, heads: int, estimate: Estimate, causal: bool, budget: int
-) -> Iterator[Span]:
+def _cut(span: Span, heads: int, estimate: Estimate, causal: bool, budget: int) -> Iterator[Span]:
     """Parts of a span of about `budget` logits each."""
     done = 0
-    while done < span.count:
+    while done < span.blocks:
         block = span.block + done
-        seen = min(estimate.num_blocks, max(1, block)) if causal else estimate.num_blocks
-        count = max(1, budget // (heads * span.width * seen * estimate.slots))
-        count = min(count, span.count - done)
-        yield span._replace(first=span.first + done * span.width, block=block, count=count)
+        room, seen = budget // (heads * span.width * estimate.slots), estimate.num_blocks
+        if causal and block + math.isqrt(room) < seen:  # count * (block + count) is the room
+            count = (math.isqrt(block * block + 4 * room) - block) // 2
+        else:
+            count = room // seen
+        count = max(1, min(count, span.blocks - done))
+        yield span._replace(first=span.first + done * span.width, block=block, blocks=count)
         done += count
 
 
@@ -171,13 +172,13 @@ def _of_span(
     """[entries, rows, Nb] scores of a span's rows."""
     blocks = estimate.num_blocks
     query = every[:, span.first : span.first + span.queries].to(estimate.feature.dtype)
-    seen = min(blocks, max(0, span.block + span.count - 1)) if causal else blocks
-    own = _own_mass(span, query, estimate, scale) if causal else None
+    seen = min(blocks, max(1, span.block + span.blocks - 1)) if causal else blocks
+    own = _own_mass(span, query, estimate, scale, quick) if causal else None
     past = own_share = None
     if quick and estimate.stride == 1:
         past, own_share = _quick(span, query, estimate, seen, own, scale)
-    current = current_blocks(0, span.count, 1, 1) + span.block  # [count]
-    current = current.repeat_interleave(span.rows // span.count).to(query.device)[:, None]
+    current = current_blocks(0, span.blocks, 1, 1) + span.block  # [count]
+    current = current.repeat_interleave(span.rows // span.blocks).to(query.device)[:, None]
     column = torch.arange(blocks, device=query.device)
     visible = column < current if causal else (column < blocks).expand(span.rows, -1)
     if past is None or _lost(past, own_share, visible[:, :seen]):
@@ -194,14 +195,14 @@ def _lost(past: Tensor, own_share: Tensor | None, visible: Tensor) -> bool:
     return bool(lost if own_share is None else lost | own_share.isneginf().any())
 
 
-def _own_mass(span: Span, query: Tensor, estimate: Estimate, scale: float) -> Tensor:
+def _own_mass(span: Span, query: Tensor, estimate: Estimate, scale: float, quick: bool) -> Tensor:
     """[entries, n, G] exact log mass of the visible keys of each query's own block."""
-    entries, _, group, _ = query.shape
-    first, stop = max(span.block, 0), min(span.block + span.count, estimate.num_blocks)
+    group = query.shape[2]
+    first, stop = max(span.block, 0), min(span.block + span.blocks, estimate.num_blocks)
     blocks = max(0, stop - first)
     keys = estimate.keys[:, first - estimate.first_own :][:, :blocks]
     lack = (first - span.block) * (blocks > 0)  # of blocks before those that there are
-    query = query.unflatten(1, (span.count, span.width))[:, lack : lack + blocks]
+    query = query.unflatten(1, (span.blocks, span.width))[:, lack : lack + blocks]
     logits = query.flatten(2, 3) @ (keys.mT * scale)
     logits = logits.unflatten(2, (span.width, group))
     place = torch.arange(estimate.block_size, device=query.device)
@@ -211,19 +212,20 @@ def _own_mass(span: Span, query: Tensor, estimate: Estimate, scale: float) -> Te
         block = torch.arange(first, first + blocks, device=query.device)[:, None, None, None]
         past_end = block * estimate.block_size + place >= estimate.length
         logits = logits.masked_fill(past_end, NEVER)
-    mass = logits.logsumexp(-1)  # [entries, blocks, width, G]
-    room = (0, 0, 0, 0, lack, span.count - blocks - lack)
+    each = logits.log_softmax(-1)[..., 0] if quick else None  # of a key that all of them see
+    mass = logits.logsumexp(-1) if each is None else logits[..., 0] - each
+    room = (0, 0, 0, 0, lack, span.blocks - blocks - lack)
     return pad(mass, room, value=NEVER).flatten(1, 2)
 
 
 def _hide_future(logits: Tensor, span: Span, columns: int) -> Tensor:
     """NEVER where a block is not before that of the query: [entries, n, G, slots, columns]."""
     first = max(0, span.block)
-    if span.count == 1 or columns <= first:
+    if columns <= first:
         return logits
-    own = torch.arange(span.block, span.block + span.count, device=logits.device)
+    own = torch.arange(span.block, span.block + span.blocks, device=logits.device)
     future = torch.arange(first, columns, device=logits.device) >= own[:, None]
-    each = logits.unflatten(1, (span.count, -1))
+    each = logits.unflatten(1, (span.blocks, -1))
     each[..., first:].masked_fill_(future[:, None, None, None], NEVER)
     return logits
 
