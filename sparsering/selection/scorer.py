@@ -8,6 +8,7 @@ from ..checks import check_inputs
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_integer
 from ..patterns.positions import Full
+from .rows import checked_blocks, num_rows
 
 
 class BlockScorer(nn.Module):
@@ -30,7 +31,7 @@ class BlockScorer(nn.Module):
         num_kv_heads: of the keys; query heads may be a multiple.
         block_size: keys of a block.
         index_dim: channels of the projections.
-        query_block: queries of a row, by absolute position; it divides block_size where causal.
+        query_block: queries of a row, by absolute position; divides block_size.
         causal: whether queries see up to their own position, or all.
         detach: gradients reach these weights alone, not the queries and keys: the model is then
             trained by its own loss, and the scorer by `selection_loss`.
@@ -63,14 +64,9 @@ class BlockScorer(nn.Module):
         super().__init__()
         self.head_dim = checked_integer("head_dim", head_dim, 1)
         self.num_kv_heads = checked_integer("num_kv_heads", num_kv_heads, 1)
-        self.block_size = checked_integer("block_size", block_size, 1)
-        self.query_block = checked_integer("query_block", query_block, 1)
+        checked_blocks(query_block, block_size)
+        self.block_size, self.query_block = block_size, query_block
         self.causal, self.detach = causal, detach
-        if causal and block_size % query_block:
-            raise ValueError(
-                f"query_block must divide block_size where causal, got {query_block} and "
-                f"{block_size}; 1 lets every query choose for itself"
-            )
         shape = num_kv_heads, checked_integer("index_dim", index_dim, 1), head_dim
         self.pool = nn.Parameter(torch.zeros(num_kv_heads, head_dim))
         self.project_key = nn.Parameter(torch.randn(shape) * head_dim**-0.5)
@@ -152,7 +148,7 @@ class BlockScorer(nn.Module):
         """[B, Hkv, R, Nb] of [B, Hkv, G, Nq, Nb]: the log of the sum of a row's softmaxes."""
         q_len, step, lowest = score.shape[3], self.query_block, torch.finfo(score.dtype).min
         before = first % step
-        rows = -(-(before + q_len) // step) if q_len else 0
+        rows = num_rows(first, q_len, step)
         margin = (0, 0, before, rows * step - before - q_len) if q_len else (0, 0, 0, 0)
         share = torch.where(seen, score, lowest).log_softmax(4)
         share = F.pad(torch.where(seen, share, lowest), margin, value=lowest)

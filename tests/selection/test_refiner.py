@@ -11,7 +11,7 @@ import torch
 from ring_workers import Workers, groups
 from torch import Tensor
 
-from sparsering.selection import PatternRefiner
+from sparsering.selection import PatternRefiner, block_scores
 
 
 def one_row(**options) -> PatternRefiner:
@@ -222,14 +222,18 @@ class Plant:
         self.blocks = order.argsort(2)[..., :K].sort(2).values
         self.planted = torch.zeros(HEADS, ROWS, BLOCKS).scatter_(2, self.blocks, 1.0)
 
-    def shares(self) -> Tensor:
-        """[1, H, R, Nb]: the softmax mass of each block, summed over a row's queries."""
+    def step(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys [1, H, N, D]; scores are their products."""
         code = 4 * self.planted.mT @ self.codes  # [H, Nb, D]
         key = code[:, :, None] + torch.randn(HEADS, BLOCKS, SIZE, D, generator=self.noise)
         query = self.codes[:, None] + 0.1 * torch.randn(HEADS, ROWS, SIZE, D, generator=self.noise)
-        score = query.flatten(1, 2) @ key.flatten(1, 2).mT
-        weights = score.softmax(2).view(HEADS, ROWS, SIZE, BLOCKS, SIZE)
-        return weights.sum((2, 4))[None]
+        return query.flatten(1, 2)[None], key.flatten(1, 2)[None]
+
+    def shares(self) -> Tensor:
+        """[1, H, R, Nb]: the softmax mass of each block, summed over a row's queries."""
+        query, key = self.step()
+        weights = (query @ key.mT).softmax(3).view(1, HEADS, ROWS, SIZE, BLOCKS, SIZE)
+        return weights.sum((3, 5))
 
     def found(self, table: Tensor) -> float:
         """The share of the planted blocks that a table holds."""
@@ -296,6 +300,15 @@ def refine(refiner, plant: Plant, updates: int, look: Look = looks_at_rows) -> I
 def finds_planted(refiner, look: Look = looks_at_rows, updates: int = 6 * K) -> bool:
     """The criterion: 95% of the planted blocks after a number of updates."""
     return [*refine(refiner, Plant(seed=7), updates, look)][-1] >= 0.95
+
+
+def test_exact_scores_are_what_is_to_be_observed():
+    a, b = Plant(seed=7), Plant(seed=7)
+    query, key = a.step()
+    mass = block_scores(
+        query, key, SIZE, query_block=SIZE, method="exact", causal=False, scale=1.0, q_start=0
+    ).exp()
+    assert torch.allclose(mass, b.shares(), rtol=1e-4, atol=1e-6)
 
 
 def test_planted_blocks_are_found_and_found_again_when_they_move():
@@ -373,6 +386,18 @@ def test_it_resumes_with_the_same_bits_between_two_updates(tmp_path):
         PatternRefiner(HEADS, ROWS, BLOCKS, K + 1).load_state_dict(ends[0])
     with pytest.raises(ValueError, match="state_dict of a PatternRefiner"):
         resumed.load_state_dict({"table": whole.table})
+
+
+def test_what_is_barred_stays_barred_after_resuming():
+    refiner, resumed = one_row(cooldown=2), one_row(cooldown=2)
+    observe(refiner, b0=0.3, b1=0.1, b2=0.3, b5=0.2)
+    assert refiner.update() and row(refiner) == [0, 5, 2]
+    resumed.load_state_dict(refiner.state_dict())
+    changed = []
+    for _ in range(3):
+        observe(resumed, b1=0.9, b5=0.01)
+        changed.append(resumed.update())
+    assert changed == [False, False, True] and row(resumed) == [0, 1, 2]
 
 
 @pytest.fixture(scope="module")
