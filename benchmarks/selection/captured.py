@@ -16,11 +16,11 @@ from sparsering.selection import block_scores, select_blocks
 from .flagged import shuffle
 from .language import (
     HEADS,
-    K,
     LAYERS,
     SIZE,
     TOKENS,
     Choice,
+    K,
     dense_model,
     density_of,
     evaluate,
@@ -61,15 +61,26 @@ def captured(seed: int, texts: int = 4) -> list[Row]:
                     continue  # needs rows of at least its stride
                 scorer.query_block = query_block
                 for slots in SLOTS:
-                    choice = Choice(way, slots, scorer, sink=int(way == "window"), local=1,
-                                    query_block=query_block)
+                    choice = Choice(
+                        way,
+                        slots,
+                        scorer,
+                        sink=int(way == "window"),
+                        local=1,
+                        query_block=query_block,
+                    )
                     out, lse = sr.attention(q, k, v, choice.pattern(q, k), return_lse=True)
                     mass = (lse - full_lse).exp()
                     error = (out - full).norm(dim=-1) / full.norm(dim=-1)
                     rows.append(
                         {
-                            "experiment": "captured", "seed": seed, "layer": layer, "way": way,
-                            "query_block": query_block, "k": slots, "density": density_of(choice),
+                            "experiment": "captured",
+                            "seed": seed,
+                            "layer": layer,
+                            "way": way,
+                            "query_block": query_block,
+                            "k": slots,
+                            "density": density_of(choice),
                             "captured": mass.mean().item(),
                             "captured_of_heads": mass.mean((0, 2)).tolist(),
                             "captured_p05": mass.flatten().quantile(0.05).item(),
@@ -84,7 +95,9 @@ def captured(seed: int, texts: int = 4) -> list[Row]:
 def union(choice: Choice) -> float:
     """Blocks that 32 neighbouring queries choose together, over those of one of them; mean."""
     listed = choice.indices.repeat_interleave(choice.query_block, 2)
-    seen = torch.zeros(*listed.shape[:3], TOKENS // SIZE + 1).scatter_(3, listed % (TOKENS // SIZE + 1), 1.0)
+    seen = torch.zeros(*listed.shape[:3], TOKENS // SIZE + 1).scatter_(
+        3, listed % (TOKENS // SIZE + 1), 1.0
+    )
     seen = seen[..., :-1].unflatten(2, (-1, 32))
     return (seen.amax(3).sum(3) / seen.sum(4).mean(3)).mean().item()
 
@@ -106,7 +119,9 @@ def fitted(seed: int) -> list[Row]:
     pairs = zip(before, model.parameters(), strict=True)
     return [
         {
-            "experiment": "fitted", "seed": seed, "steps": len(losses),
+            "experiment": "fitted",
+            "seed": seed,
+            "steps": len(losses),
             **{f"recall_{name}": value for name, value in found.items()},
             "divergence_of_quarters": smooth,
             "model_bit_equal": all(torch.equal(a, b) for a, b in pairs),

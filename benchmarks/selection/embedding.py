@@ -51,7 +51,9 @@ def passages(tokenizer) -> Tensor:
     from pydoc_data.topics import topics
 
     text = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
-    tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+    tokens = tokenizer(
+        text, add_special_tokens=False, return_tensors="pt", verbose=False
+    ).input_ids[0]
     starts = torch.arange(TEXTS) * ((len(tokens) - TOKENS) // TEXTS)
     inner = tokens[starts[:, None] + torch.arange(TOKENS - 2)]
     ends = (torch.full((TEXTS, 1), x) for x in (tokenizer.cls_token_id, tokenizer.sep_token_id))
@@ -87,11 +89,17 @@ def embedding(seed: int) -> list[Row]:
                 cosine = (embedded(choosing) * wanted).sum(-1)
                 rows.append(
                     {
-                        "experiment": "embedding", "model": "all-MiniLM-L6-v2", "tokens": TOKENS,
-                        "way": way, "query_block": query_block, "k": k,
+                        "experiment": "embedding",
+                        "model": "all-MiniLM-L6-v2",
+                        "tokens": TOKENS,
+                        "way": way,
+                        "query_block": query_block,
+                        "k": k,
                         "density": sum(choosing.pairs) / len(choosing.pairs),
-                        "cosine": cosine.mean().item(), "least": cosine.min().item(),
-                        "cosine_of_two_texts": between, "seconds": time.perf_counter() - start,
+                        "cosine": cosine.mean().item(),
+                        "least": cosine.min().item(),
+                        "cosine_of_two_texts": between,
+                        "seconds": time.perf_counter() - start,
                     }
                 )
     return rows

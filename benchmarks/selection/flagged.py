@@ -63,9 +63,7 @@ class Reader:
         self.arm, self.size, self.number, self.accuracy = arm, size, 0, 0.0
         self.random = generator(seed)
         self.model = FactReader(size.num_keys)
-        self.scorer = BlockScorer(
-            32, 1, FACTS, index_dim=32, causal=False, detach=arm != "pooled"
-        )
+        self.scorer = BlockScorer(32, 1, FACTS, index_dim=32, causal=False, detach=arm != "pooled")
         parameters = [*self.model.parameters(), *self.scorer.parameters()]
         self.optimizer = torch.optim.Adam(parameters, lr=3e-3)
 
@@ -133,9 +131,7 @@ class Reader:
 class Seen:
     """Attention of one batch, as the model calls it; what was chosen and what it costs to train."""
 
-    def __init__(
-        self, reader: Reader, facts: Facts, k: int, *, train: bool, shuffled: str = ""
-    ):
+    def __init__(self, reader: Reader, facts: Facts, k: int, *, train: bool, shuffled: str = ""):
         self.reader, self.facts, self.k, self.train = reader, facts, k, train
         self.shuffled = shuffled
         self.side_loss: Tensor | float = 0.0
@@ -167,9 +163,7 @@ class Seen:
         ranked = scores.detach() if scores is not None else self.other_scores(q, k)
         if self.shuffled == "selection":
             ranked = shuffle(ranked)
-        self.indices = select_blocks(
-            ranked, width, block_size=FACTS, sink=0, local=0, causal=False
-        )
+        self.indices = select_blocks(ranked, width, block_size=FACTS, sink=0, local=0, causal=False)
         pattern = sr.SelectedBlocks(self.indices, FACTS, query_block=1)
         if not self.train:
             layout = pattern.layout(*(x.shape[2] for x in (q, k)), q_start=0, block_size=FACTS)

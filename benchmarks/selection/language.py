@@ -84,7 +84,11 @@ class Choice:
         elif ranked is None:
             with torch.no_grad():
                 ranked = block_scores(
-                    q, k, SIZE, query_block=self.query_block, method=self.way,
+                    q,
+                    k,
+                    SIZE,
+                    query_block=self.query_block,
+                    method=self.way,
                     parts=self.query_block if self.way == "antidiagonal" else 4,
                 )
         ranked = shuffle(ranked) if self.shuffled else ranked
@@ -117,9 +121,7 @@ class Warm:
 def new_model(seed: int) -> TokenModel:
     """An untrained model."""
     torch.manual_seed(seed)
-    return TokenModel(
-        256, WIDTH, num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS
-    )
+    return TokenModel(256, WIDTH, num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS)
 
 
 def new_scorers(seed: int) -> torch.nn.ModuleList:
@@ -232,7 +234,12 @@ def language(seed: int) -> list[Row]:
     start = time.perf_counter()
     model = dense_model(seed)
     warm_scorers(seed, model)
-    shared = {"experiment": "language", "seed": seed, "tokens": TOKENS, "text": sources().fingerprint}
+    shared = {
+        "experiment": "language",
+        "seed": seed,
+        "tokens": TOKENS,
+        "text": sources().fingerprint,
+    }
     rows.append(shared | {"arm": "dense, before", **evaluate(model, [dense] * LAYERS)})
     rows[-1]["seconds"] = time.perf_counter() - start
     for arm in ("full", "learned", "window", "mean"):
@@ -245,7 +252,12 @@ def language(seed: int) -> list[Row]:
             attends = [Choice(arm, scorer=scorer, train=True) for scorer in scorers]
             parameters += list(scorers.parameters()) * (arm == "learned")
         losses = train(model, attends, parameters, TAIL, 2000 + seed, 1e-3)
-        row = {**shared, "arm": arm, "steps": DENSE + TAIL, "training_loss": statistics.mean(losses[-50:])}
+        row = {
+            **shared,
+            "arm": arm,
+            "steps": DENSE + TAIL,
+            "training_loss": statistics.mean(losses[-50:]),
+        }
         for attend in attends:
             if arm != "full":
                 attend.train = False
@@ -253,7 +265,9 @@ def language(seed: int) -> list[Row]:
         row["density"] = density_of(attends[0]) if arm != "full" else 1.0
         if arm == "learned":
             shuffled = [Choice(arm, scorer=scorer, shuffled=True) for scorer in scorers]
-            row |= {f"shuffled_{k}": x for k, x in evaluate(model, shuffled).items() if "share" not in k}
+            row |= {
+                f"shuffled_{k}": x for k, x in evaluate(model, shuffled).items() if "share" not in k
+            }
         rows.append(row | {"seconds": time.perf_counter() - start})
     return rows
 

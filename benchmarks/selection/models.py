@@ -40,11 +40,11 @@ class Layer(nn.Module):
     """Attention after a causal convolution of 5 of its projections, then a feed-forward net.
 
     The convolution lets a token's key hold the tokens before it, as in H3, Mamba and their kin. It
-    starts so that a key is the query of the token before it, over 4 tokens: what a network of this
-    size takes more steps than fit here to find by itself is there from the start, copying.
+    starts so that a key is the query of the token before it, over `reach` tokens: what a network of
+    this size takes more steps than fit here to find by itself is there from the start, copying.
     """
 
-    def __init__(self, width: int, num_heads: int, num_kv_heads: int, rotary: bool):
+    def __init__(self, width: int, num_heads: int, num_kv_heads: int, rotary: bool, reach: int):
         super().__init__()
         self.heads, self.kv_heads, self.rotary = num_heads, num_kv_heads, rotary
         self.head_dim = width // num_heads
@@ -53,9 +53,12 @@ class Layer(nn.Module):
         self.project = nn.Linear(width, inner, bias=False)
         self.mix = nn.Conv1d(inner, inner, 5, groups=inner, padding=4)
         self.out = nn.Linear(width, width, bias=False)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.feed = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         with torch.no_grad():
-            taps = torch.randn(num_kv_heads, 1, self.head_dim, 4) / 2
+            taps = torch.randn(num_kv_heads, 1, self.head_dim, 4) * reach**-0.5
+            taps[..., : 4 - reach] = 0.0
             inwards = self.project.weight.unflatten(0, (-1, self.head_dim))
             weight = self.mix.weight.zero_().unflatten(0, (-1, self.head_dim))[:, :, 0]
             q, k, v = weight.split((num_heads, num_kv_heads, num_kv_heads))
@@ -92,11 +95,12 @@ class TokenModel(nn.Module):
         num_heads: int = 4,
         num_kv_heads: int = 2,
         rotary: bool = True,
+        reach: int = 4,
     ):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.tokens.weight, std=0.5)
-        layers = (Layer(width, num_heads, num_kv_heads, rotary) for _ in range(num_layers))
+        layers = (Layer(width, num_heads, num_kv_heads, rotary, reach) for _ in range(num_layers))
         self.layers = nn.ModuleList(layers)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 

@@ -1,5 +1,6 @@
 """Associative recall (MQAR): a window of 16 tokens in the first layer, a choice in the second."""
 
+import copy
 import time
 from dataclasses import dataclass
 
@@ -20,8 +21,8 @@ from .flagged import shuffle
 from .models import TokenModel, cross_entropy, dense
 from .tasks import Pairs, generator, recall_pairs
 
-TOKENS, PAIRS, VOCABULARY, SIZE, K, WIDTH = 512, 64, 1024, 16, 4, 64
-BATCH, STEPS = 8, 400
+TOKENS, PAIRS, VOCABULARY, SIZE, K, WIDTH = 512, 64, 512, 16, 4, 64
+BATCH, DENSE, STEPS = 4, 400, 200  # sequences of a step, dense steps, steps of each arm after them
 FAR = K * SIZE  # tokens back that a window of the same cost sees
 
 
@@ -43,7 +44,10 @@ class Choice:
     density: float = 1.0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.arm == "full":
+        if self.arm == "warm":
+            mass = block_scores(q.detach(), k.detach(), SIZE, method="exact").exp()
+            self.loss = selection_loss(self.scorer(q, k), mass)
+        if self.arm in ("warm", "full"):
             return dense(q, k, v)
         scores = self.scorer(q, k) if self.arm in ("kl", "frozen") else None
         ranked = self.ranked(q, k) if scores is None else scores
@@ -71,31 +75,43 @@ class Choice:
         return drawn
 
 
-def recall(seed: int, steps: int = STEPS) -> list[Row]:
-    """Accuracy of each arm, of all questions and of those beyond a window of the same cost."""
-    rows = []
+def recall(seed: int) -> list[Row]:
+    """Accuracy of each arm, of all questions and of those beyond a window of the same cost.
+
+    All arms go on from one dense phase, beside which the scorer learned.
+    """
+    rows: list[Row] = []
+    torch.manual_seed(seed)
+    first = TokenModel(VOCABULARY, WIDTH, num_heads=1, num_kv_heads=1, reach=1)
+    untrained = BlockScorer(WIDTH, 1, SIZE, index_dim=32)
+    scorer = copy.deepcopy(untrained)
+    train(first, Choice("warm", scorer), DENSE, seed)
     for arm in ("full", "oracle", "random", "window", "mean", "sub", "frozen", "kl"):
         start = time.perf_counter()
-        torch.manual_seed(seed)
-        model = TokenModel(VOCABULARY, WIDTH, num_heads=1, num_kv_heads=1)
-        choice = Choice(arm, BlockScorer(WIDTH, 1, SIZE, index_dim=32))
-        parameters = [*model.parameters(), *choice.scorer.parameters()]
-        optimizer, random = torch.optim.AdamW(parameters, 2e-3), generator(seed)
-        for step in range(steps):
-            optimizer.param_groups[0]["lr"] = 2e-3 * min(1.0, 3 * (steps - step) / steps)
-            choice.pairs = recall_pairs(BATCH, TOKENS, PAIRS, VOCABULARY, random)
-            loss = cross_entropy(model(choice.pairs.tokens, (near, choice)), choice.pairs.targets)
-            optimizer.zero_grad()
-            (loss + choice.loss).backward()
-            optimizer.step()
+        model = copy.deepcopy(first)
+        choice = Choice(arm, copy.deepcopy(untrained if arm == "frozen" else scorer))
+        train(model, choice, STEPS, 1000 + seed)
         choice.train = False
-        row = {"experiment": "recall", "seed": seed, "arm": arm, "steps": steps, "tokens": TOKENS}
-        row |= evaluate(model, choice) | {"density": choice.density}
+        row = {"experiment": "recall", "seed": seed, "arm": arm, "steps": DENSE + STEPS}
+        row |= {"tokens": TOKENS, **evaluate(model, choice), "density": choice.density}
         if arm == "kl":
             choice.shuffled = True
             row["shuffled_far"] = evaluate(model, choice)["accuracy_far"]
         rows.append(row | {"seconds": time.perf_counter() - start})
     return rows
+
+
+def train(model: TokenModel, choice: Choice, steps: int, seed: int) -> None:
+    """So many steps, the last third at a falling learning rate."""
+    parameters = [*model.parameters(), *choice.scorer.parameters()]
+    optimizer, random = torch.optim.AdamW(parameters, 2e-3), generator(seed)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 2e-3 * min(1.0, 3 * (steps - step) / steps)
+        choice.pairs = recall_pairs(BATCH, TOKENS, PAIRS, VOCABULARY, random)
+        loss = cross_entropy(model(choice.pairs.tokens, (near, choice)), choice.pairs.targets)
+        optimizer.zero_grad()
+        (loss + choice.loss).backward()
+        optimizer.step()
 
 
 @torch.no_grad()
