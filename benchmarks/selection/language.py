@@ -31,7 +31,7 @@ from .models import TokenModel, dense
 from .tasks import Sources, far_copies, generator, standard_library, windows
 
 TOKENS, SIZE, K, WIDTH = 2048, 32, 8, 128
-DENSE, WARM, TAIL = 800, 200, 250  # steps: of the dense model, its scorers alone, each arm
+DENSE, WARM, TAIL = 500, 120, 150  # steps: of the dense model, its scorers alone, each arm
 HELD_OUT = 24  # texts of 2,048 bytes
 HEADS, KV_HEADS, LAYERS = 4, 2, 2
 WORK = Path("runs/selection")
