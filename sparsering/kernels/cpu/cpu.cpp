@@ -24,6 +24,7 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "walk/mass.h"
 
 namespace sparsering::cpu {
 namespace {
@@ -56,10 +57,11 @@ Tensor dense_rows(const Tensor& x) {
 
 // `places`: of each pass, where extras go by them.
 std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::TensorList places,
-                            at::IntArrayRef steps, at::IntArrayRef branches) {
+                            at::IntArrayRef steps, at::IntArrayRef branches,
+                            at::IntArrayRef walked) {
   const bool placed = x.extras.adjusts() || x.extras.drops();
   TORCH_CHECK_VALUE(tensors.size() == steps.size() * Pass::kTensors &&
-                        branches.size() == steps.size() &&
+                        branches.size() == steps.size() && walked.size() == steps.size() &&
                         places.size() == (placed ? steps.size() * Pass::kPlaces : 0),
                     "sparsering cpu: malformed layout: tensors missing");
   std::vector<Pass> passes;
@@ -71,7 +73,12 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
     if (placed) {
       check_places(places_of, passes.back(), x.extras.streams);
     }
-    x.check_bias(passes.back(), i);
+    if (x.bias || x.blocks) {
+      x.check_entries(passes.back(), i);
+    }
+    passes.back().walked = walked[i];
+    TORCH_CHECK_VALUE(!walked[i] || !placed,
+                      "sparsering cpu: what goes by positions is not walked by key tile");
   }
   return passes;
 }
@@ -82,7 +89,8 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
       const Tensor &first_entry, at::TensorList tensors, at::TensorList places,                  \
       at::IntArrayRef steps, at::IntArrayRef branches, bool covers, int64_t block, double scale, \
       double softcap, const std::optional<Tensor>&distance_bias, double dropout_p,               \
-      const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask, bool in_float32
+      const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask, bool in_float32,  \
+      at::IntArrayRef walked
 
 // `slots`: of the first query of each pass's tiles in their bitmaps; none for 0.
 std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>& sink,
@@ -92,7 +100,7 @@ std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>&
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   const Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block,
                   scale);
-  std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches);
+  std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches, walked);
   for (size_t i = 0; !slots.empty() && i < passes.size(); ++i) {
     TORCH_CHECK_VALUE(slots.size() == passes.size() && slots[i] >= 0 && slots[i] + x.Nq <= block,
                       "sparsering cpu: malformed layout: slots past the end of a tile");
@@ -139,8 +147,8 @@ std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& ne
   put(key, new_key, first);
   put(value, new_value, first);
   return forward(query, key, value, bias, first_entry, tensors, places, steps, branches, covers,
-                 block, scale, softcap, distance_bias, dropout_p, seeds, key_mask, in_float32, sink,
-                 slots);
+                 block, scale, softcap, distance_bias, dropout_p, seeds, key_mask, in_float32, walked,
+                 sink, slots);
 }
 
 // `transposes` is empty for run_heads.
@@ -152,11 +160,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   const Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block,
                   scale);
-  const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches);
+  const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches, walked);
   std::vector<Transpose> by_key;
   for (size_t i = 0; !transposes.empty() && i < passes.size(); ++i) {
     const auto of_pass = transposes.slice(i * Transpose::kTensors, Transpose::kTensors);
-    check_transpose(of_pass, passes[i]);
+    if (!passes[i].walked) {
+      check_transpose(of_pass, passes[i]);
+    }
     by_key.emplace_back(of_pass);
   }
   const auto options = in_float32 ? query.options().dtype(at::kFloat) : query.options();
@@ -198,6 +208,40 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dq, dk, dv, dbias, dtable, delta};
 }
 
+// The softmax mass of each of `blocks` entries, [B, Hq, blocks]; all passes are walked.
+Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& weight,
+            int64_t blocks) {
+  const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
+                      query.size(1), key.size(2));
+  const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
+  Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block, scale);
+  TORCH_CHECK_VALUE(blocks > 0 && (!bias || x.blocks == blocks),
+                    "sparsering cpu: a bias and masses are of as many blocks");
+  x.blocks = blocks;
+  const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches, walked);
+  for (const Tensor& like : {lse, weight.value_or(lse)}) {
+    TORCH_CHECK_VALUE(like.sizes() == at::IntArrayRef({x.B, x.Hq, x.Nq}) &&
+                          like.scalar_type() == at::kFloat && like.is_contiguous(),
+                      "sparsering cpu: lse and weights must be contiguous float [B, Hq, Nq]");
+  }
+  Tensor result = at::zeros({x.B, x.Hq, blocks}, lse.options());
+  if (lse.numel() == 0) {
+    return result;
+  }
+  const float* weights = weight ? weight->const_data_ptr<float>() : nullptr;
+  const auto run = [&](const auto& kernel) {
+    for (size_t i = 0; i < passes.size(); ++i) {
+      kernel.run(passes[i], i);
+    }
+  };
+  if (query.scalar_type() == at::kBFloat16 && has_bfloat16_products()) {
+    run(Mass<BFloat16>(x, lse.const_data_ptr<float>(), weights, result.data_ptr<float>()));
+  } else {
+    run(Mass<float>(x, lse.const_data_ptr<float>(), weights, result.data_ptr<float>()));
+  }
+  return result;
+}
+
 }  // namespace
 
 #define SPARSERING_SCHEMA(key, value)                                                        \
@@ -205,7 +249,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   ", Tensor? bias, Tensor first_entry, Tensor[] passes, "                                    \
   "Tensor[] places, int[] steps, int[] branches, bool covers, int block, float scale, "      \
   "float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, Tensor? key_mask, " \
-  "bool in_float32, "
+  "bool in_float32, int[] walked, "
 
 TORCH_LIBRARY(sparsering_cpu, m) {
   m.def("forward(" SPARSERING_SCHEMA(
@@ -219,6 +263,9 @@ TORCH_LIBRARY(sparsering_cpu, m) {
         "bool learns_distances) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         backward);
+  m.def("mass(" SPARSERING_SCHEMA("Tensor key", "Tensor value")
+        "Tensor lse, Tensor? weight, int blocks) -> Tensor",
+        mass);
 }
 
 }  // namespace sparsering::cpu
