@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.layout import BlockLayout, Pass
+from ...layouts.layout import BlockLayout, Pass, tile_counts
 from ..problem import Gradients, Problem, dense_rows, sink_gradient
 from .build import build_failure, library
 
@@ -17,6 +17,8 @@ EXTRAS = frozenset(
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FEW_QUERIES = 8  # as layout.h has it
+_MOST_WALKED_QUERIES = 16  # of a tile: as many as a vector has lanes
+_LEAST_WALKED_QUERIES, _LEAST_WALKED_ROWS = 32, 8
 _MOST_REPEATED_WORK = 1.4  # seven products of `run_tiles` to the five of `run_heads`
 
 
@@ -135,15 +137,28 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
 
 
 def _is_walked(problem: Problem, p: Pass) -> int:
-    """Whether a pass is walked by key tile, see walk/visits.h.
+    """Whether a pass is walked by key tile (walk/visits.h): by its shape, where that is faster.
 
     Softcap, distances and dropout, which go by positions, stay with the walk by query tile.
     """
-    import os
-
-    w = os.environ.get("WALK")
     extras = problem.softcap, problem.distance_bias, problem.dropout_p
-    return int(w == "1" and all(extra is None for extra in extras))
+    if any(extra is not None for extra in extras) or not p.key_tile.numel():
+        return 0
+    shape: tuple[int, int, float] | None = vars(p).get("_walked_shape")
+    if shape is None:
+        longest = [
+            int(tile_counts(start, stop, p.step, problem.layout.block_size).max())
+            for start, stop in ((p.query_start, p.query_stop), (p.key_start, p.key_stop))
+        ]
+        shape = longest[0], longest[1], float(p.num_entries.double().mean())
+        vars(p)["_walked_shape"] = shape
+    queries, keys, entries = shape
+    few_queries = queries * p.query_start.shape[1] < _LEAST_WALKED_QUERIES
+    frame = problem.layout.frame
+    group = frame.num_heads / max(1, frame.num_kv_heads)
+    rows = entries * queries * group / p.key_start.shape[1]  # that visit a key tile
+    short = queries <= min(_MOST_WALKED_QUERIES, keys // 2)
+    return int(short and not few_queries and rows >= _LEAST_WALKED_ROWS)
 
 
 def _plain_arguments(layout: BlockLayout, scale: float) -> tuple[Any, ...]:

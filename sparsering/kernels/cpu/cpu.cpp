@@ -147,8 +147,8 @@ std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& ne
   put(key, new_key, first);
   put(value, new_value, first);
   return forward(query, key, value, bias, first_entry, tensors, places, steps, branches, covers,
-                 block, scale, softcap, distance_bias, dropout_p, seeds, key_mask, in_float32, walked,
-                 sink, slots);
+                 block, scale, softcap, distance_bias, dropout_p, seeds, key_mask, in_float32,
+                 walked, sink, slots);
 }
 
 // `transposes` is empty for run_heads.
@@ -263,8 +263,8 @@ TORCH_LIBRARY(sparsering_cpu, m) {
         "bool learns_distances) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         backward);
-  m.def("mass(" SPARSERING_SCHEMA("Tensor key", "Tensor value")
-        "Tensor lse, Tensor? weight, int blocks) -> Tensor",
+  m.def("mass(" SPARSERING_SCHEMA(
+            "Tensor key", "Tensor value") "Tensor lse, Tensor? weight, int blocks) -> Tensor",
         mass);
 }
 

@@ -183,7 +183,7 @@ struct Pass {
   const uint8_t* rows_of_bits_;  // keys along those of a query's
   int64_t branch;
   bool walked = false;  // by key tile: see walk/visits.h
-  int64_t slot = 0;  // of the first query of a tile in its bitmaps
+  int64_t slot = 0;     // of the first query of a tile in its bitmaps
   const int64_t *query_origin_, *key_origin_, *stream_;
 
  private:
