@@ -99,12 +99,7 @@ class Estimate(NamedTuple):
 
         `front`: places of the first stride that no query is at.
         """
-        if self.method == "gauss":
-            query = torch.cat((query * scale, query.square() * (scale * scale / 2)), -1)
-        elif self.method == "bounds":
-            query = torch.cat((query.clamp(min=0) * scale, query.clamp(max=0) * scale), -1)
-        else:
-            query = query * scale
+        query = query_features(query, scale, self.method)
         if self.stride > 1:  # backwards, beside the keys that go forwards
             back = -(front + query.shape[1]) % self.stride
             query = pad(query, (0, 0, 0, 0, front, back)).unflatten(1, (-1, self.stride)).flip(2)
@@ -112,7 +107,7 @@ class Estimate(NamedTuple):
         return query.flatten(1, 2)
 
     def products(self, blocks: int, present: Tensor | None) -> Tensor | float:
-        """1 / products in a sum of antidiagonals: [n / stride, 1, slots, blocks] where some lack.
+        """1 / products in a sum of antidiagonals: [slots, n / stride, 1, blocks] where some lack.
 
         `present`: [n / stride, stride] which queries there are, None for all.
         """
@@ -125,13 +120,22 @@ class Estimate(NamedTuple):
         keys = (places < count.mT.flatten()[:, None]).to(self.feature)
         queries = torch.ones(1, self.stride) if present is None else present.flip(1)
         products = (queries.to(keys) @ keys.mT).clamp(min=1)
-        return products.reciprocal().unflatten(1, (self.slots, blocks))[:, None]
+        return products.reciprocal().unflatten(1, (self.slots, blocks)).transpose(0, 1)[:, :, None]
 
 
 def counts(length: int, blocks: int, block_size: int, part: int) -> Tensor:
     """[blocks, slots] real tokens of each part, float64."""
     first = torch.arange(0, blocks * block_size, part).view(blocks, block_size // part)
     return (length - first).clamp(0, part).double()
+
+
+def query_features(query: Tensor, scale: float, method: str) -> Tensor:
+    """What products with `features` of keys make logits of: [..., F] of queries [..., D]."""
+    if method == "gauss":
+        return torch.cat((query * scale, query.square() * (scale * scale / 2)), -1)
+    if method == "bounds":
+        return torch.cat((query.clamp(min=0) * scale, query.clamp(max=0) * scale), -1)
+    return query * scale
 
 
 def features(keys: Tensor, count: Tensor, method: str) -> Tensor:

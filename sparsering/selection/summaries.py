@@ -1,5 +1,6 @@
 """`BlockSummaries`: what scores ask of the keys so far, kept from step to step."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from ..checks import check_inputs, checked_scale
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_integer
 from ..patterns.positions import Full
-from .estimates import Estimate, checked_method, counts, features
+from .estimates import Estimate, checked_method, counts, features, query_features
 from .rows import checked_blocks
 from .scores import scores_of
 
@@ -70,9 +71,23 @@ class BlockSummaries:
         with without_autocast(query):
             feature = self._extended(key, dtype)
             own = key[:, :, start // size * size :].to(dtype)
+            scale = checked_scale(scale, query)
+            if query.shape[2] == 1 and query.shape[1]:
+                return self._of_one(query.to(dtype), feature[:, :, :, : start // size], own, scale)
             own = pad(own, (0, 0, 0, -length % size)).unflatten(2, (-1, size))
             estimate = Estimate(self._method, length, self._part, feature, own, start // size)
-            return scores_of(query, estimate, 1, True, checked_scale(scale, query), start).float()
+            return scores_of(query, estimate, 1, True, scale, start).float()
+
+    def _of_one(self, query: Tensor, feature: Tensor, own: Tensor, scale: float) -> Tensor:
+        """The same of one query, which sees all keys of its own block that there are."""
+        query = query.unflatten(1, (feature.shape[1], -1)).flatten(0, 1)  # [B * Hkv, G, 1, D]
+        of_query = query_features(query.transpose(1, 2), scale, self._method)  # [B * Hkv, 1, G, F]
+        logits = of_query @ feature.flatten(0, 1).mT + math.log(self._part)
+        own_logits = query[:, :, 0] * scale @ own.flatten(0, 1).mT
+        own_mass = own_logits.logsumexp(-1, keepdim=True)
+        mass = torch.cat((logits.logsumexp(1), own_mass), -1)  # [B * Hkv, G, Nb]
+        score = mass.log_softmax(-1).logsumexp(1, keepdim=True)
+        return score.unflatten(0, feature.shape[:2]).float()
 
     def crop(self, length: int) -> None:
         """Forgets the tokens from `length` on."""
