@@ -542,6 +542,7 @@ def test_the_pooled_branch_learns_to_choose_from_scratch_behind_a_gate_that_is_o
         ({"num_heads": 5}, "multiple of num_heads"),
         ({"num_kv_heads": 3}, "multiple of num_kv_heads"),
         ({"scorer": "best"}, "scorer must be one of mean"),
+        ({"scorer": "antidiagonal"}, "parts must divide"),
         ({"scorer": "pooled"}, r"pooled=\(32, 16\)"),
         ({"pooled": 32}, "size, stride"),
         ({"pooled": (32, 0)}, "stride must be at least 1"),
