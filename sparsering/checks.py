@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._C import (
     _are_functorch_transforms_active,
     _get_tracing_state,
+    _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
@@ -258,13 +259,14 @@ def described(query: Tensor, key: Tensor, value: Tensor) -> Hashable:
     """All that checks ask of dense tensors; None where more is to be asked, or torch looks on."""
     if torch.compiler.is_compiling() or _looked_on():
         return None
+    if forward_ad._current_level >= 0 or _is_any_autocast_enabled():
+        return None
     differentiating = torch.is_grad_enabled()
     for x in (query, key, value):
-        plain = type(x) in _PLAIN and not x.is_nested and x.layout is torch.strided
-        if not plain or not _is_its_memory(x, differentiating):
+        if type(x) not in _PLAIN or x.is_nested or x.layout is not torch.strided:
             return None
-    if forward_ad._current_level >= 0 or autocasting(query):
-        return None
+        if (differentiating and x.requires_grad) or x.is_neg() or x._is_zerotensor():
+            return None
     dtype, device = query.dtype, query.device
     if not (dtype == key.dtype == value.dtype and device == key.device == value.device):
         return None

@@ -1,7 +1,7 @@
 """Calls of the compiled kernel: a problem as its operators take it."""
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,16 +40,19 @@ def forward(
     if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
         problem = problem.in_first_slots()
     x = problem.with_positive_scale()
-    extras = x.block_bias, x.softcap, x.distance_bias, x.dropout_p, x.key_mask
-    arguments: tuple[Any, ...]
-    if all(extra is None for extra in extras) and not x.in_float32:
-        arguments = x.query, x.key, x.value, *_plain_arguments(x.layout, x.scale)
+    plain = x.block_bias is x.softcap is x.distance_bias is x.dropout_p is x.key_mask is None
+    out: Tensor
+    lse: Tensor
+    if plain and x.sink is None and not x.in_float32:
+        laid = _laid(x.layout, x.scale)
+        if new is None:
+            out, lse = library().forward_laid(x.query, x.key, x.value, laid, x.slots)
+        else:
+            out, lse = library().forward_laid_after(*new, x.query, x.key, x.value, laid, x.slots)
+    elif new is None:
+        out, lse = library().forward(*_arguments(x), x.sink, x.slots)
     else:
-        arguments = _arguments(x)
-    if new is None:
-        out, lse = library().forward(*arguments, x.sink, x.slots)
-    else:
-        out, lse = library().forward_after(*new, *arguments, x.sink, x.slots)
+        out, lse = library().forward_after(*new, *_arguments(x), x.sink, x.slots)
     return out, lse
 
 
@@ -108,14 +111,32 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
     )
 
 
-def _plain_arguments(layout: BlockLayout, scale: float) -> tuple[Any, ...]:
-    """Those after query, key and value of a call without extras, kept with the layout."""
-    kept: tuple[float, tuple[Any, ...]] | None = vars(layout).get("_plain_arguments")
-    if kept is None or kept[0] != scale:
-        none = torch.empty(0)
-        kept = scale, _arguments(Problem(layout, none, none, none, scale))[3:]
-        vars(layout)["_plain_arguments"] = kept
-    return kept[1]
+class _Laid(NamedTuple):
+    """A layout as calls without extras take it; of a copied layout, nothing."""
+
+    scale: float
+    passes: Tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return float, ()
+
+
+def _laid(layout: BlockLayout, scale: float) -> Tensor:
+    """The layout's passes, read and checked by the kernel once, and kept with it."""
+    kept = vars(layout).get("_laid")
+    if type(kept) is not _Laid or kept.scale != scale:
+        frame, passes = layout.frame, layout.passes
+        passes_ = library().lay(
+            [x for p in passes for x in _tables(p)],
+            [p.step for p in passes],
+            [p.branch for p in passes],
+            bool(passes) and passes[0].covers[0],
+            layout.block_size,
+            scale,
+            [frame.num_heads, frame.num_kv_heads, frame.q_len, frame.kv_len],
+        )
+        kept = vars(layout)["_laid"] = _Laid(scale, passes_)
+    return kept.passes
 
 
 @cache
