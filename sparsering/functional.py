@@ -133,7 +133,8 @@ def attention(
         >>> out = attention(query, key, value, LongNet((2048, 4096), (1, 2)) & Causal())
     """
     asked = None
-    plain = block_bias is slot_bias is softcap is distance_bias is sink is dropout_seed is None
+    plain = block_bias is slot_bias is distance_bias is sink is None
+    plain = plain and softcap is None and dropout_seed is None
     if plain and type(dropout_p) is float and dropout_p == 0.0:
         asked = _asked(query, key, value, pattern, scale, q_start, block_size, backend)
     if asked is not None and (again := attend_again(asked, query, key, value)) is not None:

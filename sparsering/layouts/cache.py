@@ -55,7 +55,7 @@ class LayoutCache:
         if pattern.tensors and any(x.device.type != "cpu" for x in pattern.tensors):
             return build_layout(pattern, frame, block_size, device)
         key = (pattern, frame, block_size, device)
-        return self._find(key) or self.keep(key, lambda: build_layout(pattern, frame, block_size, device))
+        return self.keep(key, lambda: build_layout(pattern, frame, block_size, device))
 
     def keep(self, key: Hashable, build: Callable[[], Kept]) -> Kept:
         """What `build` makes, kept by a key; built once, also among threads."""

@@ -40,10 +40,11 @@ def forward(
     if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
         problem = problem.in_first_slots()
     x = problem.with_positive_scale()
-    plain = x.block_bias is x.softcap is x.distance_bias is x.dropout_p is x.key_mask is None
+    plain = x.block_bias is x.distance_bias is x.key_mask is x.sink is None
+    plain = plain and x.softcap is None and x.dropout_p is None
     out: Tensor
     lse: Tensor
-    if plain and x.sink is None and not x.in_float32:
+    if plain and not x.in_float32:
         laid = _laid(x.layout, x.scale)
         if new is None:
             out, lse = library().forward_laid(x.query, x.key, x.value, laid, x.slots)

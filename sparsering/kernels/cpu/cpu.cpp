@@ -89,9 +89,9 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
 // `slots`: of the first query of each pass's tiles in their bitmaps; none for 0.
 void set_slots(std::vector<Pass>& passes, at::IntArrayRef slots, int64_t queries) {
   for (size_t i = 0; !slots.empty() && i < passes.size(); ++i) {
-    TORCH_CHECK_VALUE(slots.size() == passes.size() && slots[i] >= 0 &&
-                          slots[i] + queries <= passes[i].block,
-                      "sparsering cpu: malformed layout: slots past the end of a tile");
+    TORCH_CHECK_VALUE(
+        slots.size() == passes.size() && slots[i] >= 0 && slots[i] + queries <= passes[i].block,
+        "sparsering cpu: malformed layout: slots past the end of a tile");
     passes[i].slot = slots[i];
   }
 }
@@ -222,9 +222,9 @@ std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& ne
 }
 
 std::tuple<Tensor, Tensor> forward_laid_after(const Tensor& new_key, const Tensor& new_value,
-                                              int64_t first, const Tensor& query,
-                                              const Tensor& key, const Tensor& value,
-                                              const Tensor& layout, at::IntArrayRef slots) {
+                                              int64_t first, const Tensor& query, const Tensor& key,
+                                              const Tensor& value, const Tensor& layout,
+                                              at::IntArrayRef slots) {
   put(key, new_key, first);
   put(value, new_value, first);
   return forward_laid(query, key, value, layout, slots);
@@ -301,15 +301,18 @@ TORCH_LIBRARY(sparsering_cpu, m) {
   m.def("forward_after(Tensor new_key, Tensor new_value, int first, " SPARSERING_SCHEMA(
             "Tensor(a!) key", "Tensor(b!) value") "Tensor? sink, int[] slots) -> (Tensor, Tensor)",
         forward_after);
-  m.def("lay(Tensor[] passes, int[] steps, int[] branches, bool covers, int block, float scale, "
-        "int[] sizes) -> Tensor",
-        lay);
-  m.def("forward_laid(Tensor query, Tensor key, Tensor value, Tensor layout, int[] slots) "
-        "-> (Tensor, Tensor)",
-        forward_laid);
-  m.def("forward_laid_after(Tensor new_key, Tensor new_value, int first, Tensor query, "
-        "Tensor(a!) key, Tensor(b!) value, Tensor layout, int[] slots) -> (Tensor, Tensor)",
-        forward_laid_after);
+  m.def(
+      "lay(Tensor[] passes, int[] steps, int[] branches, bool covers, int block, float scale, "
+      "int[] sizes) -> Tensor",
+      lay);
+  m.def(
+      "forward_laid(Tensor query, Tensor key, Tensor value, Tensor layout, int[] slots) "
+      "-> (Tensor, Tensor)",
+      forward_laid);
+  m.def(
+      "forward_laid_after(Tensor new_key, Tensor new_value, int first, Tensor query, "
+      "Tensor(a!) key, Tensor(b!) value, Tensor layout, int[] slots) -> (Tensor, Tensor)",
+      forward_laid_after);
   m.def("backward(" SPARSERING_SCHEMA("Tensor key", "Tensor value")
         "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, Tensor[] transposes, "
         "bool learns_distances) -> "
