@@ -16,7 +16,7 @@ from .patterns.arguments import checked_integer, shortened
 from .patterns.selected import selections_of
 
 NAMES = ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed")
-_NONE: dict[str, Any] = dict.fromkeys((*NAMES, "slot_bias"))
+_NONE: dict[str, Any] = dict.fromkeys(NAMES)
 
 
 def alibi(slopes: Tensor, radius: int) -> Tensor:

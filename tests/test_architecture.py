@@ -45,8 +45,8 @@ ROOMS = {
     "planner": "cost distributed layouts patterns",
     "plots": "planner layouts patterns",
     "report": "plots planner",
-    "bench": "plots report planner integrations models nn decoding functional extras kernels "
-    "layouts patterns numerics",
+    "bench": "plots report planner integrations models nn selection decoding functional extras "
+    "kernels layouts patterns numerics",
     "training": "distributed models nn plots report layouts patterns files",
     "cli": "",  # the command line takes what a command needs
 }
