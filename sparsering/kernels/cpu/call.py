@@ -126,17 +126,16 @@ def _laid(layout: BlockLayout, scale: float) -> Tensor:
     """The layout's passes, read and checked by the kernel once, and kept with it."""
     kept = vars(layout).get("_laid")
     if type(kept) is not _Laid or kept.scale != scale:
-        frame, passes = layout.frame, layout.passes
-        passes_ = library().lay(
+        passes = layout.passes
+        laid = library().lay(
             [x for p in passes for x in _tables(p)],
             [p.step for p in passes],
             [p.branch for p in passes],
             bool(passes) and passes[0].covers[0],
             layout.block_size,
             scale,
-            [frame.num_heads, frame.num_kv_heads, frame.q_len, frame.kv_len],
         )
-        kept = vars(layout)["_laid"] = _Laid(scale, passes_)
+        kept = vars(layout)["_laid"] = _Laid(scale, laid)
     return kept.passes
 
 

@@ -137,7 +137,7 @@ struct Laid {
   std::vector<Tensor> tensors;
   std::vector<Pass> passes;
   Tensor first_entry;
-  int64_t sizes[4], block;  // query heads, kv heads, queries, keys
+  int64_t block, queries = 0, keys = 0;  // at least so many of either
   bool covers;
   double scale;
 
@@ -152,24 +152,30 @@ struct Laid {
 };
 
 Tensor lay(at::TensorList tensors, at::IntArrayRef steps, at::IntArrayRef branches, bool covers,
-           int64_t block, double scale, at::IntArrayRef sizes) {
-  TORCH_CHECK_VALUE(tensors.size() == steps.size() * Pass::kTensors &&
-                        branches.size() == steps.size() && sizes.size() == 4,
-                    "sparsering cpu: malformed layout: tensors missing");
+           int64_t block, double scale) {
+  TORCH_CHECK_VALUE(
+      tensors.size() == steps.size() * Pass::kTensors && branches.size() == steps.size(),
+      "sparsering cpu: malformed layout: tensors missing");
   auto laid = std::make_unique<Laid>();
   laid->tensors = tensors.vec();
   laid->first_entry = at::zeros({static_cast<int64_t>(steps.size()), 1, 1}, at::kLong);
-  std::copy_n(sizes.begin(), 4, laid->sizes);
   laid->block = block, laid->covers = covers, laid->scale = scale;
-  const auto [Hq, Hkv, Nq, Nk] = std::array{sizes[0], sizes[1], sizes[2], sizes[3]};
+  constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
   for (size_t i = 0; i < steps.size(); ++i) {
     const auto of_pass = at::TensorList(laid->tensors).slice(i * Pass::kTensors, Pass::kTensors);
-    laid->passes.emplace_back(of_pass, at::TensorList(), steps[i], block, branches[i]);
-    check_pass(of_pass, laid->passes.back(), Nq, Nk, of_pass[4].size(0), Hq, Hkv);
+    const Pass& p =
+        laid->passes.emplace_back(of_pass, at::TensorList(), steps[i], block, branches[i]);
+    check_pass(of_pass, p, kAny, kAny, p.batches, p.tables, p.axes);
+    for (int64_t t = 0; t < p.axes * p.rows; ++t) {
+      laid->queries =
+          std::max(laid->queries, p.query_start[t] < p.query_stop[t] ? p.query_stop[t] : 0);
+    }
+    for (int64_t t = 0; t < p.axes * p.columns; ++t) {
+      laid->keys = std::max(laid->keys, p.key_start[t] < p.key_stop[t] ? p.key_stop[t] : 0);
+    }
   }
-  void* context = laid.release();
   c10::Storage storage(c10::Storage::use_byte_size_t(), 0,
-                       at::DataPtr(nullptr, context, Laid::drop, at::kCPU));
+                       at::DataPtr(nullptr, laid.release(), Laid::drop, at::kCPU));
   return at::empty({0}, at::kByte).set_(storage);
 }
 
@@ -179,13 +185,12 @@ std::tuple<Tensor, Tensor> forward_laid(const Tensor& query, const Tensor& key, 
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   const Problem x(dense[0], dense[1], dense[2], {}, Extras(), laid.first_entry, laid.passes.size(),
                   laid.block, laid.scale);
-  const int64_t sizes[] = {x.Hq, x.Hkv, x.Nq, x.Nk};
-  TORCH_CHECK_VALUE(std::equal(sizes, sizes + 4, laid.sizes),
-                    "sparsering cpu: a layout of other lengths or heads");
-  for (const Pass& pass : laid.passes) {
-    TORCH_CHECK_VALUE(pass.batches == 1 || pass.batches == x.B,
-                      "sparsering cpu: a layout of another batch");
+  bool fits = laid.queries <= x.Nq && laid.keys <= x.Nk;
+  for (const Pass& p : laid.passes) {
+    fits = fits && (p.batches == 1 || p.batches == x.B) && (p.axes == 1 || p.axes == x.Hkv) &&
+           (x.Hq == 0 || (p.tables > 0 && x.Hq % p.tables == 0));
   }
+  TORCH_CHECK_VALUE(fits, "sparsering cpu: a layout of other lengths, heads or batch entries");
   if (slots.empty()) {
     return attend(x, laid.passes, laid.covers, query.options(), false, {});
   }
@@ -302,8 +307,8 @@ TORCH_LIBRARY(sparsering_cpu, m) {
             "Tensor(a!) key", "Tensor(b!) value") "Tensor? sink, int[] slots) -> (Tensor, Tensor)",
         forward_after);
   m.def(
-      "lay(Tensor[] passes, int[] steps, int[] branches, bool covers, int block, float scale, "
-      "int[] sizes) -> Tensor",
+      "lay(Tensor[] passes, int[] steps, int[] branches, bool covers, int block, float scale) "
+      "-> Tensor",
       lay);
   m.def(
       "forward_laid(Tensor query, Tensor key, Tensor value, Tensor layout, int[] slots) "
