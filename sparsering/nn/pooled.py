@@ -1,4 +1,4 @@
-"""Scores of blocks by the attention that pooled keys receive."""
+"""Keys and values pooled by learned weights; scores of blocks by what pooled keys receive."""
 
 import torch
 from torch import Tensor
@@ -8,6 +8,31 @@ from ..numerics import sum_dtype, without_autocast
 
 LEAST = 1e-30  # of a share that is seen: it has a log
 _AT_A_TIME = 1 << 22  # weights that are computed at a time
+
+
+def gated_pool(gate: Tensor, x: Tensor, size: int, stride: int) -> Tensor:
+    """Weighted means of windows of tokens, by a softmax of each token's gate over its window.
+
+    Window c has the tokens from c * stride to c * stride + size - 1, as those of `pool_blocks`, and
+    equal gates give its means.
+
+    Args:
+        gate: [B, H, N].
+        x: [B, H, N, D].
+        size, stride: tokens of a window, and from one to the next, stride <= size.
+
+    Returns: [B, H, Np, D] in x's dtype, Np = ceil(max(0, N - size) / stride) + 1.
+
+    Cost: O(N D size / stride) time and memory.
+    """
+    length = x.shape[2]
+    count = -(-max(0, length - size) // stride) + 1
+    lack = (count - 1) * stride + size - length
+    gate = pad(gate.to(sum_dtype(gate)), (0, lack), value=torch.finfo(gate.dtype).min)
+    weight = gate.unfold(2, size, stride).softmax(3).to(x.dtype)  # [B, H, Np, size]
+    windows = pad(x, (0, 0, 0, lack)).unfold(2, size, stride)  # [B, H, Np, D, size]
+    pooled: Tensor = (windows @ weight[..., None])[..., 0]
+    return pooled
 
 
 @torch.no_grad()

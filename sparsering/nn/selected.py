@@ -22,12 +22,11 @@ from ..selection import (
     BlockScorer,
     block_mass,
     block_scores,
-    pool_blocks,
     select_blocks,
     selection_loss,
 )
 from ..selection.estimates import METHODS
-from .pooled import pooled_scores
+from .pooled import gated_pool, pooled_scores
 from .rope import rotate
 
 GATES = ("sigmoid", "zero")
@@ -64,8 +63,9 @@ class SelectedAttention(nn.Module):
         window: tokens up to the query's own (and as many after it where not causal) that a branch
             of its own attends to; None for no such branch.
         sink, local: blocks that are always chosen.
-        pooled: (size, stride) in tokens of the means of keys and values that a branch of its own
-            attends to; None for no such branch.
+        pooled: (size, stride) in tokens of the weighted means of keys and values that a branch of
+            its own attends to; None for no such branch. The weights are a softmax of u . k over
+            each window, u learned: plain means, where it begins, cannot tell one key among many.
         gate: where there are several branches: "sigmoid" of a linear map of x for each, which
             begins at 1/2; or "zero", 1 for chosen blocks and a linear map that begins at 0 for the
             others, for models that were trained without them (from scratch such a branch, and a
@@ -77,6 +77,7 @@ class SelectedAttention(nn.Module):
     Attributes:
         q_proj, k_proj, v_proj, out_proj: linear maps without bias.
         gate_proj: with bias, only with several branches; chosen blocks first, window, pooled.
+        pool_gate: u of the pooled branch, [Hkv, D].
         block_scorer: the `BlockScorer`, only for "learned".
         k: may be set between calls.
 
@@ -156,6 +157,9 @@ class SelectedAttention(nn.Module):
             self.gate_proj = nn.Linear(embed_dim, num_heads * (others + (gate == "sigmoid")))
             nn.init.zeros_(self.gate_proj.weight)
             nn.init.zeros_(self.gate_proj.bias)
+        self.pool_gate: nn.Parameter | None = None
+        if pooled is not None:
+            self.pool_gate = nn.Parameter(torch.zeros(kv_heads, self.head_dim))
         self.block_scorer: BlockScorer | None = None
         if scorer == "learned":
             self.block_scorer = BlockScorer(
@@ -167,8 +171,8 @@ class SelectedAttention(nn.Module):
     def nsa(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
         """As NSA: 16 of the blocks of 64, pooled keys (32, 16) that choose them, a window of 512.
 
-        Differs: pooled keys and values are means, where NSA learns an MLP; one projection of keys
-        and values serves all three branches. NSA has 16 query heads to a kv head.
+        Differs: pooled keys and values are weighted means, where NSA learns an MLP; one projection
+        of keys and values serves all three branches. NSA has 16 query heads to a kv head.
 
         Args:
             embed_dim, num_heads: of the layer.
@@ -209,7 +213,7 @@ class SelectedAttention(nn.Module):
         """What the prior library's hierarchical attention was to be: near exact, far coarse.
 
         A window of 256 tokens, 8 blocks of 64 wherever they are, and a mean of each 64 tokens of
-        all the rest, whose attention chooses the blocks. There levels were fixed positions: rows
+        all, whose attention chooses the blocks. There levels were fixed positions: rows
         of blocks at strides, some of which saw everything, as the pattern `Hierarchical` says.
 
         Args:
@@ -286,7 +290,7 @@ class SelectedAttention(nn.Module):
             window = SlidingWindow(self.window - 1, ahead)
             branches.append(attention(query, key, value, window))
         if self.pooled is not None:
-            coarse_key, coarse_value = (pool_blocks(x, *self.pooled) for x in (key, value))
+            coarse_key, coarse_value = self.pool(key, key), self.pool(key, value)
             coarse = PooledCausal(*self.pooled) if self.causal else Full()
             branches.append(attention(query, coarse_key, coarse_value, coarse, q_start=0))
         out = self.out_proj(self._merged(x, branches).transpose(1, 2).flatten(2))
@@ -306,7 +310,7 @@ class SelectedAttention(nn.Module):
             return self._estimated(query, key, self.scorer)
         return pooled_scores(
             query,
-            pool_blocks(key.detach(), *self.pooled),
+            self.pool(key, key),
             self.block_size,
             self.pooled,
             key.shape[2],
@@ -324,6 +328,12 @@ class SelectedAttention(nn.Module):
             method=method,
             causal=self.causal,
         )
+
+    def pool(self, key: Tensor, x: Tensor) -> Tensor:
+        """[B, Hkv, Np, D] pooled of x, keys or values, by weights that the keys are asked for."""
+        assert self.pooled is not None and self.pool_gate is not None
+        gate = (key * self.pool_gate[:, None]).sum(3)
+        return gated_pool(gate, x, *self.pooled)
 
     def _choose(self, scores: Tensor) -> Tensor:
         return select_blocks(

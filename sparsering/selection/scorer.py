@@ -1,14 +1,19 @@
 """`BlockScorer`: scores of key blocks by learned projections, trained by `selection_loss`."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..checks import check_inputs
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_integer
 from ..patterns.positions import Full
 from .rows import checked_blocks, num_rows
+
+_AT_A_TIME = 1 << 24  # scores that are computed at a time, of all query heads
 
 
 class BlockScorer(nn.Module):
@@ -40,7 +45,8 @@ class BlockScorer(nn.Module):
         pool: u, [Hkv, D].
         project_key, project_query: W_k and W_q, [Hkv, index_dim, D].
 
-    Cost: O(Nq Nb index_dim + Nk block_size D) time for each head; memory O(Hq Nq Nb) in float32.
+    Cost: O(Nq Nb index_dim + Nk block_size D) time for each head; memory O(scores), what query
+        heads and queries of a row add up from being computed again in the backward.
 
     Example:
         >>> scorer = BlockScorer(64, num_kv_heads=2, block_size=64)
@@ -113,43 +119,54 @@ class BlockScorer(nn.Module):
             return self._scores(query.to(dtype), key.to(dtype), first)
 
     def _scores(self, query: Tensor, key: Tensor, first: int) -> Tensor:
-        dtype, (heads, q_len) = query.dtype, query.shape[1:3]
+        dtype, (batch, heads, q_len) = query.dtype, query.shape[:3]
         kv_heads, kv_len, size = key.shape[1], key.shape[2], self.block_size
         blocks, group = -(-kv_len // size), heads // kv_heads
         keys = F.pad(key, (0, 0, 0, blocks * size - kv_len)).unflatten(2, (blocks, size))
         real = torch.arange(blocks * size, device=key.device).view(blocks, size) < kv_len
         gate = (keys @ self.pool.to(dtype)[:, None, :, None])[..., 0]  # [B, Hkv, Nb, size]
-        pooled = _pooled(gate, keys, real)  # [B, Hkv, Nb, D]
         project = self.project_key.to(dtype).mT  # [Hkv, D, index_dim]
+        pooled = _pooled(gate, keys, real) @ project  # [B, Hkv, Nb, index_dim]
         asked = query.unflatten(1, (kv_heads, group)) @ self.project_query.to(dtype).mT[:, None]
         asked = asked * project.shape[2] ** -0.5  # [B, Hkv, G, Nq, index_dim]
-        score = asked @ (pooled @ project).mT[:, :, None]  # [B, Hkv, G, Nq, Nb]
-        position = first + torch.arange(q_len, device=key.device)
-        seen = torch.ones(q_len, blocks, dtype=torch.bool, device=key.device)
-        if self.causal and q_len and blocks:
-            # the queries' own blocks, pooled up to each position of them
+        own = None
+        if self.causal and q_len and blocks:  # the blocks of queries, pooled up to each of them
             begin = min(first // size, blocks - 1)
             end = min((first + q_len - 1) // size, blocks - 1) + 1
             held = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
-            own = _pooled(
-                gate[:, :, begin:end, None],
-                keys[:, :, begin:end],
-                held & real[begin:end, None],
-            ).flatten(2, 3)  # [B, Hkv, (end - begin) size, D]
-            reached = (position - begin * size).clamp(max=own.shape[2] - 1)
-            own_score = (asked * (own[:, :, reached] @ project)[:, :, None]).sum(-1, keepdim=True)
-            block = torch.arange(blocks, device=key.device)
-            mine = position[:, None] // size
+            up_to = held & real[begin:end, None]
+            each = _pooled(gate[:, :, begin:end, None], keys[:, :, begin:end], up_to).flatten(2, 3)
+            place = first - begin * size + torch.arange(q_len, device=key.device)
+            own = each[:, :, place.clamp(max=each.shape[2] - 1)] @ project
+        step = self.query_block
+        length = max(step, _AT_A_TIME // max(1, batch * heads * blocks) // step * step)
+        starts = [*range(first // step * step, first + q_len, length)] or [first]
+        cuts = [0, *(start - first for start in starts[1:]), q_len]
+        parts = []
+        for i, j in pairwise(cuts):
+            given = asked[:, :, :, i:j], pooled, None if own is None else own[:, :, i:j], first + i
+            if len(starts) == 1 or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                parts.append(self._rows(*given))
+            else:
+                part = checkpoint(self._rows, *given, use_reentrant=False, preserve_rng_state=False)
+                parts.append(part)
+        return torch.cat(parts, 2)
+
+    def _rows(self, asked: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
+        """[B, Hkv, R, Nb]: the log of the sum of a row's softmaxes, of queries that are rows."""
+        q_len, blocks, step = asked.shape[3], pooled.shape[2], self.query_block
+        lowest = torch.finfo(asked.dtype).min
+        score = asked @ pooled.mT[:, :, None]  # [B, Hkv, G, Nq, Nb]
+        seen = torch.ones(q_len, blocks, dtype=torch.bool, device=asked.device)
+        if own is not None:
+            block = torch.arange(blocks, device=asked.device)
+            mine = (first + torch.arange(q_len, device=asked.device))[:, None] // self.block_size
+            own_score = (asked * own[:, :, None]).sum(-1, keepdim=True)
             score = torch.where(block == mine, own_score, score)
             seen = block <= mine
-        return self._rows(score, seen, first)
-
-    def _rows(self, score: Tensor, seen: Tensor, first: int) -> Tensor:
-        """[B, Hkv, R, Nb] of [B, Hkv, G, Nq, Nb]: the log of the sum of a row's softmaxes."""
-        q_len, step, lowest = score.shape[3], self.query_block, torch.finfo(score.dtype).min
-        before = first % step
         rows = num_rows(first, q_len, step)
-        margin = (0, 0, before, rows * step - before - q_len) if q_len else (0, 0, 0, 0)
+        before = first % step if rows else 0
+        margin = (0, 0, before, rows * step - before - q_len)
         share = torch.where(seen, score, lowest).log_softmax(4)
         share = F.pad(torch.where(seen, share, lowest), margin, value=lowest)
         together = share.unflatten(3, (rows, step)).transpose(2, 3).flatten(3, 4).logsumexp(3)

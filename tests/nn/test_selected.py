@@ -16,7 +16,7 @@ import sparsering as sr
 from sparsering.nn import SelectedAttention
 from sparsering.nn.pooled import pooled_scores
 from sparsering.nn.rope import rotary_table
-from sparsering.selection import block_scores, select_blocks
+from sparsering.selection import block_scores, pool_blocks, select_blocks
 
 E, H, HKV, SIZE = 24, 4, 2, 16
 
@@ -98,6 +98,14 @@ def choice_of(layer: SelectedAttention, x: Tensor) -> Tensor:
     )
 
 
+def windows(layer: SelectedAttention, key: Tensor, x: Tensor, starts: list[int]) -> Tensor:
+    """[B, Hq, Np, D]: tokens of each window, by the softmax of u . k over it."""
+    gate = (key * layer.pool_gate.repeat_interleave(H // HKV, 0)[:, None]).sum(-1, keepdim=True)
+    size = layer.pooled[0]
+    parts = [(x[:, :, c : c + size], gate[:, :, c : c + size].softmax(2)) for c in starts]
+    return torch.stack([(x * weight).sum(2) for x, weight in parts], 2)
+
+
 def by_dense_mathematics(layer: SelectedAttention, x: Tensor, dense: bool = False) -> Tensor:
     length, seen = x.shape[1], visible(layer, x.shape[1])
     query, key, value = projected(layer, x)
@@ -109,11 +117,9 @@ def by_dense_mathematics(layer: SelectedAttention, x: Tensor, dense: bool = Fals
     if layer.pooled is not None:
         size, stride = layer.pooled
         starts = [*range(0, max(1, length - size + stride), stride)]
-        means = [
-            torch.stack([y[:, :, c : c + size].mean(2) for c in starts], 2) for y in (key, value)
-        ]
+        coarse = [windows(layer, key, y, starts) for y in (key, value)]
         past = torch.arange(length)[:, None] >= torch.tensor(starts) + size - 1
-        outs.append(softmax_over(query, *means, past if layer.causal else torch.ones_like(past)))
+        outs.append(softmax_over(query, *coarse, past if layer.causal else torch.ones_like(past)))
     out = outs[0]
     if layer.gate_proj is not None:
         gate = (x @ layer.gate_proj.weight.T + layer.gate_proj.bias).unflatten(2, (H, -1, 1))
@@ -218,6 +224,14 @@ def test_scores_of_pooled_keys_rank_as_the_double_sum_of_nsa():
         assert_close(got[:, 0, :, block], double / 2, 1e-12)
 
 
+@pytest.mark.parametrize(("size", "stride"), [(8, 4), (5, 3), (7, 7), (40, 16)])
+def test_pools_without_weights_are_means(size, stride):
+    layer, x = made(pooled=(size, stride)), drawn(33)
+    key, value = (y[:, :: H // HKV] for y in projected(layer, x)[1:])
+    layer.pool_gate.data.zero_()
+    assert_close(layer.pool(key, value), pool_blocks(value, size, stride), 1e-14)
+
+
 @pytest.mark.parametrize("kind", ["sub", "learned", "all three", "window"])
 def test_no_token_knows_a_later_one(kind):
     layer, x = made(**KINDS[kind]), drawn(70)
@@ -295,19 +309,20 @@ def test_gradients_reach_every_parameter(kind, length):
 
 
 def test_gates_begin_half_open_or_shut_and_learn_from_there():
-    for gate, value in (("sigmoid", 0.5), ("zero", 0.0)):
+    # nothing is learned behind a gate that is shut, but the gate
+    for gate, begins, waiting in (("sigmoid", 0.5, []), ("zero", 0.0, ["pool_gate"])):
         layer = SelectedAttention(
             E, H, num_kv_heads=HKV, block_size=SIZE, k=3, window=9, pooled=(8, 4), gate=gate
         ).double()
-        assert parameters_that_do_not_learn(layer) == []
+        assert parameters_that_do_not_learn(layer) == waiting
         x = drawn(77)
         alone = SelectedAttention(E, H, num_kv_heads=HKV, block_size=SIZE, k=3).double()
         alone.load_state_dict({k: v for k, v in layer.state_dict().items() if "gate" not in k})
-        if value == 0.0:
+        if begins == 0.0:
             assert_close(layer(x), alone(x), 1e-14)
         else:
             layer.gate_proj.bias.data.view(H, -1)[:, 1:] = -torch.inf  # the other branches shut
-            assert_close(layer(x), alone(x) / 2, 1e-14)
+            assert_close(layer(x), begins * alone(x), 1e-14)
 
 
 class PriorAdaptive(nn.Module):

@@ -78,6 +78,27 @@ def test_scores(q_len, kv_len, first, query_block, causal, group):
     assert (got - expected)[expected > -torch.inf].abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("query_block", [1, 4])
+def test_parts_of_long_inputs_are_the_whole(query_block, causal, monkeypatch):
+    scorer = made(query_block=query_block, causal=causal)
+    query, key = drawn(30, 33, 2)
+
+    def computed() -> tuple[Tensor, ...]:
+        scores = scorer(query, key)
+        mass = torch.arange(scores.numel(), dtype=torch.float64).view(scores.shape)
+        return scores.detach(), *torch.autograd.grad(
+            selection_loss(scores, mass), [*scorer.parameters()]
+        )
+
+    whole = computed()
+    monkeypatch.setattr("sparsering.selection.scorer._AT_A_TIME", 200)
+    for one, other in zip(whole, computed(), strict=True):
+        seen = one > -torch.inf
+        assert one.shape == other.shape and torch.allclose(one[seen], other[seen], atol=1e-12)
+        assert (other[~seen] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("query_block", [1, 4])
 def test_no_score_knows_a_later_token(query_block):
     """A row's scores are the same bits whatever comes after its last query."""

@@ -283,13 +283,6 @@ class Attend {
     }
   }
 
-  // What sums are to be multiplied with, and lse. A row without keys gives 0 and -inf.
-  static void finish(float highest, float total, float& factor, float& lse) {
-    const bool empty = highest == -kInf && total == 0.f;
-    factor = empty ? 0.f : 1.f / (total + (highest - highest));  // NaN where a score was
-    lse = empty ? -kInf : highest + std::log(total);
-  }
-
   // The scores of one query, number `i` of its tile, with the keys of a tile.
   void adjust_row(const Pass& pass, const Item& item, int64_t head, int64_t i, int64_t column,
                   int64_t count, float* biases, float* scores) const {

@@ -9,6 +9,7 @@
 #include "pairs.h"
 #include "results.h"
 #include "threads.h"
+#include "walk/backward.h"
 
 namespace sparsering::cpu {
 
@@ -86,8 +87,10 @@ class Backward {
       : x_(problem),
         passes_(passes),
         delta_of_(delta_of),
+        dout_(grad_out),
+        lse_(lse.const_data_ptr<float>()),
         delta_(delta.data_ptr<float>()),
-        pairs_(problem, grad_out, lse.const_data_ptr<float>(), delta_),
+        pairs_(problem, grad_out, lse_, delta_),
         dq_(dq),
         dk_(dk),
         dv_(dv),
@@ -95,8 +98,11 @@ class Backward {
         dtable_(dtable.numel() ? dtable.data_ptr<double>() : nullptr),
         groups_(dtable.numel() ? dtable.size(2) : 0) {
     for (const Pass& pass : passes) {
-      columns_ = std::max(columns_, pass.columns);
-      rows_ = std::max(rows_, pass.rows * x_.group);
+      most_columns_ = std::max(most_columns_, pass.columns);
+      if (!pass.walked) {
+        columns_ = std::max(columns_, pass.columns);
+        rows_ = std::max(rows_, pass.rows * x_.group);
+      }
     }
   }
 
@@ -108,7 +114,7 @@ class Backward {
       Packed keys;
       Buffer<float> dk, dv;
     };
-    const int64_t tokens = columns_ * x_.block, rows = x_.group * x_.Nq;
+    const int64_t tokens = most_columns_ * x_.block, rows = x_.group * x_.Nq;
     const auto make = [&] {
       return OfThread{Scratch(pairs_), Packed(*this, columns_),
                       Buffer<float>(tokens * pairs_.width()),
@@ -118,7 +124,11 @@ class Backward {
       delta_of_.of_rows(kv * rows, (kv + 1) * rows, delta_);
       Gradients sums(x_, dq_, dk_, dv_, kv, 1, passes_.size() == 1);
       for (size_t i = 0; i < passes_.size(); ++i) {
-        run_head(passes_[i], i, kv, mine.scratch, mine.keys, mine.dk.get(), mine.dv.get(), sums);
+        if (passes_[i].walked) {
+          walk_head(passes_[i], i, kv, mine.dk.get(), mine.dv.get(), sums);
+        } else {
+          run_head(passes_[i], i, kv, mine.scratch, mine.keys, mine.dk.get(), mine.dv.get(), sums);
+        }
       }
       sums.finish();
     });
@@ -136,6 +146,10 @@ class Backward {
       const int64_t count = std::min(wave, num_kv - first);
       Gradients sums(x_, dq_, dk_, dv_, first, count, passes_.size() == 1);
       for (size_t i = 0; i < passes_.size(); ++i) {
+        if (passes_[i].walked) {
+          walk_wave(passes_[i], i, first, count, sums);
+          continue;
+        }
         pack_wave(passes_[i], first, count, keys);
         sweep_rows(passes_[i], i, first, count, keys, sums);
         sweep_columns(passes_[i], by_key[i], i, first, count, keys, sums);
@@ -193,7 +207,7 @@ class Backward {
                  int64_t slot) const {
     T* k = keys.places.get() + slot * keys.of_tile;
     T *kt = k + x_.block * pairs_.width(), *v = kt + x_.block * pairs_.width();
-    keys.tiles[slot] = pairs_.pack_keys(s, pass, kv / x_.Hkv, kv % x_.Hkv, column, k, kt, v);
+    keys.tiles[slot] = pairs_.pack_keys(s.pairs.get(), pass, kv / x_.Hkv, kv % x_.Hkv, column, k, kt, v);
   }
 
   void run_head(const Pass& pass, int64_t number, int64_t kv, Scratch& s, Packed& keys, float* dk,
@@ -216,6 +230,71 @@ class Backward {
     for (int64_t column = 0; column < pass.columns; ++column) {
       add_keys(pass, kv, column, dk + column * dk_size, dv + column * dv_size, sums);
     }
+  }
+
+  // Some chunks of a pass that is walked by key tile.
+  void walk_chunks(const Walk& walk, int64_t number, const std::vector<Chunk>& chunks,
+                   int64_t begin, int64_t end, float* dk, float* dv, const Gradients& sums) const {
+    const WalkBackward<T> backward(x_, pairs_, walk, number, {dout_, lse_, delta_, dbias_});
+    typename WalkBackward<T>::Scratch s(x_, pairs_, walk);
+    std::fill_n(dk, walk.pass.columns * x_.block * pairs_.width(), 0.f);
+    std::fill_n(dv, walk.pass.columns * x_.block * pairs_.value_width(), 0.f);
+    for (int64_t i = begin; i < end; ++i) {
+      backward.run(s, chunks[i], dk, dv,
+                   [&](int64_t row, int64_t count, int64_t step, const float* dq, int64_t ld) {
+                     add_rows(sums.q, row, step, count, dq, ld, x_.scale);
+                   });
+    }
+  }
+
+  void walk_head(const Pass& pass, int64_t number, int64_t kv, float* dk, float* dv,
+                 const Gradients& sums) const {
+    const Walk walk(x_, pass);
+    const std::vector<Chunk> chunks = walk.chunks(kv, 1);
+    walk_chunks(walk, number, chunks, 0, chunks.size(), dk, dv, sums);
+    for (int64_t column = 0; column < pass.columns; ++column) {
+      add_keys(pass, kv, column, dk + column * x_.block * pairs_.width(),
+               dv + column * x_.block * pairs_.value_width(), sums);
+    }
+  }
+
+  // The chunks of each kv head in as many groups as have room for dK and dV of their own: the same
+  // for any number of threads.
+  void walk_wave(const Pass& pass, int64_t number, int64_t first, int64_t count,
+                 const Gradients& sums) const {
+    const Walk walk(x_, pass);
+    const int64_t dk_size = pass.columns * x_.block * pairs_.width(),
+                  size = dk_size + pass.columns * x_.block * pairs_.value_width();
+    const int64_t room = (int64_t{1} << 28) / std::max<int64_t>(1, size);
+    const int64_t groups = std::clamp<int64_t>(room, 2, 8);
+    std::vector<std::vector<Chunk>> chunks;
+    for (int64_t kv = first; kv < first + count; ++kv) {
+      chunks.push_back(walk.chunks(kv, 1));
+    }
+    Buffer<float> parts(count * groups * size);
+    const auto nothing = [] { return 0; };
+    share_out<int>(count * groups, 1, nothing, [&](int, int64_t i) {
+      const std::vector<Chunk>& of_head = chunks[i / groups];
+      const int64_t group = i % groups, n = of_head.size();
+      float* part = parts.get() + i * size;
+      walk_chunks(walk, number, of_head, group * n / groups, (group + 1) * n / groups, part,
+                  part + dk_size, sums);
+    });
+    share_out<int>(count * pass.columns, 4, nothing, [&](int, int64_t i) {
+      const int64_t column = i % pass.columns, head = i / pass.columns;
+      float *dk = parts.get() + head * groups * size + column * x_.block * pairs_.width(),
+            *dv = parts.get() + head * groups * size + dk_size +
+                  column * x_.block * pairs_.value_width();
+      for (int64_t group = 1; group < groups; ++group) {
+        for (int64_t d = 0; d < x_.block * pairs_.width(); ++d) {
+          dk[d] += dk[group * size + d];
+        }
+        for (int64_t d = 0; d < x_.block * pairs_.value_width(); ++d) {
+          dv[d] += dv[group * size + d];
+        }
+      }
+      add_keys(pass, first + head, column, dk, dv, sums);
+    });
   }
 
   void pack_wave(const Pass& pass, int64_t first, int64_t count, Packed& keys) const {
@@ -424,13 +503,15 @@ class Backward {
   const Problem& x_;
   const std::vector<Pass>& passes_;
   const Delta delta_of_;
+  const Source dout_;
+  const float* lse_;
   float* delta_;
   const Pairs<T> pairs_;
   const Tensor dq_, dk_, dv_;
   float* dbias_;
   double* dtable_;  // [B, Hq, groups, 2R + 1]
   int64_t groups_;
-  int64_t columns_ = 0, rows_ = 0;
+  int64_t most_columns_ = 0, columns_ = 0, rows_ = 0;  // the latter of passes that are not walked
 };
 
 }  // namespace sparsering::cpu

@@ -24,7 +24,7 @@ import torch
 from ...files import cache_folder
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-HEADERS = sorted(SOURCE.parent.glob("*.h"))
+HEADERS = sorted(SOURCE.parent.rglob("*.h"))
 _CAPABILITY_FLAGS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c -mprefer-vector-width=512",
     "AVX2": "-mavx2 -mfma -mf16c",

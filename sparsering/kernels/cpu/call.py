@@ -45,7 +45,7 @@ def forward(
     out: Tensor
     lse: Tensor
     if plain and not x.in_float32:
-        laid = _laid(x.layout, x.scale)
+        laid = _laid(x)
         if new is None:
             out, lse = library().forward_laid(x.query, x.key, x.value, laid, x.slots)
         else:
@@ -68,7 +68,7 @@ def backward(
     heads, threads = len(problem.key) * problem.key.shape[1], torch.get_num_threads()
     by_head = -(-heads // threads) * threads <= _MOST_REPEATED_WORK * heads
     passes = problem.layout.passes
-    transposes = [] if by_head else [x.contiguous() for p in passes for x in p.transpose]
+    transposes = [] if by_head else [x for p in passes for x in _transpose(problem, p)]
     results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
     learns = problem.learns_distances
     found = library().backward(*_arguments(problem), *results, transposes, learns)
@@ -82,6 +82,33 @@ def backward(
         None if table is None or not learns else dtables.sum(2).to(table.dtype),
         None if sink is None else sink_gradient(sink, lse, delta),
     )
+
+
+def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> Tensor:
+    """[B, Hq, num_blocks] float32: the softmax mass of each entry of the layout.
+
+    The sum over the entry's queries of `weight_i * sum_j exp(s_ij - lse_i)`, by one product; zero
+    where the layout's padding is, and of rows whose lse is -inf.
+
+    Args:
+        lse: [B, Hq, Nq] float32, of these scores or of more keys; a sink is in it.
+        weight: [B, Hq, Nq] of the queries, None for 1.
+
+    Raises: NotImplementedError for softcap, distance_bias and dropout, which are not walked.
+    """
+    extras = problem.softcap, problem.distance_bias, problem.dropout_p
+    if any(extra is not None for extra in extras):
+        raise NotImplementedError("cpu: masses of entries have no softcap, distance_bias, dropout")
+    layout = problem.layout
+    if not layout.num_blocks:
+        return lse.new_zeros(*problem.query.shape[:2], 0)
+    arguments = list(_arguments(problem.in_first_slots()))
+    arguments[4], arguments[-1] = layout.first_entry.contiguous(), [1] * len(layout.passes)
+    weight = None if weight is None else weight.float().contiguous()
+    mass: Tensor = library().mass(
+        *arguments, lse.float().contiguous(), weight, layout.num_blocks
+    )
+    return mass
 
 
 def _arguments(problem: Problem) -> tuple[Any, ...]:
@@ -109,7 +136,19 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
         None if problem.dropout_seed is None else problem.dropout_seed.contiguous(),
         None if mask is None else mask.contiguous(),
         problem.in_float32,
+        [_is_walked(problem, p) for p in passes],
     )
+
+
+def _is_walked(problem: Problem, p: Pass) -> int:
+    """Whether a pass is walked by key tile, see walk/visits.h.
+
+    Softcap, distances and dropout, which go by positions, stay with the walk by query tile.
+    """
+    import os
+    w = os.environ.get("WALK")
+    extras = problem.softcap, problem.distance_bias, problem.dropout_p
+    return int(w == "1" and all(extra is None for extra in extras))
 
 
 class _Laid(NamedTuple):
@@ -122,8 +161,9 @@ class _Laid(NamedTuple):
         return float, ()
 
 
-def _laid(layout: BlockLayout, scale: float) -> Tensor:
+def _laid(problem: Problem) -> Tensor:
     """The layout's passes, read and checked by the kernel once, and kept with it."""
+    layout, scale = problem.layout, problem.scale
     kept = vars(layout).get("_laid")
     if type(kept) is not _Laid or kept.scale != scale:
         passes = layout.passes
@@ -134,6 +174,7 @@ def _laid(layout: BlockLayout, scale: float) -> Tensor:
             bool(passes) and passes[0].covers[0],
             layout.block_size,
             scale,
+            [_is_walked(problem, p) for p in passes],
         )
         kept = vars(layout)["_laid"] = _Laid(scale, laid)
     return kept.passes
@@ -149,6 +190,12 @@ def _tables(p: Pass) -> list[Tensor]:
     tiles = p.query_start, p.query_stop, p.key_start, p.key_stop
     tables = p.row_ptr, p.key_tile, p.bitmap, p.transposed_bitmaps, p.bitmaps
     return [x.contiguous() for x in (*tiles, *tables)]
+
+
+def _transpose(problem: Problem, p: Pass) -> list[Tensor]:
+    if _is_walked(problem, p):
+        return 3 * [p.row_ptr]  # not looked at
+    return [x.contiguous() for x in p.transpose]
 
 
 def _places(p: Pass, q_start: int) -> list[Tensor]:

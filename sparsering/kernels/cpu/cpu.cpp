@@ -26,6 +26,7 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "walk/mass.h"
 
 namespace sparsering::cpu {
 namespace {
@@ -58,10 +59,11 @@ Tensor dense_rows(const Tensor& x) {
 
 // `places`: of each pass, where extras go by them.
 std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::TensorList places,
-                            at::IntArrayRef steps, at::IntArrayRef branches) {
+                            at::IntArrayRef steps, at::IntArrayRef branches,
+                            at::IntArrayRef walked) {
   const bool placed = x.extras.adjusts() || x.extras.drops();
   TORCH_CHECK_VALUE(tensors.size() == steps.size() * Pass::kTensors &&
-                        branches.size() == steps.size() &&
+                        branches.size() == steps.size() && walked.size() == steps.size() &&
                         places.size() == (placed ? steps.size() * Pass::kPlaces : 0),
                     "sparsering cpu: malformed layout: tensors missing");
   std::vector<Pass> passes;
@@ -73,7 +75,12 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
     if (placed) {
       check_places(places_of, passes.back(), x.extras.streams);
     }
-    x.check_bias(passes.back(), i);
+    if (x.bias || x.blocks) {
+      x.check_entries(passes.back(), i);
+    }
+    passes.back().walked = walked[i];
+    TORCH_CHECK_VALUE(!walked[i] || !placed,
+                      "sparsering cpu: what goes by positions is not walked by key tile");
   }
   return passes;
 }
@@ -84,7 +91,8 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
       const Tensor &first_entry, at::TensorList tensors, at::TensorList places,                  \
       at::IntArrayRef steps, at::IntArrayRef branches, bool covers, int64_t block, double scale, \
       double softcap, const std::optional<Tensor>&distance_bias, double dropout_p,               \
-      const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask, bool in_float32
+      const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask, bool in_float32,  \
+      at::IntArrayRef walked
 
 // `slots`: of the first query of each pass's tiles in their bitmaps; none for 0.
 void set_slots(std::vector<Pass>& passes, at::IntArrayRef slots, int64_t queries) {
@@ -126,7 +134,7 @@ std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>&
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   const Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block,
                   scale);
-  std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches);
+  std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches, walked);
   set_slots(passes, slots, x.Nq);
   return attend(x, passes, covers, query.options(), in_float32, sink);
 }
@@ -152,10 +160,10 @@ struct Laid {
 };
 
 Tensor lay(at::TensorList tensors, at::IntArrayRef steps, at::IntArrayRef branches, bool covers,
-           int64_t block, double scale) {
-  TORCH_CHECK_VALUE(
-      tensors.size() == steps.size() * Pass::kTensors && branches.size() == steps.size(),
-      "sparsering cpu: malformed layout: tensors missing");
+           int64_t block, double scale, at::IntArrayRef walked) {
+  TORCH_CHECK_VALUE(tensors.size() == steps.size() * Pass::kTensors &&
+                        branches.size() == steps.size() && walked.size() == steps.size(),
+                    "sparsering cpu: malformed layout: tensors missing");
   auto laid = std::make_unique<Laid>();
   laid->tensors = tensors.vec();
   laid->first_entry = at::zeros({static_cast<int64_t>(steps.size()), 1, 1}, at::kLong);
@@ -163,8 +171,8 @@ Tensor lay(at::TensorList tensors, at::IntArrayRef steps, at::IntArrayRef branch
   constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
   for (size_t i = 0; i < steps.size(); ++i) {
     const auto of_pass = at::TensorList(laid->tensors).slice(i * Pass::kTensors, Pass::kTensors);
-    const Pass& p =
-        laid->passes.emplace_back(of_pass, at::TensorList(), steps[i], block, branches[i]);
+    Pass& p = laid->passes.emplace_back(of_pass, at::TensorList(), steps[i], block, branches[i]);
+    p.walked = walked[i];
     check_pass(of_pass, p, kAny, kAny, p.batches, p.tables, p.axes);
     for (int64_t t = 0; t < p.axes * p.rows; ++t) {
       laid->queries =
@@ -222,8 +230,8 @@ std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& ne
   put(key, new_key, first);
   put(value, new_value, first);
   return forward(query, key, value, bias, first_entry, tensors, places, steps, branches, covers,
-                 block, scale, softcap, distance_bias, dropout_p, seeds, key_mask, in_float32, sink,
-                 slots);
+                 block, scale, softcap, distance_bias, dropout_p, seeds, key_mask, in_float32,
+                 walked, sink, slots);
 }
 
 std::tuple<Tensor, Tensor> forward_laid_after(const Tensor& new_key, const Tensor& new_value,
@@ -244,11 +252,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   const Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block,
                   scale);
-  const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches);
+  const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches, walked);
   std::vector<Transpose> by_key;
   for (size_t i = 0; !transposes.empty() && i < passes.size(); ++i) {
     const auto of_pass = transposes.slice(i * Transpose::kTensors, Transpose::kTensors);
-    check_transpose(of_pass, passes[i]);
+    if (!passes[i].walked) {
+      check_transpose(of_pass, passes[i]);
+    }
     by_key.emplace_back(of_pass);
   }
   const auto options = in_float32 ? query.options().dtype(at::kFloat) : query.options();
@@ -290,6 +300,40 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dq, dk, dv, dbias, dtable, delta};
 }
 
+// The softmax mass of each of `blocks` entries, [B, Hq, blocks]; all passes are walked.
+Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& weight,
+            int64_t blocks) {
+  const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
+                      query.size(1), key.size(2));
+  const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
+  Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block, scale);
+  TORCH_CHECK_VALUE(blocks > 0 && (!bias || x.blocks == blocks),
+                    "sparsering cpu: a bias and masses are of as many blocks");
+  x.blocks = blocks;
+  const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches, walked);
+  for (const Tensor& like : {lse, weight.value_or(lse)}) {
+    TORCH_CHECK_VALUE(like.sizes() == at::IntArrayRef({x.B, x.Hq, x.Nq}) &&
+                          like.scalar_type() == at::kFloat && like.is_contiguous(),
+                      "sparsering cpu: lse and weights must be contiguous float [B, Hq, Nq]");
+  }
+  Tensor result = at::zeros({x.B, x.Hq, blocks}, lse.options());
+  if (lse.numel() == 0) {
+    return result;
+  }
+  const float* weights = weight ? weight->const_data_ptr<float>() : nullptr;
+  const auto run = [&](const auto& kernel) {
+    for (size_t i = 0; i < passes.size(); ++i) {
+      kernel.run(passes[i], i);
+    }
+  };
+  if (query.scalar_type() == at::kBFloat16 && has_bfloat16_products()) {
+    run(Mass<BFloat16>(x, lse.const_data_ptr<float>(), weights, result.data_ptr<float>()));
+  } else {
+    run(Mass<float>(x, lse.const_data_ptr<float>(), weights, result.data_ptr<float>()));
+  }
+  return result;
+}
+
 }  // namespace
 
 #define SPARSERING_SCHEMA(key, value)                                                        \
@@ -297,7 +341,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   ", Tensor? bias, Tensor first_entry, Tensor[] passes, "                                    \
   "Tensor[] places, int[] steps, int[] branches, bool covers, int block, float scale, "      \
   "float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, Tensor? key_mask, " \
-  "bool in_float32, "
+  "bool in_float32, int[] walked, "
 
 TORCH_LIBRARY(sparsering_cpu, m) {
   m.def("forward(" SPARSERING_SCHEMA(
@@ -307,8 +351,8 @@ TORCH_LIBRARY(sparsering_cpu, m) {
             "Tensor(a!) key", "Tensor(b!) value") "Tensor? sink, int[] slots) -> (Tensor, Tensor)",
         forward_after);
   m.def(
-      "lay(Tensor[] passes, int[] steps, int[] branches, bool covers, int block, float scale) "
-      "-> Tensor",
+      "lay(Tensor[] passes, int[] steps, int[] branches, bool covers, int block, float scale, "
+      "int[] walked) -> Tensor",
       lay);
   m.def(
       "forward_laid(Tensor query, Tensor key, Tensor value, Tensor layout, int[] slots) "
@@ -323,6 +367,9 @@ TORCH_LIBRARY(sparsering_cpu, m) {
         "bool learns_distances) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         backward);
+  m.def("mass(" SPARSERING_SCHEMA(
+            "Tensor key", "Tensor value") "Tensor lse, Tensor? weight, int blocks) -> Tensor",
+        mass);
 }
 
 }  // namespace sparsering::cpu

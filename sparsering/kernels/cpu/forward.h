@@ -8,6 +8,7 @@
 #include "attend.h"
 #include "results.h"
 #include "threads.h"
+#include "walk/forward.h"
 
 namespace sparsering::cpu {
 
@@ -20,8 +21,8 @@ class Forward {
         attend_(problem),
         width_(round_up(std::max<int64_t>(problem.D, 1), 2)) {
     for (const Pass& pass : passes) {
-      few_.push_back(most_queries(pass) * x_.group <= kFewQueries);
-      if (!few_.back()) {
+      few_.push_back(!pass.walked && most_queries(pass) * x_.group <= kFewQueries);
+      if (!few_.back() && !pass.walked) {
         columns_ = std::max(columns_, pass.columns);
         rows_ = std::max(rows_, pass.rows * x_.group);
         TORCH_CHECK_VALUE(pass.slot == 0, "sparsering cpu: slots are for few queries");
@@ -89,6 +90,10 @@ class Forward {
 
   void run_pass(Wave& w, const Pass& pass, int64_t number, bool fresh, Output& out) const {
     const bool few = few_[number];
+    if (pass.walked) {
+      walk_pass(w, pass, number, fresh, out);
+      return;
+    }
     if (!few) {
       pack_keys(w, pass);
     }
@@ -128,6 +133,17 @@ class Forward {
         [&](int, int64_t i) {
           merge_pieces(pass, w.splits[i], parts.get(), part_lses.get(), fresh, out);
         });
+  }
+
+  void walk_pass(Wave& w, const Pass& pass, int64_t number, bool fresh, Output& out) const {
+    const Walk walk(x_, pass);
+    const std::vector<Chunk> chunks = walk.chunks(w.first, w.count);
+    const WalkForward<T> forward(x_, walk, number);
+    std::optional<typename WalkForward<T>::Scratch> mine;
+    share_out(
+        w.alone ? &mine : nullptr, chunks.size(), 1,
+        [&] { return typename WalkForward<T>::Scratch(x_, walk); },
+        [&](auto& s, int64_t i) { forward.run(s, chunks[i], fresh, out); });
   }
 
   int64_t most_queries(const Pass& pass) const {

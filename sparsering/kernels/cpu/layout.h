@@ -182,6 +182,7 @@ struct Pass {
   const uint8_t* bitmaps;        // queries along the bits of a key's row
   const uint8_t* rows_of_bits_;  // keys along those of a query's
   int64_t branch;
+  bool walked = false;  // by key tile: see walk/visits.h
   int64_t slot = 0;  // of the first query of a tile in its bitmaps
   const int64_t *query_origin_, *key_origin_, *stream_;
 
@@ -299,8 +300,7 @@ inline void check_transpose(at::TensorList t, const Pass& p) {
   }
 }
 
-// Extras of a call beside the block bias, as kernels/problem.py has them; 0 or none where not in
-// use.
+// Extras of a call beside the block bias, as kernels/problem.py has them; 0 or none if not in use.
 struct Extras {
   Extras() = default;
   Extras(double softcap_, const std::optional<Tensor>& distance_bias, double dropout_p,
@@ -411,14 +411,14 @@ struct Problem {
         "sparsering cpu: a bias must be contiguous, of each batch entry and head");
   }
 
-  // Every entry of a pass has a bias.
-  void check_bias(const Pass& pass, int64_t number) const {
-    for (int64_t i = 0; bias && i < B * Hq; ++i) {
+  // Every entry of a pass has its place among `blocks`.
+  void check_entries(const Pass& pass, int64_t number) const {
+    for (int64_t i = 0; i < B * Hq; ++i) {
       const int64_t first = bias_of(number, i / Hq, i % Hq) - i * blocks;
       const int64_t entries = pass.row_ptr(pass.table(i / Hq, i % Hq, Hq))[pass.rows];
       TORCH_CHECK_VALUE(first >= 0 && first + entries <= blocks,
                         "sparsering cpu: malformed layout: entries ", first, " to ",
-                        first + entries, " of ", blocks, " biases");
+                        first + entries, " of ", blocks, " blocks");
     }
   }
 

@@ -80,8 +80,8 @@ class Pairs {
   }
 
   // Packs a key tile to where its operands lie if that is not in its tensor: `k` and `kt` hold
-  // block * width values, `v` block * value_width.
-  Keys pack_keys(Scratch& s, const Pass& pass, int64_t b, int64_t kv_head, int64_t column, T* k,
+  // block * width values, `v` block * value_width; `spare` as much as the larger in bfloat16.
+  Keys pack_keys(T* spare, const Pass& pass, int64_t b, int64_t kv_head, int64_t column, T* k,
                  T* kt, T* v) const {
     const Tile tile = pass.key_tile(kv_head * pass.axes / x_.Hkv, column);
     const int64_t rows = round_up(tile.count, 16);
@@ -94,7 +94,7 @@ class Pairs {
       return tile_rows(x, b, kv_head, tile, pass.step, rows, width, to);
     };
     const T* keys = rows_of(x_.k, width_, k);
-    transpose(keys, rows, width_, kt, s.pairs.get());
+    transpose(keys, rows, width_, kt, spare);
     return {keys, kt, rows_of(x_.v, value_width_, v)};
   }
 

@@ -112,4 +112,11 @@ void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, flo
   }
 }
 
+// What a row's sums are to be multiplied with, and lse. A row without keys gives 0 and -inf.
+inline void finish(float highest, float total, float& factor, float& lse) {
+  const bool empty = highest == -kInf && total == 0.f;
+  factor = empty ? 0.f : 1.f / (total + (highest - highest));  // NaN where a score was
+  lse = empty ? -kInf : highest + std::log(total);
+}
+
 }  // namespace sparsering::cpu

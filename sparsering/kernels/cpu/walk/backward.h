@@ -1,0 +1,261 @@
+// The backward pass by key tile: gathered rows against one key tile, whose dK and dV are sums of
+// them, and a chunk's dQ in memory.
+
+#pragma once
+
+#include "../pairs.h"
+#include "../results.h"
+#include "visits.h"
+
+namespace sparsering::cpu {
+
+template <typename T>
+class WalkBackward {
+ public:
+  // What is read of all rows, and where the gradient of the block bias goes, or nullptr.
+  struct Rows {
+    const Source& dout;
+    const float *lse, *delta;
+    float* dbias;
+  };
+
+  struct Scratch {
+    Scratch(const Problem& x, const Pairs<T>& pairs, const Walk& walk) : tile(walk) {
+      const int64_t keys = round_up(x.block, 32), width = pairs.width(),
+                    value_width = pairs.value_width(), wide = std::max(width, value_width);
+      spare = Buffer<T>(kPaired<T> ? keys * wide : 0);
+      k = Buffer<T>(keys * width);
+      kt = Buffer<T>(keys * width);
+      v = Buffer<T>(keys * value_width);
+      gathered = Buffer<T>(kPaired<T> ? walk.rows * wide : 0);
+      q = Buffer<T>(walk.rows * width);
+      qt = Buffer<T>(walk.rows * width);
+      dout = Buffer<T>(walk.rows * value_width);
+      dout_t = Buffer<T>(walk.rows * value_width);
+      scores = Buffer<float>(walk.rows * keys);
+      dscores = Buffer<float>(walk.rows * keys);
+      for (Buffer<T>* operand : {&p, &ds, &ds_paired}) {
+        *operand = Buffer<T>(kPaired<T> ? walk.rows * keys : 0);
+      }
+      dq_t = Buffer<float>(walk.rows * width);
+      dq = Buffer<float>(walk.rows * width);
+      lse = Buffer<float>(walk.rows);
+      delta = Buffer<float>(walk.rows);
+      totals = Buffer<float>(walk.rows);
+    }
+    Gathered tile;
+    Visits visits;
+    Buffer<T> spare, k, kt, v, gathered, q, qt, dout, dout_t, p, ds, ds_paired;
+    Buffer<float> scores, dscores, dq_t, dq, lse, delta, totals;
+    // Of a chunk.
+    Buffer<T> all_q, all_dout;
+    Buffer<float> all_lse, all_delta, all_dq;
+  };
+
+  WalkBackward(const Problem& problem, const Pairs<T>& pairs, const Walk& walk, int64_t number,
+               const Rows& rows)
+      : x_(problem),
+        walk_(walk),
+        pairs_(pairs),
+        number_(number),
+        rows_(rows),
+        width_(pairs.width()),
+        value_width_(pairs.value_width()) {}
+
+  // Adds a chunk's share to dK and dV of its kv head, by key tile, and calls
+  // put(row, count, step, dq, ld) with dQ of each query tile and head.
+  template <typename Put>
+  void run(Scratch& s, const Chunk& chunk, float* dk, float* dv, const Put& put) const {
+    const Pass& pass = walk_.pass;
+    const int64_t kv_head = chunk.head / x_.group, heads = chunk.heads;
+    s.visits.sort(walk_, chunk);
+    const int64_t rows = s.visits.tokens() * heads;
+    read_chunk(walk_, chunk, s.visits, x_.q, width_, s.all_q.at_least(rows * width_));
+    read_chunk(walk_, chunk, s.visits, rows_.dout, value_width_,
+               s.all_dout.at_least(rows * value_width_));
+    read_sums(s, chunk, s.all_lse.at_least(rows), s.all_delta.at_least(rows));
+    std::fill_n(s.all_dq.at_least(rows * width_), rows * width_, 0.f);
+    for (int64_t column = 0; column < pass.columns; ++column) {
+      const Tile keys = pass.key_tile(walk_.axis(chunk.head), column);
+      if (!s.visits.any(column) || !keys.count || !x_.extras.sees(chunk.batch, keys, pass.step)) {
+        continue;
+      }
+      const auto operands = pairs_.pack_keys(s.spare.get(), pass, chunk.batch, kv_head, column,
+                                             s.k.get(), s.kt.get(), s.v.get());
+      s.visits.for_tiles(column, s.tile, [&] {
+        add_tile(s, chunk, keys, operands, dk + column * x_.block * width_,
+                 dv + column * x_.block * value_width_);
+      });
+    }
+    for (int64_t row = chunk.begin; row < chunk.end; ++row) {
+      const Tile tile = pass.query_tile(walk_.axis(chunk.head), row);
+      const float* dq =
+          s.all_dq.get() + s.visits.first_token(row - chunk.begin) * heads * width_;
+      for (int64_t h = 0; h < heads; ++h) {
+        put((chunk.batch * x_.Hq + chunk.head + h) * x_.Nq + tile.start, tile.count, pass.step,
+            dq + h * width_, heads * width_);
+      }
+    }
+  }
+
+ private:
+  // lse and delta of a chunk's rows.
+  void read_sums(const Scratch& s, const Chunk& chunk, float* lse, float* delta) const {
+    for (int64_t row = chunk.begin; row < chunk.end; ++row) {
+      const Tile tile = walk_.pass.query_tile(walk_.axis(chunk.head), row);
+      for (int64_t r = 0; r < tile.count * chunk.heads; ++r) {
+        const int64_t head = chunk.batch * x_.Hq + chunk.head + r % chunk.heads;
+        const int64_t from = head * x_.Nq + tile.start + r / chunk.heads * walk_.pass.step;
+        const int64_t to = s.visits.first_token(row - chunk.begin) * chunk.heads + r;
+        lse[to] = rows_.lse[from] == -kInf ? kInf : rows_.lse[from];
+        delta[to] = rows_.delta[from];
+      }
+    }
+  }
+
+  // A gathered tile's rows and their transpose as right operands; zeros past its end.
+  const T* operands(Scratch& s, const T* all, int64_t heads, int64_t count, int64_t width, T* to,
+                    T* transposed) const {
+    const int64_t size = s.tile.size * heads;
+    T* spare = kPaired<T> ? s.gathered.get() : to;
+    const T* rows = spare;
+    if (size == count && s.tile.lies_together()) {
+      rows = all + s.tile.token[0] * heads * width;
+    } else {
+      for (int64_t i = 0; i < s.tile.size; ++i) {
+        std::memcpy(spare + i * heads * width, all + s.tile.token[i] * heads * width,
+                    heads * width * sizeof(T));
+      }
+      std::fill(spare + size * width, spare + count * width, T(0));
+    }
+    pack_transposed(rows, count, width, transposed);
+    return pack(rows, count, width, to);
+  }
+
+  void add_tile(Scratch& s, const Chunk& chunk, Tile keys, const typename Pairs<T>::Keys& k,
+                float* dk, float* dv) const {
+    const int64_t heads = chunk.heads, size = s.tile.size * heads, padded = round_up(keys.count, 16),
+                  rows = round_up(size, kQueryUnit<T>);
+    float *scores = s.scores.get(), *dscores = s.dscores.get();
+    const T* q = operands(s, s.all_q.get(), heads, rows, width_, s.q.get(), s.qt.get());
+    const T* dout = operands(s, s.all_dout.get(), heads, rows, value_width_, s.dout.get(),
+                             s.dout_t.get());
+    for (int64_t i = 0; i < s.tile.size; ++i) {
+      const int64_t from = s.tile.token[i] * heads;
+      std::copy_n(s.all_lse.get() + from, heads, s.lse.get() + i * heads);
+      std::copy_n(s.all_delta.get() + from, heads, s.delta.get() + i * heads);
+    }
+    for (int64_t h = 0; x_.bias && h < heads; ++h) {
+      const float* bias = x_.bias + x_.bias_of(number_, chunk.batch, chunk.head + h);
+      for (int64_t i = 0; i < s.tile.size; ++i) {
+        s.lse.get()[i * heads + h] -= bias[s.tile.entry[i]];
+      }
+    }
+    std::fill(s.lse.get() + size, s.lse.get() + rows, kInf);
+    std::fill(s.delta.get() + size, s.delta.get() + rows, 0.f);
+    multiply(padded, rows, width_, k.k, width_, s.qt.get(), scores, false);
+    multiply(padded, rows, value_width_, k.v, value_width_, s.dout_t.get(), dscores, false);
+    hide(s, chunk, keys, rows, scores);
+    weigh(s, keys.count, padded, rows);
+    const T *p, *ds, *ds_right;
+    if constexpr (kPaired<T>) {
+      p = s.p.get(), ds = s.ds.get(), ds_right = s.ds_paired.get();
+    } else {
+      p = scores, ds = ds_right = dscores;
+    }
+    multiply(padded, value_width_, rows, p, rows, dout, dv, true);
+    multiply(padded, width_, rows, ds, rows, q, dk, true);
+    multiply(width_, rows, padded, k.kt, padded, ds_right, s.dq_t.get(), false);
+    transpose(s.dq_t.get(), width_, rows, s.dq.get());
+    for (int64_t i = 0; i < s.tile.size; ++i) {
+      float* __restrict to = s.all_dq.get() + s.tile.token[i] * heads * width_;
+      const float* __restrict from = s.dq.get() + i * heads * width_;
+      for (int64_t d = 0; d < heads * width_; ++d) {
+        to[d] += from[d];
+      }
+    }
+    for (int64_t h = 0; rows_.dbias && h < heads; ++h) {
+      float* dbias = rows_.dbias + x_.bias_of(number_, chunk.batch, chunk.head + h);
+      for (int64_t i = 0; i < s.tile.size; ++i) {
+        dbias[s.tile.entry[i]] += s.totals.get()[i * heads + h];
+      }
+    }
+  }
+
+  // Sets the transposed scores [keys, rows] to -inf where there is no pair.
+  void hide(const Scratch& s, const Chunk& chunk, Tile keys, int64_t rows, float* scores) const {
+    const Pass& pass = walk_.pass;
+    hide_unseen(x_.extras.key_mask(chunk.batch), keys, pass.step, scores, rows);
+    const int32_t* numbers = pass.bitmap_numbers(pass.table(chunk.batch, chunk.head, x_.Hq));
+    for (int64_t i = 0; i < s.tile.size; ++i) {
+      const int64_t number = numbers[s.tile.entry[i]];
+      if (number < 0) {
+        continue;
+      }
+      const uint8_t* bits = pass.bits_of_query(number, s.tile.place[i]);
+      for (int64_t j = 0; j < keys.count; ++j) {
+        if (!(bits[j / 8] >> j % 8 & 1)) {
+          std::fill_n(scores + j * rows + i * chunk.heads, chunk.heads, -kInf);
+        }
+      }
+    }
+  }
+
+  // Scores and dP to P^T and dS^T, as operands, and each row's sum of dS: see Pairs.
+  void weigh(Scratch& s, int64_t keys, int64_t padded, int64_t rows) const {
+    constexpr int W = kPaired<T> ? 2 : 1;
+    float *scores = s.scores.get(), *dscores = s.dscores.get();
+    const Vec scale(x_.scale);
+    for (int64_t c = 0; c < rows; c += W * kLanes) {
+      Vec lse[W], delta[W], total[W];
+      for (int w = 0; w < W; ++w) {
+        lse[w] = Vec::loadu(s.lse.get() + c + w * kLanes).neg();
+        delta[w] = Vec::loadu(s.delta.get() + c + w * kLanes);
+        total[w] = Vec(0.f);
+      }
+      for (int64_t j = 0; j < padded; j += 2) {
+        Vec p[2][W], ds[2][W];
+        for (int row = 0; row < 2; ++row) {
+          for (int w = 0; w < W; ++w) {
+            const int64_t at = (j + row) * rows + c + w * kLanes;
+            p[row][w] = ds[row][w] = Vec(0.f);
+            if (j + row < keys) {
+              // At most 1, but for the rounding of a large lse.
+              const Vec x = at::vec::fmadd(Vec::loadu(scores + at), scale, lse[w]);
+              p[row][w] = exp_of(at::vec::clamp_max(x, Vec(44.f)));
+              ds[row][w] = p[row][w] * (Vec::loadu(dscores + at) - delta[w]);
+              total[w] = total[w] + ds[row][w];
+            }
+          }
+        }
+        for (int row = 0; row < 2; ++row) {
+          const int64_t at = (j + row) * rows + c;
+          if constexpr (kPaired<T>) {
+            at::vec::convert_float_bfloat16(p[row][0], p[row][1]).store(s.p.get() + at);
+            at::vec::convert_float_bfloat16(ds[row][0], ds[row][1]).store(s.ds.get() + at);
+          } else {
+            p[row][0].store(scores + at);
+            ds[row][0].store(dscores + at);
+          }
+        }
+        if constexpr (kPaired<T>) {
+          for (int w = 0; w < W; ++w) {
+            store_pair(s.ds_paired.get() + j * rows + 2 * (c + w * kLanes), ds[0][w], ds[1][w]);
+          }
+        }
+      }
+      for (int w = 0; w < W; ++w) {
+        total[w].store(s.totals.get() + c + w * kLanes);
+      }
+    }
+  }
+
+  const Problem& x_;
+  const Walk& walk_;
+  const Pairs<T>& pairs_;
+  const int64_t number_;
+  const Rows rows_;
+  const int64_t width_, value_width_;
+};
+
+}  // namespace sparsering::cpu

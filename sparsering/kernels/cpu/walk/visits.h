@@ -1,0 +1,212 @@
+// A walk by key tile, for passes whose query tiles are short: the rows that visit a key tile, be
+// they anywhere, are gathered into tiles that are worth a matrix product. No row meets a key tile
+// that it does not visit, and none is padded, however the rows choose.
+//
+// A row is a query of a head. Rows lie in a chunk by token, then by head: the heads that share a
+// table are gathered at once. Chunks depend on the layout alone, entries of a chunk are sorted by
+// key tile, and each row sees its key tiles in ascending order, whoever computes it.
+//
+// Source: FSA (arXiv 2508.18224) and FlashMoBA (2511.11571) walk selections by key block.
+
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "../pack.h"
+
+namespace sparsering::cpu {
+
+constexpr int64_t kGathered = 64;    // rows to a gathered tile, where a token's heads are no more
+constexpr int64_t kRowsOfTile = 256;  // rows that a chunk brings to a key tile on average
+constexpr int64_t kLeastRows = 1024, kMostRows = 4096;  // of a chunk
+
+// Query tiles `begin` to `end` for some heads that share a table.
+struct Chunk {
+  int64_t batch, head, heads, begin, end;
+};
+
+// What a walk knows of its pass.
+struct Walk {
+  Walk(const Problem& problem, const Pass& pass_) : x(problem), pass(pass_) {
+    // Heads of a group that share a table.
+    const int64_t to_table = std::max<int64_t>(1, x.Hq / std::max<int64_t>(pass.tables, 1));
+    heads = std::min(x.group, to_table);
+    tokens = std::max<int64_t>(1, kGathered / heads);
+    rows = round_up(tokens * heads, 32);
+  }
+
+  // The chunks of some kv heads, counted through the batch.
+  std::vector<Chunk> chunks(int64_t first_kv, int64_t count) const {
+    std::vector<Chunk> result;
+    for (int64_t kv = first_kv; kv < first_kv + count; ++kv) {
+      for (int64_t i = 0; i < x.group; i += heads) {
+        const int64_t b = kv / x.Hkv, head = kv % x.Hkv * x.group + i, most = chunk_tokens(b, head);
+        for (int64_t begin = 0, end = 0; begin < pass.rows; begin = end) {
+          for (int64_t size = 0; end < pass.rows; ++end) {
+            size += pass.query_tile(axis(head), end).count;
+            if (size > most && end > begin) {
+              break;
+            }
+          }
+          result.push_back({b, head, heads, begin, end});
+        }
+      }
+    }
+    return result;
+  }
+
+  int64_t axis(int64_t head) const {
+    return head * pass.axes / x.Hq;
+  }
+
+  const Problem& x;
+  const Pass& pass;
+  int64_t heads, tokens, rows;  // of a gathered tile: heads, tokens at most, rows padded
+
+ private:
+  int64_t chunk_tokens(int64_t b, int64_t head) const {
+    const int32_t* row_ptr = pass.row_ptr(pass.table(b, head, x.Hq));
+    const int64_t entries = std::max(1, row_ptr[pass.rows]);
+    const int64_t tiles = kRowsOfTile * pass.columns * pass.rows / entries;  // of one row each
+    return std::max<int64_t>(1, std::clamp(tiles, kLeastRows, kMostRows) / heads);
+  }
+};
+
+// A gathered tile: of each token its place in the chunk, its entry, and its place in its query
+// tile, that is in the bitmap.
+struct Gathered {
+  explicit Gathered(const Walk& walk)
+      : token(walk.tokens), entry(walk.tokens), place(walk.tokens) {}
+  int64_t size = 0;  // tokens
+  std::vector<int64_t> token, entry, place;
+
+  bool lies_together() const {
+    return token[size - 1] - token[0] == size - 1;
+  }
+};
+
+// The entries of a chunk, sorted by key tile.
+class Visits {
+ public:
+  void sort(const Walk& walk, const Chunk& chunk) {
+    const Pass& pass = walk.pass;
+    const int64_t table = pass.table(chunk.batch, chunk.head, walk.x.Hq);
+    const int32_t *row_ptr = pass.row_ptr(table), *keys = pass.keys(table);
+    first_token_.assign(1, 0);
+    begin_.assign(pass.columns + 1, 0);
+    for (int64_t row = chunk.begin; row < chunk.end; ++row) {
+      const int64_t count = pass.query_tile(walk.axis(chunk.head), row).count;
+      first_token_.push_back(first_token_.back() + count);
+    }
+    for (int64_t e = row_ptr[chunk.begin]; e < row_ptr[chunk.end]; ++e) {
+      ++begin_[keys[e] + 1];
+    }
+    for (int64_t column = 0; column < pass.columns; ++column) {
+      begin_[column + 1] += begin_[column];
+    }
+    next_.assign(begin_.begin(), begin_.end() - 1);
+    of_tile_.resize(begin_.back());
+    for (int64_t row = chunk.begin; row < chunk.end; ++row) {
+      for (int64_t e = row_ptr[row]; e < row_ptr[row + 1]; ++e) {
+        of_tile_[next_[keys[e]]++] = {e, row - chunk.begin};
+      }
+    }
+  }
+
+  int64_t tokens() const {
+    return first_token_.back();
+  }
+  // Place in the chunk of the first token of its `i`th query tile.
+  int64_t first_token(int64_t i) const {
+    return first_token_[i];
+  }
+  bool any(int64_t column) const {
+    return begin_[column] < begin_[column + 1];
+  }
+
+  // Calls f() for each gathered tile of a key tile's visitors, in `tile`.
+  template <typename F>
+  void for_tiles(int64_t column, Gathered& tile, const F& f) const {
+    const int64_t most = tile.token.size();
+    tile.size = 0;
+    for (int64_t i = begin_[column]; i < begin_[column + 1]; ++i) {
+      const auto [entry, row] = of_tile_[i];
+      const int64_t first = first_token_[row], count = first_token_[row + 1] - first;
+      for (int64_t place = 0; place < count; ++place) {
+        tile.token[tile.size] = first + place;
+        tile.entry[tile.size] = entry;
+        tile.place[tile.size] = place;
+        if (++tile.size == most) {
+          f();
+          tile.size = 0;
+        }
+      }
+    }
+    if (tile.size) {
+      f();
+      tile.size = 0;
+    }
+  }
+
+ private:
+  struct Visit {
+    int64_t entry, row;
+  };
+  std::vector<int64_t> begin_, next_, first_token_;
+  std::vector<Visit> of_tile_;
+};
+
+// Copies the rows of a chunk's tokens to where they lie by token and head, `width` values each.
+template <typename T>
+void read_chunk(const Walk& walk, const Chunk& chunk, const Visits& visits, const Source& from,
+                int64_t width, T* to) {
+  const auto read = [&](auto value) {
+    using S = decltype(value);
+    for (int64_t row = chunk.begin; row < chunk.end; ++row) {
+      const Tile tile = walk.pass.query_tile(walk.axis(chunk.head), row);
+      T* of_tile = to + visits.first_token(row - chunk.begin) * chunk.heads * width;
+      for (int64_t h = 0; h < chunk.heads; ++h) {
+        const S* rows = from.rows<S>(chunk.batch, chunk.head + h, tile.start);
+        for (int64_t i = 0; i < tile.count; ++i) {
+          T* of_row = of_tile + (i * chunk.heads + h) * width;
+          convert_row(rows + i * walk.pass.step * from.strides[2], of_row, from.width);
+          std::fill(of_row + from.width, of_row + width, T(0));
+        }
+      }
+    }
+  };
+  if constexpr (kPaired<T>) {
+    read(T());
+  } else {
+    with_type(from.type, read);
+  }
+}
+
+// Rows of a gathered tile, in `to` or where they lie; those past its end are any.
+template <typename T>
+const T* gather(const Gathered& tile, const T* rows, int64_t width, T* to) {
+  if (tile.lies_together()) {
+    return rows + tile.token[0] * width;
+  }
+  for (int64_t i = 0; i < tile.size; ++i) {
+    std::memcpy(to + i * width, rows + tile.token[i] * width, width * sizeof(T));
+  }
+  return to;
+}
+
+// The largest lane of each vector, in its lane.
+inline Vec highest_of_lanes(Vec (&x)[kLanes]) {
+#pragma GCC unroll 4
+  for (int64_t n = kLanes / 2; n > 0; n /= 2) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < n; ++i) {
+      const auto [low, high] = at::vec::interleave2(x[i], x[i + n]);
+      x[i] = at::vec::maximum(low, high);
+    }
+  }
+  return x[0];
+}
+
+}  // namespace sparsering::cpu
