@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...layouts.layout import BlockLayout, Pass
+from ...layouts.layout import Pass
 from ..problem import Gradients, Problem, dense_rows, sink_gradient
 from .build import build_failure, library
 
@@ -105,9 +105,7 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
     arguments = list(_arguments(problem.in_first_slots()))
     arguments[4], arguments[-1] = layout.first_entry.contiguous(), [1] * len(layout.passes)
     weight = None if weight is None else weight.float().contiguous()
-    mass: Tensor = library().mass(
-        *arguments, lse.float().contiguous(), weight, layout.num_blocks
-    )
+    mass: Tensor = library().mass(*arguments, lse.float().contiguous(), weight, layout.num_blocks)
     return mass
 
 
@@ -146,6 +144,7 @@ def _is_walked(problem: Problem, p: Pass) -> int:
     Softcap, distances and dropout, which go by positions, stay with the walk by query tile.
     """
     import os
+
     w = os.environ.get("WALK")
     extras = problem.softcap, problem.distance_bias, problem.dropout_p
     return int(w == "1" and all(extra is None for extra in extras))

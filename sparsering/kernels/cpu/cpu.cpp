@@ -146,9 +146,17 @@ struct Laid {
   std::vector<Pass> passes;
   Tensor first_entry;
   int64_t block, queries = 0, keys = 0;  // at least so many of either
+  int64_t versions;                      // of the tensors, when they were checked
   bool covers;
   double scale;
 
+  int64_t versions_now() const {
+    int64_t sum = 0;
+    for (const Tensor& x : tensors) {
+      sum += x.is_inference() ? 0 : x._version();
+    }
+    return sum;
+  }
   static void drop(void* laid) {
     delete static_cast<Laid*>(laid);
   }
@@ -168,6 +176,7 @@ Tensor lay(at::TensorList tensors, at::IntArrayRef steps, at::IntArrayRef branch
   laid->tensors = tensors.vec();
   laid->first_entry = at::zeros({static_cast<int64_t>(steps.size()), 1, 1}, at::kLong);
   laid->block = block, laid->covers = covers, laid->scale = scale;
+  laid->versions = laid->versions_now();
   constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
   for (size_t i = 0; i < steps.size(); ++i) {
     const auto of_pass = at::TensorList(laid->tensors).slice(i * Pass::kTensors, Pass::kTensors);
@@ -193,12 +202,15 @@ std::tuple<Tensor, Tensor> forward_laid(const Tensor& query, const Tensor& key, 
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   const Problem x(dense[0], dense[1], dense[2], {}, Extras(), laid.first_entry, laid.passes.size(),
                   laid.block, laid.scale);
-  bool fits = laid.queries <= x.Nq && laid.keys <= x.Nk;
+  bool fits = laid.queries <= x.Nq && laid.keys <= x.Nk && laid.versions == laid.versions_now();
   for (const Pass& p : laid.passes) {
     fits = fits && (p.batches == 1 || p.batches == x.B) && (p.axes == 1 || p.axes == x.Hkv) &&
            (x.Hq == 0 || (p.tables > 0 && x.Hq % p.tables == 0));
   }
-  TORCH_CHECK_VALUE(fits, "sparsering cpu: a layout of other lengths, heads or batch entries");
+  for (size_t i = 0; !fits && i < laid.passes.size(); ++i) {  // here one of them says why not
+    const auto of_pass = at::TensorList(laid.tensors).slice(i * Pass::kTensors, Pass::kTensors);
+    check_pass(of_pass, laid.passes[i], x.Nq, x.Nk, x.B, x.Hq, x.Hkv);
+  }
   if (slots.empty()) {
     return attend(x, laid.passes, laid.covers, query.options(), false, {});
   }
