@@ -417,10 +417,10 @@ def test_a_layout_that_was_called_raises_for_fewer_tokens_and_other_heads():
     for case in (Case(1, 2, 1, 90, 100), Case(1, 2, 1, 100, 90)):
         with pytest.raises(ValueError, match=r"malformed layout: (query|key) tile"):
             forward(Problem(layout, *inputs(case, torch.float32, False), 0.25))
-    p = sr.RandomBlocks(0.2, 16).layout(100, num_heads=2, block_size=16)
-    forward(Problem(p, *inputs(Case(1, 2, 2, 100, 100), torch.float32, False), 0.25))
+    dilated = sr.LongNet((16, 32), (1, 2)).layout(100, num_heads=2, block_size=16)
+    forward(Problem(dilated, *inputs(Case(1, 2, 2, 100, 100), torch.float32, False), 0.25))
     with pytest.raises(ValueError, match="malformed layout: the shapes"):
-        forward(Problem(p, *inputs(Case(1, 3, 3, 100, 100), torch.float32, False), 0.25))
+        forward(Problem(dilated, *inputs(Case(1, 3, 3, 100, 100), torch.float32, False), 0.25))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
