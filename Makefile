@@ -13,10 +13,10 @@ export PYTHONUNBUFFERED := 1
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ring test test-all test-asan lint bench clean
+.PHONY: help setup demo demo-ring test test-all test-asan lint bench bench-selection clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv and install the package, editable, with its development tools
 
@@ -56,6 +56,11 @@ lint: $(STAMP) ## ruff and clang-format (check and format), mypy, lines per modu
 
 bench: $(STAMP) ## measure the operator against dense SDPA and FlexAttention; writes a record
 	$(BIN)/sparsering bench --out benchmarks/records
+
+# Two processes, of one torch thread each; what a part has found in runs/selection is not run again.
+bench-selection: $(STAMP) ## train small networks that must choose keys by content; writes records
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.selection.run --out benchmarks/records --jobs 2
+	$(BIN)/python -m benchmarks.selection.pictures --records benchmarks/records --out docs
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

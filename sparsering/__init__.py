@@ -10,7 +10,7 @@
 `sparsering.distributed` has the same over many ranks. docs/architecture.md maps the files.
 """
 
-from .decoding import KVCache
+from .decoding import KVCache, SelectedCache
 from .dispatch import backends
 from .dropout import dropout_kept
 from .extras import alibi
@@ -37,6 +37,7 @@ from .patterns import (
     Mixture,
     Packed,
     Pattern,
+    PooledCausal,
     RandomBlocks,
     SelectedBlocks,
     SlidingWindow,
@@ -70,8 +71,10 @@ __all__ = [
     "Mixture",
     "Packed",
     "Pattern",
+    "PooledCausal",
     "RandomBlocks",
     "SelectedBlocks",
+    "SelectedCache",
     "SlidingWindow",
     "alibi",
     "attention",

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._C import (
     _are_functorch_transforms_active,
     _get_tracing_state,
+    _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
@@ -16,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .layouts.layout import BlockLayout
-from .numerics import autocasting
+from .numerics import autocasting, sum_dtype
 from .patterns.algebra import Pattern
 from .patterns.arguments import MOST_TOKENS, shortened
 
@@ -191,6 +192,22 @@ def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
         )
 
 
+def checked_rows(name: str, x: Tensor, query: Tensor, broadcasts: bool = True) -> Tensor:
+    """A number for each query, in the dtype of sums; ValueError where it does not fit."""
+    shape = query.shape[:3]
+    outer = [f"{n} or 1" if broadcasts else str(n) for n in shape[:2]]
+    check_tensor(name, x)
+    fits = x.dim() == 3 and x.shape[2] == shape[2] and x.is_floating_point()
+    for have, want in zip(x.shape[:2], shape[:2], strict=False):
+        fits = fits and (have == want or (broadcasts and have == 1))
+    if not fits or x.device != query.device:
+        raise ValueError(
+            f"{name} must be floating point [{', '.join(outer)}, {shape[2]}] on {query.device}, "
+            f"got {x.dtype} {tuple(x.shape)} on {x.device}; unsqueeze what lacks"
+        )
+    return x.detach().to(sum_dtype(query))
+
+
 def refuse_meta(*tensors: Tensor) -> None:
     """Raises ValueError where the numbers of a tensor are asked for, and it has none."""
     if any(x.is_meta for x in tensors):
@@ -225,14 +242,24 @@ def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
 def watched(*values: object) -> bool:
     """Whether anything of torch looks at what runs now, or a tensor is not what its memory says.
 
-    That is autograd, a compiler, tracer, profiler, mode or transform; tensors of other classes,
-    without memory, or lazily negated.
+    That is autograd, or what `observed` has.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    return (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or observed(*tensors)
+
+
+def observed(*values: object) -> bool:
+    """Whether anything but autograd looks at what runs now, or a tensor is not what it seems.
+
+    That is a compiler, tracer, profiler, mode or transform; tensors of other classes, without
+    memory, or lazily negated.
     """
     if torch.compiler.is_compiling() or _looked_on():
         return True
-    differentiating = torch.is_grad_enabled()
     return any(
-        type(x) not in _PLAIN or x.is_meta or not _is_its_memory(x, differentiating)
+        type(x) not in _PLAIN or x.is_meta or x.is_neg() or x._is_zerotensor()
         for x in values
         if isinstance(x, Tensor)
     )
@@ -242,13 +269,14 @@ def described(query: Tensor, key: Tensor, value: Tensor) -> Hashable:
     """All that checks ask of dense tensors; None where more is to be asked, or torch looks on."""
     if torch.compiler.is_compiling() or _looked_on():
         return None
+    if forward_ad._current_level >= 0 or _is_any_autocast_enabled():
+        return None
     differentiating = torch.is_grad_enabled()
     for x in (query, key, value):
-        plain = type(x) in _PLAIN and not x.is_nested and x.layout is torch.strided
-        if not plain or not _is_its_memory(x, differentiating):
+        if type(x) not in _PLAIN or x.is_nested or x.layout is not torch.strided:
             return None
-    if forward_ad._current_level >= 0 or autocasting(query):
-        return None
+        if (differentiating and x.requires_grad) or x.is_neg() or x._is_zerotensor():
+            return None
     dtype, device = query.dtype, query.device
     if not (dtype == key.dtype == value.dtype and device == key.device == value.device):
         return None
@@ -264,8 +292,3 @@ def _looked_on() -> bool:
         or _profiler_enabled()
     )
     return watched
-
-
-def _is_its_memory(x: Tensor, differentiating: bool) -> bool:
-    learns = differentiating and x.requires_grad
-    return not (learns or x.is_neg() or x._is_zerotensor())

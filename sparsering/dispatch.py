@@ -23,6 +23,8 @@ class Backend(NamedTuple):
         forward: None for the reference alone, which sees no layout.
         backward: None where forward is plain differentiable torch and needs no operator.
         extras: the options of a call, beside its scale, that it computes.
+        entry_mass: the weights of a problem summed over each entry, in the place of its block bias;
+            None where the gradient of that bias must do.
         only_named: it is no default choice.
         package, extra: what it needs installed, and the extra that installs it.
     """
@@ -34,6 +36,7 @@ class Backend(NamedTuple):
     only_named: bool = False
     package: str = ""
     extra: str = ""
+    entry_mass: Callable[[Problem, Tensor, Tensor], Tensor] | None = None
 
     @property
     def runs_any_layout(self) -> bool:
@@ -46,12 +49,16 @@ def _no_reason(*tensors: Tensor) -> list[str]:
 
 
 BACKENDS: dict[str, Backend] = {
-    "cpu": Backend(cpu.reasons, cpu.forward, cpu.backward, cpu.EXTRAS),
+    "cpu": Backend(
+        cpu.reasons, cpu.forward, cpu.backward, cpu.EXTRAS, entry_mass=cpu.entry_mass
+    ),
     "triton": Backend(
         triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",
         extra="triton",
     ),
-    "gather": Backend(_no_reason, gather.forward, gather.backward, gather.EXTRAS),
+    "gather": Backend(
+        _no_reason, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass
+    ),
     "reference": Backend(_no_reason, None, None, reference.EXTRAS),
     "flex": Backend(flex.reasons, flex.forward, None, flex.EXTRAS, only_named=True),
     "flash": Backend(
@@ -115,13 +122,18 @@ def reasons_against(
     lacks = [
         f"it has no {option} ({', '.join(_computing(option))} have it)"
         for option, given in (options or {}).items()
-        if given is not None and option not in backend.extras
+        if given is not None and _computed_as(option) not in backend.extras
     ]
     return backend.reasons(*tensors) + lacks
 
 
 def _computing(option: str) -> list[str]:
-    return [name for name, backend in BACKENDS.items() if option in backend.extras]
+    return [name for name, backend in BACKENDS.items() if _computed_as(option) in backend.extras]
+
+
+def _computed_as(option: str) -> str:
+    """What kernels are given for an option: to them a slot's bias is that of an entry."""
+    return "block_bias" if option == "slot_bias" else option
 
 
 def block_size_of(backend: str, pattern: Pattern, query: Tensor, kv_len: int) -> int:

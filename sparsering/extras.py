@@ -13,6 +13,7 @@ from .checks import DTYPES, check_tensor, expanded_bias
 from .dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
 from .patterns.algebra import Pattern
 from .patterns.arguments import checked_integer, shortened
+from .patterns.selected import selections_of
 
 NAMES = ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed")
 _NONE: dict[str, Any] = dict.fromkeys(NAMES)
@@ -70,6 +71,36 @@ def checked_extras(query: Tensor, pattern: Pattern, block_size: int | None, **gi
         extras["dropout_p"] = p
         extras["dropout_seed"] = _of_entries(seed.to(query.device), pattern, len(query))
     return extras
+
+
+def checked_slots(
+    bias: object, query: Tensor, key: Tensor, pattern: Pattern, block_bias: object
+) -> Tensor:
+    """A bias of the slots of a selection for each batch entry and query head, [B, Hq, R * k].
+
+    Raises ValueError where it does not fit.
+    """
+    if block_bias is not None:
+        raise ValueError(
+            "expected block_bias or slot_bias, got both; slot_bias is the one for SelectedBlocks"
+        )
+    selections = selections_of(pattern)
+    if len(selections) != 1:
+        raise ValueError(
+            f"slot_bias needs a pattern with one SelectedBlocks, got {len(selections)} in "
+            f"{shortened(str(pattern))}; block_bias is for other patterns"
+        )
+    bias = _checked_floats("slot_bias", bias, query)
+    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
+    rows, slots = selections[0].indices.shape[-2:]
+    fits = bias.dim() == 4 and bias.shape[0] in (1, batch) and bias.shape[1] in (1, kv_heads, heads)
+    if not fits or bias.shape[2:] != (rows, slots):
+        raise ValueError(
+            f"slot_bias must be [{batch} or 1, {heads} or {kv_heads} or 1, {rows}, {slots}], like "
+            f"the indices, got {tuple(bias.shape)}; select_blocks gives indices of 4 dims"
+        )
+    each = bias.flatten(2)[:, :, None].expand(-1, -1, heads // max(1, bias.shape[1]), -1)
+    return each.flatten(1, 2).expand(batch, -1, -1)
 
 
 def _of_entries(seed: Tensor, pattern: Pattern, batch: int) -> Tensor:

@@ -13,9 +13,10 @@ from .checks import (
     described,
 )
 from .dispatch import BACKENDS, block_size_of, choose, is_default, reasons_against
-from .extras import checked_extras
+from .extras import checked_extras, checked_slots
 from .ops import attend, attend_again
 from .patterns.algebra import Frame, Pattern, check_fits
+from .patterns.selected import selections_of
 
 
 @overload
@@ -29,6 +30,7 @@ def attention(
     q_start: int | None = ...,
     block_size: int | None = ...,
     block_bias: Tensor | None = ...,
+    slot_bias: Tensor | None = ...,
     softcap: float | None = ...,
     distance_bias: Tensor | None = ...,
     sink: Tensor | None = ...,
@@ -50,6 +52,7 @@ def attention(
     q_start: int | None = ...,
     block_size: int | None = ...,
     block_bias: Tensor | None = ...,
+    slot_bias: Tensor | None = ...,
     softcap: float | None = ...,
     distance_bias: Tensor | None = ...,
     sink: Tensor | None = ...,
@@ -70,6 +73,7 @@ def attention(
     q_start: int | None = None,
     block_size: int | None = None,
     block_bias: Tensor | None = None,
+    slot_bias: Tensor | None = None,
     softcap: float | None = None,
     distance_bias: Tensor | None = None,
     sink: Tensor | None = None,
@@ -82,8 +86,8 @@ def attention(
 
     `out_q = sum_k m(q, k) e^{s_k} v_k / sum_k m(q, k) e^{s_k}`, `s_k = scale * q.k`, m the
     multiplicity of the pair. A query without keys has out = 0, lse = -inf and zero gradients.
-    Extras apply in this order: `s = scale * q.k`; softcap; + distance_bias + block_bias; the
-    pattern; softmax; sink; dropout.
+    Extras apply in this order: `s = scale * q.k`; softcap; + distance_bias + block_bias +
+    slot_bias; the pattern; softmax; sink; dropout.
 
     Args:
         query: [B, Hq, Nq, D], any strides.
@@ -96,6 +100,9 @@ def attention(
         block_size: tokens to a tile, a multiple of 16 from 16 to 256; default the backend's choice.
         block_bias: [B or 1, H or 1, num_blocks], added to every score of a visited block, in the
             order of `layout.entries`; differentiable. Needs an explicit block_size.
+        slot_bias: beside a pattern with one `SelectedBlocks`, shaped like its indices, [B or 1,
+            Hkv or Hq or 1, R, k]: added to every score of a row with the block of the slot, the
+            first of those that list it; differentiable, 0 for slots that list nothing.
         softcap: above 0: `s = softcap * tanh(s / softcap)`, as Gemma 2 caps its logits.
         distance_bias: [Hq or 1, 2R + 1], entry `R + clamp(k - p, -R, R)` is added to the score of
             positions p and k; differentiable. `alibi(slopes, R)` makes one.
@@ -126,8 +133,9 @@ def attention(
         >>> out = attention(query, key, value, LongNet((2048, 4096), (1, 2)) & Causal())
     """
     asked = None
-    extras = block_bias, softcap, distance_bias, sink, dropout_seed
-    if all(x is None for x in extras) and type(dropout_p) is float and dropout_p == 0.0:
+    plain = block_bias is slot_bias is distance_bias is sink is None
+    plain = plain and softcap is None and dropout_seed is None
+    if plain and type(dropout_p) is float and dropout_p == 0.0:
         asked = _asked(query, key, value, pattern, scale, q_start, block_size, backend)
     if asked is not None and (again := attend_again(asked, query, key, value)) is not None:
         out, lse = again
@@ -141,6 +149,7 @@ def attention(
         q_start=q_start,
         block_size=block_size,
         block_bias=block_bias,
+        slot_bias=slot_bias,
         softcap=softcap,
         distance_bias=distance_bias,
         sink=sink,
@@ -156,9 +165,8 @@ def _asked(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *options
     """A call without extras, to know it again; None where its arguments may not be compared."""
     if not isinstance(pattern, Pattern) or pattern.tensors:
         return None
-    tensors = described(query, key, value)
     kinds = tuple(map(type, options))
-    if tensors is None or not _COMPARED.issuperset(kinds):
+    if not _COMPARED.issuperset(kinds) or (tensors := described(query, key, value)) is None:
         return None
     return pattern, tensors, options, kinds  # for 1 == 1.0 == True
 
@@ -179,6 +187,8 @@ def checked_call(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], dict[str, Any]]:
     """Query, key and value; what every backend computes; and the extras that only some do."""
     check_inputs(query, key, value, pattern)
+    if (slots := extras.pop("slot_bias", None)) is not None:
+        slots = checked_slots(slots, query, key, pattern, extras.get("block_bias"))
     scale = checked_scale(scale, query)
     check_integer_or_none("q_start", q_start)
     check_integer_or_none("block_size", block_size)
@@ -188,7 +198,8 @@ def checked_call(
         "q_start": key.shape[2] - query.shape[2] if q_start is None else q_start,
         "block_size": block_size,
     }
-    return (query, key, value), call, checked_extras(query, pattern, block_size, **extras)
+    options = checked_extras(query, pattern, block_size, **extras)
+    return (query, key, value), call, {**options, "slot_bias": slots}
 
 
 def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **options: Any) -> str:
@@ -198,7 +209,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         query, key, value, pattern: as `attention`.
         options: those of `attention` but `return_lse` and `backend`.
 
-    Returns: the backend, its block size and the shapes as they are read; then each backend's name
+    Returns: the backend, its block size and the shapes as they are read; of a selection, its rows
+        and how many more blocks a tile of queries lists together; then each backend's name
         with "usable", or the reasons why it cannot run; those that run only when named are marked.
 
     Raises: as `attention`, and where the pattern does not fit these lengths and heads. No layout is
@@ -221,6 +233,15 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         f"runs: {chosen}, blocks of {size}; batch {batch}, {heads} heads of {q_len} queries, "
         f"{kv_heads} heads of {kv_len} keys"
     ]
+    for selection in selections_of(pattern):
+        tokens, listed = selection.row_size, selection.indices.shape[-1]
+        more = float(selection.inflation(size, kv_len).mean())
+        lines.append(
+            f"selection: each row of {tokens} queries lists {listed} blocks of "
+            f"{selection.block_size}; a tile of {size} queries {more:.3g} times those of its rows"
+            + "; a row's choice may see its later queries"
+            * (tokens > 1)
+        )
     for name in BACKENDS:
         told = "; ".join(reasons_against(name, inputs, only_some)) or "usable"
         lines.append(f"{name}: {told}" + (" (only when named)" * (not is_default(name))))

@@ -4,7 +4,8 @@ A pattern crosses the boundary as its expression (a string) and its tensors, so 
 graph holds no Python objects. On the other side the call becomes a `Problem` over a layout.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +13,19 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .checks import check_batch, check_bias, refuse_forward_mode, watched
-from .differentiable import differentiable, refuse_mapped_pattern, transforming
+from .differentiable import differentiable, transforming
 from .dispatch import BACKENDS, Backend, block_size_of
-from .dropout import kept_pairs
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
 from .layouts.cache import layout_cache
-from .layouts.layout import BlockLayout
+from .layouts.layout import BlockLayout, stretched
 from .layouts.pages import last_query_layout
 from .numerics import entry_of_distance, finite_or_zero, sum_dtype, without_autocast
+from .pairs import distances_op, frame_of, kept_by_branch, pair_counts_op, slots_op
 from .patterns.algebra import Frame, Pattern
 from .patterns.expression import parse
 from .patterns.keys import check_key_masks, key_mask, without_key_masks
+from .patterns.selected import selections_of
 
 _Laid = tuple[Pattern, Frame, int, torch.device]
 
@@ -120,6 +122,8 @@ def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     problem = _spelt_problem(**call)._replace(learns_distances=learns)
     with without_autocast(problem.query):
         grads = backward(problem.in_first_slots(), out, lse, grad_out, grad_lse)._asdict()
+    if (slots := call["slot_bias"]) is not None:
+        grads["slot_bias"] = _slot_gradient(grads["block_bias"], problem.layout, slots)
     return tuple(grads.get(name) for name in _NAMES[: _NAMES.index("tensors")])
 
 
@@ -159,10 +163,54 @@ def value_gradient(
         return backward(problem.in_first_slots(), zeros[0], lse, grad_out, zeros[1]).value
 
 
+def slot_mass(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    pattern: Pattern,
+    lse: Tensor,
+    weight: Tensor,
+    *,
+    scale: float,
+    q_start: int,
+    block_size: int | None,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """The sum over queries of `weight exp(s - lse)` over the pairs of each slot, [B, Hq, R * k].
+
+    Of a checked call whose pattern has one selection; `weight` is [B, Hq, Nq].
+    """
+    (selection,) = selections_of(pattern)
+    slots = lse.new_zeros(*query.shape[:2], math.prod(selection.indices.shape[-2:]))
+    options = {**options, "slot_bias": slots}
+    problem = _problem(
+        pattern,
+        query,
+        key,
+        key,
+        scale=scale,
+        q_start=q_start,
+        block_size=block_size,
+        backend=backend,
+        **options,
+    )
+    how = BACKENDS[backend]
+    with without_autocast(query):
+        if how.entry_mass is not None:
+            mass = how.entry_mass(problem, lse, weight)
+        else:  # dS = P * weight where nothing comes through the values
+            assert how.backward is not None
+            none = torch.zeros_like(query)
+            found = how.backward(problem.in_first_slots(), none, lse, none, weight.contiguous())
+            assert found.block_bias is not None
+            mass = found.block_bias
+    return _slot_gradient(mass, problem.layout, slots)
+
+
 _CALL = (
-    "Tensor query, Tensor key, Tensor value, Tensor? block_bias, Tensor? distance_bias, "
-    "Tensor? sink, Tensor? dropout_seed, Tensor[] tensors, str pattern, float scale, "
-    "float? softcap, float? dropout_p, SymInt q_start, SymInt? block_size, str backend"
+    "Tensor query, Tensor key, Tensor value, Tensor? block_bias, Tensor? slot_bias, "
+    "Tensor? distance_bias, Tensor? sink, Tensor? dropout_seed, Tensor[] tensors, str pattern, "
+    "float scale, float? softcap, float? dropout_p, SymInt q_start, SymInt? block_size, str backend"
 )
 _NAMES = [argument.split()[-1] for argument in _CALL.split(",")]
 
@@ -195,7 +243,7 @@ def _problem(
     Key masks are data where the backend takes them: another mask needs no other layout, but where
     blocks have a bias, which are those of the whole pattern.
     """
-    mask = None
+    mask, slot_bias = None, options.pop("slot_bias", None)
     check_batch(pattern, query)
     if "key_mask" in BACKENDS[backend].extras:
         rest, masks = without_key_masks(pattern)
@@ -208,12 +256,29 @@ def _problem(
     else:
         layout, slots = layout_cache.layout(*laid), ()
     check_bias(options["block_bias"], layout)
+    if slot_bias is not None:
+        options["block_bias"] = _entry_bias(slot_bias, layout)
     problem = Problem(layout, query, key, value, key_mask=mask, slots=slots, **options)
     return problem if backend == "cpu" else problem.in_first_slots()
 
 
-def _frame(query: Tensor, key: Tensor, q_start: int) -> Frame:
-    return Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
+def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
+    """The bias of entries [B, Hq, entries] that a bias of slots [B, Hq, R * k] is."""
+    if all(p.slot is None for p in layout.passes) and layout.passes:
+        raise NotImplementedError(
+            "slot_bias needs tiles of one row and one block of SelectedBlocks: a block_size that "
+            "divides the selection's, beside masks that are not dilated or packed; "
+            "backend='reference' takes any"
+        )
+    slot = stretched(layout.entry_slots, *slot_bias.shape[:2])
+    return torch.nn.functional.pad(slot_bias, (0, 1)).gather(-1, slot % (slot_bias.shape[2] + 1))
+
+
+def _slot_gradient(grad: Tensor, layout: BlockLayout, slot_bias: Tensor) -> Tensor:
+    """The gradient of a bias of slots, from that of the bias of entries."""
+    slot = stretched(layout.entry_slots, *grad.shape[:2])
+    of_slots = grad.new_zeros(*slot_bias.shape[:2], slot_bias.shape[2] + 1)
+    return of_slots.scatter_add_(-1, slot % of_slots.shape[2], grad)[..., :-1]
 
 
 def _laid(
@@ -225,7 +290,7 @@ def _laid(
     backend: str,
 ) -> _Laid:
     """What a layout is of."""
-    frame = _frame(query, key, q_start)
+    frame = frame_of(query, key, q_start)
     if block_size is None:
         block_size = block_size_of(backend, pattern, query, frame.kv_len)
     return pattern, frame, block_size, query.device
@@ -251,6 +316,7 @@ def _reference(
     block_size: int | None,
     backend: str,
     block_bias: Tensor | None,
+    slot_bias: Tensor | None = None,
     distance_bias: Tensor | None,
     dropout_p: float | None,
     dropout_seed: Tensor | None,
@@ -260,7 +326,7 @@ def _reference(
     dtype, kept = sum_dtype(query), None
     spelt = query.detach(), key.detach(), tensors, pattern, q_start
     dropout = None if dropout_p is None or dropout_seed is None else (dropout_p, dropout_seed)
-    if block_bias is None:
+    if block_bias is None and slot_bias is None:
         counts = pair_counts_op(*spelt).to(dtype)
         log_counts = counts.log()
         if dropout is not None:
@@ -268,15 +334,22 @@ def _reference(
     else:
         declared = parse(pattern, tensors)
         check_batch(declared, query)
-        layout = layout_cache.layout(*_laid(declared, query, key, q_start, block_size, backend))
-        check_bias(block_bias, layout)
-        number = layout.entry_of_pairs(len(query)).to(query.device)  # [passes, B, Hq, Nq, Nk]
-        biased = number, block_bias.to(dtype)
+        laid = _laid(declared, query, key, q_start, block_size, backend)
+        branches = list(range(len(declared.branches)))
+        if block_bias is not None:
+            layout = layout_cache.layout(*laid)
+            check_bias(block_bias, layout)
+            branches = [p.branch for p in layout.passes]
+            number = layout.entry_of_pairs(len(query)).to(query.device)  # [passes, B, Hq, Nq, Nk]
+            biased = number, block_bias.to(dtype)
+        elif slot_bias is not None:  # a 0 before it, for pairs of no slot
+            padded = torch.nn.functional.pad(slot_bias.to(dtype), (1, 0))
+            biased = slots_op(*spelt), padded
         log_counts = _log_biased_counts(*biased)
         if dropout is not None:
-            of_branch = _kept_by_branch(declared, layout.frame, *dropout)
-            branches = torch.tensor([p.branch for p in layout.passes], dtype=torch.int64)
-            of_kept = _log_biased_counts(*biased, of_branch[branches].to(query.device))
+            of_branch = kept_by_branch(declared, laid[1], *dropout)
+            which = torch.tensor(branches, dtype=torch.int64)
+            of_kept = _log_biased_counts(*biased, of_branch[which].to(query.device))
             kept = (of_kept - finite_or_zero(log_counts)).exp()
     if kept is not None and dropout is not None:
         kept = kept / (1 - dropout[0])
@@ -300,95 +373,6 @@ def _log_biased_counts(number: Tensor, block_bias: Tensor, kept: Tensor | None =
     highest = finite_or_zero(bias.detach().amax(0))
     total = torch.where(there, (bias - highest).exp(), 0.0).sum(0)
     return torch.where(total > 0, highest + torch.where(total > 0, total, 1.0).log(), -torch.inf)
-
-
-def _kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Tensor:
-    """[branches, B, Hq, Nq, Nk] whether each pair of each branch of a mixture is kept.
-
-    `seed` is [B, streams].
-    """
-    query, key, stream = pattern.coordinates(frame)
-    stream = stream.to(seed.device)
-    of_row = seed[:, stream][:, None, :, None]  # [B, 1, Nq, 1]
-    head = torch.arange(frame.num_heads, device=seed.device)[:, None, None]
-    branch = torch.arange(len(pattern.branches), device=seed.device).view(-1, 1, 1, 1, 1)
-    query, key = query.to(seed.device)[:, None], key.to(seed.device)
-    return kept_pairs(of_row, p, head, query, key, branch)
-
-
-@torch.library.custom_op("sparsering::pair_counts", mutates_args=())
-def pair_counts_op(
-    query: Tensor,
-    key: Tensor,
-    tensors: Sequence[Tensor],
-    pattern: str,
-    q_start: int,
-    dropout_p: float | None = None,
-    dropout_seed: Tensor | None = None,
-) -> Tensor:
-    """[B, Hq, Nq, Nk] int64 multiplicity of every pair, from the pattern's definition.
-
-    With dropout, of what is kept of it.
-    """
-    value = parse(pattern, tensors)
-    check_batch(value, query)
-    frame = _frame(query, key, q_start)
-    shape = (*query.shape[:3], key.shape[2])
-    if dropout_p is None or dropout_seed is None:
-        return _dense(value, frame).to(query.device).expand(shape).contiguous()
-    kept = _kept_by_branch(value, frame, dropout_p, dropout_seed).to(query.device)
-    counts = torch.zeros(shape, dtype=torch.int64, device=query.device)
-    for branch, of_branch in zip(value.branches, kept, strict=True):
-        counts += _dense(branch, frame).to(query.device) * of_branch
-    return counts
-
-
-def _dense(pattern: Pattern, frame: Frame) -> Tensor:
-    q_len, kv_len, num_heads, num_kv_heads, q_start = frame
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    return pattern.to_dense(q_len, kv_len, **heads, q_start=q_start).to(torch.int64)
-
-
-@torch.library.custom_op("sparsering::distances", mutates_args=())
-def distances_op(
-    query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int
-) -> Tensor:
-    """[Nq, Nk] int64 key position minus query position of every pair."""
-    frame = _frame(query, key, q_start)
-    position, key_position, _ = parse(pattern, tensors).coordinates(frame)
-    return (key_position - position[:, None]).to(query.device)
-
-
-@pair_counts_op.register_fake
-def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
-    return query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.int64)
-
-
-@distances_op.register_fake
-def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
-    return query.new_empty(query.shape[2], key.shape[2], dtype=torch.int64)
-
-
-def _of_lengths(operator: Any) -> Callable[..., tuple[Tensor, None]]:
-    """The rule for vmap of what depends on the sizes of query and key alone: one for all."""
-
-    def rule(info: Any, in_dims: Any, query: Tensor, key: Tensor, *rest: Any) -> Any:
-        refuse_mapped_pattern(in_dims[2])
-        if any(dim is not None for dim in in_dims[5:]):
-            raise NotImplementedError(
-                "vmap cannot map over dropout_seed with backend='reference'; name another or none"
-            )
-        query, key = (
-            x if dim is None else x.select(dim, 0)
-            for x, dim in zip((query, key), in_dims, strict=False)
-        )
-        return operator(query, key, *rest), None
-
-    return rule
-
-
-pair_counts_op.register_vmap(_of_lengths(pair_counts_op))
-distances_op.register_vmap(_of_lengths(distances_op))
 
 
 def _visited_pairs(arguments: Sequence[Any]) -> float:

@@ -17,6 +17,7 @@ from .patterns.varlen import Varlen
 _REFUSED = {
     "q_start": "each document's last query is aligned with its last key",
     "block_bias": "the blocks of documents have no order that a caller could know",
+    "slot_bias": "rows of a selection are those of a whole sequence",
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .checks import check_tensor, refuse_forward_mode, refuse_meta
+from .checks import checked_rows, refuse_forward_mode, refuse_meta
 from .dispatch import choose
 from .functional import checked_call
 from .layouts.layout import BlockLayout
@@ -197,26 +197,10 @@ def key_mass(
     if lse is None:
         _, lse = attend(backend, query, key, key[..., :1], pattern, **call, options=options)
     options = {**options, "sink": None}
-    lse = _checked_rows("lse", lse, query, broadcasts=False)
-    each = query.new_ones(1, 1, 1) if weight is None else _checked_rows("weight", weight, query)
+    lse = checked_rows("lse", lse, query, broadcasts=False)
+    each = query.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)
     # a channel for each query head of a key's: what one sends, the others' channels do not get
     sent = torch.eye(group, dtype=dtype, device=query.device).repeat(kv_heads, 1)[:, None]
     sent = (each[..., None] * sent).expand(batch, heads, q_len, group).contiguous()
     mass = value_gradient(backend, query, key, pattern, lse, sent, **call, options=options)
     return mass.transpose(2, 3).reshape(batch, heads, kv_len)
-
-
-def _checked_rows(name: str, x: Tensor, query: Tensor, broadcasts: bool = True) -> Tensor:
-    """A number for each row of the queries, in their dtype; ValueError where it does not fit."""
-    shape = query.shape[:3]
-    outer = [f"{n} or 1" if broadcasts else str(n) for n in shape[:2]]
-    check_tensor(name, x)
-    fits = x.dim() == 3 and x.shape[2] == shape[2] and x.is_floating_point()
-    for have, want in zip(x.shape[:2], shape[:2], strict=False):
-        fits = fits and (have == want or (broadcasts and have == 1))
-    if not fits or x.device != query.device:
-        raise ValueError(
-            f"{name} must be floating point [{', '.join(outer)}, {shape[2]}] on {query.device}, "
-            f"got {x.dtype} {tuple(x.shape)} on {x.device}; unsqueeze what lacks"
-        )
-    return x.detach().to(query.dtype)

@@ -17,6 +17,7 @@ def one_of_each() -> list[Any]:
     return [
         sr.Full(),
         causal,
+        sr.PooledCausal(4, 2),
         sr.SlidingWindow(4, 2, 2),
         sr.SlidingWindow(None, 7),
         sr.GlobalTokens(3, rows=False),

@@ -46,6 +46,10 @@ def causal(at: Place, p: int, k: int) -> int:
     return k <= p
 
 
+def pooled_causal(at: Place, p: int, k: int, size: int, stride: int) -> int:
+    return p >= k * stride + size - 1
+
+
 def sliding_window(
     at: Place, p: int, k: int, left: int | None, right: int | None = 0, dilation: int = 1
 ) -> int:
@@ -185,6 +189,7 @@ RULES = {
     "Full": full,
     "Causal": causal,
     "SlidingWindow": sliding_window,
+    "PooledCausal": pooled_causal,
     "GlobalTokens": global_tokens,
     "Dilated": dilated,
     "LongNet": longnet,

@@ -102,6 +102,11 @@ def windows(draw: st.DrawFn, scene: Scene) -> Spec:
 
 
 @st.composite
+def pooled(draw: st.DrawFn, scene: Scene) -> Spec:
+    return ("PooledCausal", max(1, draw(distances(scene))), draw(st.integers(1, 7)))
+
+
+@st.composite
 def global_tokens(draw: st.DrawFn, scene: Scene) -> Spec:
     rows, columns = draw(st.sampled_from(((True, True), (True, False), (False, True))))
     return ("GlobalTokens", draw(distances(scene)), rows, columns)
@@ -212,7 +217,7 @@ def packed(draw: st.DrawFn, scene: Scene, inner: Any) -> Spec:
 
 def leaf_masks(scene: Scene, with_random: bool) -> st.SearchStrategy[Spec]:
     """Masks that hold at any length, so that they may stand inside `Packed` too."""
-    kinds = [windows, global_tokens, dilated, block_dilated, block_windows, hierarchicals]
+    kinds = [windows, pooled, global_tokens, dilated, block_dilated, block_windows, hierarchicals]
     kinds += [key_paddings, block_tables] + [random_blocks] * with_random
     fixed = st.sampled_from((("Full",), ("Causal",)))
     return st.one_of(fixed, *(kind(scene) for kind in kinds))

@@ -29,14 +29,15 @@ ROOMS = {
     "checks": "layouts patterns numerics",
     "extras": "checks dropout patterns",
     "differentiable": "checks patterns numerics",
-    "ops": "dispatch differentiable checks dropout kernels layouts patterns numerics",
+    "pairs": "differentiable checks dropout patterns",
+    "ops": "pairs dispatch differentiable checks kernels layouts patterns numerics",
     "functional": "ops extras dispatch checks patterns",
     "varlen": "functional checks patterns",
     "weights": "functional ops dispatch checks layouts patterns numerics",
     "cost": "layouts",
-    "selection": "functional checks layouts patterns numerics rows",
-    "decoding": "functional ops dispatch checks kernels layouts patterns numerics",
-    "distributed": "functional differentiable extras dropout dispatch checks cost kernels layouts "
+    "selection": "weights functional ops dispatch checks layouts patterns numerics rows",
+    "decoding": "selection functional ops dispatch checks kernels layouts patterns numerics",
+    "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
     "patterns numerics rows",
     "nn": "functional selection decoding checks patterns numerics",
     "models": "nn functional decoding patterns",
@@ -44,8 +45,8 @@ ROOMS = {
     "planner": "cost distributed layouts patterns",
     "plots": "planner layouts patterns",
     "report": "plots planner",
-    "bench": "plots report planner integrations models nn decoding functional extras kernels "
-    "layouts patterns numerics",
+    "bench": "plots report planner integrations models nn selection decoding functional extras "
+    "kernels layouts patterns numerics",
     "training": "distributed models nn plots report layouts patterns files",
     "cli": "",  # the command line takes what a command needs
 }

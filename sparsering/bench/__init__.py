@@ -21,6 +21,7 @@ from .extras import extras
 from .gigapath import gigapath
 from .measure import write_record
 from .modules import modules
+from .selection import selection
 from .sweeps import sweeps
 from .transformers import transformers
 
@@ -35,6 +36,7 @@ CASES = {
     "batches": batches,
     "modules": modules,
     "extras": extras,
+    "selection": selection,
     "gigapath": gigapath,
     "sweeps": sweeps,
     "memory": memory,

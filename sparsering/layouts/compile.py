@@ -9,6 +9,7 @@
    mask's definition.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,13 +19,14 @@ from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, chec
 from ..patterns.arguments import shortened
 from ..patterns.blocks import blockwise_masks
 from ..patterns.positions import Dilated, Packed, SlidingWindow
+from ..patterns.selected import selections_of
 from ..rows import distinct_rows, number_rows
 from .bitmaps import count_pairs, pack
 from .conditions import EMPTY, FULL, Condition
 from .ground import Ground, ground_of, laid_in_documents
 from .layout import BlockLayout, Pass
 from .lowering import condition
-from .selected import selected_layout
+from .selected import selected_layout, with_slots
 from .tiles import Axis, Grid, Origin, Ranges, TilePairs
 
 BLOCK_SIZES = range(16, 257, 16)
@@ -85,7 +87,9 @@ def build_layout(
         return replace(selected, passes=tuple(p.to(device) for p in selected.passes))
     some = frame.num_heads and pattern.num_batches() != 0
     compiled = compile_passes(pattern, frame, block_size) if some else []
-    passes = tuple(assemble(c, frame, block_size).to(device) for c in compiled)
+    laid = [assemble(c, frame, block_size) for c in compiled]
+    told = (with_slots(p, pattern.branches[p.branch], frame, block_size) for p in laid)
+    passes = tuple(p.to(device) for p in told)
     pairs = sum(c.num_pairs for c in compiled)
     return BlockLayout(frame, block_size, passes, pairs)
 
@@ -153,6 +157,9 @@ def default_block_size(pattern: Pattern, kv_len: int) -> int:
     named = [mask.block_size for branch in pattern.branches for mask in blockwise_masks(branch)]
     if named and min(named) in BLOCK_SIZES:
         return min(named)
+    if selections := selections_of(pattern):  # as large as cuts their blocks into tiles
+        sizes = [b for b in BLOCK_SIZES if b <= 128 and selections[0].block_size % b == 0]
+        return max(sizes, default=128)
     return 128 if kv_len > 64 else 64 if kv_len > 32 else 32
 
 
@@ -250,13 +257,14 @@ def _compile_pass(
     ground: Ground, grid: Grid, mask: Mask, frame: Frame, block_size: int
 ) -> CompiledPass:
     grid = ground.fitting(grid, block_size)
+    tokens = _tokens_of_tile(mask, grid, block_size)
     anchor = grid.anchor
     num_tables, num_batches = mask.num_tables(frame), mask.num_batches() or 1
     num_axes = 1 if anchor is None else anchor.num_tables(frame)
     offsets = [
         0 if anchor is None else anchor.offset_of(h, frame.num_kv_heads) for h in range(num_axes)
     ]
-    queries = [ground.queries(grid, block_size, s) for s in offsets]
+    queries = [ground.queries(grid, tokens, s) for s in offsets]
     keys = [ground.keys(grid, block_size, s) for s in offsets]
 
     number_of: dict[Mask, int] = {}  # heads and batch entries that see one mask share one table
@@ -278,6 +286,12 @@ def _compile_pass(
     queries, keys, told = ground.placed(queries, keys)
     mean = num_pairs / (num_batches * num_tables)
     return CompiledPass(queries, keys, rows, bitmaps, mean, told=told)
+
+
+def _tokens_of_tile(mask: Mask, grid: Grid, block_size: int) -> int:
+    """Most queries of a tile: those of a row, where rows of fewer choose their blocks."""
+    rows = [x.row_size for x in selections_of(mask)] if grid == Grid(1, block_size) else []
+    return math.gcd(block_size, *rows)
 
 
 def _table(

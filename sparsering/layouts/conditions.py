@@ -65,11 +65,12 @@ class Linear(Condition):
         rows = torch.arange(len(queries))
         first, last = (self.a * (x - origin.start) for x in (queries.start, queries.last))
         room = torch.maximum(first, last) - self.c
-        if self.b > 0:  # k >= origin.start - room
+        if self.b > 0:  # k >= origin.start - room / b
             far = rows * 0 + _end(keys)
-            return spans_of_positions(queries, keys, rows, origin.start - room, far)
-        if self.b < 0:  # k <= origin.start + room
-            return spans_of_positions(queries, keys, rows, rows * 0, origin.start + room)
+            return spans_of_positions(queries, keys, rows, origin.start - room // self.b, far)
+        if self.b < 0:  # k <= origin.start + room / -b
+            most = origin.start + room // -self.b
+            return spans_of_positions(queries, keys, rows, rows * 0, most)
         return _with_any_key(queries, keys, rows[room >= 0])
 
 

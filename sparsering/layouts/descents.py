@@ -92,6 +92,21 @@ class Near(Descent):
 
 
 @dataclass(frozen=True)
+class Pooled(Descent):
+    """p >= k * stride + size - 1: no key is ever dead."""
+
+    size: int
+    stride: int
+    is_filter: bool = field(default=True, init=False)
+
+    def before(self, k: Tensor, x: Tensor) -> Tensor:
+        return torch.where(x >= k * self.stride + (self.size - 1), x, -1)
+
+    def future(self, stop: int) -> Repeats:
+        return Repeats(stop * self.stride + self.size - 1, 1)
+
+
+@dataclass(frozen=True)
 class FirstQueries(Descent):
     """p < count."""
 

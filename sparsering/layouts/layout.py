@@ -50,8 +50,8 @@ class Pass:
             first token, where that is not where it lies; see `coordinates`.
         stream: [S, query tiles] int64, which of a batch entry's streams of dropout a tile takes,
             None for 0.
-        slot: [Bt, Ht, entries] int64, which of the slots [R, k] of a selection lists the entry, -1
-            for none; None where nothing is selected.
+        slot: [B or 1, H or 1, entries] int64, which of the slots [R, k] of a selection lists the
+            entry, -1 for none; None where nothing is selected, or entries are not those of slots.
     """
 
     step: int
@@ -101,7 +101,7 @@ class Pass:
 
     def query_tiles(self) -> Tensor:
         """[Bt, Ht, entries] query tile of each entry; the number of query tiles where none is."""
-        return _row_of(self.row_ptr, self.key_tile.shape[-1])
+        return row_of(self.row_ptr, self.key_tile.shape[-1])
 
     @cached_property
     def transpose(self) -> Transpose:
@@ -172,6 +172,27 @@ class BlockLayout:
         """[passes, Bt, Ht] number of each pass's first entry in `entries` order."""
         return self.entry_counts.cumsum(0) - self.entry_counts
 
+    @cached_property
+    def entry_slots(self) -> Tensor:
+        """[Bt, Ht, entries] slot of a selection for each entry of `entries` order, -1 for none.
+
+        The last dim has room for the longest table; of one pass, for the entries that may be.
+        """
+        if len(self.passes) == 1 and self.passes[0].slot is not None:
+            return self.passes[0].slot
+        told = [p.slot.shape for p in self.passes if p.slot is not None]
+        batch, heads = (max((s[i] for s in told), default=1) for i in (0, 1))
+        batch, heads = max(batch, self.table_shape[0]), max(heads, self.table_shape[1])
+        width, device = self.num_blocks, self.entry_counts.device
+        slots = torch.full((batch, heads, width + 1), -1, device=device)
+        for p, begin, counts in zip(self.passes, self.first_entry, self.entry_counts, strict=True):
+            if p.slot is not None:
+                first, count = (stretched(x, batch, heads)[..., None] for x in (begin, counts))
+                number = torch.arange(p.slot.shape[-1], device=device)
+                place = torch.where(number < count, first + number, width)
+                slots.scatter_(-1, place, stretched(p.slot, batch, heads))
+        return slots[..., :-1]
+
     @property
     def table_shape(self) -> tuple[int, int]:
         """(batch entries, heads) with tables of their own, 1 where all share one."""
@@ -220,7 +241,7 @@ class BlockLayout:
         b = batch if p.row_ptr.shape[0] > 1 else 0
         h = p.table_of(head, self.frame.num_heads)
         n = int(p.num_entries[b, h])
-        row, key, bitmap = _row_of(p.row_ptr[b, h], n), p.key_tile[b, h, :n], p.bitmap[b, h, :n]
+        row, key, bitmap = row_of(p.row_ptr[b, h], n), p.key_tile[b, h, :n], p.bitmap[b, h, :n]
         return row, key.long(), bitmap.long(), p.axis_of(head, self.frame.num_heads)
 
     def visits(self, batch: int, head: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
@@ -301,7 +322,8 @@ def _share_of(head: int, num_heads: int, tables: int) -> int:
     return head * tables // num_heads if num_heads else 0
 
 
-def _row_of(row_ptr: Tensor, entries: int) -> Tensor:
+def row_of(row_ptr: Tensor, entries: int) -> Tensor:
+    """The row of each of as many entries; the number of rows past the last."""
     position = torch.arange(entries, device=row_ptr.device).expand(*row_ptr.shape[:-1], -1)
     ends = row_ptr[..., 1:].long().contiguous()
     return torch.searchsorted(ends, position.contiguous(), right=True)

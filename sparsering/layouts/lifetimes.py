@@ -31,6 +31,7 @@ from ..patterns.positions import (
     Full,
     GlobalTokens,
     Packed,
+    PooledCausal,
     SlidingWindow,
     entries_of,
 )
@@ -50,6 +51,7 @@ from .descents import (
     ListedBlocks,
     Near,
     NearBlocks,
+    Pooled,
     Repeats,
     ValidKeys,
 )
@@ -287,6 +289,8 @@ def descent(mask: Mask, frame: Frame) -> Descent:
             return Near(None, None, 1)
         case Causal():
             return Near(None, 0, 1)
+        case PooledCausal(size, stride):
+            return Pooled(size, stride)
         case SlidingWindow(left, right, dilation):
             return Near(left, right, dilation)
         case GlobalTokens(count, rows, columns):

@@ -13,6 +13,7 @@ from ..patterns.positions import (
     Full,
     GlobalTokens,
     Packed,
+    PooledCausal,
     SlidingWindow,
 )
 from .conditions import (
@@ -42,6 +43,8 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
             return Linear(0, 0, 0)
         case Causal():
             return Linear(1, -1, 0)
+        case PooledCausal(size, stride):
+            return Linear(1, -stride, size - 1)
         case SlidingWindow(left, right, dilation):
             parts: list[Condition] = [Congruent(dilation)] if dilation > 1 else []
             parts += [] if left is None else [Linear(-1, 1, -left)]

@@ -1,16 +1,18 @@
 """Layouts of selected blocks, built on the device that holds the indices, without a host sync."""
 
+import itertools
+from dataclasses import replace
 from math import gcd
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..patterns.algebra import And, Frame, Pattern
+from ..patterns.algebra import And, Frame, Mask, Pattern
 from ..patterns.positions import Causal
-from ..patterns.selected import SelectedBlocks
+from ..patterns.selected import SelectedBlocks, selections_of
 from .bitmaps import pack
-from .layout import BlockLayout, Pass
+from .layout import BlockLayout, Pass, row_of, stretched
 
 
 def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLayout | None:
@@ -83,6 +85,32 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
         slot=slot,
     )
     return BlockLayout(frame, block_size, (p,), pairs.sum((2, 3)).double().mean())
+
+
+def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int) -> Pass:
+    """The same pass, telling which slot of the mask's one selection lists each entry.
+
+    As it is where there is no such selection, or entries are not of one row and one block of it.
+    """
+    selections = selections_of(mask)
+    if len(selections) != 1 or p.step > 1 or p.query_origin is not None:
+        return p
+    (selection,) = selections
+    first, last = p.query_start + frame.q_start, p.query_stop + frame.q_start - 1
+    in_rows = first // selection.row_size == last // selection.row_size
+    if selection.block_size % block_size or not in_rows.all():
+        return p
+    batches, heads = selection.num_batches() or 1, selection.num_tables(frame)
+    batches, heads = max(batches, p.row_ptr.shape[0]), max(heads, p.row_ptr.shape[1])
+    row_ptr, key_tile = (stretched(x, batches, heads) for x in (p.row_ptr, p.key_tile))
+    row = row_of(row_ptr, key_tile.shape[-1])
+    slot = torch.full(key_tile.shape, -1)
+    for b, h in itertools.product(range(batches), range(heads)):
+        n = int(row_ptr[b, h, -1])
+        query, key = first[0][row[b, h, :n]], p.key_start[0][key_tile[b, h, :n].long()]
+        head = h * frame.num_heads // heads
+        slot[b, h, :n] = selection.slot_of_pairs(query, key, b, head, frame)
+    return replace(p, slot=slot)
 
 
 def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor]:

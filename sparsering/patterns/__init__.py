@@ -29,6 +29,7 @@ from .positions import (
     GlobalTokens,
     LongNet,
     Packed,
+    PooledCausal,
     SlidingWindow,
 )
 from .selected import SelectedBlocks
@@ -51,6 +52,7 @@ __all__ = [
     "Mixture",
     "Packed",
     "Pattern",
+    "PooledCausal",
     "RandomBlocks",
     "SelectedBlocks",
     "SlidingWindow",

@@ -33,6 +33,7 @@ from .positions import (
     GlobalTokens,
     LongNet,
     Packed,
+    PooledCausal,
     SlidingWindow,
 )
 from .selected import SelectedBlocks
@@ -41,7 +42,7 @@ from .varlen import Varlen
 BUILT_IN: dict[str, Callable[..., Pattern]] = {
     constructor.__name__: constructor
     for constructor in (
-        *(Full, Causal, SlidingWindow, GlobalTokens, Dilated, LongNet),
+        *(Full, Causal, PooledCausal, SlidingWindow, GlobalTokens, Dilated, LongNet),
         *(Documents, Packed, Varlen, KeyPadding, KeyMask),
         *(BlockDilated, BlockWindow, RandomBlocks, Hierarchical, Blocks, SelectedBlocks, Dense),
     )

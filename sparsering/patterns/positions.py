@@ -34,6 +34,32 @@ class Causal(Mask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
+class PooledCausal(Mask):
+    """A query sees the pooled keys whose last token is not past it: p >= c * stride + size - 1.
+
+    Keys are then those that `pool_blocks(x, size, stride)` makes; the query positions are those of
+    tokens, so that a call needs `q_start`, 0 for a whole sequence. The first size - 1 queries see
+    none.
+
+    Example: `attention(query, *(pool_blocks(x, 32, 16) for x in (key, value)), PooledCausal(32,
+    16), q_start=0)`.
+
+    Source: NSA (arXiv 2502.11089), section 3.3.1.
+    """
+
+    size: int
+    stride: int
+    asks_frame = False
+
+    def _validate(self) -> None:
+        freeze_integer(self, "size", 1)
+        freeze_integer(self, "stride", 1, MOST_DILATION)
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        return p >= k * self.stride + (self.size - 1)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
 class SlidingWindow(Mask):
     """A query sees `left` keys before it, itself, and `right` keys after it.
 

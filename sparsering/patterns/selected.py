@@ -5,10 +5,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from ..rows import expand_counts
 from .algebra import And, Frame, Mask, Mixture, Or, Pattern
 from .arguments import freeze_integer
-from .blocks import BlockwiseMask, TensorMask, lookup
+from .blocks import BlockwiseMask, TensorMask
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -65,12 +67,47 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return self.indices.shape[0] if self.indices.dim() == 4 and len(self.indices) != 1 else None
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        if self.indices.dim() == 4 and len(self.indices) == 1:
-            batch = 0
-        chosen, blocks = self._table_of(batch, head, frame), -(-frame.kv_len // self.block_size)
-        chosen = torch.where((chosen >= 0) & (chosen < blocks), chosen, blocks)
-        active = torch.zeros(len(chosen), blocks + 1, dtype=torch.bool).scatter_(1, chosen, True)
-        return _ActiveRows(active[:, :blocks], self.block_size, self.row_size, self.first_row)
+        listed, _, blocks = self._listed(batch, head, frame)
+        rows = self.block_size, self.row_size, self.first_row
+        return _ListedBlocks(listed.unique_consecutive(), blocks, *rows)
+
+    def slot_of_pairs(self, p: Tensor, k: Tensor, batch: int, head: int, frame: Frame) -> Tensor:
+        """Which slot of [R, k] lists the pair's block for its row, the first that does, or -1."""
+        listed, slot, blocks = self._listed(batch, head, frame)
+        if not len(listed):
+            return p * 0 + k * 0 - 1
+        row, block = p // self.row_size - self.first_row, k // self.block_size
+        place = torch.searchsorted(listed, row * blocks + block).clamp(max=len(listed) - 1)
+        return torch.where((listed[place] == row * blocks + block) & (p >= 0), slot[place], -1)
+
+    def inflation(self, queries: int, kv_len: int) -> Tensor:
+        """How many more blocks as many neighbouring queries list together than one of their rows.
+
+        [H] or [1] of the heads of the indices: the blocks in the union of the rows of a tile of
+        `queries`, over the mean of its rows; 1 where rows agree, or are tiles. Costs O(R k).
+        """
+        blocks, rows = -(-kv_len // self.block_size), max(1, queries // self.row_size)
+        chosen = self.indices.view((1,) * (4 - self.indices.dim()) + self.indices.shape)
+        listed = torch.where((chosen >= 0) & (chosen < blocks), chosen, blocks)
+        whole = pad(listed, (0, 0, 0, -listed.shape[2] % rows), value=blocks)
+        tiles = whole.unflatten(2, (-1, rows))  # [B, H, tiles, rows, k]
+        in_union, in_rows = (_distinct(x, blocks) for x in (tiles.flatten(3), tiles))
+        used = (in_rows > 0).sum(-1).clamp(min=1)
+        mean_of_rows = in_rows.sum(-1) / used
+        return in_union.sum((0, 2)) / mean_of_rows.sum((0, 2)).clamp(min=1e-9)
+
+    def _listed(self, batch: int, head: int, frame: Frame) -> tuple[Tensor, Tensor, int]:
+        """What one head of one batch entry lists, ascending by row, block and slot.
+
+        Returns: row * blocks + block and slot of each, and the number of blocks.
+        """
+        one = self.indices.dim() == 4 and len(self.indices) == 1
+        chosen = self._table_of(0 if one else batch, head, frame)
+        blocks = -(-frame.kv_len // self.block_size)
+        slot = torch.nonzero(((chosen >= 0) & (chosen < blocks)).flatten())[:, 0]
+        row = slot // max(1, chosen.shape[1])
+        listed, order = (row * blocks + chosen.flatten()[slot]).sort(stable=True)
+        return listed, slot[order], blocks
 
     def check(self, frame: Frame) -> None:
         super().check(frame)
@@ -91,25 +128,42 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class _ActiveRows(TensorMask, BlockwiseMask):
-    """What one head of one batch entry selects: bool [R, Kb]."""
+class _ListedBlocks(TensorMask, BlockwiseMask):
+    """What one head of one batch entry selects: row * blocks + block of each, [n], ascending."""
 
-    active: Tensor
+    listed: Tensor
+    blocks: int
     block_size: int
     query_block: int
     first_row: int
+    table_dims: ClassVar[tuple[int, ...]] = (1,)
+    dtype: ClassVar[torch.dtype] = torch.int64
 
     @property
     def row_size(self) -> int:
         return self.query_block
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
-        return lookup(self.active, q_block - self.first_row, k_block)
+        place = (q_block - self.first_row) * self.blocks + k_block
+        if not len(self.listed):
+            return place != place
+        found = torch.searchsorted(self.listed, place).clamp(max=len(self.listed) - 1)
+        return (self.listed[found] == place) & (k_block < self.blocks)
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        row = (q_block - self.first_row).clamp(0, len(self.active) - 1)
-        index, block = torch.nonzero(self.active[row], as_tuple=True)
+        begin = (q_block - self.first_row) * self.blocks
+        first, last = (torch.searchsorted(self.listed, x) for x in (begin, begin + self.blocks))
+        index, number = expand_counts(last - first)
+        block = self.listed[first[index] + number] - begin[index]
         return index, block, block
+
+
+def _distinct(listed: Tensor, nothing: int) -> Tensor:
+    """How many distinct blocks each last dim lists."""
+    ordered = listed.sort(-1).values
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    return (first & (ordered < nothing)).sum(-1)
 
 
 def selections_of(pattern: Pattern) -> list[SelectedBlocks]:

@@ -120,19 +120,46 @@ def backward(
     return Gradients(dq, dk, dv, *extras.gradients(), dsink)
 
 
+def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
+    """The sum of `weight_q e^{s - lse_q}` over each entry's pairs, in the place of its block bias.
+
+    lse and weight: [B, Hq, Nq] in the dtype of sums.
+    """
+    dtype = sum_dtype(problem.query)
+    q, k = _flat(problem.query), _flat(problem.key)
+    extras = Extras(problem, dtype)
+    lse = torch.where(lse == -torch.inf, torch.inf, lse).reshape(-1)
+    weight = weight.reshape(-1)
+    for _, chunk in _walk(problem):
+        clse, cweight = (x[chunk.q].flatten(1, 2)[..., None] for x in (lse, weight))
+        group, masses, added = chunk.q.shape[1], [], extras.added(chunk)
+        for unit, product in _units(chunk, dtype):
+            uq = _take(q, chunk.q[unit], dtype).mul_(problem.scale).flatten(-3, -2)
+            uk = _take(k, chunk.k[unit], dtype)
+            extras.clear(chunk, unit, uk, uk)
+            score, _ = extras.adjust(product(uq, uk), chunk, unit)
+            mass = _biased(score, _of_unit(added, unit), group).sub_(clse[unit]).exp_()
+            masses.append(mass.mul_(cweight[unit]).unflatten(-2, (group, -1)).sum(-2))
+        extras.add_bias_gradient(masses, chunk)
+    found, _ = extras.gradients()
+    assert found is not None
+    return found
+
+
 def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
     """Every chunk of every pass, and whether its query rows are met for the first time."""
-    layout, query, biased = problem.layout, problem.query, problem.block_bias is not None
+    layout, query, bias = problem.layout, problem.query, problem.block_bias
+    biases = None if bias is None else bias.shape[2]
     placed = problem.distance_bias is not None or problem.dropout_p is not None
     b, size = layout.block_size, sum_dtype(query).itemsize
     per_token = 3 * size * (query.shape[-1] + problem.value.shape[-1])
-    most_queries = 1 if biased else max(1, _MOST_QUERIES // b)
+    most_queries = 1 if bias is not None else max(1, _MOST_QUERIES // b)
     for number, p in enumerate(layout.passes):
         for units in plan(p, b, most_queries, max(1, _MOST_KEYS // b)):
             pairs = units.num_queries * units.num_keys
             per_pair = 0 if _alone(pairs, query.device, sum_dtype(query)) else 4 * size
             limits = (_workspace["bytes"], per_token, per_pair)
-            for chunk in chunks(layout, number, units, len(query), *limits, biased, placed):
+            for chunk in chunks(layout, number, units, len(query), *limits, biases, placed):
                 yield units.fresh and number == 0, chunk
 
 

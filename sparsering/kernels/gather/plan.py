@@ -222,13 +222,13 @@ def chunks(
     workspace: int,
     per_token: int,
     per_pair: int,
-    biased: bool,
+    biases: int | None,
     placed: bool,
 ) -> Iterator[Chunk]:
     """Cuts units of pass `number` into chunks of at most `workspace` bytes.
 
     `per_token` and `per_pair` are the bytes that the caller keeps of a query or key token and of a
-    pair of them.
+    pair of them; `biases`, how many numbers a query head has in a block bias, None without.
     """
     p, frame, b = layout.passes[number], layout.frame, layout.block_size
     batch_tables, heads = len(p.row_ptr), max(p.row_ptr.shape[1], len(p.query_start))
@@ -264,10 +264,10 @@ def chunks(
             if ragged:
                 pairs = real_q[:, :, None] & real_k[:, None, :]
                 cells = cells.expand(pairs.shape)[pairs].view(-1, m, n)
-        if biased:
+        if biases is not None:
             tables = layout.table_shape
             table = (bat[:, None] * (tables[0] > 1), q_head * tables[1] // frame.num_heads)
-            first = (bat[:, None] * frame.num_heads + q_head) * layout.num_blocks
+            first = (bat[:, None] * frame.num_heads + q_head) * biases
             first = first + layout.first_entry[number][table]
             slots = torch.arange(k.shape[1], device=device).div(b, rounding_mode="floor")
             slots = slots.expand(k.shape)

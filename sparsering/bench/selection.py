@@ -1,0 +1,126 @@
+"""What choosing costs: scores, selection and attention as one call, beside dense attention."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..functional import attention
+from ..patterns.algebra import Pattern
+from ..patterns.positions import Causal
+from ..patterns.selected import SelectedBlocks, selections_of
+from ..selection import block_scores, select_blocks
+from .measure import Row, interleaved_times, sampled_error
+
+HEADS, KV_HEADS, WIDTH, BLOCK, CHOSEN = 8, 2, 64, 64, 16
+
+
+def selection(quick: bool) -> list[Row]:
+    """16 blocks of 64, rows of 64 queries and of 1: the whole, its parts, and dense attention."""
+    rows: list[Row] = []
+    for length in (1024,) if quick else (4096, 16384, 65536):
+        for dtype in (torch.float32, torch.bfloat16):
+            for alike in (False, True):
+                for backward in (False, True):
+                    rows += _rows(length, dtype, alike, backward, quick)
+    return rows
+
+
+def _inputs(length: int, dtype: torch.dtype, alike: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values; `alike`: they drift, so that neighbours choose alike."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, h, length, WIDTH) for h in (HEADS, KV_HEADS, KV_HEADS))
+    if alike:
+        query, key = (_drifting(x) for x in (query, key))
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _drifting(x: Tensor, tokens: int = 128) -> Tensor:
+    """Half of each vector's variance is its own, half is shared with as many neighbours."""
+    total = torch.nn.functional.pad(x.double().cumsum(2), (0, 0, tokens, 0))
+    slow = (total[:, :, tokens:] - total[:, :, :-tokens]) / tokens**0.5
+    return ((x + slow.float()) * 0.5**0.5).contiguous()
+
+
+def _rows(length: int, dtype: torch.dtype, alike: bool, backward: bool, quick: bool) -> list[Row]:
+    inputs = _inputs(length, dtype, alike)
+    query, key, value = leaves = [x.clone().requires_grad_(backward) for x in inputs]
+    grad = torch.randn(1, HEADS, length, WIDTH, dtype=dtype)
+    patterns: dict[str, Pattern] = {"dense SDPA": Causal(), "Causal()": Causal()}
+    calls: dict[str, Callable[[], Tensor]] = {
+        "dense SDPA": lambda: scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        ),
+        "Causal()": lambda: attention(query, key, value, Causal()),
+    }
+    parts: dict[str, Callable[[], Tensor]] = {}
+    for tokens in (BLOCK, 1):
+        name = f"selected, rows of {tokens}"
+        scores = _scores(query, key, tokens)
+        patterns[name] = SelectedBlocks(_chosen(scores, tokens), BLOCK, tokens) & Causal()
+        calls[name] = partial(_whole, query, key, value, tokens)
+        parts[f"{name}: score"] = partial(_scores, query, key, tokens)
+        parts[f"{name}: select"] = partial(_chosen, scores, tokens)
+    calls = {
+        name: _differentiated(call, leaves, grad) if backward else call
+        for name, call in calls.items()
+    }
+    rounds = 2 if quick or length > 30000 else 9
+    with torch.set_grad_enabled(backward):
+        times = interleaved_times({**calls, **({} if backward else parts)}, rounds)
+        found = [
+            {
+                "call": name, "pass": "forward and backward" if backward else "forward",
+                "tokens": length, "dtype": str(dtype)[6:],
+                "data": "neighbours alike" if alike else "random",
+                "ms": statistics.median(times[name]),
+                "least": min(times[name]), "most": max(times[name]),
+                "of_dense": statistics.median(times[name]) / statistics.median(times["dense SDPA"]),
+                **_described(patterns[name], length),
+                "error": sampled_error(calls[name]().detach(), *inputs, patterns[name]),
+            }
+            for name in calls
+        ]  # fmt: skip
+    if not backward:
+        for row in found:
+            for part in ("score", "select"):
+                if f"{row['call']}: {part}" in times:
+                    row[f"{part}_ms"] = statistics.median(times[f"{row['call']}: {part}"])
+    return found
+
+
+@torch.no_grad()
+def _scores(query: Tensor, key: Tensor, tokens: int) -> Tensor:
+    return block_scores(query, key, BLOCK, query_block=tokens)
+
+
+def _chosen(scores: Tensor, tokens: int) -> Tensor:
+    return select_blocks(scores, CHOSEN, block_size=BLOCK, query_block=tokens)
+
+
+def _whole(query: Tensor, key: Tensor, value: Tensor, tokens: int) -> Tensor:
+    chosen = _chosen(_scores(query, key, tokens), tokens)
+    return attention(query, key, value, SelectedBlocks(chosen, BLOCK, tokens) & Causal())
+
+
+def _differentiated(
+    call: Callable[[], Tensor], leaves: Sequence[Tensor], grad: Tensor
+) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        out = call()
+        torch.autograd.grad(out, leaves, grad)
+        return out
+
+    return run
+
+
+def _described(pattern: Pattern, length: int) -> Row:
+    """Pairs over visible pairs, and how many more blocks 64 queries list than one of their rows."""
+    pairs = pattern.layout(length, num_heads=HEADS, num_kv_heads=KV_HEADS).num_pairs
+    told: Row = {"density": pairs / (length * (length + 1) / 2)}
+    for selected in selections_of(pattern):
+        told["inflation"] = float(selected.inflation(BLOCK, length).mean())
+    return told

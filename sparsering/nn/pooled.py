@@ -1,0 +1,94 @@
+"""Keys and values pooled by learned weights; scores of blocks by what pooled keys receive."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..numerics import sum_dtype, without_autocast
+
+LEAST = 1e-30  # of a share that is seen: it has a log
+_AT_A_TIME = 1 << 22  # weights that are computed at a time
+
+
+def gated_pool(gate: Tensor, x: Tensor, size: int, stride: int) -> Tensor:
+    """Weighted means of windows of tokens, by a softmax of each token's gate over its window.
+
+    Window c has the tokens from c * stride to c * stride + size - 1, as those of `pool_blocks`, and
+    equal gates give its means.
+
+    Args:
+        gate: [B, H, N].
+        x: [B, H, N, D].
+        size, stride: tokens of a window, and from one to the next, stride <= size.
+
+    Returns: [B, H, Np, D] in x's dtype, Np = ceil(max(0, N - size) / stride) + 1.
+
+    Cost: O(N D size / stride) time and memory.
+    """
+    length = x.shape[2]
+    count = -(-max(0, length - size) // stride) + 1
+    lack = (count - 1) * stride + size - length
+    gate = pad(gate.to(sum_dtype(gate)), (0, lack), value=torch.finfo(gate.dtype).min)
+    weight = gate.unfold(2, size, stride).softmax(3).to(x.dtype)  # [B, H, Np, size]
+    windows = pad(x, (0, 0, 0, lack)).unfold(2, size, stride)  # [B, H, Np, D, size]
+    pooled: Tensor = (windows @ weight[..., None])[..., 0]
+    return pooled
+
+
+@torch.no_grad()
+def pooled_scores(
+    query: Tensor,
+    pooled_key: Tensor,
+    block_size: int,
+    pooled: tuple[int, int],
+    kv_len: int,
+    *,
+    query_block: int,
+    causal: bool,
+) -> Tensor:
+    """The log of the softmax over pooled keys, summed over what of them lies in each block.
+
+    `score[r, b] = log sum_i sum_c p_i[c] |c and b| / size`, i over the queries of row r in all
+    query heads of the kv head, |c and b| the tokens that pooled key c shares with block b; -inf
+    where no pooled key of the block is visible.
+
+    Args:
+        query: [B, Hq, N, D], at positions from 0 on.
+        pooled_key: [B, Hkv, Np, D], pooled key c of tokens c * stride to c * stride + size - 1.
+        block_size, query_block: keys of a block, queries of a row.
+        pooled: size and stride.
+        kv_len: keys before pooling.
+        causal: whether a pooled key is seen from its last token on, or always.
+
+    Returns: [B, Hkv, R, Nb] float32 (float64 for float64 inputs).
+
+    Source: NSA (arXiv 2502.11089), equations 8 to 10.
+    """
+    size, stride = pooled
+    (batch, heads, q_len, dim), (kv_heads, count) = query.shape, pooled_key.shape[1:3]
+    dtype, device = sum_dtype(query), query.device
+    blocks, rows = -(-kv_len // block_size), -(-q_len // query_block)
+    start = torch.arange(count, device=device) * stride
+    grouped = query.unflatten(1, (kv_heads, heads // kv_heads))
+    step = max(1, _AT_A_TIME // max(1, batch * heads * count * query_block)) * query_block
+    shares = [query.new_zeros(batch, kv_heads, 0, count, dtype=dtype)]
+    for first in range(0, q_len, step):
+        part = grouped[:, :, :, first : first + step].to(dtype)
+        with without_autocast(query):
+            logits = dim**-0.5 * part @ pooled_key.to(dtype).mT[:, :, None]  # [B, Hkv, G, n, Np]
+        hidden = torch.zeros(part.shape[3], count, dtype=torch.bool, device=device)
+        if causal:
+            position = first + torch.arange(part.shape[3], device=device)[:, None]
+            hidden = position < start + size - 1
+        share = logits.masked_fill(hidden, torch.finfo(dtype).min).softmax(-1)
+        share = share.clamp(min=LEAST).masked_fill(hidden, 0.0)
+        share = pad(share.sum(2), (0, 0, 0, -part.shape[3] % query_block))
+        shares.append(share.unflatten(2, (-1, query_block)).sum(3))
+    share = torch.cat(shares, 2)  # [B, Hkv, R, Np]
+    total = share.new_zeros(batch, kv_heads, rows, blocks + 1)  # and one for what is none
+    for after in range((size + block_size - 2) // block_size + 1):
+        block = start // block_size + after
+        end = (start + size).clamp(max=kv_len).minimum((block + 1) * block_size)
+        shared = (end - start.maximum(block * block_size)).clamp(min=0).to(dtype) / size
+        total.index_add_(3, block.clamp(max=blocks), share * shared)
+    return total[..., :blocks].log()

@@ -1,0 +1,391 @@
+"""`SelectedAttention`: self-attention to blocks of keys that each query chooses by content.
+
+    layer = SelectedAttention(512, 8, num_kv_heads=2)       # 16 blocks of 64, for each token
+    layer = SelectedAttention.nsa(512, 32, num_kv_heads=2)  # window + pooled keys + chosen blocks
+    out = layer(x)                                          # [B, N, 512]
+
+It reads as five verbs: score, select, attend, merge, and train the scorer, where it has weights.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, Self, overload
+
+import torch
+from torch import Tensor, nn
+
+from ..functional import attention
+from ..patterns.algebra import Mask
+from ..patterns.arguments import checked_integer, shortened
+from ..patterns.positions import Causal, Full, PooledCausal, SlidingWindow
+from ..patterns.selected import SelectedBlocks
+from ..selection import (
+    BlockScorer,
+    block_mass,
+    block_scores,
+    select_blocks,
+    selection_loss,
+)
+from ..selection.estimates import METHODS, checked_method
+from .pooled import gated_pool, pooled_scores
+from .rope import rotate
+
+GATES = ("sigmoid", "zero")
+
+
+class SelectedAttention(nn.Module):
+    """Multi-head self-attention in which rows of queries choose `k` blocks of keys by content.
+
+    Chosen blocks are attended to exactly, causally inside. Beside them there may be a sliding
+    window and a branch of pooled keys, each with a softmax of its own over the same projections;
+    with several branches the result is their sum, each times a gate of its own for every head and
+    token. Rows choose on their own in every kv head; the first `sink` blocks and the last `local`
+    ones up to the row's own are among the k whatever their scores.
+
+    What trains the choice: nothing flows through it. A method of `block_scores` has no weights of
+    its own, queries and keys adapt because they attend. "pooled" scores by the attention of the
+    pooled branch, which the model's own loss trains. "learned" has a `BlockScorer`, trained by its
+    own loss alone: `out, loss = layer(x, return_loss=True)`, add `loss` to the model's. That loss
+    is over all blocks while the layer is dense, over the chosen ones once it selects. Starting
+    from scratch, a scorer that selects few blocks at once learns nothing to select: keep `k` large
+    (dense) until the model has learned, then let it shrink slowly, by setting `layer.k` to what a
+    `GatedSchedule` says; the pooled branch needs none of that.
+
+    Args:
+        embed_dim: channels of x.
+        num_heads: query heads, of embed_dim / num_heads channels.
+        num_kv_heads: heads of keys and values, a divisor of num_heads; default num_heads.
+        block_size: keys of a block.
+        k: blocks of a row, sink and local ones included.
+        query_block: queries of a row, a divisor of block_size; with more than 1 a choice knows
+            later queries of its row: fine for encoders and prompts, a leak in causal training.
+        scorer: a method of `block_scores` ("mean", "sub", "gauss", "bounds", "antidiagonal",
+            "exact"), "pooled", or "learned".
+        window: tokens up to the query's own (and as many after it where not causal) that a branch
+            of its own attends to; None for no such branch.
+        sink, local: blocks that are always chosen.
+        pooled: (size, stride) in tokens of the weighted means of keys and values that a branch of
+            its own attends to; None for no such branch. The weights are a softmax of u . k over
+            each window, u learned: plain means, where it begins, cannot tell one key among many.
+        gate: where there are several branches: "sigmoid" of a linear map of x for each, which
+            begins at 1/2; or "zero", 1 for chosen blocks and a linear map that begins at 0 for the
+            others, for models that were trained without them (from scratch such a branch, and a
+            scorer that learns by it, do not learn).
+        dense_below: sequences shorter than this attend to everything instead of choosing. Those
+            of at most k blocks do anyway, with the same result.
+        causal: whether queries see up to their own position, or all.
+
+    Attributes:
+        q_proj, k_proj, v_proj, out_proj: linear maps without bias.
+        gate_proj: with bias, only with several branches; chosen blocks first, window, pooled.
+        pool_gate: u of the pooled branch, [Hkv, D].
+        block_scorer: the `BlockScorer`, only for "learned".
+        k: may be set between calls.
+
+    Positions: none are added. Pass `rope`, or add them to x. A choice by means of keys sees rotary
+    positions averaged over the block.
+
+    Cost: O(N k block_size) for the chosen blocks and their backward, plus that of the scorer
+        (see `block_scores`), of the window, and O(N^2 / stride) of the pooled branch. Memory of
+        scores, O(N / query_block x N / block_size) for each kv head, not kept for the backward but
+        of a learned scorer with `return_loss`.
+
+    Example:
+        >>> layer = SelectedAttention(256, 8, num_kv_heads=2, scorer="learned", k=8)
+        >>> out, scorer_loss = layer(x, return_loss=True)
+        >>> (task_loss(out) + scorer_loss).backward()
+
+    Source: NSA (arXiv 2502.11089), MoBA (2502.13189), DeepSeek-V3.2 (2512.02556) for the loss.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        block_size: int = 64,
+        k: int = 16,
+        query_block: int = 1,
+        scorer: str = "sub",
+        window: int | None = None,
+        sink: int = 1,
+        local: int = 1,
+        pooled: Sequence[int] | None = None,
+        gate: Literal["sigmoid", "zero"] = "sigmoid",
+        dense_below: int | None = None,
+        causal: bool = True,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; "
+                f"{num_heads * 64} gives heads of 64"
+            )
+        if kv_heads < 1 or num_heads % kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {kv_heads}; "
+                "1 shares keys among all heads"
+            )
+        if scorer not in (*METHODS, "pooled", "learned"):
+            raise ValueError(
+                f"scorer must be one of {', '.join(METHODS)}, pooled, learned, got "
+                f"{shortened(repr(scorer))}"
+            )
+        if scorer in METHODS:
+            checked_method(scorer, 4, block_size, query_block)
+        if scorer == "pooled" and pooled is None:
+            raise ValueError(
+                "scorer='pooled' needs a pooled branch, got pooled=None; pooled=(32, 16) is NSA's"
+            )
+        if gate not in GATES:
+            raise ValueError(f"gate must be one of {', '.join(GATES)}, got {gate!r}")
+        self.num_heads, self.num_kv_heads = num_heads, kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.block_size, self.query_block = block_size, query_block
+        self.k = checked_integer("k", k, 1)
+        self.scorer, self.gate, self.causal = scorer, gate, causal
+        self.sink, self.local, self.dense_below = sink, local, dense_below
+        self.window = None if window is None else checked_integer("window", window, 1)
+        self.pooled = None if pooled is None else _checked_pooling(pooled)
+        shared = kv_heads * self.head_dim
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.k_proj = nn.Linear(embed_dim, shared, bias=False)
+        self.v_proj = nn.Linear(embed_dim, shared, bias=False)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+        others = (window is not None) + (pooled is not None)
+        self.gate_proj: nn.Linear | None = None
+        if others:
+            self.gate_proj = nn.Linear(embed_dim, num_heads * (others + (gate == "sigmoid")))
+            nn.init.zeros_(self.gate_proj.weight)
+            nn.init.zeros_(self.gate_proj.bias)
+        self.pool_gate: nn.Parameter | None = None
+        if pooled is not None:
+            self.pool_gate = nn.Parameter(torch.zeros(kv_heads, self.head_dim))
+        self.block_scorer: BlockScorer | None = None
+        if scorer == "learned":
+            self.block_scorer = BlockScorer(
+                self.head_dim, kv_heads, block_size, query_block=query_block, causal=causal
+            )
+        self._choose(torch.zeros(1, 1, 1, self.k + 1))  # which says what does not fit
+
+    @classmethod
+    def nsa(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
+        """As NSA: 16 of the blocks of 64, pooled keys (32, 16) that choose them, a window of 512.
+
+        Differs: pooled keys and values are weighted means, where NSA learns an MLP; one projection
+        of keys and values serves all three branches. NSA has 16 query heads to a kv head.
+
+        Args:
+            embed_dim, num_heads: of the layer.
+            options: of `SelectedAttention`, in place of the ones above.
+        """
+        preset = {"pooled": (32, 16), "scorer": "pooled", "window": 512, "local": 2}
+        return cls(embed_dim, num_heads, **{**preset, **options})
+
+    @classmethod
+    def moba(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
+        """As MoBA: 3 blocks of 512, the query's own among them, scored by the mean of the keys.
+
+        Each query head chooses on its own where num_kv_heads is num_heads, as there; query heads
+        that share keys share the choice here.
+
+        Args:
+            embed_dim, num_heads: of the layer.
+            options: of `SelectedAttention`, in place of the ones above.
+        """
+        preset = {"block_size": 512, "k": 3, "scorer": "mean", "sink": 0}
+        return cls(embed_dim, num_heads, **{**preset, **options})
+
+    @classmethod
+    def adaptive(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
+        """What the prior library's adaptive attention was to be: a learned scorer chooses blocks.
+
+        There no gradient reached any of the scorer's 17 parameters: it stayed as it was drawn.
+        Here `forward(x, return_loss=True)` has the loss that trains it.
+
+        Args:
+            embed_dim, num_heads: of the layer.
+            options: of `SelectedAttention`.
+        """
+        return cls(embed_dim, num_heads, **{"scorer": "learned", **options})
+
+    @classmethod
+    def hierarchical(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
+        """What the prior library's hierarchical attention was to be: near exact, far coarse.
+
+        A window of 256 tokens, 8 blocks of 64 wherever they are, and a mean of each 64 tokens of
+        all, whose attention chooses the blocks. There levels were fixed positions: rows
+        of blocks at strides, some of which saw everything, as the pattern `Hierarchical` says.
+
+        Args:
+            embed_dim, num_heads: of the layer.
+            options: of `SelectedAttention`, in place of the ones above.
+        """
+        preset = {"pooled": (64, 64), "scorer": "pooled", "window": 256, "k": 8}
+        return cls(embed_dim, num_heads, **{**preset, **options})
+
+    def extra_repr(self) -> str:
+        """What it was made with."""
+        names = ("block_size", "k", "query_block", "scorer", "window", "sink", "local", "pooled")
+        told = [f"{name}={getattr(self, name)!r}" for name in (*names, "dense_below", "causal")]
+        return f"{self.num_heads} heads on {self.num_kv_heads}, {', '.join(told)}"
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rope: tuple[Tensor, Tensor] | None = ...,
+        return_loss: Literal[False] = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None = ..., return_loss: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        rope: tuple[Tensor, Tensor] | None = None,
+        return_loss: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attends.
+
+        Args:
+            x: [B, N, embed_dim], any N.
+            rope: cosine and sine [N, D / 2] by which queries and keys are turned, as
+                `sparsering.nn.rope.rotary_table` makes them; D the head dim.
+            return_loss: also return the loss of a learned scorer. Its gradients reach the scorer
+                alone; nothing of it is kept in the module, so that checkpointing recomputes it.
+
+        Returns: [B, N, embed_dim]; with `return_loss` also a 0-d loss.
+
+        Raises: ValueError for another x, and for `return_loss` where the scorer is not learned.
+        """
+        if x.dim() != 3 or x.shape[2] != self.q_proj.in_features:
+            raise ValueError(
+                f"x must be [B, N, {self.q_proj.in_features}], got {tuple(x.shape)}; unsqueeze "
+                "what lacks"
+            )
+        if return_loss and self.block_scorer is None:
+            raise ValueError(
+                f"return_loss=True needs scorer='learned', got {self.scorer!r}, which has no loss "
+                "of its own; leave it out"
+            )
+        query, key, value = (
+            project(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # [B, H, N, D]
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if rope is not None:
+            query, key = rotate(query, *rope), rotate(key, *rope)
+        if self.is_dense(x.shape[1]):
+            chosen = attention(query, key, value, Causal() if self.causal else Full())
+            loss = self._loss_of_dense(query, key) if return_loss else None
+        else:
+            chosen, loss = self._attend_chosen(query, key, value, return_loss)
+        branches = [chosen]
+        if self.window is not None:
+            ahead = 0 if self.causal else self.window - 1
+            window = SlidingWindow(self.window - 1, ahead)
+            branches.append(attention(query, key, value, window))
+        if self.pooled is not None:
+            coarse_key, coarse_value = self.pool(key, key), self.pool(key, value)
+            coarse = PooledCausal(*self.pooled) if self.causal else Full()
+            branches.append(attention(query, coarse_key, coarse_value, coarse, q_start=0))
+        out = self.out_proj(self._merged(x, branches).transpose(1, 2).flatten(2))
+        return out if loss is None else (out, loss)
+
+    def is_dense(self, length: int) -> bool:
+        """Whether a sequence of that many tokens attends to everything."""
+        short = self.dense_below is not None and length < self.dense_below
+        return short or length <= self.k * self.block_size
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """What blocks are chosen by: [B, Hkv, R, Nb] of query and key [B, H, N, D]."""
+        if self.block_scorer is not None:
+            scores: Tensor = self.block_scorer(query, key)
+            return scores
+        if self.pooled is None or self.scorer != "pooled":
+            return self._estimated(query, key, self.scorer)
+        return pooled_scores(
+            query,
+            self.pool(key, key),
+            self.block_size,
+            self.pooled,
+            key.shape[2],
+            query_block=self.query_block,
+            causal=self.causal,
+        )
+
+    @torch.no_grad()
+    def _estimated(self, query: Tensor, key: Tensor, method: str) -> Tensor:
+        return block_scores(
+            query,
+            key,
+            self.block_size,
+            query_block=self.query_block,
+            method=method,
+            causal=self.causal,
+        )
+
+    def pool(self, key: Tensor, x: Tensor) -> Tensor:
+        """[B, Hkv, Np, D] pooled of x, keys or values, by weights that the keys are asked for."""
+        assert self.pooled is not None and self.pool_gate is not None
+        gate = (key * self.pool_gate[:, None]).sum(3)
+        return gated_pool(gate, x, *self.pooled)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        return select_blocks(
+            scores,
+            self.k,
+            block_size=self.block_size,
+            query_block=self.query_block,
+            sink=self.sink,
+            local=self.local,
+            causal=self.causal,
+        )
+
+    def _attend_chosen(
+        self, query: Tensor, key: Tensor, value: Tensor, with_loss: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and with_loss):
+            scores = self.scores(query, key)
+        indices = self._choose(scores)
+        pattern: Mask = SelectedBlocks(indices, self.block_size, self.query_block)
+        if self.causal:
+            pattern = pattern & Causal()
+        out, lse = attention(query, key, value, pattern, return_lse=True)
+        if not with_loss:
+            return out, None
+        mass = block_mass(query, key, pattern, lse)
+        return out, selection_loss(scores, mass, indices)
+
+    def _loss_of_dense(self, query: Tensor, key: Tensor) -> Tensor:
+        """That of the mass of every block, which `exact` scores are the log of."""
+        mass = self._estimated(query, key, "exact").exp()
+        return selection_loss(self.scores(query, key), mass)
+
+    def _merged(self, x: Tensor, branches: list[Tensor]) -> Tensor:
+        """[B, H, N, D] of as many, by gates."""
+        if self.gate_proj is None:
+            return branches[0]
+        gates = self.gate_proj(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        if self.gate == "sigmoid":
+            each = gates.sigmoid().unbind(-1)  # [B, H, N]
+            return sum(g[..., None] * out for g, out in zip(each, branches, strict=True))
+        each = gates.unbind(-1)
+        added = (g[..., None] * out for g, out in zip(each, branches[1:], strict=True))
+        return sum(added, branches[0])
+
+
+def _checked_pooling(pooled: Sequence[int]) -> tuple[int, int]:
+    if not isinstance(pooled, Sequence) or len(pooled) != 2:
+        raise ValueError(
+            f"pooled must be (size, stride) in tokens, got {shortened(repr(pooled))}; (32, 16) is "
+            "NSA's"
+        )
+    size = checked_integer("pooled size", pooled[0], 1)
+    return size, checked_integer("pooled stride", pooled[1], 1, size)

@@ -1,0 +1,138 @@
+"""What a pattern says of every pair of a call, by its definition: dense tensors, as operators.
+
+For the reference alone; they need the sizes of query and key, never their numbers.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import check_batch
+from .differentiable import refuse_mapped_pattern
+from .dropout import kept_pairs
+from .patterns.algebra import Frame, Pattern, check_fits
+from .patterns.expression import parse
+from .patterns.selected import selections_of
+
+
+def frame_of(query: Tensor, key: Tensor, q_start: int) -> Frame:
+    """Lengths and heads of a call."""
+    return Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
+
+
+def kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Tensor:
+    """[branches, B, Hq, Nq, Nk] whether each pair of each branch of a mixture is kept.
+
+    `seed` is [B, streams].
+    """
+    query, key, stream = pattern.coordinates(frame)
+    stream = stream.to(seed.device)
+    of_row = seed[:, stream][:, None, :, None]  # [B, 1, Nq, 1]
+    head = torch.arange(frame.num_heads, device=seed.device)[:, None, None]
+    branch = torch.arange(len(pattern.branches), device=seed.device).view(-1, 1, 1, 1, 1)
+    query, key = query.to(seed.device)[:, None], key.to(seed.device)
+    return kept_pairs(of_row, p, head, query, key, branch)
+
+
+@torch.library.custom_op("sparsering::pair_counts", mutates_args=())
+def pair_counts_op(
+    query: Tensor,
+    key: Tensor,
+    tensors: Sequence[Tensor],
+    pattern: str,
+    q_start: int,
+    dropout_p: float | None = None,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    """[B, Hq, Nq, Nk] int64 multiplicity of every pair, from the pattern's definition.
+
+    With dropout, of what is kept of it.
+    """
+    value = parse(pattern, tensors)
+    check_batch(value, query)
+    frame = frame_of(query, key, q_start)
+    shape = (*query.shape[:3], key.shape[2])
+    if dropout_p is None or dropout_seed is None:
+        return _dense(value, frame).to(query.device).expand(shape).contiguous()
+    kept = kept_by_branch(value, frame, dropout_p, dropout_seed).to(query.device)
+    counts = torch.zeros(shape, dtype=torch.int64, device=query.device)
+    for branch, of_branch in zip(value.branches, kept, strict=True):
+        counts += _dense(branch, frame).to(query.device) * of_branch
+    return counts
+
+
+def _dense(pattern: Pattern, frame: Frame) -> Tensor:
+    q_len, kv_len, num_heads, num_kv_heads, q_start = frame
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    return pattern.to_dense(q_len, kv_len, **heads, q_start=q_start).to(torch.int64)
+
+
+@torch.library.custom_op("sparsering::slots_of_pairs", mutates_args=())
+def slots_op(
+    query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int
+) -> Tensor:
+    """[branches, B, Hq, Nq, Nk] of each pair 1 + the slot of its block, 0 for none; -1 for none."""
+    value, frame = parse(pattern, tensors), frame_of(query, key, q_start)
+    check_fits(value, frame)
+    p = torch.arange(q_start, q_start + frame.q_len)[:, None]
+    k = torch.arange(frame.kv_len)
+    found = []
+    for branch in value.branches:
+        selections = selections_of(branch)
+        for b, h in itertools.product(range(len(query)), range(frame.num_heads)):
+            held = branch.at(b, h, frame).holds(p, k, frame)
+            slots = [s.slot_of_pairs(p, k, b, h, frame) + 1 for s in selections]
+            found.append(torch.where(held, slots[0] if slots else 0, -1).expand(len(p), len(k)))
+    shape = (len(value.branches), len(query), frame.num_heads, frame.q_len, frame.kv_len)
+    return torch.stack(found).view(shape).to(query.device)
+
+
+@torch.library.custom_op("sparsering::distances", mutates_args=())
+def distances_op(
+    query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int
+) -> Tensor:
+    """[Nq, Nk] int64 key position minus query position of every pair."""
+    frame = frame_of(query, key, q_start)
+    position, key_position, _ = parse(pattern, tensors).coordinates(frame)
+    return (key_position - position[:, None]).to(query.device)
+
+
+@pair_counts_op.register_fake
+def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
+    return query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.int64)
+
+
+@slots_op.register_fake
+def _(query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int) -> Tensor:
+    branches = len(parse(pattern, tensors).branches)
+    return query.new_empty(branches, *query.shape[:3], key.shape[2], dtype=torch.int64)
+
+
+@distances_op.register_fake
+def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
+    return query.new_empty(query.shape[2], key.shape[2], dtype=torch.int64)
+
+
+def _of_lengths(operator: Any) -> Callable[..., tuple[Tensor, None]]:
+    """The rule for vmap of what depends on the sizes of query and key alone: one for all."""
+
+    def rule(info: Any, in_dims: Any, query: Tensor, key: Tensor, *rest: Any) -> Any:
+        refuse_mapped_pattern(in_dims[2])
+        if any(dim is not None for dim in in_dims[5:]):
+            raise NotImplementedError(
+                "vmap cannot map over dropout_seed with backend='reference'; name another or none"
+            )
+        query, key = (
+            x if dim is None else x.select(dim, 0)
+            for x, dim in zip((query, key), in_dims, strict=False)
+        )
+        return operator(query, key, *rest), None
+
+    return rule
+
+
+pair_counts_op.register_vmap(_of_lengths(pair_counts_op))
+distances_op.register_vmap(_of_lengths(distances_op))

@@ -1,0 +1,140 @@
+"""`select_blocks`: the blocks that a row attends to, as its scores rank them."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..checks import check_tensor
+from ..patterns.arguments import checked_integer, shortened
+from .rows import checked_blocks, current_blocks
+
+_AT_A_TIME = 1 << 22  # scores that are ranked at a time, on the CPU
+_BLOCK_BITS = 30
+
+
+def select_blocks(
+    scores: Tensor,
+    k: int,
+    *,
+    block_size: int,
+    query_block: int = 1,
+    top_p: float | None = None,
+    sink: int = 1,
+    local: int = 1,
+    causal: bool = True,
+    q_start: int = 0,
+) -> Tensor:
+    """The k blocks of each row with the largest scores; some are chosen whatever their scores.
+
+    First come the first `sink` blocks and the last `local` ones up to the row's own, in the order
+    of their numbers; then the others by (score descending, block ascending); -1 where there are no
+    more. Blocks of score -inf are not chosen, nor those of NaN, nor, under `causal`, those past
+    the row's own. The same on every device.
+
+    Args:
+        scores: [..., R, Nb], as `block_scores` returns them; ranked in float32.
+        k: most blocks of a row, forced ones included.
+        block_size, query_block: those of the scores.
+        top_p: keep a block while the share before it, `softmax(scores)` over what may be chosen, is
+            below that, forced blocks included, which are kept anyway: 0 < top_p <= 1.
+        sink: forced blocks at the start of the keys.
+        local: forced blocks up to that of the row's queries; the last ones where these lie past
+            the keys.
+        causal: whether blocks past the row's own are hidden.
+        q_start: position of the first query; that of `block_scores` is Nk - Nq by default.
+
+    Returns: int64 [..., R, k], detached, on the scores' device, for `SelectedBlocks(indices,
+        block_size, query_block, first_row=q_start // query_block)`.
+
+    Raises: ValueError where sink and local blocks are more than k, or arguments do not fit.
+
+    Cost: O(R Nb), no wait for the device. Compiles as one graph.
+
+    Source: forced blocks inside k: NSA (arXiv 2502.11089), MoBA (2502.13189); top-p: Twilight
+        (2502.02770).
+    """
+    check_tensor("scores", scores, "[..., rows, blocks]")
+    if scores.dim() < 2 or not scores.is_floating_point():
+        raise ValueError(
+            "scores must be floating point [..., rows, blocks], got "
+            f"{scores.dtype} {tuple(scores.shape)}; block_scores makes them"
+        )
+    checked_blocks(query_block, block_size)
+    for name, number in (("k", k), ("sink", sink), ("local", local)):
+        checked_integer(name, number, 0)
+    checked_integer("q_start", q_start, None)
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(
+            f"top_p must be above 0 and at most 1, got {shortened(repr(top_p))}; None is no limit"
+        )
+    *outer, rows, blocks = scores.shape
+    if min(sink + local, blocks) > k:
+        raise ValueError(
+            f"sink and local blocks must be at most k={k}, got {sink} + {local}; they are chosen "
+            "first: raise k"
+        )
+    current = current_blocks(q_start // query_block, rows, query_block, block_size)
+    scores = scores.detach().reshape(math.prod(outer), rows, blocks)
+    rank = _Ranked(k, top_p, sink, local, causal)
+    if scores.device.type != "cpu" or torch.compiler.is_compiling() or not scores.numel():
+        chosen = rank.chosen(scores, current.to(scores.device))
+    else:
+        chosen = torch.empty(*scores.shape[:2], k, dtype=torch.int64)
+        step = max(1, _AT_A_TIME // (blocks * len(scores)))
+        for first in range(0, rows, step):
+            part = slice(first, first + step)
+            chosen[:, part] = rank.chosen(scores[:, part], current[part])
+    return chosen.view(*outer, rows, k)
+
+
+class _Ranked(NamedTuple):
+    """What `select_blocks` goes by."""
+
+    k: int
+    top_p: float | None
+    sink: int
+    local: int
+    causal: bool
+
+    def chosen(self, scores: Tensor, current: Tensor) -> Tensor:
+        """[..., R, k] of scores [..., R, Nb]; `current`: [R] blocks of the rows."""
+        blocks = scores.shape[-1]
+        block = torch.arange(blocks, device=scores.device)
+        last = current.clamp(max=blocks - 1)[:, None]
+        forced = (block < self.sink) | ((block <= last) & (block > last - self.local))
+        scores = scores.float() + 0.0  # that of -0.0 is 0.0
+        if self.causal:
+            hidden = block > last
+            forced = forced & ~hidden
+            scores = scores.masked_fill(hidden, -torch.inf)
+        scores = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        bits = scores.view(torch.int32)
+        rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ints in the order of the floats
+        rank = (rising.long() << _BLOCK_BITS) + (_LAST - block)  # all differ: there are no ties
+        rank = torch.where(scores == -torch.inf, _NOT_CHOSEN, rank)
+        rank = torch.where(forced, _FORCED - block, rank)
+        best = rank.topk(min(self.k, blocks), -1).values
+        chosen = torch.where(best == _NOT_CHOSEN, -1, _LAST - (best & _LAST))
+        if self.top_p is not None:
+            chosen = self._most_of(self.top_p, scores, chosen, best > _LAST_SCORED)
+        return pad(chosen, (0, self.k - chosen.shape[-1]), value=-1)
+
+    @staticmethod
+    def _most_of(top_p: float, scores: Tensor, chosen: Tensor, forced: Tensor) -> Tensor:
+        """The first ones up to the share top_p."""
+        highest = scores.amax(-1, keepdim=True).clamp(*_FINITE)
+        mass = (scores.clamp(max=_FINITE[1]) - highest).exp()
+        each = mass.gather(-1, chosen.clamp(min=0)).double()
+        before = each.cumsum(-1) - each
+        kept = forced | (before < top_p * mass.sum(-1, keepdim=True, dtype=torch.float64))
+        return torch.where(kept, chosen, -1)
+
+
+_LAST = (1 << _BLOCK_BITS) - 1
+_LAST_SCORED = ((1 << 31) << _BLOCK_BITS) - 1  # the highest rank that a score gives
+_FORCED = _LAST_SCORED + 1 + _LAST
+_NOT_CHOSEN = -(1 << 62)
+_FINITE = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max

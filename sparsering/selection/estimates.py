@@ -1,0 +1,160 @@
+"""Summaries of blocks of keys, and what a query makes of them: logits of parts of a block.
+
+A method is a few features: the logit of a part is their product, plus the log of its real tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..patterns.arguments import checked_integer, shortened
+
+NEVER = -1e30  # the logit of what is not there: finite, so that it has a derivative
+METHODS = ("mean", "sub", "gauss", "bounds", "antidiagonal", "exact")
+
+
+def checked_method(method: str, parts: int, block_size: int, query_block: int = 0) -> int:
+    """Tokens of a part of a block, as a method has them; ValueError where they do not fit."""
+    if method not in METHODS:
+        raise ValueError(
+            f"method must be one of {', '.join(METHODS)}, got {shortened(repr(method))}"
+        )
+    checked_integer("parts", parts, 1)
+    if method not in ("sub", "antidiagonal"):
+        return 1 if method == "exact" else block_size
+    if block_size % parts or (method == "antidiagonal" and query_block % parts):
+        sizes = "block_size" if method == "sub" else "block_size and query_block"
+        got = block_size if method == "sub" else f"{block_size} and {query_block}"
+        raise ValueError(f"parts must divide {sizes}, {got}, got {parts}; 1 does")
+    return parts if method == "antidiagonal" else block_size // parts
+
+
+class Estimate(NamedTuple):
+    """Keys in blocks, and the features of their parts.
+
+    Attributes:
+        method: of the estimate.
+        length: Nk.
+        part: tokens of a part.
+        feature: [B, Hkv, slots, Nb, F], slot c of block b being its part c; of whole blocks alone
+            where queries are known to see no more.
+        keys: [B, Hkv, blocks, block_size, D], those of `first_own` and later blocks, zeros past Nk.
+        first_own: number of the first of these blocks.
+    """
+
+    method: str
+    length: int
+    part: int
+    feature: Tensor
+    keys: Tensor
+    first_own: int = 0
+
+    @classmethod
+    def of(cls, key: Tensor, block_size: int, method: str, part: int) -> "Estimate":
+        """Of all keys [B, Hkv, Nk, D]."""
+        length = key.shape[2]
+        blocks = -(-length // block_size)
+        keys = pad(key, (0, 0, 0, blocks * block_size - length)).unflatten(2, (blocks, block_size))
+        count = counts(length, blocks, block_size, part).to(key.device)
+        feature = features(keys.unflatten(3, (block_size // part, part)), count, method)
+        return cls(method, length, part, feature.transpose(2, 3), keys)
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[-2]
+
+    @property
+    def slots(self) -> int:
+        return self.feature.shape[-3]
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.length // self.block_size)
+
+    @property
+    def stride(self) -> int:
+        """Queries that share their logits."""
+        return self.part if self.method == "antidiagonal" else 1
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last block has fewer tokens."""
+        return self.length % self.block_size > 0
+
+    def entries(self, first: int, count: int) -> "Estimate":
+        """Some of the entries, B and Hkv being one dim."""
+        feature, keys = (x[first : first + count] for x in (self.feature, self.keys))
+        return self._replace(feature=feature, keys=keys)
+
+    def log_counts(self, blocks: int) -> Tensor:
+        """[slots, blocks] log of the real tokens of each part, NEVER for none."""
+        count = counts(self.length, self.num_blocks, self.block_size, self.part)[:blocks]
+        logs = torch.where(count > 0, count.clamp(min=1).log(), NEVER).mT
+        return logs.to(self.feature)
+
+    def of_queries(self, query: Tensor, scale: float, front: int = 0) -> Tensor:
+        """[entries, n / stride * G, F] features of queries [entries, n, G, D]; scale included.
+
+        `front`: places of the first stride that no query is at.
+        """
+        query = query_features(query, scale, self.method)
+        if self.stride > 1:  # backwards, beside the keys that go forwards
+            back = -(front + query.shape[1]) % self.stride
+            query = pad(query, (0, 0, 0, 0, front, back)).unflatten(1, (-1, self.stride)).flip(2)
+            query = query.transpose(2, 3).flatten(3)
+        return query.flatten(1, 2)
+
+    def products(self, blocks: int, present: Tensor | None) -> Tensor | float:
+        """1 / products in a sum of antidiagonals: [slots, n / stride, 1, blocks] where some lack.
+
+        `present`: [n / stride, stride] which queries there are, None for all.
+        """
+        if self.stride == 1 or (
+            present is None and not (self.ragged and blocks == self.num_blocks)
+        ):
+            return 1 / self.stride
+        count = counts(self.length, self.num_blocks, self.block_size, self.part)[:blocks]
+        places = torch.arange(self.stride)
+        keys = (places < count.mT.flatten()[:, None]).to(self.feature)
+        queries = torch.ones(1, self.stride) if present is None else present.flip(1)
+        products = (queries.to(keys) @ keys.mT).clamp(min=1)
+        return products.reciprocal().unflatten(1, (self.slots, blocks)).transpose(0, 1)[:, :, None]
+
+
+def counts(length: int, blocks: int, block_size: int, part: int) -> Tensor:
+    """[blocks, slots] real tokens of each part, float64."""
+    first = torch.arange(0, blocks * block_size, part).view(blocks, block_size // part)
+    return (length - first).clamp(0, part).double()
+
+
+def query_features(query: Tensor, scale: float, method: str) -> Tensor:
+    """What products with `features` of keys make logits of: [..., F] of queries [..., D]."""
+    if method == "gauss":
+        return torch.cat((query * scale, query.square() * (scale * scale / 2)), -1)
+    if method == "bounds":
+        return torch.cat((query.clamp(min=0) * scale, query.clamp(max=0) * scale), -1)
+    return query * scale
+
+
+def features(keys: Tensor, count: Tensor, method: str) -> Tensor:
+    """[..., blocks, slots, F] of keys [..., blocks, slots, part, D], zeros where none are.
+
+    `count`: [blocks, slots] real ones of each part.
+    """
+    if method == "exact":
+        return keys.squeeze(-2)
+    if method == "antidiagonal":
+        return keys.flatten(-2)
+    real = torch.arange(keys.shape[-2], device=keys.device)[:, None] < count[..., None, None]
+    if method == "bounds":
+        highest = torch.where(real, keys, -torch.inf).amax(-2)
+        lowest = torch.where(real, keys, torch.inf).amin(-2)
+        return torch.cat((highest, lowest), -1)
+    many = count.clamp(min=1).to(keys.dtype)[..., None]
+    mean = keys.sum(-2) / many
+    if method != "gauss":
+        return mean
+    centred = torch.where(real, keys - mean[..., None, :], 0.0)
+    return torch.cat((mean, centred.square().sum(-2) / many), -1)

@@ -1,0 +1,96 @@
+"""What a scorer is trained by: the exact softmax mass of the blocks that it scored."""
+
+import torch
+from torch import Tensor
+
+from ..numerics import sum_dtype
+from .slots import checked_mass, checked_slots, counted
+
+
+def selection_loss(
+    scores: Tensor,
+    mass: Tensor,
+    indices: Tensor | None = None,
+    *,
+    row_weight: Tensor | None = None,
+) -> Tensor:
+    """How far the scores' softmax is from the mass that the blocks did receive.
+
+    `L = sum_r w_r KL(p_r || softmax(s_r)) / sum_r w_r` with `p_r = mass_r / sum(mass_r)`. The
+    gradient of s_r is `w_r (softmax(s_r) - p_r) / sum_r w_r`: zero for slots of -1, repeated slots
+    and blocks of score -inf, whose mass is left out of p_r too. No gradient reaches the mass, nor
+    the weights. Rows without mass have no weight; without any row the loss is 0, with gradients of
+    0.
+
+    Two stages train a scorer. While attention is dense, pass the mass of every block and no
+    indices: the scorer learns where attention looks. Once it is sparse, pass what `block_mass` says
+    of the slots, and the indices: both sides are then shares of what was selected. The mass must
+    be that of the whole softmax that attended: with a window or pooled keys under the same softmax,
+    give `block_mass` the joint lse.
+
+    Args:
+        scores: [B, H, R, Nb], -inf for blocks that a row does not see; differentiable.
+        mass: [B, H or a multiple, R, m], not negative; heads of a group are summed. m = Nb without
+            indices, else as many as slots.
+        indices: int64 [R, m], [H or 1, R, m] or [B or 1, H or 1, R, m], the block of each slot;
+            default every block in order.
+        row_weight: [R], or what broadcasts to [B, H, R]; not negative; default 1.
+
+    Returns: 0-d, float32 (float64 for float64 scores), in nats; at least 0.
+
+    Raises: ValueError for shapes that do not fit.
+
+    Cost: O(B H R m) time and memory.
+
+    Example:
+        >>> mass = block_mass(query, key, pattern, lse)
+        >>> loss = task_loss + selection_loss(scores, mass, pattern.indices)
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), equations 3 and 4.
+    """
+    if not isinstance(scores, Tensor) or scores.dim() != 4 or not scores.is_floating_point():
+        got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(
+            f"scores must be floating point [B, H, R, Nb], got {got}; block_scores and "
+            "BlockScorer return them"
+        )
+    dtype = sum_dtype(scores)
+    batch, heads, rows, blocks = scores.shape
+    mass = checked_mass(mass, heads, rows).to(dtype)
+    if mass.shape[0] != batch or (indices is None and mass.shape[3] != blocks):
+        raise ValueError(
+            f"mass must be of the {batch} batch entries and {blocks} blocks of the scores, got "
+            f"{tuple(mass.shape)}; of selected blocks pass their indices beside it"
+        )
+    score = scores.to(dtype)
+    if not blocks:
+        return score.sum()
+    listed = torch.ones_like(score, dtype=torch.bool)
+    if indices is not None:
+        indices = checked_slots(indices, mass.shape)
+        listed = counted(indices, blocks)
+        score = score.gather(3, torch.where(listed, indices, 0))
+    listed = listed & (score != -torch.inf)
+    log_share = torch.where(listed, score, torch.finfo(dtype).min).log_softmax(3)
+    mass = torch.where(listed, mass, 0.0)
+    total = mass.sum(3)
+    share = mass / torch.where(total > 0, total, 1.0)[..., None]
+    divergence = (share.xlogy(share) - share * torch.where(listed, log_share, 0.0)).sum(3)
+    weight = (total > 0).to(dtype)
+    if row_weight is not None:
+        weight = weight * _checked_weight(row_weight, total)
+    return (weight * divergence).sum() / torch.where(weight.sum() > 0, weight.sum(), 1.0)
+
+
+def _checked_weight(weight: Tensor, rows: Tensor) -> Tensor:
+    fits = isinstance(weight, Tensor) and weight.dim() <= 3
+    if fits:
+        sizes = zip(weight.shape[::-1], tuple(rows.shape)[::-1], strict=False)
+        fits = all(n in (1, m) for n, m in sizes)
+    if not fits:
+        got = tuple(weight.shape) if isinstance(weight, Tensor) else repr(weight)
+        raise ValueError(
+            f"row_weight must broadcast to {tuple(rows.shape)}, one for each row of the scores, "
+            f"got {got}; unsqueeze what lacks"
+        )
+    return weight.detach().to(rows.dtype)

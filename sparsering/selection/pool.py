@@ -1,0 +1,57 @@
+"""Keys and values pooled: means of windows, and attention to what was not selected by them."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..checks import check_tensor
+from ..numerics import sum_dtype
+from ..patterns.arguments import checked_integer
+
+
+def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
+    """Means of windows of tokens: window c has those from `c * stride` to `c * stride + size - 1`.
+
+    The last window has the tokens that are left; past the end of `stride > size` it may have none,
+    and is 0. Pooled keys go with `PooledCausal(size, stride)`.
+
+    Args:
+        x: [B, H, N, D].
+        size: tokens of a window.
+        stride: tokens from one to the next, default `size`.
+
+    Returns: [B, H, Np, D] in x's dtype, Np = ceil(max(0, N - size) / stride) + 1; differentiable.
+
+    Raises: ValueError where arguments do not fit.
+
+    Cost: O(N D), once more where windows overlap; summed in float32 (float64 for float64 inputs).
+
+    Example:
+        >>> coarse = [pool_blocks(x, 32, 16) for x in (key, value)]
+        >>> out = attention(query, *coarse, PooledCausal(32, 16), q_start=0)
+
+    Source: NSA (arXiv 2502.11089), equation 7, the mean in place of its MLP.
+    """
+    check_tensor("x", x, "[batch, heads, tokens, head dim]")
+    if x.dim() != 4 or not x.is_floating_point():
+        raise ValueError(
+            "x must be floating point [batch, heads, tokens, head dim], got "
+            f"{x.dtype} {tuple(x.shape)}; unsqueeze what lacks"
+        )
+    checked_integer("size", size, 1)
+    stride = size if stride is None else checked_integer("stride", stride, 1)
+    length = x.shape[2]
+    count = -(-max(0, length - size) // stride) + 1
+    piece = math.gcd(size, stride)  # what windows share, summed once
+    places = (count - 1) * stride + size
+    whole = pad(x, (0, 0, 0, places - length)).unflatten(2, (places // piece, piece))
+    total = whole.sum(3, dtype=sum_dtype(x))  # [B, H, pieces, D]
+    if size > piece:
+        total = total.unfold(2, size // piece, stride // piece).sum(-1)
+    else:
+        total = total[:, :, :: stride // piece]
+    first = torch.arange(count, device=x.device) * stride
+    tokens = (length - first).clamp(1, size)[:, None]
+    return (total / tokens).to(x.dtype)

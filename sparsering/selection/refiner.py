@@ -1,0 +1,233 @@
+"""`PatternRefiner`: a table of blocks by position, bettered by the mass that blocks receive."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..patterns.arguments import checked_integer, digest_of
+from .slots import checked_mass, checked_slots, counted
+
+UNIT = 1 << 32
+"""Mass is summed in integers of 1 / UNIT: sums do not depend on their order."""
+
+
+class PatternRefiner:
+    """A table of `k` blocks for each row, which swaps poor blocks for better ones.
+
+    For patterns that are fixed by position (images, video, tables), where what a row needs is the
+    same in every example. Text is not like that: choose blocks by content there.
+
+    Masses that are observed enter a running mean, a block's once each update:
+    `M = ema * M + (1 - ema) * mean`. An update swaps, in each row, at most `swaps` blocks: the one
+    of least M in the table for the one of most M outside it, while
+    `M_in > (1 + margin) * M_out`, ties to the lower block. k stays; the first `sink` blocks and the
+    last `local` up to the row's own, r * blocks // rows, never leave; what was swapped out is
+    barred for `cooldown` updates. A block that was never observed has no M: it neither comes nor
+    goes; one that is not observed for a while keeps its M.
+
+    So a block outside the table must be *looked at* to come in. What a pattern did not visit has no
+    mass to observe: now and then observe some rows whole, as in the example. All masses of a row
+    must be shares of one softmax; shares among visited blocks alone look larger than they are.
+
+    Args:
+        num_kv_heads: heads of the table.
+        rows: rows of queries.
+        blocks: key blocks.
+        k: slots of a row, at least sink + local and at most blocks.
+        ema: what stays of the running mean, from 0 up to but not 1.
+        swaps: the most swaps of a row in an update.
+        margin: by which share a block must exceed the one that it replaces.
+        sink, local: blocks that never leave.
+        cooldown: updates for which what was swapped out stays out.
+        seed: of the first table, drawn at random.
+
+    Attributes:
+        table: int64 [H, R, k] on the CPU, block of each slot; another tensor where an update
+            changed it, the same one where not.
+
+    Example:
+        >>> refiner = PatternRefiner(2, rows=64, blocks=64, k=6)
+        >>> pattern = SelectedBlocks(refiner.table, 64)
+        >>> chosen = torch.rand(64) < 0.1  # rows to look at, whole
+        >>> every = torch.where(chosen[:, None], torch.arange(64), -1)
+        >>> mass = block_scores(  # of rows of many queries, exact: the log of their shares' sum
+        ...     query, key, 64, query_block=64, method="exact", causal=False
+        ... ).exp()
+        >>> refiner.observe(mass, every)
+        >>> if refiner.update():
+        ...     pattern = SelectedBlocks(refiner.table, 64)
+    """
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        rows: int,
+        blocks: int,
+        k: int,
+        *,
+        ema: float = 0.9,
+        swaps: int = 1,
+        margin: float = 0.1,
+        sink: int = 1,
+        local: int = 1,
+        cooldown: int = 2,
+        seed: int = 0,
+    ) -> None:
+        self.shape = (
+            checked_integer("num_kv_heads", num_kv_heads, 1),
+            checked_integer("rows", rows, 1),
+            checked_integer("blocks", blocks, 1),
+        )
+        self.k = checked_integer("k", k, 1)
+        self.swaps = checked_integer("swaps", swaps, 1)
+        self.cooldown = checked_integer("cooldown", cooldown, 0)
+        forced = checked_integer("sink", sink, 0) + checked_integer("local", local, 0)
+        if not forced <= k <= blocks:
+            raise ValueError(
+                f"k must be at least sink + local = {forced} and at most blocks = {blocks}, got "
+                f"{k}; give rows more slots, or force fewer blocks"
+            )
+        if not 0 <= ema < 1 or not 0 <= margin < float("inf"):
+            raise ValueError(
+                f"ema must be from 0 up to but not 1 and margin finite and at least 0, got {ema} "
+                f"and {margin}; ema=0 goes by the last observations alone"
+            )
+        self.ema, self.margin = ema, margin
+        row, block = torch.arange(rows)[:, None], torch.arange(blocks)
+        current = row * blocks // rows
+        self._protected = (block < sink) | ((block <= current) & (block > current - local))
+        draw = torch.rand(self.shape, generator=torch.Generator().manual_seed(seed))
+        order = (draw - 2.0 * self._protected).argsort(dim=2, stable=True)
+        self.table: Tensor = order[..., :k].contiguous()
+        self._mass = torch.zeros(self.shape, dtype=torch.float64)
+        self._observed = torch.zeros(self.shape, dtype=torch.bool)
+        self._sums = torch.zeros(self.shape, dtype=torch.int64)
+        self._counts = torch.zeros(self.shape, dtype=torch.int64)
+        self._barred_until = torch.zeros(self.shape, dtype=torch.int64)
+        self._updates = torch.zeros((), dtype=torch.int64)
+
+    def observe(self, mass: Tensor, indices: Tensor) -> None:
+        """Takes in the mass that slots' blocks received; for the next update.
+
+        Args:
+            mass: [B, H or a multiple, R, m], not negative: shares of the softmax of a row's
+                queries, summed; heads of a group are summed.
+            indices: int64, broadcasting to [B, H, R, m]: the block of each slot; -1, numbers that
+                are no block, and all but the first of repeated ones are not observed.
+
+        Raises: ValueError for shapes that do not fit, and observed masses that are not finite or
+            are negative.
+
+        Cost: O(B H R m), on the CPU: where mass is on a device this waits for it.
+        """
+        heads, rows, blocks = self.shape
+        mass = checked_mass(mass, heads, rows).double().cpu()
+        indices = checked_slots(indices, mass.shape).cpu()
+        seen = counted(indices, blocks)
+        mass = torch.where(seen, mass, 0.0)
+        if not bool((mass >= 0).all() & (mass < 1 << 20).all()):
+            raise ValueError(
+                "observed masses must be at least 0 and below 2^20, the sum of a row's softmax "
+                f"weights, got some from {mass.min().item()} to {mass.max().item()}; pass -1 as "
+                "the index of what is not to be observed"
+            )
+        slot = torch.where(seen, indices, 0)
+        units = (mass * UNIT).round().long()
+        for entry in range(len(mass)):
+            self._sums.scatter_add_(2, slot[entry], units[entry])
+            self._counts.scatter_add_(2, slot[entry], seen[entry].long())
+
+    def update(self, group: dist.ProcessGroup | None = None) -> bool:
+        """Swaps blocks by what was observed since the last update.
+
+        Args:
+            group: ranks, all of which call this: they sum what they observed, in integers, and so
+                decide alike.
+
+        Returns: whether the table changed.
+
+        Raises: ValueError, on all ranks, where their tables or means were not equal before.
+
+        Cost: O(H R blocks log(blocks)); over ranks one sum of 16 H R blocks bytes.
+        """
+        sums, counts = self._summed(group)
+        now = counts > 0
+        mean = sums.double() / counts.clamp(min=1) / UNIT
+        running = self.ema * self._mass + (1 - self.ema) * mean
+        self._mass = torch.where(now, torch.where(self._observed, running, mean), self._mass)
+        self._observed = self._observed | now
+        self._sums, self._counts = torch.zeros_like(sums), torch.zeros_like(counts)
+        self._updates = self._updates + 1
+        inside = torch.zeros(self.shape, dtype=torch.bool).scatter_(2, self.table, True)
+        comes = self._observed & ~inside & (self._barred_until < self._updates)
+        goes = self._observed & inside & ~self._protected
+        most = min(self.swaps, self.k, self.shape[2])
+        new, into = _ordered(torch.where(comes, -self._mass, torch.inf), most)
+        old, out = _ordered(torch.where(goes, self._mass, torch.inf), most)
+        swapped = -new > (1 + self.margin) * old  # an infinite one of either is no candidate
+        if not bool(swapped.any()):
+            return False
+        slot = (self.table[..., None] == out[:, :, None]) & swapped[:, :, None]  # [H, R, k, swaps]
+        taken = (slot * into[:, :, None]).sum(3)
+        self.table = torch.where(slot.any(3), taken, self.table)
+        barred = torch.zeros(self.shape, dtype=torch.bool).scatter_(2, out, swapped)
+        until = self._updates + self.cooldown
+        self._barred_until = torch.where(barred, until, self._barred_until)
+        return True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that a resumed run goes on from, also between two updates, with the same bits."""
+        return {name.lstrip("_"): getattr(self, name).clone() for name in STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was taken; ValueError for what is none of this size."""
+        own = self.state_dict()
+        fits = set(state) == set(own) and all(isinstance(x, Tensor) for x in state.values())
+        if not fits or any(
+            state[name].shape != x.shape or state[name].dtype != x.dtype for name, x in own.items()
+        ):
+            raise ValueError(
+                f"expected the state_dict of a PatternRefiner of {self.shape} heads, rows and "
+                f"blocks and k={self.k}, got one with {sorted(state)}; make the refiner with the "
+                "arguments that it was saved with"
+            )
+        for name in STATE:
+            setattr(self, name, state[name.lstrip("_")].detach().cpu().clone())
+
+    def _summed(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """Sums and counts over the ranks of a group, whose states are compared."""
+        if group is None:
+            return self._sums, self._counts
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        told = torch.tensor((self.ema, self.margin, self.swaps, self.cooldown), dtype=torch.float64)
+        held = (told, self._protected, *(getattr(self, name) for name in AGREED))
+        own = torch.tensor([digested(x) for x in held])
+        extremes = torch.cat((own, ~own)).to(device)  # of ~x the largest is the least x's
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        most, least = extremes.cpu().chunk(2)
+        if not torch.equal(most, ~least):
+            raise ValueError(
+                "expected refiners with the same arguments and state on all ranks of the group, "
+                "got different ones; make them with one seed, and call update(group) on all"
+            )
+        both = torch.stack((self._sums, self._counts)).to(device)
+        dist.all_reduce(both, group=group)
+        sums, counts = both.cpu().unbind()
+        return sums, counts
+
+
+STATE = ("table", "_mass", "_observed", "_sums", "_counts", "_barred_until", "_updates")
+AGREED = ("table", "_mass", "_observed", "_barred_until", "_updates")
+
+
+def digested(x: Tensor) -> int:
+    """A hash of what a tensor holds, to the bit."""
+    return digest_of(x.contiguous().view(torch.int64) if x.dtype == torch.float64 else x.long())
+
+
+def _ordered(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` least of each row and which they are, ties to the lower block."""
+    least, block = value.sort(dim=2, stable=True)
+    return least[..., :count], block[..., :count]

@@ -1,0 +1,113 @@
+"""Attention to all blocks: the selected ones exactly, each of the others as one pooled key."""
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..checks import check_inputs, check_integer_or_none, checked_scale
+from ..functional import attention
+from ..numerics import merge_attention, sum_dtype, without_autocast
+from ..patterns.algebra import Mask
+from ..patterns.positions import Causal, Full
+from ..patterns.selected import SelectedBlocks
+from .pool import pool_blocks
+from .rows import current_blocks
+
+_AT_A_TIME = 1 << 24  # logits
+
+
+def remainder_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    block_size: int,
+    *,
+    query_block: int = 1,
+    causal: bool = True,
+    scale: float | None = None,
+    q_start: int | None = None,
+) -> Tensor:
+    """Attends to selected blocks exactly, and to all others through the means of their keys.
+
+    One softmax over both: `out_q ~ sum_{k selected} e^{s_k} v_k + sum_{b not selected} n_b
+    e^{s_b} v_b`, `s_b = scale q.k_b`, with k_b and v_b the means over the n_b tokens of block b.
+    What is left out of a selection thus weighs in, at its estimated mass, and gets gradients.
+
+    Args:
+        query, key, value: as `attention`.
+        indices: int64 [R, k], [H, R, k] or [B, H, R, k] with H = 1, Hkv or Hq: of the rows from
+            that of the first query on, as `select_blocks` lists them.
+        block_size, query_block: keys of a block, queries of a row.
+        causal: whether later keys are hidden; of the row's own block nothing is pooled then, so
+            that it is seen where it is selected alone.
+        scale, q_start: as `attention`.
+
+    Returns: [B, Hq, Nq, Dv], differentiable in query, key and value.
+
+    Raises: ValueError where arguments do not fit.
+
+    Cost: that of the selected pairs and 1 / block_size of dense attention, on the device, without a
+        wait for it; memory O(N + R Nb).
+
+    Source: MRA-2 (arXiv 2207.10284), equation 5.
+    """
+    check_inputs(query, key, value, Full())
+    check_integer_or_none("q_start", q_start)
+    start = key.shape[2] - query.shape[2] if q_start is None else q_start
+    first_row = start // max(1, query_block)
+    chosen = SelectedBlocks(indices, block_size, query_block, first_row)
+    pattern: Mask = chosen & Causal() if causal else chosen
+    exact, lse = attention(query, key, value, pattern, scale=scale, q_start=start, return_lse=True)
+    if not query.numel() or not key.shape[2]:
+        return exact
+    rest = _rest(chosen.indices, key, block_size, query_block, first_row, causal)
+    with without_autocast(query):
+        coarse = [pool_blocks(x.to(sum_dtype(x)), block_size) for x in (key, value)]
+        parts = []
+        row = (start + torch.arange(query.shape[2], device=query.device)) // query_block
+        row = row - first_row
+        step = max(1, _AT_A_TIME // (query.shape[0] * query.shape[1] * rest.shape[-1]))
+        tokens = key.shape[2] - torch.arange(rest.shape[-1], device=key.device) * block_size
+        log_tokens = tokens.clamp(max=block_size).to(coarse[0].dtype).log()
+        inputs = coarse[0] * checked_scale(scale, query), coarse[1], log_tokens
+        for first in range(0, query.shape[2], step):
+            span = slice(first, first + step)
+            each = query[:, :, span], *inputs, rest[:, :, row[span]]
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                part = checkpoint(_pooled, *each, use_reentrant=False, preserve_rng_state=False)
+                parts.append(part)
+            else:
+                parts.append(_pooled(*each))
+        out, rest_lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+        return merge_attention((exact, out.to(exact.dtype)), (lse, rest_lse))[0]
+
+
+def _rest(
+    indices: Tensor, key: Tensor, block_size: int, query_block: int, first_row: int, causal: bool
+) -> Tensor:
+    """Bool [B or 1, H or 1, R, Nb]: blocks that a row does not list, and sees all of."""
+    indices = indices.view((1,) * (4 - indices.dim()) + indices.shape)
+    rows, blocks = indices.shape[2], -(-key.shape[2] // block_size)
+    there = (indices >= 0) & (indices < blocks)
+    listed = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=key.device)
+    listed = listed.scatter(3, torch.where(there, indices, blocks), True)[..., :blocks]
+    current = current_blocks(first_row, rows, query_block, block_size).to(key.device)
+    before = torch.arange(blocks, device=key.device) < current[:, None]
+    return ~listed & before if causal else ~listed
+
+
+def _pooled(
+    query: Tensor, key: Tensor, value: Tensor, log_tokens: Tensor, seen: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) over pooled keys, in their dtype; `seen`: bool [B or 1, H or 1, n, Nb]."""
+    kv_heads = key.shape[1]
+    query = query.to(key.dtype).unflatten(1, (kv_heads, -1))  # [B, Hkv, G, n, D]
+    heads = seen.shape[1]
+    seen = seen.unflatten(1, (kv_heads, -1) if heads % kv_heads == 0 else (1, 1))
+    none = ~seen.any(-1, keepdim=True)
+    logits = query @ key[:, :, None].mT + log_tokens
+    lse = logits.masked_fill(~(seen | none), -torch.inf).logsumexp(-1, keepdim=True)
+    weight = torch.where(seen, (logits - lse).exp(), 0.0)
+    lse = lse.masked_fill(none, -torch.inf)[..., 0]
+    return (weight @ value[:, :, None]).flatten(1, 2), lse.flatten(1, 2)

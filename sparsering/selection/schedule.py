@@ -1,0 +1,133 @@
+"""Numbers that change while a model trains: with the step, or as far as it has learned."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..patterns.arguments import checked_integer, shortened
+
+KINDS = ("linear", "cosine", "step")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A number as a function of the step alone, so that ranks and resumed runs agree.
+
+    Between two points: "linear" goes straight; "cosine" follows half a cosine, flat at both; "step"
+    stays at the earlier one. Before the first point and from the last on it is constant. Of two
+    points at one step the later counts from that step on: a jump.
+
+    Args:
+        points: ((step, value), ...) in order of steps.
+        kind: "linear", "cosine" or "step".
+
+    Raises: ValueError for no points, steps that go back, numbers that are not finite, another kind.
+
+    Example:
+        >>> density = Schedule(((0, 1.0), (1000, 1.0), (2000, 0.1)))  # dense, a ramp, sparse
+        >>> k = max(1, round(density(step) * num_blocks))
+    """
+
+    points: tuple[tuple[float, float], ...]
+    kind: str = "linear"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        points = self.points
+        if not isinstance(points, Sequence) or not points:
+            raise ValueError(
+                "points must be ((step, value), ...), at least one of them, got "
+                f"{shortened(repr(points))}; one point is a constant"
+            )
+        for point in points:
+            if not isinstance(point, Sequence) or len(point) != 2 or not all(map(_finite, point)):
+                raise ValueError(
+                    "each point must be a (step, value) of finite numbers, got "
+                    f"{shortened(repr(point))}; one point alone is written ((step, value),)"
+                )
+        for before, after in pairwise(points):
+            if after[0] < before[0]:
+                raise ValueError(
+                    f"points must be in order of steps, got step {after[0]} after {before[0]}; "
+                    "sort them"
+                )
+        object.__setattr__(self, "points", tuple((x, y) for x, y in points))
+
+    def __call__(self, step: float) -> float:
+        """The value at a step, any number; ValueError for NaN."""
+        if math.isnan(step):
+            raise ValueError("step must be a number, got NaN; count steps from 0")
+        passed = sum(x <= step for x, _ in self.points)
+        if passed in (0, len(self.points)):
+            return float(self.points[passed - 1 if passed else 0][1])
+        (start, before), (end, after) = self.points[passed - 1 : passed + 1]
+        way = (step - start) / (end - start)
+        if self.kind == "step":
+            way = 0.0
+        elif self.kind == "cosine":
+            way = (1 - math.cos(math.pi * way)) / 2
+        return before + way * (after - before)
+
+
+class GatedSchedule:
+    """A schedule whose clock moves only while a measurement reaches a bar.
+
+    A pattern that grows sparse on time, learned or not, leaves a model that had not learned with
+    nothing to learn from. This one waits.
+
+    Args:
+        schedule: what the clock, which counts from 0, is looked up in.
+        bar: the least metric at which it moves.
+
+    Attributes:
+        clock: how often it has moved.
+
+    Example:
+        >>> blocks = GatedSchedule(Schedule(((0, 128), (1000, 4))), bar=0.95)
+        >>> k = round(blocks.step(running_accuracy))  # of a loss: bar=-0.1, step(-loss)
+    """
+
+    def __init__(self, schedule: Schedule, bar: float) -> None:
+        if not _finite(bar):
+            raise ValueError(f"bar must be a finite number, got {bar!r}")
+        self.schedule, self.bar, self.clock = schedule, bar, 0
+
+    def step(self, metric: float, group: dist.ProcessGroup | None = None) -> float:
+        """Moves the clock by one where metric >= bar; then its value.
+
+        Args:
+            metric: larger is better; NaN never moves the clock.
+            group: ranks, all of which call this: the clocks go by the mean of their metrics, and
+                stay equal.
+        """
+        metric = float(metric)
+        if group is not None:
+            device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+            total = torch.tensor(metric, dtype=torch.float64, device=device)
+            dist.all_reduce(total, group=group)
+            metric = total.item() / dist.get_world_size(group)
+        self.clock += metric >= self.bar
+        return self.schedule(self.clock)
+
+    def state_dict(self) -> dict[str, int]:
+        """What a resumed run goes on from."""
+        return {"clock": self.clock}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was taken; ValueError for what is none."""
+        if set(state) != {"clock"}:
+            raise ValueError(
+                f"expected the state_dict of a GatedSchedule, with 'clock', got {sorted(state)}"
+            )
+        self.clock = checked_integer("clock", state["clock"], 0)
+
+
+def _finite(number: object) -> bool:
+    return isinstance(number, Real) and math.isfinite(number)

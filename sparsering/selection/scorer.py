@@ -1,0 +1,181 @@
+"""`BlockScorer`: scores of key blocks by learned projections, trained by `selection_loss`."""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..checks import check_inputs
+from ..numerics import sum_dtype, without_autocast
+from ..patterns.arguments import checked_integer
+from ..patterns.positions import Full
+from .rows import checked_blocks, num_rows
+
+_AT_A_TIME = 1 << 24  # scores that are computed at a time, of all query heads
+
+
+class BlockScorer(nn.Module):
+    """Scores of key blocks for rows of queries, by learned projections.
+
+    A block's keys are pooled by a softmax of their own and projected; a query is projected and
+    multiplied with what came of them:
+    `score_b(q) = (W_q q) . (W_k sum_j softmax_j(u . k_j) k_j) / sqrt(index_dim)`, j over the keys
+    of block b. u, W_k and W_q are each kv head's own. u begins at 0: the mean of the keys.
+
+    A row of several queries, or a kv head of several query heads, has the log of the sum of their
+    softmax over the blocks each sees, as in `block_scores`; so has a row of one, whose softmax
+    sums to 1. Causal: a block before the query's is pooled whole; the query's own block is
+    pooled over the keys up to the query; later blocks are -inf. No score knows a later token, but
+    that the score of a row of several queries sums over them all: with `query_block` above 1 what
+    an early query sees depends on later ones of its row.
+
+    Args:
+        head_dim: channels of queries and keys.
+        num_kv_heads: of the keys; query heads may be a multiple.
+        block_size: keys of a block.
+        index_dim: channels of the projections.
+        query_block: queries of a row, by absolute position; divides block_size.
+        causal: whether queries see up to their own position, or all.
+        detach: gradients reach these weights alone, not the queries and keys: the model is then
+            trained by its own loss, and the scorer by `selection_loss`.
+
+    Attributes:
+        pool: u, [Hkv, D].
+        project_key, project_query: W_k and W_q, [Hkv, index_dim, D].
+
+    Cost: O(Nq Nb index_dim + Nk block_size D) time for each head; memory O(scores), what query
+        heads and queries of a row add up from being computed again in the backward.
+
+    Example:
+        >>> scorer = BlockScorer(64, num_kv_heads=2, block_size=64)
+        >>> scores = scorer(query, key)  # [B, 2, N, Nb]
+        >>> indices = select_blocks(scores, 16, block_size=64)
+
+    Source: SeerAttention-R (arXiv 2506.08889), with the pooling weights of softmax-gated pooling.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_kv_heads: int,
+        block_size: int,
+        *,
+        index_dim: int = 64,
+        query_block: int = 1,
+        causal: bool = True,
+        detach: bool = True,
+    ) -> None:
+        super().__init__()
+        self.head_dim = checked_integer("head_dim", head_dim, 1)
+        self.num_kv_heads = checked_integer("num_kv_heads", num_kv_heads, 1)
+        checked_blocks(query_block, block_size)
+        self.block_size, self.query_block = block_size, query_block
+        self.causal, self.detach = causal, detach
+        shape = num_kv_heads, checked_integer("index_dim", index_dim, 1), head_dim
+        self.pool = nn.Parameter(torch.zeros(num_kv_heads, head_dim))
+        self.project_key = nn.Parameter(torch.randn(shape) * head_dim**-0.5)
+        self.project_query = nn.Parameter(torch.randn(shape) * head_dim**-0.5)
+
+    def extra_repr(self) -> str:
+        """What it was made with."""
+        return (
+            f"{self.head_dim}, {self.num_kv_heads}, {self.block_size}, "
+            f"index_dim={self.project_key.shape[1]}, query_block={self.query_block}, "
+            f"causal={self.causal}, detach={self.detach}"
+        )
+
+    def forward(self, query: Tensor, key: Tensor, *, q_start: int | None = None) -> Tensor:
+        """Scores of every block for every row.
+
+        Args:
+            query: [B, Hq, Nq, D].
+            key: [B, Hkv, Nk, D].
+            q_start: the first query's position, at least 0 where causal; default Nk - Nq.
+
+        Returns: [B, Hkv, R, Nb], float32 (float64 for float64 inputs): R rows from that of the
+            first query to that of the last, Nb = ceil(Nk / block_size); -inf where no query of the
+            row sees the block.
+
+        Raises: ValueError for shapes that do not fit, and positions below 0 where causal.
+        """
+        check_inputs(query, key, key, Full())
+        if key.shape[1] != self.num_kv_heads or key.shape[3] != self.head_dim:
+            raise ValueError(
+                f"expected keys [B, {self.num_kv_heads}, Nk, {self.head_dim}], as this scorer was "
+                f"made for, got {tuple(key.shape)}; make another BlockScorer"
+            )
+        first = key.shape[2] - query.shape[2] if q_start is None else q_start
+        if self.causal and first < 0:
+            raise ValueError(
+                f"expected queries at positions of at least 0, got q_start={first} for "
+                f"{query.shape[2]} queries and {key.shape[2]} keys; pass q_start, or causal=False"
+            )
+        if self.detach:
+            query, key = query.detach(), key.detach()
+        dtype = sum_dtype(query)
+        with without_autocast(query):
+            return self._scores(query.to(dtype), key.to(dtype), first)
+
+    def _scores(self, query: Tensor, key: Tensor, first: int) -> Tensor:
+        dtype, (batch, heads, q_len) = query.dtype, query.shape[:3]
+        kv_heads, kv_len, size = key.shape[1], key.shape[2], self.block_size
+        blocks, group = -(-kv_len // size), heads // kv_heads
+        keys = F.pad(key, (0, 0, 0, blocks * size - kv_len)).unflatten(2, (blocks, size))
+        real = torch.arange(blocks * size, device=key.device).view(blocks, size) < kv_len
+        gate = (keys @ self.pool.to(dtype)[:, None, :, None])[..., 0]  # [B, Hkv, Nb, size]
+        project = self.project_key.to(dtype).mT  # [Hkv, D, index_dim]
+        pooled = _pooled(gate, keys, real) @ project  # [B, Hkv, Nb, index_dim]
+        asked = query.unflatten(1, (kv_heads, group)) @ self.project_query.to(dtype).mT[:, None]
+        asked = asked * project.shape[2] ** -0.5  # [B, Hkv, G, Nq, index_dim]
+        own = None
+        if self.causal and q_len and blocks:  # the blocks of queries, pooled up to each of them
+            begin = min(first // size, blocks - 1)
+            end = min((first + q_len - 1) // size, blocks - 1) + 1
+            held = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
+            up_to = held & real[begin:end, None]
+            each = _pooled(gate[:, :, begin:end, None], keys[:, :, begin:end], up_to).flatten(2, 3)
+            place = first - begin * size + torch.arange(q_len, device=key.device)
+            own = each[:, :, place.clamp(max=each.shape[2] - 1)] @ project
+        step = self.query_block
+        length = max(step, _AT_A_TIME // max(1, batch * heads * blocks) // step * step)
+        starts = [*range(first // step * step, first + q_len, length)] or [first]
+        cuts = [0, *(start - first for start in starts[1:]), q_len]
+        parts = []
+        for i, j in pairwise(cuts):
+            given = asked[:, :, :, i:j], pooled, None if own is None else own[:, :, i:j], first + i
+            if len(starts) == 1 or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                parts.append(self._rows(*given))
+            else:
+                part = checkpoint(self._rows, *given, use_reentrant=False, preserve_rng_state=False)
+                parts.append(part)
+        return torch.cat(parts, 2)
+
+    def _rows(self, asked: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
+        """[B, Hkv, R, Nb]: the log of the sum of a row's softmaxes, of queries that are rows."""
+        q_len, blocks, step = asked.shape[3], pooled.shape[2], self.query_block
+        lowest = torch.finfo(asked.dtype).min
+        score = asked @ pooled.mT[:, :, None]  # [B, Hkv, G, Nq, Nb]
+        seen = torch.ones(q_len, blocks, dtype=torch.bool, device=asked.device)
+        if own is not None:
+            block = torch.arange(blocks, device=asked.device)
+            mine = (first + torch.arange(q_len, device=asked.device))[:, None] // self.block_size
+            own_score = (asked * own[:, :, None]).sum(-1, keepdim=True)
+            score = torch.where(block == mine, own_score, score)
+            seen = block <= mine
+        rows = num_rows(first, q_len, step)
+        before = first % step if rows else 0
+        margin = (0, 0, before, rows * step - before - q_len)
+        share = torch.where(seen, score, lowest).log_softmax(4)
+        share = F.pad(torch.where(seen, share, lowest), margin, value=lowest)
+        together = share.unflatten(3, (rows, step)).transpose(2, 3).flatten(3, 4).logsumexp(3)
+        visible = F.pad(seen, margin, value=False).unflatten(0, (rows, step)).any(1)
+        return torch.where(visible, together, -torch.inf)
+
+
+def _pooled(gate: Tensor, keys: Tensor, real: Tensor) -> Tensor:
+    """Keys [.., Nb, size, D] summed by the softmax of their gate over those that are real."""
+    weight = torch.where(real, gate, torch.finfo(gate.dtype).min).softmax(-1)
+    weight = torch.where(real, weight, 0.0)
+    return weight @ keys if weight.dim() == keys.dim() else (weight[..., None, :] @ keys)[..., 0, :]

@@ -1,0 +1,291 @@
+"""`block_scores`: how much attention each block of keys would get, estimated without attending."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
+from torch.utils.checkpoint import checkpoint
+
+from ..checks import check_inputs, check_integer_or_none, checked_scale
+from ..numerics import sum_dtype, without_autocast
+from ..patterns.positions import Full
+from .estimates import NEVER, Estimate, checked_method
+from .rows import Span, checked_blocks, current_blocks, num_rows, spans
+
+_IN_CACHE = 1 << 20  # logits that are computed at a time: what a core's cache holds,
+_MANY = 64  # queries for which keys are worth a copy
+_IN_MEMORY = 1 << 26  # or where one call costs as much as many logits
+
+
+def block_scores(
+    query: Tensor,
+    key: Tensor,
+    block_size: int,
+    *,
+    query_block: int = 1,
+    method: str = "sub",
+    parts: int = 4,
+    causal: bool = True,
+    scale: float | None = None,
+    q_start: int | None = None,
+) -> Tensor:
+    """Scores blocks of keys by the share of the attention that each would get.
+
+    `score[r, b] = log sum_i pi_i[b]`, the sum over the queries i of row r, in all query heads of
+    the kv head; `pi_i = softmax_b(s_i)` over the blocks that the query sees, `s_i[b]` an estimate
+    of the log mass `log sum_j e^{scale q_i.k_j}` of block b. With exact masses, the k blocks of
+    largest score are the k shared blocks that capture most attention.
+
+    Estimates, n the real tokens of a block (of a part of one), k the keys' mean in it:
+
+    - "mean": `log n + scale q.k`, never above the mass (MoBA, arXiv 2502.13189).
+    - "sub": `log sum_c n_c e^{scale q.k_c}` over `parts` sub-blocks of block_size / parts tokens.
+    - "gauss": that of "mean" + `scale^2 / 2 sum_d q_d^2 var_d`, of the keys' population variance.
+    - "bounds": `log n + scale sum_d max(q_d max_d, q_d min_d)`, never below (Quest, 2406.10774).
+    - "antidiagonal": stride S = `parts`: `log sum_y n_y e^{scale / S sum_i q[xS+S-1-i].k[yS+i]}`,
+      the same for the S queries of x; the mean of the products that are there, where tokens lack
+      (XAttention, 2503.16428). S divides query_block.
+    - "exact": the mass itself, in O(N^2) time.
+
+    Under `causal` a query estimates the blocks before its own, and its own block has the exact mass
+    of the keys up to the query; all other scores are -inf, and no others. Otherwise all blocks are
+    estimated. Only query_block=1 is strictly causal: the choice of a longer row depends on the last
+    of its queries. Products are those of the keys' means: keys without rotary positions, or parts
+    within which these turn little, are what estimates describe well.
+
+    Args:
+        query: [B, Hq, Nq, D].
+        key: [B, Hkv, Nk, D], Hq a multiple of Hkv.
+        block_size: keys of a block.
+        query_block: queries of a row, by absolute position; divides block_size. The first and the
+            last row may have fewer.
+        method: "mean", "sub", "gauss", "bounds", "antidiagonal" or "exact".
+        parts: of "sub" and "antidiagonal"; divides block_size.
+        causal: whether later keys are hidden.
+        scale: of the products, default D ** -0.5.
+        q_start: position of the first query, default Nk - Nq.
+
+    Returns: [B, Hkv, R, Nb] float32 (computed in float64 for float64 inputs), R the rows from
+        `q_start // query_block` on, Nb = ceil(Nk / block_size). Differentiable, each part computed
+        again in the backward.
+
+    Raises: ValueError where arguments do not fit.
+
+    Cost: parts / block_size of dense scores ("gauss", "bounds": 2 / block_size; "antidiagonal":
+        1 / parts); memory O(scores), whatever the method.
+
+    Example:
+        >>> scores = block_scores(query, key, 64)
+        >>> chosen = select_blocks(scores, 16, block_size=64)
+
+    Source: sums of probabilities over heads: NSA (arXiv 2502.11089), equation 10.
+    """
+    check_inputs(query, key, key, Full())
+    checked_blocks(query_block, block_size)
+    part = checked_method(method, parts, block_size, query_block)
+    scale = checked_scale(scale, query)
+    check_integer_or_none("q_start", q_start)
+    start = key.shape[2] - query.shape[2] if q_start is None else q_start
+    with without_autocast(query):
+        dtype = sum_dtype(query)
+        estimate = Estimate.of(key.to(dtype), block_size, method, part)
+        return scores_of(query, estimate, query_block, causal, scale, start).float()
+
+
+def scores_of(
+    query: Tensor,
+    estimate: Estimate,
+    query_block: int,
+    causal: bool,
+    scale: float,
+    q_start: int,
+) -> Tensor:
+    """`block_scores` of keys that are summarised, in the summaries' dtype."""
+    batch, heads, q_len, _ = query.shape
+    blocks = estimate.num_blocks
+    kv_heads = estimate.feature.shape[1]
+    group = heads // max(1, kv_heads)
+    rows = num_rows(q_start, q_len, query_block)
+    shape = (batch * kv_heads, rows, blocks)
+    if not math.prod(shape) or not group:
+        return estimate.feature.new_full((batch, kv_heads, rows, blocks), -torch.inf)
+    # queries of a row together, heads innermost: [B * Hkv, Nq, G, D]
+    every = query.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(0, 1)
+    feature, keys = (x.flatten(0, 1) for x in (estimate.feature, estimate.keys))
+    estimate = estimate._replace(feature=feature, keys=keys)
+    learns = torch.is_grad_enabled() and (query.requires_grad or feature.requires_grad)
+    quick = not (learns or torch.compiler.is_compiling() or query.device.type != "cpu")
+    budget = _IN_CACHE if quick else _IN_MEMORY
+    if learns:
+        parts = [
+            _again_in_backward(part, every, estimate, causal, scale)
+            for span in spans(q_start, q_len, query_block, estimate.block_size)
+            for part in _cut(span, group * len(every), estimate, causal, budget)
+        ]
+        return torch.cat(parts, 1).unflatten(0, (batch, kv_heads))
+    out = estimate.feature.new_empty(shape)
+    most = min(q_len, estimate.block_size) * group * estimate.slots * blocks
+    entries = max(1, budget // most)
+    for first in range(0, len(every), entries):
+        queries, of_entries = every[first : first + entries], estimate.entries(first, entries)
+        row = 0
+        for span in spans(q_start, q_len, query_block, estimate.block_size):
+            for part in _cut(span, group * len(queries), of_entries, causal, budget):
+                found = _of_span(part, queries, of_entries, causal, scale, quick)
+                out[first : first + entries, row : row + part.rows] = found
+                row += part.rows
+    return out.unflatten(0, (batch, kv_heads))
+
+
+def _cut(span: Span, heads: int, estimate: Estimate, causal: bool, budget: int) -> Iterator[Span]:
+    """Parts of a span of about `budget` logits each."""
+    done = 0
+    while done < span.blocks:
+        block = span.block + done
+        room, seen = budget // (heads * span.width * estimate.slots), estimate.num_blocks
+        if causal and block + math.isqrt(room) < seen:  # count * (block + count) is the room
+            count = (math.isqrt(block * block + 4 * room) - block) // 2
+        else:
+            count = room // seen
+        count = max(1, min(count, span.blocks - done))
+        yield span._replace(first=span.first + done * span.width, block=block, blocks=count)
+        done += count
+
+
+def _again_in_backward(
+    span: Span, every: Tensor, estimate: Estimate, causal: bool, scale: float
+) -> Tensor:
+    def compute(query: Tensor, feature: Tensor, keys: Tensor) -> Tensor:
+        same = estimate._replace(feature=feature, keys=keys)
+        return _of_span(span, query, same, causal, scale, quick=False)
+
+    tensors = every, estimate.feature, estimate.keys
+    if torch.compiler.is_compiling():  # which decides itself what it computes again
+        return compute(*tensors)
+    found: Tensor = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
+    return found
+
+
+def _of_span(
+    span: Span, every: Tensor, estimate: Estimate, causal: bool, scale: float, quick: bool
+) -> Tensor:
+    """[entries, rows, Nb] scores of a span's rows."""
+    blocks = estimate.num_blocks
+    query = every[:, span.first : span.first + span.queries].to(estimate.feature.dtype)
+    seen = min(blocks, max(1, span.block + span.blocks - 1)) if causal else blocks
+    own = _own_mass(span, query, estimate, scale, quick) if causal else None
+    past = own_share = None
+    if quick and estimate.stride == 1 and span.queries * query.shape[2] >= _MANY:
+        past, own_share = _quick(span, query, estimate, seen, own, scale)
+    current = current_blocks(0, span.blocks, 1, 1) + span.block  # [count]
+    current = current.repeat_interleave(span.rows // span.blocks).to(query.device)[:, None]
+    column = torch.arange(blocks, device=query.device)
+    visible = column < current if causal else (column < blocks).expand(span.rows, -1)
+    if past is None or _lost(past, own_share, visible[:, :seen]):
+        past, own_share = _careful(span, query, estimate, seen, own, scale)
+    found = torch.where(visible, pad(past, (0, blocks - seen)), -torch.inf)
+    if own_share is None:
+        return found
+    return torch.where(column == current, own_share[..., None], found)
+
+
+def _lost(past: Tensor, own_share: Tensor | None, visible: Tensor) -> bool:
+    """Whether a share of what is visible was too small for a number."""
+    lost = (past.isneginf() & visible).any()
+    return bool(lost if own_share is None else lost | own_share.isneginf().any())
+
+
+def _own_mass(span: Span, query: Tensor, estimate: Estimate, scale: float, quick: bool) -> Tensor:
+    """[entries, n, G] exact log mass of the visible keys of each query's own block."""
+    group = query.shape[2]
+    first, stop = max(span.block, 0), min(span.block + span.blocks, estimate.num_blocks)
+    blocks = max(0, stop - first)
+    keys = estimate.keys[:, first - estimate.first_own :][:, :blocks]
+    lack = (first - span.block) * (blocks > 0)  # of blocks before those that there are
+    query = query.unflatten(1, (span.blocks, span.width))[:, lack : lack + blocks]
+    logits = query.flatten(2, 3) @ (keys.mT * scale)
+    logits = logits.unflatten(2, (span.width, group))
+    place = torch.arange(estimate.block_size, device=query.device)
+    hidden = place > span.offset + torch.arange(span.width, device=query.device)[:, None]
+    logits = logits.masked_fill(hidden[:, None], NEVER)
+    if estimate.ragged and stop == estimate.num_blocks:
+        block = torch.arange(first, first + blocks, device=query.device)[:, None, None, None]
+        past_end = block * estimate.block_size + place >= estimate.length
+        logits = logits.masked_fill(past_end, NEVER)
+    each = logits.log_softmax(-1)[..., 0] if quick else None  # of a key that all of them see
+    mass = logits.logsumexp(-1) if each is None else logits[..., 0] - each
+    room = (0, 0, 0, 0, lack, span.blocks - blocks - lack)
+    return pad(mass, room, value=NEVER).flatten(1, 2)
+
+
+def _future(span: Span, first: int, stop: int, device: torch.device) -> Tensor:
+    """[blocks, stop - first] which columns are not before the block of a query."""
+    own = torch.arange(span.block, span.block + span.blocks, device=device)
+    return torch.arange(first, stop, device=device) >= own[:, None]
+
+
+def _quick(
+    span: Span, query: Tensor, estimate: Estimate, seen: int, own: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """Log shares of the blocks before a row's, [entries, rows, seen], and of its own block.
+
+    By one softmax over all parts, and one's own block as one more: -inf where shares are too small.
+    """
+    columns = estimate.slots * seen
+    of_query = estimate.of_queries(query, scale)
+    of_key = estimate.feature[:, :, :seen].flatten(1, 2)
+    if own is not None:
+        log_part = math.log(estimate.part)
+        of_query = torch.cat((of_query, own.flatten(1)[..., None] - log_part), -1)
+        of_key = pad(of_key, (0, 1, 0, 1))
+        of_key[:, -1, -1] = 1.0
+    logits = torch.bmm(of_query, of_key.mT)
+    each = logits[..., :columns].unflatten(-1, (estimate.slots, seen))
+    if estimate.ragged and seen == estimate.num_blocks:
+        each[..., -1] += estimate.log_counts(seen)[:, -1] - math.log(estimate.part)
+    if own is not None:
+        first = max(0, span.block)  # in place, where any may be hidden
+        hidden = _future(span, first, seen, query.device)[:, None, None]
+        each.unflatten(1, (span.blocks, -1))[..., first:].masked_fill_(hidden, NEVER)
+    share = logits.softmax(-1).unflatten(1, (span.rows, -1)).sum(2)
+    past = share[..., :columns].unflatten(-1, (estimate.slots, seen)).sum(2).log_()
+    return past, None if own is None else share[..., -1].log()
+
+
+def _careful(
+    span: Span, query: Tensor, estimate: Estimate, seen: int, own: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """The same as logs throughout, and with a derivative."""
+    (_, n, group, _), stride = query.shape, estimate.stride
+    front, present = span.offset % stride, None
+    back = -(front + n) % stride
+    if front or back:
+        present = pad(torch.ones(n, dtype=torch.bool), (front, back)).view(-1, stride)
+    of_query, of_key = estimate.of_queries(query, scale, front), estimate.feature[:, :, :seen]
+    logits = (of_query[:, None] @ of_key.mT).unflatten(2, (-1, group))
+    if stride > 1:
+        logits = logits * estimate.products(seen, present)
+    # [entries, slots, n / stride, G, seen] -> [entries, n / stride, G, seen]
+    logits = (logits + estimate.log_counts(seen)[:, None, None]).logsumexp(1)
+    if own is not None:
+        hidden = _future(span, 0, seen, query.device)[:, None, None]
+        logits = logits.unflatten(1, (span.blocks, -1)).masked_fill(hidden, NEVER).flatten(1, 2)
+    total = logits.logsumexp(-1)
+    own_share = None
+    if own is None:
+        weight = torch.full_like(total[:1, :, :1], math.log(stride))
+        if present is not None:
+            weight = present.sum(1).to(total).log()[:, None]
+    else:
+        own = pad(own, (0, 0, front, back)).unflatten(1, (-1, stride))
+        apart = own - total[:, :, None]  # [entries, n / stride, stride, G]
+        of_past, of_own = logsigmoid(-apart), logsigmoid(apart)
+        if present is not None:
+            lack = ~present.to(query.device)[..., None]
+            of_past, of_own = (x.masked_fill(lack, NEVER) for x in (of_past, of_own))
+        weight = of_past.logsumexp(2)
+        own_share = of_own.flatten(1, 2).unflatten(1, (span.rows, -1)).logsumexp((2, 3))
+    share = logits + (weight - total)[..., None]
+    return share.unflatten(1, (span.rows, -1)).logsumexp((2, 3)), own_share

@@ -1,0 +1,40 @@
+"""Slots of a selection: which of them count, and what the heads of a group put into one."""
+
+import torch
+from torch import Tensor
+
+
+def counted(indices: Tensor, num_blocks: int) -> Tensor:
+    """Which slots [..., k] list a block: those inside 0 .. num_blocks - 1, once each, the first."""
+    ordered, order = indices.sort(dim=-1, stable=True)
+    repeated = torch.zeros_like(ordered, dtype=torch.bool)
+    repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+    repeated = torch.zeros_like(repeated).scatter(-1, order, repeated)
+    return (indices >= 0) & (indices < num_blocks) & ~repeated
+
+
+def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
+    """Mass [B, heads, R, m], that of a group's heads summed; ValueError where it does not fit."""
+    fits = isinstance(mass, Tensor) and mass.dim() == 4 and mass.is_floating_point()
+    if not fits or mass.shape[2] != rows or not mass.shape[1] or mass.shape[1] % heads:
+        got = f"{mass.dtype} {tuple(mass.shape)}" if isinstance(mass, Tensor) else repr(mass)
+        raise ValueError(
+            f"mass must be floating point [B, a multiple of {heads} heads, {rows} rows, slots], "
+            f"got {got}; block_mass of the same selection returns it"
+        )
+    return mass.detach().unflatten(1, (heads, -1)).sum(2)
+
+
+def checked_slots(indices: Tensor, shape: torch.Size) -> Tensor:
+    """Indices [B, H, R, m] of that shape, expanded; ValueError where they do not broadcast."""
+    fits = isinstance(indices, Tensor) and indices.dtype == torch.int64
+    fits = fits and 2 <= indices.dim() <= 4 and indices.shape[-2:] == shape[-2:]
+    outer = indices.shape[:-2][::-1] if fits else ()
+    fits = fits and all(n in (1, m) for n, m in zip(outer, shape[:-2][::-1], strict=False))
+    if not fits:
+        got = f"{indices.dtype} {tuple(indices.shape)}" if isinstance(indices, Tensor) else indices
+        raise ValueError(
+            f"indices must be int64 that broadcast to {tuple(shape)}, the slots that mass is of, "
+            f"got {got}; pass those of the SelectedBlocks whose mass it is"
+        )
+    return indices.expand(shape)

@@ -1,0 +1,258 @@
+"""Blocks chosen by content: rows of any size, unions, a bias and the mass of each slot."""
+
+import pytest
+import torch
+from extras_oracle import attend_with_extras, branches_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import sparsering as sr
+from sparsering.layouts.compile import build_layout
+from sparsering.ops import BACKENDS
+from sparsering.patterns.algebra import Frame
+from sparsering.selection import block_mass
+
+WINDOW = sr.SlidingWindow(9)
+JOINED = {
+    "alone": lambda chosen: chosen,
+    "causal": lambda chosen: chosen & sr.Causal(),
+    "beside a window": lambda chosen: (chosen | WINDOW) & sr.Causal(),
+    "in documents": lambda chosen: chosen & sr.Causal() & sr.Documents((23, 27)),
+    "padded": lambda chosen: chosen & sr.KeyPadding((31, 50)),
+    "in a mixture": lambda chosen: chosen + WINDOW,
+}
+# row size, first row, block size of the selection, queries; always 50 keys
+ROWS = [(1, 0, 16, 50), (1, 30, 16, 20), (4, 7, 32, 21), (16, 0, 16, 50), (64, 0, 64, 9)]
+KEYS, SLOTS = 50, 4
+
+
+def drawn(row_size, first_row, block_size, q_len, heads=2, batch=2, seed=0):
+    """A selection with repeats and numbers that list nothing, and inputs of 4 and 2 heads."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, blocks = -(-KEYS // row_size) - first_row, -(-KEYS // block_size)
+    indices = torch.randint(-1, blocks + 1, (batch, heads, rows, SLOTS), generator=generator)
+    shapes = [(2, 4, q_len, 8), (2, 2, KEYS, 8), (2, 2, KEYS, 8), (2, heads, rows, SLOTS)]
+    inputs = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    return sr.SelectedBlocks(indices, block_size, row_size, first_row), inputs
+
+
+def slot_of_pairs(chosen, q_len):
+    """[B, 4, Nq, Nk] the first slot that lists each pair's block, -1 for none; pair by pair."""
+    found = torch.full((2, 4, q_len, KEYS), -1)
+    heads = chosen.indices.shape[1]
+    for b in range(2):
+        for h in range(4):
+            table = chosen.indices[b % len(chosen.indices), h * heads // 4].tolist()
+            for i in range(q_len):
+                row = (KEYS - q_len + i) // chosen.query_block - chosen.first_row
+                for k in range(KEYS):
+                    if k // chosen.block_size in table[row]:
+                        slot = table[row].index(k // chosen.block_size)
+                        found[b, h, i, k] = row * SLOTS + slot
+    return found
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_a_pair_is_in_where_its_row_lists_its_block(rows, heads):
+    chosen, _ = drawn(*rows, heads=heads)
+    shape = {"num_heads": 4, "num_kv_heads": 2}
+    expected = slot_of_pairs(chosen, rows[3]) >= 0
+    dense = chosen.to_dense(rows[3], KEYS, **shape)
+    assert torch.equal(dense.expand(expected.shape), expected)
+    for block_size in (16, chosen.block_size):
+        layout = chosen.layout(rows[3], KEYS, block_size=block_size, **shape)
+        assert torch.equal(layout.to_dense().expand(expected.shape), expected.long())
+        assert layout.num_pairs == expected.sum((-1, -2)).double().mean()
+
+
+def oracle(pattern, chosen, inputs, bias, **extras):
+    """(out, lse) in float64 by formula, every pair of a listed block with its slot's bias."""
+    query, key, value = inputs
+    q_len = query.shape[2]
+    shape = {"q_len": q_len, "kv_len": KEYS, "num_heads": 4, "num_kv_heads": 2}
+    branches = branches_of(pattern, 2, **shape)
+    slots = slot_of_pairs(chosen, q_len)
+    each = bias.repeat_interleave(4 // bias.shape[1], 1).flatten(2).expand(2, -1, -1)
+    of_pairs = torch.where(
+        slots >= 0, each.gather(-1, slots.clamp(min=0).flatten(2)).view_as(slots), 0
+    )
+    biases = [of_pairs, torch.zeros_like(of_pairs)][: len(branches)]  # a window has none of its own
+    return attend_with_extras(
+        query, key, value, branches, q_start=KEYS - q_len, bias=torch.stack(biases), **extras
+    )
+
+
+def gradients(out, lse, leaves):
+    generator = torch.Generator().manual_seed(1)
+    lse = torch.where(lse > -torch.inf, lse, 0.0).double()
+    sent = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, lse)]
+    return torch.autograd.grad((out.double() * sent[0]).sum() + (lse * sent[1]).sum(), leaves)
+
+
+EXTRAS = {"softcap": 3.0, "dropout_p": 0.3, "dropout_seed": 5}
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])
+@pytest.mark.parametrize("joined", JOINED)
+@pytest.mark.parametrize("rows", ROWS)
+def test_slot_bias_forward_and_backward(rows, joined, backend):
+    chosen, inputs = drawn(*rows, heads=(1, 2, 4)[rows[0] % 3])
+    pattern = JOINED[joined](chosen)
+    exact = backend != "cpu"
+    for extras in ({}, EXTRAS):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        expected = oracle(pattern, chosen, leaves[:3], leaves[3], **extras)
+        of_expected = gradients(*expected, leaves)
+        if not exact:
+            leaves = [x.detach().float().requires_grad_() for x in leaves]
+        got = sr.attention(
+            *leaves[:3], pattern, slot_bias=leaves[3], backend=backend, return_lse=True, **extras
+        )
+        for a, b in zip((*got, *gradients(*got, leaves)), (*expected, *of_expected), strict=True):
+            torch.testing.assert_close(
+                a.double(), b, rtol=0, atol=1e-11 if exact else 3e-5, equal_nan=True
+            )
+
+
+def test_slot_bias_in_kernels_of_triton():
+    chosen, inputs = drawn(4, 7, 32, 21)
+    leaves = [x.requires_grad_() for x in inputs]
+    expected = oracle(chosen & sr.Causal(), chosen, leaves[:3], leaves[3])
+    of_expected = gradients(*expected, leaves)
+    leaves = [x.detach().float().requires_grad_() for x in leaves]
+    pattern = chosen & sr.Causal()
+    got = sr.attention(*leaves[:3], pattern, slot_bias=leaves[3], backend="triton", return_lse=True)
+    for a, b in zip((*got, *gradients(*got, leaves)), (*expected, *of_expected), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=3e-5)
+
+
+def test_of_slots_that_repeat_the_first_counts_and_what_lists_nothing_learns_nothing():
+    indices = torch.tensor([[[[1, 0, 1, -1, 9, 2]]]]).expand(1, 1, 3, 6)
+    pattern = sr.SelectedBlocks(indices, 16) & sr.Causal()
+    query, key, value = torch.randn(3, 1, 1, 48, 8, dtype=torch.float64).unbind()
+    bias = torch.randn(1, 1, 3, 6, dtype=torch.float64, requires_grad=True)
+    out = sr.attention(query, key, value, pattern, slot_bias=bias)
+    (grad,) = torch.autograd.grad(out.square().sum(), bias)
+    listed = torch.tensor([[0, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 1]])
+    assert torch.equal(grad[0, 0, 1:] != 0, listed[1:].bool())
+    assert grad[0, 0, 0].abs().max() < 1e-15  # one block alone: a softmax does not see its bias
+    assert grad.sum(-1).abs().max() < 1e-12
+
+
+def test_a_block_of_several_tiles_has_one_bias():
+    """MoBA's blocks of 512 are cut into tiles of 128; here 64 into 16."""
+    chosen, inputs = drawn(4, 0, 64, 50)
+    leaves = [x.requires_grad_() for x in inputs]
+    found = [
+        sr.attention(*leaves[:3], chosen, slot_bias=leaves[3], block_size=size, return_lse=True)
+        for size in (16, 32, 64)
+    ]
+    grads = [gradients(*x, leaves) for x in found]
+    for other in (1, 2):
+        for a, b in zip((*found[0], *grads[0]), (*found[other], *grads[other]), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["gather", "cpu", "backward"])
+@pytest.mark.parametrize("joined", ["causal", "beside a window", "in a mixture"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_mass_of_each_slot(rows, joined, backend, monkeypatch):
+    """By dense weights, with a weight of each query, against the whole softmax or a joint one."""
+    if backend == "backward":
+        backend = "gather"
+        monkeypatch.setitem(BACKENDS, "gather", BACKENDS["gather"]._replace(entry_mass=None))
+    exact = backend == "gather"
+    chosen, (query, key, value, bias) = drawn(*rows)
+    pattern = JOINED[joined](chosen)
+    weight = torch.rand(2, 1, rows[3], dtype=torch.float64)
+    zeros = torch.zeros_like(bias[:, :1].expand(-1, 4, -1, -1)).requires_grad_()
+    _, own = oracle(pattern, chosen, (query, key, value), zeros)
+    joint = torch.logaddexp(own.detach(), torch.randn(own.shape, dtype=torch.float64))
+    for lse in (None, joint):
+        share = weight if lse is None else weight * (own.detach() - lse).exp()
+        sent = torch.where(own > -torch.inf, own, 0.0) * share
+        (expected,) = torch.autograd.grad(sent.sum(), zeros, retain_graph=True)
+        given = [x.to(torch.float64 if exact else torch.float32) for x in (query, key)]
+        lse = lse if lse is None or exact else lse.float()
+        got = block_mass(*given, pattern, lse, weight=weight)
+        assert got.dtype == given[0].dtype
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-12 if exact else 2e-5)
+
+
+def test_nothing_is_read_from_the_device():
+    with FakeTensorMode():
+        indices = torch.randint(0, 9, (2, 4, 144, 3))
+        pattern = sr.SelectedBlocks(indices, 16, 1) & sr.Causal()
+        frame = Frame.build(144, 144, 4, 4, None)
+        layout = build_layout(pattern, frame, 16, torch.device("cpu"))
+        assert layout.entry_slots.shape == (2, 4, 432)
+
+
+def test_compiled_once_for_changing_contents():
+    calls = []
+
+    def count(graph, inputs):
+        calls.append(graph)
+        return graph.forward
+
+    @torch.compile(fullgraph=True, backend=count)
+    def run(query, indices, bias):
+        pattern = sr.SelectedBlocks(indices, 16, 1) & sr.Causal()
+        return sr.attention(query, query, query, pattern, slot_bias=bias)
+
+    for seed in range(3):
+        torch.manual_seed(seed)
+        query, bias = torch.randn(1, 2, 48, 8), torch.randn(1, 2, 48, 2)
+        indices = torch.randint(0, 3, (1, 2, 48, 2))
+        pattern = sr.SelectedBlocks(indices, 16, 1) & sr.Causal()
+        expected = sr.attention(query, query, query, pattern, slot_bias=bias)
+        assert torch.equal(run(query, indices, bias), expected)
+    assert len(calls) == 1
+
+
+def test_what_does_not_fit_is_told():
+    chosen, (query, key, value, bias) = drawn(4, 0, 16, 50)
+
+    def attend(pattern=chosen, **options):
+        return sr.attention(query, key, value, pattern, **options)
+
+    with pytest.raises(
+        ValueError, match=r"slot_bias needs a pattern with one SelectedBlocks, got 0"
+    ):
+        attend(sr.Causal(), slot_bias=bias)
+    with pytest.raises(ValueError, match=r"one SelectedBlocks, got 2"):
+        attend(chosen | chosen, slot_bias=bias)
+    with pytest.raises(
+        ValueError, match=r"slot_bias must be \[2 or 1, 4 or 2 or 1, 13, 4\].*got \(2, 2, 13, 3\)"
+    ):
+        attend(slot_bias=bias[..., :3])
+    with pytest.raises(ValueError, match=r"block_bias or slot_bias, got both"):
+        attend(slot_bias=bias, block_bias=torch.zeros(1, 1, 3), block_size=16)
+    with pytest.raises(NotImplementedError, match=r"tiles of one row and one block"):
+        attend(slot_bias=bias, block_size=32)
+    with pytest.raises(NotImplementedError, match=r"it has no slot_bias"):
+        attend(slot_bias=bias, backend="flex")
+    with pytest.raises(ValueError, match=r"query_block must divide block_size 16, got 3"):
+        sr.SelectedBlocks(chosen.indices, 16, 3)
+    late = sr.SelectedBlocks(chosen.indices[:, :, 5:], 16, 4, first_row=5)
+    with pytest.raises(
+        ValueError, match=r"begins with row 5, of the queries from 20 on, got .* at 0"
+    ):
+        attend(late)
+    with pytest.raises(ValueError, match=r"cover 13 query blocks of 4"):
+        attend(sr.SelectedBlocks(chosen.indices[:, :, 1:], 16, 4))
+    with pytest.raises(
+        ValueError, match=r"block_mass needs a pattern with one SelectedBlocks, got 0"
+    ):
+        block_mass(query, key, sr.Causal())
+
+
+def test_how_many_more_blocks_a_tile_lists_than_its_rows():
+    alike = sr.SelectedBlocks(torch.tensor([[0, 1]]).expand(32, 2), 16, 1)
+    assert alike.inflation(16, 64).tolist() == [1.0]
+    apart = torch.stack((torch.arange(32) % 4, -torch.ones(32, dtype=torch.int64)), -1)
+    apart = sr.SelectedBlocks(torch.stack((apart, apart * 0)), 16, 1)
+    assert apart.inflation(16, 64).tolist() == [4.0, 1.0]
+    query = torch.zeros(1, 2, 32, 8)
+    told = sr.explain(query, query, query, apart & sr.Causal(), block_size=16)
+    assert "each row of 1 queries lists 2 blocks of 16; a tile of 16 queries 1.5 times" in told
