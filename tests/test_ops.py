@@ -431,7 +431,6 @@ def test_importing_loads_no_optional_package():
         import torch
         before = set(sys.modules)
         import sparsering as sr
-from sparsering.patterns.selected import selections_of
         {textwrap.indent(textwrap.dedent(CALL), " " * 8).strip()}
         print(*sorted(set(sys.modules) - before))
     """).split()
@@ -452,7 +451,6 @@ def test_everything_runs_where_no_optional_package_is_installed():
         import warnings
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         import sparsering as sr
-from sparsering.patterns.selected import selections_of
         {textwrap.indent(textwrap.dedent(CALL), " " * 8).strip()}
         assert "gather: usable" in sr.explain(query, key, value, pattern)
         print(sr.Causal().layout(64))
@@ -463,7 +461,6 @@ def test_importing_twice_registers_once():
     run_fresh("""
         import importlib, torch
         import sparsering as sr
-from sparsering.patterns.selected import selections_of
         first = torch.ops.sparsering.attention.default
         importlib.import_module("sparsering.ops")
         assert torch.ops.sparsering.attention.default is first
@@ -474,7 +471,6 @@ def test_results_do_not_change_from_process_to_process():
     program = f"""
         import hashlib, sys
         import sparsering as sr
-from sparsering.patterns.selected import selections_of
         {textwrap.indent(textwrap.dedent(CALL), " " * 8).strip()}
         rand = sr.attention(query, key, value, sr.RandomBlocks(0.5, 16, seed=3), block_size=16)
         data = b"".join(bytes(x.detach().contiguous().view(torch.uint8).flatten().tolist())
