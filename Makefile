@@ -13,10 +13,10 @@ export PYTHONUNBUFFERED := 1
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ring test test-all test-asan lint bench clean
+.PHONY: help setup demo demo-ring test test-all test-asan lint bench bench-selection clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv and install the package, editable, with its development tools
 
@@ -45,17 +45,22 @@ test-asan: $(STAMP) ## run the kernel's tests with address and undefined-behavio
 	SPARSERING_CXXFLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0:max_malloc_fill_size=268435456:malloc_fill_byte=255 \
-	$(BIN)/python -m pytest --capture=sys -p no:faulthandler -m "not slow" tests/kernels/test_cpu.py -k "not library" --hypothesis-profile=explore
+	$(BIN)/python -m pytest --capture=sys -p no:faulthandler -m "not slow" tests/kernels/test_cpu.py tests/kernels/test_cpu_rows.py -k "not library" --hypothesis-profile=explore
 
 lint: $(STAMP) ## ruff and clang-format (check and format), mypy, lines per module
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/clang-format --dry-run --Werror sparsering/kernels/cpu/*.cpp sparsering/kernels/cpu/*.h
+	$(BIN)/clang-format --dry-run --Werror sparsering/kernels/cpu/*.cpp sparsering/kernels/cpu/*.h sparsering/kernels/cpu/walk/*.h
 	$(BIN)/mypy
 	$(BIN)/python tools/line_budget.py
 
 bench: $(STAMP) ## measure the operator against dense SDPA and FlexAttention; writes a record
 	$(BIN)/sparsering bench --out benchmarks/records
+
+# Two processes, of one torch thread each; what a part has found in runs/selection is not run again.
+bench-selection: $(STAMP) ## train small networks that must choose keys by content; writes records
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.selection.run --out benchmarks/records --jobs 2
+	$(BIN)/python -m benchmarks.selection.pictures --records benchmarks/records --out docs
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -58,6 +58,7 @@ def attend(
         "q_start": q_start,
         "block_size": block_size,
         "backend": backend,
+        "slot_bias": None,
         **options,
     }
     spelt: dict[str, Any] = {"tensors": pattern.tensors, "pattern": pattern.expression}

@@ -1,0 +1,203 @@
+"""What each record has to show, and whether it does: over all seeds, the worst of them counts."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+import torch
+
+from sparsering.bench.measure import Row
+
+
+def bar(
+    name: str, values: Iterable[float], *, least: float | None = None, most: float | None = None
+) -> Row:
+    """One bar: the worst value beside what it has to reach."""
+    found = list(values)
+    worst = (min if most is None else max)(found, default=float("nan"))
+    met = worst >= least if most is None else worst <= most
+    asked = {"at_least": least} if most is None else {"at_most": most}
+    return {"bar": name, **asked, "worst": worst, "runs": len(found), "met": bool(met)}
+
+
+def _column(rows: Sequence[Row], column: str, **where: object) -> list[float]:
+    """The numbers of a column where others hold what is asked."""
+    return [
+        row[column]
+        for row in rows
+        if row.get(column) is not None and all(row.get(k) == v for k, v in where.items())
+    ]
+
+
+def flagged(rows: Sequence[Row]) -> list[Row]:
+    """Of flagged facts: trained scorers answer, everything that ignores content does not."""
+    found = []
+    for size, low in (("small", 0.25), ("hard", 0.15)):
+        at = {"experiment": size}
+        for arm in ("kl", "pooled", "bias")[: 3 if size == "small" else 2]:
+            accuracy = _column(rows, "accuracy", arm=arm, **at)
+            found.append(bar(f"{size}: {arm}, accuracy", accuracy, least=0.95))
+            recall = _column(rows, "recall", arm=arm, **at)
+            found.append(bar(f"{size}: {arm}, recall", recall, least=0.98))
+            shuffled = _column(rows, "shuffled", arm=arm, **at)
+            found.append(bar(f"{size}: {arm}, scores shuffled, accuracy", shuffled, most=low))
+        for arm in ("frozen", "random", "window")[: 3 if size == "small" else 2]:
+            accuracy = _column(rows, "accuracy", arm=arm, **at)
+            found.append(bar(f"{size}: {arm}, accuracy", accuracy, most=low))
+        mean = _column(rows, "accuracy", arm="mean", **at)
+        found.append(bar(f"{size}: mean, accuracy", mean, most=0.5 if size == "small" else 0.3))
+        pairs = [
+            row["density"] / (64 / row["tokens"])
+            for row in rows
+            if row["experiment"] == size and row["arm"] != "full"
+        ]
+        found.append(bar(f"{size}: pairs over those of 4 blocks a question", pairs, most=1.02))
+    straight = _column(rows, "accuracy", arm="straight-through", experiment="small")
+    return [*found, bar("small: straight-through, accuracy", straight, most=0.25)]
+
+
+def lengths(rows: Sequence[Row]) -> list[Row]:
+    """Of lengths: no answer is lost where full attention dilutes."""
+    found = []
+    for tokens in (4096, 16384):
+        full = {
+            row["seed"]: row["accuracy"]
+            for row in rows
+            if row["arm"] == "full" and row["tokens"] == tokens
+        }
+        for arm in ("kl", "pooled"):
+            at = [row for row in rows if row["arm"] == arm and row["tokens"] == tokens]
+            values = [row["accuracy"] for row in at]
+            found.append(bar(f"{tokens}: {arm}, accuracy", values, least=0.97))
+            above = [row["accuracy"] - full[row["seed"]] for row in at]
+            found.append(
+                bar(f"{tokens}: {arm}, accuracy less full attention's", above, least=-0.01)
+            )
+        for arm, most in (("mean", 0.15), ("window", 0.06)):
+            values = _column(rows, "accuracy", arm=arm, tokens=tokens)
+            found.append(bar(f"{tokens}: {arm}, accuracy", values, most=most))
+    return found
+
+
+def schedules(rows: Sequence[Row]) -> list[Row]:
+    """Of schedules: gated learns, cold does not."""
+    gated = {"experiment": "hard", "arm": "kl"}
+    return [
+        bar("gated, accuracy", _column(rows, "accuracy", **gated), least=0.95),
+        bar("cold, accuracy", _column(rows, "accuracy", schedule="cold"), most=0.10),
+        bar(
+            "gated: largest rise of the loss at a switch, in standard deviations",
+            _column(rows, "largest_rise", **gated),
+            most=3.0,
+        ),
+        bar(
+            "gated: resumed in the middle of the ramp, equal bits",
+            _column(rows, "resumes_bit_equal", **gated),
+            least=1,
+        ),
+    ]
+
+
+def recall(rows: Sequence[Row]) -> list[Row]:
+    """Of associative recall."""
+
+    def of(arm: str, column: str = "accuracy_far") -> dict[int, float]:
+        return {row["seed"]: row[column] for row in rows if row["arm"] == arm}
+
+    full, trained = of("full"), of("kl")
+    less = [full[seed] - value for seed, value in trained.items()]
+    return [
+        bar("full, accuracy", of("full", "accuracy").values(), least=0.98),
+        bar("full less kl, accuracy of far answers", less, most=0.02),
+        *(
+            bar(f"{arm}, accuracy of far answers", of(arm).values(), most=0.35)
+            for arm in ("window", "frozen")
+        ),
+        bar("kl, scores shuffled, far", of("kl", "shuffled_far").values(), most=0.35),
+    ]
+
+
+def language(rows: Sequence[Row]) -> list[Row]:
+    """Of the byte model: what far copies cost."""
+    table = {(row["arm"], row["seed"]): row for row in rows}
+    worse, kept, lost = [], [], []
+    for seed in {row["seed"] for row in rows}:
+        full, learned, window = (table[arm, seed] for arm in ("full", "learned", "window"))
+        worse.append(learned["bits_per_byte"] - full["bits_per_byte"])
+        gap = window["far_copies"] - full["far_copies"]
+        kept.append((window["far_copies"] - learned["far_copies"]) / gap)
+        lost.append((learned["shuffled_far_copies"] - learned["far_copies"]) / gap)
+    return [
+        bar("learned less full, bits per byte", worse, most=0.02),
+        bar("share of (window - full) that learned keeps, far copies", kept, least=0.7),
+        bar("share of it that shuffled scores lose", lost, least=0.5),
+    ]
+
+
+def captured(rows: Sequence[Row]) -> list[Row]:
+    """Of captured mass, and of scorers fitted to a frozen model."""
+    table: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        if row["experiment"] == "captured":
+            place = tuple(row[x] for x in ("seed", "layer", "query_block", "k"))
+            table.setdefault(place, {})[row["way"]] = row
+    found = []
+    for better, worse, by in (
+        ("mean", "random", 0.0), ("exact", "mean", 0.0), ("exact", "sub", 0.0),
+        ("sub", "mean", -0.005), ("learned", "sub", -0.02),
+    ):  # fmt: skip
+        gains = [x[better]["captured"] - x[worse]["captured"] for x in table.values()]
+        found.append(bar(f"captured: {better} less {worse}", gains, least=by))
+    pairs = [
+        (1 - row["captured"], row["error"]) for ways in table.values() for row in ways.values()
+    ]
+    if pairs:
+        found.append(bar("rank correlation of error and lost mass", [_ranked(pairs)], least=0.9))
+    fitted = [row for row in rows if row["experiment"] == "fitted"]
+    gains = [row["recall_learned"] - row["recall_frozen"] for row in fitted]
+    found.append(bar("fitted: recall, learned less frozen", gains, least=0.4))
+    gains = [row["recall_learned"] - row["recall_mean"] for row in fitted]
+    found.append(bar("fitted: recall, learned less mean", gains, least=0.0))
+    falls = [max(b - a for a, b in pairwise(row["divergence_of_quarters"])) for row in fitted]
+    found.append(bar("fitted: rise of the divergence from a quarter to the next", falls, most=0.0))
+    equal = [row["model_bit_equal"] for row in fitted]
+    return [*found, bar("fitted: the model's bits stay", equal, least=1)]
+
+
+def _ranked(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's correlation."""
+    ranks = [
+        torch.tensor(column).argsort().argsort().double() for column in zip(*pairs, strict=True)
+    ]
+    return torch.corrcoef(torch.stack(ranks))[0, 1].item()
+
+
+def refined(rows: Sequence[Row]) -> list[Row]:
+    """Of refinement."""
+    found, moved = (_column(rows, x, probes=True) for x in ("found", "found_after_move"))
+    return [
+        bar("planted blocks found", found, least=0.95),
+        bar("found again after they moved", moved, least=0.95),
+        bar(
+            "found without looking at what is not visited",
+            _column(rows, "found", probes=False),
+            most=0.25,
+        ),
+        bar("captured mass", _column(rows, "captured", probes=True), least=0.75),
+        bar("the table keeps its size", _column(rows, "one_size"), least=1),
+    ]
+
+
+BARS: dict[str, Callable[[Sequence[Row]], list[Row]]] = {
+    "flagged": flagged,
+    "lengths": lengths,
+    "schedules": schedules,
+    "recall": recall,
+    "language": language,
+    "captured": captured,
+    "refined": refined,
+}
+
+
+def of(name: str, rows: Sequence[Row]) -> list[Row]:
+    """The bars of a record."""
+    return BARS[name](rows) if name in BARS else []

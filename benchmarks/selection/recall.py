@@ -1,0 +1,131 @@
+"""Associative recall (MQAR): a window of 16 tokens in the first layer, a choice in the second."""
+
+import copy
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.bench.measure import Row
+from sparsering.selection import (
+    BlockScorer,
+    block_mass,
+    block_scores,
+    select_blocks,
+    selection_loss,
+)
+
+from .flagged import shuffle
+from .models import TokenModel, cross_entropy, dense
+from .tasks import Pairs, generator, recall_pairs
+
+TOKENS, PAIRS, VOCABULARY, SIZE, K, WIDTH = 512, 64, 512, 16, 4, 64
+BATCH, DENSE, STEPS = 4, 400, 200  # sequences of a step, dense steps, steps of each arm after them
+FAR = K * SIZE  # tokens back that a window of the same cost sees
+
+
+def near(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A causal window of 16."""
+    return sr.attention(q, k, v, sr.SlidingWindow(15) & sr.Causal())
+
+
+@dataclass
+class Choice:
+    """Attention over 4 blocks of 16 that each token chooses, of which one is its own."""
+
+    arm: str
+    scorer: BlockScorer
+    pairs: Pairs | None = None
+    train: bool = True
+    shuffled: bool = False
+    loss: Tensor | float = 0.0
+    density: float = 1.0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.arm == "warm":
+            mass = block_scores(q.detach(), k.detach(), SIZE, method="exact").exp()
+            self.loss = selection_loss(self.scorer(q, k), mass)
+        if self.arm in ("warm", "full"):
+            return dense(q, k, v)
+        scores = self.scorer(q, k) if self.arm in ("kl", "frozen") else None
+        ranked = self.ranked(q, k) if scores is None else scores
+        ranked = shuffle(ranked) if self.shuffled else ranked
+        local = K if self.arm == "window" else 1
+        indices = select_blocks(ranked, K, block_size=SIZE, sink=0, local=local)
+        pattern = sr.SelectedBlocks(indices, SIZE, query_block=1) & sr.Causal()
+        out, lse = sr.attention(q, k, v, pattern, return_lse=True)
+        if self.arm == "kl" and self.train:
+            mass = block_mass(q, k, pattern, lse.detach())
+            self.loss = selection_loss(scores, mass, indices)
+        if not self.train:
+            pairs = pattern.layout(TOKENS, block_size=SIZE).num_pairs
+            self.density = pairs / (TOKENS * (TOKENS + 1) / 2)
+        return out
+
+    @torch.no_grad()
+    def ranked(self, q: Tensor, k: Tensor) -> Tensor:
+        if self.arm in ("mean", "sub"):
+            return block_scores(q, k, SIZE, method=self.arm)
+        drawn = torch.rand(len(q), 1, TOKENS, TOKENS // SIZE)
+        if self.arm == "oracle":
+            place = torch.arange(TOKENS) - self.pairs.distances
+            drawn.scatter_(-1, (place // SIZE)[:, None, :, None], 2.0)
+        return drawn
+
+
+def recall(seed: int) -> list[Row]:
+    """Accuracy of each arm, of all questions and of those beyond a window of the same cost.
+
+    All arms go on from one dense phase, beside which the scorer learned.
+    """
+    rows: list[Row] = []
+    torch.manual_seed(seed)
+    first = TokenModel(VOCABULARY, WIDTH, num_heads=1, num_kv_heads=1, reach=1)
+    untrained = BlockScorer(WIDTH, 1, SIZE, index_dim=32)
+    scorer = copy.deepcopy(untrained)
+    train(first, Choice("warm", scorer), DENSE, seed)
+    for arm in ("full", "oracle", "random", "window", "mean", "sub", "frozen", "kl"):
+        start = time.perf_counter()
+        model = copy.deepcopy(first)
+        choice = Choice(arm, copy.deepcopy(untrained if arm == "frozen" else scorer))
+        train(model, choice, STEPS, 1000 + seed)
+        choice.train = False
+        row = {"experiment": "recall", "seed": seed, "arm": arm, "steps": DENSE + STEPS}
+        row |= {"tokens": TOKENS, **evaluate(model, choice), "density": choice.density}
+        if arm == "kl":
+            choice.shuffled = True
+            row["shuffled_far"] = evaluate(model, choice)["accuracy_far"]
+        rows.append(row | {"seconds": time.perf_counter() - start})
+    return rows
+
+
+def train(model: TokenModel, choice: Choice, steps: int, seed: int) -> None:
+    """So many steps, the last third at a falling learning rate."""
+    parameters = [*model.parameters(), *choice.scorer.parameters()]
+    optimizer, random = torch.optim.AdamW(parameters, 2e-3), generator(seed)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 2e-3 * min(1.0, 3 * (steps - step) / steps)
+        choice.pairs = recall_pairs(BATCH, TOKENS, PAIRS, VOCABULARY, random)
+        loss = cross_entropy(model(choice.pairs.tokens, (near, choice)), choice.pairs.targets)
+        optimizer.zero_grad()
+        (loss + choice.loss).backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def evaluate(model: TokenModel, choice: Choice, batches: int = 4) -> Row:
+    """Shares of right answers, of all and of those farther back than 64 tokens."""
+    random, right, far = generator(10_000), [], []
+    for _ in range(batches):
+        choice.pairs = recall_pairs(16, TOKENS, PAIRS, VOCABULARY, random)
+        asked = choice.pairs.targets >= 0
+        said = model(choice.pairs.tokens, (near, choice)).argmax(-1)
+        right.append((said == choice.pairs.targets)[asked])
+        far.append(choice.pairs.distances[asked] > FAR)
+    hit, is_far = torch.cat(right), torch.cat(far)
+    return {
+        "accuracy": hit.float().mean().item(),
+        "accuracy_far": hit[is_far].float().mean().item(),
+    }

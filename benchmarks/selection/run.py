@@ -1,0 +1,97 @@
+"""Runs the experiments, each with its seeds in processes of one thread, and writes the records.
+
+    python -m benchmarks.selection.run --out benchmarks/records --jobs 2
+    python -m benchmarks.selection.run --only small hard --seeds 0
+
+What a part has found lies in `runs/selection` and is not run again: delete it to start anew. A
+record `selection-NAME.json` has the rows of all its parts and seeds, then a row for each bar: what
+was asked for, what came, whether it was met.
+"""
+
+import argparse
+import json
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import sparsering as sr
+from sparsering.bench.measure import Row, environment, write_record
+
+from . import bars, captured, embedding, flagged, language, recall, refine
+
+WORK = Path("runs/selection")
+PARTS: dict[str, Callable[[int], list[Row]]] = {
+    "small": flagged.small,
+    "hard": flagged.hard,
+    "lengths": flagged.lengths,
+    "schedules": flagged.schedules,
+    "recall": recall.recall,
+    "language": language.language,
+    "captured": captured.captured,
+    "fitted": captured.fitted,
+    "switched": captured.switched,
+    "refined": refine.refined,
+    "embedding": embedding.embedding,
+}
+ONE_SEED = ("embedding", "captured", "switched")  # nothing to draw; and one model's curves
+RECORDS = {
+    "flagged": ("small", "hard"),
+    "lengths": ("lengths",),
+    "schedules": ("schedules", "hard"),
+    "recall": ("recall",),
+    "language": ("language",),
+    "captured": ("captured", "fitted", "switched"),
+    "refined": ("refined",),
+    "embedding": ("embedding",),
+}
+
+
+def run_part(name: str, seed: int) -> None:
+    """Runs a part with a seed, or finds it done."""
+    torch.set_num_threads(1)
+    sr.layout_cache.set_limit(16 << 20)  # each step chooses anew: a layout is used once
+    path = WORK / f"{name}-{seed}.json"
+    if path.exists():
+        return
+    start = time.perf_counter()
+    rows = PARTS[name](seed)
+    WORK.mkdir(parents=True, exist_ok=True)
+    found = {"rows": rows, "seconds": time.perf_counter() - start, "environment": environment()}
+    path.write_text(json.dumps(found, indent=1))
+    print(f"{name}, seed {seed}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def write(name: str, out: Path) -> None:
+    """Writes a record of the parts and seeds that are there."""
+    rows: list[Row] = []
+    for part in RECORDS[name]:
+        for path in sorted(WORK.glob(f"{part}-*.json")):
+            rows += json.loads(path.read_text())["rows"]
+    write_record(out, f"selection-{name}", rows + bars.of(name, rows))
+
+
+def main() -> None:
+    """Reads the command line and runs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/records"))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    options = parser.parse_args()
+    work = [
+        (name, seed)
+        for name in options.only
+        for seed in (options.seeds[:1] if name in ONE_SEED else options.seeds)
+    ]
+    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
+        pool.starmap(run_part, work, chunksize=1)
+    for name, parts in RECORDS.items():
+        if set(parts) & set(options.only):
+            write(name, options.out)
+
+
+if __name__ == "__main__":
+    main()
