@@ -223,7 +223,7 @@ def ramp(blocks: int) -> Schedule:
 CHOICES = ("oracle", "random", "window", "mean", "sub", "frozen")
 
 
-def small(seed: int, steps: int = 700) -> list[Row]:
+def small(seed: int, steps: int = 1000) -> list[Row]:
     """32 blocks, 4 of them from the first step on."""
     rows = []
     for arm in ("full", *CHOICES, *LEARNED):
@@ -232,7 +232,7 @@ def small(seed: int, steps: int = 700) -> list[Row]:
     return rows
 
 
-def lengths(seed: int, steps: int = 1000) -> list[Row]:
+def lengths(seed: int, steps: int = 1500) -> list[Row]:
     """Trained at 512 tokens, tested at 512, 4,096 and 16,384, 4 blocks a question throughout."""
     rows = []
     for arm in ("full", "window", "mean", "sub", "kl", "pooled", "bias"):
