@@ -10,7 +10,7 @@
 `sparsering.distributed` has the same over many ranks. docs/architecture.md maps the files.
 """
 
-from .decoding import KVCache
+from .decoding import KVCache, SelectedCache
 from .dispatch import backends
 from .dropout import dropout_kept
 from .extras import alibi
@@ -74,6 +74,7 @@ __all__ = [
     "PooledCausal",
     "RandomBlocks",
     "SelectedBlocks",
+    "SelectedCache",
     "SlidingWindow",
     "alibi",
     "attention",

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._C import (
     _are_functorch_transforms_active,
     _get_tracing_state,
+    _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
@@ -241,14 +242,24 @@ def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
 def watched(*values: object) -> bool:
     """Whether anything of torch looks at what runs now, or a tensor is not what its memory says.
 
-    That is autograd, a compiler, tracer, profiler, mode or transform; tensors of other classes,
-    without memory, or lazily negated.
+    That is autograd, or what `observed` has.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    return (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or observed(*tensors)
+
+
+def observed(*values: object) -> bool:
+    """Whether anything but autograd looks at what runs now, or a tensor is not what it seems.
+
+    That is a compiler, tracer, profiler, mode or transform; tensors of other classes, without
+    memory, or lazily negated.
     """
     if torch.compiler.is_compiling() or _looked_on():
         return True
-    differentiating = torch.is_grad_enabled()
     return any(
-        type(x) not in _PLAIN or x.is_meta or not _is_its_memory(x, differentiating)
+        type(x) not in _PLAIN or x.is_meta or x.is_neg() or x._is_zerotensor()
         for x in values
         if isinstance(x, Tensor)
     )
@@ -258,13 +269,14 @@ def described(query: Tensor, key: Tensor, value: Tensor) -> Hashable:
     """All that checks ask of dense tensors; None where more is to be asked, or torch looks on."""
     if torch.compiler.is_compiling() or _looked_on():
         return None
+    if forward_ad._current_level >= 0 or _is_any_autocast_enabled():
+        return None
     differentiating = torch.is_grad_enabled()
     for x in (query, key, value):
-        plain = type(x) in _PLAIN and not x.is_nested and x.layout is torch.strided
-        if not plain or not _is_its_memory(x, differentiating):
+        if type(x) not in _PLAIN or x.is_nested or x.layout is not torch.strided:
             return None
-    if forward_ad._current_level >= 0 or autocasting(query):
-        return None
+        if (differentiating and x.requires_grad) or x.is_neg() or x._is_zerotensor():
+            return None
     dtype, device = query.dtype, query.device
     if not (dtype == key.dtype == value.dtype and device == key.device == value.device):
         return None
@@ -280,8 +292,3 @@ def _looked_on() -> bool:
         or _profiler_enabled()
     )
     return watched
-
-
-def _is_its_memory(x: Tensor, differentiating: bool) -> bool:
-    learns = differentiating and x.requires_grad
-    return not (learns or x.is_neg() or x._is_zerotensor())

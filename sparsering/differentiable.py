@@ -1,8 +1,8 @@
 """One differentiable operator from (query, key, value, ...) to (out, lse): local and ring calls.
 
-It is registered with torch.library, for autograd, torch.compile and whatever counts or traces
-operators; `torch.func.grad` and `vmap`, which cannot take such an operator, see it as functions of
-their own.
+It is registered with torch.library, for torch.compile and whatever counts or traces operators.
+`torch.func.grad` and `vmap`, which cannot take such an operator, see it as functions of their own;
+so does autograd where it alone looks, for the operator costs ten times what a function does.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import NO_FORWARD_MODE
+from .checks import NO_FORWARD_MODE, observed
 from .numerics import sum_dtype
 from .patterns.expression import parse
 
@@ -44,7 +44,12 @@ def differentiable(
     def run(**arguments: Any) -> tuple[Tensor, Tensor]:
         given = [arguments.pop(name) for name in names]
         assert not arguments, f"not in the schema of {name}: {sorted(arguments)}"
-        out, lse = Transformed.apply(*given) if transforming() else op(*given)
+        way: Callable[..., tuple[Tensor, Tensor]] = Differentiated.apply
+        if transforming():
+            way = Transformed.apply
+        elif observed(*given, *given[count]):
+            way = op
+        out, lse = way(*given)
         return out, lse
 
     def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -69,10 +74,15 @@ def differentiable(
         of_results = (
             torch.zeros_like(x) if g is None else g for x, g in zip(results, grads, strict=True)
         )
-        run = TransformedGradients.apply if transforming() else gradients_op
         needed = zip(ctx.needs_input_grad, given, strict=False)
         wanted = [needs and x is not None and x.is_floating_point() for needs, x in needed]
-        found = run(*given, tensors, *ctx.values, *results, *of_results, wanted)
+        arguments = *given, tensors, *ctx.values, *results, *of_results, wanted
+        run: Callable[..., Sequence[Tensor]] = gradients
+        if transforming():
+            run = TransformedGradients.apply
+        elif torch.is_grad_enabled() or observed(*arguments, *tensors):
+            run = gradients_op
+        found = run(*arguments)
         kept = (grad if of_it else None for grad, of_it in zip(found, wanted, strict=True))
         return (*kept, [None] * len(tensors), *(None for _ in ctx.values))
 
@@ -95,14 +105,22 @@ def differentiable(
     gradients_op.register_fake(fake_gradients)
     gradients_op.register_autograd(refuse)
 
-    class Transformed(torch.autograd.Function):
-        forward = staticmethod(lambda *inputs: op(*inputs))
-        setup_context = staticmethod(save)
+    class Differentiated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+            results = forward(*inputs)
+            save(ctx, inputs, results)
+            return results
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             grads = differentiate(ctx, *grads)
             return (*grads[:count], None, *grads[count + 1 :])
+
+    class Transformed(torch.autograd.Function):
+        forward = staticmethod(lambda *inputs: op(*inputs))
+        setup_context = staticmethod(save)
+        backward = staticmethod(Differentiated.backward)
 
         @staticmethod
         def jvp(ctx: Any, *tangents: object) -> None:

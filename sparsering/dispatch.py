@@ -49,7 +49,9 @@ def _no_reason(*tensors: Tensor) -> list[str]:
 
 
 BACKENDS: dict[str, Backend] = {
-    "cpu": Backend(cpu.reasons, cpu.forward, cpu.backward, cpu.EXTRAS),
+    "cpu": Backend(
+        cpu.reasons, cpu.forward, cpu.backward, cpu.EXTRAS, entry_mass=cpu.entry_mass
+    ),
     "triton": Backend(
         triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",
         extra="triton",

@@ -133,8 +133,9 @@ def attention(
         >>> out = attention(query, key, value, LongNet((2048, 4096), (1, 2)) & Causal())
     """
     asked = None
-    extras = block_bias, slot_bias, softcap, distance_bias, sink, dropout_seed
-    if all(x is None for x in extras) and type(dropout_p) is float and dropout_p == 0.0:
+    plain = block_bias is slot_bias is distance_bias is sink is None
+    plain = plain and softcap is None and dropout_seed is None
+    if plain and type(dropout_p) is float and dropout_p == 0.0:
         asked = _asked(query, key, value, pattern, scale, q_start, block_size, backend)
     if asked is not None and (again := attend_again(asked, query, key, value)) is not None:
         out, lse = again
@@ -164,9 +165,8 @@ def _asked(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *options
     """A call without extras, to know it again; None where its arguments may not be compared."""
     if not isinstance(pattern, Pattern) or pattern.tensors:
         return None
-    tensors = described(query, key, value)
     kinds = tuple(map(type, options))
-    if tensors is None or not _COMPARED.issuperset(kinds):
+    if not _COMPARED.issuperset(kinds) or (tensors := described(query, key, value)) is None:
         return None
     return pattern, tensors, options, kinds  # for 1 == 1.0 == True
 

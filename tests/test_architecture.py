@@ -36,8 +36,8 @@ ROOMS = {
     "weights": "functional ops dispatch checks layouts patterns numerics",
     "cost": "layouts",
     "selection": "weights functional ops dispatch checks layouts patterns numerics rows",
-    "decoding": "functional ops dispatch checks kernels layouts patterns numerics",
-    "distributed": "functional differentiable extras dropout dispatch checks cost kernels layouts "
+    "decoding": "selection functional ops dispatch checks kernels layouts patterns numerics",
+    "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
     "patterns numerics rows",
     "nn": "functional selection decoding checks patterns numerics",
     "models": "nn functional decoding patterns",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from attention_oracle import (
     random_table,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -475,6 +477,36 @@ def test_every_public_name_is_listed_once_and_documented():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own decompositions
+class Onlooker(TorchDispatchMode):
+    """Sees operators go by, and lets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("looks", ["at both", "at forward", "at backward"])
+def test_an_operator_that_nobody_looks_at_gives_the_same_bits(looks):
+    """Autograd alone sees a function in its place."""
+    args, onlooker = inputs(CASE, torch.float32), Onlooker()
+    with onlooker if looks != "at backward" else nullcontext():
+        out, lse = sr.attention(*args, LONGNET, return_lse=True)
+    with onlooker if looks != "at forward" else nullcontext():
+        found = torch.autograd.grad(out.sum() + lse.sin().sum(), args)
+    if looks != "at backward":
+        assert "sparsering.attention.default" in onlooker.seen
+    if looks != "at forward":
+        assert "sparsering.attention_backward.default" in onlooker.seen
+    plain_out, plain_lse = sr.attention(*args, LONGNET, return_lse=True)
+    plain = torch.autograd.grad(plain_out.sum() + plain_lse.sin().sum(), args)
+    pairs = zip((out, lse, *found), (plain_out, plain_lse, *plain), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
 def test_forward_mode_is_refused_not_called_zero():
     query, key, value = (torch.randn(1, 1, 8, 4, dtype=torch.float64) for _ in range(3))
     pattern = sr.Causal()

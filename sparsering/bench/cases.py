@@ -100,19 +100,21 @@ def compare(
     pattern: Pattern,
     block: int,
     quick: bool,
+    rounds: int = 7,
 ) -> list[Row]:
     """A row for each call; "dense" attends to all pairs, every other one to the pattern."""
     query = inputs[0]
-    heads, length, width = query.shape[1:]
-    ms = interleaved(calls, 3 if quick else 7)
+    batch, heads, length, width = query.shape
+    ms = interleaved(calls, 3 if quick else rounds)
     rows: list[Row] = []
     for name, call in calls.items():
         attended: Pattern = Full() if name == "dense" else pattern
         density = attended.layout(length, num_heads=heads, block_size=block).density
         rows.append({
             "case": "forward", "backend": name, "dtype": str(query.dtype)[6:], "tokens": length,
-            "heads": heads, "head_dim": width, "block_size": block, "density": density,
-            "ms": ms[name], "gflops": 4 * heads * density * length**2 * width / ms[name] / 1e6,
+            "batch": batch, "heads": heads, "head_dim": width, "block_size": block,
+            "density": density, "ms": ms[name],
+            "gflops": 4 * batch * heads * density * length**2 * width / ms[name] / 1e6,
             "error": sampled_error(call(), inputs[0], inputs[1], inputs[2], attended),
         })  # fmt: skip
     return rows
@@ -223,15 +225,20 @@ def window(quick: bool) -> list[Row]:
 
 
 def small(quick: bool) -> list[Row]:
-    """Short sequences, H8 D64 float32, where the cost of a call shows: dense SDPA."""
+    """Short sequences, where the cost of a call shows: dense SDPA.
+
+    The shapes of batches are heads and head dim of common models; 8 x 12 x 32 is MiniLM.
+    """
     rows: list[Row] = []
-    for length in (128, 512, 1024):
-        inputs = inputs_of(8, length, 64, torch.float32)
-        calls = {
-            "cpu": ours(inputs, Full()),
-            "dense": dense(inputs),
-        }
-        rows += compare(calls, inputs, Full(), BLOCK, quick)
+    shapes = ((1, 8, 64), (1, 8, 128), (1, 12, 32), (8, 12, 32), (32, 12, 32), (8, 12, 64))
+    lengths = (64, 128, 256, 512)
+    for dtype, (batch, heads, width) in itertools.product((torch.float32, torch.bfloat16), shapes):
+        for length in lengths[: 2 if quick else None]:
+            inputs = inputs_of(heads, length, width, dtype, batch)
+            block = min(BLOCK, length)
+            calls = {"cpu": ours(inputs, Full(), block), "dense": dense(inputs)}
+            rounds = max(15, 1_000_000 // (batch * heads * length))
+            rows += compare(calls, inputs, Full(), block, quick, rounds)
     return rows
 
 
@@ -353,10 +360,13 @@ def dense(inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
     return lambda: F.scaled_dot_product_attention(query, key, value)
 
 
-def inputs_of(heads: int, length: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-    """Query, key and value of one batch entry, the same at every call."""
+def inputs_of(
+    heads: int, length: int, width: int, dtype: torch.dtype, batch: int = 1
+) -> list[Tensor]:
+    """Query, key and value, the same at every call."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, heads, length, width, generator=generator).to(dtype) for _ in range(3)]
+    shape = batch, heads, length, width
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
 
 
 def flex_call(inputs: Sequence[Tensor], pattern: RandomBlocks, block: int) -> Callable[[], Tensor]:

@@ -97,7 +97,7 @@ def attend_page(
         here = torch.ones(1, held.keys.shape[2], dtype=torch.bool)
         here = here.index_fill(1, place, False).to(query.device)
     problem = Problem(
-        layout, query, held.keys, held.values, scale, slots=slot, key_mask=here, **extras
+        layout, query, held.keys, held.values, scale, slots=slot, key_mask=here, **_fields(extras)
     )
     if backend == "cpu":  # which puts them there on its way
         return cpu.forward(problem, (key, value, first))
@@ -156,9 +156,8 @@ class _Alike:
         moved = replace(spanned.layout, passes=passes)
         here = self._here(query.shape[2], spanned)
         here = None if here is None else here.to(query.device)
-        problem = Problem(
-            moved, query, keys, values, call["scale"], slots=slots, key_mask=here, **extras
-        )
+        options = {"slots": slots, "key_mask": here, **_fields(extras)}
+        problem = Problem(moved, query, keys, values, call["scale"], **options)
         return _run(backend, problem)
 
     def _here(self, new: int, spanned: Spanned) -> Tensor | None:
@@ -234,6 +233,11 @@ class _Alike:
             pattern = cast(Mask, pattern) & KeyMask(here[0])
         out, lse = attend(backend, every, keys, values, pattern, **options)
         return out[:, :, first : first + n], lse[:, :, first : first + n]
+
+
+def _fields(extras: Options) -> dict[str, Any]:
+    """The extras that are fields of a `Problem`: a cache is given no slot_bias."""
+    return {name: x for name, x in extras.items() if name != "slot_bias"}
 
 
 def _of_entries(name: str, x: Any, index: Tensor, queries: int) -> Any:

@@ -2,12 +2,15 @@
 
 import torch
 
-from ..cost import PAIRS_PER_TOKEN
 from ..layouts.heads import distinct_heads
 from ..patterns.algebra import Frame, Pattern
 from .needs import count_pairs, cut, needed_keys
 from .sharding import owned_ranges
 
+PAIRS_PER_TOKEN = 2048
+"""How many (query, key) pairs are taken to cost as much time as receiving one key token: one to ten
+thousand would be right for GPUs (NVLink, a network), some 250 for processes on one CPU.
+"""
 _CHUNKS_PER_RANK = 8
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..checks import check_pattern
-from ..cost import PAIRS_PER_TOKEN
 from ..layouts.cache import layout_cache
 from ..layouts.compile import check_block_size
 from ..layouts.heads import distinct_heads, distinct_kv_heads
@@ -21,7 +20,7 @@ from ..layouts.tiles import Ranges
 from ..numerics import sum_dtype
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer, shortened
-from .balance import balanced
+from .balance import PAIRS_PER_TOKEN, balanced
 from .needs import Runs, count_pairs, cut, needed_keys
 from .sharding import num_tokens, overlap, owned_ranges
 from .travel import Traveller, choose_travellers, global_rows

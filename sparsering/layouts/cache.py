@@ -52,7 +52,7 @@ class LayoutCache:
 
         Patterns that hold device tensors are built anew: comparing them would wait for the device.
         """
-        if any(tensor.device.type != "cpu" for tensor in pattern.tensors):
+        if pattern.tensors and any(x.device.type != "cpu" for x in pattern.tensors):
             return build_layout(pattern, frame, block_size, device)
         key = (pattern, frame, block_size, device)
         return self.keep(key, lambda: build_layout(pattern, frame, block_size, device))
@@ -110,11 +110,12 @@ class LayoutCache:
 
     def _find(self, key: Hashable) -> Any:
         with self._lock:
-            if key not in self._kept:
+            found = self._kept.get(key)
+            if found is None:
                 return None
             self._hits += 1
             self._kept.move_to_end(key)
-            return self._kept[key][0]
+            return found[0]
 
     def _drop(self, key: Hashable) -> None:
         self._held -= self._kept.pop(key)[1]

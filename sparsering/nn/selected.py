@@ -25,7 +25,7 @@ from ..selection import (
     select_blocks,
     selection_loss,
 )
-from ..selection.estimates import METHODS
+from ..selection.estimates import METHODS, checked_method
 from .pooled import gated_pool, pooled_scores
 from .rope import rotate
 
@@ -47,8 +47,8 @@ class SelectedAttention(nn.Module):
     own loss alone: `out, loss = layer(x, return_loss=True)`, add `loss` to the model's. That loss
     is over all blocks while the layer is dense, over the chosen ones once it selects. Starting
     from scratch, a scorer that selects few blocks at once learns nothing to select: keep `k` large
-    (dense) until the model has learned, as `GatedSchedule` does, by setting `layer.k`; the pooled
-    branch needs none of that.
+    (dense) until the model has learned, then let it shrink slowly, by setting `layer.k` to what a
+    `GatedSchedule` says; the pooled branch needs none of that.
 
     Args:
         embed_dim: channels of x.
@@ -132,6 +132,8 @@ class SelectedAttention(nn.Module):
                 f"scorer must be one of {', '.join(METHODS)}, pooled, learned, got "
                 f"{shortened(repr(scorer))}"
             )
+        if scorer in METHODS:
+            checked_method(scorer, 4, block_size, query_block)
         if scorer == "pooled" and pooled is None:
             raise ValueError(
                 "scorer='pooled' needs a pooled branch, got pooled=None; pooled=(32, 16) is NSA's"

@@ -16,9 +16,11 @@ from .remainder import remainder_attention
 from .schedule import GatedSchedule, Schedule
 from .scorer import BlockScorer
 from .scores import block_scores
+from .summaries import BlockSummaries
 
 __all__ = [
     "BlockScorer",
+    "BlockSummaries",
     "GatedSchedule",
     "PatternRefiner",
     "Schedule",

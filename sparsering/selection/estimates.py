@@ -38,7 +38,8 @@ class Estimate(NamedTuple):
         method: of the estimate.
         length: Nk.
         part: tokens of a part.
-        feature: [B, Hkv, slots, Nb, F], slot c of block b being its part c.
+        feature: [B, Hkv, slots, Nb, F], slot c of block b being its part c; of whole blocks alone
+            where queries are known to see no more.
         keys: [B, Hkv, blocks, block_size, D], those of `first_own` and later blocks, zeros past Nk.
         first_own: number of the first of these blocks.
     """
@@ -70,7 +71,7 @@ class Estimate(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        return self.feature.shape[-2]
+        return -(-self.length // self.block_size)
 
     @property
     def stride(self) -> int:
@@ -88,9 +89,9 @@ class Estimate(NamedTuple):
         return self._replace(feature=feature, keys=keys)
 
     def log_counts(self, blocks: int) -> Tensor:
-        """[slots * blocks] log of the real tokens of each part, NEVER for none."""
+        """[slots, blocks] log of the real tokens of each part, NEVER for none."""
         count = counts(self.length, self.num_blocks, self.block_size, self.part)[:blocks]
-        logs = torch.where(count > 0, count.clamp(min=1).log(), NEVER).mT.flatten()
+        logs = torch.where(count > 0, count.clamp(min=1).log(), NEVER).mT
         return logs.to(self.feature)
 
     def of_queries(self, query: Tensor, scale: float, front: int = 0) -> Tensor:
@@ -98,24 +99,15 @@ class Estimate(NamedTuple):
 
         `front`: places of the first stride that no query is at.
         """
-        if self.method == "gauss":
-            query = torch.cat((query * scale, query.square() * (scale * scale / 2)), -1)
-        elif self.method == "bounds":
-            query = torch.cat((query.clamp(min=0) * scale, query.clamp(max=0) * scale), -1)
-        else:
-            query = query * scale
+        query = query_features(query, scale, self.method)
         if self.stride > 1:  # backwards, beside the keys that go forwards
             back = -(front + query.shape[1]) % self.stride
             query = pad(query, (0, 0, 0, 0, front, back)).unflatten(1, (-1, self.stride)).flip(2)
             query = query.transpose(2, 3).flatten(3)
         return query.flatten(1, 2)
 
-    def of_keys(self, blocks: int) -> Tensor:
-        """[entries, slots * blocks, F] features of the first blocks."""
-        return self.feature[:, :, :blocks].flatten(1, 2)
-
     def products(self, blocks: int, present: Tensor | None) -> Tensor | float:
-        """1 / products in a sum of antidiagonals: [n / stride, 1, slots * blocks] where some lack.
+        """1 / products in a sum of antidiagonals: [slots, n / stride, 1, blocks] where some lack.
 
         `present`: [n / stride, stride] which queries there are, None for all.
         """
@@ -127,13 +119,23 @@ class Estimate(NamedTuple):
         places = torch.arange(self.stride)
         keys = (places < count.mT.flatten()[:, None]).to(self.feature)
         queries = torch.ones(1, self.stride) if present is None else present.flip(1)
-        return (queries.to(keys) @ keys.mT).clamp(min=1).reciprocal()[:, None]
+        products = (queries.to(keys) @ keys.mT).clamp(min=1)
+        return products.reciprocal().unflatten(1, (self.slots, blocks)).transpose(0, 1)[:, :, None]
 
 
 def counts(length: int, blocks: int, block_size: int, part: int) -> Tensor:
     """[blocks, slots] real tokens of each part, float64."""
     first = torch.arange(0, blocks * block_size, part).view(blocks, block_size // part)
     return (length - first).clamp(0, part).double()
+
+
+def query_features(query: Tensor, scale: float, method: str) -> Tensor:
+    """What products with `features` of keys make logits of: [..., F] of queries [..., D]."""
+    if method == "gauss":
+        return torch.cat((query * scale, query.square() * (scale * scale / 2)), -1)
+    if method == "bounds":
+        return torch.cat((query.clamp(min=0) * scale, query.clamp(max=0) * scale), -1)
+    return query * scale
 
 
 def features(keys: Tensor, count: Tensor, method: str) -> Tensor:

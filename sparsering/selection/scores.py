@@ -15,6 +15,7 @@ from .estimates import NEVER, Estimate, checked_method
 from .rows import Span, checked_blocks, current_blocks, num_rows, spans
 
 _IN_CACHE = 1 << 20  # logits that are computed at a time: what a core's cache holds,
+_MANY = 64  # queries for which keys are worth a copy
 _IN_MEMORY = 1 << 26  # or where one call costs as much as many logits
 
 
@@ -125,7 +126,8 @@ def scores_of(
         ]
         return torch.cat(parts, 1).unflatten(0, (batch, kv_heads))
     out = estimate.feature.new_empty(shape)
-    entries = max(1, budget // (group * estimate.block_size * estimate.slots * blocks))
+    most = min(q_len, estimate.block_size) * group * estimate.slots * blocks
+    entries = max(1, budget // most)
     for first in range(0, len(every), entries):
         queries, of_entries = every[first : first + entries], estimate.entries(first, entries)
         row = 0
@@ -175,7 +177,7 @@ def _of_span(
     seen = min(blocks, max(1, span.block + span.blocks - 1)) if causal else blocks
     own = _own_mass(span, query, estimate, scale, quick) if causal else None
     past = own_share = None
-    if quick and estimate.stride == 1:
+    if quick and estimate.stride == 1 and span.queries * query.shape[2] >= _MANY:
         past, own_share = _quick(span, query, estimate, seen, own, scale)
     current = current_blocks(0, span.blocks, 1, 1) + span.block  # [count]
     current = current.repeat_interleave(span.rows // span.blocks).to(query.device)[:, None]
@@ -218,16 +220,10 @@ def _own_mass(span: Span, query: Tensor, estimate: Estimate, scale: float, quick
     return pad(mass, room, value=NEVER).flatten(1, 2)
 
 
-def _hide_future(logits: Tensor, span: Span, columns: int) -> Tensor:
-    """NEVER where a block is not before that of the query: [entries, n, G, slots, columns]."""
-    first = max(0, span.block)
-    if columns <= first:
-        return logits
-    own = torch.arange(span.block, span.block + span.blocks, device=logits.device)
-    future = torch.arange(first, columns, device=logits.device) >= own[:, None]
-    each = logits.unflatten(1, (span.blocks, -1))
-    each[..., first:].masked_fill_(future[:, None, None, None], NEVER)
-    return logits
+def _future(span: Span, first: int, stop: int, device: torch.device) -> Tensor:
+    """[blocks, stop - first] which columns are not before the block of a query."""
+    own = torch.arange(span.block, span.block + span.blocks, device=device)
+    return torch.arange(first, stop, device=device) >= own[:, None]
 
 
 def _quick(
@@ -237,8 +233,9 @@ def _quick(
 
     By one softmax over all parts, and one's own block as one more: -inf where shares are too small.
     """
-    group, columns = query.shape[2], estimate.slots * seen
-    of_query, of_key = estimate.of_queries(query, scale), estimate.of_keys(seen)
+    columns = estimate.slots * seen
+    of_query = estimate.of_queries(query, scale)
+    of_key = estimate.feature[:, :, :seen].flatten(1, 2)
     if own is not None:
         log_part = math.log(estimate.part)
         of_query = torch.cat((of_query, own.flatten(1)[..., None] - log_part), -1)
@@ -247,10 +244,11 @@ def _quick(
     logits = torch.bmm(of_query, of_key.mT)
     each = logits[..., :columns].unflatten(-1, (estimate.slots, seen))
     if estimate.ragged and seen == estimate.num_blocks:
-        of_last = estimate.log_counts(seen).view(estimate.slots, seen)[:, -1]
-        each[..., -1] += of_last - math.log(estimate.part)
+        each[..., -1] += estimate.log_counts(seen)[:, -1] - math.log(estimate.part)
     if own is not None:
-        _hide_future(each.unflatten(1, (-1, group)), span, seen)
+        first = max(0, span.block)  # in place, where any may be hidden
+        hidden = _future(span, first, seen, query.device)[:, None, None]
+        each.unflatten(1, (span.blocks, -1))[..., first:].masked_fill_(hidden, NEVER)
     share = logits.softmax(-1).unflatten(1, (span.rows, -1)).sum(2)
     past = share[..., :columns].unflatten(-1, (estimate.slots, seen)).sum(2).log_()
     return past, None if own is None else share[..., -1].log()
@@ -265,13 +263,16 @@ def _careful(
     back = -(front + n) % stride
     if front or back:
         present = pad(torch.ones(n, dtype=torch.bool), (front, back)).view(-1, stride)
-    logits = torch.bmm(estimate.of_queries(query, scale, front), estimate.of_keys(seen).mT)
-    logits = logits.unflatten(1, (-1, group)) * estimate.products(seen, present)
-    logits = logits + estimate.log_counts(seen)
-    logits = logits.unflatten(-1, (estimate.slots, seen))
+    of_query, of_key = estimate.of_queries(query, scale, front), estimate.feature[:, :, :seen]
+    logits = (of_query[:, None] @ of_key.mT).unflatten(2, (-1, group))
+    if stride > 1:
+        logits = logits * estimate.products(seen, present)
+    # [entries, slots, n / stride, G, seen] -> [entries, n / stride, G, seen]
+    logits = (logits + estimate.log_counts(seen)[:, None, None]).logsumexp(1)
     if own is not None:
-        logits = _hide_future(logits, span, seen)
-    total = logits.flatten(3).logsumexp(-1)  # [entries, n / stride, G]
+        hidden = _future(span, 0, seen, query.device)[:, None, None]
+        logits = logits.unflatten(1, (span.blocks, -1)).masked_fill(hidden, NEVER).flatten(1, 2)
+    total = logits.logsumexp(-1)
     own_share = None
     if own is None:
         weight = torch.full_like(total[:1, :, :1], math.log(stride))
@@ -286,5 +287,5 @@ def _careful(
             of_past, of_own = (x.masked_fill(lack, NEVER) for x in (of_past, of_own))
         weight = of_past.logsumexp(2)
         own_share = of_own.flatten(1, 2).unflatten(1, (span.rows, -1)).logsumexp((2, 3))
-    share = logits + (weight - total)[..., None, None]
-    return share.unflatten(1, (span.rows, -1)).logsumexp((2, 3, 4)), own_share
+    share = logits + (weight - total)[..., None]
+    return share.unflatten(1, (span.rows, -1)).logsumexp((2, 3)), own_share

@@ -5,9 +5,11 @@ twice at once. What all backends share (precision beside dense attention, NaN, e
 determinism) is tested in test_attention, for each of them.
 """
 
+import copy
 import hashlib
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -407,6 +409,28 @@ def test_a_layout_of_other_lengths_raises():
     layout = sr.Causal().layout(128, num_heads=2, num_kv_heads=1, block_size=16)
     with pytest.raises(ValueError, match="malformed layout"):
         forward(Problem(layout, *args, 0.25))
+
+
+def test_a_layout_that_was_called_raises_for_fewer_tokens_and_other_heads():
+    layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
+    forward(Problem(layout, *inputs(Case(1, 2, 1, 100, 100), torch.float32, False), 0.25))
+    for case in (Case(1, 2, 1, 90, 100), Case(1, 2, 1, 100, 90)):
+        with pytest.raises(ValueError, match=r"malformed layout: (query|key) tile"):
+            forward(Problem(layout, *inputs(case, torch.float32, False), 0.25))
+    dilated = sr.LongNet((16, 32), (1, 2)).layout(100, num_heads=2, block_size=16)
+    forward(Problem(dilated, *inputs(Case(1, 2, 2, 100, 100), torch.float32, False), 0.25))
+    with pytest.raises(ValueError, match="malformed layout: the shapes"):
+        forward(Problem(dilated, *inputs(Case(1, 3, 3, 100, 100), torch.float32, False), 0.25))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copied_layout_is_a_layout(copied):
+    args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
+    layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
+    expected = forward(Problem(layout, *args, 0.25))
+    for _ in range(2):
+        found = forward(Problem(copied(layout), *args, 0.25))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_too_few_biases_raise():

@@ -118,8 +118,7 @@ class Attend {
       finish(s.highest.get()[i], s.total.get()[i], s.factor.get()[i], s.lse.get()[i]);
       s.factor.get()[i] *= x_.extras.factor;
     }
-    multiply_sums(s, queries);
-    transpose(s.sums.get(), x_.Dv, queries, s.rows.get());
+    transpose_scaled(s.sums.get(), x_.Dv, queries, s.rows.get(), s.factor.get());
     return tile;
   }
 

@@ -207,7 +207,8 @@ class Backward {
                  int64_t slot) const {
     T* k = keys.places.get() + slot * keys.of_tile;
     T *kt = k + x_.block * pairs_.width(), *v = kt + x_.block * pairs_.width();
-    keys.tiles[slot] = pairs_.pack_keys(s.pairs.get(), pass, kv / x_.Hkv, kv % x_.Hkv, column, k, kt, v);
+    keys.tiles[slot] =
+        pairs_.pack_keys(s.pairs.get(), pass, kv / x_.Hkv, kv % x_.Hkv, column, k, kt, v);
   }
 
   void run_head(const Pass& pass, int64_t number, int64_t kv, Scratch& s, Packed& keys, float* dk,

@@ -1,12 +1,12 @@
 """Calls of the compiled kernel: a problem as its operators take it."""
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...layouts.layout import BlockLayout, Pass
+from ...layouts.layout import Pass, tile_counts
 from ..problem import Gradients, Problem, dense_rows, sink_gradient
 from .build import build_failure, library
 
@@ -17,6 +17,8 @@ EXTRAS = frozenset(
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FEW_QUERIES = 8  # as layout.h has it
+_MOST_WALKED_QUERIES = 16  # of a tile: as many as a vector has lanes
+_LEAST_WALKED_QUERIES, _LEAST_WALKED_ROWS = 32, 8
 _MOST_REPEATED_WORK = 1.4  # seven products of `run_tiles` to the five of `run_heads`
 
 
@@ -40,16 +42,20 @@ def forward(
     if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
         problem = problem.in_first_slots()
     x = problem.with_positive_scale()
-    extras = x.block_bias, x.softcap, x.distance_bias, x.dropout_p, x.key_mask
-    arguments: tuple[Any, ...]
-    if all(extra is None for extra in extras) and not x.in_float32:
-        arguments = x.query, x.key, x.value, *_plain_arguments(x.layout, x.scale)
+    plain = x.block_bias is x.distance_bias is x.key_mask is x.sink is None
+    plain = plain and x.softcap is None and x.dropout_p is None
+    out: Tensor
+    lse: Tensor
+    if plain and not x.in_float32:
+        laid = _laid(x)
+        if new is None:
+            out, lse = library().forward_laid(x.query, x.key, x.value, laid, x.slots)
+        else:
+            out, lse = library().forward_laid_after(*new, x.query, x.key, x.value, laid, x.slots)
+    elif new is None:
+        out, lse = library().forward(*_arguments(x), x.sink, x.slots)
     else:
-        arguments = _arguments(x)
-    if new is None:
-        out, lse = library().forward(*arguments, x.sink, x.slots)
-    else:
-        out, lse = library().forward_after(*new, *arguments, x.sink, x.slots)
+        out, lse = library().forward_after(*new, *_arguments(x), x.sink, x.slots)
     return out, lse
 
 
@@ -101,9 +107,9 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
     arguments = list(_arguments(problem.in_first_slots()))
     arguments[4], arguments[-1] = layout.first_entry.contiguous(), [1] * len(layout.passes)
     weight = None if weight is None else weight.float().contiguous()
-    mass: Tensor = library().mass(
-        *arguments, lse.float().contiguous(), weight, layout.num_blocks
-    )
+    bias = problem.block_bias
+    entries = layout.num_blocks if bias is None else bias.shape[2]
+    mass: Tensor = library().mass(*arguments, lse.float().contiguous(), weight, entries)
     return mass
 
 
@@ -137,24 +143,57 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
 
 
 def _is_walked(problem: Problem, p: Pass) -> int:
-    """Whether a pass is walked by key tile, see walk/visits.h.
+    """Whether a pass is walked by key tile (walk/visits.h): by its shape, where that is faster.
 
     Softcap, distances and dropout, which go by positions, stay with the walk by query tile.
     """
-    import os
-    w = os.environ.get("WALK")
     extras = problem.softcap, problem.distance_bias, problem.dropout_p
-    return int(w == "1" and all(extra is None for extra in extras))
+    if any(extra is not None for extra in extras) or not p.key_tile.numel():
+        return 0
+    shape: tuple[int, int, float] | None = vars(p).get("_walked_shape")
+    if shape is None:
+        longest = [
+            int(tile_counts(start, stop, p.step, problem.layout.block_size).max())
+            for start, stop in ((p.query_start, p.query_stop), (p.key_start, p.key_stop))
+        ]
+        shape = longest[0], longest[1], float(p.num_entries.double().mean())
+        vars(p)["_walked_shape"] = shape
+    queries, keys, entries = shape
+    few_queries = queries * p.query_start.shape[1] < _LEAST_WALKED_QUERIES
+    frame = problem.layout.frame
+    group = frame.num_heads / max(1, frame.num_kv_heads)
+    rows = entries * queries * group / p.key_start.shape[1]  # that visit a key tile
+    short = queries <= min(_MOST_WALKED_QUERIES, keys // 2)
+    return int(short and not few_queries and rows >= _LEAST_WALKED_ROWS)
 
 
-def _plain_arguments(layout: BlockLayout, scale: float) -> tuple[Any, ...]:
-    """Those after query, key and value of a call without extras, kept with the layout."""
-    kept: tuple[float, tuple[Any, ...]] | None = vars(layout).get("_plain_arguments")
-    if kept is None or kept[0] != scale:
-        none = torch.empty(0)
-        kept = scale, _arguments(Problem(layout, none, none, none, scale))[3:]
-        vars(layout)["_plain_arguments"] = kept
-    return kept[1]
+class _Laid(NamedTuple):
+    """A layout as calls without extras take it; of a copied layout, nothing."""
+
+    scale: float
+    passes: Tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return float, ()
+
+
+def _laid(problem: Problem) -> Tensor:
+    """The layout's passes, read and checked by the kernel once, and kept with it."""
+    layout, scale = problem.layout, problem.scale
+    kept = vars(layout).get("_laid")
+    if type(kept) is not _Laid or kept.scale != scale:
+        passes = layout.passes
+        laid = library().lay(
+            [x for p in passes for x in _tables(p)],
+            [p.step for p in passes],
+            [p.branch for p in passes],
+            bool(passes) and passes[0].covers[0],
+            layout.block_size,
+            scale,
+            [_is_walked(problem, p) for p in passes],
+        )
+        kept = vars(layout)["_laid"] = _Laid(scale, laid)
+    return kept.passes
 
 
 @cache

@@ -18,6 +18,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -93,6 +95,38 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
       at::IntArrayRef walked
 
 // `slots`: of the first query of each pass's tiles in their bitmaps; none for 0.
+void set_slots(std::vector<Pass>& passes, at::IntArrayRef slots, int64_t queries) {
+  for (size_t i = 0; !slots.empty() && i < passes.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        slots.size() == passes.size() && slots[i] >= 0 && slots[i] + queries <= passes[i].block,
+        "sparsering cpu: malformed layout: slots past the end of a tile");
+    passes[i].slot = slots[i];
+  }
+}
+
+std::tuple<Tensor, Tensor> attend(const Problem& x, const std::vector<Pass>& passes, bool covers,
+                                  const at::TensorOptions& options, bool in_float32,
+                                  const std::optional<Tensor>& sink) {
+  const auto of_out = in_float32 ? options.dtype(at::kFloat) : options;
+  Tensor out = covers ? at::empty({x.B, x.Hq, x.Nq, x.Dv}, of_out)
+                      : at::zeros({x.B, x.Hq, x.Nq, x.Dv}, of_out);
+  Tensor lse = at::empty({x.B, x.Hq, x.Nq}, options.dtype(at::kFloat));
+  if (sink) {
+    lse.copy_(*sink);  // what every row has seen before its first key
+  } else {
+    std::fill_n(lse.mutable_data_ptr<float>(), lse.numel(), -kInf);
+  }
+  if (lse.numel() == 0) {
+    return {out, lse};
+  }
+  if (x.q.type == at::kBFloat16 && has_bfloat16_products()) {
+    Forward<BFloat16>(x, passes).run(covers, out, lse);
+  } else {
+    Forward<float>(x, passes).run(covers, out, lse);
+  }
+  return {out, lse};
+}
+
 std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>& sink,
                                    at::IntArrayRef slots) {
   const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
@@ -101,27 +135,88 @@ std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>&
   const Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block,
                   scale);
   std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches, walked);
-  for (size_t i = 0; !slots.empty() && i < passes.size(); ++i) {
-    TORCH_CHECK_VALUE(slots.size() == passes.size() && slots[i] >= 0 && slots[i] + x.Nq <= block,
-                      "sparsering cpu: malformed layout: slots past the end of a tile");
-    passes[i].slot = slots[i];
+  set_slots(passes, slots, x.Nq);
+  return attend(x, passes, covers, query.options(), in_float32, sink);
+}
+
+// The passes of a layout for calls without extras, read and checked once. A tensor without numbers
+// keeps them alive.
+struct Laid {
+  std::vector<Tensor> tensors;
+  std::vector<Pass> passes;
+  Tensor first_entry;
+  int64_t block, queries = 0, keys = 0;  // at least so many of either
+  int64_t versions;                      // of the tensors, when they were checked
+  bool covers;
+  double scale;
+
+  int64_t versions_now() const {
+    int64_t sum = 0;
+    for (const Tensor& x : tensors) {
+      sum += x.is_inference() ? 0 : x._version();
+    }
+    return sum;
   }
-  const auto options = in_float32 ? query.options().dtype(at::kFloat) : query.options();
-  Tensor out = covers ? at::empty({x.B, x.Hq, x.Nq, x.Dv}, options)
-                      : at::zeros({x.B, x.Hq, x.Nq, x.Dv}, options);
-  Tensor lse = at::full({x.B, x.Hq, x.Nq}, -kInf, query.options().dtype(at::kFloat));
-  if (sink) {
-    lse.copy_(*sink);  // what every row has seen before its first key
+  static void drop(void* laid) {
+    delete static_cast<Laid*>(laid);
   }
-  if (lse.numel() == 0) {
-    return {out, lse};
+  static const Laid& of(const Tensor& holder) {
+    const auto* laid = holder.storage().data_ptr().cast_context<Laid>(drop);
+    TORCH_CHECK_VALUE(laid, "sparsering cpu: no layout of this process");
+    return *laid;
   }
-  if (query.scalar_type() == at::kBFloat16 && has_bfloat16_products()) {
-    Forward<BFloat16>(x, passes).run(covers, out, lse);
-  } else {
-    Forward<float>(x, passes).run(covers, out, lse);
+};
+
+Tensor lay(at::TensorList tensors, at::IntArrayRef steps, at::IntArrayRef branches, bool covers,
+           int64_t block, double scale, at::IntArrayRef walked) {
+  TORCH_CHECK_VALUE(tensors.size() == steps.size() * Pass::kTensors &&
+                        branches.size() == steps.size() && walked.size() == steps.size(),
+                    "sparsering cpu: malformed layout: tensors missing");
+  auto laid = std::make_unique<Laid>();
+  laid->tensors = tensors.vec();
+  laid->first_entry = at::zeros({static_cast<int64_t>(steps.size()), 1, 1}, at::kLong);
+  laid->block = block, laid->covers = covers, laid->scale = scale;
+  laid->versions = laid->versions_now();
+  constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const auto of_pass = at::TensorList(laid->tensors).slice(i * Pass::kTensors, Pass::kTensors);
+    Pass& p = laid->passes.emplace_back(of_pass, at::TensorList(), steps[i], block, branches[i]);
+    p.walked = walked[i];
+    check_pass(of_pass, p, kAny, kAny, p.batches, p.tables, p.axes);
+    for (int64_t t = 0; t < p.axes * p.rows; ++t) {
+      laid->queries =
+          std::max(laid->queries, p.query_start[t] < p.query_stop[t] ? p.query_stop[t] : 0);
+    }
+    for (int64_t t = 0; t < p.axes * p.columns; ++t) {
+      laid->keys = std::max(laid->keys, p.key_start[t] < p.key_stop[t] ? p.key_stop[t] : 0);
+    }
   }
-  return {out, lse};
+  c10::Storage storage(c10::Storage::use_byte_size_t(), 0,
+                       at::DataPtr(nullptr, laid.release(), Laid::drop, at::kCPU));
+  return at::empty({0}, at::kByte).set_(storage);
+}
+
+std::tuple<Tensor, Tensor> forward_laid(const Tensor& query, const Tensor& key, const Tensor& value,
+                                        const Tensor& layout, at::IntArrayRef slots) {
+  const Laid& laid = Laid::of(layout);
+  const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
+  const Problem x(dense[0], dense[1], dense[2], {}, Extras(), laid.first_entry, laid.passes.size(),
+                  laid.block, laid.scale);
+  bool fits = laid.queries <= x.Nq && laid.keys <= x.Nk && laid.versions == laid.versions_now();
+  for (const Pass& p : laid.passes) {
+    fits = fits && (p.batches == 1 || p.batches == x.B) && (p.axes == 1 || p.axes == x.Hkv) &&
+           (x.Hq == 0 || (p.tables > 0 && x.Hq % p.tables == 0));
+  }
+  for (size_t i = 0; !fits && i < laid.passes.size(); ++i) {  // here one of them says why not
+    const auto of_pass = at::TensorList(laid.tensors).slice(i * Pass::kTensors, Pass::kTensors);
+    check_pass(of_pass, laid.passes[i], x.Nq, x.Nk, x.B, x.Hq, x.Hkv);
+  }
+  if (slots.empty()) {
+    return attend(x, laid.passes, laid.covers, query.options(), false, {});
+  }
+  std::vector<Pass> passes = laid.passes;
+  set_slots(passes, slots, x.Nq);
+  return attend(x, passes, laid.covers, query.options(), false, {});
 }
 
 // Copies rows [B, H, n, width] to those of `held` from `first` on.
@@ -147,8 +242,17 @@ std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& ne
   put(key, new_key, first);
   put(value, new_value, first);
   return forward(query, key, value, bias, first_entry, tensors, places, steps, branches, covers,
-                 block, scale, softcap, distance_bias, dropout_p, seeds, key_mask, in_float32, walked,
-                 sink, slots);
+                 block, scale, softcap, distance_bias, dropout_p, seeds, key_mask, in_float32,
+                 walked, sink, slots);
+}
+
+std::tuple<Tensor, Tensor> forward_laid_after(const Tensor& new_key, const Tensor& new_value,
+                                              int64_t first, const Tensor& query, const Tensor& key,
+                                              const Tensor& value, const Tensor& layout,
+                                              at::IntArrayRef slots) {
+  put(key, new_key, first);
+  put(value, new_value, first);
+  return forward_laid(query, key, value, layout, slots);
 }
 
 // `transposes` is empty for run_heads.
@@ -258,13 +362,25 @@ TORCH_LIBRARY(sparsering_cpu, m) {
   m.def("forward_after(Tensor new_key, Tensor new_value, int first, " SPARSERING_SCHEMA(
             "Tensor(a!) key", "Tensor(b!) value") "Tensor? sink, int[] slots) -> (Tensor, Tensor)",
         forward_after);
+  m.def(
+      "lay(Tensor[] passes, int[] steps, int[] branches, bool covers, int block, float scale, "
+      "int[] walked) -> Tensor",
+      lay);
+  m.def(
+      "forward_laid(Tensor query, Tensor key, Tensor value, Tensor layout, int[] slots) "
+      "-> (Tensor, Tensor)",
+      forward_laid);
+  m.def(
+      "forward_laid_after(Tensor new_key, Tensor new_value, int first, Tensor query, "
+      "Tensor(a!) key, Tensor(b!) value, Tensor layout, int[] slots) -> (Tensor, Tensor)",
+      forward_laid_after);
   m.def("backward(" SPARSERING_SCHEMA("Tensor key", "Tensor value")
         "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, Tensor[] transposes, "
         "bool learns_distances) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         backward);
-  m.def("mass(" SPARSERING_SCHEMA("Tensor key", "Tensor value")
-        "Tensor lse, Tensor? weight, int blocks) -> Tensor",
+  m.def("mass(" SPARSERING_SCHEMA(
+            "Tensor key", "Tensor value") "Tensor lse, Tensor? weight, int blocks) -> Tensor",
         mass);
 }
 

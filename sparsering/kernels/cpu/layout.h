@@ -183,7 +183,7 @@ struct Pass {
   const uint8_t* rows_of_bits_;  // keys along those of a query's
   int64_t branch;
   bool walked = false;  // by key tile: see walk/visits.h
-  int64_t slot = 0;  // of the first query of a tile in its bitmaps
+  int64_t slot = 0;     // of the first query of a tile in its bitmaps
   const int64_t *query_origin_, *key_origin_, *stream_;
 
  private:
@@ -300,9 +300,9 @@ inline void check_transpose(at::TensorList t, const Pass& p) {
   }
 }
 
-// Extras of a call beside the block bias, as kernels/problem.py has them; 0 or none where not in
-// use.
+// Extras of a call beside the block bias, as kernels/problem.py has them; 0 or none if not in use.
 struct Extras {
+  Extras() = default;
   Extras(double softcap_, const std::optional<Tensor>& distance_bias, double dropout_p,
          const std::optional<Tensor>& seeds_, const std::optional<Tensor>& key_mask, int64_t B,
          int64_t Hq, int64_t Nk)
@@ -360,7 +360,7 @@ struct Extras {
     return any;
   }
 
-  float softcap, factor = 1.f;
+  float softcap = 0.f, factor = 1.f;
   int64_t radius = 0, streams = 0;
   int32_t threshold = 0;
   const int64_t* seeds = nullptr;

@@ -97,12 +97,17 @@ const T* tile_rows(const Source& x, int64_t b, int64_t h, Tile tile, int64_t ste
   return spare;
 }
 
-// A kLanes x kLanes transpose: log2(kLanes) perfect shuffles of its rows.
-inline void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_to) {
+// A kLanes x kLanes transpose: log2(kLanes) perfect shuffles of its rows, times `factor` if Scaled.
+template <bool Scaled = false>
+void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_to,
+                      Vec factor = Vec(1.f)) {
   Vec a[kLanes], b[kLanes];
 #pragma GCC unroll 16
   for (int64_t i = 0; i < kLanes; ++i) {
     a[i] = Vec::loadu(from + i * ld_from);
+    if constexpr (Scaled) {
+      a[i] = a[i] * factor;
+    }
   }
 #pragma GCC unroll 4
   for (int64_t n = 1; n < kLanes; n *= 2) {
@@ -132,6 +137,23 @@ inline void transpose(const float* from, int64_t rows, int64_t width, float* to)
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = i < whole_rows ? whole_width : 0; j < width; ++j) {
       to[j * rows + i] = from[i * width + j];
+    }
+  }
+}
+
+// [rows, width] -> [width, rows], column j times factor[j]; a width of whole vectors.
+inline void transpose_scaled(const float* from, int64_t rows, int64_t width, float* to,
+                             const float* factor) {
+  const int64_t whole_rows = rows / kLanes * kLanes;
+  for (int64_t j = 0; j < width; j += kLanes) {
+    const Vec factors = Vec::loadu(factor + j);
+    for (int64_t i = 0; i < whole_rows; i += kLanes) {
+      transpose_square<true>(from + i * width + j, width, to + j * rows + i, rows, factors);
+    }
+    for (int64_t i = whole_rows; i < rows; ++i) {
+      for (int64_t k = j; k < j + kLanes; ++k) {
+        to[k * rows + i] = from[i * width + k] * factor[k];
+      }
     }
   }
 }

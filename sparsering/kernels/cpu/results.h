@@ -82,6 +82,12 @@ struct Output {
     const int64_t width = sums.width();
     with_type(sums.type(), [&](auto value) {
       using S = decltype(value);
+      if (step == 1 &&
+          std::all_of(lse + first, lse + first + count, [](float old) { return old == -kInf; })) {
+        std::copy_n(lses, count, lse + first);
+        at::vec::convert(rows, sums.row<S>(first), count * width);
+        return;
+      }
       for (int64_t i = 0; i < count; ++i) {
         const int64_t row = first + i * step;
         float *part = rows + i * width, &of_row = lse[row];

@@ -89,8 +89,7 @@ class WalkBackward {
     }
     for (int64_t row = chunk.begin; row < chunk.end; ++row) {
       const Tile tile = pass.query_tile(walk_.axis(chunk.head), row);
-      const float* dq =
-          s.all_dq.get() + s.visits.first_token(row - chunk.begin) * heads * width_;
+      const float* dq = s.all_dq.get() + s.visits.first_token(row - chunk.begin) * heads * width_;
       for (int64_t h = 0; h < heads; ++h) {
         put((chunk.batch * x_.Hq + chunk.head + h) * x_.Nq + tile.start, tile.count, pass.step,
             dq + h * width_, heads * width_);
@@ -134,12 +133,12 @@ class WalkBackward {
 
   void add_tile(Scratch& s, const Chunk& chunk, Tile keys, const typename Pairs<T>::Keys& k,
                 float* dk, float* dv) const {
-    const int64_t heads = chunk.heads, size = s.tile.size * heads, padded = round_up(keys.count, 16),
-                  rows = round_up(size, kQueryUnit<T>);
+    const int64_t heads = chunk.heads, size = s.tile.size * heads,
+                  padded = round_up(keys.count, 16), rows = round_up(size, kQueryUnit<T>);
     float *scores = s.scores.get(), *dscores = s.dscores.get();
     const T* q = operands(s, s.all_q.get(), heads, rows, width_, s.q.get(), s.qt.get());
-    const T* dout = operands(s, s.all_dout.get(), heads, rows, value_width_, s.dout.get(),
-                             s.dout_t.get());
+    const T* dout =
+        operands(s, s.all_dout.get(), heads, rows, value_width_, s.dout.get(), s.dout_t.get());
     for (int64_t i = 0; i < s.tile.size; ++i) {
       const int64_t from = s.tile.token[i] * heads;
       std::copy_n(s.all_lse.get() + from, heads, s.lse.get() + i * heads);

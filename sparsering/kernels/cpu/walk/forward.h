@@ -203,8 +203,7 @@ class WalkForward {
       }
     }
     const Vec bias = Vec::loadu(s.bias.get() + first), old = Vec::loadu(highest);
-    const Vec top =
-        at::vec::maximum(old, at::vec::fmadd(highest_of_lanes(of_rows), scale, bias));
+    const Vec top = at::vec::maximum(old, at::vec::fmadd(highest_of_lanes(of_rows), scale, bias));
     const Vec base = Vec::blendv(top.neg(), Vec(0.f), top == Vec(-kInf));
     const Vec factor = exp_of(old + base);
     float bases[kLanes];

@@ -12,15 +12,17 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "../pack.h"
 
 namespace sparsering::cpu {
 
-constexpr int64_t kGathered = 64;    // rows to a gathered tile, where a token's heads are no more
-constexpr int64_t kRowsOfTile = 256;  // rows that a chunk brings to a key tile on average
-constexpr int64_t kLeastRows = 1024, kMostRows = 4096;  // of a chunk
+constexpr int64_t kGathered = 64;  // rows to a gathered tile, where a token's heads are no more
+// Rows of a chunk: as many as bring a key tile `kMuch` rows on average, but no more than stay near
+// a core where `kEnough` come then.
+constexpr int64_t kMuch = 256, kEnough = 64, kLeastRows = 1024, kNearRows = 4096;
 
 // Query tiles `begin` to `end` for some heads that share a table.
 struct Chunk {
@@ -30,9 +32,7 @@ struct Chunk {
 // What a walk knows of its pass.
 struct Walk {
   Walk(const Problem& problem, const Pass& pass_) : x(problem), pass(pass_) {
-    // Heads of a group that share a table.
-    const int64_t to_table = std::max<int64_t>(1, x.Hq / std::max<int64_t>(pass.tables, 1));
-    heads = std::min(x.group, to_table);
+    heads = std::gcd(x.group, x.Hq / pass.tables);  // of a group, that share a table
     tokens = std::max<int64_t>(1, kGathered / heads);
     rows = round_up(tokens * heads, 32);
   }
@@ -69,8 +69,10 @@ struct Walk {
   int64_t chunk_tokens(int64_t b, int64_t head) const {
     const int32_t* row_ptr = pass.row_ptr(pass.table(b, head, x.Hq));
     const int64_t entries = std::max(1, row_ptr[pass.rows]);
-    const int64_t tiles = kRowsOfTile * pass.columns * pass.rows / entries;  // of one row each
-    return std::max<int64_t>(1, std::clamp(tiles, kLeastRows, kMostRows) / heads);
+    const double most = static_cast<double>(pass.columns) * pass.rows / entries;
+    const auto rows_for = [&](int64_t visits) { return static_cast<int64_t>(visits * most); };
+    const int64_t wanted = std::max(std::min(rows_for(kMuch), kNearRows), rows_for(kEnough));
+    return std::max<int64_t>(1, std::max(wanted, kLeastRows) / heads);
   }
 };
 

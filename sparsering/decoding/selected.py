@@ -1,0 +1,173 @@
+"""`SelectedCache`: each new token attends to the blocks of earlier ones that it chooses."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import autocast_inputs
+from ..functional import attention
+from ..numerics import sum_dtype
+from ..patterns.arguments import checked_integer, shortened
+from ..patterns.positions import Causal
+from ..patterns.selected import SelectedBlocks
+from ..selection.choose import select_blocks
+from ..selection.summaries import BlockSummaries
+from .cache import KVCache
+
+
+class SelectedCache(KVCache):
+    """A `KVCache` whose tokens see k blocks of keys, chosen by their scores as they come.
+
+    A token appends its key, scores all blocks by summaries of their keys, selects k of them and
+    attends to these exactly: `block_scores`, `select_blocks` and `attention` on the whole sequence,
+    with rows of one query. All keys are kept.
+
+    Args:
+        batch_size, num_kv_heads, head_dim: of the keys.
+        k: blocks that a token sees, `sink` and `local` ones included.
+        block_size, method, parts: as `block_scores` has them.
+        top_p, sink, local: as `select_blocks` has them.
+        options: those of `KVCache`.
+
+    Raises: ValueError where arguments do not fit.
+
+    Cost: a step reads the summaries, parts / block_size of the keys' memory ("sub"; as much in
+        float32), and k blocks.
+
+    Example:
+        >>> cache = SelectedCache(1, 2, 64, k=64, num_heads=8)
+        >>> out = cache.attend(query, key, value)  # the prompt, whole or in parts
+        >>> out = cache.attend(query, key, value)  # then token by token
+
+    Source: Quest (arXiv 2406.10774), section 3; InfLLM-V2 (2509.24663).
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        k: int,
+        *,
+        block_size: int = 64,
+        method: str = "sub",
+        parts: int = 4,
+        top_p: float | None = None,
+        sink: int = 1,
+        local: int = 1,
+        **options: Any,
+    ) -> None:
+        super().__init__(Causal(), batch_size, num_kv_heads, head_dim, **options)
+        checked_integer("k", k, 0)
+        self._summaries = BlockSummaries(block_size, method=method, parts=parts)
+        self._size, self._k = block_size, k
+        self._selection: dict[str, Any] = {"block_size": block_size, "top_p": top_p}
+        self._selection |= {"sink": sink, "local": local}
+        self._chosen(torch.zeros(1, sink + local))  # says what does not fit
+
+    def __repr__(self) -> str:
+        return (
+            f"<SelectedCache of {self._k} blocks of {self._size}: {self.kept} of {self.length} "
+            "tokens>"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of keys, values, their positions and the summaries of blocks."""
+        return super().nbytes + self._summaries.nbytes
+
+    def _chosen(self, scores: Tensor, q_start: int = 0) -> Tensor:
+        """The blocks that rows of scores choose, as this cache does."""
+        return select_blocks(scores, self._k, q_start=q_start, **self._selection)
+
+    def _attend_again(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        return None  # each step has a layout of its own
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: Sequence[int] | Tensor | None = None,
+        stored: bool = True,
+        *,
+        backend: str | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        held, n, begin = self._held, query.shape[2], self.length
+        self._check(query, key, value)
+        query, key, value = autocast_inputs(query, key, value)
+        new = self._new_tokens(lengths, n)
+        if set(new) - {n} or not stored:
+            raise ValueError(
+                "a SelectedCache takes the same new tokens for all of its entries, got lengths "
+                f"{shortened(str(new))} and stored={stored}; give KVCache those"
+            )
+        if n == 0:
+            out = query.new_zeros(*query.shape[:3], self._dims[1])
+            return out, out.new_zeros(query.shape[:3], dtype=sum_dtype(query))
+        if self._dtype not in (None, key.dtype):
+            raise ValueError(
+                f"the cache holds {self._dtype}, got keys of {key.dtype}; cast with "
+                f".to({self._dtype}), or make another cache"
+            )
+        if held.since + n > held.page >= n and held.keys.shape[2]:
+            self._evict()
+        paged = held.keys.shape[2] > 0 and held.since + n <= held.page
+        keys, values = (
+            self._with(slots, x, paged) for slots, x in ((held.keys, key), (held.values, value))
+        )
+        scores = self._summaries.scores(query, keys, scale=options.get("scale"))
+        chosen = self._chosen(scores, begin)
+        pattern = SelectedBlocks(chosen, self._size, 1, begin) & Causal()
+        found = attention(query, keys, values, pattern, return_lse=True, backend=backend, **options)
+        held.advance(new)
+        if paged:
+            held.since += n
+        else:
+            self._evict(key, value)
+        return found
+
+    def _with(self, slots: Tensor, new: Tensor, paged: bool) -> Tensor:
+        """All keys, or values, in order: new ones are put into the page where they fit it."""
+        used = self._held.in_use(slots)
+        if not paged:
+            return torch.cat((used, new), 2) if used.shape[2] else new
+        first = used.shape[2]
+        slots.narrow(2, first, new.shape[2]).copy_(new)
+        return slots[:, :, : first + new.shape[2]]
+
+    def _evict(self, *new: Tensor) -> None:
+        self._held.evict(*new)
+        self._evicted()
+
+    def crop(self, length: int) -> None:
+        """Forgets the tokens from `length` on, as `KVCache.crop`."""
+        super().crop(length)
+        self._summaries.crop(length)
+        if self._held.since == 0 and self._held.keys.shape[2]:
+            self._evict()  # so that slots are in order, without gaps
+
+    def load(
+        self,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor | Sequence[int] | None = None,
+        *,
+        length: int | None = None,
+    ) -> None:
+        """Takes the keys of a prompt, all of them, that was attended to elsewhere."""
+        if positions is not None or length not in (None, key.shape[2]):
+            raise ValueError(
+                "a SelectedCache scores all keys, got positions or a length of others; leave them "
+                "out"
+            )
+        super().load(key, value)
+
+    def _take(self, entries: Tensor) -> None:
+        super()._take(entries)
+        self._summaries.select(entries)

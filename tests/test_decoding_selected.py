@@ -1,0 +1,186 @@
+"""Decoding that chooses blocks, against scores, selection and attention of the whole sequence."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.selection import BlockSummaries, block_scores, select_blocks
+
+OPTIONS = {"k": 3, "block_size": 16, "num_heads": 4}
+
+
+def sequence(length: int = 200, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    query = torch.randn(batch, 4, length, 8, dtype=torch.float64)
+    key, value = torch.randn(2, batch, 2, length, 8, dtype=torch.float64)
+    return query, key, value
+
+
+def whole(inputs: tuple[Tensor, ...], k: int = 3, method: str = "sub", **selection) -> Tensor:
+    query, key, value = inputs
+    scores = block_scores(query, key, 16, method=method)
+    chosen = select_blocks(scores, k, block_size=16, **selection)
+    return sr.attention(query, key, value, sr.SelectedBlocks(chosen, 16, 1) & sr.Causal())
+
+
+def attended(cache: sr.KVCache, inputs: tuple[Tensor, ...], *steps: int) -> Tensor:
+    outs, first = [], cache.length
+    for n in steps:
+        outs.append(cache.attend(*(x[:, :, first : first + n] for x in inputs)))
+        first += n
+    return torch.cat(outs, 2)
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a - b).abs() <= 1e-12).all())
+
+
+@pytest.mark.parametrize("method", ["mean", "sub", "gauss", "bounds", "exact"])
+def test_steps_equal_the_whole_sequence(method):
+    inputs = sequence()
+    cache = sr.SelectedCache(2, 2, 8, method=method, page_size=32, **OPTIONS)
+    found = attended(cache, inputs, 37, *[1] * 60, 2, 15, 16, 70)
+    assert close(found, whole(inputs, method=method))
+    assert cache.length == cache.kept == 200
+    assert cache.positions(1).tolist() == list(range(200))
+
+
+@pytest.mark.parametrize("selection", [{"top_p": 0.6}, {"sink": 0, "local": 2}, {"k": 12}])
+def test_every_rule_of_selection(selection):
+    inputs = sequence(150)
+    cache = sr.SelectedCache(2, 2, 8, **{**OPTIONS, **selection})
+    assert close(attended(cache, inputs, *[1] * 20, 100, *[1] * 30), whole(inputs, **selection))
+
+
+def test_options_of_attention():
+    inputs, sink = sequence(60), torch.randn(4, dtype=torch.float64)
+    cache = sr.SelectedCache(2, 2, 8, **OPTIONS)
+    out = attended(cache, inputs, 59)
+    token = [x[:, :, 59:60] for x in inputs]
+    out, lse = cache.attend(*token, scale=0.9, sink=sink, softcap=2.0, return_lse=True)
+    scores = block_scores(*inputs[:2], 16, scale=0.9)
+    chosen = select_blocks(scores, 3, block_size=16)
+    pattern = sr.SelectedBlocks(chosen, 16, 1) & sr.Causal()
+    expected = sr.attention(*inputs, pattern, scale=0.9, sink=sink, softcap=2.0, return_lse=True)
+    assert close(out, expected[0][:, :, 59:]) and close(lse, expected[1][:, :, 59:])
+
+
+@pytest.mark.parametrize("back", [1, 5, 20, 64])
+@pytest.mark.parametrize("begin", [130, 160, 180])
+def test_crop_takes_back_tokens_and_their_summaries(begin, back):
+    inputs, guess = sequence(), sequence()
+    cache = sr.SelectedCache(2, 2, 8, page_size=32, rollback=64, **OPTIONS)
+    attended(cache, inputs, begin - back)
+    attended(cache, guess, *[1] * (back - back // 2), back // 2)
+    cache.crop(begin - back)
+    found = attended(cache, inputs, *[1] * 10, 200 - begin + back - 10)
+    assert close(found, whole(inputs)[:, :, begin - back :])
+
+
+def test_crop_refuses_and_changes_nothing():
+    inputs = sequence()
+    cache = sr.SelectedCache(2, 2, 8, rollback=4, **OPTIONS)
+    cache.crop(0)
+    attended(cache, inputs, 150)
+    for length in (145, 151):
+        with pytest.raises(ValueError, match="crop takes"):
+            cache.crop(length)
+    assert close(attended(cache, inputs, 50), whole(inputs)[:, :, 150:])
+
+
+def test_beams_reorder_repeat_and_select():
+    inputs = sequence(120)
+    cache = sr.SelectedCache(2, 2, 8, page_size=32, **OPTIONS)
+    attended(cache, inputs, 90)
+    cache.repeat(2)
+    cache.reorder([3, 0, 1, 2])
+    cache.select([0, 3, 1])  # of 1 0 0 1
+    order = [1, 1, 0]
+    taken = tuple(x[order] for x in inputs)
+    assert close(attended(cache, taken, *[1] * 20, 10), whole(taken)[:, :, 90:])
+
+
+def test_a_prompt_that_was_attended_elsewhere():
+    inputs = sequence(100)
+    cache = sr.SelectedCache(2, 2, 8, **OPTIONS)
+    cache.load(inputs[1][:, :, :70], inputs[2][:, :, :70])
+    assert close(attended(cache, inputs, *[1] * 30), whole(inputs)[:, :, 70:])
+    with pytest.raises(ValueError, match="scores all keys"):
+        sr.SelectedCache(2, 2, 8, **OPTIONS).load(*inputs[1:], torch.arange(100))
+
+
+def test_a_step_compiles():
+    torch._dynamo.reset()
+    inputs = sequence(40)
+    cache = sr.SelectedCache(2, 2, 8, **OPTIONS)
+    step = torch.compile(lambda q, k, v: cache.attend(q, k, v), fullgraph=True, backend="eager")
+    attended(cache, inputs, 30)
+    outs = [step(*(x[:, :, i : i + 1] for x in inputs)) for i in range(30, 40)]
+    assert close(torch.cat(outs, 2), whole(inputs)[:, :, 30:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_halves(dtype):
+    inputs = tuple(x.to(dtype) for x in sequence(100))
+    cache = sr.SelectedCache(2, 2, 8, **OPTIONS)
+    found = attended(cache, inputs, 60, *[1] * 40)
+    assert found.dtype == dtype
+    error = (found.double() - whole(inputs).double()).abs()
+    assert error.max() <= (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 1}, "at most k=1"),
+        ({"method": "median"}, "method must be one of"),
+        ({"method": "antidiagonal"}, "parts must divide"),
+        ({"parts": 3}, "parts must divide"),
+        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"top_p": 2.0}, "top_p must be"),
+        ({"num_heads": -1}, "num_heads must be at least 0"),
+    ],
+)
+def test_what_does_not_fit_is_said(options, message):
+    with pytest.raises(ValueError, match=message):
+        sr.SelectedCache(2, 2, 8, **{**OPTIONS, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": [1, 0]}, "same new tokens"),
+        ({"stored": False}, "stored=False"),
+        ({"q_start": 3}, "attend takes no q_start"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"backend": "none"}, "backend"),
+        ({"key": torch.ones(2, 2, 1, 8)}, "holds torch.float64|share a dtype"),
+    ],
+)
+def test_a_step_that_does_not_fit_changes_nothing(options, message):
+    inputs = sequence(100)
+    cache = sr.SelectedCache(2, 2, 8, page_size=32, **OPTIONS)
+    attended(cache, inputs, 64)
+    token = {n: x[:, :, :1] for n, x in zip(("query", "key", "value"), inputs, strict=True)}
+    with pytest.raises(ValueError, match=message):
+        cache.attend(**{**token, **options})
+    assert cache.length == 64
+    assert close(attended(cache, inputs, *[1] * 36), whole(inputs)[:, :, 64:])
+
+
+def test_summaries_alone_score_as_block_scores_does():
+    query, key, _ = sequence()
+    summaries = BlockSummaries(16)
+    for first, stop in ((0, 50), (50, 51), (51, 64), (64, 130), (130, 200)):
+        found = summaries.scores(query[:, :, first:stop], key[:, :, :stop], scale=0.5)
+        expected = block_scores(query[:, :, first:stop], key[:, :, :stop], 16, scale=0.5)
+        assert torch.equal(found.isneginf(), expected.isneginf())
+        seen = ~expected.isneginf()
+        assert ((found - expected)[seen].abs() <= 1e-6).all()
+    summaries.crop(70)
+    key[:, :, 70:] += 1
+    found = summaries.scores(query, key)
+    assert ((found - block_scores(query, key, 16)).nan_to_num(0, 0, 0).abs() <= 1e-6).all()
+    with pytest.raises(ValueError, match="of the last tokens of 10 keys, got 200"):
+        summaries.scores(query, key[:, :, :10])
+    assert summaries.nbytes == 2 * 2 * 4 * 12 * 8 * 8
