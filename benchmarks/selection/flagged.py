@@ -311,7 +311,7 @@ def resumed(reader: Reader, state: dict, clock: dict, *, steps: int) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def schedules(seed: int, steps: int = 2500) -> list[Row]:
+def schedules(seed: int, steps: int = 4000) -> list[Row]:
     """The hard task by schedules of the step alone: always 4 blocks, and one that is fixed.
 
     The fixed one is half of the blocks for a tenth of the steps, then fewer, linearly, until half
