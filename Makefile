@@ -45,7 +45,7 @@ test-asan: $(STAMP) ## run the kernel's tests with address and undefined-behavio
 	SPARSERING_CXXFLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0:max_malloc_fill_size=268435456:malloc_fill_byte=255 \
-	$(BIN)/python -m pytest --capture=sys -p no:faulthandler -m "not slow" tests/kernels/test_cpu.py -k "not library" --hypothesis-profile=explore
+	$(BIN)/python -m pytest --capture=sys -p no:faulthandler -m "not slow" tests/kernels/test_cpu.py tests/kernels/test_cpu_rows.py -k "not library" --hypothesis-profile=explore
 
 lint: $(STAMP) ## ruff and clang-format (check and format), mypy, lines per module
 	$(BIN)/ruff check
