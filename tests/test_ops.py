@@ -487,7 +487,6 @@ def test_every_public_name_is_listed_once_and_documented():
         assert getattr(sr, name).__doc__, name
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own decompositions
 class Onlooker(TorchDispatchMode):
     """Sees operators go by, and lets them."""
 
@@ -518,6 +517,7 @@ def test_an_operator_that_nobody_looks_at_gives_the_same_bits(looks):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own decompositions
 def test_forward_mode_is_refused_not_called_zero():
     query, key, value = (torch.randn(1, 1, 8, 4, dtype=torch.float64) for _ in range(3))
     pattern = sr.Causal()
