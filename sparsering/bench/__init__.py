@@ -21,7 +21,7 @@ from .extras import extras
 from .gigapath import gigapath
 from .measure import write_record
 from .modules import modules
-from .selection import selection
+from .selection import selection, selection_decoding
 from .sweeps import sweeps
 from .transformers import transformers
 
@@ -37,6 +37,7 @@ CASES = {
     "modules": modules,
     "extras": extras,
     "selection": selection,
+    "selection-decoding": selection_decoding,
     "gigapath": gigapath,
     "sweeps": sweeps,
     "memory": memory,
