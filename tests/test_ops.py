@@ -431,7 +431,6 @@ def test_importing_loads_no_optional_package():
         import torch
         before = set(sys.modules)
         import sparsering as sr
-from sparsering.patterns.selected import selections_of
         {textwrap.indent(textwrap.dedent(CALL), " " * 8).strip()}
         print(*sorted(set(sys.modules) - before))
     """).split()
@@ -452,7 +451,6 @@ def test_everything_runs_where_no_optional_package_is_installed():
         import warnings
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         import sparsering as sr
-from sparsering.patterns.selected import selections_of
         {textwrap.indent(textwrap.dedent(CALL), " " * 8).strip()}
         assert "gather: usable" in sr.explain(query, key, value, pattern)
         print(sr.Causal().layout(64))
@@ -463,7 +461,6 @@ def test_importing_twice_registers_once():
     run_fresh("""
         import importlib, torch
         import sparsering as sr
-from sparsering.patterns.selected import selections_of
         first = torch.ops.sparsering.attention.default
         importlib.import_module("sparsering.ops")
         assert torch.ops.sparsering.attention.default is first
@@ -474,7 +471,6 @@ def test_results_do_not_change_from_process_to_process():
     program = f"""
         import hashlib, sys
         import sparsering as sr
-from sparsering.patterns.selected import selections_of
         {textwrap.indent(textwrap.dedent(CALL), " " * 8).strip()}
         rand = sr.attention(query, key, value, sr.RandomBlocks(0.5, 16, seed=3), block_size=16)
         data = b"".join(bytes(x.detach().contiguous().view(torch.uint8).flatten().tolist())
@@ -491,7 +487,6 @@ def test_every_public_name_is_listed_once_and_documented():
         assert getattr(sr, name).__doc__, name
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own decompositions
 class Onlooker(TorchDispatchMode):
     """Sees operators go by, and lets them."""
 
@@ -522,6 +517,7 @@ def test_an_operator_that_nobody_looks_at_gives_the_same_bits(looks):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own decompositions
 def test_forward_mode_is_refused_not_called_zero():
     query, key, value = (torch.randn(1, 1, 8, 4, dtype=torch.float64) for _ in range(3))
     pattern = sr.Causal()

@@ -21,6 +21,7 @@ from .extras import extras
 from .gigapath import gigapath
 from .measure import write_record
 from .modules import modules
+from .rows import rows
 from .selection import selection, selection_decoding
 from .sweeps import sweeps
 from .transformers import transformers
@@ -38,6 +39,7 @@ CASES = {
     "extras": extras,
     "selection": selection,
     "selection-decoding": selection_decoding,
+    "rows": rows,
     "gigapath": gigapath,
     "sweeps": sweeps,
     "memory": memory,
