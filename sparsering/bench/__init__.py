@@ -22,7 +22,7 @@ from .gigapath import gigapath
 from .measure import write_record
 from .modules import modules
 from .rows import rows
-from .selection import selection
+from .selection import selection, selection_decoding
 from .sweeps import sweeps
 from .transformers import transformers
 
@@ -38,6 +38,7 @@ CASES = {
     "modules": modules,
     "extras": extras,
     "selection": selection,
+    "selection-decoding": selection_decoding,
     "rows": rows,
     "gigapath": gigapath,
     "sweeps": sweeps,

@@ -1,6 +1,7 @@
 """What choosing costs: scores, selection and attention as one call, beside dense attention."""
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..decoding import KVCache, SelectedCache
 from ..functional import attention
 from ..patterns.algebra import Pattern
 from ..patterns.positions import Causal
@@ -124,3 +126,39 @@ def _described(pattern: Pattern, length: int) -> Row:
     for selected in selections_of(pattern):
         told["inflation"] = float(selected.inflation(BLOCK, length).mean())
     return told
+
+
+def selection_decoding(quick: bool) -> list[Row]:
+    """One new token beside many: scores, selection and attention, and dense attention to all."""
+    length, steps, chosen = (4096, 8, 16) if quick else (131072, 256, 64)
+    total = length + 2 * steps
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, h, total, WIDTH) for h in (HEADS, KV_HEADS, KV_HEADS))
+    caches = {
+        "KVCache(Causal())": KVCache(Causal(), 1, KV_HEADS, WIDTH, num_heads=HEADS),
+        "SelectedCache": SelectedCache(1, KV_HEADS, WIDTH, chosen, num_heads=HEADS),
+    }
+    with torch.no_grad():
+        for cache in caches.values():
+            cache.load(key[:, :, :length], value[:, :, :length])
+        times: dict[str, list[float]] = {name: [] for name in ("dense SDPA", *caches)}
+        for place in range(length, total):
+            token = [x[:, :, place : place + 1] for x in (query, key, value)]
+            keys, values = (x[:, :, : place + 1] for x in (key, value))
+            dense = partial(scaled_dot_product_attention, token[0], keys, values, enable_gqa=True)
+            calls = {name: partial(cache.attend, *token) for name, cache in caches.items()}
+            for name, call in {"dense SDPA": dense, **calls}.items():
+                begin = time.perf_counter()
+                call()
+                if place >= length + steps:
+                    times[name].append((time.perf_counter() - begin) * 1e3)
+    median = {name: statistics.median(each) for name, each in times.items()}
+    return [
+        {
+            "call": name, "keys": length, "heads": HEADS, "kv_heads": KV_HEADS, "blocks": chosen,
+            "block": BLOCK, "ms": median[name], "mean_ms": statistics.fmean(each),
+            "slowest_ms": max(each), "of_sdpa": median[name] / median["dense SDPA"],
+            "of_cache": median[name] / median["KVCache(Causal())"],
+        }
+        for name, each in times.items()
+    ]  # fmt: skip

@@ -26,7 +26,7 @@
 
 #include "backward.h"
 #include "forward.h"
-#include "shares.h"
+#include "selection/shares.h"
 #include "walk/mass.h"
 
 namespace sparsering::cpu {

@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "softmax.h"
-#include "threads.h"
+#include "../softmax.h"
+#include "../threads.h"
 
 namespace sparsering::cpu {
 
