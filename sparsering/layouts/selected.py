@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,36 +38,35 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
     tokens, parts = gcd(selection.row_size, block_size), selection.block_size // block_size
     tile = torch.arange(frame.q_start // tokens, -(-end // tokens), device=device)
     first, last = (tile * tokens).clamp(min=frame.q_start), ((tile + 1) * tokens).clamp(max=end) - 1
-    row = tile * tokens // selection.row_size - selection.first_row
-    keys = -(-frame.kv_len // block_size)
+    keys, last_keys = -(-frame.kv_len // block_size), (frame.kv_len - 1) % block_size + 1
 
     chosen = chosen.view((1,) * (4 - chosen.dim()) + chosen.shape)  # [B or 1, H or 1, R, k]
-    width = chosen.shape[-1] * parts
-    part = torch.arange(parts, device=device)
-    listed = (
-        torch.where((chosen >= 0) & (chosen < keys), chosen * parts, keys)[..., None] + part
-    )  # [B or 1, H or 1, R, k, parts]
-    key, slot = listed.clamp(max=keys).flatten(3).sort(dim=-1, stable=True)
-    slot = slot // parts + torch.arange(chosen.shape[2], device=device)[:, None] * chosen.shape[3]
+    rows, slots = chosen.shape[2:]
+    listed = torch.where((chosen >= 0) & (chosen < keys), chosen * parts, keys).int()
+    if parts > 1:
+        part = torch.arange(parts, device=device, dtype=torch.int32)
+        listed = (listed[..., None] + part).clamp(max=keys).flatten(3)
+    key, slot = listed.sort(dim=-1, stable=True)
+    slot = slot // parts + torch.arange(rows, device=device)[:, None] * slots
     nothing = key == keys
     nothing[..., 1:] |= key[..., 1:] == key[..., :-1]
-    key, slot, nothing = (x[:, :, row] for x in (key, slot, nothing))  # of each tile
-    bitmap, diagonals = (
-        torch.full_like(key, -1),
-        key.new_zeros(0, block_size, block_size, dtype=torch.bool),
-    )
+    of_tiles: Any = tile * tokens // selection.row_size - selection.first_row
+    if tokens == selection.row_size:
+        of_tiles = slice(frame.q_start // tokens - selection.first_row, None)
+    key, slot, nothing = (x[:, :, of_tiles][:, :, : len(tile)] for x in (key, slot, nothing))
+    bitmap, diagonals = torch.full_like(key, -1), slot.new_zeros(0, block_size, block_size).bool()
+    unseen: Tensor | int = 0
     if causal:
-        nothing |= key * block_size > last[:, None]
+        own = (first // block_size).int()[:, None]
+        nothing = nothing | (key > own)
         number, diagonals = _diagonals(frame.q_start, first, tokens, block_size)
-        bitmap = torch.where(key == (first // block_size)[:, None], number[:, None], -1)
-
+        bitmap = torch.where(key == own, number.int()[:, None], -1)
+        unseen = ((bitmap >= 0) & ~nothing).any(-1) * _above_diagonal(
+            first, last, frame, block_size
+        )
     count = (~nothing).sum(-1)
-    q, k_stop = last + 1 - first, ((key + 1) * block_size).clamp(max=frame.kv_len)
-    columns = k_stop - key * block_size
-    within = (columns - (first % block_size)[:, None]).clamp(min=0).minimum(q[:, None])
-    below = first[:, None] % block_size * within + within * (within + 1) // 2
-    diagonal = below + (q[:, None] - within) * columns
-    pairs = torch.where(bitmap >= 0, diagonal, q[:, None] * columns).masked_fill(nothing, 0)
+    lacking = ((key == keys - 1) & ~nothing).any(-1) * (block_size - last_keys)
+    pairs = (last + 1 - first) * (count * block_size - lacking) - unseen
 
     key_start = torch.arange(keys, device=device) * block_size
     key_tile, bitmap, slot = _packed(nothing, key, bitmap, slot)
@@ -77,14 +77,14 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
         key_start=key_start[None],
         key_stop=(key_start + block_size).clamp(max=frame.kv_len)[None],
         row_ptr=pad(count.cumsum(-1), (1, 0)).int(),
-        key_tile=key_tile.clamp(min=0).int(),
-        bitmap=bitmap.int(),
+        key_tile=key_tile.clamp(min=0),
+        bitmap=bitmap,
         bitmaps=pack(diagonals),
         covers=(True, True),
-        longest=(width, len(tile)),
+        longest=(slots * parts, len(tile)),
         slot=slot,
     )
-    return BlockLayout(frame, block_size, (p,), pairs.sum((2, 3)).double().mean())
+    return BlockLayout(frame, block_size, (p,), pairs.sum(2).double().mean())
 
 
 def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int) -> Pass:
@@ -126,10 +126,20 @@ def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tup
     return number, offsets[:, None, None] + places[:, None] >= places
 
 
+def _above_diagonal(first: Tensor, last: Tensor, frame: Frame, block_size: int) -> Tensor:
+    """How many pairs of each query tile and the block that it lies in are of a later key."""
+    end = ((first // block_size + 1) * block_size).clamp(max=frame.kv_len)
+    hidden_first, hidden_last = ((end - 1 - x).clamp(min=0) for x in (first, last))
+    return (hidden_first * (hidden_first + 1) - (hidden_last - 1).clamp(min=-1) * hidden_last) // 2
+
+
 def _packed(nothing: Tensor, *tables: Tensor) -> list[Tensor]:
     """Tables [B, H, tiles, width] as [B, H, entries], without what is nothing; padded with -1."""
     nothing = nothing.flatten(2)
     room = nothing.shape[2]
     place = torch.where(nothing, room, (~nothing).cumsum(-1) - 1)
-    empty = torch.full((*place.shape[:2], room + 1), -1, device=place.device)
-    return [empty.scatter(-1, place, x.flatten(2).long())[..., :room] for x in tables]
+    empty = [x.new_full((*place.shape[:2], room + 1), -1) for x in tables]
+    return [
+        to.scatter_(-1, place, x.flatten(2))[..., :room]
+        for to, x in zip(empty, tables, strict=True)
+    ]
