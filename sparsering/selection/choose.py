@@ -11,7 +11,7 @@ from ..checks import check_tensor
 from ..patterns.arguments import checked_integer, shortened
 from .rows import checked_blocks, current_blocks
 
-_AT_A_TIME = 1 << 22  # scores that are ranked at a time, on the CPU
+_AT_A_TIME = 1 << 17  # scores that are ranked at a time, on a CPU: what its cache holds
 _BLOCK_BITS = 30
 
 
