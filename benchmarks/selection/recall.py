@@ -21,8 +21,8 @@ from .flagged import shuffle
 from .models import TokenModel, cross_entropy, dense
 from .tasks import Pairs, generator, recall_pairs
 
-TOKENS, PAIRS, VOCABULARY, SIZE, K, WIDTH = 512, 64, 512, 16, 4, 64
-BATCH = 4
+TOKENS, PAIRS, VOCABULARY, SIZE, K, WIDTH = 256, 32, 512, 16, 3, 64
+BATCH = 8
 BAR, MOST, STEPS = 0.95, 800, 100  # accuracy that ends the dense phase, its most steps; of each arm
 FAR = K * SIZE  # tokens back that a window of the same cost sees
 
@@ -34,7 +34,7 @@ def near(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass
 class Choice:
-    """Attention over 4 blocks of 16 that each token chooses, of which one is its own."""
+    """Attention over 3 blocks of 16 that each token chooses, of which one is its own."""
 
     arm: str
     scorer: BlockScorer
@@ -126,7 +126,7 @@ def train(model: TokenModel, choice: Choice, steps: int, seed: int, *, bar: floa
 
 @torch.no_grad()
 def evaluate(model: TokenModel, choice: Choice, batches: int = 4) -> Row:
-    """Shares of right answers, of all and of those farther back than 64 tokens."""
+    """Shares of right answers, of all and of those farther back than 48 tokens."""
     random, right, far = generator(10_000), [], []
     for _ in range(batches):
         choice.pairs = recall_pairs(16, TOKENS, PAIRS, VOCABULARY, random)
