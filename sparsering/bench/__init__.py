@@ -21,6 +21,7 @@ from .extras import extras
 from .gigapath import gigapath
 from .measure import write_record
 from .modules import modules
+from .rows import rows
 from .selection import selection
 from .sweeps import sweeps
 from .transformers import transformers
@@ -37,6 +38,7 @@ CASES = {
     "modules": modules,
     "extras": extras,
     "selection": selection,
+    "rows": rows,
     "gigapath": gigapath,
     "sweeps": sweeps,
     "memory": memory,

@@ -6,77 +6,12 @@
 #include <optional>
 #include <vector>
 
+#include "gradients.h"
 #include "pairs.h"
-#include "results.h"
 #include "threads.h"
 #include "walk/backward.h"
 
 namespace sparsering::cpu {
-
-// Adds rows, scaled, to every `step`th row of a gradient from `first` on.
-inline void add_rows(const Part& sums, int64_t first, int64_t step, int64_t count,
-                     const float* rows, int64_t ld, float scale) {
-  with_type(sums.type(), [&](auto value) {
-    using S = decltype(value);
-    const int64_t width = sums.width();
-    for (int64_t i = 0; i < count; ++i) {
-      S* __restrict to = sums.row<S>(first + i * step);
-      const float* __restrict from = rows + i * ld;
-      for (int64_t d = 0; d < width; ++d) {
-        to[d] = static_cast<S>(static_cast<float>(to[d]) + scale * from[d]);
-      }
-    }
-  });
-}
-
-// What delta = rowsum(dO * O) - dlse is made of.
-struct Delta {
-  Delta(const Problem& x, const Tensor& grad_out, const Tensor& out, const Tensor& grad_lse)
-      : dout(grad_out), o(out), dlse(grad_lse.const_data_ptr<float>()), Hq(x.Hq), Nq(x.Nq) {}
-
-  // Rows `begin` to `end`, counted through the batch.
-  void of_rows(int64_t begin, int64_t end, float* to) const {
-    with_type(o.type, [&](auto value) {
-      using S = decltype(value);
-      for (int64_t row = begin; row < end; ++row) {
-        const int64_t head = row / Nq, n = row % Nq;
-        const S *a = o.rows<S>(head / Hq, head % Hq, n), *b = dout.rows<S>(head / Hq, head % Hq, n);
-        float sum = 0.f;
-        for (int64_t d = 0; d < o.width; d += kLanes) {
-          const int64_t size = std::min(kLanes, o.width - d);
-          sum += sum_of_lanes(lanes_of(a + d, size) * lanes_of(b + d, size));
-        }
-        to[row] = sum - dlse[row];
-      }
-    });
-  }
-
- private:
-  Source dout, o;
-  const float* dlse;
-  int64_t Hq, Nq;
-};
-
-// Gradients of some kv heads and of the query heads that they serve.
-struct Gradients {
-  Gradients(const Problem& x, const Tensor& dq, const Tensor& dk, const Tensor& dv, int64_t first,
-            int64_t count, bool single_pass)
-      : q(dq, first * x.group, count * x.group, single_pass),
-        k(dk, first, count, single_pass),
-        v(dv, first, count, single_pass) {
-    q.clear();
-    k.clear();
-    v.clear();
-  }
-
-  void finish() {
-    q.finish();
-    k.finish();
-    v.finish();
-  }
-
-  Part q, k, v;
-};
 
 template <typename T>
 class Backward {
@@ -125,7 +60,7 @@ class Backward {
       Gradients sums(x_, dq_, dk_, dv_, kv, 1, passes_.size() == 1);
       for (size_t i = 0; i < passes_.size(); ++i) {
         if (passes_[i].walked) {
-          walk_head(passes_[i], i, kv, mine.dk.get(), mine.dv.get(), sums);
+          walked(passes_[i], i).run_head(kv, mine.dk.get(), mine.dv.get(), sums);
         } else {
           run_head(passes_[i], i, kv, mine.scratch, mine.keys, mine.dk.get(), mine.dv.get(), sums);
         }
@@ -147,7 +82,7 @@ class Backward {
       Gradients sums(x_, dq_, dk_, dv_, first, count, passes_.size() == 1);
       for (size_t i = 0; i < passes_.size(); ++i) {
         if (passes_[i].walked) {
-          walk_wave(passes_[i], i, first, count, sums);
+          walked(passes_[i], i).run_wave(first, count, sums);
           continue;
         }
         pack_wave(passes_[i], first, count, keys);
@@ -203,6 +138,10 @@ class Backward {
     int64_t pieces = 0;
   };
 
+  WalkBackward<T> walked(const Pass& pass, int64_t number) const {
+    return WalkBackward<T>(x_, pairs_, pass, number, {dout_, lse_, delta_, dbias_});
+  }
+
   void pack_slot(Scratch& s, const Pass& pass, int64_t kv, int64_t column, Packed& keys,
                  int64_t slot) const {
     T* k = keys.places.get() + slot * keys.of_tile;
@@ -231,71 +170,6 @@ class Backward {
     for (int64_t column = 0; column < pass.columns; ++column) {
       add_keys(pass, kv, column, dk + column * dk_size, dv + column * dv_size, sums);
     }
-  }
-
-  // Some chunks of a pass that is walked by key tile.
-  void walk_chunks(const Walk& walk, int64_t number, const std::vector<Chunk>& chunks,
-                   int64_t begin, int64_t end, float* dk, float* dv, const Gradients& sums) const {
-    const WalkBackward<T> backward(x_, pairs_, walk, number, {dout_, lse_, delta_, dbias_});
-    typename WalkBackward<T>::Scratch s(x_, pairs_, walk);
-    std::fill_n(dk, walk.pass.columns * x_.block * pairs_.width(), 0.f);
-    std::fill_n(dv, walk.pass.columns * x_.block * pairs_.value_width(), 0.f);
-    for (int64_t i = begin; i < end; ++i) {
-      backward.run(s, chunks[i], dk, dv,
-                   [&](int64_t row, int64_t count, int64_t step, const float* dq, int64_t ld) {
-                     add_rows(sums.q, row, step, count, dq, ld, x_.scale);
-                   });
-    }
-  }
-
-  void walk_head(const Pass& pass, int64_t number, int64_t kv, float* dk, float* dv,
-                 const Gradients& sums) const {
-    const Walk walk(x_, pass);
-    const std::vector<Chunk> chunks = walk.chunks(kv, 1);
-    walk_chunks(walk, number, chunks, 0, chunks.size(), dk, dv, sums);
-    for (int64_t column = 0; column < pass.columns; ++column) {
-      add_keys(pass, kv, column, dk + column * x_.block * pairs_.width(),
-               dv + column * x_.block * pairs_.value_width(), sums);
-    }
-  }
-
-  // The chunks of each kv head in as many groups as have room for dK and dV of their own: the same
-  // for any number of threads.
-  void walk_wave(const Pass& pass, int64_t number, int64_t first, int64_t count,
-                 const Gradients& sums) const {
-    const Walk walk(x_, pass);
-    const int64_t dk_size = pass.columns * x_.block * pairs_.width(),
-                  size = dk_size + pass.columns * x_.block * pairs_.value_width();
-    const int64_t room = (int64_t{1} << 28) / std::max<int64_t>(1, size);
-    const int64_t groups = std::clamp<int64_t>(room, 2, 8);
-    std::vector<std::vector<Chunk>> chunks;
-    for (int64_t kv = first; kv < first + count; ++kv) {
-      chunks.push_back(walk.chunks(kv, 1));
-    }
-    Buffer<float> parts(count * groups * size);
-    const auto nothing = [] { return 0; };
-    share_out<int>(count * groups, 1, nothing, [&](int, int64_t i) {
-      const std::vector<Chunk>& of_head = chunks[i / groups];
-      const int64_t group = i % groups, n = of_head.size();
-      float* part = parts.get() + i * size;
-      walk_chunks(walk, number, of_head, group * n / groups, (group + 1) * n / groups, part,
-                  part + dk_size, sums);
-    });
-    share_out<int>(count * pass.columns, 4, nothing, [&](int, int64_t i) {
-      const int64_t column = i % pass.columns, head = i / pass.columns;
-      float *dk = parts.get() + head * groups * size + column * x_.block * pairs_.width(),
-            *dv = parts.get() + head * groups * size + dk_size +
-                  column * x_.block * pairs_.value_width();
-      for (int64_t group = 1; group < groups; ++group) {
-        for (int64_t d = 0; d < x_.block * pairs_.width(); ++d) {
-          dk[d] += dk[group * size + d];
-        }
-        for (int64_t d = 0; d < x_.block * pairs_.value_width(); ++d) {
-          dv[d] += dv[group * size + d];
-        }
-      }
-      add_keys(pass, first + head, column, dk, dv, sums);
-    });
   }
 
   void pack_wave(const Pass& pass, int64_t first, int64_t count, Packed& keys) const {
@@ -495,10 +369,7 @@ class Backward {
 
   void add_keys(const Pass& pass, int64_t kv, int64_t column, const float* dk, const float* dv,
                 const Gradients& sums) const {
-    const Tile tile = pass.key_tile(kv % x_.Hkv * pass.axes / x_.Hkv, column);
-    const int64_t first = kv * x_.Nk + tile.start;
-    add_rows(sums.k, first, pass.step, tile.count, dk, pairs_.width(), x_.scale);
-    add_rows(sums.v, first, pass.step, tile.count, dv, pairs_.value_width(), 1.f);
+    add_key_tile(x_, pass, kv, column, dk, pairs_.width(), dv, pairs_.value_width(), sums);
   }
 
   const Problem& x_;

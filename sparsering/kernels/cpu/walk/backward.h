@@ -3,8 +3,9 @@
 
 #pragma once
 
+#include "../gradients.h"
 #include "../pairs.h"
-#include "../results.h"
+#include "../threads.h"
 #include "visits.h"
 
 namespace sparsering::cpu {
@@ -52,20 +53,89 @@ class WalkBackward {
     Buffer<float> all_lse, all_delta, all_dq;
   };
 
-  WalkBackward(const Problem& problem, const Pairs<T>& pairs, const Walk& walk, int64_t number,
+  WalkBackward(const Problem& problem, const Pairs<T>& pairs, const Pass& pass, int64_t number,
                const Rows& rows)
       : x_(problem),
-        walk_(walk),
+        walk_(problem, pass),
         pairs_(pairs),
         number_(number),
         rows_(rows),
         width_(pairs.width()),
         value_width_(pairs.value_width()) {}
 
-  // Adds a chunk's share to dK and dV of its kv head, by key tile, and calls
-  // put(row, count, step, dq, ld) with dQ of each query tile and head.
-  template <typename Put>
-  void run(Scratch& s, const Chunk& chunk, float* dk, float* dv, const Put& put) const {
+  // All of a kv head; `dk` and `dv` have room for its key tiles.
+  void run_head(int64_t kv, float* dk, float* dv, const Gradients& sums) const {
+    const std::vector<Chunk> chunks = walk_.chunks(kv, 1);
+    add_chunks(chunks, 0, chunks.size(), dk, dv, sums);
+    for (int64_t column = 0; column < walk_.pass.columns; ++column) {
+      add_key_tile(x_, walk_.pass, kv, column, dk + column * x_.block * width_, width_,
+                   dv + column * x_.block * value_width_, value_width_, sums);
+    }
+  }
+
+  // Some kv heads: the chunks of each in groups, as many as have room for dK and dV of their own,
+  // the same for any number of threads.
+  void run_wave(int64_t first, int64_t count, const Gradients& sums) const {
+    const int64_t size = walk_.pass.columns * x_.block * (width_ + value_width_);
+    const int64_t room = kRoom / std::max<int64_t>(1, size);
+    const int64_t groups = std::clamp<int64_t>(room, 2, 8);
+    const int64_t most = std::clamp<int64_t>(room / groups, 1, count);
+    Buffer<float> parts(most * groups * size);
+    for (int64_t kv = first; kv < first + count; kv += most) {
+      run_groups(kv, std::min(most, first + count - kv), groups, size, parts.get(), sums);
+    }
+  }
+
+ private:
+  static constexpr int64_t kRoom = 1 << 26;  // values, but for what two groups need
+
+  void run_groups(int64_t first, int64_t count, int64_t groups, int64_t size, float* parts,
+                  const Gradients& sums) const {
+    const Pass& pass = walk_.pass;
+    const int64_t dk_tile = x_.block * width_, dv_tile = x_.block * value_width_;
+    std::vector<std::vector<Chunk>> chunks;
+    for (int64_t kv = first; kv < first + count; ++kv) {
+      chunks.push_back(walk_.chunks(kv, 1));
+    }
+    const auto nothing = [] { return 0; };
+    share_out<int>(count * groups, 1, nothing, [&](int, int64_t i) {
+      const std::vector<Chunk>& of_head = chunks[i / groups];
+      const int64_t group = i % groups, n = of_head.size();
+      float* part = parts + i * size;
+      add_chunks(of_head, group * n / groups, (group + 1) * n / groups, part,
+                 part + pass.columns * dk_tile, sums);
+    });
+    share_out<int>(count * pass.columns, 4, nothing, [&](int, int64_t i) {
+      const int64_t head = i / pass.columns, column = i % pass.columns;
+      float* part = parts + head * groups * size;
+      float *dk = part + column * dk_tile, *dv = part + pass.columns * dk_tile + column * dv_tile;
+      for (int64_t group = 1; group < groups; ++group) {
+        add(dk + group * size, dk_tile, dk);
+        add(dv + group * size, dv_tile, dv);
+      }
+      add_key_tile(x_, pass, first + head, column, dk, width_, dv, value_width_, sums);
+    });
+  }
+
+  static void add(const float* __restrict from, int64_t size, float* __restrict to) {
+    for (int64_t d = 0; d < size; ++d) {
+      to[d] += from[d];
+    }
+  }
+
+  // dQ of some chunks of a kv head, and their dK and dV by key tile.
+  void add_chunks(const std::vector<Chunk>& chunks, int64_t begin, int64_t end, float* dk,
+                  float* dv, const Gradients& sums) const {
+    Scratch s(x_, pairs_, walk_);
+    std::fill_n(dk, walk_.pass.columns * x_.block * width_, 0.f);
+    std::fill_n(dv, walk_.pass.columns * x_.block * value_width_, 0.f);
+    for (int64_t i = begin; i < end; ++i) {
+      add_chunk(s, chunks[i], dk, dv, sums);
+    }
+  }
+
+  void add_chunk(Scratch& s, const Chunk& chunk, float* dk, float* dv,
+                 const Gradients& sums) const {
     const Pass& pass = walk_.pass;
     const int64_t kv_head = chunk.head / x_.group, heads = chunk.heads;
     s.visits.sort(walk_, chunk);
@@ -91,13 +161,13 @@ class WalkBackward {
       const Tile tile = pass.query_tile(walk_.axis(chunk.head), row);
       const float* dq = s.all_dq.get() + s.visits.first_token(row - chunk.begin) * heads * width_;
       for (int64_t h = 0; h < heads; ++h) {
-        put((chunk.batch * x_.Hq + chunk.head + h) * x_.Nq + tile.start, tile.count, pass.step,
-            dq + h * width_, heads * width_);
+        const int64_t of_head = (chunk.batch * x_.Hq + chunk.head + h) * x_.Nq;
+        add_rows(sums.q, of_head + tile.start, pass.step, tile.count, dq + h * width_,
+                 heads * width_, x_.scale);
       }
     }
   }
 
- private:
   // lse and delta of a chunk's rows.
   void read_sums(const Scratch& s, const Chunk& chunk, float* lse, float* delta) const {
     for (int64_t row = chunk.begin; row < chunk.end; ++row) {
@@ -167,11 +237,8 @@ class WalkBackward {
     multiply(width_, rows, padded, k.kt, padded, ds_right, s.dq_t.get(), false);
     transpose(s.dq_t.get(), width_, rows, s.dq.get());
     for (int64_t i = 0; i < s.tile.size; ++i) {
-      float* __restrict to = s.all_dq.get() + s.tile.token[i] * heads * width_;
-      const float* __restrict from = s.dq.get() + i * heads * width_;
-      for (int64_t d = 0; d < heads * width_; ++d) {
-        to[d] += from[d];
-      }
+      add(s.dq.get() + i * heads * width_, heads * width_,
+          s.all_dq.get() + s.tile.token[i] * heads * width_);
     }
     for (int64_t h = 0; rows_.dbias && h < heads; ++h) {
       float* dbias = rows_.dbias + x_.bias_of(number_, chunk.batch, chunk.head + h);
@@ -250,7 +317,7 @@ class WalkBackward {
   }
 
   const Problem& x_;
-  const Walk& walk_;
+  const Walk walk_;
   const Pairs<T>& pairs_;
   const int64_t number_;
   const Rows rows_;
