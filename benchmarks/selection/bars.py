@@ -118,19 +118,24 @@ def recall(rows: Sequence[Row]) -> list[Row]:
 
 def language(rows: Sequence[Row]) -> list[Row]:
     """Of the byte model: what far copies cost."""
-    table = {(row["arm"], row["seed"]): row for row in rows}
-    worse, kept, lost = [], [], []
-    for seed in {row["seed"] for row in rows}:
-        full, learned, window = (table[arm, seed] for arm in ("full", "learned", "window"))
-        worse.append(learned["bits_per_byte"] - full["bits_per_byte"])
-        gap = window["far_copies"] - full["far_copies"]
-        kept.append((window["far_copies"] - learned["far_copies"]) / gap)
-        lost.append((learned["shuffled_far_copies"] - learned["far_copies"]) / gap)
-    return [
-        bar("learned less full, bits per byte", worse, most=0.02),
-        bar("share of (window - full) that learned keeps, far copies", kept, least=0.7),
-        bar("share of it that shuffled scores lose", lost, least=0.5),
-    ]
+    table = {(row["arm"], row.get("block_size"), row["seed"]): row for row in rows}
+    found, seeds = [], {row["seed"] for row in rows}
+    for way, size in (("learned", 32), ("learned", 16), ("exact", 32)):
+        worse, kept, lost = [], [], []
+        for seed in seeds:
+            full, window = table["full", 0, seed], table["window", 32, seed]
+            chosen = table[way, size, seed]
+            worse.append(chosen["bits_per_byte"] - full["bits_per_byte"])
+            gap = window["far_copies"] - full["far_copies"]
+            kept.append((window["far_copies"] - chosen["far_copies"]) / gap)
+            if way == "learned":
+                lost.append((chosen["shuffled_far_copies"] - chosen["far_copies"]) / gap)
+        name = f"{way}, blocks of {size}"
+        found.append(bar(f"{name}: bits per byte above full attention's", worse, most=0.02))
+        found.append(bar(f"{name}: share of window - full kept, far copies", kept, least=0.7))
+        if lost:
+            found.append(bar(f"{name}: share that shuffled scores lose", lost, least=0.5))
+    return found
 
 
 def captured(rows: Sequence[Row]) -> list[Row]:
@@ -138,7 +143,7 @@ def captured(rows: Sequence[Row]) -> list[Row]:
     table: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         if row["experiment"] == "captured":
-            place = tuple(row[x] for x in ("seed", "layer", "query_block", "k"))
+            place = tuple(row[x] for x in ("seed", "layer", "block_size", "query_block", "k"))
             table.setdefault(place, {})[row["way"]] = row
     found = []
     for better, worse, by in (

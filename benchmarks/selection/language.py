@@ -30,8 +30,9 @@ from .flagged import shuffle
 from .models import TokenModel, dense
 from .tasks import Sources, far_copies, generator, standard_library, windows
 
-TOKENS, SIZE, K, WIDTH = 2048, 32, 8, 128
-DENSE, WARM, TAIL = 500, 120, 150  # steps: of the dense model, its scorers alone, each arm
+TOKENS, WIDTH, SEEN = 2048, 128, 256
+DENSE, WARM, TAIL = 500, 200, 150  # steps: of the dense model, its scorers alone, each arm
+SIZES = (32, 16)  # tokens of a block; 8 of them, or 16, for each query
 HELD_OUT = 24  # texts of 2,048 bytes
 HEADS, KV_HEADS, LAYERS = 4, 2, 2
 WORK = Path("runs/selection")
@@ -47,7 +48,7 @@ def sources() -> Sources:
 def held_out(texts: int = HELD_OUT) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, targets and far copies [texts, N] of packages that no model was trained on."""
     tokens, targets = windows(sources().held_out, TOKENS, texts, generator(10_000))
-    return tokens, targets, far_copies(tokens, K * SIZE)
+    return tokens, targets, far_copies(tokens, SEEN)
 
 
 @dataclass
@@ -59,7 +60,8 @@ class Choice:
     """
 
     way: str
-    k: int = K
+    size: int
+    k: int
     scorer: BlockScorer | None = None
     train: bool = False
     shuffled: bool = False
@@ -71,8 +73,10 @@ class Choice:
 
     def pattern(self, q: Tensor, k: Tensor) -> sr.Pattern:
         """What each query chose."""
-        rows, blocks = (-(-x.shape[2] // size) for x, size in ((q, self.query_block), (k, SIZE)))
-        options = {"block_size": SIZE, "query_block": self.query_block}
+        rows, blocks = (
+            -(-x.shape[2] // size) for x, size in ((q, self.query_block), (k, self.size))
+        )
+        options = {"block_size": self.size, "query_block": self.query_block}
         self.scores = None
         local = self.k - self.sink if self.way == "window" else min(self.local, self.k - self.sink)
         if self.way == "learned":
@@ -86,14 +90,14 @@ class Choice:
                 ranked = block_scores(
                     q,
                     k,
-                    SIZE,
+                    self.size,
                     query_block=self.query_block,
                     method=self.way,
                     parts=self.query_block if self.way == "antidiagonal" else 4,
                 )
         ranked = shuffle(ranked) if self.shuffled else ranked
         self.indices = select_blocks(ranked, self.k, **options, sink=self.sink, local=local)
-        return sr.SelectedBlocks(self.indices, SIZE, self.query_block) & sr.Causal()
+        return sr.SelectedBlocks(self.indices, self.size, self.query_block) & sr.Causal()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pattern = self.pattern(q, k)
@@ -113,7 +117,7 @@ class Warm:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.no_grad():
-            mass = block_scores(q, k, SIZE, method="exact").exp()
+            mass = block_scores(q, k, self.scorer.block_size, method="exact").exp()
         self.loss = selection_loss(self.scorer(q, k), mass)
         return dense(q, k, v)
 
@@ -124,10 +128,10 @@ def new_model(seed: int) -> TokenModel:
     return TokenModel(256, WIDTH, num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS)
 
 
-def new_scorers(seed: int) -> torch.nn.ModuleList:
+def new_scorers(seed: int, size: int) -> torch.nn.ModuleList:
     """An untrained scorer for each layer."""
     torch.manual_seed(seed)
-    made = (BlockScorer(WIDTH // HEADS, KV_HEADS, SIZE, index_dim=32) for _ in range(LAYERS))
+    made = (BlockScorer(WIDTH // HEADS, KV_HEADS, size, index_dim=64) for _ in range(LAYERS))
     return torch.nn.ModuleList(made)
 
 
@@ -185,9 +189,9 @@ def dense_model(seed: int) -> TokenModel:
     return model
 
 
-def warm_scorers(seed: int, model: TokenModel) -> torch.nn.ModuleList:
+def warm_scorers(seed: int, model: TokenModel, size: int) -> torch.nn.ModuleList:
     """Scorers trained beside the frozen dense model, from `runs/selection` where they are there."""
-    path, scorers = WORK / f"scorers-{seed}.pt", new_scorers(seed)
+    path, scorers = WORK / f"scorers-{size}-{seed}.pt", new_scorers(seed, size)
     if not path.exists():
         warmed(model, scorers, seed)
         torch.save(scorers.state_dict(), path)
@@ -228,53 +232,53 @@ def of_layers(model: TokenModel, attends: list[Warm], tokens: Tensor) -> list[Te
     return losses
 
 
+ARMS = (
+    ("full", 0), ("window", 32), ("random", 32), ("frozen", 32), ("exact", 32), ("mean", 32),
+    ("sub", 32), ("learned", 32), ("mean", 16), ("sub", 16), ("learned", 16),
+)  # fmt: skip
+
+
 def language(seed: int) -> list[Row]:
-    """Full attention, a learned choice, mean pooling and a window, each for as many steps more."""
-    rows: list[Row] = []
+    """Ways to choose 256 tokens, and full attention, each for as many steps more."""
+    shared = {"experiment": "language", "seed": seed, "tokens": TOKENS}
+    shared["text"] = sources().fingerprint
     start = time.perf_counter()
-    model = dense_model(seed)
-    warm_scorers(seed, model)
-    shared = {
-        "experiment": "language",
-        "seed": seed,
-        "tokens": TOKENS,
-        "text": sources().fingerprint,
-    }
-    rows.append(shared | {"arm": "dense, before", **evaluate(model, [dense] * LAYERS)})
-    rows[-1]["seconds"] = time.perf_counter() - start
-    for arm in ("full", "learned", "window", "mean"):
+    before = evaluate(dense_model(seed), [dense] * LAYERS)
+    rows: list[Row] = [shared | {"arm": "dense, before", "steps": DENSE, **before}]
+    rows[0]["seconds"] = time.perf_counter() - start
+    for arm, size in ARMS:
         start = time.perf_counter()
         model = dense_model(seed)
-        scorers = warm_scorers(seed, model)
-        parameters = list(model.parameters())
-        attends: list = [dense] * LAYERS
-        if arm != "full":
-            attends = [Choice(arm, scorer=scorer, train=True) for scorer in scorers]
-            parameters += list(scorers.parameters()) * (arm == "learned")
+        parameters, attends = list(model.parameters()), [dense] * LAYERS
+        if size:
+            way = "learned" if arm == "frozen" else arm
+            scorers = new_scorers(seed, size)
+            if arm == "learned":
+                scorers = warm_scorers(seed, model, size)
+                parameters += list(scorers.parameters())
+            attends = [
+                Choice(way, size, SEEN // size, scorer, train=arm == "learned", local=64 // size)
+                for scorer in scorers
+            ]
         losses = train(model, attends, parameters, TAIL, 2000 + seed, 1e-3)
-        row = {
-            **shared,
-            "arm": arm,
-            "steps": DENSE + TAIL,
-            "training_loss": statistics.mean(losses[-50:]),
-        }
-        for attend in attends:
-            if arm != "full":
-                attend.train = False
+        row = {**shared, "arm": arm, "block_size": size, "steps": DENSE + TAIL}
+        row |= {"training_loss": statistics.mean(losses[-50:]), "density": 1.0}
+        for attend in attends if size else []:
+            attend.train = False
         row |= evaluate(model, attends)
-        row["density"] = density_of(attends[0]) if arm != "full" else 1.0
+        if size:
+            row["density"] = density_of(attends[0])
         if arm == "learned":
-            shuffled = [Choice(arm, scorer=scorer, shuffled=True) for scorer in scorers]
-            row |= {
-                f"shuffled_{k}": x for k, x in evaluate(model, shuffled).items() if "share" not in k
-            }
+            for attend in attends:
+                attend.shuffled = True
+            row["shuffled_far_copies"] = evaluate(model, attends)["far_copies"]
         rows.append(row | {"seconds": time.perf_counter() - start})
     return rows
 
 
 def density_of(choice: Choice) -> float:
     """Pairs of what was chosen last over causal ones, from the layout."""
-    pattern = sr.SelectedBlocks(choice.indices, SIZE, choice.query_block) & sr.Causal()
-    options = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "block_size": SIZE}
+    pattern = sr.SelectedBlocks(choice.indices, choice.size, choice.query_block) & sr.Causal()
+    options = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "block_size": choice.size}
     pairs = pattern.layout(TOKENS, **options).num_pairs
     return pairs / (TOKENS * (TOKENS + 1) / 2)

@@ -74,18 +74,17 @@ def lengths_png(rows: Sequence[Row]) -> bytes:
 def captured_png(rows: Sequence[Row]) -> bytes:
     """Captured mass over density, a panel for each number of queries that share a choice."""
     table = [row for row in rows if row.get("experiment") == "captured"]
-    sizes = sorted({row["query_block"] for row in table})
+    sizes = sorted({(row["query_block"], row["block_size"]) for row in table})
     figure = new_figure(3.6 * len(sizes) + 2.6, 3.6)
     for place, size in enumerate(sizes):
         axes = figure.add_subplot(1, len(sizes), place + 1)
-        own = [row for row in table if row["query_block"] == size]
+        own = [row for row in table if (row["query_block"], row["block_size"]) == size]
         ways = ("exact", "learned", "sub", "mean", "bounds", "window", "random")
         drawn(axes, own, "way", "density", "captured", ways)
         axes.set_xlabel("share of the causal pairs", fontsize=9)
         axes.set_ylim(0, 1.02)
-        axes.set_title(
-            "each query chooses" if size == 1 else f"{size} queries choose together", fontsize=9
-        )
+        who = "each query" if size[0] == 1 else f"{size[0]} queries together"
+        axes.set_title(f"{who}, blocks of {size[1]}", fontsize=9)
     figure.axes[0].set_ylabel("captured softmax mass", fontsize=9)
     figure.axes[-1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return png(figure)
@@ -94,6 +93,7 @@ def captured_png(rows: Sequence[Row]) -> bytes:
 def switched_png(rows: Sequence[Row]) -> bytes:
     """Bits per byte of a dense model run sparse, over density: all bytes, and far copies."""
     table = [row for row in rows if row.get("experiment") == "switched"]
+    table = [row for row in table if row.get("block_size") != 16]
     figure = new_figure(9.6, 3.6)
     panels = (("bits_per_byte", "bits per byte"), ("far_copies", "bits per byte of far copies"))
     for place, (column, title) in enumerate(panels):

@@ -36,7 +36,7 @@ PARTS: dict[str, Callable[[int], list[Row]]] = {
     "refined": refine.refined,
     "embedding": embedding.embedding,
 }
-ONE_SEED = ("embedding", "captured", "switched")  # nothing to draw; and one model's curves
+ONE_SEED = ("language", "captured", "switched", "embedding")  # minutes each; or nothing to draw
 RECORDS = {
     "flagged": ("small", "hard"),
     "lengths": ("lengths",),
@@ -69,7 +69,9 @@ def write(name: str, out: Path) -> None:
     rows: list[Row] = []
     for part in RECORDS[name]:
         for path in sorted(WORK.glob(f"{part}-*.json")):
-            rows += json.loads(path.read_text())["rows"]
+            found = json.loads(path.read_text())
+            commit = {"commit": found["environment"]["commit"][:7]}
+            rows += [row | commit for row in found["rows"]]
     write_record(out, f"selection-{name}", rows + bars.of(name, rows))
 
 
