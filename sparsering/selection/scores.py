@@ -125,7 +125,7 @@ def scores_of(
         ]
         return torch.cat(parts, 1).unflatten(0, (batch, kv_heads))
     out, row = estimate.feature.new_empty(shape), 0
-    compiled = _Compiled.of(estimate, every) if q_len * group >= _MANY else None
+    compiled = _Compiled.of(estimate, every, scale) if q_len * group >= _MANY else None
     for span in spans(q_start, q_len, query_block, estimate.block_size):
         found = out[:, row : row + span.rows]
         if compiled is None or not compiled.scores(span, every, causal, scale, found):
@@ -154,19 +154,20 @@ class _Compiled(NamedTuple):
     """An estimate as the CPU's kernel takes it."""
 
     estimate: Estimate
-    parts: Tensor  # [entries, slots, F, blocks], padded with zeros as keys are
+    parts: Tensor  # [entries, slots, F, blocks], scaled, padded with zeros as keys are
     key: Tensor  # [entries, D, tokens]
     last: Tensor | None
 
     @classmethod
-    def of(cls, estimate: Estimate, query: Tensor) -> "_Compiled | None":
+    def of(cls, estimate: Estimate, query: Tensor, scale: float) -> "_Compiled | None":
         """None where the kernel does not run."""
         x = estimate.feature
         compiling = torch.compiler.is_compiling() or x.dtype != torch.float32
         if compiling or estimate.stride > 1 or query.device.type != "cpu" or cpu.reasons(x):
             return None
         keys = estimate.keys.flatten(1, 2)
-        parts, key = (pad(y.mT, (0, 16 - y.shape[-2] % 16)).contiguous() for y in (x, keys))
+        each = (x, scale if estimate.is_mean else 1.0), (keys, scale)
+        parts, key = (_padded_columns(y, factor) for y, factor in each)
         last = None
         if estimate.ragged:
             blocks = estimate.num_blocks
@@ -178,16 +179,24 @@ class _Compiled(NamedTuple):
         """Writes the scores of a span; False where shares were too small for numbers."""
         estimate, group = self.estimate, every.shape[2]
         query = every[:, span.first : span.first + span.queries].float()
-        scaled = (query * scale).flatten(1, 2)
-        feature = scaled if estimate.is_mean else estimate.of_queries(query, scale)
+        flat = query.flatten(1, 2).contiguous()
+        feature = flat if estimate.is_mean else estimate.of_queries(query, scale)
         found, lost = cpu.block_shares(
-            scaled, feature, self.parts, self.key, self.last, math.log(estimate.part),
+            flat, feature, self.parts, self.key, self.last, math.log(estimate.part),
             estimate.first_own * estimate.block_size, estimate.num_blocks, estimate.length,
             estimate.block_size, span.block, span.offset, span.width * group, span.row * group,
             group, causal,
         )  # fmt: skip
         out.copy_(found)
         return not lost
+
+
+def _padded_columns(x: Tensor, factor: float) -> Tensor:
+    """[..., n, D] times a factor as [..., D, more than n], padded with zeros."""
+    n = x.shape[-2]
+    columns = x.new_zeros(*x.shape[:-2], x.shape[-1], n + 16 - n % 16)
+    torch.mul(x.mT, factor, out=columns[..., :n])
+    return columns
 
 
 def _cut(span: Span, heads: int, estimate: Estimate, causal: bool) -> Iterator[Span]:
