@@ -199,7 +199,7 @@ def checked_call(
         "block_size": block_size,
     }
     options = checked_extras(query, pattern, block_size, **extras)
-    return (query, key, value), call, {**options, "slot_bias": slots}
+    return (query, key, value), call, options if slots is None else {**options, "slot_bias": slots}
 
 
 def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **options: Any) -> str:

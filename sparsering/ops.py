@@ -58,6 +58,7 @@ def attend(
         "q_start": q_start,
         "block_size": block_size,
         "backend": backend,
+        "slot_bias": None,
         **options,
     }
     spelt: dict[str, Any] = {"tensors": pattern.tensors, "pattern": pattern.expression}
@@ -277,8 +278,8 @@ def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
 def _slot_gradient(grad: Tensor, layout: BlockLayout, slot_bias: Tensor) -> Tensor:
     """The gradient of a bias of slots, from that of the bias of entries."""
     slot = stretched(layout.entry_slots, *grad.shape[:2])
-    of_slots = grad.new_zeros(*slot_bias.shape[:2], slot_bias.shape[2] + 1)
-    return of_slots.scatter_add_(-1, slot % of_slots.shape[2], grad)[..., :-1]
+    of_slots = grad.new_zeros(slot_bias.shape)
+    return of_slots.scatter_add_(-1, slot.clamp(min=0), grad.masked_fill(slot < 0, 0.0))
 
 
 def _laid(

@@ -35,7 +35,7 @@ ROOMS = {
     "varlen": "functional checks patterns",
     "weights": "functional ops dispatch checks layouts patterns numerics",
     "cost": "layouts",
-    "selection": "weights functional ops dispatch checks layouts patterns numerics rows",
+    "selection": "weights functional ops dispatch checks kernels layouts patterns numerics rows",
     "decoding": "selection functional ops dispatch checks kernels layouts patterns numerics",
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
     "patterns numerics rows",

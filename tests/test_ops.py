@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparsering as sr
+from sparsering.patterns.selected import selections_of
 
 CASE = Case(2, 4, 2, 40, 40, 8, 6)
 LONGNET = sr.LongNet((16, 32), (1, 2)) & sr.Causal()
@@ -44,18 +45,22 @@ def operator_arguments(
     with_extras: bool = False,
 ) -> tuple[Any, ...]:
     """Arguments of torch.ops.sparsering.attention."""
-    bias, extras, dropout_p = None, (None, None, None), None
+    bias, slots, extras, dropout_p = None, None, (None, None, None), None
     if with_extras:
         table = torch.randn(case.batch, case.num_heads, 21, requires_grad=requires_grad)
         sink = torch.randn(case.batch, case.num_heads, 1, requires_grad=requires_grad)
         extras, dropout_p = (table, sink, torch.tensor([[5], [6]])), 0.2
-    if with_bias:
+    if with_bias and (selections := selections_of(pattern)):
+        shape = case.batch, case.num_heads, selections[0].indices[0, 0].numel()
+        slots = torch.randn(shape, requires_grad=requires_grad)
+    elif with_bias:
         blocks = pattern.layout(**case.heads, block_size=16).num_blocks
         bias = torch.randn(case.batch, case.num_heads, blocks, requires_grad=requires_grad)
     q_start = case.kv_len - case.q_len
     return (
         *inputs(case, dtype, requires_grad),
         bias,
+        slots,
         *extras,
         list(pattern.tensors),
         pattern.expression,
@@ -75,6 +80,12 @@ OPCHECKED = {
     "blocks of each batch entry": (
         CASE,
         sr.Blocks(random_table(2, 4, 3, 3), 16),
+        torch.float32,
+        True,
+    ),
+    "slots": (
+        CASE,
+        sr.SelectedBlocks(torch.randint(-1, 3, (2, 2, 10, 3)), 16, 4) & sr.Causal(),
         torch.float32,
         True,
     ),
@@ -114,7 +125,7 @@ def test_attention_backward_passes_opcheck(name, backend):
     args = operator_arguments(case, pattern, dtype, with_bias, *rest)
     out, lse = torch.ops.sparsering.attention(*args)
     grads = (torch.randn_like(out), torch.randn_like(lse))
-    wanted = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in args[:7]]
+    wanted = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in args[:8]]
     args = (*args, out, lse, *grads, wanted)
     torch.library.opcheck(torch.ops.sparsering.attention_backward.default, args)
 
@@ -476,7 +487,6 @@ def test_every_public_name_is_listed_once_and_documented():
         assert getattr(sr, name).__doc__, name
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own decompositions
 class Onlooker(TorchDispatchMode):
     """Sees operators go by, and lets them."""
 
@@ -507,6 +517,7 @@ def test_an_operator_that_nobody_looks_at_gives_the_same_bits(looks):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own decompositions
 def test_forward_mode_is_refused_not_called_zero():
     query, key, value = (torch.randn(1, 1, 8, 4, dtype=torch.float64) for _ in range(3))
     pattern = sr.Causal()

@@ -223,7 +223,7 @@ def ramp(blocks: int) -> Schedule:
 CHOICES = ("oracle", "random", "window", "mean", "sub", "frozen")
 
 
-def small(seed: int, steps: int = 700) -> list[Row]:
+def small(seed: int, steps: int = 1000) -> list[Row]:
     """32 blocks, 4 of them from the first step on."""
     rows = []
     for arm in ("full", *CHOICES, *LEARNED):
@@ -232,7 +232,7 @@ def small(seed: int, steps: int = 700) -> list[Row]:
     return rows
 
 
-def lengths(seed: int, steps: int = 1000) -> list[Row]:
+def lengths(seed: int, steps: int = 1500) -> list[Row]:
     """Trained at 512 tokens, tested at 512, 4,096 and 16,384, 4 blocks a question throughout."""
     rows = []
     for arm in ("full", "window", "mean", "sub", "kl", "pooled", "bias"):
@@ -311,7 +311,7 @@ def resumed(reader: Reader, state: dict, clock: dict, *, steps: int) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def schedules(seed: int, steps: int = 2500) -> list[Row]:
+def schedules(seed: int, steps: int = 4000) -> list[Row]:
     """The hard task by schedules of the step alone: always 4 blocks, and one that is fixed.
 
     The fixed one is half of the blocks for a tenth of the steps, then fewer, linearly, until half

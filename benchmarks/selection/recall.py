@@ -22,7 +22,8 @@ from .models import TokenModel, cross_entropy, dense
 from .tasks import Pairs, generator, recall_pairs
 
 TOKENS, PAIRS, VOCABULARY, SIZE, K, WIDTH = 512, 64, 512, 16, 4, 64
-BATCH, DENSE, STEPS = 4, 400, 200  # sequences of a step, dense steps, steps of each arm after them
+BATCH = 4
+BAR, MOST, STEPS = 0.95, 800, 100  # accuracy that ends the dense phase, its most steps; of each arm
 FAR = K * SIZE  # tokens back that a window of the same cost sees
 
 
@@ -85,14 +86,15 @@ def recall(seed: int) -> list[Row]:
     first = TokenModel(VOCABULARY, WIDTH, num_heads=1, num_kv_heads=1, reach=1)
     untrained = BlockScorer(WIDTH, 1, SIZE, index_dim=32)
     scorer = copy.deepcopy(untrained)
-    train(first, Choice("warm", scorer), DENSE, seed)
-    for arm in ("full", "oracle", "random", "window", "mean", "sub", "frozen", "kl"):
+    dense_steps = train(first, Choice("warm", scorer), MOST, seed, bar=BAR)
+    for arm in ("full", "oracle", "random", "window", "mean", "frozen", "kl"):
         start = time.perf_counter()
         model = copy.deepcopy(first)
         choice = Choice(arm, copy.deepcopy(untrained if arm == "frozen" else scorer))
         train(model, choice, STEPS, 1000 + seed)
         choice.train = False
-        row = {"experiment": "recall", "seed": seed, "arm": arm, "steps": DENSE + STEPS}
+        row = {"experiment": "recall", "seed": seed, "arm": arm, "dense_steps": dense_steps}
+        row["steps"] = STEPS
         row |= {"tokens": TOKENS, **evaluate(model, choice), "density": choice.density}
         if arm == "kl":
             choice.shuffled = True
@@ -101,17 +103,25 @@ def recall(seed: int) -> list[Row]:
     return rows
 
 
-def train(model: TokenModel, choice: Choice, steps: int, seed: int) -> None:
-    """So many steps, the last third at a falling learning rate."""
+def train(model: TokenModel, choice: Choice, steps: int, seed: int, *, bar: float = 2.0) -> int:
+    """At most so many steps, until the running accuracy reaches the bar; how many it were."""
     parameters = [*model.parameters(), *choice.scorer.parameters()]
     optimizer, random = torch.optim.AdamW(parameters, 2e-3), generator(seed)
+    accuracy = 0.0
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 2e-3 * min(1.0, 3 * (steps - step) / steps)
+        falling = min(1.0, 3 * (steps - step) / steps) if bar > 1 else 1.0
+        optimizer.param_groups[0]["lr"] = 2e-3 * falling
         choice.pairs = recall_pairs(BATCH, TOKENS, PAIRS, VOCABULARY, random)
-        loss = cross_entropy(model(choice.pairs.tokens, (near, choice)), choice.pairs.targets)
+        logits = model(choice.pairs.tokens, (near, choice))
         optimizer.zero_grad()
-        (loss + choice.loss).backward()
+        (cross_entropy(logits, choice.pairs.targets) + choice.loss).backward()
         optimizer.step()
+        asked = choice.pairs.targets >= 0
+        right = (logits.argmax(-1) == choice.pairs.targets)[asked].float().mean().item()
+        accuracy += 0.1 * (right - accuracy)
+        if accuracy >= bar:
+            break
+    return step + 1
 
 
 @torch.no_grad()

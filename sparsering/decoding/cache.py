@@ -313,7 +313,6 @@ class KVCache:
             out = query.new_zeros(*query.shape[:3], self._dims[1])
             return out, out.new_zeros(query.shape[:3], dtype=sum_dtype(query))
         inputs, call, extras = checked_call(query, key, value, held.pattern, **options)
-        extras.pop("slot_bias", None)  # refused above
         if self._dtype not in (None, inputs[1].dtype):
             raise ValueError(
                 f"the cache holds {self._dtype}, got keys of {inputs[1].dtype}; cast with "

@@ -97,7 +97,7 @@ def attend_page(
         here = torch.ones(1, held.keys.shape[2], dtype=torch.bool)
         here = here.index_fill(1, place, False).to(query.device)
     problem = Problem(
-        layout, query, held.keys, held.values, scale, slots=slot, key_mask=here, **_fields(extras)
+        layout, query, held.keys, held.values, scale, slots=slot, key_mask=here, **extras
     )
     if backend == "cpu":  # which puts them there on its way
         return cpu.forward(problem, (key, value, first))
@@ -156,7 +156,7 @@ class _Alike:
         moved = replace(spanned.layout, passes=passes)
         here = self._here(query.shape[2], spanned)
         here = None if here is None else here.to(query.device)
-        options = {"slots": slots, "key_mask": here, **_fields(extras)}
+        options = {"slots": slots, "key_mask": here, **extras}
         problem = Problem(moved, query, keys, values, call["scale"], **options)
         return _run(backend, problem)
 
@@ -233,11 +233,6 @@ class _Alike:
             pattern = cast(Mask, pattern) & KeyMask(here[0])
         out, lse = attend(backend, every, keys, values, pattern, **options)
         return out[:, :, first : first + n], lse[:, :, first : first + n]
-
-
-def _fields(extras: Options) -> dict[str, Any]:
-    """The extras that are fields of a `Problem`: a cache is given no slot_bias."""
-    return {name: x for name, x in extras.items() if name != "slot_bias"}
 
 
 def _of_entries(name: str, x: Any, index: Tensor, queries: int) -> Any:

@@ -13,6 +13,7 @@ from .mass import block_mass
 from .pool import pool_blocks
 from .refiner import PatternRefiner
 from .remainder import remainder_attention
+from .report import SelectionReport, selection_report
 from .schedule import GatedSchedule, Schedule
 from .scorer import BlockScorer
 from .scores import block_scores
@@ -24,10 +25,12 @@ __all__ = [
     "GatedSchedule",
     "PatternRefiner",
     "Schedule",
+    "SelectionReport",
     "block_mass",
     "block_scores",
     "pool_blocks",
     "remainder_attention",
     "select_blocks",
     "selection_loss",
+    "selection_report",
 ]

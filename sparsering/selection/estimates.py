@@ -79,6 +79,11 @@ class Estimate(NamedTuple):
         return self.part if self.method == "antidiagonal" else 1
 
     @property
+    def is_mean(self) -> bool:
+        """Whether a part's feature is the mean of its keys."""
+        return self.method in ("mean", "sub", "exact")
+
+    @property
     def ragged(self) -> bool:
         """Whether the last block has fewer tokens."""
         return self.length % self.block_size > 0

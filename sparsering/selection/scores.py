@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,14 +10,14 @@ from torch.nn.functional import logsigmoid, pad
 from torch.utils.checkpoint import checkpoint
 
 from ..checks import check_inputs, check_integer_or_none, checked_scale
+from ..kernels import cpu
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.positions import Full
-from .estimates import NEVER, Estimate, checked_method
+from .estimates import NEVER, Estimate, checked_method, counts
 from .rows import Span, checked_blocks, current_blocks, num_rows, spans
 
-_IN_CACHE = 1 << 20  # logits that are computed at a time: what a core's cache holds,
+_AT_A_TIME = 1 << 22  # logits, where no kernel keeps them to itself
 _MANY = 64  # queries for which keys are worth a copy
-_IN_MEMORY = 1 << 26  # or where one call costs as much as many logits
 
 
 def block_scores(
@@ -116,35 +117,85 @@ def scores_of(
     feature, keys = (x.flatten(0, 1) for x in (estimate.feature, estimate.keys))
     estimate = estimate._replace(feature=feature, keys=keys)
     learns = torch.is_grad_enabled() and (query.requires_grad or feature.requires_grad)
-    quick = not (learns or torch.compiler.is_compiling() or query.device.type != "cpu")
-    budget = _IN_CACHE if quick else _IN_MEMORY
     if learns:
         parts = [
             _again_in_backward(part, every, estimate, causal, scale)
             for span in spans(q_start, q_len, query_block, estimate.block_size)
-            for part in _cut(span, group * len(every), estimate, causal, budget)
+            for part in _cut(span, group * len(every), estimate, causal)
         ]
         return torch.cat(parts, 1).unflatten(0, (batch, kv_heads))
-    out = estimate.feature.new_empty(shape)
-    most = min(q_len, estimate.block_size) * group * estimate.slots * blocks
-    entries = max(1, budget // most)
-    for first in range(0, len(every), entries):
-        queries, of_entries = every[first : first + entries], estimate.entries(first, entries)
-        row = 0
-        for span in spans(q_start, q_len, query_block, estimate.block_size):
-            for part in _cut(span, group * len(queries), of_entries, causal, budget):
-                found = _of_span(part, queries, of_entries, causal, scale, quick)
-                out[first : first + entries, row : row + part.rows] = found
-                row += part.rows
+    out, row = estimate.feature.new_empty(shape), 0
+    compiled = _Compiled.of(estimate, every) if q_len * group >= _MANY else None
+    for span in spans(q_start, q_len, query_block, estimate.block_size):
+        found = out[:, row : row + span.rows]
+        if compiled is None or not compiled.scores(span, every, causal, scale, found):
+            _uncompiled(span, every, estimate, causal, scale, found)
+        row += span.rows
     return out.unflatten(0, (batch, kv_heads))
 
 
-def _cut(span: Span, heads: int, estimate: Estimate, causal: bool, budget: int) -> Iterator[Span]:
-    """Parts of a span of about `budget` logits each."""
+def _uncompiled(
+    span: Span, every: Tensor, estimate: Estimate, causal: bool, scale: float, out: Tensor
+) -> None:
+    """Scores of a span, into `out`, some entries and blocks at a time."""
+    most = span.width * every.shape[2] * estimate.slots * estimate.num_blocks
+    entries = max(1, _AT_A_TIME // most)
+    for first in range(0, len(every), entries):
+        queries, some = every[first : first + entries], estimate.entries(first, entries)
+        row = 0
+        for part in _cut(span, every.shape[2] * len(queries), some, causal):
+            out[first : first + entries, row : row + part.rows] = _of_span(
+                part, queries, some, causal, scale
+            )
+            row += part.rows
+
+
+class _Compiled(NamedTuple):
+    """An estimate as the CPU's kernel takes it."""
+
+    estimate: Estimate
+    parts: Tensor  # [entries, slots, F, blocks], padded with zeros as keys are
+    key: Tensor  # [entries, D, tokens]
+    last: Tensor | None
+
+    @classmethod
+    def of(cls, estimate: Estimate, query: Tensor) -> "_Compiled | None":
+        """None where the kernel does not run."""
+        x = estimate.feature
+        compiling = torch.compiler.is_compiling() or x.dtype != torch.float32
+        if compiling or estimate.stride > 1 or query.device.type != "cpu" or cpu.reasons(x):
+            return None
+        keys = estimate.keys.flatten(1, 2)
+        parts, key = (pad(y.mT, (0, 16 - y.shape[-2] % 16)).contiguous() for y in (x, keys))
+        last = None
+        if estimate.ragged:
+            blocks = estimate.num_blocks
+            count = counts(estimate.length, blocks, estimate.block_size, estimate.part)
+            last = (count[-1] / estimate.part).float()
+        return cls(estimate, parts, key, last)
+
+    def scores(self, span: Span, every: Tensor, causal: bool, scale: float, out: Tensor) -> bool:
+        """Writes the scores of a span; False where shares were too small for numbers."""
+        estimate, group = self.estimate, every.shape[2]
+        query = every[:, span.first : span.first + span.queries].float()
+        scaled = (query * scale).flatten(1, 2)
+        feature = scaled if estimate.is_mean else estimate.of_queries(query, scale)
+        found, lost = cpu.block_shares(
+            scaled, feature, self.parts, self.key, self.last, math.log(estimate.part),
+            estimate.first_own * estimate.block_size, estimate.num_blocks, estimate.length,
+            estimate.block_size, span.block, span.offset, span.width * group, span.row * group,
+            group, causal,
+        )  # fmt: skip
+        out.copy_(found)
+        return not lost
+
+
+def _cut(span: Span, heads: int, estimate: Estimate, causal: bool) -> Iterator[Span]:
+    """Parts of a span, each of about as many logits as are computed at a time."""
     done = 0
     while done < span.blocks:
         block = span.block + done
-        room, seen = budget // (heads * span.width * estimate.slots), estimate.num_blocks
+        room, seen = _AT_A_TIME // (heads * span.width * estimate.slots), estimate.num_blocks
         if causal and block + math.isqrt(room) < seen:  # count * (block + count) is the room
             count = (math.isqrt(block * block + 4 * room) - block) // 2
         else:
@@ -159,7 +210,7 @@ def _again_in_backward(
 ) -> Tensor:
     def compute(query: Tensor, feature: Tensor, keys: Tensor) -> Tensor:
         same = estimate._replace(feature=feature, keys=keys)
-        return _of_span(span, query, same, causal, scale, quick=False)
+        return _of_span(span, query, same, causal, scale)
 
     tensors = every, estimate.feature, estimate.keys
     if torch.compiler.is_compiling():  # which decides itself what it computes again
@@ -168,36 +219,24 @@ def _again_in_backward(
     return found
 
 
-def _of_span(
-    span: Span, every: Tensor, estimate: Estimate, causal: bool, scale: float, quick: bool
-) -> Tensor:
+def _of_span(span: Span, every: Tensor, estimate: Estimate, causal: bool, scale: float) -> Tensor:
     """[entries, rows, Nb] scores of a span's rows."""
     blocks = estimate.num_blocks
     query = every[:, span.first : span.first + span.queries].to(estimate.feature.dtype)
     seen = min(blocks, max(1, span.block + span.blocks - 1)) if causal else blocks
-    own = _own_mass(span, query, estimate, scale, quick) if causal else None
-    past = own_share = None
-    if quick and estimate.stride == 1 and span.queries * query.shape[2] >= _MANY:
-        past, own_share = _quick(span, query, estimate, seen, own, scale)
+    own = _own_mass(span, query, estimate, scale) if causal else None
+    past, own_share = _shares(span, query, estimate, seen, own, scale)
     current = current_blocks(0, span.blocks, 1, 1) + span.block  # [count]
     current = current.repeat_interleave(span.rows // span.blocks).to(query.device)[:, None]
     column = torch.arange(blocks, device=query.device)
     visible = column < current if causal else (column < blocks).expand(span.rows, -1)
-    if past is None or _lost(past, own_share, visible[:, :seen]):
-        past, own_share = _careful(span, query, estimate, seen, own, scale)
     found = torch.where(visible, pad(past, (0, blocks - seen)), -torch.inf)
     if own_share is None:
         return found
     return torch.where(column == current, own_share[..., None], found)
 
 
-def _lost(past: Tensor, own_share: Tensor | None, visible: Tensor) -> bool:
-    """Whether a share of what is visible was too small for a number."""
-    lost = (past.isneginf() & visible).any()
-    return bool(lost if own_share is None else lost | own_share.isneginf().any())
-
-
-def _own_mass(span: Span, query: Tensor, estimate: Estimate, scale: float, quick: bool) -> Tensor:
+def _own_mass(span: Span, query: Tensor, estimate: Estimate, scale: float) -> Tensor:
     """[entries, n, G] exact log mass of the visible keys of each query's own block."""
     group = query.shape[2]
     first, stop = max(span.block, 0), min(span.block + span.blocks, estimate.num_blocks)
@@ -214,8 +253,7 @@ def _own_mass(span: Span, query: Tensor, estimate: Estimate, scale: float, quick
         block = torch.arange(first, first + blocks, device=query.device)[:, None, None, None]
         past_end = block * estimate.block_size + place >= estimate.length
         logits = logits.masked_fill(past_end, NEVER)
-    each = logits.log_softmax(-1)[..., 0] if quick else None  # of a key that all of them see
-    mass = logits.logsumexp(-1) if each is None else logits[..., 0] - each
+    mass = logits.logsumexp(-1)  # [entries, blocks, width, G]
     room = (0, 0, 0, 0, lack, span.blocks - blocks - lack)
     return pad(mass, room, value=NEVER).flatten(1, 2)
 
@@ -226,38 +264,10 @@ def _future(span: Span, first: int, stop: int, device: torch.device) -> Tensor:
     return torch.arange(first, stop, device=device) >= own[:, None]
 
 
-def _quick(
+def _shares(
     span: Span, query: Tensor, estimate: Estimate, seen: int, own: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Log shares of the blocks before a row's, [entries, rows, seen], and of its own block.
-
-    By one softmax over all parts, and one's own block as one more: -inf where shares are too small.
-    """
-    columns = estimate.slots * seen
-    of_query = estimate.of_queries(query, scale)
-    of_key = estimate.feature[:, :, :seen].flatten(1, 2)
-    if own is not None:
-        log_part = math.log(estimate.part)
-        of_query = torch.cat((of_query, own.flatten(1)[..., None] - log_part), -1)
-        of_key = pad(of_key, (0, 1, 0, 1))
-        of_key[:, -1, -1] = 1.0
-    logits = torch.bmm(of_query, of_key.mT)
-    each = logits[..., :columns].unflatten(-1, (estimate.slots, seen))
-    if estimate.ragged and seen == estimate.num_blocks:
-        each[..., -1] += estimate.log_counts(seen)[:, -1] - math.log(estimate.part)
-    if own is not None:
-        first = max(0, span.block)  # in place, where any may be hidden
-        hidden = _future(span, first, seen, query.device)[:, None, None]
-        each.unflatten(1, (span.blocks, -1))[..., first:].masked_fill_(hidden, NEVER)
-    share = logits.softmax(-1).unflatten(1, (span.rows, -1)).sum(2)
-    past = share[..., :columns].unflatten(-1, (estimate.slots, seen)).sum(2).log_()
-    return past, None if own is None else share[..., -1].log()
-
-
-def _careful(
-    span: Span, query: Tensor, estimate: Estimate, seen: int, own: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """The same as logs throughout, and with a derivative."""
+    """Log shares of the blocks before a row's, [entries, rows, seen], and of its own block."""
     (_, n, group, _), stride = query.shape, estimate.stride
     front, present = span.offset % stride, None
     back = -(front + n) % stride

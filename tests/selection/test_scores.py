@@ -108,6 +108,8 @@ def test_scores_are_the_log_of_summed_shares(shape, method, causal):
         found = block_scores(*inputs, size, scale=0.7, q_start=start, **options)
         assert found.dtype == torch.float32
         assert close(found.detach().double(), expected, 2e-6), shape
+    halved = block_scores(query.float(), key.float(), size, scale=0.7, q_start=start, **options)
+    assert close(halved.double(), expected, 2e-5)  # by the kernel
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -125,8 +127,7 @@ def test_parts_of_any_size_give_the_same(method, budget, monkeypatch):
     options = {"query_block": 4, "method": method}
     whole = block_scores(query, key, 8, **options)
     learnt = block_scores(query.clone().requires_grad_(), key, 8, **options).detach()
-    monkeypatch.setattr(scores, "_IN_CACHE", budget)
-    monkeypatch.setattr(scores, "_IN_MEMORY", budget)
+    monkeypatch.setattr(scores, "_AT_A_TIME", budget)
     assert close(block_scores(query, key, 8, **options), whole, 2e-6)
     query.requires_grad_()
     assert close(block_scores(query, key, 8, **options).detach(), learnt, 2e-6)
@@ -156,11 +157,12 @@ def test_bounds_enclose_the_mass():
 
 
 @pytest.mark.parametrize("learns", [False, True])
-def test_shares_too_small_for_a_number_are_told_apart(learns):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_shares_too_small_for_a_number_are_told_apart(learns, dtype):
     """A score is -inf where a block is not visible, and nowhere else."""
     query, key = drawn((40, 40))
     query = (200 * query).requires_grad_(learns)
-    found = block_scores(query, key, 8, query_block=2)
+    found = block_scores(query.to(dtype), key.to(dtype), 8, query_block=2)
     expected = torch.full_like(found, -torch.inf, dtype=torch.float64)
     logit = (query.detach() @ key.repeat_interleave(2, 1).mT) * 6**-0.5
     past = key.unflatten(2, (20, 2)).mean(3).repeat_interleave(2, 1)
@@ -192,7 +194,7 @@ def test_gradients_are_those_of_the_definition(method):
 
 
 def test_a_gradient_through_few_blocks_of_many_rows(monkeypatch):
-    monkeypatch.setattr(scores, "_IN_MEMORY", 1000)
+    monkeypatch.setattr(scores, "_AT_A_TIME", 1000)
     query, key = (x.requires_grad_() for x in drawn((64, 64)))
     weight = torch.randn(2, 2, 64, 8)
 
@@ -201,7 +203,7 @@ def test_a_gradient_through_few_blocks_of_many_rows(monkeypatch):
         return torch.autograd.grad(found.maximum(found.new_tensor(-99.0)), (query, key), weight)
 
     in_parts = gradients()
-    monkeypatch.setattr(scores, "_IN_MEMORY", 1 << 26)
+    monkeypatch.setattr(scores, "_AT_A_TIME", 1 << 26)
     for a, b in zip(in_parts, gradients(), strict=True):
         assert ((a - b).abs() <= 1e-12).all()
 

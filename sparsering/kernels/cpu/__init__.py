@@ -1,6 +1,6 @@
 """The CPU backend: a C++ kernel, compiled on first use."""
 
 from .build import build
-from .call import EXTRAS, backward, entry_mass, forward, reasons
+from .call import EXTRAS, backward, block_shares, entry_mass, forward, reasons
 
-__all__ = ["EXTRAS", "backward", "build", "entry_mass", "forward", "reasons"]
+__all__ = ["EXTRAS", "backward", "block_shares", "build", "entry_mass", "forward", "reasons"]

@@ -6,8 +6,8 @@
 #include <optional>
 #include <vector>
 
-#include "gradients.h"
 #include "pairs.h"
+#include "results.h"
 #include "threads.h"
 #include "walk/backward.h"
 

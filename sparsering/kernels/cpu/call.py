@@ -113,6 +113,35 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
     return mass
 
 
+def block_shares(
+    query: Tensor,
+    feature: Tensor,
+    parts: Tensor,
+    key: Tensor,
+    last: Tensor | None,
+    log_part: float,
+    first_key: int,
+    blocks: int,
+    length: int,
+    block_size: int,
+    first: int,
+    offset: int,
+    per_block: int,
+    per_row: int,
+    group: int,
+    causal: bool,
+) -> tuple[Tensor, bool]:
+    """Log shares of blocks, [entries, rows, blocks] float32, and whether one was too small.
+
+    The arguments are those of `Shares` in shares.h, in float32.
+    """
+    found: tuple[Tensor, bool] = library().shares(
+        query, feature, parts, key, last, log_part, first_key, blocks, length, block_size, first,
+        offset, per_block, per_row, group, causal,
+    )  # fmt: skip
+    return found
+
+
 def _arguments(problem: Problem) -> tuple[Any, ...]:
     """What both operators begin with."""
     problem = problem.with_positive_scale()

@@ -26,6 +26,7 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "shares.h"
 #include "walk/mass.h"
 
 namespace sparsering::cpu {
@@ -346,6 +347,42 @@ Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& wei
   return result;
 }
 
+std::tuple<Tensor, bool> shares(const Tensor& query, const Tensor& feature, const Tensor& parts,
+                                const Tensor& key, const std::optional<Tensor>& last,
+                                double log_part, int64_t first_key, int64_t blocks, int64_t length,
+                                int64_t block, int64_t first, int64_t offset, int64_t per_block,
+                                int64_t per_row, int64_t group, bool causal) {
+  TORCH_CHECK_VALUE(query.is_contiguous() && feature.is_contiguous() && parts.is_contiguous() &&
+                        key.is_contiguous(),
+                    "sparsering cpu: shares needs contiguous tensors");
+  Tensor out = at::empty({query.size(0), query.size(1) / per_row, blocks}, query.options());
+  const bool lost = block_shares({query.const_data_ptr<float>(),
+                                  feature.const_data_ptr<float>(),
+                                  parts.const_data_ptr<float>(),
+                                  key.const_data_ptr<float>(),
+                                  last ? last->const_data_ptr<float>() : nullptr,
+                                  static_cast<float>(log_part),
+                                  query.size(0),
+                                  query.size(1),
+                                  feature.size(2),
+                                  query.size(2),
+                                  parts.size(1),
+                                  parts.size(3),
+                                  key.size(2),
+                                  first_key,
+                                  blocks,
+                                  length,
+                                  block,
+                                  first,
+                                  offset,
+                                  per_block,
+                                  per_row,
+                                  group,
+                                  causal},
+                                 out.data_ptr<float>());
+  return {out, lost};
+}
+
 }  // namespace
 
 #define SPARSERING_SCHEMA(key, value)                                                        \
@@ -382,6 +419,11 @@ TORCH_LIBRARY(sparsering_cpu, m) {
   m.def("mass(" SPARSERING_SCHEMA(
             "Tensor key", "Tensor value") "Tensor lse, Tensor? weight, int blocks) -> Tensor",
         mass);
+  m.def(
+      "shares(Tensor query, Tensor feature, Tensor parts, Tensor key, Tensor? last, "
+      "float log_part, int first_key, int blocks, int length, int block, int first, int offset, "
+      "int per_block, int per_row, int group, bool causal) -> (Tensor, bool)",
+      shares);
 }
 
 }  // namespace sparsering::cpu

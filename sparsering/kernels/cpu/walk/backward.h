@@ -3,8 +3,8 @@
 
 #pragma once
 
-#include "../gradients.h"
 #include "../pairs.h"
+#include "../results.h"
 #include "../threads.h"
 #include "visits.h"
 
