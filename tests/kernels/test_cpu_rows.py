@@ -132,7 +132,7 @@ def test_any_pattern_may_be_walked(name):
 @pytest.mark.usefixtures("walked")
 def test_many_chunks_of_rows(sweep):
     """A thousand rows to a chunk."""
-    case = Case(1, 4, 2, 600, 600, 16, 8, 16)
+    case = Case(1, 8, 1, 600, 600, 16, 8, 16)
     pattern = selection(case, 1, k=4, block=16) & sr.Causal()
     assert_is_exact(pattern, case, bias_of(pattern, case))
 

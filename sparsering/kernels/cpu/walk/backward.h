@@ -78,7 +78,9 @@ class WalkBackward {
   void run_wave(int64_t first, int64_t count, const Gradients& sums) const {
     const int64_t size = walk_.pass.columns * x_.block * (width_ + value_width_);
     const int64_t room = kRoom / std::max<int64_t>(1, size);
-    const int64_t groups = std::clamp<int64_t>(room, 2, 8);
+    const int64_t chunks = std::max<int64_t>(1, walk_.chunks(0, 1).size());
+    const int64_t groups =
+        std::clamp<int64_t>(std::min(room, chunks), std::min<int64_t>(2, chunks), 8);
     const int64_t most = std::clamp<int64_t>(room / groups, 1, count);
     Buffer<float> parts(most * groups * size);
     for (int64_t kv = first; kv < first + count; kv += most) {
