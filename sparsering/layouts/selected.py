@@ -120,7 +120,9 @@ def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tup
     """
     places = torch.arange(block_size, device=first.device)
     offsets, number = places[::tokens], first % block_size // tokens
-    if q_start % tokens:
+    if len(first) <= len(offsets):
+        offsets, number = first % block_size, torch.arange(len(first), device=first.device)
+    elif q_start % tokens:
         offsets = pad(offsets, (0, 1), value=q_start % block_size)
         number = torch.where(first == q_start, len(offsets) - 1, number)
     return number, offsets[:, None, None] + places[:, None] >= places
