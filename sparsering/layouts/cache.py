@@ -10,6 +10,7 @@ import torch
 
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import checked_integer
+from ..patterns.selected import selections_of
 from .compile import build_layout
 from .layout import BlockLayout
 
@@ -50,10 +51,13 @@ class LayoutCache:
     ) -> BlockLayout:
         """The cached layout, or a new one; threads that ask for the same wait for one build.
 
-        Patterns that hold device tensors are built anew: comparing them would wait for the device.
+        Patterns that hold device tensors are built anew: comparing them would wait for the device;
+        so is what a single query selects, which no other will.
         """
-        if pattern.tensors and any(x.device.type != "cpu" for x in pattern.tensors):
-            return build_layout(pattern, frame, block_size, device)
+        if pattern.tensors:
+            once = frame.q_len == 1 and selections_of(pattern)
+            if once or any(x.device.type != "cpu" for x in pattern.tensors):
+                return build_layout(pattern, frame, block_size, device)
         key = (pattern, frame, block_size, device)
         return self.keep(key, lambda: build_layout(pattern, frame, block_size, device))
 
