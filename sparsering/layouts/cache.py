@@ -74,20 +74,26 @@ class LayoutCache:
                 made = build()
                 with self._lock:
                     self._misses += 1
-                    self._kept[key] = (made, _nbytes(made))
-                    self._held += self._kept[key][1]
+                    if self._kept:  # the one before has grown since, by what its backward asked for
+                        self._measure(next(reversed(self._kept)))
+                    self._kept[key] = (made, 0)
+                    self._measure(key)
                     self._shrink()
                 return made
             finally:
                 with self._lock:
                     self._building.pop(key, None)
 
+    def _measure(self, key: Hashable) -> None:
+        kept, before = self._kept[key]
+        self._kept[key] = kept, _nbytes(kept)
+        self._held += self._kept[key][1] - before
+
     def info(self) -> CacheInfo:
         """The counts. Layouts grow when their transposes are built: they are measured anew here."""
         with self._lock:
-            for key, (kept, _) in self._kept.items():
-                self._kept[key] = (kept, _nbytes(kept))
-            self._held = sum(nbytes for _, nbytes in self._kept.values())
+            for key in self._kept:
+                self._measure(key)
             self._shrink()
             return CacheInfo(self._hits, self._misses, len(self._kept), self._held, self._limit)
 

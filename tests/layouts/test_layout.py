@@ -708,3 +708,17 @@ def test_pairs_beyond_a_tile_that_a_cut_has_emptied_are_found() -> None:
     for ranges in ([(0, 3)], [(0, 1), (1, 3)]):
         (found,) = compiler.compile_passes(sr.Dilated(2, 3), frame, 16, ranges, ranges)
         assert found.num_pairs == 2, ranges
+
+
+def test_a_layout_that_has_grown_is_measured_when_the_next_one_is_kept():
+    """Training that selects anew at each step would hold every transpose otherwise."""
+    sr.layout_cache.clear()
+    first = sr.Causal().layout(2048, block_size=16)
+    small = sr.SlidingWindow(15).layout(64, block_size=16)
+    sr.layout_cache.clear()
+    sr.layout_cache.set_limit(first.nbytes + 4 * small.nbytes)
+    first = sr.Causal().layout(2048, block_size=16)
+    _ = [p.transpose for p in first.passes]
+    assert first.nbytes > sr.layout_cache._limit
+    sr.SlidingWindow(15).layout(64, block_size=16)
+    assert sr.Causal().layout(2048, block_size=16) is not first
