@@ -1,10 +1,11 @@
-"""Numbers of batch entries that a cache is given: which ones, and how many tokens of each."""
+"""What a cache is given: batch entries by number, how many tokens of each, keys of one dtype."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..numerics import sum_dtype
 from ..patterns.arguments import shortened
 
 
@@ -29,3 +30,18 @@ def checked_lengths(lengths: Tensor | Sequence[int], entries: int, most: int) ->
             f"{shortened(str(new))}; leave it out where all are new"
         )
     return new
+
+
+def check_dtype(held: torch.dtype | None, key: Tensor) -> None:
+    """Raises ValueError where a cache holds keys of another dtype."""
+    if held not in (None, key.dtype):
+        raise ValueError(
+            f"the cache holds {held}, got keys of {key.dtype}; cast with .to({held}), or make "
+            "another cache"
+        )
+
+
+def nothing_new(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) of no queries."""
+    out = query.new_zeros(*query.shape[:3], value_dim)
+    return out, out.new_zeros(query.shape[:3], dtype=sum_dtype(query))

@@ -19,10 +19,9 @@ from ..functional import checked_call
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.layout import BlockLayout
 from ..layouts.lifetimes import last_visits, own_length
-from ..numerics import sum_dtype
 from ..patterns.algebra import Pattern, check_fits
 from ..patterns.arguments import checked_integer, shortened
-from .arguments import checked_index, checked_lengths
+from .arguments import check_dtype, checked_index, checked_lengths, nothing_new
 from .compiled import attend_op, register, spelt
 from .held import Held, Row, looking_back
 from .steps import attend_page, attend_spans, fits_page, of_queries, page_layout
@@ -310,14 +309,9 @@ class KVCache:
         self._check(query, key, value)
         new = self._new_tokens(lengths, query.shape[2])
         if query.shape[2] == 0:
-            out = query.new_zeros(*query.shape[:3], self._dims[1])
-            return out, out.new_zeros(query.shape[:3], dtype=sum_dtype(query))
+            return nothing_new(query, self._dims[1])
         inputs, call, extras = checked_call(query, key, value, held.pattern, **options)
-        if self._dtype not in (None, inputs[1].dtype):
-            raise ValueError(
-                f"the cache holds {self._dtype}, got keys of {inputs[1].dtype}; cast with "
-                f".to({self._dtype}), or make another cache"
-            )
+        check_dtype(self._dtype, inputs[1])
         chosen = choose(backend, inputs, extras)
         if not stored and len(set(zip(self.lengths, new, strict=True))) > 1:
             raise ValueError(

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ..checks import autocast_inputs
 from ..functional import attention
-from ..numerics import sum_dtype
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Causal
 from ..patterns.selected import SelectedBlocks
 from ..selection.choose import select_blocks
 from ..selection.summaries import BlockSummaries
+from .arguments import check_dtype, nothing_new
 from .cache import KVCache
 
 
@@ -108,13 +108,8 @@ class SelectedCache(KVCache):
                 f"{shortened(str(new))} and stored={stored}; give KVCache those"
             )
         if n == 0:
-            out = query.new_zeros(*query.shape[:3], self._dims[1])
-            return out, out.new_zeros(query.shape[:3], dtype=sum_dtype(query))
-        if self._dtype not in (None, key.dtype):
-            raise ValueError(
-                f"the cache holds {self._dtype}, got keys of {key.dtype}; cast with "
-                f".to({self._dtype}), or make another cache"
-            )
+            return nothing_new(query, self._dims[1])
+        check_dtype(self._dtype, key)
         if held.since + n > held.page >= n and held.keys.shape[2]:
             self._evict()
         paged = held.keys.shape[2] > 0 and held.since + n <= held.page

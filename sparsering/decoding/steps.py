@@ -156,8 +156,9 @@ class _Alike:
         moved = replace(spanned.layout, passes=passes)
         here = self._here(query.shape[2], spanned)
         here = None if here is None else here.to(query.device)
-        options = {"slots": slots, "key_mask": here, **extras}
-        problem = Problem(moved, query, keys, values, call["scale"], **options)
+        problem = Problem(
+            moved, query, keys, values, call["scale"], slots=slots, key_mask=here, **extras
+        )
         return _run(backend, problem)
 
     def _here(self, new: int, spanned: Spanned) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..checks import autocast_inputs, checked_scale
 from ..differentiable import differentiable
 from ..dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
-from ..extras import NAMES, checked_extras
+from ..extras import checked_extras
 from ..functional import attention
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
@@ -138,7 +138,7 @@ def ring_attention(
         query=query,
         key=key,
         value=value,
-        **{name: x for name, x in extras.items() if name in NAMES[1:]},
+        **{name: x for name, x in extras.items() if name != "block_bias"},
         seed_is_given=seed_is_given,
         tensors=pattern.tensors,
         pattern=pattern.expression,
