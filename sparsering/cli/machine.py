@@ -1,0 +1,95 @@
+"""The commands about this machine: `info`, `bench`, `build`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from .arguments import Commands
+
+
+def add_commands(commands: Commands) -> None:
+    """Adds the commands of this file."""
+    info = commands.add_parser("info", help="versions, threads, CPU features and backends")
+    info.set_defaults(run=_info)
+
+    bench = commands.add_parser("bench", help="time the backends beside dense and FlexAttention")
+    bench.set_defaults(run=_bench)
+    bench.add_argument("--out", type=Path, required=True, help="folder of the record")
+    bench.add_argument("--quick", action="store_true", help="small sizes, few repeats")
+    bench.add_argument("--only", metavar="NAME", help="one comparison, by the name of its record")
+
+    build = commands.add_parser("build", help="compile the CPU kernel now, not on first use")
+    build.set_defaults(run=_build)
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    import os
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    import sparsering
+
+    from ..training.recipe import best_dtype
+
+    def installed(name: str, extra: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return f"not installed (pip install 'sparsering[{extra}]')"
+
+    features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    wide = [
+        "avx2",
+        "avx512_f",
+        "avx512_bf16",
+        "amx_tile",
+        "amx_bf16",
+        "neon",
+        "sve",
+        "bf16",
+        "i8mm",
+    ]
+    lines = [
+        ("sparsering", sparsering.__version__),
+        ("python", f"{platform.python_version()} on {platform.platform()}"),
+        ("torch", torch.__version__),
+        ("rich", installed("rich", "cli")),
+        ("safetensors", installed("safetensors", "cli")),
+        ("matplotlib", installed("matplotlib", "plots")),
+        ("triton", installed("triton", "triton")),
+        ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
+        ("cpu", f"{features.get('cpu_name', platform.processor() or platform.machine())}"),
+        ("cpu kernels", torch.backends.cpu.get_cpu_capability()),
+        ("cpu features", ", ".join(name for name in wide if features.get(name)) or "unknown"),
+        ("training dtype", f"{best_dtype()} (what --dtype auto takes here)"),
+        ("gpu", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"),
+    ]
+    for name, value in lines:
+        print(f"{name:<15} {value}")
+    print("backends")
+    for name, reasons in sparsering.backends().items():
+        print(f"  {name:<13} {'; '.join(reasons) or 'usable'}")
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from .. import bench
+
+    if arguments.only not in (None, *bench.CASES):
+        raise ValueError(f"--only must be one of {', '.join(bench.CASES)}, got {arguments.only!r}")
+    for path in bench.main(arguments.out, arguments.quick, arguments.only):
+        print(f"Wrote {path}")
+    return 0
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    from ..kernels import cpu
+
+    try:
+        print(cpu.build())
+    except RuntimeError as error:  # the compiler's whole say
+        print(f"sparsering: {error}", file=sys.stderr)
+        return 2
+    return 0

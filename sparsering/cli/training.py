@@ -1,0 +1,197 @@
+"""The commands that train and generate: `train`, `demo`, `demo-ring`, `generate`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from .arguments import Commands, positive
+
+_RECIPE_OPTIONS: tuple[tuple[str, type, str], ...] = (
+    ("pattern", str, "attention pattern, as a Python expression of the pattern names"),
+    ("data", str, "text file or folder (default: the Python standard library's sources)"),
+    ("glob", str, "which names of a folder to read, such as '*.txt'"),
+    ("context", int, "tokens per window"),
+    ("batch-size", int, "windows per step"),
+    ("steps", int, "optimizer steps"),
+    ("width", int, "channels of the model"),
+    ("num-layers", int, "transformer blocks"),
+    ("num-heads", int, "attention heads"),
+    ("learning-rate", float, "peak learning rate"),
+    ("warmup-steps", int, "steps of linear warm-up"),
+    ("weight-decay", float, "AdamW's decay of the weight matrices"),
+    ("clip-norm", float, "largest norm of the gradient"),
+    ("seed", int, "of weights, split and order"),
+)
+
+
+def add_commands(commands: Commands) -> None:
+    """Adds the commands of this file."""
+    train = commands.add_parser("train", help="train a byte-level LongNet model on text")
+    train.set_defaults(run=_train)
+    train.add_argument("--out", type=Path, required=True, help="folder of metrics and checkpoint")
+    train.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    for name, kind, text in _RECIPE_OPTIONS:
+        train.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, help=text)
+    train.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default=argparse.SUPPRESS,
+        help="auto: bfloat16 autocast where the CPU multiplies it in hardware",
+    )
+    train.add_argument(
+        "--checkpoint-layers",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="recompute each block in backward to save memory",
+    )
+    train.add_argument("--save-every", type=positive, default=50, help="steps between checkpoints")
+    train.add_argument(
+        "--validate-every", type=positive, default=50, help="steps between validations"
+    )
+    train.add_argument(
+        "--stop-after", type=positive, help="stop, as if interrupted, after this step"
+    )
+
+    train.add_argument(
+        "--sequence-parallel",
+        type=positive,
+        help="under torchrun: processes that share one window's tokens; the others take windows",
+    )
+    train.add_argument(
+        "--sharding",
+        choices=("contiguous", "zigzag", "balanced", "auto"),
+        help="under torchrun: which process has which tokens (default: contiguous)",
+    )
+    train.add_argument(
+        "--timeout", type=float, help="under torchrun: seconds to wait for a peer (default: 60)"
+    )
+
+    demo = commands.add_parser("demo", help="train, measure and report, in under five minutes")
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report")
+    demo.add_argument("--resume", action="store_true", help="go on with an interrupted demo")
+
+    ring = commands.add_parser(
+        "demo-ring", help="under torchrun: train with windows in shards, and show what moves"
+    )
+    ring.set_defaults(run=_demo_ring)
+    ring.add_argument(
+        "--out", type=Path, default=Path("runs/demo-ring"), help="folder of the picture and metrics"
+    )
+
+    generate = commands.add_parser(
+        "generate", help="continue a text with a trained model, as it comes"
+    )
+    generate.set_defaults(run=_generate)
+    generate.add_argument("checkpoint", type=Path, help="folder that train or demo wrote")
+    generate.add_argument("--prompt", default="\n", help="text to continue")
+    generate.add_argument("--num-bytes", type=positive, default=300, help="bytes to add at most")
+    generate.add_argument("--stop", metavar="TEXT", help="end with this text, once it has come")
+    generate.add_argument(
+        "--temperature", type=float, default=0.7, help="0 takes the likeliest byte"
+    )
+    generate.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest bytes")
+    generate.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw from the fewest likeliest bytes whose chances sum to P",
+    )
+    generate.add_argument("--seed", type=int, default=0, help="of the draws")
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from dataclasses import fields, replace
+
+    from ..training.checkpoint import read_about
+    from ..training.loop import train
+    from ..training.recipe import Recipe
+    from ..training.torchrun import ranks_of_torchrun, starts_again
+
+    given = {f.name: getattr(arguments, f.name) for f in fields(Recipe) if f.name in arguments}
+    if given.get("data") is not None:
+        given["data"] = str(Path(given["data"]).resolve())
+    with ranks_of_torchrun(
+        arguments.sequence_parallel, sharding=arguments.sharding, timeout=arguments.timeout
+    ) as ranks:
+        resume = arguments.resume or starts_again(ranks, arguments.out)
+        base = Recipe()
+        if resume:
+            base = ranks.together(lambda: read_about(arguments.out).recipe)
+        run = train(
+            replace(base, **given),
+            arguments.out,
+            resume=resume,
+            save_every=arguments.save_every,
+            validate_every=arguments.validate_every,
+            stop_after=arguments.stop_after,
+            ranks=ranks,
+        )
+        if ranks.leads:
+            print(
+                f"Step {run.step} of {run.recipe.steps}: validation loss {run.validation_loss:.4f} "
+                "nats per byte."
+            )
+            if run.step < run.recipe.steps:
+                print(f"Stopped; to go on: {ranks.start('train')} --out {arguments.out} --resume")
+    return 0 if run.stopped_by is None else 128 + run.stopped_by
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from ..training.demo import demo
+
+    return demo(arguments.out, resume=arguments.resume)
+
+
+def _demo_ring(arguments: argparse.Namespace) -> int:
+    from ..training.demo_ring import demo_ring
+
+    return demo_ring(arguments.out)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    import codecs
+    import os
+
+    import torch
+
+    from ..report.html import printable
+    from ..training.checkpoint import load_model
+    from ..training.measure import TimedTokens
+
+    model = load_model(arguments.checkpoint)
+    prompt = arguments.prompt.encode(errors="surrogateescape")  # the bytes that were typed
+    stop = None if arguments.stop is None else arguments.stop.encode(errors="surrogateescape")
+    caches = model.caches(max_length=len(prompt) + arguments.num_bytes)
+    tokens = TimedTokens(
+        model.generate(
+            torch.tensor([list(prompt)], dtype=torch.int64),
+            arguments.num_bytes,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            stop=stop,
+            generator=torch.Generator().manual_seed(arguments.seed),
+            caches=caches,
+        )
+    )
+    text = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    try:
+        print(printable(text.decode(prompt)), end="", flush=True)
+        for token in tokens:
+            print(printable(text.decode(bytes(token.tolist()))), end="", flush=True)
+        print(printable(text.decode(b"", final=True)), flush=True)
+    except BrokenPipeError:  # as `head` has read enough; Python would flush once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+    except BaseException:
+        print(flush=True)  # what is said of it begins a line
+        raise
+    held, full = model.cache_bytes(caches)
+    pace = f", then {tokens.tokens_per_s:,.0f} tokens/s" if tokens.tokens_per_s else ""
+    print(
+        f"{len(prompt):,} bytes read in {tokens.prompt_seconds:.2f} s{pace}; keys and values of "
+        f"{caches[0].length:,} bytes: {held:,} bytes held, {full:,} in a full cache",
+        file=sys.stderr,
+    )
+    return 0
