@@ -1,0 +1,1 @@
+"""What a call costs, told before it runs: counts, bytes, seconds."""
