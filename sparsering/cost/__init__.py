@@ -1,1 +1,1 @@
-"""What a call costs, told before it runs: counts, bytes, seconds."""
+"""What a call costs: counts, bytes and seconds, by arithmetic and by calibration."""
