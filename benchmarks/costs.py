@@ -12,13 +12,8 @@ Cases are drawn by a fixed seed; drawn again are those of less than 32 MiB, wher
 and what an allocator keeps would be measured, and those that are told to take more than a second.
 """
 
-import argparse
 import ctypes
-import json
 import random
-import statistics
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +21,7 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row, memory, write_record
+from sparsering.bench.measure import memory
 
 CASES, SEED = 60, 16
 LEAST_BYTES, MOST_SECONDS = 32 << 20, 1.0
@@ -87,8 +82,10 @@ def _pattern(draw: random.Random, tokens: int) -> str:
         cuts = sorted(draw.sample(range(1, tokens), 5))
         lengths = tuple(b - a for a, b in zip((0, *cuts), (*cuts, tokens), strict=True))
         name = draw.choice(("Documents", "Packed"))
-        return f"Documents({lengths}) & Causal()" if name == "Documents" else (
-            f"Packed({lengths}, SlidingWindow({window}))"
+        return (
+            f"Documents({lengths}) & Causal()"
+            if name == "Documents"
+            else (f"Packed({lengths}, SlidingWindow({window}))")
         )
     return f"Dilated({draw.choice((1024, 4096))}, {draw.choice((2, 4, 8))})"
 

@@ -175,7 +175,10 @@ def _fitted(rows: tuple[list[float], ...], seconds: tuple[float, ...]) -> Rates:
 
     By coordinates in turn: each step is the best rate of one kind beside the others.
     """
-    of = torch.tensor(rows, dtype=torch.float64) / torch.tensor(seconds, dtype=torch.float64)[:, None]
+    of = (
+        torch.tensor(rows, dtype=torch.float64)
+        / torch.tensor(seconds, dtype=torch.float64)[:, None]
+    )
     scale = of.norm(dim=0).clamp(min=1e-300)
     of = of / scale
     product, target = of.T @ of, of.sum(0)
@@ -194,7 +197,8 @@ def _fitted(rows: tuple[list[float], ...], seconds: tuple[float, ...]) -> Rates:
 def _path() -> Path:
     """The file of this machine at this number of threads."""
     features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    name = f"{features.get('cpu_name') or platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    processor = features.get("cpu_name") or platform.machine()
+    name = f"{processor} {torch.backends.cpu.get_cpu_capability()}"
     plain = "".join(c if c.isalnum() else "-" for c in name)
     return cache_folder() / f"costs-{plain}-{torch.get_num_threads()}-{torch.__version__}.json"
 
@@ -222,4 +226,3 @@ def _rate(value: object) -> float:
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"a rate must be 0 or more, got {value!r}")
     return float(value)
-

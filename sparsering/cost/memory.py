@@ -64,9 +64,7 @@ def cpu_memory(work: Work, call: Call, backward: bool) -> Memory:
         layout += sum(4 * p.tables * int(2 * p.entries + p.key_tiles + 1) for p in work.passes)
     later = 2 * sizes.lse + _cpu_backward(work, call, sizes, by_head)
     workspace = max(forward - gradients, later)
-    return Memory(
-        sizes.inputs + sizes.out, sizes.out + gradients, sizes.lse, workspace, layout
-    )
+    return Memory(sizes.inputs + sizes.out, sizes.out + gradients, sizes.lse, workspace, layout)
 
 
 def gather_memory(work: Work, call: Call, backward: bool) -> Memory:

@@ -209,8 +209,9 @@ def _of_pass(p: Pass, layout: BlockLayout) -> PassWork:
         seen += float((by_key > 0).sum()) / groups / batches
     means = (sum(x) / len(tallies) for x in list(zip(*tallies, strict=True))[:6])
     entries, masked, cells, wide, rows, pieces = (float(x) for x in means)
-    longest_tiles = int(queries.max()) if queries.numel() else 0, (
-        int(keys.max()) if keys.numel() else 0
+    longest_tiles = (
+        int(queries.max()) if queries.numel() else 0,
+        (int(keys.max()) if keys.numel() else 0),
     )
     return PassWork(
         p.step, queries.shape[1], keys.shape[1], longest_tiles, entries, masked, cells, wide, rows,
@@ -232,12 +233,11 @@ def _sampled(pattern: Pattern, frame: Frame, block_size: int, tiles: int, heads:
         if sample.number == len(passes):
             tables = sample.tables * batches
             most = tuple(int(x.max()) if len(x) else 0 for x in (queries, keys))
-            passes.append(
-                PassWork(
-                    sample.queries.step, sample.num_queries, len(keys), (most[0], most[1]),
-                    0.0, 0.0, 0.0, 0.0, 0.0, float(len(keys)), 0.0, 0.0, tables,
-                )  # fmt: skip
-            )
+            blank = PassWork(
+                sample.queries.step, sample.num_queries, len(keys), (most[0], most[1]),
+                0.0, 0.0, 0.0, 0.0, 0.0, float(len(keys)), 0.0, 0.0, tables,
+            )  # fmt: skip
+            passes.append(blank)
         old, w = passes[sample.number], sample.weight
         passes[sample.number] = old._replace(
             entries=old.entries + w * tally.entries,

@@ -219,8 +219,8 @@ def _backend(backend: str | None, machine: Machine | None, like: torch.Tensor) -
         chosen = backend or ("triton" if machine.kind == "gpu" else "cpu")
     if chosen not in MEMORY:
         raise ValueError(
-            f"backend must be one whose costs are known, {', '.join(MEMORY)}, got {chosen!r}; leave "
-            "it out for the one that would run"
+            f"backend must be one whose costs are known, {', '.join(MEMORY)}, got {chosen!r}; "
+            "leave it out for the one that would run"
         )
     return chosen
 
@@ -304,7 +304,9 @@ def _seconds(
     kept = calibrated()
     if kept is not None and is_modelled(backend, work):
         try:
-            return Figure(seconds_of(backend, work, call, backward, kept.rates), "measured here"), ""
+            return Figure(
+                seconds_of(backend, work, call, backward, kept.rates), "measured here"
+            ), ""
         except KeyError:  # calibrated where this backend could not run
             pass
     hint = why_not() if kept is None else f"no rates of such calls of {backend} are measured"
