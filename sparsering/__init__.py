@@ -45,6 +45,7 @@ from .patterns import (
     parse,
     register_pattern,
 )
+from .planner import choose_batch_size
 from .varlen import attention_varlen
 from .weights import BlockWeights, attention_weights, key_mass
 
@@ -81,6 +82,7 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "backends",
+    "choose_batch_size",
     "dropout_kept",
     "explain",
     "from_mask_mod",
