@@ -1,4 +1,4 @@
-"""The commands that tell costs before a run: `plan`."""
+"""The commands that tell costs before a run: `plan`, `calibrate`."""
 
 import argparse
 from collections.abc import Callable
@@ -41,6 +41,11 @@ def add_commands(commands: Commands) -> None:
     plan.add_argument("--backend", help="default: the one that would run")
     plan.add_argument("--block-size", type=positive, help="default: the one that would be chosen")
 
+    calibrate = commands.add_parser(
+        "calibrate", help="measure this machine for some seconds, for `plan` and `sr.estimate`"
+    )
+    calibrate.set_defaults(run=_calibrate)
+
 
 def _size(parser: str) -> Callable[[str], int]:
     """A function of `planner.sizes` as argparse asks for one, imported when it is called."""
@@ -80,4 +85,14 @@ def _plan(arguments: argparse.Namespace) -> int:
         text=arguments.pattern,
     )
     print(screen(asked))
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from ..cost.calibrate import calibrate
+
+    found, path = calibrate()
+    error = f"{100 * found.error:.0f}%"
+    print(f"calibrated for {found.threads} threads; half of its own calls are told within {error}")
+    print(f"Wrote {path}")
     return 0
