@@ -144,7 +144,7 @@ def _is_causal(asked: Asked) -> bool:
 
 
 def _times(factor: float) -> str:
-    return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.2g} times"
+    return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.1f} times"
 
 
 def _time_rows(asked: Asked, found: Estimate) -> list[str]:
@@ -155,9 +155,7 @@ def _time_rows(asked: Asked, found: Estimate) -> list[str]:
 def _told(seconds: Figure, where: str, flops: Figure) -> str:
     shown = f"{show_seconds(seconds.value)}{where}"
     if seconds.known.startswith("published"):
-        return (
-            f"at least {shown}: a bound by published peaks, not measured ({flops.value:.3g} FLOP)"
-        )
+        return f"at least {shown}: a bound by published peaks, unmeasured ({flops.value:.3g} FLOP)"
     if seconds.known.startswith("measured here"):
         return f"{shown}, by this machine's calibration ({flops.value:.3g} FLOP)"
     return f"roughly {shown}: not calibrated; `sparsering calibrate` measures this machine once"
@@ -211,25 +209,20 @@ def _rank_rows(asked: Asked, found: Estimate) -> list[str]:
     if asked.ranks == 1:
         return []
     alone = _with(asked, ranks=1)
-    least = "at least " if alone.seconds.known.startswith("published") else ""
-    told = f"one alone: {least}{show_seconds(alone.seconds.value)}, {_peak(alone)}"
+    rows = [_row("alone", f"one device: {_least(alone)}, {_peak(alone)}")]
     if not any(found.received_bytes) and found.balance.value == 1:
-        told = f"{found.sharding}: nothing moves and loads are even, as good as can be; {told}"
-        return [_row("ranks", told)]
+        told = f"{found.sharding}: nothing moves, loads are even; no other sharding is better"
+        return [*rows, _row("sharding", told)]
     names = [*SHARDINGS, *([] if asked.sharding in ("auto", *SHARDINGS) else [asked.sharding])]
     titles = ("most received", "link time", "busiest / mean", "time")
-    rows = [
-        _row("ranks", told),
-        f"{'  sharding':<14}" + "".join(f"{title:>18}" for title in titles),
-    ]
+    rows.append(f"{'  sharding':<14}" + "".join(f"{title:>18}" for title in titles))
     for name in names:
         one = _with(asked, sharding=name)
         cells = (
             show_bytes(max(one.received_bytes)),
             "unknown" if one.link_seconds is None else show_seconds(one.link_seconds.value),
             f"{one.balance.value:.3f}",
-            ("at least " if one.seconds.known.startswith("published") else "")
-            + show_seconds(one.seconds.value),
+            _least(one),
         )
         mark = "*" if one.sharding == found.sharding else " "
         rows.append(f"{mark} {name[:11]:<12}" + "".join(f"{cell:>18}" for cell in cells))
@@ -240,6 +233,12 @@ def _with(asked: Asked, **changes: Any) -> Estimate:
     """The estimate of the same call, but for some arguments."""
     options = replace(asked, **changes).options()
     return estimate(asked.pattern, tokens=asked.tokens, batch_size=asked.batch_size, **options)
+
+
+def _least(found: Estimate) -> str:
+    """A time, and that it is a bound where it is one."""
+    bound = "at least " if found.seconds.known.startswith("published") else ""
+    return bound + show_seconds(found.seconds.value)
 
 
 def _peak(found: Estimate) -> str:
@@ -256,20 +255,17 @@ def _advice(asked: Asked, found: Estimate, limit: int | None) -> str:
         )
     saved = _dense_pairs(asked) / max(1.0, _pairs_of_a_head(found))
     if saved < 1.5:
-        return "this pattern is almost dense: dense attention costs as much, and loses nothing"
+        return "it leaves out almost nothing: dense attention costs as much, and loses nothing"
     if found.link_seconds is not None and found.link_seconds.value > found.seconds.value:
         return "links bound it: fewer ranks, fewer kv heads, or segments that lie inside the shards"
     if found.balance.value > 1.1:
-        return (
-            f"the busiest rank has {found.balance.value:.2f} of the mean: try --sharding balanced"
-        )
+        return f"the busiest rank has {found.balance.value:.2f} of the mean: compare the shardings"
     if found.seconds.known.startswith("uncalibrated"):
         return "run `sparsering calibrate` once: times of this machine then hold"
     if asked.ranks > 1 and limit is not None and found.peak_bytes.value * asked.ranks < limit / 4:
-        return (
-            "one device has room for it all: more ranks bring time alone; give each a batch first"
-        )
-    return f"good: {_times(saved)} fewer pairs than {_dense_name(asked)}, and it fits"
+        return "one device has room for it all: ranks save time alone; whole sequences move nothing"
+    fits = "" if limit is None else ", and it fits"
+    return f"good: {_times(saved)} fewer pairs than {_dense_name(asked)}{fits}"
 
 
 def _name(dtype: torch.dtype) -> str:
