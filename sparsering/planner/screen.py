@@ -134,10 +134,11 @@ def _dense_pairs(asked: Asked) -> float:
 def _is_causal(asked: Asked) -> bool:
     """Whether the pattern shows no later key, judged on at most 2,048 tokens."""
     length = min(asked.tokens, 2048)
+    pattern: Any = asked.pattern  # each kind has an `&` of its own
     try:
         return bool(
-            asked.pattern.layout(length, num_heads=asked.num_heads).num_pairs
-            == (asked.pattern & Causal()).layout(length, num_heads=asked.num_heads).num_pairs
+            pattern.layout(length, num_heads=asked.num_heads).num_pairs
+            == (pattern & Causal()).layout(length, num_heads=asked.num_heads).num_pairs
         )
     except (ValueError, TypeError):  # a pattern of one length, or one that takes no `&`
         return False

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import sparsering as sr
 from sparsering.cost.machines import MACHINES
 from sparsering.planner.batch import largest_that_fits, memory_here, memory_of
+from sparsering.planner.sizes import show_bytes
 
 WINDOW = sr.SlidingWindow(256) & sr.Causal()
 
@@ -72,7 +73,9 @@ def test_a_length_is_a_multiple_of_what_is_asked():
 def test_where_nothing_fits_the_error_says_what_would():
     with pytest.raises(ValueError, match="memory must hold one entry of 1,048,576 tokens") as said:
         sr.choose_batch_size(WINDOW, tokens=1 << 20, memory="1GB")
-    assert "needs 8.6" in str(said.value) and "got 1 GB" in str(said.value)
+    assert f"needs {show_bytes(peak(tokens=1 << 20))}" in str(said.value) and "got 1 GB" in str(
+        said.value
+    )
     assert "longest_sequence" in str(said.value)
     with pytest.raises(ValueError, match=r"memory must hold 128 tokens, which need .* got 1 kB"):
         sr.longest_sequence(WINDOW, memory=1000)
