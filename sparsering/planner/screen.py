@@ -12,7 +12,7 @@ from ..cost.machines import Machine, named
 from ..patterns import Causal
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import shortened
-from .batch import choose_batch_size, longest_sequence, memory_of
+from .batch import choose_batch_size, longest_sequence, memory_of, usable
 from .estimate import Estimate, Figure, estimate
 from .sizes import show_bytes, show_seconds, show_tokens
 
@@ -189,7 +189,7 @@ def _what_fits(asked: Asked, found: Estimate, limit: int | None) -> str:
         told = f"a batch of {batch:,} at this length"
     except ValueError:
         told = "not even a batch of 1 at this length"
-    guess = asked.tokens * limit / found.peak_bytes.value
+    guess = asked.tokens * usable(limit) / found.peak_bytes.value
     if guess > MOST_SEARCHED:
         return f"{told}; about {show_tokens(_rounded(guess))} tokens at this batch, by proportion"
     try:
@@ -248,8 +248,8 @@ def _peak(found: Estimate) -> str:
 
 def _advice(asked: Asked, found: Estimate, limit: int | None) -> str:
     """The one thing that matters most."""
-    if limit is not None and found.peak_bytes.value > limit:
-        ranks = asked.ranks * -(-found.peak_bytes.value // limit)
+    if limit is not None and found.peak_bytes.value > usable(limit):
+        ranks = asked.ranks * -(-found.peak_bytes.value // usable(limit))
         return (
             f"it does not fit: {_peak(found)} in {show_bytes(limit)}; take "
             f"about {ranks:.0f} ranks, or shorter sequences"
