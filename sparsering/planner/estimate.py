@@ -25,7 +25,7 @@ from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import checked_integer, shortened
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_STACKS = 2 << 20  # of threads, and what an allocator keeps
+_STACKS = 4 << 20  # of threads, and what an allocator and a first layout leave behind
 
 
 class Figure(NamedTuple):
