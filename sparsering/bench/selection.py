@@ -38,9 +38,9 @@ def selection(quick: bool) -> list[Row]:
 def selection_scores(quick: bool) -> list[Row]:
     """Scores as a part of scoring, selecting and attending, in rows of 64 queries and of 1."""
     rows: list[Row] = []
-    for length in (1024,) if quick else (4096, 16384, 65536):
+    for length in (1024,) if quick else (4096, 16384):
         for dtype in (torch.float32, torch.bfloat16):
-            rows += _parts_of_whole(length, dtype, 9 if length < 30000 and not quick else 2)
+            rows += _parts_of_whole(length, dtype, 2 if quick else 9)
     return rows
 
 
