@@ -1,7 +1,7 @@
 """The site that `make docs` builds of these pages and of the docstrings, by Sphinx.
 
-Pages are plain Markdown, which GitHub shows too; what the site needs beyond it is added here while a
-page is read: docs/index.md lists the pages, and its links become the navigation; the pages in
+Pages are plain Markdown, which GitHub shows too; what the site needs beyond it is added here while
+a page is read: docs/index.md lists the pages, and its links become the navigation; the pages in
 docs/reference list public names, and each becomes its docstring. Nothing is fetched.
 """
 
@@ -37,8 +37,8 @@ html_show_sourcelink = False
 html_css_files = ["site.css"]
 html_static_path = ["_static"]
 
-# Headings have the anchors that GitHub gives them; a link to one that is not there is a warning, and
-# `make docs` takes each warning for an error.
+# Headings have the anchors that GitHub gives them; a link to one that is not there is a warning,
+# and `make docs` takes each warning for an error.
 myst_heading_anchors = 4
 nb_execution_mode = "cache"  # run again only where a notebook has changed
 nb_execution_cache_path = str(ROOT / "runs" / "docs" / "notebooks")
@@ -49,6 +49,7 @@ nb_merge_streams = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+autodoc_inherit_docstrings = False  # what a base class says is shown there, once
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 add_module_names = False
@@ -63,7 +64,7 @@ PAGE_LINK = re.compile(r"^- \[([^\]]+)\]\((?!https?:)([^)#]+)\.(?:md|ipynb)\)")
 
 
 def navigation(index: str) -> str:
-    """The toctrees of the index page: one for each of its headings, of the pages listed below it."""
+    """The toctrees of the index page: one for each of its headings, of the pages that it lists."""
     trees: dict[str, list[str]] = {}
     caption = ""
     for line in index.splitlines():
