@@ -15,6 +15,7 @@ from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.ext.napoleon.docstring import GoogleDocstring
 from sphinx.pycode import ModuleAnalyzer
 
 HERE = Path(__file__).resolve().parent
@@ -34,6 +35,7 @@ root_doc = "index"
 html_theme = "furo"
 html_copy_source = False
 html_show_sourcelink = False
+html_show_copyright = False
 html_css_files = ["site.css"]
 html_static_path = ["_static"]
 
@@ -55,7 +57,6 @@ python_use_unqualified_type_names = True
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 napoleon_use_rtype = False
-napoleon_custom_sections = ["Cost", "Source"]
 default_role = "code"
 
 # --- navigation: the lists of docs/index.md -------------------------------------------------------
@@ -141,6 +142,11 @@ def add_to_page(app: Sphinx, docname: str, source: list[str]) -> None:
 # --- docstrings: Markdown, as Google's style has it -----------------------------------------------
 
 SECTION = re.compile(r"^\w+:$")
+# "Returns:" alone on its line too: its text is not a type and a colon, as napoleon would have it.
+LABEL = re.compile(
+    r"^( *)(Returns(?=:$)|(?:Args|Cost|Differences|Example|Raises|Returns|Source|Yields)(?=: )):"
+    r"\s*(.*)$"
+)
 CODE = re.compile(r"(`[^`]+`)")
 
 
@@ -172,30 +178,83 @@ def in_rst(text: str) -> str:
     return "".join(parts)
 
 
+def joined(text: str) -> str:
+    """The text, its code over two lines put on one."""
+    parts = text.split("`")
+    if len(parts) % 2:
+        parts[1::2] = [re.sub(r"\n\s*", " ", part) for part in parts[1::2]]
+    return "`".join(parts)
+
+
+def indent_of(line: str) -> int:
+    """Spaces in front."""
+    return len(line) - len(line.lstrip())
+
+
+def with_labels(lines: list[str]) -> list[str]:
+    """Sections of running text ("Cost: ...", "Returns:") as paragraphs that begin with a label."""
+    written: list[str] = []
+    at: int | None = None  # the indentation of the section that we are in
+    inside = 0  # that of its text
+    for line in lines:
+        if found := LABEL.match(line):
+            at, inside = len(found[1]), 0
+            written += [f"{found[1]}**{found[2]}:** {found[3]}"]
+            continue
+        if line.strip() and at is not None:
+            inside = inside or indent_of(line)
+            if indent_of(line) <= at:
+                at = None
+            elif written[-1].endswith(":** "):  # "Returns:" stood alone
+                written[-1] += line.lstrip()
+                continue
+            else:
+                line = line[min(inside, indent_of(line)) - at :]
+        written.append(line)
+    return written
+
+
 def rewrite_docstring(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Makes reStructuredText of a docstring's Markdown: inline code, and indented code blocks."""
-    text = re.sub(r"`([^`\n]+)\n\s*([^`\n]+)`", r"`\1 \2`", "\n".join(lines))  # code over two lines
+    """Makes reStructuredText of a docstring's Markdown: code, code blocks, lists, labels."""
     written: list[str] = []
     code_at: int | None = None  # the indentation of the code block that we are in
+    list_at: int | None = None  # that of the list
     before = ""  # the last line that was not empty
-    for line in text.splitlines():
-        indent = len(line) - len(line.lstrip())
+    for line in joined("\n".join(lines)).splitlines():
+        indent = indent_of(line)
         if not line.strip():
             written.append(line)
             continue
         if code_at is not None and indent < code_at:
             code_at = None
-        deeper = indent >= len(before) - len(before.lstrip()) + 4
+        deeper = indent >= indent_of(before) + 4
         follows_gap = bool(written) and not written[-1].strip()
         if code_at is None and deeper and follows_gap and before and not SECTION.match(before):
             code_at = indent
             written += [" " * (indent - 4) + ".. code-block:: python", ""]
         is_code = code_at is not None or line.lstrip().startswith((">>>", "..."))
+        if list_at is not None and indent <= list_at and not line.lstrip().startswith("- "):
+            list_at = None
+        if not is_code and line.lstrip().startswith("- ") and list_at is None:
+            list_at = indent
+            written += [] if follows_gap else [""]
         written.append(line if is_code else in_rst(line))
         before = line
-    lines[:] = written
+    lines[:] = with_labels(written)
+
+
+def shown_signature(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, returned: str
+) -> tuple[str, str] | None:
+    """No arguments for what is not to be made: `Pattern`, `Mask`."""
+    return ("", returned) if signature and signature.startswith("(*_") else None
+
+
+def whole_text(docstring: GoogleDocstring) -> list[str]:
+    """A property's docstring as it is: what stands before a colon is not its type."""
+    return docstring._consume_to_end()
 
 
 def show_no_overloads(analyze: Any) -> Any:
@@ -230,5 +289,7 @@ def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     ModuleAnalyzer.analyze = show_no_overloads(ModuleAnalyzer.analyze)  # type: ignore[method-assign]
     app.connect("source-read", add_to_page)
+    GoogleDocstring._parse_attribute_docstring = whole_text  # type: ignore[method-assign]
     app.connect("autodoc-process-docstring", rewrite_docstring, priority=400)
+    app.connect("autodoc-process-signature", shown_signature)
     app.connect("build-finished", list_external_links)
