@@ -39,15 +39,20 @@ def drawn() -> list[dict[str, Any]]:
     draw, cases = random.Random(SEED), []
     while len(cases) < CASES:
         case = _case(draw)
-        told = told_of(case)
-        if told.peak_bytes.value >= LEAST_BYTES and _rough_seconds(told, case) <= MOST_SECONDS:
+        tensors = 4 if case["backward"] else 2  # of the query's size, beside keys and values
+        tokens = case["tokens"] * (tensors * case["num_heads"] + 2 * case["num_kv_heads"])
+        size = getattr(torch, case["dtype"]).itemsize
+        most = case["batch_size"] * tokens * case["head_dim"] * size
+        if most >= LEAST_BYTES and _rough_seconds(case) <= MOST_SECONDS:
             cases.append(case)
     return cases
 
 
-def _rough_seconds(told: "sr.Estimate", case: dict[str, Any]) -> float:
-    """By a rate that no calibration changes, for the same cases wherever they are drawn."""
-    return told.flops.value / (4e11 if case["dtype"] == "bfloat16" else 1.2e11)
+def _rough_seconds(case: dict[str, Any]) -> float:
+    """By one head, and rates that no calibration changes: the same cases wherever it is drawn."""
+    told = told_of({**case, "num_heads": 1, "num_kv_heads": 1, "batch_size": 1})
+    flops = told.flops.value * case["num_heads"] * case["batch_size"]
+    return flops / (4e11 if case["dtype"] == "bfloat16" else 1.2e11)
 
 
 def _case(draw: random.Random) -> dict[str, Any]:
