@@ -1,0 +1,1 @@
+"""Plans before a run: what a call costs, what fits, and what it costs over ranks."""
