@@ -21,7 +21,7 @@ from .sizes import parse_bytes, parse_tokens, show_bytes
 
 SPARE = 0.08
 """Part of a memory that a plan leaves free: `estimate` tells memory in use, and where memory is
-limited what is reserved may count, buffers' untouched room with it (5.5% of a call, measured).
+limited what is reserved may count, buffers' room that is never touched with it.
 """
 MOST = 1 << 40
 """Where a search ends: batches and tokens beyond fit nowhere."""
@@ -73,7 +73,7 @@ def choose_batch_size(
 
     Example:
         >>> choose_batch_size(SlidingWindow(256), tokens="4K", memory="1GB", num_heads=2)
-        107
+        108
     """
     length, limit = parse_tokens(tokens), memory_of(machine, memory)
 
@@ -98,8 +98,8 @@ def choose_batch_size(
         return found
     raise ValueError(
         f"memory must hold one entry of {length:,} tokens, which needs {show_bytes(peak(1))}, got "
-        f"{show_bytes(limit)}, of which {SPARE:.0%} stay free; take fewer tokens (longest_sequence says how many fit), a smaller "
-        "dtype, or more ranks"
+        f"{show_bytes(limit)}, of which {SPARE:.0%} stay free; take fewer tokens (longest_sequence "
+        "says how many fit), a smaller dtype, or more ranks"
     )
 
 
@@ -122,7 +122,7 @@ def longest_sequence(
 ) -> int:
     """The most tokens of a sequence with which one attention call fits in memory.
 
-    `multiple_of` tokens more do not fit, by the arithmetic of `estimate` and with `SPARE` left free.
+    `multiple_of` more do not fit, by the arithmetic of `estimate` and with `SPARE` left free.
 
     Args:
         pattern: A mask or a mixture.
@@ -175,7 +175,8 @@ def longest_sequence(
         return found * multiple_of
     raise ValueError(
         f"memory must hold {multiple_of} tokens, which need {show_bytes(peak(1))}, got "
-        f"{show_bytes(limit)}, of which {SPARE:.0%} stay free; take fewer heads or entries, a smaller dtype, or more memory"
+        f"{show_bytes(limit)}, of which {SPARE:.0%} stay free; take fewer heads or entries, a "
+        "smaller dtype, or more memory"
     )
 
 
