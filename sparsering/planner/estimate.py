@@ -148,7 +148,7 @@ def estimate(
 
     Example:
         >>> estimate(Causal(), tokens=4096, backward=True).peak_bytes
-        Figure(value=67633456, known='arithmetic')
+        Figure(value=78718212, known='arithmetic')
     """
     check_pattern(pattern)
     checks = {"tokens": tokens, "num_heads": num_heads, "head_dim": head_dim}
