@@ -152,11 +152,11 @@ def _measure(send: Any, case: dict[str, Any]) -> None:
     del result
 
 
-def median_seconds(case: dict[str, Any]) -> float:
+def median_seconds(case: dict[str, Any]) -> float | None:
     """Of some calls in this process, after one that is not counted, with the machine its own.
 
-    A call during which other processes computed is made again, up to a limit: whether it counts
-    never depends on how long it took.
+    A call during which other processes computed is made again, and None is returned where they go
+    on: the case is left for another run. Whether a call counts never depends on how long it took.
     """
     inputs, found = inputs_of(case), []
     call(case, inputs)
@@ -168,9 +168,7 @@ def median_seconds(case: dict[str, Any]) -> float:
             found.append(took)
         if len(found) == ROUNDS:
             break
-    if not found:
-        raise RuntimeError("other processes compute all the time; measure when there are none")
-    return statistics.median(found)
+    return statistics.median(found) if len(found) == ROUNDS else None
 
 
 def _seconds_of_others() -> float:
@@ -231,8 +229,12 @@ def main() -> None:
     kinds = {"peak_bytes": peak_bytes, "seconds": median_seconds}
     for name, measure in kinds.items():
         for one in kept if arguments.only in (None, name) else []:
-            if name not in one["measured"] and time.perf_counter() - start < arguments.seconds:
-                one["measured"][name] = measure(one["case"])
+            late = time.perf_counter() - start > arguments.seconds
+            if late or name in one["measured"]:
+                continue
+            found = measure(one["case"])
+            if found is not None:
+                one["measured"][name] = found
                 _keep(arguments.kept, kept)
     if all(one["measured"].keys() == kinds.keys() for one in kept):
         rows = [row_of(one["case"], one["measured"]) for one in kept]
