@@ -6,6 +6,7 @@ Nothing is measured here: rules over figures of the layout, whose constants are 
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ..kernels import sdpa
 from ..layouts.compile import compile_passes, default_block_size, terms
@@ -88,9 +89,21 @@ def _by_density(pattern: Pattern, frame: Frame) -> int:
 
 
 def _held(pattern: Pattern, frame: Frame, size: int, queries: tuple[int, int]) -> float:
-    """Pairs in the tiles that some queries visit, to a query; mean over heads."""
+    """Pairs in the tiles that some queries visit, to a query; mean over heads.
+
+    Kernels round what is left of a sequence to 16 tokens, not to a whole tile.
+    """
     found = 0.0
     for compiled in compile_passes(pattern, frame, size, queries=[queries]):
-        entries = [len(table.key_tile) for row in compiled.tables for table in row]
-        found += size * size * sum(entries) / max(1, len(entries))
+        axes = zip(compiled.queries, compiled.keys, strict=True)
+        rounded = [tuple(_rounded(axis.count) for axis in pair) for pair in axes]
+        tables = [table for row in compiled.tables for table in row]
+        for number, table in enumerate(tables):
+            rows, columns = rounded[number * len(rounded) // len(tables)]
+            of_row = rows.repeat_interleave(table.row_ptr.diff())
+            found += float((of_row * columns[table.key_tile]).sum()) / len(tables)
     return found / (queries[1] - queries[0])
+
+
+def _rounded(count: Tensor) -> Tensor:
+    return (count.clamp(min=0) + 15) // 16 * 16
