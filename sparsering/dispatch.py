@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .cost import choice
 from .kernels import cpu, flash, flex, gather, reference, sdpa, torch_sparse, triton
-from .kernels.cpu import tuning as cpu_tuning
+from .kernels.cpu import tune as cpu_tuning
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import tuning as triton_tuning
 from .layouts.layout import BlockLayout

@@ -5,16 +5,16 @@ import torch
 
 import sparsering as sr
 from sparsering.cli import main
-from sparsering.kernels.cpu import call, tune, tuning
+from sparsering.kernels.cpu import call, tune
 
 
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     call.reasons()  # the kernel is compiled where it always is
     monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
-    tuning._tuned.cache_clear()
+    tune._tuned.cache_clear()
     yield tmp_path
-    tuning._tuned.cache_clear()
+    tune._tuned.cache_clear()
 
 
 def test_the_fastest_that_is_right_is_kept_and_used(own_cache, monkeypatch):
@@ -36,9 +36,9 @@ def test_the_fastest_that_is_right_is_kept_and_used(own_cache, monkeypatch):
     assert path.parent == own_cache and path.name.startswith("cpu-")
     assert any("48: left out, its results differ by 0.01" in line for line in said)
     like = torch.zeros(1, 1, 1, 8)
-    assert tuning.block_size(pattern.expression, like) == 80
-    assert tuning.block_size(pattern.expression, like.bfloat16()) is None
-    assert tuning.block_size(sr.Causal().expression, like) is None
+    assert tune.block_size(pattern.expression, like) == 80
+    assert tune.block_size(pattern.expression, like.bfloat16()) is None
+    assert tune.block_size(sr.Causal().expression, like) is None
     query = torch.randn(1, 2, 300, 8)
     assert "cpu, blocks of 80" in sr.explain(query, query, query, pattern)
     out = sr.attention(query, query, query, pattern)
@@ -53,7 +53,7 @@ def test_a_tiny_tuning_from_the_command_line(own_cache, capsys):
     told = capsys.readouterr().out
     assert "block size 16: " in told and "block size 32: " in told and "Wrote " in told
     like = torch.zeros(1, 1, 1, 8)
-    assert tuning.block_size(sr.SlidingWindow(9).expression, like) in (16, 32)
-    tuning.keep(sr.Causal().expression, like, 48)
-    assert tuning.block_size(sr.Causal().expression, like) == 48
-    assert tuning.block_size(sr.SlidingWindow(9).expression, like) in (16, 32)
+    assert tune.block_size(sr.SlidingWindow(9).expression, like) in (16, 32)
+    tune.keep(sr.Causal().expression, like, 48)
+    assert tune.block_size(sr.Causal().expression, like) == 48
+    assert tune.block_size(sr.SlidingWindow(9).expression, like) in (16, 32)

@@ -1,12 +1,15 @@
 """Measuring block sizes for the compiled kernel on this processor: `sparsering tune` without a GPU.
 
 A size counts only where its results agree with those of the first. The fastest is kept on disk, and
-used by every later process for calls that name none.
+used by every later process for calls that name none. A call never measures anything: its time, and
+its bits, do not depend on chance.
 """
 
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,8 +17,9 @@ from torch import Tensor
 
 from ...layouts.cache import layout_cache
 from ...patterns.algebra import Frame, Pattern
+from .. import tuned
 from ..problem import Problem
-from . import call, tuning
+from . import call
 
 _AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 _SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 3.0, 3, 40
@@ -65,7 +69,7 @@ def tune(
     times = _milliseconds(runs)
     for size, milliseconds in times.items():
         say(f"block size {size}: {milliseconds:.3f} ms forward and backward")
-    return tuning.keep(pattern.expression, query, min(times, key=lambda size: times[size]))
+    return keep(pattern.expression, query, min(times, key=lambda size: times[size]))
 
 
 def _step(problem: Problem) -> Callable[[], tuple[Tensor, ...]]:
@@ -103,3 +107,36 @@ def _milliseconds(runs: dict[int, Callable[[], object]]) -> dict[int, float]:
             run()
             times[size].append(1e3 * (time.perf_counter() - start))
     return {size: statistics.median(found) for size, found in times.items()}
+
+
+def block_size(expression: str, like: Tensor) -> int | None:
+    """The measured block size of a pattern on tensors like this one, or None."""
+    sizes = _tuned()["block_sizes"]
+    return sizes.get(tuned.block_key(expression, like)) if sizes else None
+
+
+def keep(expression: str, like: Tensor, size: int) -> Path:
+    """Adds a measured block size to those on disk; returns the file."""
+    key = tuned.block_key(expression, like)
+    path = tuned.add(_path(), {}, {key: size})
+    _tuned.cache_clear()
+    return path
+
+
+def _path() -> Path:
+    return tuned.file_of("cpu", _processor(), torch.__version__)
+
+
+@cache
+def _tuned() -> tuned.Choices:
+    """What was measured on this processor: read once."""
+    return tuned.read(_path())
+
+
+def _processor() -> str:
+    """The name of the processor, and what of it torch and the kernel use."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name} {torch.backends.cpu.get_cpu_capability()}"
