@@ -260,6 +260,6 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     for name, backend in BACKENDS.items():
         told = reasons_against(name, inputs, only_some)
         told += [] if backend.refuses is None else backend.refuses(pattern, frame)
-        told = "; ".join(told) or "usable"
-        lines.append(f"{name}: {told}" + (" (only when named)" * (not is_default(name))))
+        state = "; ".join(told) or "usable"
+        lines.append(f"{name}: {state}" + (" (only when named)" * (not is_default(name))))
     return "\n".join(lines)

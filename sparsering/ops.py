@@ -360,7 +360,7 @@ def _reference(
             biased = slots_op(*spelt), padded
         log_counts = _log_biased_counts(*biased)
         if dropout is not None:
-            of_branch = kept_by_branch(declared, laid[1], *dropout)
+            of_branch = kept_by_branch(declared, laid[2], *dropout)
             which = torch.tensor(branches, dtype=torch.int64)
             of_kept = _log_biased_counts(*biased, of_branch[which].to(query.device))
             kept = (of_kept - finite_or_zero(log_counts)).exp()

@@ -15,7 +15,7 @@ from ..patterns.blocks import blockwise_masks
 from ..patterns.keys import without_key_masks
 
 _SAMPLE = 2048  # query positions that stand for all
-_LEAST_KEYS = 192  # of fewer, there are too few tiles to choose from
+_LEAST_KEYS = 128  # of fewer, there are too few tiles to choose from
 _MOST_KEYS = 2048  # of a query, from which on what lies at a pattern's edges is a small part of it
 
 # Smaller tiles cost more a pair and hold fewer pairs that are not of the pattern: they are taken

@@ -8,7 +8,7 @@ its bits, do not depend on chance.
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def _error(got: Tensor, expected: Tensor) -> float:
     return float(difference / expected.float().norm().clamp(min=1e-30))
 
 
-def _milliseconds(runs: dict[int, Callable[[], object]]) -> dict[int, float]:
+def _milliseconds(runs: Mapping[int, Callable[[], object]]) -> dict[int, float]:
     """Median time of each call, in turn, for some seconds."""
     times: dict[int, list[float]] = {size: [] for size in runs}
     begin = time.perf_counter()
