@@ -50,10 +50,10 @@ def form(pattern: Pattern, frame: Frame) -> str | None:
     if len(pattern.branches) == 1:
         least, most = frame.q_start - (frame.kv_len - 1), frame.q_start + frame.q_len - 1
         inner, outer = _bands(pattern.branches[0], least, most)
-        exact = inner if inner == outer else None
-        if exact == _EVERY:
+        low, high = inner if inner == outer else _NONE
+        if high == math.inf and low == -math.inf:
             return "full"
-        if exact == (0, math.inf) and not frame.q_start:
+        if high == math.inf and low == 0 and not frame.q_start:
             return "causal"
         if frame.q_len * frame.kv_len * _num_tables(pattern, frame) <= MOST_MASKED:
             return "masked"

@@ -156,7 +156,7 @@ def test_it_says_what_it_cannot():
     with pytest.raises(NotImplementedError, match="one head dim"):
         attend(narrow, sr.Causal(), backend="sdpa")
     assert not BACKENDS["sdpa"].runs_any_layout  # which rings ask
-    cache = KVCache(sr.Causal())
+    cache = KVCache(sr.Causal(), 1, 2, 4)
     with pytest.raises(NotImplementedError, match="sdpa: it runs whole patterns"):
         cache.attend(*(x[:, :, :4] for x in args), backend="sdpa")
 
