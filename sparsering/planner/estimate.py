@@ -174,7 +174,7 @@ def estimate(
     if block_size is None and found is not None and found.kind == "gpu":
         block_size = default_block_size(pattern, tokens)
     elif block_size is None:
-        block_size = block_size_of(chosen, pattern, like, tokens)
+        block_size = block_size_of(chosen, pattern, like, frame)
     work = work_of(pattern, frame, block_size)
     call = Call(batch_size, head_dim, dtype, torch.get_num_threads())
     pairs = work.pairs * num_heads * batch_size
