@@ -1,4 +1,4 @@
-"""The command line: `sparsering train | demo | demo-ring | generate | plot | info | bench | report | ...`.
+"""The command line: `sparsering train | demo | demo-ring | generate | plot | bench | report | ...`.
 
 What a user got wrong, or the machine cannot do, ends in one line on stderr and exit code 2.
 """

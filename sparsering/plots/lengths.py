@@ -17,7 +17,7 @@ def lengths_png(rows: Sequence[Mapping[str, Any]], column: str) -> bytes:
 
     Raises: ImportError without matplotlib.
     """
-    figure = new_figure(4.6, 5.0)
+    figure = new_figure(3.9, 4.7)
     axes = figure.add_subplot()
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -65,7 +65,7 @@ def roofline_png(
 
     Raises: ImportError without matplotlib.
     """
-    figure = new_figure(4.6, 4.8)
+    figure = new_figure(3.9, 4.6)
     axes = figure.add_subplot()
     intensities = [point[2] for point in points] or [1.0]
     low, high = min(intensities) / 4, max(intensities) * 4

@@ -34,10 +34,11 @@ def rows_html(rows: Sequence[Row], columns: Sequence[Column]) -> str:
         cells = [f"<td>{html.escape(columns[0].text(row))}</td>"]
         for column in columns[1:]:
             name, text = html.escape(column.heading, quote=True), html.escape(column.text(row))
-            empty = "" if text else ' class="none"'
-            cells.append(f'<td data-name="{name}"{empty}>{text}</td>')
+            kind = "none" if not text else "short" if len(text) < 8 else "long"
+            cells.append(f'<td data-name="{name}" class="{kind}">{text}</td>')
         body.append(f"<tr>{''.join(cells)}</tr>")
-    return f'<table class="figures"><thead><tr>{heads}</tr></thead><tbody>{"".join(body)}</tbody></table>'
+    content = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody>"
+    return f'<table class="figures">{content}</table>'
 
 
 def columns_of(table: str, gpu: Mapping[str, Any] | None) -> list[Column]:
@@ -45,8 +46,8 @@ def columns_of(table: str, gpu: Mapping[str, Any] | None) -> list[Column]:
     common = [
         Column("call", lambda row: row["call"]),
         Column("density", lambda row: share(row.get("density"))),
-        Column("error", lambda row: f"{row['error']:.0e}" if "error" in row else ""),
-        Column("ms: median (least - most)", milliseconds),
+        Column("error", lambda row: error(row.get("error"))),
+        Column("ms, median (least - most)", milliseconds),
         Column("peak memory", lambda row: size(row.get("peak_bytes"))),
     ]
     on_gpu = Column("on a GPU", lambda row: gpu_figure(gpu, table, row))
@@ -76,6 +77,14 @@ def share(number: float | None) -> str:
         return ""
     percent = 100 * number
     return f"{percent:.3g}%" if percent < 99.95 else "100%"
+
+
+def error(number: float | None) -> str:
+    """Such as 3e-7, relative to the largest exact output."""
+    if number is None:
+        return ""
+    mantissa, exponent = f"{number:.0e}".split("e")
+    return f"{mantissa}e{int(exponent)}" if number else "0"
 
 
 def size(number: float | None) -> str:
@@ -122,7 +131,9 @@ _MORE: dict[str, list[Column]] = {
         Column("operators in all", _count("operators")),
     ],
     "layouts": [
-        Column("layout, cold, ms", lambda row: short(row["layout_ms"]) if "layout_ms" in row else ""),
+        Column(
+            "layout, cold, ms", lambda row: short(row["layout_ms"]) if "layout_ms" in row else ""
+        ),
         Column("first call, ms", lambda row: short(row["first_ms"]) if "first_ms" in row else ""),
         Column("layout's share", lambda row: _layout_share(row)),
         Column("calls, built, hits", lambda row: _hits(row)),

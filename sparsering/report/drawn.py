@@ -82,6 +82,6 @@ def ring_html(rows: Sequence[Row]) -> list[str]:
         caption = f"{row['ranks']} ranks, {row['tokens']:,} tokens, sharding: {kind}"
         row_bytes = 2 * row["head_dim"] * torch.float32.itemsize
         alt = f"Who sends what to whom, {row['known']}: {caption}; senders down, receivers right."
-        png = traffic_png([(caption, plan.tokens, row_bytes)])
+        png = traffic_png([(caption, plan.tokens, row_bytes)], panel_width=3.8)
         found.append(picture_html(png, alt))
     return found

@@ -9,7 +9,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .columns import NOT_MEASURED, Row, columns_of, rows_html, share, short, size
+from .columns import NOT_MEASURED, Row, columns_of, error, rows_html, share, short, size
 from .drawn import gallery_html, lengths_html, ring_html, roofline_html
 from .html import page_html
 from .prior import ADVICE, PLACE, PRIOR, WISHES
@@ -21,11 +21,12 @@ h3 { font-size: 1rem; margin: 1rem 0 .25rem; }
 .source, .note { font-size: .85rem; opacity: .8; margin: .35rem 0; }
 .why { border-left: 3px solid #d1603d; padding-left: .75rem; margin: .75rem 0; }
 .figures { font-size: .85rem; }
-.figures th { text-align: left; font-weight: 600; vertical-align: bottom; padding: .2rem .5rem .2rem 0;
-  border-bottom: 2px solid #8888; }
+.figures th { text-align: left; font-weight: 600; vertical-align: bottom;
+  padding: .2rem .5rem .2rem 0; border-bottom: 2px solid #8888; }
 .figures td:last-child { text-align: left; }
 .figures td { overflow-wrap: normal; }
-.said td:last-child { text-align: left; width: 45%; }
+.figures td.short { white-space: nowrap; }
+.said td:last-child { text-align: left; width: 60%; }
 .out td { opacity: .75; }
 details { margin: .75rem 0; }
 summary { cursor: pointer; font-weight: 600; }
@@ -33,8 +34,10 @@ nav a { display: inline-block; padding: .3rem .8rem .3rem 0; }
 .gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: 1rem; }
 .gallery figure { margin: 0; font-size: .85rem; line-height: 1.35; }
 .gallery img { display: block; margin-bottom: .25rem; }
-.picture { margin: 1rem 0; text-align: center; }
-.picture figcaption { font-size: .85rem; opacity: .8; text-align: left; }
+.picture { margin: 1rem 0; }
+.picture img { max-width: min(100%, 32rem); }
+ul { padding-left: 1.2rem; }
+.picture figcaption { font-size: .85rem; opacity: .8; }
 @media (min-width: 48rem) { body { max-width: 60rem; } }
 @media (max-width: 48rem) {
   .figures thead { display: none; }
@@ -46,6 +49,9 @@ nav a { display: inline-block; padding: .3rem .8rem .3rem 0; }
     opacity: .75; }
   .figures .none { display: none; }
   .figures .out td[data-name] { grid-column: 1 / -1; }
+  .wishes td { display: block; border: 0; padding: 0; }
+  .wishes td:first-child { font-weight: 600; padding-top: .6rem; }
+  .wishes td:last-child { width: auto; }
 }
 """
 
@@ -73,7 +79,7 @@ TITLES: dict[str, tuple[str, str]] = {
     "launches": (
         "What a call dispatches",
         "2,048 tokens, one warm call under torch's profiler. On a CPU there are no kernel "
-        "launches; operators are counted: those called from Python, and with those that these call.",
+        "launches; operators are counted: those called from Python, and all of them.",
     ),
     "layouts": (
         "Patterns: the first call, and the cache",
@@ -196,7 +202,7 @@ def _prior(name: str) -> list[str]:
         for what, figure in prior.said
     )
     return [
-        f'<p class="why"><strong>Why the prior document differs.</strong> {html.escape(prior.why)}</p>',
+        f'<p class="why"><strong>The prior document:</strong> {html.escape(prior.why)}</p>',
         _folded(f"What it said ({PLACE})", f'<table class="said">{cells}</table>'),
     ]
 
@@ -212,7 +218,7 @@ def _summary(records: Mapping[str, Record]) -> list[str]:
             f"{ours['tokens']:,} tokens at a density of {share(ours['density'])}: "
             f"{short(ours['ms'])} ms, dense attention {short(dense['ms'])} ms, "
             f"{dense['ms'] / ours['ms']:.1f} times as long. Error against float64: "
-            f"{ours['error']:.0e}."
+            f"{error(ours['error'])}."
         )
     measured = [r for r in records.get("lengths", {}).get("rows", []) if "ms" in r]
     if measured:
@@ -228,7 +234,7 @@ def _summary(records: Mapping[str, Record]) -> list[str]:
         "The tables that a prior library published, run again: each figure with the density of "
         "the pairs that attend, its error against float64 on sampled rows, the median of warm "
         "calls with the least and the most, and the peak memory beyond the inputs. A call that "
-        "returns zeros, or anything else that is wrong, is not timed. What was not measured says so."
+        "returns zeros, or anything else that is wrong, is not timed."
     )
     return [f"<p>{intro}</p>", f"<ul>{items}</ul>" if items else ""]
 
@@ -265,11 +271,11 @@ def _gpu_section(gpu: Record | None) -> list[str]:
     lines = ['<h2 id="gpu">On a GPU</h2>']
     if gpu is None:
         text = (
-            f"{NOT_MEASURED.capitalize()}: there is no record of a GPU. On one, "
-            "`python -m benchmarks.gpu --out benchmarks/records` writes it, and this page then "
-            "has its figures here and beside the rows that it fits."
+            f"{NOT_MEASURED.capitalize()}: there is no record of a GPU. On one, <code>python -m "
+            "benchmarks.gpu --out benchmarks/records</code> writes it, and this page then has its "
+            "figures here and beside the rows that it fits."
         )
-        return [*lines, f"<p>{html.escape(text)}</p>"]
+        return [*lines, f"<p>{text}</p>"]
     place = gpu["environment"]
     lines.append(f"<p>{html.escape(str(place['gpu']))}, commit {place['commit'][:10]}.</p>")
     for name, part in gpu["parts"].items():
@@ -302,4 +308,3 @@ def _wishes() -> list[str]:
         "<p>The prior documents' lists of what should come, and what became of each.</p>",
         f'<table class="said wishes">{cells}</table>',
     ]
-

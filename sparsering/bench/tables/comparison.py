@@ -96,9 +96,9 @@ def sparsity(quick: bool, budget: Budget) -> list[Row]:
         cases.append(
             Case(f"{share}% of random blocks", RandomBlocks(share / 100, 32), tokens, block_size=32)
         )
-    for share, radius in ((19.3, 6), (44.9, 16), (75.8, 32)):
+    for told, radius in (("19.3%", 6), ("44.9%", 16), ("75.8%", 32)):
         pattern = BlockWindow(radius, 32)
-        cases.append(Case(f"window of {share}%", pattern, tokens, block_size=32))
+        cases.append(Case(f"window of {told}", pattern, tokens, block_size=32))
     return rows_of(cases, min(budget.left / 3, 6))
 
 
@@ -121,9 +121,7 @@ def gallery(quick: bool, budget: Budget) -> list[Row]:
     )  # fmt: skip
     block = 64 if not quick else 16
     dense = Case("dense SDPA, all pairs", Full(), tokens, DENSE, heads=1)
-    cases = [
-        Case(name, pattern, tokens, heads=1, block_size=block) for name, pattern in patterns
-    ]
+    cases = [Case(name, pattern, tokens, heads=1, block_size=block) for name, pattern in patterns]
     return rows_of([dense, *cases], min(budget.left / 3, 6))
 
 

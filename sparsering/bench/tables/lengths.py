@@ -19,6 +19,7 @@ from .measured import (
     call_of,
     in_new_process,
     left_out,
+    own_backend,
     rows_of,
     spread_of,
     timed,
@@ -47,8 +48,7 @@ def patterns() -> dict[str, tuple[Pattern, str | None, int]]:
 def case_of(name: str, tokens: int, heads: int) -> Case:
     """The case of a pattern by its name."""
     pattern, backend, block = patterns()[name]
-    named = {} if backend is None else {"backend": backend}
-    return Case(name, pattern, tokens, heads=heads, block_size=block, **named)
+    return Case(name, pattern, tokens, backend or own_backend(), heads, block_size=block)
 
 
 def lengths(quick: bool, budget: Budget) -> list[Row]:
@@ -143,7 +143,7 @@ def _within(case: Case, limit: int, measured: bool, threads: int) -> Iterator[ob
     """Runs a call under a limit; yields whether it could, or, once it has, its row."""
     torch.set_num_threads(threads)
     warm_up(case)
-    yield
+    yield None
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (memory("VmData") + limit, most))
     before = memory("VmRSS")
@@ -154,17 +154,19 @@ def _within(case: Case, limit: int, measured: bool, threads: int) -> Iterator[ob
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         if "alloc" not in str(error) and not isinstance(error, MemoryError):
             raise
-        yield
+        yield None
         yield False
         return
     peak = memory("VmHWM") - before
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    yield
+    yield None
     if not measured:
         yield bool(out.any()) and bool(out[:, :, ::STEP].isfinite().all())
         return
     query, key, value = inputs
-    layout = case.pattern.layout(case.tokens, num_heads=case.heads, block_size=case.block_size or 64)
+    layout = case.pattern.layout(
+        case.tokens, num_heads=case.heads, block_size=case.block_size or 64
+    )
     yield {
         "call": case.call, "backend": case.backend, "pattern": str(case.pattern),
         "dtype": case.dtype, "tokens": case.tokens, "heads": case.heads, "head_dim": case.head_dim,

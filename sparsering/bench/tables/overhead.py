@@ -1,8 +1,9 @@
-"""What a call costs beside its arithmetic: dispatches and launches, layouts, the cache; choosing."""
+"""What a call costs beside its arithmetic: dispatches, layouts and their cache, choosing."""
 
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -137,14 +138,14 @@ def chosen(quick: bool, budget: Budget) -> list[Row]:
         for dtype in ("float32", "bfloat16"):
             levels = ((64, 512), (512, None)) if not quick else ((32, 64), (64, None))
             block = 64 if not quick else 32
-            shared = {"tokens": tokens, "dtype": dtype, "heads": 8 if not quick else 2}
             what = f"{tokens:,} tokens, {dtype}"
+            causal = Case("", Causal(), tokens, heads=8 if not quick else 2, dtype=dtype)
             cases = [
-                Case(f"dense SDPA, {what}", Causal(), backend=DENSE, **shared),
-                Case(f"hierarchical, {what}", Hierarchical(levels, block), block_size=block,
-                     **shared),
-                Case(f"chosen by means, {what}", Causal(), chooses="sub", **shared),
-                Case(f"chosen by a scorer, {what}", Causal(), chooses="scorer", **shared),
+                replace(causal, call=f"dense SDPA, {what}", backend=DENSE),
+                replace(causal, call=f"hierarchical, {what}", pattern=Hierarchical(levels, block),
+                        block_size=block),
+                replace(causal, call=f"chosen by means, {what}", chooses="sub"),
+                replace(causal, call=f"chosen by a scorer, {what}", chooses="scorer"),
             ]  # fmt: skip
             found = rows_of(cases, min(budget.left / 6, 5), rows=8)
             if tokens == 256 or tokens == 4096:

@@ -22,7 +22,7 @@ PLANNED = (8, 16, 64, 256)
 
 
 def pattern_of(tokens: int) -> Any:
-    """LongNet whose longest branch spans the whole sequence, so that every rank needs the others."""
+    """LongNet whose longest branch spans the whole sequence: every rank needs the others."""
     return LongNet((tokens // 64, tokens), (1, 32)) & Causal()
 
 
@@ -81,9 +81,7 @@ def _rank(rank: int, world: int, tokens: int, address: str, send: Connection) ->
         whole.clear()
 
     def call() -> torch.Tensor:
-        out = ring_attention(
-            own[0], own[1], own[2], pattern, sharding=plan.sharding, timeout=300
-        )
+        out = ring_attention(own[0], own[1], own[2], pattern, sharding=plan.sharding, timeout=300)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -107,7 +105,8 @@ def _rank(rank: int, world: int, tokens: int, address: str, send: Connection) ->
         times.append(_together(time.perf_counter() - begin, world) * 1e3)
     if rank == 0:
         send.send({
-            "call": f"{world} ranks" if world > 1 else "1 rank", "known": "measured", "ranks": world,
+            "call": f"{world} ranks" if world > 1 else "1 rank", "known": "measured",
+            "ranks": world,
             "pattern": str(pattern), "tokens": tokens, "heads": HEADS, "head_dim": WIDTH,
             "dtype": "float32", "sharding": plan.sharding,
             "density": float(plan.loads.sum()) / HEADS / tokens**2, "error": error,
