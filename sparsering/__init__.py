@@ -45,6 +45,8 @@ from .patterns import (
     parse,
     register_pattern,
 )
+from .planner.batch import choose_batch_size, longest_sequence
+from .planner.estimate import Estimate, Figure, estimate
 from .varlen import attention_varlen
 from .weights import BlockWeights, attention_weights, key_mass
 
@@ -60,6 +62,8 @@ __all__ = [
     "Dense",
     "Dilated",
     "Documents",
+    "Estimate",
+    "Figure",
     "Full",
     "GlobalTokens",
     "Hierarchical",
@@ -81,11 +85,14 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "backends",
+    "choose_batch_size",
     "dropout_kept",
+    "estimate",
     "explain",
     "from_mask_mod",
     "key_mass",
     "layout_cache",
+    "longest_sequence",
     "merge_attention",
     "parse",
     "register_pattern",

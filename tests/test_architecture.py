@@ -25,7 +25,8 @@ ROOMS = {
     "layouts": "patterns rows",
     "dropout": "patterns rows",
     "kernels": "layouts patterns dropout numerics files rows",
-    "dispatch": "kernels layouts patterns",
+    "cost": "layouts patterns files numerics rows kernels",
+    "dispatch": "kernels layouts patterns cost",
     "checks": "layouts patterns numerics",
     "extras": "checks dropout patterns",
     "differentiable": "checks patterns numerics",
@@ -34,7 +35,6 @@ ROOMS = {
     "functional": "ops extras dispatch checks patterns",
     "varlen": "functional checks patterns",
     "weights": "functional ops dispatch checks layouts patterns numerics",
-    "cost": "layouts",
     "selection": "weights functional ops dispatch checks kernels layouts patterns numerics rows",
     "decoding": "selection functional ops dispatch checks kernels layouts patterns numerics",
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
@@ -42,7 +42,7 @@ ROOMS = {
     "nn": "functional selection decoding checks patterns numerics",
     "models": "nn functional decoding patterns",
     "integrations": "nn functional selection decoding checks patterns numerics",
-    "planner": "cost distributed layouts patterns",
+    "planner": "cost dispatch distributed checks layouts patterns numerics",
     "plots": "planner layouts patterns",
     "report": "plots planner distributed patterns",
     "bench": "plots report planner integrations models nn selection decoding functional extras "

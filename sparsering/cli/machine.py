@@ -1,6 +1,7 @@
 """The commands about this machine: `info`, `bench`, `build`."""
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("matplotlib", installed("matplotlib", "plots")),
         ("triton", installed("triton", "triton")),
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
+        ("numa nodes", numa_nodes()),
         ("cpu", f"{features.get('cpu_name', platform.processor() or platform.machine())}"),
         ("cpu kernels", torch.backends.cpu.get_cpu_capability()),
         ("cpu features", ", ".join(name for name in wide if features.get(name)) or "unknown"),
@@ -72,6 +74,25 @@ def _info(arguments: argparse.Namespace) -> int:
     for name, reasons in sparsering.backends().items():
         print(f"  {name:<13} {'; '.join(reasons) or 'usable'}")
     return 0
+
+
+def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> str:
+    """How many NUMA nodes Linux tells of, with each one's processors and memory, else "unknown".
+
+    Memory of another node is slower to read: docs/planning.md says how ranks are bound to one.
+    """
+    from ..planner.sizes import show_bytes
+
+    nodes = []
+    for node in sorted(folder.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        try:
+            processors = (node / "cpulist").read_text().strip()
+            total = re.search(r"MemTotal:\s+(\d+) kB", (node / "meminfo").read_text())
+        except OSError:
+            continue
+        memory = f", {show_bytes(int(total[1]) * 1024)}" if total else ""
+        nodes.append(f"{node.name[4:]} (processors {processors or 'none'}{memory})")
+    return f"{len(nodes)}: {'; '.join(nodes)}" if nodes else "unknown"
 
 
 def _bench(arguments: argparse.Namespace) -> int:

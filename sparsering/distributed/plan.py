@@ -285,6 +285,11 @@ class RingPlan:
         pairs = self.loads / max(1, self.frame.num_heads)
         return float(f"{float((pairs + PAIRS_PER_TOKEN * received).max()):.6g}")
 
+    @property
+    def is_even(self) -> bool:
+        """Whether no sharding can cost less: nothing arrives, and all ranks compute as much."""
+        return self.cost == float(f"{float(self.loads.mean() / max(1, self.frame.num_heads)):.6g}")
+
 
 def _build(
     pattern: Pattern, frame: Frame, world_size: int, block_size: int, sharding: str
@@ -327,13 +332,16 @@ def _chosen(
 ) -> str:
     """What "auto" and "balanced" stand for."""
 
+    def made(sharding: str) -> RingPlan:
+        return plans._cached(pattern, frame, world, block_size, sharding)
+
     def choose() -> str:
-        even = balanced(pattern, frame, world)
         if name == "balanced":
-            return even
-        names = ("contiguous", "zigzag", even)
-        made = [plans._cached(pattern, frame, world, block_size, choice) for choice in names]
-        return min(made, key=lambda plan: plan.cost).sharding
+            return balanced(pattern, frame, world)
+        if made("contiguous").is_even:  # the first of equals, found without the others
+            return "contiguous"
+        even = _chosen(plans, pattern, frame, world, block_size, "balanced")
+        return min(map(made, ("contiguous", "zigzag", even)), key=lambda plan: plan.cost).sharding
 
     return layout_cache.keep(("sharding", pattern, frame, world, name), choose)
 

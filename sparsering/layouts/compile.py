@@ -257,7 +257,7 @@ def _compile_pass(
     ground: Ground, grid: Grid, mask: Mask, frame: Frame, block_size: int
 ) -> CompiledPass:
     grid = ground.fitting(grid, block_size)
-    tokens = _tokens_of_tile(mask, grid, block_size)
+    tokens = tokens_of_tile(mask, grid, block_size)
     anchor = grid.anchor
     num_tables, num_batches = mask.num_tables(frame), mask.num_batches() or 1
     num_axes = 1 if anchor is None else anchor.num_tables(frame)
@@ -278,7 +278,8 @@ def _compile_pass(
             if seen not in number_of:
                 number_of[seen] = len(found)
                 axis = frame.kv_head(head) if num_axes > 1 else 0
-                found.append(_table(ground, seen, queries[axis], keys[axis], frame, block_size))
+                made = compile_table(ground, seen, queries[axis], keys[axis], frame, block_size)
+                found.append(made)
             use[-1].append(number_of[seen])
     # heads may share a table and yet have tiles of different counts
     num_pairs = sum(found[number][0].num_pairs for row in use for number in row)
@@ -288,13 +289,13 @@ def _compile_pass(
     return CompiledPass(queries, keys, rows, bitmaps, mean, told=told)
 
 
-def _tokens_of_tile(mask: Mask, grid: Grid, block_size: int) -> int:
+def tokens_of_tile(mask: Mask, grid: Grid, block_size: int) -> int:
     """Most queries of a tile: those of a row, where rows of fewer choose their blocks."""
     rows = [x.row_size for x in selections_of(mask)] if grid == Grid(1, block_size) else []
     return math.gcd(block_size, *rows)
 
 
-def _table(
+def compile_table(
     ground: Ground, mask: Mask, queries: Axis, keys: Axis, frame: Frame, block_size: int
 ) -> tuple[Table, Tensor]:
     """One table, its `bitmap` numbering the rows of the bitmaps returned beside it."""

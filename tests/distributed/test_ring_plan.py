@@ -230,6 +230,30 @@ def test_auto_is_one_choice_whatever_the_number_of_query_heads(world):
             assert len(names) == 1
 
 
+@pytest.mark.parametrize("world", [1, 2, 5])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        sr.Causal(),
+        sr.SlidingWindow(64) & sr.Causal(),
+        sr.LongNet((64, 512), (1, 4)) & sr.Causal(),
+        sr.Documents((100, 500, 424)) & sr.Causal(),
+    ],
+    ids=str,
+)
+def test_auto_stops_at_a_plan_that_nothing_can_beat(pattern, world):
+    plans = {
+        name: RingPlan.build(pattern, 1024, world, num_heads=2, sharding=name)
+        for name in ("auto", "contiguous", "zigzag", "balanced")
+    }
+    assert plans["auto"].cost == min(plan.cost for plan in plans.values())
+    first = plans["contiguous"]
+    evenly = len(set(first.loads.tolist())) == 1 and not first.tokens.any()
+    assert first.is_even == evenly
+    if first.is_even:
+        assert plans["auto"].sharding == "contiguous"
+
+
 def test_auto_takes_what_costs_the_busiest_rank_least():
     def chosen(pattern):
         return RingPlan.build(pattern, MILLION, 16, sharding="auto").sharding

@@ -1,0 +1,140 @@
+"""What calls cost, told and measured: `sr.estimate` beside 60 drawn calls on this machine.
+
+    sparsering calibrate
+    python -m benchmarks.costs --out benchmarks/records
+
+`costs.json`: of each drawn (pattern, length, heads, head dim, dtype, batch, backward or not) the
+peak of resident memory of a fresh process, beyond what it held before its inputs were made, and
+the median seconds of the call with its layout cached; beside them what was told. What was measured
+is kept case by case: `--seconds` ends a run in time, and the same command goes on.
+
+Cases are drawn by a fixed seed; drawn again are those of less than 32 MiB, where stacks of threads
+and what an allocator keeps would be measured, and those that are told to take more than a second.
+"""
+
+import ctypes
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.bench.measure import memory
+
+CASES, SEED = 60, 16
+LEAST_BYTES, MOST_SECONDS = 32 << 20, 1.0
+ROUNDS = 5
+
+
+def drawn() -> list[dict[str, Any]]:
+    """The cases."""
+    draw, cases = random.Random(SEED), []
+    while len(cases) < CASES:
+        case = _case(draw)
+        told = told_of(case)
+        if told.peak_bytes.value >= LEAST_BYTES and _rough_seconds(told, case) <= MOST_SECONDS:
+            cases.append(case)
+    return cases
+
+
+def _rough_seconds(told: "sr.Estimate", case: dict[str, Any]) -> float:
+    """By a rate that no calibration changes, for the same cases wherever they are drawn."""
+    return told.flops.value / (4e11 if case["dtype"] == "bfloat16" else 1.2e11)
+
+
+def _case(draw: random.Random) -> dict[str, Any]:
+    tokens = draw.choice((256, 512, 1000, 1024, 2048, 3000, 4096, 8192, 10000, 16384, 32768))
+    kv_heads = draw.choice((1, 2, 3, 4, 8, 16))
+    heads = draw.choice([n for n in (kv_heads, 2 * kv_heads, 4 * kv_heads) if n <= 16])
+    return {
+        "pattern": _pattern(draw, tokens),
+        "tokens": tokens,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": draw.choice((32, 64, 128)),
+        "dtype": draw.choice(("float32", "bfloat16")),
+        "batch_size": draw.choice((1, 1, 2, 4)),
+        "backward": draw.random() < 0.5,
+    }
+
+
+def _pattern(draw: random.Random, tokens: int) -> str:
+    kind = draw.randrange(8)
+    window = draw.choice((128, 300, 512, 1024))
+    if kind == 0:
+        return f"SlidingWindow({window}) & Causal()"
+    if kind == 1:
+        return "Causal()"
+    if kind == 2:
+        first = draw.choice((256, 512, 1024))
+        rate = draw.choice((2, 4))
+        return f"LongNet({(first, 4 * first)}, {(1, rate)}) & Causal()"
+    if kind == 3:
+        return f"BlockWindow({draw.choice((1, 2, 4))}, {draw.choice((64, 128))})"
+    if kind == 4:
+        density, seed = draw.choice((0.05, 0.1, 0.3)), draw.randrange(100)
+        return f"RandomBlocks({density}, {draw.choice((64, 128))}, seed={seed})"
+    if kind == 5:
+        return f"GlobalTokens({draw.choice((16, 64))}) | SlidingWindow({window}, {window})"
+    if kind == 6:
+        cuts = sorted(draw.sample(range(1, tokens), 5))
+        lengths = tuple(b - a for a, b in zip((0, *cuts), (*cuts, tokens), strict=True))
+        name = draw.choice(("Documents", "Packed"))
+        return (
+            f"Documents({lengths}) & Causal()"
+            if name == "Documents"
+            else (f"Packed({lengths}, SlidingWindow({window}))")
+        )
+    return f"Dilated({draw.choice((1024, 4096))}, {draw.choice((2, 4, 8))})"
+
+
+def told_of(case: dict[str, Any]) -> "sr.Estimate":
+    """What is told of a case."""
+    arguments = {name: value for name, value in case.items() if name not in ("pattern", "dtype")}
+    dtype = getattr(torch, case["dtype"])
+    return sr.estimate(sr.parse(case["pattern"]), dtype=dtype, **arguments)
+
+
+def call(case: dict[str, Any], inputs: list[Tensor]) -> object:
+    """The call, and its backward pass where the case has one."""
+    query, key, value, *gradient = inputs
+    out = sr.attention(query, key, value, sr.parse(case["pattern"]))
+    if gradient:
+        return torch.autograd.grad(out, (query, key, value), gradient)
+    return out
+
+
+def inputs_of(case: dict[str, Any]) -> list[Tensor]:
+    """Query, key, value, and with backward the gradient of the result."""
+    backward, dtype = case["backward"], getattr(torch, case["dtype"])
+    shapes = [
+        (case["batch_size"], heads, case["tokens"], case["head_dim"])
+        for heads in (case["num_heads"], case["num_kv_heads"], case["num_kv_heads"])
+    ]
+    found = [torch.empty(s, dtype=dtype).normal_().requires_grad_(backward) for s in shapes]
+    return [*found, torch.empty(shapes[0], dtype=dtype).normal_()] if backward else found
+
+
+def peak_bytes(case: dict[str, Any]) -> int:
+    """Peak resident memory of a fresh process, beyond what it holds before there are inputs."""
+    context = torch.multiprocessing.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(send, case))
+    process.start()
+    send.close()
+    found = int(receive.recv())
+    process.join()
+    return found
+
+
+def _measure(send: Any, case: dict[str, Any]) -> None:
+    warm = {**case, "tokens": 64, "pattern": "Causal()", "batch_size": 2}
+    call(warm, inputs_of(warm))
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = memory("VmRSS")
+    result = call(case, inputs_of(case))
+    send.send(memory("VmHWM") - before)
+    del result

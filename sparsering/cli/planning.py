@@ -1,0 +1,98 @@
+"""The commands that tell costs before a run: `plan`, `calibrate`."""
+
+import argparse
+from collections.abc import Callable
+
+from .arguments import Commands, positive
+
+
+def add_commands(commands: Commands) -> None:
+    """Adds the commands of this file."""
+    plan = commands.add_parser(
+        "plan", help="what a pattern costs on a machine: time, memory, what fits, over ranks"
+    )
+    plan.set_defaults(run=_plan)
+    plan.add_argument("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
+    plan.add_argument(
+        "--tokens", type=_size("parse_tokens"), required=True, help="of a sequence: 65536, 64K, 1M"
+    )
+    plan.add_argument(
+        "--memory", type=_size("parse_bytes"), help="of one device: 24GB (default: all it has)"
+    )
+    plan.add_argument(
+        "--gpu", "--machine", dest="machine", help="such as H200 (default: this machine)"
+    )
+    plan.add_argument("--ranks", type=positive, default=1, help="devices that share each sequence")
+    plan.add_argument("--sharding", default="auto", help="which rank has which tokens")
+    plan.add_argument("--heads", type=positive, default=8, help="query heads")
+    plan.add_argument("--kv-heads", type=positive, help="key and value heads (default: --heads)")
+    plan.add_argument("--head-dim", type=positive, default=64, help="channels of a head")
+    plan.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of inputs (default: bfloat16 on a GPU, float32 on a CPU)",
+    )
+    plan.add_argument("--batch-size", type=positive, default=1, help="sequences of one call")
+    passes = plan.add_mutually_exclusive_group()
+    passes.add_argument("--backward", action="store_true", help="with gradients, as in training")
+    passes.add_argument(
+        "--forward", dest="backward", action="store_false", help="without gradients (default)"
+    )
+    plan.add_argument("--backend", help="default: the one that would run")
+    plan.add_argument("--block-size", type=positive, help="default: the one that would be chosen")
+
+    calibrate = commands.add_parser(
+        "calibrate", help="measure this machine for some seconds, for `plan` and `sr.estimate`"
+    )
+    calibrate.set_defaults(run=_calibrate)
+
+
+def _size(parser: str) -> Callable[[str], int]:
+    """A function of `planner.sizes` as argparse asks for one, imported when it is called."""
+
+    def parse(text: str) -> int:
+        from ..planner import sizes
+
+        try:
+            return int(getattr(sizes, parser)(text))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from ..patterns.expression import parse
+    from ..planner.screen import Asked, screen
+
+    asked = Asked(
+        parse(arguments.pattern),
+        arguments.tokens,
+        memory=arguments.memory,
+        machine=arguments.machine,
+        ranks=arguments.ranks,
+        sharding=arguments.sharding,
+        num_heads=arguments.heads,
+        num_kv_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        dtype=None if arguments.dtype is None else getattr(torch, arguments.dtype),
+        batch_size=arguments.batch_size,
+        backward=arguments.backward,
+        backend=arguments.backend,
+        block_size=arguments.block_size,
+        text=arguments.pattern,
+    )
+    print(screen(asked))
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from ..cost.calibrate import calibrate
+
+    found, path = calibrate()
+    error = f"{100 * found.error:.0f}%"
+    print(f"calibrated for {found.threads} threads; half of its own calls are told within {error}")
+    print(f"Wrote {path}")
+    return 0

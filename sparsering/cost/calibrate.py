@@ -1,0 +1,228 @@
+"""What this machine takes for each kind of work: measured once when asked, kept in a file.
+
+    sparsering calibrate        # a few seconds; `sr.estimate` then knows this machine
+
+The file lies in the cache folder, one for each processor, number of threads and torch version. It
+is read when first asked for. Importing the library and calling it never measure anything.
+"""
+
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..files import cache_folder, read_file, replace_file
+from ..kernels import cpu, gather
+from ..kernels.problem import Problem
+from ..layouts.cache import layout_cache
+from ..layouts.compile import default_block_size
+from ..patterns.algebra import Frame, Pattern
+from ..patterns.blocks import BlockWindow, RandomBlocks
+from ..patterns.positions import Causal, Dilated, GlobalTokens, LongNet, SlidingWindow
+from .memory import Call
+from .seconds import KINDS, Rates, amounts, parts_of
+from .work import work_of
+
+_VERSION = 1
+_MOST_BYTES = 1 << 20
+_ROUNDS = 3
+
+
+class Calibration(NamedTuple):
+    """Rates of this machine.
+
+    Attributes:
+        rates: of each part of a call, seconds to a unit of each kind of work.
+        threads: that they were measured with.
+        error: median of |told / measured - 1| over the calls they were fitted to.
+    """
+
+    rates: dict[str, Rates]
+    threads: int
+    error: float
+
+
+class _Probe(NamedTuple):
+    """A call to measure: tokens, query heads, kv heads, head dim."""
+
+    pattern: Pattern
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def _probes() -> list[_Probe]:
+    """Calls that differ in what they are made of, of some ten milliseconds each."""
+    return [
+        _Probe(Causal(), 128, 2, 2, 64),
+        _Probe(Causal(), 2048, 4, 4, 32),
+        _Probe(Causal(), 2048, 4, 2, 64),
+        _Probe(Causal(), 2048, 4, 4, 128),
+        _Probe(BlockWindow(2, 64), 8192, 4, 4, 32),
+        _Probe(BlockWindow(4, 64), 4096, 4, 2, 128),
+        _Probe(RandomBlocks(0.1, 128), 4096, 4, 4, 64),
+        _Probe(SlidingWindow(300) & Causal(), 4096, 4, 4, 64),
+        _Probe(GlobalTokens(16) | SlidingWindow(128, 128), 8192, 2, 2, 128),
+        _Probe(Dilated(4096, 4), 8192, 4, 2, 64),
+        _Probe(LongNet((512, 2048), (1, 4)) & Causal(), 8192, 4, 4, 32),
+        _Probe(SlidingWindow(64), 16384, 8, 8, 64),
+        _Probe(BlockWindow(1, 64), 16384, 8, 2, 128),
+    ]
+
+
+def calibrated() -> Calibration | None:
+    """What is kept of this machine at this number of threads; None where nothing legible is."""
+    return _read(_path(), torch.get_num_threads())
+
+
+def why_not() -> str:
+    """Why there is no calibration, and what to do."""
+    told = "run `sparsering calibrate`, a few seconds, for figures of this machine"
+    path = _path()
+    if path.exists() and calibrated() is None:
+        return f"{path.name} in the cache folder cannot be read as a calibration; {told}"
+    return f"this machine is not calibrated for {torch.get_num_threads()} threads; {told}"
+
+
+def calibrate() -> tuple[Calibration, Path]:
+    """Measures this machine with the present number of threads, and keeps what was found.
+
+    Returns: the rates, and the file they are kept in.
+
+    Raises: OSError where the file cannot be written.
+
+    Cost: a few seconds on two cores, which should have nothing else to do; some 200 MB.
+    """
+    threads = torch.get_num_threads()
+    rows: dict[str, list[tuple[list[float], float]]] = {}
+    for part, amount, seconds in _measured(threads):
+        rows.setdefault(part, []).append((amount, seconds))
+    rates, errors = {}, []
+    for part, found in rows.items():
+        rates[part] = _fitted(*zip(*found, strict=True))
+        errors += [abs(_told(rates[part], amount) / seconds - 1) for amount, seconds in found]
+    error = statistics.median(errors)
+    content = {"version": _VERSION, "threads": threads, "error": error, "rates": rates}
+    path = _path()
+    replace_file(path, json.dumps(content, indent=1).encode())
+    _read.cache_clear()
+    return Calibration(rates, threads, error), path
+
+
+def _measured(threads: int) -> Iterator[tuple[str, list[float], float]]:
+    """(part, its amounts, its seconds) of every probe."""
+    backends: list[tuple[str, Any, torch.dtype]] = []
+    if not cpu.reasons():
+        backends = [("cpu", cpu, torch.float32), ("cpu", cpu, torch.bfloat16)]
+    backends.append(("gather", gather, torch.float32))
+    for name, module, dtype in backends:
+        for probe in _probes()[:: 2 if name == "gather" else 1]:
+            yield from _of_probe(name, module, dtype, probe, threads)
+            if name == "cpu" and probe.tokens > 128:  # the same by one kv head
+                alone = probe._replace(heads=max(1, probe.heads // 2), kv_heads=1)
+                yield from _of_probe(name, module, dtype, alone, threads)
+
+
+def _of_probe(
+    name: str, module: Any, dtype: torch.dtype, probe: _Probe, threads: int
+) -> Iterator[tuple[str, list[float], float]]:
+    frame = Frame.build(probe.tokens, probe.tokens, probe.heads, probe.kv_heads, 0)
+    size = default_block_size(probe.pattern, probe.tokens)
+    work = work_of(probe.pattern, frame, size)
+    layout = layout_cache.layout(probe.pattern, frame, size, torch.device("cpu"))
+    call = Call(1, probe.head_dim, dtype, threads)
+    query, key, value = (
+        torch.randn(1, heads, probe.tokens, probe.head_dim).to(dtype)
+        for heads in (probe.heads, probe.kv_heads, probe.kv_heads)
+    )
+    problem = Problem(layout, query, key, value, probe.head_dim**-0.5)
+    out, lse = module.forward(problem)
+    grads = torch.randn_like(out), torch.zeros_like(lse)
+    parts = parts_of(name, work, call, True)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: module.forward(problem),
+        lambda: module.backward(problem, out, lse, *grads),
+    )
+    for part, run in zip(parts, calls, strict=True):
+        yield part, amounts(part, work, call), _seconds(run)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Median of some calls after one that is not counted."""
+    run()
+    found = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def _told(rates: Rates, amount: list[float]) -> float:
+    return sum(rates[kind] * x for kind, x in zip(KINDS, amount, strict=True))
+
+
+def _fitted(rows: tuple[list[float], ...], seconds: tuple[float, ...]) -> Rates:
+    """Rates, none below 0, with the least sum of squares of told / measured - 1.
+
+    By coordinates in turn: each step is the best rate of one kind beside the others.
+    """
+    of = (
+        torch.tensor(rows, dtype=torch.float64)
+        / torch.tensor(seconds, dtype=torch.float64)[:, None]
+    )
+    scale = of.norm(dim=0).clamp(min=1e-300)
+    of = of / scale
+    product, target = of.T @ of, of.sum(0)
+    product = product + 1e-4 * torch.eye(len(KINDS), dtype=torch.float64)
+    rate = torch.zeros(len(KINDS), dtype=torch.float64)
+    for _ in range(2000):
+        before = rate.clone()
+        for i in range(len(KINDS)):
+            rest = target[i] - product[i] @ rate + product[i, i] * rate[i]
+            rate[i] = (rest / product[i, i]).clamp(min=0)
+        if (rate - before).abs().max() < 1e-12:
+            break
+    return dict(zip(KINDS, (rate / scale).tolist(), strict=True))
+
+
+def _path() -> Path:
+    """The file of this machine at this number of threads."""
+    features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    processor = features.get("cpu_name") or platform.machine()
+    name = f"{processor} {torch.backends.cpu.get_cpu_capability()}"
+    plain = "".join(c if c.isalnum() else "-" for c in name)
+    return cache_folder() / f"costs-{plain}-{torch.get_num_threads()}-{torch.__version__}.json"
+
+
+@cache
+def _read(path: Path, threads: int) -> Calibration | None:
+    """The content of a file, None where it is not there or not what `calibrate` writes."""
+    try:
+        content = json.loads(read_file(path, _MOST_BYTES))
+        rates = {
+            str(part): {kind: _rate(of_part[kind]) for kind in KINDS}
+            for part, of_part in content["rates"].items()
+        }
+        if content["version"] != _VERSION or content["threads"] != threads or not rates:
+            return None
+        return Calibration(rates, threads, _rate(content["error"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _rate(value: object) -> float:
+    """A number that may be a rate; ValueError for any other."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"a rate must be a number, got {value!r}")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"a rate must be 0 or more, got {value!r}")
+    return float(value)

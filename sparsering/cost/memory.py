@@ -1,0 +1,231 @@
+"""Bytes of a call, by arithmetic: what is handed in, given back, kept for backward, and worked in.
+
+The formulas follow the kernels' own buffers: kernels/cpu/forward.h, backward.h and walk/, gather's
+accumulators and workspace. What a buffer has room for and never touches is no memory.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.gather import set_workspace
+from ..numerics import sum_dtype
+from .work import PassWork, Work
+
+_NEAR = 1 << 19  # as the CPU kernel's headers have them
+_SMALL_WAVE = 4 << 20
+_KEYS_OF_A_STEP = 256
+_SHORT_TILE = 16
+_LEAST_WALKED_QUERIES, _LEAST_WALKED_ROWS = 32, 8
+
+
+class Memory(NamedTuple):
+    """Bytes of a call.
+
+    Attributes:
+        inputs: query, key, value; with backward the gradient of the result too.
+        results: the result; with backward the three gradients too.
+        saved: what the call keeps for backward beside them: lse. Forward alone gives it back.
+        workspace: what comes on top of all others at the worst moment.
+        layout: tables and bitmaps, which the cache keeps.
+    """
+
+    inputs: int
+    results: int
+    saved: int
+    workspace: int
+    layout: int
+
+    @property
+    def peak(self) -> int:
+        """All of them: the most that is held at once."""
+        return sum(self)
+
+
+class Call(NamedTuple):
+    """The tensors of a call, and how many threads compute it."""
+
+    batch_size: int
+    head_dim: int
+    dtype: torch.dtype
+    threads: int
+
+
+def cpu_memory(work: Work, call: Call, backward: bool) -> Memory:
+    """Of the compiled kernel."""
+    sizes = _Sizes(work, call)
+    forward = _cpu_forward(work, call, sizes)
+    layout = work.layout_bytes + work.bitmap_bytes
+    if not backward:
+        return Memory(sizes.inputs, sizes.out, sizes.lse, forward, layout)
+    gradients = sizes.inputs
+    by_head = takes_heads(work, call)
+    if not by_head:
+        layout += sum(4 * p.tables * int(2 * p.entries + p.key_tiles + 1) for p in work.passes)
+    later = 2 * sizes.lse + _cpu_backward(work, call, sizes, by_head)
+    workspace = max(forward - gradients, later)
+    return Memory(sizes.inputs + sizes.out, sizes.out + gradients, sizes.lse, workspace, layout)
+
+
+def gather_memory(work: Work, call: Call, backward: bool) -> Memory:
+    """Of the portable backend."""
+    sizes = _Sizes(work, call)
+    limit = set_workspace(1)
+    set_workspace(limit)
+    exact = sum_dtype(call.dtype).itemsize
+    scale = exact // call.dtype.itemsize
+    converted = sizes.out * scale if scale > 1 else 0
+    plans = int(48 * sum(p.entries * p.tables for p in work.passes))
+    forward = limit + converted
+    layout = work.layout_bytes + plans
+    if not backward:
+        return Memory(sizes.inputs, sizes.out, sizes.lse, forward, layout)
+    sums = sizes.inputs * scale if scale > 1 else 0
+    product = sizes.out * scale * (3 if scale > 1 else 1)
+    later = 3 * sizes.lse + max(product, sums + limit)
+    gradients = sizes.inputs
+    return Memory(
+        sizes.inputs + sizes.out, sizes.out + gradients, sizes.lse,
+        max(forward - gradients, later), layout,
+    )  # fmt: skip
+
+
+def triton_memory(work: Work, call: Call, backward: bool) -> Memory:
+    """Of the GPU kernels: float32 sums where several passes add up, walks of the tables."""
+    sizes = _Sizes(work, call)
+    layout = work.layout_bytes
+    walks = int(sum(p.tables * (16 * p.entries + 20 * p.query_tiles) for p in work.passes))
+    half = call.dtype.itemsize < 4 and len(work.passes) > 1
+    forward = 2 * sizes.out if half else 0
+    if not backward:
+        return Memory(sizes.inputs, sizes.out, sizes.lse, forward, layout + walks)
+    layout += int(sum(4 * p.tables * (2 * p.entries + p.key_tiles) for p in work.passes))
+    sums = 4 // call.dtype.itemsize * sizes.inputs if len(work.passes) > 1 else 0
+    gradients = sizes.inputs
+    workspace = max(forward - gradients, 3 * sizes.lse + sums)
+    return Memory(
+        sizes.inputs + sizes.out, sizes.out + gradients, sizes.lse, workspace, layout + 2 * walks
+    )
+
+
+MEMORY = {"cpu": cpu_memory, "gather": gather_memory, "triton": triton_memory}
+"""The backends whose memory is known by arithmetic."""
+
+
+def takes_heads(work: Work, call: Call) -> bool:
+    """Whether threads of the CPU kernel's backward pass take whole kv heads."""
+    heads = call.batch_size * work.frame.num_kv_heads
+    return -(-heads // call.threads) * call.threads <= 1.4 * heads
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether products of bfloat16 are made as such on this machine."""
+    features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(torch.backends.mkldnn.is_available() and features.get("avx512_f"))
+
+
+def is_walked(p: PassWork, group: float) -> bool:
+    """Whether the CPU kernel walks a pass by key tile: as kernels/cpu/call.py decides."""
+    queries, keys = p.longest
+    short = 0 < queries <= min(_SHORT_TILE, keys // 2)
+    rows = p.entries * queries * group / max(1, p.key_tiles)
+    return short and queries * p.query_tiles >= _LEAST_WALKED_QUERIES and rows >= _LEAST_WALKED_ROWS
+
+
+class _Sizes:
+    """Bytes and counts that all of a call's arithmetic begins with."""
+
+    def __init__(self, work: Work, call: Call) -> None:
+        q_len, kv_len, heads, kv_heads, _ = work.frame
+        d, size = call.head_dim, call.dtype.itemsize
+        self.query = self.out = call.batch_size * heads * q_len * d * size
+        self.inputs = self.query + 2 * call.batch_size * kv_heads * kv_len * d * size
+        self.lse = call.batch_size * heads * q_len * sum_dtype(call.dtype).itemsize
+        self.num_kv = call.batch_size * kv_heads
+        self.group = heads // max(1, kv_heads)
+        paired = call.dtype == torch.bfloat16 and multiplies_bfloat16()
+        self.operand = 2 if paired else 4
+        self.in_place = size == self.operand and d % 2 == 0
+        self.width = d + d % 2
+        self.apart = size < 4 and len(work.passes) > 1  # float32 sums beside half's results
+        self.passes = [p for p in work.passes if not is_walked(p, self.group)]
+        self.walked = [p for p in work.passes if is_walked(p, self.group)]
+
+
+def _cpu_forward(work: Work, call: Call, x: _Sizes) -> int:
+    block, d, t = work.block_size, call.head_dim, x.operand
+    columns = max((p.key_tiles for p in x.passes), default=0)
+    near = columns * block * (x.width + d) * t  # of a kv head
+    alone = columns and near <= _NEAR and _shares_evenly(x.num_kv, call.threads)
+    rows = max((p.query_tiles * x.group for p in x.passes), default=0)
+    wave = _wave(x.num_kv, rows, near, call.threads) if columns else x.num_kv
+    threads = min(call.threads, x.num_kv) if alone else 1
+    heads = threads if alone else wave
+    packed = max((heads * p.key_tiles_seen * block * _packed(p, x, d) for p in x.passes), default=0)
+    sums = heads * x.group * work.frame.q_len * d * 4 if x.apart else 0
+    queries = _up(block, 32)
+    scratch = 4 * queries * (2 * d + max(_KEYS_OF_A_STEP, block) + 4) + t * queries * x.width
+    if t == 2:
+        scratch += t * queries * max(_KEYS_OF_A_STEP, block)
+    if not x.in_place:
+        scratch += t * queries * x.width
+    pieces = max((heads * x.group * p.pieces * block * (d + 1) * 4 for p in x.passes), default=0)
+    items = heads * rows * 56
+    walks = max((_walk_rows(p, x) * (t * x.width + 4 * (d + 2)) for p in x.walked), default=0)
+    return int(packed + sums + pieces + items + call.threads * (scratch + walks))
+
+
+def _cpu_backward(work: Work, call: Call, x: _Sizes, by_head: bool) -> int:
+    block, d, t, w = work.block_size, call.head_dim, x.operand, x.width
+    q_len, kv_len = work.frame.q_len, work.frame.kv_len
+    columns = max((p.key_tiles for p in x.passes), default=0)
+    most_columns = max((p.key_tiles for p in work.passes), default=0)
+    queries = _up(block, 32)
+    scratch = 4 * (2 * queries * queries + 4 * queries * w) + t * 3 * queries * w
+    scratch += t * (3 * queries * queries + 2 * queries * w) if t == 2 else 0
+    strided = any(p.step > 1 for p in x.passes)
+    packed = columns * block * t * (w if x.in_place and not strided else 2 * w + d)
+    sums = 4 * (x.group * q_len * d + 2 * kv_len * d) if x.apart else 0
+    walk = max((_walk_rows(p, x) * (t * (w + d) + 4 * (w + 2)) for p in x.walked), default=0)
+    if by_head:
+        own = scratch + packed + sums + walk + most_columns * block * (w + d) * 4
+        return int(min(call.threads, x.num_kv) * own)
+    rows = max((p.query_tiles * x.group for p in x.passes), default=0)
+    room = columns * block * t * (2 * w + d)
+    wave = _wave(x.num_kv, rows, room, call.threads) if columns else x.num_kv
+    pieces = max((max(p.pieces * w, p.pieces_by_key * (w + d)) for p in x.passes), default=0)
+    parts = wave * x.group * pieces * block * 4
+    items = wave * (rows + columns) * 60
+    if x.walked:
+        size = max(p.key_tiles for p in x.walked) * block * (w + d)
+        parts = max(parts, 4.0 * min(1 << 26, 8 * size * wave))
+    return int(wave * (packed + sums) + parts + items + call.threads * (scratch + walk))
+
+
+def _packed(p: PassWork, x: _Sizes, d: int) -> int:
+    """Bytes of a packed key and value; keys that lie as they should stay where they are."""
+    stays = p.step == 1 and x.in_place
+    return x.operand * (d if stays else x.width + d)
+
+
+def _walk_rows(p: PassWork, x: _Sizes) -> int:
+    """Rows of a chunk of a pass that is walked by key tile."""
+    most = p.key_tiles * p.query_tiles / max(1.0, p.entries)
+    wanted = max(min(256 * most, 4096), 64 * most, 1024)
+    return int(min(wanted, p.query_tiles * p.longest[0] * x.group)) + 64
+
+
+def _shares_evenly(num_kv: int, threads: int) -> bool:
+    most = -(-num_kv // threads)
+    return num_kv >= threads and 10 * most * threads <= 11 * num_kv
+
+
+def _wave(num_kv: int, rows: int, size: int, threads: int) -> int:
+    """How many kv heads are packed at a time."""
+    busy = 64 * threads // max(rows, 1) + 1
+    small = _SMALL_WAVE // max(size, 1)
+    return max(1, min(num_kv, max(min(busy, (num_kv + 1) // 2), small)))
+
+
+def _up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit

@@ -1,0 +1,95 @@
+"""Seconds of a call: its work, times what each kind of work takes on this machine.
+
+    seconds = sum over kinds of amount x rate
+
+Amounts are arithmetic (`amounts`); rates are fitted to some measured calls by `calibrate`, each for
+a backend, a dtype and a part of the call. Nothing is measured here. Layouts are taken as cached.
+"""
+
+import torch
+
+from .memory import Call, cpu_memory, gather_memory, is_walked, multiplies_bfloat16, takes_heads
+from .work import Work
+
+Rates = dict[str, float]
+"""Seconds that a unit of each kind of work takes."""
+
+KINDS = ("call", "cells", "products", "entries", "masked", "rows", "strided", "keys", "bytes")
+"""What the seconds of a part are made of: the call itself; cells of tiles, weighed; products of
+their numbers; visited blocks; cells under a bitmap; numbers of query rows read and written, of
+strided tiles once more, and of keys packed; bytes that are new to the process."""
+
+_MODELLED = ("cpu", "gather")
+
+
+def parts_of(backend: str, work: Work, call: Call, backward: bool) -> tuple[str, ...]:
+    """The parts of a call, by the names that their rates have."""
+    dtype = "bfloat16" if call.dtype == torch.bfloat16 and multiplies_bfloat16() else "float32"
+    if backend == "gather":
+        dtype = "float32"
+    parts = [f"{backend} {dtype} forward"]
+    if backward:
+        way = "heads" if backend == "gather" or takes_heads(work, call) else "tiles"
+        parts.append(f"{backend} {dtype} backward by {way}")
+    return tuple(parts)
+
+
+def amounts(part: str, work: Work, call: Call) -> list[float]:
+    """How much of each of `KINDS` a part of a call is."""
+    frame, d = work.frame, call.head_dim
+    heads = call.batch_size * frame.num_heads
+    kv_heads = call.batch_size * frame.num_kv_heads
+    cells = entries = masked = rows = strided = keys = 0.0
+    for p in work.passes:
+        cells += p.wide_cells if " bfloat16 " in part else p.cells
+        entries += p.entries
+        masked += p.masked * work.block_size**2
+        of_pass = heads * p.rows + 2 * kv_heads * p.key_tiles_seen * min(
+            work.block_size, p.longest[1]
+        )
+        rows += heads * p.rows
+        keys += kv_heads * p.key_tiles_seen * min(work.block_size, p.longest[1])
+        strided += of_pass * (p.step > 1)
+    told = (gather_memory if part.startswith("gather") else cpu_memory)(work, call, False)
+    fresh = told.results + told.saved + told.workspace
+    if "backward" in part:
+        fresh = told.inputs + 2 * told.saved + told.workspace
+        uneven = _unevenness(kv_heads, call.threads) if "heads" in part else 1.0
+        cells, entries, masked = cells * uneven, entries * uneven, masked * uneven
+    return [
+        1.0, heads * cells, heads * cells * d, heads * entries, heads * masked, rows * d,
+        strided * d, keys * d, float(fresh),
+    ]  # fmt: skip
+
+
+def _unevenness(kv_heads: int, threads: int) -> float:
+    """The longest share of a thread over the mean one, where each takes whole kv heads."""
+    return -(-kv_heads // threads) * threads / max(1, kv_heads)
+
+
+def seconds_of(
+    backend: str, work: Work, call: Call, backward: bool, rates: dict[str, Rates]
+) -> float:
+    """Seconds of a call by measured rates; `is_walked` passes are taken for plain ones.
+
+    Raises: KeyError where a part has no rates.
+    """
+    total = 0.0
+    for part in parts_of(backend, work, call, backward):
+        of_part = rates[part]
+        found = zip(KINDS, amounts(part, work, call), strict=True)
+        total += sum(amount * of_part.get(kind, 0.0) for kind, amount in found)
+    return total
+
+
+def default_seconds(work: Work, call: Call, backward: bool) -> float:
+    """Seconds where nothing was measured: by modest rates of a core, without claim."""
+    peak = 40e9 * (2.5 if call.dtype == torch.bfloat16 and multiplies_bfloat16() else 1.0)
+    products = amounts("cpu float32 forward", work, call)[2]
+    return 1e-4 + 2.0 * products * (7 if backward else 2) / (peak * call.threads)
+
+
+def is_modelled(backend: str, work: Work) -> bool:
+    """Whether the rates of a backend are of such passes as these."""
+    group = work.frame.num_heads / max(1, work.frame.num_kv_heads)
+    return backend in _MODELLED and not any(is_walked(p, group) for p in work.passes)

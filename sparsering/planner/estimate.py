@@ -1,0 +1,317 @@
+"""What a call costs, told before anything runs: `sr.estimate`.
+
+    print(sr.estimate(sr.LongNet((2048, 32768), (1, 12)) & sr.Causal(), tokens=1 << 20, ranks=8))
+
+Counts and bytes are arithmetic on the pattern. Seconds are rates that `sparsering calibrate`
+measured on this machine, or what follows from the published peaks of a machine that is named; each
+figure says which.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..checks import check_pattern
+from ..cost.calibrate import calibrated, why_not
+from ..cost.machines import Machine, named
+from ..cost.memory import MEMORY, Call, Memory
+from ..cost.seconds import default_seconds, is_modelled, seconds_of
+from ..cost.work import Work, flops, work_of
+from ..dispatch import block_size_of, choose
+from ..distributed.plan import RingPlan
+from ..layouts.compile import default_block_size
+from ..patterns.algebra import Frame, Pattern
+from ..patterns.arguments import checked_integer, shortened
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STACKS = 2 << 20  # of threads, and what an allocator keeps
+
+
+class Figure(NamedTuple):
+    """A number, and how it is known.
+
+    Attributes:
+        value: the number.
+        known: "arithmetic"; "measured here" (of rates that were); "published" (a bound by a maker's
+            peaks); "uncalibrated" (a guess). What was not counted in full says so behind it.
+    """
+
+    value: float
+    known: str
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate:
+    """What a call costs; its arguments beside it. `print` shows a table.
+
+    Attributes:
+        machine: whose published figures are used; None for this machine.
+        backend, block_size: what would run.
+        density: of visited blocks, as `BlockLayout.density`.
+        pairs: (query, key) pairs of all heads and batch entries, with multiplicity.
+        seconds: of the call, its layout cached; over ranks of the busiest rank, without waiting for
+            what arrives.
+        peak_bytes: the most that is held at once, inputs included; of one rank.
+        memory: what that is made of.
+        flops: of the products on these pairs, on all ranks.
+        received_bytes: what arrives at each rank, backward with it.
+        link_seconds: of the rank that receives most; None where no link is known.
+        balance: the largest share of pairs of a rank over the mean one.
+        sharding: which rank owns which tokens.
+        hint: what would tell more, or "".
+    """
+
+    pattern: Pattern
+    tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    batch_size: int
+    backward: bool
+    machine: Machine | None
+    ranks: int
+    backend: str
+    block_size: int
+    density: float
+    pairs: float
+    seconds: Figure
+    peak_bytes: Figure
+    memory: Memory
+    flops: Figure
+    received_bytes: tuple[int, ...]
+    link_seconds: Figure | None
+    balance: Figure
+    sharding: str
+    hint: str = ""
+
+    def __repr__(self) -> str:
+        told = [
+            f"Estimate of {shortened(str(self.pattern), 60)}, {self.tokens} tokens, backend "
+            f"{self.backend}, blocks of {self.block_size}, density {self.density:.3g}",
+            f"  seconds  {self.seconds.value:.3g} ({self.seconds.known})",
+            f"  peak     {_bytes(self.peak_bytes.value)} ({self.peak_bytes.known}): "
+            + ", ".join(f"{name} {_bytes(size)}" for name, size in self.memory._asdict().items()),
+            f"  FLOPs    {self.flops.value:.3g} ({self.flops.known}) on {self.pairs:.3g} pairs",
+        ]
+        if self.ranks > 1:
+            link = self.link_seconds
+            took = "" if link is None else f", {link.value:.3g} s ({link.known})"
+            told.append(
+                f"  ranks    {self.ranks}, {shortened(self.sharding, 40)}: at most "
+                f"{_bytes(max(self.received_bytes))} received{took}, balance "
+                f"{self.balance.value:.3g}"
+            )
+        return "\n".join([*told, f"  {self.hint}"] if self.hint else told)
+
+
+def estimate(
+    pattern: Pattern,
+    *,
+    tokens: int,
+    num_heads: int = 8,
+    num_kv_heads: int | None = None,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    batch_size: int = 1,
+    backward: bool = False,
+    machine: Machine | str | None = None,
+    ranks: int = 1,
+    sharding: str = "auto",
+    backend: str | None = None,
+    block_size: int | None = None,
+) -> Estimate:
+    """What `attention` over a pattern costs: seconds, bytes, FLOPs, and over ranks what moves.
+
+    Args:
+        pattern: a mask or a mixture.
+        tokens: queries, and keys.
+        num_heads, num_kv_heads: query heads, and key/value heads, default as many.
+        head_dim: of query, key and value.
+        dtype: float32, bfloat16 or float16.
+        batch_size: entries.
+        backward: count the backward pass too, and what is kept for it.
+        machine: one that is named, as in `sparsering plan --gpu`; default this one.
+        ranks: how many share the sequence.
+        sharding: as `RingPlan.build`, for more than one rank.
+        backend: default what `attention` would run: "triton" on a named GPU.
+        block_size: tokens to a tile, default as `attention`.
+
+    Returns: an `Estimate`; each figure says how it is known.
+
+    Raises: ValueError where an argument or the pattern does not fit, or nothing is known of the
+        backend. ImportError, NotImplementedError as `attention` for a backend that cannot run here.
+
+    Cost: that of the layout, which stays in `layout_cache`; of one with over two million blocks,
+        seconds at most, for some of its query tiles stand for the rest. Nothing is measured.
+
+    Example:
+        >>> estimate(Causal(), tokens=4096, backward=True).peak_bytes
+        Figure(value=67633456, known='arithmetic')
+    """
+    check_pattern(pattern)
+    checks = {"tokens": tokens, "num_heads": num_heads, "head_dim": head_dim}
+    for name, number in {**checks, "batch_size": batch_size, "ranks": ranks}.items():
+        checked_integer(name, number, 1)
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got {dtype!r}; costs "
+            "of others are not known"
+        )
+    batches = pattern.num_batches()
+    if batches not in (None, batch_size):
+        raise ValueError(
+            f"batch_size must be the pattern's own {batches}, got {batch_size}; pass "
+            f"batch_size={batches}"
+        )
+    found = named(machine) if isinstance(machine, str) else machine
+    frame = Frame.build(tokens, tokens, num_heads, num_kv_heads, 0)
+    if not frame.num_kv_heads:
+        raise ValueError("num_kv_heads must be at least 1, got 0; leave it out for num_heads")
+    like = torch.empty(1, dtype=dtype).expand(batch_size, num_heads, tokens, head_dim)
+    chosen = _backend(backend, found, like)
+    if block_size is None and found is not None and found.kind == "gpu":
+        block_size = default_block_size(pattern, tokens)
+    elif block_size is None:
+        block_size = block_size_of(chosen, pattern, like, tokens)
+    work = work_of(pattern, frame, block_size)
+    call = Call(batch_size, head_dim, dtype, torch.get_num_threads())
+    pairs = work.pairs * num_heads * batch_size
+    rest = "" if work.known == "arithmetic" else f", {work.known}"
+    shares = _shares(pattern, frame, call, backward, found, ranks, sharding, block_size)
+    memory = _memory(chosen, work, call, backward, ranks, shares.received)
+    total = Figure(flops(pairs, head_dim, backward), "arithmetic" + rest)
+    seconds, hint = _seconds(chosen, work, call, backward, found, total.value, memory)
+    busiest = shares.balance.value / ranks
+    return Estimate(
+        pattern=pattern,
+        tokens=tokens,
+        num_heads=num_heads,
+        num_kv_heads=frame.num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        batch_size=batch_size,
+        backward=backward,
+        machine=found,
+        ranks=ranks,
+        backend=chosen,
+        block_size=block_size,
+        density=work.density,
+        pairs=pairs,
+        seconds=Figure(seconds.value * busiest, seconds.known + rest),
+        peak_bytes=Figure(memory.peak, "arithmetic" + rest),
+        memory=memory,
+        flops=total,
+        received_bytes=shares.received,
+        link_seconds=shares.link,
+        balance=shares.balance,
+        sharding=shares.sharding,
+        hint=hint,
+    )
+
+
+def _backend(backend: str | None, machine: Machine | None, like: torch.Tensor) -> str:
+    """The backend that would run; ValueError where its costs are not known."""
+    if machine is None:
+        chosen = choose(backend, (like, like, like))
+    else:
+        chosen = backend or ("triton" if machine.kind == "gpu" else "cpu")
+    if chosen not in MEMORY:
+        raise ValueError(
+            f"backend must be one whose costs are known, {', '.join(MEMORY)}, got {chosen!r}; "
+            "leave it out for the one that would run"
+        )
+    return chosen
+
+
+class _Shares(NamedTuple):
+    """What ranks own, compute and receive."""
+
+    sharding: str
+    balance: Figure
+    received: tuple[int, ...]
+    link: Figure | None
+
+
+def _shares(
+    pattern: Pattern,
+    frame: Frame,
+    call: Call,
+    backward: bool,
+    machine: Machine | None,
+    ranks: int,
+    sharding: str,
+    block_size: int,
+) -> _Shares:
+    """Of the plan that `ring_attention` would follow."""
+    if ranks == 1:
+        return _Shares("contiguous", Figure(1.0, "arithmetic"), (0,), None)
+    plan = RingPlan.build(
+        pattern,
+        frame.kv_len,
+        ranks,
+        num_heads=frame.num_heads,
+        num_kv_heads=frame.num_kv_heads,
+        block_size=block_size,
+        sharding=sharding,
+    )
+    loads = plan.loads
+    balance = Figure(float(loads.max() / loads.mean().clamp(min=1)), "arithmetic")
+    ways = (False, True) if backward else (False,)
+    received = tuple(
+        int(
+            call.batch_size
+            * sum(
+                plan.bytes_received(rank, head_dim=call.head_dim, dtype=call.dtype, backward=way)
+                for way in ways
+            )
+        )
+        for rank in range(ranks)
+    )
+    link = None
+    if machine is not None and machine.link_bandwidth is not None:
+        link = Figure(max(received) / machine.link_bandwidth, machine.known)
+    return _Shares(plan.sharding, balance, received, link)
+
+
+def _memory(
+    backend: str, work: Work, call: Call, backward: bool, ranks: int, received: tuple[int, ...]
+) -> Memory:
+    """Of the whole call, or of a rank: an even share of it, and what arrives."""
+    whole = MEMORY[backend](work, call, backward)
+    if ranks == 1:
+        return whole._replace(workspace=whole.workspace + _STACKS)
+    inputs, results, saved, workspace, layout = (-(-size // ranks) for size in whole)
+    return Memory(inputs, results, saved, workspace + max(received) + _STACKS, layout)
+
+
+def _seconds(
+    backend: str,
+    work: Work,
+    call: Call,
+    backward: bool,
+    machine: Machine | None,
+    flops: float,
+    memory: Memory,
+) -> tuple[Figure, str]:
+    """Seconds of the whole call on one device, and what would tell more."""
+    if machine is not None:
+        name = str(call.dtype).removeprefix("torch.")
+        moved = memory.inputs + memory.results + memory.saved
+        bound = max(flops / machine.peak(name), moved / machine.bandwidth)
+        return Figure(bound, machine.known), "seconds are a bound by peaks: at least so long"
+    kept = calibrated()
+    if kept is not None and is_modelled(backend, work):
+        try:
+            return Figure(
+                seconds_of(backend, work, call, backward, kept.rates), "measured here"
+            ), ""
+        except KeyError:  # calibrated where this backend could not run
+            pass
+    hint = why_not() if kept is None else f"no rates of such calls of {backend} are measured"
+    return Figure(default_seconds(work, call, backward), "uncalibrated"), hint
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"

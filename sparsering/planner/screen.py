@@ -1,0 +1,276 @@
+"""One screen that answers what a pattern costs: `sparsering plan`.
+
+Times on named machines are bounds by published peaks, and say so; nothing is measured here.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..cost.machines import Machine, named
+from ..patterns import Causal
+from ..patterns.algebra import Pattern
+from ..patterns.arguments import shortened
+from .batch import choose_batch_size, longest_sequence, memory_of
+from .estimate import Estimate, Figure, estimate
+from .sizes import show_bytes, show_seconds, show_tokens
+
+WIDTH = 100
+SHARDINGS = ("contiguous", "zigzag", "balanced")
+MOST_SEARCHED = 1 << 22
+"""Tokens up to which the longest sequence is searched; beyond, it follows by proportion."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is asked for: the arguments of `estimate`, and the memory of one device.
+
+    `text` is the pattern as it was written, for the first line.
+    """
+
+    pattern: Pattern
+    tokens: int
+    memory: int | str | None = None
+    machine: str | None = None
+    ranks: int = 1
+    sharding: str = "auto"
+    num_heads: int = 8
+    num_kv_heads: int | None = None
+    head_dim: int = 64
+    dtype: torch.dtype | None = None
+    batch_size: int = 1
+    backward: bool = False
+    backend: str | None = None
+    block_size: int | None = None
+    text: str = ""
+
+    @property
+    def found(self) -> Machine | None:
+        """The machine that is named."""
+        return None if self.machine is None else named(self.machine)
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `estimate`, but for tokens and batch; dtype bfloat16 on a GPU by default."""
+        on_gpu = self.found is not None and self.found.kind == "gpu"
+        names = "num_heads num_kv_heads head_dim backward machine ranks sharding backend block_size"
+        options = {name: getattr(self, name) for name in names.split()}
+        return options | {"dtype": self.dtype or (torch.bfloat16 if on_gpu else torch.float32)}
+
+
+def screen(asked: Asked) -> str:
+    """The answer, in at most 24 lines of at most 100 columns.
+
+    Raises: ValueError as `estimate`, for a machine, size or pattern that cannot be.
+
+    Cost: a few seconds for 2^20 tokens; the layout and the plans of one length.
+    """
+    options = asked.options()
+    found = estimate(asked.pattern, tokens=asked.tokens, batch_size=asked.batch_size, **options)
+    limit = _limit(asked)
+    lines = [
+        shortened(asked.text or str(asked.pattern), WIDTH - 10),
+        _call_line(asked, found),
+        "",
+        _row("runs", f"{found.backend}, blocks of {found.block_size}"),
+        *_pair_rows(asked, found),
+        *_time_rows(asked, found),
+        *_memory_rows(found, limit),
+        _row("fits", _what_fits(asked, found, limit)),
+        *_rank_rows(asked, found),
+        "",
+        _row("advice", _advice(asked, found, limit)),
+        _row(
+            "quality",
+            "arithmetic cannot tell what leaving out pairs costs: compare on your model and data",
+        ),
+        _row("", "(docs/selection.md; sparsering.selection.selection_report for chosen blocks)"),
+    ]
+    return "\n".join(line[:WIDTH].rstrip() for line in lines)
+
+
+def _row(name: str, text: str) -> str:
+    return f"{name:<9} {text}"
+
+
+def _call_line(asked: Asked, found: Estimate) -> str:
+    heads = f"{found.num_heads} heads"
+    if found.num_kv_heads not in (None, found.num_heads):
+        heads += f" ({found.num_kv_heads} of keys)"
+    device = "this machine" if asked.found is None else asked.found.name
+    return (
+        f"{asked.tokens:,} tokens, {heads} of {found.head_dim}, {_name(found.dtype)}, batch "
+        f"{found.batch_size}, {'forward and backward' if found.backward else 'forward'}, on "
+        f"{f'{asked.ranks} x ' if asked.ranks > 1 else ''}{device}"
+    )
+
+
+def _pair_rows(asked: Asked, found: Estimate) -> list[str]:
+    each = _pairs_of_a_head(found)
+    return [
+        _row("pairs", f"{each:.3g} a head and entry; blocks visited {100 * found.density:.3g}%"),
+        _row(
+            "dense",
+            f"{_dense_name(asked)} has {_dense_pairs(asked):.3g} pairs, "
+            f"{_times(_dense_pairs(asked) / max(1.0, each))} as many",
+        ),
+    ]
+
+
+def _pairs_of_a_head(found: Estimate) -> float:
+    return found.pairs / found.num_heads / found.batch_size
+
+
+def _dense_name(asked: Asked) -> str:
+    return "causal attention" if _is_causal(asked) else "full attention"
+
+
+def _dense_pairs(asked: Asked) -> float:
+    """Pairs of one head where no pattern leaves any out."""
+    n = asked.tokens
+    return n * (n + 1) / 2 if _is_causal(asked) else float(n) * n
+
+
+def _is_causal(asked: Asked) -> bool:
+    """Whether the pattern shows no later key, judged on at most 2,048 tokens."""
+    length = min(asked.tokens, 2048)
+    try:
+        return bool(
+            asked.pattern.layout(length, num_heads=asked.num_heads).num_pairs
+            == (asked.pattern & Causal()).layout(length, num_heads=asked.num_heads).num_pairs
+        )
+    except (ValueError, TypeError):  # a pattern of one length, or one that takes no `&`
+        return False
+
+
+def _times(factor: float) -> str:
+    return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.2g} times"
+
+
+def _time_rows(asked: Asked, found: Estimate) -> list[str]:
+    where = " a rank" if asked.ranks > 1 else ""
+    return [_row("time", _told(found.seconds, where, found.flops))]
+
+
+def _told(seconds: Figure, where: str, flops: Figure) -> str:
+    shown = f"{show_seconds(seconds.value)}{where}"
+    if seconds.known == "published":
+        return (
+            f"at least {shown}: a bound by published peaks, not measured ({flops.value:.3g} FLOP)"
+        )
+    if seconds.known == "measured here":
+        return f"{shown}, by this machine's calibration ({flops.value:.3g} FLOP)"
+    return f"roughly {shown}: not calibrated; `sparsering calibrate` measures this machine once"
+
+
+def _memory_rows(found: Estimate, limit: int | None) -> list[str]:
+    peak = found.peak_bytes.value
+    of = "" if limit is None else f" of {show_bytes(limit)} ({100 * peak / limit:.3g}%)"
+    parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in found.memory._asdict().items())
+    ranks = " a rank" if found.ranks > 1 else ""
+    return [
+        _row("memory", f"{show_bytes(peak)}{of}{ranks} at its peak, for this call alone"),
+        _row("", parts),
+    ]
+
+
+def _limit(asked: Asked) -> int | None:
+    if asked.memory is None and asked.found is not None and asked.found.memory_bytes is None:
+        return None
+    return memory_of(asked.machine, asked.memory)
+
+
+def _what_fits(asked: Asked, found: Estimate, limit: int | None) -> str:
+    if limit is None:
+        return "with --memory: the largest batch and the longest sequence"
+    try:
+        batch = choose_batch_size(
+            asked.pattern, tokens=asked.tokens, memory=limit, **asked.options()
+        )
+        told = f"a batch of {batch:,} at this length"
+    except ValueError:
+        told = "not even a batch of 1 at this length"
+    guess = asked.tokens * limit / found.peak_bytes.value
+    if guess > MOST_SEARCHED:
+        return f"{told}; about {show_tokens(_rounded(guess))} tokens at this batch, by proportion"
+    try:
+        tokens = longest_sequence(
+            asked.pattern, memory=limit, batch_size=asked.batch_size, **asked.options()
+        )
+    except ValueError:
+        return told  # a pattern of one length, or nothing fits
+    return f"{told}; {show_tokens(tokens)} tokens ({tokens:,}) at this batch"
+
+
+def _rounded(tokens: float) -> int:
+    """Two digits of a number that is no more exact."""
+    return int(float(f"{tokens:.1e}"))
+
+
+def _rank_rows(asked: Asked, found: Estimate) -> list[str]:
+    if asked.ranks == 1:
+        return []
+    alone = _with(asked, ranks=1)
+    least = "at least " if alone.seconds.known == "published" else ""
+    told = f"one alone: {least}{show_seconds(alone.seconds.value)}, {_peak(alone)}"
+    if not any(found.received_bytes) and found.balance.value == 1:
+        told = f"{found.sharding}: nothing moves and loads are even, as good as can be; {told}"
+        return [_row("ranks", told)]
+    names = [*SHARDINGS, *([] if asked.sharding in ("auto", *SHARDINGS) else [asked.sharding])]
+    titles = ("most received", "link time", "busiest / mean", "time")
+    rows = [
+        _row("ranks", told),
+        f"{'  sharding':<14}" + "".join(f"{title:>18}" for title in titles),
+    ]
+    for name in names:
+        one = _with(asked, sharding=name)
+        cells = (
+            show_bytes(max(one.received_bytes)),
+            "unknown" if one.link_seconds is None else show_seconds(one.link_seconds.value),
+            f"{one.balance.value:.3f}",
+            ("at least " if one.seconds.known == "published" else "")
+            + show_seconds(one.seconds.value),
+        )
+        mark = "*" if one.sharding == found.sharding else " "
+        rows.append(f"{mark} {name[:11]:<12}" + "".join(f"{cell:>18}" for cell in cells))
+    return rows
+
+
+def _with(asked: Asked, **changes: Any) -> Estimate:
+    """The estimate of the same call, but for some arguments."""
+    options = replace(asked, **changes).options()
+    return estimate(asked.pattern, tokens=asked.tokens, batch_size=asked.batch_size, **options)
+
+
+def _peak(found: Estimate) -> str:
+    return show_bytes(found.peak_bytes.value)
+
+
+def _advice(asked: Asked, found: Estimate, limit: int | None) -> str:
+    """The one thing that matters most."""
+    if limit is not None and found.peak_bytes.value > limit:
+        ranks = asked.ranks * -(-found.peak_bytes.value // limit)
+        return (
+            f"it does not fit: {_peak(found)} in {show_bytes(limit)}; take "
+            f"about {ranks:.0f} ranks, or shorter sequences"
+        )
+    saved = _dense_pairs(asked) / max(1.0, _pairs_of_a_head(found))
+    if saved < 1.5:
+        return "this pattern is almost dense: dense attention costs as much, and loses nothing"
+    if found.link_seconds is not None and found.link_seconds.value > found.seconds.value:
+        return "links bound it: fewer ranks, fewer kv heads, or segments that lie inside the shards"
+    if found.balance.value > 1.1:
+        return (
+            f"the busiest rank has {found.balance.value:.2f} of the mean: try --sharding balanced"
+        )
+    if found.seconds.known == "uncalibrated":
+        return "run `sparsering calibrate` once: times of this machine then hold"
+    if asked.ranks > 1 and limit is not None and found.peak_bytes.value * asked.ranks < limit / 4:
+        return (
+            "one device has room for it all: more ranks bring time alone; give each a batch first"
+        )
+    return f"good: {_times(saved)} fewer pairs than {_dense_name(asked)}, and it fits"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
