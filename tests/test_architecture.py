@@ -46,7 +46,7 @@ ROOMS = {
     "plots": "planner layouts patterns",
     "report": "plots planner distributed patterns",
     "bench": "plots report planner integrations models nn selection decoding functional extras "
-    "distributed dispatch kernels layouts patterns numerics files",
+    "distributed dispatch cost kernels layouts patterns numerics files",
     "training": "distributed models nn plots report layouts patterns files",
     "cli": "",  # the command line takes what a command needs
 }

@@ -149,6 +149,7 @@ _MORE: dict[str, list[Column]] = {
         Column("most tokens", _count("tokens")),
         Column("of a memory of", lambda row: size(row.get("limit_bytes"))),
         Column("did not fit", _count("did_not_fit")),
+        Column("a call takes at least", lambda row: _seconds(row.get("at_least_seconds"))),
     ],
     "roofline": [
         Column("at best", lambda row: _rate(row)),
@@ -161,6 +162,10 @@ def _bytes_a_token(row: Row) -> str:
     if not row.get("peak_bytes"):
         return ""
     return f"{row['peak_bytes'] / row['tokens'] / row['heads']:,.0f}"
+
+
+def _seconds(number: float | None) -> str:
+    return "" if number is None else f"{short(number)} s, by published peaks"
 
 
 def _layout_share(row: Row) -> str:

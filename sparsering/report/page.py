@@ -100,7 +100,8 @@ TITLES: dict[str, tuple[str, str]] = {
     "longest": (
         "The longest sequence, by memory",
         "8 heads of 64, float32, forward: inputs, layout, workspace and result within a limit that "
-        "the system kept. Found by running: the next 4,096 tokens did not fit.",
+        "the system kept. Found by running: the next 4,096 tokens did not fit. Planned: the "
+        "arithmetic of sr.estimate on published figures of GPUs, in float16; no GPU has run it.",
     ),
     "roofline": (
         "How near the machine's limits",

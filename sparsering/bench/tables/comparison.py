@@ -1,6 +1,7 @@
 """The tables at one length: backends beside dense and torch.sparse, densities, the gallery."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,10 +13,25 @@ from ...patterns.expression import parse
 from ...patterns.positions import Causal, Full, LongNet, SlidingWindow
 from ..cases import flex_call
 from ..measure import sampled_error
-from .measured import DENSE, Budget, Case, Row, left_out, own_backend, rows_of, spread_of, timed
+from .measured import (
+    CALLS,
+    DENSE,
+    Budget,
+    Case,
+    Row,
+    call_of,
+    left_out,
+    own_backend,
+    rows_of,
+    spread_of,
+    timed,
+)
 
 FOUNDING = BlockWindow(2, 64)
 """What the founding table ran: a window of 256 in blocks of 64, 7.7% of the pairs at 4,096."""
+
+
+ORACLE = "not timed: dense mathematics that forms every pair, for tests to compare with"
 
 
 def comparison(quick: bool, budget: Budget) -> list[Row]:
@@ -30,13 +46,18 @@ def comparison(quick: bool, budget: Budget) -> list[Row]:
     own = own_backend()
     for geometry, pattern in geometries.items():
         cases = [Case(f"{geometry}, ours ({own})", pattern, tokens)]
+        slow: list[Case] = []
         refused: list[Row] = []
         for name, backend in BACKENDS.items():
             case = Case(f"{geometry}, {name}", pattern, tokens, name)
             interpreted = name == "triton" and not is_default(name)
             reasons = ["its kernels need a GPU"] if interpreted else backend.reasons()
-            if reasons:
+            if name == "reference":
+                refused.append(left_out(case, ORACLE))
+            elif reasons:
                 refused.append(left_out(case, "cannot run here: " + "; ".join(reasons)))
+            elif backend.only_named:
+                slow.append(case)
             elif name != own:
                 cases.append(case)
         if geometry == "window of 256":
@@ -44,11 +65,13 @@ def comparison(quick: bool, budget: Budget) -> list[Row]:
                 Case("all pairs, dense SDPA", Full(), tokens, DENSE),
                 Case("LongNet, ours", meant, tokens),
             ]
-        rows += rows_of(cases, min(budget.left / 8, 20))
+        rows += rows_of(cases, min(budget.left / 8, 6))
+        for case in slow:
+            rows += _unless_late(case, budget)
         rows += refused
         if geometry == "random blocks":
-            rows += _compiled_flex(Case(f"{geometry}, FlexAttention compiled", pattern, tokens),
-                                   quick, budget)  # fmt: skip
+            flex = Case(f"{geometry}, FlexAttention compiled", pattern, tokens)
+            rows += _compiled_flex(flex, quick, budget)
     half = [
         Case("all pairs, dense SDPA, bfloat16", Full(), tokens, DENSE, dtype="bfloat16"),
         *(
@@ -62,6 +85,22 @@ def comparison(quick: bool, budget: Budget) -> list[Row]:
         Case(f"window of 256, ours ({own}), with gradients", FOUNDING, tokens, backward=True),
     ]
     return rows + rows_of(both, 3)
+
+
+def _unless_late(case: Case, budget: Budget) -> list[Row]:
+    """A row of a backend that is there to compare with, if what it takes is left.
+
+    A quarter of the tokens are a sixteenth of the pairs that such backends form.
+    """
+    few = replace(case, tokens=case.tokens // 4)
+    call = call_of(few, few.inputs())
+    call()
+    begin = time.perf_counter()
+    call()
+    seconds = 16 * (time.perf_counter() - begin)
+    if CALLS * seconds > budget.left / 3:
+        return [left_out(case, f"no time: a call would take about {seconds:,.1f} s")]
+    return rows_of([case], min(budget.left / 8, 2))
 
 
 def _compiled_flex(case: Case, quick: bool, budget: Budget) -> list[Row]:

@@ -11,6 +11,7 @@ from ...patterns.positions import Causal, Full, LongNet, SlidingWindow
 from ..measure import memory, sampled_error
 from .comparison import FOUNDING
 from .measured import (
+    CALLS,
     DENSE,
     Budget,
     Case,
@@ -25,9 +26,9 @@ from .measured import (
     timed,
     warm_up,
 )
+from .planned import planned_longest
 
 EIGHT_HEADS = 65536  # the longest that the prior documents timed; beyond it a call has one head
-CALLS = 6  # of a case: its error, an untimed and three timed rounds, and the one for its peak
 STEP = 4096
 
 
@@ -128,7 +129,7 @@ def longest(quick: bool, budget: Budget) -> list[Row]:
         found = row[1]
         assert isinstance(found, dict)
         rows.append({**found, "limit_bytes": limit, "did_not_fit": fails})
-    return rows
+    return rows + planned_longest(quick)
 
 
 def _fits(case: Case, limit: int) -> bool:

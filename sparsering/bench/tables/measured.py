@@ -28,6 +28,7 @@ Row = dict[str, Any]
 
 DENSE = "dense SDPA"
 CHOSEN_BLOCKS = 16
+CALLS = 6  # of a case: its error, an untimed and three timed rounds, and the one for its peak
 
 
 @dataclass(frozen=True)
