@@ -154,11 +154,11 @@ def _time_rows(asked: Asked, found: Estimate) -> list[str]:
 
 def _told(seconds: Figure, where: str, flops: Figure) -> str:
     shown = f"{show_seconds(seconds.value)}{where}"
-    if seconds.known == "published":
+    if seconds.known.startswith("published"):
         return (
             f"at least {shown}: a bound by published peaks, not measured ({flops.value:.3g} FLOP)"
         )
-    if seconds.known == "measured here":
+    if seconds.known.startswith("measured here"):
         return f"{shown}, by this machine's calibration ({flops.value:.3g} FLOP)"
     return f"roughly {shown}: not calibrated; `sparsering calibrate` measures this machine once"
 
@@ -211,7 +211,7 @@ def _rank_rows(asked: Asked, found: Estimate) -> list[str]:
     if asked.ranks == 1:
         return []
     alone = _with(asked, ranks=1)
-    least = "at least " if alone.seconds.known == "published" else ""
+    least = "at least " if alone.seconds.known.startswith("published") else ""
     told = f"one alone: {least}{show_seconds(alone.seconds.value)}, {_peak(alone)}"
     if not any(found.received_bytes) and found.balance.value == 1:
         told = f"{found.sharding}: nothing moves and loads are even, as good as can be; {told}"
@@ -228,7 +228,7 @@ def _rank_rows(asked: Asked, found: Estimate) -> list[str]:
             show_bytes(max(one.received_bytes)),
             "unknown" if one.link_seconds is None else show_seconds(one.link_seconds.value),
             f"{one.balance.value:.3f}",
-            ("at least " if one.seconds.known == "published" else "")
+            ("at least " if one.seconds.known.startswith("published") else "")
             + show_seconds(one.seconds.value),
         )
         mark = "*" if one.sharding == found.sharding else " "
@@ -263,7 +263,7 @@ def _advice(asked: Asked, found: Estimate, limit: int | None) -> str:
         return (
             f"the busiest rank has {found.balance.value:.2f} of the mean: try --sharding balanced"
         )
-    if found.seconds.known == "uncalibrated":
+    if found.seconds.known.startswith("uncalibrated"):
         return "run `sparsering calibrate` once: times of this machine then hold"
     if asked.ranks > 1 and limit is not None and found.peak_bytes.value * asked.ranks < limit / 4:
         return (
