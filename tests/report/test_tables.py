@@ -23,7 +23,8 @@ def check_row(row):
     else:
         assert all(row[name] is not None for name in FIGURES), row
         assert 0 < row["least_ms"] <= row["ms"] <= row["most_ms"]
-        assert row["error"] < 0.02 and 0 < row["density"] <= 1 and row["peak_bytes"] > 0
+        assert row["error"] < 0.02 and row["peak_bytes"] > 0
+        assert 0 < row["density"] <= 3  # a mixture of three counts a pair up to three times
 
 
 def test_rows_of_calls_side_by_side():

@@ -50,7 +50,7 @@ def planned_longest(quick: bool) -> list[Row]:
 
 
 def most_tokens(peaks: list[float], limit: float) -> int:
-    """The largest multiple of 4,096 tokens whose peak is within a limit, by `through`; 0 of none."""
+    """The largest multiple of 4,096 tokens whose peak, by `through`, is within a limit."""
     low, high = 0, 1 << 20  # in steps
     while high - low > 1:
         middle = (low + high) // 2
