@@ -223,7 +223,7 @@ ADVICE = (
 
 WISHES: tuple[tuple[str, str], ...] = (
     ("automatic sparsity by length", "Left to the user: no pattern changes by itself. What one "
-     "costs can be asked before it runs, by its layout and its plan."),
+     "costs is told before it runs: sr.estimate, sparsering plan."),
     ("dynamic sparsity in training, sparsity scheduler",
      "selection.Schedule, and GatedSchedule, which waits until the model has learned: blocks that "
      "fall by the clock alone were measured to leave it at chance."),
@@ -253,6 +253,6 @@ WISHES: tuple[tuple[str, str], ...] = (
     ("coarse-to-fine hierarchy", "Hierarchical, and nn.SelectedAttention.hierarchical over pooled "
      "keys."),
     ("NUMA placement", "Left to torchrun, which binds its processes."),
-    ("adaptive batch size", "Left to the user; the memory tables say what a call takes."),
+    ("adaptive batch size", "sr.choose_batch_size: the largest that fits in a memory, by arithmetic."),
 )  # fmt: skip
 """What it wished for or sketched, and what became of it."""
