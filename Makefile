@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 TOO_OLD := sparsering needs Python 3.11 or newer; name one: make PYTHON=python3.12 setup
 
 # Progress shows as it happens, also through a pipe.
@@ -13,7 +14,7 @@ export PYTHONUNBUFFERED := 1
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ring test test-all test-asan lint bench bench-selection report clean
+.PHONY: help setup demo demo-ring docs test test-all test-asan lint bench bench-selection report clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +35,15 @@ demo-ring: $(STAMP) ## the same over 4 processes that share each text; writes ru
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 \
 		-m sparsering demo-ring --out runs/demo-ring
 
+$(DOCS_STAMP): $(STAMP) requirements-docs.txt
+	$(BIN)/python -m pip install -r requirements-docs.txt --constraint requirements-dev.txt
+	@touch $@
+
+# Every warning is an error: links, anchors, docstrings. Notebooks run once, and again when they change.
+docs: $(DOCS_STAMP) ## build the pages and the reference into runs/docs/html, to be opened from disk
+	$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --quiet \
+		--doctree-dir runs/docs/doctrees docs runs/docs/html
+
 # Two processes, of one torch thread each (tests/conftest.py): what is done first takes the rest over.
 test: $(STAMP) ## run the tests that take seconds
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
@@ -50,7 +60,7 @@ test-asan: $(STAMP) ## run the kernel's tests with address and undefined-behavio
 lint: $(STAMP) ## ruff and clang-format (check and format), mypy, lines per module
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/clang-format --dry-run --Werror sparsering/kernels/cpu/*.cpp sparsering/kernels/cpu/*.h sparsering/kernels/cpu/walk/*.h
+	$(BIN)/clang-format --dry-run --Werror sparsering/kernels/cpu/*.cpp sparsering/kernels/cpu/*.h sparsering/kernels/cpu/walk/*.h sparsering/kernels/cpu/selection/*.h
 	$(BIN)/mypy
 	$(BIN)/python tools/line_budget.py
 

@@ -12,8 +12,13 @@ Cases are drawn by a fixed seed; drawn again are those of less than 32 MiB, wher
 and what an allocator keeps would be measured, and those that are told to take more than a second.
 """
 
+import argparse
 import ctypes
+import json
+import math
 import random
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +26,8 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import memory
+from sparsering.bench.measure import Row, memory, write_record
+from sparsering.files import replace_file
 
 CASES, SEED = 60, 16
 LEAST_BYTES, MOST_SECONDS = 32 << 20, 1.0
@@ -33,15 +39,20 @@ def drawn() -> list[dict[str, Any]]:
     draw, cases = random.Random(SEED), []
     while len(cases) < CASES:
         case = _case(draw)
-        told = told_of(case)
-        if told.peak_bytes.value >= LEAST_BYTES and _rough_seconds(told, case) <= MOST_SECONDS:
+        tensors = 4 if case["backward"] else 2  # of the query's size, beside keys and values
+        tokens = case["tokens"] * (tensors * case["num_heads"] + 2 * case["num_kv_heads"])
+        size = getattr(torch, case["dtype"]).itemsize
+        most = case["batch_size"] * tokens * case["head_dim"] * size
+        if most >= LEAST_BYTES and _rough_seconds(case) <= MOST_SECONDS:
             cases.append(case)
     return cases
 
 
-def _rough_seconds(told: "sr.Estimate", case: dict[str, Any]) -> float:
-    """By a rate that no calibration changes, for the same cases wherever they are drawn."""
-    return told.flops.value / (4e11 if case["dtype"] == "bfloat16" else 1.2e11)
+def _rough_seconds(case: dict[str, Any]) -> float:
+    """By one head, and rates that no calibration changes: the same cases wherever it is drawn."""
+    told = told_of({**case, "num_heads": 1, "num_kv_heads": 1, "batch_size": 1})
+    flops = told.flops.value * case["num_heads"] * case["batch_size"]
+    return flops / (4e11 if case["dtype"] == "bfloat16" else 1.2e11)
 
 
 def _case(draw: random.Random) -> dict[str, Any]:
@@ -138,3 +149,81 @@ def _measure(send: Any, case: dict[str, Any]) -> None:
     result = call(case, inputs_of(case))
     send.send(memory("VmHWM") - before)
     del result
+
+
+def median_seconds(case: dict[str, Any]) -> float:
+    """Of some calls in this process, after one that is not counted."""
+    inputs, found = inputs_of(case), []
+    call(case, inputs)
+    while len(found) < ROUNDS:
+        start = time.perf_counter()
+        call(case, inputs)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def row_of(case: dict[str, Any], measured: dict[str, float]) -> Row:
+    """A case, what was told of it and what was measured."""
+    told = told_of(case)
+    return {
+        **case,
+        "backend": told.backend,
+        "block_size": told.block_size,
+        "density": told.density,
+        "peak_bytes": measured["peak_bytes"],
+        "told_peak_bytes": told.peak_bytes.value,
+        "told_over_peak": told.peak_bytes.value / measured["peak_bytes"],
+        "seconds": measured["seconds"],
+        "told_seconds": told.seconds.value,
+        "told_over_seconds": told.seconds.value / measured["seconds"],
+        "seconds_known": told.seconds.known,
+    }
+
+
+def summary(rows: list[Row]) -> Row:
+    """How many of the cases are told within the floors."""
+    peaks, seconds = (
+        torch.tensor([float(str(row[name])) for row in rows], dtype=torch.float64)
+        for name in ("told_over_peak", "told_over_seconds")
+    )
+    return {
+        "cases": len(rows),
+        "peaks_within_10_percent": float(((peaks - 1).abs() <= 0.1).double().mean()),
+        "lowest_told_over_peak": float(peaks.min()),
+        "highest_told_over_peak": float(peaks.max()),
+        "seconds_within_factor_1.3": float((seconds.log().abs() <= math.log(1.3)).double().mean()),
+        "lowest_told_over_seconds": float(seconds.min()),
+        "highest_told_over_seconds": float(seconds.max()),
+    }
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the record")
+    parser.add_argument("--kept", type=Path, default=Path("runs/costs.json"), help="what is done")
+    parser.add_argument("--only", choices=("draw", "peak_bytes", "seconds"), help="one kind")
+    parser.add_argument("--seconds", type=float, default=1e9, help="to stop after")
+    arguments, start = parser.parse_args(), time.perf_counter()
+    kept = json.loads(arguments.kept.read_text()) if arguments.kept.exists() else []
+    if not kept:
+        kept = [{"case": case, "measured": {}} for case in drawn()]
+        _keep(arguments.kept, kept)
+    kinds = {"peak_bytes": peak_bytes, "seconds": median_seconds}
+    for name, measure in kinds.items():
+        for one in kept if arguments.only in (None, name) else []:
+            if name not in one["measured"] and time.perf_counter() - start < arguments.seconds:
+                one["measured"][name] = measure(one["case"])
+                _keep(arguments.kept, kept)
+    if all(one["measured"].keys() == kinds.keys() for one in kept):
+        rows = [row_of(one["case"], one["measured"]) for one in kept]
+        write_record(arguments.out, "costs", [summary(rows), *rows])
+
+
+def _keep(path: Path, kept: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(kept, indent=1).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ and another one a call 15% beyond, which must end for want of memory. Results at
 compared with float64 once the limit is lifted.
 
 RLIMIT_DATA counts what a process has reserved, so it is stricter than memory in use: a buffer with
-room that is never touched counts.
+room that is never touched counts. That is why the planner leaves a part of a memory free.
 """
 
 import argparse

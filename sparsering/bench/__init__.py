@@ -22,7 +22,7 @@ from .gigapath import gigapath
 from .measure import write_record
 from .modules import modules
 from .rows import rows
-from .selection import selection, selection_decoding
+from .selection import selection, selection_decoding, selection_scores
 from .sweeps import sweeps
 from .transformers import transformers
 
@@ -39,6 +39,7 @@ CASES = {
     "extras": extras,
     "selection": selection,
     "selection-decoding": selection_decoding,
+    "selection-scores": selection_scores,
     "rows": rows,
     "gigapath": gigapath,
     "sweeps": sweeps,

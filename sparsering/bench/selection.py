@@ -35,6 +35,46 @@ def selection(quick: bool) -> list[Row]:
     return rows
 
 
+def selection_scores(quick: bool) -> list[Row]:
+    """Scores as a part of scoring, selecting and attending, in rows of 64 queries and of 1."""
+    rows: list[Row] = []
+    for length in (1024,) if quick else (4096, 16384):
+        for dtype in (torch.float32, torch.bfloat16):
+            rows += _parts_of_whole(length, dtype, 2 if quick else 9)
+    return rows
+
+
+@torch.no_grad()
+def _parts_of_whole(length: int, dtype: torch.dtype, rounds: int) -> list[Row]:
+    inputs = _inputs(length, dtype, False)
+    query, key, _ = inputs
+    calls: dict[str, Callable[[], Tensor]] = {}
+    last: dict[str, Tensor] = {}
+    for tokens in (BLOCK, 1):
+        scores = _scores(query, key, tokens)
+        calls[f"{tokens}: whole"] = partial(_whole, *inputs, tokens)
+        calls[f"{tokens}: score"] = partial(_scores, query, key, tokens)
+        calls[f"{tokens}: select"] = partial(_chosen, scores, tokens)
+        last[f"{tokens}: chosen"] = calls[f"{tokens}: select"]()
+    timed = {name: partial(_kept, last, name, call, (), query) for name, call in calls.items()}
+    times = interleaved_times(timed, rounds)
+    found: list[Row] = []
+    for tokens in (BLOCK, 1):
+        whole, score, select = (times[f"{tokens}: {part}"] for part in ("whole", "score", "select"))
+        pattern = SelectedBlocks(last[f"{tokens}: chosen"], BLOCK, tokens) & Causal()
+        found.append(
+            {
+                "rows_of": tokens, "tokens": length, "dtype": str(dtype)[6:], "pass": "forward",
+                "ms": statistics.median(whole), "least": min(whole), "most": max(whole),
+                "score_ms": statistics.median(score), "score_least": min(score),
+                "score_most": max(score), "select_ms": statistics.median(select),
+                "score_share": statistics.median(score) / statistics.median(whole),
+                "error": sampled_error(last[f"{tokens}: whole"], *inputs, pattern, rows=8),
+            }
+        )  # fmt: skip
+    return found
+
+
 def _inputs(length: int, dtype: torch.dtype, alike: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values; `alike`: they drift, so that neighbours choose alike."""
     torch.manual_seed(0)

@@ -73,6 +73,7 @@ def _probes() -> list[_Probe]:
         _Probe(GlobalTokens(16) | SlidingWindow(128, 128), 8192, 2, 2, 128),
         _Probe(Dilated(4096, 4), 8192, 4, 2, 64),
         _Probe(LongNet((512, 2048), (1, 4)) & Causal(), 8192, 4, 4, 32),
+        _Probe(LongNet((1024, 4096), (1, 2)) & Causal(), 4096, 4, 4, 128),
         _Probe(SlidingWindow(64), 16384, 8, 8, 64),
         _Probe(BlockWindow(1, 64), 16384, 8, 2, 128),
     ]
@@ -124,7 +125,7 @@ def _measured(threads: int) -> Iterator[tuple[str, list[float], float]]:
         backends = [("cpu", cpu, torch.float32), ("cpu", cpu, torch.bfloat16)]
     backends.append(("gather", gather, torch.float32))
     for name, module, dtype in backends:
-        for probe in _probes()[:: 2 if name == "gather" else 1]:
+        for probe in _probes() if name == "cpu" else _probes()[:10:2]:
             yield from _of_probe(name, module, dtype, probe, threads)
             if name == "cpu" and probe.tokens > 128:  # the same by one kv head
                 alone = probe._replace(heads=max(1, probe.heads // 2), kv_heads=1)

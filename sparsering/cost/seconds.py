@@ -8,16 +8,21 @@ a backend, a dtype and a part of the call. Nothing is measured here. Layouts are
 
 import torch
 
-from .memory import Call, cpu_memory, gather_memory, is_walked, multiplies_bfloat16, takes_heads
+from .memory import Call, is_walked, multiplies_bfloat16, takes_heads
 from .work import Work
 
 Rates = dict[str, float]
 """Seconds that a unit of each kind of work takes."""
 
-KINDS = ("call", "cells", "products", "entries", "masked", "rows", "strided", "keys", "bytes")
+KINDS = (
+    "call", "cells", "products", "entries", "masked", "rows", "strided", "merged", "keys", "bytes",
+)  # fmt: skip
 """What the seconds of a part are made of: the call itself; cells of tiles, weighed; products of
 their numbers; visited blocks; cells under a bitmap; numbers of query rows read and written, of
-strided tiles once more, and of keys packed; bytes that are new to the process."""
+strided tiles once more, and once more where several passes add up; of keys packed; bytes of results
+that the allocator asks of the system anew each time."""
+
+_NEW_EACH_TIME = 32 << 20  # bytes of a tensor: glibc maps such anew, and every page of it is zeroed
 
 _MODELLED = ("cpu", "gather")
 
@@ -50,15 +55,16 @@ def amounts(part: str, work: Work, call: Call) -> list[float]:
         rows += heads * p.rows
         keys += kv_heads * p.key_tiles_seen * min(work.block_size, p.longest[1])
         strided += of_pass * (p.step > 1)
-    told = (gather_memory if part.startswith("gather") else cpu_memory)(work, call, False)
-    fresh = told.results + told.saved + told.workspace
+    size = call.head_dim * call.dtype.itemsize
+    results = [heads * frame.q_len * size]
     if "backward" in part:
-        fresh = told.inputs + 2 * told.saved + told.workspace
+        results += 2 * [kv_heads * frame.kv_len * size]
         uneven = _unevenness(kv_heads, call.threads) if "heads" in part else 1.0
         cells, entries, masked = cells * uneven, entries * uneven, masked * uneven
     return [
         1.0, heads * cells, heads * cells * d, heads * entries, heads * masked, rows * d,
-        strided * d, keys * d, float(fresh),
+        strided * d, rows * d * (len(work.passes) > 1), keys * d,
+        float(sum(x for x in results if x >= _NEW_EACH_TIME)),
     ]  # fmt: skip
 
 

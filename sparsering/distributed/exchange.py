@@ -41,6 +41,7 @@ class Traffic(NamedTuple):
     """Payload that a rank's last call moved. Control messages are not in it.
 
     Attributes:
+        sent_bytes, received_bytes, messages: of this rank.
         compression: the wire format of keys and values, None for their own dtype.
         error: of this rank's keys and values in that format: the root mean square of the
             difference to that of the numbers, the larger of both. 0 for their own dtype, and in a

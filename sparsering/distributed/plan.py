@@ -32,6 +32,8 @@ class RingPlan:
     """Who needs what of whom, for one pattern, length, number of ranks and sharding.
 
     Attributes:
+        pattern, frame: what is laid, and the lengths it is laid against.
+        block_size: tokens to a tile.
         sharding: which rank owns which tokens: "contiguous", "zigzag" or "chunks:...".
         ranges: each rank's tokens, ascending ranges of positions.
         needs: distinct needed key tokens, in sets numbered receiver * world_size + sender.

@@ -44,7 +44,7 @@ def simulate_ring(
     Args:
         query, key, value: the whole sequence, [B, H, N, D], as for `attention`.
         world_size: ranks.
-        sharding, scale, return_lse: as for `ring_attention`.
+        pattern, sharding, scale, return_lse: as for `ring_attention`.
         softcap, distance_bias, sink, dropout_p, dropout_seed: as for `attention`.
 
     Returns: out [B, Hq, N, Dv], and with `return_lse` lse [B, Hq, N].

@@ -26,6 +26,8 @@ from ..patterns.arguments import shortened
 from ..patterns.keys import KeyMask
 from ..patterns.positions import Causal, Dilated, LongNet
 
+__all__ = ["DilatedAttention", "convert"]
+
 ZERO_PADDINGS = ("exact", "torchscale")
 
 

@@ -32,7 +32,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         pattern: of the pairs that attend, by token index: the first query and the first key are
             both at 0.
         scale: of the scores, default head_dim ** -0.5.
-        embed_dim, num_heads, dropout, ...: torch's, as are the names of the parameters, what they
+        kdim, vdim, add_bias_kv, add_zero_attn, batch_first, device, dtype: as torch's.
+        embed_dim, num_heads, dropout, bias: torch's, as are the names of the parameters, what they
             are drawn as, and their order: a state_dict goes either way, strictly.
 
     Differences: masks intersect the pattern, and a query that sees no key attends to nothing, so

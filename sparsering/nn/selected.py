@@ -84,6 +84,8 @@ class SelectedAttention(nn.Module):
     Positions: none are added. Pass `rope`, or add them to x. A choice by means of keys sees rotary
     positions averaged over the block.
 
+    Raises: ValueError where arguments do not fit one another.
+
     Cost: O(N k block_size) for the chosen blocks and their backward, plus that of the scorer
         (see `block_scores`), of the window, and O(N^2 / stride) of the pooled branch. Memory of
         scores, O(N / query_block x N / block_size) for each kv head, not kept for the backward but

@@ -149,10 +149,10 @@ class Pattern:
     ) -> "BlockLayout":
         """Compiles the pattern to tiles, or takes the compiled form from `layout_cache`.
 
-        Args: as `to_dense`, and
-            block_size: a multiple of 16 from 16 to 256; default what `attention` takes (unless
-                `sparsering tune` measured another for the pattern on a GPU).
-            device: of the tables.
+        Args:
+            q_len, kv_len, num_heads, num_kv_heads, q_start: as for `to_dense`.
+            block_size, device: a multiple of 16 from 16 to 256, default what `attention` takes
+                (unless `sparsering tune` measured another on a GPU); where the tables lie.
 
         Raises: ValueError where the pattern does not fit the lengths or heads.
 

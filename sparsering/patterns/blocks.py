@@ -49,7 +49,7 @@ class BlockwiseMask(Mask):
 class BlockDilated(BlockwiseMask):
     """A block of queries sees its own block of keys and those at a distance in `rates`.
 
-    In blocks: b' = b, or abs(b - b') is one of `rates`.
+    In blocks of `block_size` tokens: b' = b, or abs(b - b') is one of `rates`.
 
     Example: `BlockDilated((1, 2, 4, 8), 64)`.
     """
@@ -76,6 +76,8 @@ class BlockDilated(BlockwiseMask):
 @dataclass(frozen=True, repr=False, eq=False)
 class BlockWindow(BlockwiseMask):
     """A block of queries sees the blocks of keys up to `radius` away: abs(b - b') <= radius.
+
+    Blocks are of `block_size` tokens.
 
     Example: `BlockWindow(2, 64)`.
     """

@@ -39,7 +39,7 @@ def register_pattern(cls: type[Own]) -> type[Own]:
     methods are those of `Mask`. `parse` reads the newest class of a name, as cells that are run
     again in a notebook make them; patterns of an earlier one stay what they were.
 
-    Returns: the class.
+    Returns: the class, `cls`.
 
     Raises: TypeError for what is no such class, ValueError for a name that is taken.
 

@@ -62,6 +62,8 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
             and parentheses.
         tensors: what the names t0, t1, ... stand for.
 
+    Returns: the mask or mixture, equal to that which printed it.
+
     Raises: ValueError naming the part that is not a pattern.
 
     Example:

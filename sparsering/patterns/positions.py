@@ -187,7 +187,9 @@ def LongNet(  # noqa: N802 - a constructor like the classes beside it, whose val
 ) -> Mixture | Dilated:
     """The mixture `Dilated(w1, r1, offset) + Dilated(w2, r2, offset) + ...`.
 
-    A single branch is that branch itself.
+    w are the `segment_lengths`, r the `dilation_rates`. A single branch is that branch itself.
+
+    Raises: ValueError where there are not as many lengths as rates, or none.
 
     Example: `LongNet((2048, 4096), (1, 2)) & Causal()`.
 
@@ -252,7 +254,7 @@ class Documents(Mask):
 class Packed(Mask):
     """Inside each document, a pattern whose positions restart at 0.
 
-    Packed of a mixture is a mixture. Documents are as in `Documents`; to the inner pattern each one
+    Packed of a mixture is a mixture. `lengths` are as in `Documents`; to the inner pattern each one
     is a whole sequence (Nq = Nk = its length). Where batch entries have documents of their own,
     tiles are not cut at their ends.
 

@@ -4,7 +4,8 @@
     longest_sequence(pattern, memory="24GB", num_heads=16, machine="L4")
 
 What must fit is the peak of one attention call: its inputs, results, what backward keeps, workspace
-and layout. Weights, activations of other layers and the interpreter itself are beside it.
+and layout. Weights, activations of other layers and the interpreter itself are beside it. A part of
+the memory, `SPARE`, stays free.
 """
 
 import os
@@ -18,6 +19,10 @@ from ..patterns.algebra import Pattern
 from .estimate import estimate
 from .sizes import parse_bytes, parse_tokens, show_bytes
 
+SPARE = 0.08
+"""Part of a memory that a plan leaves free: `estimate` tells memory in use, and where memory is
+limited what is reserved may count, buffers' room that is never touched with it.
+"""
 MOST = 1 << 40
 """Where a search ends: batches and tokens beyond fit nowhere."""
 
@@ -40,7 +45,7 @@ def choose_batch_size(
 ) -> int:
     """The largest batch of one attention call that fits in memory.
 
-    One entry more does not fit, by the arithmetic of `estimate`.
+    One entry more does not fit, by the arithmetic of `estimate` and with `SPARE` left free.
 
     Args:
         pattern: A mask or a mixture.
@@ -68,7 +73,7 @@ def choose_batch_size(
 
     Example:
         >>> choose_batch_size(SlidingWindow(256), tokens="4K", memory="1GB", num_heads=2)
-        116
+        108
     """
     length, limit = parse_tokens(tokens), memory_of(machine, memory)
 
@@ -89,12 +94,12 @@ def choose_batch_size(
             block_size=block_size,
         ).peak_bytes.value
 
-    if found := largest_that_fits(peak, limit, 1):
+    if found := largest_that_fits(peak, usable(limit), 1):
         return found
     raise ValueError(
         f"memory must hold one entry of {length:,} tokens, which needs {show_bytes(peak(1))}, got "
-        f"{show_bytes(limit)}; take fewer tokens (longest_sequence says how many fit), a smaller "
-        "dtype, or more ranks"
+        f"{show_bytes(limit)}, of which {SPARE:.0%} stay free; take fewer tokens (longest_sequence "
+        "says how many fit), a smaller dtype, or more ranks"
     )
 
 
@@ -117,7 +122,7 @@ def longest_sequence(
 ) -> int:
     """The most tokens of a sequence with which one attention call fits in memory.
 
-    `multiple_of` tokens more do not fit, by the arithmetic of `estimate`.
+    `multiple_of` more do not fit, by the arithmetic of `estimate` and with `SPARE` left free.
 
     Args:
         pattern: A mask or a mixture.
@@ -166,11 +171,12 @@ def longest_sequence(
     if multiple_of < 1:
         raise ValueError(f"multiple_of must be at least 1, got {multiple_of}; 128 suits kernels")
     start = max(1, 4096 // multiple_of)
-    if found := largest_that_fits(peak, limit, start):
+    if found := largest_that_fits(peak, usable(limit), start):
         return found * multiple_of
     raise ValueError(
         f"memory must hold {multiple_of} tokens, which need {show_bytes(peak(1))}, got "
-        f"{show_bytes(limit)}; take fewer heads or entries, a smaller dtype, or more memory"
+        f"{show_bytes(limit)}, of which {SPARE:.0%} stay free; take fewer heads or entries, a "
+        "smaller dtype, or more memory"
     )
 
 
@@ -206,6 +212,11 @@ def _crossing(known: dict[int, float], limit: float) -> int:
     if a == b or known[b] <= known[a]:
         return int(b * limit / max(1.0, known[b]))
     return int(a + (limit - known[a]) * (b - a) / (known[b] - known[a]))
+
+
+def usable(memory: int) -> int:
+    """Bytes of a memory that a call may take."""
+    return int((1 - SPARE) * memory)
 
 
 def memory_of(machine: Machine | str | None, memory: int | str | None) -> int:

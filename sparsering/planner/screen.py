@@ -12,7 +12,7 @@ from ..cost.machines import Machine, named
 from ..patterns import Causal
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import shortened
-from .batch import choose_batch_size, longest_sequence, memory_of
+from .batch import choose_batch_size, longest_sequence, memory_of, usable
 from .estimate import Estimate, Figure, estimate
 from .sizes import show_bytes, show_seconds, show_tokens
 
@@ -134,17 +134,18 @@ def _dense_pairs(asked: Asked) -> float:
 def _is_causal(asked: Asked) -> bool:
     """Whether the pattern shows no later key, judged on at most 2,048 tokens."""
     length = min(asked.tokens, 2048)
+    pattern: Any = asked.pattern  # each kind has an `&` of its own
     try:
         return bool(
-            asked.pattern.layout(length, num_heads=asked.num_heads).num_pairs
-            == (asked.pattern & Causal()).layout(length, num_heads=asked.num_heads).num_pairs
+            pattern.layout(length, num_heads=asked.num_heads).num_pairs
+            == (pattern & Causal()).layout(length, num_heads=asked.num_heads).num_pairs
         )
     except (ValueError, TypeError):  # a pattern of one length, or one that takes no `&`
         return False
 
 
 def _times(factor: float) -> str:
-    return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.2g} times"
+    return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.1f} times"
 
 
 def _time_rows(asked: Asked, found: Estimate) -> list[str]:
@@ -155,9 +156,7 @@ def _time_rows(asked: Asked, found: Estimate) -> list[str]:
 def _told(seconds: Figure, where: str, flops: Figure) -> str:
     shown = f"{show_seconds(seconds.value)}{where}"
     if seconds.known.startswith("published"):
-        return (
-            f"at least {shown}: a bound by published peaks, not measured ({flops.value:.3g} FLOP)"
-        )
+        return f"at least {shown}: a bound by published peaks, unmeasured ({flops.value:.3g} FLOP)"
     if seconds.known.startswith("measured here"):
         return f"{shown}, by this machine's calibration ({flops.value:.3g} FLOP)"
     return f"roughly {shown}: not calibrated; `sparsering calibrate` measures this machine once"
@@ -190,7 +189,7 @@ def _what_fits(asked: Asked, found: Estimate, limit: int | None) -> str:
         told = f"a batch of {batch:,} at this length"
     except ValueError:
         told = "not even a batch of 1 at this length"
-    guess = asked.tokens * limit / found.peak_bytes.value
+    guess = asked.tokens * usable(limit) / found.peak_bytes.value
     if guess > MOST_SEARCHED:
         return f"{told}; about {show_tokens(_rounded(guess))} tokens at this batch, by proportion"
     try:
@@ -211,25 +210,20 @@ def _rank_rows(asked: Asked, found: Estimate) -> list[str]:
     if asked.ranks == 1:
         return []
     alone = _with(asked, ranks=1)
-    least = "at least " if alone.seconds.known.startswith("published") else ""
-    told = f"one alone: {least}{show_seconds(alone.seconds.value)}, {_peak(alone)}"
+    rows = [_row("alone", f"one device: {_least(alone)}, {_peak(alone)}")]
     if not any(found.received_bytes) and found.balance.value == 1:
-        told = f"{found.sharding}: nothing moves and loads are even, as good as can be; {told}"
-        return [_row("ranks", told)]
+        told = f"{found.sharding}: nothing moves, loads are even; no other sharding is better"
+        return [*rows, _row("sharding", told)]
     names = [*SHARDINGS, *([] if asked.sharding in ("auto", *SHARDINGS) else [asked.sharding])]
     titles = ("most received", "link time", "busiest / mean", "time")
-    rows = [
-        _row("ranks", told),
-        f"{'  sharding':<14}" + "".join(f"{title:>18}" for title in titles),
-    ]
+    rows.append(f"{'  sharding':<14}" + "".join(f"{title:>18}" for title in titles))
     for name in names:
         one = _with(asked, sharding=name)
         cells = (
             show_bytes(max(one.received_bytes)),
             "unknown" if one.link_seconds is None else show_seconds(one.link_seconds.value),
             f"{one.balance.value:.3f}",
-            ("at least " if one.seconds.known.startswith("published") else "")
-            + show_seconds(one.seconds.value),
+            _least(one),
         )
         mark = "*" if one.sharding == found.sharding else " "
         rows.append(f"{mark} {name[:11]:<12}" + "".join(f"{cell:>18}" for cell in cells))
@@ -242,34 +236,37 @@ def _with(asked: Asked, **changes: Any) -> Estimate:
     return estimate(asked.pattern, tokens=asked.tokens, batch_size=asked.batch_size, **options)
 
 
+def _least(found: Estimate) -> str:
+    """A time, and that it is a bound where it is one."""
+    bound = "at least " if found.seconds.known.startswith("published") else ""
+    return bound + show_seconds(found.seconds.value)
+
+
 def _peak(found: Estimate) -> str:
     return show_bytes(found.peak_bytes.value)
 
 
 def _advice(asked: Asked, found: Estimate, limit: int | None) -> str:
     """The one thing that matters most."""
-    if limit is not None and found.peak_bytes.value > limit:
-        ranks = asked.ranks * -(-found.peak_bytes.value // limit)
+    if limit is not None and found.peak_bytes.value > usable(limit):
+        ranks = asked.ranks * -(-found.peak_bytes.value // usable(limit))
         return (
             f"it does not fit: {_peak(found)} in {show_bytes(limit)}; take "
             f"about {ranks:.0f} ranks, or shorter sequences"
         )
     saved = _dense_pairs(asked) / max(1.0, _pairs_of_a_head(found))
     if saved < 1.5:
-        return "this pattern is almost dense: dense attention costs as much, and loses nothing"
+        return "it leaves out almost nothing: dense attention costs as much, and loses nothing"
     if found.link_seconds is not None and found.link_seconds.value > found.seconds.value:
         return "links bound it: fewer ranks, fewer kv heads, or segments that lie inside the shards"
     if found.balance.value > 1.1:
-        return (
-            f"the busiest rank has {found.balance.value:.2f} of the mean: try --sharding balanced"
-        )
+        return f"the busiest rank has {found.balance.value:.2f} of the mean: compare the shardings"
     if found.seconds.known.startswith("uncalibrated"):
         return "run `sparsering calibrate` once: times of this machine then hold"
     if asked.ranks > 1 and limit is not None and found.peak_bytes.value * asked.ranks < limit / 4:
-        return (
-            "one device has room for it all: more ranks bring time alone; give each a batch first"
-        )
-    return f"good: {_times(saved)} fewer pairs than {_dense_name(asked)}, and it fits"
+        return "one device has room for it all: ranks save time alone; whole sequences move nothing"
+    fits = "" if limit is None else ", and it fits"
+    return f"good: {_times(saved)} fewer pairs than {_dense_name(asked)}{fits}"
 
 
 def _name(dtype: torch.dtype) -> str:

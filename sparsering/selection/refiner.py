@@ -47,6 +47,8 @@ class PatternRefiner:
         table: int64 [H, R, k] on the CPU, block of each slot; another tensor where an update
             changed it, the same one where not.
 
+    Raises: ValueError where arguments do not fit one another.
+
     Example:
         >>> refiner = PatternRefiner(2, rows=64, blocks=64, k=6)
         >>> pattern = SelectedBlocks(refiner.table, 64)

@@ -89,6 +89,8 @@ class GatedSchedule:
     Attributes:
         clock: how often it has moved.
 
+    Raises: ValueError for a bar that is not finite.
+
     Example:
         >>> blocks = GatedSchedule(Schedule(((0, 128), (1000, 4))), bar=0.95)
         >>> k = round(blocks.step(running_accuracy))  # of a loss: bar=-0.1, step(-loss)

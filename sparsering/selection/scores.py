@@ -125,10 +125,10 @@ def scores_of(
         ]
         return torch.cat(parts, 1).unflatten(0, (batch, kv_heads))
     out, row = estimate.feature.new_empty(shape), 0
-    compiled = _Compiled.of(estimate, every, scale) if q_len * group >= _MANY else None
+    compiled = _Compiled.of(query, estimate) if q_len * group >= _MANY else None
     for span in spans(q_start, q_len, query_block, estimate.block_size):
         found = out[:, row : row + span.rows]
-        if compiled is None or not compiled.scores(span, every, causal, scale, found):
+        if compiled is None or not compiled.scores(span, causal, scale, found):
             _uncompiled(span, every, estimate, causal, scale, found)
         row += span.rows
     return out.unflatten(0, (batch, kv_heads))
@@ -151,52 +151,36 @@ def _uncompiled(
 
 
 class _Compiled(NamedTuple):
-    """An estimate as the CPU's kernel takes it."""
+    """An estimate as the CPU's kernel takes it, and the queries [B, Hq, Nq, D] as they lie."""
 
+    query: Tensor
     estimate: Estimate
-    parts: Tensor  # [entries, slots, F, blocks], scaled, padded with zeros as keys are
-    key: Tensor  # [entries, D, tokens]
     last: Tensor | None
 
     @classmethod
-    def of(cls, estimate: Estimate, query: Tensor, scale: float) -> "_Compiled | None":
+    def of(cls, query: Tensor, estimate: Estimate) -> "_Compiled | None":
         """None where the kernel does not run."""
-        x = estimate.feature
-        compiling = torch.compiler.is_compiling() or x.dtype != torch.float32
-        if compiling or estimate.stride > 1 or query.device.type != "cpu" or cpu.reasons(x):
+        compiling = torch.compiler.is_compiling() or estimate.feature.dtype != torch.float32
+        if compiling or estimate.stride > 1 or cpu.reasons(query, estimate.feature):
             return None
-        keys = estimate.keys.flatten(1, 2)
-        each = (x, scale if estimate.is_mean else 1.0), (keys, scale)
-        parts, key = (_padded_columns(y, factor) for y, factor in each)
         last = None
         if estimate.ragged:
             blocks = estimate.num_blocks
             count = counts(estimate.length, blocks, estimate.block_size, estimate.part)
             last = (count[-1] / estimate.part).float()
-        return cls(estimate, parts, key, last)
+        return cls(query, estimate, last)
 
-    def scores(self, span: Span, every: Tensor, causal: bool, scale: float, out: Tensor) -> bool:
+    def scores(self, span: Span, causal: bool, scale: float, out: Tensor) -> bool:
         """Writes the scores of a span; False where shares were too small for numbers."""
-        estimate, group = self.estimate, every.shape[2]
-        query = every[:, span.first : span.first + span.queries].float()
-        flat = query.flatten(1, 2).contiguous()
-        feature = flat if estimate.is_mean else estimate.of_queries(query, scale)
-        found, lost = cpu.block_shares(
-            flat, feature, self.parts, self.key, self.last, math.log(estimate.part),
-            estimate.first_own * estimate.block_size, estimate.num_blocks, estimate.length,
-            estimate.block_size, span.block, span.offset, span.width * group, span.row * group,
-            group, causal,
+        estimate = self.estimate
+        lost = cpu.block_shares(
+            self.query, estimate.feature, estimate.keys, self.last, out,
+            features=estimate.method, scale=scale, log_part=math.log(estimate.part),
+            blocks=estimate.num_blocks, length=estimate.length, first_own=estimate.first_own,
+            first_query=span.first, first=span.block, offset=span.offset, count=span.blocks,
+            width=span.width, row=span.row, causal=causal,
         )  # fmt: skip
-        out.copy_(found)
         return not lost
-
-
-def _padded_columns(x: Tensor, factor: float) -> Tensor:
-    """[..., n, D] times a factor as [..., D, more than n], padded with zeros."""
-    n = x.shape[-2]
-    columns = x.new_zeros(*x.shape[:-2], x.shape[-1], n + 16 - n % 16)
-    torch.mul(x.mT, factor, out=columns[..., :n])
-    return columns
 
 
 def _cut(span: Span, heads: int, estimate: Estimate, causal: bool) -> Iterator[Span]:

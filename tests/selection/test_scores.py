@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.kernels import cpu
 from sparsering.selection import block_scores, scores, select_blocks
 
 METHODS = ("mean", "sub", "gauss", "bounds", "antidiagonal", "exact")
@@ -232,10 +233,52 @@ def test_halves_are_summed_in_float32(dtype):
 
 
 def test_any_strides():
-    query, key = drawn((40, 40))
-    found = block_scores(query, key, 8)
-    query, key = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key))
-    assert close(block_scores(query, key, 8), found, 1e-6)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):  # the last two by the kernel
+        query, key = (x.to(dtype) for x in drawn((40, 40)))
+        found = block_scores(query, key, 8)
+        across = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key)]
+        assert close(block_scores(*across, 8), found, 1e-6)
+        turned = [x.mT.contiguous().mT for x in (query, key)]
+        assert close(block_scores(*turned, 8), found, 1e-6)
+
+
+@pytest.mark.parametrize("method", ["sub", "gauss", "bounds"])
+@pytest.mark.parametrize("width", [6, 40])
+def test_more_blocks_than_a_product_has_columns(method, width):
+    """150 blocks, more than 128; a block of 260 keys, 2 products; widths beside a vector's."""
+    query, key = torch.randn(1, 6, 300, width), torch.randn(1, 2, 300, width)
+    for size, row in ((2, 1), (260, 20)):
+        options = {"query_block": row, "method": method, "parts": 2}
+        found = block_scores(query, key, size, **options)
+        expected = block_scores(query.double(), key.double(), size, **options)
+        assert close(found, expected.double(), 1e-5)
+
+
+def test_the_kernel_reads_nothing_that_is_not_there():
+    query, key = torch.randn(2, 4, 64, 16), torch.randn(2, 2, 64, 16)
+    estimate = scores.Estimate.of(key, 8, "sub", 2)
+    feature, keys = (x.flatten(0, 1) for x in (estimate.feature, estimate.keys))
+    right = {
+        "query": query, "feature": feature, "key": keys, "last": None,
+        "out": torch.empty(4, 16, 8), "features": "sub", "scale": 0.25, "log_part": math.log(2),
+        "blocks": 8, "length": 64, "first_own": 0, "first_query": 0, "first": 0, "offset": 0,
+        "count": 8, "width": 8, "row": 4, "causal": True,
+    }  # fmt: skip
+    assert not cpu.block_shares(**right)
+    assert close(right["out"], block_scores(query, key, 8, query_block=4).flatten(0, 1), 1e-5)
+    wrong = [
+        {"query": query[:, :3]}, {"query": query[..., :8]}, {"query": query.double()},
+        {"query": query[:, :, :63]}, {"feature": feature[:, :, :6]}, {"feature": feature[:3]},
+        {"feature": feature.double()}, {"features": "gauss"}, {"key": keys[:, :7]},
+        {"key": keys[:3]}, {"key": keys[..., :15]}, {"key": keys[:, :, :4]},
+        {"last": torch.ones(3)}, {"out": torch.empty(4, 15, 8)}, {"out": torch.empty(4, 16, 9)},
+        {"out": torch.empty(4, 8, 16).mT}, {"blocks": 9}, {"length": 72}, {"first_own": 1},
+        {"first_query": 1}, {"first_query": -1}, {"offset": 1}, {"count": 9},
+        {"width": 7}, {"row": 3}, {"row": 0},
+    ]  # fmt: skip
+    for changed in wrong:
+        with pytest.raises(ValueError, match="sparsering cpu: shares"):
+            cpu.block_shares(**{**right, **changed})
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -116,30 +116,35 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
 def block_shares(
     query: Tensor,
     feature: Tensor,
-    parts: Tensor,
     key: Tensor,
     last: Tensor | None,
+    out: Tensor,
+    *,
+    features: str,
+    scale: float,
     log_part: float,
-    first_key: int,
     blocks: int,
     length: int,
-    block_size: int,
+    first_own: int,
+    first_query: int,
     first: int,
     offset: int,
-    per_block: int,
-    per_row: int,
-    group: int,
+    count: int,
+    width: int,
+    row: int,
     causal: bool,
-) -> tuple[Tensor, bool]:
-    """Log shares of blocks, [entries, rows, blocks] float32, and whether one was too small.
+) -> bool:
+    """Writes log shares of blocks, [entries, rows, blocks] float32; whether one was too small.
 
-    The arguments are those of `Shares` in shares.h, in float32.
+    The arguments are those of `Shares` and `Operands` in shares.h and operands.h: queries as they
+    lie, of any dtype, features and keys float32; `features` "gauss", "bounds" or else.
     """
-    found: tuple[Tensor, bool] = library().shares(
-        query, feature, parts, key, last, log_part, first_key, blocks, length, block_size, first,
-        offset, per_block, per_row, group, causal,
+    kind = {"gauss": 1, "bounds": 2}.get(features, 0)
+    lost: bool = library().shares(
+        query, feature, key, last, out, kind, scale, log_part, blocks, length, first_own,
+        first_query, first, offset, count, width, row, causal,
     )  # fmt: skip
-    return found
+    return lost
 
 
 def _arguments(problem: Problem) -> tuple[Any, ...]:

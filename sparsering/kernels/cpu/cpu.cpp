@@ -347,40 +347,16 @@ Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& wei
   return result;
 }
 
-std::tuple<Tensor, bool> shares(const Tensor& query, const Tensor& feature, const Tensor& parts,
-                                const Tensor& key, const std::optional<Tensor>& last,
-                                double log_part, int64_t first_key, int64_t blocks, int64_t length,
-                                int64_t block, int64_t first, int64_t offset, int64_t per_block,
-                                int64_t per_row, int64_t group, bool causal) {
-  TORCH_CHECK_VALUE(query.is_contiguous() && feature.is_contiguous() && parts.is_contiguous() &&
-                        key.is_contiguous(),
-                    "sparsering cpu: shares needs contiguous tensors");
-  Tensor out = at::empty({query.size(0), query.size(1) / per_row, blocks}, query.options());
-  const bool lost = block_shares({query.const_data_ptr<float>(),
-                                  feature.const_data_ptr<float>(),
-                                  parts.const_data_ptr<float>(),
-                                  key.const_data_ptr<float>(),
-                                  last ? last->const_data_ptr<float>() : nullptr,
-                                  static_cast<float>(log_part),
-                                  query.size(0),
-                                  query.size(1),
-                                  feature.size(2),
-                                  query.size(2),
-                                  parts.size(1),
-                                  parts.size(3),
-                                  key.size(2),
-                                  first_key,
-                                  blocks,
-                                  length,
-                                  block,
-                                  first,
-                                  offset,
-                                  per_block,
-                                  per_row,
-                                  group,
-                                  causal},
-                                 out.data_ptr<float>());
-  return {out, lost};
+bool shares(const Tensor& query, const Tensor& feature, const Tensor& key,
+            const std::optional<Tensor>& last, Tensor& out, int64_t kind, double scale,
+            double log_part, int64_t blocks, int64_t length, int64_t first_own, int64_t first_query,
+            int64_t first, int64_t offset, int64_t count, int64_t width, int64_t row, bool causal) {
+  const Tensor dense[] = {dense_rows(query), dense_rows(feature), dense_rows(key)};
+  const Operands operands(dense[0], dense[1], dense[2], kind, static_cast<float>(scale), first_own,
+                          first_query);
+  const Shares x(operands, last, static_cast<float>(log_part), blocks, length, first, offset, count,
+                 width, row, causal);
+  return block_shares(x, out);
 }
 
 }  // namespace
@@ -420,9 +396,9 @@ TORCH_LIBRARY(sparsering_cpu, m) {
             "Tensor key", "Tensor value") "Tensor lse, Tensor? weight, int blocks) -> Tensor",
         mass);
   m.def(
-      "shares(Tensor query, Tensor feature, Tensor parts, Tensor key, Tensor? last, "
-      "float log_part, int first_key, int blocks, int length, int block, int first, int offset, "
-      "int per_block, int per_row, int group, bool causal) -> (Tensor, bool)",
+      "shares(Tensor query, Tensor feature, Tensor key, Tensor? last, Tensor(a!) out, int kind, "
+      "float scale, float log_part, int blocks, int length, int first_own, int first_query, "
+      "int first, int offset, int count, int width, int row, bool causal) -> bool",
       shares);
 }
 

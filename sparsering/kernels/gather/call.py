@@ -32,6 +32,8 @@ def set_workspace(limit: int) -> int:
 
     The default, 16 MiB, is where more stops to pay; less saves memory and costs calls. Accumulators
     of O(N) come on top.
+
+    Raises: ValueError for a limit that is no positive int.
     """
     if not isinstance(limit, int) or limit <= 0:
         raise ValueError(

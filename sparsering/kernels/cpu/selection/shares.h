@@ -4,27 +4,73 @@
 
 #include "../softmax.h"
 #include "../threads.h"
+#include "operands.h"
 
 namespace sparsering::cpu {
 
-// Queries [entries, M, D], what products with parts make logits of [entries, M, F], parts of blocks
-// [entries, slots, F, held] and keys [entries, D, held_keys] from `first_key` on, these padded with
-// zeros; `first` is the block of the first query, `offset` its place there, `per_block` the queries
-// in each block and `per_row` in each row, all heads counted, `group` of them at each place.
+// Of `count` runs of `width` queries each, the first in block `first`, at place `offset` there, the
+// others in the blocks that follow; `row` of them, in all heads, make a row of the result.
 struct Shares {
-  const float *query, *feature, *parts, *key;
+  Shares(const Operands& of, const std::optional<Tensor>& last_, float log_part_, int64_t blocks_,
+         int64_t length, int64_t first_, int64_t offset_, int64_t count_, int64_t width_,
+         int64_t row_, bool causal_)
+      : operands(of),
+        last(last_ ? last_->const_data_ptr<float>() : nullptr),
+        log_part(log_part_),
+        blocks(blocks_),
+        Nk(length),
+        first(first_),
+        offset(offset_),
+        count(count_),
+        width(width_),
+        row(row_),
+        causal(causal_) {
+    TORCH_CHECK_VALUE(count > 0 && row > 0 && width > 0 && width % row == 0 && offset >= 0 &&
+                          offset <= of.block && width <= of.block - offset &&
+                          (count == 1 || width == of.block) && of.first_query >= 0 &&
+                          of.first_query <= of.Nq && count <= (of.Nq - of.first_query) / width,
+                      "sparsering cpu: shares got rows of queries that there are not");
+    const int64_t lowest = std::max<int64_t>(first, 0), end = std::min(first + count, blocks);
+    const bool has_own =
+        !causal || lowest >= end || (lowest >= of.first_own && end - of.first_own <= of.own_blocks);
+    TORCH_CHECK_VALUE(Nk > 0 && blocks == (Nk + of.block - 1) / of.block && has_own &&
+                          seen(first + count - 1) <= of.blocks &&
+                          (!last_ || (last_->numel() == of.slots && last_->is_contiguous())),
+                      "sparsering cpu: shares lack blocks that queries see");
+  }
+
+  // How many blocks queries of block `own` see as estimates.
+  int64_t seen(int64_t own) const {
+    return causal ? std::clamp<int64_t>(own, 0, blocks) : blocks;
+  }
+
+  Operands operands;
   const float* last;  // [slots] of the last block, the tokens of a part over those of a whole one
   float log_part;
-  int64_t entries, M, F, D, slots, held, held_keys, first_key, blocks, Nk, block, first, offset,
-      per_block, per_row, group;
+  int64_t blocks, Nk, first, offset, count, width, row;
   bool causal;
 };
 
+inline float highest_of_lanes(Vec x) {
+  return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::maximum(a, b); }, x);
+}
+inline float least_of_lanes(Vec x) {
+  return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::minimum(a, b); }, x);
+}
+
+// The highest of the numbers, or of some where one is NaN: their powers will tell.
 inline Vec highest_of(const float* from, int64_t size, Vec top) {
-  for (int64_t j = 0; j < size; j += kLanes) {
-    top = at::vec::maximum(top, Vec::loadu(from + j));
+  Vec tops[4] = {top, top, top, top};  // that no maximum waits for the one before
+  int64_t j = 0;
+  for (; j + 4 * kLanes <= size; j += 4 * kLanes) {
+    for (int64_t k = 0; k < 4; ++k) {
+      tops[k] = at::vec::clamp_min(Vec::loadu(from + j + k * kLanes), tops[k]);
+    }
   }
-  return top;
+  for (; j < size; j += kLanes) {
+    tops[0] = at::vec::clamp_min(Vec::loadu(from + j), tops[0]);
+  }
+  return at::vec::maximum(at::vec::maximum(tops[0], tops[1]), at::vec::maximum(tops[2], tops[3]));
 }
 
 // Replaces numbers by their powers of e, and returns the sum of these.
@@ -38,66 +84,99 @@ inline float exponentiate(float* x, int64_t size, float base) {
   return sum_of_lanes(total);
 }
 
-// Log of the shares of every block, [entries, M / per_row, blocks]; -inf for those not visible.
-// Returns whether a share was too small for a number.
-inline bool block_shares(const Shares& x, float* out) {
+// Writes logs of numbers; whether one was 0.
+inline bool write_logs(const float* from, int64_t size, float* to) {
+  Vec least(kInf);
+  for (int64_t j = 0; j < size; j += kLanes) {
+    const int64_t there = std::min<int64_t>(kLanes, size - j);
+    const Vec x = Vec::loadu(from + j);
+    least = at::vec::clamp_max(there == kLanes ? x : Vec::set(Vec(kInf), x, there), least);
+    x.log().store(to + j, there);
+  }
+  return least_of_lanes(least) == 0.f;
+}
+
+// Writes logs of the shares of every block, `result` [entries, rows, blocks]; -inf for those not
+// visible. Returns whether a share was too small for a number.
+inline bool block_shares(const Shares& x, Tensor& result) {
+  TORCH_CHECK_VALUE(
+      result.device().is_cpu() && result.scalar_type() == at::kFloat &&
+          result.sizes() ==
+              at::IntArrayRef({x.operands.entries, x.count * (x.width / x.row), x.blocks}) &&
+          (x.blocks == 1 || result.stride(2) == 1),
+      "sparsering cpu: shares need a result [entries, rows, blocks], dense in blocks");
+  float* const out = result.data_ptr<float>();
+  const int64_t of_entry = result.stride(0), of_row = result.stride(1);
   std::atomic<bool> lost{false};
-  constexpr int64_t kQueries = 64, kColumns = 128;  // at a time
-  const int64_t in_entry = x.M / x.per_block, rows = x.M / x.per_row;
-  const int64_t most = round_up(x.blocks, 16), near_most = round_up(x.block, 16);
+  constexpr int64_t kQueries = 64;  // at a time
+  const Operands& from = x.operands;
+  const int64_t group = from.group, slots = from.slots, D = from.D, F = from.F;
+  const int64_t per_run = x.width * group, per_row = x.row * group;
+  const int64_t most = round_up(x.seen(x.first + x.count - 1), 16);
+  const int64_t near_most = round_up(from.block, 16);
+  const bool same = from.kind == Features::kMean;  // features and queries
+  const Panels panels(from, x.seen(x.first + x.count - 1));
   struct Scratch {
-    Buffer<float> logits, near, sums;
+    Buffer<float> query, feature, key, logits, near, sums;
   };
   const auto make = [&] {
-    return Scratch{Buffer<float>(kQueries * x.slots * most), Buffer<float>(kQueries * near_most),
-                   Buffer<float>(most + 1)};
+    return Scratch{Buffer<float>(kQueries * D),         Buffer<float>(same ? 0 : kQueries * F),
+                   Buffer<float>(D * near_most),        Buffer<float>(kQueries * slots * most),
+                   Buffer<float>(kQueries * near_most), Buffer<float>(most + kLanes)};
   };
-  // In few widths, for each is compiled.
-  const auto product = [&](const float* a, int64_t k, int64_t m, const float* b, int64_t ldb,
-                           int64_t n, float* c, int64_t ldc) {
-    for (int64_t j = 0; j < n; j += kColumns) {
-      at::native::cpublas::brgemm(m, std::min(kColumns, n - j), k, k, ldb, ldc, false, a, b + j,
-                                  c + j, false);
+  const auto product = [](int64_t m, int64_t n, int64_t k, const float* a, const float* b,
+                          int64_t ldb, float* c, int64_t ldc) {
+    for (int64_t i = 0; !k && i < m; ++i) {
+      std::fill_n(c + i * ldc, n, 0.f);
+    }
+    if (k && n) {
+      at::native::cpublas::brgemm(m, n, k, k, ldb, ldc, false, a, b, c, false);
     }
   };
   const auto work = [&](Scratch& s, int64_t item) {
-    item = x.entries * in_entry - 1 - item;  // the longest first
-    const int64_t e = item % x.entries, piece = item / x.entries, own = x.first + piece;
-    const int64_t seen = x.causal ? std::clamp<int64_t>(own, 0, x.blocks) : x.blocks;
-    const int64_t wide = round_up(seen, 16), columns = x.slots * wide, begin = piece * x.per_block;
+    item = from.entries * x.count - 1 - item;  // the longest first
+    const int64_t e = item % from.entries, run = item / from.entries, own = x.first + run;
+    const int64_t seen = x.seen(own), wide = round_up(seen, 16), columns = slots * wide;
     const bool has_own = x.causal && own >= 0 && own < x.blocks;
-    const int64_t keys = has_own ? std::min(x.block, x.Nk - own * x.block) : 0;
-    const int64_t near_wide = round_up(keys, 16);
+    const int64_t keys = has_own ? std::min(from.block, x.Nk - own * from.block) : 0;
     float* sums = s.sums.get();
-    for (int64_t q = begin; q < begin + x.per_block; q += kQueries) {
-      const int64_t count = std::min(kQueries, begin + x.per_block - q), at = e * x.M + q;
-      for (int64_t c = 0; c < x.slots; ++c) {
-        product(x.feature + at * x.F, x.F, count, x.parts + (e * x.slots + c) * x.F * x.held,
-                x.held, wide, s.logits.get() + c * wide, columns);
+    if (has_own) {
+      turn_keys(from, e, own, std::min(keys, x.offset + x.width), s.key.get(), near_most);
+    }
+    for (int64_t q = 0; q < per_run; q += kQueries) {
+      const int64_t count = std::min(kQueries, per_run - q);
+      const int64_t place = x.offset + (q + count - 1) / group;  // the last
+      const int64_t near_wide = round_up(std::min(keys, place + 1), 16);
+      const float *query = s.query.get(), *feature = same ? query : s.feature.get();
+      read_queries(from, e, run * per_run + q, count, s.query.get());
+      if (!same) {
+        write_features(from, query, count, s.feature.get());
       }
-      product(x.query + at * x.D, x.D, count,
-              x.key + e * x.D * x.held_keys + own * x.block - x.first_key, x.held_keys, near_wide,
-              s.near.get(), near_wide);
+      for (int64_t c = 0; c < slots; ++c) {
+        for (int64_t j = 0; j < wide; j += panels.columns()) {
+          product(count, std::min(panels.columns(), wide - j), F, feature, panels.of(e, c, j),
+                  panels.columns(), s.logits.get() + c * wide + j, columns);
+        }
+      }
+      // In few widths, for each is compiled.
+      for (int64_t j = 0; j < near_wide; j += Panels::kColumns) {
+        product(count, std::min(Panels::kColumns, near_wide - j), D, query, s.key.get() + j,
+                near_most, s.near.get() + j, near_wide);
+      }
       for (int64_t i = 0; i < count; ++i) {
-        if ((q + i) % x.per_row == 0) {
+        if ((q + i) % per_row == 0) {
           std::fill_n(sums, wide + 1, 0.f);
         }
         float *logits = s.logits.get() + i * columns, *near = s.near.get() + i * near_wide;
-        for (int64_t c = 0; c < x.slots; ++c) {
+        for (int64_t c = 0; c < slots; ++c) {
           std::fill(logits + c * wide + seen, logits + (c + 1) * wide, -kInf);
         }
-        const int64_t place = x.offset + (q + i - begin) / x.group;
-        std::fill(near + std::min(keys, place + 1), near + near_wide, -kInf);
+        std::fill(near + std::min(keys, x.offset + (q + i) / group + 1), near + near_wide, -kInf);
         const Vec top = highest_of(near, near_wide, Vec(-kInf)) - Vec(x.log_part);
-        float lanes[kLanes];
-        highest_of(logits, columns, top).store(lanes);
-        float highest = -kInf;
-        for (const float lane : lanes) {
-          highest = lane > highest || lane != lane ? lane : highest;
-        }
+        const float highest = highest_of_lanes(highest_of(logits, columns, top));
         float total = exponentiate(logits, columns, highest);
         if (x.last && seen == x.blocks) {
-          for (int64_t c = 0; c < x.slots; ++c) {
+          for (int64_t c = 0; c < slots; ++c) {
             float& weight = logits[c * wide + seen - 1];
             total += weight * (x.last[c] - 1.f);
             weight *= x.last[c];
@@ -105,32 +184,31 @@ inline bool block_shares(const Shares& x, float* out) {
         }
         const float of_own = exponentiate(near, near_wide, highest + x.log_part);
         const float share = 1.f / (total + of_own);
-        for (int64_t c = 0; c < x.slots; ++c) {
-          for (int64_t j = 0; j < wide; j += kLanes) {
-            const Vec weight = Vec::loadu(logits + c * wide + j);
-            at::vec::fmadd(weight, Vec(share), Vec::loadu(sums + j)).store(sums + j);
+        for (int64_t j = 0; j < wide; j += kLanes) {
+          Vec sum = Vec::loadu(sums + j);
+          for (int64_t c = 0; c < slots; ++c) {
+            sum = at::vec::fmadd(Vec::loadu(logits + c * wide + j), Vec(share), sum);
           }
+          sum.store(sums + j);
         }
         sums[wide] += of_own * share;
-        if ((q + i + 1) % x.per_row == 0) {
-          float* result = out + (e * rows + (q + i) / x.per_row) * x.blocks;
-          for (int64_t b = 0; b < x.blocks; ++b) {
-            result[b] = b < seen ? std::log(sums[b]) : -kInf;
-            if (b < seen && sums[b] == 0.f) {
-              lost = true;
-            }
-          }
+        if ((q + i + 1) % per_row == 0) {
+          const int64_t row = (run * per_run + q + i) / per_row;
+          float* to = out + e * of_entry + row * of_row;
+          bool none = write_logs(sums, seen, to);
+          std::fill(to + seen, to + x.blocks, -kInf);
           if (has_own) {
-            result[own] = std::log(sums[wide]);
-            if (sums[wide] == 0.f) {
-              lost = true;
-            }
+            to[own] = std::log(sums[wide]);
+            none |= sums[wide] == 0.f;
+          }
+          if (none) {
+            lost = true;
           }
         }
       }
     }
   };
-  share_out<Scratch>(x.entries * in_entry, 1, make, work);
+  share_out<Scratch>(from.entries * x.count, 1, make, work);
   return lost;
 }
 

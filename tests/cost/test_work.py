@@ -1,0 +1,83 @@
+"""Counts of a pattern's work, beside its layout written out pair by pair."""
+
+import pytest
+
+import sparsering as sr
+from sparsering.cost import work as work_module
+from sparsering.cost.work import counted, flops, work_of
+from sparsering.layouts.layout import tile_counts
+from sparsering.patterns.algebra import Frame
+
+PATTERNS = [
+    sr.Causal(),
+    sr.SlidingWindow(40, 7),
+    sr.LongNet((32, 96), (1, 3)) & sr.Causal(),
+    sr.RandomBlocks(0.3, 16),
+    sr.GlobalTokens(5) | sr.SlidingWindow(20),
+    sr.Packed((70, 1, 129), sr.Causal()),
+    sr.Dilated(64, 4),
+]
+
+
+def frame_of(tokens: int, heads: int = 4, kv_heads: int = 2) -> Frame:
+    return Frame.build(tokens, tokens, heads, kv_heads, 0)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_pairs_are_those_of_the_definition(pattern):
+    found = work_of(pattern, frame_of(200), 32)
+    dense = pattern.to_dense(200, num_heads=4, num_kv_heads=2)
+    assert found.known == "arithmetic"
+    assert found.pairs == pytest.approx(float(dense.sum()) / len(dense))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_entries_cells_and_rows_are_those_of_the_visited_tiles(pattern):
+    layout = pattern.layout(200, num_heads=4, num_kv_heads=2, block_size=32)
+    found = counted(layout)
+    cells = entries = rows = 0
+    for head in range(4):
+        for p in layout.passes:
+            row, key, _, axis = layout.table(p, 0, head)
+            q = tile_counts(p.query_start, p.query_stop, p.step, 32)[axis]
+            k = tile_counts(p.key_start, p.key_stop, p.step, 32)[axis]
+            entries += len(row)
+            rows += sum(int(q[i]) for i in set(row.tolist()))
+            for i, j in zip(row.tolist(), key.tolist(), strict=True):
+                cells += -(-int(q[i]) // 16) * 16 * (-(-int(k[j]) // 16) * 16)
+    assert found.entries == pytest.approx(entries / 4)
+    assert sum(p.cells for p in found.passes) == pytest.approx(cells / 4)
+    assert sum(p.rows for p in found.passes) == pytest.approx(rows / 4)
+    assert found.density == pytest.approx(layout.density)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_some_query_tiles_stand_for_all(pattern, monkeypatch):
+    exact = work_of(pattern, frame_of(4096), 16)
+    monkeypatch.setattr(work_module, "MOST_ENTRIES", 1)
+    sr.layout_cache.invalidate(pattern)
+    told = work_of(pattern, frame_of(4096), 16)
+    sr.layout_cache.invalidate(pattern)
+    assert told.known != "arithmetic"
+    assert told.pairs == pytest.approx(exact.pairs, rel=0.1)
+    assert told.entries == pytest.approx(exact.entries, rel=0.1)
+
+
+def test_causal_attention_of_a_million_tokens_is_counted_without_its_layout():
+    before = sr.layout_cache.info().bytes
+    tokens = 1 << 20
+    found = work_of(sr.Causal(), frame_of(tokens), 128)
+    assert found.pairs == pytest.approx(tokens * (tokens + 1) / 2, rel=0.01)
+    assert found.layout_bytes > 100 << 20 > sr.layout_cache.info().bytes - before
+
+
+def test_flops_are_two_products_forward_and_five_backward():
+    assert flops(10, 64, False) == 2 * 2 * 10 * 64
+    assert flops(10, 64, True) == 2 * 7 * 10 * 64
+
+
+def test_a_pattern_that_does_not_fit_says_so():
+    with pytest.raises(ValueError, match="block_size"):
+        work_of(sr.Causal(), frame_of(64), 100)
+    with pytest.raises(ValueError):
+        work_of(sr.Documents((10, 20)), frame_of(64), 16)

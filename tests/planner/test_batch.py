@@ -1,0 +1,98 @@
+"""The largest batch and the longest sequence: what is named fits, one more does not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsering as sr
+from sparsering.cost.machines import MACHINES
+from sparsering.planner.batch import largest_that_fits, memory_here, memory_of, usable
+from sparsering.planner.sizes import show_bytes
+
+WINDOW = sr.SlidingWindow(256) & sr.Causal()
+
+
+@settings(max_examples=60)
+@given(
+    base=st.integers(0, 10**6),
+    slope=st.sampled_from([1, 10, 1000, 10**5]),
+    bend=st.sampled_from([0, 0.1, 3.0]),
+    stairs=st.sampled_from([1, 7, 1000]),
+    limit=st.integers(1, 10**10),
+    start=st.sampled_from([1, 32]),
+)
+def test_the_search_ends_at_the_edge(base, slope, bend, stairs, limit, start):
+    asked = []
+
+    def peak(n):
+        asked.append(n)
+        return base + slope * (n // stairs * stairs) + bend * n**1.5
+
+    found = largest_that_fits(peak, limit, start)
+    assert found == 0 or peak(found) <= limit
+    assert peak(found + 1) > limit
+    if stairs == 1:
+        assert len(asked) < 25
+
+
+def peak(**options):
+    return sr.estimate(WINDOW, **options).peak_bytes.value
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128, "dtype": torch.bfloat16},
+        {"machine": "L4", "block_size": 64},
+        {"machine": "H200", "ranks": 4, "sharding": "zigzag"},
+    ],
+)
+def test_a_batch_and_a_length_fit_and_more_do_not(options, backward):
+    options = {**options, "backward": backward}
+    memory, room = 300_000_000, usable(300_000_000)
+    assert room == 276_000_000
+    batch = sr.choose_batch_size(WINDOW, tokens="2K", memory=memory, **options)
+    assert peak(tokens=2048, batch_size=batch, **options) <= room
+    assert peak(tokens=2048, batch_size=batch + 1, **options) > room
+    length = sr.longest_sequence(WINDOW, memory="300MB", batch_size=2, **options)
+    assert length % 128 == 0
+    assert peak(tokens=length, batch_size=2, **options) <= room
+    assert peak(tokens=length + 128, batch_size=2, **options) > room
+
+
+def test_a_length_is_a_multiple_of_what_is_asked():
+    length = sr.longest_sequence(WINDOW, memory="20MB", multiple_of=1)
+    assert peak(tokens=length) <= usable(20_000_000) < peak(tokens=length + 1)
+    assert sr.longest_sequence(WINDOW, memory="20MB", multiple_of=1000) == length // 1000 * 1000
+
+
+def test_where_nothing_fits_the_error_says_what_would():
+    with pytest.raises(ValueError, match="memory must hold one entry of 1,048,576 tokens") as said:
+        sr.choose_batch_size(WINDOW, tokens=1 << 20, memory="1GB")
+    assert f"needs {show_bytes(peak(tokens=1 << 20))}" in str(said.value) and "got 1 GB" in str(
+        said.value
+    )
+    assert "longest_sequence" in str(said.value)
+    with pytest.raises(ValueError, match=r"memory must hold 128 tokens, which need .* got 1 kB"):
+        sr.longest_sequence(WINDOW, memory=1000)
+    with pytest.raises(ValueError, match="multiple_of must be at least 1, got 0"):
+        sr.longest_sequence(WINDOW, memory="1GB", multiple_of=0)
+
+
+def test_memory_is_what_is_given_or_what_the_machine_has():
+    assert memory_of("H200", None) == 141 * 10**9
+    assert memory_of(MACHINES["L4"], "1GB") == 10**9
+    assert memory_of(None, None) == memory_here()
+    total = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemTotal")
+    )
+    assert 10**8 < memory_here() <= total
+    with pytest.raises(ValueError, match=r"memory must be given for EPYC 9654.*'256GB'"):
+        sr.choose_batch_size(WINDOW, tokens=1024, machine="Genoa")

@@ -1,0 +1,116 @@
+"""One screen of `sparsering plan`: it fits a terminal, and its figures are those of `estimate`."""
+
+import re
+
+import pytest
+import torch
+
+import sparsering as sr
+from sparsering.cli import main
+from sparsering.distributed import RingPlan
+from sparsering.planner.sizes import show_bytes, show_seconds
+
+FOUNDING = "LongNet((2048, 32768), (1, 12)) & Causal()"
+
+
+def plan(capsys, pattern, *argv):
+    """The lines of a plan, and by its first word what each says."""
+    assert main(["plan", pattern, *map(str, argv)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 100
+    return lines, {line[:9].strip(): line[10:] for line in lines if line[:9].strip()}
+
+
+def test_the_founding_question_is_answered(capsys):
+    argv = ("--tokens", "1M", "--gpu", "H200", "--ranks", 8)
+    lines, said = plan(capsys, FOUNDING, *argv)
+    pattern = sr.parse(FOUNDING)
+    told = sr.estimate(pattern, tokens=1 << 20, machine="H200", ranks=8, dtype=torch.bfloat16)
+    assert lines[0] == FOUNDING
+    assert lines[1].startswith(
+        "1,048,576 tokens, 8 heads of 64, bfloat16, batch 1, forward, on 8 x"
+    )
+    assert said["runs"] == f"triton, blocks of {told.block_size}"
+    pairs = pattern.layout(1 << 20, num_heads=8).num_pairs
+    assert f"{pairs:.3g} a head" in said["pairs"]
+    assert f"{(1 << 39) / pairs:,.0f} times" in said["dense"]
+    # 4 FLOP a channel and pair, at the data sheet's 989.5 TFLOP/s, over 8 ranks
+    bound = 4 * 64 * 8 * pairs / 989.5e12 / 8
+    assert said["time"].startswith(f"at least {show_seconds(bound)} a rank: a bound by published")
+    assert said["memory"].startswith(f"{show_bytes(told.peak_bytes.value)} of 141 GB")
+    batch = sr.choose_batch_size(
+        pattern, tokens=1 << 20, machine="H200", ranks=8, dtype=torch.bfloat16
+    )
+    assert f"a batch of {batch:,} at this length" in said["fits"]
+    assert "nothing moves" in said["sharding"]  # segments of 32K lie inside shards of 128K
+
+
+def test_shardings_are_compared_with_what_their_plans_say(capsys):
+    argv = ("--tokens", "8K", "--gpu", "L4", "--ranks", 4, "--heads", 4, "--kv-heads", 2)
+    lines, _ = plan(capsys, "Causal()", *argv)
+    for name in ("contiguous", "zigzag", "balanced"):
+        line = next(line for line in lines if line[2:].startswith(name))
+        made = RingPlan.build(sr.Causal(), 8192, 4, num_heads=4, num_kv_heads=2, sharding=name)
+        most = max(made.bytes_received(r, head_dim=64, dtype=torch.bfloat16) for r in range(4))
+        balance = float(made.loads.max() / made.loads.mean())
+        cells = re.split(r"\s{2,}", line[2:].strip())
+        assert cells[1:4] == [show_bytes(most), show_seconds(most / 32e9), f"{balance:.3f}"]
+        assert line.startswith("*") == (name == "zigzag")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "argv", "line", "expected"),
+    [
+        ("Full()", ("--gpu", "L4"), "advice", "it leaves out almost nothing"),
+        ("SlidingWindow(64)", ("--memory", "1MB"), "advice", "it does not fit"),
+        ("SlidingWindow(64)", ("--memory", "1MB"), "fits", "not even a batch of 1"),
+        ("SlidingWindow(64)", ("--machine", "Genoa"), "fits", "with --memory"),
+        ("SlidingWindow(64)", ("--gpu", "h100pcie"), "advice", "good: "),
+        ("SlidingWindow(64, 64)", ("--gpu", "L4"), "dense", "full attention"),
+        ("SlidingWindow(64) & Causal()", ("--gpu", "L4"), "dense", "causal attention"),
+        ("Documents((1000, 3096)) & Causal()", ("--gpu", "L4"), "fits", "a batch of"),
+        ("Dilated(512, 2)", ("--gpu", "H200", "--ranks", 4), "advice", "one device has room"),
+        ("SlidingWindow(64)", ("--gpu", "L4", "--ranks", 4), "advice", "links bound it"),
+    ],
+)
+def test_each_case_has_its_words(capsys, pattern, argv, line, expected):
+    assert expected in plan(capsys, pattern, "--tokens", "4K", *argv)[1][line]
+
+
+def test_options_reach_the_estimate(capsys):
+    argv = ("--tokens", 4096, "--memory", "2GB", "--heads", 4, "--kv-heads", 2, "--head-dim", 32)
+    argv += ("--dtype", "bfloat16", "--batch-size", 3, "--backward", "--block-size", 64)
+    lines, said = plan(capsys, "SlidingWindow(64)", *argv, "--backend", "gather")
+    assert lines[1] == (
+        "4,096 tokens, 4 heads (2 of keys) of 32, bfloat16, batch 3, forward and backward, on "
+        "this machine"
+    )
+    assert said["runs"] == "gather, blocks of 64"
+    told = sr.estimate(
+        sr.SlidingWindow(64), tokens=4096, num_heads=4, num_kv_heads=2, head_dim=32,
+        dtype=torch.bfloat16, batch_size=3, backward=True, block_size=64, backend="gather",
+    )  # fmt: skip
+    assert said["memory"].startswith(f"{show_bytes(told.peak_bytes.value)} of 2 GB")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("--tokens", "4K", "--gpu", "H300"), "machine must be one of H200"),
+        (("--tokens", "4K", "--sharding", "odd", "--ranks", 2), "sharding must be one of"),
+        (("--tokens", "4K", "--heads", 3, "--kv-heads", 2), "must be"),
+        (("--tokens", "4K", "--backend", "reference"), "backend must be one whose costs are known"),
+    ],
+)
+def test_a_wrong_option_is_one_line(capsys, argv, told):
+    assert main(["plan", "Causal()", *map(str, argv)]) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+@pytest.mark.parametrize("argv", [("--tokens", "many"), ("--tokens", "4K", "--memory", "4 cups")])
+def test_a_wrong_size_is_one_line(capsys, argv):
+    with pytest.raises(SystemExit):
+        main(["plan", "Causal()", *argv])
+    told = capsys.readouterr().err
+    assert "must be" in told and told.count("\n") == 1

@@ -1,0 +1,76 @@
+"""Sizes as people write and read them."""
+
+import pytest
+
+from sparsering.planner.sizes import (
+    parse_bytes,
+    parse_tokens,
+    show_bytes,
+    show_seconds,
+    show_tokens,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("24GB", 24 * 10**9),
+        ("24 gib", 24 * 2**30),
+        ("1.5TB", 15 * 10**11),
+        ("512MiB", 2**29),
+        ("1_000kb", 10**6),
+        ("100", 100),
+        (12345, 12345),
+    ],
+)
+def test_bytes_are_read(text, number):
+    assert parse_bytes(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1M", 2**20), ("64k", 2**16), ("1.5K", 1536), ("1,048,576", 2**20), ("2g", 2**31), (7, 7)],
+)
+def test_tokens_are_read_in_powers_of_two(text, number):
+    assert parse_tokens(text) == number
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "GB", "-1GB", "0", 0, -5, True, 2.5, None, "1e9", "5 apples"]
+)
+def test_what_is_no_size_is_refused_with_an_example(wrong):
+    with pytest.raises(ValueError, match=r"memory must be bytes.*'24GB'.*got") as said:
+        parse_bytes(wrong)
+    assert repr(wrong) in str(said.value)
+    with pytest.raises(ValueError, match=r"tokens must be .*'64K'.*got"):
+        parse_tokens(wrong)
+
+
+def test_tokens_are_whole():
+    with pytest.raises(ValueError, match="tokens must be a whole number"):
+        parse_tokens("0.3")
+    with pytest.raises(ValueError, match="tokens must be a whole number"):
+        parse_tokens("1.0001K")
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (show_bytes(0), "0 B"),
+        (show_bytes(999), "999 B"),
+        (show_bytes(999_999), "1 MB"),
+        (show_bytes(1_234_567), "1.23 MB"),
+        (show_bytes(141 * 10**9), "141 GB"),
+        (show_tokens(12_345), "12,345"),
+        (show_tokens(2**20), "1M"),
+        (show_tokens(117_504), "115K"),
+        (show_seconds(0), "0 us"),
+        (show_seconds(0.000_309), "309 us"),
+        (show_seconds(0.169), "169 ms"),
+        (show_seconds(2.47), "2.47 s"),
+        (show_seconds(600), "10 min"),
+        (show_seconds(36_000), "10 h"),
+    ],
+)
+def test_figures_are_shown_with_three_digits(shown, expected):
+    assert shown == expected
