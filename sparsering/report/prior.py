@@ -253,6 +253,7 @@ WISHES: tuple[tuple[str, str], ...] = (
     ("coarse-to-fine hierarchy", "Hierarchical, and nn.SelectedAttention.hierarchical over pooled "
      "keys."),
     ("NUMA placement", "Left to torchrun, which binds its processes."),
-    ("adaptive batch size", "sr.choose_batch_size: the largest that fits in a memory, by arithmetic."),
+    ("adaptive batch size",
+     "sr.choose_batch_size: the largest that fits in a memory, by arithmetic."),
 )  # fmt: skip
 """What it wished for or sketched, and what became of it."""
