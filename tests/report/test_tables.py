@@ -8,7 +8,7 @@ import torch
 import sparsering as sr
 from sparsering.bench import tables
 from sparsering.bench.tables import TABLES, Budget, measure_tables
-from sparsering.bench.tables.measured import DENSE, Case, rows_of, timed
+from sparsering.bench.tables.measured import DENSE, Case, peak_bytes, rows_of, timed
 from sparsering.cli import main
 from sparsering.report.page import TITLES
 
@@ -44,7 +44,15 @@ def test_rows_of_calls_side_by_side():
         assert row["rounds"] == 2
     assert own["density"] == pytest.approx((3 * 8 - 2) / 64) and dense["density"] == 1
     assert own["pairs"] == (3 * 8 - 2) * 32**2
-    assert both["peak_bytes"] > own["peak_bytes"] >= 2 * 256 * 64 * 4  # its result, and gradients
+    result = 2 * 256 * 64 * 4
+    assert own["peak_bytes"] >= result and both["peak_bytes"] >= 4 * result  # with three gradients
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_peak_holds_the_result_also_where_its_inputs_left_room_behind(dtype):
+    case = Case("own", sr.SlidingWindow(63), 4096, dtype=dtype)
+    result = 8 * 4096 * 64 * getattr(torch, dtype).itemsize
+    assert result <= peak_bytes(case) < 4 * result
 
 
 @pytest.mark.parametrize("fault", ["zeros", "another head's keys", "no number"])

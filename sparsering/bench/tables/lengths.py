@@ -18,6 +18,7 @@ from .measured import (
     Row,
     available_bytes,
     call_of,
+    give_back_freed,
     in_new_process,
     left_out,
     own_backend,
@@ -144,6 +145,7 @@ def _within(case: Case, limit: int, measured: bool, threads: int) -> Iterator[ob
     """Runs a call under a limit; yields whether it could, or, once it has, its row."""
     torch.set_num_threads(threads)
     warm_up(case)
+    give_back_freed()
     yield None
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (memory("VmData") + limit, most))

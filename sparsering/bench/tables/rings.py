@@ -15,7 +15,7 @@ from ...distributed import RingPlan, last_traffic, ring_attention, shard, unshar
 from ...patterns.positions import Causal, LongNet
 from ..cases import inputs_of
 from ..measure import memory, sampled_error
-from .measured import Budget, Case, Row, left_out
+from .measured import Budget, Case, Row, give_back_freed, left_out
 
 HEADS, WIDTH = 8, 64
 PLANNED = (8, 16, 64, 256)
@@ -86,6 +86,7 @@ def _rank(rank: int, world: int, tokens: int, address: str, send: Connection) ->
         return out
 
     _together(0.0, world)
+    give_back_freed()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = memory("VmRSS")
     out = call()
