@@ -4,13 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from .kernels import cpu, flash, flex, gather, reference, torch_sparse, triton
+from .cost import choice
+from .kernels import cpu, flash, flex, gather, reference, sdpa, torch_sparse, triton
+from .kernels.cpu import tune as cpu_tuning
 from .kernels.problem import Gradients, Problem
-from .kernels.triton import tuning
-from .layouts.compile import default_block_size
-from .patterns.algebra import Pattern
+from .kernels.triton import tuning as triton_tuning
+from .layouts.layout import BlockLayout
+from .patterns.algebra import Frame, Pattern
 from .patterns.arguments import shortened
 
 
@@ -27,6 +30,9 @@ class Backend(NamedTuple):
             None where the gradient of that bias must do.
         only_named: it is no default choice.
         package, extra: what it needs installed, and the extra that installs it.
+        lay: what it takes for a layout, without tiles, of patterns that `refuses` gives no reason
+            against; None for tiles, of any pattern.
+        refuses: why it cannot run a pattern on some lengths, None where it runs any.
     """
 
     reasons: Callable[..., list[str]]
@@ -37,11 +43,13 @@ class Backend(NamedTuple):
     package: str = ""
     extra: str = ""
     entry_mass: Callable[[Problem, Tensor, Tensor], Tensor] | None = None
+    lay: Callable[[Pattern, Frame, int, torch.device], BlockLayout] | None = None
+    refuses: Callable[[Pattern, Frame], list[str]] | None = None
 
     @property
     def runs_any_layout(self) -> bool:
         """Whether it computes any pass, forward and backward, as a ring needs."""
-        return self.backward is not None and not self.only_named
+        return self.backward is not None and not self.only_named and self.lay is None
 
 
 def _no_reason(*tensors: Tensor) -> list[str]:
@@ -55,6 +63,10 @@ BACKENDS: dict[str, Backend] = {
     "triton": Backend(
         triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",
         extra="triton",
+    ),
+    "sdpa": Backend(
+        sdpa.reasons, sdpa.forward, sdpa.backward, sdpa.EXTRAS, lay=sdpa.lay,
+        refuses=sdpa.reasons_against_pattern,
     ),
     "gather": Backend(
         _no_reason, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass
@@ -80,7 +92,7 @@ def backends() -> dict[str, list[str]]:
 def choose(
     backend: str | None, tensors: Sequence[Tensor], options: Mapping[str, Any] | None = None
 ) -> str:
-    """The named backend, or the first that can run a call.
+    """The named backend, or the first that can run a call whatever its pattern.
 
     Args:
         tensors: query, key and value.
@@ -93,7 +105,7 @@ def choose(
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {got}")
     refused = []
     for name in BACKENDS if backend is None else [backend]:
-        if backend is None and not is_default(name):
+        if backend is None and (not is_default(name) or BACKENDS[name].lay is not None):
             continue
         if not (reasons := reasons_against(name, tensors, options)):
             return name
@@ -101,6 +113,34 @@ def choose(
     if backend is not None and (lacking := _missing_package(BACKENDS[backend])):
         raise ImportError(f"backend {backend!r} needs {lacking}")
     raise NotImplementedError("; ".join(refused))
+
+
+def or_dense(
+    chosen: str, tensors: Sequence[Tensor], options: Mapping[str, Any] | None = None
+) -> str:
+    """A backend that was not named, and the dense one beside it where that can run the tensors.
+
+    `settled` tells which of them runs: where the lengths are numbers, behind the operator.
+    """
+    if chosen not in choice.BESIDE_DENSE or reasons_against("sdpa", tensors, options):
+        return chosen
+    return f"{chosen}{_OR}sdpa"
+
+
+_OR = " or "
+
+
+def first_of(backend: str) -> Backend:
+    """The first of what `or_dense` gives: where torch looks on, it stands for both."""
+    return BACKENDS[backend.partition(_OR)[0]]
+
+
+def settled(backend: str, pattern: Pattern, frame: Frame, query: Tensor) -> str:
+    """The backend that runs a call, of those that `or_dense` gives: the cheaper one."""
+    kernel, _, dense = backend.partition(_OR)
+    if not dense or not choice.prefers_dense(kernel, pattern, frame, query.device):
+        return kernel
+    return dense
 
 
 def _missing_package(backend: Backend) -> str:
@@ -136,11 +176,15 @@ def _computed_as(option: str) -> str:
     return "block_bias" if option == "slot_bias" else option
 
 
-def block_size_of(backend: str, pattern: Pattern, query: Tensor, kv_len: int) -> int:
+def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -> int:
     """The block size of a call that names none.
 
-    That is what `sparsering tune` measured for the pattern on this GPU, else `default_block_size`.
+    That is what `sparsering tune` measured for the pattern on this machine, else what
+    `choice.block_size` takes.
     """
-    if backend == "triton" and (size := tuning.block_size(pattern.expression, query)) is not None:
-        return size
-    return default_block_size(pattern, kv_len)
+    measured = _MEASURED.get(backend)
+    size = None if measured is None else measured(pattern.expression, query)
+    return size or choice.block_size(pattern, frame, query.device)
+
+
+_MEASURED = {"cpu": cpu_tuning.block_size, "triton": triton_tuning.block_size}

@@ -12,7 +12,15 @@ from .checks import (
     checked_scale,
     described,
 )
-from .dispatch import BACKENDS, block_size_of, choose, is_default, reasons_against
+from .dispatch import (
+    BACKENDS,
+    block_size_of,
+    choose,
+    is_default,
+    or_dense,
+    reasons_against,
+    settled,
+)
 from .extras import checked_extras, checked_slots
 from .ops import attend, attend_again
 from .patterns.algebra import Frame, Pattern, check_fits
@@ -97,7 +105,8 @@ def attention(
         scale: of the scores, default D ** -0.5.
         q_start: position of the first query, default Nk - Nq (the last query is aligned with the
             last key).
-        block_size: tokens to a tile, a multiple of 16 from 16 to 256; default the backend's choice.
+        block_size: tokens to a tile, a multiple of 16 from 16 to 256; default by the density of the
+            pattern, as `pattern.layout()` has it.
         block_bias: [B or 1, H or 1, num_blocks], added to every score of a visited block, in the
             order of `layout.entries`; differentiable. Needs an explicit block_size.
         slot_bias: beside a pattern with one `SelectedBlocks`, shaped like its indices, [B or 1,
@@ -115,7 +124,7 @@ def attention(
         dropout_seed: int or int64 tensor without dims; default drawn from torch's generator.
         return_lse: also return the natural log of each row's softmax denominator.
         backend: a name from `backends()`, which then runs or raises; default the first that can
-            run.
+            run, and torch's dense kernel where the pattern is dense or small and that is faster.
 
     Returns:
         out [B, Hq, Nq, Dv] in the query's dtype (the autocast dtype under autocast), and with
@@ -157,6 +166,8 @@ def attention(
         dropout_seed=dropout_seed,
     )
     chosen = choose(backend, inputs, options)
+    if backend is None and block_size is None:
+        chosen = or_dense(chosen, inputs, options)
     out, lse = attend(chosen, *inputs, pattern, **call, options=options, asked=asked)
     return (out, lse) if return_lse else out
 
@@ -226,11 +237,15 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     inputs, call, only_some = checked_call(query, key, value, pattern, **options)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     check_batch(pattern, query)
-    check_fits(pattern, Frame(q_len, kv_len, heads, kv_heads, call["q_start"]))
+    frame = Frame(q_len, kv_len, heads, kv_heads, call["q_start"])
+    check_fits(pattern, frame)
     chosen = choose(None, inputs, only_some)
-    size = call["block_size"] or block_size_of(chosen, pattern, inputs[0], kv_len)
+    if call["block_size"] is None:
+        chosen = settled(or_dense(chosen, inputs, only_some), pattern, frame, inputs[0])
+    size = call["block_size"] or block_size_of(chosen, pattern, inputs[0], frame)
+    blocks = f"blocks of {size}" if BACKENDS[chosen].lay is None else "no blocks"
     lines = [
-        f"runs: {chosen}, blocks of {size}; batch {batch}, {heads} heads of {q_len} queries, "
+        f"runs: {chosen}, {blocks}; batch {batch}, {heads} heads of {q_len} queries, "
         f"{kv_heads} heads of {kv_len} keys"
     ]
     for selection in selections_of(pattern):
@@ -242,7 +257,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
             + "; a row's choice may see its later queries"
             * (tokens > 1)
         )
-    for name in BACKENDS:
-        told = "; ".join(reasons_against(name, inputs, only_some)) or "usable"
-        lines.append(f"{name}: {told}" + (" (only when named)" * (not is_default(name))))
+    for name, backend in BACKENDS.items():
+        told = reasons_against(name, inputs, only_some)
+        told += [] if backend.refuses is None else backend.refuses(pattern, frame)
+        state = "; ".join(told) or "usable"
+        lines.append(f"{name}: {state}" + (" (only when named)" * (not is_default(name))))
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .checks import check_batch, check_bias, refuse_forward_mode, watched
 from .differentiable import differentiable, transforming
-from .dispatch import BACKENDS, Backend, block_size_of
+from .dispatch import BACKENDS, Backend, block_size_of, first_of, settled
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
 from .layouts.cache import layout_cache
@@ -27,7 +27,7 @@ from .patterns.expression import parse
 from .patterns.keys import check_key_masks, key_mask, without_key_masks
 from .patterns.selected import selections_of
 
-_Laid = tuple[Pattern, Frame, int, torch.device]
+_Laid = tuple[str, Pattern, Frame, int, torch.device]
 
 
 def attend(
@@ -62,11 +62,13 @@ def attend(
         **options,
     }
     spelt: dict[str, Any] = {"tensors": pattern.tensors, "pattern": pattern.expression}
-    forward, backward = BACKENDS[backend].forward, BACKENDS[backend].backward
-    if backward is not None:
+    if first_of(backend).backward is not None:
         refuse_forward_mode(*call.values())
         if watched(*call.values(), *pattern.tensors):
             return _attention(**call, **spelt)
+    frame = frame_of(query, key, q_start)
+    backend = call["backend"] = settled(backend, pattern, frame, query)
+    forward, backward = BACKENDS[backend].forward, BACKENDS[backend].backward
     if forward is not None and transforming():
         raise NotImplementedError(
             f"{backend} does not run under torch.func (grad, vmap); name another backend or none"
@@ -79,12 +81,12 @@ def attend(
             if len(_known) >= _MOST_KNOWN:
                 for oldest in list(_known)[:1]:
                     _known.pop(oldest, None)
-            _known[asked] = backend, BACKENDS[backend], laid, scale
+            _known[asked] = BACKENDS[backend], laid, scale
         return forward(_problem(pattern, **call))
 
 
 _MOST_KNOWN = 256
-_known: dict[Hashable, tuple[str, Backend, _Laid, float]] = {}
+_known: dict[Hashable, tuple[Backend, _Laid, float]] = {}
 """What was found for calls, by what they asked."""
 
 
@@ -96,8 +98,8 @@ def attend_again(asked: Hashable, query: Tensor, key: Tensor, value: Tensor) -> 
     known = _known.get(asked)
     if known is None:
         return None
-    backend, how, laid, scale = known
-    forward = how.forward
+    how, laid, scale = known
+    backend, forward = laid[0], how.forward
     if BACKENDS[backend] is not how or forward is None:
         return None
     layout, slots = _layout(*laid)
@@ -106,7 +108,7 @@ def attend_again(asked: Hashable, query: Tensor, key: Tensor, value: Tensor) -> 
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = dict(zip(_NAMES, arguments, strict=True))
+    call = _settled(dict(zip(_NAMES, arguments, strict=True)))
     forward = BACKENDS[call["backend"]].forward
     assert forward is not None
     problem = _spelt_problem(**call)
@@ -114,9 +116,16 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         return forward(problem)
 
 
+def _settled(call: dict[str, Any]) -> dict[str, Any]:
+    """A call as the operator has it, with the backend that runs it."""
+    pattern = parse(call["pattern"], call["tensors"])
+    frame = frame_of(call["query"], call["key"], call["q_start"])
+    return {**call, "backend": settled(call["backend"], pattern, frame, call["query"])}
+
+
 def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     *given, out, lse, grad_out, grad_lse, wanted = arguments
-    call = dict(zip(_NAMES, given, strict=True))
+    call = _settled(dict(zip(_NAMES, given, strict=True)))
     backward = BACKENDS[call["backend"]].backward
     assert backward is not None
     learns = wanted[_NAMES.index("distance_bias")]
@@ -255,7 +264,7 @@ def _problem(
     if options["block_bias"] is None:
         layout, slots = _layout(*laid)
     else:
-        layout, slots = layout_cache.layout(*laid), ()
+        layout, slots = layout_cache.layout(*laid[1:]), ()
     check_bias(options["block_bias"], layout)
     if slot_bias is not None:
         options["block_bias"] = _entry_bias(slot_bias, layout)
@@ -290,17 +299,20 @@ def _laid(
     block_size: int | None,
     backend: str,
 ) -> _Laid:
-    """What a layout is of."""
+    """What a layout is of, and for which backend."""
     frame = frame_of(query, key, q_start)
     if block_size is None:
-        block_size = block_size_of(backend, pattern, query, frame.kv_len)
-    return pattern, frame, block_size, query.device
+        block_size = block_size_of(backend, pattern, query, frame)
+    return backend, pattern, frame, block_size, query.device
 
 
 def _layout(
-    pattern: Pattern, frame: Frame, block_size: int, device: torch.device
+    backend: str, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]]:
     """A layout, and where in its bitmaps the first query of each pass is."""
+    if (lay := BACKENDS[backend].lay) is not None:
+        key = (pattern, frame, device, backend)
+        return layout_cache.keep(key, lambda: lay(pattern, frame, block_size, device)), ()
     found = last_query_layout(pattern, frame, block_size, device) if frame.q_len == 1 else None
     return found or (layout_cache.layout(pattern, frame, block_size, device), ())
 
@@ -338,7 +350,7 @@ def _reference(
         laid = _laid(declared, query, key, q_start, block_size, backend)
         branches = list(range(len(declared.branches)))
         if block_bias is not None:
-            layout = layout_cache.layout(*laid)
+            layout = layout_cache.layout(*laid[1:])
             check_bias(block_bias, layout)
             branches = [p.branch for p in layout.passes]
             number = layout.entry_of_pairs(len(query)).to(query.device)  # [passes, B, Hq, Nq, Nk]
@@ -348,7 +360,7 @@ def _reference(
             biased = slots_op(*spelt), padded
         log_counts = _log_biased_counts(*biased)
         if dropout is not None:
-            of_branch = kept_by_branch(declared, laid[1], *dropout)
+            of_branch = kept_by_branch(declared, laid[2], *dropout)
             which = torch.tensor(branches, dtype=torch.int64)
             of_kept = _log_biased_counts(*biased, of_branch[which].to(query.device))
             kept = (of_kept - finite_or_zero(log_counts)).exp()
@@ -382,7 +394,7 @@ def _visited_pairs(arguments: Sequence[Any]) -> float:
     pattern = parse(call["pattern"], call["tensors"])
     check_batch(pattern, query)
     laid = _laid(pattern, query, key, call["q_start"], call["block_size"], call["backend"])
-    layout = layout_cache.layout(*laid)
+    layout = layout_cache.layout(*laid[1:])
     return query.shape[0] * query.shape[1] * layout.num_pairs
 
 

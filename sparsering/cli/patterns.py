@@ -19,19 +19,35 @@ def add_commands(commands: Commands) -> None:
     )
 
     tune = commands.add_parser(
-        "tune", help="measure block shapes and sizes of the Triton kernels on this GPU"
+        "tune", help="measure block sizes on this machine, and block shapes where it has a GPU"
     )
     tune.set_defaults(run=_tune)
     tune.add_argument("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
-    tune.add_argument("--tokens", type=positive, default=32768, help="of the sequence")
-    tune.add_argument("--heads", type=positive, default=16, help="query heads")
-    tune.add_argument("--kv-heads", type=positive, help="key and value heads (default: --heads)")
-    tune.add_argument("--head-dim", type=positive, default=128, help="channels of a head")
     tune.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of inputs"
+        "--tokens", type=positive, help="of the sequence (default: 32768 on a GPU, else 8192)"
+    )
+    tune.add_argument("--heads", type=positive, help="query heads (default: 16 on a GPU, else 8)")
+    tune.add_argument("--kv-heads", type=positive, help="key and value heads (default: --heads)")
+    tune.add_argument(
+        "--head-dim",
+        type=positive,
+        help="channels of a head (default: 128 on a GPU, else 64)",
     )
     tune.add_argument(
-        "--block-sizes", type=positive, nargs="+", default=(64, 128), help="to choose from"
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of inputs (default: bfloat16 on a GPU, else float32)",
+    )
+    tune.add_argument(
+        "--block-sizes",
+        type=positive,
+        nargs="+",
+        help="to choose from (default: 64 and 128, without a GPU 32 too)",
+    )
+    tune.add_argument(
+        "--backend",
+        choices=("cpu", "triton"),
+        help="whose (default: triton where there is a GPU, else cpu)",
     )
 
 
@@ -57,17 +73,20 @@ def _plot(arguments: argparse.Namespace) -> int:
 def _tune(arguments: argparse.Namespace) -> int:
     import torch
 
-    from ..kernels.triton.tune import tune
+    from ..kernels.cpu.tune import tune as tune_cpu
+    from ..kernels.triton.tune import tune as tune_triton
     from ..patterns.expression import parse
 
-    path = tune(
+    gpu = (arguments.backend or ("triton" if torch.cuda.is_available() else "cpu")) == "triton"
+    heads = arguments.heads or (16 if gpu else 8)
+    path = (tune_triton if gpu else tune_cpu)(
         parse(arguments.pattern),
-        tokens=arguments.tokens,
-        num_heads=arguments.heads,
-        num_kv_heads=arguments.kv_heads or arguments.heads,
-        head_dim=arguments.head_dim,
-        dtype=getattr(torch, arguments.dtype),
-        block_sizes=arguments.block_sizes,
+        tokens=arguments.tokens or (32768 if gpu else 8192),
+        num_heads=heads,
+        num_kv_heads=arguments.kv_heads or heads,
+        head_dim=arguments.head_dim or (128 if gpu else 64),
+        dtype=getattr(torch, arguments.dtype or ("bfloat16" if gpu else "float32")),
+        block_sizes=arguments.block_sizes or ((64, 128) if gpu else (32, 64, 128)),
     )
     print(f"Wrote {path}")
     return 0

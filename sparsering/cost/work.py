@@ -17,9 +17,9 @@ from torch import Tensor
 from ..layouts.cache import layout_cache
 from ..layouts.compile import check_block_size
 from ..layouts.layout import BlockLayout, Pass, tile_counts
-from ..layouts.sampling import samples
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.selected import selections_of
+from .sampling import samples
 
 MOST_ENTRIES = 1 << 21
 """Visited blocks of all tables, above which a pattern is counted by some of its query tiles."""

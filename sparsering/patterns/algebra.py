@@ -152,18 +152,18 @@ class Pattern:
         Args:
             q_len, kv_len, num_heads, num_kv_heads, q_start: as for `to_dense`.
             block_size, device: a multiple of 16 from 16 to 256, default what `attention` takes
-                (unless `sparsering tune` measured another on a GPU); where the tables lie.
+                (unless `sparsering tune` measured another here); where the tables lie.
 
         Raises: ValueError where the pattern does not fit the lengths or heads.
 
         Cost: O(visited blocks) time and memory.
         """
         # Layouts stand on patterns; this and the two below are the conveniences the other way.
+        from ..cost.choice import block_size as chosen
         from ..layouts.cache import layout_cache
-        from ..layouts.compile import default_block_size
 
         frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
-        size = default_block_size(self, frame.kv_len) if block_size is None else block_size
+        size = chosen(self, frame, torch.device(device)) if block_size is None else block_size
         return layout_cache.layout(self, frame, size, torch.device(device))
 
     def live_keys(

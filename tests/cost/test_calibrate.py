@@ -16,7 +16,7 @@ from sparsering.patterns.algebra import Frame
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "cache_folder", lambda: tmp_path)
     module._read.cache_clear()
     yield tmp_path
     module._read.cache_clear()

@@ -51,7 +51,10 @@ def test_entries_cells_and_rows_are_those_of_the_visited_tiles(pattern):
     assert found.density == pytest.approx(layout.density)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+LONG = [*PATTERNS[:5], sr.Packed((1400, 20, 2676), sr.Causal()), PATTERNS[6]]
+
+
+@pytest.mark.parametrize("pattern", LONG, ids=str)
 def test_some_query_tiles_stand_for_all(pattern, monkeypatch):
     exact = work_of(pattern, frame_of(4096), 16)
     monkeypatch.setattr(work_module, "MOST_ENTRIES", 1)

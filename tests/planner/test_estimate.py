@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import sparsering as sr
+from sparsering.cost import calibrate
 from sparsering.distributed import RingPlan
 
 LONGNET = sr.LongNet((64, 256), (1, 4)) & sr.Causal()
@@ -11,7 +12,7 @@ LONGNET = sr.LongNet((64, 256), (1, 4)) & sr.Causal()
 
 @pytest.fixture(autouse=True)
 def no_calibration(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibrate, "cache_folder", lambda: tmp_path)
 
 
 def nbytes(*tensors: torch.Tensor) -> int:

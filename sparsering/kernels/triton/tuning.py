@@ -6,17 +6,17 @@ A call never measures anything: its time, and its bits, do not depend on chance.
 """
 
 import contextlib
-import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...files import cache_folder, replace_file
 from ...numerics import power_of_2
+from .. import tuned
+from ..tuned import block_key as block_key
 
 KERNELS = ("forward", "query", "key")
 
@@ -105,11 +105,7 @@ def block_size(expression: str, like: Tensor) -> int | None:
 
 def keep(configs: dict[str, Config], block_sizes: dict[str, int], device: torch.device) -> Path:
     """Adds measured choices to those on disk, in one step; returns the file."""
-    path = _path(device)
-    known = _read(path)
-    known["configs"] |= configs
-    known["block_sizes"] |= block_sizes
-    replace_file(path, json.dumps(known, indent=1).encode())
+    path = tuned.add(_path(device), configs, block_sizes)
     _tuned.cache_clear()
     return path
 
@@ -170,27 +166,14 @@ def config_key(kernel: str, dtype: torch.dtype, head_dim: int, tile: int) -> str
     return f"{kernel} {str(dtype).removeprefix('torch.')} head dim {head_dim} block {tile}"
 
 
-def block_key(expression: str, like: Tensor) -> str:
-    """What a measured block size is kept under."""
-    return f"{expression} {str(like.dtype).removeprefix('torch.')} head dim {like.shape[-1]}"
-
-
 def _path(device: torch.device) -> Path:
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
-    plain = "".join(c if c.isalnum() else "-" for c in name)
-    return cache_folder() / f"triton-{plain}-{triton.__version__}.json"
-
-
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    if path.exists():
-        found: dict[str, dict[str, Any]] = json.loads(path.read_text())
-        return found
-    return {"configs": {}, "block_sizes": {}}
+    return tuned.file_of("triton", name, triton.__version__)
 
 
 @cache
-def _tuned(device: torch.device) -> dict[str, dict[str, Any]]:
+def _tuned(device: torch.device) -> tuned.Choices:
     """What was measured on this GPU: read once, and changed by `trial` alone."""
-    return _read(_path(device))
+    return tuned.read(_path(device))

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..layouts.compile import Table, compile_table, terms, tokens_of_tile
+from ..layouts.ground import ground_of, laid_in_documents
+from ..layouts.tiles import Axis
 from ..patterns.algebra import And, Frame, Mask, Not, Or, Pattern
-from .compile import Table, compile_table, terms, tokens_of_tile
-from .ground import ground_of, laid_in_documents
-from .tiles import Axis
 
 _GOLDEN = 0.6180339887498949
 _EDGE = 2  # tiles at both ends stand for themselves: global tokens lie there

@@ -1,0 +1,142 @@
+"""Measuring block sizes for the compiled kernel on this processor: `sparsering tune` without a GPU.
+
+A size counts only where its results agree with those of the first. The fastest is kept on disk, and
+used by every later process for calls that name none. A call never measures anything: its time, and
+its bits, do not depend on chance.
+"""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...layouts.cache import layout_cache
+from ...patterns.algebra import Frame, Pattern
+from .. import tuned
+from ..problem import Problem
+from . import call
+
+_AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+_SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 3.0, 3, 40
+
+
+def tune(
+    pattern: Pattern,
+    *,
+    tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    block_sizes: Sequence[int] = (32, 64, 128),
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Measures, and keeps what is fastest; returns the file.
+
+    Args:
+        pattern: of a training step on `tokens` tokens, one batch entry.
+        block_sizes: candidates for the pattern's block size where none is named in a call.
+        say: is given a line for each thing measured.
+
+    Raises: NotImplementedError where the kernel cannot run. ValueError where the pattern does not
+        fit.
+    """
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, tokens, head_dim, dtype=dtype)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    if reasons := call.reasons(query, key, value):
+        raise NotImplementedError(f"cpu: {'; '.join(reasons)}")
+    frame = Frame.build(tokens, tokens, num_heads, num_kv_heads, 0)
+    runs: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
+    expected: tuple[Tensor, ...] | None = None
+    for size in block_sizes:
+        layout = layout_cache.layout(pattern, frame, size, query.device)
+        run = _step(Problem(layout, query, key, value, head_dim**-0.5))
+        found = run()
+        expected = found if expected is None else expected
+        error = max(_error(a, b) for a, b in zip(found, expected, strict=True))
+        if error <= _AGREEMENT[dtype]:  # NaN is not
+            runs[size] = run
+        else:
+            say(f"block size {size}: left out, its results differ by {error:.2g}")
+    times = _milliseconds(runs)
+    for size, milliseconds in times.items():
+        say(f"block size {size}: {milliseconds:.3f} ms forward and backward")
+    return keep(pattern.expression, query, min(times, key=lambda size: times[size]))
+
+
+def _step(problem: Problem) -> Callable[[], tuple[Tensor, ...]]:
+    """Forward and backward, as a training step has them."""
+    shape = (*problem.query.shape[:3], problem.value.shape[3])
+    grad_out = torch.randn(shape, dtype=problem.query.dtype, generator=_seeded())
+
+    def run() -> tuple[Tensor, ...]:
+        out, lse = call.forward(problem)
+        found = call.backward(problem, out, lse, grad_out, torch.zeros_like(lse))
+        return out, found.query, found.key, found.value
+
+    return run
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _error(got: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over that of what is expected."""
+    difference = (got.float() - expected.float()).norm()
+    return float(difference / expected.float().norm().clamp(min=1e-30))
+
+
+def _milliseconds(runs: Mapping[int, Callable[[], object]]) -> dict[int, float]:
+    """Median time of each call, in turn, for some seconds."""
+    times: dict[int, list[float]] = {size: [] for size in runs}
+    begin = time.perf_counter()
+    for number in range(_MOST_ROUNDS):
+        if number >= _LEAST_ROUNDS and time.perf_counter() - begin > _SECONDS:
+            break
+        for size, run in runs.items():
+            start = time.perf_counter()
+            run()
+            times[size].append(1e3 * (time.perf_counter() - start))
+    return {size: statistics.median(found) for size, found in times.items()}
+
+
+def block_size(expression: str, like: Tensor) -> int | None:
+    """The measured block size of a pattern on tensors like this one, or None."""
+    sizes = _tuned()["block_sizes"]
+    return sizes.get(tuned.block_key(expression, like)) if sizes else None
+
+
+def keep(expression: str, like: Tensor, size: int) -> Path:
+    """Adds a measured block size to those on disk; returns the file."""
+    key = tuned.block_key(expression, like)
+    path = tuned.add(_path(), {}, {key: size})
+    _tuned.cache_clear()
+    return path
+
+
+def _path() -> Path:
+    return tuned.file_of("cpu", _processor(), torch.__version__)
+
+
+@cache
+def _tuned() -> tuned.Choices:
+    """What was measured on this processor: read once."""
+    return tuned.read(_path())
+
+
+def _processor() -> str:
+    """The name of the processor, and what of it torch and the kernel use."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name} {torch.backends.cpu.get_cpu_capability()}"

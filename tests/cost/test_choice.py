@@ -1,0 +1,88 @@
+"""Block sizes where none is named: by how many pairs tiles hold for nothing."""
+
+import pytest
+import torch
+
+import sparsering as sr
+from sparsering.cost import choice
+from sparsering.layouts.compile import default_block_size
+from sparsering.patterns.algebra import Frame
+
+CPU = torch.device("cpu")
+
+
+def chosen(pattern: sr.Pattern, length: int, heads: int = 2) -> int:
+    return choice.block_size(pattern, Frame.build(length, length, heads, heads, None), CPU)
+
+
+PATTERNS = (
+    sr.Full(),
+    sr.Causal(),
+    sr.SlidingWindow(15, 16),
+    sr.SlidingWindow(127),
+    sr.SlidingWindow(300),
+    sr.SlidingWindow(1000),
+    sr.LongNet((256, 1024), (1, 4)) & sr.Causal(),
+    sr.Dilated(512, 4),
+    sr.Causal() & (sr.SlidingWindow(31) | sr.GlobalTokens(4)),
+    sr.Documents((300,) * 4),
+)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_a_smaller_size_is_taken_where_its_tiles_hold_fewer_pairs(pattern):
+    """By whole layouts, where the choice looks at a sample."""
+    length = 1200
+    held = {}
+    for size in (32, 64, 128):
+        layout = pattern.layout(length, num_heads=2, block_size=size)
+        counts = torch.cat([layout.entries(0, head)[:, 2:] for head in range(2)])
+        held[size] = int(((counts + 15) // 16 * 16).prod(1).sum())
+    expected = 128
+    if held[64] <= 0.92 * held[128]:
+        expected = 32 if held[32] <= 0.6 * held[64] else 64
+    assert chosen(pattern, length) == expected
+    assert pattern.layout(length, num_heads=2).block_size == expected
+
+
+def test_wide_patterns_keep_128_and_narrow_ones_do_not():
+    assert chosen(sr.Full(), 8192) == chosen(sr.Causal(), 8192) == 128
+    assert chosen(sr.SlidingWindow(15), 8192) == 32
+    assert chosen(sr.SlidingWindow(127), 8192) == 64
+    assert chosen(sr.SlidingWindow(4095), 8192) == 128
+    assert chosen(sr.LongNet((256, 65536), (1, 256)) & sr.Causal(), 1 << 17) in (64, 128)
+
+
+def test_own_blocks_few_keys_single_queries_and_gpus_stay_as_they_were():
+    named = sr.BlockWindow(1, 128) & sr.Causal()
+    assert chosen(named, 4096) == default_block_size(named, 4096) == 128
+    assert chosen(sr.SlidingWindow(3), 100) == 128
+    window = sr.SlidingWindow(15)
+    assert choice.block_size(window, Frame.build(1, 4096, 2, 2, None), CPU) == 128
+    frame = Frame.build(4096, 4096, 2, 2, None)
+    assert choice.block_size(window, frame, torch.device("cuda")) == 128
+    assert choice.block_size(window, frame._replace(num_heads=0, num_kv_heads=0), CPU) == 128
+
+
+def test_masks_of_keys_change_no_block_size():
+    window = sr.SlidingWindow(15) & sr.KeyPadding((3000, 4096))
+    assert chosen(window, 4096) == chosen(sr.SlidingWindow(15), 4096) == 32
+
+
+def test_what_does_not_fit_is_refused_as_by_a_call():
+    with pytest.raises(ValueError, match="Documents"):
+        chosen(sr.Documents((100, 200)), 400)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_runs_is_the_size_that_layout_and_explain_tell(dtype):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 300, 16, dtype=dtype) for _ in range(3))
+    for pattern, size in ((sr.SlidingWindow(9), 32), (sr.Causal(), 64), (sr.Full(), 128)):
+        assert pattern.layout(300, num_heads=2).block_size == size
+        assert f"cpu, blocks of {size}" in sr.explain(query, key, value, pattern)
+        out = sr.attention(query, key, value, pattern)
+        assert torch.equal(out, sr.attention(query, key, value, pattern, block_size=size))
+        exact = sr.attention(*(x.double() for x in (query, key, value)), pattern)
+        bound = 1e-5 if dtype == torch.float32 else 2e-2
+        assert float((out.double() - exact).abs().max()) <= bound * float(exact.abs().max())

@@ -1,0 +1,59 @@
+"""`sparsering tune` on a CPU: what is measured is kept, and calls that name no size run it."""
+
+import pytest
+import torch
+
+import sparsering as sr
+from sparsering.cli import main
+from sparsering.kernels.cpu import call, tune
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    call.reasons()  # the kernel is compiled where it always is
+    monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
+    tune._tuned.cache_clear()
+    yield tmp_path
+    tune._tuned.cache_clear()
+
+
+def test_the_fastest_that_is_right_is_kept_and_used(own_cache, monkeypatch):
+    pattern, seconds = sr.SlidingWindow(9), {16: 3.0, 48: 1.0, 80: 2.0}
+    monkeypatch.setattr(tune, "_milliseconds", lambda runs: {x: seconds[x] for x in runs})
+    forward, said = call.forward, []
+
+    def sabotaged(problem):
+        out, lse = forward(problem)
+        return (out * 1.01 if problem.layout.block_size == 48 else out), lse
+
+    monkeypatch.setattr(call, "forward", sabotaged)
+    path = tune.tune(
+        pattern, tokens=100, num_heads=2, num_kv_heads=1, head_dim=8, dtype=torch.float32,
+        block_sizes=(16, 48, 80), say=said.append,
+    )  # fmt: skip
+    monkeypatch.undo()
+    monkeypatch.setenv("SPARSERING_CACHE", str(own_cache))
+    assert path.parent == own_cache and path.name.startswith("cpu-")
+    assert any("48: left out, its results differ by 0.01" in line for line in said)
+    like = torch.zeros(1, 1, 1, 8)
+    assert tune.block_size(pattern.expression, like) == 80
+    assert tune.block_size(pattern.expression, like.bfloat16()) is None
+    assert tune.block_size(sr.Causal().expression, like) is None
+    query = torch.randn(1, 2, 300, 8)
+    assert "cpu, blocks of 80" in sr.explain(query, query, query, pattern)
+    out = sr.attention(query, query, query, pattern)
+    assert torch.equal(out, sr.attention(query, query, query, pattern, block_size=80))
+    sr.attention(query, query, query, pattern, block_size=16)  # a named one still wins
+    assert "cpu, blocks of 16" in sr.explain(query, query, query, pattern, block_size=16)
+
+
+def test_a_tiny_tuning_from_the_command_line(own_cache, capsys):
+    shapes = "--tokens 64 --heads 2 --kv-heads 1 --head-dim 8 --block-sizes 16 32 --backend cpu"
+    assert main(["tune", "SlidingWindow(9)", *shapes.split()]) == 0
+    told = capsys.readouterr().out
+    assert "block size 16: " in told and "block size 32: " in told and "Wrote " in told
+    like = torch.zeros(1, 1, 1, 8)
+    assert tune.block_size(sr.SlidingWindow(9).expression, like) in (16, 32)
+    tune.keep(sr.Causal().expression, like, 48)
+    assert tune.block_size(sr.Causal().expression, like) == 48
+    assert tune.block_size(sr.SlidingWindow(9).expression, like) in (16, 32)
