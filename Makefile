@@ -14,7 +14,7 @@ export PYTHONUNBUFFERED := 1
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ring docs test test-all test-asan lint bench bench-selection clean
+.PHONY: help setup demo demo-ring docs test test-all test-asan lint bench bench-selection report clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,10 @@ bench: $(STAMP) ## measure the operator against dense SDPA and FlexAttention; wr
 bench-selection: $(STAMP) ## train small networks that must choose keys by content; writes records
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.selection.run --out benchmarks/records --jobs 2
 	$(BIN)/python -m benchmarks.selection.pictures --records benchmarks/records --out docs
+
+# What is in runs/report already is measured again: `sparsering report --resume` goes on instead.
+report: $(STAMP) ## run the prior documents' tables again, in under 10 minutes; writes runs/report/index.html
+	$(BIN)/sparsering report --out runs/report
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

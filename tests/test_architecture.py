@@ -44,9 +44,9 @@ ROOMS = {
     "integrations": "nn functional selection decoding checks patterns numerics",
     "planner": "cost dispatch distributed checks layouts patterns numerics",
     "plots": "planner layouts patterns",
-    "report": "plots planner",
+    "report": "plots planner distributed patterns",
     "bench": "plots report planner integrations models nn selection decoding functional extras "
-    "kernels layouts patterns numerics",
+    "distributed dispatch cost kernels layouts patterns numerics files",
     "training": "distributed models nn plots report layouts patterns files",
     "cli": "",  # the command line takes what a command needs
 }

@@ -1,4 +1,4 @@
-"""The command line: `sparsering train | demo | generate | plot | plan | info | bench | ...`.
+"""The command line: `sparsering train | demo | plot | plan | report | info | bench | ...`.
 
 What a user got wrong, or the machine cannot do, ends in one line on stderr and exit code 2.
 """
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import machine, patterns, planning, training
+from . import machine, patterns, planning, report, training
 
 # Imports stand inside the commands: `--help` and a mistyped option should not wait for matplotlib
 # or the model.
@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="sparsering", description="Exact sparse attention over declared patterns."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for part in (training, patterns, planning, machine):
+    for part in (training, patterns, planning, machine, report):
         part.add_commands(commands)
     return parser
 

@@ -8,6 +8,7 @@ Needs matplotlib: `pip install sparsering[plots]`.
 from ..layouts.drawing import pair_shares
 from .decoding import decoding_png, kept_png
 from .figure import require_matplotlib
+from .lengths import lengths_png, roofline_png, thumbnail_png
 from .patterns import draw_pattern, pattern_png, patterns_png
 from .rings import traffic_png
 from .sweeps import sweeps_png
@@ -17,12 +18,15 @@ __all__ = [
     "decoding_png",
     "draw_pattern",
     "kept_png",
+    "lengths_png",
     "loss_png",
     "pair_shares",
     "pattern_png",
     "patterns_png",
     "require_matplotlib",
+    "roofline_png",
     "speed_png",
     "sweeps_png",
+    "thumbnail_png",
     "traffic_png",
 ]

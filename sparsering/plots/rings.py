@@ -7,7 +7,7 @@ from torch import Tensor
 from .figure import new_figure, png, wrapped
 
 
-def traffic_png(panels: Sequence[tuple[str, Tensor, int]]) -> bytes:
+def traffic_png(panels: Sequence[tuple[str, Tensor, int]], *, panel_width: float = 4.8) -> bytes:
     """Draws who sends what to whom in a ring: senders downwards, receivers to the right.
 
     Darker where more moves, all panels alike.
@@ -15,10 +15,12 @@ def traffic_png(panels: Sequence[tuple[str, Tensor, int]]) -> bytes:
     Args:
         panels: (caption, [receiver, sender] rows of keys and values that move as `RingPlan.tokens`
             counts them, bytes of a row).
+        panel_width: of each, in inches; a narrow one has numbers for up to 4 ranks, not 8.
 
     Raises: ImportError without matplotlib.
     """
-    figure = new_figure(4.8 * len(panels), 4.9)
+    figure = new_figure(panel_width * len(panels), panel_width + 0.1)
+    legible = 8 if panel_width >= 4.8 else 4
     most = max(1, *(int(tokens.max()) for _, tokens, _ in panels))
     for place, (caption, tokens, row_bytes) in enumerate(panels, 1):
         rows = tokens.T  # [sender, receiver]
@@ -26,7 +28,7 @@ def traffic_png(panels: Sequence[tuple[str, Tensor, int]]) -> bytes:
         shade = (rows / most).pow(0.4)  # few still show
         axes = figure.add_subplot(1, len(panels), place)
         axes.imshow(shade.numpy(), cmap="Blues", vmin=0, vmax=2, interpolation="nearest")
-        for sender in range(world if world <= 8 else 0):  # more would not be legible
+        for sender in range(world if world <= legible else 0):
             for receiver in range(world):
                 count = int(rows[sender, receiver])
                 kilobytes = f"\n{count * row_bytes / 1024:,.0f} KiB"
@@ -34,15 +36,15 @@ def traffic_png(panels: Sequence[tuple[str, Tensor, int]]) -> bytes:
                 axes.text(receiver, sender, text, ha="center", va="center", fontsize=8)
         total = int(rows.sum())
         size = f"{total * row_bytes / (1 << 20):,.2f} MiB in all"
-        axes.set_title(f"{wrapped(caption, 60)}\n{total:,} rows, {size}", fontsize=8.5)
+        axes.set_title(
+            f"{wrapped(caption, int(12.5 * panel_width))}\n{total:,} rows, {size}", fontsize=8.5
+        )
         axes.set_xlabel("receiving rank", fontsize=8)
         axes.set_ylabel("sending rank", fontsize=8)
         ticks = range(0, world, -(-world // 16))
         axes.set_xticks(ticks)
         axes.set_yticks(ticks)
         axes.tick_params(labelsize=7, length=0)
-    figure.suptitle(
-        "Keys and values that one layer's forward pass moves, in rows (one token of one head)",
-        fontsize=9,
-    )
+    what = "Keys and values that one layer's forward pass moves, in rows (one token of one head)"
+    figure.suptitle(wrapped(what, int(12.5 * panel_width * len(panels))), fontsize=9)
     return png(figure)

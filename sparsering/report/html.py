@@ -49,24 +49,30 @@ def report_html(
     ]
     body.append("</table>")
     for caption, png in images.items():
-        data = base64.b64encode(png).decode()
-        alt = html.escape(caption, quote=True)
-        body += [
-            f"<h2>{html.escape(caption)}</h2>",
-            f'<img alt="{alt}" src="data:image/png;base64,{data}">',
-        ]
+        body += [f"<h2>{html.escape(caption)}</h2>", image_html(png, caption)]
     for caption, text in texts.items():
         body += [f"<h2>{html.escape(caption)}</h2>", f"<pre>{html.escape(text)}</pre>"]
+    return page_html(title, body)
+
+
+def page_html(title: str, body: Sequence[str], style: str = "") -> str:
+    """A whole page of lines of HTML, which loads nothing; `style` is added to the looks."""
     return "\n".join(
         [
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
+            f"<title>{html.escape(title)}</title><style>{_STYLE}{style}</style></head><body>",
             *body,
             "</body></html>\n",
         ]
     )
+
+
+def image_html(png: bytes, alt: str) -> str:
+    """A picture inlined, with what it shows in words."""
+    data = base64.b64encode(png).decode()
+    return f'<img alt="{html.escape(alt, quote=True)}" src="data:image/png;base64,{data}">'
 
 
 def table(rows: Rows) -> str:
