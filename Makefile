@@ -14,7 +14,8 @@ export PYTHONUNBUFFERED := 1
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ring docs test test-all test-asan lint bench bench-selection clean
+.PHONY: help setup demo demo-ring docs test test-all test-asan lint bench bench-selection dist \
+	check-dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +72,15 @@ bench: $(STAMP) ## measure the operator against dense SDPA and FlexAttention; wr
 bench-selection: $(STAMP) ## train small networks that must choose keys by content; writes records
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.selection.run --out benchmarks/records --jobs 2
 	$(BIN)/python -m benchmarks.selection.pictures --records benchmarks/records --out docs
+
+dist: $(STAMP) ## build sdist and wheel into dist/, and check their metadata and content
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tools/check_dist.py --content
+
+check-dist: dist ## run the wheel in a clean environment, without a compiler and with one; the sdist's tests
+	$(BIN)/python tools/check_dist.py
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
