@@ -29,10 +29,8 @@ _CAPABILITY_FLAGS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c -mprefer-vector-width=512",
     "AVX2": "-mavx2 -mfma -mf16c",
 }
-
-
-# On macOS torch brings OpenMP's header and library, and Apple's clang takes the flag for its front end
-# alone; libraries are found by where they lie, not by the name of what the process has loaded.
+# On macOS torch brings OpenMP's header and library, and Apple's clang takes the flag for its front
+# end alone; a library finds torch's by their folder, not by the name of what is loaded already.
 _IS_MACOS = sys.platform == "darwin"
 _OPENMP = ["-Xclang", "-fopenmp"] if _IS_MACOS else ["-fopenmp"]
 _OPENMP_LIBRARY = ["-lomp"] if _IS_MACOS else []
