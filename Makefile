@@ -14,7 +14,8 @@ export PYTHONUNBUFFERED := 1
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ring docs test test-all test-asan lint bench bench-selection report clean
+.PHONY: help setup demo demo-ring docs test test-all test-asan lint bench bench-selection report \
+	dist check-dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +76,15 @@ bench-selection: $(STAMP) ## train small networks that must choose keys by conte
 # What is in runs/report already is measured again: `sparsering report --resume` goes on instead.
 report: $(STAMP) ## run the prior documents' tables again, in under 10 minutes; writes runs/report/index.html
 	$(BIN)/sparsering report --out runs/report
+
+dist: $(STAMP) ## build sdist and wheel into dist/, and check their metadata and content
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tools/check_dist.py --content
+
+check-dist: dist ## run the wheel in a clean environment, without a compiler and with one; the sdist's tests
+	$(BIN)/python tools/check_dist.py
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -50,7 +50,7 @@ from .planner.estimate import Estimate, Figure, estimate
 from .varlen import attention_varlen
 from .weights import BlockWeights, attention_weights, key_mass
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BlockDilated",

@@ -224,12 +224,18 @@ def test_scale_is_that_of_the_scores(scale):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "backend"), [(torch.float64, "gather"), (torch.float32, "cpu")], ids=str
+    ("dtype", "pattern", "backend"),
+    [
+        (torch.float64, sr.Causal(), "sdpa"),
+        (torch.float64, sr.SlidingWindow(20) + sr.Causal(), "gather"),
+        (torch.float32, sr.Causal(), "cpu"),
+    ],
+    ids=str,
 )
-def test_what_no_backend_name_means(dtype, backend):
+def test_what_no_backend_name_means(dtype, pattern, backend):
     args = inputs(Case(1, 2, 2, 90, 90), dtype, requires_grad=False)
-    named = attend(*args, sr.Causal(), backend=backend)[0]
-    assert torch.equal(sr.attention(*args, sr.Causal()), named)
+    named = attend(*args, pattern, backend=backend)[0]
+    assert torch.equal(sr.attention(*args, pattern), named)
 
 
 def test_inputs_are_left_as_they_were():

@@ -19,7 +19,6 @@ from ..cost.memory import MEMORY, Call, Memory
 from ..cost.seconds import default_seconds, is_modelled, seconds_of
 from ..cost.work import Work, flops, work_of
 from ..dispatch import block_size_of, choose
-from ..distributed.plan import RingPlan
 from ..layouts.compile import default_block_size
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import checked_integer, shortened
@@ -43,9 +42,11 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """What a call costs; its arguments beside it. `print` shows a table.
+    """What a call costs, beside what was asked about; `print` shows a table.
 
     Attributes:
+        pattern, tokens, num_heads, num_kv_heads, head_dim, dtype, batch_size, backward, ranks: as
+            they were asked about.
         machine: whose published figures are used; None for this machine.
         backend, block_size: what would run.
         density: of visited blocks, as `BlockLayout.density`.
@@ -247,6 +248,8 @@ def _shares(
     """Of the plan that `ring_attention` would follow."""
     if ranks == 1:
         return _Shares("contiguous", Figure(1.0, "arithmetic"), (0,), None)
+    from ..distributed.plan import RingPlan  # `import sparsering` is to load no ranks
+
     plan = RingPlan.build(
         pattern,
         frame.kv_len,

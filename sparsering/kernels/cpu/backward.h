@@ -23,7 +23,7 @@ class Backward {
         passes_(passes),
         delta_of_(delta_of),
         dout_(grad_out),
-        lse_(lse.const_data_ptr<float>()),
+        lse_(values_of<float>(lse)),
         delta_(delta.data_ptr<float>()),
         pairs_(problem, grad_out, lse_, delta_),
         dq_(dq),

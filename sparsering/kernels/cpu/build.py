@@ -29,6 +29,11 @@ _CAPABILITY_FLAGS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c -mprefer-vector-width=512",
     "AVX2": "-mavx2 -mfma -mf16c",
 }
+# On macOS torch brings OpenMP's header and library, and Apple's clang takes the flag for its front
+# end alone; a library finds torch's by their folder, not by the name of what is loaded already.
+_IS_MACOS = sys.platform == "darwin"
+_OPENMP = ["-Xclang", "-fopenmp"] if _IS_MACOS else ["-fopenmp"]
+_OPENMP_LIBRARY = ["-lomp"] if _IS_MACOS else []
 
 
 def build() -> Path:
@@ -71,7 +76,7 @@ def _compile(library: Path) -> None:
     command = [compiler, str(SOURCE), *_flags()]
     command += [f"-isystem{path}" for path in include_paths("cpu")]
     command += [f"-L{path}" for path in library_paths("cpu")]
-    command += ["-ltorch", "-ltorch_cpu", "-lc10"]
+    command += ["-ltorch", "-ltorch_cpu", "-lc10", *_OPENMP_LIBRARY]
     print("sparsering: compiling the CPU kernel, once, for about 15 s", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
@@ -111,8 +116,10 @@ def _flags() -> list[str]:
     capability = torch.backends.cpu.get_cpu_capability()
     vectors = _CAPABILITY_FLAGS.get(capability, "").split()
     known = capability if vectors else "DEFAULT"
+    torch_libraries = Path(torch.__file__).with_name("lib")
     return [
-        *["-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden"],
+        *["-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-shared", "-fvisibility=hidden", *_OPENMP],
+        *([f"-Wl,-rpath,{torch_libraries}"] if _IS_MACOS else []),
         *[*vectors, f"-DCPU_CAPABILITY={known}", f"-DCPU_CAPABILITY_{known}"],
         *os.environ.get("SPARSERING_CXXFLAGS", "").split(),
     ]

@@ -333,16 +333,16 @@ Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& wei
   if (lse.numel() == 0) {
     return result;
   }
-  const float* weights = weight ? weight->const_data_ptr<float>() : nullptr;
+  const float* weights = weight ? values_of<float>(*weight) : nullptr;
   const auto run = [&](const auto& kernel) {
     for (size_t i = 0; i < passes.size(); ++i) {
       kernel.run(passes[i], i);
     }
   };
   if (query.scalar_type() == at::kBFloat16 && has_bfloat16_products()) {
-    run(Mass<BFloat16>(x, lse.const_data_ptr<float>(), weights, result.data_ptr<float>()));
+    run(Mass<BFloat16>(x, values_of<float>(lse), weights, result.data_ptr<float>()));
   } else {
-    run(Mass<float>(x, lse.const_data_ptr<float>(), weights, result.data_ptr<float>()));
+    run(Mass<float>(x, values_of<float>(lse), weights, result.data_ptr<float>()));
   }
   return result;
 }

@@ -6,13 +6,14 @@
 #include <ATen/ATen.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
-#include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <type_traits>
+
+#include "memory.h"
 
 namespace sparsering::cpu {
 
@@ -31,33 +32,6 @@ constexpr bool kPaired = std::is_same_v<T, BFloat16>;
 inline int64_t round_up(int64_t n, int64_t unit) {
   return (n + unit - 1) / unit * unit;
 }
-
-// Uninitialised memory from torch's allocator, which aligns it and lets profilers see it.
-template <typename T>
-class Buffer {
- public:
-  explicit Buffer(int64_t size = 0) {
-    if (size > 0) {
-      data_ = c10::GetCPUAllocator()->allocate(size * sizeof(T));
-      size_ = size;
-    }
-  }
-  T* get() const {
-    return static_cast<T*>(data_.get());
-  }
-  // Forgets what it holds where that is too small.
-  T* at_least(int64_t size) {
-    if (size > size_) {
-      *this = Buffer();
-      *this = Buffer(size);
-    }
-    return get();
-  }
-
- private:
-  c10::DataPtr data_;
-  int64_t size_ = 0;
-};
 
 // Calls f with a value of the type, for f to take its type.
 template <typename F>
@@ -123,21 +97,20 @@ struct Pass {
         batches(tensors[4].size(0)),
         tables(tensors[4].size(1)),
         entries(tensors[5].size(2)),
-        query_start(tensors[0].const_data_ptr<int64_t>()),
-        query_stop(tensors[1].const_data_ptr<int64_t>()),
-        key_start(tensors[2].const_data_ptr<int64_t>()),
-        key_stop(tensors[3].const_data_ptr<int64_t>()),
-        row_ptr_(tensors[4].const_data_ptr<int32_t>()),
-        key_tile_(tensors[5].const_data_ptr<int32_t>()),
-        bitmap_(tensors[6].const_data_ptr<int32_t>()),
+        query_start(values_of<int64_t>(tensors[0])),
+        query_stop(values_of<int64_t>(tensors[1])),
+        key_start(values_of<int64_t>(tensors[2])),
+        key_stop(values_of<int64_t>(tensors[3])),
+        row_ptr_(values_of<int32_t>(tensors[4])),
+        key_tile_(values_of<int32_t>(tensors[5])),
+        bitmap_(values_of<int32_t>(tensors[6])),
         num_bitmaps(tensors[7].size(0)),
-        bitmaps(tensors[7].const_data_ptr<uint8_t>()),
-        rows_of_bits_(tensors[8].const_data_ptr<uint8_t>()),
+        bitmaps(values_of<uint8_t>(tensors[7])),
+        rows_of_bits_(values_of<uint8_t>(tensors[8])),
         branch(branch_),
-        query_origin_(places.empty() ? nullptr : places[0].const_data_ptr<int64_t>()),
-        key_origin_(places.empty() ? nullptr : places[1].const_data_ptr<int64_t>()),
-        stream_(places.empty() || !places[2].numel() ? nullptr
-                                                     : places[2].const_data_ptr<int64_t>()) {}
+        query_origin_(places.empty() ? nullptr : values_of<int64_t>(places[0])),
+        key_origin_(places.empty() ? nullptr : values_of<int64_t>(places[1])),
+        stream_(places.empty() || !places[2].numel() ? nullptr : values_of<int64_t>(places[2])) {}
 
   Tile query_tile(int64_t axis, int64_t row) const {
     return tile(query_start[axis * rows + row], query_stop[axis * rows + row]);
@@ -204,9 +177,9 @@ struct Transpose {
   static constexpr int kTensors = 3;
 
   explicit Transpose(at::TensorList tensors)
-      : row_ptr(tensors[0].const_data_ptr<int32_t>()),
-        query_tile(tensors[1].const_data_ptr<int32_t>()),
-        entry(tensors[2].const_data_ptr<int32_t>()) {}
+      : row_ptr(values_of<int32_t>(tensors[0])),
+        query_tile(values_of<int32_t>(tensors[1])),
+        entry(values_of<int32_t>(tensors[2])) {}
 
   const int32_t* rows_of(const Pass& pass, int64_t table) const {
     return row_ptr + table * (pass.columns + 1);
@@ -277,7 +250,7 @@ inline void check_places(at::TensorList t, const Pass& p, int64_t streams) {
                     (t[2].numel() == 0 || t[2].numel() == p.axes * p.rows);
   TORCH_CHECK_VALUE(fits, "sparsering cpu: malformed layout: places of tiles");
   for (int64_t i = 0; i < t[2].numel(); ++i) {
-    const int64_t stream = t[2].const_data_ptr<int64_t>()[i];
+    const int64_t stream = values_of<int64_t>(t[2])[i];
     TORCH_CHECK_VALUE(stream >= 0 && stream < streams, "sparsering cpu: malformed layout: stream ",
                       stream, " of ", streams);
   }
@@ -312,7 +285,7 @@ struct Extras {
       TORCH_CHECK_VALUE(t.dim() == 3 && t.size(0) == B && t.size(1) == Hq && t.size(2) % 2 == 1 &&
                             t.stride(2) == 1 && t.scalar_type() == at::kFloat,
                         "sparsering cpu: a distance bias must be float [B, Hq, 2R + 1]");
-      table_ = t.const_data_ptr<float>();
+      table_ = values_of<float>(t);
       radius = t.size(2) / 2;
       table_strides_[0] = t.stride(0), table_strides_[1] = t.stride(1);
     }
@@ -320,7 +293,7 @@ struct Extras {
       TORCH_CHECK_VALUE(seeds_->dim() == 2 && seeds_->size(0) == B && seeds_->is_contiguous() &&
                             dropout_p > 0 && dropout_p < 1,
                         "sparsering cpu: dropout needs seeds [B, streams] and 0 < p < 1");
-      seeds = seeds_->const_data_ptr<int64_t>();
+      seeds = values_of<int64_t>(*seeds_);
       streams = seeds_->size(1);
       factor = static_cast<float>(1 / (1 - dropout_p));
       const double dropped = std::min(std::nearbyint(dropout_p * 4294967296.0), 4294967295.0);
@@ -332,7 +305,7 @@ struct Extras {
                             key_mask->size(1) == Nk && key_mask->is_contiguous() &&
                             key_mask->scalar_type() == at::kBool,
                         "sparsering cpu: a key mask must be bool [B or 1, Nk]");
-      mask_ = key_mask->const_data_ptr<bool>();
+      mask_ = values_of<bool>(*key_mask);
       mask_stride_ = key_mask->size(0) > 1 ? Nk : 0;
     }
   }
@@ -390,9 +363,9 @@ struct Problem {
         block(block_),
         scale(static_cast<float>(scale_)),
         extras(extras_),
-        bias(bias_ ? bias_->const_data_ptr<float>() : nullptr),
+        bias(bias_ ? values_of<float>(*bias_) : nullptr),
         blocks(bias_ ? bias_->size(2) : 0),
-        first_entry(first_entry_.const_data_ptr<int64_t>()),
+        first_entry(values_of<int64_t>(first_entry_)),
         first_batches(first_entry_.size(1)),
         first_heads(first_entry_.size(2)) {
     TORCH_CHECK_VALUE(block % 16 == 0 && block > 0 && block <= 256,

@@ -151,7 +151,7 @@ inline void add_rows(const Part& sums, int64_t first, int64_t step, int64_t coun
 // What delta = rowsum(dO * O) - dlse is made of.
 struct Delta {
   Delta(const Problem& x, const Tensor& grad_out, const Tensor& out, const Tensor& grad_lse)
-      : dout(grad_out), o(out), dlse(grad_lse.const_data_ptr<float>()), Hq(x.Hq), Nq(x.Nq) {}
+      : dout(grad_out), o(out), dlse(values_of<float>(grad_lse)), Hq(x.Hq), Nq(x.Nq) {}
 
   // Rows `begin` to `end`, counted through the batch.
   void of_rows(int64_t begin, int64_t end, float* to) const {

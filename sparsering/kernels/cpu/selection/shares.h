@@ -15,7 +15,7 @@ struct Shares {
          int64_t length, int64_t first_, int64_t offset_, int64_t count_, int64_t width_,
          int64_t row_, bool causal_)
       : operands(of),
-        last(last_ ? last_->const_data_ptr<float>() : nullptr),
+        last(last_ ? values_of<float>(*last_) : nullptr),
         log_part(log_part_),
         blocks(blocks_),
         Nk(length),

@@ -1,0 +1,175 @@
+"""Show that what `make dist` built is whole, and that it runs where nothing else is installed.
+
+`make dist` runs `python tools/check_dist.py --content`, which reads the files of dist/.
+`make check-dist` runs it whole: the wheel, with the torch that this Python has and nothing else, in
+a new environment, once without a C++ compiler (one warning, the same numbers) and once with one
+(the CPU kernel is built, and kept); then some of the sdist's own tests. It installs torch, so it
+takes about a minute and 2 GB for a while.
+"""
+
+import argparse
+import email.parser
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+# Beside the package, what its tests read; a sample of each folder.
+WANTED = (
+    "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md", "CITATION.cff",
+    "Makefile", "tests/conftest.py", "docs/architecture.md", "tools/line_budget.py",
+    "benchmarks/records/window.json",
+)  # fmt: skip
+SOME_TESTS = ("tests/test_numerics.py", "tests/test_architecture.py", "tests/test_release.py")
+# Runs in the new environment; prints what ran, its distance from float64, and what was warned.
+ATTEND = """
+import json, sys, warnings
+import torch, sparsering as sr
+torch.manual_seed(0)
+made = [torch.randn(2, h, 300, 32, requires_grad=True) for h in (4, 2, 2)]
+exact = [x.detach().double().requires_grad_() for x in made]
+pattern = sr.LongNet((64, 256), (1, 2)) & sr.Causal()
+results = []
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    runs = sr.explain(*made, pattern).splitlines()[0].split(": ")[1].split(",")[0]
+    for inputs, options in ((made, {}), (exact, {"backend": "reference"})):
+        out = sr.attention(*inputs, pattern, **options)
+        grads = torch.autograd.grad(out.square().sum(), inputs)
+        results.append([x.double() for x in (out.detach(), *grads)])
+error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results))
+told = [str(w.message) for w in told if "sparsering" in str(w.message)]
+print(json.dumps({"runs": runs, "error": error, "told": told, "from": sr.__file__}))
+"""
+
+
+def main() -> int:
+    """Check the files; unless only their content was asked for, run them too."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--content", action="store_true", help="read the files, run nothing")
+    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder of both files")
+    arguments = parser.parse_args()
+    wheel = arguments.dist / f"sparsering-{VERSION}-py3-none-any.whl"
+    sdist = arguments.dist / f"sparsering-{VERSION}.tar.gz"
+    check_wheel(wheel)
+    check_sdist(sdist)
+    if not arguments.content:
+        with tempfile.TemporaryDirectory() as folder:
+            run_wheel(wheel, Path(folder))
+            run_tests(sdist, Path(folder))
+    return 0
+
+
+def check_wheel(wheel: Path) -> None:
+    """Nothing of the package is missing, and nothing else is there; torch alone is required."""
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+        information = f"sparsering-{VERSION}.dist-info"
+        metadata = email.parser.Parser().parsestr(archive.read(f"{information}/METADATA").decode())
+    listed = subprocess.run(
+        ["git", "ls-files", "sparsering"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    sources = [path for path in (ROOT / "sparsering").rglob("*") if path.suffix in {".cpp", ".h"}]
+    wanted = {*listed, *(path.relative_to(ROOT).as_posix() for path in sources)}
+    wanted |= {"sparsering/py.typed", f"{information}/licenses/LICENSE"}
+    expect(not (wanted - held), f"{wheel.name} lacks {sorted(wanted - held)}")
+    foreign = {name for name in held if name.split("/")[0] not in ("sparsering", information)}
+    expect(not foreign, f"{wheel.name} also holds {sorted(foreign)}")
+    expect(metadata["Version"] == VERSION, f"{wheel.name} says version {metadata['Version']}")
+    needs = [x for x in metadata.get_all("Requires-Dist", []) if "extra ==" not in x]
+    expect([x.split(">")[0] for x in needs] == ["torch"], f"{wheel.name} requires {needs}")
+    print(f"{wheel.name}: {len(held)} files, {len(sources)} of them C++; requires {needs[0]}")
+
+
+def check_sdist(sdist: Path) -> None:
+    """What the tests need is there. `python -m build` has made the wheel out of it."""
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    lacks = [name for name in WANTED if name not in held]
+    expect(not lacks, f"{sdist.name} lacks {lacks}")
+    stray = [name for name in held if name.split("/")[0] in (".venv", "runs", "dist", "build")]
+    expect(not stray, f"{sdist.name} also holds {stray[:3]}")
+    print(f"{sdist.name}: {len(held)} files and folders")
+
+
+def run_wheel(wheel: Path, folder: Path) -> None:
+    """Installs the wheel and torch alone, and attends without a compiler and with one."""
+    import torch
+
+    python = folder / "clean" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "clean")], check=True)
+    needs = [str(wheel), f"torch=={torch.__version__.partition('+')[0]}"]
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+    subprocess.run([python, "-m", "pip", "install", *quiet, *needs], check=True)
+    empty = folder / "empty"
+    empty.mkdir()
+
+    without = attend(python, folder / "no-kernel", empty, {"PATH": str(empty), "CXX": "no-such"})
+    expect(without["runs"] == "gather", f"without a compiler {without['runs']} runs")
+    expect(len(without["told"]) == 1, f"without a compiler {without['told']} was said")
+    line = without["told"][0]
+    expect("\n" not in line and "no C++ compiler found" in line, f"it said {line!r}")
+    print(f"without a compiler: {line}")
+
+    for _ in range(2):  # compiled, then kept
+        found = attend(python, folder / "kernel", empty, {})
+        expect(found["runs"] == "cpu" and not found["told"], f"with a compiler: {found}")
+    libraries = list((folder / "kernel").glob("cpu-*.so"))
+    expect(len(libraries) == 1, f"the cache has {libraries}")
+    print(f"with a compiler: {found['runs']}, {found['error']:.1e} from float64")
+    command = [python.parent / "sparsering", "info"]
+    told = subprocess.run(command, cwd=empty, capture_output=True, text=True, check=True).stdout
+    expect(f"{VERSION}\n" in told, f"`sparsering info` says {told.splitlines()[0]}")
+
+
+def attend(python: Path, cache: Path, empty: Path, settings: dict[str, str]) -> dict:
+    """What `ATTEND` printed, in an empty folder and with nothing of this checkout in sight."""
+    ours = ("PYTHONPATH", "SPARSERING_CXXFLAGS", "SPARSERING_CACHE")
+    environment = {name: x for name, x in os.environ.items() if name not in ours}
+    environment |= {"SPARSERING_CACHE": str(cache), **settings}
+    done = subprocess.run(
+        [python, "-c", ATTEND],
+        cwd=empty,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    expect(done.returncode == 0, done.stderr)
+    found = json.loads(done.stdout)
+    expect("site-packages" in found["from"], f"it ran {found['from']}")
+    expect(found["error"] < 1e-5, f"results are {found['error']:.1e} off")
+    return found
+
+
+def run_tests(sdist: Path, folder: Path) -> None:
+    """Collects all tests of the unpacked sdist and runs a few, with this Python's tools."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    unpacked = folder / f"sparsering-{VERSION}"
+    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    for arguments in (["--collect-only", "-qq"], list(SOME_TESTS)):
+        done = subprocess.run(
+            [*pytest, *arguments], cwd=unpacked, env=environment, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        expect(done.returncode == 0, done.stdout[-2000:] + done.stderr)
+    print(f"tests of {sdist.name}: {done.stdout.strip().splitlines()[-1]}")
+
+
+def expect(holds: bool, otherwise: str) -> None:
+    """End with a line that says what is wrong."""
+    if not holds:
+        sys.exit(f"check_dist: {otherwise}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
