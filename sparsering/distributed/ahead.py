@@ -1,9 +1,9 @@
 """What the next call of a ring will ask for, built while this one computes.
 
-    prefetch(next_pattern, 1 << 20, num_heads=8, sharding="zigzag")  # on every rank; returns at once
+    prefetch(next_pattern, 1 << 20, num_heads=8, sharding="zigzag")  # on every rank
     out = ring_attention(query, key, value, pattern, sharding="zigzag")
 
-Nothing is sent: a plan is arithmetic, the same on every rank. That the ranks mean the same call they
+Nothing is sent: a plan is arithmetic, the same on every rank. That ranks mean the same call they
 tell each other in the call itself, in one message of a few numbers: what they had agreed on before,
 one of them might not call.
 """
@@ -73,7 +73,7 @@ def prefetch(
         )
     if sharding not in ("auto", "balanced"):
         chunk_owners(sharding, world)
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     if world == 1:
         return layout_cache.prefetch(pattern, seq_len, **heads, device=device, backward=backward)
     check_fits(pattern, Frame.build(seq_len, seq_len, num_heads, num_kv_heads, 0))

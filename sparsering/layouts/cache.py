@@ -102,9 +102,9 @@ class LayoutCache:
         Returns: a future of the layout, to wait for or to ask for its error; it may be dropped. A
             build that fails fails in the call too.
 
-        Raises: ValueError at once, where the arguments do not fit the pattern, or no layout of it
-            is kept: of patterns that hold tensors of a device, and of what one query selects.
-            TypeError where they are no integers, or no pattern.
+        Raises: ValueError at once, where the arguments do not fit the pattern, or no layout of them
+            is kept: of patterns that hold tensors of a device, and of one query, whose layouts are
+            cut from that of a page. TypeError where they are no integers, or no pattern.
 
         Cost: a core's time beside the call's own. What does not fit the cache's limit is built in
             vain.
@@ -113,18 +113,18 @@ class LayoutCache:
             >>> layout_cache.prefetch(RandomBlocks(0.1, seed=step + 1), 16384, num_heads=8)
         """
         if not isinstance(pattern, Pattern):
-            got = type(pattern).__name__
+            got = type(pattern).__name__  # type: ignore[unreachable]
             raise TypeError(f"pattern must be a sparsering pattern such as Causal(), got {got}")
         frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
         check_fits(pattern, frame)
         pattern, _ = without_key_masks(pattern)
         size = default_block_size(pattern, frame.kv_len) if block_size is None else block_size
         check_block_size(size)
-        if not _is_kept(pattern, frame):
+        if frame.q_len == 1 or not _is_kept(pattern, frame):
+            what = "patterns with tensors of a device" if frame.q_len > 1 else "one query"
             raise ValueError(
-                f"no layout of {shortened(str(pattern))} is kept, for {frame.q_len} queries, which "
-                "hold tensors of a device or are one that selects; leave prefetch out, the call "
-                "builds it"
+                f"no layout is kept of {what}, got {frame.q_len} queries of "
+                f"{shortened(str(pattern))}; leave prefetch out, the call waits for no other"
             )
         place = torch.empty(0, device=device).device  # with the number of the device
 
@@ -133,16 +133,7 @@ class LayoutCache:
             layout.build_tables(backward)
             return layout
 
-        def prepare() -> BlockLayout:
-            from .pages import last_query_layout  # stands on this file
-
-            if frame.q_len == 1:
-                found = last_query_layout(pattern, frame, size, place)
-                if found is not None:
-                    return found[0]
-            return self.keep((pattern, frame, size, place), build)
-
-        return self.prepare(prepare)
+        return self.prepare(lambda: self.keep((pattern, frame, size, place), build))
 
     def prepare(self, work: Callable[[], Kept]) -> "Future[Kept]":
         """Has `work` done by the thread that builds ahead; cancelled where too much waits."""

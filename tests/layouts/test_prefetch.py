@@ -56,8 +56,6 @@ def test_a_call_finds_what_was_built_ahead(index, dtype):
         (sr.Causal(), (40, 90), {"q_start": 3}),
         (sr.LongNet((32, 64), (1, 2)) & sr.Causal(), (90, 90), {"block_size": 32}),
         (sr.RandomBlocks(0.3, 16, seed=5), (64, 64), {"block_size": 16}),
-        (sr.Causal(), (1, 2000), {}),  # of a page
-        (sr.Hierarchical(((16, 64), (64, None)), 16), (1, 90), {}),
     ],
 )
 def test_the_arguments_of_a_call_name_its_layout(pattern, given, asked):
@@ -170,11 +168,7 @@ def test_several_threads_may_ask():
         (sr.Causal(), {"q_len": 9, "block_size": 24}, "block_size must be"),
         (sr.Causal(), {"q_len": -1}, "q_len must be at least 0"),
         (sr.KeyMask(torch.ones(9, dtype=torch.bool)), {"q_len": 8}, "KeyMask"),
-        (
-            sr.SelectedBlocks(torch.zeros(1, 1, dtype=torch.int64), 16, 1) & sr.Causal(),
-            {"q_len": 1},
-            "leave prefetch out",
-        ),
+        (sr.Causal(), {"q_len": 1, "kv_len": 90}, "one query"),
     ],
 )
 def test_what_does_not_fit_is_said_at_once(pattern, arguments, told):
