@@ -218,8 +218,8 @@ def slot_mass(
 
 @slot_mass.register_fake
 def _(
-    query: Tensor, key: Tensor, lse: Tensor, weight: Tensor, tensors: Sequence[Tensor], pattern: str,
-    *rest: object,
+    query: Tensor, key: Tensor, lse: Tensor, weight: Tensor, tensors: Sequence[Tensor],
+    pattern: str, *rest: object,
 ) -> Tensor:  # fmt: skip
     return lse.new_empty(*query.shape[:2], _num_slots(parse(pattern, tensors)))
 
