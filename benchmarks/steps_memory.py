@@ -151,12 +151,6 @@ def trend(rows: list[Row], figure: str, first: int) -> tuple[float, float]:
     return slope.item(), 2.1 * spread.item()  # Student's t of some 15 points
 
 
-def in_a_process(ours: bool, steps: int, every: int) -> list[Row]:
-    """`trained`, in a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(trained, (ours, steps, every))
-
-
 def main() -> int:
     """Writes the record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.steps_memory", description=__doc__)
@@ -164,8 +158,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
     rows: list[Row] = []
-    for ours in (True, False):
-        found = in_a_process(ours, arguments.steps, EVERY)
+    with multiprocessing.get_context("spawn").Pool(2) as pool:  # a process of its own for each
+        told = [(ours, arguments.steps, EVERY) for ours in (True, False)]
+        of_both = pool.starmap(trained, told, chunksize=1)
+    for found in of_both:
         rows += found
         for figure in ("resident_mb", "handed_out_mb"):
             slope, bound = trend(found, figure, arguments.steps // 4)
