@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[[int], Patterns], int]] = {
     "documents": (documents, 16384),
     "selected blocks and a window": (selected, 8192),
 }
-RINGS = ("random blocks 5%", "documents")
+RINGS = ("random blocks 10%", "documents")
 
 
 def run(
