@@ -7,7 +7,8 @@ that take turns. "without": the call builds its layout. "prefetch": a thread bui
 while this one computes; what it has not finished at the end counts. "kept": all layouts were built
 before, the least that there is. On one thread, which leaves a core to the other, and on two, which
 leave none; and for a ring of two processes of one thread, each with its plan and layouts: there
-also what agreeing costs, which no prefetch takes away. Cases that are not run keep their rows.
+also what agreeing costs, which no prefetch takes away. Cases that are not run keep their rows. `cores`: what
+two threads did at once, which is what a thread beside a call has to go by.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -28,7 +30,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row, sampled_error, write_record
+from sparsering.bench.measure import Row, interleaved, sampled_error, write_record
 from sparsering.distributed import RingPlan, prefetch, ring_attention, shard, unshard
 from sparsering.distributed.exchange import Exchange
 
@@ -124,17 +126,35 @@ def alone(name: str, threads: int, rounds: int) -> list[Row]:
 def rows_of(
     name: str, ranks: int, threads: int, times: dict[str, list[float]], told: Row
 ) -> list[Row]:
-    """A row of each method; `hidden`: the share of what building takes that prefetching saves."""
-    medians = {method: statistics.median(found) for method, found in times.items()}
-    built = medians["without"] - medians["kept"]
+    """A row of each method."""
     return [
         {
             "pattern": name, "ranks": ranks, "threads": threads, "method": method,
-            "ms": medians[method], "least_ms": min(times[method]),
-            "hidden": (medians["without"] - medians[method]) / built, **told,
+            "ms": statistics.median(times[method]), "least_ms": min(times[method]), **told,
         }
         for method in METHODS
     ]  # fmt: skip
+
+
+def cores(rounds: int) -> Row:
+    """What two threads compute at once, over what one does: the cores that there really are."""
+    torch.set_num_threads(1)
+    x = torch.randn(512, 512)
+
+    def work() -> None:
+        for _ in range(20):
+            x @ x
+
+    def both() -> None:
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    found = interleaved({"one": work, "both": both}, 4 * rounds)
+    return {"pattern": "none: two threads at once", "ranks": 1,
+            "cores": 2 * found["one"] / found["both"]}  # fmt: skip
 
 
 def inputs(tokens: int) -> list[Tensor]:
@@ -233,7 +253,8 @@ def main() -> int:
     kept, rows = arguments.out / "prefetch.json", []
     for row in json.loads(kept.read_text())["rows"] if kept.exists() else ():
         name = row["pattern"] if row["ranks"] == 1 else "ring"
-        rows += [row] if name not in arguments.only else []
+        rows += [row] if name not in arguments.only and "cores" not in row else []
+    rows.append(cores(arguments.rounds))
     for name in CASES:
         for threads in arguments.threads if name in arguments.only else ():
             rows += alone(name, threads, arguments.rounds)
