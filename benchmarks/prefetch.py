@@ -7,8 +7,8 @@ that take turns. "without": the call builds its layout. "prefetch": a thread bui
 while this one computes; what it has not finished at the end counts. "kept": all layouts were built
 before, the least that there is. On one thread, which leaves a core to the other, and on two, which
 leave none; and for a ring of two processes of one thread, each with its plan and layouts: there
-also what agreeing costs, which no prefetch takes away. Cases that are not run keep their rows. `cores`: what
-two threads did at once, which is what a thread beside a call has to go by.
+also what agreeing costs, which no prefetch takes away. `cores`: what two threads computed at once,
+for a thread beside a call needs a core of its own. Cases that are not run keep their rows.
 """
 
 import argparse
