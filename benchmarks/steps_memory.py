@@ -5,8 +5,9 @@
 `steps-memory.json`: every 50 steps what is resident, what malloc has handed out, and the bytes of
 the layout cache, whose limit is set so low that it is full early; and the trend after the first
 quarter, megabytes in 1,000 steps with a bound of 95%. Beside it the same steps with torch's dense
-attention in the place of ours: what the allocator and the model do on their own; and both with
-glibc's thresholds held at 64 KiB, so that what is freed goes back (it raises them by itself).
+attention in the place of ours: what the model and the allocator do on their own. Both once as they
+are, and once with oneDNN's cache of primitives held at 16: it keeps one for each shape of a matrix
+product, up to 1,024, and heaps that these lie in give nothing back.
 """
 
 import argparse
@@ -160,19 +161,19 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
     rows: list[Row] = []
-    for thresholds in (None, "65536"):
-        for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_") if thresholds else ():
-            os.environ[name] = str(thresholds)
+    for primitives in (None, "16"):
+        if primitives is not None:
+            os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = primitives
         with multiprocessing.get_context("spawn").Pool(2) as pool:  # a process of its own for each
             told = [(ours, arguments.steps, EVERY) for ours in (True, False)]
             of_both = pool.starmap(trained, told, chunksize=1)
         for found in of_both:
-            rows += [{"malloc_thresholds": thresholds, **row} for row in found]
+            rows += [{"onednn_primitives": primitives, **row} for row in found]
             for figure in ("resident_mb", "handed_out_mb"):
                 slope, bound = trend(found, figure, arguments.steps // 4)
                 rows.append(
                     {
-                        "malloc_thresholds": thresholds, "attention": found[0]["attention"],
+                        "onednn_primitives": primitives, "attention": found[0]["attention"],
                         "trend_of": figure, "after_step": arguments.steps // 4,
                         "mb_in_1000_steps": slope, "bound_95": bound,
                     }

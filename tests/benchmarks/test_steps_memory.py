@@ -15,6 +15,12 @@ LIMIT = 512 << 10  # of layouts, full before the first step that counts
 MOST = 4.0  # megabytes in 1,000 steps
 
 
+@pytest.fixture(autouse=True)
+def few_primitives(monkeypatch):
+    """Of oneDNN, which keeps one for each shape: that is growth, and not ours."""
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
+
+
 def growth(limit: int) -> tuple[float, float]:
     """(megabytes in 1,000 steps of what malloc has handed out, bytes of the cache at its end)."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
