@@ -19,7 +19,7 @@ from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.keys import without_key_masks
 from ..patterns.selected import selections_of
-from .compile import build_layout, check_block_size, default_block_size
+from .compile import build_layout, check_block_size
 from .layout import BlockLayout
 
 _MOST_WAITING = 64
@@ -95,7 +95,8 @@ class LayoutCache:
             pattern: of the call. Of key masks, which the default backends take as data, the layout
                 knows nothing.
             q_len, kv_len, num_heads, num_kv_heads, q_start, block_size: of the call, or as
-                `Pattern.layout` has them; all heads count, for what is kept is found by them.
+                `Pattern.layout` has them; all heads count, for what is kept is found by them. Where
+                `sparsering tune` measured another block size, pass that.
             device: of the call's tensors.
             backward: also the transposes that a backward reads.
 
@@ -118,8 +119,8 @@ class LayoutCache:
         frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
         check_fits(pattern, frame)
         pattern, _ = without_key_masks(pattern)
-        size = default_block_size(pattern, frame.kv_len) if block_size is None else block_size
-        check_block_size(size)
+        if block_size is not None:
+            check_block_size(block_size)
         if frame.q_len == 1 or not _is_kept(pattern, frame):
             what = "patterns with tensors of a device" if frame.q_len > 1 else "one query"
             raise ValueError(
@@ -128,12 +129,19 @@ class LayoutCache:
             )
         place = torch.empty(0, device=device).device  # with the number of the device
 
-        def build() -> BlockLayout:
-            layout = build_layout(pattern, frame, size, place)
-            layout.build_tables(backward)
-            return layout
+        def work() -> BlockLayout:
+            from ..cost.choice import block_size as chosen  # stands on layouts; it takes its time
 
-        return self.prepare(lambda: self.keep((pattern, frame, size, place), build))
+            size = chosen(pattern, frame, place) if block_size is None else block_size
+
+            def build() -> BlockLayout:
+                layout = build_layout(pattern, frame, size, place)
+                layout.build_tables(backward)
+                return layout
+
+            return self.keep((pattern, frame, size, place), build)
+
+        return self.prepare(work)
 
     def prepare(self, work: Callable[[], Kept]) -> "Future[Kept]":
         """Has `work` done by the thread that builds ahead; cancelled where too much waits."""
