@@ -173,36 +173,35 @@ def value_gradient(
         return backward(problem.in_first_slots(), zeros[0], lse, grad_out, zeros[1]).value
 
 
+@torch.library.custom_op("sparsering::slot_mass", mutates_args=())
 def slot_mass(
-    backend: str,
     query: Tensor,
     key: Tensor,
-    pattern: Pattern,
     lse: Tensor,
     weight: Tensor,
-    *,
+    tensors: Sequence[Tensor],
+    pattern: str,
     scale: float,
     q_start: int,
-    block_size: int | None,
-    options: Mapping[str, Any],
+    backend: str,
 ) -> Tensor:
     """The sum over queries of `weight exp(s - lse)` over the pairs of each slot, [B, Hq, R * k].
 
     Of a checked call whose pattern has one selection; `weight` is [B, Hq, Nq].
     """
-    (selection,) = selections_of(pattern)
-    slots = lse.new_zeros(*query.shape[:2], math.prod(selection.indices.shape[-2:]))
-    options = {**options, "slot_bias": slots}
+    value = parse(pattern, tensors)
+    slots = lse.new_zeros(*query.shape[:2], _num_slots(value))
     problem = _problem(
-        pattern,
+        value,
         query,
         key,
         key,
         scale=scale,
         q_start=q_start,
-        block_size=block_size,
+        block_size=None,
         backend=backend,
-        **options,
+        block_bias=None,
+        slot_bias=slots,
     )
     how = BACKENDS[backend]
     with without_autocast(query):
@@ -215,6 +214,20 @@ def slot_mass(
             assert found.block_bias is not None
             mass = found.block_bias
     return _slot_gradient(mass, problem.layout, slots)
+
+
+@slot_mass.register_fake
+def _(
+    query: Tensor, key: Tensor, lse: Tensor, weight: Tensor, tensors: Sequence[Tensor],
+    pattern: str, *rest: object,
+) -> Tensor:  # fmt: skip
+    return lse.new_empty(*query.shape[:2], _num_slots(parse(pattern, tensors)))
+
+
+def _num_slots(pattern: Pattern) -> int:
+    """Slots [R, k] of the one selection of a pattern."""
+    (selection,) = selections_of(pattern)
+    return math.prod(selection.indices.shape[-2:])
 
 
 _CALL = (

@@ -1,11 +1,13 @@
 """Decoding that chooses blocks, against scores, selection and attention of the whole sequence."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.selection import BlockSummaries, block_scores, select_blocks
+from sparsering.selection import BlockScorer, BlockSummaries, block_scores, select_blocks
 
 OPTIONS = {"k": 3, "block_size": 16, "num_heads": 4}
 
@@ -183,4 +185,62 @@ def test_summaries_alone_score_as_block_scores_does():
     assert ((found - block_scores(query, key, 16)).nan_to_num(0, 0, 0).abs() <= 1e-6).all()
     with pytest.raises(ValueError, match="of the last tokens of 10 keys, got 200"):
         summaries.scores(query, key[:, :, :10])
-    assert summaries.nbytes == 2 * 2 * 4 * 12 * 8 * 8
+    assert summaries.nbytes == 2 * 2 * 4 * 13 * 8 * 8  # with room for one more block
+
+
+def scorer_with_weights(**options) -> BlockScorer:
+    """One whose pooling is not the mean that it begins as, in float64."""
+    scorer = BlockScorer(8, 2, 16, index_dim=5, **options).double()
+    torch.nn.init.normal_(scorer.pool)
+    return scorer
+
+
+def test_a_learned_scorer_scores_from_summaries_as_from_scratch():
+    (query, key, _), scorer = sequence(), scorer_with_weights()
+    summaries = BlockSummaries(16, method=scorer)
+    steps = [0, 1, 15, 16, 17, 50, 51, 64, 130, 144, 145, 200]
+    for first, stop in itertools.pairwise(steps):
+        found = summaries.scores(query[:, :, first:stop], key[:, :, :stop], scale=0.5)
+        expected = scorer(query[:, :, first:stop], key[:, :, :stop])
+        assert found.dtype == expected.dtype == torch.float64
+        assert not found.requires_grad
+        assert torch.equal(found.isneginf(), expected.isneginf())
+        assert close(found.nan_to_num(neginf=0), expected.nan_to_num(neginf=0))
+    summaries.crop(70)
+    key[:, :, 70:] += 1
+    found = summaries.scores(query[:, :, 100:], key)
+    expected = scorer(query[:, :, 100:], key)
+    assert close(found.nan_to_num(neginf=0), expected.nan_to_num(neginf=0))
+
+
+def test_a_step_of_a_learned_scorer_reads_its_own_block_of_keys_alone():
+    (query, key, _), scorer = sequence(), scorer_with_weights()
+    summaries = BlockSummaries(16, method=scorer)
+    summaries.scores(query[:, :, :198], key[:, :, :198])
+    unread = key.clone()
+    unread[:, :, :192] = torch.nan
+    found = summaries.scores(query[:, :, 198:199], unread[:, :, :199])
+    assert close(found, scorer(query[:, :, 198:199], key[:, :, :199]))
+    assert summaries.nbytes == 2 * 2 * 13 * 5 * 8
+
+
+def test_steps_of_a_learned_scorer_equal_the_whole_sequence():
+    inputs, scorer = sequence(), scorer_with_weights()
+    cache = sr.SelectedCache(2, 2, 8, method=scorer, page_size=32, rollback=20, **OPTIONS)
+    found = attended(cache, inputs, 37, *[1] * 60, 2, 15, 16)
+    cache.crop(110)
+    found = torch.cat((found[:, :, :110], attended(cache, inputs, 20, *[1] * 70)), 2)
+    chosen = select_blocks(scorer(*inputs[:2]), 3, block_size=16)
+    pattern = sr.SelectedBlocks(chosen, 16, 1) & sr.Causal()
+    assert close(found, sr.attention(*inputs, pattern))
+    of_means = BlockScorer(8, 2, 16, index_dim=5).double()  # or another scorer would do as well
+    others = select_blocks(of_means(*inputs[:2]), 3, block_size=16)
+    assert not torch.equal(chosen, others)
+
+
+@pytest.mark.parametrize("options", [{"query_block": 16}, {"causal": False}])
+def test_scorers_that_know_later_tokens_keep_no_summaries(options):
+    with pytest.raises(ValueError, match="causal BlockScorer of blocks of 16 and rows of 1"):
+        sr.SelectedCache(1, 2, 8, method=scorer_with_weights(**options), **OPTIONS)
+    with pytest.raises(ValueError, match="pass block_size=16"):
+        BlockSummaries(32, method=scorer_with_weights())

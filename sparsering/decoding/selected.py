@@ -12,6 +12,7 @@ from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Causal
 from ..patterns.selected import SelectedBlocks
 from ..selection.choose import select_blocks
+from ..selection.scorer import BlockScorer
 from ..selection.summaries import BlockSummaries
 from .arguments import check_dtype, nothing_new
 from .cache import KVCache
@@ -22,12 +23,13 @@ class SelectedCache(KVCache):
 
     A token appends its key, scores all blocks by summaries of their keys, selects k of them and
     attends to these exactly: `block_scores`, `select_blocks` and `attention` on the whole sequence,
-    with rows of one query. All keys are kept.
+    with rows of one query. All keys are kept. Scores may be learned: `method=scorer`, a trained
+    `BlockScorer` of rows of one.
 
     Args:
         batch_size, num_kv_heads, head_dim: of the keys.
         k: blocks that a token sees, `sink` and `local` ones included.
-        block_size, method, parts: as `block_scores` has them.
+        block_size, method, parts: as `BlockSummaries` has them.
         top_p, sink, local: as `select_blocks` has them.
         options: those of `KVCache`.
 
@@ -40,6 +42,7 @@ class SelectedCache(KVCache):
         >>> cache = SelectedCache(1, 2, 64, k=64, num_heads=8)
         >>> out = cache.attend(query, key, value)  # the prompt, whole or in parts
         >>> out = cache.attend(query, key, value)  # then token by token
+        >>> learned = SelectedCache(1, 2, 64, k=64, num_heads=8, method=layer.block_scorer)
 
     Source: Quest (arXiv 2406.10774), section 3; InfLLM-V2 (2509.24663).
     """
@@ -52,7 +55,7 @@ class SelectedCache(KVCache):
         k: int,
         *,
         block_size: int = 64,
-        method: str = "sub",
+        method: str | BlockScorer = "sub",
         parts: int = 4,
         top_p: float | None = None,
         sink: int = 1,

@@ -5,6 +5,7 @@
 Under `torchrun`, on gloo or NCCL; `simulate_ring` computes the same in one process.
 """
 
+from .ahead import prefetch
 from .exchange import RingError, RingMismatchError, Traffic
 from .plan import RingPlan
 from .ring import last_traffic, ring_attention
@@ -17,6 +18,7 @@ __all__ = [
     "RingPlan",
     "Traffic",
     "last_traffic",
+    "prefetch",
     "ring_attention",
     "shard",
     "simulate_ring",

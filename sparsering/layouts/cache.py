@@ -1,18 +1,29 @@
-"""The cache of layouts: pure functions of values, kept by value."""
+"""The cache of layouts: pure functions of values, kept by value; and a thread that fills it ahead.
 
+layout_cache.prefetch(next_pattern, 16384, num_heads=8)  # returns at once
+attention(query, key, value, pattern)                    # while that is laid out
+"""
+
+import atexit
+import os
 import sys
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..patterns.algebra import Frame, Pattern
-from ..patterns.arguments import checked_integer
+from ..patterns.algebra import Frame, Pattern, check_fits
+from ..patterns.arguments import checked_integer, shortened
+from ..patterns.keys import without_key_masks
 from ..patterns.selected import selections_of
-from .compile import build_layout
+from .compile import build_layout, check_block_size
 from .layout import BlockLayout
+
+_MOST_WAITING = 64
+_SECONDS_AT_EXIT = 10.0  # for the build that is under way then
 
 
 class CacheInfo(NamedTuple):
@@ -31,7 +42,8 @@ Kept = TypeVar("Kept")
 class LayoutCache:
     """Least-recently-used layouts, and what else is built of patterns, by value.
 
-    `info()` counts, `set_limit(bytes)` bounds, `invalidate(pattern)` and `clear()` empty it.
+    `info()` counts, `set_limit(bytes)` bounds, `invalidate(pattern)` and `clear()` empty it;
+    `prefetch(pattern, ...)` fills it ahead.
 
     Thread-safe, and bounded in bytes: those that a thing says it has by `nbytes`.
     """
@@ -42,6 +54,7 @@ class LayoutCache:
         self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # with bytes
         self._limit, self._held = limit, 0
         self._hits = self._misses = 0
+        self._ahead = _Ahead()
 
     def __repr__(self) -> str:
         return f"<LayoutCache {self.info()}>"
@@ -54,12 +67,85 @@ class LayoutCache:
         Patterns that hold device tensors are built anew: comparing them would wait for the device;
         so is what a single query selects, which no other will.
         """
-        if pattern.tensors:
-            once = frame.q_len == 1 and selections_of(pattern)
-            if once or any(x.device.type != "cpu" for x in pattern.tensors):
-                return build_layout(pattern, frame, block_size, device)
+        if not _is_kept(pattern, frame):
+            return build_layout(pattern, frame, block_size, device)
         key = (pattern, frame, block_size, device)
         return self.keep(key, lambda: build_layout(pattern, frame, block_size, device))
+
+    def prefetch(
+        self,
+        pattern: Pattern,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        q_start: int | None = None,
+        block_size: int | None = None,
+        device: torch.device | str = "cpu",
+        backward: bool = True,
+    ) -> "Future[BlockLayout]":
+        """Has the layout of a later call of `attention` built by a thread, and returns at once.
+
+        The call finds it, or waits for it where it is under way: it is built once. One thread
+        builds what it is given in that order; 64 wait at most, and of a further one the future is
+        cancelled: the call then builds what it needs, as without.
+
+        Args:
+            pattern: of the call. Of key masks, which the default backends take as data, the layout
+                knows nothing.
+            q_len, kv_len, num_heads, num_kv_heads, q_start, block_size: of the call, or as
+                `Pattern.layout` has them; all heads count, for what is kept is found by them. Where
+                `sparsering tune` measured another block size, pass that.
+            device: of the call's tensors.
+            backward: also the transposes that a backward reads.
+
+        Returns: a future of the layout, to wait for or to ask for its error; it may be dropped. A
+            build that fails fails in the call too.
+
+        Raises: ValueError at once, where the arguments do not fit the pattern, or no layout of them
+            is kept: of patterns that hold tensors of a device, and of one query, whose layouts are
+            cut from that of a page. TypeError where they are no integers, or no pattern.
+
+        Cost: a core's time beside the call's own. What does not fit the cache's limit is built in
+            vain.
+
+        Example:
+            >>> layout_cache.prefetch(RandomBlocks(0.1, seed=step + 1), 16384, num_heads=8)
+        """
+        if not isinstance(pattern, Pattern):
+            got = type(pattern).__name__  # type: ignore[unreachable]
+            raise TypeError(f"pattern must be a sparsering pattern such as Causal(), got {got}")
+        frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
+        check_fits(pattern, frame)
+        pattern, _ = without_key_masks(pattern)
+        if block_size is not None:
+            check_block_size(block_size)
+        if frame.q_len == 1 or not _is_kept(pattern, frame):
+            what = "patterns with tensors of a device" if frame.q_len > 1 else "one query"
+            raise ValueError(
+                f"no layout is kept of {what}, got {frame.q_len} queries of "
+                f"{shortened(str(pattern))}; leave prefetch out, the call waits for no other"
+            )
+        place = torch.empty(0, device=device).device  # with the number of the device
+
+        def work() -> BlockLayout:
+            from ..cost.choice import block_size as chosen  # stands on layouts; it takes its time
+
+            size = chosen(pattern, frame, place) if block_size is None else block_size
+
+            def build() -> BlockLayout:
+                layout = build_layout(pattern, frame, size, place)
+                layout.build_tables(backward)
+                return layout
+
+            return self.keep((pattern, frame, size, place), build)
+
+        return self.prepare(work)
+
+    def prepare(self, work: Callable[[], Kept]) -> "Future[Kept]":
+        """Has `work` done by the thread that builds ahead; cancelled where too much waits."""
+        return self._ahead.take(work)
 
     def keep(self, key: Hashable, build: Callable[[], Kept]) -> Kept:
         """What `build` makes, kept by a key; built once, also among threads."""
@@ -139,9 +225,84 @@ class LayoutCache:
         while self._held > self._limit:
             self._drop(next(iter(self._kept)))
 
+    def _renew(self) -> None:
+        """Of a process that was forked: what threads held or did is its parent's."""
+        self._lock, self._building = threading.Lock(), {}
+        self._held = sum(nbytes for _, nbytes in self._kept.values())
+        self._ahead = _Ahead()
+
+
+class _Ahead:
+    """One thread that does what it is given, in order; it ends with the process, not before."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+
+    def take(self, work: Callable[[], Kept]) -> "Future[Kept]":
+        future: Future[Kept] = Future()
+        with self._changed:
+            if self._ended or len(self._waiting) >= _MOST_WAITING:
+                future.cancel()
+                future.set_running_or_notify_cancel()
+                return future
+            self._waiting.append((future, work))
+            if self._thread is None:
+                name = "sparsering-prefetch"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread.start()
+                atexit.register(self._end)
+            self._changed.notify()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._ended)
+                if self._ended:
+                    return
+                future, work = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                _settle(future, work)
+            del future, work  # what they hold is not kept until the next
+
+    def _end(self) -> None:
+        """Drops what waits, and waits for what is under way: torch may not be left in a call."""
+        with self._changed:
+            self._ended = True
+            while self._waiting:
+                future, _ = self._waiting.popleft()
+                future.cancel()
+                future.set_running_or_notify_cancel()
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(_SECONDS_AT_EXIT)
+
+
+def _settle(future: "Future[Any]", work: Callable[[], Any]) -> None:
+    try:
+        made = work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(made)
+
+
+def _is_kept(pattern: Pattern, frame: Frame) -> bool:
+    """Whether a layout will be asked for again, and can be told from others without waiting."""
+    if not pattern.tensors:
+        return True
+    once = frame.q_len == 1 and selections_of(pattern)
+    return not once and all(x.device.type == "cpu" for x in pattern.tensors)
+
 
 def _nbytes(made: object) -> int:
     return int(getattr(made, "nbytes", sys.getsizeof(made)))
 
 
 layout_cache = LayoutCache()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=layout_cache._renew)

@@ -154,6 +154,14 @@ class BlockLayout:
     passes: tuple[Pass, ...]
     pairs: float | Tensor
 
+    def build_tables(self, backward: bool) -> None:
+        """Builds now what kernels would on first use, of the passes: for backward, transposes."""
+        for p in self.passes:
+            if p.bitmaps.device.type == "cpu":
+                _ = p.transposed_bitmaps
+            if backward:
+                _ = p.transpose
+
     @property
     def num_pairs(self) -> int | float:
         """Exact (query, key) pairs with multiplicity, mean over batch entries and query heads."""

@@ -65,5 +65,6 @@ def block_mass(
     lse = checked_rows("lse", lse, query, broadcasts=False)
     each = lse.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)
     each = each.expand(lse.shape)
-    mass = slot_mass(backend, query, key, pattern, lse, each, **call, options=options)
+    spelt = pattern.tensors, pattern.expression, call["scale"], call["q_start"]
+    mass: Tensor = slot_mass(query, key, lse, each, *spelt, backend)
     return mass.unflatten(-1, selections[0].indices.shape[-2:])

@@ -119,23 +119,45 @@ class BlockScorer(nn.Module):
             return self._scores(query.to(dtype), key.to(dtype), first)
 
     def _scores(self, query: Tensor, key: Tensor, first: int) -> Tensor:
+        return self.scores_of(query, self.summaries(key), key, first)
+
+    def summaries(self, key: Tensor) -> Tensor:
+        """What queries are multiplied with: [B, Hkv, Nb, index_dim] of keys [B, Hkv, Nk, D]."""
+        keys, real = _in_blocks(key, self.block_size)
+        return _pooled(self._gate(keys), keys, real) @ self.project_key.to(key.dtype).mT
+
+    def _gate(self, keys: Tensor) -> Tensor:
+        """[B, Hkv, Nb, size] what pooling weighs keys [B, Hkv, Nb, size, D] by."""
+        return (keys @ self.pool.to(keys.dtype)[:, None, :, None])[..., 0]
+
+    def scores_of(
+        self, query: Tensor, pooled: Tensor, key: Tensor, first: int, before: int = 0
+    ) -> Tensor:
+        """Scores by summaries of the blocks, [B, Hkv, R, Nb], in one dtype for all.
+
+        Args:
+            query: [B, Hq, Nq, D].
+            pooled: [B, Hkv, Nb, index_dim], `summaries` of the keys; where causal, of blocks that a
+                query is in, or that are after it, any numbers.
+            key: [B, Hkv, Nk, D], the keys themselves, but for those of `before` blocks, all of them
+                before the first query's.
+            first: the first query's position.
+        """
         dtype, (batch, heads, q_len) = query.dtype, query.shape[:3]
-        kv_heads, kv_len, size = key.shape[1], key.shape[2], self.block_size
-        blocks, group = -(-kv_len // size), heads // kv_heads
-        keys = F.pad(key, (0, 0, 0, blocks * size - kv_len)).unflatten(2, (blocks, size))
-        real = torch.arange(blocks * size, device=key.device).view(blocks, size) < kv_len
-        gate = (keys @ self.pool.to(dtype)[:, None, :, None])[..., 0]  # [B, Hkv, Nb, size]
+        size, kv_heads, blocks = self.block_size, key.shape[1], pooled.shape[2]
         project = self.project_key.to(dtype).mT  # [Hkv, D, index_dim]
-        pooled = _pooled(gate, keys, real) @ project  # [B, Hkv, Nb, index_dim]
-        asked = query.unflatten(1, (kv_heads, group)) @ self.project_query.to(dtype).mT[:, None]
+        asked = query.unflatten(1, (kv_heads, heads // kv_heads))
+        asked = asked @ self.project_query.to(dtype).mT[:, None]
         asked = asked * project.shape[2] ** -0.5  # [B, Hkv, G, Nq, index_dim]
         own = None
         if self.causal and q_len and blocks:  # the blocks of queries, pooled up to each of them
             begin = min(first // size, blocks - 1)
             end = min((first + q_len - 1) // size, blocks - 1) + 1
+            some = key[:, :, (begin - before) * size : (end - before) * size]
+            keys, real = _in_blocks(some, size)
             held = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
-            up_to = held & real[begin:end, None]
-            each = _pooled(gate[:, :, begin:end, None], keys[:, :, begin:end], up_to).flatten(2, 3)
+            up_to = held & real[:, None]
+            each = _pooled(self._gate(keys)[:, :, :, None], keys, up_to).flatten(2, 3)
             place = first - begin * size + torch.arange(q_len, device=key.device)
             own = each[:, :, place.clamp(max=each.shape[2] - 1)] @ project
         step = self.query_block
@@ -172,6 +194,15 @@ class BlockScorer(nn.Module):
         together = share.unflatten(3, (rows, step)).transpose(2, 3).flatten(3, 4).logsumexp(3)
         visible = F.pad(seen, margin, value=False).unflatten(0, (rows, step)).any(1)
         return torch.where(visible, together, -torch.inf)
+
+
+def _in_blocks(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Keys [.., Nk, D] as [.., Nb, size, D], and which are real, [Nb, size]; the others are 0."""
+    length = key.shape[2]
+    blocks = -(-length // size)
+    keys = F.pad(key, (0, 0, 0, blocks * size - length)).unflatten(2, (blocks, size))
+    real = torch.arange(blocks * size, device=key.device).view(blocks, size) < length
+    return keys, real
 
 
 def _pooled(gate: Tensor, keys: Tensor, real: Tensor) -> Tensor:

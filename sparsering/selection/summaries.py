@@ -9,10 +9,11 @@ from torch.nn.functional import pad
 
 from ..checks import check_inputs, checked_scale
 from ..numerics import sum_dtype, without_autocast
-from ..patterns.arguments import checked_integer
+from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Full
 from .estimates import Estimate, checked_method, counts, features, query_features
 from .rows import checked_blocks
+from .scorer import BlockScorer
 from .scores import scores_of
 
 
@@ -22,7 +23,9 @@ class BlockSummaries:
     A block is summarised once, when its last key has come.
 
     Args:
-        block_size, method, parts: as `block_scores`.
+        block_size, parts: as `block_scores`.
+        method: as `block_scores`, or a causal `BlockScorer` of these blocks and rows of one, whose
+            scores are then kept by: with the weights that it has when a block is summarised.
 
     Raises: ValueError where arguments do not fit.
 
@@ -31,10 +34,18 @@ class BlockSummaries:
         >>> scores = summaries.scores(query, keys)  # of the last tokens, over all keys so far
     """
 
-    def __init__(self, block_size: int, *, method: str = "sub", parts: int = 4) -> None:
+    def __init__(
+        self, block_size: int, *, method: str | BlockScorer = "sub", parts: int = 4
+    ) -> None:
         checked_blocks(1, block_size)
-        self._part = checked_method(method, parts, block_size, 1)
-        self._method, self._size = method, block_size
+        self._scorer = method if isinstance(method, BlockScorer) else None
+        self._method = "" if isinstance(method, BlockScorer) else method
+        self._part = block_size
+        if self._scorer is None:
+            self._part = checked_method(self._method, parts, block_size, 1)
+        else:
+            _check_scorer(self._scorer, block_size)
+        self._size = block_size
         self._feature: Tensor | None = None  # [B, Hkv, slots, room, F]
         self._blocks = 0
 
@@ -46,14 +57,16 @@ class BlockSummaries:
 
     @torch.no_grad()
     def scores(self, query: Tensor, key: Tensor, *, scale: float | None = None) -> Tensor:
-        """`block_scores` of the last queries, in rows of one, each block read by its summary.
+        """Scores of all blocks by the last queries, in rows of one, from the blocks' summaries.
+
+        They are those of `block_scores`, or of the `BlockScorer`, on the whole sequence.
 
         Args:
             query: [B, Hq, n, D], of the last n tokens.
             key: [B, Hkv, Nk, D], all keys so far: those before the last call's Nk as they were.
-            scale: of the products, default D ** -0.5.
+            scale: of the products, default D ** -0.5; a `BlockScorer` has its own.
 
-        Returns: [B, Hkv, n, Nb] float32, no gradient.
+        Returns: [B, Hkv, n, Nb] float32 (of a `BlockScorer` in its dtype), no gradient.
 
         Raises: ValueError where arguments do not fit.
 
@@ -71,6 +84,10 @@ class BlockSummaries:
         with without_autocast(query):
             feature = self._extended(key, dtype)
             own = key[:, :, start // size * size :].to(dtype)
+            if self._scorer is not None:
+                pooled = feature[:, :, 0, : -(-length // size)]
+                return self._scorer.scores_of(query.to(dtype), pooled, own, start, start // size)
+            feature = feature[:, :, :, : max(length // size, 1)]  # one that none sees, before any
             scale = checked_scale(scale, query)
             if query.shape[2] == 1 and query.shape[1]:
                 return self._of_one(query.to(dtype), feature[:, :, :, : start // size], own, scale)
@@ -100,27 +117,47 @@ class BlockSummaries:
             self._feature = self._feature.index_select(0, chosen)
 
     def _extended(self, key: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, Hkv, slots, whole blocks, F], those that are new summarised."""
-        size, whole, slots = self._size, key.shape[2] // self._size, self._size // self._part
+        """[B, Hkv, slots, more than the whole blocks, F], those that are new summarised."""
+        size, whole = self._size, key.shape[2] // self._size
         first = self._blocks = min(self._blocks, whole)
         if whole > first or self._feature is None:
-            keys = key[:, :, first * size : whole * size].to(dtype)
-            keys = keys.unflatten(2, (whole - first, slots, self._part))
-            count = counts(key.shape[2], whole, size, self._part)[first:].to(key.device)
-            new = features(keys, count, self._method).transpose(2, 3)
+            new = self._summarised(key[:, :, first * size : whole * size].to(dtype))
             self._feature = _with_room(self._feature, new, first)
             self._feature[:, :, :, first:whole] = new
             self._blocks = whole
-        return self._feature[:, :, :, : max(whole, 1)]  # with one that none sees, before any
+        return self._feature
+
+    def _summarised(self, key: Tensor) -> Tensor:
+        """[B, Hkv, slots, blocks, F] of the keys of whole blocks."""
+        if self._scorer is not None:
+            return self._scorer.summaries(key)[:, :, None]
+        length, size, part = key.shape[2], self._size, self._part
+        blocks = length // size
+        keys = key.unflatten(2, (blocks, size // part, part))
+        count = counts(length, blocks, size, part).to(key.device)
+        return features(keys, count, self._method).transpose(2, 3)
+
+
+def _check_scorer(scorer: BlockScorer, block_size: int) -> None:
+    """Raises ValueError where tokens that come one by one cannot be scored by it."""
+    made = f"blocks of {scorer.block_size}, rows of {scorer.query_block}, causal={scorer.causal}"
+    if (scorer.block_size, scorer.query_block, scorer.causal) != (block_size, 1, True):
+        raise ValueError(
+            f"expected a causal BlockScorer of blocks of {block_size} and rows of 1, got one of "
+            f"{shortened(made)}; pass block_size={scorer.block_size}, or make such a scorer"
+        )
 
 
 def _with_room(held: Tensor | None, new: Tensor, first: int) -> Tensor:
-    """Room for the first blocks, kept, and the new ones: half as much again where it is spent."""
+    """Room for the first blocks, kept, the new ones and one more.
+
+    Half as much again where it is spent.
+    """
     whole = first + new.shape[3]
-    if held is not None and held.shape[3] >= whole:
+    if held is not None and held.shape[3] > whole:
         return held
     room = whole if held is None else max(whole, first + first // 2)
-    grown = new.new_zeros(*new.shape[:3], max(room, 1), new.shape[4])
+    grown = new.new_zeros(*new.shape[:3], room + 1, new.shape[4])
     if held is not None:
         grown[:, :, :, :first] = held[:, :, :, :first]
     return grown

@@ -204,6 +204,15 @@ def test_what_a_config_cannot_hold_is_refused(pattern):
         hf.apply(made("llama"), "Causal()")
 
 
+@pytest.mark.parametrize("beside", [sr.Causal(), sr.SlidingWindow(4)])
+def test_selected_blocks_are_refused_with_a_way_out(beside):
+    chosen = sr.SelectedBlocks(torch.zeros(13, 1, dtype=torch.int64), 16, 1)
+    with pytest.raises(ValueError, match="registered with transformers' AttentionInterface"):
+        hf.apply(made("llama"), chosen & beside)
+    with pytest.raises(ValueError, match="SelectedAttention"):
+        hf.apply(made("llama"), {0: chosen | beside})
+
+
 def test_a_pattern_survives_saving_and_copies(tmp_path):
     model, ids = applied(made("llama"), LONGNET), tokens()
     model.save_pretrained(tmp_path)

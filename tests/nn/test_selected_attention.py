@@ -421,6 +421,32 @@ def test_a_state_dict_goes_to_another_layer_and_no_tokens_are_fine(kind):
     assert layer(x[:, :0]).shape == (2, 0, E) and layer(x[:0]).shape == (0, 77, E)
 
 
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [
+        ("learned", 77),
+        pytest.param("learned", 47, marks=pytest.mark.slow),  # dense
+        pytest.param("learned, pooled", 77, marks=pytest.mark.slow),
+        pytest.param("encoder, learned", 77, marks=pytest.mark.slow),
+    ],
+)
+def test_the_loss_compiles_as_one_graph(kind, length):
+    layer = made(**KINDS[kind])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for seed in (0, 1):
+        x = torch.randn(2, length, E, dtype=torch.float64, generator=torch.manual_seed(seed))
+        found, expected = compiled(x, return_loss=True), layer(x, return_loss=True)
+        for a, b in zip(found, expected, strict=True):
+            assert_close(a, b, 1e-12)
+        weights = list(layer.parameters())
+        grads = [torch.autograd.grad(out.square().sum() + loss, weights, allow_unused=True)
+                 for out, loss in (found, expected)]  # fmt: skip
+        for a, b in zip(*grads, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or (a - b).abs().max() <= 1e-10 * (1 + b.abs().max())
+        assert expected[1] > 0
+
+
 def test_presets_are_what_they_say():
     nsa = SelectedAttention.nsa(E, H, num_kv_heads=1)
     told = (nsa.block_size, nsa.k, nsa.query_block, nsa.window, nsa.pooled, nsa.sink, nsa.local)

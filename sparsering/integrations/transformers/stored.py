@@ -12,6 +12,7 @@ from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from ...patterns.expression import parse
 from ...patterns.mask_mod import MaskMod
+from ...patterns.selected import selections_of
 
 NAME = "sparsering"
 """The attn_implementation, and the attribute of a config that holds patterns."""
@@ -32,6 +33,13 @@ def written(patterns: Patterns) -> str | dict[str, str]:
 def _written(pattern: Pattern) -> str:
     check_pattern(pattern)
     text = str(pattern)
+    if selections_of(pattern):
+        raise ValueError(
+            "a model's pattern must be one that its config can hold as text, for any input, got "
+            f"{shortened(text)}, whose blocks are chosen for one; choose them in an attention "
+            "function of your own, registered with transformers' AttentionInterface (docs/"
+            "transformers.md shows one), or give the model SelectedAttention layers"
+        )
     functions = any(isinstance(part, MaskMod) for part in parts_of(pattern))
     try:
         read_back = None if pattern.tensors or functions else parse(text)

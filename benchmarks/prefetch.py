@@ -1,0 +1,268 @@
+"""Steps of training whose pattern changes, with and without layouts built ahead.
+
+    python -m benchmarks.prefetch --out benchmarks/records [--only CASE ...]
+
+`prefetch.json`: milliseconds of a step (forward and backward of one attention), medians of runs
+that take turns. "without": the call builds its layout. "prefetch": a thread builds the next step's
+while this one computes; what it has not finished at the end counts. "kept": all layouts were built
+before, the least that there is. On one thread, which leaves a core to the other, and on two, which
+leave none; and for a ring of two processes of one thread, each with its plan and layouts: there
+also what agreeing costs, which no prefetch takes away. `cores`: what two threads computed at once,
+for a thread beside a call needs a core of its own. Cases that are not run keep their rows.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.bench.measure import Row, interleaved, sampled_error, write_record
+from sparsering.distributed import RingPlan, prefetch, ring_attention, shard, unshard
+from sparsering.distributed.exchange import Exchange
+
+HEADS, WIDTH = 4, 64
+STEPS = 3  # of a run
+METHODS = ("without", "prefetch", "kept")
+
+Patterns = Iterator[sr.Pattern]
+Ahead = Callable[[sr.Pattern], Future[Any]]
+
+
+def random_blocks(density: float) -> Callable[[int], Patterns]:
+    """Another draw of blocks at each step, of each head its own."""
+    return lambda tokens: (
+        sr.RandomBlocks(density, 128, seed=seed) & sr.Causal() for seed in itertools.count()
+    )
+
+
+def documents(tokens: int) -> Patterns:
+    """Documents of other lengths at each step, some 500 tokens each."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        cuts = torch.randperm(tokens - 1, generator=generator)[: tokens // 512 - 1].sort()[0] + 1
+        ends = torch.cat((torch.tensor([0]), cuts, torch.tensor([tokens])))
+        yield sr.Packed(tuple(ends.diff().tolist()), sr.Causal())
+
+
+def selected(tokens: int) -> Patterns:
+    """Blocks that were selected beside a window: a union, which is laid out on the host."""
+    generator, blocks = torch.Generator().manual_seed(0), tokens // 64
+    while True:
+        indices = torch.randint(blocks, (2, blocks, 8), generator=generator)
+        yield (sr.SelectedBlocks(indices, 64) | sr.SlidingWindow(127)) & sr.Causal()
+
+
+CASES: dict[str, tuple[Callable[[int], Patterns], int]] = {
+    "random blocks 10%": (random_blocks(0.1), 8192),
+    "random blocks 5%": (random_blocks(0.05), 16384),
+    "random blocks 2%": (random_blocks(0.02), 32768),
+    "documents": (documents, 16384),
+    "selected blocks and a window": (selected, 8192),
+}
+RINGS = ("random blocks 10%", "documents")
+
+
+def run(
+    method: str, patterns: list[sr.Pattern], step: Callable[..., object], ahead: Ahead
+) -> float:
+    """Milliseconds of a step, mean of those of a run; the last pattern is only prefetched."""
+    sr.layout_cache.clear()
+    now = {"without": [], "prefetch": patterns[:1], "kept": patterns[:-1]}[method]
+    for pattern in now:
+        ahead(pattern).result()
+    begin = time.perf_counter()
+    for pattern, following in itertools.pairwise(patterns):
+        if method == "prefetch":
+            future = ahead(following)
+        step(pattern)
+    if method == "prefetch":
+        future.result()
+    return (time.perf_counter() - begin) * 1e3 / (len(patterns) - 1)
+
+
+def alone(name: str, threads: int, rounds: int) -> list[Row]:
+    """A case in this process, by every method."""
+    torch.set_num_threads(threads)
+    drawn, tokens = CASES[name]
+    patterns, (query, key, value) = drawn(tokens), inputs(tokens)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+
+    def step(pattern: sr.Pattern) -> None:
+        torch.autograd.grad(sr.attention(*leaves, pattern).sum(), leaves)
+
+    def ahead(pattern: sr.Pattern) -> Future[Any]:
+        return sr.layout_cache.prefetch(pattern, tokens, num_heads=HEADS, num_kv_heads=2)
+
+    times: dict[str, list[float]] = {method: [] for method in METHODS}
+    for _ in range(rounds):
+        for method in METHODS:
+            times[method].append(
+                run(method, list(itertools.islice(patterns, STEPS + 1)), step, ahead)
+            )
+    pattern = next(patterns)
+    begin = time.perf_counter()
+    layout = ahead(pattern).result()
+    build = (time.perf_counter() - begin) * 1e3
+    with torch.no_grad():
+        error = sampled_error(sr.attention(*leaves, pattern), *leaves, pattern, rows=8)
+    told = {"tokens": tokens, "density": layout.density, "layout_ms": build, "error": error}
+    return rows_of(name, 1, threads, times, told)
+
+
+def rows_of(
+    name: str, ranks: int, threads: int, times: dict[str, list[float]], told: Row
+) -> list[Row]:
+    """A row of each method."""
+    return [
+        {
+            "pattern": name, "ranks": ranks, "threads": threads, "method": method,
+            "ms": statistics.median(times[method]), "least_ms": min(times[method]), **told,
+        }
+        for method in METHODS
+    ]  # fmt: skip
+
+
+def cores(rounds: int) -> Row:
+    """What two threads compute at once, over what one does: the cores that there really are."""
+    torch.set_num_threads(1)
+    x = torch.randn(512, 512)
+
+    def work() -> None:
+        for _ in range(20):
+            x @ x
+
+    def both() -> None:
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    found = interleaved({"one": work, "both": both}, 4 * rounds)
+    return {"pattern": "none: two threads at once", "ranks": 1,
+            "cores": 2 * found["one"] / found["both"]}  # fmt: skip
+
+
+def inputs(tokens: int) -> list[Tensor]:
+    """Query, key and value of a whole sequence, of 4 heads on 2."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, heads, tokens, WIDTH, generator=generator) for heads in (HEADS, 2, 2)]
+
+
+def of_ranks(rank: int, address: str, results: Any, rounds: int) -> None:
+    """A process of a ring of two; rank 0 sends rows."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    for name in RINGS:
+        rows = ring(name, rounds)
+        if rank == 0:
+            results.put(rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ring(name: str, rounds: int) -> list[Row]:
+    """A case over the ranks, by every method; times of the slower rank."""
+    drawn, tokens = CASES[name]
+    patterns, whole = drawn(tokens), inputs(tokens)
+    leaves = [shard(x).requires_grad_() for x in whole]
+    heads = {"num_heads": HEADS, "num_kv_heads": 2}
+
+    def step(pattern: sr.Pattern) -> None:
+        torch.autograd.grad(ring_attention(*leaves, pattern).sum(), leaves)
+
+    def ahead(pattern: sr.Pattern) -> Future[Any]:
+        return prefetch(pattern, tokens, **heads)
+
+    times: dict[str, list[float]] = {method: [] for method in METHODS}
+    for _ in range(rounds):
+        for method in METHODS:
+            some = list(itertools.islice(patterns, STEPS + 1))
+            dist.barrier()
+            times[method].append(slower(run(method, some, step, ahead)))
+    agreeing = agreement(100)
+    pattern = next(patterns)
+    begin = time.perf_counter()
+    RingPlan.build(pattern, tokens, 2, **heads, block_size=128)
+    planned = (time.perf_counter() - begin) * 1e3
+    begin = time.perf_counter()
+    plan = ahead(pattern).result()
+    laid = (time.perf_counter() - begin) * 1e3
+    with torch.no_grad():
+        out = unshard(ring_attention(*leaves, pattern))
+    error = sampled_error(out, *whole, pattern, rows=8)
+    density = sum(plan.load(rank) for rank in range(2)) / (HEADS * tokens**2)
+    told: Row = {
+        "tokens": tokens, "density": density, "plan_ms": planned, "layout_ms": laid,
+        "agreement_ms": agreeing, "error": error,
+    }  # fmt: skip
+    return rows_of(name, 2, 1, times, told)
+
+
+def agreement(times: int) -> float:
+    """Milliseconds of the message that a call begins with, of the slower rank; median."""
+    exchange, found = Exchange(dist.group.WORLD, None), []
+    for number in range(times):
+        dist.barrier()
+        begin = time.perf_counter()
+        exchange.agree([number, 0, 0, 0])
+        found.append((time.perf_counter() - begin) * 1e3)
+    return slower(statistics.median(found))
+
+
+def slower(number: float) -> float:
+    """The larger of the ranks' numbers."""
+    x = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x.item()
+
+
+def spawned(rounds: int) -> list[Row]:
+    """What a ring of two processes measures."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = mp.get_context("spawn").SimpleQueue()
+        mp.spawn(of_ranks, (f"file://{folder}/rendezvous", results, rounds), nprocs=2)
+    rows: list[Row] = []
+    while not results.empty():
+        rows += results.get()
+    return rows
+
+
+def main() -> int:
+    """Writes the record."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefetch", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the record")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each method")
+    parser.add_argument("--only", nargs="*", default=[*CASES, "ring"], help="names of cases")
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
+    arguments = parser.parse_args()
+    kept, rows = arguments.out / "prefetch.json", []
+    for row in json.loads(kept.read_text())["rows"] if kept.exists() else ():
+        name = row["pattern"] if row["ranks"] == 1 else "ring"
+        rows += [row] if name not in arguments.only and "cores" not in row else []
+    rows.append(cores(arguments.rounds))
+    for name in CASES:
+        for threads in arguments.threads if name in arguments.only else ():
+            rows += alone(name, threads, arguments.rounds)
+    if "ring" in arguments.only:
+        rows += spawned(arguments.rounds)
+    write_record(arguments.out, "prefetch", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

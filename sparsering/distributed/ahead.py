@@ -1,0 +1,101 @@
+"""What the next call of a ring will ask for, built while this one computes.
+
+    prefetch(next_pattern, 1 << 20, num_heads=8, sharding="zigzag")  # on every rank
+    out = ring_attention(query, key, value, pattern, sharding="zigzag")
+
+Nothing is sent: a plan is arithmetic, the same on every rank. That ranks mean the same call they
+tell each other in the call itself, in one message of a few numbers: what they had agreed on before,
+one of them might not call.
+"""
+
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..checks import check_pattern
+from ..layouts.cache import layout_cache
+from ..layouts.compile import default_block_size
+from ..patterns.algebra import Frame, Pattern, check_fits
+from ..patterns.arguments import checked_integer, shortened
+from .plan import RingPlan
+from .ring import resolve_group
+from .sharding import chunk_owners
+from .steps import Step, guest_step, local_step, round_step
+
+
+def prefetch(
+    pattern: Pattern,
+    seq_len: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    batch_size: int = 1,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    sharding: str = "contiguous",
+    device: torch.device | str = "cpu",
+    backward: bool = True,
+) -> "Future[Any]":
+    """Has the plan of a later `ring_attention`, and this rank's layouts, built by a thread.
+
+    As `layout_cache.prefetch`, whose thread it is: the call finds what is built, or waits for what
+    is under way. Every rank asks for its own; no message is sent, so ranks may ask at any time, in
+    any order, or not at all.
+
+    Args:
+        pattern, sharding: of the call.
+        seq_len: tokens of the whole sequence.
+        num_heads, num_kv_heads, batch_size: of the call's tensors.
+        group, mesh: as `ring_attention` takes them. A rank alone has the layout of `attention`
+            built.
+        device: of the call's tensors.
+        backward: also what a backward reads.
+
+    Returns: a future of the plan (of a rank alone, of the layout), to wait for or to ask for its
+        error; it may be dropped.
+
+    Raises: ValueError at once where arguments do not fit the pattern, and as
+        `layout_cache.prefetch`.
+
+    Cost: that of `RingPlan.build` and of the layouts, of a core beside the call's own.
+    """
+    check_pattern(pattern)
+    members = resolve_group(group, mesh)
+    world, rank = (1, 0) if members is None else (members.size(), members.rank())
+    checked_integer("batch_size", batch_size, 0)
+    if (batch := pattern.num_batches()) not in (None, batch_size):
+        raise ValueError(
+            f"the pattern is for {batch} batch entries, got batch_size={batch_size}; give one "
+            f"length or table per entry, in {shortened(str(pattern))}"
+        )
+    if sharding not in ("auto", "balanced"):
+        chunk_owners(sharding, world)
+    heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    if world == 1:
+        return layout_cache.prefetch(pattern, seq_len, **heads, device=device, backward=backward)
+    check_fits(pattern, Frame.build(seq_len, seq_len, num_heads, num_kv_heads, 0))
+    place = torch.empty(0, device=device).device  # with the number of the device
+
+    def build() -> RingPlan:
+        size = default_block_size(pattern, seq_len)
+        plan = RingPlan.build(pattern, seq_len, world, **heads, sharding=sharding, block_size=size)
+        for step in _steps(plan, rank, batch_size, place):
+            if step.layout is not None:
+                step.layout.build_tables(backward)
+            if backward and step.rows is not None:
+                _ = step.copies
+        return plan
+
+    return layout_cache.prepare(build)
+
+
+def _steps(plan: RingPlan, rank: int, batch: int, device: torch.device) -> list[Step]:
+    """What a rank computes with in a call, in its order."""
+    steps = [local_step(plan, rank, device)]
+    steps += [round_step(plan, rank, n, batch, device) for n in range(len(plan.rounds))]
+    if plan.owners_at(rank):
+        steps.append(guest_step(plan, rank, device))
+    return steps
