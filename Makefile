@@ -61,7 +61,7 @@ test-asan: $(STAMP) ## run the kernel's tests with address and undefined-behavio
 lint: $(STAMP) ## ruff and clang-format (check and format), mypy, lines per module
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/clang-format --dry-run --Werror sparsering/kernels/cpu/*.cpp sparsering/kernels/cpu/*.h sparsering/kernels/cpu/walk/*.h sparsering/kernels/cpu/selection/*.h
+	$(BIN)/clang-format --dry-run --Werror sparsering/kernels/cpu/*.cpp sparsering/kernels/cpu/*.h sparsering/kernels/cpu/*/*.h
 	$(BIN)/mypy
 	$(BIN)/python tools/line_budget.py
 

@@ -6,9 +6,9 @@
 #include <optional>
 #include <vector>
 
+#include "machine/threads.h"
 #include "pairs.h"
 #include "results.h"
-#include "threads.h"
 #include "walk/backward.h"
 
 namespace sparsering::cpu {

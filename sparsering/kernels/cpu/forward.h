@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "attend.h"
+#include "machine/threads.h"
 #include "results.h"
-#include "threads.h"
 #include "walk/forward.h"
 
 namespace sparsering::cpu {

@@ -13,7 +13,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "memory.h"
+#include "machine/memory.h"
 
 namespace sparsering::cpu {
 

@@ -2,8 +2,8 @@
 
 #pragma once
 
+#include "../machine/threads.h"
 #include "../softmax.h"
-#include "../threads.h"
 #include "operands.h"
 
 namespace sparsering::cpu {

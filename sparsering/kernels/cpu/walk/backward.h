@@ -3,9 +3,9 @@
 
 #pragma once
 
+#include "../machine/threads.h"
 #include "../pairs.h"
 #include "../results.h"
-#include "../threads.h"
 #include "visits.h"
 
 namespace sparsering::cpu {

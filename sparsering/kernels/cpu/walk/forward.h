@@ -5,8 +5,8 @@
 #include <optional>
 
 #include "../few.h"
+#include "../machine/threads.h"
 #include "../results.h"
-#include "../threads.h"
 #include "visits.h"
 
 namespace sparsering::cpu {
