@@ -48,16 +48,19 @@ class Backward {
       Scratch scratch;
       Packed keys;
       Buffer<float> dk, dv;
+      Gradients::Room sums;
     };
     const int64_t tokens = most_columns_ * x_.block, rows = x_.group * x_.Nq;
     const auto make = [&] {
-      return OfThread{Scratch(pairs_), Packed(*this, columns_),
+      return OfThread{Scratch(pairs_),
+                      Packed(*this, columns_),
                       Buffer<float>(tokens * pairs_.width()),
-                      Buffer<float>(tokens * pairs_.value_width())};
+                      Buffer<float>(tokens * pairs_.value_width()),
+                      {}};
     };
     share_out<OfThread>(x_.B * x_.Hkv, 1, make, [&](OfThread& mine, int64_t kv) {
       delta_of_.of_rows(kv * rows, (kv + 1) * rows, delta_);
-      Gradients sums(x_, dq_, dk_, dv_, kv, 1, passes_.size() == 1);
+      Gradients sums(x_, dq_, dk_, dv_, kv, 1, passes_.size() == 1, mine.sums);
       for (size_t i = 0; i < passes_.size(); ++i) {
         if (passes_[i].walked) {
           walked(passes_[i], i).run_head(kv, mine.dk.get(), mine.dv.get(), sums);
@@ -77,9 +80,10 @@ class Backward {
     const int64_t num_kv = x_.B * x_.Hkv;
     const int64_t wave = wave_of(num_kv, rows_, Packed::size(*this) * columns_ * sizeof(T));
     Packed keys(*this, wave * columns_);
+    Gradients::Room room;
     for (int64_t first = 0; first < num_kv; first += wave) {
       const int64_t count = std::min(wave, num_kv - first);
-      Gradients sums(x_, dq_, dk_, dv_, first, count, passes_.size() == 1);
+      Gradients sums(x_, dq_, dk_, dv_, first, count, passes_.size() == 1, room);
       for (size_t i = 0; i < passes_.size(); ++i) {
         if (passes_[i].walked) {
           walked(passes_[i], i).run_wave(first, count, sums);

@@ -68,6 +68,7 @@ class Forward {
     std::vector<int64_t> key_slot = {}, value_slot = {};  // of each key tile, -1 for none
     std::vector<Operands> operands = {};
     Buffer<T> keys = Buffer<T>(), values = Buffer<T>();
+    Buffer<float> sums = Buffer<float>();
     std::vector<Item> items = {};
     std::vector<Split> splits = {};
     std::optional<Spare> spare = {};
@@ -77,7 +78,7 @@ class Forward {
   void run_wave(Wave& w, int64_t first, int64_t count, bool fresh, const Tensor& out,
                 const Tensor& lse) const {
     w.first = first, w.count = count;
-    Part part(out, first * x_.group, count * x_.group, passes_.size() == 1);
+    Part part(out, first * x_.group, count * x_.group, passes_.size() == 1, w.sums);
     if (part.is_apart()) {
       part.clear();
     }

@@ -12,10 +12,11 @@
 
 namespace sparsering::cpu {
 
-// Some heads of a dense result [B, H, N, width], in float while several passes add to them.
+// Some heads of a dense result [B, H, N, width], in float while several passes add to them; `room`
+// is for these sums, and kept for the next heads: an allocator would hand out and leave pieces.
 class Part {
  public:
-  Part(const Tensor& whole, int64_t first, int64_t heads, bool single_pass)
+  Part(const Tensor& whole, int64_t first, int64_t heads, bool single_pass, Buffer<float>& room)
       : type_(single_pass ? whole.scalar_type() : at::kFloat),
         whole_type_(whole.scalar_type()),
         width_(whole.size(3)),
@@ -23,8 +24,8 @@ class Part {
         rows_(heads * whole.size(2)),
         whole_(static_cast<char*>(whole.mutable_data_ptr()) +
                first_row_ * width_ * whole.element_size()),
-        sums_(is_apart() ? rows_ * width_ : 0),
-        data_(is_apart() ? reinterpret_cast<char*>(sums_.get()) : whole_) {}
+        sums_(is_apart() ? room.at_least(rows_ * width_) : nullptr),
+        data_(is_apart() ? reinterpret_cast<char*>(sums_) : whole_) {}
 
   // Whether its numbers, none so far, come to the whole by `finish` alone.
   bool is_apart() const {
@@ -55,11 +56,10 @@ class Part {
     with_type(whole_type_, [&](auto value) {
       using S = decltype(value);
       S* to = reinterpret_cast<S*>(whole_);
-      at::parallel_for(0, rows_, kMuch / std::max<int64_t>(4 * width_, 1),
-                       [&](int64_t begin, int64_t end) {
-                         at::vec::convert(sums_.get() + begin * width_, to + begin * width_,
-                                          (end - begin) * width_);
-                       });
+      at::parallel_for(
+          0, rows_, kMuch / std::max<int64_t>(4 * width_, 1), [&](int64_t begin, int64_t end) {
+            at::vec::convert(sums_ + begin * width_, to + begin * width_, (end - begin) * width_);
+          });
     });
   }
 
@@ -69,7 +69,7 @@ class Part {
   at::ScalarType type_, whole_type_;
   int64_t width_, first_row_, rows_;
   char* whole_;
-  Buffer<float> sums_;
+  float* sums_;
   char* data_;
 };
 
@@ -178,11 +178,15 @@ struct Delta {
 
 // Gradients of some kv heads and of the query heads that they serve.
 struct Gradients {
+  struct Room {
+    Buffer<float> q, k, v;
+  };
+
   Gradients(const Problem& x, const Tensor& dq, const Tensor& dk, const Tensor& dv, int64_t first,
-            int64_t count, bool single_pass)
-      : q(dq, first * x.group, count * x.group, single_pass),
-        k(dk, first, count, single_pass),
-        v(dv, first, count, single_pass) {
+            int64_t count, bool single_pass, Room& room)
+      : q(dq, first * x.group, count * x.group, single_pass, room.q),
+        k(dk, first, count, single_pass, room.k),
+        v(dv, first, count, single_pass, room.v) {
     q.clear();
     k.clear();
     v.clear();
