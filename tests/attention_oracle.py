@@ -39,7 +39,6 @@ class Case:
         head_dim: int,
         value_dim: int,
         block_size: int | None,
-        least_keys: int = 0,
     ) -> "Case":
         """A drawn scene with these widths."""
         return cls(
@@ -47,7 +46,7 @@ class Case:
             scene.num_heads,
             scene.num_kv_heads,
             scene.q_len,
-            max(least_keys, scene.kv_len),
+            scene.kv_len,
             head_dim,
             value_dim,
             block_size,

@@ -21,7 +21,7 @@ import pytest
 import torch
 from attention_oracle import PATTERNS, Case, assert_close, dense_counts, gradients, inputs
 from forked import run
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from patterns_oracle import Spec, build
 from strategies import Scene, cases
@@ -121,7 +121,8 @@ def test_is_the_reference_for_any_expression(
     case: tuple[Spec, Scene], width: int, value_width: int, block_size: int | None, by_head: bool
 ):
     spec, scene = case
-    shapes = Case.of(scene, width, value_width, block_size, least_keys=1)
+    assume(scene.kv_len)
+    shapes = Case.of(scene, width, value_width, block_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(call, "_MOST_REPEATED_WORK", float("inf") if by_head else 0)
         assert_is_exact(build(spec), shapes)
