@@ -179,6 +179,15 @@ def test_the_mass_of_each_slot(rows, joined, backend, monkeypatch):
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-12 if exact else 2e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_blocks_that_no_row_lists_have_no_mass(dtype):
+    query, key = (torch.randn(1, 2, 32, 8, dtype=dtype) for _ in range(2))
+    pattern = sr.SelectedBlocks(torch.full((1, 1, 2, 3), -1), 16, 16) & sr.Causal()
+    got = block_mass(query, key, pattern)
+    assert got.shape == (1, 2, 2, 3)
+    assert not got.any()
+
+
 def test_nothing_is_read_from_the_device():
     with FakeTensorMode():
         indices = torch.randint(0, 9, (2, 4, 144, 3))

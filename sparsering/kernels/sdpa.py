@@ -39,6 +39,8 @@ def reasons(*tensors: Tensor) -> list[str]:
         found.append("it computes in floating point of 2, 4 and 8 bytes")
     if tensors and any(x.dim() and x.shape[-1] != tensors[0].shape[-1] for x in tensors):
         found.append("its kernel wants one head dim for query, key and value")
+    if any(x.dim() and not x.shape[-1] for x in tensors):
+        found.append("its kernel wants a head dim of at least 1")
     return found
 
 
@@ -167,7 +169,7 @@ def lay(pattern: Pattern, frame: Frame, block_size: int, device: torch.device) -
     if kind == "masked":
         heads = {"num_heads": frame.num_heads, "num_kv_heads": frame.num_kv_heads}
         dense = pattern.to_dense(frame.q_len, frame.kv_len, q_start=frame.q_start, **heads)
-        mask = dense.view(-1, *dense.shape[-3:]).to(device)
+        mask = (dense if dense.dim() == 4 else dense[None]).to(device)
     return DenseLayout(frame, block_size, (), math.nan, kind == "causal", mask)
 
 

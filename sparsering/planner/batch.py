@@ -168,8 +168,10 @@ def longest_sequence(
             block_size=block_size,
         ).peak_bytes.value
 
-    if multiple_of < 1:
-        raise ValueError(f"multiple_of must be at least 1, got {multiple_of}; 128 suits kernels")
+    if not isinstance(multiple_of, int) or multiple_of < 1:
+        raise ValueError(
+            f"multiple_of must be an integer of at least 1, got {multiple_of!r}; 128 suits kernels"
+        )
     start = max(1, 4096 // multiple_of)
     if found := largest_that_fits(peak, usable(limit), start):
         return found * multiple_of
@@ -229,7 +231,7 @@ def memory_of(machine: Machine | str | None, memory: int | str | None) -> int:
         return parse_bytes(memory)
     if machine is None:
         return memory_here()
-    found = named(machine) if isinstance(machine, str) else machine
+    found = machine if isinstance(machine, Machine) else named(machine)
     if found.memory_bytes is None:
         raise ValueError(
             f"memory must be given for {found.name}, which has what its owner put in; such as "

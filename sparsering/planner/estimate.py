@@ -166,7 +166,7 @@ def estimate(
             f"batch_size must be the pattern's own {batches}, got {batch_size}; pass "
             f"batch_size={batches}"
         )
-    found = named(machine) if isinstance(machine, str) else machine
+    found = machine if machine is None or isinstance(machine, Machine) else named(machine)
     frame = Frame.build(tokens, tokens, num_heads, num_kv_heads, 0)
     if not frame.num_kv_heads:
         raise ValueError("num_kv_heads must be at least 1, got 0; leave it out for num_heads")
@@ -247,6 +247,10 @@ def _shares(
 ) -> _Shares:
     """Of the plan that `ring_attention` would follow."""
     if ranks == 1:
+        if sharding not in ("auto", "contiguous", "zigzag", "balanced"):
+            from ..distributed.sharding import chunk_owners
+
+            chunk_owners(sharding, 1)  # says what is none
         return _Shares("contiguous", Figure(1.0, "arithmetic"), (0,), None)
     from ..distributed.plan import RingPlan  # `import sparsering` is to load no ranks
 

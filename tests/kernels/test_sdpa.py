@@ -105,10 +105,11 @@ def test_keys_that_no_query_sees_are_never_touched():
     assert not any(x[0, :, 3:].any() for x in found[1:])
 
 
+@pytest.mark.parametrize("pattern", [sr.Full(), sr.Causal(), sr.SlidingWindow(3)])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0)])
-def test_no_tokens(q_len, kv_len):
+def test_no_tokens(q_len, kv_len, pattern):
     args = inputs(Case(2, 2, 1, q_len, kv_len, 8, 8))
-    out, lse = attend(args, sr.Full(), backend="sdpa")
+    out, lse = attend(args, pattern, backend="sdpa", q_start=0)
     assert not out.any() and (lse == -torch.inf).all()
     assert [x.shape for x in gradients((out, lse), args)] == [x.shape for x in args]
 
@@ -160,6 +161,15 @@ def test_it_says_what_it_cannot():
     with pytest.raises(NotImplementedError, match="sdpa: it runs whole patterns"):
         for part in (slice(4), slice(4, 5), slice(5, 6)):
             cache.attend(*(x[:, :, part] for x in args), backend="sdpa")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_channels_every_score_is_0_and_another_backend_says_so(dtype):
+    args = [torch.ones(1, 2, 5, 0, dtype=dtype)] * 3
+    _, lse = attend(args, sr.Causal(), scale=1.0)
+    assert_close(lse, torch.arange(1.0, 6.0, dtype=dtype).log().expand(1, 2, 5), 1e-6)
+    with pytest.raises(NotImplementedError, match="head dim of at least 1"):
+        attend(args, sr.Causal(), scale=1.0, backend="sdpa")
 
 
 # The choice between it and tiles

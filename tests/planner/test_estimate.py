@@ -108,6 +108,8 @@ def test_a_million_tokens_over_ranks_are_told():
         ({"dtype": torch.float64}, "dtype"),
         ({"ranks": 0}, "ranks"),
         ({"machine": "abacus"}, "abacus"),
+        ({"machine": 5}, "machine must be one of .*got 5"),
+        ({"sharding": "spiral"}, "sharding must be one of .*'spiral'"),
         ({"backend": "reference"}, "costs are known"),
         ({"backend": "magic"}, "backend"),
         ({"block_size": 100}, "block_size"),

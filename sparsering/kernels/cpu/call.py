@@ -102,13 +102,13 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
     if any(extra is not None for extra in extras):
         raise NotImplementedError("cpu: masses of entries have no softcap, distance_bias, dropout")
     layout = problem.layout
+    bias = problem.block_bias
+    entries = layout.num_blocks if bias is None else bias.shape[2]
     if not layout.num_blocks:
-        return lse.new_zeros(*problem.query.shape[:2], 0)
+        return lse.new_zeros(*problem.query.shape[:2], entries)
     arguments = list(_arguments(problem.in_first_slots()))
     arguments[4], arguments[-1] = layout.first_entry.contiguous(), [1] * len(layout.passes)
     weight = None if weight is None else weight.float().contiguous()
-    bias = problem.block_bias
-    entries = layout.num_blocks if bias is None else bias.shape[2]
     mass: Tensor = library().mass(*arguments, lse.float().contiguous(), weight, entries)
     return mass
 
