@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from ...dispatch import BACKENDS, is_default
-from ...patterns.algebra import Pattern
+from ...patterns.algebra import Frame, Pattern
 from ...patterns.blocks import BlockDilated, BlockWindow, Hierarchical, RandomBlocks
 from ...patterns.expression import parse
 from ...patterns.positions import Causal, Full, LongNet, SlidingWindow
@@ -52,6 +52,9 @@ def comparison(quick: bool, budget: Budget) -> list[Row]:
             case = Case(f"{geometry}, {name}", pattern, tokens, name)
             interpreted = name == "triton" and not is_default(name)
             reasons = ["its kernels need a GPU"] if interpreted else backend.reasons()
+            if backend.refuses is not None:
+                frame = Frame(tokens, tokens, case.heads, case.heads, 0)
+                reasons = reasons + backend.refuses(pattern, frame)
             if name == "reference":
                 refused.append(left_out(case, ORACLE))
             elif reasons:

@@ -56,11 +56,13 @@ def case_of(name: str, tokens: int, heads: int) -> Case:
 def lengths(quick: bool, budget: Budget) -> list[Row]:
     """Time and memory of each pattern at 4,096 tokens and at each doubling, to 1M.
 
-    What is predicted to take too long, by the pairs that there are and the rate at the length
-    before, is left out, and so is what memory would not hold: the row says which.
+    What is predicted to take too long, by the pairs of a head at the two lengths before and the
+    time of one, is left out, and so is what memory would not hold: the row says which. Nothing is
+    laid out for that: the layout of a tenth of 2^40 pairs takes more memory than there is.
     """
     exponents = range(8, 10) if quick else range(12, 21)
     rates: dict[str, float] = {}  # milliseconds of a pair
+    pairs: dict[str, list[float]] = {name: [] for name in patterns()}  # of a head, by length
     rows: list[Row] = []
     for place, exponent in enumerate(exponents):
         tokens = 1 << exponent
@@ -71,8 +73,9 @@ def lengths(quick: bool, budget: Budget) -> list[Row]:
         held = tokens * heads * 64 * 4 * 10  # inputs, results, the sums of errors in float64
         for name in patterns():
             case = case_of(name, tokens, heads)
-            layout = case.pattern.layout(tokens, num_heads=heads, block_size=case.block_size or 64)
-            seconds = rates.get(name, 0) * heads * layout.num_pairs / 1e3
+            if len(pairs[name]) <= place:
+                pairs[name].append(_next(pairs[name]))
+            seconds = rates.get(name, 0) * heads * pairs[name][place] / 1e3
             if held > available_bytes() / 2:
                 rows.append(left_out(case, f"no room: {held / 1e9:,.0f} GB with the check of it"))
             elif CALLS * seconds > share / 2 or predicted + CALLS * seconds > share:
@@ -84,8 +87,16 @@ def lengths(quick: bool, budget: Budget) -> list[Row]:
         found = rows_of(cases, min(share / 3, 2), rows=8)
         for row in found:
             rates[row["call"]] = row["ms"] / heads / row["pairs"]
+            pairs[row["call"]][place] = row["pairs"]
         rows += found
     return rows
+
+
+def _next(pairs: list[float]) -> float:
+    """Pairs at twice the length: by the step before, four times where there was none."""
+    if len(pairs) < 2:
+        return 4.0 * pairs[-1] if pairs else 0.0
+    return pairs[-1] ** 2 / pairs[-2]
 
 
 def longest(quick: bool, budget: Budget) -> list[Row]:
