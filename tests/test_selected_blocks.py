@@ -248,6 +248,9 @@ def test_what_does_not_fit_is_told():
         ValueError, match=r"begins with row 5, of the queries from 20 on, got .* at 0"
     ):
         attend(late)
+    after_all = sr.SelectedBlocks(chosen.indices, 16, 4, first_row=100)
+    with pytest.raises(ValueError, match=r"begins with row 100, of the queries from 400 on"):
+        attend(after_all)
     with pytest.raises(ValueError, match=r"cover 13 query blocks of 4"):
         attend(sr.SelectedBlocks(chosen.indices[:, :, 1:], 16, 4))
     with pytest.raises(

@@ -119,7 +119,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
                 f"absolute position, got shape {tuple(self.indices.shape)}; for cross attention "
                 "pass q_start=0"
             )
-        if frame.q_len and max(0, frame.q_start) < self.first_row * size < size * last:
+        if frame.q_len and last and max(0, frame.q_start) < self.first_row * size:
             raise ValueError(
                 f"SelectedBlocks begins with row {self.first_row}, of the queries from "
                 f"{self.first_row * size} on, got a first query at {frame.q_start}; pass the rows "
