@@ -56,7 +56,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("causal", "padding") else pytest.param(name, marks=pytest.mark.slow)
+        for name in CASES
+    ],
+)
 def test_a_ring_builds_nothing_that_was_built_ahead(workers, name):
     pattern, sharding = CASES[name]
     for found, expected in zip(

@@ -92,11 +92,13 @@ def test_what_was_measured_failed_or_was_left_out_is_told():
     assert "trial run" not in text
 
 
+@pytest.mark.slow
 def test_a_trial_run_says_that_it_is_one():
     trial = {name: {**record, "quick": True} for name, record in records().items()}
     assert "its figures mean nothing" in Page(report_page(trial)).text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [False, True])
 def test_gpu_figures_stand_beside_the_rows_they_fit_once_there_are_any(there):
     figures = {"backend": "ours", "tokens": 4096, "density": 0.09, "ms": 0.15, "error": 1e-3}

@@ -28,6 +28,7 @@ def check_row(row):
         assert 0 < row["density"] <= 3  # a mixture of three counts a pair up to three times
 
 
+@pytest.mark.slow
 def test_rows_of_calls_side_by_side():
     window = sr.BlockWindow(1, 32)
     own, dense, both = rows_of(
