@@ -108,7 +108,7 @@ def test_is_the_reference_forward_and_backward(name, shape):
     assert_is_the_reference(PATTERNS[name](case), case)
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(
     cases(with_random=True),
     st.sampled_from((1, 3, 16, 17)),
