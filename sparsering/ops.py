@@ -68,21 +68,21 @@ def attend(
             return _attention(**call, **spelt)
     frame = frame_of(query, key, q_start)
     backend = call["backend"] = settled(backend, pattern, frame, query)
-    forward, backward = BACKENDS[backend].forward, BACKENDS[backend].backward
-    if forward is not None and transforming():
+    how = BACKENDS[backend]
+    if how.forward is not None and transforming():
         raise NotImplementedError(
             f"{backend} does not run under torch.func (grad, vmap); name another backend or none"
         )
     with without_autocast(query):
-        if forward is None:
+        if how.forward is None:
             return _reference(**call, **spelt)
-        if asked is not None and backward is not None:
+        if asked is not None and how.backward is not None:
             laid = _laid(pattern, query, key, q_start, block_size, backend)
             if len(_known) >= _MOST_KNOWN:
                 for oldest in list(_known)[:1]:
                     _known.pop(oldest, None)
-            _known[asked] = BACKENDS[backend], laid, scale
-        return forward(_problem(pattern, **call))
+            _known[asked] = how, laid, scale
+        return how.forward(_problem(pattern, **call))
 
 
 _MOST_KNOWN = 256
@@ -108,30 +108,20 @@ def attend_again(asked: Hashable, query: Tensor, key: Tensor, value: Tensor) -> 
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = _settled(dict(zip(_NAMES, arguments, strict=True)))
-    forward = BACKENDS[call["backend"]].forward
-    assert forward is not None
-    problem = _spelt_problem(**call)
+    how, problem = _settled_problem(**dict(zip(_NAMES, arguments, strict=True)))
+    assert how.forward is not None
     with without_autocast(problem.query):
-        return forward(problem)
-
-
-def _settled(call: dict[str, Any]) -> dict[str, Any]:
-    """A call as the operator has it, with the backend that runs it."""
-    pattern = parse(call["pattern"], call["tensors"])
-    frame = frame_of(call["query"], call["key"], call["q_start"])
-    return {**call, "backend": settled(call["backend"], pattern, frame, call["query"])}
+        return how.forward(problem)
 
 
 def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     *given, out, lse, grad_out, grad_lse, wanted = arguments
-    call = _settled(dict(zip(_NAMES, given, strict=True)))
-    backward = BACKENDS[call["backend"]].backward
-    assert backward is not None
-    learns = wanted[_NAMES.index("distance_bias")]
-    problem = _spelt_problem(**call)._replace(learns_distances=learns)
+    call = dict(zip(_NAMES, given, strict=True))
+    how, problem = _settled_problem(**call)
+    assert how.backward is not None
+    problem = problem._replace(learns_distances=wanted[_NAMES.index("distance_bias")])
     with without_autocast(problem.query):
-        grads = backward(problem.in_first_slots(), out, lse, grad_out, grad_lse)._asdict()
+        grads = how.backward(problem.in_first_slots(), out, lse, grad_out, grad_lse)._asdict()
     if (slots := call["slot_bias"]) is not None:
         grads["slot_bias"] = _slot_gradient(grads["block_bias"], problem.layout, slots)
     return tuple(grads.get(name) for name in _NAMES[: _NAMES.index("tensors")])
@@ -246,8 +236,14 @@ _attention = differentiable(
 )
 
 
-def _spelt_problem(*, tensors: Sequence[Tensor], pattern: str, **call: Any) -> Problem:
-    return _problem(parse(pattern, tensors), **call)
+def _settled_problem(
+    *, tensors: Sequence[Tensor], pattern: str, backend: str, **call: Any
+) -> tuple[Backend, Problem]:
+    """A call as the operator has it: what runs it, and its problem."""
+    value, query = parse(pattern, tensors), call["query"]
+    frame = frame_of(query, call["key"], call["q_start"])
+    backend = settled(backend, value, frame, query)
+    return BACKENDS[backend], _problem(value, backend=backend, **call)
 
 
 def _problem(
