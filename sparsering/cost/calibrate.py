@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..files import cache_folder, read_file, replace_file
-from ..kernels import cpu, gather
+from ..files import read_file, replace_file
+from ..kernels import cpu, gather, tuned
 from ..kernels.problem import Problem
 from ..layouts.cache import layout_cache
 from ..layouts.compile import default_block_size
@@ -200,8 +200,7 @@ def _path() -> Path:
     features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     processor = features.get("cpu_name") or platform.machine()
     name = f"{processor} {torch.backends.cpu.get_cpu_capability()}"
-    plain = "".join(c if c.isalnum() else "-" for c in name)
-    return cache_folder() / f"costs-{plain}-{torch.get_num_threads()}-{torch.__version__}.json"
+    return tuned.file_of("costs", name, f"{torch.get_num_threads()}-{torch.__version__}")
 
 
 @cache

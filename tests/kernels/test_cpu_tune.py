@@ -5,6 +5,7 @@ import torch
 
 import sparsering as sr
 from sparsering.cli import main
+from sparsering.kernels import tuned
 from sparsering.kernels.cpu import call, tune
 
 
@@ -57,3 +58,11 @@ def test_a_tiny_tuning_from_the_command_line(own_cache, capsys):
     tune.keep(sr.Causal().expression, like, 48)
     assert tune.block_size(sr.Causal().expression, like) == 48
     assert tune.block_size(sr.SlidingWindow(9).expression, like) in (16, 32)
+
+
+def test_results_differ_by_the_largest_error_on_what_is_finite():
+    whole, empty = torch.tensor([3.0, 4.0]), torch.tensor([-torch.inf, 1.0])
+    assert tuned.error_of((whole, empty), (whole, empty)) == 0
+    assert tuned.error_of((whole, empty + 0.25), (whole, empty)) == 0.25
+    assert tuned.error_of((whole * 0.5, empty), (whole, empty)) == 0.5
+    assert tuned.error_of((whole, whole), (whole, empty)) == torch.inf

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 import sparsering as sr
-from sparsering.cost import calibrate
 from sparsering.distributed import RingPlan
+from sparsering.kernels import tuned
 
 LONGNET = sr.LongNet((64, 256), (1, 4)) & sr.Causal()
 
 
 @pytest.fixture(autouse=True)
 def no_calibration(tmp_path, monkeypatch):
-    monkeypatch.setattr(calibrate, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuned, "cache_folder", lambda: tmp_path)
 
 
 def nbytes(*tensors: torch.Tensor) -> int:

@@ -5,7 +5,6 @@ used by every later process for calls that name none. A call never measures anyt
 its bits, do not depend on chance.
 """
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,6 @@ from .. import tuned
 from ..problem import Problem
 from . import call
 
-_AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 _SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 3.0, 3, 40
 
 
@@ -61,8 +59,8 @@ def tune(
         run = _step(Problem(layout, query, key, value, head_dim**-0.5))
         found = run()
         expected = found if expected is None else expected
-        error = max(_error(a, b) for a, b in zip(found, expected, strict=True))
-        if error <= _AGREEMENT[dtype]:  # NaN is not
+        error = tuned.error_of(found, expected)
+        if error <= tuned.AGREEMENT[dtype]:  # NaN is not
             runs[size] = run
         else:
             say(f"block size {size}: left out, its results differ by {error:.2g}")
@@ -75,7 +73,8 @@ def tune(
 def _step(problem: Problem) -> Callable[[], tuple[Tensor, ...]]:
     """Forward and backward, as a training step has them."""
     shape = (*problem.query.shape[:3], problem.value.shape[3])
-    grad_out = torch.randn(shape, dtype=problem.query.dtype, generator=_seeded())
+    seeded = torch.Generator().manual_seed(0)
+    grad_out = torch.randn(shape, dtype=problem.query.dtype, generator=seeded)
 
     def run() -> tuple[Tensor, ...]:
         out, lse = call.forward(problem)
@@ -83,16 +82,6 @@ def _step(problem: Problem) -> Callable[[], tuple[Tensor, ...]]:
         return out, found.query, found.key, found.value
 
     return run
-
-
-def _seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
-def _error(got: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over that of what is expected."""
-    difference = (got.float() - expected.float()).norm()
-    return float(difference / expected.float().norm().clamp(min=1e-30))
 
 
 def _milliseconds(runs: Mapping[int, Callable[[], object]]) -> dict[int, float]:
@@ -124,19 +113,11 @@ def keep(expression: str, like: Tensor, size: int) -> Path:
 
 
 def _path() -> Path:
-    return tuned.file_of("cpu", _processor(), torch.__version__)
+    used = torch.backends.cpu.get_cpu_capability()  # of what the processor has
+    return tuned.file_of("cpu", f"{tuned.processor_name()} {used}", torch.__version__)
 
 
 @cache
 def _tuned() -> tuned.Choices:
     """What was measured on this processor: read once."""
     return tuned.read(_path())
-
-
-def _processor() -> str:
-    """The name of the processor, and what of it torch and the kernel use."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name} {torch.backends.cpu.get_cpu_capability()}"

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from ...layouts.cache import layout_cache
 from ...patterns.algebra import Frame, Pattern
+from .. import tuned
 from ..problem import Problem
 from . import call, tuning
 from .tuning import KERNELS, Config, config_key
-
-_AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def tune(
@@ -101,10 +100,8 @@ def _fastest(
     for config in candidates:
         with tuning.trial({**others, key: config}, expected[0].device):
             try:
-                got = run()
-                error = max(_error(a, b) for a, b in zip(got, expected, strict=True))
-                bound = _AGREEMENT[expected[0].dtype]
-                if error <= bound:  # NaN is not
+                error = tuned.error_of(run(), expected)
+                if error <= tuned.AGREEMENT[expected[0].dtype]:  # NaN is not
                     times[config] = _milliseconds(run)
                     told = f"{times[config]:.3f} ms"
                 else:
@@ -116,15 +113,6 @@ def _fastest(
     if not times:
         return {}
     return {key: min(times, key=lambda config: times[config])}
-
-
-def _error(got: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over that of what is expected, on what is finite there."""
-    finite = expected.isfinite()
-    if not torch.equal(got.isfinite(), finite):
-        return torch.inf
-    difference = (got.float() - expected.float())[finite].norm()
-    return float(difference / expected.float()[finite].norm().clamp(min=1e-30))
 
 
 def _milliseconds(run: Callable[[], object]) -> float:
