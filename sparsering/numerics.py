@@ -5,9 +5,12 @@ Softmaxes over disjoint (or repeated) sets of keys become one by `merge_attentio
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+_Integers = TypeVar("_Integers", int, Tensor)
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -79,6 +82,11 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 def power_of_2(n: int) -> int:
     """The least power of two that is no less than n."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def round_up(n: _Integers, unit: int) -> _Integers:
+    """The least multiple of a unit that is no less than n."""
+    return -(-n // unit) * unit
 
 
 def finite_or_zero(lse: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from ..patterns.algebra import Frame, Pattern
 from ..patterns.blocks import BlockWindow, RandomBlocks
 from ..patterns.positions import Causal, Dilated, GlobalTokens, LongNet, SlidingWindow
 from .memory import Call
-from .seconds import KINDS, Rates, amounts, parts_of
+from .seconds import KINDS, Rates, amounts, parts_of, seconds_by
 from .work import work_of
 
 _VERSION = 1
@@ -109,7 +109,7 @@ def calibrate() -> tuple[Calibration, Path]:
     rates, errors = {}, []
     for part, found in rows.items():
         rates[part] = _fitted(*zip(*found, strict=True))
-        errors += [abs(_told(rates[part], amount) / seconds - 1) for amount, seconds in found]
+        errors += [abs(seconds_by(rates[part], amount) / seconds - 1) for amount, seconds in found]
     error = statistics.median(errors)
     content = {"version": _VERSION, "threads": threads, "error": error, "rates": rates}
     path = _path()
@@ -165,10 +165,6 @@ def _seconds(run: Callable[[], object]) -> float:
         run()
         found.append(time.perf_counter() - start)
     return min(found)
-
-
-def _told(rates: Rates, amount: list[float]) -> float:
-    return sum(rates[kind] * x for kind, x in zip(KINDS, amount, strict=True))
 
 
 def _fitted(rows: tuple[list[float], ...], seconds: tuple[float, ...]) -> Rates:

@@ -6,10 +6,10 @@ Nothing is measured here: rules over figures of the layout, whose constants are 
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from ..kernels import sdpa
 from ..layouts.compile import compile_passes, default_block_size, terms
+from ..numerics import round_up
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.blocks import blockwise_masks
 from ..patterns.keys import without_key_masks
@@ -96,14 +96,10 @@ def _held(pattern: Pattern, frame: Frame, size: int, queries: tuple[int, int]) -
     found = 0.0
     for compiled in compile_passes(pattern, frame, size, queries=[queries]):
         axes = zip(compiled.queries, compiled.keys, strict=True)
-        rounded = [tuple(_rounded(axis.count) for axis in pair) for pair in axes]
+        rounded = [tuple(round_up(axis.count.clamp(min=0), 16) for axis in pair) for pair in axes]
         tables = [table for row in compiled.tables for table in row]
         for number, table in enumerate(tables):
             rows, columns = rounded[number * len(rounded) // len(tables)]
             of_row = rows.repeat_interleave(table.row_ptr.diff())
             found += float((of_row * columns[table.key_tile]).sum()) / len(tables)
     return found / (queries[1] - queries[0])
-
-
-def _rounded(count: Tensor) -> Tensor:
-    return (count.clamp(min=0) + 15) // 16 * 16

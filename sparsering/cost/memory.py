@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels.cpu.call import is_walked_shape, takes_whole_heads
 from ..kernels.gather import set_workspace
-from ..numerics import sum_dtype
+from ..numerics import round_up, sum_dtype
 from .work import PassWork, Work
 
 _NEAR = 1 << 19  # as the CPU kernel's headers have them
 _SMALL_WAVE = 4 << 20
 _KEYS_OF_A_STEP = 256
-_SHORT_TILE = 16
-_LEAST_WALKED_QUERIES, _LEAST_WALKED_ROWS = 32, 8
 
 
 class Memory(NamedTuple):
@@ -57,14 +56,12 @@ def cpu_memory(work: Work, call: Call, backward: bool) -> Memory:
     forward = _cpu_forward(work, call, sizes)
     layout = work.layout_bytes + work.bitmap_bytes
     if not backward:
-        return Memory(sizes.inputs, sizes.out, sizes.lse, forward, layout)
-    gradients = sizes.inputs
+        return sizes.memory(forward, layout)
     by_head = takes_heads(work, call)
     if not by_head:
         layout += sum(4 * p.tables * int(2 * p.entries + p.key_tiles + 1) for p in work.passes)
     later = 2 * sizes.lse + _cpu_backward(work, call, sizes, by_head)
-    workspace = max(forward - gradients, later)
-    return Memory(sizes.inputs + sizes.out, sizes.out + gradients, sizes.lse, workspace, layout)
+    return sizes.memory(forward, layout, later)
 
 
 def gather_memory(work: Work, call: Call, backward: bool) -> Memory:
@@ -79,15 +76,10 @@ def gather_memory(work: Work, call: Call, backward: bool) -> Memory:
     forward = limit + converted
     layout = work.layout_bytes + plans
     if not backward:
-        return Memory(sizes.inputs, sizes.out, sizes.lse, forward, layout)
+        return sizes.memory(forward, layout)
     sums = sizes.inputs * scale if scale > 1 else 0
     product = sizes.out * scale * (3 if scale > 1 else 1)
-    later = 3 * sizes.lse + max(product, sums + limit)
-    gradients = sizes.inputs
-    return Memory(
-        sizes.inputs + sizes.out, sizes.out + gradients, sizes.lse,
-        max(forward - gradients, later), layout,
-    )  # fmt: skip
+    return sizes.memory(forward, layout, 3 * sizes.lse + max(product, sums + limit))
 
 
 def triton_memory(work: Work, call: Call, backward: bool) -> Memory:
@@ -98,14 +90,10 @@ def triton_memory(work: Work, call: Call, backward: bool) -> Memory:
     half = call.dtype.itemsize < 4 and len(work.passes) > 1
     forward = 2 * sizes.out if half else 0
     if not backward:
-        return Memory(sizes.inputs, sizes.out, sizes.lse, forward, layout + walks)
+        return sizes.memory(forward, layout + walks)
     layout += int(sum(4 * p.tables * (2 * p.entries + p.key_tiles) for p in work.passes))
     sums = 4 // call.dtype.itemsize * sizes.inputs if len(work.passes) > 1 else 0
-    gradients = sizes.inputs
-    workspace = max(forward - gradients, 3 * sizes.lse + sums)
-    return Memory(
-        sizes.inputs + sizes.out, sizes.out + gradients, sizes.lse, workspace, layout + 2 * walks
-    )
+    return sizes.memory(forward, layout + 2 * walks, 3 * sizes.lse + sums)
 
 
 MEMORY = {"cpu": cpu_memory, "gather": gather_memory, "triton": triton_memory}
@@ -114,22 +102,19 @@ MEMORY = {"cpu": cpu_memory, "gather": gather_memory, "triton": triton_memory}
 
 def takes_heads(work: Work, call: Call) -> bool:
     """Whether threads of the CPU kernel's backward pass take whole kv heads."""
-    heads = call.batch_size * work.frame.num_kv_heads
-    return -(-heads // call.threads) * call.threads <= 1.4 * heads
+    return takes_whole_heads(call.batch_size * work.frame.num_kv_heads, call.threads)
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether products of bfloat16 are made as such on this machine."""
+def multiplies_bfloat16(dtype: torch.dtype) -> bool:
+    """Whether products of a dtype are made of bfloat16 on this machine."""
     features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(torch.backends.mkldnn.is_available() and features.get("avx512_f"))
+    able = torch.backends.mkldnn.is_available() and features.get("avx512_f")
+    return dtype == torch.bfloat16 and bool(able)
 
 
 def is_walked(p: PassWork, group: float) -> bool:
-    """Whether the CPU kernel walks a pass by key tile: as kernels/cpu/call.py decides."""
-    queries, keys = p.longest
-    short = 0 < queries <= min(_SHORT_TILE, keys // 2)
-    rows = p.entries * queries * group / max(1, p.key_tiles)
-    return short and queries * p.query_tiles >= _LEAST_WALKED_QUERIES and rows >= _LEAST_WALKED_ROWS
+    """Whether the CPU kernel walks a pass by key tile."""
+    return is_walked_shape(p.longest, (p.query_tiles, p.key_tiles), p.entries, group)
 
 
 class _Sizes:
@@ -138,18 +123,28 @@ class _Sizes:
     def __init__(self, work: Work, call: Call) -> None:
         q_len, kv_len, heads, kv_heads, _ = work.frame
         d, size = call.head_dim, call.dtype.itemsize
-        self.query = self.out = call.batch_size * heads * q_len * d * size
-        self.inputs = self.query + 2 * call.batch_size * kv_heads * kv_len * d * size
+        self.out = call.batch_size * heads * q_len * d * size
+        self.inputs = self.out + 2 * call.batch_size * kv_heads * kv_len * d * size
         self.lse = call.batch_size * heads * q_len * sum_dtype(call.dtype).itemsize
         self.num_kv = call.batch_size * kv_heads
         self.group = heads // max(1, kv_heads)
-        paired = call.dtype == torch.bfloat16 and multiplies_bfloat16()
-        self.operand = 2 if paired else 4
+        self.operand = 2 if multiplies_bfloat16(call.dtype) else 4
         self.in_place = size == self.operand and d % 2 == 0
         self.width = d + d % 2
         self.apart = size < 4 and len(work.passes) > 1  # float32 sums beside half's results
         self.passes = [p for p in work.passes if not is_walked(p, self.group)]
         self.walked = [p for p in work.passes if is_walked(p, self.group)]
+
+    def memory(self, forward: int, layout: int, later: int | None = None) -> Memory:
+        """Of a call whose forward works in `forward` bytes, and its backward, if any, in `later`.
+
+        The gradients, of the inputs' sizes, come once forward is done.
+        """
+        if later is None:
+            return Memory(self.inputs, self.out, self.lse, forward, layout)
+        workspace = max(forward - self.inputs, later)
+        results = self.out + self.inputs
+        return Memory(self.inputs + self.out, results, self.lse, workspace, layout)
 
 
 def _cpu_forward(work: Work, call: Call, x: _Sizes) -> int:
@@ -163,7 +158,7 @@ def _cpu_forward(work: Work, call: Call, x: _Sizes) -> int:
     heads = threads if alone else wave
     packed = max((heads * p.key_tiles_seen * block * _packed(p, x, d) for p in x.passes), default=0)
     sums = heads * x.group * work.frame.q_len * d * 4 if x.apart else 0
-    queries = _up(block, 32)
+    queries = round_up(block, 32)
     scratch = 4 * queries * (2 * d + max(_KEYS_OF_A_STEP, block) + 4) + t * queries * x.width
     if t == 2:
         scratch += t * queries * max(_KEYS_OF_A_STEP, block)
@@ -180,7 +175,7 @@ def _cpu_backward(work: Work, call: Call, x: _Sizes, by_head: bool) -> int:
     q_len, kv_len = work.frame.q_len, work.frame.kv_len
     columns = max((p.key_tiles for p in x.passes), default=0)
     most_columns = max((p.key_tiles for p in work.passes), default=0)
-    queries = _up(block, 32)
+    queries = round_up(block, 32)
     scratch = 4 * (2 * queries * queries + 4 * queries * w) + t * 3 * queries * w
     scratch += t * (3 * queries * queries + 2 * queries * w) if t == 2 else 0
     strided = any(p.step > 1 for p in x.passes)
@@ -216,8 +211,7 @@ def _walk_rows(p: PassWork, x: _Sizes) -> int:
 
 
 def _shares_evenly(num_kv: int, threads: int) -> bool:
-    most = -(-num_kv // threads)
-    return num_kv >= threads and 10 * most * threads <= 11 * num_kv
+    return num_kv >= threads and 10 * round_up(num_kv, threads) <= 11 * num_kv
 
 
 def _wave(num_kv: int, rows: int, size: int, threads: int) -> int:
@@ -225,7 +219,3 @@ def _wave(num_kv: int, rows: int, size: int, threads: int) -> int:
     busy = 64 * threads // max(rows, 1) + 1
     small = _SMALL_WAVE // max(size, 1)
     return max(1, min(num_kv, max(min(busy, (num_kv + 1) // 2), small)))
-
-
-def _up(n: int, unit: int) -> int:
-    return -(-n // unit) * unit

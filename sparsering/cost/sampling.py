@@ -22,7 +22,7 @@ class Sample(NamedTuple):
     """Some query tiles of one head in one pass, and what they visit.
 
     Attributes:
-        number, branch: of the pass, and of the branch that it is of.
+        number: of the pass.
         queries, keys: the tiles, and all key tiles.
         num_queries: how many query tiles the pass has.
         weight: how many query tiles each stands for, over the heads that are looked at.
@@ -31,7 +31,6 @@ class Sample(NamedTuple):
     """
 
     number: int
-    branch: int
     queries: Axis
     keys: Axis
     num_queries: int
@@ -48,7 +47,7 @@ def samples(
     Cost: that of laying out these tiles.
     """
     number = -1
-    for branch_number, branch in enumerate(pattern.branches):
+    for branch in pattern.branches:
         ground = ground_of(pattern.restarts, frame, None, None)
         laid = branch if pattern.restarts is None else laid_in_documents(branch)
         earlier: list[Mask] = []
@@ -72,9 +71,7 @@ def samples(
                     part = queries[rows]
                     found, _ = compile_table(ground, seen, part, keys, frame, block_size)
                     weight /= len(looked_at)
-                    yield Sample(
-                        number, branch_number, part, keys, len(queries), weight, found, tables
-                    )
+                    yield Sample(number, part, keys, len(queries), weight, found, tables)
 
 
 def _drawn(count: int, most: int) -> Iterator[tuple[Tensor, float]]:

@@ -6,10 +6,9 @@ Amounts are arithmetic (`amounts`); rates are fitted to some measured calls by `
 a backend, a dtype and a part of the call. Nothing is measured here. Layouts are taken as cached.
 """
 
-import torch
-
+from ..numerics import round_up
 from .memory import Call, is_walked, multiplies_bfloat16, takes_heads
-from .work import Work
+from .work import Work, flops
 
 Rates = dict[str, float]
 """Seconds that a unit of each kind of work takes."""
@@ -29,9 +28,8 @@ _MODELLED = ("cpu", "gather")
 
 def parts_of(backend: str, work: Work, call: Call, backward: bool) -> tuple[str, ...]:
     """The parts of a call, by the names that their rates have."""
-    dtype = "bfloat16" if call.dtype == torch.bfloat16 and multiplies_bfloat16() else "float32"
-    if backend == "gather":
-        dtype = "float32"
+    paired = backend != "gather" and multiplies_bfloat16(call.dtype)
+    dtype = "bfloat16" if paired else "float32"
     parts = [f"{backend} {dtype} forward"]
     if backward:
         way = "heads" if backend == "gather" or takes_heads(work, call) else "tiles"
@@ -49,13 +47,12 @@ def amounts(part: str, work: Work, call: Call) -> list[float]:
         cells += p.wide_cells if " bfloat16 " in part else p.cells
         entries += p.entries
         masked += p.masked * work.block_size**2
-        of_pass = heads * p.rows + 2 * kv_heads * p.key_tiles_seen * min(
-            work.block_size, p.longest[1]
-        )
-        rows += heads * p.rows
-        keys += kv_heads * p.key_tiles_seen * min(work.block_size, p.longest[1])
-        strided += of_pass * (p.step > 1)
-    size = call.head_dim * call.dtype.itemsize
+        own_rows = heads * p.rows
+        own_keys = kv_heads * p.key_tiles_seen * min(work.block_size, p.longest[1])
+        rows += own_rows
+        keys += own_keys
+        strided += (own_rows + 2 * own_keys) * (p.step > 1)
+    size = d * call.dtype.itemsize
     results = [heads * frame.q_len * size]
     if "backward" in part:
         results += 2 * [kv_heads * frame.kv_len * size]
@@ -70,7 +67,7 @@ def amounts(part: str, work: Work, call: Call) -> list[float]:
 
 def _unevenness(kv_heads: int, threads: int) -> float:
     """The longest share of a thread over the mean one, where each takes whole kv heads."""
-    return -(-kv_heads // threads) * threads / max(1, kv_heads)
+    return round_up(kv_heads, threads) / max(1, kv_heads)
 
 
 def seconds_of(
@@ -80,19 +77,20 @@ def seconds_of(
 
     Raises: KeyError where a part has no rates.
     """
-    total = 0.0
-    for part in parts_of(backend, work, call, backward):
-        of_part = rates[part]
-        found = zip(KINDS, amounts(part, work, call), strict=True)
-        total += sum(amount * of_part.get(kind, 0.0) for kind, amount in found)
-    return total
+    parts = parts_of(backend, work, call, backward)
+    return sum(seconds_by(rates[part], amounts(part, work, call)) for part in parts)
+
+
+def seconds_by(rates: Rates, amount: list[float]) -> float:
+    """Seconds of a part of a call, of its `amounts`."""
+    return sum(rates.get(kind, 0.0) * x for kind, x in zip(KINDS, amount, strict=True))
 
 
 def default_seconds(work: Work, call: Call, backward: bool) -> float:
     """Seconds where nothing was measured: by modest rates of a core, without claim."""
-    peak = 40e9 * (2.5 if call.dtype == torch.bfloat16 and multiplies_bfloat16() else 1.0)
-    products = amounts("cpu float32 forward", work, call)[2]
-    return 1e-4 + 2.0 * products * (7 if backward else 2) / (peak * call.threads)
+    peak = 40e9 * (2.5 if multiplies_bfloat16(call.dtype) else 1.0)
+    cells = amounts("cpu float32 forward", work, call)[1]
+    return 1e-4 + flops(cells, call.head_dim, backward) / (peak * call.threads)
 
 
 def is_modelled(backend: str, work: Work) -> bool:

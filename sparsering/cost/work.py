@@ -17,6 +17,7 @@ from torch import Tensor
 from ..layouts.cache import layout_cache
 from ..layouts.compile import check_block_size
 from ..layouts.layout import BlockLayout, Pass, tile_counts
+from ..numerics import round_up
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.selected import selections_of
 from .sampling import samples
@@ -155,7 +156,7 @@ class _Tally(NamedTuple):
 
 def _tally(row: Tensor, key: Tensor, masked: Tensor, queries: Tensor, keys: Tensor) -> _Tally:
     """`queries`, `keys`: tokens of the tiles; `row`, `key`: those of each entry."""
-    up, wide, key_up = (_rounded(x, n) for x, n in ((queries, 16), (queries, 32), (keys, 16)))
+    up, wide, key_up = (round_up(x, n) for x, n in ((queries, 16), (queries, 32), (keys, 16)))
     of_row = torch.bincount(row, minlength=len(queries))
     longest = longest_piece(len(row), len(queries), 64)
     return _Tally(
@@ -178,10 +179,6 @@ def _pieces(entries: Tensor, longest: int) -> int:
     """Parts of the tiles that have more than `longest` entries."""
     many = entries[entries > longest]
     return int((-(-many // longest)).sum())
-
-
-def _rounded(x: Tensor, unit: int) -> Tensor:
-    return (x + unit - 1) // unit * unit
 
 
 def _of_pass(p: Pass, layout: BlockLayout) -> PassWork:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...layouts.layout import Pass, tile_counts
+from ...numerics import round_up
 from ..problem import Gradients, Problem, dense_rows, sink_gradient
 from .build import build_failure, library
 
@@ -67,8 +68,7 @@ def backward(
     Bits are the same for one number of threads: with fewer kv heads than threads can share evenly,
     dK and dV are summed in a sweep of their own.
     """
-    heads, threads = len(problem.key) * problem.key.shape[1], torch.get_num_threads()
-    by_head = -(-heads // threads) * threads <= _MOST_REPEATED_WORK * heads
+    by_head = takes_whole_heads(len(problem.key) * problem.key.shape[1], torch.get_num_threads())
     passes = problem.layout.passes
     transposes = [] if by_head else [x for p in passes for x in _transpose(problem, p)]
     results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
@@ -84,6 +84,11 @@ def backward(
         None if table is None or not learns else dtables.sum(2).to(table.dtype),
         None if sink is None else sink_gradient(sink, lse, delta),
     )
+
+
+def takes_whole_heads(kv_heads: int, threads: int) -> bool:
+    """Whether threads of a backward pass take whole kv heads: where these share evenly enough."""
+    return round_up(kv_heads, threads) <= _MOST_REPEATED_WORK * kv_heads
 
 
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -177,28 +182,42 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
 
 
 def _is_walked(problem: Problem, p: Pass) -> int:
-    """Whether a pass is walked by key tile (walk/visits.h): by its shape, where that is faster.
+    """Whether a pass is walked by key tile (walk/visits.h): by its shape.
 
     Softcap, distances and dropout, which go by positions, stay with the walk by query tile.
     """
     extras = problem.softcap, problem.distance_bias, problem.dropout_p
     if any(extra is not None for extra in extras) or not p.key_tile.numel():
         return 0
-    shape: tuple[int, int, float] | None = vars(p).get("_walked_shape")
+    shape: tuple[tuple[int, int], float] | None = vars(p).get("_walked_shape")
     if shape is None:
-        longest = [
+        queries, keys = (
             int(tile_counts(start, stop, p.step, problem.layout.block_size).max())
             for start, stop in ((p.query_start, p.query_stop), (p.key_start, p.key_stop))
-        ]
-        shape = longest[0], longest[1], float(p.num_entries.double().mean())
+        )
+        shape = (queries, keys), float(p.num_entries.double().mean())
         vars(p)["_walked_shape"] = shape
-    queries, keys, entries = shape
-    few_queries = queries * p.query_start.shape[1] < _LEAST_WALKED_QUERIES
-    frame = problem.layout.frame
+    longest, entries = shape
+    tiles, frame = (p.query_start.shape[1], p.key_start.shape[1]), problem.layout.frame
     group = frame.num_heads / max(1, frame.num_kv_heads)
-    rows = entries * queries * group / p.key_start.shape[1]  # that visit a key tile
+    return int(is_walked_shape(longest, tiles, entries, group))
+
+
+def is_walked_shape(
+    longest: tuple[int, int], tiles: tuple[int, int], entries: float, group: float
+) -> bool:
+    """Whether passes of a shape are walked by key tile: where that is faster.
+
+    Args:
+        longest: most tokens of a query tile and of a key tile.
+        tiles: how many of both.
+        entries: that a query head visits.
+        group: query heads to a kv head.
+    """
+    queries, keys = longest
+    rows = entries * queries * group / max(1, tiles[1])  # that visit a key tile
     short = queries <= min(_MOST_WALKED_QUERIES, keys // 2)
-    return int(short and not few_queries and rows >= _LEAST_WALKED_ROWS)
+    return short and queries * tiles[0] >= _LEAST_WALKED_QUERIES and rows >= _LEAST_WALKED_ROWS
 
 
 class _Laid(NamedTuple):
