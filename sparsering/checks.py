@@ -147,12 +147,12 @@ def check_integer_or_none(name: str, number: object) -> None:
         raise ValueError(f"{name} must lie within 2 ** 53 of 0, got {got}; None is the default")
 
 
-def check_batch(pattern: Pattern, query: Tensor) -> None:
-    """Raises ValueError where the pattern is for another number of batch entries."""
-    if (batch := pattern.num_batches()) not in (None, query.shape[0]):
+def check_batch(pattern: Pattern, size: int, named: str = "a query of ") -> None:
+    """Raises ValueError where the pattern is for another number of batch entries than `size`."""
+    if (batch := pattern.num_batches()) not in (None, size):
         raise ValueError(
-            f"the pattern is for {batch} batch entries, got a query of {query.shape[0]}; "
-            f"give one length or table per entry, in {shortened(str(pattern))}"
+            f"the pattern is for {batch} batch entries, got {named}{size}; give one length or "
+            f"table per entry, in {shortened(str(pattern))}"
         )
 
 

@@ -236,7 +236,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     options = {"dropout_seed": 0, **options}  # none is drawn
     inputs, call, only_some = checked_call(query, key, value, pattern, **options)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
-    check_batch(pattern, query)
+    check_batch(pattern, batch)
     frame = Frame(q_len, kv_len, heads, kv_heads, call["q_start"])
     check_fits(pattern, frame)
     chosen = choose(None, inputs, only_some)

@@ -263,7 +263,7 @@ def _problem(
     blocks have a bias, which are those of the whole pattern.
     """
     mask, slot_bias = None, options.pop("slot_bias", None)
-    check_batch(pattern, query)
+    check_batch(pattern, query.shape[0])
     if "key_mask" in BACKENDS[backend].extras:
         rest, masks = without_key_masks(pattern)
         check_key_masks(masks, len(query), key.shape[2])
@@ -355,7 +355,7 @@ def _reference(
             kept = pair_counts_op(*spelt, *dropout).to(dtype) / counts.clamp(min=1)
     else:
         declared = parse(pattern, tensors)
-        check_batch(declared, query)
+        check_batch(declared, query.shape[0])
         laid = _laid(declared, query, key, q_start, block_size, backend)
         branches = list(range(len(declared.branches)))
         if block_bias is not None:
@@ -401,7 +401,7 @@ def _visited_pairs(arguments: Sequence[Any]) -> float:
     call = dict(zip(_NAMES, arguments, strict=False))
     query, key = call["query"], call["key"]
     pattern = parse(call["pattern"], call["tensors"])
-    check_batch(pattern, query)
+    check_batch(pattern, query.shape[0])
     laid = _laid(pattern, query, key, call["q_start"], call["block_size"], call["backend"])
     layout = layout_cache.layout(*laid[1:])
     return query.shape[0] * query.shape[1] * layout.num_pairs

@@ -52,7 +52,7 @@ def pair_counts_op(
     With dropout, of what is kept of it.
     """
     value = parse(pattern, tensors)
-    check_batch(value, query)
+    check_batch(value, query.shape[0])
     frame = frame_of(query, key, q_start)
     shape = (*query.shape[:3], key.shape[2])
     if dropout_p is None or dropout_seed is None:

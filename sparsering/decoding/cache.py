@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..checks import (
     autocast_inputs,
+    check_batch,
     check_inputs,
     check_pattern,
     checked_scale,
@@ -92,11 +93,7 @@ class KVCache:
                 "page_size must be a multiple of 16 from 16 to 256, got "
                 f"{shortened(repr(page_size))}; 128 is one"
             )
-        if (batch := pattern.num_batches()) not in (None, batch_size):
-            raise ValueError(
-                f"the pattern is for {batch} batch entries, got batch_size={batch_size}; give one "
-                f"length or table per entry, in {shortened(str(pattern))}"
-            )
+        check_batch(pattern, batch_size, "batch_size=")
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
         last_visits(pattern, 0, 0, **heads, max_length=max_length)  # says what is missing
         none = torch.zeros(len(pattern.branches), num_kv_heads, 0, dtype=torch.int64)

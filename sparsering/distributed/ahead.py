@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checks import check_pattern
+from ..checks import check_batch, check_pattern
 from ..layouts.cache import layout_cache
 from ..layouts.compile import default_block_size
 from ..patterns.algebra import Frame, Pattern, check_fits
-from ..patterns.arguments import checked_integer, shortened
+from ..patterns.arguments import checked_integer
 from .plan import RingPlan
 from .ring import resolve_group
 from .sharding import chunk_owners
@@ -66,11 +66,7 @@ def prefetch(
     members = resolve_group(group, mesh)
     world, rank = (1, 0) if members is None else (members.size(), members.rank())
     checked_integer("batch_size", batch_size, 0)
-    if (batch := pattern.num_batches()) not in (None, batch_size):
-        raise ValueError(
-            f"the pattern is for {batch} batch entries, got batch_size={batch_size}; give one "
-            f"length or table per entry, in {shortened(str(pattern))}"
-        )
+    check_batch(pattern, batch_size, "batch_size=")
     if sharding not in ("auto", "balanced"):
         chunk_owners(sharding, world)
     heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}

@@ -54,7 +54,7 @@ def plan_of_call(
     pattern: Pattern, length: int, world: int, sharding: str, query: Tensor, key: Tensor
 ) -> RingPlan:
     """The plan of a call with such heads; ValueError where the pattern does not fit."""
-    check_batch(pattern, query)
+    check_batch(pattern, query.shape[0])
     return RingPlan.build(
         pattern,
         length,
