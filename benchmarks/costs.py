@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row, memory, write_record
+from sparsering.bench.measure import Row, memory, restart_peak, write_record
 from sparsering.files import replace_file
 
 CASES, SEED = 60, 16
@@ -145,8 +145,7 @@ def _measure(send: Any, case: dict[str, Any]) -> None:
     warm = {**case, "tokens": 64, "pattern": "Causal()", "batch_size": 2}
     call(warm, inputs_of(warm))
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = memory("VmRSS")
+    before = restart_peak()
     result = call(case, inputs_of(case))
     send.send(memory("VmHWM") - before)
     del result

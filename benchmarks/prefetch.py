@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row, interleaved, sampled_error, write_record
+from sparsering.bench.measure import Row, interleaved, of_slowest, sampled_error, write_record
 from sparsering.distributed import RingPlan, prefetch, ring_attention, shard, unshard
 from sparsering.distributed.exchange import Exchange
 
@@ -193,7 +193,7 @@ def ring(name: str, rounds: int) -> list[Row]:
         for method in METHODS:
             some = list(itertools.islice(patterns, STEPS + 1))
             dist.barrier()
-            times[method].append(slower(run(method, some, step, ahead)))
+            times[method].append(of_slowest(run(method, some, step, ahead), 2))
     agreeing = agreement(100)
     pattern = next(patterns)
     begin = time.perf_counter()
@@ -221,14 +221,7 @@ def agreement(times: int) -> float:
         begin = time.perf_counter()
         exchange.agree([number, 0, 0, 0])
         found.append((time.perf_counter() - begin) * 1e3)
-    return slower(statistics.median(found))
-
-
-def slower(number: float) -> float:
-    """The larger of the ranks' numbers."""
-    x = torch.tensor(number, dtype=torch.float64)
-    dist.all_reduce(x, dist.ReduceOp.MAX)
-    return x.item()
+    return of_slowest(statistics.median(found), 2)
 
 
 def spawned(rounds: int) -> list[Row]:

@@ -27,7 +27,14 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row, memory, sampled_error, write_record
+from sparsering.bench.measure import (
+    Row,
+    memory,
+    of_slowest,
+    restart_peak,
+    sampled_error,
+    write_record,
+)
 from sparsering.distributed import RingPlan, ring_attention, shard, unshard
 from sparsering.distributed import rank as rank_module
 from sparsering.distributed.needs import Runs
@@ -194,8 +201,7 @@ def errors_of(
 
 def peak_of(call: Callable[[], object]) -> int:
     """Peak resident bytes of a call beyond what there was."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before = memory("VmRSS")
+    before = restart_peak()
     call()
     return memory("VmHWM") - before
 
@@ -225,14 +231,6 @@ def barrier(world: int) -> None:
     """Waits for all ranks."""
     if world > 1:
         dist.barrier()
-
-
-def of_slowest(number: float, world: int) -> float:
-    """The largest of the ranks' numbers."""
-    x = torch.tensor(float(number), dtype=torch.float64)
-    if world > 1:
-        dist.all_reduce(x, dist.ReduceOp.MAX)
-    return x.item()
 
 
 def plans() -> list[Row]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.tuned import processor_name
@@ -130,6 +131,20 @@ def memory(name: str) -> int:
     """A figure of this process alone; getrusage's peak may be that of the one it was started by."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+
+def restart_peak() -> int:
+    """Has this process's peak, "VmHWM", begin anew; returns the bytes that are resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
+
+
+def of_slowest(number: float, world: int) -> float:
+    """The largest of the ranks' numbers; all have arrived when it returns."""
+    x = torch.tensor(float(number), dtype=torch.float64)
+    if world > 1:
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x.item()
 
 
 def environment() -> Row:

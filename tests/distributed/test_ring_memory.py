@@ -1,13 +1,11 @@
 """What a rank holds while it computes: the same whatever the number of ranks."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from ring_workers import Workers, groups
 
 import sparsering as sr
-from sparsering.bench.measure import memory
+from sparsering.bench.measure import memory, restart_peak
 from sparsering.distributed import RingPlan, ring_attention
 
 SHARD, HEADS, WIDTH = 4096, 2, 64
@@ -25,8 +23,7 @@ def peak(rank: int, world: int, name: str) -> int:
     own = [torch.randn(1, HEADS, SHARD, WIDTH, requires_grad=True) for _ in range(3)]
     options = {"group": groups[world], "sharding": sharding}
     for _ in range(2):
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        before = memory("VmRSS")
+        before = restart_peak()
         ring_attention(*own, pattern, **options).sum().backward()
         extra = memory("VmHWM") - before
     return extra
@@ -50,8 +47,7 @@ def test_memory_of_a_rank_is_flat_in_the_number_of_ranks(monkeypatch):
 def plan_of(name: str, world: int) -> tuple[int, int]:
     """(bytes of a plan, peak resident bytes of building it) for 2^20 tokens."""
     RingPlan.build(sr.Causal() & sr.SlidingWindow(10), 1 << 20, world)  # imports and warms up
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory("VmRSS")
+    before = restart_peak()
     plan = RingPlan.build(PLANS[name], 1 << 20, world)
     return plan.nbytes, memory("VmHWM") - before
 

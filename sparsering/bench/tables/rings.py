@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ...distributed import RingPlan, last_traffic, ring_attention, shard, unshard
 from ...patterns.positions import Causal, LongNet
 from ..cases import inputs_of
-from ..measure import memory, sampled_error
+from ..measure import memory, of_slowest, restart_peak, sampled_error
 from .measured import Budget, Case, Row, give_back_freed, left_out
 
 HEADS, WIDTH = 8, 64
@@ -85,13 +85,12 @@ def _rank(rank: int, world: int, tokens: int, address: str, send: Connection) ->
         assert isinstance(out, torch.Tensor)
         return out
 
-    _together(0.0, world)
+    of_slowest(0.0, world)
     give_back_freed()
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before = memory("VmRSS")
+    before = restart_peak()
     out = call()
-    peak = _together(memory("VmHWM") - before, world)
-    received = _together(last_traffic().received_bytes, world)
+    peak = of_slowest(memory("VmHWM") - before, world)
+    received = of_slowest(last_traffic().received_bytes, world)
     complete = unshard(out, sharding=plan.sharding)
     error = 0.0
     if rank == 0:
@@ -100,10 +99,10 @@ def _rank(rank: int, world: int, tokens: int, address: str, send: Connection) ->
     del complete
     times = []
     for _ in range(3):
-        _together(0.0, world)
+        of_slowest(0.0, world)
         begin = time.perf_counter()
         call()
-        times.append(_together(time.perf_counter() - begin, world) * 1e3)
+        times.append(of_slowest(time.perf_counter() - begin, world) * 1e3)
     if rank == 0:
         send.send({
             "call": f"{world} ranks" if world > 1 else "1 rank", "known": "measured",
@@ -118,14 +117,6 @@ def _rank(rank: int, world: int, tokens: int, address: str, send: Connection) ->
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _together(number: float, world: int) -> float:
-    """The largest of the ranks' numbers; all have arrived when it returns."""
-    x = torch.tensor(float(number), dtype=torch.float64)
-    if world > 1:
-        dist.all_reduce(x, dist.ReduceOp.MAX)
-    return x.item()
 
 
 def _planned(world: int, tokens: int) -> Row:
