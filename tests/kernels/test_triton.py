@@ -34,7 +34,7 @@ from sparsering.dropout import batch_seeds, kept_pairs
 from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call as backend
 from sparsering.kernels.triton import extras as triton_extras
-from sparsering.kernels.triton import tune
+from sparsering.kernels.triton import operands, tune
 from sparsering.kernels.triton import tuning as triton_tuning
 from sparsering.kernels.triton import walk as triton_walk
 from sparsering.kernels.triton.tuning import Config
@@ -159,8 +159,8 @@ def test_the_highest_of_huge_scores_takes_all(size):
 
 def test_steps_of_16_tokens_read_their_own_bits(monkeypatch):
     case = Case(1, 2, 1, 40, 40, 16, 16, 32)
-    for rows, streamed in ((32, 16), (16, 32), (16, 16)):
-        config = Config(rows, streamed, 4, 2)
+    for rows, streamed, masked in ((32, 16, 0), (16, 32, 0), (32, 32, 16)):
+        config = Config(rows, streamed, 4, 2, tma=masked > 0, masked=masked)
         monkeypatch.setattr(backend, "config_for", lambda *rest, config=config: config)
         assert_is_the_reference(sr.Causal() + sr.SlidingWindow(3, 20), case)
 
@@ -330,10 +330,8 @@ def test_tensor_descriptors_give_the_bits_of_pointers(arrange, monkeypatch):
         return [*got, *gradients(got, args)]
 
     used = []
-    descriptor = backend.descriptor
-    monkeypatch.setattr(
-        backend, "descriptor", lambda *rest: used.append(descriptor(*rest)) or used[-1]
-    )
+    for name, of in (("matrix", operands.matrix), ("line", operands.line)):
+        monkeypatch.setattr(operands, name, lambda *rest, of=of: used.append(of(*rest)) or used[-1])
     for a, b in zip(run(True), run(False), strict=True):
         assert torch.equal(a, b)
     assert used and all(x is not None for x in used)
@@ -351,13 +349,13 @@ def test_tensor_descriptors_give_the_bits_of_pointers(arrange, monkeypatch):
     ids=["width", "base", "rows", "every third token", "one token"],
 )
 def test_what_is_no_matrix_of_tokens_has_no_descriptor(x):
-    found = backend.descriptor(x, 16)
+    found = operands.matrix(x, 16)
     if found is None:
         return
-    matrix = x.as_strided(found.shape, found.strides, x.storage_offset())
+    tiles, apart = found
+    matrix = x.as_strided(tiles.shape, tiles.strides, x.storage_offset())
     for b, h in itertools.product(range(x.shape[0]), range(x.shape[1])):
-        offset = b * x.stride(0) + h * x.stride(1)
-        row, column = divmod(offset, x.stride(2))
+        row, column = b * apart["batch"] + h * apart["head"], h * apart["side"]
         assert torch.equal(matrix[row : row + x.shape[2], column : column + 32], x[b, h])
 
 

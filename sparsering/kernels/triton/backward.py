@@ -17,6 +17,7 @@ from .device import (
     program_of,
     rows_of,
     span_of,
+    step_of,
     table_of,
     unit_at,
     visible,
@@ -31,13 +32,16 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @kernel
 def prepare_kernel(
-    grad_out, grad_lse, out, lse, delta, safe_lse,
+    grad_out, grad_lse, out, lse, delta, log2_lse,
     g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
-    o_batch: tl.int64, o_head: tl.int64, num_heads: tl.int64, q_len: tl.int64,
+    o_batch: tl.int64, o_head: tl.int64, row_head: tl.int64, num_heads: tl.int64, q_len: tl.int64,
     ROWS: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Writes delta and, [B, heads, Nq] too, lse; +inf, so that P = 0, where a row has no key."""
+    """Writes delta [B, heads, Nq] and log2_lse, lse to the base 2: what scores are reduced by.
+
+    That is +inf where a row has no key, so that P = 0.
+    """
     program = tl.program_id(0).to(tl.int64)
     blocks = (q_len + ROWS - 1) // ROWS
     position = program % blocks * ROWS + tl.arange(0, ROWS)
@@ -52,12 +56,13 @@ def prepare_kernel(
     from_out += batch * elements(o_batch, ALIGN) + head * elements(o_head, ALIGN)
     do = tl.load(grad_out + from_grad[:, None] + dim[None, :], mask=kept, other=0.0)
     o = tl.load(out + from_out[:, None] + dim[None, :], mask=kept, other=0.0)
-    place = row * q_len + position
-    natural = tl.load(lse + place, mask=real, other=float("-inf"))
+    given = row * q_len + position
+    natural = tl.load(lse + given, mask=real, other=float("-inf"))
     product = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-    tl.store(delta + place, product - tl.load(grad_lse + place, mask=real, other=0.0), mask=real)
-    natural = tl.where(natural == float("-inf"), float("inf"), natural)
-    tl.store(safe_lse + place, natural, mask=real)
+    product -= tl.load(grad_lse + given, mask=real, other=0.0)
+    power = tl.where(natural == float("-inf"), float("inf"), natural * _LOG2_E)
+    tl.store(delta + row * row_head + position, product, mask=real)
+    tl.store(log2_lse + row * row_head + position, power, mask=real)
 
 
 @triton.jit
@@ -68,12 +73,13 @@ def weight_of(power):
 
 @kernel
 def query_kernel(
-    query, key, value, grad_out, bias, delta, safe_lse, grad_query, piece, grad_bias,
+    query, key, value, grad_out, key_tiles, value_tiles, bias, delta, log2_lse, grad_query, piece,
+    grad_bias,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
     distance_bias, key_mask, seed, stream, tile_origin, origin, diagonals, ends, diagonal_start,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
-    v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
+    v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64, k_side: tl.int64, v_side: tl.int64,
     g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
     dq_batch: tl.int64, dq_head: tl.int64, bias_batch: tl.int64, bias_head: tl.int64,
     distance_batch: tl.int64, distance_head: tl.int64, mask_batch: tl.int64, seed_batch: tl.int64,
@@ -84,8 +90,9 @@ def query_kernel(
     table_batches: tl.int32, axes: tl.int32, parts: tl.int32, reach: tl.int32, branch: tl.int32,
     least: tl.int32, scale: tl.float32, cap: tl.float32, kept_scale: tl.float32,
     TILE: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    PACK: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr,
+    PACK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    ALIGN: tl.constexpr,
     RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr,
     LEARNS_DISTANCES: tl.constexpr, DROPPING: tl.constexpr, STREAMS: tl.constexpr,
     KEYS_MASKED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
@@ -96,7 +103,9 @@ def query_kernel(
     Rows, units and pieces are those of `forward_kernel`; with RUNNING dQ (float32) is added to.
     With LEARNS_DISTANCES it leaves what `store_diagonals` tells.
     """
+    step = step_of(step, TMA)
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
+    MASKED_STEPS: tl.constexpr = (TILE + MASKED - 1) // MASKED
     GAPS: tl.constexpr = TILE % KEYS != 0 or KEYS_MASKED
     part, unit, head, batch = program_of(parts, PACK, num_units, num_heads, group)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
@@ -128,22 +137,21 @@ def query_kernel(
     )
     of_row = batch * row_batch + heads * row_head + position
     d = tl.load(delta + of_row, mask=real, other=0.0)
-    natural = tl.load(safe_lse + of_row, mask=real, other=float("inf"))
+    log2_sum = tl.load(log2_lse + of_row, mask=real, other=float("inf"))
 
     kv_head = head // group
     k_token, v_token = elements(k_token, ALIGN), elements(v_token, ALIGN)
     k_offset, k_row, k_column = head_of(
-        batch, kv_head, elements(k_batch, ALIGN), elements(k_head, ALIGN), k_token
+        batch, kv_head, k_batch, k_head, k_side, k_token, ALIGN, TMA
     )
     v_offset, v_row, v_column = head_of(
-        batch, kv_head, elements(v_batch, ALIGN), elements(v_head, ALIGN), v_token
+        batch, kv_head, v_batch, v_head, v_side, v_token, ALIGN, TMA
     )
     bias += batch * bias_batch
     start, tokens, bitmap, entry = from_table(start, tokens, bitmap, entry, table, num_entries)
     if DISTANCES or DROPPING:
         origin += table * num_entries
         first_query = tl.load(tile_origin + axis * num_tiles + tile)
-        along_key = tl.arange(0, KEYS) * step
     if DISTANCES:
         biases = distance_bias + batch * distance_batch + heads * distance_head
         along_query = (slot * step).to(tl.int32)
@@ -161,35 +169,39 @@ def query_kernel(
         upper = end if masked_entries else masked
         ahead = tl.load(start + lower, mask=lower < upper, other=0)
         for i in tl.range(
-            lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES,
-            warp_specialize=WARP_SPECIALIZE,
+            lower * (MASKED_STEPS if masked_entries else STEPS),
+            upper * (MASKED_STEPS if masked_entries else STEPS),
+            num_stages=2 if masked_entries else STAGES, warp_specialize=WARP_SPECIALIZE,
         ):
-            e = i // STEPS
-            first_slot = i % STEPS * KEYS
-            keys = first_slot + tl.arange(0, KEYS)
+            SIZE: tl.constexpr = MASKED if masked_entries else KEYS
+            STEPS_OF: tl.constexpr = MASKED_STEPS if masked_entries else STEPS
+            e = i // STEPS_OF
+            first_slot = i % STEPS_OF * SIZE
+            keys = first_slot + tl.arange(0, SIZE)
             token = ahead + first_slot * step
-            ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
+            ahead = tl.load(start + (i + 1) // STEPS_OF, mask=i + 1 < upper * STEPS_OF, other=0)
             in_tile = keys < (tl.load(tokens + e) if masked_entries else TILE)
             if KEYS_MASKED:
-                of_keys = key_mask + batch * mask_batch + token + tl.arange(0, KEYS) * step
+                of_keys = key_mask + batch * mask_batch + token + tl.arange(0, SIZE) * step
                 in_tile &= tl.load(of_keys, mask=in_tile, other=0) != 0
             k = load_rows(
-                key, k_offset, k_row, k_column, token, in_tile, step, k_token,
-                KEYS, HEAD_DIM, PADDED_DIM, not (masked_entries or GAPS), TMA, WIDE,
+                key_tiles, key, k_offset, k_row, k_column, token, in_tile, step, k_token, SIZE,
+                HEAD_DIM, PADDED_DIM, not (masked_entries or GAPS), TMA and not masked_entries,
+                WIDE,
             )
             v = load_rows(
-                value, v_offset, v_row, v_column, token, in_tile, step, v_token,
-                KEYS, VALUE_DIM, PADDED_VALUE_DIM, not (masked_entries or GAPS), TMA, WIDE,
+                value_tiles, value, v_offset, v_row, v_column, token, in_tile, step, v_token, SIZE,
+                VALUE_DIM, PADDED_VALUE_DIM, not (masked_entries or GAPS),
+                TMA and not masked_entries, WIDE,
             )
-            if TMA and (masked_entries or GAPS):  # what lies past the tile may be no number
-                k = tl.where(in_tile[:, None], k, 0.0)
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if BIASED:
                 of_entry = bias + heads * bias_head + tl.load(entry + e)
-                base = (natural - tl.load(of_entry, mask=real, other=0.0)) * _LOG2_E
+                base = log2_sum - tl.load(of_entry, mask=real, other=0.0) * _LOG2_E
             else:
-                base = natural * _LOG2_E
+                base = log2_sum
             if DISTANCES or DROPPING:
+                along_key = tl.arange(0, SIZE) * step
                 first_key = tl.load(origin + e).to(tl.int64) + origin_shift + first_slot * step
             if CAPPED:
                 score, slope = capped(score, scale, cap)
@@ -200,32 +212,30 @@ def query_kernel(
                 distance = far + along_key.to(tl.int32)[None, :] - along_query[:, None]
                 score += bias_at(biases[:, None], distance, reach, real[:, None])
             left = _LOG2_E if CAPPED or DISTANCES else scale * _LOG2_E
-            weight = weight_of(score * left - base[:, None])
+            power = score * left - base[:, None]
+            if masked_entries:
+                bits = visible(words, tl.load(bitmap + e), slot, first_slot, TILE, WORD, SIZE)
+                power = tl.where(in_tile[None, :] & (bits != 0), power, float("-inf"))
+            elif GAPS:
+                power = tl.where(in_tile[None, :], power, float("-inf"))
+            weight = weight_of(power)
             dweight = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             if DROPPING:
                 kept_keys = (first_key + along_key)[None, :]
                 stays = kept_pairs(a[:, None], b[:, None], kept_keys, least)
                 dweight = tl.where(stays, dweight * kept_scale, 0.0)
             dscore = (dweight - d[:, None]) * weight
-            if masked_entries:
-                bits = visible(
-                    words, tl.load(bitmap + e), slot[:, None], tl.arange(0, KEYS)[None, :],
-                    first_slot, TILE, WORD, KEYS,
-                )
-                dscore = tl.where(in_tile[None, :] & (bits != 0), dscore, 0.0)
-            elif GAPS:
-                dscore = tl.where(in_tile[None, :], dscore, 0.0)
             if BIASED:
                 sums = tl.sum(tl.reshape(tl.sum(dscore, 1), [ROWS // TOKENS, TOKENS]), 1)
                 of_head = batch * num_heads + head + packed
-                place = (of_head * num_blocks + tl.load(entry + e)) * (parts * STEPS)
-                tl.store(grad_bias + place + part * STEPS + i % STEPS, sums, mask=there)
+                place = (of_head * num_blocks + tl.load(entry + e)) * (parts * MASKED_STEPS)
+                tl.store(grad_bias + place + part * MASKED_STEPS + i % STEPS_OF, sums, mask=there)
             if LEARNS_DISTANCES:
                 line = (batch * num_heads + head + packed) * num_entries + e
-                line = (line * parts + part) * STEPS + i % STEPS
+                line = (line * parts + part) * STEPS_OF + i % STEPS_OF
                 store_diagonals(
                     diagonals, ends, diagonal_start, line, there, dscore,
-                    far - (part * TOKENS * step).to(tl.int32), step, reach, ROWS, TOKENS, KEYS,
+                    far - (part * TOKENS * step).to(tl.int32), step, reach, ROWS, TOKENS, SIZE,
                 )
             if CAPPED:
                 dscore *= slope
@@ -247,13 +257,14 @@ def query_kernel(
 
 @kernel
 def key_kernel(
-    query, key, value, grad_out, bias, delta, safe_lse, grad_key, grad_value, piece_key,
-    piece_value, units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
+    query, key, value, grad_out, query_tiles, grad_out_tiles, delta_tiles, log2_lse_tiles, bias,
+    delta, log2_lse, grad_key, grad_value, piece_key, piece_value,
+    units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
     distance_bias, key_mask, seed, stream, tile_origin, origin,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
-    g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
+    g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64, q_side: tl.int64, g_side: tl.int64,
     dk_batch: tl.int64, dk_head: tl.int64, dv_batch: tl.int64, dv_head: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, distance_batch: tl.int64, distance_head: tl.int64,
     mask_batch: tl.int64, seed_batch: tl.int64, row_batch: tl.int64, row_head: tl.int64,
@@ -263,7 +274,7 @@ def key_kernel(
     axes: tl.int32, reach: tl.int32, branch: tl.int32, least: tl.int32,
     scale: tl.float32, cap: tl.float32, kept_scale: tl.float32,
     TILE: tl.constexpr, WORD: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
-    QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr,
     RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr,
     DROPPING: tl.constexpr, STREAMS: tl.constexpr, KEYS_MASKED: tl.constexpr,
@@ -274,13 +285,16 @@ def key_kernel(
 
     A share is what HEADS heads of a kv head's group give it; shares are added up afterwards.
     """
+    step = step_of(step, TMA)
     PARTS: tl.constexpr = (TILE + KEYS - 1) // KEYS
     STEPS: tl.constexpr = (TILE + QUERIES - 1) // QUERIES
     WHOLE: tl.constexpr = TILE % QUERIES == 0
+    MASKED_STEPS: tl.constexpr = (TILE + MASKED - 1) // MASKED
     part, unit, head, batch = program_of(PARTS, HEADS, num_units, num_heads, group)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     units += (table * num_units + unit) * _UNIT
     tile, first, masked, end = unit_at(units)
+    cut = tl.load(units + 4)
     if tile < 0:
         return
     first_key = part * KEYS
@@ -307,53 +321,60 @@ def key_kernel(
         origin += table * num_entries
         key_position = tl.load(tile_origin + axis * num_tiles + tile) + first_key * step
         along_key = tl.arange(0, KEYS) * step
-        along_query = tl.arange(0, QUERIES) * step
     if DROPPING:
         stream += table * num_entries
     dk = tl.zeros([KEYS, PADDED_DIM], tl.float32)
     dv = tl.zeros([KEYS, PADDED_VALUE_DIM], tl.float32)
     q_token, g_token = elements(q_token, ALIGN), elements(g_token, ALIGN)
-    for h in range(head, tl.minimum(head + HEADS, (kv_head + 1) * group)):
-        q_offset, q_row, q_column = head_of(
-            batch, h, elements(q_batch, ALIGN), elements(q_head, ALIGN), q_token
-        )
-        g_offset, g_row, g_column = head_of(
-            batch, h, elements(g_batch, ALIGN), elements(g_head, ALIGN), g_token
-        )
+    # bounds of a single head are known when compiled, so that it is no loop: that saves registers
+    heads = tl.minimum(HEADS, (kv_head + 1) * group - head) if HEADS > 1 else 1
+    for own in range(0, heads):
+        h = head + own
         of_head = batch * row_batch + h * elements(row_head, 1)
         for masked_entries in tl.static_range(2):
+            q_offset, q_row, q_column = head_of(
+                batch, h, q_batch, q_head, q_side, q_token, ALIGN, TMA
+            )
+            g_offset, g_row, g_column = head_of(
+                batch, h, g_batch, g_head, g_side, g_token, ALIGN, TMA
+            )
             lower = masked if masked_entries else first
             upper = end if masked_entries else masked
             ahead = tl.load(start + lower, mask=lower < upper, other=0)
             for i in tl.range(
-                lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES,
+                lower * (MASKED_STEPS if masked_entries else STEPS),
+                upper * (MASKED_STEPS if masked_entries else STEPS),
+                num_stages=2 if masked_entries else STAGES,
                 warp_specialize=WARP_SPECIALIZE,
             ):
-                e = i // STEPS
-                first_slot = i % STEPS * QUERIES
-                slot = first_slot + tl.arange(0, QUERIES)
+                SIZE: tl.constexpr = MASKED if masked_entries else QUERIES
+                STEPS_OF: tl.constexpr = MASKED_STEPS if masked_entries else STEPS
+                e = i // STEPS_OF
+                first_slot = i % STEPS_OF * SIZE
+                slot = first_slot + tl.arange(0, SIZE)
                 token = ahead + first_slot * step
-                ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
+                ahead = tl.load(start + (i + 1) // STEPS_OF, mask=i + 1 < upper * STEPS_OF, other=0)
                 in_tile = slot < (tl.load(tokens + e) if masked_entries else TILE)
+                along = tl.arange(0, SIZE) * step
+                of_row = of_head + token + along
                 q = load_rows(
-                    query, q_offset, q_row, q_column, token, in_tile, step, q_token,
-                    QUERIES, HEAD_DIM, PADDED_DIM, WHOLE and not masked_entries, TMA, WIDE,
+                    query_tiles, query, q_offset, q_row, q_column, token, in_tile, step, q_token,
+                    SIZE, HEAD_DIM, PADDED_DIM, WHOLE and not masked_entries,
+                    TMA and not masked_entries, WIDE,
                 )
                 do = load_rows(
-                    grad_out, g_offset, g_row, g_column, token, in_tile, step, g_token,
-                    QUERIES, VALUE_DIM, PADDED_VALUE_DIM, WHOLE and not masked_entries, TMA, WIDE,
+                    grad_out_tiles, grad_out, g_offset, g_row, g_column, token, in_tile, step,
+                    g_token, SIZE, VALUE_DIM, PADDED_VALUE_DIM, WHOLE and not masked_entries,
+                    TMA and not masked_entries, WIDE,
                 )
-                # what lies past the tile may be no number
-                if TMA and (masked_entries or not WHOLE):
-                    q = tl.where(in_tile[:, None], q, 0.0)
-                    do = tl.where(in_tile[:, None], do, 0.0)
-                of_row = of_head + token + tl.arange(0, QUERIES) * step
-                base = tl.load(safe_lse + of_row, mask=in_tile, other=float("inf"))
-                d = tl.load(delta + of_row, mask=in_tile, other=0.0)
+                if TMA and not masked_entries:
+                    base = log2_lse_tiles.load([(of_head + token).to(tl.int32)])
+                else:
+                    base = tl.load(log2_lse + of_row, mask=in_tile, other=float("inf"))
                 score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
                 if BIASED:
                     of_head_bias = bias + batch * bias_batch + h * elements(bias_head, 1)
-                    base -= tl.load(of_head_bias + tl.load(entry + e))
+                    base -= tl.load(of_head_bias + tl.load(entry + e)) * _LOG2_E
                 if DISTANCES or DROPPING:
                     query_position = tl.load(origin + e).to(tl.int64) + origin_shift
                     query_position += first_slot * step
@@ -363,37 +384,46 @@ def key_kernel(
                     score *= scale
                 if DISTANCES:
                     distance = apart(key_position, query_position) + along_key.to(tl.int32)[:, None]
-                    distance -= along_query.to(tl.int32)[None, :]
+                    distance -= along.to(tl.int32)[None, :]
                     biases = distance_bias + batch * distance_batch
                     biases += h * elements(distance_head, 1)
                     score += bias_at(biases, distance, reach, in_tile[None, :])
                 left = _LOG2_E if CAPPED or DISTANCES else scale * _LOG2_E
-                weight = weight_of(score * left - (base * _LOG2_E)[None, :])
-                dweight = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                power = score * left - base[None, :]
+                if masked_entries:
+                    bits = visible(words, tl.load(bitmap + e), keys, first_slot, TILE, WORD, SIZE)
+                    power = tl.where(bits != 0, power, float("-inf"))
+                weight = weight_of(power)
                 if DROPPING:
                     number = tl.load(stream + e) if STREAMS else 0
                     a, b = words_of(
                         tl.load(seed + batch * seed_batch + number), first_head + h, branch,
-                        query_position + along_query,
+                        query_position + along,
                     )
                     kept_keys = (key_position + along_key)[:, None]
                     stays = kept_pairs(a[None, :], b[None, :], kept_keys, least)
+                    given = tl.where(stays, weight, 0.0).to(do.dtype)
+                else:
+                    given = weight.to(do.dtype)
+                dv = tl.dot(given, do, dv, input_precision=PRECISION)
+                dweight = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                # loaded as late as it is needed, for its registers
+                if TMA and not masked_entries:
+                    d = delta_tiles.load([(of_head + token).to(tl.int32)])
+                else:
+                    d = tl.load(delta + of_row, mask=in_tile, other=0.0)
+                if DROPPING:
                     dweight = tl.where(stays, dweight * kept_scale, 0.0)
                 dscore = (dweight - d[None, :]) * weight
-                if DROPPING:
-                    weight = tl.where(stays, weight, 0.0)
                 if CAPPED:
                     dscore *= slope
-                if masked_entries:
-                    bits = visible(
-                        words, tl.load(bitmap + e), slot[None, :], tl.arange(0, KEYS)[:, None],
-                        first_key, TILE, WORD, KEYS,
-                    )
-                    weight = tl.where(bits != 0, weight, 0.0)
-                    dscore = tl.where(bits != 0, dscore, 0.0)
-                dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=PRECISION)
                 dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision=PRECISION)
 
+    begin, stop = span_of(tile_start, tile_stop, axis, num_tiles, tile, first_key, step, WIDE)
+    position = begin + tl.arange(0, KEYS) * step.to(begin.dtype)
+    real = (position < stop) & (keys < TILE)
+    kept = real[:, None] & (dim < HEAD_DIM)[None, :]
+    value_kept = real[:, None] & (value_dim < VALUE_DIM)[None, :]
     dk *= scale
     if DROPPING:
         dv *= kept_scale
@@ -401,7 +431,6 @@ def key_kernel(
         seen = tl.load(key_mask + batch * mask_batch + position, mask=real, other=0) != 0
         dk, dv = tl.where(seen[:, None], dk, 0.0), tl.where(seen[:, None], dv, 0.0)
     share = head // group * ((group + HEADS - 1) // HEADS) + head % group // HEADS
-    cut = tl.load(units + 4)
     if cut >= 0:
         shares = num_heads // group * ((group + HEADS - 1) // HEADS)
         place = ((batch * shares + share) * num_slots + cut) * TILE + keys

@@ -7,15 +7,15 @@ half precision, float32 sums exist for a few kv heads at a time. Triton is impor
 import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...layouts.layout import BlockLayout
 from ..problem import Gradients, Problem, dense_rows, sink_gradient
 from . import extras
-from .launch import descriptor, launch, padded, power_of_2, precision, processors, strides
+from .launch import launch, padded, power_of_2, processors, strides
+from .operands import MOST_HEAD_DIM, Part, of_inputs, of_tiles, streamed
 from .tuning import Config, config_for
 from .walk import Walk, walk
 
@@ -25,9 +25,9 @@ EXTRAS = frozenset(
 """Options of a call, beside its scale, that are computed here."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MOST_HEAD_DIM = 256
 _LEAST_PROGRAMS = 8  # per multiprocessor, that a launch should have
 _ROWS = 64  # of a program that combines or prepares
+_ALIGNED = 4  # float32 numbers of 16 bytes
 
 
 def reasons(*tensors: Tensor) -> list[str]:
@@ -40,8 +40,8 @@ def reasons(*tensors: Tensor) -> list[str]:
         found.append("it computes in float32; float64 stays with gather")
     if interpreting() and any(x.dtype == torch.bfloat16 for x in tensors):
         found.append("Triton's interpreter gets bfloat16 products wrong")
-    if any(x.dim() and x.shape[-1] > _MOST_HEAD_DIM for x in tensors):
-        found.append(f"it holds head dims up to {_MOST_HEAD_DIM}")
+    if any(x.dim() and x.shape[-1] > MOST_HEAD_DIM for x in tensors):
+        found.append(f"it holds head dims up to {MOST_HEAD_DIM}")
     return found
 
 
@@ -116,41 +116,13 @@ def backward(
     )  # fmt: skip
 
 
-class _Part(NamedTuple):
-    """Some kv heads of a call, and the query heads that use them: a problem of their own."""
-
-    problem: Problem
-    heads: slice
-    kv_heads: slice
-
-    @property
-    def layout(self) -> BlockLayout:
-        return self.problem.layout
-
-    @property
-    def query(self) -> Tensor:
-        return self.problem.query
-
-    @property
-    def key(self) -> Tensor:
-        return self.problem.key
-
-    @property
-    def value(self) -> Tensor:
-        return self.problem.value
-
-    @property
-    def group(self) -> int:
-        return self.problem.group
-
-
 def _in_turn(problem: Problem) -> bool:
     """Whether float32 sums are kept beside half precision's results, for some heads at a time."""
     half = problem.query.itemsize < 4 and not problem.in_float32
     return half and len(problem.layout.passes) > 1
 
 
-def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Iterator[_Part]:
+def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Iterator[Part]:
     """The whole call, or `at_most` kv heads at a time; in turn, as few as fill the device."""
     problem = problem.with_positive_scale().with_dense_rows()
     bias, table = (
@@ -175,10 +147,10 @@ def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Itera
             block_bias=None if bias is None else bias[:, heads],
             distance_bias=None if table is None else table[:, heads],
         )  # fmt: skip
-        yield _Part(own, heads, kv_heads)
+        yield Part(own, heads, kv_heads)
 
 
-def _forward_pass(part: _Part, number: int, out: Tensor, lse: Tensor) -> None:
+def _forward_pass(part: Part, number: int, out: Tensor, lse: Tensor) -> None:
     """Merges what one pass sees into out and lse."""
     from .combine import merge_kernel
     from .forward import forward_kernel
@@ -188,21 +160,22 @@ def _forward_pass(part: _Part, number: int, out: Tensor, lse: Tensor) -> None:
     w = _walk(part, number, rows["programs"], by_key=False)
     pieces = out.new_empty(_slots(part, out.shape[1], w, out.shape[3]), dtype=torch.float32)
     arguments = {
-        **_of_inputs(part, config), **rows,
-        **_of_tiles(part, number, w, config.streamed, by_key=False), "RUNNING": number > 0,
+        **of_inputs(part, config), **rows,
+        **of_tiles(part, number, w, config, by_key=False), "RUNNING": number > 0,
         "SINK": number == 0 and part.problem.sink is not None,
         "out": out, "lse": lse, "lse_batch": lse.stride(0), "lse_head": lse.stride(1),
         "piece_out": pieces, "piece_lse": pieces.new_empty(pieces.shape[:-1]),
         "num_heads": out.shape[1],
         **strides(q=part.query, k=part.key, v=part.value, o=out),
     }  # fmt: skip
-    arguments |= _streamed(part, number, config, key=part.key, value=part.value)
+    of_keys = {"key": part.key, "value": part.value}
+    arguments |= streamed(part, number, config, arguments["ALIGN"], {}, **of_keys)
     launch(forward_kernel, w.units.shape[2] * rows["programs"], config, arguments)
     _combine(merge_kernel, w, out, arguments)
 
 
 def _query_pass(
-    part: _Part,
+    part: Part,
     number: int,
     grads: list[Tensor],
     dq: Tensor,
@@ -216,25 +189,26 @@ def _query_pass(
     config = _config_for("query", part.problem)
     rows = _rows(part, number, config)
     w = _walk(part, number, rows["programs"], by_key=False)
-    grad_out, delta, safe_lse = grads
+    grad_out, delta, log2_lse = grads
     pieces = dq.new_empty(_slots(part, dq.shape[1], w, dq.shape[3]), dtype=torch.float32)
     arguments = {
-        **_of_inputs(part, config), **rows,
-        **_of_tiles(part, number, w, config.streamed, by_key=False), "RUNNING": number > 0,
-        "grad_out": grad_out, "delta": delta, "safe_lse": safe_lse, "grad_query": dq,
+        **of_inputs(part, config), **rows,
+        **of_tiles(part, number, w, config, by_key=False), "RUNNING": number > 0,
+        "grad_out": grad_out, "delta": delta, "log2_lse": log2_lse, "grad_query": dq,
         "row_batch": delta.stride(0), "row_head": delta.stride(1), "piece": pieces, "grad": dq,
         "num_heads": dq.shape[1],
         **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dq=dq, grad=dq),
     }  # fmt: skip
     if dbias is not None:
         tile = part.layout.block_size
-        steps = rows["parts"] * -(-tile // config.streamed)
+        steps = rows["parts"] * -(-tile // (config.masked or config.streamed))
         of_steps = dbias.new_zeros(*dbias.shape, steps)
         arguments |= {"grad_bias": of_steps, "num_blocks": dbias.shape[2]}
     if dtable is not None:
         room = extras.room_for_diagonals(part.problem, w, rows, config)
         arguments |= room
-    arguments |= _streamed(part, number, config, key=part.key, value=part.value)
+    of_keys = {"key": part.key, "value": part.value}
+    arguments |= streamed(part, number, config, arguments["ALIGN"], {}, **of_keys)
     launch(query_kernel, w.units.shape[2] * rows["programs"], config, arguments)
     _combine(sum_kernel, w, dq, arguments)
     if dbias is not None:
@@ -243,7 +217,7 @@ def _query_pass(
         extras.add_diagonals(dtable, room, part.layout.passes[number].step)
 
 
-def _key_passes(part: _Part, grads: list[Tensor], results: list[Tensor]) -> None:
+def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
     """Writes dK and dV of every pass, [B, kv heads, Nk, D] and [.., Dv].
 
     By way of float32 sums where several passes, or shares of a group, add to them.
@@ -263,7 +237,7 @@ def _key_passes(part: _Part, grads: list[Tensor], results: list[Tensor]) -> None
             for x in results
         )
     programs = batch * dk.shape[1] * -(-layout.block_size // config.rows)
-    grad_out, delta, safe_lse = grads
+    grad_out, delta, log2_lse = grads
     for number in range(len(layout.passes)):
         w = _walk(part, number, programs, by_key=True)
         pieces = [
@@ -271,15 +245,17 @@ def _key_passes(part: _Part, grads: list[Tensor], results: list[Tensor]) -> None
             for x in (dk, dv)
         ]
         arguments = {
-            **_of_inputs(part, config), **_of_tiles(part, number, w, config.rows, by_key=True),
-            "QUERIES": config.streamed, "HEADS": at_a_time,
+            **of_inputs(part, config), **of_tiles(part, number, w, config, by_key=True),
+            "HEADS": at_a_time,
             "RUNNING": number > 0, "num_heads": part.query.shape[1],
-            "grad_out": grad_out, "delta": delta, "safe_lse": safe_lse,
+            "grad_out": grad_out, "delta": delta, "log2_lse": log2_lse,
             "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],
             "row_batch": delta.stride(0), "row_head": delta.stride(1),
             **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dk=dk, dv=dv),
         }  # fmt: skip
-        arguments |= _streamed(part, number, config, query=part.query, grad_out=grad_out)
+        rows = {"delta": delta, "log2_lse": log2_lse}
+        of_queries = {"query": part.query, "grad_out": grad_out}
+        arguments |= streamed(part, number, config, arguments["ALIGN"], rows, **of_queries)
         launch(key_kernel, w.units.shape[2] * programs, config, arguments)
         arguments |= {"num_heads": dk.shape[1], "first_head": part.kv_heads.start * shares}
         arguments |= {"all_heads": layout.frame.num_kv_heads * shares}
@@ -295,25 +271,25 @@ def _key_passes(part: _Part, grads: list[Tensor], results: list[Tensor]) -> None
 def _prepared(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(delta, lse that is +inf for rows without keys), both [B, Hq, Nq]."""
+    """(delta, lse to the base 2, +inf for rows without keys), both [B, Hq, Nq]."""
     from .backward import prepare_kernel
 
-    delta, safe_lse = torch.empty_like(lse), torch.empty_like(lse)
+    batch, heads, q_len = lse.shape
+    apart = -(-q_len // _ALIGNED) * _ALIGNED  # so that heads begin where a descriptor may
+    delta, log2_lse = (lse.new_empty(batch, heads, apart)[..., :q_len] for _ in range(2))
     out = out.contiguous()
     arguments = {
         "grad_out": grad_out, "grad_lse": grad_lse.contiguous(), "out": out,
-        "lse": lse.contiguous(), "delta": delta, "safe_lse": safe_lse,
-        **strides(g=grad_out, o=out), "num_heads": lse.shape[1], "q_len": lse.shape[2],
+        "lse": lse.contiguous(), "delta": delta, "log2_lse": log2_lse,
+        **strides(g=grad_out, o=out), "row_head": apart, "num_heads": heads, "q_len": q_len,
         "ROWS": _ROWS, "VALUE_DIM": out.shape[3], "PADDED_VALUE_DIM": padded(out),
     }  # fmt: skip
     if lse.numel():
-        launch(
-            prepare_kernel, lse.shape[0] * lse.shape[1] * -(-lse.shape[2] // _ROWS), None, arguments
-        )
-    return delta, safe_lse
+        launch(prepare_kernel, batch * heads * -(-q_len // _ROWS), None, arguments)
+    return delta, log2_lse
 
 
-def _rows(part: _Part, number: int, config: Config) -> dict[str, int]:
+def _rows(part: Part, number: int, config: Config) -> dict[str, int]:
     """How the query tiles of a pass are spread over programs: their tokens, and heads beside them.
 
     Heads of a group are packed where a tile has fewer tokens than a program has rows.
@@ -332,7 +308,7 @@ def _rows(part: _Part, number: int, config: Config) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _heads_at_a_time(part: _Part) -> int:
+def _heads_at_a_time(part: Part) -> int:
     """Query heads of a group that one program of `key_kernel` sums over.
 
     All, unless that leaves the device idle or they have tables of their own.
@@ -346,63 +322,18 @@ def _heads_at_a_time(part: _Part) -> int:
     return -(-group // shares)
 
 
-def _by_query_head(part: _Part) -> bool:
+def _by_query_head(part: Part) -> bool:
     """Whether query heads of a group have tables of their own."""
     return part.group > 1 and part.layout.table_shape[1] > part.layout.frame.num_kv_heads
 
 
-def _walk(part: _Part, number: int, programs: int, *, by_key: bool) -> Walk:
+def _walk(part: Part, number: int, programs: int, *, by_key: bool) -> Walk:
     shared_by = processors(part.query.device)
     return walk(part.layout, number, by_key=by_key, programs=programs, processors=shared_by)
 
 
-def _slots(part: _Part, heads: int, w: Walk, head_dim: int) -> tuple[int, ...]:
+def _slots(part: Part, heads: int, w: Walk, head_dim: int) -> tuple[int, ...]:
     return len(part.query), heads, w.slots, part.layout.block_size, head_dim
-
-
-def _of_inputs(part: _Part, config: Config) -> dict[str, Any]:
-    query, value, bias = part.query, part.value, part.problem.block_bias
-    return {
-        "query": query, "key": part.key, "value": value,
-        "HEAD_DIM": query.shape[3], "PADDED_DIM": padded(query),
-        "VALUE_DIM": value.shape[3], "PADDED_VALUE_DIM": padded(value),
-        "bias": query if bias is None else bias, "BIASED": bias is not None,
-        "bias_batch": 0 if bias is None else bias.stride(0),
-        "bias_head": 0 if bias is None else bias.stride(1),
-        **dict.fromkeys(("grad_bias", "diagonals", "ends", "diagonal_start"), query),
-        "num_blocks": 0, "scale": part.problem.scale, "group": part.group,
-        "all_heads": part.layout.frame.num_heads, "PRECISION": precision(query.dtype),
-        "STAGES": config.stages, "WARP_SPECIALIZE": config.warp_specialize,
-    }  # fmt: skip
-
-
-def _of_tiles(part: _Part, number: int, w: Walk, keys: int, *, by_key: bool) -> dict[str, Any]:
-    """`keys`: how many a program has at a time."""
-    p, tile = part.layout.passes[number], part.layout.block_size
-    starts, stops = (p.key_start, p.key_stop) if by_key else (p.query_start, p.query_stop)
-    word = 32 if tile % 32 == 0 and keys >= 32 else 16
-    return {
-        **w._asdict(), **extras.arguments(part.problem, number, w, part.heads.start, by_key=by_key),
-        "tile_start": starts.contiguous(), "tile_stop": stops.contiguous(),
-        "words": p.bitmaps.contiguous().view(torch.int32 if word == 32 else torch.int16),
-        "step": p.step, "num_units": w.units.shape[2], "num_entries": w.start.shape[2],
-        "num_cuts": w.cuts.shape[2], "num_tiles": starts.shape[1], "num_slots": w.slots,
-        "table_batches": w.units.shape[0], "tables": w.units.shape[1], "axes": len(starts),
-        "TILE": tile, "WORD": word, "KEYS": keys,
-    }  # fmt: skip
-
-
-def _streamed(part: _Part, number: int, config: Config, **tensors: Tensor) -> dict[str, Any]:
-    """The tensors that stream past: as descriptors where they may be, and how wide offsets are."""
-    step, tile = part.layout.passes[number].step, part.layout.block_size
-    reach = max(1, *(x.stride(2) for x in tensors.values()))
-    wide = tile * step * reach + _MOST_HEAD_DIM >= 1 << 31
-    holes = "key" in tensors and part.problem.key_mask is not None  # that only pointers leave out
-    if config.tma and step == 1 and not holes:
-        described = {name: descriptor(x, config.streamed) for name, x in tensors.items()}
-        if all(x is not None for x in described.values()):
-            return {**described, "TMA": True, "WIDE": wide}
-    return {"TMA": False, "WIDE": wide}
 
 
 def _combine(kernel: Any, w: Walk, like: Tensor, arguments: dict[str, Any]) -> None:
@@ -429,4 +360,5 @@ def _config_for(kernel: str, problem: Problem) -> Config:
     config = config_for(kernel, problem.query, head_dim, problem.layout.block_size)
     if problem.distance_bias is None:
         return config
-    return config._replace(streamed=max(16, config.streamed // 2))  # a bias to each pair takes room
+    # a bias to each pair takes room
+    return config._replace(streamed=max(16, config.streamed // 2), masked=0)

@@ -22,17 +22,17 @@ def kernel(function: Callable[..., None]) -> Any:
 
 @triton.jit
 def load_rows(
-    source, offset, row, column, token, real, step, stride, COUNT: tl.constexpr,
+    tiles, source, offset, row, column, token, real, step, stride, COUNT: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ALL: tl.constexpr, TMA: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """[COUNT, PADDED_DIM] of a tensor [.., tokens, HEAD_DIM]: every `step`-th row from `token` on.
 
-    A head's rows begin at (row, column) of a descriptor's matrix, whose rows are not masked, step
-    1; or at `offset` from a pointer: then 0 where not real, unless ALL are.
+    By the descriptor `tiles` of a matrix where a head's rows begin at (row, column), all real and
+    of step 1; or from the pointer `source`, at `offset`: then 0 where not real, unless ALL are.
     """
     if TMA:
-        return source.load([row + token.to(tl.int32), column])
+        return tiles.load([row + token.to(tl.int32), column])
     else:
         index: tl.constexpr = tl.int64 if WIDE else tl.int32
         dim = tl.arange(0, PADDED_DIM)
@@ -48,29 +48,44 @@ def load_rows(
 
 
 @triton.jit
-def head_of(batch, head, batch_stride, head_stride, token_stride):
-    """Where a head of [B, H, N, D] begins: (offset, row and column of the matrix of its tokens)."""
-    offset = batch * batch_stride + head * head_stride
-    return offset, (offset // token_stride).to(tl.int32), (offset % token_stride).to(tl.int32)
+def head_of(batch, head, batch_stride, head_stride, side, token_stride, ALIGN: tl.constexpr,
+            TMA: tl.constexpr):
+    """Where a head of [B, H, N, D] begins: (offset, row and column of the matrix of its tokens).
+
+    With TMA the strides count rows of that matrix, and heads lie `side` columns apart.
+    """
+    if TMA:
+        row, column = batch * batch_stride + head * head_stride, head * elements(side, ALIGN)
+        return row * token_stride + column, row.to(tl.int32), column.to(tl.int32)
+    else:
+        offset = batch * elements(batch_stride, ALIGN) + head * elements(head_stride, ALIGN)
+        return offset, 0, 0
 
 
 @triton.jit
-def visible(words, bitmap, queries, keys, first_key, TILE: tl.constexpr, WORD: tl.constexpr,
-            KEYS: tl.constexpr):
-    """Which pairs of slots a bitmap holds, as int32 that are not 0; all of them for number -1.
+def step_of(step, TMA: tl.constexpr):
+    """The distance of neighbours in a tile, known when compiled to be 1 where tiles are TMA's."""
+    return tl.full([], 1, tl.int64) if TMA else step
 
-    `queries` are slots in their tile, `keys` the numbers 0 to KEYS - 1 of slots from `first_key`
-    on; one of them is [n, 1], the other [1, n]. Each word of a query's line is loaded once; which
-    word a pair is in is known when this is compiled.
+
+@triton.jit
+def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
+            COUNT: tl.constexpr):
+    """[rows, COUNT] which pairs of slots a bitmap holds, int32 that are not 0; all for number -1.
+
+    `rows` are slots of the tile that a bitmap has a line for each, the others are COUNT slots from
+    `first` on of the tile along the lines. Each word is loaded once; which word a pair is in is
+    known when this is compiled.
     """
     LINE: tl.constexpr = TILE // WORD
-    line = words + bitmap.to(tl.int64) * (TILE * LINE) + queries * LINE
-    bits = tl.zeros_like(queries + keys)
-    for w in tl.static_range((KEYS + WORD - 1) // WORD):
-        inside = (bitmap >= 0) & (queries < TILE) & (first_key // WORD + w < LINE)
-        word = tl.load(line + first_key // WORD + w, mask=inside, other=-1).to(tl.int32)
-        bit = word & (1 << (keys & (WORD - 1)))
-        bits = tl.where((keys & ~(WORD - 1)) == w * WORD, bit, bits)
+    line = words + bitmap.to(tl.int64) * (TILE * LINE) + rows[:, None] * LINE
+    along = tl.arange(0, COUNT)[None, :]
+    bits = tl.zeros_like(rows[:, None] + along)
+    for w in tl.static_range((COUNT + WORD - 1) // WORD):
+        inside = (bitmap >= 0) & (rows[:, None] < TILE) & (first // WORD + w < LINE)
+        word = tl.load(line + first // WORD + w, mask=inside, other=-1).to(tl.int32)
+        bit = word & (1 << (along & (WORD - 1)))
+        bits = tl.where((along & ~(WORD - 1)) == w * WORD, bit, bits)
     return bits
 
 

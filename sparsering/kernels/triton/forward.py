@@ -18,6 +18,7 @@ from .device import (
     program_of,
     rows_of,
     span_of,
+    step_of,
     table_of,
     unit_at,
     visible,
@@ -59,12 +60,12 @@ def _attend(acc, highest, total, score, v, bias, scale, keep, stays, MASKED: tl.
 
 @kernel
 def forward_kernel(
-    query, key, value, bias, out, lse, piece_out, piece_lse,
+    query, key, value, key_tiles, value_tiles, bias, out, lse, piece_out, piece_lse,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
     distance_bias, key_mask, seed, stream, tile_origin, origin,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
-    v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
+    v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64, k_side: tl.int64, v_side: tl.int64,
     o_batch: tl.int64, o_head: tl.int64, lse_batch: tl.int64, lse_head: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, distance_batch: tl.int64, distance_head: tl.int64,
     mask_batch: tl.int64, seed_batch: tl.int64, origin_shift: tl.int64,
@@ -74,8 +75,9 @@ def forward_kernel(
     axes: tl.int32, parts: tl.int32, reach: tl.int32, branch: tl.int32, least: tl.int32,
     scale: tl.float32, cap: tl.float32, kept_scale: tl.float32,
     TILE: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    PACK: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr,
+    PACK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    ALIGN: tl.constexpr,
     RUNNING: tl.constexpr, SINK: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr,
     DISTANCES: tl.constexpr, DROPPING: tl.constexpr, STREAMS: tl.constexpr,
     KEYS_MASKED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
@@ -87,7 +89,9 @@ def forward_kernel(
     holds. A unit with a slot leaves its share in piece_out [B, heads, slots, TILE, Dv] and
     piece_lse, for `merge_kernel`.
     """
+    step = step_of(step, TMA)
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
+    MASKED_STEPS: tl.constexpr = (TILE + MASKED - 1) // MASKED
     GAPS: tl.constexpr = TILE % KEYS != 0 or KEYS_MASKED  # also where a tile's pairs are all in
     part, unit, head, batch = program_of(parts, PACK, num_units, num_heads, group)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
@@ -116,17 +120,16 @@ def forward_kernel(
     kv_head = head // group
     k_token, v_token = elements(k_token, ALIGN), elements(v_token, ALIGN)
     k_offset, k_row, k_column = head_of(
-        batch, kv_head, elements(k_batch, ALIGN), elements(k_head, ALIGN), k_token
+        batch, kv_head, k_batch, k_head, k_side, k_token, ALIGN, TMA
     )
     v_offset, v_row, v_column = head_of(
-        batch, kv_head, elements(v_batch, ALIGN), elements(v_head, ALIGN), v_token
+        batch, kv_head, v_batch, v_head, v_side, v_token, ALIGN, TMA
     )
     bias += batch * bias_batch
     start, tokens, bitmap, entry = from_table(start, tokens, bitmap, entry, table, num_entries)
     if DISTANCES or DROPPING:
         origin += table * num_entries
         first_query = tl.load(tile_origin + axis * num_tiles + tile)
-        along_key = tl.arange(0, KEYS) * step
     if DISTANCES:
         biases = distance_bias + batch * distance_batch + heads * distance_head
         along_query = (slot * step).to(tl.int32)
@@ -144,36 +147,36 @@ def forward_kernel(
         upper = end if masked_entries else masked
         ahead = tl.load(start + lower, mask=lower < upper, other=0)
         for i in tl.range(
-            lower * STEPS, upper * STEPS, num_stages=2 if masked_entries else STAGES,
-            warp_specialize=WARP_SPECIALIZE,
+            lower * (MASKED_STEPS if masked_entries else STEPS),
+            upper * (MASKED_STEPS if masked_entries else STEPS),
+            num_stages=2 if masked_entries else STAGES, warp_specialize=WARP_SPECIALIZE,
         ):
-            e = i // STEPS
-            first_slot = i % STEPS * KEYS
-            keys = first_slot + tl.arange(0, KEYS)
+            SIZE: tl.constexpr = MASKED if masked_entries else KEYS
+            STEPS_OF: tl.constexpr = MASKED_STEPS if masked_entries else STEPS
+            e = i // STEPS_OF
+            first_slot = i % STEPS_OF * SIZE
+            keys = first_slot + tl.arange(0, SIZE)
             token = ahead + first_slot * step
-            ahead = tl.load(start + (i + 1) // STEPS, mask=i + 1 < upper * STEPS, other=0)
+            ahead = tl.load(start + (i + 1) // STEPS_OF, mask=i + 1 < upper * STEPS_OF, other=0)
             in_tile = keys < (tl.load(tokens + e) if masked_entries else TILE)
             if KEYS_MASKED:
-                of_keys = key_mask + batch * mask_batch + token + tl.arange(0, KEYS) * step
+                of_keys = key_mask + batch * mask_batch + token + tl.arange(0, SIZE) * step
                 in_tile &= tl.load(of_keys, mask=in_tile, other=0) != 0
             if masked_entries:
-                bits = visible(
-                    words, tl.load(bitmap + e), slot[:, None], tl.arange(0, KEYS)[None, :],
-                    first_slot, TILE, WORD, KEYS,
-                )
+                bits = visible(words, tl.load(bitmap + e), slot, first_slot, TILE, WORD, SIZE)
                 keep = tl.where(in_tile[None, :], bits, 0)
             else:
                 keep = in_tile[None, :].to(tl.int32)
             k = load_rows(
-                key, k_offset, k_row, k_column, token, in_tile, step, k_token,
-                KEYS, HEAD_DIM, PADDED_DIM, not (masked_entries or GAPS), TMA, WIDE,
+                key_tiles, key, k_offset, k_row, k_column, token, in_tile, step, k_token, SIZE,
+                HEAD_DIM, PADDED_DIM, not (masked_entries or GAPS), TMA and not masked_entries,
+                WIDE,
             )
             v = load_rows(
-                value, v_offset, v_row, v_column, token, in_tile, step, v_token,
-                KEYS, VALUE_DIM, PADDED_VALUE_DIM, not (masked_entries or GAPS), TMA, WIDE,
+                value_tiles, value, v_offset, v_row, v_column, token, in_tile, step, v_token, SIZE,
+                VALUE_DIM, PADDED_VALUE_DIM, not (masked_entries or GAPS),
+                TMA and not masked_entries, WIDE,
             )
-            if TMA and (masked_entries or GAPS):  # what lies past the tile may be no number
-                v = tl.where(in_tile[:, None], v, 0.0)
             if BIASED:
                 of_entry = bias + heads * bias_head + tl.load(entry + e)
                 added = tl.load(of_entry, mask=real, other=0.0)
@@ -181,6 +184,7 @@ def forward_kernel(
                 added = 0.0
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if DISTANCES or DROPPING:
+                along_key = tl.arange(0, SIZE) * step
                 first_key = tl.load(origin + e).to(tl.int64) + origin_shift + first_slot * step
             if CAPPED:
                 score, _ = capped(score, scale, cap)

@@ -2,7 +2,7 @@
 
 import contextlib
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,11 +41,21 @@ def strides(**tensors: Tensor) -> dict[str, int]:
     return arguments
 
 
-def descriptor(x: Tensor, rows: int) -> Any:
-    """A tensor descriptor over [B, H, N, D] as a matrix whose rows are tokens, None if it is none.
+class Matrix(NamedTuple):
+    """A tensor [B, H, N, D] as a matrix whose rows are tokens.
 
-    Heads are rows below one another, or columns side by side.
+    Attributes:
+        tiles: a descriptor of it.
+        strides: "batch" and "head": how many rows apart they are; "side": how many columns apart
+            heads are, that lie side by side.
     """
+
+    tiles: Any
+    strides: dict[str, int]
+
+
+def matrix(x: Tensor, rows: int) -> Matrix | None:
+    """A tensor [B, H, N, D] as one matrix, tiles of `rows` tokens of a head; None if it is none."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     batch, heads, tokens, head_dim = x.shape
@@ -56,8 +66,23 @@ def descriptor(x: Tensor, rows: int) -> Any:
     below = of_head % of_token == 0
     if not below and (heads - 1) * of_head + head_dim > of_token:
         return None
-    last = ((batch - 1) * of_batch + (heads - 1) * of_head * below) // of_token
-    return TensorDescriptor(x, [last + tokens, of_token], [of_token, 1], [rows, head_dim])
+    apart = {"batch": of_batch // of_token, "head": 0, "side": of_head}
+    if below:
+        apart |= {"head": of_head // of_token, "side": 0}
+    last = (batch - 1) * apart["batch"] + (heads - 1) * apart["head"]
+    tiles = TensorDescriptor(x, [last + tokens, of_token], [of_token, 1], [rows, head_dim])
+    return Matrix(tiles, apart)
+
+
+def line(x: Tensor, count: int) -> Any:
+    """A descriptor of the memory of [B, H, N] that a program takes `count` numbers of; or None."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    batch, heads, tokens = x.shape
+    size = (batch - 1) * x.stride(0) + (heads - 1) * x.stride(1) + tokens
+    if not tokens or x.data_ptr() % 16 or size >= 1 << 31:
+        return None
+    return TensorDescriptor(x, [size], [1], [count])
 
 
 def precision(dtype: torch.dtype) -> str:

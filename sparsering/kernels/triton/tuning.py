@@ -30,6 +30,7 @@ class Config(NamedTuple):
         warps, stages: of Triton.
         tma: load what streams past through tensor descriptors, where it can be.
         warp_specialize: split loading and computing between warps.
+        masked: tokens that it takes in at a step where pairs are masked, 0 for as many.
     """
 
     rows: int
@@ -38,18 +39,20 @@ class Config(NamedTuple):
     stages: int
     tma: bool = False
     warp_specialize: bool = False
+    masked: int = 0
 
 
 # By generation and kernel: for head dims up to 64, 128 and 256. Chosen by what `ptxas` says of
-# registers and shared memory, not by a measurement.
+# registers and shared memory, and by `benchmarks.gpu.forecast`, not by a measurement. The last
+# number, if any, is `masked`.
 _HALF = {
     (80, "forward"): ((128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
-    (80, "query"): ((128, 64, 8, 3), (64, 64, 8, 3), (64, 32, 8, 2)),
+    (80, "query"): ((128, 64, 8, 3, 32), (64, 64, 8, 3), (64, 32, 8, 2)),
     (80, "key"): ((64, 32, 4, 3), (64, 64, 8, 3), (64, 32, 8, 2)),
-    (90, "forward"): ((128, 128, 8, 3), (128, 128, 8, 2), (128, 32, 8, 2)),
-    (90, "query"): ((128, 128, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
-    (90, "key"): ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
-    (100, "forward"): ((128, 128, 8, 2), (128, 128, 8, 2), (128, 32, 8, 2)),
+    (90, "forward"): ((128, 128, 8, 3, 64), (128, 128, 8, 2, 64), (128, 32, 8, 2)),
+    (90, "query"): ((128, 128, 8, 3, 64), (128, 64, 8, 3), (128, 32, 8, 2)),
+    (90, "key"): ((128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 8, 2)),
+    (100, "forward"): ((128, 128, 8, 2, 64), (128, 128, 8, 2, 64), (128, 32, 8, 2)),
     (100, "query"): ((128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
     (100, "key"): ((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 8, 2)),
 }
@@ -73,7 +76,9 @@ def default(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
     size = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
     gpu = generation(like.device)
     table = _SINGLE[kernel] if like.itemsize == 4 else _HALF[gpu, kernel]
-    chosen = Config(*table[size], tma=gpu >= 90 and like.itemsize < 4)
+    rows, streamed, warps, stages, *masked = table[size]
+    tma = gpu >= 90 and like.itemsize < 4
+    chosen = Config(rows, streamed, warps, stages, tma, masked=masked[0] if masked else 0)
     return _fitted(chosen, like, head_dim, tile)
 
 
@@ -138,7 +143,8 @@ def _fitted(chosen: Config, like: Tensor, head_dim: int, tile: int) -> Config:
     if most - tile >= 64:  # 160 and 192 tokens are 3 x 64 rather than 256
         most = 64
     rows, streamed = min(chosen.rows, most), min(chosen.streamed, most)
-    chosen = chosen._replace(rows=rows, streamed=streamed)
+    masked = min(chosen.masked, streamed) % streamed
+    chosen = chosen._replace(rows=rows, streamed=streamed, masked=masked)
     if rows * streamed <= 64 * 64 and like.itemsize < 4 and head_dim <= 64:
         chosen = chosen._replace(warps=min(4, chosen.warps))
     padded = max(16, power_of_2(head_dim))

@@ -36,6 +36,7 @@ class Walk(NamedTuple):
             None where the pass has none.
         cuts: [Bt, T, cuts, 3] of each cut tile (-1: none): tile, first slot, pieces.
         slots: most slots that a table uses.
+        bitmaps: those of the pass; their lines are of slots of the walked tile.
     """
 
     units: Tensor
@@ -45,6 +46,7 @@ class Walk(NamedTuple):
     entry: Tensor
     cuts: Tensor
     slots: int
+    bitmaps: Tensor
     origin: Tensor | None = None
     stream: Tensor | None = None
 
@@ -148,6 +150,7 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
     )
     return Walk(
         units.int().contiguous(), start, tokens, bitmap, entry, cuts.int().contiguous(), slots_used,
+        p.transposed_bitmaps if by_key else p.bitmaps,
         *(None if x is None else of_other(x).gather(-1, order) for x in (origin, stream)),
     )  # fmt: skip
 

@@ -1,0 +1,115 @@
+"""What the kernels are given of a part of a call: its tensors, its tiles, and what streams past.
+
+What streams past is given twice: by pointers, and by tensor descriptors, which Hopper's and later
+GPUs copy whole tiles by. Entries that need a mask are read by pointers, which can leave rows out.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...layouts.layout import BlockLayout
+from ..problem import Problem
+from . import extras
+from .launch import line, matrix, padded, precision
+from .tuning import Config
+from .walk import Walk
+
+MOST_HEAD_DIM = 256
+
+
+class Part(NamedTuple):
+    """Some kv heads of a call, and the query heads that use them: a problem of their own."""
+
+    problem: Problem
+    heads: slice
+    kv_heads: slice
+
+    @property
+    def layout(self) -> BlockLayout:
+        return self.problem.layout
+
+    @property
+    def query(self) -> Tensor:
+        return self.problem.query
+
+    @property
+    def key(self) -> Tensor:
+        return self.problem.key
+
+    @property
+    def value(self) -> Tensor:
+        return self.problem.value
+
+    @property
+    def group(self) -> int:
+        return self.problem.group
+
+
+def of_inputs(part: Part, config: Config) -> dict[str, Any]:
+    """The tensors of a call, what they are like, and how a kernel is compiled for them."""
+    query, value, bias = part.query, part.value, part.problem.block_bias
+    return {
+        "query": query, "key": part.key, "value": value,
+        "HEAD_DIM": query.shape[3], "PADDED_DIM": padded(query),
+        "VALUE_DIM": value.shape[3], "PADDED_VALUE_DIM": padded(value),
+        "bias": query if bias is None else bias, "BIASED": bias is not None,
+        "bias_batch": 0 if bias is None else bias.stride(0),
+        "bias_head": 0 if bias is None else bias.stride(1),
+        **dict.fromkeys(("grad_bias", "diagonals", "ends", "diagonal_start"), query),
+        "num_blocks": 0, "scale": part.problem.scale, "group": part.group,
+        "all_heads": part.layout.frame.num_heads, "PRECISION": precision(query.dtype),
+        "STAGES": config.stages, "WARP_SPECIALIZE": config.warp_specialize,
+    }  # fmt: skip
+
+
+def of_tiles(part: Part, number: int, w: Walk, config: Config, *, by_key: bool) -> dict[str, Any]:
+    """The tiles of pass `number` and its walk, for a kernel whose units are tiles of this side."""
+    p, tile = part.layout.passes[number], part.layout.block_size
+    starts, stops = (p.key_start, p.key_stop) if by_key else (p.query_start, p.query_stop)
+    masked = config.masked or config.streamed
+    word = 32 if tile % 32 == 0 and masked >= 32 else 16
+    return {
+        **w._asdict(), **extras.arguments(part.problem, number, w, part.heads.start, by_key=by_key),
+        "tile_start": starts.contiguous(), "tile_stop": stops.contiguous(),
+        "words": w.bitmaps.contiguous().view(torch.int32 if word == 32 else torch.int16),
+        "step": p.step, "num_units": w.units.shape[2], "num_entries": w.start.shape[2],
+        "num_cuts": w.cuts.shape[2], "num_tiles": starts.shape[1], "num_slots": w.slots,
+        "table_batches": w.units.shape[0], "tables": w.units.shape[1], "axes": len(starts),
+        "TILE": tile, "WORD": word, "MASKED": masked, "QUERIES": config.streamed,
+        "KEYS": config.rows if by_key else config.streamed,
+    }  # fmt: skip
+
+
+def streamed(
+    part: Part,
+    number: int,
+    config: Config,
+    unit: int,
+    rows: dict[str, Tensor],
+    **tensors: Tensor,
+) -> dict[str, Any]:
+    """What streams past: tensors, and `rows` of a number per token; how wide offsets are.
+
+    By descriptors too, where all may be: they leave nothing out, so that tiles are of step 1, cut
+    into whole steps, and no key is masked. Strides are in units of `unit` elements.
+    """
+    step, tile = part.layout.passes[number].step, part.layout.block_size
+    reach = max(1, *(x.stride(2) for x in tensors.values()))
+    arguments: dict[str, Any] = {"WIDE": tile * step * reach + MOST_HEAD_DIM >= 1 << 31}
+    arguments |= {f"{name[0]}_side": 0 for name in tensors}
+    arguments |= {f"{name}_tiles": x for name, x in (tensors | rows).items()}
+    masked = "key" in tensors and part.problem.key_mask is not None
+    if not config.tma or step > 1 or tile % config.streamed or masked:
+        return {**arguments, "TMA": False}
+    described = {name: matrix(x, config.streamed) for name, x in tensors.items()}
+    lines = {f"{name}_tiles": line(x, config.streamed) for name, x in rows.items()}
+    if None in (*described.values(), *lines.values()):
+        return {**arguments, "TMA": False}
+    for name, found in described.items():
+        if found is not None:  # of each, as the type checker cannot see
+            side = {"side": found.strides["side"] // unit}
+            arguments |= {f"{name[0]}_{what}": n for what, n in (found.strides | side).items()}
+            arguments[f"{name}_tiles"] = found.tiles
+    return {**arguments, **lines, "TMA": True}
