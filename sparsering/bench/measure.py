@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -148,12 +149,12 @@ def of_slowest(number: float, world: int) -> float:
 
 
 def environment() -> Row:
-    """What a figure depends on: versions, processor, threads, commit."""
+    """What a figure depends on: versions, processor, threads, commit (None without a history)."""
+    commit = _git("rev-parse", "HEAD") or None
+    changes = ("status", "--porcelain", "--untracked-files=no", "--", ":(top,exclude)benchmarks")
     return {
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(
-            _git("status", "--porcelain", "--untracked-files=no", "--", ":(top,exclude)benchmarks")
-        ),
+        "commit": commit,
+        "uncommitted_changes": bool(_git(*changes)) if commit else None,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -161,6 +162,8 @@ def environment() -> Row:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
         "load_average": os.getloadavg()[0],
     }
 
@@ -180,6 +183,13 @@ def write_record(out: Path, name: str, rows: list[Row]) -> Path:
 
 def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _git(*arguments: str) -> str:

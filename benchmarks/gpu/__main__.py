@@ -1,0 +1,135 @@
+"""Measures everything that is claimed of a GPU, in calls of under nine minutes that go on.
+
+    python -m benchmarks.gpu --out DIR            # writes DIR/gpu.json and DIR/gpu.png
+    python -m benchmarks.gpu --out DIR --table    # lines for README and docs, of what is there
+    python -m benchmarks.gpu --list               # the parts, in order, with seconds
+
+The same call again measures what is missing. Without a GPU, under TRITON_INTERPRET=1, all parts run
+on small shapes, to be tried out.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from sparsering.files import replace_file
+from sparsering.kernels import triton
+
+from . import parts, running, table
+
+RECORDS = Path("benchmarks/records")
+
+
+def main() -> int:
+    """Exit code 1 where a case failed or is missing, 2 where nothing could be measured."""
+    arguments = _arguments()
+    if arguments.list:
+        for line in _listed():
+            print(line)
+        return 0
+    out: Path = arguments.out
+    given = running.read(out / "gpu.json") or running.read(arguments.resume / "gpu.json")
+    if arguments.table:
+        if given is None:
+            print(f"benchmarks.gpu: there is no record in {out}", file=sys.stderr)
+            return 2
+        print(*table.markdown(given), sep="\n")
+        table.plot(given, out / "gpu.png")
+        return 0
+    if reasons := triton.reasons():
+        print(f"benchmarks.gpu: {'; '.join(reasons)}", file=sys.stderr)
+        return 2
+    try:
+        replace_file(out / "gpu.trial", b"")
+        (out / "gpu.trial").unlink()
+    except OSError as error:
+        print(f"benchmarks.gpu: {error}; name another --out", file=sys.stderr)
+        return 2
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # processes share the host's cores
+    session = running.Session(out, given, arguments.commit, arguments.keep)
+    try:
+        for line in running.run(session, arguments.only, arguments.budget, arguments.processes):
+            print(f"{session.spent:4.0f} s  {line}", flush=True)
+    except RuntimeError as error:
+        print(f"benchmarks.gpu: {error}", file=sys.stderr)
+        return 2
+    table.plot(session.record, out / "gpu.png")
+    return _summary(session, arguments.only)
+
+
+def _summary(session: running.Session, only: list[str]) -> int:
+    """Says what is missing and how the bars stand."""
+    missing = 0
+    for name in only or parts.PARTS:
+        for case in parts.PARTS[name].cases:
+            state = session.state(name, case) or {"left": "not begun"}
+            missing += "left" in state or "failed" in state
+            if "failed" in state:
+                print(f"FAILED  {name} | {case}: {state['failed']}")
+    for bar in session.record["bars"]:
+        found = "not measured" if bar["found"] is None else f"{bar['found']:.4g} {bar['unit']}"
+        met = {None: "", True: "met", False: "NOT MET"}[bar["floor_met"]]
+        aim = f", aim {bar['aim']:g}" if bar["aim"] is not None else ""
+        print(f"{bar['bar']}: {found} (floor {bar['floor']:g}{aim}) {met}")
+    print(f"{missing} cases are missing or failed; {session.spent:.0f} s; {session.path}")
+    return int(missing > 0)
+
+
+def _listed() -> Iterator[str]:
+    for name, part in parts.PARTS.items():
+        kind = "timed" if part.timed else "shared"
+        told = f"{part.seconds:4.0f} s (bound {part.bound:3.0f})  {kind:6}  {name}"
+        yield f"{told}: {len(part.cases)} cases"
+    yield f"{sum(part.seconds for part in parts.PARTS.values()):4.0f} s in all, estimated"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--out", type=Path, default=RECORDS, help="folder of the record (default: %(default)s)")
+    add(
+        "--resume",
+        type=Path,
+        default=RECORDS,
+        help="folder of an earlier call's record, where --out has none (default: %(default)s)",
+    )
+    add(
+        "--only",
+        nargs="+",
+        choices=list(parts.PARTS),
+        default=[],
+        metavar="PART",
+        help="these parts",
+    )
+    add(
+        "--budget",
+        type=float,
+        default=500,
+        help="seconds after which no case starts (default: %(default)g)",
+    )
+    add(
+        "--processes",
+        type=int,
+        default=6 if (os.cpu_count() or 1) >= 8 else 2,
+        help="that share what is not timed (default: %(default)s)",
+    )
+    add("--commit", default="", help="of the sources, where they lie without their history")
+    add(
+        "--keep",
+        action="store_true",
+        help="also keep what other sources gave; each case tells its own",
+    )
+    add("--table", action="store_true", help="print what is on record as Markdown, and draw it")
+    add("--list", action="store_true", help="print the parts in their order, with estimates")
+    arguments = parser.parse_args()  # fmt: skip
+    if not re.fullmatch(r"[0-9a-f]{7,40}|", arguments.commit):
+        parser.error(f"--commit must be the digits of a commit, got {arguments.commit!r}")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

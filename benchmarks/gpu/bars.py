@@ -1,0 +1,106 @@
+"""What was asked of a GPU, and whether the record meets it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+Record = dict[str, Any]
+
+MAIN = "D 128, blocks of 128"
+
+
+class Bar(NamedTuple):
+    """A figure with a floor and, for some, an aim; `at_most`: whether less is better."""
+
+    name: str
+    unit: str
+    floor: float
+    aim: float | None
+    found: Callable[[Record], float | None]
+    at_most: bool = False
+
+
+def rows_of(record: Record, part: str, **wanted: object) -> list[dict[str, Any]]:
+    """The rows of a part that have these values, without those that were left out or failed."""
+    rows = record.get("parts", {}).get(part, {}).get("rows", [])
+    return [
+        row for row in rows
+        if "ms" in row and all(row.get(key) == value for key, value in wanted.items())
+    ]  # fmt: skip
+
+
+def rate(record: Record, case: str) -> float | None:
+    """TFLOP/s of ours at the main shape."""
+    found = rows_of(record, "main shapes", setting=MAIN, case=case, backend="ours")
+    return found[0]["tflops"] if found else None
+
+
+def _times(case: str, *peers: str) -> Callable[[Record], float | None]:
+    """How many times as long the fastest of the peers takes as ours, at the main shape."""
+
+    def found(record: Record) -> float | None:
+        rows = rows_of(record, "main shapes", setting=MAIN, case=case)
+        ms = {row["backend"]: row["ms"] for row in rows}
+        theirs = [ms[peer] for peer in peers if peer in ms]
+        return min(theirs) / ms["ours"] if theirs and "ours" in ms else None
+
+    return found
+
+
+def _worst(part: str, key: str, **wanted: object) -> Callable[[Record], float | None]:
+    def found(record: Record) -> float | None:
+        rows = rows_of(record, part, **wanted)
+        return max(row[key] for row in rows) if rows else None
+
+    return found
+
+
+def _wrong(record: Record) -> float | None:
+    """Cases of correctness that failed; None where some were not tried."""
+    states = [
+        state for name, part in record.get("parts", {}).items() if name.endswith("right")
+        for state in part["cases"].values()
+    ]  # fmt: skip
+    if not states or any("left" in state for state in states):
+        return None
+    return float(sum("failed" in state for state in states))
+
+
+_DENSE = ("dense cudnn", "dense flash")
+BARS = [
+    Bar("cases of correctness that fail", "", 0, None, _wrong, at_most=True),
+    Bar("forward, main shape", "TFLOP/s", 450, 620, lambda record: rate(record, "forward")),
+    Bar("forward and backward, main shape", "TFLOP/s", 330, 450,
+        lambda record: rate(record, "forward+backward")),
+    Bar("forward, times FlexAttention's speed", "x", 1.2, 1.6, _times("forward", "flex")),
+    Bar("forward and backward, times FlexAttention's speed", "x", 1.2, 1.6,
+        _times("forward+backward", "flex")),
+    Bar("forward, times the fastest dense, 90% sparse", "x", 7, 9.5, _times("forward", *_DENSE)),
+    Bar("forward and backward, times the fastest dense, 90% sparse", "x", 7, 9.5,
+        _times("forward+backward", *_DENSE)),
+    Bar("4096 tokens, 90% sparse, forward", "ms", 0.2, None,
+        _worst("founding table", "ms", backend="ours", case="forward"), at_most=True),
+    Bar("a layout of 2^20 tokens, the slowest of the patterns", "ms", 5, None,
+        _worst("layouts", "ms"), at_most=True),
+    Bar("overhead of a call on the host", "us", 60, None,
+        _worst("overhead", "us", backend="ours", case="forward"), at_most=True),
+]  # fmt: skip
+"""The main shape: 10% random blocks of 128, 16 heads of 128, 32768 tokens, bfloat16."""
+
+
+def bars(record: Record) -> list[dict[str, Any]]:
+    """Each bar with what was found, None where nothing was, and whether floor and aim are met."""
+    return list(_judged(record))
+
+
+def _judged(record: Record) -> Iterator[dict[str, Any]]:
+    for bar in BARS:
+        found = bar.found(record)
+
+        def met(limit: float | None, bar: Bar = bar, found: float | None = found) -> bool | None:
+            if found is None or limit is None:
+                return None
+            return found <= limit if bar.at_most else found >= limit
+
+        yield {"bar": bar.name, "unit": bar.unit, "at_most": bar.at_most, "floor": bar.floor,
+               "aim": bar.aim, "found": found, "floor_met": met(bar.floor),
+               "aim_met": met(bar.aim)}  # fmt: skip

@@ -1,0 +1,370 @@
+"""Whether what calls can be is right on a GPU: graphs, compilation, no waits, extras, modules.
+
+Compared with the reference backend in float64, on the same device.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.bench.measure import Row
+from sparsering.distributed import simulate_ring
+from sparsering.models import LongNetLM
+from sparsering.nn import MultiheadAttention, SelectedAttention
+from sparsering.selection import block_scores, select_blocks
+
+from .correctness import DTYPES, products_of
+from .device import DEVICE, GPU, HALF, captured, inputs, sized, synchronize, waits_are_errors
+from .timing import largest, relative
+
+BOUND = 0.02 if GPU else 1e-5  # of errors of half precision, relative to the norm
+
+
+def exact(args: list[Tensor], pattern: sr.Pattern, grad: Tensor, **options: Any) -> list[Tensor]:
+    """Out and gradients in float64."""
+    own = [x.detach().double().requires_grad_() for x in args]
+    given = {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+             for k, x in options.items()}  # fmt: skip
+    out = sr.attention(*own, pattern, backend="reference", **given)
+    return [out.detach(), *torch.autograd.grad(out, own, grad.double())]
+
+
+def graphs() -> Iterator[Row]:
+    """CUDA graphs, forward and with backward: captured, then replayed on new inputs."""
+    heads, length, width = sized((4, 1024, 128), (1, 48, 16))
+    patterns = {
+        "random blocks": sr.RandomBlocks(0.2, sized(128, 16)),
+        "longnet": sr.LongNet(sized((256, 512), (16, 32)), (1, 2)) & sr.Causal(),
+        "window": sr.Causal() & sr.SlidingWindow(sized(200, 20)),
+    }
+    for name, pattern in patterns.items():
+        args = [x.requires_grad_() for x in inputs(heads, length, width)]
+        grad = torch.randn_like(args[0])
+
+        def forward(args: list[Tensor] = args, pattern: sr.Pattern = pattern) -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                return (sr.attention(*args, pattern, backend="triton"),)
+
+        def both(
+            args: list[Tensor] = args, pattern: sr.Pattern = pattern, grad: Tensor = grad
+        ) -> tuple[Tensor, ...]:
+            out = sr.attention(*args, pattern, backend="triton")
+            return (out.detach(), *torch.autograd.grad(out, args, grad))
+
+        for case, call in (("forward", forward), ("forward+backward", both)):
+            replay, errors = captured(call), []
+            for seed in (1, 2):
+                with torch.no_grad():
+                    for x, new in zip(args, inputs(heads, length, width, seed=seed), strict=True):
+                        x.copy_(new)
+                    grad.copy_(torch.randn_like(grad))
+                got = replay()
+                synchronize()
+                want = exact(args, pattern, grad)
+                errors += [relative(a, b) for a, b in zip(got, want, strict=False)]
+            worst = largest(errors, BOUND, f"a replayed graph of {name}, {case}")
+            yield {"pattern": name, "case": case, "error": worst}
+
+
+def graph_of_selected() -> Iterator[Row]:
+    """A graph whose blocks are chosen anew at each replay: scores, choice and attention inside."""
+    heads, length, width = sized((4, 1024, 64), (2, 96, 16))
+    block, k = sized((64, 4), (16, 2))
+    args = inputs(heads, length, width)
+
+    def chosen() -> Tensor:
+        scores = block_scores(args[0], args[1], block, query_block=block)
+        return select_blocks(scores, k, block_size=block, query_block=block)
+
+    def call() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            picked = chosen()
+            pattern = sr.SelectedBlocks(picked, block, query_block=block) & sr.Causal()
+            return sr.attention(*args, pattern, backend="triton"), picked
+
+    replay, errors = captured(call), []
+    for seed in (1, 2):
+        for x, new in zip(args, inputs(heads, length, width, seed=seed), strict=True):
+            x.copy_(new)
+        got, picked = replay()
+        synchronize()
+        pattern = sr.SelectedBlocks(picked.clone(), block, query_block=block) & sr.Causal()
+        want = sr.attention(*(x.double() for x in args), pattern, backend="reference")
+        errors.append(relative(got, want))
+    yield {"pattern": "selected blocks", "case": "scores, choice and attention",
+           "error": largest(errors, BOUND, "a graph that selects")}  # fmt: skip
+
+
+def compiled() -> Iterator[Row]:
+    """`torch.compile(mode="reduce-overhead")`, forward and backward, and that graphs were taken."""
+    from torch._dynamo.utils import counters
+
+    heads, length, width = sized((4, 1024, 64), (2, 48, 16))
+    pattern = sr.Causal() & sr.SlidingWindow(sized(200, 20))
+
+    def layer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.tanh(sr.attention(query * 1.5, key, value, pattern, backend="triton"))
+
+    options = {"mode": "reduce-overhead"} if GPU else {"backend": "aot_eager"}
+    counters.clear()
+    run = torch.compile(layer, fullgraph=True, **options)
+    errors = []
+    for seed in range(5):
+        args = [x.requires_grad_() for x in inputs(heads, length, width, seed=seed)]
+        grad = torch.randn_like(args[0])
+        torch.compiler.cudagraph_mark_step_begin()
+        out = run(*args)
+        got = [x.clone() for x in (out, *torch.autograd.grad(out, args, grad))]
+        own = [x.detach().double().requires_grad_() for x in args]
+        true = torch.tanh(sr.attention(own[0] * 1.5, *own[1:], pattern, backend="reference"))
+        want = [true, *torch.autograd.grad(true, own, grad.double())]
+        errors += [relative(a, b) for a, b in zip(got, want, strict=True)]
+    yield {"pattern": "window", "case": "forward+backward", "error": largest(errors, BOUND, "it"),
+           "graphs_skipped": counters["inductor"]["cudagraph_skips"]}  # fmt: skip
+
+
+def without_waiting() -> Iterator[Row]:
+    """No wait for the GPU: a pattern that is cached, selected blocks, and the layer that selects.
+
+    The first call of each compiles kernels and may wait.
+    """
+    heads, length, width = sized((4, 2048, 64), (1, 64, 16))
+    block, k = sized((64, 8), (16, 2))
+    window = sr.Causal() & sr.SlidingWindow(sized(300, 30))
+    layer = SelectedAttention(
+        heads * width, heads, block_size=block, k=k, query_block=block, causal=False
+    ).to(DEVICE)
+
+    def cached(args: list[Tensor]) -> Tensor:
+        return sr.attention(*args, window, backend="triton")
+
+    def selected(args: list[Tensor]) -> Tensor:
+        query, key, _ = args
+        scores = block_scores(query.detach(), key.detach(), block, query_block=block)
+        picked = select_blocks(scores, k, block_size=block, query_block=block)
+        pattern = sr.SelectedBlocks(picked, block, query_block=block) & sr.Causal()
+        return sr.attention(*args, pattern, backend="triton")
+
+    def module(args: list[Tensor]) -> Tensor:
+        return layer(args[0].transpose(1, 2).flatten(2).float())
+
+    calls: dict[str, Callable[[list[Tensor]], Tensor]] = {
+        "a cached pattern": cached, "selected blocks": selected, "SelectedAttention": module,
+    }  # fmt: skip
+    for name, call in calls.items():
+        for attempt in range(3):
+            args = [x.requires_grad_() for x in inputs(heads, length, width, seed=attempt)]
+            synchronize()
+            if attempt < 2:  # the second meets what the first left in the caches
+                call(args).sum().backward()
+                continue
+            with waits_are_errors():
+                out = call(args)
+                out.sum().backward()
+        synchronize()
+        if not bool(out.isfinite().all() and args[0].grad.isfinite().all()):
+            raise RuntimeError(f"{name} without waiting is no number")
+        yield {"pattern": name, "case": "forward+backward", "waits": 0 if GPU else None}
+
+
+def extras(dtype: str) -> Iterator[Row]:
+    """Softcap, distance bias, sink, dropout, masked keys: each alone, and all together."""
+    batch, heads, kv_heads, length, width = sized((2, 4, 2, 300, 64), (1, 2, 1, 40, 16))
+    kind = DTYPES[dtype] if GPU else torch.float32
+    unit = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[kind]
+    unit = max(unit, 1e-3 if dtype == "float32, tf32" else 0.0)
+    each: dict[str, dict[str, Any]] = {
+        "softcap": {"softcap": 0.7}, "distance bias": {"distance_bias": (heads, 35)},
+        "sink": {"sink": (batch, heads, length)},
+        "dropout": {"dropout_p": 0.3, "dropout_seed": 11}, "masked keys": {},
+    }  # fmt: skip
+    each["all"] = {name: value for options in each.values() for name, value in options.items()}
+    bases = {"causal": sr.Causal(), "longnet": sr.LongNet((16, 91), (1, 3)) & sr.Causal()}
+    for number, (name, made) in enumerate(each.items()):
+        if not GPU and name != "all":
+            continue
+        for label, base in bases.items():
+            torch.manual_seed(number)
+            args = [torch.randn(batch, h, length, width, device=DEVICE, dtype=kind)
+                    for h in (heads, kv_heads, kv_heads)]  # fmt: skip
+            given = {k: torch.randn(*v, device=DEVICE) if isinstance(v, tuple) else v
+                     for k, v in made.items()}  # fmt: skip
+            pattern: sr.Pattern = base
+            if name in ("masked keys", "all"):
+                pattern = base & sr.KeyMask(torch.rand(batch, length, device=DEVICE) < 0.7)
+            with products_of(dtype):
+                error = _error_of_extras(args, pattern, given)
+            what = f"{name} over {label} in {dtype}"
+            yield {"pattern": label, "extra": name, "dtype": dtype,
+                   "error": largest([error], 4 * unit, what)}  # fmt: skip
+
+
+def _error_of_extras(args: list[Tensor], pattern: sr.Pattern, given: dict[str, Any]) -> float:
+    """Largest relative error of out, lse and all gradients against float64."""
+    results = []
+    for kind, backend in ((None, "triton"), (torch.float64, "reference")):
+        own = [x.detach().to(kind or x.dtype).requires_grad_() for x in args]
+        options = {k: x.detach().to(kind or x.dtype).requires_grad_() if isinstance(x, Tensor)
+                   else x for k, x in given.items()}  # fmt: skip
+        both = sr.attention(
+            *own, pattern, block_size=sized(64, 16), backend=backend, return_lse=True, **options
+        )
+        torch.manual_seed(1)
+        grads = [torch.randn_like(x, dtype=torch.float32).to(x.dtype) for x in both]
+        grads[1] = torch.where(both[1].isfinite(), grads[1], 0.0)
+        leaves = [*own, *(x for x in options.values() if isinstance(x, Tensor))]
+        found = torch.autograd.grad(list(both), leaves, grads)
+        results.append([x.detach() for x in (*both, *found)])
+    errors = []
+    for a, b in zip(*results, strict=True):
+        finite = b.isfinite()
+        if not torch.equal(a.isfinite(), finite):
+            raise RuntimeError("not finite in the same places")
+        difference = (a.double() - b.double())[finite].abs().max()
+        errors.append(float(difference / b[finite].abs().max().clamp(min=1.0)))
+    return max(errors)
+
+
+def offloaded_ring() -> Iterator[Row]:
+    """`simulate_ring(offload=True)`: the sequence on the host, one rank's part on the GPU."""
+    heads, length, width = sized((4, 4096, 64), (2, 96, 16))
+    for name, pattern in {
+        "window": sr.Causal() & sr.SlidingWindow(sized(700, 30)),
+        "longnet": sr.LongNet(sized((512, 4096), (16, 96)), (1, 2)) & sr.Causal(),
+        "causal": sr.Causal(),
+    }.items():
+        args = [x.cpu().requires_grad_() for x in inputs(heads, length, width)]
+        grad = torch.randn_like(args[0])
+        sharding = "zigzag" if name == "causal" else "contiguous"
+        out = simulate_ring(*args, pattern, world_size=4, sharding=sharding, offload=True)
+        got = [out, *torch.autograd.grad(out, args, grad)]
+        if any(x.device.type != "cpu" for x in got):
+            raise RuntimeError("results are not where the inputs are")
+        want = exact([x.detach().to(DEVICE) for x in args], pattern, grad.to(DEVICE))
+        errors = [relative(a.to(DEVICE), b) for a, b in zip(got, want, strict=True)]
+        yield {"pattern": name, "case": "forward+backward", "ranks": 4, "tokens": length,
+               "error": largest(errors, BOUND, f"the ring of {name}")}  # fmt: skip
+
+
+def decoding() -> Iterator[Row]:
+    """`KVCache` and `SelectedCache`: a prompt, then token by token, against the whole sequence."""
+    heads, kv_heads, length, width = sized((8, 2, 700, 64), (2, 1, 60, 16))
+    prompt = length - sized(40, 5)
+    for name, pattern in {
+        "window and global": sr.SlidingWindow(sized(100, 10)) | sr.GlobalTokens(4, rows=False),
+        "longnet": sr.LongNet(sized((64, 512), (16, 32)), (1, 4)),
+        "causal": sr.Causal(),
+    }.items():
+        args = inputs(heads, length, width, kv_heads=kv_heads)
+        cache = sr.KVCache(pattern, 1, kv_heads, width, num_heads=heads, page_size=64)
+        out = _step_by_step(cache, args, prompt)
+        want = sr.attention(*(x.double() for x in args), pattern & sr.Causal(), backend="reference")
+        yield {"pattern": name, "tokens": length, "kept": cache.kept,
+               "error": largest([relative(out, want)], BOUND, f"decoding of {name}")}  # fmt: skip
+    args = inputs(heads, length, width, kv_heads=kv_heads)
+    block, k = sized((32, 64), (16, 8))  # all blocks, so that a rounded score decides nothing
+    chosen = sr.SelectedCache(1, kv_heads, width, k=k, block_size=block, num_heads=heads)
+    out = _step_by_step(chosen, args, prompt)
+    want = sr.attention(*(x.double() for x in args), sr.Causal(), backend="reference")
+    yield {"pattern": "all blocks selected", "tokens": length, "kept": chosen.kept,
+           "error": largest([relative(out, want)], BOUND, "a cache that selects")}  # fmt: skip
+
+
+def _step_by_step(cache: sr.KVCache, args: list[Tensor], prompt: int) -> Tensor:
+    outs = [cache.attend(*(x[:, :, :prompt] for x in args))]
+    for place in range(prompt, args[0].shape[2]):
+        outs.append(cache.attend(*(x[:, :, place : place + 1] for x in args)))
+    return torch.cat(outs, 2)
+
+
+def modules() -> Iterator[Row]:
+    """The modules and the language model, forward and backward in float32, and by autocast.
+
+    Against themselves in float64, which another backend computes; a layer that selects takes all
+    blocks, so that a rounded score decides nothing.
+    """
+    length, width, heads = sized((256, 256, 4), (40, 32, 2))
+    block = sized(64, 16)
+    window = sr.Causal() & sr.SlidingWindow(sized(100, 10))
+    torch.manual_seed(0)
+    every = {"k": 8, "block_size": block, "query_block": 1}
+    cases: dict[str, torch.nn.Module] = {
+        "MultiheadAttention": MultiheadAttention(width, heads, batch_first=True, pattern=window),
+        "SelectedAttention": SelectedAttention(width, heads, num_kv_heads=heads // 2, **every),
+        "SelectedAttention.nsa": SelectedAttention.nsa(width, heads, k=8, block_size=block),
+        "SelectedAttention.hierarchical": SelectedAttention.hierarchical(
+            width, heads, k=8, block_size=block
+        ),
+    }
+    for name, module in cases.items():
+        x = torch.randn(2, length, width)
+
+        def run(module: torch.nn.Module, x: Tensor) -> Tensor:
+            if isinstance(module, MultiheadAttention):
+                return module(x, x, x, need_weights=False)[0]
+            return module(x)
+
+        yield from _beside_float64(name, module, run, x)
+    model = LongNetLM(sr.LongNet((32, 128), (1, 2)), width=width, num_layers=2, num_heads=heads)
+    tokens = torch.randint(0, 256, (2, length + 1))
+    yield from _beside_float64(
+        "LongNetLM", model, lambda m, t: m.loss(t[:, :-1], t[:, 1:])[None], tokens
+    )
+
+
+def _beside_float64(
+    name: str, module: torch.nn.Module, run: Callable[[Any, Tensor], Tensor], x: Tensor
+) -> Iterator[Row]:
+    """Errors of the output and of all weights' gradients, in float32 and under autocast."""
+    import copy
+
+    results = []
+    for kind in (torch.float64, torch.float32, HALF):
+        own = copy.deepcopy(module).to(DEVICE).to(torch.float64 if kind == torch.float64 else None)
+        given = x.to(DEVICE)
+        if x.is_floating_point():
+            given = given.double() if kind == torch.float64 else given.float()
+        with torch.autocast(DEVICE, kind, enabled=kind == torch.bfloat16):
+            out = run(own, given)
+        torch.manual_seed(1)
+        (out * torch.randn(out.shape, dtype=torch.float64).to(out)).sum().backward()
+        grads = [p.grad for p in own.parameters() if p.grad is not None]
+        results.append([out.detach(), torch.cat([g.flatten().double() for g in grads])])
+    for kind, got, bound in zip(("float32", "autocast"), results[1:], (1e-4, 0.05), strict=True):
+        errors = [relative(a, b) for a, b in zip(got, results[0], strict=True)]
+        yield {"module": name, "dtype": kind, "case": "forward+backward",
+               "error": largest(errors, bound, f"{name} in {kind}")}  # fmt: skip
+
+
+def others() -> Iterator[Row]:
+    """Packed documents, keys' masses, attention weights, `torch.func`: once each."""
+    heads, width = sized((4, 64), (2, 16))
+    lengths = sized((100, 3, 0, 250), (20, 3, 0, 30))
+    total, places = sum(lengths), torch.tensor([0, *lengths]).cumsum(0).tolist()
+    args = [x[0].transpose(0, 1).contiguous() for x in inputs(heads, total, width)]
+    out = sr.attention_varlen(*args, places, places, sr.Causal(), backend="triton")
+    batch = [x.transpose(0, 1)[None] for x in args]
+    inside = sr.Documents(lengths) & sr.Causal()
+    want = sr.attention(*(x.double() for x in batch), inside, backend="reference")
+    error = relative(out.transpose(0, 1)[None], want)
+    yield {"call": "attention_varlen", "error": largest([error], BOUND, "attention_varlen")}
+
+    query, key, value = inputs(heads, sized(300, 40), width, torch.float32)
+    pattern = sr.SlidingWindow(sized(50, 9), 5)
+    mass = sr.key_mass(query, key, pattern, block_size=sized(64, 16))
+    score = query.double() @ key.double().mT * width**-0.5
+    hidden = ~pattern.to_dense(query.shape[2]).bool().to(DEVICE)
+    weights = score.masked_fill(hidden, -torch.inf).softmax(-1)
+    yield {"call": "key_mass", "error": largest([relative(mass, weights.sum(2))], 1e-4, "key_mass")}
+
+    def loss(query: Tensor) -> Tensor:
+        return sr.attention(query, key, value, pattern, backend="triton").square().sum()
+
+    got = torch.func.grad(loss)(query)
+    own = query.double().requires_grad_()
+    whole = (own @ key.double().mT * width**-0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+    (true,) = torch.autograd.grad((whole @ value.double()).square().sum(), own)
+    yield {"call": "torch.func.grad", "error": largest([relative(got, true)], 1e-4, "torch.func")}

@@ -1,0 +1,211 @@
+"""Whether the kernels are right on the GPU at hand: patterns, dtypes, shapes, backends.
+
+Everything is compared with dense float64; what is allowed is twice the error of dense attention in
+the inputs' own dtype. What calls can be beside that is in `calls`.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.bench.measure import Row
+
+from .device import DEVICE, GPU, HALF, inputs, poisoned, sized
+from .timing import largest, relative
+
+# Of the largest number, what is allowed beyond twice the error of dense attention: kernels take
+# powers of two, whose rounding differs from that of exp.
+_GRANT = {torch.float32: 2e-6, torch.bfloat16: 8e-5, torch.float16: 1e-5}
+
+TF32 = "float32, tf32"
+DTYPES = {
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
+    TF32: torch.float32,
+}  # fmt: skip
+
+
+@cache
+def oracle() -> Any:
+    """The oracle of the tests."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+    import attention_oracle
+
+    return attention_oracle
+
+
+@contextlib.contextmanager
+def products_of(name: str) -> Iterator[None]:
+    """Within it float32 is multiplied as tf32 where the name of `DTYPES` says so."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if name == TF32 else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def main_shapes(width: int, block: int) -> Iterator[Row]:
+    """The shapes whose speed is measured, on few tokens: out, lse and gradients through both."""
+    length = sized(2048, 4 * block)
+    case = oracle().Case(1, sized(4, 2), sized(4, 2), length, length, width, width, block)
+    patterns = {
+        "random blocks": sr.RandomBlocks(0.1, block),
+        "window": sr.Causal() & sr.SlidingWindow(sized(400, 40)),
+        "longnet": sr.LongNet(sized((256, 512), (16, 32)), (1, 2)),
+    }
+    for name, pattern in patterns.items():
+        yield against_eager(pattern, case, HALF, name)
+
+
+def every_pattern(dtype: str, share: int, shares: int) -> Iterator[Row]:
+    """The patterns of the tests, one of so many shares of them, forward and backward."""
+    patterns = oracle().PATTERNS
+    case = oracle().Case(2, 4, 2, 450, 450, 128, 128, 128)
+    if not GPU:
+        case = oracle().Case(1, 2, 1, 50, 50, 16, 16, 16)
+    with products_of(dtype):
+        for name in list(patterns)[share::shares][: sized(None, 1)]:
+            kind = DTYPES[dtype] if GPU else torch.float32
+            yield against_eager(patterns[name](case), case, kind, name, dtype)
+
+
+def head_dims(widths: Sequence[int]) -> Iterator[Row]:
+    """Causal attention of these head dims; values of another one too."""
+    for width in widths:
+        for value_dim in dict.fromkeys((width, max(32, width // 2))):
+            case = oracle().Case(1, 2, 1, 300, 300, width, value_dim, 64)
+            if not GPU:
+                case = oracle().Case(1, 2, 1, 40, 40, width, value_dim, 16)
+            yield against_eager(oracle().PATTERNS["causal"](case), case, HALF, "causal")
+
+
+def block_sizes_and_strides() -> Iterator[Row]:
+    """Every kind of block size, ragged lengths, and ways in which inputs lie in memory."""
+    patterns, case_of = oracle().PATTERNS, oracle().Case
+    for block in sized((16, 32, 48, 96, 160, 256), (48,)):
+        case = case_of(1, 2, 1, *sized((300, 300), (60, 60)), *sized((64, 64), (16, 16)), block)
+        yield against_eager(patterns["union of steps"](case), case, HALF, "union of steps")
+    ways = ("tokens before heads", "one head expanded", "width before tokens",
+            "every other of a larger tensor")  # fmt: skip
+    for arrange in ways[: sized(None, 1)]:
+        lengths = sized((130, 300), (30, 50))
+        case = case_of(2, 4, 2, *lengths, *sized((64, 64), (16, 16)), 64, arrange=arrange)
+        yield against_eager(patterns["causal"](case), case, HALF, f"causal, {arrange}")
+    few = case_of(1, 8, 1, *sized((16, 5000), (3, 90)), 64, 64, 64)
+    yield against_eager(patterns["full"](few), few, HALF, "full, few queries")
+
+
+def backend(name: str, dtype: str) -> Iterator[Row]:
+    """One backend on this device, forward and backward; what it refuses is told."""
+    case = oracle().Case(1, 4, 2, *sized((384, 384, 64, 64, 64), (40, 40, 16, 16, 16)))
+    if name == "flash":
+        case = oracle().Case(1, 4, 4, *sized((1024, 1024), (128, 128)), 64, 64, 128)
+    some = {
+        "causal": sr.Causal(), "longnet": sr.LongNet((16, 64), (1, 2)),
+        "blocks": sr.RandomBlocks(0.3, case.block_size),
+    }  # fmt: skip
+    if name == "flex":  # a compilation each, of many seconds
+        some.pop("causal" if dtype == "bfloat16" else "blocks")
+    with products_of(dtype):
+        for label, pattern in some.items():
+            try:
+                yield against_eager(pattern, case, DTYPES[dtype], label, dtype, name)
+            except (NotImplementedError, ImportError) as refusal:
+                told = f"{refusal}".partition("\n")[0][:160]
+                yield {"backend": name, "pattern": label, "dtype": dtype, "refused": told}
+
+
+def against_eager(
+    pattern: sr.Pattern,
+    case: Any,
+    dtype: torch.dtype,
+    name: str,
+    dtype_name: str = "",
+    backend: str = "triton",
+) -> Row:
+    """Errors of out, lse and gradients; they may be twice those of dense attention so typed."""
+    torch.manual_seed(0)
+    args = [x.detach().to(DEVICE).requires_grad_() for x in oracle().inputs(case, dtype, False)]
+    exact_args = [x.detach().double().requires_grad_() for x in args]
+    counts = oracle().dense_counts(pattern, case).to(DEVICE)
+    options: dict[str, Any] = {"block_size": case.block_size, "q_start": case.q_start}
+    exact = oracle().eager_attention(*exact_args, counts)
+    grads = [torch.randn_like(x).nan_to_num() for x in exact]
+
+    def all_of(results: Sequence[Tensor], wrt: list[Tensor]) -> list[Tensor]:
+        given = [grad.to(x) for grad, x in zip(grads, results, strict=True)]
+        given[1] = torch.where(results[1].isfinite(), given[1], 0.0)
+        options = {"materialize_grads": True}
+        return [x.detach() for x in results] + list(
+            torch.autograd.grad(list(results), wrt, given, **options)
+        )
+
+    true = all_of(exact, exact_args)
+    eager = all_of(oracle().eager_attention(*args, counts), args)
+    with poisoned() if backend == "triton" else contextlib.nullcontext():
+        got = all_of(
+            sr.attention(*args, pattern, backend=backend, return_lse=True, **options), args
+        )
+    ratios, worst = [], 0.0
+    for ours, theirs, c in zip(got, eager, true, strict=True):
+        size = float(torch.cat((c[c.isfinite()].abs(), c.new_ones(1))).max())
+        mine, bound = (oracle().errors(x, c)[0] for x in (ours, theirs))
+        ratios.append(mine / (bound + _GRANT[dtype] * size))
+        worst = max(worst, oracle().errors(ours, c)[1] / size)
+    told = dtype_name or str(dtype)[6:]
+    ratio = largest(ratios, 2.0, f"{name} of {backend} in {told}, head dim {case.head_dim}")
+    return {"backend": backend, "pattern": name, "dtype": told, "head_dim": case.head_dim,
+            "value_dim": case.value_dim, "block_size": case.block_size, "error": worst,
+            "error_over_dense": ratio}  # fmt: skip
+
+
+def biased_selection() -> Iterator[Row]:
+    """Selected blocks with a bias for each, and its gradient, beside that through lse."""
+    block, length = sized((64, 512), (16, 64))
+    indices = torch.randint(0, length // block, (1, 2, length // block, 3))
+    pattern = sr.SelectedBlocks(indices.to(DEVICE), block)
+    on_host = sr.SelectedBlocks(indices, block)
+    args = [x.requires_grad_() for x in inputs(2, length, sized(64, 16))]
+    number = on_host.layout(length, num_heads=2, block_size=block).num_blocks
+    args.append(torch.randn(1, 2, number, device=DEVICE).requires_grad_())
+    exact_args = [x.detach().double().requires_grad_() for x in args]
+    grads = torch.randn_like(args[0]), torch.randn(1, 2, length, device=DEVICE)
+    results = []
+    for own, backend in ((args, "triton"), (exact_args, "reference")):
+        both = sr.attention(
+            *own[:3], pattern, block_bias=own[3], block_size=block, backend=backend,
+            return_lse=True,
+        )  # fmt: skip
+        given = [grad.to(x) for grad, x in zip(grads, both, strict=True)]
+        results.append([*both, *torch.autograd.grad(list(both), own, given)])
+    found = [relative(a, b) for a, b in zip(*results, strict=True)]
+    worst = largest(found, 0.02 if GPU else 1e-5, "a block bias")
+    yield {"pattern": "SelectedBlocks with a bias", "dtype": str(HALF)[6:], "error": worst}
+
+
+def beyond_int32() -> Iterator[Row]:
+    """B * H * N * D just above 2^31: the last tokens of the last head, forward and backward."""
+    heads, width = sized((16, 128), (2, 16))
+    length = sized((1 << 31) // (heads * width) + 128, 320)
+    args = [x.requires_grad_() for x in inputs(heads, length, width)]
+    window, reach = sized((500, 1000), (100, 200))
+    pattern = sr.Causal() & sr.SlidingWindow(window)
+    out = sr.attention(*args, pattern, backend="triton")
+    grad = torch.randn_like(out)
+    grads = torch.autograd.grad(out, args, grad)
+    tail = [x[:, -1:, -reach:].detach().double().requires_grad_() for x in args]
+    exact = sr.attention(*tail, pattern, backend="reference")
+    last = reach - window - 1  # whose queries see no key before the tail
+    kept = [x[:, -1:, -last:] for x in (out, *grads)]
+    expected = [exact, *torch.autograd.grad(exact, tail, grad[:, -1:, -reach:].double())]
+    errors = [relative(a, b[:, :, -last:]) for a, b in zip(kept, expected, strict=True)]
+    worst = largest(errors, 0.02, "what lies beyond 2^31 elements")
+    yield {"elements": args[0].numel(), "tokens": length, "heads": heads, "error": worst}

@@ -1,0 +1,185 @@
+"""The device that is measured: a GPU, or the CPU under TRITON_INTERPRET=1, to try things out.
+
+All that only a GPU has is here (graphs, events, its own memory, waits that are errors), each with
+what stands for it without one, so that every part runs to its end in a rehearsal.
+"""
+
+import contextlib
+import functools
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparsering.kernels import triton
+
+GPU = torch.cuda.is_available() and not triton.interpreting()
+DEVICE = "cuda" if GPU else "cpu"
+HALF = torch.bfloat16 if GPU else torch.float32  # the interpreter gets bfloat16 products wrong
+
+Size = TypeVar("Size")
+
+
+def sized(on_gpu: Size, rehearsed: Size) -> Size:
+    """The size for a GPU, or the one to try things out with."""
+    return on_gpu if GPU else rehearsed
+
+
+def inputs(
+    heads: int,
+    length: int,
+    width: int,
+    dtype: torch.dtype = HALF,
+    kv_heads: int | None = None,
+    seed: int = 0,
+) -> list[Tensor]:
+    """Query, key and value of one batch entry, random, the same at every call."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    own = (heads, kv_heads or heads, kv_heads or heads)
+    return [
+        torch.randn(1, h, length, width, generator=generator, device=DEVICE, dtype=dtype)
+        for h in own
+    ]
+
+
+def synchronize() -> None:
+    """Waits for all work; raises what an earlier launch did wrong."""
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def is_alive() -> bool:
+    """Whether the GPU still computes: after an illegal access all that follows is an error."""
+    try:
+        synchronize()
+        return float(torch.ones(8, device=DEVICE).sum()) == 8.0
+    except RuntimeError:
+        return False
+
+
+def free_memory() -> int | None:
+    """Bytes of the GPU's memory that are free now, None where there is no GPU."""
+    return torch.cuda.mem_get_info()[0] if GPU else None
+
+
+@contextlib.contextmanager
+def waits_are_errors() -> Iterator[None]:
+    """Within it a wait for the GPU raises."""
+    if not GPU:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Within it what torch allocates from Python holds NaN until it is written.
+
+    What compiled code allocates is not filled; for that, freed memory was filled before.
+    """
+    if GPU:
+        room = min(1 << 30, torch.cuda.mem_get_info()[0] // 4)
+        del_later = [torch.full((room // 4,), torch.nan, device=DEVICE)]
+        del_later += [torch.full((1 << 16,), torch.nan, device=DEVICE) for _ in range(64)]
+        del del_later
+
+    def filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(allocate)
+        def allocate_and_fill(*args: Any, **kwargs: Any) -> Tensor:
+            out = allocate(*args, **kwargs)
+            if not out.is_floating_point() or out.layout is not torch.strided:
+                return out
+            with torch.no_grad():
+                return out.fill_(torch.nan)
+
+        return allocate_and_fill
+
+    names = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided")]
+    names += [(Tensor, "new_empty"), (Tensor, "new_empty_strided")]
+    before = [getattr(where, name) for where, name in names]
+    for (where, name), allocate in zip(names, before, strict=True):
+        setattr(where, name, filled(allocate))
+    try:
+        yield
+    finally:
+        for (where, name), allocate in zip(names, before, strict=True):
+            setattr(where, name, allocate)
+
+
+Results = tuple[Tensor, ...]
+
+
+def captured(call: Callable[[], Results]) -> Callable[[], Results]:
+    """The call as a CUDA graph, to be replayed into the same results; the call itself without one.
+
+    It is warmed up on a stream of its own first, as graphs want it.
+    """
+    if not GPU:
+        return call
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+
+    def replay() -> Results:
+        graph.replay()
+        return results
+
+    return replay
+
+
+def peak_beyond(call: Callable[[], object]) -> int:
+    """Most bytes that the call had allocated beyond what there was before; 0 without a GPU."""
+    if not GPU:
+        call()
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def spin_up(seconds: float = 0.3) -> None:
+    """Keeps the GPU at matrix products for a while, so that its clock is not an idle one's."""
+    if not GPU:
+        return
+    x = torch.randn(4096, 4096, device=DEVICE, dtype=HALF)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for _ in range(10):
+            x @ x
+        synchronize()
+
+
+_ASKED = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu",
+          "power.draw", "power.limit")  # fmt: skip
+
+
+def state() -> dict[str, str] | None:
+    """Driver, clocks, temperature and power of the GPU as `nvidia-smi` reads them, if it can."""
+    if not GPU:
+        return None
+    query = f"--query-gpu={','.join(_ASKED)}"
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader", "--id=0"],
+            capture_output=True, text=True, timeout=10, check=True,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    values = [value.strip() for value in told.splitlines()[0].split(",")] if told else []
+    return dict(zip(_ASKED, values, strict=False))

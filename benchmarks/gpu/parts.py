@@ -1,0 +1,195 @@
+"""What is measured, part by part, in the order of what matters most.
+
+`seconds` are estimates for an H100, by counting: a Triton kernel takes 1.5 s to compile, a
+FlexAttention 8 s forward and 10 s with backward, a timed call 0.3 s (5 turns of 60 ms), a process
+5 s to start; what is not timed runs in six processes at once.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from sparsering.bench.measure import Row
+
+from . import calls, correctness, speed, tuned
+from .device import sized
+
+Case = Callable[[], Iterator[Row]]
+
+
+class Part(NamedTuple):
+    """Some cases that are told together.
+
+    Attributes:
+        about: what is in it, for a reader.
+        cases: each yields rows; it is whole, failed or left, on its own.
+        seconds: what all of it takes on an H100, estimated.
+        bound: seconds after which no further case of it starts.
+        timed: whether it has the GPU to itself; others share it, several cases at once.
+    """
+
+    about: str
+    cases: dict[str, Case]
+    seconds: float
+    bound: float
+    timed: bool = True
+
+    @property
+    def module(self) -> str:
+        """Where its cases are written."""
+        case = next(iter(self.cases.values()))
+        return getattr(case, "func", case).__module__
+
+
+MAIN = [(128, 128), (64, 128), (128, 64), (64, 64)]
+if sized(False, True):
+    MAIN = [(16, 32)]
+
+
+def _named(width: int, block: int, *more: str) -> str:
+    return ", ".join((f"D {width}", f"blocks of {block}", *more))
+
+
+def _grid(tokens: int, with_flex: bool) -> dict[str, Case]:
+    return {
+        _named(*shape): partial(speed.grid, *shape, tokens, with_flex and shape[1] == 128)
+        for shape in MAIN
+    }
+
+
+def _patterns(dtype: str, shares: int) -> dict[str, Case]:
+    return {
+        f"{dtype}, share {n + 1} of {shares}": partial(correctness.every_pattern, dtype, n, shares)
+        for n in range(sized(shares, 1))
+    }
+
+
+BACKENDS = ("triton", "gather", "reference", "torch_sparse", "flash", "flex")
+
+PARTS: dict[str, Part] = {
+    "main shapes are right": Part(
+        "Random blocks, a window and LongNet at the shapes that are measured below, bfloat16: out, "
+        "lse and gradients through both against float64; an error may be twice that of dense "
+        "attention in bfloat16.",
+        {_named(*shape): partial(correctness.main_shapes, *shape) for shape in MAIN},
+        30, 90, timed=False,
+    ),
+    "calls are right": Part(
+        "CUDA graphs replayed on new inputs, torch.compile, calls that never wait for the GPU, "
+        "gradients through lse and a bias of blocks; against float64.",
+        {
+            "graphs": calls.graphs, "a graph that selects": calls.graph_of_selected,
+            "torch.compile": calls.compiled, "no waits": calls.without_waiting,
+            "a bias of blocks": correctness.biased_selection,
+        },
+        25, 90, timed=False,
+    ),
+    "ceilings": Part(
+        "A bfloat16 matrix product of 8192 and a copy of 2 GB, both ways counted, on random "
+        "numbers.",
+        {"matmul and copy": speed.ceilings}, 5, 30,
+    ),
+    "main shapes": Part(
+        "10% random blocks, 16 heads, 32768 tokens, bfloat16. Rates count visited blocks. ",
+        {_named(*shape): partial(speed.main_shape, *shape) for shape in MAIN}, 120, 150,
+    ),
+    "founding table": Part(
+        "4096 tokens, 8 heads of 64, float16, a window of blocks that leaves out 90%: called from "
+        "Python, and as a replayed CUDA graph.",
+        {"forward": speed.founding_table}, 10, 30,
+    ),
+    "overhead": Part(
+        "What a tiny call costs the host, not waited for, its layout cached.",
+        {"a tiny call": speed.overhead}, 6, 30,
+    ),
+    "layouts": Part(
+        "From a pattern to its tables on the GPU, nothing cached, 16 heads, blocks of 128.",
+        {"2^20 tokens": speed.layouts}, 10, 45,
+    ),
+    "longnet": Part(
+        "LongNet of five branches, a million tokens, 16 heads of 64; dense attention at 32768.",
+        {"2^20 tokens": speed.longnet}, 25, 60,
+    ),
+    "every pattern is right": Part(
+        "The patterns of the tests, 450 tokens, 4 heads of 128 on 2, against float64.",
+        _patterns("bfloat16", 3) | _patterns("float16", 2) | _patterns("float32", 2)
+        | _patterns(correctness.TF32, 2),
+        35, 90, timed=False,
+    ),
+    "shapes are right": Part(
+        "Head dims, block sizes, lengths, strides, and more than 2^31 elements.",
+        {
+            "head dims 16-80": partial(correctness.head_dims, sized((16, 32, 48, 64, 80), (24,))),
+            "head dims 96-192": partial(correctness.head_dims, sized((96, 128, 192), (40,))),
+            "head dim 256": partial(correctness.head_dims, sized((256,), (20,))),
+            "blocks and strides": correctness.block_sizes_and_strides,
+            "beyond int32": correctness.beyond_int32,
+        },
+        40, 90, timed=False,
+    ),
+    "extras are right": Part(
+        "Softcap, a bias by distance, a sink, dropout, masked keys, against float64.",
+        {name: partial(calls.extras, name) for name in correctness.DTYPES},
+        35, 90, timed=False,
+    ),
+    "other calls are right": Part(
+        "A ring in one process with the sequence on the host, decoding, modules, the language "
+        "model, packed documents, keys' masses, torch.func; against float64.",
+        {
+            "offloaded ring": calls.offloaded_ring, "decoding": calls.decoding,
+            "modules": calls.modules, "others": calls.others,
+        },
+        30, 90, timed=False,
+    ),
+    "backends are right": Part(
+        "Each backend that runs on this device, named; what one refuses is told.",
+        {
+            f"{name}, {dtype}": partial(correctness.backend, name, dtype)
+            for name in BACKENDS for dtype in ("bfloat16", "float32")
+        },
+        40, 100, timed=False,
+    ),
+    "tuning, compiled": Part(
+        "Every candidate of `sparsering tune` run once, beside the default.",
+        {
+            _named(*shape, f"share {n + 1} of 4"): partial(tuned.compile_ahead, *shape, n, 4)
+            for shape in MAIN for n in range(sized(4, 1))
+        },
+        30, 90, timed=False,
+    ),
+    "tuning": Part(
+        "What `sparsering tune` chose for the main shapes.",
+        {_named(*shape): partial(tuned.measured, *shape) for shape in MAIN}, 30, 80,
+    ),
+    "tuned shapes": Part(
+        "The main shapes with the defaults and with the choices, in turns.",
+        {_named(*shape): partial(tuned.beside_default, *shape) for shape in MAIN}, 20, 60,
+    ),
+    "window": Part(
+        "A causal window of 4096 at 65536 tokens, 16 heads of 128.",
+        {"65536 tokens": speed.window}, 8, 30,
+    ),
+    "decoding": Part(
+        "One query of 32 heads against 131072 keys of 8, and a token of a KVCache.",
+        {"131072 keys": speed.decoding}, 10, 30,
+    ),
+    "memory": Part(
+        "Peak memory of a call at a million tokens, 16 heads of 64, beyond what it is given and "
+        "returns.",
+        {"2^20 tokens": speed.memory}, 10, 40,
+    ),
+    "grid, 32K tokens": Part(
+        "Random blocks of 2 to 50%.", _grid(sized(32768, 128), True), 100, 110,
+    ),
+    "grid, 8K tokens": Part(
+        "Random blocks of 2 to 50%.", _grid(sized(8192, 64), False), 30, 60,
+    ),
+    "grid, 128K tokens": Part(
+        "Random blocks of 2 to 50%.", _grid(sized(131072, 192), False), 90, 110,
+    ),
+    "grid, 1M tokens": Part(
+        "Random blocks of 2 to 50%; what takes seconds a call is left out.",
+        _grid(sized(1 << 20, 256), False), 60, 110,
+    ),
+}  # fmt: skip
+"""By name, in the order in which they run."""

@@ -1,0 +1,108 @@
+"""What is timed beside ours: FlexAttention, FlashAttention-4, dense cuDNN and flash."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sparsering as sr
+from sparsering.kernels import flash
+from sparsering.kernels.flex import kernel_options
+
+from .device import DEVICE, GPU, poisoned
+from .timing import Call
+
+
+def ours(args: Sequence[Tensor], pattern: sr.Pattern, block: int) -> Callable[[], Tensor]:
+    """Our call, of a named block size."""
+    return partial(sr.attention, *args, pattern, block_size=block, backend="triton")
+
+
+def dense(args: Sequence[Tensor]) -> dict[str, Callable[[], Tensor]]:
+    """Torch's attention to all pairs, by each of its implementations that may run."""
+    wanted = {"dense cudnn": SDPBackend.CUDNN_ATTENTION, "dense flash": SDPBackend.FLASH_ATTENTION}
+    if not GPU:
+        wanted = {"dense": SDPBackend.MATH}
+
+    def run(backend: SDPBackend) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*args)
+
+    return {name: partial(run, backend) for name, backend in wanted.items()}
+
+
+def sparse(
+    args: Sequence[Tensor], pattern: sr.Pattern, block: int, flex: "Flex | None"
+) -> dict[str, Callable[[], Tensor]]:
+    """FlexAttention, where one is given, and FlashAttention-4, where it is installed."""
+    calls: dict[str, Callable[[], Tensor]] = {}
+    if flex is not None:
+        calls["flex"] = flex.call(args, pattern, block)
+    if GPU and not any("missing" in reason for reason in flash.reasons()):
+        calls["flash-attn-4"] = partial(
+            sr.attention, *args, pattern, block_size=block, backend="flash"
+        )
+    return calls
+
+
+class Flex:
+    """Compiled FlexAttention, on the very blocks of a pattern, all of them full.
+
+    One compilation serves the calls of one shape. On the CPU it stays uncompiled.
+    """
+
+    def __init__(self) -> None:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        torch._dynamo.reset()  # past a number of shapes it would run uncompiled
+        self._run: Any = torch.compile(flex_attention, dynamic=False) if GPU else flex_attention
+
+    def call(self, args: Sequence[Tensor], pattern: sr.Pattern, block: int) -> Callable[[], Tensor]:
+        """The call; its mask is made when it first runs, apart from what is timed."""
+        made: list[Any] = []
+
+        def run() -> Tensor:
+            if not made:
+                made.append(_block_mask(args, pattern, block))
+            options = kernel_options(block, DEVICE)
+            out: Tensor = self._run(*args, block_mask=made[0], kernel_options=options)
+            return out
+
+        return run
+
+
+def _block_mask(args: Sequence[Tensor], pattern: sr.Pattern, block: int) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    heads, length = args[0].shape[1:3]
+    p = pattern.layout(length, num_heads=heads, block_size=block).passes[0]
+    count = torch.diff(p.row_ptr)  # [1, H, rows]
+    blocks = torch.zeros(*count.shape, length // block, dtype=torch.int32)
+    listed = torch.arange(blocks.shape[-1]) < count[..., None]
+    used = torch.arange(p.key_tile.shape[-1]) < p.num_entries[..., None]
+    blocks[listed] = p.key_tile[used]
+    nothing = torch.zeros_like(count)
+    mask = BlockMask.from_kv_blocks(
+        nothing, torch.zeros_like(blocks), count, blocks, BLOCK_SIZE=block,
+        seq_lengths=(length, length),
+    )  # fmt: skip
+    return mask.to(DEVICE)
+
+
+def flops(heads: int, pairs: float, width: int, backward: bool) -> float:
+    """Of the visited pairs of each head: two products forward, five more backward."""
+    return (14 if backward else 4) * heads * pairs * width
+
+
+def checked(name: str, call: Call, check: Callable[[Any], float], errors: dict[str, float]) -> Call:
+    """The call, once what it returns is known to be right; its error is kept by its name."""
+    with poisoned() if name.startswith("ours") else contextlib.nullcontext():
+        got = call()
+    with torch.no_grad():
+        errors[name] = check(got)
+    return call

@@ -1,0 +1,375 @@
+"""Runs parts in processes of their own, and keeps what they find: `gpu.json`, whole at any moment.
+
+A case that fails is recorded and the next goes on; one that kills its process, or does not answer
+in time, costs that process alone. What a record has already, of the same sources and the same GPU,
+is not measured again.
+"""
+
+import gc
+import hashlib
+import inspect
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sparsering as sr
+from sparsering.bench.measure import environment
+from sparsering.files import replace_file
+
+from . import bars, device, parts, tuned
+
+Record = dict[str, Any]
+
+LONGEST_CASE = 90.0  # seconds, after which a case is taken to hang
+_START = 120.0  # seconds that a process may take until it answers
+_SHARED = ("__init__", "device", "timing", "peers", "parts")  # modules that every figure goes by
+
+
+def work(connection: Connection, folder: str) -> None:
+    """A worker: tells what machine it is on, then runs the cases that it is sent, one by one."""
+    os.environ[tuned.FOLDER] = str(Path(folder) / "tuned")
+    if device.GPU:  # what was tuned on this machine before is no default
+        os.environ["SPARSERING_CACHE"] = str(Path(folder) / "plain")
+    connection.send(("ready", {**environment(), "gpu_state": device.state()}))
+    while (asked := _received(connection)) is not None:
+        name, case, threads = asked
+        torch.set_num_threads(threads)
+        try:
+            for row in parts.PARTS[name].cases[case]():
+                connection.send(("row", row))
+            device.synchronize()
+            connection.send(("done", device.state() if parts.PARTS[name].timed else None))
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            told = f"{type(error).__name__}: {error}"[:600]
+            connection.send(("failed", f"{told} ({Path(where.filename).name}:{where.lineno})"))
+            error.__traceback__ = None  # which holds tensors
+            if not device.is_alive():
+                return
+        _forget()
+
+
+def _received(connection: Connection) -> tuple[str, str, int] | None:
+    try:
+        asked: tuple[str, str, int] = connection.recv()
+    except EOFError:
+        return None
+    return asked
+
+
+def _forget() -> None:
+    """Frees what a case left behind."""
+    sr.layout_cache.clear()
+    gc.collect()
+    if device.GPU:
+        torch.cuda.empty_cache()
+
+
+class Worker:
+    """A process that runs cases; it starts at once, and answers when it is ready."""
+
+    def __init__(self, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=work, args=(theirs, str(folder)))
+        self._process.start()
+        theirs.close()
+        self.case: tuple[str, str] | None = None
+        self.ready: dict[str, Any] | None = None
+        self.rows: list[dict[str, Any]] = []
+        self.until = time.perf_counter() + _START
+        self.began = 0.0
+
+    def begin(self, part: str, case: str, seconds: float, threads: int) -> None:
+        """Sends a case, which has so many seconds, and threads of the host."""
+        self.case, self.rows = (part, case), []
+        self.began = time.perf_counter()
+        self.until = self.began + seconds
+        self.connection.send((part, case, threads))
+
+    def end(self) -> str:
+        """Ends the process, and says how it had ended if it had."""
+        self._process.join(0.5)
+        code = self._process.exitcode
+        self._process.kill()
+        self._process.join(5)  # no longer: a hanging GPU keeps even killed processes
+        self.connection.close()
+        return f"its process died (exit code {code})" if code is not None else "it was ended"
+
+
+class Session:
+    """One call of the benchmark: what is on record, what is to do, and how long there is."""
+
+    def __init__(self, out: Path, given: Record | None, commit: str, keep: bool) -> None:
+        self.out, self.path = out, out / "gpu.json"
+        self._given, self._commit, self._keep = given, commit, keep
+        self.record: Record = {"name": "gpu", "environment": {}, "runs": [], "parts": {}}
+        self._began = time.perf_counter()
+
+    @property
+    def spent(self) -> float:
+        """Seconds since it began."""
+        return time.perf_counter() - self._began
+
+    def starts_on(self, place: dict[str, Any]) -> str:
+        """Takes over what earlier calls found, if it is of this GPU; returns what it did."""
+        place = {**place, "sources": sources()}
+        if not place["commit"]:
+            place["commit"], place["uncommitted_changes"] = self._commit or None, None
+        found, told = self._given or {}, "a new record"
+        theirs = found.get("environment", {}).get("gpu")
+        if found and theirs != place["gpu"]:
+            found, told = {}, f"a new record: the one that was there is of {theirs}"
+        for name, part in found.get("parts", {}).items():
+            if name not in parts.PARTS:
+                continue
+            kept = {
+                case: state for case, state in part["cases"].items()
+                if case in parts.PARTS[name].cases
+                and (self._keep or state.get("sources") == sources(parts.PARTS[name].module))
+            }  # fmt: skip
+            if kept:
+                rows = [row for row in part["rows"] if row["setting"] in kept]
+                self.record["parts"][name] = {"about": part["about"], "cases": kept, "rows": rows}
+        if found:
+            number = sum(len(part["cases"]) for part in self.record["parts"].values())
+            told = f"{number} cases are on record"
+        self.record["runs"] = [*found.get("runs", []), place]
+        self.record["environment"] = place
+        self.write()
+        return told
+
+    def state(self, part: str, case: str) -> dict[str, Any] | None:
+        """What is on record of a case."""
+        found: dict[str, Any] | None = self.record["parts"].get(part, {}).get("cases", {}).get(case)
+        return found
+
+    def adds(self, part: str, case: str, row: dict[str, Any] | None, **state: Any) -> None:
+        """Puts a row of a case on record, and how the case stands."""
+        own = self.record["parts"].setdefault(
+            part, {"about": parts.PARTS[part].about, "cases": {}, "rows": []}
+        )
+        before = own["cases"].get(case)
+        if row is None and "left" in state and before is not None and "left" not in before:
+            return  # it was tried: what is known of it stays
+        if state.pop("first", False):
+            own["rows"] = [x for x in own["rows"] if x["setting"] != case]
+        if row is not None:
+            own["rows"].append({"setting": case, **row})
+        run = len(self.record["runs"]) - 1
+        own["cases"][case] = {"run": run, "sources": sources(parts.PARTS[part].module), **state}
+
+    def write(self) -> None:
+        """The record, with the bars as they stand."""
+        self.record["parts"] = {
+            name: self.record["parts"][name] for name in parts.PARTS if name in self.record["parts"]
+        }
+        self.record["bars"] = bars.bars(self.record)
+        replace_file(self.path, (json.dumps(self.record, indent=1) + "\n").encode())
+
+
+def run(session: Session, only: list[str], budget: float, processes: int) -> Iterator[str]:
+    """Measures what is missing, part by part; yields what was done, a line each."""
+    pool = _Pool(session, budget, processes)
+    try:
+        yield pool.first()
+        names = list(only or parts.PARTS)
+        for again in (False, True):  # what failed before comes last
+            for phase in _phases(names):
+                yield from pool.phase(_missing(session, phase, again))
+    finally:
+        pool.end()
+
+
+def _phases(names: list[str]) -> Iterator[list[str]]:
+    """Parts that are not timed and follow each other run together, the others alone."""
+    together: list[str] = []
+    for name in names:
+        if parts.PARTS[name].timed:
+            if together:
+                yield together
+            together = []
+            yield [name]
+        else:
+            together.append(name)
+    if together:
+        yield together
+
+
+def _missing(session: Session, names: list[str], again: bool) -> list[tuple[str, str]]:
+    found = []
+    for name in names:
+        for case in parts.PARTS[name].cases:
+            state = session.state(name, case)
+            failed = state is not None and "failed" in state
+            new = state is None or "left" in state
+            current = (
+                failed and state is not None and state["run"] < len(session.record["runs"]) - 1
+            )
+            if (new and not again) or (again and current):
+                found.append((name, case))
+    return found
+
+
+class _Pool:
+    """The workers of a session: one, or as many as run cases that are not timed."""
+
+    def __init__(self, session: Session, budget: float, processes: int) -> None:
+        self._session, self._budget, self._processes = session, budget, processes
+        self._workers: list[Worker] = []
+        self._died = 0
+
+    def first(self) -> str:
+        """Starts a worker, which says where it is."""
+        worker = Worker(self._session.out)
+        self._workers.append(worker)
+        if not worker.connection.poll(_START):
+            raise RuntimeError(f"a process did not answer in {_START:.0f} s")
+        try:
+            _, place = worker.connection.recv()
+        except EOFError:
+            raise RuntimeError(f"a process could not start: {worker.end()}") from None
+        worker.ready = place
+        told = self._session.starts_on(place)
+        return f"{place['gpu'] or 'no GPU: a rehearsal'}, torch {place['torch']}: {told}"
+
+    def phase(self, cases: list[tuple[str, str]]) -> Iterator[str]:
+        """Runs cases, all of parts that are timed or all of parts that are not."""
+        if not cases:
+            return
+        timed = parts.PARTS[cases[0][0]].timed
+        self._resize(1 if timed else min(self._processes, len(cases)))
+        began: dict[str, float] = {}
+        while cases or any(worker.case for worker in self._workers):
+            for worker in self._workers:
+                if worker.ready and not worker.case and cases:
+                    yield from self._begin(worker, cases, began)
+            yield from self._listen()
+
+    def _begin(
+        self, worker: Worker, cases: list[tuple[str, str]], began: dict[str, float]
+    ) -> Iterator[str]:
+        """Gives a worker the next case for which there is time."""
+        while cases:
+            name, case = cases.pop(0)
+            part, spent = parts.PARTS[name], self._session.spent
+            began.setdefault(name, spent)
+            share = part.seconds / len(part.cases)
+            why = ""
+            if spent + share > self._budget:
+                why = f"{spent:.0f} s of {self._budget:.0f} were spent"
+            elif spent - began[name] > part.bound:
+                why = f"the {part.bound:.0f} s of this part were spent"
+            if why:
+                self._session.adds(name, case, None, left=why)
+                self._session.write()
+                yield f"{name} | {case}: left, {why}"
+                continue
+            seconds = min(LONGEST_CASE, self._budget + 15 - spent)
+            threads = max(1, (os.cpu_count() or 1) // len(self._workers))
+            worker.begin(name, case, seconds, threads)
+            return
+
+    def _listen(self) -> Iterator[str]:
+        """Waits for what a worker says, or for the end of its time."""
+        busy = [w for w in self._workers if w.case or not w.ready]
+        if not busy:
+            return
+        timeout = max(0.0, min(worker.until for worker in busy) - time.perf_counter())
+        heard = wait([worker.connection for worker in busy], timeout)
+        for worker in busy:
+            if worker.connection in heard:
+                try:
+                    kind, content = worker.connection.recv()
+                except (EOFError, OSError):
+                    yield from self._lost(worker, worker.end())
+                else:
+                    yield from self._hear(worker, kind, content)
+            elif time.perf_counter() >= worker.until:
+                worker.end()
+                limit = worker.until - worker.began
+                yield from self._lost(worker, f"no end in {limit:.0f} s")
+
+    def _hear(self, worker: Worker, kind: str, content: Any) -> Iterator[str]:
+        if kind == "ready":
+            worker.ready = content
+            return
+        assert worker.case is not None
+        name, case = worker.case
+        seconds = time.perf_counter() - worker.began
+        if kind == "row":
+            worker.rows.append(content)
+            first = len(worker.rows) == 1
+            self._session.adds(name, case, content, left="it was under way", first=first)
+            self._session.write()
+            return
+        state: dict[str, Any] = {"seconds": round(seconds, 2)}
+        if content is not None:
+            state["failed" if kind == "failed" else "gpu_state"] = content
+        self._session.adds(name, case, None, **state)
+        self._session.write()
+        worker.case = None
+        told = f"failed, {content}" if kind == "failed" else f"{len(worker.rows)} rows"
+        yield f"{name} | {case}: {told}, {seconds:.1f} s"
+
+    def _lost(self, worker: Worker, why: str) -> Iterator[str]:
+        """A worker is gone: what its case had found stays, and another takes its place."""
+        self._workers.remove(worker)
+        if worker.case is None:
+            self._died += 1
+            if self._died > 3:
+                raise RuntimeError(f"processes do not start: {why}")
+        else:
+            name, case = worker.case
+            seconds = time.perf_counter() - worker.began
+            out_of_time = self._session.spent >= self._budget and why.startswith("no end")
+            state = {"left": "the call was over"} if out_of_time else {"failed": why}
+            self._session.adds(name, case, None, seconds=round(seconds, 2), **state)
+            self._session.write()
+            yield f"{name} | {case}: {next(iter(state))}, {why}, {seconds:.1f} s"
+        self._workers.append(Worker(self._session.out))
+
+    def _resize(self, number: int) -> None:
+        for worker in self._workers[number:]:
+            worker.end()
+        del self._workers[number:]
+        while len(self._workers) < number:
+            self._workers.append(Worker(self._session.out))
+
+    def end(self) -> None:
+        """Ends all workers."""
+        self._resize(0)
+
+
+@cache
+def sources(module: str = "") -> str:
+    """A digest of the library, of what measures, and of a module of parts: commits may lack."""
+    root = Path(__file__).resolve().parents[2]
+    files = [
+        path for path in sorted((root / "sparsering").rglob("*"))
+        if path.suffix in (".py", ".cpp", ".h")
+    ]  # fmt: skip
+    files += [Path(__file__).with_name(f"{name}.py") for name in _SHARED]
+    if module:
+        files.append(Path(inspect.getfile(sys.modules[module])))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def read(path: Path) -> Record | None:
+    """A record, None where there is none, or what is there is none of this benchmark's."""
+    try:
+        found: Record = json.loads(path.read_bytes())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    whole = isinstance(found, dict) and found.get("name") == "gpu" and "runs" in found
+    return found if whole else None

@@ -1,0 +1,373 @@
+"""The figures with floors: attention over blocks, LongNet of a million tokens, layouts, overhead.
+
+Each timed call stands beside its peers, measured in turns, with the density and an error against
+float64; what is wrong is not timed.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.bench.measure import Row
+
+from .device import (
+    DEVICE,
+    GPU,
+    HALF,
+    free_memory,
+    inputs,
+    peak_beyond,
+    poisoned,
+    sized,
+    synchronize,
+)
+from .peers import Flex, checked, dense, flops, ours, sparse
+from .timing import (
+    Call,
+    error_of_gradients,
+    error_of_rows,
+    exact_gradients,
+    largest,
+    on_the_host,
+    prepared,
+    relative,
+    replayed,
+    taken,
+    with_gradients,
+)
+
+DENSITIES = (0.1, 0.02, 0.05, 0.2, 0.5)
+HEADS = sized(16, 2)
+MAIN_TOKENS = sized(32768, 256)
+
+
+def ceilings() -> Iterator[Row]:
+    """What this GPU can at most: a large matrix product, and a copy, on random numbers."""
+    n = sized(8192, 64)
+    a, b = (torch.randn(n, n, device=DEVICE, dtype=HALF) for _ in range(2))
+    source = torch.randn(sized(1 << 30, 1 << 12), device=DEVICE, dtype=HALF)
+    target = torch.full_like(source, torch.nan)
+    calls: dict[str, Call] = {"matmul": lambda: a @ b, "copy": lambda: target.copy_(source)}
+
+    def right(name: str, call: Call) -> Call:
+        got = call()
+        if name == "matmul":
+            assert isinstance(got, Tensor)
+            largest([relative(got[:16], a[:16].double() @ b.double())], 0.02, "the product")
+        elif not torch.equal(target, source):
+            raise RuntimeError("the copy is none")
+        return call
+
+    calls, _ = prepared(calls, right)
+    for name, time in taken(calls).items():
+        rate = {"tflops": 2 * n**3 / time.ms / 1e9} if name == "matmul" else {
+            "gb_per_s": 2 * source.nbytes / time.ms / 1e6}  # fmt: skip
+        yield {"backend": name, "dtype": str(HALF)[6:], **time._asdict(), **rate}
+
+
+def main_shape(width: int, block: int) -> Iterator[Row]:
+    """B1 H16 on 32768 tokens, 10% random blocks: forward, and forward and backward."""
+    yield from over_blocks(width, block, MAIN_TOKENS, 0.1, Flex(), with_dense=True, exactly=True)
+
+
+def grid(width: int, block: int, tokens: int, with_flex: bool) -> Iterator[Row]:
+    """Densities from 2% to 50%, 10% first; dense attention once, FlexAttention compiled once.
+
+    Heads share a table, which for each of them would take long to draw.
+    """
+    sr.layout_cache.set_limit(2 << 30)  # tables of many tokens are larger than it keeps by itself
+    flex = Flex() if with_flex else None
+    for number, share in enumerate(DENSITIES if GPU else DENSITIES[:2]):
+        if flops(HEADS, share * tokens**2, width, False) > 2e14:
+            yield {"backend": "ours", "tokens": tokens, "head_dim": width, "block_size": block,
+                   "density": share, "left_out": "seconds a call"}  # fmt: skip
+            continue
+        with_dense = number == 0 and tokens <= 1 << 17
+        yield from over_blocks(width, block, tokens, share, flex, with_dense, exactly=False)
+
+
+def over_blocks(
+    width: int,
+    block: int,
+    tokens: int,
+    share: float,
+    flex: Flex | None,
+    with_dense: bool,
+    exactly: bool,
+) -> Iterator[Row]:
+    """Rows of one shape over random blocks, of ours and of the peers."""
+    sr.layout_cache.clear()
+    pattern = sr.RandomBlocks(share, block, per_head=exactly)
+    args = inputs(HEADS, tokens, width)
+    density = pattern.layout(tokens, num_heads=HEADS, block_size=block).density
+    grad = torch.randn_like(args[0])
+    exact = exact_gradients(args, pattern, block, grad)[1:] if exactly else []
+    calls = {"ours": ours(args, pattern, block), **sparse(args, pattern, block, flex)}
+    calls |= dense(args) if with_dense else {}
+    for backward in (False, True):
+        errors: dict[str, float] = {}
+        check = partial(_with_gradients_checked, grad=grad, exact=exact) if backward else _checked
+        running, failed = prepared(calls, partial(check, args=args, pattern=pattern, errors=errors))
+        yield from failed
+        for name, time in taken(running).items():
+            visited = 1.0 if name.startswith("dense") else density
+            work = flops(HEADS, visited * tokens**2, width, backward)
+            yield {
+                "backend": name, "case": "forward+backward" if backward else "forward",
+                "dtype": str(HALF)[6:], "tokens": tokens, "heads": HEADS, "head_dim": width,
+                "block_size": block, "density": visited, **time._asdict(),
+                "tflops": work / time.ms / 1e9, "error": errors[name],
+            }  # fmt: skip
+
+
+def _checked(
+    name: str,
+    call: Call,
+    *,
+    args: Sequence[Tensor],
+    pattern: sr.Pattern,
+    errors: dict[str, float],
+) -> Call:
+    """The call, some rows of its output compared with float64."""
+    own = sr.Full() if name.startswith("dense") else pattern
+    rows = 8 if args[0].shape[2] <= MAIN_TOKENS else 3  # of a million tokens one takes a second
+    return checked(name, call, partial(error_of_rows, args=args, pattern=own, rows=rows), errors)
+
+
+def _with_gradients_checked(
+    name: str,
+    call: Callable[[], Tensor],
+    *,
+    args: Sequence[Tensor],
+    pattern: sr.Pattern,
+    errors: dict[str, float],
+    grad: Tensor,
+    exact: Sequence[Tensor],
+) -> Call:
+    """The call with its gradients: their sums, and where there are exact ones, the first head's."""
+
+    def error(got: Sequence[Tensor]) -> float:
+        found = [_sums(args, grad, got, call)]
+        if not name.startswith("dense"):
+            found += [relative(x[:, :1], y) for x, y in zip(got, exact, strict=False)]
+        return largest(found, 0.05, f"the gradient of {name}")
+
+    return checked(name, with_gradients(call, args, grad), error, errors)
+
+
+def _sums(
+    args: Sequence[Tensor], grad: Tensor, got: Sequence[Tensor], call: Callable[[], Tensor]
+) -> float:
+    with torch.no_grad():
+        return error_of_gradients(call(), got, args, grad)
+
+
+def founding_table() -> Iterator[Row]:
+    """B1 H8 D64 float16, 4096 tokens, 90% sparse and local: by events, and as a replayed graph."""
+    heads, length, width = sized((8, 4096, 64), (1, 128, 16))
+    kind = sized(torch.float16, torch.float32)
+    pattern = sr.BlockWindow(1, sized(128, 16))
+    block = sized(128, 32)
+    density = pattern.layout(length, num_heads=heads, block_size=block).density
+    sets = [inputs(heads, length, width, kind, seed=seed) for seed in range(sized(6, 2))]
+    shape = {"dtype": str(kind)[6:], "tokens": length, "heads": heads, "head_dim": width}
+    errors: dict[str, float] = {}
+    check = partial(_checked, args=sets[0], pattern=pattern, errors=errors)
+    own = [partial(sr.attention, *args, pattern, backend="triton") for args in sets]
+    calls, failed = prepared({"ours": own[0], **dense(sets[0])}, check)
+    yield from failed
+    times = taken(calls) | {"ours, replayed": replayed(own)}
+    for name, time in times.items():
+        yield {"backend": name, "case": "forward", **shape,
+               "density": 1.0 if name.startswith("dense") else density,
+               **time._asdict(), "error": errors[name.partition(",")[0]]}  # fmt: skip
+    grad = torch.randn_like(sets[0][0])
+    both = with_gradients(own[0], sets[0], grad)
+    error = _sums(sets[0], grad, both(), own[0])
+    yield {"backend": "ours", "case": "forward+backward", **shape, "density": density,
+           **taken({"ours": both})["ours"]._asdict(), "error": error}  # fmt: skip
+
+
+def longnet() -> Iterator[Row]:
+    """LongNet at a million tokens, forward and backward, beside dense attention's rate per pair."""
+    heads, width, length = sized((16, 64, 1 << 20), (2, 16, 128))
+    segments = sized((2048, 4096, 8192, 16384, 32768), (16, 32))
+    pattern = sr.LongNet(segments, sized((1, 2, 4, 6, 12), (1, 2)))
+    args = inputs(heads, length, width)
+    layout = pattern.layout(length, num_heads=heads)
+    grad = torch.randn_like(args[0])
+    call = partial(sr.attention, *args, pattern, backend="triton")
+    both = with_gradients(call, args, grad)
+    with poisoned():
+        out = call().detach()
+        first = both()
+    error = error_of_rows(out, args, pattern, rows=4)
+    sums = error_of_gradients(out, first, args, grad)
+    del out
+    second = both()
+    if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+        raise RuntimeError("gradients are not the same bits twice")
+    del first, second
+    short = inputs(heads, MAIN_TOKENS, width)
+    short_grad = torch.randn_like(short[0])
+    for case, ours_, make in (
+        ("forward", call, lambda peer: peer),
+        ("forward+backward", both, lambda peer: with_gradients(peer, short, short_grad)),
+    ):
+        peers = {name: make(peer) for name, peer in dense(short).items()}
+        calls, failed = prepared(peers, lambda name, peer: peer)
+        yield from failed
+        with torch.set_grad_enabled(case != "forward"):
+            times = taken({"ours": ours_, **calls}, rounds=3)
+        for name, time in times.items():
+            own = name == "ours"
+            tokens = length if own else MAIN_TOKENS
+            pairs = layout.num_pairs if own else tokens**2
+            yield {
+                "backend": name, "case": case, "dtype": str(HALF)[6:], "tokens": tokens,
+                "heads": heads, "head_dim": width, "density": layout.density if own else 1.0,
+                **time._asdict(), "pairs": float(pairs),
+                "tflops": flops(heads, pairs, width, case != "forward") / time.ms / 1e9,
+                "error": (error if case == "forward" else sums) if own else None,
+            }  # fmt: skip
+
+
+def layouts() -> Iterator[Row]:
+    """Milliseconds to lay 2^20 tokens out for the GPU, from the pattern on, nothing cached."""
+    length, heads, block = sized(1 << 20, 1 << 12), HEADS, 128
+    blocks = length // block
+    picked = torch.randint(0, blocks, (blocks, sized(32, 4)), device=DEVICE)
+    few, many = ((2048, 32768), (1, 12)), ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+    patterns = {
+        "causal window of 4096": sr.Causal() & sr.SlidingWindow(4096),
+        "LongNet of 5 branches": sr.LongNet(*many),
+        "causal LongNet of 2": sr.LongNet(*few) & sr.Causal(),
+        "window and global tokens": sr.SlidingWindow(4096, 4096) | sr.GlobalTokens(64),
+        "window of blocks": sr.BlockWindow(4, block),
+        "selected, 32 of each row": sr.SelectedBlocks(picked, block),
+    }
+
+    def build(pattern: sr.Pattern) -> Tensor:
+        sr.layout_cache.clear()
+        pattern.layout(length, num_heads=heads, block_size=block, device=DEVICE)
+        synchronize()
+        return picked
+
+    for name, pattern in patterns.items():
+        made = pattern.layout(length, num_heads=heads, block_size=block, device=DEVICE)
+        pairs = float(made.num_pairs)
+        if not isinstance(pattern, sr.SelectedBlocks):
+            sr.layout_cache.clear()
+            on_host = pattern.layout(length, num_heads=heads, block_size=block)
+            if float(on_host.num_pairs) != pairs:
+                raise RuntimeError(f"the layout of {name} has other pairs on the GPU")
+        time = on_the_host(partial(build, pattern), calls=1, rounds=9)
+        yield {"pattern": name, "tokens": length, "heads": heads, "pairs": pairs,
+               **time._asdict()}  # fmt: skip
+
+
+def overhead() -> Iterator[Row]:
+    """What a tiny call costs the host, its layout cached, not waited for; torch's own beside it."""
+    args = inputs(1, sized(128, 32), sized(64, 16))
+    pattern = sr.Causal()
+    call = partial(sr.attention, *args, pattern, backend="triton")
+    default = partial(sr.attention, *args, pattern)
+    error = error_of_rows(call(), args, pattern)
+    calls: dict[str, Call] = {"ours": call, "ours, backend not named": default, **dense(args)}
+    for name, peer in calls.items():
+        time = on_the_host(peer)
+        of_ours = None if name.startswith("dense") else error
+        yield {"backend": name, "case": "forward", "tokens": args[0].shape[2], **time._asdict(),
+               "us": time.ms * 1e3, "error": of_ours}  # fmt: skip
+    leaves = [x.requires_grad_() for x in args]
+    learning = partial(sr.attention, *leaves, pattern, backend="triton")
+    grad = torch.randn_like(args[0])
+    for case, run in (
+        ("forward that learns", learning),
+        ("forward+backward", with_gradients(learning, leaves, grad)),
+    ):
+        time = on_the_host(run)
+        yield {"backend": "ours", "case": case, "tokens": args[0].shape[2], **time._asdict(),
+               "us": time.ms * 1e3, "error": error}  # fmt: skip
+
+
+def window() -> Iterator[Row]:
+    """A causal window of 4096: most of its time is in whole blocks, two in 33 are masked."""
+    heads, length, width = sized((16, 65536, 128), (1, 256, 16))
+    pattern = sr.Causal() & sr.SlidingWindow(sized(4096, 64))
+    args = inputs(heads, length, width)
+    grad = torch.randn_like(args[0])
+    layout = pattern.layout(length, num_heads=heads)
+    call = partial(sr.attention, *args, pattern, backend="triton")
+    with poisoned():
+        error = error_of_rows(call(), args, pattern)
+    for backward in (False, True):
+        run: Call = with_gradients(call, args, grad) if backward else call
+        if backward:
+            error = _sums(args, grad, run(), call)
+        time = taken({"ours": run})["ours"]
+        yield {"backend": "ours", "case": "forward+backward" if backward else "forward",
+               "dtype": str(HALF)[6:], "tokens": length, "heads": heads, "head_dim": width,
+               "density": layout.density, **time._asdict(),
+               "tflops": flops(heads, layout.num_pairs, width, backward) / time.ms / 1e9,
+               "error": error}  # fmt: skip
+
+
+def decoding() -> Iterator[Row]:
+    """One query against 131072 keys of 8 kv heads: the time beside reading them once."""
+    length, width = sized((131072, 128), (256, 16))
+    heads, kv_heads = sized((32, 8), (4, 2))
+    query, key, value = inputs(heads, length, width, kv_heads=kv_heads)
+    query = query[:, :, -1:].contiguous()
+    call = partial(sr.attention, query, key, value, sr.Causal(), backend="triton")
+    with poisoned():
+        error = error_of_rows(call(), (query, key, value), sr.Causal(), rows=1)
+    calls: dict[str, Call] = {"ours": call, "reading": lambda: (key.sum(), value.sum())}
+    times = taken(calls) | {f"{name}, replayed": replayed([run]) for name, run in calls.items()}
+    moved = key.nbytes + value.nbytes
+    for name, time in times.items():
+        yield {"backend": name, "tokens": length, "heads": heads, "kv_heads": kv_heads,
+               "head_dim": width, **time._asdict(), "gb_per_s": moved / time.ms / 1e6,
+               "error": error if name.startswith("ours") else None}  # fmt: skip
+    cache = sr.KVCache(sr.SlidingWindow(sized(4095, 31)), 1, kv_heads, width, num_heads=heads)
+    prompt = inputs(heads, sized(8192, 64), width, kv_heads=kv_heads)
+    cache.attend(*prompt)
+    token = [x[:, :, :1] for x in prompt]
+    time = on_the_host(lambda: (cache.attend(*token), synchronize())[0], sized(256, 2), 5)
+    yield {"backend": "ours, a token of a KVCache", "tokens": cache.kept, "heads": heads,
+           "kv_heads": kv_heads, "head_dim": width, **time._asdict()}  # fmt: skip
+
+
+def memory() -> Iterator[Row]:
+    """Peak memory at a million tokens beyond inputs, outputs, lse and gradients."""
+    heads, width, length = sized((16, 64, 1 << 20), (1, 16, 128))
+    cases = {
+        "longnet": sr.LongNet(*sized(((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)),
+                                     ((16, 32), (1, 2)))),
+        "window": sr.Causal() & sr.SlidingWindow(sized(4096, 32)),
+    }  # fmt: skip
+    for name, pattern in cases.items():
+        args = [x.requires_grad_() for x in inputs(heads, length, width)]
+        grad = torch.randn_like(args[0])
+        for backward, attempt in itertools.product((False, True), (0, 1)):
+            kept: list[Tensor] = []
+
+            def run(
+                args: list[Tensor] = args, pattern: sr.Pattern = pattern, grad: Tensor = grad,
+                backward: bool = backward, kept: list[Tensor] = kept,
+            ) -> None:  # fmt: skip
+                kept += sr.attention(*args, pattern, backend="triton", return_lse=True)
+                if backward:
+                    kept += torch.autograd.grad(kept[0], args, grad)
+
+            extra = peak_beyond(run) - (sum(x.nbytes for x in kept) if GPU else 0)
+            whole = sum(x.nbytes for x in (*args, *kept)) + grad.nbytes * backward
+            if attempt:  # the first one laid the pattern out
+                yield {"pattern": name, "case": "forward+backward" if backward else "forward",
+                       "tokens": length, "heads": heads, "head_dim": width, "extra_bytes": extra,
+                       "share_of_inputs_and_outputs": extra / whole,
+                       "free_bytes": free_memory()}  # fmt: skip

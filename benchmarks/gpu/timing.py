@@ -1,0 +1,240 @@
+"""Times: medians of calls that take turns, with the spread beside, and guards of what is timed."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.bench.measure import Row
+
+from .device import DEVICE, GPU, spin_up, synchronize
+
+ROUNDS = 5
+_MS_OF_A_TURN = 50
+
+Call = Callable[[], Tensor | tuple[Tensor, ...]]
+
+
+class Taken(NamedTuple):
+    """Milliseconds of a call: median, least and most of its turns."""
+
+    ms: float
+    least_ms: float
+    most_ms: float
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> "Taken":
+        """Of the turns' times."""
+        return cls(statistics.median(times), min(times), max(times))
+
+
+def taken(calls: dict[str, Call], rounds: int = ROUNDS) -> dict[str, Taken]:
+    """Each call's time: in every round each has its turn, the median of many runs by events.
+
+    The L2 cache is emptied before each run, so that small inputs come from memory too. Calls of
+    20 ms and more run once a turn.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds if GPU else 2):
+        for name, call in calls.items():
+            times[name].append(_turn(call))
+    return {name: Taken.of(values) for name, values in times.items()}
+
+
+def _turn(call: Call) -> float:
+    if not GPU:
+        begin_s = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - begin_s)
+    from triton.testing import do_bench
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    synchronize()
+    once = float(begin.elapsed_time(end))
+    if once >= 20:
+        return once
+    return float(do_bench(call, warmup=10, rep=_MS_OF_A_TURN, return_mode="median"))
+
+
+def replayed(calls: Sequence[Call], rounds: int = ROUNDS) -> Taken:
+    """One call's time without what it costs the host: all of them in one CUDA graph, replayed.
+
+    `calls` are the same but for their inputs, so many that the L2 cache cannot hold these.
+    """
+    if not GPU:
+        return Taken.of([_turn(call) for call in calls])
+    for call in calls:
+        call()
+    synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        begin.record()
+        for _ in range(10):
+            graph.replay()
+        end.record()
+        synchronize()
+        times.append(begin.elapsed_time(end) / 10 / len(calls))
+    return Taken.of(times)
+
+
+def on_the_host(call: Call, calls: int = 200, rounds: int = 15) -> Taken:
+    """Milliseconds of the host for a call that is not waited for; its work on the GPU is tiny."""
+    calls, rounds = (calls, rounds) if GPU else (2, 2)
+    for _ in range(min(20, calls)):
+        call()
+    times = []
+    for _ in range(rounds):
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append(1e3 * (time.perf_counter() - begin) / calls)
+    synchronize()
+    return Taken.of(times)
+
+
+def prepared(
+    calls: dict[str, Call], prepare: Callable[[str, Call], Call]
+) -> tuple[dict[str, Call], list[Row]]:
+    """What `prepare` makes of each call, once it ran, and a row for each peer that cannot run.
+
+    `prepare` checks what a call returns; what is wrong of ours raises.
+    """
+    spin_up()
+    running, failed = {}, []
+    for name, call in calls.items():
+        try:
+            running[name] = prepare(name, call)
+            running[name]()
+            synchronize()
+        except Exception as error:  # a peer's: said, not hidden
+            running.pop(name, None)
+            if name.startswith("ours"):
+                raise
+            failed.append({"backend": name, "failed": f"{type(error).__name__}: {error}"[:200]})
+    return running, failed
+
+
+def with_gradients(call: Callable[[], Tensor], args: Sequence[Tensor], grad: Tensor) -> Call:
+    """The gradients of all three, forward included."""
+    for x in args:
+        x.requires_grad_()
+    return lambda: torch.autograd.grad(call(), list(args), grad)
+
+
+def relative(got: Tensor, exact: Tensor) -> float:
+    """The norm of the difference over that of what is exact."""
+    return float((got.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+def largest(errors: Sequence[float], bound: float, what: str) -> float:
+    """The largest error. Raises where it is above the bound, or no number."""
+    worst = float(torch.tensor(errors, dtype=torch.float64).max())
+    if not worst <= bound:
+        raise RuntimeError(f"{what} is wrong: errors {[f'{x:.3g}' for x in errors]}")
+    return worst
+
+
+def error_of_rows(
+    out: Tensor, args: Sequence[Tensor], pattern: sr.Pattern, rows: int = 8, heads: int = 2
+) -> float:
+    """Largest error of some rows of some heads against float64 softmax by the pattern's definition.
+
+    Relative to the largest exact output there. Raises where all of the output is zeros, some of it
+    is no number, or a row is wrong.
+    """
+    if not out.any() or not out.isfinite().all():
+        raise RuntimeError("what was timed returned zeros, or what is no number")
+    query, key, value = args
+    (num_heads, q_len), kv_len = query.shape[1:3], key.shape[2]
+    group, worst, size = num_heads // key.shape[1], 0.0, 0.0
+    chosen = torch.linspace(0, num_heads - 1, min(heads, num_heads)).long()
+    k, v = (x[:, chosen.to(DEVICE) // group].double() for x in (key, value))
+    for row in torch.linspace(0, q_len - 1, min(rows, q_len)).long().tolist():
+        counts = pattern.to_dense(
+            1, kv_len, num_heads=num_heads, num_kv_heads=key.shape[1], q_start=kv_len - q_len + row
+        )
+        counts = counts.expand(*counts.shape[:-3], num_heads, 1, kv_len)[..., chosen, :, :]
+        q = query[:, chosen.to(DEVICE), row : row + 1].double()
+        score = q @ k.mT * query.shape[3] ** -0.5
+        weight = torch.softmax(score + counts.to(score).log(), -1).nan_to_num()
+        exact = weight @ v
+        got = out[:, chosen.to(DEVICE), row : row + 1].double()
+        worst = max(worst, float((got - exact).abs().max()))
+        size = max(size, float(exact.abs().max()))
+    return largest([worst / max(size, 1e-30)], 0.02, "what was timed")
+
+
+def exact_gradients(
+    args: Sequence[Tensor], pattern: sr.Pattern, block: int, grad: Tensor
+) -> list[Tensor]:
+    """Out and the three gradients of the first head in float64, by their formulas.
+
+    [1, 1, N, D] each; a part of the queries at a time. The pattern is of whole blocks, one pass.
+    """
+    q, k, v = (x[0, 0].detach().double() for x in args)
+    g = grad[0, 0].double()
+    heads, length = args[0].shape[1:3]
+    layout = pattern.layout(length, num_heads=heads, block_size=block)
+    row, key, mask, _ = layout.table(layout.passes[0], 0, 0)
+    assert len(layout.passes) == 1 and bool((mask < 0).all()) and length % block == 0
+    visited = torch.zeros(length // block, length // block, dtype=torch.bool)
+    visited[row, key] = True
+    visited = visited.to(g.device)
+    scale = q.shape[1] ** -0.5
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (v, q, k, v))
+    for tiles in torch.arange(length // block, device=g.device).split(max(1, 2048 // block)):
+        some = slice(int(tiles[0]) * block, (int(tiles[-1]) + 1) * block)
+        seen = visited[tiles].repeat_interleave(block, 0).repeat_interleave(block, 1)
+        p = (q[some] @ k.mT * scale).masked_fill_(~seen, -torch.inf).softmax(-1)
+        out[some] = p @ v
+        ds = g[some] @ v.mT
+        ds = (ds - (out[some] * g[some]).sum(-1, keepdim=True)).mul_(p).mul_(scale)
+        dq[some] = ds @ k
+        dk += ds.mT @ q[some]
+        dv += p.mT @ g[some]
+    return [x[None, None] for x in (out, dq, dk, dv)]
+
+
+def error_of_gradients(
+    out: Tensor, grads: Sequence[Tensor], args: Sequence[Tensor], grad: Tensor
+) -> float:
+    """Largest error of what holds of gradients whatever the pattern, of each head.
+
+    Where every query sees a key: `sum_k dV_k = sum_q dO_q`, `sum dQ Q = sum dK K`.
+    """
+    dq, dk, dv = (x.detach() for x in grads)
+    query, key, _ = (x.detach() for x in args)
+    for x in (out, *grads):
+        if not bool(x.isfinite().all()):
+            raise RuntimeError("a gradient is no number")
+    if not all(bool(x.any()) for x in grads):
+        raise RuntimeError("a gradient is all zeros")
+    group = query.shape[1] // key.shape[1]
+
+    def of_kv_heads(x: Tensor) -> Tensor:
+        return x.unflatten(1, (key.shape[1], group)).sum(2)
+
+    sums = of_kv_heads(torch.stack([g.double().sum(0) for g in grad[0]])[None])
+    values = torch.stack([g.double().sum(0) for g in dv[0]])[None]
+    by_query = of_kv_heads(torch.stack([_dot(*x) for x in zip(dq[0], query[0], strict=True)])[None])
+    by_key = torch.stack([_dot(*x) for x in zip(dk[0], key[0], strict=True)])[None]
+    errors = [relative(values, sums), relative(by_key, by_query)]
+    return largest(errors, 0.05, "the sums over gradients")
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a.double() * b.double()).sum()

@@ -1,0 +1,140 @@
+"""`sparsering tune` for the main shapes, and these measured again with what it chose.
+
+Every candidate is compiled ahead, by several processes at once, which the disk keeps; then the
+measuring runs without waiting for compilers. Choices lie in the folder of the record, apart from
+those of the machine, so that all other parts have the defaults.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import sparsering as sr
+from sparsering.bench.measure import Row
+from sparsering.kernels.problem import Problem
+from sparsering.kernels.triton import call, tune, tuning
+
+from .device import DEVICE, HALF, inputs, sized, synchronize
+from .peers import flops, ours
+from .speed import HEADS, MAIN_TOKENS
+from .timing import Call, error_of_rows, largest, prepared, relative, taken, with_gradients
+
+FOLDER = "SPARSERING_TUNED"  # names the folder of the choices in a worker's environment
+
+
+def pattern_of(block: int) -> sr.Pattern:
+    """The main shape's: whole blocks of `block`."""
+    return sr.RandomBlocks(0.1, block)
+
+
+def compile_ahead(width: int, block: int, share: int, shares: int) -> Iterator[Row]:
+    """Runs one share of the candidates once each, on few tokens, and says which are no good."""
+    heads, length = sized((4, 2048), (2, 4 * block))
+    args = inputs(heads, length, width)
+    layout = pattern_of(block).layout(length, num_heads=heads, block_size=block, device=DEVICE)
+    problem = Problem(layout, *args, width**-0.5)
+    grad = torch.randn_like(args[0])
+
+    def run(kernel: str) -> list[torch.Tensor]:
+        out, lse = call.forward(problem)
+        if kernel == "forward":
+            return [out]
+        return list(call.backward(problem, out, lse, grad, torch.zeros_like(lse))[:3])
+
+    expected = {kernel: [x.clone() for x in run(kernel)] for kernel in ("forward", "query")}
+    expected["key"] = expected["query"]
+    every = [
+        (kernel, config)
+        for kernel in tuning.KERNELS
+        for config in tuning.candidates(kernel, args[0], width, block)
+    ]
+    for kernel, config in every[share::shares][: sized(None, 1)]:
+        key = tuning.config_key(kernel, HALF, width, block)
+        row: Row = {"kernel": kernel, "head_dim": width, "block_size": block,
+                    "config": str(tuple(config))}  # fmt: skip
+        with tuning.trial({key: config}, args[0].device):
+            try:
+                found = [relative(a, b.double()) for a, b in
+                         zip(run(kernel), expected[kernel], strict=True)]  # fmt: skip
+                synchronize()
+            except Exception as error:  # a compiler's, or too much shared memory: `tune` skips it
+                yield row | {"cannot": f"{type(error).__name__}: {error}".split("\n")[0][:120]}
+                continue
+        yield row | {"differs": max(found)}
+
+
+def measured(width: int, block: int) -> Iterator[Row]:
+    """The choice for one shape: the config of each kernel, chosen beside the default."""
+    told: list[str] = []
+    _use_own_folder()
+    tune.tune(
+        pattern_of(block), tokens=sized(MAIN_TOKENS, 2 * block), num_heads=HEADS,
+        num_kv_heads=HEADS, head_dim=width, dtype=HALF, block_sizes=(block,), say=told.append,
+    )  # fmt: skip
+    like = inputs(1, 16, width)[0]
+    for kernel in tuning.KERNELS:
+        key = tuning.config_key(kernel, HALF, width, block)
+        tried = [line.removeprefix(f"{key} ") for line in told if line.startswith(key)]
+        yield {
+            "kernel": kernel, "head_dim": width, "block_size": block, "dtype": str(HALF)[6:],
+            "default": str(tuple(tuning.default(kernel, like, width, block))),
+            "tuned": str(tuple(tuning.config_for(kernel, like, width, block))),
+            "tried": tried,
+        }  # fmt: skip
+
+
+def beside_default(width: int, block: int) -> Iterator[Row]:
+    """The main shape with the defaults and with the choices, in turns."""
+    _use_own_folder()
+    pattern = pattern_of(block)
+    args = inputs(HEADS, MAIN_TOKENS, width)
+    grad = torch.randn_like(args[0])
+    chosen = {
+        key: config
+        for kernel in tuning.KERNELS
+        for key in [tuning.config_key(kernel, HALF, width, block)]
+        for config in [tuning.config_for(kernel, args[0], width, block)]
+    }
+    plain = {
+        tuning.config_key(kernel, HALF, width, block): tuning.default(kernel, args[0], width, block)
+        for kernel in tuning.KERNELS
+    }
+    if all(tuple(chosen[key]) == tuple(plain[key]) for key in plain):
+        why = "nothing was faster than the defaults, or nothing was tuned"
+        yield {"backend": "ours, tuned", "head_dim": width, "block_size": block, "left_out": why}
+        return
+    density = pattern.layout(MAIN_TOKENS, num_heads=HEADS, block_size=block).density
+
+    def with_configs(configs: dict[str, tuning.Config], run: Call) -> Call:
+        def call() -> torch.Tensor | tuple[torch.Tensor, ...]:
+            with tuning.trial(configs, args[0].device):
+                return run()
+
+        return call
+
+    for backward in (False, True):
+        run: Call = ours(args, pattern, block)
+        if backward:
+            run = with_gradients(ours(args, pattern, block), args, grad)
+        calls = {"ours": with_configs(plain, run), "ours, tuned": with_configs(chosen, run)}
+        calls, _ = prepared(calls, lambda name, call: call)
+        first, second = (x if isinstance(x, tuple) else (x,) for x in (c() for c in calls.values()))
+        found = [relative(a, b.double()) for a, b in zip(second, first, strict=True)]
+        error = largest(found, 0.02, "what was tuned")
+        if not backward:
+            error = error_of_rows(second[0], args, pattern)
+        for name, time in taken(calls).items():
+            work = flops(HEADS, density * MAIN_TOKENS**2, width, backward)
+            yield {
+                "backend": name, "case": "forward+backward" if backward else "forward",
+                "dtype": str(HALF)[6:], "tokens": MAIN_TOKENS, "heads": HEADS, "head_dim": width,
+                "block_size": block, "density": density, **time._asdict(),
+                "tflops": work / time.ms / 1e9, "error": error,
+            }  # fmt: skip
+
+
+def _use_own_folder() -> None:
+    os.environ["SPARSERING_CACHE"] = str(Path(os.environ[FOLDER]))
+    tuning._tuned.cache_clear()
