@@ -53,14 +53,14 @@ def sparse(
 class Flex:
     """Compiled FlexAttention, on the very blocks of a pattern, all of them full.
 
-    One compilation serves the calls of one shape. On the CPU it stays uncompiled.
+    One compilation serves the calls of one shape.
     """
 
     def __init__(self) -> None:
         from torch.nn.attention.flex_attention import flex_attention
 
         torch._dynamo.reset()  # past a number of shapes it would run uncompiled
-        self._run: Any = torch.compile(flex_attention, dynamic=False) if GPU else flex_attention
+        self._run: Any = torch.compile(flex_attention, dynamic=False)
 
     def call(self, args: Sequence[Tensor], pattern: sr.Pattern, block: int) -> Callable[[], Tensor]:
         """The call; its mask is made when it first runs, apart from what is timed."""

@@ -369,7 +369,7 @@ def read(path: Path) -> Record | None:
     """A record, None where there is none, or what is there is none of this benchmark's."""
     try:
         found: Record = json.loads(path.read_bytes())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, json.JSONDecodeError):
         return None
     whole = isinstance(found, dict) and found.get("name") == "gpu" and "runs" in found
     return found if whole else None

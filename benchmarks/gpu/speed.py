@@ -119,7 +119,7 @@ def over_blocks(
             yield {
                 "backend": name, "case": "forward+backward" if backward else "forward",
                 "dtype": str(HALF)[6:], "tokens": tokens, "heads": HEADS, "head_dim": width,
-                "block_size": block, "density": visited, **time._asdict(),
+                "block_size": block, "drawn": share, "density": visited, **time._asdict(),
                 "tflops": work / time.ms / 1e9, "error": errors[name],
             }  # fmt: skip
 

@@ -93,14 +93,14 @@ def _densities(record: Record) -> Iterator[str]:
     """TFLOP/s of ours over length, shape and density: forward; with backward."""
     rows = [row for name in record["parts"] if name.startswith("grid")
             for row in rows_of(record, name, backend="ours")]  # fmt: skip
-    shares = sorted({round(row["density"], 2) for row in rows})
+    shares = sorted({row["drawn"] for row in rows})
     yield "| tokens, shape | " + " | ".join(f"{share:.0%}" for share in shares) + " |"
     yield "|---" * (1 + len(shares)) + "|"
     for tokens, setting in dict.fromkeys((row["tokens"], row["setting"]) for row in rows):
         cells = []
         for share in shares:
             own = [row for row in rows if (row["tokens"], row["setting"]) == (tokens, setting)
-                   and round(row["density"], 2) == share]  # fmt: skip
+                   and row["drawn"] == share]  # fmt: skip
             cells.append("; ".join(f"{row['tflops']:.0f}" for row in own))
         yield f"| {tokens}, {setting} | {' | '.join(cells)} |"
 
@@ -124,7 +124,7 @@ def plot(record: Record, path: Path) -> None:
     from matplotlib.figure import Figure
 
     shown = {name: [row for row in rows_of(record, name) if "tflops" in row]
-             for name in record["parts"] if not name.startswith("grid")}  # fmt: skip
+             for name in record["parts"] if not name.startswith(("grid", "ceilings"))}  # fmt: skip
     shown = {name: rows for name, rows in shown.items() if rows}
     figure = Figure(figsize=(8, 0.9 + 0.2 * sum(1 + len(rows) for rows in shown.values())))
     FigureCanvasAgg(figure)
@@ -140,6 +140,8 @@ def plot(record: Record, path: Path) -> None:
             place += 1
     axes.set_yticks([at for at, _ in labels], [text for _, text in labels], fontsize=6)
     axes.invert_yaxis()
+    for row in rows_of(record, "ceilings", backend="matmul"):
+        axes.axvline(row["tflops"], color="black", linestyle=":")
     axes.set_xlabel("TFLOP/s on the blocks that are visited")
     figure.tight_layout()
     figure.savefig(path, dpi=130)

@@ -137,7 +137,8 @@ def with_gradients(call: Callable[[], Tensor], args: Sequence[Tensor], grad: Ten
 
 def relative(got: Tensor, exact: Tensor) -> float:
     """The norm of the difference over that of what is exact."""
-    return float((got.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+    got, exact = got.detach().double(), exact.detach()
+    return float((got - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
 def largest(errors: Sequence[float], bound: float, what: str) -> float:

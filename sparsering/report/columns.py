@@ -95,21 +95,30 @@ def size(number: float | None) -> str:
 
 
 def gpu_figure(gpu: Mapping[str, Any] | None, table: str, row: Row) -> str:
-    """What the record of `python -m benchmarks.gpu` has for a row, or that nothing was measured."""
+    """What the record of `python -m benchmarks.gpu` has for a row, or that nothing was measured.
+
+    Of forward calls of as many tokens; their heads are told, which may be others than the row's.
+    """
     part, start, name = _ON_GPU.get((table, row["call"].split(",")[0]), ("", "", ""))
-    if start and not row["call"].startswith(start):
+    if gpu is None or gpu["environment"]["gpu"] is None or not row["call"].startswith(start):
         return NOT_MEASURED
-    found = (gpu or {}).get("parts", {}).get(part, {}).get("rows", [])
-    for figures in found:
-        if figures.get("backend") == name and figures.get("tokens") == row.get("tokens"):
-            density = share(figures.get("density"))
-            return f"{short(figures['ms'])} ms" + (f", density {density}" if density else "")
+    for figures in gpu["parts"].get(part, {}).get("rows", ()):
+        fits = figures.get("backend") == name and figures.get("tokens") == row.get("tokens")
+        if fits and "ms" in figures and figures.get("case", "forward") == "forward":
+            told = [f"{short(figures['ms'])} ms"]
+            if figures.get("density") is not None:
+                told.append(f"density {share(figures['density'])}")
+            if figures.get("heads") not in (None, row.get("heads")):
+                told.append(f"{figures['heads']} heads")
+            return ", ".join([*told, *([figures["dtype"]] if "dtype" in figures else [])])
     return NOT_MEASURED
 
 
 _ON_GPU = {
     ("comparison", "window of 256"): ("founding table", "window of 256, ours (cpu)", "ours"),
+    ("comparison", "all pairs"): ("founding table", "all pairs, dense SDPA", "dense flash"),
     ("lengths", "window in blocks"): ("founding table", "", "ours"),
+    ("lengths", "dense SDPA"): ("founding table", "", "dense flash"),
     ("lengths", "LongNet"): ("longnet", "", "ours"),
 }
 """Part of the GPU record, start of the call, backend there; its rows must be of as many tokens."""

@@ -9,8 +9,9 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .columns import NOT_MEASURED, Row, columns_of, error, rows_html, share, short, size
+from .columns import Row, columns_of, error, rows_html, share, short, size
 from .drawn import gallery_html, lengths_html, ring_html, roofline_html
+from .gpu import gpu_html
 from .html import page_html
 from .prior import ADVICE, PLACE, PRIOR, WISHES
 
@@ -137,7 +138,7 @@ def report_page(records: Mapping[str, Record], gpu: Record | None = None) -> str
             body.append(f'<p class="source">{html.escape(described(record))}</p>')
         if name in PRIOR:
             body += _prior(name)
-    body += _gpu_section(gpu)
+    body += gpu_html(gpu)
     body += _wishes()
     if any(record.get("quick") for record in records.values()):
         body.insert(1, '<p class="why">A trial run of tiny sizes: its figures mean nothing.</p>')
@@ -265,38 +266,6 @@ def _contents() -> str:
     links = [f'<a href="#{name}">{title}</a>' for name, (title, _) in TITLES.items()]
     links += ['<a href="#gpu">On a GPU</a>', '<a href="#wishes">What was wished for</a>']
     return f"<nav>{' '.join(links)}</nav>"
-
-
-def _gpu_section(gpu: Record | None) -> list[str]:
-    """All that the GPU record holds, or that there is none."""
-    lines = ['<h2 id="gpu">On a GPU</h2>']
-    if gpu is None:
-        text = (
-            f"{NOT_MEASURED.capitalize()}: there is no record of a GPU. On one, <code>python -m "
-            "benchmarks.gpu --out benchmarks/records</code> writes it, and this page then has its "
-            "figures here and beside the rows that it fits."
-        )
-        return [*lines, f"<p>{text}</p>"]
-    place = gpu["environment"]
-    lines.append(f"<p>{html.escape(str(place['gpu']))}, commit {place['commit'][:10]}.</p>")
-    for name, part in gpu["parts"].items():
-        if "rows" not in part:
-            lines.append(f"<p>{html.escape(name)}: failed, {html.escape(str(part['failed']))}</p>")
-            continue
-        cells = "".join(
-            "<tr><td>"
-            + html.escape(str(row.get("backend") or row.get("pattern") or name))
-            + "</td><td>"
-            + html.escape(", ".join(f"{k} {_plain(v)}" for k, v in row.items() if k != "backend"))
-            + "</td></tr>"
-            for row in part["rows"]
-        )
-        lines.append(_folded(name, f'<table class="said">{cells}</table>'))
-    return lines
-
-
-def _plain(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _wishes() -> list[str]:

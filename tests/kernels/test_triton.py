@@ -2,7 +2,7 @@
 
 What is sharper than `test_attention` runs here: each pattern, head dim and block size; tiles that
 are cut, packed heads, heads in turn, tensor descriptors. bfloat16 and speed want a GPU
-(`benchmarks/gpu.py`); `test_triton_compile` compiles for GPUs that are not there.
+(`benchmarks/gpu`); `test_triton_compile` compiles for GPUs that are not there.
 """
 
 import itertools

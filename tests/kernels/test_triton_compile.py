@@ -143,24 +143,5 @@ def test_the_main_shapes_compile_for_amd():
 
 
 @pytest.mark.slow
-def test_the_gpu_benchmark_runs_through_and_goes_on_where_it_stopped(tmp_path):
-    root = SCRIPT.parent.parent
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", "--out", str(tmp_path)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    told = {"cwd": root, "env": environment, "capture_output": True, "text": True, "check": False}
-    first = subprocess.run([*command, "--only", "founding table", "correctness, shapes"], **told)
-    assert first.returncode == 0, first.stderr
-    rest = subprocess.run(command, **told)
-    assert rest.returncode == 0, rest.stdout + rest.stderr
-    assert rest.stdout.count("on record") == 2
-    record = json.loads((tmp_path / "gpu.json").read_text())
-    assert len(record["parts"]) == 15 and (tmp_path / "gpu.png").stat().st_size > 5000
-    for row in (row for part in record["parts"].values() for row in part["rows"]):
-        assert row.get("error") is None or 0 < row["error"] < 1e-5
-    command = [*command, "--budget", "0", "--out", str(tmp_path / "none")]
-    assert subprocess.run(command, **told).returncode == 1
-
-
-@pytest.mark.slow
 def test_another_head_dim_is_compiled_for():
     assert len(run("keys", {"head_dim": 64}, {"head_dim": 128})) == 8
