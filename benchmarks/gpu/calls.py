@@ -16,7 +16,7 @@ from sparsering.models import LongNetLM
 from sparsering.nn import MultiheadAttention, SelectedAttention
 from sparsering.selection import block_scores, select_blocks
 
-from .correctness import DTYPES, products_of
+from .correctness import DTYPES, TF32, products_of
 from .device import DEVICE, GPU, HALF, captured, inputs, sized, synchronize, waits_are_errors
 from .timing import largest, relative
 
@@ -170,36 +170,36 @@ def without_waiting() -> Iterator[Row]:
         yield {"pattern": name, "case": "forward+backward", "waits": 0 if GPU else None}
 
 
-def extras(dtype: str) -> Iterator[Row]:
-    """Softcap, distance bias, sink, dropout, masked keys: each alone, and all together."""
+EXTRAS = ("softcap", "distance bias", "sink", "dropout", "masked keys", "all")
+
+
+def extras(dtype: str, name: str) -> Iterator[Row]:
+    """One of the extras of a call, or all of them together, with the gradients of tables."""
     batch, heads, kv_heads, length, width = sized((2, 4, 2, 300, 64), (1, 2, 1, 40, 16))
     kind = DTYPES[dtype] if GPU else torch.float32
     unit = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[kind]
-    unit = max(unit, 1e-3 if dtype == "float32, tf32" else 0.0)
-    each: dict[str, dict[str, Any]] = {
-        "softcap": {"softcap": 0.7}, "distance bias": {"distance_bias": (heads, 35)},
-        "sink": {"sink": (batch, heads, length)},
-        "dropout": {"dropout_p": 0.3, "dropout_seed": 11}, "masked keys": {},
-    }  # fmt: skip
-    each["all"] = {name: value for options in each.values() for name, value in options.items()}
+    unit = max(unit, 1e-3 if dtype == TF32 else 0.0)
+    torch.manual_seed(0)
+    given: dict[str, Any] = {}
+    if name in ("softcap", "all"):
+        given["softcap"] = 0.7
+    if name in ("distance bias", "all"):
+        given["distance_bias"] = torch.randn(heads, 35, device=DEVICE)
+    if name in ("sink", "all"):
+        given["sink"] = torch.randn(batch, heads, length, device=DEVICE)
+    if name in ("dropout", "all"):
+        given |= {"dropout_p": 0.3, "dropout_seed": 11}
     bases = {"causal": sr.Causal(), "longnet": sr.LongNet((16, 91), (1, 3)) & sr.Causal()}
-    for number, (name, made) in enumerate(each.items()):
-        if not GPU and name != "all":
-            continue
-        for label, base in bases.items():
-            torch.manual_seed(number)
-            args = [torch.randn(batch, h, length, width, device=DEVICE, dtype=kind)
-                    for h in (heads, kv_heads, kv_heads)]  # fmt: skip
-            given = {k: torch.randn(*v, device=DEVICE) if isinstance(v, tuple) else v
-                     for k, v in made.items()}  # fmt: skip
-            pattern: sr.Pattern = base
-            if name in ("masked keys", "all"):
-                pattern = base & sr.KeyMask(torch.rand(batch, length, device=DEVICE) < 0.7)
-            with products_of(dtype):
-                error = _error_of_extras(args, pattern, given)
-            what = f"{name} over {label} in {dtype}"
-            yield {"pattern": label, "extra": name, "dtype": dtype,
-                   "error": largest([error], 4 * unit, what)}  # fmt: skip
+    for label, pattern in bases.items():
+        if name in ("masked keys", "all"):
+            pattern = pattern & sr.KeyMask(torch.rand(batch, length, device=DEVICE) < 0.7)
+        args = [torch.randn(batch, h, length, width, device=DEVICE, dtype=kind)
+                for h in (heads, kv_heads, kv_heads)]  # fmt: skip
+        with products_of(dtype):
+            error = _error_of_extras(args, pattern, given)
+        what = f"{name} over {label} in {dtype}"
+        yield {"pattern": label, "extra": name, "dtype": dtype,
+               "error": largest([error], 4 * unit, what)}  # fmt: skip
 
 
 def _error_of_extras(args: list[Tensor], pattern: sr.Pattern, given: dict[str, Any]) -> float:
@@ -280,39 +280,36 @@ def _step_by_step(cache: sr.KVCache, args: list[Tensor], prompt: int) -> Tensor:
     return torch.cat(outs, 2)
 
 
-def modules() -> Iterator[Row]:
-    """The modules and the language model, forward and backward in float32, and by autocast.
+MODULES = ("MultiheadAttention", "SelectedAttention", "SelectedAttention.nsa",
+           "SelectedAttention.hierarchical", "LongNetLM")  # fmt: skip
 
-    Against themselves in float64, which another backend computes; a layer that selects takes all
+
+def module(name: str) -> Iterator[Row]:
+    """A module or the language model, forward and backward in float32, and under autocast.
+
+    Against itself in float64, which another backend computes; a layer that selects takes all
     blocks, so that a rounded score decides nothing.
     """
     length, width, heads = sized((256, 256, 4), (40, 32, 2))
     block = sized(64, 16)
-    window = sr.Causal() & sr.SlidingWindow(sized(100, 10))
     torch.manual_seed(0)
-    every = {"k": 8, "block_size": block, "query_block": 1}
-    cases: dict[str, torch.nn.Module] = {
-        "MultiheadAttention": MultiheadAttention(width, heads, batch_first=True, pattern=window),
-        "SelectedAttention": SelectedAttention(width, heads, num_kv_heads=heads // 2, **every),
-        "SelectedAttention.nsa": SelectedAttention.nsa(width, heads, k=8, block_size=block),
-        "SelectedAttention.hierarchical": SelectedAttention.hierarchical(
-            width, heads, k=8, block_size=block
-        ),
-    }
-    for name, module in cases.items():
-        x = torch.randn(2, length, width)
-
-        def run(module: torch.nn.Module, x: Tensor) -> Tensor:
-            if isinstance(module, MultiheadAttention):
-                return module(x, x, x, need_weights=False)[0]
-            return module(x)
-
-        yield from _beside_float64(name, module, run, x)
-    model = LongNetLM(sr.LongNet((32, 128), (1, 2)), width=width, num_layers=2, num_heads=heads)
-    tokens = torch.randint(0, 256, (2, length + 1))
-    yield from _beside_float64(
-        "LongNetLM", model, lambda m, t: m.loss(t[:, :-1], t[:, 1:])[None], tokens
-    )
+    x = torch.randn(2, length, width)
+    if name == "LongNetLM":
+        pattern = sr.LongNet((32, 128), (1, 2))
+        model = LongNetLM(pattern, width=width, num_layers=2, num_heads=heads)
+        tokens = torch.randint(0, 256, (2, length + 1))
+        yield from _beside_float64(
+            name, model, lambda m, t: m.loss(t[:, :-1], t[:, 1:])[None], tokens
+        )
+    elif name == "MultiheadAttention":
+        window = sr.Causal() & sr.SlidingWindow(sized(100, 10))
+        layer = MultiheadAttention(width, heads, batch_first=True, pattern=window)
+        yield from _beside_float64(name, layer, lambda m, x: m(x, x, x, need_weights=False)[0], x)
+    else:
+        _, _, preset = name.partition(".")
+        make = getattr(SelectedAttention, preset) if preset else SelectedAttention
+        layer = make(width, heads, num_kv_heads=heads // 2, k=8, block_size=block)
+        yield from _beside_float64(name, layer, lambda m, x: m(x), x)
 
 
 def _beside_float64(

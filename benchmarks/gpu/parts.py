@@ -64,6 +64,14 @@ def _patterns(dtype: str, shares: int) -> dict[str, Case]:
     }
 
 
+HEAD_DIMS = sized((256, 32, 48, 64, 72, 80, 96, 128, 192, 16), (24, 40))
+BLOCKS = sized((16, 32, 48, 96, 160, 256), (48,))
+EXTRAS = {
+    "bfloat16": calls.EXTRAS,
+    "float32": sized(calls.EXTRAS, ("all",)),
+    "float16": sized(("dropout", "all"), ()),
+    correctness.TF32: sized(("all",), ()),
+}
 BACKENDS = ("triton", "gather", "reference", "torch_sparse", "flash", "flex")
 
 PARTS: dict[str, Part] = {
@@ -90,7 +98,7 @@ PARTS: dict[str, Part] = {
         {"matmul and copy": speed.ceilings}, 5, 30,
     ),
     "main shapes": Part(
-        "10% random blocks, 16 heads, 32768 tokens, bfloat16. Rates count visited blocks. ",
+        "10% random blocks, 16 heads, 32768 tokens, bfloat16. Rates count visited blocks.",
         {_named(*shape): partial(speed.main_shape, *shape) for shape in MAIN}, 120, 150,
     ),
     "founding table": Part(
@@ -114,30 +122,32 @@ PARTS: dict[str, Part] = {
         "The patterns of the tests, 450 tokens, 4 heads of 128 on 2, against float64.",
         _patterns("bfloat16", 3) | _patterns("float16", 2) | _patterns("float32", 2)
         | _patterns(correctness.TF32, 2),
-        35, 90, timed=False,
+        45, 100, timed=False,
     ),
     "shapes are right": Part(
         "Head dims, block sizes, lengths, strides, and more than 2^31 elements.",
         {
-            "head dims 16-80": partial(correctness.head_dims, sized((16, 32, 48, 64, 80), (24,))),
-            "head dims 96-192": partial(correctness.head_dims, sized((96, 128, 192), (40,))),
-            "head dim 256": partial(correctness.head_dims, sized((256,), (20,))),
-            "blocks and strides": correctness.block_sizes_and_strides,
-            "beyond int32": correctness.beyond_int32,
+            **{f"head dim {width}": partial(correctness.head_dim, width) for width in HEAD_DIMS},
+            **{f"blocks of {size}": partial(correctness.block_size, size) for size in BLOCKS},
+            "strides": correctness.strides, "beyond int32": correctness.beyond_int32,
         },
-        40, 90, timed=False,
+        45, 100, timed=False,
     ),
     "extras are right": Part(
         "Softcap, a bias by distance, a sink, dropout, masked keys, against float64.",
-        {name: partial(calls.extras, name) for name in correctness.DTYPES},
-        35, 90, timed=False,
+        {
+            f"{name}, {dtype}": partial(calls.extras, dtype, name)
+            for dtype, names in EXTRAS.items() for name in names
+        },
+        50, 100, timed=False,
     ),
     "other calls are right": Part(
         "A ring in one process with the sequence on the host, decoding, modules, the language "
         "model, packed documents, keys' masses, torch.func; against float64.",
         {
             "offloaded ring": calls.offloaded_ring, "decoding": calls.decoding,
-            "modules": calls.modules, "others": calls.others,
+            **{name: partial(calls.module, name) for name in calls.MODULES},
+            "others": calls.others,
         },
         30, 90, timed=False,
     ),
@@ -147,7 +157,7 @@ PARTS: dict[str, Part] = {
             f"{name}, {dtype}": partial(correctness.backend, name, dtype)
             for name in BACKENDS for dtype in ("bfloat16", "float32")
         },
-        40, 100, timed=False,
+        45, 100, timed=False,
     ),
     "tuning, compiled": Part(
         "Every candidate of `sparsering tune` run once, beside the default.",
@@ -155,11 +165,11 @@ PARTS: dict[str, Part] = {
             _named(*shape, f"share {n + 1} of 4"): partial(tuned.compile_ahead, *shape, n, 4)
             for shape in MAIN for n in range(sized(4, 1))
         },
-        30, 90, timed=False,
+        60, 120, timed=False,
     ),
     "tuning": Part(
         "What `sparsering tune` chose for the main shapes.",
-        {_named(*shape): partial(tuned.measured, *shape) for shape in MAIN}, 30, 80,
+        {_named(*shape): partial(tuned.measured, *shape) for shape in MAIN}, 40, 90,
     ),
     "tuned shapes": Part(
         "The main shapes with the defaults and with the choices, in turns.",

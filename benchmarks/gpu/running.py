@@ -30,7 +30,7 @@ from . import bars, device, parts, tuned
 
 Record = dict[str, Any]
 
-LONGEST_CASE = 90.0  # seconds, after which a case is taken to hang
+LONGEST_CASE = device.sized(90.0, 300.0)  # seconds, after which a case is taken to hang
 _START = 120.0  # seconds that a process may take until it answers
 _SHARED = ("__init__", "device", "timing", "peers", "parts")  # modules that every figure goes by
 
@@ -52,10 +52,9 @@ def work(connection: Connection, folder: str) -> None:
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             told = f"{type(error).__name__}: {error}"[:600]
-            connection.send(("failed", f"{told} ({Path(where.filename).name}:{where.lineno})"))
+            told += f" ({Path(where.filename).name}:{where.lineno})"
             error.__traceback__ = None  # which holds tensors
-            if not device.is_alive():
-                return
+            connection.send(("failed" if device.is_alive() else "broken", told))
         _forget()
 
 
@@ -277,7 +276,12 @@ class _Pool:
                 continue
             seconds = min(LONGEST_CASE, self._budget + 15 - spent)
             threads = max(1, (os.cpu_count() or 1) // len(self._workers))
-            worker.begin(name, case, seconds, threads)
+            try:
+                worker.begin(name, case, seconds, threads)
+            except OSError:  # it died while it had nothing to do
+                worker.case = None
+                cases.insert(0, (name, case))
+                yield from self._lost(worker, worker.end())
             return
 
     def _listen(self) -> Iterator[str]:
@@ -315,12 +319,17 @@ class _Pool:
             return
         state: dict[str, Any] = {"seconds": round(seconds, 2)}
         if content is not None:
-            state["failed" if kind == "failed" else "gpu_state"] = content
+            state["gpu_state" if kind == "done" else "failed"] = content
         self._session.adds(name, case, None, **state)
         self._session.write()
         worker.case = None
-        told = f"failed, {content}" if kind == "failed" else f"{len(worker.rows)} rows"
+        told = f"{len(worker.rows)} rows" if kind == "done" else f"failed, {content}"
         yield f"{name} | {case}: {told}, {seconds:.1f} s"
+        if kind == "broken":
+            worker.end()
+            self._workers.remove(worker)
+            self._workers.append(Worker(self._session.out))
+            yield "the GPU answered that process no more: another one goes on"
 
     def _lost(self, worker: Worker, why: str) -> Iterator[str]:
         """A worker is gone: what its case had found stays, and another takes its place."""

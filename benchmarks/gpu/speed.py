@@ -112,15 +112,16 @@ def over_blocks(
         errors: dict[str, float] = {}
         check = partial(_with_gradients_checked, grad=grad, exact=exact) if backward else _checked
         running, failed = prepared(calls, partial(check, args=args, pattern=pattern, errors=errors))
-        yield from failed
+        case = "forward+backward" if backward else "forward"
+        yield from ({**row, "case": case} for row in failed)
         for name, time in taken(running).items():
             visited = 1.0 if name.startswith("dense") else density
             work = flops(HEADS, visited * tokens**2, width, backward)
             yield {
-                "backend": name, "case": "forward+backward" if backward else "forward",
-                "dtype": str(HALF)[6:], "tokens": tokens, "heads": HEADS, "head_dim": width,
-                "block_size": block, "drawn": share, "density": visited, **time._asdict(),
-                "tflops": work / time.ms / 1e9, "error": errors[name],
+                "backend": name, "case": case, "dtype": str(HALF)[6:], "tokens": tokens,
+                "heads": HEADS, "head_dim": width, "block_size": block, "drawn": share,
+                "density": visited, **time._asdict(), "tflops": work / time.ms / 1e9,
+                "error": errors[name],
             }  # fmt: skip
 
 
@@ -278,6 +279,8 @@ def overhead() -> Iterator[Row]:
     default = partial(sr.attention, *args, pattern)
     error = error_of_rows(call(), args, pattern)
     calls: dict[str, Call] = {"ours": call, "ours, backend not named": default, **dense(args)}
+    calls, failed = prepared(calls, lambda name, peer: peer)
+    yield from failed
     for name, peer in calls.items():
         time = on_the_host(peer)
         of_ours = None if name.startswith("dense") else error

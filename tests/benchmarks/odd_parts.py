@@ -8,7 +8,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from benchmarks.gpu import parts, running
+from benchmarks.gpu import device, parts, running
 
 MENDED = "GPU_BENCHMARK_MENDED"  # names a file in whose presence nothing goes wrong
 
@@ -21,6 +21,9 @@ def case(how: str) -> Iterator[dict[str, object]]:
             raise RuntimeError("what was timed is wrong: errors ['0.5']")
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "breaks":  # the GPU, as an illegal access does
+            device.is_alive = lambda: False
+            raise RuntimeError("an illegal memory access was encountered")
         if how == "hangs":
             time.sleep(1000)
     yield {"backend": how, "ms": 2.0, "least_ms": 1.0, "most_ms": 3.0}
@@ -33,7 +36,7 @@ def _part(*cases: str, timed: bool = True, bound: float = 60.0) -> parts.Part:
 
 
 PARTS = {
-    "alone": _part("fine", "fails", "dies", "hangs", "last"),
+    "alone": _part("fine", "fails", "dies", "breaks", "hangs", "last"),
     "together": _part("one", "dies", "two", "fails", timed=False),
     "bounded": _part("first", "second", bound=-1.0),
 }

@@ -180,7 +180,9 @@ def test_a_case_that_fails_dies_or_hangs_costs_itself_alone(odd, tmp_path):
     assert states["alone"]["hangs"]["failed"] == "no end in 12 s"
     assert "failed" not in {**states["together"]["one"], **states["together"]["two"]}
     rows = [x["backend"] for x in made["parts"]["alone"]["rows"]]
-    assert rows == ["fine", "fine", "fails", "dies", "hangs", "last", "last"]  # all that was found
+    assert rows == ["fine", "fine", "fails", "dies", "breaks", "hangs", "last", "last"]
+    assert said.count("another one goes on") == 1
+    assert "illegal memory access" in states["alone"]["breaks"]["failed"]
     assert "left" in states["bounded"]["second"] and "left, the -1 s of this part" in said
 
     odd.touch()
@@ -190,7 +192,7 @@ def test_a_case_that_fails_dies_or_hangs_costs_itself_alone(odd, tmp_path):
             state = made["parts"][name]["cases"][case]
             if name != "bounded":
                 assert "failed" not in state and "left" not in state
-                assert state["run"] == (1 if case in ("fails", "dies", "hangs") else 0)
+                assert state["run"] == (1 if case in ("fails", "dies", "breaks", "hangs") else 0)
                 of_case = [x for x in made["parts"][name]["rows"] if x["setting"] == case]
                 assert [x["ms"] for x in of_case] == [1.0, 2.0]  # not those of before beside them
 

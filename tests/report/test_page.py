@@ -101,11 +101,14 @@ def test_a_trial_run_says_that_it_is_one():
 @pytest.mark.slow
 @pytest.mark.parametrize("there", [False, True])
 def test_gpu_figures_stand_beside_the_rows_they_fit_once_there_are_any(there):
-    figures = {"backend": "ours", "tokens": 4096, "density": 0.09, "ms": 0.15, "error": 1e-3}
-    parts = {"founding table": {"rows": [figures]}, "window": {"failed": "no memory"}}
+    times = {"ms": 0.15, "least_ms": 0.14, "most_ms": 0.2}
+    figures = {"backend": "ours", "tokens": 4096, "density": 0.09, "error": 1e-3, **times}
+    failed = {"cases": {"65536 tokens": {"failed": "no memory"}}, "rows": []}
+    parts = {"founding table": {"rows": [figures]}, "window": failed}
     gpu = {"environment": {"gpu": "NVIDIA H100", "commit": "0123456789abc"}, "parts": parts}
     page = report_page(records(), gpu if there else None)
     assert ("0.15 ms, density 9%" in page) == there == ("NVIDIA H100" in page)
+    assert ("0.15 (0.14 - 0.2)" in page) == there
     assert ("failed, no memory" in page) == there
     own = rows_html(records()["comparison"]["rows"], columns_of("comparison", gpu))
     assert own.count("not measured") == 1  # dense attention is no part of that record
