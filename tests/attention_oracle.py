@@ -8,13 +8,15 @@ every pattern of the contract, and expressions of them, as functions of a `Case`
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from strategies import Scene
 from torch import Tensor
 
 import sparsering as sr
+
+if TYPE_CHECKING:  # it needs hypothesis, which a machine with a GPU may lack
+    from strategies import Scene
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Case:
     @classmethod
     def of(
         cls,
-        scene: Scene,
+        scene: "Scene",
         head_dim: int,
         value_dim: int,
         block_size: int | None,

@@ -5,9 +5,9 @@ measuring runs without waiting for compilers. Choices lie in the folder of the r
 those of the machine, so that all other parts have the defaults.
 """
 
+import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -67,8 +67,12 @@ def compile_ahead(width: int, block: int, share: int, shares: int) -> Iterator[R
 
 def measured(width: int, block: int) -> Iterator[Row]:
     """The choice for one shape: the config of each kernel, chosen beside the default."""
+    with _own_folder():
+        yield from _measured(width, block)
+
+
+def _measured(width: int, block: int) -> Iterator[Row]:
     told: list[str] = []
-    _use_own_folder()
     tune.tune(
         pattern_of(block), tokens=sized(MAIN_TOKENS, 2 * block), num_heads=HEADS,
         num_kv_heads=HEADS, head_dim=width, dtype=HALF, block_sizes=(block,), say=told.append,
@@ -87,7 +91,11 @@ def measured(width: int, block: int) -> Iterator[Row]:
 
 def beside_default(width: int, block: int) -> Iterator[Row]:
     """The main shape with the defaults and with the choices, in turns."""
-    _use_own_folder()
+    with _own_folder():
+        yield from _beside_default(width, block)
+
+
+def _beside_default(width: int, block: int) -> Iterator[Row]:
     pattern = pattern_of(block)
     args = inputs(HEADS, MAIN_TOKENS, width)
     grad = torch.randn_like(args[0])
@@ -135,6 +143,16 @@ def beside_default(width: int, block: int) -> Iterator[Row]:
             }  # fmt: skip
 
 
-def _use_own_folder() -> None:
-    os.environ["SPARSERING_CACHE"] = str(Path(os.environ[FOLDER]))
+@contextlib.contextmanager
+def _own_folder() -> Iterator[None]:
+    """Within it choices are kept in, and come from, the folder beside the record."""
+    before = os.environ.get("SPARSERING_CACHE")
+    os.environ["SPARSERING_CACHE"] = os.environ[FOLDER]
     tuning._tuned.cache_clear()
+    try:
+        yield
+    finally:
+        os.environ.pop("SPARSERING_CACHE")
+        if before is not None:
+            os.environ["SPARSERING_CACHE"] = before
+        tuning._tuned.cache_clear()
