@@ -49,6 +49,8 @@ def work(connection: Connection, folder: str) -> None:
                 connection.send(("row", row))
             device.synchronize()
             connection.send(("done", device.state() if parts.PARTS[name].timed else None))
+        except BrokenPipeError:  # nobody listens any more
+            return
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             told = f"{type(error).__name__}: {error}"[:600]
