@@ -30,41 +30,6 @@ _UNIT = tl.constexpr(UNIT)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@kernel
-def prepare_kernel(
-    grad_out, grad_lse, out, lse, delta, log2_lse,
-    g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
-    o_batch: tl.int64, o_head: tl.int64, row_head: tl.int64, num_heads: tl.int64, q_len: tl.int64,
-    ROWS: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Writes delta [B, heads, Nq] and log2_lse, lse to the base 2: what scores are reduced by.
-
-    That is +inf where a row has no key, so that P = 0.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    blocks = (q_len + ROWS - 1) // ROWS
-    position = program % blocks * ROWS + tl.arange(0, ROWS)
-    row = program // blocks
-    batch, head = row // num_heads, row % num_heads
-    real = position < q_len
-    dim = tl.arange(0, PADDED_VALUE_DIM)
-    kept = real[:, None] & (dim < VALUE_DIM)[None, :]
-    from_grad = position * elements(g_token, ALIGN)
-    from_grad += batch * elements(g_batch, ALIGN) + head * elements(g_head, ALIGN)
-    from_out = position * VALUE_DIM
-    from_out += batch * elements(o_batch, ALIGN) + head * elements(o_head, ALIGN)
-    do = tl.load(grad_out + from_grad[:, None] + dim[None, :], mask=kept, other=0.0)
-    o = tl.load(out + from_out[:, None] + dim[None, :], mask=kept, other=0.0)
-    given = row * q_len + position
-    natural = tl.load(lse + given, mask=real, other=float("-inf"))
-    product = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-    product -= tl.load(grad_lse + given, mask=real, other=0.0)
-    power = tl.where(natural == float("-inf"), float("inf"), natural * _LOG2_E)
-    tl.store(delta + row * row_head + position, product, mask=real)
-    tl.store(log2_lse + row * row_head + position, power, mask=real)
-
-
 @triton.jit
 def weight_of(power):
     """2 ** power, at most 1 also where a huge score was rounded otherwise than in forward."""
@@ -293,8 +258,7 @@ def key_kernel(
     part, unit, head, batch = program_of(PARTS, HEADS, num_units, num_heads, group)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     units += (table * num_units + unit) * _UNIT
-    tile, first, masked, end = unit_at(units)
-    cut = tl.load(units + 4)
+    tile, first, masked, _ = unit_at(units)
     if tile < 0:
         return
     first_key = part * KEYS
@@ -316,7 +280,8 @@ def key_kernel(
     from_value += position * elements(v_token, ALIGN)
     k = tl.load(key + from_key[:, None] + dim[None, :], mask=kept, other=0.0)
     v = tl.load(value + from_value[:, None] + value_dim[None, :], mask=value_kept, other=0.0)
-    start, tokens, bitmap, entry = from_table(start, tokens, bitmap, entry, table, num_entries)
+    in_table = table * num_entries
+    start += in_table
     if DISTANCES or DROPPING:
         origin += table * num_entries
         key_position = tl.load(tile_origin + axis * num_tiles + tile) + first_key * step
@@ -330,7 +295,6 @@ def key_kernel(
     heads = tl.minimum(HEADS, (kv_head + 1) * group - head) if HEADS > 1 else 1
     for own in range(0, heads):
         h = head + own
-        of_head = batch * row_batch + h * elements(row_head, 1)
         for masked_entries in tl.static_range(2):
             q_offset, q_row, q_column = head_of(
                 batch, h, q_batch, q_head, q_side, q_token, ALIGN, TMA
@@ -338,8 +302,11 @@ def key_kernel(
             g_offset, g_row, g_column = head_of(
                 batch, h, g_batch, g_head, g_side, g_token, ALIGN, TMA
             )
-            lower = masked if masked_entries else first
-            upper = end if masked_entries else masked
+            of_head = batch * row_batch + h * elements(row_head, 1)
+            if TMA:
+                of_head = of_head.to(tl.int32)  # as `line` makes sure
+            lower = tl.load(units + 2) if masked_entries else first
+            upper = tl.load(units + 3) if masked_entries else masked
             ahead = tl.load(start + lower, mask=lower < upper, other=0)
             for i in tl.range(
                 lower * (MASKED_STEPS if masked_entries else STEPS),
@@ -354,7 +321,7 @@ def key_kernel(
                 slot = first_slot + tl.arange(0, SIZE)
                 token = ahead + first_slot * step
                 ahead = tl.load(start + (i + 1) // STEPS_OF, mask=i + 1 < upper * STEPS_OF, other=0)
-                in_tile = slot < (tl.load(tokens + e) if masked_entries else TILE)
+                in_tile = slot < (tl.load(tokens + in_table + e) if masked_entries else TILE)
                 along = tl.arange(0, SIZE) * step
                 of_row = of_head + token + along
                 q = load_rows(
@@ -374,7 +341,7 @@ def key_kernel(
                 score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
                 if BIASED:
                     of_head_bias = bias + batch * bias_batch + h * elements(bias_head, 1)
-                    base -= tl.load(of_head_bias + tl.load(entry + e)) * _LOG2_E
+                    base -= tl.load(of_head_bias + tl.load(entry + in_table + e)) * _LOG2_E
                 if DISTANCES or DROPPING:
                     query_position = tl.load(origin + e).to(tl.int64) + origin_shift
                     query_position += first_slot * step
@@ -391,7 +358,8 @@ def key_kernel(
                 left = _LOG2_E if CAPPED or DISTANCES else scale * _LOG2_E
                 power = score * left - base[None, :]
                 if masked_entries:
-                    bits = visible(words, tl.load(bitmap + e), keys, first_slot, TILE, WORD, SIZE)
+                    number = tl.load(bitmap + in_table + e)
+                    bits = visible(words, number, keys, first_slot, TILE, WORD, SIZE)
                     power = tl.where(bits != 0, power, float("-inf"))
                 weight = weight_of(power)
                 if DROPPING:
@@ -419,6 +387,10 @@ def key_kernel(
                     dscore *= slope
                 dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision=PRECISION)
 
+    # read again, rather than kept in registers all along
+    tile, cut = tl.load(units), tl.load(units + 4)
+    head += tile >> 31  # which is 0: so that no axis is kept either
+    _, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     begin, stop = span_of(tile_start, tile_stop, axis, num_tiles, tile, first_key, step, WIDE)
     position = begin + tl.arange(0, KEYS) * step.to(begin.dtype)
     real = (position < stop) & (keys < TILE)
@@ -430,9 +402,12 @@ def key_kernel(
     if KEYS_MASKED:  # a key's own numbers reach its own gradients alone
         seen = tl.load(key_mask + batch * mask_batch + position, mask=real, other=0) != 0
         dk, dv = tl.where(seen[:, None], dk, 0.0), tl.where(seen[:, None], dv, 0.0)
-    share = head // group * ((group + HEADS - 1) // HEADS) + head % group // HEADS
+    share, shares = head, num_heads
+    if HEADS > 1:
+        of_group = (group + HEADS - 1) // HEADS
+        shares = num_heads // group * of_group
+        share = head // group * of_group + head % group // HEADS
     if cut >= 0:
-        shares = num_heads // group * ((group + HEADS - 1) // HEADS)
         place = ((batch * shares + share) * num_slots + cut) * TILE + keys
         tl.store(piece_key + place[:, None] * HEAD_DIM + dim[None, :], dk, mask=kept)
         to_piece = piece_value + place[:, None] * VALUE_DIM + value_dim[None, :]

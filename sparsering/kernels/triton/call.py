@@ -272,7 +272,7 @@ def _prepared(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(delta, lse to the base 2, +inf for rows without keys), both [B, Hq, Nq]."""
-    from .backward import prepare_kernel
+    from .prepare import prepare_kernel
 
     batch, heads, q_len = lse.shape
     apart = -(-q_len // _ALIGNED) * _ALIGNED  # so that heads begin where a descriptor may

@@ -96,18 +96,22 @@ def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
     part = (program % parts).to(tl.int32)
     unit = program // parts % num_units
     rest = (program // parts // num_units).to(tl.int32)
-    packs = (group + PACK - 1) // PACK  # of one kv head
-    all_packs = num_heads // group * packs
-    pack = rest % all_packs
-    head = pack // packs * group + pack % packs * PACK
-    return part, unit, head, (rest // all_packs).to(tl.int64)
+    if PACK == 1:
+        all_packs, head = num_heads, rest % num_heads
+    else:
+        packs = (group + PACK - 1) // PACK  # of one kv head
+        all_packs = num_heads // group * packs
+        pack = rest % all_packs
+        head = pack // packs * group + pack % packs * PACK
+    return part, unit, head, (rest // all_packs).to(tl.uint32).to(tl.int64)
 
 
 @triton.jit
 def table_of(batch, head, num_heads, tables, table_batches, axes):
     """(table, axis) of a query head: which walk it takes, and where its kv head's tiles are."""
     of_batch = tl.where(table_batches > 1, batch, 0)
-    return of_batch * tables + head * tables // num_heads, (head * axes // num_heads).to(tl.int64)
+    axis = (head * axes // num_heads).to(tl.uint32)  # whose upper half takes no register
+    return of_batch * tables + head * tables // num_heads, axis.to(tl.int64)
 
 
 @triton.jit

@@ -43,15 +43,15 @@ class Config(NamedTuple):
 
 
 # By generation and kernel: for head dims up to 64, 128 and 256. Chosen by what `ptxas` says of
-# registers and shared memory, and by `benchmarks.gpu.forecast`, not by a measurement. The last
+# registers and shared memory, and by `benchmarks.forecast`, not by a measurement. The last
 # number, if any, is `masked`.
 _HALF = {
     (80, "forward"): ((128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
     (80, "query"): ((128, 64, 8, 3, 32), (64, 64, 8, 3), (64, 32, 8, 2)),
     (80, "key"): ((64, 32, 4, 3), (64, 64, 8, 3), (64, 32, 8, 2)),
-    (90, "forward"): ((128, 128, 8, 3, 64), (128, 128, 8, 2, 64), (128, 32, 8, 2)),
-    (90, "query"): ((128, 128, 8, 3, 64), (128, 64, 8, 3), (128, 32, 8, 2)),
-    (90, "key"): ((128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 8, 2)),
+    (90, "forward"): ((128, 64, 8, 3, 32), (128, 128, 8, 2, 64), (128, 32, 8, 2)),
+    (90, "query"): ((128, 128, 8, 3, 64), (128, 64, 8, 2, 32), (128, 32, 8, 2)),
+    (90, "key"): ((128, 128, 8, 2, 32), (128, 64, 8, 2, 32), (64, 64, 8, 2)),
     (100, "forward"): ((128, 128, 8, 2, 64), (128, 128, 8, 2, 64), (128, 32, 8, 2)),
     (100, "query"): ((128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
     (100, "key"): ((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 8, 2)),
@@ -143,9 +143,10 @@ def _fitted(chosen: Config, like: Tensor, head_dim: int, tile: int) -> Config:
     if most - tile >= 64:  # 160 and 192 tokens are 3 x 64 rather than 256
         most = 64
     rows, streamed = min(chosen.rows, most), min(chosen.streamed, most)
-    masked = min(chosen.masked, streamed) % streamed
-    chosen = chosen._replace(rows=rows, streamed=streamed, masked=masked)
-    if rows * streamed <= 64 * 64 and like.itemsize < 4 and head_dim <= 64:
+    masked = min(chosen.masked, streamed // 2)
+    chosen = chosen._replace(rows=rows, streamed=streamed, masked=masked if masked >= 16 else 0)
+    narrow = 128 if generation(like.device) == 90 else 64  # one warpgroup of Hopper has 64 rows
+    if rows * streamed <= 64 * 64 and like.itemsize < 4 and head_dim <= narrow:
         chosen = chosen._replace(warps=min(4, chosen.warps))
     padded = max(16, power_of_2(head_dim))
     while True:

@@ -1,0 +1,1 @@
+"""What GPU kernels should take, from their machine code: `python -m benchmarks.forecast`."""

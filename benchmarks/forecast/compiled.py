@@ -1,0 +1,179 @@
+"""The machine code of the kernels of a call, for a GPU that is not there.
+
+`tests/kernels/compile_triton.py` catches the launches of the backend's own host code and compiles
+what would be launched; here its binary is taken apart, and the loop over full entries found.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent.parent
+CAPABILITY = 90
+THREADS = 32  # of a warp
+
+
+class Instruction(NamedTuple):
+    """One instruction of a warp, with what its encoding tells the scheduler.
+
+    Attributes:
+        name: opcode, such as "FFMA".
+        text: with its modifiers and operands.
+        stall: cycles before the warp's next instruction may be issued.
+        sets: the barriers (0 to 5) that it frees when its result is there, or its operands read.
+        waits: the barriers that it waits for, a bit each.
+    """
+
+    name: str
+    text: str
+    stall: int
+    sets: tuple[int, ...]
+    waits: int
+
+
+class Compiled(NamedTuple):
+    """A kernel as it would run.
+
+    Attributes:
+        kernel, config: what was launched.
+        registers, spilled: of a thread; spilled ones in bytes.
+        shared: bytes of a program.
+        warps: of a program.
+        loop: what a warp runs for one step over an entry that needs no mask.
+        rows, streamed: tokens of a step, kept and streamed.
+    """
+
+    kernel: str
+    config: tuple[Any, ...]
+    registers: int
+    spilled: int
+    shared: int
+    warps: int
+    loop: list[Instruction]
+    rows: int
+    streamed: int
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How often each opcode stands in the loop."""
+        return Counter(x.name for x in self.loop)
+
+    @property
+    def per_processor(self) -> int:
+        """Programs that fit a multiprocessor of Hopper at a time."""
+        of_registers = (64 << 10) // (-(-self.registers // 8) * 8 * THREADS * self.warps)
+        of_shared = (228 << 10) // (self.shared + (1 << 10))
+        return min(of_registers, of_shared, 64 // self.warps)
+
+
+@cache
+def catching() -> Any:
+    """The script that compiles what the backend launches."""
+    sys.path.insert(0, str(ROOT / "tests" / "kernels"))
+    import compile_triton  # type: ignore[import-not-found]
+
+    return compile_triton
+
+
+def compiled(case: Mapping[str, Any], config: Any = None, kernel: str = "") -> list[Compiled]:
+    """The forward, dQ and dK/dV kernels of a case of `compile_triton`, or one, of this config."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from sparsering.kernels.triton import call, launch
+
+    script, chosen = catching(), call.config_for
+    if config is not None:
+        call.config_for = lambda name, *rest: config if name == kernel else chosen(name, *rest)
+    try:
+        launched = script.launches(dict(case), CAPABILITY)
+    finally:
+        call.config_for = chosen
+    found = []
+    for function, its_config, arguments in launched:
+        name = function.__name__.removesuffix("_kernel")
+        if name not in ("forward", "query", "key") or (kernel and name != kernel):
+            continue
+        made = triton.compile(
+            script.source(function, arguments),
+            target=GPUTarget("cuda", CAPABILITY, THREADS),
+            options=launch.options(its_config),
+        )
+        registers, spilled = resources(made.asm["ptx"])
+        found.append(
+            Compiled(
+                name, tuple(its_config), registers, spilled, made.metadata.shared,
+                made.metadata.num_warps, main_loop(instructions(made.asm["cubin"])),
+                arguments["KEYS" if name == "key" else "ROWS"],
+                arguments["QUERIES" if name == "key" else "KEYS"],
+            )
+        )  # fmt: skip
+    return found
+
+
+def resources(ptx: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes that are spilled, as the assembler tells."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [str(tool("ptxas")), "-v", "--gpu-name=sm_90a", str(path), "-o", f"{path}.cubin"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", told))
+    return int(re.findall(r"Used (\d+) registers", told)[0]), spilled
+
+
+def tool(name: str) -> Path:
+    """A program of CUDA that Triton brings along."""
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+def instructions(binary: bytes) -> list[Instruction | str]:
+    """The instructions of a kernel; a label stands as its name."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [str(tool("nvdisasm")), "-hex", "-c", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found: list[Instruction | str] = []
+    text = ""
+    for row in told.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", row):
+            found.append(label[1])
+        elif first := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;\s+/\* 0x[0-9a-f]{16} \*/", row):
+            text = first[1]
+        elif text and (second := re.match(r"\s*/\* 0x([0-9a-f]{16}) \*/", row)):
+            found.append(decoded(text, int(second[1], 16)))
+            text = ""
+    return found
+
+
+def decoded(text: str, word: int) -> Instruction:
+    """An instruction, from its text and the upper half of its encoding."""
+    name = re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0]
+    barriers = ((word >> 46) & 7, (word >> 49) & 7)
+    return Instruction(
+        name, text, (word >> 41) & 15, tuple(b for b in barriers if b < 6), (word >> 52) & 63
+    )
+
+
+def main_loop(code: list[Instruction | str]) -> list[Instruction]:
+    """The innermost loop with products that loads its operands in bulk: full entries of step 1."""
+    at = {x: i for i, x in enumerate(code) if isinstance(x, str)}
+    loops = []
+    for i, x in enumerate(code):
+        if isinstance(x, Instruction) and x.name == "BRA":
+            target = re.search(r"`\((\.L_x_\d+)\)", x.text)
+            if target and at.get(target[1], i) < i:
+                body = [y for y in code[at[target[1]] : i + 1] if isinstance(y, Instruction)]
+                names = {y.name for y in body}
+                if "HGMMA" in names and names & {"UTMALDG", "LDGSTS"}:
+                    loops.append((0 if "UTMALDG" in names else 1, len(body), body))
+    return min(loops, key=lambda found: found[:2])[2]
