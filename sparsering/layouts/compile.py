@@ -18,21 +18,20 @@ from torch import Tensor
 from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, check_fits
 from ..patterns.arguments import shortened
 from ..patterns.blocks import blockwise_masks
-from ..patterns.positions import Dilated, Packed, SlidingWindow
 from ..patterns.selected import selections_of
 from ..rows import distinct_rows, number_rows
 from .bitmaps import count_pairs, pack
 from .conditions import EMPTY, FULL, Condition
+from .device.selected import selected_layout, with_slots
 from .ground import Ground, ground_of, laid_in_documents
 from .layout import BlockLayout, Pass
 from .lowering import condition
-from .selected import selected_layout, with_slots
+from .terms import terms as terms
 from .tiles import Axis, Grid, Origin, Ranges, TilePairs
 
 BLOCK_SIZES = range(16, 257, 16)
 _MOST_CELLS = 1 << 21  # cells evaluated at a time
 _MOST_BITMAPS = 1 << 12  # bitmaps held before equal ones become one
-_MOST_SPLIT = 256  # masks that the terms of a mask may repeat
 
 
 @dataclass(frozen=True)
@@ -186,71 +185,6 @@ def compile_passes(
             compiled.append(replace(made, branch=number))
             earlier.append(term)
     return compiled
-
-
-def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
-    """Masks whose union is `mask`, one per distinct grid, whose tiles hold all its pairs."""
-    match mask:
-        case Dilated():
-            return [(_dilated_grid(mask, block_size), mask)]
-        case SlidingWindow(_, _, dilation) if dilation > 1:
-            return [(Grid(dilation, dilation * block_size, residues=dilation), mask)]
-        case Packed(lengths, inner) if (documents := mask.common_lengths) is not None:
-            return [
-                (_in_documents(grid, documents), Packed(lengths, part))
-                for grid, part in terms(inner, block_size)
-            ]
-        case And(masks):
-            found = terms(masks[0], block_size)
-            for part in masks[1:]:
-                joined: list[tuple[Grid, Mask]] = [
-                    (max(grid, other, key=Grid.selectivity), And((left, right)))
-                    for grid, left in found
-                    for other, right in terms(part, block_size)
-                ]
-                found = _unite(joined)
-                if len(found) > 1 and (split := sum(_num_masks(m) for _, m in found)) > _MOST_SPLIT:
-                    raise ValueError(
-                        f"expected a pattern that splits into at most {_MOST_SPLIT} masks, got "
-                        f"{split} or more; join fewer unions of dilated masks by &"
-                    )
-            return found
-        case Or(masks):
-            return _unite([term for part in masks for term in terms(part, block_size)])
-    return [(Grid(1, block_size), mask)]
-
-
-def _num_masks(mask: Mask) -> int:
-    return sum(map(_num_masks, mask.masks)) if isinstance(mask, And | Or) else 1
-
-
-def _unite(found: list[tuple[Grid, Mask]]) -> list[tuple[Grid, Mask]]:
-    by_grid: dict[Grid, list[Mask]] = {}
-    for grid, mask in found:
-        by_grid.setdefault(grid, []).append(mask)
-    return [
-        (grid, masks[0] if len(masks) == 1 else Or(tuple(masks))) for grid, masks in by_grid.items()
-    ]
-
-
-def _dilated_grid(mask: Dilated, block_size: int) -> Grid:
-    length, rate = mask.segment_length, mask.dilation_rate
-    reach = rate * block_size
-    if length < reach and length % rate == 0:
-        length *= reach // length  # several whole segments to a tile
-    if rate == 1 and length % block_size == 0:
-        return Grid(1, block_size)
-    return Grid(rate, length, anchor=mask if rate > 1 else None)
-
-
-def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
-    """The grid restarted in each document.
-
-    Packed in Packed: every (non-empty) outer document repeats the inner ones.
-    """
-    if grid.documents is not None:
-        lengths = grid.documents * sum(length > 0 for length in lengths)
-    return replace(grid, documents=lengths)
 
 
 def _compile_pass(

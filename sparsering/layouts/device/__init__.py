@@ -1,0 +1,1 @@
+"""Layouts that are built on the device that reads them: of selections, and by arithmetic."""

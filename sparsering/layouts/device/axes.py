@@ -1,0 +1,187 @@
+"""Tiles of an axis in closed form, on any device, and where among them a position lies.
+
+Nothing here reads a tensor: how many tiles there are follows from the lengths alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..tiles import Axis, Grid
+
+Number = int | Tensor
+
+
+def axis_of(
+    grid: Grid, low: int, high: int, block_size: int, offsets: tuple[int, ...], device: torch.device
+) -> Axis:
+    """The tiles that hold the positions [low, high), as `Grid.axis` has them; low < high.
+
+    `start` and `last` are [offsets, tiles].
+    """
+    step, segment, reach = grid.step, grid.segment, grid.step * block_size
+    tiles = -(-segment // reach)
+    first_segment, last_segment = low // segment, (high - 1) // segment
+    skipped = (low - first_segment * segment) // reach
+    reached = min(high - last_segment * segment, segment)
+    place = torch.arange(
+        first_segment * tiles + skipped, last_segment * tiles - (-reached // reach), device=device
+    )
+    if tiles == 1:
+        start = place * segment
+        end = start + segment
+    elif segment % reach == 0:
+        start = place * reach
+        end = start + reach
+    else:
+        number = floor_divide(place, tiles)
+        start = number * segment + (place - number * tiles) * reach
+        end = torch.minimum((number + 1) * segment, start + reach)
+    stop = end.clamp(max=high)
+    residues = _residues(grid, low, high, segment if first_segment < last_segment else reached)
+    residue = _spread([torch.arange(*part, device=device) for part in residues], len(place))
+    if grid.residues > 1:
+        lanes = len(residue) // len(place)
+        start, stop = start.repeat(lanes) + residue, stop.repeat(lanes)
+    start = start[None] if offsets == (0,) else start + _column(offsets, device)
+    if low > first_segment * segment + skipped * reach + residues[0][0] + min(offsets):
+        lacking = (low - start).clamp(min=0)
+        start = start + floor_divide(lacking + (step - 1), step) * step
+    within = (stop - 1 - start).clamp(min=-1)
+    return Axis(step, residue, start, stop, start + floor_divide(within, step) * step)
+
+
+def _column(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """[values, 1], made on the device: by arithmetic where they are those of LongNet's heads."""
+    count, rate = len(values), max(values) + 1
+    number = torch.arange(count, device=device)[:, None]
+    if values == tuple(i % rate for i in range(count)):
+        return number % rate
+    if values == tuple(i // -(-count // rate) for i in range(count)):
+        return number // -(-count // rate)
+    return torch.cat([torch.full((1, 1), value, device=device) for value in values])
+
+
+def _residues(grid: Grid, low: int, high: int, longest: int) -> list[tuple[int, int]]:
+    """The residues that are listed, as ranges; `longest` tokens has the longest segment."""
+    if high - low < grid.residues:
+        first, count = low % grid.residues, high - low
+        if first + count <= grid.residues:
+            return [(first, first + count)]
+        return [(0, first + count - grid.residues), (first, grid.residues)]
+    return [(0, min(grid.residues, max(1, longest)))]
+
+
+def _spread(residues: list[Tensor], times: int) -> Tensor:
+    listed = residues[0] if len(residues) == 1 else torch.cat(residues)
+    return listed[:, None].expand(-1, times).flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class Lanes:
+    """The key tiles that each query tile may pair with: those of its residue, in a row.
+
+    Tiles without a position are left out: tiles are counted as `tile_of` numbers them.
+
+    Attributes:
+        segment, reach, step: tokens of a segment, of a whole tile, between neighbours.
+        tiles, empty: of a segment, tiles with and without a position.
+        first: the lane's first position.
+        begin, live: number of its first tile, and how many it has.
+        last: its last position.
+        spacing: tokens between tiles, where that is the same for all, else 0.
+    """
+
+    segment: int
+    reach: int
+    step: int
+    tiles: int
+    empty: int
+    first: Number
+    begin: Number
+    live: Number
+    last: Number
+    spacing: int
+
+    @classmethod
+    def of(cls, grid: Grid, queries: Axis, kv_len: int, block_size: int, offset: int) -> "Lanes":
+        """Those of all keys, for query tiles of the same grid and offset."""
+        step, segment, reach = grid.step, grid.segment, grid.step * block_size
+        all_tiles = -(-segment // reach)
+        if grid.residues > 1:  # segments are whole tiles, of each residue as many
+            first = queries.residue + offset
+            live = floor_divide((kv_len - 1 - first).clamp(min=-1), reach) + 1
+            begin = queries.residue.clamp(max=kv_len) * -(-kv_len // reach)
+            last = first + floor_divide(kv_len - 1 - first, step) * step
+            return cls(segment, reach, step, all_tiles, 0, first, begin, live, last, reach)
+        tiles = -(-max(0, segment - offset) // reach)
+        spacing = reach if segment % reach == 0 or kv_len <= segment else 0
+        spacing = segment if all_tiles == 1 else spacing
+        number, place = divmod(kv_len - 1, segment)
+        if place >= offset:
+            last = number * segment + offset + (place - offset) // step * step
+            live = number * tiles + (place - offset) // reach + 1 if tiles else 0
+        else:
+            last = (number - 1) * segment + offset + (segment - 1 - offset) // step * step
+            live = number * tiles
+        return cls(segment, reach, step, tiles, all_tiles - tiles, offset, 0, live, last, spacing)
+
+    def starting_by(self, position: Tensor) -> Tensor:
+        """The number past the lane's last tile that starts at a position or before it."""
+        if self.spacing:
+            count = floor_divide(position - self.first, self.spacing) + 1
+        else:
+            number = floor_divide(position, self.segment)
+            within = position - number * self.segment - self.first
+            count = number * self.tiles
+            count = count + (floor_divide(within, self.reach) + 1).clamp(0, self.tiles)
+        return self._numbered(count)
+
+    def ending_before(self, position: Tensor) -> Tensor:
+        """The number past the lane's last tile that ends before a position."""
+        span = self.reach - self.step
+        if self.spacing:
+            if self.spacing < self.reach:
+                span = (self.segment - 1 - self.first) // self.step * self.step  # type: ignore[assignment]
+            count = floor_divide(position - self.first + (self.spacing - 1 - span), self.spacing)
+        else:
+            number = floor_divide(position, self.segment)
+            place = position - number * self.segment
+            count = floor_divide(place - self.first + (self.step - 1), self.reach)
+            last = self.first + (self.segment - 1 - self.first) // self.step * self.step
+            count = torch.where(place > last, self.tiles, count.clamp(0, self.tiles))
+            count = count + number * self.tiles
+        return self._numbered(torch.where(position > self.last, self.live, count))
+
+    def _numbered(self, count: Tensor) -> Tensor:
+        if isinstance(self.live, int):
+            return count.clamp(0, self.live)
+        return self.begin + torch.minimum(count.clamp(min=0), self.live)
+
+    def whole(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(begin, end) of each lane, for as many query tiles as `rows` has."""
+        if isinstance(self.live, int):
+            return torch.zeros_like(rows), torch.full_like(rows, self.live)
+        return self.begin, self.begin + self.live  # type: ignore[return-value]
+
+    def tile_of(self, number: Tensor) -> Tensor:
+        """Which tile of the axis a number is."""
+        if not self.empty or not self.tiles:
+            return number
+        return number + floor_divide(number, self.tiles) * self.empty
+
+
+def one_of(tiles: Axis, number: int) -> Axis:
+    """The axis of one offset."""
+    start, last = tiles.start[number], tiles.last[number]
+    return Axis(tiles.step, tiles.residue, start, tiles.stop, last)
+
+
+def floor_divide(x: Tensor, by: int) -> Tensor:
+    """X // by, where `by` is a power of two by a shift, which is several times as fast."""
+    if by == 1:
+        return x
+    if by & (by - 1) == 0:
+        return x >> (by.bit_length() - 1)
+    return torch.div(x, by, rounding_mode="floor")

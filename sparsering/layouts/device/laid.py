@@ -1,0 +1,117 @@
+"""One mask on the tiles of one axis: which pairs of tiles hold in part, and the cells of those."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...patterns.algebra import Frame, Mask
+from ..conditions import Condition
+from ..tiles import Axis, Grid
+from .axes import Lanes, floor_divide
+from .reach import Pairs, Reach, Rows, digest, kinds_of, picked, reach_of
+from .runs import Runs, expanded
+
+_MOST_CELLS = 1 << 22  # evaluated at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Varying:
+    """Pairs of tiles that hold in part.
+
+    Attributes:
+        run: which of the [rows, runs] of `Laid.varying` each is of.
+        row, number: its row, and its key tile as lanes number them.
+        tiles: the pair.
+    """
+
+    run: Tensor
+    row: Tensor
+    number: Tensor
+    tiles: Pairs
+
+
+@dataclass(frozen=True, eq=False)
+class Laid:
+    """A mask on tiles.
+
+    Attributes:
+        some, full: ascending runs of key tiles that hold in part or in full, and in full.
+        varying: the rest; runs [some, full + 1] of each row.
+    """
+
+    rows: Rows
+    keys: Axis
+    reach: Reach
+    some: Runs
+    full: Runs
+    varying: Runs
+
+    @classmethod
+    def of(
+        cls, rule: Condition, grid: Grid, queries: Axis, keys: Axis, lanes: Lanes, ragged: bool
+    ) -> "Laid":
+        """`ragged`: whether some query tile has no position."""
+        rows = Rows(grid, queries, lanes)
+        reach = reach_of(rule, rows)
+        some, full = reach.some.sorted(), reach.full.sorted()
+        if ragged:
+            live = queries.last >= queries.start
+            some, full = some.where(live), full.where(live)
+        if not len(some.begin):
+            some = Runs.of(*[lanes.whole(queries.start)[0]] * 2)
+        varying = some & full.outside(lanes.whole(queries.start))
+        return cls(rows, keys, reach, some, full, varying)
+
+    def varying_pairs(self, total: int) -> Varying:
+        """All of them, of which there are as many."""
+        run, number = expanded(self.varying, total)
+        row = floor_divide(run, len(self.varying.begin))
+        key = self.rows.lanes.tile_of(number)
+        tiles = Pairs.of(picked(self.rows.queries, row), picked(self.keys, key))
+        return Varying(run, row, number, tiles)
+
+    def kinds(self, pairs: Varying) -> list[Tensor]:
+        """Columns that fix the cells of pairs of tiles of equal counts."""
+        return kinds_of(self.reach, pairs.tiles, pairs.row, pairs.number)
+
+
+def with_counts(columns: list[Tensor], tiles: Pairs, block_size: int) -> list[Tensor]:
+    """Also how many positions the tiles have."""
+    return [*columns, tiles.q.count * (block_size + 1) + tiles.k.count]
+
+
+def numbered(columns: list[Tensor], total: int) -> tuple[Tensor, Tensor]:
+    """(the number of each row's kind, one row of each kind), of which there are as many."""
+    known, order = digest(columns).sort()
+    rank = pad((known[1:] != known[:-1]).cumsum(0), (1, 0))
+    number = torch.empty_like(rank).scatter_(0, order, rank)
+    first = torch.searchsorted(rank, torch.arange(total, device=rank.device))
+    return number, order.index_select(0, first)
+
+
+def cells_of(mask: Mask, tiles: Pairs, frame: Frame, block_size: int) -> Tensor:
+    """[pairs, block_size, block_size] whether pairs of positions hold, running on past the ends."""
+    places = tiles.q.step * torch.arange(block_size, device=tiles.q.start.device)
+    query, key = (x.start[:, None] + places for x in (tiles.q, tiles.k))
+    parts = [
+        mask.holds(q[:, :, None], k[:, None, :], frame).expand(len(q), block_size, block_size)
+        for q, k in _split(query, key, _MOST_CELLS // block_size**2)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def counts_within(cells: Tensor) -> Tensor:
+    """[pairs, b + 1, b + 1] how many cells hold of each corner of so many rows and columns."""
+    return pad(cells.cumsum(1, dtype=torch.int32).cumsum(2, dtype=torch.int32), (1, 0, 1, 0))
+
+
+def held(corners: Tensor, number: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """How many cells hold of so many rows and columns of each number."""
+    size = corners.shape[-1]
+    return corners.view(-1)[(number * size + rows) * size + columns].long()
+
+
+def _split(query: Tensor, key: Tensor, at_a_time: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(query.split(at_a_time), key.split(at_a_time), strict=True))

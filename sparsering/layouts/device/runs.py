@@ -1,0 +1,100 @@
+"""Sets of key tiles for each query tile, as a few runs of numbers, in tensors of known shape.
+
+No operation reads a tensor. Where a row has fewer runs than there is room for, some are empty.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_FEW = 5  # runs that are sorted by comparing them one by one
+
+
+class Runs(NamedTuple):
+    """Half-open runs, [runs, rows].
+
+    Attributes:
+        begin, end: of each run; end >= begin.
+        ascending: whether no run begins before the end of the one above it, empty ones included.
+    """
+
+    begin: Tensor
+    end: Tensor
+    ascending: bool = True
+
+    @classmethod
+    def of(cls, begin: Tensor, end: Tensor) -> "Runs":
+        """One run for each row; empty where end <= begin."""
+        return cls(begin[None], torch.maximum(begin, end)[None])
+
+    @classmethod
+    def none(cls, rows: Tensor) -> "Runs":
+        """No run, for as many rows."""
+        empty = rows[None][:0]
+        return cls(empty, empty)
+
+    def where(self, row: Tensor) -> "Runs":
+        """Those of some rows alone."""
+        return Runs(self.begin, torch.where(row, self.end, self.begin), self.ascending)
+
+    def __and__(self, other: "Runs") -> "Runs":
+        begin = torch.maximum(self.begin[:, None], other.begin).flatten(0, 1)
+        end = torch.minimum(self.end[:, None], other.end).flatten(0, 1)
+        ascending = self.ascending and other.ascending
+        alone = len(self.begin) == 1 or len(other.begin) == 1
+        return Runs(begin, torch.maximum(begin, end), ascending and alone)
+
+    def sorted(self) -> "Runs":
+        """The same set by ascending runs."""
+        if self.ascending or len(self.begin) < 2:
+            return self._replace(ascending=True)
+        keys = (self.begin << 32) | self.end
+        keys = torch.stack(_exchanged(keys)) if len(keys) <= _FEW else keys.sort(dim=0).values
+        return Runs(keys >> 32, keys & 0xFFFFFFFF).disjoint()
+
+    def disjoint(self) -> "Runs":
+        """Of runs in the order of their beginnings, each without what earlier ones have."""
+        before = torch.nn.functional.pad(self.end.cummax(0).values[:-1], (0, 0, 1, 0))
+        begin = torch.maximum(self.begin, before)
+        return Runs(begin, torch.maximum(self.end, begin))
+
+    def outside(self, whole: tuple[Tensor, Tensor]) -> "Runs":
+        """The complement in one run for each row."""
+        runs = self.sorted()
+        begin = torch.cat((whole[0][None], runs.end))
+        return Runs(begin, torch.maximum(torch.cat((runs.begin, whole[1][None])), begin))
+
+    def counts(self) -> Tensor:
+        """[rows, runs] how many numbers each run has."""
+        return (self.end - self.begin).T
+
+
+def united(parts: Sequence[Runs]) -> Runs:
+    """The union."""
+    if len(parts) == 1:
+        return parts[0]
+    begin, end = (torch.cat([getattr(x, name) for x in parts]) for name in ("begin", "end"))
+    return Runs(begin, end, False).sorted()
+
+
+def expanded(runs: Runs, total: int) -> tuple[Tensor, Tensor]:
+    """Every number of every run, row by row: (which run of the [rows, runs], number).
+
+    `total`: how many there are.
+    """
+    count = runs.counts().reshape(-1)
+    before = runs.begin.T.reshape(-1) - (count.cumsum(0) - count)
+    index = torch.repeat_interleave(count, output_size=total)
+    return index, before.index_select(0, index) + torch.arange(total, device=index.device)
+
+
+def _exchanged(keys: Tensor) -> list[Tensor]:
+    """Rows of keys [n, rows] sorted, each pair compared in turn."""
+    rows = list(keys.unbind())
+    for stop in range(len(rows) - 1, 0, -1):
+        for i in range(stop):
+            low, high = torch.minimum(rows[i], rows[i + 1]), torch.maximum(rows[i], rows[i + 1])
+            rows[i], rows[i + 1] = low, high
+    return rows
