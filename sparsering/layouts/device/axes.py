@@ -3,7 +3,9 @@
 Nothing here reads a tensor: how many tiles there are follows from the lengths alone.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,6 +107,16 @@ class Lanes:
     spacing: int
 
     @classmethod
+    def together(cls, lanes: "Sequence[Lanes]", rows: int) -> "Lanes | None":
+        """Those of several axes, of as many query tiles each; None where they count otherwise."""
+        first = lanes[0]
+        if len({(x.tiles, x.empty, x.spacing) for x in lanes}) > 1 or not first.tiles:
+            return None
+        told = (torch.tensor([getattr(x, n) for x in lanes]) for n in ("first", "live", "last"))
+        begin, live, last = (x.repeat_interleave(rows) for x in told)
+        return replace(first, first=begin, begin=torch.zeros_like(begin), live=live, last=last)
+
+    @classmethod
     def of(cls, grid: Grid, queries: Axis, kv_len: int, block_size: int, offset: int) -> "Lanes":
         """Those of all keys, for query tiles of the same grid and offset."""
         step, segment, reach = grid.step, grid.segment, grid.step * block_size
@@ -143,16 +155,23 @@ class Lanes:
         span = self.reach - self.step
         if self.spacing:
             if self.spacing < self.reach:
-                span = (self.segment - 1 - self.first) // self.step * self.step  # type: ignore[assignment]
+                span = self._last_of_segment() - self.first  # type: ignore[assignment]
             count = floor_divide(position - self.first + (self.spacing - 1 - span), self.spacing)
         else:
             number = floor_divide(position, self.segment)
             place = position - number * self.segment
             count = floor_divide(place - self.first + (self.step - 1), self.reach)
-            last = self.first + (self.segment - 1 - self.first) // self.step * self.step
-            count = torch.where(place > last, self.tiles, count.clamp(0, self.tiles))
+            count = torch.where(
+                place > self._last_of_segment(), self.tiles, count.clamp(0, self.tiles)
+            )
             count = count + number * self.tiles
         return self._numbered(torch.where(position > self.last, self.live, count))
+
+    def _last_of_segment(self) -> Number:
+        within: Any = self.segment - 1 - self.first
+        if isinstance(within, int):
+            return self.first + within // self.step * self.step
+        return self.first + floor_divide(within, self.step) * self.step
 
     def _numbered(self, count: Tensor) -> Tensor:
         if isinstance(self.live, int):

@@ -12,9 +12,10 @@ from ...patterns.algebra import Frame, Pattern
 from ..bitmaps import pack
 from ..layout import BlockLayout, Pass
 from ..tiles import Axis
-from .axes import one_of
+from .axes import Lanes, one_of
 from .laid import Laid, cells_of, counts_within, held, numbered, with_counts
-from .plan import PassPlan, TablePlan, axes_of, lay, plan
+from .plan import PassPlan, TablePlan, axes_of, plan
+from .reach import Rows
 from .runs import expanded
 
 
@@ -97,7 +98,9 @@ def _make_table(
     """(row_ptr, key_tile, bitmap, bitmaps, pairs of each axis that the table serves)."""
     offset, axis = planned.offsets[table.axis], table.axis
     own, others = one_of(queries, axis), one_of(keys, axis)
-    laid = lay(table.rule, planned.grid, offset, own, others, frame, block_size, table.ragged)
+    lanes = Lanes.of(planned.grid, own, frame.kv_len, block_size, offset)
+    placed = Rows(planned.grid, offset, own, lanes)
+    laid = Laid.of(table.rule, placed, others, ragged=table.ragged, slots=table.slots)
     served = slice(None) if shared else slice(axis, axis + 1)
     counts = queries.count[served].clamp(min=0), keys.count[served].clamp(min=0)
 
@@ -127,9 +130,9 @@ def _make_table(
     else:
         pairs = pairs + holds.sum()
 
-    parents, parts = len(laid.some.begin), len(laid.varying.begin) // len(laid.some.begin)
-    base = (before.view(rows, parents) - laid.some.begin.T)[:, :, None].expand(-1, -1, parts)
-    place = base.reshape(-1).index_select(0, varying.run) + varying.number
+    base = before.view(rows, -1).T - laid.some.begin
+    base = torch.stack([base[parent] for parent in laid.parents], 1).flatten()
+    place = base.index_select(0, varying.run) + varying.number
     told = torch.where(holds == real[0] * real[1], -1, kind).int()
     bitmap = torch.full_like(key_tile, -1).scatter_(0, place, told)
     kept = torch.ones_like(key_tile, dtype=torch.bool).scatter_(0, place, holds > 0)

@@ -8,8 +8,8 @@ from torch.nn.functional import pad
 
 from ...patterns.algebra import Frame, Mask
 from ..conditions import Condition
-from ..tiles import Axis, Grid
-from .axes import Lanes, floor_divide
+from ..tiles import Axis
+from .axes import floor_divide
 from .reach import Pairs, Reach, Rows, digest, kinds_of, picked, reach_of
 from .runs import Runs, expanded
 
@@ -32,49 +32,75 @@ class Varying:
     tiles: Pairs
 
 
+Slots = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Which runs of `some`, `full` and `varying` some row has."""
+
+
 @dataclass(frozen=True, eq=False)
 class Laid:
     """A mask on tiles.
 
     Attributes:
+        keys: start and last position of each key tile, of the rows' axis; of several axes end to
+            end, `of_row` [rows] being where those of each row begin.
         some, full: ascending runs of key tiles that hold in part or in full, and in full.
-        varying: the rest; runs [some, full + 1] of each row.
+        varying: runs of those that hold in part, each inside the run `parents` of `some`.
+        slots: of the runs that were found.
     """
 
     rows: Rows
     keys: Axis
+    of_row: Tensor | None
     reach: Reach
     some: Runs
     full: Runs
     varying: Runs
+    parents: tuple[int, ...]
+    slots: Slots
 
     @classmethod
     def of(
-        cls, rule: Condition, grid: Grid, queries: Axis, keys: Axis, lanes: Lanes, ragged: bool
+        cls,
+        rule: Condition,
+        rows: Rows,
+        keys: Axis,
+        *,
+        ragged: bool,
+        of_row: Tensor | None = None,
+        slots: Slots | None = None,
     ) -> "Laid":
-        """`ragged`: whether some query tile has no position."""
-        rows = Rows(grid, queries, lanes)
-        reach = reach_of(rule, rows)
+        """`ragged`: whether some query tile has no position; `slots`: as the host found them."""
+        reach, queries = reach_of(rule, rows), rows.queries
+        whole = rows.lanes.whole(queries.start)
         some, full = reach.some.sorted(), reach.full.sorted()
+        if not len(some.begin):
+            some = Runs.of(whole[0], whole[0])
         if ragged:
             live = queries.last >= queries.start
             some, full = some.where(live), full.where(live)
-        if not len(some.begin):
-            some = Runs.of(*[lanes.whole(queries.start)[0]] * 2)
-        varying = some & full.outside(lanes.whole(queries.start))
-        return cls(rows, keys, reach, some, full, varying)
+        of_some, of_full = (some.used(), full.used()) if slots is None else slots[:2]
+        some, full = some.kept(of_some), full.kept(of_full)
+        varying = some & full.outside(whole)
+        of_varying = varying.used() if slots is None else slots[2]
+        parents = tuple(i // (len(full.begin) + 1) for i in of_varying)
+        return cls(
+            rows, keys, of_row, reach, some, full, varying.kept(of_varying), parents,
+            (of_some, of_full, of_varying),
+        )  # fmt: skip
 
     def varying_pairs(self, total: int) -> Varying:
         """All of them, of which there are as many."""
         run, number = expanded(self.varying, total)
         row = floor_divide(run, len(self.varying.begin))
         key = self.rows.lanes.tile_of(number)
+        if self.of_row is not None:
+            key = key + self.of_row.index_select(0, row)
         tiles = Pairs.of(picked(self.rows.queries, row), picked(self.keys, key))
         return Varying(run, row, number, tiles)
 
     def kinds(self, pairs: Varying) -> list[Tensor]:
         """Columns that fix the cells of pairs of tiles of equal counts."""
-        return kinds_of(self.reach, pairs.tiles, pairs.row, pairs.number)
+        return kinds_of(self.reach, self.rows, pairs.tiles, pairs.row, pairs.number)
 
 
 def with_counts(columns: list[Tensor], tiles: Pairs, block_size: int) -> list[Tensor]:

@@ -5,6 +5,7 @@ of tiles, and the pairs of tiles that vary, not all that are visited.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from ..lowering import condition
 from ..terms import terms
 from ..tiles import Axis, Grid
 from .axes import Lanes, axis_of, one_of
-from .laid import Laid, Varying, cells_of, counts_within, digest, held, numbered, with_counts
-from .reach import has_closed_form, known_of_lanes, same_kinds, simplified
+from .laid import Laid, Slots, cells_of, counts_within, held, numbered, with_counts
+from .reach import Pairs, Rows, alike, digest, has_closed_form, simplified
+from .runs import Runs
 
 _CPU = torch.device("cpu")
 _MOST_BITMAPS = 1 << 12
@@ -32,6 +34,7 @@ class TablePlan:
         mask, rule: what it holds; the same as a simplified condition.
         axis: which of the pass's axes its tiles are of.
         ragged: whether some of its query tiles have no position.
+        slots: which runs its rows have.
         entries: at most: those of pairs of tiles that the rule does not rule out.
         varying: how many of these hold in part, by the rule.
         kinds: how many kinds of cells these have.
@@ -42,6 +45,7 @@ class TablePlan:
     rule: Condition
     axis: int
     ragged: bool
+    slots: Slots
     entries: int
     varying: int
     kinds: int
@@ -66,6 +70,14 @@ class PassPlan:
     use: tuple[int, ...]
     covers: tuple[bool, bool]
     branch: int
+
+
+class _Told(NamedTuple):
+    """What one head sees, and on which axis."""
+
+    mask: Mask
+    rule: Condition
+    axis: int
 
 
 def plan(pattern: Pattern, frame: Frame, block_size: int) -> list[PassPlan] | None:
@@ -93,33 +105,28 @@ def _plan_pass(grid: Grid, mask: Mask, frame: Frame, block_size: int) -> PassPla
     offsets = tuple(
         0 if anchor is None else anchor.offset_of(h, frame.num_kv_heads) for h in range(num_axes)
     )
-    number_of: dict[Mask, int] = {}
-    axis_of_table, rules, use = [], [], []
+    distinct: dict[Mask, _Told] = {}
+    use = []
     for table in range(num_tables):
         head = table * frame.num_heads // num_tables
         seen, axis = mask.at(0, head, frame), frame.kv_head(head) if num_axes > 1 else 0
-        if seen not in number_of:
-            number_of[seen] = len(rules)
-            rules.append(simplified(condition(seen, frame)))
-            axis_of_table.append(axis)
-            if not has_closed_form(rules[-1], grid, offsets[axis]):
+        if seen not in distinct:
+            rule = simplified(condition(seen, frame))
+            if not has_closed_form(rule, grid, offsets[axis]):
                 return None
-        use.append(number_of[seen])
+            distinct[seen] = _Told(seen, rule, axis)
+        use.append(list(distinct).index(seen))
 
-    queries, keys = axes_of(grid, frame, block_size, offsets, _CPU)
-    planned = [
-        _plan_table(*told, grid, offsets, queries, keys, frame, block_size)
-        for told in zip(number_of, rules, axis_of_table, strict=True)
-    ]
-    tables = [table for table, _, _ in planned]
+    axes = _Axes(grid, offsets, frame, block_size, *axes_of(grid, frame, block_size, offsets, _CPU))
+    heads = list(distinct.values())
+    together = axes.plan_together(heads) if len(heads) > 1 and num_axes > 1 else None
+    tables = [axes.plan(told) for told in heads] if together is None else [together]
+    use = use if len(tables) > 1 else [0]
     if any(t.kinds > _MOST_BITMAPS or t.entries > _MOST_ENTRIES for t in tables):
         return None
-    shared = _shared([*planned], frame, block_size) if len(tables) > 1 else 0
-    if shared is not None:
-        tables, use = [tables[shared]], [0]
-    lengths = (queries, frame.q_len), (keys, frame.kv_len)
+    lengths = (axes.queries, frame.q_len), (axes.keys, frame.kv_len)
     covers = tuple(bool((x.count.clamp(min=0).sum(-1) == n).all()) for x, n in lengths)
-    return PassPlan(grid, offsets, tuple(tables), tuple(use), covers, 0)  # type: ignore[arg-type]
+    return PassPlan(grid, offsets, tuple(tables), tuple(use), covers, 0)
 
 
 def axes_of(
@@ -131,50 +138,111 @@ def axes_of(
     return query, key
 
 
-def lay(
-    mask_rule: Condition,
-    grid: Grid,
-    offset: int,
-    queries: Axis,
-    keys: Axis,
-    frame: Frame,
-    block_size: int,
-    ragged: bool,
-) -> Laid:
-    """A simplified condition on the tiles of one axis."""
-    lanes = Lanes.of(grid, queries, frame.kv_len, block_size, offset)
-    return Laid.of(mask_rule, grid, queries, keys, lanes, ragged)
+@dataclass(frozen=True, eq=False)
+class _Axes:
+    """The tiles of a pass, on the host."""
+
+    grid: Grid
+    offsets: tuple[int, ...]
+    frame: Frame
+    block_size: int
+    queries: Axis
+    keys: Axis
+
+    def plan(self, told: _Told) -> TablePlan:
+        """A table of one head alone."""
+        rows, keys = self._rows(told), one_of(self.keys, told.axis)
+        ragged = _any_empty(rows.queries)
+        laid = Laid.of(told.rule, rows, keys, ragged=ragged)
+        pairs = laid.varying_pairs(int(laid.varying.counts().sum()))
+        return self._planned(told, ragged, laid.slots, laid.some, pairs.tiles, laid.kinds(pairs))
+
+    def plan_together(self, heads: list[_Told]) -> TablePlan | None:
+        """A table that serves all heads, by tiles that hold those of each; None where none does.
+
+        Their rows are laid out in one go, end to end.
+        """
+        first, num_heads = heads[0], len(heads)
+        rows_of = [self._rows(told) for told in heads]
+        lanes = Lanes.together([x.lanes for x in rows_of], self.queries.start.shape[1])
+        if lanes is None or not all(
+            alike(told.rule, first.rule, self.grid, rows.offset, rows_of[0].offset)
+            for told, rows in zip(heads, rows_of, strict=True)
+        ):
+            return None
+        which = torch.tensor([told.axis for told in heads])
+        queries, keys = (
+            Axis(x.step, x.residue, x.start[which].flatten(), x.stop, x.last[which].flatten())
+            for x in (self.queries, self.keys)
+        )
+        begin = torch.arange(num_heads) * self.keys.start.shape[1]
+        of_row = begin.repeat_interleave(self.queries.start.shape[1])
+        rows, ragged = Rows(self.grid, rows_of[0].offset, queries, lanes), _any_empty(queries)
+        laid = Laid.of(first.rule, rows, keys, ragged=ragged, of_row=of_row)
+        pairs = laid.varying_pairs(int(laid.varying.counts().sum()))
+
+        def of_heads(x: Tensor) -> Tensor:
+            return x.unflatten(-1, (num_heads, -1))
+
+        columns = laid.kinds(pairs)
+        runs = [x for y in (laid.some, laid.full) for x in (y.begin, y.end)]
+        if len(pairs.row) % num_heads or not all(_same(of_heads(x)) for x in (*runs, *columns)):
+            return None
+        counts = [of_heads(x.count) for x in (pairs.tiles.q, pairs.tiles.k)]
+        largest = [(x == x.amax(0)).all(1) for x in counts]
+        chosen = torch.nonzero(largest[0] & largest[1])[:1, 0].tolist()
+        if not chosen:
+            return None
+        own = slice(chosen[0] * len(counts[0][0]), (chosen[0] + 1) * len(counts[0][0]))
+        told, tiles = heads[chosen[0]], pairs.tiles[torch.arange(len(pairs.row))[own]]
+        columns = [x[own] for x in columns]
+        some = Runs(*(of_heads(x)[:, chosen[0]] for x in laid.some[:2]))
+        table = self._planned(told, ragged, laid.slots, some, tiles, columns)
+        alone = all(_same(x) for x in counts) or self._says_alike(table, tiles, columns, counts)
+        return table if alone else None
+
+    def _rows(self, told: _Told) -> Rows:
+        queries, offset = one_of(self.queries, told.axis), self.offsets[told.axis]
+        lanes = Lanes.of(self.grid, queries, self.frame.kv_len, self.block_size, offset)
+        return Rows(self.grid, offset, queries, lanes)
+
+    def _says_alike(
+        self, table: TablePlan, tiles: Pairs, columns: list[Tensor], counts: list[Tensor]
+    ) -> bool:
+        """Whether none, some or all pairs of positions hold in tiles of each head's counts."""
+        if table.kinds > _MOST_COMPARED:
+            return False
+        number, first = numbered(with_counts(columns, tiles, self.block_size), table.kinds)
+        cells = cells_of(table.mask, tiles[first], self.frame, self.block_size)
+        count = held(counts_within(cells), number, *counts)
+        return _same((count > 0).long() + (count == counts[0] * counts[1]))
+
+    def _planned(
+        self,
+        told: _Told,
+        ragged: bool,
+        slots: Slots,
+        some: Runs,
+        tiles: Pairs,
+        columns: list[Tensor],
+    ) -> TablePlan:
+        counts = some.counts().sum(1)
+        kinds = _num_kinds(with_counts(columns, tiles, self.block_size)) if len(tiles) else 0
+        of_keys = torch.zeros(self.keys.start.shape[1] + 1, dtype=torch.int64)
+        for edge, by in ((some.begin, 1), (some.end, -1)):
+            of_keys.index_add_(0, edge.reshape(-1), torch.tensor(by).expand(edge.numel()))
+        longest = int(counts.max()), int(of_keys.cumsum(0).max())
+        entries = int(counts.sum())
+        return TablePlan(*told, ragged, slots, entries, len(tiles), kinds, longest)
 
 
-_Planned = tuple[TablePlan, Laid, tuple[Varying, list[Tensor]]]
+def _any_empty(tiles: Axis) -> bool:
+    return bool((tiles.last < tiles.start).any())
 
 
-def _plan_table(
-    mask: Mask,
-    rule: Condition,
-    axis: int,
-    grid: Grid,
-    offsets: tuple[int, ...],
-    queries: Axis,
-    keys: Axis,
-    frame: Frame,
-    block_size: int,
-) -> _Planned:
-    own, others = one_of(queries, axis), one_of(keys, axis)
-    ragged = bool((own.last < own.start).any())
-    laid = lay(rule, grid, offsets[axis], own, others, frame, block_size, ragged)
-    counts = laid.some.counts().sum(1)
-    varying = int(laid.varying.counts().sum())
-    pairs = laid.varying_pairs(varying)
-    columns = laid.kinds(pairs)
-    kinds = _num_kinds(with_counts(columns, pairs.tiles, block_size)) if varying else 0
-    of_keys = torch.zeros(len(others.stop) + 1, dtype=torch.int64)
-    for edge, by in ((laid.some.begin, 1), (laid.some.end, -1)):
-        of_keys.index_add_(0, edge.reshape(-1), torch.tensor(by).expand(edge.numel()))
-    longest = int(counts.max()), int(of_keys.cumsum(0).max())
-    entries = int(counts.sum())
-    table = TablePlan(mask, rule, axis, ragged, entries, varying, kinds, longest)
-    return table, laid, (pairs, columns)
+def _same(x: Tensor) -> bool:
+    """Whether the rows of the last two dims are equal."""
+    return torch.equal(x[..., :1, :].expand_as(x), x)
 
 
 def _num_kinds(columns: list[Tensor]) -> int:
@@ -184,51 +252,3 @@ def _num_kinds(columns: list[Tensor]) -> int:
     rows = torch.stack(columns).index_select(1, order)
     differ = (rows[:, 1:] != rows[:, :-1]).any(0)
     return int(new.sum()) + 1 if torch.equal(new, differ) else _MOST_BITMAPS + 1
-
-
-def _shared(planned: list[_Planned], frame: Frame, block_size: int) -> int | None:
-    """The table that serves all heads, by tiles that hold those of each; None where none does."""
-    _, first, (_, columns) = planned[0]
-    for _, laid, (_, others) in planned[1:]:
-        if laid.rows.lanes.tiles != first.rows.lanes.tiles:
-            return None
-        if len(columns) and len(columns[0]) and not _alike(laid, first):
-            return None
-        for mine, own in ((first.some, laid.some), (first.full, laid.full)):
-            if not torch.equal(mine.begin, own.begin) or not torch.equal(mine.end, own.end):
-                return None
-        if not all(torch.equal(a, b) for a, b in zip(columns, others, strict=True)):
-            return None
-    counts = [torch.stack((pairs.tiles.q.count, pairs.tiles.k.count)) for *_, (pairs, _) in planned]
-    most = torch.stack(counts).amax(0)
-    if all(torch.equal(x, most) for x in counts):
-        return 0
-    largest = [i for i, x in enumerate(counts) if torch.equal(x, most)]
-    if not largest:
-        return None
-    told = [_told(*x, frame, block_size) for x in planned]
-    same = all(x is not None and torch.equal(x, told[0]) for x in told)  # type: ignore[arg-type]
-    return largest[0] if same else None
-
-
-def _alike(a: Laid, b: Laid) -> bool:
-    """Whether what their conditions are made of differs in nothing that varies within tiles."""
-    mine, others = a.reach.leaves(), b.reach.leaves()
-    return len(mine) == len(others) and all(
-        same_kinds(x.rule, y.rule) or (known_of_lanes(x, a.rows) and known_of_lanes(y, b.rows))
-        for x, y in zip(mine, others, strict=True)
-    )
-
-
-def _told(
-    table: TablePlan, laid: Laid, varying: tuple[Varying, list[Tensor]], frame: Frame, size: int
-) -> Tensor | None:
-    """Whether no pair of positions, some or all hold of each pair of tiles that varies."""
-    pairs, columns = varying
-    if table.kinds > _MOST_COMPARED:
-        return None
-    tiles = pairs.tiles
-    number, first = numbered(with_counts(columns, tiles, size), table.kinds)
-    corners = counts_within(cells_of(table.mask, tiles[first], frame, size))
-    count = held(corners, number, tiles.q.count, tiles.k.count)
-    return (count > 0).long() + (count == tiles.q.count * tiles.k.count)

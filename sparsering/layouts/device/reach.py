@@ -64,13 +64,9 @@ class Rows:
     """Query tiles, and the lanes of key tiles that they pair with."""
 
     grid: Grid
+    offset: int
     queries: Axis
     lanes: Lanes
-
-    @property
-    def offset(self) -> int:
-        """The first position's, where all tiles are in one lane."""
-        return self.lanes.first if isinstance(self.lanes.first, int) else 0
 
     @property
     def whole(self) -> Runs:
@@ -97,9 +93,6 @@ class Reach:
     full: Runs
     rule: Condition
     parts: "tuple[Reach, ...]" = ()
-
-    def leaves(self) -> "list[Reach]":
-        return [leaf for part in self.parts for leaf in part.leaves()] if self.parts else [self]
 
 
 def simplified(rule: Condition, negate: bool = False) -> Condition:
@@ -169,7 +162,7 @@ def reach_of(rule: Condition, rows: Rows) -> Reach:
         case Negated(part):
             inner = reach_of(part, rows)
             whole = rows.lanes.whole(rows.queries.start)
-            return Reach(inner.full.outside(whole), inner.some.outside(whole), rule)
+            return Reach(inner.full.outside(whole), inner.some.outside(whole), rule, (inner,))
     return Reach(*_runs_of(rule, rows), rule)
 
 
@@ -242,19 +235,24 @@ def _of_lanes(rule: Congruent | OnGrid, rows: Rows) -> tuple[Runs, Runs]:
     return rows.nothing if known == EMPTY else whole, whole if known == FULL else rows.nothing
 
 
-def known_of_lanes(reach: Reach, rows: Rows) -> bool:
-    """Whether a condition tells nothing but which lanes hold."""
-    rule = reach.rule.part if isinstance(reach.rule, Negated) else reach.rule
-    lanes = isinstance(rule, Congruent | OnGrid)
-    return lanes and _on_lane(rule, rows.grid, rows.offset) != VARIES  # type: ignore[arg-type]
+def alike(a: Condition, b: Condition, grid: Grid, offset: int, other: int) -> bool:
+    """Whether two simplified conditions say the same of tiles of two offsets.
 
-
-def same_kinds(a: Condition, b: Condition) -> bool:
-    """Whether columns of two leaves mean the same."""
-    if isinstance(a, Negated) and isinstance(b, Negated):
-        return same_kinds(a.part, b.part)
-    if isinstance(a, InBlocks) and isinstance(b, InBlocks):
-        return a.mask == b.mask
+    That is but for where tiles begin.
+    """
+    match a, b:
+        case (AllOf(mine), AllOf(others)) | (AnyOf(mine), AnyOf(others)):
+            parts = len(mine) == len(others)
+            return parts and all(
+                alike(x, y, grid, offset, other) for x, y in zip(mine, others, strict=True)
+            )
+        case (Negated(mine), Negated(others)):
+            return alike(mine, others, grid, offset, other)
+        case (InBlocks(mine), InBlocks(others)):
+            return mine == others
+        case (OnGrid(), OnGrid()) if a != b:
+            known = _on_lane(a, grid, offset)
+            return known in (EMPTY, FULL) and known == _on_lane(b, grid, other)
     return a == b
 
 
@@ -301,22 +299,10 @@ def _of_blocks(mask: BlockwiseMask, rows: Rows) -> tuple[Runs, Runs]:
     raise AssertionError(f"no closed form of {mask}")
 
 
-def columns_of(rule: Condition, pairs: Pairs) -> list[Tensor]:
-    """Integers that fix the cells of pairs of tiles that vary."""
-    match rule:
-        case Negated(part):
-            return columns_of(part, pairs)
-        case InBlocks(mask):
-            size = mask.block_size
-            q, _, k, _ = pairs.edges()
-            of_query, of_key = floor_divide(q, size), floor_divide(k, size)
-            columns = [q - of_query * size, k - of_key * size, of_query - of_key, q.clamp(max=0)]
-            periods = [p for p, _ in mask.in_blocks()] if isinstance(mask, Hierarchical) else []
-            return columns + [of_query % period for period in periods if period > 1]
-    return rule.signature(pairs)
+Seen = tuple[Tensor, Tensor, list[Tensor]]
 
 
-def kinds_of(reach: Reach, pairs: Pairs, row: Tensor, number: Tensor) -> list[Tensor]:
+def kinds_of(reach: Reach, rows: Rows, pairs: Pairs, row: Tensor, number: Tensor) -> list[Tensor]:
     """Integers that fix the cells of pairs of tiles that vary, as `Condition.signature`.
 
     Columns of a part that does not vary are the same for all.
@@ -324,36 +310,68 @@ def kinds_of(reach: Reach, pairs: Pairs, row: Tensor, number: Tensor) -> list[Te
     Args:
         row, number: of each pair of tiles, the row, and the key tile as lanes number them.
     """
-    if not reach.parts:
-        return columns_of(reach.rule, pairs)
-    leaves = reach.leaves()
-    sets = [runs for leaf in leaves for runs in (leaf.some, leaf.full)]
-    begin, end = (torch.cat([getattr(x, name) for x in sets]) for name in ("begin", "end"))
-    inside = (number >= begin.index_select(1, row)) & (number < end.index_select(1, row))
-    parts = iter(inside.to(torch.int8).split([len(runs.begin) for runs in sets]))
-    status = {}
-    for leaf in leaves:
-        some, full = (_added(next(parts)) for _ in range(2))
-        status[leaf] = some + full
-    return _seen(reach, pairs, status)[1]
+
+    def look(reach: Reach) -> Seen:
+        """(whether some, whether all pairs of positions hold, columns) of each pair of tiles."""
+        if not reach.parts:
+            return _seen(reach, rows, pairs, row, number)
+        found = [look(part) for part in reach.parts]
+        if isinstance(reach.rule, Negated):
+            ((some, full, columns),) = found
+            return ~full, ~some, columns
+        columns = [
+            torch.where(some ^ full, column, _ABSENT)
+            for some, full, told in found
+            for column in told
+        ]
+        join = torch.logical_and if isinstance(reach.rule, AllOf) else torch.logical_or
+        some, full = (reduce(join, [x[i] for x in found]) for i in range(2))  # type: ignore[misc]
+        return some, full, columns
+
+    return look(reach)[2]
 
 
-def _added(rows: Tensor) -> Tensor:
-    return rows[0] if len(rows) == 1 else rows.sum(0, dtype=torch.int8)
+def _seen(reach: Reach, rows: Rows, pairs: Pairs, row: Tensor, number: Tensor) -> Seen:
+    """The same of one condition."""
+    q, q_last, k, k_last = pairs.edges()
+    match reach.rule:
+        case Linear(a, b, c):
+            low = _combined(a, b, q if a >= 0 else q_last, k if b >= 0 else k_last)
+            high = _combined(a, b, q_last if a >= 0 else q, k_last if b >= 0 else k)
+            return high >= c, low >= c, [_combined(a, b, q, k)]
+        case SameSegment(length):
+            of_q, of_q_last, of_k, of_k_last = (floor_divide(x, length) for x in pairs.edges())
+            meet = (of_q <= of_k_last) & (of_k <= of_q_last)
+            one = (of_q == of_q_last) & (of_k == of_k_last)
+            columns = [q - of_q * length, k - of_k * length, of_q - of_k]
+            return meet, meet & one, columns
+        case Congruent() | OnGrid():
+            known = _on_lane(reach.rule, rows.grid, rows.offset)
+            columns = reach.rule.signature(pairs) if known == VARIES else []
+            if known != _BY_LANE:
+                some = torch.full_like(q, known != EMPTY, dtype=torch.bool)
+                return some, torch.full_like(some, known == FULL), columns
+            return *(_inside(x, row, number) for x in (reach.some, reach.full)), columns
+        case InBlocks(mask):
+            size = mask.block_size
+            of_query, of_key = floor_divide(q, size), floor_divide(k, size)
+            columns = [q - of_query * size, k - of_key * size, of_query - of_key, q.clamp(max=0)]
+            periods = [p for p, _ in mask.in_blocks()] if isinstance(mask, Hierarchical) else []
+            columns += [of_query % period for period in periods if period > 1]
+            return *(_inside(x, row, number) for x in (reach.some, reach.full)), columns
+    raise AssertionError(f"no closed form of {reach.rule}")
 
 
-def _seen(reach: Reach, pairs: Pairs, status: dict[Reach, Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """(status of each pair of tiles, columns)."""
-    if not reach.parts:
-        return status[reach], columns_of(reach.rule, pairs)
-    found, columns = [], []
-    for part in reach.parts:
-        of_part, told = _seen(part, pairs, status)
-        varies = of_part == VARIES
-        columns += [torch.where(varies, column, _ABSENT) for column in told]
-        found.append(of_part)
-    extreme = torch.minimum if isinstance(reach.rule, AllOf) else torch.maximum
-    return reduce(extreme, found), columns
+def _combined(a: int, b: int, q: Tensor, k: Tensor) -> Tensor:
+    """A * q + b * k."""
+    if a == 0 or b == 0:
+        return k * b if a == 0 else q * a
+    return torch.add(q if a == 1 else q * a, k, alpha=b)
+
+
+def _inside(runs: Runs, row: Tensor, number: Tensor) -> Tensor:
+    begin, end = (x.index_select(1, row) for x in (runs.begin, runs.end))
+    return ((number >= begin) & (number < end)).any(0)
 
 
 def digest(columns: Sequence[Tensor]) -> Tensor:

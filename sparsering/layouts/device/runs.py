@@ -66,6 +66,18 @@ class Runs(NamedTuple):
         begin = torch.cat((whole[0][None], runs.end))
         return Runs(begin, torch.maximum(torch.cat((runs.begin, whole[1][None])), begin))
 
+    def used(self) -> tuple[int, ...]:
+        """Which runs are not empty in all rows, the first if all are: for the host alone."""
+        held = (self.end > self.begin).any(1).tolist()
+        return tuple(i for i, kept in enumerate(held) if kept) or tuple(range(len(held)))[:1]
+
+    def kept(self, which: tuple[int, ...]) -> "Runs":
+        """Some of the runs."""
+        if len(which) == len(self.begin):
+            return self
+        begin, end = (torch.stack([x[i] for i in which]) for x in (self.begin, self.end))
+        return Runs(begin, end, self.ascending)
+
     def counts(self) -> Tensor:
         """[rows, runs] how many numbers each run has."""
         return (self.end - self.begin).T
