@@ -118,7 +118,7 @@ def _make_table(
     varying = laid.varying_pairs(table.varying)
     tiles = varying.tiles
     columns = with_counts(laid.kinds(varying), tiles, block_size)
-    kind, first = numbered(columns, table.kinds)
+    kind, first = numbered(columns, table.factors, table.kinds)
     cells = cells_of(table.mask, tiles[first], frame, block_size)
     corners = counts_within(cells)
     real = tiles.q.count, tiles.k.count

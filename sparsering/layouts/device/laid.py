@@ -108,9 +108,12 @@ def with_counts(columns: list[Tensor], tiles: Pairs, block_size: int) -> list[Te
     return [*columns, tiles.q.count * (block_size + 1) + tiles.k.count]
 
 
-def numbered(columns: list[Tensor], total: int) -> tuple[Tensor, Tensor]:
-    """(the number of each row's kind, one row of each kind), of which there are as many."""
-    known, order = digest(columns).sort()
+def numbered(columns: list[Tensor], factors: tuple[int, ...], total: int) -> tuple[Tensor, Tensor]:
+    """(the number of each row's kind, one row of each kind), of which there are as many.
+
+    `factors`: by which `digest` tells rows apart.
+    """
+    known, order = digest(columns, factors).sort()
     rank = pad((known[1:] != known[:-1]).cumsum(0), (1, 0))
     number = torch.empty_like(rank).scatter_(0, order, rank)
     first = torch.searchsorted(rank, torch.arange(total, device=rank.device))

@@ -4,6 +4,7 @@ It does the row arithmetic that the device does, on the host's own tensors: a fe
 of tiles, and the pairs of tiles that vary, not all that are visited.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ class TablePlan:
         slots: which runs its rows have.
         entries: at most: those of pairs of tiles that the rule does not rule out.
         varying: how many of these hold in part, by the rule.
-        kinds: how many kinds of cells these have.
+        kinds: how many kinds of cells these have, which `digest` tells apart by `factors`.
         longest: most entries of a query tile, and of a key tile.
     """
 
@@ -49,6 +50,7 @@ class TablePlan:
     entries: int
     varying: int
     kinds: int
+    factors: tuple[int, ...]
     longest: tuple[int, int]
 
 
@@ -111,7 +113,7 @@ def _plan_pass(grid: Grid, mask: Mask, frame: Frame, block_size: int) -> PassPla
         head = table * frame.num_heads // num_tables
         seen, axis = mask.at(0, head, frame), frame.kv_head(head) if num_axes > 1 else 0
         if seen not in distinct:
-            rule = simplified(condition(seen, frame))
+            rule = simplified(condition(seen, frame), frame)
             if not has_closed_form(rule, grid, offsets[axis]):
                 return None
             distinct[seen] = _Told(seen, rule, axis)
@@ -212,7 +214,8 @@ class _Axes:
         """Whether none, some or all pairs of positions hold in tiles of each head's counts."""
         if table.kinds > _MOST_COMPARED:
             return False
-        number, first = numbered(with_counts(columns, tiles, self.block_size), table.kinds)
+        columns = with_counts(columns, tiles, self.block_size)
+        number, first = numbered(columns, table.factors, table.kinds)
         cells = cells_of(table.mask, tiles[first], self.frame, self.block_size)
         count = held(counts_within(cells), number, *counts)
         return _same((count > 0).long() + (count == counts[0] * counts[1]))
@@ -227,13 +230,15 @@ class _Axes:
         columns: list[Tensor],
     ) -> TablePlan:
         counts = some.counts().sum(1)
-        kinds = _num_kinds(with_counts(columns, tiles, self.block_size)) if len(tiles) else 0
+        kinds, factors = 0, ()
+        if len(tiles):
+            kinds, factors = _num_kinds(with_counts(columns, tiles, self.block_size))
         of_keys = torch.zeros(self.keys.start.shape[1] + 1, dtype=torch.int64)
         for edge, by in ((some.begin, 1), (some.end, -1)):
             of_keys.index_add_(0, edge.reshape(-1), torch.tensor(by).expand(edge.numel()))
         longest = int(counts.max()), int(of_keys.cumsum(0).max())
         entries = int(counts.sum())
-        return TablePlan(*told, ragged, slots, entries, len(tiles), kinds, longest)
+        return TablePlan(*told, ragged, slots, entries, len(tiles), kinds, factors, longest)
 
 
 def _any_empty(tiles: Axis) -> bool:
@@ -245,10 +250,14 @@ def _same(x: Tensor) -> bool:
     return torch.equal(x[..., :1, :].expand_as(x), x)
 
 
-def _num_kinds(columns: list[Tensor]) -> int:
-    """How many distinct rows there are; more than are ever made where digests do not tell."""
-    known, order = digest(columns).sort()
-    new = known[1:] != known[:-1]
-    rows = torch.stack(columns).index_select(1, order)
-    differ = (rows[:, 1:] != rows[:, :-1]).any(0)
-    return int(new.sum()) + 1 if torch.equal(new, differ) else _MOST_BITMAPS + 1
+def _num_kinds(columns: list[Tensor]) -> tuple[int, tuple[int, ...]]:
+    """How many distinct rows there are, and the factors by which `digest` tells them apart.
+
+    More than are ever made where no factors do.
+    """
+    edges = [[int(edge) for edge in column.aminmax()] for column in columns]
+    factors = tuple(high - low + 1 for low, high in edges)
+    if math.prod(factors) >= 1 << 62:
+        return _MOST_BITMAPS + 1, factors[1:]
+    known = digest(columns, factors[1:]).sort().values
+    return int((known[1:] != known[:-1]).sum()) + 1, factors[1:]

@@ -12,9 +12,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from ...patterns.algebra import Frame
 from ...patterns.arguments import MOST_TOKENS
 from ...patterns.blocks import BlockDilated, BlockWindow, BlockwiseMask, Hierarchical
-from ...rows import SPLITMIX
 from ..conditions import (
     EMPTY,
     FULL,
@@ -28,14 +28,13 @@ from ..conditions import (
     Negated,
     OnGrid,
     SameSegment,
+    _Joint,
 )
 from ..tiles import Axis, Grid, Origin, TilePairs
 from .axes import Lanes, floor_divide
 from .runs import Runs, united
 
 _MOST_RUNS = 64  # of a row, that a condition may ask for
-_ABSENT = -(0x9E3779B97F4A7C15 >> 1)  # in a column of what does not vary
-_FACTOR = SPLITMIX[0]
 
 
 class Pairs(TilePairs):
@@ -95,20 +94,51 @@ class Reach:
     parts: "tuple[Reach, ...]" = ()
 
 
-def simplified(rule: Condition, negate: bool = False) -> Condition:
-    """The same with nots at the leaves, nested ands and ors joined, equal parts once."""
+def simplified(rule: Condition, frame: Frame, negate: bool = False) -> Condition:
+    """The same on a frame's positions, by fewer leaves: nots at leaves, nested ands and ors joined.
+
+    Leaves that hold everywhere, or nowhere, and those that are said again, are left out.
+    """
     match rule:
         case Negated(part):
-            return simplified(part, not negate)
+            return simplified(part, frame, not negate)
         case AllOf(parts) | AnyOf(parts):
-            kind = AnyOf if isinstance(rule, AllOf) == negate else AllOf
+            kind, other = (AllOf, AnyOf) if isinstance(rule, AllOf) != negate else (AnyOf, AllOf)
             found: dict[Condition, None] = {}
-            for part in (simplified(x, negate) for x in parts):
+            for part in (simplified(x, frame, negate) for x in parts):
                 found |= dict.fromkeys(part.parts if isinstance(part, kind) else (part,))
-            return kind(tuple(found)) if len(found) > 1 else next(iter(found))
-        case Linear(a, b, c) if negate:
-            return Linear(-a, -b, 1 - c)
+            absorbing, neutral = (_NEVER, _ALWAYS) if kind is AllOf else (_ALWAYS, _NEVER)
+            kept = [_without(x, found, kind, other) for x in found if x != neutral]
+            if absorbing in kept:
+                return absorbing
+            kept = [x for x in kept if x != neutral]
+            return kind(tuple(kept)) if len(kept) > 1 else kept[0] if kept else neutral
+        case Linear(a, b, c):
+            if negate:
+                a, b, c = -a, -b, 1 - c
+            ends = (frame.q_start, frame.q_start + frame.q_len - 1), (0, frame.kv_len - 1)
+            values = [a * p + b * k for p in ends[0] for k in ends[1]]
+            return _ALWAYS if min(values) >= c else _NEVER if max(values) < c else Linear(a, b, c)
     return Negated(rule) if negate else rule
+
+
+_ALWAYS, _NEVER = Linear(0, 0, 0), Linear(0, 0, 1)
+
+
+def _without(
+    part: Condition, known: dict[Condition, None], kind: type[_Joint], other: type[_Joint]
+) -> Condition:
+    """A part of a joint condition, without what stands beside it in the joint itself."""
+    if not isinstance(part, other):
+        return part
+    inner = []
+    for x in part.parts:
+        parts = x.parts if isinstance(x, kind) else (x,)
+        left = tuple(y for y in parts if y not in known)
+        if not left:  # what is left of it is neutral to `kind`, and takes the others in
+            return _ALWAYS if kind is AllOf else _NEVER
+        inner.append(kind(left) if len(left) > 1 else left[0])
+    return other(tuple(inner))
 
 
 def num_runs(rule: Condition, grid: Grid, offset: int) -> tuple[int, int] | None:
@@ -319,11 +349,13 @@ def kinds_of(reach: Reach, rows: Rows, pairs: Pairs, row: Tensor, number: Tensor
         if isinstance(reach.rule, Negated):
             ((some, full, columns),) = found
             return ~full, ~some, columns
-        columns = [
-            torch.where(some ^ full, column, _ABSENT)
-            for some, full, told in found
-            for column in told
-        ]
+        columns, flags = [], None
+        for i, (some, full, told) in enumerate(found):
+            if told:
+                varies = some ^ full
+                flags = varies.long() if flags is None else flags.add(varies, alpha=1 << i)
+                columns += [torch.where(varies, column, 0) for column in told]
+        columns += [] if flags is None else [flags]
         join = torch.logical_and if isinstance(reach.rule, AllOf) else torch.logical_or
         some, full = (reduce(join, [x[i] for x in found]) for i in range(2))  # type: ignore[misc]
         return some, full, columns
@@ -374,6 +406,9 @@ def _inside(runs: Runs, row: Tensor, number: Tensor) -> Tensor:
     return ((number >= begin) & (number < end)).any(0)
 
 
-def digest(columns: Sequence[Tensor]) -> Tensor:
-    """One integer for each row of some columns; the host confirms that it tells rows apart."""
-    return reduce(lambda known, column: torch.add(column, known, alpha=_FACTOR), columns)
+def digest(columns: Sequence[Tensor], factors: Sequence[int]) -> Tensor:
+    """One integer for each row of some columns."""
+    known = columns[0]
+    for column, factor in zip(columns[1:], factors, strict=True):
+        known = torch.add(column, known, alpha=factor)
+    return known

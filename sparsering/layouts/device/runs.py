@@ -56,9 +56,15 @@ class Runs(NamedTuple):
 
     def disjoint(self) -> "Runs":
         """Of runs in the order of their beginnings, each without what earlier ones have."""
-        before = torch.nn.functional.pad(self.end.cummax(0).values[:-1], (0, 0, 1, 0))
-        begin = torch.maximum(self.begin, before)
-        return Runs(begin, torch.maximum(self.end, begin))
+        if len(self.begin) > _FEW:
+            before = torch.nn.functional.pad(self.end.cummax(0).values[:-1], (0, 0, 1, 0))
+            begin = torch.maximum(self.begin, before)
+            return Runs(begin, torch.maximum(self.end, begin))
+        begins, ends = [self.begin[0]], [self.end[0]]
+        for begin, end in zip(self.begin[1:], self.end[1:], strict=True):
+            begins.append(torch.maximum(begin, ends[-1]))
+            ends.append(torch.maximum(end, ends[-1]))
+        return Runs(torch.stack(begins), torch.stack(ends))
 
     def outside(self, whole: tuple[Tensor, Tensor]) -> "Runs":
         """The complement in one run for each row."""
