@@ -16,19 +16,26 @@ Number = int | Tensor
 
 
 def axis_of(
-    grid: Grid, low: int, high: int, block_size: int, offsets: tuple[int, ...], device: torch.device
+    grid: Grid,
+    low: int,
+    high: int,
+    block_size: int,
+    offsets: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
 ) -> Axis:
     """The tiles that hold the positions [low, high), as `Grid.axis` has them; low < high.
 
     `start` and `last` are [offsets, tiles].
     """
+    made: dict[str, Any] = {"device": device, "dtype": dtype}
     step, segment, reach = grid.step, grid.segment, grid.step * block_size
     tiles = -(-segment // reach)
     first_segment, last_segment = low // segment, (high - 1) // segment
     skipped = (low - first_segment * segment) // reach
     reached = min(high - last_segment * segment, segment)
     place = torch.arange(
-        first_segment * tiles + skipped, last_segment * tiles - (-reached // reach), device=device
+        first_segment * tiles + skipped, last_segment * tiles - (-reached // reach), **made
     )
     if tiles == 1:
         start = place * segment
@@ -42,11 +49,11 @@ def axis_of(
         end = torch.minimum((number + 1) * segment, start + reach)
     stop = end.clamp(max=high)
     residues = _residues(grid, low, high, segment if first_segment < last_segment else reached)
-    residue = _spread([torch.arange(*part, device=device) for part in residues], len(place))
+    residue = _spread([torch.arange(*part, **made) for part in residues], len(place))
     if grid.residues > 1:
         lanes = len(residue) // len(place)
         start, stop = start.repeat(lanes) + residue, stop.repeat(lanes)
-    start = start[None] if offsets == (0,) else start + _column(offsets, device)
+    start = start[None] if offsets == (0,) else start + _column(offsets, made)
     if low > first_segment * segment + skipped * reach + residues[0][0] + min(offsets):
         lacking = (low - start).clamp(min=0)
         start = start + floor_divide(lacking + (step - 1), step) * step
@@ -54,15 +61,15 @@ def axis_of(
     return Axis(step, residue, start, stop, start + floor_divide(within, step) * step)
 
 
-def _column(values: tuple[int, ...], device: torch.device) -> Tensor:
+def _column(values: tuple[int, ...], made: dict[str, Any]) -> Tensor:
     """[values, 1], made on the device: by arithmetic where they are those of LongNet's heads."""
     count, rate = len(values), max(values) + 1
-    number = torch.arange(count, device=device)[:, None]
+    number = torch.arange(count, **made)[:, None]
     if values == tuple(i % rate for i in range(count)):
         return number % rate
     if values == tuple(i // -(-count // rate) for i in range(count)):
         return number // -(-count // rate)
-    return torch.cat([torch.full((1, 1), value, device=device) for value in values])
+    return torch.cat([torch.full((1, 1), value, **made) for value in values])
 
 
 def _residues(grid: Grid, low: int, high: int, longest: int) -> list[tuple[int, int]]:
@@ -107,14 +114,15 @@ class Lanes:
     spacing: int
 
     @classmethod
-    def together(cls, lanes: "Sequence[Lanes]", rows: int) -> "Lanes | None":
+    def together(cls, lanes: "Sequence[Lanes]", rows: int, dtype: torch.dtype) -> "Lanes | None":
         """Those of several axes, of as many query tiles each; None where they count otherwise."""
         first = lanes[0]
         if len({(x.tiles, x.empty, x.spacing) for x in lanes}) > 1 or not first.tiles:
             return None
-        told = (torch.tensor([getattr(x, n) for x in lanes]) for n in ("first", "live", "last"))
-        begin, live, last = (x.repeat_interleave(rows) for x in told)
-        return replace(first, first=begin, begin=torch.zeros_like(begin), live=live, last=last)
+        names = ("first", "live", "last")
+        told: Any = {name: torch.tensor([getattr(x, name) for x in lanes]) for name in names}
+        told = {name: x.to(dtype).repeat_interleave(rows) for name, x in told.items()}
+        return replace(first, **told, begin=torch.zeros_like(told["first"]))
 
     @classmethod
     def of(cls, grid: Grid, queries: Axis, kv_len: int, block_size: int, offset: int) -> "Lanes":

@@ -15,7 +15,7 @@ from ..tiles import Axis
 from .axes import Lanes, one_of
 from .laid import Laid, cells_of, counts_within, held, numbered, with_counts
 from .plan import PassPlan, TablePlan, axes_of, plan
-from .reach import Rows
+from .reach import Rows, far_apart
 from .runs import expanded
 
 
@@ -99,7 +99,7 @@ def _make_table(
     offset, axis = planned.offsets[table.axis], table.axis
     own, others = one_of(queries, axis), one_of(keys, axis)
     lanes = Lanes.of(planned.grid, own, frame.kv_len, block_size, offset)
-    placed = Rows(planned.grid, offset, own, lanes)
+    placed = Rows(planned.grid, offset, far_apart(frame), own, lanes)
     laid = Laid.of(table.rule, placed, others, ragged=table.ragged, slots=table.slots)
     served = slice(None) if shared else slice(axis, axis + 1)
     counts = queries.count[served].clamp(min=0), keys.count[served].clamp(min=0)
@@ -117,7 +117,8 @@ def _make_table(
 
     varying = laid.varying_pairs(table.varying)
     tiles = varying.tiles
-    columns = with_counts(laid.kinds(varying), tiles, block_size)
+    columns = laid.kinds(varying)
+    columns = columns if table.even else with_counts(columns, tiles, block_size)
     kind, first = numbered(columns, table.factors, table.kinds)
     cells = cells_of(table.mask, tiles[first], frame, block_size)
     corners = counts_within(cells)

@@ -18,12 +18,22 @@ from ..terms import terms
 from ..tiles import Axis, Grid
 from .axes import Lanes, axis_of, one_of
 from .laid import Laid, Slots, cells_of, counts_within, held, numbered, with_counts
-from .reach import Pairs, Rows, alike, digest, has_closed_form, simplified
+from .reach import (
+    Pairs,
+    Rows,
+    alike,
+    digest,
+    far_apart,
+    has_closed_form,
+    largest_number,
+    simplified,
+)
 from .runs import Runs
 
 _CPU = torch.device("cpu")
 _MOST_BITMAPS = 1 << 12
 _MOST_ENTRIES = (1 << 31) - 1
+_MOST_INT32 = 1 << 30
 _MOST_COMPARED = 64  # kinds of cells that are evaluated to see whether heads share a table
 
 
@@ -38,6 +48,7 @@ class TablePlan:
         slots: which runs its rows have.
         entries: at most: those of pairs of tiles that the rule does not rule out.
         varying: how many of these hold in part, by the rule.
+        even: whether these are of whole tiles.
         kinds: how many kinds of cells these have, which `digest` tells apart by `factors`.
         longest: most entries of a query tile, and of a key tile.
     """
@@ -49,6 +60,7 @@ class TablePlan:
     slots: Slots
     entries: int
     varying: int
+    even: bool
     kinds: int
     factors: tuple[int, ...]
     longest: tuple[int, int]
@@ -119,8 +131,13 @@ def _plan_pass(grid: Grid, mask: Mask, frame: Frame, block_size: int) -> PassPla
             distinct[seen] = _Told(seen, rule, axis)
         use.append(list(distinct).index(seen))
 
-    axes = _Axes(grid, offsets, frame, block_size, *axes_of(grid, frame, block_size, offsets, _CPU))
     heads = list(distinct.values())
+    most = max(
+        *(largest_number(x.rule, frame) for x in heads), grid.segment, grid.step * block_size
+    )
+    dtype = torch.int32 if most + far_apart(frame) < _MOST_INT32 else torch.int64
+    tiles = axes_of(grid, frame, block_size, offsets, _CPU, dtype)
+    axes = _Axes(grid, offsets, frame, block_size, *tiles)
     together = axes.plan_together(heads) if len(heads) > 1 and num_axes > 1 else None
     tables = [axes.plan(told) for told in heads] if together is None else [together]
     use = use if len(tables) > 1 else [0]
@@ -132,11 +149,16 @@ def _plan_pass(grid: Grid, mask: Mask, frame: Frame, block_size: int) -> PassPla
 
 
 def axes_of(
-    grid: Grid, frame: Frame, block_size: int, offsets: tuple[int, ...], device: torch.device
+    grid: Grid,
+    frame: Frame,
+    block_size: int,
+    offsets: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
 ) -> tuple[Axis, Axis]:
     """The query tiles and the key tiles of a pass."""
     ranges = (frame.q_start, frame.q_start + frame.q_len), (0, frame.kv_len)
-    query, key = (axis_of(grid, *x, block_size, offsets, device) for x in ranges)
+    query, key = (axis_of(grid, *x, block_size, offsets, device, dtype) for x in ranges)
     return query, key
 
 
@@ -164,9 +186,9 @@ class _Axes:
 
         Their rows are laid out in one go, end to end.
         """
-        first, num_heads = heads[0], len(heads)
+        first, num_heads, dtype = heads[0], len(heads), self.queries.start.dtype
         rows_of = [self._rows(told) for told in heads]
-        lanes = Lanes.together([x.lanes for x in rows_of], self.queries.start.shape[1])
+        lanes = Lanes.together([x.lanes for x in rows_of], self.queries.start.shape[1], dtype)
         if lanes is None or not all(
             alike(told.rule, first.rule, self.grid, rows.offset, rows_of[0].offset)
             for told, rows in zip(heads, rows_of, strict=True)
@@ -177,9 +199,9 @@ class _Axes:
             Axis(x.step, x.residue, x.start[which].flatten(), x.stop, x.last[which].flatten())
             for x in (self.queries, self.keys)
         )
-        begin = torch.arange(num_heads) * self.keys.start.shape[1]
+        begin = torch.arange(num_heads, dtype=dtype) * self.keys.start.shape[1]
         of_row = begin.repeat_interleave(self.queries.start.shape[1])
-        rows, ragged = Rows(self.grid, rows_of[0].offset, queries, lanes), _any_empty(queries)
+        rows, ragged = replace(rows_of[0], queries=queries, lanes=lanes), _any_empty(queries)
         laid = Laid.of(first.rule, rows, keys, ragged=ragged, of_row=of_row)
         pairs = laid.varying_pairs(int(laid.varying.counts().sum()))
 
@@ -203,10 +225,15 @@ class _Axes:
         alone = all(_same(x) for x in counts) or self._says_alike(table, tiles, columns, counts)
         return table if alone else None
 
+    def _even(self) -> bool:
+        """Whether all tiles have as many positions as there are slots."""
+        span = self.grid.step * (self.block_size - 1)
+        return all(int((x.last - x.start).min()) == span for x in (self.queries, self.keys))
+
     def _rows(self, told: _Told) -> Rows:
         queries, offset = one_of(self.queries, told.axis), self.offsets[told.axis]
         lanes = Lanes.of(self.grid, queries, self.frame.kv_len, self.block_size, offset)
-        return Rows(self.grid, offset, queries, lanes)
+        return Rows(self.grid, offset, far_apart(self.frame), queries, lanes)
 
     def _says_alike(
         self, table: TablePlan, tiles: Pairs, columns: list[Tensor], counts: list[Tensor]
@@ -214,7 +241,8 @@ class _Axes:
         """Whether none, some or all pairs of positions hold in tiles of each head's counts."""
         if table.kinds > _MOST_COMPARED:
             return False
-        columns = with_counts(columns, tiles, self.block_size)
+        if not table.even:
+            columns = with_counts(columns, tiles, self.block_size)
         number, first = numbered(columns, table.factors, table.kinds)
         cells = cells_of(table.mask, tiles[first], self.frame, self.block_size)
         count = held(counts_within(cells), number, *counts)
@@ -230,15 +258,18 @@ class _Axes:
         columns: list[Tensor],
     ) -> TablePlan:
         counts = some.counts().sum(1)
-        kinds, factors = 0, ()
+        kinds, factors, even = 0, (), self._even()
         if len(tiles):
-            kinds, factors = _num_kinds(with_counts(columns, tiles, self.block_size))
-        of_keys = torch.zeros(self.keys.start.shape[1] + 1, dtype=torch.int64)
+            columns = columns if even else with_counts(columns, tiles, self.block_size)
+            kinds, factors = _num_kinds(columns)
+        of_keys = torch.zeros(self.keys.start.shape[1] + 1, dtype=torch.int32)
         for edge, by in ((some.begin, 1), (some.end, -1)):
-            of_keys.index_add_(0, edge.reshape(-1), torch.tensor(by).expand(edge.numel()))
+            of_keys.index_add_(
+                0, edge.reshape(-1), torch.tensor(by, dtype=torch.int32).expand(edge.numel())
+            )
         longest = int(counts.max()), int(of_keys.cumsum(0).max())
         entries = int(counts.sum())
-        return TablePlan(*told, ragged, slots, entries, len(tiles), kinds, factors, longest)
+        return TablePlan(*told, ragged, slots, entries, len(tiles), even, kinds, factors, longest)
 
 
 def _any_empty(tiles: Axis) -> bool:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...patterns.algebra import Frame
-from ...patterns.arguments import MOST_TOKENS
 from ...patterns.blocks import BlockDilated, BlockWindow, BlockwiseMask, Hierarchical
 from ..conditions import (
     EMPTY,
@@ -60,10 +59,16 @@ def picked(tiles: Axis, index: Tensor) -> Axis:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Query tiles, and the lanes of key tiles that they pair with."""
+    """Query tiles, and the lanes of key tiles that they pair with.
+
+    Attributes:
+        grid, offset: of the tiles.
+        far: a distance that no two positions are apart.
+    """
 
     grid: Grid
     offset: int
+    far: int
     queries: Axis
     lanes: Lanes
 
@@ -170,6 +175,28 @@ def num_runs(rule: Condition, grid: Grid, offset: int) -> tuple[int, int] | None
         case InBlocks(Hierarchical(levels)):
             return len(levels), len(levels)
     return None
+
+
+def largest_number(rule: Condition, frame: Frame) -> int:
+    """A bound of the numbers that `reach_of` and `kinds_of` meet."""
+    most = far_apart(frame)
+    match rule:
+        case AllOf(parts) | AnyOf(parts):
+            return max(largest_number(part, frame) for part in parts)
+        case Negated(part):
+            return largest_number(part, frame)
+        case Linear(a, b, c):
+            return (abs(a) + abs(b)) * most + abs(c)
+        case SameSegment(length) | OnGrid(_, length):
+            return most + 2 * length
+        case InBlocks(mask):
+            return 4 * (most + mask.block_size)
+    return most
+
+
+def far_apart(frame: Frame) -> int:
+    """More than any two positions are apart, or from 0."""
+    return abs(frame.q_start) + frame.q_len + frame.kv_len
 
 
 def has_closed_form(rule: Condition, grid: Grid, offset: int) -> bool:
@@ -280,9 +307,9 @@ def alike(a: Condition, b: Condition, grid: Grid, offset: int, other: int) -> bo
             return alike(mine, others, grid, offset, other)
         case (InBlocks(mine), InBlocks(others)):
             return mine == others
-        case (OnGrid(), OnGrid()) if a != b:
+        case (OnGrid(), OnGrid()):
             known = _on_lane(a, grid, offset)
-            return known in (EMPTY, FULL) and known == _on_lane(b, grid, other)
+            return known == _on_lane(b, grid, other) and (a == b or known in (EMPTY, FULL))
     return a == b
 
 
@@ -301,11 +328,11 @@ def _of_blocks(mask: BlockwiseMask, rows: Rows) -> tuple[Runs, Runs]:
 
     match mask:
         case BlockWindow(radius):
-            reach = min(radius, MOST_TOKENS // size)
+            reach = min(radius, rows.far // size + 1)
             some = touching(low - reach, own_last + reach).where(positive)
             return some, within(own_last - reach, own + reach).where(own >= 0)
         case BlockDilated(rates):
-            far = MOST_TOKENS // size
+            far = rows.far // size + 1
             apart = sorted({0, *(min(r, far) for r in rates), *(-min(r, far) for r in rates)})
             some, full = (
                 [found.where(where) for found in every]
@@ -318,7 +345,8 @@ def _of_blocks(mask: BlockwiseMask, rows: Rows) -> tuple[Runs, Runs]:
         case Hierarchical():
             some, full = [], []
             for period, radius in mask.in_blocks():
-                reach = MOST_TOKENS // size if radius is None else min(radius, MOST_TOKENS // size)
+                reach = rows.far // size + 1
+                reach = reach if radius is None else min(radius, reach)
                 lowest = -floor_divide(-low, period) * period
                 highest = floor_divide(own_last, period) * period
                 seen = lowest <= highest
@@ -353,7 +381,9 @@ def kinds_of(reach: Reach, rows: Rows, pairs: Pairs, row: Tensor, number: Tensor
         for i, (some, full, told) in enumerate(found):
             if told:
                 varies = some ^ full
-                flags = varies.long() if flags is None else flags.add(varies, alpha=1 << i)
+                flags = (
+                    varies.to(number.dtype) if flags is None else flags.add(varies, alpha=1 << i)
+                )
                 columns += [torch.where(varies, column, 0) for column in told]
         columns += [] if flags is None else [flags]
         join = torch.logical_and if isinstance(reach.rule, AllOf) else torch.logical_or
@@ -408,7 +438,7 @@ def _inside(runs: Runs, row: Tensor, number: Tensor) -> Tensor:
 
 def digest(columns: Sequence[Tensor], factors: Sequence[int]) -> Tensor:
     """One integer for each row of some columns."""
-    known = columns[0]
+    known = columns[0].long()
     for column, factor in zip(columns[1:], factors, strict=True):
         known = torch.add(column, known, alpha=factor)
     return known

@@ -50,9 +50,10 @@ class Runs(NamedTuple):
         """The same set by ascending runs."""
         if self.ascending or len(self.begin) < 2:
             return self._replace(ascending=True)
-        keys = (self.begin << 32) | self.end
+        keys = (self.begin.long() << 32) | self.end
         keys = torch.stack(_exchanged(keys)) if len(keys) <= _FEW else keys.sort(dim=0).values
-        return Runs(keys >> 32, keys & 0xFFFFFFFF).disjoint()
+        begin, end = (x.to(self.begin.dtype) for x in (keys >> 32, keys & 0xFFFFFFFF))
+        return Runs(begin, end).disjoint()
 
     def disjoint(self) -> "Runs":
         """Of runs in the order of their beginnings, each without what earlier ones have."""
@@ -103,9 +104,10 @@ def expanded(runs: Runs, total: int) -> tuple[Tensor, Tensor]:
     `total`: how many there are.
     """
     count = runs.counts().reshape(-1)
-    before = runs.begin.T.reshape(-1) - (count.cumsum(0) - count)
+    before = runs.begin.T.reshape(-1) - (count.cumsum(0, dtype=count.dtype) - count)
     index = torch.repeat_interleave(count, output_size=total)
-    return index, before.index_select(0, index) + torch.arange(total, device=index.device)
+    place = torch.arange(total, device=index.device, dtype=count.dtype)
+    return index, before.index_select(0, index) + place
 
 
 def _exchanged(keys: Tensor) -> list[Tensor]:
