@@ -20,6 +20,7 @@ from ..patterns.arguments import checked_integer, shortened
 from ..patterns.keys import without_key_masks
 from ..patterns.selected import selections_of
 from .compile import build_layout, check_block_size
+from .device.streams import capturing
 from .layout import BlockLayout
 
 _MOST_WAITING = 64
@@ -65,12 +66,18 @@ class LayoutCache:
         """The cached layout, or a new one; threads that ask for the same wait for one build.
 
         Patterns that hold device tensors are built anew: comparing them would wait for the device;
-        so is what a single query selects, which no other will.
+        so is what a single query selects, which no other will, and what is first asked for while a
+        CUDA graph is captured, which holds nothing before the graph runs.
         """
-        if not _is_kept(pattern, frame):
-            return build_layout(pattern, frame, block_size, device)
         key = (pattern, frame, block_size, device)
-        return self.keep(key, lambda: build_layout(pattern, frame, block_size, device))
+        if not _is_kept(pattern, frame) or (capturing(device) and self._find(key) is None):
+            return build_layout(pattern, frame, block_size, device)
+
+        def build() -> BlockLayout:
+            made = build_layout(pattern, frame, block_size, device)
+            return made if device.type == "cpu" else made.kept(device)
+
+        return self.keep(key, build).ready()
 
     def prefetch(
         self,
@@ -137,7 +144,7 @@ class LayoutCache:
             def build() -> BlockLayout:
                 layout = build_layout(pattern, frame, size, place)
                 layout.build_tables(backward)
-                return layout
+                return layout if place.type == "cpu" else layout.kept(place)
 
             return self.keep((pattern, frame, size, place), build)
 

@@ -22,6 +22,7 @@ from ..patterns.selected import selections_of
 from ..rows import distinct_rows, number_rows
 from .bitmaps import count_pairs, pack
 from .conditions import EMPTY, FULL, Condition
+from .device.build import arithmetic_layout
 from .device.selected import selected_layout, with_slots
 from .ground import Ground, ground_of, laid_in_documents
 from .layout import BlockLayout, Pass
@@ -76,7 +77,7 @@ class CompiledPass:
 def build_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> BlockLayout:
-    """Compiles without the cache.
+    """Compiles without the cache: on the device itself where it is not the host and can be.
 
     Raises: ValueError where the pattern does not fit or the block size is not legal.
     """
@@ -84,6 +85,10 @@ def build_layout(
     check_fits(pattern, frame)
     if (selected := selected_layout(pattern, frame, block_size)) is not None:
         return replace(selected, passes=tuple(p.to(device) for p in selected.passes))
+    if device.type != "cpu":
+        made = arithmetic_layout(pattern, frame, block_size, device)
+        if made is not None:
+            return made
     some = frame.num_heads and pattern.num_batches() != 0
     compiled = compile_passes(pattern, frame, block_size) if some else []
     laid = [assemble(c, frame, block_size) for c in compiled]

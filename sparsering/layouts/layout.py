@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..patterns.algebra import Frame
 from .bitmaps import transposed, unpack
+from .device.streams import Built
 from .drawing import drawing
 
 
@@ -147,12 +148,16 @@ class BlockLayout:
         frame: lengths, heads and the position of the first query.
         block_size: most positions in a tile.
         passes: what kernels run, in order.
+        pairs: (query, key) pairs, mean over batch entries and query heads; a tensor where the
+            device counts them.
+        built: when, where other streams of the device must wait for it.
     """
 
     frame: Frame
     block_size: int
     passes: tuple[Pass, ...]
     pairs: float | Tensor
+    built: Built | None = None
 
     def build_tables(self, backward: bool) -> None:
         """Builds now what kernels would on first use, of the passes: for backward, transposes."""
@@ -161,6 +166,20 @@ class BlockLayout:
                 _ = p.transposed_bitmaps
             if backward:
                 _ = p.transpose
+
+    def kept(self, device: torch.device) -> "BlockLayout":
+        """The same, to be kept for all streams of its device, with what all of them read built."""
+        counts = {"entry_counts": self.entry_counts, "first_entry": self.first_entry}
+        kept = replace(self, built=Built.now(device))
+        vars(kept).update(counts)
+        return kept
+
+    def ready(self) -> "BlockLayout":
+        """Itself, once the current stream waits for it."""
+        if self.built is not None:
+            shared = [self.entry_counts, self.first_entry]
+            self.built.wait([*shared, *(x for p in self.passes for x in p.tensors())])
+        return self
 
     @property
     def num_pairs(self) -> int | float:

@@ -2,8 +2,8 @@
 
 A unit is a tile with a run of its entries. Entries that need no mask come first. Tiles with many
 more entries than the rest are cut into pieces whose results are combined afterwards, and the
-longest units start first. Nothing here reads from the device; a walk of a pattern that lives on the
-host is waited for once, before other streams may use it.
+longest units start first. Nothing here reads from the device, nor does the host wait for it: a walk
+that is kept is waited for by the other streams that use it.
 """
 
 from dataclasses import replace
@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ...layouts.device.streams import Built, capturing
 from ...layouts.layout import BlockLayout, Pass, stretched, tile_counts
 
 UNIT, CUT = 5, 3  # int32 numbers of a unit and of a cut tile
@@ -52,7 +53,7 @@ class Walk(NamedTuple):
 
 
 _captured: list[object] = []  # what CUDA graphs read: for the life of the process
-_walks: WeakKeyDictionary[Pass, dict[object, Walk]] = WeakKeyDictionary()
+_walks: WeakKeyDictionary[Pass, dict[object, tuple[Walk, Built | None]]] = WeakKeyDictionary()
 
 
 def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, processors: int) -> Walk:
@@ -69,23 +70,30 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
     fair = entries * programs // (_UNITS_PER_PROCESSOR * processors)
     limit = max(_LEAST_ENTRIES, 1 << fair.bit_length())  # powers of two: few distinct walks
     limit = limit if limit < longest else entries + 1
-    capturing = p.key_tile.is_cuda and torch.cuda.is_current_stream_capturing()
     walks = _walks.setdefault(p, {})
     if (found := walks.get((by_key, limit))) is not None:
-        if capturing:
-            _captured.append((layout, found))
-        return found
-    if capturing:  # what is made now holds nothing before the graph runs: it is the graph's alone
-        layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))
+        if capturing(p.key_tile.device):
+            _captured.append((layout, found[0]))
+        else:
+            _wait(p, *found)
+        return found[0]
+    if capturing(p.key_tile.device):  # what is made now holds nothing before the graph runs: it is
+        layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))  # its own alone
         made = _walk(layout, number, by_key, limit)
         _captured.append((layout, made))
         return made
+    for other in list(walks.values()):  # whose stream may be making the transpose
+        _wait(p, *other)
     made = _walk(layout, number, by_key, limit)
-    on_device = isinstance(layout.pairs, Tensor) and layout.pairs.is_cuda
-    if p.key_tile.is_cuda and not on_device:  # kept for other streams: once per pattern
-        torch.cuda.current_stream(p.key_tile.device).synchronize()
-    walks[by_key, limit] = made
+    walks[by_key, limit] = made, Built.now(p.key_tile.device)
     return made
+
+
+def _wait(p: Pass, made: Walk, built: Built | None) -> None:
+    """Has the current stream wait for a walk, and for what the pass has built for it."""
+    if built is not None:
+        of_pass = [*p.transpose] if "transpose" in vars(p) else []
+        built.wait([*(x for x in made if isinstance(x, Tensor)), *of_pass, p.num_entries])
 
 
 def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
