@@ -1,7 +1,7 @@
 """The compiled form of a pattern: passes of tiles that kernels run, and their measures."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -134,7 +134,7 @@ class Pass:
         return replace(self, bitmaps=moved.reshape(self.bitmaps.shape))
 
     def to(self, device: torch.device) -> "Pass":
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(self)}
         for name, x in values.items():
             values[name] = x.to(device) if isinstance(x, Tensor) else x
         return Pass(**values)
@@ -157,7 +157,7 @@ class BlockLayout:
     block_size: int
     passes: tuple[Pass, ...]
     pairs: float | Tensor
-    built: Built | None = None
+    built: Built | None = field(default=None, kw_only=True)
 
     def build_tables(self, backward: bool) -> None:
         """Builds now what kernels would on first use, of the passes: for backward, transposes."""

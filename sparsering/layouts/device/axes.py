@@ -49,14 +49,18 @@ def axis_of(
         end = torch.minimum((number + 1) * segment, start + reach)
     stop = end.clamp(max=high)
     residues = _residues(grid, low, high, segment if first_segment < last_segment else reached)
-    residue = _spread([torch.arange(*part, **made) for part in residues], len(place))
+    residue = torch.zeros_like(place)
     if grid.residues > 1:
+        residue = _spread([torch.arange(*part, **made) for part in residues], len(place))
         lanes = len(residue) // len(place)
         start, stop = start.repeat(lanes) + residue, stop.repeat(lanes)
     start = start[None] if offsets == (0,) else start + _column(offsets, made)
-    if low > first_segment * segment + skipped * reach + residues[0][0] + min(offsets):
+    cut = low > first_segment * segment + skipped * reach + residues[0][0] + min(offsets)
+    if cut:
         lacking = (low - start).clamp(min=0)
         start = start + floor_divide(lacking + (step - 1), step) * step
+    if step == 1 and not cut and offsets == (0,):  # every tile has a position
+        return Axis(step, residue, start, stop, (stop - 1)[None])
     within = (stop - 1 - start).clamp(min=-1)
     return Axis(step, residue, start, stop, start + floor_divide(within, step) * step)
 
@@ -120,9 +124,9 @@ class Lanes:
         if len({(x.tiles, x.empty, x.spacing) for x in lanes}) > 1 or not first.tiles:
             return None
         names = ("first", "live", "last")
-        told: Any = {name: torch.tensor([getattr(x, name) for x in lanes]) for name in names}
-        told = {name: x.to(dtype).repeat_interleave(rows) for name, x in told.items()}
-        return replace(first, **told, begin=torch.zeros_like(told["first"]))
+        found: Any = {name: torch.tensor([getattr(x, name) for x in lanes]) for name in names}
+        found = {name: x.to(dtype).repeat_interleave(rows) for name, x in found.items()}
+        return replace(first, **found, begin=torch.zeros_like(found["first"]))
 
     @classmethod
     def of(cls, grid: Grid, queries: Axis, kv_len: int, block_size: int, offset: int) -> "Lanes":
@@ -139,18 +143,17 @@ class Lanes:
         spacing = reach if segment % reach == 0 or kv_len <= segment else 0
         spacing = segment if all_tiles == 1 else spacing
         number, place = divmod(kv_len - 1, segment)
-        if place >= offset:
-            last = number * segment + offset + (place - offset) // step * step
-            live = number * tiles + (place - offset) // reach + 1 if tiles else 0
-        else:
-            last = (number - 1) * segment + offset + (segment - 1 - offset) // step * step
-            live = number * tiles
-        return cls(segment, reach, step, tiles, all_tiles - tiles, offset, 0, live, last, spacing)
+        if place < offset:  # the lane's last position is in an earlier segment
+            number, place = number - 1, segment - 1
+        end = number * segment + offset + (place - offset) // step * step
+        count = number * tiles + ((place - offset) // reach + 1 if tiles else 0)
+        return cls(segment, reach, step, tiles, all_tiles - tiles, offset, 0, count, end, spacing)
 
-    def starting_by(self, position: Tensor) -> Tensor:
-        """The number past the lane's last tile that starts at a position or before it."""
+    def starting_by(self, position: Tensor, further: int = 0) -> Tensor:
+        """The number past the lane's last tile that starts by a position, or some way further."""
+        position = shifted(position, further)
         if self.spacing:
-            count = floor_divide(position - self.first, self.spacing) + 1
+            count = floor_divide(shifted(position, self.first, -1), self.spacing) + 1
         else:
             number = floor_divide(position, self.segment)
             within = position - number * self.segment - self.first
@@ -158,20 +161,25 @@ class Lanes:
             count = count + (floor_divide(within, self.reach) + 1).clamp(0, self.tiles)
         return self._numbered(count)
 
-    def ending_before(self, position: Tensor) -> Tensor:
-        """The number past the lane's last tile that ends before a position."""
-        span = self.reach - self.step
+    def ending_before(self, position: Tensor, further: int = 0) -> Tensor:
+        """The number past the lane's last tile that ends before a position, or one further."""
+        span: Any = self.reach - self.step
         if self.spacing:
             if self.spacing < self.reach:
-                span = self._last_of_segment() - self.first  # type: ignore[assignment]
-            count = floor_divide(position - self.first + (self.spacing - 1 - span), self.spacing)
+                span = self._last_of_segment() - self.first
+            shift = further + (self.spacing - 1 - span) - self.first
+            count = floor_divide(shifted(position, shift), self.spacing)
+            end: Any = self.first + (self.live - 1) * self.spacing + span  # of a whole last tile
+            if isinstance(end, int) and end == self.last:
+                return self._numbered(count)
+            position = shifted(position, further)
         else:
+            position = shifted(position, further)
             number = floor_divide(position, self.segment)
             place = position - number * self.segment
             count = floor_divide(place - self.first + (self.step - 1), self.reach)
-            count = torch.where(
-                place > self._last_of_segment(), self.tiles, count.clamp(0, self.tiles)
-            )
+            count = count.clamp(0, self.tiles)
+            count = torch.where(place > self._last_of_segment(), self.tiles, count)
             count = count + number * self.tiles
         return self._numbered(torch.where(position > self.last, self.live, count))
 
@@ -203,6 +211,18 @@ def one_of(tiles: Axis, number: int) -> Axis:
     """The axis of one offset."""
     start, last = tiles.start[number], tiles.last[number]
     return Axis(tiles.step, tiles.residue, start, tiles.stop, last)
+
+
+def scaled(x: Tensor, by: int) -> Tensor:
+    """X * by."""
+    return x if by == 1 else x * by
+
+
+def shifted(x: Tensor, by: Number, sign: int = 1) -> Tensor:
+    """X + sign * by."""
+    if isinstance(by, int):
+        return x + sign * by if by else x
+    return x + by if sign == 1 else x - by
 
 
 def floor_divide(x: Tensor, by: int) -> Tensor:

@@ -15,7 +15,8 @@ from ..tiles import Axis
 from .axes import Lanes, one_of
 from .laid import Laid, cells_of, counts_within, held, numbered, with_counts
 from .plan import PassPlan, TablePlan, axes_of, plan
-from .reach import Rows, far_apart
+from .reach import Rows
+from .rules import far_apart
 from .runs import expanded
 
 
@@ -52,7 +53,7 @@ def make_pass(
         first_bitmap += table.kinds
     room = max(t.entries for t in planned.tables)
     row_ptr, key_tile, bitmap = (
-        torch.stack([_padded(tables[number][i], room if i else 0) for number in planned.use])[None]
+        _stacked([_padded(tables[number][i], room if i else 0) for number in planned.use])
         for i in range(3)
     )
     bitmaps = [x for *_, x, _ in made]
@@ -80,6 +81,10 @@ def make_pass(
 def _stops(tiles: Axis, first: int) -> Tensor:
     stop = tiles.stop - first if first else tiles.stop
     return stop.expand(len(tiles.start), -1).contiguous()
+
+
+def _stacked(tables: list[Tensor]) -> Tensor:
+    return (tables[0][None] if len(tables) == 1 else torch.stack(tables))[None]
 
 
 def _padded(table: Tensor, room: int) -> Tensor:

@@ -71,16 +71,15 @@ class Laid:
     ) -> "Laid":
         """`ragged`: whether some query tile has no position; `slots`: as the host found them."""
         reach, queries = reach_of(rule, rows), rows.queries
-        whole = rows.lanes.whole(queries.start)
         some, full = reach.some.sorted(), reach.full.sorted()
         if not len(some.begin):
-            some = Runs.of(whole[0], whole[0])
+            some = Runs(rows.whole.begin, rows.whole.begin)
         if ragged:
             live = queries.last >= queries.start
             some, full = some.where(live), full.where(live)
         of_some, of_full = (some.used(), full.used()) if slots is None else slots[:2]
         some, full = some.kept(of_some), full.kept(of_full)
-        varying = some & full.outside(whole)
+        varying = some & full.outside(rows.whole)
         of_varying = varying.used() if slots is None else slots[2]
         parents = tuple(i // (len(full.begin) + 1) for i in of_varying)
         return cls(

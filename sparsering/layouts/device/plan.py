@@ -18,16 +18,8 @@ from ..terms import terms
 from ..tiles import Axis, Grid
 from .axes import Lanes, axis_of, one_of
 from .laid import Laid, Slots, cells_of, counts_within, held, numbered, with_counts
-from .reach import (
-    Pairs,
-    Rows,
-    alike,
-    digest,
-    far_apart,
-    has_closed_form,
-    largest_number,
-    simplified,
-)
+from .reach import Pairs, Rows, digest
+from .rules import alike, far_apart, has_closed_form, largest_number, simplified
 from .runs import Runs
 
 _CPU = torch.device("cpu")
@@ -144,8 +136,8 @@ def _plan_pass(grid: Grid, mask: Mask, frame: Frame, block_size: int) -> PassPla
     if any(t.kinds > _MOST_BITMAPS or t.entries > _MOST_ENTRIES for t in tables):
         return None
     lengths = (axes.queries, frame.q_len), (axes.keys, frame.kv_len)
-    covers = tuple(bool((x.count.clamp(min=0).sum(-1) == n).all()) for x, n in lengths)
-    return PassPlan(grid, offsets, tuple(tables), tuple(use), covers, 0)
+    covers = [bool((x.count.clamp(min=0).sum(-1) == n).all()) for x, n in lengths]
+    return PassPlan(grid, offsets, tuple(tables), tuple(use), (covers[0], covers[1]), 0)
 
 
 def axes_of(
@@ -220,7 +212,8 @@ class _Axes:
         own = slice(chosen[0] * len(counts[0][0]), (chosen[0] + 1) * len(counts[0][0]))
         told, tiles = heads[chosen[0]], pairs.tiles[torch.arange(len(pairs.row))[own]]
         columns = [x[own] for x in columns]
-        some = Runs(*(of_heads(x)[:, chosen[0]] for x in laid.some[:2]))
+        begin, end = (of_heads(x)[:, chosen[0]] for x in (laid.some.begin, laid.some.end))
+        some = Runs(begin, end)
         table = self._planned(told, ragged, laid.slots, some, tiles, columns)
         alone = all(_same(x) for x in counts) or self._says_alike(table, tiles, columns, counts)
         return table if alone else None
@@ -258,7 +251,9 @@ class _Axes:
         columns: list[Tensor],
     ) -> TablePlan:
         counts = some.counts().sum(1)
-        kinds, factors, even = 0, (), self._even()
+        even = self._even()
+        kinds: int = 0
+        factors: tuple[int, ...] = ()
         if len(tiles):
             columns = columns if even else with_counts(columns, tiles, self.block_size)
             kinds, factors = _num_kinds(columns)

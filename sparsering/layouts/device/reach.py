@@ -7,12 +7,12 @@ where it makes them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...patterns.algebra import Frame
 from ...patterns.blocks import BlockDilated, BlockWindow, BlockwiseMask, Hierarchical
 from ..conditions import (
     EMPTY,
@@ -27,13 +27,11 @@ from ..conditions import (
     Negated,
     OnGrid,
     SameSegment,
-    _Joint,
 )
 from ..tiles import Axis, Grid, Origin, TilePairs
-from .axes import Lanes, floor_divide
+from .axes import Lanes, floor_divide, scaled, shifted
+from .rules import BY_LANE, on_lane
 from .runs import Runs, united
-
-_MOST_RUNS = 64  # of a row, that a condition may ask for
 
 
 class Pairs(TilePairs):
@@ -72,9 +70,19 @@ class Rows:
     queries: Axis
     lanes: Lanes
 
-    @property
+    @cached_property
     def whole(self) -> Runs:
-        return Runs.of(*self.lanes.whole(self.queries.start))
+        """Whole lanes."""
+        begin, end = self.lanes.whole(self.queries.start)
+        return Runs(begin[None], end[None])
+
+    def until(self, number: Tensor) -> Runs:
+        """Lanes before a number, as `Lanes` tells it."""
+        return Runs(self.whole.begin, number[None])
+
+    def since(self, number: Tensor) -> Runs:
+        """Lanes from a number on."""
+        return Runs(number[None], self.whole.end)
 
     @property
     def nothing(self) -> Runs:
@@ -86,7 +94,7 @@ class Rows:
 
     def within(self, first: Tensor, last: Tensor) -> Runs:
         """The tiles that lie in [first, last]."""
-        return Runs.of(self.lanes.starting_by(first - 1), self.lanes.ending_before(last + 1))
+        return Runs.of(self.lanes.starting_by(first, -1), self.lanes.ending_before(last, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,114 +105,6 @@ class Reach:
     full: Runs
     rule: Condition
     parts: "tuple[Reach, ...]" = ()
-
-
-def simplified(rule: Condition, frame: Frame, negate: bool = False) -> Condition:
-    """The same on a frame's positions, by fewer leaves: nots at leaves, nested ands and ors joined.
-
-    Leaves that hold everywhere, or nowhere, and those that are said again, are left out.
-    """
-    match rule:
-        case Negated(part):
-            return simplified(part, frame, not negate)
-        case AllOf(parts) | AnyOf(parts):
-            kind, other = (AllOf, AnyOf) if isinstance(rule, AllOf) != negate else (AnyOf, AllOf)
-            found: dict[Condition, None] = {}
-            for part in (simplified(x, frame, negate) for x in parts):
-                found |= dict.fromkeys(part.parts if isinstance(part, kind) else (part,))
-            absorbing, neutral = (_NEVER, _ALWAYS) if kind is AllOf else (_ALWAYS, _NEVER)
-            kept = [_without(x, found, kind, other) for x in found if x != neutral]
-            if absorbing in kept:
-                return absorbing
-            kept = [x for x in kept if x != neutral]
-            return kind(tuple(kept)) if len(kept) > 1 else kept[0] if kept else neutral
-        case Linear(a, b, c):
-            if negate:
-                a, b, c = -a, -b, 1 - c
-            ends = (frame.q_start, frame.q_start + frame.q_len - 1), (0, frame.kv_len - 1)
-            values = [a * p + b * k for p in ends[0] for k in ends[1]]
-            return _ALWAYS if min(values) >= c else _NEVER if max(values) < c else Linear(a, b, c)
-    return Negated(rule) if negate else rule
-
-
-_ALWAYS, _NEVER = Linear(0, 0, 0), Linear(0, 0, 1)
-
-
-def _without(
-    part: Condition, known: dict[Condition, None], kind: type[_Joint], other: type[_Joint]
-) -> Condition:
-    """A part of a joint condition, without what stands beside it in the joint itself."""
-    if not isinstance(part, other):
-        return part
-    inner = []
-    for x in part.parts:
-        parts = x.parts if isinstance(x, kind) else (x,)
-        left = tuple(y for y in parts if y not in known)
-        if not left:  # what is left of it is neutral to `kind`, and takes the others in
-            return _ALWAYS if kind is AllOf else _NEVER
-        inner.append(kind(left) if len(left) > 1 else left[0])
-    return other(tuple(inner))
-
-
-def num_runs(rule: Condition, grid: Grid, offset: int) -> tuple[int, int] | None:
-    """Most runs of a row that sees tiles in part, and in full; None where there is no closed form.
-
-    That is for a simplified condition.
-    """
-    match rule:
-        case AllOf(parts) | AnyOf(parts):
-            of_parts = [num_runs(part, grid, offset) for part in parts]
-            if None in of_parts:
-                return None
-            some, full = zip(*of_parts, strict=True)  # type: ignore[misc]
-            if isinstance(rule, AnyOf):
-                return sum(some), sum(full)
-            return reduce(int.__mul__, some), reduce(int.__mul__, full)
-        case Negated(part):
-            inner = num_runs(part, grid, offset)
-            return None if inner is None else (inner[1] + 1, inner[0] + 1)
-        case Linear() | SameSegment():
-            return 1, 1
-        case Congruent() | OnGrid():
-            known = _on_lane(rule, grid, offset)
-            return None if known is None else (1, 1)
-        case InBlocks(BlockWindow()):
-            return 1, 1
-        case InBlocks(BlockDilated(rates)):
-            return 1 + 2 * len(rates), 1 + 2 * len(rates)
-        case InBlocks(Hierarchical(levels)):
-            return len(levels), len(levels)
-    return None
-
-
-def largest_number(rule: Condition, frame: Frame) -> int:
-    """A bound of the numbers that `reach_of` and `kinds_of` meet."""
-    most = far_apart(frame)
-    match rule:
-        case AllOf(parts) | AnyOf(parts):
-            return max(largest_number(part, frame) for part in parts)
-        case Negated(part):
-            return largest_number(part, frame)
-        case Linear(a, b, c):
-            return (abs(a) + abs(b)) * most + abs(c)
-        case SameSegment(length) | OnGrid(_, length):
-            return most + 2 * length
-        case InBlocks(mask):
-            return 4 * (most + mask.block_size)
-    return most
-
-
-def far_apart(frame: Frame) -> int:
-    """More than any two positions are apart, or from 0."""
-    return abs(frame.q_start) + frame.q_len + frame.kv_len
-
-
-def has_closed_form(rule: Condition, grid: Grid, offset: int) -> bool:
-    """Whether `reach_of` knows a simplified condition on tiles of this grid."""
-    if grid.documents is not None:
-        return False
-    runs = num_runs(rule, grid, offset)
-    return runs is not None and runs[0] * (runs[1] + 1) <= _MOST_RUNS
 
 
 def reach_of(rule: Condition, rows: Rows) -> Reach:
@@ -218,7 +118,7 @@ def reach_of(rule: Condition, rows: Rows) -> Reach:
             return Reach(united(some), united(full), rule, found)
         case Negated(part):
             inner = reach_of(part, rows)
-            whole = rows.lanes.whole(rows.queries.start)
+            whole = rows.whole
             return Reach(inner.full.outside(whole), inner.some.outside(whole), rule, (inner,))
     return Reach(*_runs_of(rule, rows), rule)
 
@@ -228,8 +128,8 @@ def _runs_of(rule: Condition, rows: Rows) -> tuple[Runs, Runs]:
     first, last = rows.queries.start, rows.queries.last
     match rule:
         case Linear(a, b, c):
-            low, high = (first * a, last * a) if a >= 0 else (last * a, first * a)
-            return _half_planes(high - c, low - c, b, rows)
+            low, high = (shifted(scaled(x, a), -c) for x in (first, last)[:: 1 if a >= 0 else -1])
+            return _half_planes(high, low, b, rows)
         case SameSegment(length):
             own, own_last = (floor_divide(x, length) for x in (first, last))
             begin, end = own * length, own_last * length + (length - 1)
@@ -247,70 +147,20 @@ def _half_planes(most: Tensor, least: Tensor, b: int, rows: Rows) -> tuple[Runs,
     if b == 0:
         whole = rows.whole
         return whole.where(most >= 0), whole.where(least >= 0)
-    begin, end = rows.lanes.whole(most)
     some, full = (floor_divide(x, abs(b)) for x in (most, least))
     lanes = rows.lanes
     if b < 0:
-        return Runs.of(begin, lanes.starting_by(some)), Runs.of(
-            begin, lanes.ending_before(full + 1)
-        )
-    return Runs.of(lanes.ending_before(-some), end), Runs.of(lanes.starting_by(-full - 1), end)
-
-
-_BY_LANE = 3
-
-
-def _on_lane(rule: Congruent | OnGrid, grid: Grid, offset: int) -> int | None:
-    """What holds of all pairs of tiles of a lane: a status, or that the residue tells; or None."""
-    lanes = grid.residues > 1  # whose segments are whole numbers of steps
-    match rule:
-        case Congruent(modulus):
-            if grid.step % modulus:
-                return VARIES
-            return FULL if lanes or grid.segment % modulus == 0 else None
-        case OnGrid(_, segment, rate, residue):
-            if grid.step % rate:
-                return VARIES
-            own = grid.anchor
-            if own is not None and (own.segment_length, own.dilation_rate) == (segment, rate):
-                return FULL if residue == offset else EMPTY
-            if segment % rate:
-                return None
-            if lanes:
-                return _BY_LANE
-            if grid.segment % rate == 0:
-                return FULL if offset % rate == residue else EMPTY
-    return None
+        return rows.until(lanes.starting_by(some)), rows.until(lanes.ending_before(full, 1))
+    return rows.since(lanes.ending_before(-some)), rows.since(lanes.starting_by(-full, -1))
 
 
 def _of_lanes(rule: Congruent | OnGrid, rows: Rows) -> tuple[Runs, Runs]:
     first, whole = rows.lanes.first, rows.whole
-    known = _on_lane(rule, rows.grid, rows.offset)
-    if known == _BY_LANE and isinstance(rule, OnGrid):
-        hit = whole.where(first % rule.rate == rule.residue)  # type: ignore[arg-type]
+    known = on_lane(rule, rows.grid, rows.offset)
+    if known == BY_LANE and isinstance(rule, OnGrid):
+        hit = whole.where(torch.as_tensor(first % rule.rate == rule.residue))
         return hit, hit
     return rows.nothing if known == EMPTY else whole, whole if known == FULL else rows.nothing
-
-
-def alike(a: Condition, b: Condition, grid: Grid, offset: int, other: int) -> bool:
-    """Whether two simplified conditions say the same of tiles of two offsets.
-
-    That is but for where tiles begin.
-    """
-    match a, b:
-        case (AllOf(mine), AllOf(others)) | (AnyOf(mine), AnyOf(others)):
-            parts = len(mine) == len(others)
-            return parts and all(
-                alike(x, y, grid, offset, other) for x, y in zip(mine, others, strict=True)
-            )
-        case (Negated(mine), Negated(others)):
-            return alike(mine, others, grid, offset, other)
-        case (InBlocks(mine), InBlocks(others)):
-            return mine == others
-        case (OnGrid(), OnGrid()):
-            known = _on_lane(a, grid, offset)
-            return known == _on_lane(b, grid, other) and (a == b or known in (EMPTY, FULL))
-    return a == b
 
 
 def _of_blocks(mask: BlockwiseMask, rows: Rows) -> tuple[Runs, Runs]:
@@ -334,26 +184,23 @@ def _of_blocks(mask: BlockwiseMask, rows: Rows) -> tuple[Runs, Runs]:
         case BlockDilated(rates):
             far = rows.far // size + 1
             apart = sorted({0, *(min(r, far) for r in rates), *(-min(r, far) for r in rates)})
-            some, full = (
-                [found.where(where) for found in every]
-                for every, where in (
-                    ([touching(low + d, own_last + d) for d in apart], positive),
-                    ([within(own + d, own + d) for d in apart], single),
-                )
-            )
-            return united(some), united(full)
+            of_some = [touching(low + d, own_last + d).where(positive) for d in apart]
+            return united(of_some), united([within(own + d, own + d).where(single) for d in apart])
         case Hierarchical():
-            some, full = [], []
-            for period, radius in mask.in_blocks():
-                reach = rows.far // size + 1
-                reach = reach if radius is None else min(radius, reach)
+            of_levels: list[tuple[Runs, Runs]] = []
+            for period, level in mask.in_blocks():
+                reach = rows.far // size + 1 if level is None else min(level, rows.far // size + 1)
                 lowest = -floor_divide(-low, period) * period
                 highest = floor_divide(own_last, period) * period
                 seen = lowest <= highest
-                some.append(touching(lowest - reach, highest + reach).where(seen))
                 all_see = own >= 0 if period == 1 else single & seen
-                full.append(within(own_last - reach, own + reach).where(all_see))
-            return united(some), united(full)
+                of_levels.append(
+                    (
+                        touching(lowest - reach, highest + reach).where(seen),
+                        within(own_last - reach, own + reach).where(all_see),
+                    )
+                )
+            return united([x for x, _ in of_levels]), united([x for _, x in of_levels])
     raise AssertionError(f"no closed form of {mask}")
 
 
@@ -384,11 +231,10 @@ def kinds_of(reach: Reach, rows: Rows, pairs: Pairs, row: Tensor, number: Tensor
                 flags = (
                     varies.to(number.dtype) if flags is None else flags.add(varies, alpha=1 << i)
                 )
-                columns += [torch.where(varies, column, 0) for column in told]
+                columns += [column * varies for column in told]
         columns += [] if flags is None else [flags]
-        join = torch.logical_and if isinstance(reach.rule, AllOf) else torch.logical_or
-        some, full = (reduce(join, [x[i] for x in found]) for i in range(2))  # type: ignore[misc]
-        return some, full, columns
+        join: Any = torch.logical_and if isinstance(reach.rule, AllOf) else torch.logical_or
+        return reduce(join, [x[0] for x in found]), reduce(join, [x[1] for x in found]), columns
 
     return look(reach)[2]
 
@@ -408,27 +254,27 @@ def _seen(reach: Reach, rows: Rows, pairs: Pairs, row: Tensor, number: Tensor) -
             columns = [q - of_q * length, k - of_k * length, of_q - of_k]
             return meet, meet & one, columns
         case Congruent() | OnGrid():
-            known = _on_lane(reach.rule, rows.grid, rows.offset)
+            known = on_lane(reach.rule, rows.grid, rows.offset)
             columns = reach.rule.signature(pairs) if known == VARIES else []
-            if known != _BY_LANE:
+            if known != BY_LANE:
                 some = torch.full_like(q, known != EMPTY, dtype=torch.bool)
                 return some, torch.full_like(some, known == FULL), columns
-            return *(_inside(x, row, number) for x in (reach.some, reach.full)), columns
+            return _inside(reach.some, row, number), _inside(reach.full, row, number), columns
         case InBlocks(mask):
             size = mask.block_size
             of_query, of_key = floor_divide(q, size), floor_divide(k, size)
             columns = [q - of_query * size, k - of_key * size, of_query - of_key, q.clamp(max=0)]
             periods = [p for p, _ in mask.in_blocks()] if isinstance(mask, Hierarchical) else []
             columns += [of_query % period for period in periods if period > 1]
-            return *(_inside(x, row, number) for x in (reach.some, reach.full)), columns
+            return _inside(reach.some, row, number), _inside(reach.full, row, number), columns
     raise AssertionError(f"no closed form of {reach.rule}")
 
 
 def _combined(a: int, b: int, q: Tensor, k: Tensor) -> Tensor:
-    """A * q + b * k."""
+    """The sum a * q + b * k."""
     if a == 0 or b == 0:
-        return k * b if a == 0 else q * a
-    return torch.add(q if a == 1 else q * a, k, alpha=b)
+        return scaled(k, b) if a == 0 else scaled(q, a)
+    return torch.add(scaled(q, a), k, alpha=b)
 
 
 def _inside(runs: Runs, row: Tensor, number: Tensor) -> Tensor:

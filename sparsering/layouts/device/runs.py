@@ -50,10 +50,24 @@ class Runs(NamedTuple):
         """The same set by ascending runs."""
         if self.ascending or len(self.begin) < 2:
             return self._replace(ascending=True)
-        keys = (self.begin.long() << 32) | self.end
-        keys = torch.stack(_exchanged(keys)) if len(keys) <= _FEW else keys.sort(dim=0).values
+        if len(self.begin) <= _FEW and self.begin.device.type == "cpu":
+            return self._exchanged().disjoint()
+        keys = ((self.begin.long() << 32) | self.end).sort(dim=0).values
         begin, end = (x.to(self.begin.dtype) for x in (keys >> 32, keys & 0xFFFFFFFF))
         return Runs(begin, end).disjoint()
+
+    def _exchanged(self) -> "Runs":
+        """By their beginnings, each run compared with those beside it."""
+        begins, ends = list(self.begin), list(self.end)
+        for stop in range(len(begins) - 1, 0, -1):
+            for i in range(stop):
+                (low, high), (first, second) = begins[i : i + 2], ends[i : i + 2]
+                right = low <= high
+                begins[i : i + 2] = torch.minimum(low, high), torch.maximum(low, high)
+                ends[i : i + 2] = (
+                    torch.where(right, first, second), torch.where(right, second, first),
+                )  # fmt: skip
+        return Runs(torch.stack(begins), torch.stack(ends))
 
     def disjoint(self) -> "Runs":
         """Of runs in the order of their beginnings, each without what earlier ones have."""
@@ -67,11 +81,11 @@ class Runs(NamedTuple):
             ends.append(torch.maximum(end, ends[-1]))
         return Runs(torch.stack(begins), torch.stack(ends))
 
-    def outside(self, whole: tuple[Tensor, Tensor]) -> "Runs":
+    def outside(self, whole: "Runs") -> "Runs":
         """The complement in one run for each row."""
         runs = self.sorted()
-        begin = torch.cat((whole[0][None], runs.end))
-        return Runs(begin, torch.maximum(torch.cat((runs.begin, whole[1][None])), begin))
+        begin = torch.cat((whole.begin, runs.end))
+        return Runs(begin, torch.maximum(torch.cat((runs.begin, whole.end)), begin))
 
     def used(self) -> tuple[int, ...]:
         """Which runs are not empty in all rows, the first if all are: for the host alone."""
@@ -108,13 +122,3 @@ def expanded(runs: Runs, total: int) -> tuple[Tensor, Tensor]:
     index = torch.repeat_interleave(count, output_size=total)
     place = torch.arange(total, device=index.device, dtype=count.dtype)
     return index, before.index_select(0, index) + place
-
-
-def _exchanged(keys: Tensor) -> list[Tensor]:
-    """Rows of keys [n, rows] sorted, each pair compared in turn."""
-    rows = list(keys.unbind())
-    for stop in range(len(rows) - 1, 0, -1):
-        for i in range(stop):
-            low, high = torch.minimum(rows[i], rows[i + 1]), torch.maximum(rows[i], rows[i + 1])
-            rows[i], rows[i + 1] = low, high
-    return rows
