@@ -2,5 +2,6 @@
 
 In the order of a build: `cache` asks `compile`, which cuts axes into `tiles`, finds the pairs of
 tiles by `conditions` and stores what varies inside them as `bitmaps`; the result is a `layout`.
-`selected` builds those of top-k selections on their device; `drawing` shows one.
+`device` holds those that a GPU makes itself: by arithmetic, where a pattern has a closed form,
+and of top-k selections; `drawing` shows one.
 """

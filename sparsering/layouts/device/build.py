@@ -16,7 +16,6 @@ from .axes import Lanes, one_of
 from .laid import Laid, cells_of, counts_within, held, numbered, with_counts
 from .plan import PassPlan, TablePlan, axes_of, plan
 from .reach import Rows
-from .rules import far_apart
 from .runs import expanded
 
 
@@ -104,7 +103,7 @@ def _make_table(
     offset, axis = planned.offsets[table.axis], table.axis
     own, others = one_of(queries, axis), one_of(keys, axis)
     lanes = Lanes.of(planned.grid, own, frame.kv_len, block_size, offset)
-    placed = Rows(planned.grid, offset, far_apart(frame), own, lanes)
+    placed = Rows.of(planned.grid, offset, frame, own, lanes)
     laid = Laid.of(table.rule, placed, others, ragged=table.ragged, slots=table.slots)
     served = slice(None) if shared else slice(axis, axis + 1)
     counts = queries.count[served].clamp(min=0), keys.count[served].clamp(min=0)

@@ -193,7 +193,10 @@ class _Axes:
         )
         begin = torch.arange(num_heads, dtype=dtype) * self.keys.start.shape[1]
         of_row = begin.repeat_interleave(self.queries.start.shape[1])
-        rows, ragged = replace(rows_of[0], queries=queries, lanes=lanes), _any_empty(queries)
+        rows, ragged = (
+            Rows.of(self.grid, rows_of[0].offset, self.frame, queries, lanes),
+            _any_empty(queries),
+        )
         laid = Laid.of(first.rule, rows, keys, ragged=ragged, of_row=of_row)
         pairs = laid.varying_pairs(int(laid.varying.counts().sum()))
 
@@ -226,7 +229,7 @@ class _Axes:
     def _rows(self, told: _Told) -> Rows:
         queries, offset = one_of(self.queries, told.axis), self.offsets[told.axis]
         lanes = Lanes.of(self.grid, queries, self.frame.kv_len, self.block_size, offset)
-        return Rows(self.grid, offset, far_apart(self.frame), queries, lanes)
+        return Rows.of(self.grid, offset, self.frame, queries, lanes)
 
     def _says_alike(
         self, table: TablePlan, tiles: Pairs, columns: list[Tensor], counts: list[Tensor]

@@ -7,12 +7,13 @@ where it makes them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...patterns.algebra import Frame
 from ...patterns.blocks import BlockDilated, BlockWindow, BlockwiseMask, Hierarchical
 from ..conditions import (
     EMPTY,
@@ -30,7 +31,7 @@ from ..conditions import (
 )
 from ..tiles import Axis, Grid, Origin, TilePairs
 from .axes import Lanes, floor_divide, scaled, shifted
-from .rules import BY_LANE, on_lane
+from .rules import BY_LANE, far_apart, on_lane
 from .runs import Runs, united
 
 
@@ -62,6 +63,7 @@ class Rows:
     Attributes:
         grid, offset: of the tiles.
         far: a distance that no two positions are apart.
+        whole: all of each row's lane.
     """
 
     grid: Grid
@@ -69,12 +71,14 @@ class Rows:
     far: int
     queries: Axis
     lanes: Lanes
+    whole: Runs
 
-    @cached_property
-    def whole(self) -> Runs:
-        """Whole lanes."""
-        begin, end = self.lanes.whole(self.queries.start)
-        return Runs(begin[None], end[None])
+    @classmethod
+    def of(cls, grid: Grid, offset: int, frame: Frame, queries: Axis, lanes: Lanes) -> "Rows":
+        """Those of a frame."""
+        begin, end = lanes.whole(queries.start)
+        whole = Runs(begin[None], end[None])
+        return cls(grid, offset, far_apart(frame), queries, lanes, whole)
 
     def until(self, number: Tensor) -> Runs:
         """Lanes before a number, as `Lanes` tells it."""
