@@ -54,31 +54,12 @@ BYTES_PER_MS = 3e9
 # Kernels of an operation, where they are more than one (assumed: torch's CUDA sources).
 KERNELS = {"sort": 6, "cumsum": 2, "cummax": 2, "repeat_interleave": 3}
 NO_KERNEL = frozenset(
-    [
-        "view",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "t",
-        "permute",
-        "slice",
-        "select",
-        "split",
-        "unbind",
-        "as_strided",
-        "alias",
-        "detach",
-        "unflatten",
-        "split_with_sizes",
-        "_unsafe_view",
-        "view_as",
-        "_reshape_alias",
-        "empty",
-        "new_empty",
-        "empty_like",
-    ]
-)
+    (
+        "view", "expand", "unsqueeze", "squeeze", "transpose", "t", "permute", "slice", "select",
+        "split", "unbind", "as_strided", "alias", "detach", "unflatten", "split_with_sizes",
+        "_unsafe_view", "view_as", "_reshape_alias", "empty", "new_empty", "empty_like",
+    )
+)  # fmt: skip
 
 
 class Counted(TorchDispatchMode):
@@ -89,7 +70,9 @@ class Counted(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()
         self.bytes = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
         name = function.overloadpacket.__name__
@@ -117,6 +100,7 @@ class Counted(TorchDispatchMode):
 
 
 def rows() -> list[Row]:
+    """Of each pattern the layout and its two walks: counts, times of the host, predictions."""
     found: list[Row] = []
     for name, (pattern, heads) in PATTERNS.items():
         frame = Frame.build(TOKENS, TOKENS, heads, heads, None)
@@ -144,6 +128,7 @@ def rows() -> list[Row]:
 
 
 def walk_all(layout: BlockLayout, by_key: bool) -> None:
+    """What a forward asks of a layout, or a backward beyond that."""
     for number in range(len(layout.passes)):
         walk(layout, number, by_key=by_key, programs=4, processors=PROCESSORS)
 
@@ -162,6 +147,7 @@ def check(pattern: sr.Pattern, heads: int) -> None:
 
 
 def main() -> None:
+    """Writes the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/records"))
     made = rows()

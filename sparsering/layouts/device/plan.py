@@ -18,9 +18,10 @@ from ..terms import terms
 from ..tiles import Axis, Grid
 from .axes import Lanes, axis_of, one_of
 from .laid import Laid, Slots, cells_of, counts_within, held, numbered, with_counts
-from .reach import Pairs, Rows, digest
+from .reach import Pairs, Rows, digest, picked
 from .rules import alike, far_apart, has_closed_form, largest_number, simplified
 from .runs import Runs
+from .sample import sampled
 
 _CPU = torch.device("cpu")
 _MOST_BITMAPS = 1 << 12
@@ -169,9 +170,21 @@ class _Axes:
         """A table of one head alone."""
         rows, keys = self._rows(told), one_of(self.keys, told.axis)
         ragged = _any_empty(rows.queries)
+        sample = sampled(
+            told.rule, self.grid, rows.offset, rows.lanes, self.frame, len(rows.queries)
+        )
+        if sample is not None:
+            queries = picked(rows.queries, sample.rows)
+            rows = Rows.of(self.grid, rows.offset, self.frame, queries, rows.lanes)
         laid = Laid.of(told.rule, rows, keys, ragged=ragged)
-        pairs = laid.varying_pairs(int(laid.varying.counts().sum()))
-        return self._planned(told, ragged, laid.slots, laid.some, pairs.tiles, laid.kinds(pairs))
+        counts = laid.varying.counts().sum(1)
+        pairs = laid.varying_pairs(int(counts.sum()))
+        table = self._planned(told, ragged, laid.slots, laid.some, pairs.tiles, laid.kinds(pairs))
+        if sample is None:
+            return table
+        entries, varying = sample.total(laid.some.counts().sum(1)), sample.total(counts)
+        longest = table.longest[0], sample.most_of_keys(laid.some, len(keys.start))
+        return replace(table, entries=entries, varying=varying, longest=longest)
 
     def plan_together(self, heads: list[_Told]) -> TablePlan | None:
         """A table that serves all heads, by tiles that hold those of each; None where none does.

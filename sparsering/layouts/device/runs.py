@@ -50,7 +50,7 @@ class Runs(NamedTuple):
         """The same set by ascending runs."""
         if self.ascending or len(self.begin) < 2:
             return self._replace(ascending=True)
-        if len(self.begin) <= _FEW and self.begin.device.type == "cpu":
+        if len(self.begin) <= _FEW:
             return self._exchanged().disjoint()
         keys = ((self.begin.long() << 32) | self.end).sort(dim=0).values
         begin, end = (x.to(self.begin.dtype) for x in (keys >> 32, keys & 0xFFFFFFFF))
