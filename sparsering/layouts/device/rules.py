@@ -53,6 +53,9 @@ def simplified(rule: Condition, frame: Frame, negate: bool = False) -> Condition
             ends = (frame.q_start, frame.q_start + frame.q_len - 1), (0, frame.kv_len - 1)
             values = [a * p + b * k for p in ends[0] for k in ends[1]]
             return _ALWAYS if min(values) >= c else _NEVER if max(values) < c else Linear(a, b, c)
+        case SameSegment(length) if frame.q_start >= 0:
+            if max(frame.q_start + frame.q_len, frame.kv_len) <= length:
+                return _NEVER if negate else _ALWAYS
     return Negated(rule) if negate else rule
 
 

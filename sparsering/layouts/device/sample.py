@@ -86,7 +86,7 @@ def sampled(
     low = frame.q_start // spacing  # the tile that the first row is
     edges = {low, low + rows - 1, *lines.rows}
     near = {x + d for x in edges for d in range(-_NEAR, _NEAR + 1)}
-    keys = {0, int(lanes.live), *lines.keys}  # type: ignore[arg-type]
+    keys = {0, int(lanes.live), *lines.keys}
     for x in (key + apart for key in keys for apart in (0, *lines.apart)):
         near |= {x + d for d in range(-2 * _NEAR, 2 * _NEAR + 1)}
     period = lines.period
@@ -109,6 +109,8 @@ def sampled(
         ends = sorted((start + r + (times[r] - 1) * period, times[r], r) for r in range(period))
         pairs += [(size + r, size + period + i, n) for i, (_, n, r) in enumerate(ends)]
         found += [(x, n / 2) for x, n, _ in ends]
+    if 2 * len(found) > rows:
+        return None
     number, weight = zip(*found, strict=True)
     first, last, times_of = torch.tensor(pairs, dtype=torch.int64).view(-1, 3).unbind(1)
     numbers = torch.tensor(number), torch.tensor(weight, dtype=torch.float64)
@@ -143,7 +145,7 @@ class _Lines:
                 return cls(keys=(c // b // spacing,))
             case Linear(a, b, c) if a == -b:
                 return cls(apart=(c // a // spacing,))
-            case SameSegment(length) if length % spacing == 0 and not offset:
+            case SameSegment(length) if length % spacing == 0:
                 period = length // spacing
                 return cls(period=period) if period <= _MOST_PERIOD else None
             case Congruent() | OnGrid() if on_lane(rule, grid, offset) in (EMPTY, FULL):

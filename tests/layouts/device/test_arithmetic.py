@@ -22,6 +22,8 @@ import sparsering as sr
 from sparsering.kernels.triton.walk import walk
 from sparsering.layouts.bitmaps import unpack
 from sparsering.layouts.compile import build_layout
+from sparsering.layouts.device import plan as plan_module
+from sparsering.layouts.device import sample as sample_module
 from sparsering.layouts.device.build import arithmetic_layout, make_pass
 from sparsering.layouts.device.plan import plan
 from sparsering.layouts.layout import BlockLayout, Pass, slots_of, stretched
@@ -120,7 +122,7 @@ def test_every_pattern_at_every_block_size(name, block_size):
 def assert_any_is_the_compiled_one(case, block_size) -> None:
     spec, scene = case
     pattern = build(spec)
-    frame = Frame.build(**{**scene.arguments})
+    frame = Frame.build(**scene.arguments)
     made = arithmetic_layout(pattern, frame, block_size, CPU)
     assume(made is not None)
     assert_is_the_compiled_one(made, build_layout(pattern, frame, block_size, CPU))
@@ -176,6 +178,58 @@ def test_tables_have_no_room_to_spare_where_tiles_tell():
     (a,), (b,) = made.passes, compiled.passes
     assert (a.longest, a.key_tile.shape) == (b.longest, b.key_tile.shape)
     assert len(a.bitmaps) == len(b.bitmaps)
+
+
+def assert_some_rows_tell_of_all(pattern: sr.Pattern, frame: Frame, block_size: int) -> int:
+    """How many tables were planned by some of their rows."""
+    sampled, samples = plan_module.sampled, []
+
+    def note(*asked):
+        samples.append(sampled(*asked))
+        return samples[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_module, "_LEAST_ROWS", 8)
+        patch.setattr(plan_module, "sampled", note)
+        by_some = plan(pattern, frame, block_size)
+        patch.setattr(plan_module, "sampled", lambda *asked: None)
+        by_all = plan(pattern, frame, block_size)
+    assert (by_some is None) == (by_all is None)
+    for a, b in zip(by_some or (), by_all or (), strict=True):
+        for x, y in zip(a.tables, b.tables, strict=True):
+            assert (x.entries, x.varying, x.kinds) == (y.entries, y.varying, y.kinds)
+            assert x.slots == y.slots and x.longest[0] == y.longest[0]
+            assert x.longest[1] >= y.longest[1]
+    return sum(x is not None for x in samples)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "slack"),
+    [
+        (sr.Full(), 0),
+        (sr.Causal(), 0),
+        (sr.Causal() & W(500), 0),
+        (W(100, 300) & sr.Dilated(96, 1), 3),
+        (sr.Causal() & (W(200) | sr.GlobalTokens(300)), None),
+        (sr.Dilated(128, 2, 1) & W(500), None),
+        (sr.Causal() & (sr.Dilated(128, 1) | W(900, 0, 2)), None),
+    ],
+)
+def test_some_rows_tell_how_much_room_all_need(pattern, slack):
+    for frame in (Frame(4000, 4000, 1, 1, 0), Frame(3000, 4500, 1, 1, 1500)):
+        assert assert_some_rows_tell_of_all(pattern, frame, 16) > 0
+        (made, *_), (compiled, *_) = (
+            lay(pattern, frame, 16, CPU).passes for lay in (arithmetic_layout, build_layout)
+        )
+        assert slack is None or made.longest[1] <= compiled.longest[1] + slack + 14
+
+
+@pytest.mark.slow
+@settings(max_examples=1500)
+@given(cases(max_length=900, max_heads=2), st.sampled_from((16, 32)))
+def test_some_rows_of_very_many_expressions_tell_of_all(case, block_size):
+    spec, scene = case
+    assert_some_rows_tell_of_all(build(spec), Frame.build(**scene.arguments), block_size)
 
 
 class _Watch(TorchDispatchMode):
