@@ -35,6 +35,10 @@ PATTERNS = {
         sr.Causal() & (sr.SlidingWindow(512) | sr.GlobalTokens(64)),
         1,
     ),
+    "LongNet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))": (
+        sr.LongNet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)),
+        1,
+    ),
     "LongNet((2048, 32768), (1, 12)) & Causal(), 16 heads": (
         sr.LongNet((2048, 32768), (1, 12)) & sr.Causal(),
         16,
