@@ -118,7 +118,7 @@ def _plan_pass(grid: Grid, mask: Mask, frame: Frame, block_size: int) -> PassPla
         head = table * frame.num_heads // num_tables
         seen, axis = mask.at(0, head, frame), frame.kv_head(head) if num_axes > 1 else 0
         if seen not in distinct:
-            rule = simplified(condition(seen, frame), frame)
+            rule = simplified(condition(seen, frame), frame, grid, offsets[axis])
             if not has_closed_form(rule, grid, offsets[axis]):
                 return None
             distinct[seen] = _Told(seen, rule, axis)
@@ -179,7 +179,8 @@ class _Axes:
         laid = Laid.of(told.rule, rows, keys, ragged=ragged)
         counts = laid.varying.counts().sum(1)
         pairs = laid.varying_pairs(int(counts.sum()))
-        table = self._planned(told, ragged, laid.slots, laid.some, pairs.tiles, laid.kinds(pairs))
+        columns = laid.kinds(pairs) if len(pairs.row) else []
+        table = self._planned(told, ragged, laid.slots, laid.some, pairs.tiles, columns)
         if sample is None:
             return table
         entries, varying = sample.total(laid.some.counts().sum(1)), sample.total(counts)

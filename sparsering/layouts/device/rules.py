@@ -28,18 +28,21 @@ BY_LANE = 3  # beside EMPTY, VARIES and FULL: the residue of a lane tells
 _MOST_RUNS = 64  # of a row, that a condition may ask for
 
 
-def simplified(rule: Condition, frame: Frame, negate: bool = False) -> Condition:
-    """The same on a frame's positions, by fewer leaves: nots at leaves, nested ands and ors joined.
+def simplified(
+    rule: Condition, frame: Frame, grid: Grid, offset: int, negate: bool = False
+) -> Condition:
+    """The same on a frame's tiles, by fewer leaves: nots at leaves, nested ands and ors joined.
 
     Leaves that hold everywhere, or nowhere, and those that are said again, are left out.
     """
+    known: int | None = None
     match rule:
         case Negated(part):
-            return simplified(part, frame, not negate)
+            return simplified(part, frame, grid, offset, not negate)
         case AllOf(parts) | AnyOf(parts):
             kind, other = (AllOf, AnyOf) if isinstance(rule, AllOf) != negate else (AnyOf, AllOf)
             found: dict[Condition, None] = {}
-            for part in (simplified(x, frame, negate) for x in parts):
+            for part in (simplified(x, frame, grid, offset, negate) for x in parts):
                 found |= dict.fromkeys(part.parts if isinstance(part, kind) else (part,))
             absorbing, neutral = (_NEVER, _ALWAYS) if kind is AllOf else (_ALWAYS, _NEVER)
             kept = [_without(x, found, kind, other) for x in found if x != neutral]
@@ -53,9 +56,12 @@ def simplified(rule: Condition, frame: Frame, negate: bool = False) -> Condition
             ends = (frame.q_start, frame.q_start + frame.q_len - 1), (0, frame.kv_len - 1)
             values = [a * p + b * k for p in ends[0] for k in ends[1]]
             return _ALWAYS if min(values) >= c else _NEVER if max(values) < c else Linear(a, b, c)
+        case Congruent() | OnGrid():
+            known = on_lane(rule, grid, offset)
         case SameSegment(length) if frame.q_start >= 0:
-            if max(frame.q_start + frame.q_len, frame.kv_len) <= length:
-                return _NEVER if negate else _ALWAYS
+            known = FULL if max(frame.q_start + frame.q_len, frame.kv_len) <= length else None
+    if known in (EMPTY, FULL):
+        return _ALWAYS if (known == FULL) != negate else _NEVER
     return Negated(rule) if negate else rule
 
 
