@@ -130,15 +130,21 @@ def _plan_pass(grid: Grid, mask: Mask, frame: Frame, block_size: int) -> PassPla
     )
     dtype = torch.int32 if most + far_apart(frame) < _MOST_INT32 else torch.int64
     tiles = axes_of(grid, frame, block_size, offsets, _CPU, dtype)
-    axes = _Axes(grid, offsets, frame, block_size, *tiles)
+    span = grid.step * (block_size - 1)
+    even = all(int((x.last - x.start).min()) == span for x in tiles)
+    axes = _Axes(grid, offsets, frame, block_size, *tiles, even)
     together = axes.plan_together(heads) if len(heads) > 1 and num_axes > 1 else None
     tables = [axes.plan(told) for told in heads] if together is None else [together]
     use = use if len(tables) > 1 else [0]
     if any(t.kinds > _MOST_BITMAPS or t.entries > _MOST_ENTRIES for t in tables):
         return None
-    lengths = (axes.queries, frame.q_len), (axes.keys, frame.kv_len)
-    covers = [bool((x.count.clamp(min=0).sum(-1) == n).all()) for x, n in lengths]
-    return PassPlan(grid, offsets, tuple(tables), tuple(use), (covers[0], covers[1]), 0)
+    query_covers, key_covers = (
+        len(x.stop) * block_size == length
+        if even
+        else bool((x.count.clamp(min=0).sum(-1) == length).all())
+        for x, length in ((axes.queries, frame.q_len), (axes.keys, frame.kv_len))
+    )
+    return PassPlan(grid, offsets, tuple(tables), tuple(use), (query_covers, key_covers), 0)
 
 
 def axes_of(
@@ -165,11 +171,12 @@ class _Axes:
     block_size: int
     queries: Axis
     keys: Axis
+    even: bool
 
     def plan(self, told: _Told) -> TablePlan:
         """A table of one head alone."""
         rows, keys = self._rows(told), one_of(self.keys, told.axis)
-        ragged = _any_empty(rows.queries)
+        ragged = not self.even and _any_empty(rows.queries)
         sample = sampled(
             told.rule, self.grid, rows.offset, rows.lanes, self.frame, len(rows.queries)
         )
@@ -235,11 +242,6 @@ class _Axes:
         alone = all(_same(x) for x in counts) or self._says_alike(table, tiles, columns, counts)
         return table if alone else None
 
-    def _even(self) -> bool:
-        """Whether all tiles have as many positions as there are slots."""
-        span = self.grid.step * (self.block_size - 1)
-        return all(int((x.last - x.start).min()) == span for x in (self.queries, self.keys))
-
     def _rows(self, told: _Told) -> Rows:
         queries, offset = one_of(self.queries, told.axis), self.offsets[told.axis]
         lanes = Lanes.of(self.grid, queries, self.frame.kv_len, self.block_size, offset)
@@ -268,11 +270,10 @@ class _Axes:
         columns: list[Tensor],
     ) -> TablePlan:
         counts = some.counts().sum(1)
-        even = self._even()
         kinds: int = 0
         factors: tuple[int, ...] = ()
         if len(tiles):
-            columns = columns if even else with_counts(columns, tiles, self.block_size)
+            columns = columns if self.even else with_counts(columns, tiles, self.block_size)
             kinds, factors = _num_kinds(columns)
         of_keys = torch.zeros(self.keys.start.shape[1] + 1, dtype=torch.int32)
         for edge, by in ((some.begin, 1), (some.end, -1)):
@@ -281,7 +282,9 @@ class _Axes:
             )
         longest = int(counts.max()), int(of_keys.cumsum(0).max())
         entries = int(counts.sum())
-        return TablePlan(*told, ragged, slots, entries, len(tiles), even, kinds, factors, longest)
+        return TablePlan(
+            *told, ragged, slots, entries, len(tiles), self.even, kinds, factors, longest
+        )
 
 
 def _any_empty(tiles: Axis) -> bool:
