@@ -31,6 +31,7 @@ from .terms import terms as terms
 from .tiles import Axis, Grid, Origin, Ranges, TilePairs
 
 BLOCK_SIZES = range(16, 257, 16)
+_MAKERS = ("cuda", "meta")  # devices that make their own layouts, where they can
 _MOST_CELLS = 1 << 21  # cells evaluated at a time
 _MOST_BITMAPS = 1 << 12  # bitmaps held before equal ones become one
 
@@ -77,7 +78,7 @@ class CompiledPass:
 def build_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> BlockLayout:
-    """Compiles without the cache: on the device itself where it is not the host and can be.
+    """Compiles without the cache: on a GPU by the GPU itself, where the pattern has a closed form.
 
     Raises: ValueError where the pattern does not fit or the block size is not legal.
     """
@@ -85,7 +86,7 @@ def build_layout(
     check_fits(pattern, frame)
     if (selected := selected_layout(pattern, frame, block_size)) is not None:
         return replace(selected, passes=tuple(p.to(device) for p in selected.passes))
-    if device.type != "cpu":
+    if device.type in _MAKERS:
         made = arithmetic_layout(pattern, frame, block_size, device)
         if made is not None:
             return made

@@ -33,7 +33,8 @@ class Built:
             return
         stream.wait_event(self.event)
         for tensor in tensors:
-            tensor.record_stream(stream)
+            if tensor.device.type != "cpu":
+                tensor.record_stream(stream)
 
 
 def capturing(device: torch.device) -> bool:
