@@ -29,8 +29,10 @@ class Config(NamedTuple):
         streamed: tokens that it takes in at a step.
         warps, stages: of Triton.
         tma: load what streams past through tensor descriptors, where it can be.
-        warp_specialize: split loading and computing between warps.
+        warp_specialize: split loading and computing between warps; on Hopper, by `hopper_kernel`.
         masked: tokens that it takes in at a step where pairs are masked, 0 for as many.
+        in_turn: in it, warpgroups start their products one after the other.
+        registers: of a thread, as a launch begins; 0: as many as it takes.
     """
 
     rows: int
@@ -40,6 +42,8 @@ class Config(NamedTuple):
     tma: bool = False
     warp_specialize: bool = False
     masked: int = 0
+    in_turn: bool = False
+    registers: int = 0
 
 
 # By generation and kernel: for head dims up to 64, 128 and 256. Chosen by what `ptxas` says of
@@ -99,6 +103,9 @@ def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[
         near.append(base._replace(tma=False))
     if generation(like.device) == 100 and kernel == "forward":
         near.append(base._replace(warps=4, warp_specialize=True))
+    if generation(like.device) == 90 and kernel == "forward" and base.tma:
+        near.append(base._replace(warp_specialize=True))
+        near.append(base._replace(warp_specialize=True, in_turn=True))
     fitting = (_fitted(c, like, head_dim, tile) for c in near if c.streamed >= 16 and c.rows >= 16)
     yield from dict.fromkeys(fitting)
 
