@@ -164,7 +164,8 @@ def test_it_is_a_candidate_and_never_the_default(launches):
     like = torch.zeros(1, dtype=torch.bfloat16)
     for head_dim in (64, 128):
         assert not tuning.default("forward", like, head_dim, 128).warp_specialize
-        found = [c for c in tuning.candidates("forward", like, head_dim, 128) if c.warp_specialize]
-        assert [c.in_turn for c in found] == [False, True]
+        for tile, in_turn in ((128, [False, True]), (64, [False])):
+            found = tuning.candidates("forward", like, head_dim, tile)
+            assert [c.in_turn for c in found if c.warp_specialize] == in_turn
     for kernel in ("query", "key"):
         assert not any(c.warp_specialize for c in tuning.candidates(kernel, like, 128, 128))

@@ -65,7 +65,7 @@ def forward_launch(config: Config, arguments: dict[str, Any]) -> tuple[Any, Conf
             **arguments,
             **{name: in_gluon(arguments[name]) for name in ("key_tiles", "value_tiles")},
             "STAGES": stages,
-            "IN_TURN": config.in_turn and rows == 128,
+            "IN_TURN": config.in_turn and rows == 128,  # a short call may have 64
         },
     )
 

@@ -104,8 +104,8 @@ def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[
     if generation(like.device) == 100 and kernel == "forward":
         near.append(base._replace(warps=4, warp_specialize=True))
     if generation(like.device) == 90 and kernel == "forward" and base.tma:
-        near.append(base._replace(warp_specialize=True))
-        near.append(base._replace(warp_specialize=True, in_turn=True))
+        special = base._replace(streamed=128, warp_specialize=True)
+        near += [special, special._replace(in_turn=True)]
     fitting = (_fitted(c, like, head_dim, tile) for c in near if c.streamed >= 16 and c.rows >= 16)
     yield from dict.fromkeys(fitting)
 
@@ -151,7 +151,9 @@ def _fitted(chosen: Config, like: Tensor, head_dim: int, tile: int) -> Config:
         most = 64
     rows, streamed = min(chosen.rows, most), min(chosen.streamed, most)
     masked = min(chosen.masked, streamed // 2)
-    chosen = chosen._replace(rows=rows, streamed=streamed, masked=masked if masked >= 16 else 0)
+    masked = masked if masked >= 16 else 0
+    in_turn = chosen.in_turn and rows > 64  # of two warpgroups
+    chosen = chosen._replace(rows=rows, streamed=streamed, masked=masked, in_turn=in_turn)
     narrow = 128 if generation(like.device) == 90 else 64  # one warpgroup of Hopper has 64 rows
     if rows * streamed <= 64 * 64 and like.itemsize < 4 and head_dim <= narrow:
         chosen = chosen._replace(warps=min(4, chosen.warps))
