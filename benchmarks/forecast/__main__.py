@@ -16,9 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparsering.bench.measure import environment
 
-from .compiled import Compiled, compiled
+from ..gpu.bars import rows_of
+from .compiled import IN_GLUON, KERNELS, Compiled, compiled
 from .processor import FLOPS, forecast
 
 Row = dict[str, Any]
@@ -27,8 +30,8 @@ PROCESSORS, CLOCK = 132, 1.755e9  # of an H100 or H200; a clock at which such pr
 # Bytes a cycle and multiprocessor from the second cache: what a published kernel must at least have
 # had (FastVideo's, 556 TFLOP/s on blocks of 64 x 64, head dim 128, each program reading its own).
 CACHE_BYTES = 37.5
-PRODUCTS = {"forward": 2, "query": 3, "key": 4}  # of matrices, for a pair of tiles
-NAMES = {"forward": "forward", "query": "dQ", "key": "dK, dV"}
+PRODUCTS = {"forward": 2, "query": 3, "key": 4, IN_GLUON: 2}  # of matrices, for a pair of tiles
+NAMES = {"forward": "forward", "query": "dQ", "key": "dK, dV", IN_GLUON: "forward in Gluon"}
 USEFUL = {"forward": 2, "forward+backward": 7}  # products that count: no scores computed again
 
 
@@ -56,11 +59,19 @@ def row_of(made: Compiled, head_dim: int, block: int) -> Row:
 
 
 def rows() -> Iterator[Row]:
-    """Of every main shape and kernel."""
-    for head_dim in (64, 128):
-        for block in (64, 128):
-            for made in compiled({"head_dim": head_dim, "block_size": block}):
-                yield row_of(made, head_dim, block)
+    """Of every main shape and kernel; last, the forwards that only `sparsering tune` chooses."""
+    from sparsering.kernels.triton import tuning
+
+    shapes = [(head_dim, block) for head_dim in (64, 128) for block in (64, 128)]
+    for head_dim, block in shapes:
+        for made in compiled({"head_dim": head_dim, "block_size": block}):
+            yield row_of(made, head_dim, block)
+    for head_dim, block in shapes:
+        like = torch.empty(1, dtype=torch.bfloat16)
+        for config in tuning.candidates("forward", like, head_dim, block):
+            if config.warp_specialize:
+                case = {"head_dim": head_dim, "block_size": block}
+                yield row_of(compiled(case, config, "forward")[0], head_dim, block)
 
 
 def together(found: Sequence[Row]) -> Iterator[Row]:
@@ -68,12 +79,12 @@ def together(found: Sequence[Row]) -> Iterator[Row]:
     for head_dim, block in sorted({(r["head_dim"], r["block_size"]) for r in found}):
         of_shape = [r for r in found if (r["head_dim"], r["block_size"]) == (head_dim, block)]
         taken = {r["kernel"]: PRODUCTS[r["kernel"]] / r["tflops"] for r in of_shape}
-        for case, kernels in (("forward", ["forward"]), ("forward+backward", list(PRODUCTS))):
+        for case, kernels in (("forward", KERNELS[:1]), ("forward+backward", KERNELS[:3])):
             tflops = USEFUL[case] / sum(taken[name] for name in kernels)
             yield {"case": case, "head_dim": head_dim, "block_size": block, "tflops": tflops}
 
 
-def tables(record: Mapping[str, Any], gpu: Mapping[str, Any] | None) -> Iterator[str]:
+def tables(record: Mapping[str, Any], gpu: dict[str, Any] | None) -> Iterator[str]:
     """The record in Markdown: of kernels, before and now, and of calls beside what was measured."""
     yield from kernels_table(record["rows"])
     if record.get("before"):
@@ -100,9 +111,9 @@ def kernels_table(found: Iterable[Row]) -> Iterator[str]:
     )
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for r in found:
-        config = " x ".join(str(n) for n in r["config"][:2]) + ", {} warps, {} stages".format(
-            *r["config"][2:4]
-        )
+        kept, taken, warps, stages, *more = r["config"]
+        config = f"{kept} x {taken}, {warps} warps, {stages} stages"
+        config += ", in turn" * bool(more[3:] and more[3])
         yield (
             f"| {NAMES[r['kernel']]}, {r['head_dim']}, {r['block_size']} | {config} | "
             f"{r['registers']}, {r['spilled']} | {r['shared'] / 1024:.0f}, {r['programs']} | "
@@ -117,20 +128,11 @@ def shape(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["case"], row["head_dim"], row["block_size"]
 
 
-def measured(gpu: Mapping[str, Any] | None, row: Row) -> str:
-    """The rate that `benchmarks.gpu` found for a call of this shape, of the longest length."""
-    parts = (gpu or {}).get("parts", {}).values()
-    found = [
-        r
-        for part in parts
-        for r in part.get("rows", [])
-        if r.get("backend") == "ours" and "tflops" in r and "case" in r and "block_size" in r
-        if shape(r) == shape(row)
-    ]
-    if not found:
-        return "not measured"
-    best = max(found, key=lambda r: (r.get("tokens", 0), -abs(r.get("density", 1) - 0.1)))
-    return f"{best['tflops']:.0f}"
+def measured(gpu: dict[str, Any] | None, row: Row) -> str:
+    """The rate that `benchmarks.gpu` found for a call of this shape."""
+    at = {name: row[name] for name in ("case", "head_dim", "block_size")}
+    found = rows_of(gpu or {}, "main shapes", backend="ours", **at)
+    return f"{found[0]['tflops']:.0f}" if found else "not measured"
 
 
 def main() -> int:

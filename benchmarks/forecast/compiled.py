@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
 CAPABILITY = 90
+IN_GLUON = "hopper"
+KERNELS = ("forward", "query", "key", IN_GLUON)
 THREADS = 32  # of a warp
 
 
@@ -44,7 +46,8 @@ class Compiled(NamedTuple):
         kernel, config: what was launched.
         registers, spilled: of a thread; spilled ones in bytes.
         shared: bytes of a program.
-        warps: of a program.
+        warps: of a program, that compute.
+        resident: warps that registers are set aside for.
         loop: what a warp runs for one step over an entry that needs no mask.
         rows, streamed: tokens of a step, kept and streamed.
     """
@@ -55,6 +58,7 @@ class Compiled(NamedTuple):
     spilled: int
     shared: int
     warps: int
+    resident: int
     loop: list[Instruction]
     rows: int
     streamed: int
@@ -67,9 +71,9 @@ class Compiled(NamedTuple):
     @property
     def per_processor(self) -> int:
         """Programs that fit a multiprocessor of Hopper at a time."""
-        of_registers = (64 << 10) // (-(-self.registers // 8) * 8 * THREADS * self.warps)
+        of_registers = (64 << 10) // (-(-self.registers // 8) * 8 * THREADS * self.resident)
         of_shared = (228 << 10) // (self.shared + (1 << 10))
-        return min(of_registers, of_shared, 64 // self.warps)
+        return min(of_registers, of_shared, 64 // self.resident)
 
 
 @cache
@@ -98,7 +102,7 @@ def compiled(case: Mapping[str, Any], config: Any = None, kernel: str = "") -> l
     found = []
     for function, its_config, arguments in launched:
         name = function.__name__.removesuffix("_kernel")
-        if name not in ("forward", "query", "key") or (kernel and name != kernel):
+        if name not in KERNELS or (kernel and name not in (kernel, IN_GLUON)):
             continue
         made = triton.compile(
             script.source(function, arguments),
@@ -106,11 +110,17 @@ def compiled(case: Mapping[str, Any], config: Any = None, kernel: str = "") -> l
             options=launch.options(its_config),
         )
         registers, spilled = resources(made.asm["ptx"])
+        code = instructions(made.asm["cubin"])
+        warps = resident = made.metadata.num_warps
+        loop = main_loop(code, loads=name != IN_GLUON)
+        if name == IN_GLUON:  # four warps to 64 rows, and those that load; they meet among fours
+            warps, registers = arguments["ROWS"] // 16, its_config.registers
+            resident = warps + 4
+            loop = [x for x in loop if x.name != "BAR"]
         found.append(
             Compiled(
-                name, tuple(its_config), registers, spilled, made.metadata.shared,
-                made.metadata.num_warps, main_loop(instructions(made.asm["cubin"])),
-                arguments["KEYS" if name == "key" else "ROWS"],
+                name, tuple(its_config), registers, spilled, made.metadata.shared, warps, resident,
+                loop, arguments["KEYS" if name == "key" else "ROWS"],
                 arguments["QUERIES" if name == "key" else "KEYS"],
             )
         )  # fmt: skip
@@ -164,8 +174,11 @@ def decoded(text: str, word: int) -> Instruction:
     )
 
 
-def main_loop(code: list[Instruction | str]) -> list[Instruction]:
-    """The innermost loop with products that loads its operands in bulk: full entries of step 1."""
+def main_loop(code: list[Instruction | str], loads: bool = True) -> list[Instruction]:
+    """The innermost loop with products: of full entries, by bulk copies where the kernel has any.
+
+    `loads`: whether the warps that multiply also load.
+    """
     at = {x: i for i, x in enumerate(code) if isinstance(x, str)}
     loops = []
     for i, x in enumerate(code):
@@ -174,6 +187,6 @@ def main_loop(code: list[Instruction | str]) -> list[Instruction]:
             if target and at.get(target[1], i) < i:
                 body = [y for y in code[at[target[1]] : i + 1] if isinstance(y, Instruction)]
                 names = {y.name for y in body}
-                if "HGMMA" in names and names & {"UTMALDG", "LDGSTS"}:
-                    loops.append((0 if "UTMALDG" in names else 1, len(body), body))
+                if "HGMMA" in names and (not loads or names & {"UTMALDG", "LDGSTS"}):
+                    loops.append(("UTMALDG" not in names, len(body), body))
     return min(loops, key=lambda found: found[:2])[2]

@@ -38,6 +38,7 @@ _OTHER_LATENCY = 15
 _QUEUED = 4  # products of a warp that may wait for the tensor core
 _START = 30  # cycles from a group of products being issued to its first rows
 _STEPS, _SKIPPED = 24, 8
+_LATE = (0, 90, 170, 310, 450, 620)  # cycles that warps begin after one another: the mean of these
 
 
 class Forecast(NamedTuple):
@@ -73,7 +74,8 @@ def product_cycles(x: Instruction) -> tuple[float, float]:
 def forecast(made: Compiled) -> Forecast:
     """Runs the loop of a kernel on as many programs as fit a multiprocessor."""
     programs, groups = made.per_processor, made.warps // 4
-    cycles, busy = _run(made.loop, programs, groups)
+    runs = [_run(made.loop, programs, groups, late) for late in _LATE]
+    cycles, busy = (sum(x) / len(runs) for x in zip(*runs, strict=True))
     return Forecast(cycles, _bounds(made.loop, programs * groups), 1 - busy / cycles)
 
 
@@ -104,10 +106,11 @@ class _Warp:
         self.waits_at: float | None = None  # a barrier of the program
 
 
-def _run(loop: Sequence[Instruction], programs: int, groups: int) -> tuple[float, float]:
+def _run(
+    loop: Sequence[Instruction], programs: int, groups: int, late: float
+) -> tuple[float, float]:
     """(cycles of a step, of which the tensor core works), in the steady state."""
-    apart = 400.0  # programs begin one after another
-    warps = [_Warp(p, p * apart) for p in range(programs) for _ in range(groups)]
+    warps = [_Warp(n // groups, n * late) for n in range(programs * groups)]
     pipes: Counter[str] = Counter()
     costs = [max(product_cycles(x)) if x.name == "HGMMA" else 0.0 for x in loop]
     tensor_free = busy = now = 0.0
