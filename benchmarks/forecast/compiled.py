@@ -112,7 +112,8 @@ def compiled(case: Mapping[str, Any], config: Any = None, kernel: str = "") -> l
         registers, spilled = resources(made.asm["ptx"])
         code = instructions(made.asm["cubin"])
         warps = resident = made.metadata.num_warps
-        loop = main_loop(code, loads=name != IN_GLUON)
+        columns = 2 * arguments["KEYS"] * arguments["HEAD_DIM"] // 16 if name == IN_GLUON else None
+        loop = main_loop(code, columns)
         if name == IN_GLUON:  # four warps to 64 rows, and those that load; they meet among fours
             warps, registers = arguments["ROWS"] // 16, its_config.registers
             resident = warps + 4
@@ -174,10 +175,16 @@ def decoded(text: str, word: int) -> Instruction:
     )
 
 
-def main_loop(code: list[Instruction | str], loads: bool = True) -> list[Instruction]:
+def columns_of(x: Instruction) -> int:
+    """Columns of the result of an HGMMA, 0 of all else."""
+    found = re.search(r"HGMMA\.64x(\d+)x16", x.text)
+    return int(found[1]) if found else 0
+
+
+def main_loop(code: list[Instruction | str], columns: int | None = None) -> list[Instruction]:
     """The innermost loop with products: of full entries, by bulk copies where the kernel has any.
 
-    `loads`: whether the warps that multiply also load.
+    `columns`: that its products have in all, where other warps do the loading.
     """
     at = {x: i for i, x in enumerate(code) if isinstance(x, str)}
     loops = []
@@ -187,6 +194,9 @@ def main_loop(code: list[Instruction | str], loads: bool = True) -> list[Instruc
             if target and at.get(target[1], i) < i:
                 body = [y for y in code[at[target[1]] : i + 1] if isinstance(y, Instruction)]
                 names = {y.name for y in body}
-                if "HGMMA" in names and (not loads or names & {"UTMALDG", "LDGSTS"}):
+                if columns is not None:
+                    if sum(map(columns_of, body)) >= columns:
+                        loops.append((False, len(body), body))
+                elif "HGMMA" in names and names & {"UTMALDG", "LDGSTS"}:
                     loops.append(("UTMALDG" not in names, len(body), body))
     return min(loops, key=lambda found: found[:2])[2]

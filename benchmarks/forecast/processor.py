@@ -11,12 +11,11 @@ micro-benchmarks found. Data that is copied in bulk is taken to be there in time
 in bandwidth is counted apart.
 """
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .compiled import Compiled, Instruction
+from .compiled import Compiled, Instruction, columns_of
 
 FLOPS = 4096  # of dense half precision products, a cycle and multiprocessor
 SHARED_BYTES = 128  # that a multiprocessor's shared memory gives, a cycle
@@ -64,7 +63,7 @@ class Forecast(NamedTuple):
 
 def product_cycles(x: Instruction) -> tuple[float, float]:
     """Cycles of the tensor core, and of shared memory, for an HGMMA."""
-    columns = int(re.search(r"64x(\d+)x16", x.text)[1])  # type: ignore[index]
+    columns = columns_of(x)
     in_shared = "gdesc" in x.text.split(",")[1]  # and not in registers
     flops = 2 * ROWS_OF_PRODUCT * DEPTH_OF_PRODUCT * columns
     items = columns * DEPTH_OF_PRODUCT + in_shared * ROWS_OF_PRODUCT * DEPTH_OF_PRODUCT
