@@ -191,7 +191,7 @@ class Language:
         self.under_way: dict[int, list[Product]] = {}
         self.program = torch.tensor(program, dtype=torch.int32)
         told = {name: getattr(self, name) for name in dir(type(self)) if not name.startswith("_")}
-        kinds = ("int32", "int64", "float32", "float16", "bfloat16")
+        kinds = ("int32", "int64", "uint32", "float32", "float16", "bfloat16")
         told |= {name: getattr(torch, name) for name in kinds}
         nothing = dict.fromkeys(
             ("SliceLayout", "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout"),

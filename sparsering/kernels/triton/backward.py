@@ -38,7 +38,7 @@ def weight_of(power):
 
 @kernel
 def query_kernel(
-    query, key, value, grad_out, key_tiles, value_tiles, bias, delta, log2_lse, grad_query, piece,
+    query, key, value, grad_out, key_tiles, value_tiles, bias, delta, row_lse, grad_query, piece,
     grad_bias,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
     distance_bias, key_mask, seed, stream, tile_origin, origin, diagonals, ends, diagonal_start,
@@ -102,7 +102,7 @@ def query_kernel(
     )
     of_row = batch * row_batch + heads * row_head + position
     d = tl.load(delta + of_row, mask=real, other=0.0)
-    log2_sum = tl.load(log2_lse + of_row, mask=real, other=float("inf"))
+    sums_to = tl.load(row_lse + of_row, mask=real, other=float("inf"))
 
     kv_head = head // group
     k_token, v_token = elements(k_token, ALIGN), elements(v_token, ALIGN)
@@ -162,9 +162,9 @@ def query_kernel(
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if BIASED:
                 of_entry = bias + heads * bias_head + tl.load(entry + e)
-                base = log2_sum - tl.load(of_entry, mask=real, other=0.0) * _LOG2_E
+                base = (sums_to - tl.load(of_entry, mask=real, other=0.0)) * _LOG2_E
             else:
-                base = log2_sum
+                base = sums_to
             if DISTANCES or DROPPING:
                 along_key = tl.arange(0, SIZE) * step
                 first_key = tl.load(origin + e).to(tl.int64) + origin_shift + first_slot * step
@@ -222,8 +222,8 @@ def query_kernel(
 
 @kernel
 def key_kernel(
-    query, key, value, grad_out, query_tiles, grad_out_tiles, delta_tiles, log2_lse_tiles, bias,
-    delta, log2_lse, grad_key, grad_value, piece_key, piece_value,
+    query, key, value, grad_out, query_tiles, grad_out_tiles, delta_tiles, row_lse_tiles, bias,
+    delta, row_lse, grad_key, grad_value, piece_key, piece_value,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
     distance_bias, key_mask, seed, stream, tile_origin, origin,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
@@ -335,13 +335,14 @@ def key_kernel(
                     TMA and not masked_entries, WIDE,
                 )
                 if TMA and not masked_entries:
-                    base = log2_lse_tiles.load([(of_head + token).to(tl.int32)])
+                    base = row_lse_tiles.load([(of_head + token).to(tl.int32)])
                 else:
-                    base = tl.load(log2_lse + of_row, mask=in_tile, other=float("inf"))
+                    base = tl.load(row_lse + of_row, mask=in_tile, other=float("inf"))
                 score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
                 if BIASED:
                     of_head_bias = bias + batch * bias_batch + h * elements(bias_head, 1)
-                    base -= tl.load(of_head_bias + tl.load(entry + in_table + e)) * _LOG2_E
+                    base -= tl.load(of_head_bias + tl.load(entry + in_table + e))
+                    base *= _LOG2_E
                 if DISTANCES or DROPPING:
                     query_position = tl.load(origin + e).to(tl.int64) + origin_shift
                     query_position += first_slot * step

@@ -4,6 +4,7 @@ Passes run one after another; each merges into what the earlier ones left. With 
 half precision, float32 sums exist for a few kv heads at a time. Triton is imported on first use.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -89,7 +90,7 @@ def backward(
     bias = problem.block_bias
     table = problem.distance_bias if problem.learns_distances else None
     grad_out = dense_rows(grad_out)
-    rows = _prepared(grad_out, grad_lse, out, lse)
+    rows = _prepared(grad_out, grad_lse, out, lse, 1.0 if bias is not None else math.log2(math.e))
     in_turn, at_most = _in_turn(problem), None
     if table is not None:
         at_most = extras.kv_heads_at_a_time(problem, _config_for("query", problem))
@@ -189,12 +190,12 @@ def _query_pass(
     config = _config_for("query", part.problem)
     rows = _rows(part, number, config)
     w = _walk(part, number, rows["programs"], by_key=False)
-    grad_out, delta, log2_lse = grads
+    grad_out, delta, row_lse = grads
     pieces = dq.new_empty(_slots(part, dq.shape[1], w, dq.shape[3]), dtype=torch.float32)
     arguments = {
         **of_inputs(part, config), **rows,
         **of_tiles(part, number, w, config, by_key=False), "RUNNING": number > 0,
-        "grad_out": grad_out, "delta": delta, "log2_lse": log2_lse, "grad_query": dq,
+        "grad_out": grad_out, "delta": delta, "row_lse": row_lse, "grad_query": dq,
         "row_batch": delta.stride(0), "row_head": delta.stride(1), "piece": pieces, "grad": dq,
         "num_heads": dq.shape[1],
         **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dq=dq, grad=dq),
@@ -237,7 +238,7 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
             for x in results
         )
     programs = batch * dk.shape[1] * -(-layout.block_size // config.rows)
-    grad_out, delta, log2_lse = grads
+    grad_out, delta, row_lse = grads
     for number in range(len(layout.passes)):
         w = _walk(part, number, programs, by_key=True)
         pieces = [
@@ -248,12 +249,12 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
             **of_inputs(part, config), **of_tiles(part, number, w, config, by_key=True),
             "HEADS": at_a_time,
             "RUNNING": number > 0, "num_heads": part.query.shape[1],
-            "grad_out": grad_out, "delta": delta, "log2_lse": log2_lse,
+            "grad_out": grad_out, "delta": delta, "row_lse": row_lse,
             "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],
             "row_batch": delta.stride(0), "row_head": delta.stride(1),
             **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dk=dk, dv=dv),
         }  # fmt: skip
-        rows = {"delta": delta, "log2_lse": log2_lse}
+        rows = {"delta": delta, "row_lse": row_lse}
         of_queries = {"query": part.query, "grad_out": grad_out}
         arguments |= streamed(part, number, config, arguments["ALIGN"], rows, **of_queries)
         launch(key_kernel, w.units.shape[2] * programs, config, arguments)
@@ -269,24 +270,25 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
 
 
 def _prepared(
-    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, unit: float
 ) -> tuple[Tensor, Tensor]:
-    """(delta, lse to the base 2, +inf for rows without keys), both [B, Hq, Nq]."""
+    """(delta, lse as kernels take it, +inf for rows without keys), both [B, Hq, Nq]."""
     from .prepare import prepare_kernel
 
     batch, heads, q_len = lse.shape
     apart = -(-q_len // _ALIGNED) * _ALIGNED  # so that heads begin where a descriptor may
-    delta, log2_lse = (lse.new_empty(batch, heads, apart)[..., :q_len] for _ in range(2))
+    delta, row_lse = (lse.new_empty(batch, heads, apart)[..., :q_len] for _ in range(2))
     out = out.contiguous()
     arguments = {
         "grad_out": grad_out, "grad_lse": grad_lse.contiguous(), "out": out,
-        "lse": lse.contiguous(), "delta": delta, "log2_lse": log2_lse,
-        **strides(g=grad_out, o=out), "row_head": apart, "num_heads": heads, "q_len": q_len,
+        "lse": lse.contiguous(), "delta": delta, "row_lse": row_lse,
+        **strides(g=grad_out, o=out), "row_head": apart,
+        "unit": unit, "num_heads": heads, "q_len": q_len,
         "ROWS": _ROWS, "VALUE_DIM": out.shape[3], "PADDED_VALUE_DIM": padded(out),
     }  # fmt: skip
     if lse.numel():
         launch(prepare_kernel, batch * heads * -(-q_len // _ROWS), None, arguments)
-    return delta, log2_lse
+    return delta, row_lse
 
 
 def _rows(part: Part, number: int, config: Config) -> dict[str, int]:

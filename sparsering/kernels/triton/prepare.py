@@ -4,20 +4,20 @@ import triton.language as tl
 
 from .device import elements, kernel
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
 
 @kernel
 def prepare_kernel(
-    grad_out, grad_lse, out, lse, delta, log2_lse,
+    grad_out, grad_lse, out, lse, delta, row_lse,
     g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
     o_batch: tl.int64, o_head: tl.int64, row_head: tl.int64, num_heads: tl.int64, q_len: tl.int64,
+    unit: tl.float32,
     ROWS: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Writes delta [B, heads, Nq] and log2_lse, lse to the base 2: what scores are reduced by.
+    """Writes delta [B, heads, Nq] and row_lse, lse times `unit`: what scores are reduced by.
 
-    That is +inf where a row has no key, so that P = 0.
+    That is +inf where a row has no key, so that P = 0. The unit is that of powers of 2, or 1 where
+    a bias of as large numbers is to be taken off first.
     """
     program = tl.program_id(0).to(tl.int64)
     blocks = (q_len + ROWS - 1) // ROWS
@@ -37,6 +37,6 @@ def prepare_kernel(
     natural = tl.load(lse + given, mask=real, other=float("-inf"))
     product = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     product -= tl.load(grad_lse + given, mask=real, other=0.0)
-    power = tl.where(natural == float("-inf"), float("inf"), natural * _LOG2_E)
+    reduced_by = tl.where(natural == float("-inf"), float("inf"), natural * unit)
     tl.store(delta + row * row_head + position, product, mask=real)
-    tl.store(log2_lse + row * row_head + position, power, mask=real)
+    tl.store(row_lse + row * row_head + position, reduced_by, mask=real)
