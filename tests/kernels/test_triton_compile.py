@@ -135,7 +135,7 @@ def test_every_head_dim_block_size_and_dtype_compiles(capability):
     for x in made:
         assert_uses_the_hardware(x, capability)
         if x["case"].get("head_dim", 128) <= 128 and x["case"].get("dtype") != "float32":
-            assert x["spilled"] <= (700 if x["kernel"] == "key_kernel" else 144), x
+            assert x["spilled"] <= (700 if x["kernel"] == "key_kernel" else 160), x
 
 
 def test_lengths_counts_strides_and_scales_are_not_compiled_for():
