@@ -50,11 +50,11 @@ class Kind(Protocol):
         """Cases that cover the cell."""
 
 
-class Refused(Exception):
+class Refused(Exception):  # noqa: N818, it is no error
     """The library refused a case by name, as it may."""
 
 
-class Fault(Exception):
+class Fault(Exception):  # noqa: N818, the library has it
     """A case that fails, shrunk; its text is the script that shows it, and what went wrong."""
 
     coverage: "Coverage"

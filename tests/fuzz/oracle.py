@@ -47,7 +47,7 @@ def attend(
 
     Returns: `out`, `lse`, `query`, `key`, `value`, `bias` [J, B, Hq, Nq, Nk] and `sink`.
     """
-    batch, heads, _, width = query.shape
+    batch, heads, *_ = query.shape
     group = heads // max(1, key.shape[1])
     k, v = (np.repeat(x, group, 1) for x in (key, value))
     raw = scale * query @ k.swapaxes(2, 3)
