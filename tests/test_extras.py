@@ -113,6 +113,44 @@ def test_the_cpu_kernel_is_as_exact_as_eager_mathematics(
         assert_close(a.double(), b.double(), 4 * unit, f"gradient {number}")
 
 
+# One pass, in which some query has no tile: its rows begin at 0, with the sink as their lse.
+PART_OF_THE_QUERIES = {
+    "dilated": lambda case: sr.Dilated(8, 2, 0),
+    "one branch": lambda case: sr.LongNet((16,), (4,)),
+    "walked": lambda case: sr.Dilated(8, 2, 0),
+    "fewer keys": lambda case: sr.Packed((11, 20), sr.Causal()),
+    "few queries": lambda case: sr.Dilated(8, 2, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("extras", ["sink", "sink_of_rows", "sink_of_entries"])
+@pytest.mark.parametrize("name", PART_OF_THE_QUERIES)
+def test_a_sink_where_some_queries_have_no_tile(
+    name: str, extras: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    if name == "walked":
+        monkeypatch.setattr("sparsering.kernels.cpu.call._is_walked", lambda problem, p: 1)
+    q_len, kv_len = {"fewer keys": (75, 31), "few queries": (2, 31)}.get(name, (75, 75))
+    case = Case(2, 4, 2, q_len, kv_len, 32, 32)
+    pattern = PART_OF_THE_QUERIES[name](case)
+    (only,) = pattern.layout(**case.heads, block_size=16).passes
+    assert not only.covers[0]
+    x, options = inputs(case, dtype), extras_of(case, extras, torch.float32)
+    leaves = [*x, *options.values()]
+    expected = expected_of(pattern, case, x, options)
+    call = {"block_size": 16, "backend": "cpu", "return_lse": True, **options}
+    freed = [torch.full((4 * x[0].numel(),), torch.nan, dtype=dtype) for _ in range(8)]
+    del freed  # what is read past the end of `out` is likely to be NaN
+    got = sr.attention(*x, pattern, **call)
+    unit = torch.finfo(dtype).eps
+    assert_close(got[0].detach().double(), expected[0].detach(), unit, "out")
+    assert_close(got[1].detach().double(), expected[1].detach(), 2e-6, "lse")
+    grads = zip(gradients(got, leaves), gradients(expected, leaves), strict=True)
+    for number, (a, b) in enumerate(grads):
+        assert_close(a.double(), b.double(), 4 * unit, f"gradient {number}")
+
+
 ALL = "softcap distance_bias sink_of_rows dropout"
 
 
