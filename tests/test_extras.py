@@ -154,13 +154,8 @@ def test_a_sink_where_some_queries_have_no_tile(
 ALL = "softcap distance_bias sink_of_rows dropout"
 
 
-@pytest.mark.parametrize("backend", ["reference", "gather"])
-@pytest.mark.parametrize("name", ["causal", "mixture with overlap", "union of steps"])
-def test_block_bias_joins_the_others(name: str, backend: str):
-    case, pattern = CASE, PATTERNS[name](CASE)
-    x, options = inputs(case), extras_of(case, ALL)
-    layout = pattern.layout(**case.heads, block_size=16)
-    bias = torch.randn(case.batch, 4, layout.num_blocks, dtype=torch.float64, requires_grad=True)
+def bias_of_pairs(bias: Tensor, pattern: sr.Pattern, layout: Any, case: Case) -> Tensor:
+    """[branches, B, H, Nq, Nk] the block bias of every pair of every branch."""
     number = layout.entry_of_pairs(case.batch)  # [passes, B, H, Nq, Nk]
     flat = bias[None, :, :, None].expand(len(number), -1, -1, case.q_len, -1)
     of_pass = torch.where(number >= 0, flat.gather(-1, number.clamp(min=0)), 0.0)
@@ -169,7 +164,18 @@ def test_block_bias_joins_the_others(name: str, backend: str):
         sum(b for b, of in zip(of_pass, branches, strict=True) if of == i)
         for i in range(len(pattern.branches))
     ]
-    expected = expected_of(pattern, case, x, options, bias=torch.stack(of_branch))
+    return torch.stack(of_branch)
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather"])
+@pytest.mark.parametrize("name", ["causal", "mixture with overlap", "union of steps"])
+def test_block_bias_joins_the_others(name: str, backend: str):
+    case, pattern = CASE, PATTERNS[name](CASE)
+    x, options = inputs(case), extras_of(case, ALL)
+    layout = pattern.layout(**case.heads, block_size=16)
+    bias = torch.randn(case.batch, 4, layout.num_blocks, dtype=torch.float64, requires_grad=True)
+    of_pairs = bias_of_pairs(bias, pattern, layout, case)
+    expected = expected_of(pattern, case, x, options, bias=of_pairs)
     got = sr.attention(
         *x, pattern, block_size=16, block_bias=bias, backend=backend, return_lse=True, **options
     )
@@ -203,6 +209,93 @@ def test_a_few_queries_of_a_long_sequence(extras: str, queries: int):
     got = sr.attention(x[0], *hidden, pattern, backend="cpu", return_lse=True, **options)
     for name, a, b in zip(("out", "lse"), got, expected, strict=True):
         assert_close(a.detach().double(), b.detach(), 2e-6, name)
+
+
+# Scores that are no finite number
+
+NOT_FINITE = {
+    "block_bias": 40,
+    "block_bias, one query": 1,
+    "distance_bias": 40,
+    "distance_bias, one query": 1,
+    "slot_bias": 50,
+    "slot_bias, rows of one query": 50,
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets Triton
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, -torch.inf])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        (name, backend)
+        for name in NOT_FINITE
+        for backend in ("reference", "gather", "cpu", "triton", "torch_sparse")
+        if (backend, name) != ("triton", "slot_bias, rows of one query")  # slow in its interpreter
+        and (backend != "torch_sparse" or "distance" not in name)
+    ],
+)
+def test_a_score_of_minus_inf_is_no_pair_and_one_of_inf_or_nan_makes_a_row_nan(
+    name: str, value: float, backend: str
+):
+    """As a softmax of such scores has it; other heads have the gradients that they had."""
+    case = Case(1, 2, 2, NOT_FINITE[name], 50)
+    pattern = sr.Causal() + sr.SlidingWindow(6, 2)
+    if name.startswith("slot"):
+        tokens = 1 if name.endswith("query") else 16
+        rows = -(-50 // tokens)
+        indices = (torch.arange(rows)[:, None] + torch.arange(2)) % 4
+        pattern = sr.SelectedBlocks(indices, 16, query_block=tokens)
+    x, call, bias = inputs(case, torch.float32), {"block_size": 16}, None
+    if name.startswith("distance"):
+        table = torch.randn(2, 9)
+        table[0, 2:4] = value
+        table[0, 0] = -torch.inf
+        call["distance_bias"] = table
+    elif name.startswith("slot"):
+        slots = torch.randn(1, 2, rows, 2)
+        slots[0, 0, rows // 2 :, 1] = value
+        call["slot_bias"] = slots
+        of_blocks = torch.zeros(1, 2, rows, 4).scatter(3, indices.expand(1, 2, rows, 2), slots)
+        of_queries = of_blocks.repeat_interleave(tokens, 2)[:, :, :50]
+        bias = of_queries.repeat_interleave(16, 3)[None, ..., :50]
+    else:
+        layout = pattern.layout(**case.heads, block_size=16)
+        blocks = torch.randn(1, 2, layout.num_blocks)
+        blocks[0, 0, 2:4] = blocks[0, 0, -1] = value
+        call["block_bias"], bias = blocks, bias_of_pairs(blocks, pattern, layout, case)
+    options = {k: v for k, v in call.items() if k == "distance_bias"}
+    expected = expected_of(pattern, case, x, options, bias=bias)
+    nan = expected[1] if value == -torch.inf else expected[0].sum(-1)  # torch has an lse of inf
+    expected = expected[0], torch.where(nan.isnan(), torch.nan, expected[1])
+    got = sr.attention(*x, pattern, backend=backend, return_lse=True, **call)
+    assert nan[0, 0].isnan().any() == (value != -torch.inf) and not nan[0, 1].isnan().any()
+    for what, a, b in zip(("out", "lse"), got, expected, strict=True):
+        assert torch.equal(a.isnan(), b.isnan()), what
+        assert_close(a.double().nan_to_num(7.0, -9.0), b.nan_to_num(7.0, -9.0), 3e-6, what)
+    for a, b in zip(gradients(got, x), gradients(expected, x), strict=True):
+        assert_close(a[:, 1], b[:, 1], 1e-5)
+        if value == -torch.inf:
+            assert_close(a, b, 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpu", "triton"])
+def test_a_row_whose_scores_are_all_minus_inf_has_no_keys(backend: str):
+    """By its distances: out and gradients are 0, lse is -inf or the row's sink."""
+    case = Case(1, 2, 1, 40, 40)
+    x, table = inputs(case, torch.float32), torch.zeros(2, 9, requires_grad=True)
+    with torch.no_grad():
+        table[0] = -torch.inf
+    leaves = [*x, table]
+    for sink in (None, torch.tensor([0.5, -0.5])):
+        options = {"distance_bias": table, "sink": sink}
+        got = sr.attention(
+            *x, sr.Causal(), block_size=16, backend=backend, return_lse=True, **options
+        )
+        expected = expected_of(sr.Causal(), case, x, options)
+        assert_same_attention([t.double() for t in got], expected, leaves, None, 3e-6, 1e-5)
+        assert not got[0][:, 0].any()
 
 
 def test_rows_that_are_cut_in_pieces_have_their_sink_once():
