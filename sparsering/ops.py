@@ -394,7 +394,8 @@ def _log_biased_counts(number: Tensor, block_bias: Tensor, kept: Tensor | None =
     bias = torch.where(number >= 0, flat.gather(-1, number.clamp(min=0)), -torch.inf)
     highest = finite_or_zero(bias.detach().amax(0))
     total = torch.where(there, (bias - highest).exp(), 0.0).sum(0)
-    return torch.where(total > 0, highest + torch.where(total > 0, total, 1.0).log(), -torch.inf)
+    none = total == 0
+    return torch.where(none, -torch.inf, highest + torch.where(none, 1.0, total).log())
 
 
 def _visited_pairs(arguments: Sequence[Any]) -> float:
