@@ -286,8 +286,7 @@ def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
     if all(p.slot is None for p in layout.passes) and layout.passes:
         raise NotImplementedError(
             "slot_bias needs tiles of one row and one block of SelectedBlocks: a block_size that "
-            "divides the selection's, beside masks that are not dilated or packed; "
-            "backend='reference' takes any"
+            "divides the selection's; backend='reference' takes any"
         )
     slot = stretched(layout.entry_slots, *slot_bias.shape[:2])
     return torch.nn.functional.pad(slot_bias, (0, 1)).gather(-1, slot % (slot_bias.shape[2] + 1))

@@ -7,11 +7,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsering as sr
 from sparsering.layouts.compile import build_layout
+from sparsering.layouts.device.plan import plan
 from sparsering.ops import BACKENDS
 from sparsering.patterns.algebra import Frame
 from sparsering.selection import block_mass
 
 WINDOW = sr.SlidingWindow(9)
+DILATED = sr.Dilated(8, 2, 0)
+PACKED = sr.Packed((23, 27), sr.Causal())
 JOINED = {
     "alone": lambda chosen: chosen,
     "causal": lambda chosen: chosen & sr.Causal(),
@@ -19,6 +22,14 @@ JOINED = {
     "in documents": lambda chosen: chosen & sr.Causal() & sr.Documents((23, 27)),
     "padded": lambda chosen: chosen & sr.KeyPadding((31, 50)),
     "in a mixture": lambda chosen: chosen + WINDOW,
+    "after a dilated mask": lambda chosen: DILATED | chosen,
+    "after others of steps": lambda chosen: (
+        sr.SlidingWindow(7, 7, 3) | (chosen & sr.Causal()) | sr.Dilated(6, 3) | sr.Dilated(24, 1)
+    ),
+    "on a dilated mask beside a window": lambda chosen: (chosen & DILATED) | WINDOW,
+    "after packed documents": lambda chosen: PACKED | (chosen & sr.Causal()),
+    "in packed documents": lambda chosen: (DILATED | chosen) & PACKED,
+    "after a dilated mask in a mixture": lambda chosen: (DILATED | chosen) + DILATED,
 }
 # row size, first row, block size of the selection, queries; always 50 keys
 ROWS = [(1, 0, 16, 50), (1, 30, 16, 20), (4, 7, 32, 21), (16, 0, 16, 50), (64, 0, 64, 9)]
@@ -154,7 +165,9 @@ def test_a_block_of_several_tiles_has_one_bias():
 
 
 @pytest.mark.parametrize("backend", ["gather", "cpu", "backward"])
-@pytest.mark.parametrize("joined", ["causal", "beside a window", "in a mixture"])
+@pytest.mark.parametrize(
+    "joined", ["causal", "beside a window", "in a mixture", "in packed documents"]
+)
 @pytest.mark.parametrize("rows", ROWS)
 def test_the_mass_of_each_slot(rows, joined, backend, monkeypatch):
     """By dense weights, with a weight of each query, against the whole softmax or a joint one."""
@@ -195,6 +208,13 @@ def test_nothing_is_read_from_the_device():
         frame = Frame.build(144, 144, 4, 4, None)
         layout = build_layout(pattern, frame, 16, torch.device("cpu"))
         assert layout.entry_slots.shape == (2, 4, 432)
+
+
+def test_a_device_makes_no_layout_without_slots():
+    """Full() beside it has a closed form, whose tiles are of many rows."""
+    chosen = sr.SelectedBlocks(torch.tensor([[0], [2], [1]]), 16)
+    for pattern in (chosen | sr.Full(), (sr.Dilated(8, 2, 0) | chosen | sr.Full()) + sr.Causal()):
+        assert plan(pattern, Frame.build(48, 48, 2, 2, None), 16) is None
 
 
 def test_compiled_once_for_changing_contents():
