@@ -97,7 +97,8 @@ def gradients(out, lse, leaves):
     generator = torch.Generator().manual_seed(1)
     lse = torch.where(lse > -torch.inf, lse, 0.0).double()
     sent = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, lse)]
-    return torch.autograd.grad((out.double() * sent[0]).sum() + (lse * sent[1]).sum(), leaves)
+    total = (out.double() * sent[0]).sum() + (lse * sent[1]).sum()
+    return torch.autograd.grad(total, leaves, materialize_grads=True)
 
 
 EXTRAS = {"softcap": 3.0, "dropout_p": 0.3, "dropout_seed": 5}
@@ -199,6 +200,39 @@ def test_blocks_that_no_row_lists_have_no_mass(dtype):
     got = block_mass(query, key, pattern)
     assert got.shape == (1, 2, 2, 3)
     assert not got.any()
+
+
+# batch entries, heads, queries, keys, slots of a row, channels of keys and of values
+SIZES = {
+    "slots": (1, 2, 32, 32, 0, 8, 8),
+    "rows": (1, 2, 0, 32, 2, 8, 8),
+    "keys": (1, 2, 32, 0, 2, 8, 8),
+    "entries": (0, 2, 32, 32, 2, 8, 8),
+    "heads": (1, 0, 32, 32, 2, 8, 8),
+    "channels": (1, 2, 32, 32, 2, 0, 8),
+    "values": (1, 2, 32, 32, 2, 8, 0),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])
+@pytest.mark.parametrize("joined", ["alone", "beside a window", "after a dilated mask"])
+@pytest.mark.parametrize("missing", SIZES)
+def test_where_there_is_nothing_of_something(missing, joined, backend):
+    batch, heads, queries, keys, slots, width, value_width = SIZES[missing]
+    indices = torch.zeros(batch, heads, queries, slots, dtype=torch.int64)
+    first = max(0, keys - queries)
+    pattern = JOINED[joined](sr.SelectedBlocks(indices, 16, 1, first))
+    shapes = [(queries, width), (keys, width), (keys, value_width), (queries, slots)]
+    leaves = [torch.randn(batch, heads, *s, requires_grad=True) for s in shapes]
+    call = {"pattern": pattern, "q_start": first, "return_lse": True}
+    got = sr.attention(*leaves[:3], slot_bias=leaves[3], backend=backend, **call)
+    plain = [x.detach().double().requires_grad_() for x in leaves]
+    expected = sr.attention(*plain[:3], slot_bias=plain[3], backend="reference", **call)
+    found, wanted = (*got, *gradients(*got, leaves)), (*expected, *gradients(*expected, plain))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-5)
+    mass = block_mass(leaves[0], leaves[1], pattern, q_start=first)
+    assert mass.shape == indices.shape
 
 
 def test_nothing_is_read_from_the_device():

@@ -32,7 +32,7 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
     chosen = selection.indices
     if selection.block_size % block_size or frame.q_start < 0:
         return None
-    if not frame.q_len or not frame.kv_len or not chosen.shape[-1]:
+    if not frame.q_len or not frame.kv_len or not frame.num_heads or not chosen.shape[-1]:
         return None
     device, end = chosen.device, frame.q_start + frame.q_len
     tokens, parts = gcd(selection.row_size, block_size), selection.block_size // block_size
