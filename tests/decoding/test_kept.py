@@ -67,3 +67,16 @@ def test_what_changes_a_cache_in_inference_mode_leaves_it_usable_outside(selects
             out = cache.attend(*[x[:, :, first : first + 1]] * 3)
             expected = sr.attention(*[x[:, :, : first + 1].double()] * 3, sr.Causal())
             assert (out - expected[:, :, first:]).abs().max() <= 3e-6
+
+
+def test_a_selected_entry_is_not_cropped_to_where_its_keys_are_gone():
+    x, pattern = torch.randn(2, 1, 120, 4, dtype=torch.float64), sr.SlidingWindow(9)
+    cache = sr.KVCache(pattern, 2, 1, 4, rollback=10, page_size=16)
+    cache.attend(*[x[:, :, :100]] * 3, lengths=[100, 50])
+    cache.select([0])
+    cache.crop(95)
+    with pytest.raises(ValueError, match="back to 90 at least, got 89"):
+        cache.crop(89)
+    cache.crop(90)
+    out = cache.attend(*[x[:1, :, 90:]] * 3)
+    assert (out - sr.attention(*[x[:1]] * 3, pattern)[:, :, 90:]).abs().max() <= 1e-12
