@@ -72,7 +72,7 @@ def _page_over(held: Held, rows: list[Row]) -> BlockLayout:
 
 
 def laid_page(held: Held, queries: int) -> BlockLayout:
-    """The page's layout, for that many of its queries; kept for the steps after."""
+    """Returns the page's layout for that many of its queries, and keeps it for later steps."""
     laid = held.steps.layouts
     if held.page not in laid:
         laid[held.page] = _page_layout(held)
@@ -96,6 +96,7 @@ def attend_page(
     """Puts the new keys into their slots, and attends to all; `layout` is of as many queries."""
     query, key, value = inputs
     first = held.room + held.since
+    held.clear_after(held.since + query.shape[2])
     slot = (held.since,) * len(layout.passes)
     here = None
     if held.elsewhere:
@@ -146,7 +147,7 @@ def attend_spans(
 def of_first(
     queries: int, inputs: Sequence[Tensor], extras: Options
 ) -> tuple[Sequence[Tensor], Options]:
-    """Inputs and extras of the first of the new tokens."""
+    """Takes the first of the new tokens: inputs and extras without those behind."""
     sink = extras["sink"]
     if sink is not None and sink.shape[2] > 1:
         extras = {**extras, "sink": sink[:, :, :queries]}
@@ -156,7 +157,7 @@ def of_first(
 def _of_entries(
     entries: Tensor, inputs: Sequence[Tensor], extras: Options
 ) -> tuple[Sequence[Tensor], Options]:
-    """Inputs and extras of some batch entries."""
+    """Takes some batch entries: their inputs and extras."""
     of_extras = {name: x[entries] if isinstance(x, Tensor) else x for name, x in extras.items()}
     return [x[entries] for x in inputs], of_extras
 
@@ -262,6 +263,9 @@ class _Alike:
         keys, values = self._spread(inputs, everything)
         n, first = query.shape[2], begin - frame.q_start  # of the frame's queries, the new ones
         every = torch.nn.functional.pad(query, (0, 0, first, frame.q_len - first - n))
+        extras, sink = dict(extras), extras["sink"]
+        if sink is not None and sink.shape[2] > 1:
+            extras["sink"] = torch.nn.functional.pad(sink, (first, frame.q_len - first - n))
         options = {**call, "q_start": frame.q_start, "options": extras}
         if (here := self._here(n, everything)) is not None:
             pattern = cast(Mask, pattern) & KeyMask(here[0])
