@@ -141,7 +141,7 @@ class LayoutCache:
                 f"no layout is kept of {what}, got {frame.q_len} queries of "
                 f"{shortened(str(pattern))}; leave prefetch out, the call waits for no other"
             )
-        place = torch.empty(0, device=device).device  # with the number of the device
+        place = place_of(device)  # with the number of the device
 
         def work() -> BlockLayout:
             from ..cost.choice import block_size as chosen  # stands on layouts; it takes its time
@@ -344,6 +344,17 @@ def _is_kept(pattern: Pattern, frame: Frame) -> bool:
         return True
     once = frame.q_len == 1 and selections_of(pattern)
     return not once and all(x.device.type == "cpu" for x in pattern.tensors)
+
+
+def place_of(device: torch.device | str) -> torch.device:
+    """The device that tensors made there are on; ValueError where none can be."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(
+            f"device must be one that this torch and machine have, got {shortened(repr(device))} "
+            f"({str(error).splitlines()[0]}); leave it out for the CPU"
+        ) from None
 
 
 def _nbytes(made: object) -> int:
