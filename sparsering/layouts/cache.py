@@ -169,7 +169,8 @@ class LayoutCache:
                     self._misses += 1
                     if self._kept:  # the one before has grown since, by what its backward asked for
                         self._measure(next(reversed(self._kept)))
-                    self._kept[key] = (made, 0)
+                    # Another thread may have built it too: those bytes are counted already.
+                    self._kept[key] = made, self._kept.get(key, (made, 0))[1]
                     self._measure(key)
                     self._shrink()
                 return made

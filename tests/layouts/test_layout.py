@@ -6,7 +6,7 @@ as the pattern counts it. The rest is what the public numbers say about those ti
 
 import threading
 from collections.abc import Iterator
-from time import thread_time
+from time import sleep, thread_time
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from torch import Tensor
 
 import sparsering as sr
 from sparsering.layouts import compile as compiler
+from sparsering.layouts.cache import LayoutCache
 from sparsering.patterns.algebra import Frame
 
 
@@ -689,6 +690,39 @@ def test_threads_that_ask_for_different_layouts_get_their_own() -> None:
     info = sr.layout_cache.info()
     assert info.hits + info.misses == 6 * 60
     assert info.bytes <= info.limit
+
+
+def test_layouts_that_two_threads_built_at_once_are_counted_once() -> None:
+    """A dropped layout is built by a thread that waited for it and by one that has just come."""
+    cache, window = LayoutCache(limit=0), sr.SlidingWindow(9)
+    threads, begun, go = [], [threading.Event() for _ in range(3)], threading.Event()
+
+    def start(number: int, until: threading.Event) -> None:
+        def build() -> sr.BlockLayout:
+            begun[number].set()
+            assert until.wait(timeout=30)
+            return window.layout(200, block_size=16)
+
+        threads.append(threading.Thread(target=cache.keep, args=("layout", build)))
+        threads[-1].start()
+
+    first = threading.Event()
+    start(0, first)
+    begun[0].wait()
+    start(1, go)
+    sleep(0.05)  # until it waits for the first one
+    first.set()
+    begun[1].wait()
+    threads[0].join()
+    start(2, go)
+    begun[2].wait()
+    cache.set_limit(1 << 20)
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert cache.info().bytes == window.layout(200, block_size=16).nbytes
+    cache.set_limit(0)
+    assert cache.info().bytes == 0
 
 
 def test_threads_all_get_the_error_of_a_pattern_that_cannot_be_built() -> None:
