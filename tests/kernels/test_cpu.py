@@ -538,6 +538,29 @@ def test_a_library_that_does_not_load_is_built_again(tmp_path):
     assert (tmp_path / "count").read_text() == "once\n" * 2
 
 
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o666])
+def test_a_library_that_others_may_write_is_built_again(tmp_path, mode):
+    environment = copying_compiler(tmp_path)
+    assert run(ATTEND, **environment).stdout == "[]\n"
+    (library,) = (tmp_path / "cache").glob("*.so")
+    library.chmod(mode)
+    for _ in range(2):
+        assert run(ATTEND, **environment).stdout == "[]\n"
+        assert library.stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "count").read_text() == "once\n" * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="gives a file away")
+def test_a_library_of_another_user_is_refused_and_named(tmp_path):
+    environment = copying_compiler(tmp_path)
+    assert run(ATTEND, **environment).stdout == "[]\n"
+    (library,) = (tmp_path / "cache").glob("*.so")
+    os.chown(library, 12345, -1)
+    fallen_back(
+        run(ATTEND, **environment), "belongs to another user (uid 12345)", "SPARSERING_CACHE"
+    )
+
+
 def test_two_processes_build_one_library_once(tmp_path):
     environment = copying_compiler(tmp_path)
     results = []
