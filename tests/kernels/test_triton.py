@@ -38,9 +38,7 @@ from sparsering.kernels.triton import operands, tune
 from sparsering.kernels.triton import tuning as triton_tuning
 from sparsering.kernels.triton import walk as triton_walk
 from sparsering.kernels.triton.tuning import Config
-from sparsering.layouts import cache as layouts_cache
 from sparsering.layouts.compile import build_layout
-from sparsering.layouts.device.build import arithmetic_layout
 from sparsering.patterns.algebra import Frame
 
 
@@ -426,27 +424,6 @@ def test_a_walk_over_selected_blocks_never_reads_a_value_from_the_device():
             for processors in (1, 10_000):
                 w = triton_walk.walk(layout, 0, by_key=by_key, programs=2, processors=processors)
                 assert w.units.shape[:2] == (2, 4)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        sr.Causal() & (sr.SlidingWindow(20) | sr.GlobalTokens(5)),
-        pytest.param(sr.LongNet((32, 100), (1, 3)) & sr.Causal(), marks=pytest.mark.slow),
-        pytest.param(sr.SlidingWindow(6, 6) | sr.SlidingWindow(9, 0, 4), marks=pytest.mark.slow),
-    ],
-    ids=["global tokens", "longnet", "dilated window"],
-)
-def test_layouts_that_a_gpu_makes_itself_are_attended_as_any_other(monkeypatch, pattern):
-    def build_by_arithmetic(*asked):
-        made = arithmetic_layout(*asked)
-        assert made is not None
-        return made
-
-    monkeypatch.setattr(layouts_cache, "build_layout", build_by_arithmetic)
-    sr.layout_cache.clear()
-    assert_is_the_reference(pattern, Case(1, 2, 2, 37, 40, 8, 8, 16))
-    sr.layout_cache.clear()
 
 
 # Extras
