@@ -6,6 +6,7 @@ TYPE_CHECKING, which never run, do not.
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,13 @@ def runs(node: ast.AST) -> Iterator[ast.AST]:
         yield from runs(child)
 
 
-def imports(file: Path) -> Iterator[tuple[str, str]]:
+@cache
+def imports(file: Path) -> tuple[tuple[str, str], ...]:
     """(dotted name, what is taken of it) of every import that runs, absolute."""
+    return tuple(_imports(file))
+
+
+def _imports(file: Path) -> Iterator[tuple[str, str]]:
     package = ("sparsering", *file.parent.parts)
     for node in runs(ast.parse((PACKAGE / file).read_text())):
         if isinstance(node, ast.Import):
