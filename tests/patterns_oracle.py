@@ -6,6 +6,7 @@ asks the rules below once for each (batch entry, head, query, key). The rules ar
 table of the contract, not from the library, and know nothing of how the library computes.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,6 +186,30 @@ def dense(at: Place, p: int, k: int, mask: Any) -> int:
     return mask[at.row][k]
 
 
+def selected_blocks(
+    at: Place, p: int, k: int, indices: Any, block_size: int, query_block: int, first_row: int
+) -> int:
+    if p < 0:
+        return 0
+    depth = table_depth(indices)
+    if depth == 4:
+        indices = indices[at.batch if len(indices) > 1 else 0]
+    if depth >= 3:
+        indices = indices[head_of_table(at, len(indices))]
+    return k // block_size in indices[p // query_block - first_row]
+
+
+MASK_MODS = {  # FlexAttention's functions, of query indices; plain Python runs them on ints too
+    "near": "lambda b, h, q, k: abs(q - k) < 4",
+    "of heads": "lambda b, h, q, k: (q + h) % 3 == k % 3",
+    "of entries": "lambda b, h, q, k: (q + k + b) % 4 != 0",
+}
+
+
+def mask_mod(at: Place, p: int, k: int, name: str, batch: int | None) -> int:
+    return eval(MASK_MODS[name])(at.batch, at.head, at.row, k)
+
+
 RULES = {
     "Full": full,
     "Causal": causal,
@@ -202,6 +227,8 @@ RULES = {
     "KeyMask": key_mask,
     "Blocks": blocks,
     "Dense": dense,
+    "SelectedBlocks": selected_blocks,
+    "MaskMod": mask_mod,
 }
 
 
@@ -261,9 +288,10 @@ def is_mixture(spec: Spec) -> bool:
 
 def is_batched(spec: Spec) -> bool:
     """Whether the pairs may differ between batch entries, so that `to_dense` is [B, H, Nq, Nk]."""
-    depth_of_batch = {"Documents": 2, "Packed": 2, "KeyMask": 2, "Blocks": 4}
+    depth_of_batch = {"Documents": 2, "Packed": 2, "KeyMask": 2, "Blocks": 4, "SelectedBlocks": 4}
     return any(
         name == "KeyPadding"
+        or (name == "MaskMod" and rest[1] is not None)
         or (name in depth_of_batch and table_depth(rest[0]) == depth_of_batch[name])
         for name, *rest in leaves(spec)
     )
@@ -284,7 +312,18 @@ def build(spec: Spec) -> Any:
         return sr.Packed(args[0], build(args[1]))
     if name in ("Blocks", "Dense", "KeyMask"):
         args[0] = torch.tensor(args[0], dtype=torch.bool)
+    if name == "SelectedBlocks":
+        args[0] = torch.tensor(args[0], dtype=torch.int64)
+    if name == "MaskMod":
+        return _mask_mod(*args)
     return getattr(sr, name)(*args)
+
+
+@functools.cache
+def _mask_mod(name: str, batch: int | None) -> Any:
+    import sparsering as sr
+
+    return sr.from_mask_mod(eval(MASK_MODS[name]), batch_size=batch)
 
 
 def matrix(drawing: str) -> Tensor:

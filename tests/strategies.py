@@ -5,12 +5,13 @@ Lengths are mostly below 70, so that the oracle's Python loops stay cheap, with 
 empty and one-token scenes and queries that start before the first key or after the last.
 """
 
+import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import hypothesis.strategies as st
-from patterns_oracle import Spec
+from patterns_oracle import MASK_MODS, Spec
 
 LAYOUT_BLOCK_SIZES = (16, 32, 64, 128)
 HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 3))  # (query heads, kv heads)
@@ -196,6 +197,39 @@ def random_blocks(draw: st.DrawFn, scene: Scene) -> Spec:
     density = draw(st.one_of(st.floats(0.05, 1.0), st.just(1.0)))
     seed, per_head = draw(st.integers(0, 5)), draw(st.booleans())
     return ("RandomBlocks", density, draw(PATTERN_BLOCK_SIZES), seed, per_head)
+
+
+@st.composite
+def selected_blocks(draw: st.DrawFn, scene: Scene) -> Spec:
+    """Rows that cover the queries, from the first query's row or an earlier one on."""
+    query_block = draw(st.sampled_from((1, 2, 4, 16)))
+    block_size = query_block * draw(st.sampled_from((1, 2, 8) if query_block == 16 else (2, 4, 8)))
+    first = max(0, scene.first_position) // query_block
+    first_row = draw(st.sampled_from((0, first)))
+    last = max(0, scene.first_position + scene.q_len)
+    rows = max(0, -(-last // query_block) - first_row) + draw(st.integers(0, 1))
+    rows = max(1, rows)
+    blocks = -(-scene.kv_len // block_size)
+    heads = draw(st.sampled_from((1, scene.num_kv_heads, scene.num_heads)))
+    batch = draw(st.sampled_from((1, scene.batch)))
+    seed = draw(st.integers(0, 20))
+    listed = draw(st.integers(1, 4))
+    numbers = random.Random(seed)
+
+    def row() -> tuple[int, ...]:
+        return tuple(numbers.randint(-1, blocks) for _ in range(listed))
+
+    table = tuple(tuple(row() for _ in range(rows)) for _ in range(heads))
+    if batch > 1 or draw(st.booleans()):
+        rest = [tuple(tuple(row() for _ in range(rows)) for _ in range(heads))] * (batch - 1)
+        return ("SelectedBlocks", (table, *rest), block_size, query_block, first_row)
+    return ("SelectedBlocks", table, block_size, query_block, first_row)
+
+
+@st.composite
+def mask_mods(draw: st.DrawFn, scene: Scene) -> Spec:
+    name = draw(st.sampled_from(tuple(MASK_MODS)))
+    return ("MaskMod", name, scene.batch if name == "of entries" else None)
 
 
 @st.composite

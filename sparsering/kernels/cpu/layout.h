@@ -53,7 +53,9 @@ struct Source {
         width(x.size(3)),
         item(x.element_size()),
         strides{x.stride(0), x.stride(1), x.stride(2)} {
-    TORCH_CHECK(width <= 1 || x.stride(3) == 1, "sparsering cpu: the last dimension must be dense");
+    // `contiguous` leaves the strides of an empty tensor, which has no rows to read.
+    const bool dense = width <= 1 || x.stride(3) == 1 || x.numel() == 0;
+    TORCH_CHECK(dense, "sparsering cpu: the last dimension must be dense");
   }
 
   const void* row(int64_t b, int64_t h, int64_t n) const {

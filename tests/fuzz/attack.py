@@ -1,0 +1,212 @@
+"""Draws cases where coverage is least, checks them, and shrinks the first that fails.
+
+A kind of case is a module with `CELLS`, all combinations that may be asked for, and `cases(cell)`,
+a hypothesis strategy of cases that cover the cell. A case has `cells()`, `check()` and `script()`.
+"""
+
+import hashlib
+import os
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import hypothesis
+import hypothesis.strategies as st
+import torch
+
+
+class Cell(NamedTuple):
+    """One combination: an option or a step, a class of patterns, a backend and a dtype."""
+
+    option: str
+    pattern: str
+    backend: str
+    dtype: str
+
+
+class Case(Protocol):
+    """One drawn case."""
+
+    def cells(self) -> Sequence[Cell]:
+        """All combinations that it covers."""
+
+    def check(self) -> None:
+        """Raise `Refused` where the library refuses by name, AssertionError where it is wrong."""
+
+    def script(self) -> str:
+        """A few lines of Python that show the case without the attacker."""
+
+
+class Kind(Protocol):
+    """A module of cases."""
+
+    CELLS: Sequence[Cell]
+
+    def cases(self, cell: Cell) -> st.SearchStrategy[Case]:
+        """Cases that cover the cell."""
+
+
+class Refused(Exception):  # noqa: N818, it is no error
+    """The library refused a case by name, as it may."""
+
+
+class Fault(Exception):  # noqa: N818, the library has it
+    """A case that fails, shrunk; its text is the script that shows it, and what went wrong."""
+
+    coverage: "Coverage"
+
+
+class Coverage:
+    """How often each cell was right, and how often it was refused."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self.right: Counter[Cell] = Counter(dict.fromkeys(cells, 0))
+        self.refused: Counter[Cell] = Counter()
+        self.reasons: dict[Cell, str] = {}
+        self.cases, self.seconds = 0, 0.0  # of processor time
+
+    def emptiest(self, count: int, seed: str) -> list[Cell]:
+        """The cells that were looked at least, ties in an order that the seed shuffles."""
+        return sorted(self.right, key=lambda cell: (self.seen(cell), _digest(seed, *cell)))[:count]
+
+    def seen(self, cell: Cell) -> int:
+        return self.right[cell] + self.refused[cell]
+
+    def add(self, case: Case, cell: Cell, refused: str = "") -> None:
+        """Count a case: all its cells where it was right, the one that was asked for otherwise."""
+        if refused:
+            self.refused[cell] += 1
+            self.reasons[cell] = refused
+            return
+        for covered in case.cells():
+            if covered in self.right:
+                self.right[covered] += 1
+
+    def empty(self) -> list[Cell]:
+        """Cells that were neither right nor refused so far."""
+        return [cell for cell in self.right if not self.seen(cell)]
+
+    def table(self) -> str:
+        """Rows of backend and dtype, columns of options: the least count over pattern classes.
+
+        `3` is three right cases at least, `3-` three with some classes refused, `no` all refused.
+        """
+        rows = sorted({(cell.backend, cell.dtype) for cell in self.right})
+        options = list(dict.fromkeys(cell.option for cell in self.right))
+        lines = [("", *options)]
+        for row in rows:
+            line = [" ".join(row)]
+            for option in options:
+                cells = [c for c in self.right if (c.backend, c.dtype) == row]
+                cells = [c for c in cells if c.option == option]
+                asked = [c for c in cells if self.right[c] or not self.refused[c]]
+                least = str(min((self.right[c] for c in asked), default="no"))
+                line.append(least + "-" * (0 < len(asked) < len(cells)) if cells else "")
+            lines.append(tuple(line))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+            for line in lines
+        )
+
+
+def attack(
+    kind: Kind, seconds: float, seed: int | str = 0, under_way: Path | None = None
+) -> Coverage:
+    """Check cases of a kind for some seconds.
+
+    Args:
+        kind: the module of cases.
+        seconds: how long cases are drawn.
+        seed: the same draws the same cases, as far as time reaches.
+        under_way: a file that holds the case that runs, for when the process dies.
+
+    Raises: Fault for the first case that fails, after it was shrunk.
+    """
+    coverage, end, number = Coverage(kind.CELLS), time.monotonic() + seconds, 0
+    begin = time.process_time()
+    try:
+        while time.monotonic() < end:
+            _round(kind, coverage, end, f"{seed} {number}", under_way)
+            number += 1
+    finally:
+        coverage.seconds = time.process_time() - begin
+    return coverage
+
+
+def attack_by_name(
+    name: str, seconds: float, seed: str, under_way: Path | None = None
+) -> tuple[Coverage, str]:
+    """What `attack` covers in a process of its own, and the text of a fault or ""."""
+    prepare()
+    kind: Any = import_module(f"fuzz.{name}")
+    try:
+        return attack(kind, seconds, seed, under_way), ""
+    except Fault as fault:
+        return fault.coverage, str(fault)
+
+
+def prepare() -> None:
+    """One thread; memory that torch leaves unwritten is NaN; Triton's kernels are interpreted."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    warnings.simplefilter("ignore")
+
+
+def _round(kind: Kind, coverage: Coverage, end: float, seed: str, under_way: Path | None) -> None:
+    cells = coverage.emptiest(32, seed)
+    failed: list[Any] = []
+
+    @hypothesis.settings(
+        max_examples=64,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        report_multiple_bugs=False,
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        suppress_health_check=list(hypothesis.HealthCheck),
+        verbosity=hypothesis.Verbosity.quiet,
+    )
+    @hypothesis.seed(int(_digest(seed), 16))
+    @hypothesis.given(
+        st.sampled_from(cells).flatmap(lambda c: st.tuples(st.just(c), kind.cases(c)))
+    )
+    def examine(drawn: tuple[Cell, Case]) -> None:
+        cell, case = drawn
+        if not failed and time.monotonic() >= end:
+            return
+        if under_way is not None:
+            under_way.write_text(repr(case))
+        coverage.cases += 1
+        torch.manual_seed(0)
+        try:
+            case.check()
+        except Refused as refusal:
+            coverage.add(case, cell, str(refusal))
+        except Exception:
+            failed[:] = [cell, case, traceback.format_exc()]
+            raise
+        else:
+            if not failed:
+                coverage.add(case, cell)
+
+    try:
+        examine()
+    except Exception as error:
+        if not failed:  # the attacker itself
+            raise
+        cell, case, trace = failed
+        text = f"{' / '.join(cell)}\n\n{case.script()}\n\n{trace}"
+        fault = Fault(text)
+        fault.coverage = coverage
+        raise fault from error
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,426 @@
+"""Calls of `attention`: expressions x options x shapes x dtypes x backends, with every gradient."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import torch
+from attention_oracle import arranged
+from patterns_oracle import Spec, build, counts, leaves
+from strategies import LAYOUT_BLOCK_SIZES, Scene, scenes
+from torch import Tensor
+
+import sparsering as sr
+
+from . import oracle, specs
+from .attack import Cell, Refused
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+BACKENDS = ("default", *sr.backends())
+OPTIONS = (
+    "none",
+    "scale",
+    "q_start",
+    "block_size",
+    "strides",
+    "groups",
+    "large scores",
+    "autocast",
+    "softcap",
+    "distance_bias",
+    "block_bias",
+    "slot_bias",
+    "sink",
+    "dropout",
+    "half tables",
+)
+ARRANGES = (
+    "contiguous",
+    "tokens before heads",
+    "one head expanded",
+    "every other of a larger tensor",
+    "width before tokens",
+)
+HALF_ALONE = ("autocast", "half tables")  # options that float64 does not have
+CELLS = [
+    Cell(option, *rest)
+    for option, *rest in product(OPTIONS, specs.CLASSES, BACKENDS, DTYPES)
+    if rest[2] != "float64" or option not in HALF_ALONE
+]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call; tensors are drawn from `seed`. What an option is not in use is None."""
+
+    spec: Spec
+    scene: Scene
+    backend: str
+    dtype: str
+    seed: int = 0
+    head_dim: int = 16
+    value_dim: int = 16
+    block_size: int | None = None
+    scale: float | None = None
+    arrange: str = "contiguous"
+    magnitude: float = 1.0
+    autocast: bool = False
+    softcap: float | None = None
+    distance_bias: tuple[int, bool] | None = None  # radius, whether of each head
+    block_bias: tuple[bool, bool, bool] | None = None  # of each entry, of each head, with -inf
+    slot_bias: tuple[bool, bool] | None = None  # of each entry, of each head
+    sink: str | None = None
+    dropout: tuple[float, int] | None = None
+    half_tables: bool = False
+
+    def options(self) -> list[str]:
+        """The names of the options in use."""
+        scene = self.scene
+        used = {
+            "scale": self.scale is not None,
+            "q_start": scene.q_start is not None,
+            "block_size": self.block_size is not None,
+            "strides": self.arrange != "contiguous",
+            "groups": scene.num_heads != scene.num_kv_heads,
+            "large scores": self.magnitude > 1,
+            "autocast": self.autocast,
+            "half tables": self.half_tables,
+        }
+        extras = ("softcap", "distance_bias", "block_bias", "slot_bias", "sink", "dropout")
+        used |= {name: getattr(self, name) is not None for name in extras}
+        return [name for name, is_used in used.items() if is_used] or ["none"]
+
+    def cells(self) -> list[Cell]:
+        classes = specs.classes_of(self.spec)
+        return [Cell(o, c, self.backend, self.dtype) for o in self.options() for c in classes]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Query, key, value and the tables of extras, as leaves of the graph."""
+        torch.manual_seed(self.seed)
+        scene, dtype = self.scene, DTYPES[self.dtype]
+        batch, heads, kv_heads = scene.batch, scene.num_heads, scene.num_kv_heads
+        arrange = "contiguous" if self.arrange == "one head expanded" else self.arrange
+        query = arranged((batch, heads, scene.q_len, self.head_dim), arrange, dtype)
+        key = arranged((batch, kv_heads, scene.kv_len, self.head_dim), self.arrange, dtype)
+        value = arranged((batch, kv_heads, scene.kv_len, self.value_dim), self.arrange, dtype)
+        with torch.no_grad():
+            query.mul_(self.magnitude)
+        found = {"query": query, "key": key, "value": value}
+        table_dtype = torch.bfloat16 if self.half_tables else torch.float32
+        table_dtype = torch.float64 if dtype == torch.float64 else table_dtype
+        if self.distance_bias is not None:
+            radius, each = self.distance_bias
+            found["distance_bias"] = torch.randn(heads if each else 1, 2 * radius + 1)
+        if self.block_bias is not None:
+            each_entry, each_head, cut = self.block_bias
+            number = self.layout().num_blocks
+            bias = torch.randn(batch if each_entry else 1, heads if each_head else 1, number)
+            found["block_bias"] = bias.masked_fill(torch.rand(bias.shape) < 0.2 * cut, -torch.inf)
+        if self.slot_bias is not None:
+            each_entry, each_head = self.slot_bias
+            (indices,) = (leaf[1] for leaf in leaves(self.spec) if leaf[0] == "SelectedBlocks")
+            shape = torch.tensor(indices).shape[-2:]
+            outer = (batch if each_entry else 1, heads if each_head else 1)
+            found["slot_bias"] = torch.randn(*outer, *shape)
+        if self.sink is not None:
+            shapes = {"[H]": (heads,), "[1, H, 1]": (1, heads, 1), "none": (heads,)}
+            sink = torch.randn(*shapes.get(self.sink, (batch, heads, scene.q_len)))
+            found["sink"] = torch.full_like(sink, -torch.inf) if self.sink == "none" else sink
+        for name in found.keys() - {"query", "key", "value"}:
+            found[name] = found[name].to(table_dtype)
+        return {name: x.requires_grad_() for name, x in found.items()}
+
+    def layout(self) -> Any:
+        return build(self.spec).layout(**self.scene.arguments, block_size=self.block_size)
+
+    def keywords(self) -> dict[str, Any]:
+        """Arguments of `attention` that are no tensors of the graph."""
+        found: dict[str, Any] = {"return_lse": True}
+        given = {
+            "scale": self.scale,
+            "q_start": self.scene.q_start,
+            "block_size": self.block_size,
+            "softcap": self.softcap,
+            "backend": None if self.backend == "default" else self.backend,
+        }
+        found |= {name: x for name, x in given.items() if x is not None}
+        if self.dropout is not None:
+            found["dropout_p"], found["dropout_seed"] = self.dropout
+        return found
+
+    def check(self) -> None:
+        """Compare out, lse and every gradient with the oracle's, number by number."""
+        tensors = self.tensors()
+        generator = torch.Generator().manual_seed(self.seed)
+        differentiable = self.backend != "flex"  # FlexAttention has no backward on the CPU
+        try:
+            with (
+                torch.autocast("cpu", torch.bfloat16, enabled=self.autocast),
+                torch.set_grad_enabled(differentiable),
+            ):
+                out, lse = self.attend(tensors)
+            grads = [
+                torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
+                for x in (out, lse)
+            ]
+            found = []
+            if differentiable:
+                found = torch.autograd.grad(
+                    [out, lse], list(tensors.values()), grads, materialize_grads=True
+                )
+        except NotImplementedError as refusal:
+            unnamed = self.backend == "default" and self.slot_bias is None
+            assert not unnamed and self.backend != "reference", refusal
+            raise Refused(str(refusal)) from None
+        except ImportError as missing:
+            raise Refused(str(missing)) from None
+        got = {"out": out, "lse": lse, **dict(zip(tensors, found, strict=False))}
+        compare(got, self.expected(tensors, *grads), self.precision())
+
+    def attend(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        query, key, value, *_ = tensors.values()
+        tables = {name: x for name, x in tensors.items() if name not in ("query", "key", "value")}
+        return sr.attention(query, key, value, build(self.spec), **tables, **self.keywords())
+
+    def precision(self) -> torch.dtype:
+        return torch.bfloat16 if self.autocast and self.dtype != "float64" else DTYPES[self.dtype]
+
+    def expected(
+        self, tensors: dict[str, Tensor], grad_out: Tensor, grad_lse: Tensor
+    ) -> oracle.Results:
+        """What the oracle says of the numbers as the call reads them."""
+        scene = self.scene
+        rounded = {name: x.detach() for name, x in tensors.items()}
+        for name in ("query", "key", "value"):
+            rounded[name] = rounded[name].to(self.precision())
+        exact = {name: x.double().numpy() for name, x in rounded.items()}
+        present = present_pairs(self.spec, scene)
+        first, q_len, kv_len = scene.first_position, scene.q_len, scene.kv_len
+        positions, keys = np.arange(first, first + q_len), np.arange(kv_len)
+        bias: Any = np.zeros((1, 1, 1, 1, 1))
+        places: dict[str, Any] = {}  # of each pair, where its bias stands in the table
+        if self.distance_bias is not None:
+            radius, each = self.distance_bias
+            distance = (keys - positions[:, None]).clip(-radius, radius) + radius
+            heads = np.arange(scene.num_heads) if each else np.zeros(scene.num_heads, np.int64)
+            places["distance_bias"] = (heads[:, None, None], distance)
+        if self.block_bias is not None:
+            present, number = by_entry(self, present)
+            places["block_bias"] = places_of_heads(rounded["block_bias"].shape, scene, number)
+        if self.slot_bias is not None:
+            listed = specs.slots(self.spec, scene, positions, keys)  # [1, B, H, Nq, Nk]
+            places["slot_bias"] = places_of_slots(rounded["slot_bias"].shape, scene, listed)
+        for name, place in places.items():
+            table = (
+                exact[name]
+                if name != "slot_bias"
+                else exact[name].reshape(*exact[name].shape[:2], -1)
+            )
+            table = np.concatenate([table, np.zeros((*table.shape[:-1], 1))], -1)
+            bias = bias + table[place]
+        sink = None
+        if self.sink is not None:
+            sink = exact["sink"]
+            sink = sink[None, :, None] if sink.ndim == 1 else sink
+            sink = np.broadcast_to(sink, (scene.batch, scene.num_heads, q_len))
+        keep: Any = 1.0
+        if self.dropout is not None:
+            p, seed = self.dropout
+            branches = branch_numbers(self, present)
+            keep = oracle.kept(
+                seed, p, scene.batch, scene.num_heads, max(branches) + 1, positions, keys
+            )[branches] / (1 - p)
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        results = oracle.attend(
+            exact["query"],
+            exact["key"],
+            exact["value"],
+            present,
+            grad_out.double().numpy(),
+            grad_lse.double().numpy(),
+            scale=scale,
+            softcap=self.softcap,
+            bias=bias,
+            sink=sink,
+            keep=keep,
+        )
+        for each_result in (results.exact, results.magnitude):
+            of_pairs = each_result.pop("bias")
+            for name, place in places.items():
+                shape = rounded[name].shape
+                flat = shape if name != "slot_bias" else (*shape[:2], shape[2] * shape[3])
+                table = np.zeros((*flat[:-1], flat[-1] + 1))
+                np.add.at(table, tuple(np.broadcast_to(x, of_pairs.shape) for x in place), of_pairs)
+                each_result[name] = table[..., :-1].reshape(shape)
+            of_sink = each_result.pop("sink")
+            if self.sink is not None:
+                each_result["sink"] = summed_to(of_sink, rounded["sink"].shape)
+        return results
+
+    def script(self) -> str:
+        """The call in a few lines, its numbers drawn anew."""
+        tensors = self.tensors()
+        draws = [
+            f"{name} = torch.randn({tuple(x.shape)}, dtype={x.dtype}, requires_grad=True)"
+            for name, x in tensors.items()
+        ]
+        tables = [f"{name}={name}" for name in list(tensors)[3:]]
+        given = [f"{name}={x!r}" for name, x in self.keywords().items() if name != "backend"]
+        call = f"sr.attention(query, key, value, {specs.source(self.spec)}, "
+        call += ", ".join([*tables, *given])
+        backend = None if self.backend == "default" else self.backend
+        return "\n".join(
+            [
+                "import torch, sparsering as sr",
+                "; ".join(draws),
+                f"got = {call}, backend={backend!r})",
+                f"expected = {call}, backend='reference')",
+                "print([(a - b).abs().max() for a, b in zip(got, expected)])",
+                f"# {self}",
+            ]
+        )
+
+
+def present_pairs(spec: Spec, scene: Scene) -> np.ndarray:
+    """[J, B, Hq, Nq, Nk] the pairs of each branch.
+
+    Small ones are told by the plain rules, pair by pair; larger ones by `to_dense`.
+    """
+    shape = (scene.batch, scene.num_heads, scene.q_len, scene.kv_len)
+    branches = specs.branches(spec)
+    if len(leaves(spec)) * np.prod(shape) < 6000 and "RandomBlocks" not in str(spec):
+        heads = scene.arguments | {"batch": scene.batch}
+        found = [counts(branch, **heads) for branch in branches]
+    else:
+        found = [build(branch).to_dense(**scene.arguments).expand(shape) for branch in branches]
+    return torch.stack([x.bool() for x in found]).numpy()
+
+
+def by_entry(call: Call, present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs of each pass of the layout, and the number of the entry that has each pair."""
+    number = call.layout().entry_of_pairs(call.scene.batch).numpy()
+    assert np.array_equal((number >= 0).sum(0), present.sum(0)), "the layout has other pairs"
+    return number >= 0, number
+
+
+def branch_numbers(call: Call, present: np.ndarray) -> list[int]:
+    """The branch that each of `present` is of."""
+    if call.block_bias is None:
+        return list(range(len(present)))
+    return [p.branch for p in call.layout().passes]
+
+
+def places_of_heads(shape: Sequence[int], scene: Scene, number: np.ndarray) -> tuple:
+    entry = np.arange(scene.batch).reshape(-1, 1, 1, 1) % shape[0]
+    head = np.arange(scene.num_heads).reshape(-1, 1, 1) % shape[1]
+    return entry, head, number
+
+
+def places_of_slots(shape: Sequence[int], scene: Scene, number: np.ndarray) -> tuple:
+    """Like `places_of_heads`; a bias of kv heads is that of all their query heads."""
+    entry = np.arange(scene.batch).reshape(-1, 1, 1, 1) % shape[0]
+    heads = np.arange(scene.num_heads).reshape(-1, 1, 1)
+    return entry, heads * shape[1] // max(1, scene.num_heads), number
+
+
+def summed_to(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """A gradient of what was broadcast from `shape`."""
+    wide = (1, shape[0], 1) if len(shape) == 1 else tuple(shape)
+    dims = tuple(i for i, size in enumerate(wide) if size == 1)
+    return x.sum(dims, keepdims=True).reshape(shape)
+
+
+def compare(got: dict[str, Tensor], expected: oracle.Results, dtype: torch.dtype) -> None:
+    """Assert that every number differs by rounding alone.
+
+    Rounding is bounded by the magnitude of the sums, the precision of inputs and results, and by
+    the largest score, whose error in the sums' precision multiplies a weight.
+    """
+    largest = expected.largest_score
+    for name, tensor in got.items():
+        exact, magnitude = expected.exact[name], expected.magnitude[name]
+        assert tuple(tensor.shape) == exact.shape, f"{name}: shape {tuple(tensor.shape)}"
+        number = tensor.detach().double().numpy()
+        assert not np.isnan(number).any(), f"{name}: NaN"
+        unit = torch.finfo(dtype).eps
+        if name == "lse":
+            unit = 2.0**-52 if dtype == torch.float64 else 2.0**-23
+        elif tensor.dtype != dtype and name not in ("out", "query", "key", "value"):
+            unit = max(unit, torch.finfo(tensor.dtype).eps)
+        sums = 2.0**-50 if dtype == torch.float64 else 2.0**-20  # of exponentials, in few terms
+        relative = 4 * unit + 8 * sums + 8 * sums / 4 * largest
+        least = {torch.float16: 2.0**-18, torch.bfloat16: 1e-30}.get(dtype, 1e-30)
+        infinite = np.isinf(exact)
+        assert np.array_equal(number[infinite], exact[infinite]), f"{name}: other infinities"
+        error = np.abs(np.where(infinite, 0.0, number - np.where(infinite, 0.0, exact)))
+        error = np.where(infinite, 0.0, error)
+        bound = relative * np.maximum(magnitude, np.abs(np.where(infinite, 0.0, exact))) + least
+        worst = (error / bound).max(initial=0.0)
+        assert worst <= 1, f"{name}: {worst:.3g} times the bound; off by {error.max():.3g}"
+
+
+@st.composite
+def cases(draw: st.DrawFn, cell: Cell) -> Call:
+    """Calls with the option, class of patterns, backend and dtype of a cell, and others beside."""
+    slow = cell.backend in ("triton", "torch_sparse")
+    scene = draw(scenes(max_length=24 if slow else 50, max_heads=2 if slow else 6))
+    option = cell.option
+    if option == "groups":
+        heads = ((2, 1), (4, 2), (6, 3), (4, 1)) if not slow else ((2, 1),)
+        num_heads, num_kv_heads = draw(st.sampled_from(heads))
+        scene = replace(scene, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    if option == "q_start" and scene.q_start is None:
+        scene = replace(scene, q_start=draw(st.integers(0, scene.kv_len + 5)))
+    spec, scene = draw(specs.specs_with(cell.pattern, scene, selected=option == "slot_bias"))
+    selections = [leaf for leaf in leaves(spec) if leaf[0] == "SelectedBlocks"]
+
+    def used(name: str) -> bool:
+        return option == name or draw(st.integers(0, 5)) == 5
+
+    widths = st.sampled_from((16, 16, 8, 32, 24, 5, 64, 1, 40))
+    given: dict[str, Any] = {"block_size": None}
+    if used("block_size") or option == "block_bias":
+        given["block_size"] = draw(st.sampled_from(LAYOUT_BLOCK_SIZES))
+    if used("scale"):
+        given["scale"] = draw(st.sampled_from((0.3, 1.0, -0.5, 0.0)))
+    if used("strides"):
+        given["arrange"] = draw(st.sampled_from(ARRANGES[1:]))
+    if used("large scores"):
+        given["magnitude"] = draw(st.sampled_from((10.0, 60.0)))
+    if cell.dtype != "float64" and used("autocast"):
+        given["autocast"] = True
+    if used("softcap"):
+        given["softcap"] = draw(st.sampled_from((2.0, 0.5, 50.0)))
+    if used("distance_bias"):
+        given["distance_bias"] = draw(st.tuples(st.sampled_from((0, 1, 7, 100)), st.booleans()))
+    if len(selections) == 1 and used("slot_bias"):
+        given["slot_bias"] = draw(st.tuples(st.booleans(), st.booleans()))
+    elif given["block_size"] is not None and used("block_bias"):
+        given["block_bias"] = draw(st.tuples(*[st.booleans()] * 3))
+    if used("sink"):
+        given["sink"] = draw(st.sampled_from(("[H]", "[1, H, 1]", "[B, H, N]", "none")))
+    if used("dropout"):
+        given["dropout"] = draw(st.sampled_from(((0.5, 3), (0.1, 2**61 + 5), (0.9, 0))))
+    has_tables = {"distance_bias", "block_bias", "slot_bias", "sink"} & given.keys()
+    if option == "half tables" and not has_tables:
+        given["sink"], has_tables = "[H]", {"sink"}
+    if cell.dtype != "float64" and has_tables and used("half tables"):
+        given["half_tables"] = True
+    return Call(
+        spec,
+        scene,
+        cell.backend,
+        cell.dtype,
+        draw(st.integers(0, 99)),
+        draw(widths),
+        draw(widths),
+        **given,
+    )

@@ -1,0 +1,145 @@
+"""Attention with all extras of a call, forward and backward, in float64 numpy: a few formulas.
+
+It shares nothing with the library. Beside each result stands its magnitude: the same sums with
+every term by its absolute value. An error that is small beside the magnitude is rounding.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Results:
+    """Exact results, their magnitudes by the same names, and the largest score."""
+
+    exact: dict[str, Array]
+    magnitude: dict[str, Array]
+    largest_score: float
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    present: NDArray[np.bool_],
+    grad_out: Array,
+    grad_lse: Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: Array | float = 0.0,
+    sink: Array | None = None,
+    keep: Array | float = 1.0,
+) -> Results:
+    """Out, lse and every gradient of one call.
+
+    Args:
+        query: [B, Hq, Nq, D]; key, value: [B, Hkv, Nk, D] and [.., Dv].
+        present: [J, B, Hq, Nq, Nk] the pairs of each branch of a mixture.
+        grad_out: [B, Hq, Nq, Dv]; grad_lse: [B, Hq, Nq].
+        bias: [J or 1, B, Hq, Nq, Nk], the sum of all biases of a pair; -inf takes the pair away.
+        sink: [B, Hq, Nq], the logit of a key whose value is zero.
+        keep: like bias, what dropout multiplies the weight of a pair with.
+
+    Returns: `out`, `lse`, `query`, `key`, `value`, `bias` [J, B, Hq, Nq, Nk] and `sink`.
+    """
+    batch, heads, *_ = query.shape
+    group = heads // max(1, key.shape[1])
+    k, v = (np.repeat(x, group, 1) for x in (key, value))
+    raw = scale * query @ k.swapaxes(2, 3)
+    capped = raw if softcap is None else softcap * np.tanh(raw / softcap)
+    slope = np.ones_like(raw) if softcap is None else 1 - (capped / softcap) ** 2
+    score = np.where(present, capped + bias, -np.inf)  # [J, B, Hq, Nq, Nk]
+    nothing = np.full(query.shape[:3], -np.inf)
+    logit = nothing if sink is None else sink
+    highest = score.max((0, 4), initial=-np.inf)
+    highest = np.maximum(highest, logit)
+    highest = np.where(highest == -np.inf, 0.0, highest)
+    weight = np.exp(score - highest[..., None])
+    of_sink = np.exp(logit - highest)
+    total = weight.sum((0, 4)) + of_sink
+    with np.errstate(divide="ignore"):
+        lse = highest + np.log(total)
+    total = np.where(total == 0, 1.0, total)
+    weight, of_sink = weight / total[..., None], of_sink / total
+    used = weight * keep
+
+    def summed(x: Array) -> Array:  # over the query heads of a kv head
+        return x.reshape(batch, key.shape[1], group, *x.shape[2:]).sum(2)
+
+    def results(sign: bool, q: Array, k: Array, v: Array, dout: Array, dlse: Array) -> dict:
+        minus = 1 if sign else -1  # magnitudes add what gradients subtract
+        dweight = dout @ v.swapaxes(2, 3) * keep
+        delta = (weight * dweight).sum((0, 4)) + minus * -dlse
+        dscore = weight * (dweight - minus * delta[..., None])
+        draw = dscore.sum(0) * (scale * slope if sign else abs(scale))
+        return {
+            "out": used.sum(0) @ v,
+            "query": draw @ k,
+            "key": summed(draw.swapaxes(2, 3) @ q),
+            "value": summed(used.sum(0).swapaxes(2, 3) @ dout),
+            "bias": dscore,
+            "sink": -minus * of_sink * delta,
+        }
+
+    exact = results(True, query, k, v, grad_out, grad_lse)
+    parts = (np.abs(x) for x in (query, k, v, grad_out, grad_lse))
+    magnitude = results(False, *parts)
+    magnitude["sink"] = np.abs(magnitude["sink"])
+    products = abs(scale) * np.abs(query) @ np.abs(k).swapaxes(2, 3)
+    finite = np.where(np.isfinite(bias), np.abs(bias), 0.0)
+    largest = float((products.max(initial=0.0)) + finite.max(initial=0.0))
+    exact["lse"], magnitude["lse"] = lse, np.ones_like(lse)
+    return Results(exact, magnitude, largest)
+
+
+def kept(
+    seed: int, p: float, batch: int, heads: int, branches: int, q: Array, k: Array
+) -> NDArray[np.bool_]:
+    """[J, B, H, Nq, Nk] whether dropout keeps each weight: the hash of the contract, in numpy."""
+    word, half = np.uint64(2**32 - 1), np.int64(2**31)
+
+    def mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        for multiplier, shift in ((0x21F0AAAD, 16), (0xD35A2D97, 15)):
+            x = (x ^ x >> np.uint64(shift)) * np.uint64(multiplier) & word
+        return x ^ x >> np.uint64(15)
+
+    states = np.array([_state(seed, entry) for entry in range(batch)], np.uint64)
+    states = states.reshape(1, -1, 1, 1, 1)
+    a, b = states & word, states >> np.uint64(32)
+    parts = (
+        np.arange(heads).reshape(1, 1, -1, 1, 1),
+        np.arange(branches).reshape(-1, 1, 1, 1, 1),
+        q.reshape(-1, 1),
+    )
+    for part in parts:
+        part = part.astype(np.int64).astype(np.uint64) & word
+        a = mixed((a ^ part) + np.uint64(0x9E3779B9) & word)
+        b = mixed((b ^ part) + np.uint64(0x7F4A7C15) & word)
+    x = k.astype(np.int64).astype(np.uint64) & word
+    x = x * np.uint64(0x9E3779B1) & word ^ a
+    x = (x ^ x >> np.uint64(16)) * np.uint64(0x21F0AAAD) & word
+    x = ((x ^ x >> np.uint64(15)) + b & word) * np.uint64(0xD35A2D97) & word
+    x = (x ^ x >> np.uint64(15)).astype(np.int64)
+    signed = np.where(x >= half, x - 2 * half, x)
+    return signed >= min(round(p * 2**32), 2**32 - 1) - half
+
+
+def _state(seed: int, entry: int) -> int:
+    """62 bits of a seed and a batch entry, in Python's own integers."""
+    whole, state = 2**64 - 1, 0
+    for part in (seed, entry):
+        state = part + state * 31 + 0x9E3779B9 & whole
+        for multiplier, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
+            state = (state ^ _shifted(state, shift)) * multiplier & whole
+        state = (state ^ _shifted(state, 31)) & whole
+    return state & 2**62 - 1
+
+
+def _shifted(x: int, bits: int) -> int:
+    """An arithmetic shift of 64 bits, sign and all."""
+    return (x - 2**64 if x >> 63 else x) >> bits & 2**64 - 1

@@ -1,0 +1,161 @@
+"""Pattern expressions for the attacker: a class of patterns joined with others; specs as source.
+
+A spec is a nested tuple as in `patterns_oracle`.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import strategies as drawn
+from patterns_oracle import OPERATORS, Spec, is_mixture, leaves
+from strategies import Scene
+
+LEAVES = {
+    "Full": lambda scene: st.just(("Full",)),
+    "Causal": lambda scene: st.just(("Causal",)),
+    "SlidingWindow": drawn.windows,
+    "PooledCausal": drawn.pooled,
+    "GlobalTokens": drawn.global_tokens,
+    "Dilated": drawn.dilated,
+    "LongNet": drawn.longnets,
+    "BlockDilated": drawn.block_dilated,
+    "BlockWindow": drawn.block_windows,
+    "RandomBlocks": drawn.random_blocks,
+    "Hierarchical": drawn.hierarchicals,
+    "Documents": drawn.documents,
+    "KeyPadding": drawn.key_paddings,
+    "KeyMask": drawn.key_masks,
+    "Blocks": drawn.block_tables,
+    "Dense": drawn.dense_masks,
+    "SelectedBlocks": drawn.selected_blocks,
+    "MaskMod": drawn.mask_mods,
+}
+CLASSES = (*LEAVES, "Packed", *OPERATORS)
+OF_WHOLE_ROWS = ("Documents", "KeyMask", "Dense", "SelectedBlocks", "MaskMod")  # not in `Packed`
+
+
+def classes_of(spec: Spec) -> list[str]:
+    """Every class and operator of a spec."""
+    name, *args = spec
+    inner = args if name in OPERATORS else args[1:] if name == "Packed" else []
+    return sorted({name, *(found for part in inner for found in classes_of(part))})
+
+
+def branches(spec: Spec) -> list[Spec]:
+    """The masks of a mixture, in the order in which the pattern has them."""
+    name, *args = spec
+    if name == "+":
+        return branches(args[0]) + branches(args[1])
+    if name == "&":
+        return [("&", a, b) for a in branches(args[0]) for b in branches(args[1])]
+    if name == "Packed":
+        return [("Packed", args[0], inner) for inner in branches(args[1])]
+    if name == "LongNet":
+        pairs = zip(args[0], args[1], strict=True)
+        return [("Dilated", w, r, *args[2:]) for w, r in pairs]
+    return [spec]
+
+
+def selections(spec: Spec) -> list[Spec]:
+    """Every `SelectedBlocks` of every branch; those inside `Packed` have no slots."""
+    name, *args = spec
+    if name in OPERATORS:
+        parts = branches(spec) if is_mixture(spec) else args
+        return [found for part in parts for found in selections(part)]
+    return [spec] if name == "SelectedBlocks" else []
+
+
+def slots(spec: Spec, scene: Scene, positions: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """[J, B, H, Nq, Nk] the slot of each pair's block, R * k where none lists it."""
+    shape = (scene.batch, scene.num_heads, len(positions), len(keys))
+    found = []
+    for branch in branches(spec):
+        listed = selections(branch)
+        if listed:
+            found.append(_slots(listed[0], scene, positions, keys))
+        else:
+            (selection,) = selections(spec)
+            found.append(np.full(shape, np.prod(np.array(selection[1]).shape[-2:])))
+    return np.stack(found)
+
+
+def _slots(selection: Spec, scene: Scene, positions: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    _, indices, size, row_size, first_row = selection
+    table = np.array(indices)
+    table = table.reshape((1,) * (4 - table.ndim) + table.shape)
+    rows, listed = table.shape[2:]
+    out = np.full((scene.batch, scene.num_heads, len(positions), len(keys)), rows * listed)
+    for b, h, i, j in np.ndindex(out.shape):
+        row = positions[i] // row_size - first_row
+        head = h * table.shape[1] // scene.num_heads
+        blocks = list(table[b % len(table), head, row])
+        if keys[j] // size in blocks:
+            out[b, h, i, j] = row * listed + blocks.index(keys[j] // size)
+    return out
+
+
+@st.composite
+def specs_with(
+    draw: st.DrawFn, kind: str, scene: Scene, *, selected: bool = False
+) -> tuple[Spec, Scene]:
+    """A spec that has a class or operator, and the scene that it fits.
+
+    With `selected` exactly one branch has exactly one `SelectedBlocks`.
+    """
+    if scene.first_position < 0 and (selected or kind == "SelectedBlocks"):
+        scene = replace(scene, q_start=0)
+    if kind == "Dense" and not (scene.q_len and scene.kv_len):
+        scene = replace(scene, q_len=max(1, scene.q_len), kv_len=max(1, scene.kv_len))
+    others = drawn.masks(scene, 1, with_random=True)
+    other = draw(others)
+    if kind == "Packed":
+        spec = draw(drawn.packed(scene, lambda inside: drawn.masks(inside, 1, nested=True)))
+    elif kind in OPERATORS:
+        spec = (kind, draw(others), other)
+    else:
+        spec = draw(LEAVES[kind](scene))
+    forms = ["alone", "alone", "& other", "other &", "+ other"]
+    if not is_mixture(spec):
+        forms += ["| other", "other |", "other +"]
+        if kind not in (*OF_WHOLE_ROWS, *OPERATORS, "Packed"):
+            forms.append("packed")
+    form = draw(st.sampled_from(forms))
+    if form == "packed":
+        spec = draw(drawn.packed(scene, LEAVES[kind]))
+    elif form != "alone":
+        sides = (spec, other) if form.endswith("other") else (other, spec)
+        spec = (form.replace("other", "").strip(), *sides)
+    if selected and len(selections(spec)) != 1:
+        if not selections(spec):
+            selection = draw(drawn.selected_blocks(scene))
+            joins = ["+", "other +"] if is_mixture(spec) else ["&", "|", "other |", "+", "other +"]
+            join = draw(st.sampled_from(joins))
+            sides = (spec, selection) if not join.startswith("other") else (selection, spec)
+            spec = (join.removeprefix("other "), *sides)
+        else:
+            spec = draw(drawn.selected_blocks(scene))
+    return spec, scene
+
+
+def source(spec: Spec) -> str:
+    """The spec as Python source."""
+    name, *args = spec
+    if name in OPERATORS:
+        return f"({source(args[0])} {name} {source(args[1])})"
+    if name == "MaskMod":
+        text, batch = drawn.MASK_MODS[args[0]], args[1]
+        return f"sr.from_mask_mod({text}, batch_size={batch})"
+    parts: list[Any] = [repr(x) for x in args]
+    if name == "Packed":
+        parts[1] = source(args[1])
+    if name in ("Blocks", "Dense", "KeyMask", "SelectedBlocks"):
+        parts[0] = f"torch.tensor({args[0]!r})"
+    return f"sr.{name}({', '.join(parts)})"
+
+
+def is_bound(spec: Spec) -> bool:
+    """Whether the pattern knows the length of the sequence."""
+    bound = ("Documents", "Packed", "KeyMask", "Blocks", "Dense", "SelectedBlocks")
+    return any(leaf[0] in bound for leaf in leaves(spec))
