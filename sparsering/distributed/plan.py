@@ -15,7 +15,7 @@ from torch import Tensor
 from ..checks import check_pattern
 from ..layouts.cache import layout_cache
 from ..layouts.compile import check_block_size
-from ..layouts.heads import distinct_heads, distinct_kv_heads
+from ..layouts.terms import distinct_heads, distinct_kv_heads
 from ..layouts.tiles import Ranges
 from ..numerics import sum_dtype
 from ..patterns.algebra import Frame, Pattern, check_fits

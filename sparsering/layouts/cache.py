@@ -22,8 +22,8 @@ from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.keys import without_key_masks
 from ..patterns.selected import selections_of
+from ..streams import capturing
 from .compile import build_layout, check_block_size
-from .device.streams import capturing
 from .layout import BlockLayout
 
 _MOST_WAITING = 64

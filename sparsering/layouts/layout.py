@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..patterns.algebra import Frame
+from ..streams import Built, moved
 from .bitmaps import transposed, unpack
-from .device.streams import Built
 from .drawing import drawing
 
 
@@ -143,9 +143,10 @@ class Pass:
         return replace(self, bitmaps=moved.reshape(self.bitmaps.shape))
 
     def to(self, device: torch.device) -> "Pass":
+        """A copy on a device; the host does not wait for a GPU."""
         values: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(self)}
         for name, x in values.items():
-            values[name] = x.to(device) if isinstance(x, Tensor) else x
+            values[name] = moved(x, device) if isinstance(x, Tensor) else x
         return Pass(**values)
 
 
@@ -177,7 +178,7 @@ class BlockLayout:
                 _ = p.transpose
 
     def kept(self, device: torch.device) -> "BlockLayout":
-        """The same, to be kept for all streams of its device, with what all of them read built."""
+        """A copy safe to share across CUDA streams; builds shared tables first."""
         counts = {"entry_counts": self.entry_counts, "first_entry": self.first_entry}
         kept = replace(self, built=Built.now(device))
         vars(kept).update(counts)

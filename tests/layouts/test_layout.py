@@ -136,13 +136,20 @@ def occupied_tiles(dense: Tensor, block_size: int) -> int:
 block_sizes = st.sampled_from(LAYOUT_BLOCK_SIZES)
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(cases(with_random=True), st.sampled_from((16, 16, 32, 64)))
 def test_layout_holds_the_pairs_of_the_pattern(case: tuple[Spec, Scene], block_size: int) -> None:
     assert_layout_is_the_pattern(*case, block_size)
 
 
-@settings(max_examples=120, suppress_health_check=list(HealthCheck))
+@pytest.mark.slow
+@settings(max_examples=1000, suppress_health_check=list(HealthCheck))
+@given(cases(with_random=True), st.sampled_from((16, 16, 32, 64)))
+def test_layout_holds_the_pairs_of_many_patterns(case: tuple[Spec, Scene], block_size: int) -> None:
+    assert_layout_is_the_pattern(*case, block_size)
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(cases(max_length=300, min_length=71, max_heads=3, with_random=True), block_sizes)
 def test_long_layout_holds_the_pairs_of_the_pattern(
     case: tuple[Spec, Scene], block_size: int
