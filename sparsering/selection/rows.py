@@ -47,7 +47,7 @@ def spans(q_start: int, q_len: int, query_block: int, block_size: int) -> list[S
         whole = start % block_size == stop % block_size == 0
         width = block_size if whole else stop - start
         row = query_block if start % query_block == stop % query_block == 0 else width
-        block, offset = divmod(start, block_size)
+        block, offset = start // block_size, start % block_size  # Dynamo has no divmod of SymInts
         found.append(Span(start - q_start, block, (stop - start) // width, width, row, offset))
         start = stop
     return found
