@@ -95,7 +95,8 @@ def attention(
     `out_q = sum_k m(q, k) e^{s_k} v_k / sum_k m(q, k) e^{s_k}`, `s_k = scale * q.k`, m the
     multiplicity of the pair. A query without keys has out = 0, lse = -inf and zero gradients.
     Extras apply in this order: `s = scale * q.k`; softcap; + distance_bias + block_bias +
-    slot_bias; the pattern; softmax; sink; dropout.
+    slot_bias; the pattern; softmax; sink; dropout. A score of -inf is no pair. One of +inf or NaN
+    makes out and lse of its row NaN, as a softmax does.
 
     Args:
         query: [B, Hq, Nq, D], any strides.
@@ -108,7 +109,8 @@ def attention(
         block_size: tokens to a tile, a multiple of 16 from 16 to 256; default by the density of the
             pattern, as `pattern.layout()` has it.
         block_bias: [B or 1, H or 1, num_blocks], added to every score of a visited block, in the
-            order of `layout.entries`; differentiable. Needs an explicit block_size.
+            order of `layout.entries`; differentiable. -inf takes a block out; +inf and NaN make its
+            rows NaN. Needs an explicit block_size.
         slot_bias: beside a pattern with one `SelectedBlocks`, shaped like its indices, [B or 1,
             Hkv or Hq or 1, R, k]: added to every score of a row with the block of the slot, the
             first of those that list it; differentiable, 0 for slots that list nothing.

@@ -286,8 +286,7 @@ def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
     if all(p.slot is None for p in layout.passes) and layout.passes:
         raise NotImplementedError(
             "slot_bias needs tiles of one row and one block of SelectedBlocks: a block_size that "
-            "divides the selection's, beside masks that are not dilated or packed; "
-            "backend='reference' takes any"
+            "divides the selection's; backend='reference' takes any"
         )
     slot = stretched(layout.entry_slots, *slot_bias.shape[:2])
     return torch.nn.functional.pad(slot_bias, (0, 1)).gather(-1, slot % (slot_bias.shape[2] + 1))
@@ -296,8 +295,8 @@ def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
 def _slot_gradient(grad: Tensor, layout: BlockLayout, slot_bias: Tensor) -> Tensor:
     """The gradient of a bias of slots, from that of the bias of entries."""
     slot = stretched(layout.entry_slots, *grad.shape[:2])
-    of_slots = grad.new_zeros(slot_bias.shape)
-    return of_slots.scatter_add_(-1, slot.clamp(min=0), grad.masked_fill(slot < 0, 0.0))
+    of_slots = grad.new_zeros(*slot_bias.shape[:2], slot_bias.shape[2] + 1)
+    return of_slots.scatter_add_(-1, slot % of_slots.shape[2], grad)[..., :-1].contiguous()
 
 
 def _laid(
@@ -394,7 +393,8 @@ def _log_biased_counts(number: Tensor, block_bias: Tensor, kept: Tensor | None =
     bias = torch.where(number >= 0, flat.gather(-1, number.clamp(min=0)), -torch.inf)
     highest = finite_or_zero(bias.detach().amax(0))
     total = torch.where(there, (bias - highest).exp(), 0.0).sum(0)
-    return torch.where(total > 0, highest + torch.where(total > 0, total, 1.0).log(), -torch.inf)
+    none = total == 0
+    return torch.where(none, -torch.inf, highest + torch.where(none, 1.0, total).log())
 
 
 def _visited_pairs(arguments: Sequence[Any]) -> float:

@@ -79,15 +79,15 @@ def slots_op(
     check_fits(value, frame)
     p = torch.arange(q_start, q_start + frame.q_len)[:, None]
     k = torch.arange(frame.kv_len)
-    found = []
-    for branch in value.branches:
+    shape = (len(value.branches), len(query), frame.num_heads, frame.q_len, frame.kv_len)
+    found = torch.empty(shape, dtype=torch.int64)
+    for number, branch in enumerate(value.branches):
         selections = selections_of(branch)
         for b, h in itertools.product(range(len(query)), range(frame.num_heads)):
             held = branch.at(b, h, frame).holds(p, k, frame)
             slots = [s.slot_of_pairs(p, k, b, h, frame) + 1 for s in selections]
-            found.append(torch.where(held, slots[0] if slots else 0, -1).expand(len(p), len(k)))
-    shape = (len(value.branches), len(query), frame.num_heads, frame.q_len, frame.kv_len)
-    return torch.stack(found).view(shape).to(query.device)
+            found[number, b, h] = torch.where(held, slots[0] if slots else 0, -1)
+    return found.to(query.device)
 
 
 @torch.library.custom_op("sparsering::distances", mutates_args=())

@@ -103,6 +103,19 @@ def test_extras_are_those_of_one_pass(name, extra):
     assert_close(out, whole(pattern, x, **options), 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("split", SPLITS[:2], ids=["prompt", "chunks"])
+def test_a_sink_in_half_precision_where_some_queries_see_nothing(split, dtype):
+    sink = torch.randn(CASE.num_heads)
+    for pattern in (sr.Dilated(8, 2, 0), sr.LongNet((16,), (4,))):
+        x = drawn(dtype=dtype)
+        freed = [torch.full((4 * y.numel(),), torch.nan, dtype=dtype) for y in x]
+        del freed  # what is read past the end of a result is likely to be NaN
+        out = attend(cache_of(pattern, page_size=16), x, split, sink=sink)
+        expected = whole(pattern, [y.double() for y in x], sink=sink)
+        assert_close(out.double(), expected, torch.finfo(dtype).eps)
+
+
 def test_nothing_is_laid_out_for_each_token():
     pattern = sr.LongNet((16, 64), (1, 4)) & sr.Causal()
     x = drawn(dtype=torch.float32)

@@ -113,7 +113,58 @@ def test_the_cpu_kernel_is_as_exact_as_eager_mathematics(
         assert_close(a.double(), b.double(), 4 * unit, f"gradient {number}")
 
 
+# One pass, in which some query has no tile: its rows begin at 0, with the sink as their lse.
+PART_OF_THE_QUERIES = {
+    "dilated": lambda case: sr.Dilated(8, 2, 0),
+    "one branch": lambda case: sr.LongNet((16,), (4,)),
+    "walked": lambda case: sr.Dilated(8, 2, 0),
+    "fewer keys": lambda case: sr.Packed((11, 20), sr.Causal()),
+    "few queries": lambda case: sr.Dilated(8, 2, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("extras", ["sink", "sink_of_rows", "sink_of_entries"])
+@pytest.mark.parametrize("name", PART_OF_THE_QUERIES)
+def test_a_sink_where_some_queries_have_no_tile(
+    name: str, extras: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    if name == "walked":
+        monkeypatch.setattr("sparsering.kernels.cpu.call._is_walked", lambda problem, p: 1)
+    q_len, kv_len = {"fewer keys": (75, 31), "few queries": (2, 31)}.get(name, (75, 75))
+    case = Case(2, 4, 2, q_len, kv_len, 32, 32)
+    pattern = PART_OF_THE_QUERIES[name](case)
+    (only,) = pattern.layout(**case.heads, block_size=16).passes
+    assert not only.covers[0]
+    x, options = inputs(case, dtype), extras_of(case, extras, torch.float32)
+    leaves = [*x, *options.values()]
+    expected = expected_of(pattern, case, x, options)
+    call = {"block_size": 16, "backend": "cpu", "return_lse": True, **options}
+    freed = [torch.full((4 * x[0].numel(),), torch.nan, dtype=dtype) for _ in range(8)]
+    del freed  # what is read past the end of `out` is likely to be NaN
+    got = sr.attention(*x, pattern, **call)
+    unit = torch.finfo(dtype).eps
+    assert_close(got[0].detach().double(), expected[0].detach(), unit, "out")
+    assert_close(got[1].detach().double(), expected[1].detach(), 2e-6, "lse")
+    grads = zip(gradients(got, leaves), gradients(expected, leaves), strict=True)
+    for number, (a, b) in enumerate(grads):
+        assert_close(a.double(), b.double(), 4 * unit, f"gradient {number}")
+
+
 ALL = "softcap distance_bias sink_of_rows dropout"
+
+
+def bias_of_pairs(bias: Tensor, pattern: sr.Pattern, layout: Any, case: Case) -> Tensor:
+    """[branches, B, H, Nq, Nk] the block bias of every pair of every branch."""
+    number = layout.entry_of_pairs(case.batch)  # [passes, B, H, Nq, Nk]
+    flat = bias[None, :, :, None].expand(len(number), -1, -1, case.q_len, -1)
+    of_pass = torch.where(number >= 0, flat.gather(-1, number.clamp(min=0)), 0.0)
+    branches = [p.branch for p in layout.passes]
+    of_branch = [
+        sum(b for b, of in zip(of_pass, branches, strict=True) if of == i)
+        for i in range(len(pattern.branches))
+    ]
+    return torch.stack(of_branch)
 
 
 @pytest.mark.parametrize("backend", ["reference", "gather"])
@@ -123,15 +174,8 @@ def test_block_bias_joins_the_others(name: str, backend: str):
     x, options = inputs(case), extras_of(case, ALL)
     layout = pattern.layout(**case.heads, block_size=16)
     bias = torch.randn(case.batch, 4, layout.num_blocks, dtype=torch.float64, requires_grad=True)
-    number = layout.entry_of_pairs(case.batch)  # [passes, B, H, Nq, Nk]
-    flat = bias[None, :, :, None].expand(len(number), -1, -1, case.q_len, -1)
-    of_pass = torch.where(number >= 0, flat.gather(-1, number.clamp(min=0)), 0.0)
-    branches = [p.branch for p in layout.passes]
-    of_branch = [
-        sum(b for b, of in zip(of_pass, branches, strict=True) if of == i)
-        for i in range(len(pattern.branches))
-    ]
-    expected = expected_of(pattern, case, x, options, bias=torch.stack(of_branch))
+    of_pairs = bias_of_pairs(bias, pattern, layout, case)
+    expected = expected_of(pattern, case, x, options, bias=of_pairs)
     got = sr.attention(
         *x, pattern, block_size=16, block_bias=bias, backend=backend, return_lse=True, **options
     )
@@ -165,6 +209,93 @@ def test_a_few_queries_of_a_long_sequence(extras: str, queries: int):
     got = sr.attention(x[0], *hidden, pattern, backend="cpu", return_lse=True, **options)
     for name, a, b in zip(("out", "lse"), got, expected, strict=True):
         assert_close(a.detach().double(), b.detach(), 2e-6, name)
+
+
+# Scores that are no finite number
+
+NOT_FINITE = {
+    "block_bias": 40,
+    "block_bias, one query": 1,
+    "distance_bias": 40,
+    "distance_bias, one query": 1,
+    "slot_bias": 50,
+    "slot_bias, rows of one query": 50,
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets Triton
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, -torch.inf])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        (name, backend)
+        for name in NOT_FINITE
+        for backend in ("reference", "gather", "cpu", "triton", "torch_sparse")
+        if (backend, name) != ("triton", "slot_bias, rows of one query")  # slow in its interpreter
+        and (backend != "torch_sparse" or "distance" not in name)
+    ],
+)
+def test_a_score_of_minus_inf_is_no_pair_and_one_of_inf_or_nan_makes_a_row_nan(
+    name: str, value: float, backend: str
+):
+    """As a softmax of such scores has it; other heads have the gradients that they had."""
+    case = Case(1, 2, 2, NOT_FINITE[name], 50)
+    pattern = sr.Causal() + sr.SlidingWindow(6, 2)
+    if name.startswith("slot"):
+        tokens = 1 if name.endswith("query") else 16
+        rows = -(-50 // tokens)
+        indices = (torch.arange(rows)[:, None] + torch.arange(2)) % 4
+        pattern = sr.SelectedBlocks(indices, 16, query_block=tokens)
+    x, call, bias = inputs(case, torch.float32), {"block_size": 16}, None
+    if name.startswith("distance"):
+        table = torch.randn(2, 9)
+        table[0, 2:4] = value
+        table[0, 0] = -torch.inf
+        call["distance_bias"] = table
+    elif name.startswith("slot"):
+        slots = torch.randn(1, 2, rows, 2)
+        slots[0, 0, rows // 2 :, 1] = value
+        call["slot_bias"] = slots
+        of_blocks = torch.zeros(1, 2, rows, 4).scatter(3, indices.expand(1, 2, rows, 2), slots)
+        of_queries = of_blocks.repeat_interleave(tokens, 2)[:, :, :50]
+        bias = of_queries.repeat_interleave(16, 3)[None, ..., :50]
+    else:
+        layout = pattern.layout(**case.heads, block_size=16)
+        blocks = torch.randn(1, 2, layout.num_blocks)
+        blocks[0, 0, 2:4] = blocks[0, 0, -1] = value
+        call["block_bias"], bias = blocks, bias_of_pairs(blocks, pattern, layout, case)
+    options = {k: v for k, v in call.items() if k == "distance_bias"}
+    expected = expected_of(pattern, case, x, options, bias=bias)
+    nan = expected[1] if value == -torch.inf else expected[0].sum(-1)  # torch has an lse of inf
+    expected = expected[0], torch.where(nan.isnan(), torch.nan, expected[1])
+    got = sr.attention(*x, pattern, backend=backend, return_lse=True, **call)
+    assert nan[0, 0].isnan().any() == (value != -torch.inf) and not nan[0, 1].isnan().any()
+    for what, a, b in zip(("out", "lse"), got, expected, strict=True):
+        assert torch.equal(a.isnan(), b.isnan()), what
+        assert_close(a.double().nan_to_num(7.0, -9.0), b.nan_to_num(7.0, -9.0), 3e-6, what)
+    for a, b in zip(gradients(got, x), gradients(expected, x), strict=True):
+        assert_close(a[:, 1], b[:, 1], 1e-5)
+        if value == -torch.inf:
+            assert_close(a, b, 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpu", "triton"])
+def test_a_row_whose_scores_are_all_minus_inf_has_no_keys(backend: str):
+    """By its distances: out and gradients are 0, lse is -inf or the row's sink."""
+    case = Case(1, 2, 1, 40, 40)
+    x, table = inputs(case, torch.float32), torch.zeros(2, 9, requires_grad=True)
+    with torch.no_grad():
+        table[0] = -torch.inf
+    leaves = [*x, table]
+    for sink in (None, torch.tensor([0.5, -0.5])):
+        options = {"distance_bias": table, "sink": sink}
+        got = sr.attention(
+            *x, sr.Causal(), block_size=16, backend=backend, return_lse=True, **options
+        )
+        expected = expected_of(sr.Causal(), case, x, options)
+        assert_same_attention([t.double() for t in got], expected, leaves, None, 3e-6, 1e-5)
+        assert not got[0][:, 0].any()
 
 
 def test_rows_that_are_cut_in_pieces_have_their_sink_once():

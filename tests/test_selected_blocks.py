@@ -7,11 +7,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsering as sr
 from sparsering.layouts.compile import build_layout
+from sparsering.layouts.device.plan import plan
 from sparsering.ops import BACKENDS
 from sparsering.patterns.algebra import Frame
 from sparsering.selection import block_mass
 
 WINDOW = sr.SlidingWindow(9)
+DILATED = sr.Dilated(8, 2, 0)
+PACKED = sr.Packed((23, 27), sr.Causal())
 JOINED = {
     "alone": lambda chosen: chosen,
     "causal": lambda chosen: chosen & sr.Causal(),
@@ -19,6 +22,14 @@ JOINED = {
     "in documents": lambda chosen: chosen & sr.Causal() & sr.Documents((23, 27)),
     "padded": lambda chosen: chosen & sr.KeyPadding((31, 50)),
     "in a mixture": lambda chosen: chosen + WINDOW,
+    "after a dilated mask": lambda chosen: DILATED | chosen,
+    "after others of steps": lambda chosen: (
+        sr.SlidingWindow(7, 7, 3) | (chosen & sr.Causal()) | sr.Dilated(6, 3) | sr.Dilated(24, 1)
+    ),
+    "on a dilated mask beside a window": lambda chosen: (chosen & DILATED) | WINDOW,
+    "after packed documents": lambda chosen: PACKED | (chosen & sr.Causal()),
+    "in packed documents": lambda chosen: (DILATED | chosen) & PACKED,
+    "after a dilated mask in a mixture": lambda chosen: (DILATED | chosen) + DILATED,
 }
 # row size, first row, block size of the selection, queries; always 50 keys
 ROWS = [(1, 0, 16, 50), (1, 30, 16, 20), (4, 7, 32, 21), (16, 0, 16, 50), (64, 0, 64, 9)]
@@ -86,7 +97,8 @@ def gradients(out, lse, leaves):
     generator = torch.Generator().manual_seed(1)
     lse = torch.where(lse > -torch.inf, lse, 0.0).double()
     sent = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, lse)]
-    return torch.autograd.grad((out.double() * sent[0]).sum() + (lse * sent[1]).sum(), leaves)
+    total = (out.double() * sent[0]).sum() + (lse * sent[1]).sum()
+    return torch.autograd.grad(total, leaves, materialize_grads=True)
 
 
 EXTRAS = {"softcap": 3.0, "dropout_p": 0.3, "dropout_seed": 5}
@@ -154,7 +166,9 @@ def test_a_block_of_several_tiles_has_one_bias():
 
 
 @pytest.mark.parametrize("backend", ["gather", "cpu", "backward"])
-@pytest.mark.parametrize("joined", ["causal", "beside a window", "in a mixture"])
+@pytest.mark.parametrize(
+    "joined", ["causal", "beside a window", "in a mixture", "in packed documents"]
+)
 @pytest.mark.parametrize("rows", ROWS)
 def test_the_mass_of_each_slot(rows, joined, backend, monkeypatch):
     """By dense weights, with a weight of each query, against the whole softmax or a joint one."""
@@ -188,6 +202,39 @@ def test_blocks_that_no_row_lists_have_no_mass(dtype):
     assert not got.any()
 
 
+# batch entries, heads, queries, keys, slots of a row, channels of keys and of values
+SIZES = {
+    "slots": (1, 2, 32, 32, 0, 8, 8),
+    "rows": (1, 2, 0, 32, 2, 8, 8),
+    "keys": (1, 2, 32, 0, 2, 8, 8),
+    "entries": (0, 2, 32, 32, 2, 8, 8),
+    "heads": (1, 0, 32, 32, 2, 8, 8),
+    "channels": (1, 2, 32, 32, 2, 0, 8),
+    "values": (1, 2, 32, 32, 2, 8, 0),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])
+@pytest.mark.parametrize("joined", ["alone", "beside a window", "after a dilated mask"])
+@pytest.mark.parametrize("missing", SIZES)
+def test_where_there_is_nothing_of_something(missing, joined, backend):
+    batch, heads, queries, keys, slots, width, value_width = SIZES[missing]
+    indices = torch.zeros(batch, heads, queries, slots, dtype=torch.int64)
+    first = max(0, keys - queries)
+    pattern = JOINED[joined](sr.SelectedBlocks(indices, 16, 1, first))
+    shapes = [(queries, width), (keys, width), (keys, value_width), (queries, slots)]
+    leaves = [torch.randn(batch, heads, *s, requires_grad=True) for s in shapes]
+    call = {"pattern": pattern, "q_start": first, "return_lse": True}
+    got = sr.attention(*leaves[:3], slot_bias=leaves[3], backend=backend, **call)
+    plain = [x.detach().double().requires_grad_() for x in leaves]
+    expected = sr.attention(*plain[:3], slot_bias=plain[3], backend="reference", **call)
+    found, wanted = (*got, *gradients(*got, leaves)), (*expected, *gradients(*expected, plain))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-5)
+    mass = block_mass(leaves[0], leaves[1], pattern, q_start=first)
+    assert mass.shape == indices.shape
+
+
 def test_nothing_is_read_from_the_device():
     with FakeTensorMode():
         indices = torch.randint(0, 9, (2, 4, 144, 3))
@@ -195,6 +242,13 @@ def test_nothing_is_read_from_the_device():
         frame = Frame.build(144, 144, 4, 4, None)
         layout = build_layout(pattern, frame, 16, torch.device("cpu"))
         assert layout.entry_slots.shape == (2, 4, 432)
+
+
+def test_a_device_makes_no_layout_without_slots():
+    """Full() beside it has a closed form, whose tiles are of many rows."""
+    chosen = sr.SelectedBlocks(torch.tensor([[0], [2], [1]]), 16)
+    for pattern in (chosen | sr.Full(), (sr.Dilated(8, 2, 0) | chosen | sr.Full()) + sr.Causal()):
+        assert plan(pattern, Frame.build(48, 48, 2, 2, None), 16) is None
 
 
 def test_compiled_once_for_changing_contents():

@@ -41,19 +41,19 @@ def reference_attention(
     group = query.shape[1] // max(1, key.shape[1])
     q = query.to(dtype)
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (key, value))
-    pairs = (log_counts > -torch.inf).expand(*q.shape[:3], k.shape[2])
+    pairs = (log_counts != -torch.inf).expand(*q.shape[:3], k.shape[2])
     k = torch.where(pairs.any(2)[..., None], k, 0.0)  # 0 * NaN is NaN: none may see it
     score = capped(scale * (q @ k.mT), softcap)
     if distance_bias is not None:
         score = score + distance_bias
     score = torch.where(pairs, score + torch.where(pairs, log_counts.to(dtype), 0.0), -torch.inf)
     if sink is not None:  # one more key of each row
-        sink = sink.to(dtype).expand(q.shape[:3])[..., None]
-        score, pairs = torch.cat((score, sink), -1), torch.cat((pairs, sink > -torch.inf), -1)
+        score = torch.cat((score, sink.to(dtype).expand(q.shape[:3])[..., None]), -1)
     if score.shape[-1] == 0:
         zero = q.sum(-1) * 0  # part of the graph
         out = zero[..., None] + q.new_zeros(*q.shape[:3], v.shape[3])
         return out.to(query.dtype), zero - torch.inf
+    pairs = score != -torch.inf  # a NaN counts as a pair: it makes its row NaN
     highest = finite_or_zero(score.detach().amax(-1, keepdim=True))
     weight = torch.where(pairs, (score - highest).exp(), 0.0)
     total = weight.sum(-1, keepdim=True)

@@ -86,9 +86,9 @@ def _of_pairs(
     weight = (score - highest[rows]).exp()
     total = q.new_zeros(len(q)).index_add(0, rows, weight)
     weights = torch.sparse_csr_tensor(first, columns, weight, size=size, check_invariants=True)
-    some = total > 0
-    divisor = torch.where(some, total, 1.0)
+    none = total == 0
+    divisor = torch.where(none, 1.0, total)
     return (
         weights @ v / divisor[:, None],
-        torch.where(some, highest + divisor.log(), -torch.inf),
+        torch.where(none, -torch.inf, highest + divisor.log()),
     )

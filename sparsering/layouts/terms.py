@@ -4,13 +4,38 @@ from dataclasses import replace
 
 from ..patterns.algebra import And, Mask, Or
 from ..patterns.positions import Dilated, Packed, SlidingWindow
+from ..patterns.selected import selections_of
 from .tiles import Grid
 
 _MOST_SPLIT = 256  # masks that the terms of a mask may repeat
 
 
 def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
-    """Masks whose union is `mask`, one per distinct grid, whose tiles hold all its pairs."""
+    """Masks whose union is `mask`, one per distinct grid, whose tiles hold all its pairs.
+
+    A pair is laid where the first of them has it. That is the plain grid for pairs in the blocks of
+    a selection: its tiles alone are of one row and one block, and so of one slot.
+    """
+    found, plain = _split(mask, block_size), Grid(1, block_size)
+    selections = selections_of(mask)
+    if len(selections) != 1 or selections[0].block_size % block_size:
+        return found
+    others = [(grid, part) for grid, part in found if grid != plain]
+    if not others:
+        return found
+    listed = [part if grid == plain else And((*selections, part)) for grid, part in found]
+    rest = [(grid, part) for grid, part in others if not _is_within(part, selections[0])]
+    return [(plain, listed[0] if len(listed) == 1 else Or(tuple(listed))), *rest]
+
+
+def _is_within(mask: Mask, selection: Mask) -> bool:
+    """Whether the mask says by its form that all its pairs are the selection's."""
+    if isinstance(mask, And | Or):
+        return (any if isinstance(mask, And) else all)(_is_within(x, selection) for x in mask.masks)
+    return mask is selection
+
+
+def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
     match mask:
         case Dilated():
             return [(_dilated_grid(mask, block_size), mask)]
@@ -19,15 +44,15 @@ def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
         case Packed(lengths, inner) if (documents := mask.common_lengths) is not None:
             return [
                 (_in_documents(grid, documents), Packed(lengths, part))
-                for grid, part in terms(inner, block_size)
+                for grid, part in _split(inner, block_size)
             ]
         case And(masks):
-            found = terms(masks[0], block_size)
+            found = _split(masks[0], block_size)
             for part in masks[1:]:
                 joined: list[tuple[Grid, Mask]] = [
                     (max(grid, other, key=Grid.selectivity), And((left, right)))
                     for grid, left in found
-                    for other, right in terms(part, block_size)
+                    for other, right in _split(part, block_size)
                 ]
                 found = _unite(joined)
                 if len(found) > 1 and (split := sum(_num_masks(m) for _, m in found)) > _MOST_SPLIT:
@@ -37,7 +62,7 @@ def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
                     )
             return found
         case Or(masks):
-            return _unite([term for part in masks for term in terms(part, block_size)])
+            return _unite([term for part in masks for term in _split(part, block_size)])
     return [(Grid(1, block_size), mask)]
 
 

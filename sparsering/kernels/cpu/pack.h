@@ -203,7 +203,7 @@ inline void pack_transposed(const BFloat16* from, int64_t rows, int64_t width, B
 template <typename T>
 void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, float* C,
               bool add) {
-  if (M == 0) {
+  if (M == 0 || N == 0) {
     return;
   }
   at::native::cpublas::brgemm(M, N, K, lda, N, N, add, A, B, C, kPaired<T>);

@@ -97,7 +97,7 @@ struct Output {
           of_row = lses[i];
         } else if (lses[i] != -kInf) {
           of_row = fresh ? shrink(part, lses[i], old, width)
-                         : merge(part, lses[i], sums.row<float>(row), old, width);
+                         : merge(part, lses[i], sums.row<S>(row), old, width);
         } else if (!fresh) {
           continue;
         }
@@ -107,12 +107,12 @@ struct Output {
   }
 
   // Merges (other, other_lse), which has keys, into part. Returns the merged lse.
-  static float merge(float* part, float part_lse, const float* other, float other_lse,
-                     int64_t width) {
+  template <typename S>
+  static float merge(float* part, float part_lse, const S* other, float other_lse, int64_t width) {
     const float highest = part_lse == -kInf ? other_lse : std::max(part_lse, other_lse);
     const float a = std::exp(part_lse - highest), b = std::exp(other_lse - highest), total = a + b;
     for (int64_t d = 0; d < width; ++d) {
-      part[d] = (a * part[d] + b * other[d]) / total;
+      part[d] = (a * part[d] + b * static_cast<float>(other[d])) / total;
     }
     return highest + std::log(total);
   }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...patterns.algebra import And, Frame, Mask, Not, Or, Pattern
+from ...patterns.selected import selections_of
 from ..conditions import Condition
 from ..lowering import condition
 from ..terms import terms
@@ -90,6 +91,8 @@ class _Told(NamedTuple):
 def plan(pattern: Pattern, frame: Frame, block_size: int) -> list[PassPlan] | None:
     """The passes of a pattern that fits the frame; None where some of it has no closed form."""
     if pattern.restarts is not None or pattern.num_batches() is not None:
+        return None
+    if selections_of(pattern):  # whose entries are told which slot they are of
         return None
     if not frame.q_len or not frame.kv_len or not frame.num_heads:
         return None

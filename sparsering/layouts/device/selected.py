@@ -32,7 +32,7 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
     chosen = selection.indices
     if selection.block_size % block_size or frame.q_start < 0:
         return None
-    if not frame.q_len or not frame.kv_len or not chosen.shape[-1]:
+    if not frame.q_len or not frame.kv_len or not frame.num_heads or not chosen.shape[-1]:
         return None
     device, end = chosen.device, frame.q_start + frame.q_len
     tokens, parts = gcd(selection.row_size, block_size), selection.block_size // block_size
@@ -96,9 +96,11 @@ def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int) -> Pass:
     if len(selections) != 1 or p.step > 1 or p.query_origin is not None:
         return p
     (selection,) = selections
-    first, last = p.query_start + frame.q_start, p.query_stop + frame.q_start - 1
-    in_rows = first // selection.row_size == last // selection.row_size
-    if selection.block_size % block_size or not in_rows.all():
+    first = p.query_start + frame.q_start
+    if not (
+        _each_in_one(first, p.query_stop + frame.q_start, selection.row_size)
+        and _each_in_one(p.key_start, p.key_stop, selection.block_size)
+    ):
         return p
     batches, heads = selection.num_batches() or 1, selection.num_tables(frame)
     batches, heads = max(batches, p.row_ptr.shape[0]), max(heads, p.row_ptr.shape[1])
@@ -111,6 +113,11 @@ def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int) -> Pass:
         head = h * frame.num_heads // heads
         slot[b, h, :n] = selection.slot_of_pairs(query, key, b, head, frame)
     return replace(p, slot=slot)
+
+
+def _each_in_one(start: Tensor, stop: Tensor, size: int) -> bool:
+    """Whether each tile is within one run of `size` positions."""
+    return bool((start // size == torch.maximum(start, stop - 1) // size).all())
 
 
 def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
