@@ -1,6 +1,6 @@
 """What a call must be given, and what it takes where it is given nothing."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from numbers import Real
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from .layouts.layout import BlockLayout
 from .numerics import autocasting, sum_dtype
 from .patterns.algebra import Pattern
-from .patterns.arguments import MOST_TOKENS, shortened
+from .patterns.arguments import MOST_TOKENS, checked_integers, shortened
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, Parameter)
@@ -154,6 +154,20 @@ def check_batch(pattern: Pattern, size: int, named: str = "a query of ") -> None
             f"the pattern is for {batch} batch entries, got {named}{size}; give one length or "
             f"table per entry, in {shortened(str(pattern))}"
         )
+
+
+def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Tensor:
+    """Numbers of entries, int64 [n]; ValueError where they are none."""
+    if not isinstance(index, Tensor):
+        index = torch.tensor(checked_integers(name, index, None), dtype=torch.int64)
+    chosen = index.cpu()
+    whole = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1
+    if not whole or (len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < entries):
+        raise ValueError(
+            f"{name} needs integers [n] from 0 to {entries - 1}, got "
+            f"{shortened(str(chosen.tolist()))}; a boolean mask gives them by .nonzero()[:, 0]"
+        )
+    return chosen.long()
 
 
 def expanded_bias(block_bias: Tensor, query: Tensor, block_size: int | None) -> Tensor:

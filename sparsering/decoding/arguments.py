@@ -9,18 +9,6 @@ from ..numerics import sum_dtype
 from ..patterns.arguments import shortened
 
 
-def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Tensor:
-    """Numbers of entries, int64 [n]; ValueError where they are none."""
-    chosen = torch.as_tensor(index).cpu()
-    whole = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1
-    if not whole or (len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < entries):
-        raise ValueError(
-            f"{name} needs integers [n] from 0 to {entries - 1}, got "
-            f"{shortened(str(chosen.tolist()))}; a boolean mask gives them by .nonzero()[:, 0]"
-        )
-    return chosen.long()
-
-
 def checked_lengths(lengths: Tensor | Sequence[int], entries: int, most: int) -> list[int]:
     """New tokens of each entry; ValueError where they are not that many numbers, or too large."""
     new: list[int] = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)

@@ -11,6 +11,7 @@ from ..checks import (
     check_batch,
     check_inputs,
     check_pattern,
+    checked_index,
     checked_scale,
     described,
     refuse_meta,
@@ -22,7 +23,7 @@ from ..layouts.layout import BlockLayout
 from ..layouts.lifetimes import last_visits, own_length
 from ..patterns.algebra import Pattern, check_fits
 from ..patterns.arguments import checked_integer, shortened
-from .arguments import check_dtype, checked_index, checked_lengths, nothing_new
+from .arguments import check_dtype, checked_lengths, nothing_new
 from .compiled import attend_op, register, spelt
 from .held import Held, Row, looking_back
 from .steps import attend_page, attend_spans, fits_page, of_queries, page_layout

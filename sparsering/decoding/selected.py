@@ -63,12 +63,13 @@ class SelectedCache(KVCache):
         **options: Any,
     ) -> None:
         super().__init__(Causal(), batch_size, num_kv_heads, head_dim, **options)
-        checked_integer("k", k, 0)
+        for name, number in (("k", k), ("sink", sink), ("local", local)):
+            checked_integer(name, number, 0)
         self._summaries = BlockSummaries(block_size, method=method, parts=parts)
         self._size, self._k = block_size, k
         self._selection: dict[str, Any] = {"block_size": block_size, "top_p": top_p}
         self._selection |= {"sink": sink, "local": local}
-        self._chosen(torch.zeros(1, sink + local))  # says what does not fit
+        self._chosen(torch.zeros(1, min(sink + local, k + 1)))  # says what does not fit
 
     def __repr__(self) -> str:
         return (

@@ -160,7 +160,7 @@ class DilatedAttention(nn.Module):
             )
         state = {} if incremental_state is None else incremental_state
         first = state["prev_key"].shape[2] if "prev_key" in state else 0
-        pattern = self.pattern & Causal() if is_causal else self.pattern  # type: ignore[operator]
+        pattern = self.pattern & Causal() if is_causal else self.pattern
         sink = None
         if _checked_padding(self.zero_padding) == "torchscale":
             _check_reproducible(self.pattern, first, first + N, is_causal, key_padding_mask)
@@ -444,4 +444,4 @@ def _without(key_padding_mask: Tensor, pattern: Pattern, batch: int, length: int
             f"{tuple(key_padding_mask.shape)}; it covers keys of steps before too"
         )
     padded = key_padding_mask.to(torch.bool)
-    return pattern & KeyMask(~padded) if padded.any() else pattern  # type: ignore[operator]
+    return pattern & KeyMask(~padded) if padded.any() else pattern

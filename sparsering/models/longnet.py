@@ -301,5 +301,5 @@ def without_lookahead(pattern: Pattern) -> Pattern:
     """The pattern's pairs with k <= p; the pattern itself where each branch says so already."""
     for branch in pattern.branches:
         if not (branch == Causal() or (isinstance(branch, And) and Causal() in branch.masks)):
-            return pattern & Causal()  # type: ignore[operator]
+            return pattern & Causal()
     return pattern

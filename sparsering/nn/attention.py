@@ -140,7 +140,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = _each(lambda x: x.transpose(0, 1), query, key, value)
         self._check(query, key, value)
-        pattern = self.pattern & Causal() if is_causal else self.pattern  # type: ignore[operator]
+        pattern = self.pattern & Causal() if is_causal else self.pattern
         pattern, added = self._masked(pattern, query, key, key_padding_mask, attn_mask)
         out, weights = self._attend(query, key, value, pattern, added, need_weights)
         if weights is not None and average_attn_weights:
@@ -254,7 +254,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             if seen is None:
                 added.append(key_padding_mask[:, None, None])
             else:
-                pattern = pattern & KeyMask(seen)  # type: ignore[operator]
+                pattern = pattern & KeyMask(seen)
         if attn_mask is not None:
             fit = [(length, keys), (batch * heads, length, keys)]
             _check_mask("attn_mask", attn_mask, fit)
@@ -264,7 +264,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             if seen is None:
                 added.append(attn_mask if attn_mask.dim() == 4 else attn_mask[None, None])
             else:
-                pattern = pattern & _pairs(seen)  # type: ignore[operator]
+                pattern = pattern & _pairs(seen)
         return pattern, sum(added[1:], added[0]) if added else None
 
     def _of_nested(
@@ -281,7 +281,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         valid = KeyPadding(tuple(len(x) for x in key.unbind()))
         q, k, v = _each(lambda x: x.to_padded_tensor(0.0), query, key, value)
         self._check(q, k, v)
-        pattern = self.pattern & valid  # type: ignore[operator]
+        pattern = self.pattern & valid
         if is_causal:
             pattern = pattern & Causal()
         out, weights = self._attend(q, k, v, pattern, None, need_weights)

@@ -13,9 +13,10 @@ from typing import Any, Literal, Self, overload
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_integer_or_none, check_tensor
 from ..functional import attention
 from ..patterns.algebra import Mask
-from ..patterns.arguments import checked_integer, shortened
+from ..patterns.arguments import checked_flag, checked_integer, shortened
 from ..patterns.positions import Causal, Full, PooledCausal, SlidingWindow
 from ..patterns.selected import SelectedBlocks
 from ..selection import (
@@ -26,6 +27,7 @@ from ..selection import (
     selection_loss,
 )
 from ..selection.estimates import METHODS, checked_method
+from ..selection.rows import checked_blocks
 from .pooled import gated_pool, pooled_scores
 from .rope import rotate
 
@@ -119,12 +121,16 @@ class SelectedAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": kv_heads}
+        for name, size in sizes.items():
+            checked_integer(name, size, 1)
+        checked_blocks(query_block, block_size)
+        if embed_dim % num_heads:
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; "
                 f"{num_heads * 64} gives heads of 64"
             )
-        if kv_heads < 1 or num_heads % kv_heads:
+        if num_heads % kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {kv_heads}; "
                 "1 shares keys among all heads"
@@ -146,8 +152,10 @@ class SelectedAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         self.block_size, self.query_block = block_size, query_block
         self.k = checked_integer("k", k, 1)
-        self.scorer, self.gate, self.causal = scorer, gate, causal
-        self.sink, self.local, self.dense_below = sink, local, dense_below
+        self.scorer, self.gate, self.causal = scorer, gate, checked_flag("causal", causal)
+        self.sink, self.local = checked_integer("sink", sink, 0), checked_integer("local", local, 0)
+        check_integer_or_none("dense_below", dense_below)
+        self.dense_below = dense_below
         self.window = None if window is None else checked_integer("window", window, 1)
         self.pooled = None if pooled is None else _checked_pooling(pooled)
         shared = kv_heads * self.head_dim
@@ -267,6 +275,7 @@ class SelectedAttention(nn.Module):
 
         Raises: ValueError for another x, and for `return_loss` where the scorer is not learned.
         """
+        check_tensor("x", x, f"[batch, tokens, {self.q_proj.in_features}]")
         if x.dim() != 3 or x.shape[2] != self.q_proj.in_features:
             raise ValueError(
                 f"x must be [B, N, {self.q_proj.in_features}], got {tuple(x.shape)}; unsqueeze "

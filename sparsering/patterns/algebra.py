@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..rows import expand_counts
-from .arguments import digest_of, same_tensor, shortened
+from .arguments import Operand, digest_of, same_tensor, shortened
 from .frame import Frame as Frame
 from .frame import Restarts as Restarts
 
@@ -28,7 +28,7 @@ VERSION = re.compile(r"__v\d+(?=\()")
 """Which class of a name is meant, in an expression: a registered one may replace another."""
 
 
-class Pattern:
+class Pattern(Operand):
     """What masks and mixtures share.
 
     `expression` and `tensors` spell the pattern out for `expression.parse`.
@@ -264,7 +264,7 @@ class Pattern:
 
     def __add__(self, other: object) -> "Mixture":
         if not isinstance(other, Pattern):
-            return NotImplemented
+            return super().__add__(other)
         return Mixture((*self.branches, *other.branches))
 
 
@@ -282,12 +282,12 @@ class Mask(Pattern):
 
     def __and__(self, other: object) -> "Mask":
         if not isinstance(other, Mask):
-            return NotImplemented
+            return super().__and__(other)
         return And((*_parts(And, self), *_parts(And, other)))
 
     def __or__(self, other: object) -> "Mask":
         if not isinstance(other, Mask):
-            return NotImplemented
+            return super().__or__(other)
         return Or((*_parts(Or, self), *_parts(Or, other)))
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
@@ -352,12 +352,12 @@ class Mixture(Pattern):
                 "mask, or + of both"
             )
         if not isinstance(other, Mask):
-            return NotImplemented
+            return super().__and__(other)
         return Mixture(tuple(mask & other for mask in self.masks))
 
     def __rand__(self, other: object) -> "Mixture":
         if not isinstance(other, Mask):
-            return NotImplemented
+            return super().__rand__(other)
         return Mixture(tuple(other & mask for mask in self.masks))
 
     def __or__(self, other: object) -> NoReturn:

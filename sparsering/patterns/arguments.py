@@ -1,7 +1,10 @@
 """Arguments of patterns: checked, frozen, compared; and how much of them an error quotes."""
 
 import operator
+import sys
 from collections.abc import Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +16,39 @@ MOST_TOKENS = 1 << 53
 
 
 _MOST_DIGESTED = 1 << 14
+
+
+class Operand:
+    """What stands on a side of `&`, `|` or `+`: a pattern. Anything else beside it is refused."""
+
+    __array_ufunc__ = None  # so that an array leaves the operator to the pattern, as a tensor does
+
+    def __and__(self, other: object) -> Any:
+        return _left_to("&", other)
+
+    def __or__(self, other: object) -> Any:
+        return _left_to("|", other)
+
+    def __add__(self, other: object) -> Any:
+        return _left_to("+", other)
+
+    __rand__, __ror__, __radd__ = __and__, __or__, __add__
+
+
+def _left_to(symbol: str, other: object) -> Any:
+    """NotImplemented beside a pattern, which may know; TypeError for anything else."""
+    if isinstance(other, Operand):
+        return NotImplemented
+    got, way_out = type(other).__name__, "patterns are made by Causal(), LongNet(...), ..."
+    if isinstance(other, type):
+        got, way_out = f"the class {other.__name__}", "call it with its arguments"
+    elif isinstance(other, str):
+        way_out = "parse(text) reads one"
+    elif hasattr(other, "ndim"):
+        way_out = "Dense(mask) takes bool [Nq, Nk] of pairs, KeyMask(valid) bool [Nk] of keys"
+    elif callable(other):
+        way_out = "from_mask_mod(function) takes FlexAttention's mask_mod"
+    raise TypeError(f"{symbol} needs a pattern on both sides, got {got}; {way_out}")
 
 
 def shortened(text: str, most: int = 200) -> str:
@@ -39,9 +75,21 @@ def checked_integer(
     return number
 
 
+def is_finite(number: object) -> bool:
+    """Whether it is a number that a float can hold, and no tensor of one."""
+    return isinstance(number, Real) and abs(number) <= sys.float_info.max  # type: ignore[operator]
+
+
+def checked_flag(name: str, value: object) -> bool:
+    """The value, which must be True or False; TypeError naming it otherwise."""
+    if type(value) is not bool:
+        raise TypeError(f"{name} must be True or False, got {shortened(repr(value))}")
+    return value
+
+
 def _told(value: object) -> str:
     """What was given instead of an int, and a way out where one is likely."""
-    if isinstance(value, Tensor) and value.numel() != 1:
+    if isinstance(value, Tensor) and not value.is_nested and value.numel() != 1:
         return f"a tensor of shape {tuple(value.shape)}; lengths are those of its dim 2"
     way_out = "; wrap it in int()" if isinstance(value, str | float) else ""
     return shortened(repr(value)) + way_out

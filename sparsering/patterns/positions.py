@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from .algebra import Frame, Mask, Mixture, Pattern
-from .arguments import MOST_TOKENS, checked_integers, freeze_integer, freeze_integers, shortened
+from .arguments import (
+    MOST_TOKENS,
+    checked_flag,
+    checked_integers,
+    freeze_integer,
+    freeze_integers,
+    shortened,
+)
 
 MOST_DILATION = 1 << 31
 
@@ -105,9 +112,7 @@ class GlobalTokens(Mask):
     def _validate(self) -> None:
         freeze_integer(self, "count", 0)
         for name in ("rows", "columns"):
-            if type(given := getattr(self, name)) is not bool:
-                got = shortened(repr(given))
-                raise TypeError(f"GlobalTokens {name} must be True or False, got {got}")
+            checked_flag(f"GlobalTokens {name}", getattr(self, name))
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         row = (p >= 0) & (p < (self.count if self.rows else 0))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import check_tensor
-from ..patterns.arguments import checked_integer, shortened
+from ..patterns.arguments import checked_flag, checked_integer, is_finite, shortened
 from .rows import checked_blocks, current_blocks
 
 _AT_A_TIME = 1 << 17  # scores that are ranked at a time, on a CPU: what its cache holds
@@ -39,7 +39,8 @@ def select_blocks(
         k: most blocks of a row, forced ones included.
         block_size, query_block: those of the scores.
         top_p: keep a block while the share before it, `softmax(scores)` over what may be chosen, is
-            below that, forced blocks included, which are kept anyway: 0 < top_p <= 1.
+            below that, forced blocks included, which are kept anyway: 0 < top_p <= 1,
+            where 1 is no limit.
         sink: forced blocks at the start of the keys.
         local: forced blocks up to that of the row's queries; the last ones where these lie past
             the keys.
@@ -66,7 +67,8 @@ def select_blocks(
     for name, number in (("k", k), ("sink", sink), ("local", local)):
         checked_integer(name, number, 0)
     checked_integer("q_start", q_start, None)
-    if top_p is not None and not 0 < top_p <= 1:
+    checked_flag("causal", causal)
+    if top_p is not None and not (is_finite(top_p) and 0 < top_p <= 1):
         raise ValueError(
             f"top_p must be above 0 and at most 1, got {shortened(repr(top_p))}; None is no limit"
         )
@@ -118,7 +120,7 @@ class _Ranked(NamedTuple):
         rank = torch.where(forced, _FORCED - block, rank)
         best = rank.topk(min(self.k, blocks), -1).values
         chosen = torch.where(best == _NOT_CHOSEN, -1, _LAST - (best & _LAST))
-        if self.top_p is not None:
+        if self.top_p is not None and self.top_p < 1 and blocks:
             chosen = self._most_of(self.top_p, scores, chosen, best > _LAST_SCORED)
         return pad(chosen, (0, self.k - chosen.shape[-1]), value=-1)
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..checks import check_tensor
 from ..numerics import sum_dtype
 from .slots import checked_mass, checked_slots, counted
 
@@ -48,15 +49,21 @@ def selection_loss(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equations 3 and 4.
     """
-    if not isinstance(scores, Tensor) or scores.dim() != 4 or not scores.is_floating_point():
-        got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+    check_tensor("scores", scores, "[B, H, R, Nb]")
+    if scores.dim() != 4 or not scores.is_floating_point():
         raise ValueError(
-            f"scores must be floating point [B, H, R, Nb], got {got}; block_scores and "
-            "BlockScorer return them"
+            f"scores must be floating point [B, H, R, Nb], got {scores.dtype} "
+            f"{tuple(scores.shape)}; block_scores and BlockScorer return them"
         )
     dtype = sum_dtype(scores)
     batch, heads, rows, blocks = scores.shape
     mass = checked_mass(mass, heads, rows).to(dtype)
+    for name, x in (("mass", mass), ("indices", indices), ("row_weight", row_weight)):
+        if isinstance(x, Tensor) and x.device != scores.device:
+            raise ValueError(
+                f"{name} must be on the device of the scores, {scores.device}, got {x.device}; "
+                "move it with .to()"
+            )
     if mass.shape[0] != batch or (indices is None and mass.shape[3] != blocks):
         raise ValueError(
             f"mass must be of the {batch} batch entries and {blocks} blocks of the scores, got "
@@ -83,14 +90,11 @@ def selection_loss(
 
 
 def _checked_weight(weight: Tensor, rows: Tensor) -> Tensor:
-    fits = isinstance(weight, Tensor) and weight.dim() <= 3
-    if fits:
-        sizes = zip(weight.shape[::-1], tuple(rows.shape)[::-1], strict=False)
-        fits = all(n in (1, m) for n, m in sizes)
-    if not fits:
-        got = tuple(weight.shape) if isinstance(weight, Tensor) else repr(weight)
+    check_tensor("row_weight", weight, "[rows]")
+    sizes = zip(weight.shape[::-1], tuple(rows.shape)[::-1], strict=False)
+    if weight.dim() > 3 or not all(n in (1, m) for n, m in sizes):
         raise ValueError(
             f"row_weight must broadcast to {tuple(rows.shape)}, one for each row of the scores, "
-            f"got {got}; unsqueeze what lacks"
+            f"got {tuple(weight.shape)}; unsqueeze what lacks"
         )
     return weight.detach().to(rows.dtype)

@@ -1,12 +1,13 @@
 """`PatternRefiner`: a table of blocks by position, bettered by the mass that blocks receive."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..patterns.arguments import checked_integer, digest_of
+from ..patterns.arguments import checked_integer, digest_of, is_finite, shortened
 from .slots import checked_mass, checked_slots, counted
 
 UNIT = 1 << 32
@@ -91,11 +92,13 @@ class PatternRefiner:
                 f"k must be at least sink + local = {forced} and at most blocks = {blocks}, got "
                 f"{k}; give rows more slots, or force fewer blocks"
             )
-        if not 0 <= ema < 1 or not 0 <= margin < float("inf"):
+        if not (is_finite(ema) and 0 <= ema < 1 and is_finite(margin) and margin >= 0):
             raise ValueError(
-                f"ema must be from 0 up to but not 1 and margin finite and at least 0, got {ema} "
-                f"and {margin}; ema=0 goes by the last observations alone"
+                "ema must be from 0 up to but not 1 and margin finite and at least 0, got "
+                f"{shortened(repr(ema))} and {shortened(repr(margin))}; ema=0 goes by the last "
+                "observations alone"
             )
+        seed = checked_integer("seed", seed, -(1 << 63), (1 << 63) - 1)
         self.ema, self.margin = ema, margin
         row, block = torch.arange(rows)[:, None], torch.arange(blocks)
         current = row * blocks // rows
@@ -186,13 +189,15 @@ class PatternRefiner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken; ValueError for what is none of this size."""
         own = self.state_dict()
-        fits = set(state) == set(own) and all(isinstance(x, Tensor) for x in state.values())
+        fits = isinstance(state, Mapping) and set(state) == set(own)
+        fits = fits and all(isinstance(x, Tensor) for x in state.values())
         if not fits or any(
             state[name].shape != x.shape or state[name].dtype != x.dtype for name, x in own.items()
         ):
+            names = sorted(state) if isinstance(state, Mapping) else shortened(repr(state))
             raise ValueError(
                 f"expected the state_dict of a PatternRefiner of {self.shape} heads, rows and "
-                f"blocks and k={self.k}, got one with {sorted(state)}; make the refiner with the "
+                f"blocks and k={self.k}, got one with {names}; make the refiner with the "
                 "arguments that it was saved with"
             )
         for name in STATE:

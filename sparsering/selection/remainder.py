@@ -8,10 +8,11 @@ from ..checks import check_inputs, check_integer_or_none, checked_scale
 from ..functional import attention
 from ..numerics import merge_attention, sum_dtype, without_autocast
 from ..patterns.algebra import Mask
+from ..patterns.arguments import checked_flag
 from ..patterns.positions import Causal, Full
 from ..patterns.selected import SelectedBlocks
 from .pool import pool_blocks
-from .rows import current_blocks
+from .rows import checked_blocks, current_blocks
 
 _AT_A_TIME = 1 << 24  # logits
 
@@ -54,8 +55,10 @@ def remainder_attention(
     """
     check_inputs(query, key, value, Full())
     check_integer_or_none("q_start", q_start)
+    checked_flag("causal", causal)
+    checked_blocks(query_block, block_size)
     start = key.shape[2] - query.shape[2] if q_start is None else q_start
-    first_row = start // max(1, query_block)
+    first_row = start // query_block
     chosen = SelectedBlocks(indices, block_size, query_block, first_row)
     pattern: Mask = chosen & Causal() if causal else chosen
     exact, lse = attention(query, key, value, pattern, scale=scale, q_start=start, return_lse=True)

@@ -132,6 +132,7 @@ def selection_report(
             f"{tuple(query.shape)} and key {tuple(key.shape)}; give both"
         )
     check_fits(pattern, Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], start))
+    seed = checked_integer("seed", seed, -(1 << 63), (1 << 63) - 1)
     drawn = torch.arange(total)
     if rows is not None:
         checked_integer("rows", rows, 1)

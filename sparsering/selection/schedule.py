@@ -1,16 +1,15 @@
 """Numbers that change while a model trains: with the step, or as far as it has learned."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..patterns.arguments import checked_integer, shortened
+from ..patterns.arguments import checked_integer, is_finite, shortened
 
 KINDS = ("linear", "cosine", "step")
 
@@ -47,7 +46,7 @@ class Schedule:
                 f"{shortened(repr(points))}; one point is a constant"
             )
         for point in points:
-            if not isinstance(point, Sequence) or len(point) != 2 or not all(map(_finite, point)):
+            if not isinstance(point, Sequence) or len(point) != 2 or not all(map(is_finite, point)):
                 raise ValueError(
                     "each point must be a (step, value) of finite numbers, got "
                     f"{shortened(repr(point))}; one point alone is written ((step, value),)"
@@ -97,7 +96,7 @@ class GatedSchedule:
     """
 
     def __init__(self, schedule: Schedule, bar: float) -> None:
-        if not _finite(bar):
+        if not is_finite(bar):
             raise ValueError(f"bar must be a finite number, got {bar!r}")
         self.schedule, self.bar, self.clock = schedule, bar, 0
 
@@ -124,12 +123,9 @@ class GatedSchedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken; ValueError for what is none."""
-        if set(state) != {"clock"}:
+        if not isinstance(state, Mapping) or set(state) != {"clock"}:
             raise ValueError(
-                f"expected the state_dict of a GatedSchedule, with 'clock', got {sorted(state)}"
+                "expected the state_dict of a GatedSchedule, with 'clock', got "
+                f"{shortened(repr(state))}; GatedSchedule.state_dict() makes one"
             )
         self.clock = checked_integer("clock", state["clock"], 0)
-
-
-def _finite(number: object) -> bool:
-    return isinstance(number, Real) and math.isfinite(number)

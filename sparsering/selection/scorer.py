@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_inputs
+from ..checks import check_inputs, check_integer_or_none
 from ..numerics import sum_dtype, without_autocast
-from ..patterns.arguments import checked_integer
+from ..patterns.arguments import checked_flag, checked_integer
 from ..patterns.positions import Full
 from .rows import checked_blocks, num_rows
 
@@ -72,7 +72,8 @@ class BlockScorer(nn.Module):
         self.num_kv_heads = checked_integer("num_kv_heads", num_kv_heads, 1)
         checked_blocks(query_block, block_size)
         self.block_size, self.query_block = block_size, query_block
-        self.causal, self.detach = causal, detach
+        self.causal = checked_flag("causal", causal)
+        self.detach = checked_flag("detach", detach)
         shape = num_kv_heads, checked_integer("index_dim", index_dim, 1), head_dim
         self.pool = nn.Parameter(torch.zeros(num_kv_heads, head_dim))
         self.project_key = nn.Parameter(torch.randn(shape) * head_dim**-0.5)
@@ -106,6 +107,7 @@ class BlockScorer(nn.Module):
                 f"expected keys [B, {self.num_kv_heads}, Nk, {self.head_dim}], as this scorer was "
                 f"made for, got {tuple(key.shape)}; make another BlockScorer"
             )
+        check_integer_or_none("q_start", q_start)
         first = key.shape[2] - query.shape[2] if q_start is None else q_start
         if self.causal and first < 0:
             raise ValueError(

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ..checks import check_inputs, check_integer_or_none, checked_scale
 from ..kernels import cpu
 from ..numerics import sum_dtype, without_autocast
+from ..patterns.arguments import checked_flag
 from ..patterns.positions import Full
 from .estimates import NEVER, Estimate, checked_method, counts
 from .rows import Span, checked_blocks, current_blocks, num_rows, spans
@@ -86,6 +87,7 @@ def block_scores(
     check_inputs(query, key, key, Full())
     checked_blocks(query_block, block_size)
     part = checked_method(method, parts, block_size, query_block)
+    checked_flag("causal", causal)
     scale = checked_scale(scale, query)
     check_integer_or_none("q_start", q_start)
     start = key.shape[2] - query.shape[2] if q_start is None else q_start

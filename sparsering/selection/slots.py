@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..checks import check_tensor
+
 
 def counted(indices: Tensor, num_blocks: int) -> Tensor:
     """Which slots [..., k] list a block: those inside 0 .. num_blocks - 1, once each, the first."""
@@ -15,26 +17,28 @@ def counted(indices: Tensor, num_blocks: int) -> Tensor:
 
 def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
     """Mass [B, heads, R, m], that of a group's heads summed; ValueError where it does not fit."""
-    fits = isinstance(mass, Tensor) and mass.dim() == 4 and mass.is_floating_point()
-    if not fits or mass.shape[2] != rows or not mass.shape[1] or mass.shape[1] % heads:
-        got = f"{mass.dtype} {tuple(mass.shape)}" if isinstance(mass, Tensor) else repr(mass)
+    check_tensor("mass", mass, "[batch, heads, rows, slots]")
+    group = mass.shape[1] // max(1, heads) if mass.dim() == 4 else 0
+    fits = mass.dim() == 4 and mass.is_floating_point() and mass.shape[1:3] == (group * heads, rows)
+    if not fits or (heads and not group):
         raise ValueError(
             f"mass must be floating point [B, a multiple of {heads} heads, {rows} rows, slots], "
-            f"got {got}; block_mass of the same selection returns it"
+            f"got {mass.dtype} {tuple(mass.shape)}; block_mass of the same selection returns it"
         )
-    return mass.detach().unflatten(1, (heads, -1)).sum(2)
+    return mass.detach().unflatten(1, (heads, group)).sum(2)
 
 
 def checked_slots(indices: Tensor, shape: torch.Size) -> Tensor:
     """Indices [B, H, R, m] of that shape, expanded; ValueError where they do not broadcast."""
-    fits = isinstance(indices, Tensor) and indices.dtype == torch.int64
-    fits = fits and 2 <= indices.dim() <= 4 and indices.shape[-2:] == shape[-2:]
+    check_tensor("indices", indices, "[..., rows, slots]")
+    fits = indices.dtype == torch.int64 and 2 <= indices.dim() <= 4
+    fits = fits and indices.shape[-2:] == shape[-2:]
     outer = indices.shape[:-2][::-1] if fits else ()
     fits = fits and all(n in (1, m) for n, m in zip(outer, shape[:-2][::-1], strict=False))
     if not fits:
-        got = f"{indices.dtype} {tuple(indices.shape)}" if isinstance(indices, Tensor) else indices
         raise ValueError(
             f"indices must be int64 that broadcast to {tuple(shape)}, the slots that mass is of, "
-            f"got {got}; pass those of the SelectedBlocks whose mass it is"
+            f"got {indices.dtype} {tuple(indices.shape)}; pass those of the SelectedBlocks whose "
+            "mass it is"
         )
     return indices.expand(shape)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import check_inputs, checked_scale
+from ..checks import check_inputs, checked_index, checked_scale
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Full
@@ -113,8 +113,8 @@ class BlockSummaries:
     def select(self, index: Tensor | Sequence[int]) -> None:
         """Keeps some batch entries, in the order of the index."""
         if self._feature is not None:
-            chosen = torch.as_tensor(index, device=self._feature.device)
-            self._feature = self._feature.index_select(0, chosen)
+            chosen = checked_index("select", index, len(self._feature))
+            self._feature = self._feature.index_select(0, chosen.to(self._feature.device))
 
     def _extended(self, key: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, Hkv, slots, more than the whole blocks, F], those that are new summarised."""

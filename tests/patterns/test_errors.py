@@ -120,6 +120,36 @@ def test_type_error_at_construction_names_the_argument(call: Any, words: list[st
         assert word in message, f"{word!r} is not in {message!r}"
 
 
+@pytest.mark.parametrize("symbol", ["&", "|", "+"])
+@pytest.mark.parametrize("pattern", [sr.Causal(), sr.Causal() & sr.Full(), sr.Causal() + sr.Full()])
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (torch.ones(2, 2, dtype=torch.bool), ["got Tensor", "Dense(mask)", "KeyMask(valid)"]),
+        (torch.nn.Parameter(torch.ones(2)), ["got Parameter", "Dense(mask)"]),
+        (torch.ones(2, 2, dtype=torch.bool).numpy(), ["got ndarray", "Dense(mask)"]),
+        (3, ["got int", "Causal()"]),
+        (None, ["got NoneType", "Causal()"]),
+        ("Causal()", ["got str", "parse(text)"]),
+        ([sr.Causal()], ["got list", "Causal()"]),
+        (sr.Causal, ["got the class Causal", "call it"]),
+        (lambda b, h, q, k: q >= k, ["got function", "from_mask_mod"]),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_is_no_pattern_beside_one_is_told_what_would_be(
+    symbol: str, pattern: Any, other: Any, words: list[str]
+) -> None:
+    join = {"&": operator.and_, "|": operator.or_, "+": operator.add}[symbol]
+    for left, right in ((pattern, other), (other, pattern)):
+        message = raised(TypeError, lambda left=left, right=right: join(left, right))
+        if symbol == "|" and isinstance(pattern, type(sr.Causal() + sr.Full())):
+            assert message.startswith("| is for sets of pairs")
+            continue
+        for word in (f"{symbol} needs a pattern on both sides", *words):
+            assert word in message, f"{word!r} is not in {message!r}"
+
+
 USES = [
     pytest.param(lambda pattern, *a, **k: pattern.to_dense(*a, **k), id="to_dense"),
     pytest.param(lambda pattern, *a, **k: pattern.layout(*a, block_size=16, **k), id="layout"),

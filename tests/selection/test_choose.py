@@ -35,7 +35,7 @@ def sorted_blocks(
         forced = [b for b in may if b < sink or last - local < b <= last]
         rest = [b for b in may if b not in forced and score[b] > -math.inf]
         order = forced + sorted(rest, key=lambda b: (-score[b], b))
-        if top_p is not None:
+        if top_p is not None and top_p < 1:  # 1 is no limit
             highest = max((score[b] for b in may), default=0.0)
             weight = {b: math.exp(score[b] - highest) if score[b] > -math.inf else 0 for b in may}
             total = sum(weight.values())
@@ -137,6 +137,15 @@ def test_equal_shares_are_cut_exactly():
         assert found.tolist() == [[*range(kept), *[-1] * (8 - kept)]]
 
 
+def test_a_top_p_of_1_is_no_limit():
+    """A block whose share is nothing beside that of the first is chosen where there is room."""
+    scores = torch.tensor([[100.0, 0.0, -1.0, -math.inf]])
+    options = {"block_size": 1, "q_start": 9, "sink": 0, "local": 0}
+    for top_p in (None, 1, 1.0):
+        assert select_blocks(scores, 4, top_p=top_p, **options).tolist() == [[0, 1, 2, -1]]
+    assert select_blocks(scores, 4, top_p=0.999, **options).tolist() == [[0, -1, -1, -1]]
+
+
 def test_no_gradient_and_no_wait():
     scores = torch.randn(3, 5, requires_grad=True)
     found = select_blocks(scores, 2, block_size=1)
@@ -147,7 +156,9 @@ def test_no_gradient_and_no_wait():
 
 def test_nothing_to_choose():
     assert select_blocks(torch.zeros(2, 0, 5), 3, block_size=1).shape == (2, 0, 3)
-    assert select_blocks(torch.zeros(2, 4, 0), 3, block_size=1).eq(-1).all()
+    for top_p in (None, 0.5, 1.0):
+        none = select_blocks(torch.zeros(2, 4, 0), 3, block_size=1, top_p=top_p)
+        assert torch.equal(none, torch.full((2, 4, 3), -1))
     assert select_blocks(torch.zeros(2, 4, 5), 0, block_size=1, sink=0, local=0).shape == (2, 4, 0)
 
 
@@ -160,6 +171,9 @@ def test_nothing_to_choose():
         ({"sink": -1}, "sink must be at least 0"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"top_p": 1.5}, "top_p must be above 0"),
+        ({"top_p": "most"}, "top_p must be above 0 .* got 'most'"),
+        ({"top_p": torch.rand(2)}, "top_p must be above 0"),
+        ({"top_p": math.nan}, "top_p must be above 0"),
         ({"query_block": 3}, "query_block must divide"),
         ({"scores": torch.zeros(4, 8, dtype=torch.int64)}, "floating point"),
         ({"scores": torch.zeros(4)}, "rows, blocks"),

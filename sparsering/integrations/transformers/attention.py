@@ -181,7 +181,7 @@ def _attend_unmasked(
     if (own := pattern_of(module)) is not None:
         if not causal:
             check_own_keys(q_len, kv_len)
-        pattern = own & Causal() if causal else own  # type: ignore[operator]
+        pattern = own & Causal() if causal else own
     q_start = kv_len - q_len if causal else 0
     if bias is not None and goes_by_distance(bias, module):
         extras, bias = {**extras, "distance_bias": distance_table(bias, q_start)}, None

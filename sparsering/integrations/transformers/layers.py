@@ -52,7 +52,7 @@ def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
             found.append(_own(config, kind, causal))
         else:
             pattern = parse(text)
-            found.append(pattern & Causal() if causal else pattern)  # type: ignore[operator]
+            found.append(pattern & Causal() if causal else pattern)
     return found
 
 

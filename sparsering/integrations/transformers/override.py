@@ -52,7 +52,7 @@ def attend_pattern(
         )
     valid = mask.once(("valid", kv_len), lambda: mask.valid(kv_len))
     if by_distance_alone(inner):
-        made = inner if mask.documents is None else inner & Runs(mask.documents)  # type: ignore[operator]
+        made = inner if mask.documents is None else inner & Runs(mask.documents)
         return _attend(made, inputs, valid, q_start, extras)
     ids = mask.once(("rows", kv_len), lambda: _row_runs(mask, kv_len))
     if ids is None:
@@ -69,7 +69,7 @@ def looking_back(pattern: Pattern) -> Pattern:
 
 
 def _causal(pattern: Pattern) -> Pattern:
-    return pattern & Causal()  # type: ignore[operator]
+    return pattern & Causal()
 
 
 _known_causal = lru_cache(256)(_causal)
@@ -83,7 +83,7 @@ def _attend(
     extras: dict[str, Any],
 ) -> Tensor:
     if valid is not None:
-        pattern = pattern & KeyMask(valid)  # type: ignore[operator]
+        pattern = pattern & KeyMask(valid)
     return attention(*inputs, pattern, q_start=q_start, **extras)
 
 
