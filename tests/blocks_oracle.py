@@ -76,9 +76,8 @@ def block_scores(
             own = (scale * query @ keys.mT).masked_fill(~here, NEVER).logsumexp(-1)
             logit = torch.where(position // block_size == block, own, logit)
         logits.append(logit)
-    seen = (position // block_size)[:, None] >= torch.arange(blocks) * causal - (
-        not causal
-    ) * kv_len
+    seen = (position // block_size)[:, None] >= torch.arange(blocks)
+    seen = seen if causal else torch.ones_like(seen)
     logit = torch.stack(logits, -1).masked_fill(~seen, NEVER)
     share = logit.log_softmax(-1).masked_fill(~seen, NEVER)  # [B, Hq, N, Nb]
     scores = []

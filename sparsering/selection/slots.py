@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..numerics import sum_dtype
+
 from ..checks import check_tensor
 
 

@@ -8,7 +8,7 @@ import time
 
 from .attack import attack_by_name
 
-KINDS = ("calls", "rings")
+KINDS = ("calls", "rings", "selections")
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import blocks_oracle
 import hypothesis.strategies as st
+import strategies as drawn
 import torch
 from attention_oracle import arranged
 from patterns_oracle import Spec, build
@@ -22,7 +23,7 @@ import sparsering as sr
 import sparsering.selection
 
 from . import calls, specs
-from .attack import Cell
+from .attack import Cell, Refused
 
 METHODS = ("mean", "sub", "gauss", "bounds", "antidiagonal", "exact")
 JOINS = ("SelectedBlocks", *specs.OPERATORS)
@@ -32,13 +33,17 @@ OF_CALLS = ("scale", "strides", "groups", "large scores")
 OPTIONS: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # and classes, by function
     "block_scores": (("none", *ROWS, *OF_CALLS, "gradients"), METHODS),
     "select_blocks": (
-        ("none", *ROWS[:4], *"top_p,sink,local,few visible,no row,no block,NaN,ties,infinite".split(",")),
+        (
+            "none",
+            *ROWS[:4],
+            *"top_p,sink,local,few visible,no row,no block,NaN,ties,infinite".split(","),
+        ),
         ("-",),
     ),
     "pool_blocks": (("none", "overlap", "gaps", "ragged last block", *LENGTHS, "strides"), ("-",)),
     "block_mass": (("none", "lse", "weight", "q_start", *OF_CALLS), JOINS),
     "selection_loss": (
-        ("none", "indices", "row_weight", "groups", "infinite", "no mass", "no row", "no block"),
+        ("none", "indices", "row_weight", "groups", "hidden", "no mass", "no row", "no block"),
         ("-",),
     ),
 }
@@ -330,7 +335,7 @@ def drawn_scores(shape: Sequence[int], kind: str, dtype: str, seed: int) -> Tens
     scores = 2 * torch.randn(tuple(shape))
     if kind == "ties":
         scores = scores.round()
-    odd = {"NaN": (nan, -nan), "infinite": (inf, -inf)}.get(kind, ())
+    odd = {"NaN": (nan,), "infinite": (inf, -inf), "hidden": (-inf,)}.get(kind, ())
     for value in odd:
         scores = scores.masked_fill(torch.rand(scores.shape) < 0.2, value)
     return scores.to(calls.DTYPES[dtype])
@@ -365,8 +370,10 @@ class Mass(calls.Call):
             lse = torch.from_numpy(self.expected(tensors, nothing, further).exact["lse"])
             further = torch.rand(shape)
             given["lse"] = (lse + further).to(torch.promote_types(query.dtype, torch.float32))
-        with torch.no_grad():
-            mass = sr.selection.block_mass(query, key, build(self.spec), **given)
+        try:
+            mass = sr.selection.block_mass(query.detach(), key.detach(), build(self.spec), **given)
+        except NotImplementedError as refusal:
+            raise Refused(str(refusal)) from None
         tensors["slot_bias"] = torch.zeros(*shape[:2], *slots)
         biased = replace(self, slot_bias=(True, True))
         expected = biased.expected(tensors, nothing, weight * (-further.double()).exp())
@@ -507,7 +514,7 @@ def losses(draw: st.DrawFn, cell: Cell) -> Loss:
     batch, heads = draw(ints(1, 2)), draw(ints(1, 3))
     rows = 0 if option == "no row" else draw(ints(0, 6))
     blocks = 0 if option == "no block" else draw(ints(0, 9))
-    kinds = ("none", "ties", "infinite", "no mass")
+    kinds = ("none", "ties", "hidden", "no mass")
     kind = option if option in kinds[1:] else draw(st.sampled_from(kinds))
     outer = ((), (1,), (heads,), (1, 1), (batch, 1), (1, heads), (batch, heads))
     indices = row_weight = None
@@ -524,13 +531,13 @@ def losses(draw: st.DrawFn, cell: Cell) -> Loss:
 def masses(draw: st.DrawFn, cell: Cell) -> Mass:
     """Calls of `block_mass`."""
     call = plain_call(draw, cell, scene_of(draw, cell.option, 40))
-    spec, scene = draw(specs.specs_with(cell.pattern, call.scene, selected=True))
-    given = {field.name: getattr(call, field.name) for field in fields(call)}
+    given = with_selection(draw, cell, call)[0]
+    batch, heads = call.scene.batch, call.scene.num_heads
     weight = None
     if cell.option == "weight" or draw(st.booleans()):
-        weight = draw(st.sampled_from(((1, 1), (scene.batch, 1), (1, scene.num_heads))))
+        weight = draw(st.sampled_from(((1, 1), (batch, 1), (1, heads), (batch, heads))))
     lse = cell.option == "lse" or draw(st.booleans())
-    return Mass(**given | {"spec": spec, "scene": scene}, given_lse=lse, weight=weight)
+    return Mass(**given, given_lse=lse, weight=weight)
 
 
 @st.composite
@@ -538,38 +545,47 @@ def attended(draw: st.DrawFn, cell: Cell) -> Chosen:
     """Calls of `attention` with chosen blocks, or pooled keys."""
     backend, ints = cell.backend.removeprefix("attention "), st.integers
     scene = scene_of(draw, cell.option, 24 if backend in ("triton", "torch_sparse") else 50)
+    call = plain_call(draw, cell, scene, backend)
+    if cell.pattern != "PooledCausal":
+        given, used = with_selection(draw, cell, call)
+        bias = (draw(st.booleans()), draw(st.booleans())) if draw(st.booleans()) else None
+        return Chosen(**given | {"slot_bias": bias}, chosen_by=used)
+    size, stride, length = draw(ints(1, 9)), draw(ints(1, 9)), scene.q_len
+    if cell.option == "ragged last block":
+        stride = max(2, stride)
+        length += (length - size) % stride == 0
+    pooled = -(-max(0, length - size) // stride) + 1
+    scene = replace(call.scene, q_len=length, kv_len=pooled, q_start=0)
+    given = vars(call) | {"spec": ("PooledCausal", size, stride), "scene": scene}
+    ragged = (length - size) % stride > 0
+    return Chosen(**given, chosen_by=("ragged last block",) * ragged)
+
+
+def with_selection(
+    draw: st.DrawFn, cell: Cell, call: calls.Call
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The fields of a call with a chosen selection, alone or joined, and the options in use."""
+    scene, option = call.scene, cell.option
     if scene.first_position < 0:
         scene = replace(scene, q_start=0)
-    call = plain_call(draw, cell, scene, backend)
-    scene, used, other = call.scene, [], ("SlidingWindow", draw(ints(0, 9)), 0, 1)
-    if cell.pattern == "PooledCausal":
-        size, stride = draw(ints(1, 9)), draw(ints(1, 9))
-        length = scene.q_len
-        if cell.option == "ragged last block":
-            stride = max(2, stride)
-            length += (length - size) % stride == 0
-        pooled = -(-max(0, length - size) // stride) + 1
-        scene = replace(scene, q_len=length, kv_len=pooled, q_start=0)
-        used += ["ragged last block"] * ((length - size) % stride > 0)
-        spec: Spec = ("PooledCausal", size, stride)
-        bias = None
-    else:
-        row = draw(st.sampled_from((1, 2, 4, 16)[cell.option == "query_block" :]))
-        size = row * draw(st.sampled_from((1, 2, 4)))
-        if cell.option == "ragged last block":
-            row, size = max(2, row), max(2, size)
-            scene = replace(scene, kv_len=scene.kv_len + (scene.kv_len % size == 0))
-        top_p = 0.6 if cell.option == "top_p" or draw(st.booleans()) else None
-        used += ["query_block"] * (row > 1) + ["top_p"] * (top_p is not None)
-        used += ["ragged last block"] * (scene.kv_len % size > 0)
-        spec = draw(selections(scene, size, row, top_p))
-        if cell.pattern != "SelectedBlocks":
-            sides = (spec, other) if draw(st.booleans()) else (other, spec)
-            spec = (cell.pattern, *sides)
-        bias = (draw(st.booleans()), draw(st.booleans())) if draw(st.booleans()) else None
-    given = {field.name: getattr(call, field.name) for field in fields(call)}
-    given |= {"spec": spec, "scene": scene, "slot_bias": bias}
-    return Chosen(**given, chosen_by=tuple(used))
+    row = draw(st.sampled_from((1, 2, 4, 16)[option == "query_block" :]))
+    size = draw(st.sampled_from((16, 32, 16, row, 4 * row)))  # others than 16 n have no slot bias
+    if option == "ragged last block":
+        size = max(size, 16)
+        scene = replace(scene, kv_len=scene.kv_len + (scene.kv_len % size == 0))
+    top_p = 0.6 if option == "top_p" or draw(st.booleans()) else None
+    spec = draw(selections(scene, size, row, top_p))
+    if cell.pattern != "SelectedBlocks":
+        other = draw(drawn.masks(scene, 0))
+        spec = (cell.pattern, *((spec, other) if draw(st.booleans()) else (other, spec)))
+    used = {
+        "query_block": row > 1,
+        "top_p": top_p is not None,
+        "ragged last block": scene.kv_len % size > 0,
+        "one token": scene.q_len == 1,
+    }
+    fitting = vars(call) | {"spec": spec, "scene": scene}
+    return fitting, tuple(name for name, is_used in used.items() if is_used)
 
 
 @st.composite
