@@ -36,7 +36,8 @@ OPTIONS: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # and classes, by f
         (
             "none",
             *ROWS[:4],
-            *"top_p,sink,local,few visible,no row,no block,NaN,ties,infinite".split(","),
+            *("top_p", "sink", "local", "few visible", "no row", "no block"),
+            *("NaN", "ties", "infinite"),
         ),
         ("-",),
     ),
