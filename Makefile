@@ -13,8 +13,11 @@ export PYTHONUNBUFFERED := 1
 # none at all costs a third on a quiet machine.
 export GOMP_SPINCOUNT ?= 10000
 
+# Of `make fuzz`, for each kind of attack.
+SECONDS ?= 60
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ring docs test test-all test-asan lint bench bench-selection report \
+.PHONY: help setup demo demo-ring docs test test-all test-asan fuzz lint bench bench-selection report \
 	dist check-dist clean
 
 help: ## show this list
@@ -57,6 +60,10 @@ test-asan: $(STAMP) ## run the kernel's tests with address and undefined-behavio
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0:max_malloc_fill_size=268435456:malloc_fill_byte=255 \
 	$(BIN)/python -m pytest --capture=sys -p no:faulthandler -m "not slow" tests/kernels/test_cpu.py tests/kernels/test_cpu_rows.py -k "not library" --hypothesis-profile=explore
+
+# glibc fills what it allocates, so that a read of memory that nothing wrote shows.
+fuzz: $(STAMP) ## draw calls, caches, selections, rings and bad values against oracles: SECONDS=3600
+	MALLOC_PERTURB_=1 PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $(SECONDS)
 
 lint: $(STAMP) ## ruff and clang-format (check and format), mypy, lines per module
 	$(BIN)/ruff check

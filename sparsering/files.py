@@ -1,8 +1,11 @@
 """Files that are whole or not there, and the folder of what is kept between runs."""
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -58,6 +61,22 @@ def read_file(path: Path, most: int) -> bytes:
     if (size := file_size(path)) > most:
         raise ValueError(f"{path.name} of {size} bytes, where at most {most} are read")
     return path.read_bytes()
+
+
+@contextlib.contextmanager
+def opened(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
+    """Opens a plain file, or a link to one, for reading; a pipe cannot make it wait.
+
+    Raises: OSError; ValueError for a folder, a pipe or a device, or for more than `most` bytes.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{path.name} is no plain file")
+        if most is not None and found.st_size > most:
+            raise ValueError(f"{path.name} has {found.st_size} bytes, at most {most} are read")
+        yield file
 
 
 def _discard(path: Path) -> None:

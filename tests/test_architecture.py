@@ -6,6 +6,7 @@ TYPE_CHECKING, which never run, do not.
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,11 @@ ROOMS = {
     "files": "",
     "numerics": "",
     "rows": "",
-    "patterns": "rows",
-    "layouts": "patterns rows",
+    "streams": "",
+    "patterns": "rows streams",
+    "layouts": "patterns rows streams",
     "dropout": "patterns rows",
-    "kernels": "layouts patterns dropout numerics files rows",
+    "kernels": "layouts patterns dropout numerics files rows streams",
     "cost": "layouts patterns files numerics rows kernels",
     "dispatch": "kernels layouts patterns cost",
     "checks": "layouts patterns numerics",
@@ -38,7 +40,7 @@ ROOMS = {
     "selection": "weights functional ops dispatch checks kernels layouts patterns numerics rows",
     "decoding": "selection functional ops dispatch checks kernels layouts patterns numerics",
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
-    "patterns numerics rows",
+    "patterns numerics rows streams",
     "nn": "functional selection decoding checks patterns numerics",
     "models": "nn functional decoding patterns",
     "integrations": "nn functional selection decoding checks patterns numerics",
@@ -83,8 +85,13 @@ def runs(node: ast.AST) -> Iterator[ast.AST]:
         yield from runs(child)
 
 
-def imports(file: Path) -> Iterator[tuple[str, str]]:
+@cache
+def imports(file: Path) -> tuple[tuple[str, str], ...]:
     """(dotted name, what is taken of it) of every import that runs, absolute."""
+    return tuple(_imports(file))
+
+
+def _imports(file: Path) -> Iterator[tuple[str, str]]:
     package = ("sparsering", *file.parent.parts)
     for node in runs(ast.parse((PACKAGE / file).read_text())):
         if isinstance(node, ast.Import):

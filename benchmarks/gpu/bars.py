@@ -79,8 +79,6 @@ BARS = [
         _times("forward+backward", *_DENSE)),
     Bar("4096 tokens, 90% sparse, forward", "ms", 0.2, None,
         _worst("founding table", "ms", backend="ours", case="forward"), at_most=True),
-    Bar("a layout of 2^20 tokens, the slowest of the patterns", "ms", 5, None,
-        _worst("layouts", "ms"), at_most=True),
     Bar("overhead of a call on the host", "us", 60, None,
         _worst("overhead", "us", backend="ours", case="forward"), at_most=True),
 ]  # fmt: skip

@@ -111,7 +111,8 @@ PARTS: dict[str, Part] = {
         {"a tiny call": speed.overhead}, 6, 30,
     ),
     "layouts": Part(
-        "From a pattern to its tables on the GPU, nothing cached, 16 heads, blocks of 128.",
+        "From a pattern to its tables on the GPU, through the host, nothing cached, 16 heads, "
+        "blocks of 128.",
         {"2^20 tokens": speed.layouts}, 10, 45,
     ),
     "longnet": Part(

@@ -211,7 +211,7 @@ def _read(path: Path, threads: int) -> Calibration | None:
         if content["version"] != _VERSION or content["threads"] != threads or not rates:
             return None
         return Calibration(rates, threads, _rate(content["error"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks import check_batch, check_pattern
-from ..layouts.cache import layout_cache
+from ..layouts.cache import layout_cache, place_of
 from ..layouts.compile import default_block_size
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer
@@ -65,6 +65,7 @@ def prefetch(
     check_pattern(pattern)
     members = resolve_group(group, mesh)
     world, rank = (1, 0) if members is None else (members.size(), members.rank())
+    checked_integer("seq_len", seq_len, 0)
     checked_integer("batch_size", batch_size, 0)
     check_batch(pattern, batch_size, "batch_size=")
     if sharding not in ("auto", "balanced"):
@@ -73,7 +74,7 @@ def prefetch(
     if world == 1:
         return layout_cache.prefetch(pattern, seq_len, **heads, device=device, backward=backward)
     check_fits(pattern, Frame.build(seq_len, seq_len, num_heads, num_kv_heads, 0))
-    place = torch.empty(0, device=device).device  # with the number of the device
+    place = place_of(device)  # with the number of the device
 
     def build() -> RingPlan:
         size = default_block_size(pattern, seq_len)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..layouts.heads import distinct_heads
+from ..layouts.terms import distinct_heads
 from ..patterns.algebra import Frame, Pattern
 from .needs import count_pairs, cut, needed_keys
 from .sharding import owned_ranges

@@ -15,14 +15,14 @@ from torch import Tensor
 from ..checks import check_pattern
 from ..layouts.cache import layout_cache
 from ..layouts.compile import check_block_size
-from ..layouts.heads import distinct_heads, distinct_kv_heads
+from ..layouts.terms import distinct_heads, distinct_kv_heads
 from ..layouts.tiles import Ranges
 from ..numerics import sum_dtype
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer, shortened
 from .balance import PAIRS_PER_TOKEN, balanced
 from .needs import Runs, count_pairs, cut, needed_keys
-from .sharding import num_tokens, overlap, owned_ranges
+from .sharding import check_is_text, num_tokens, overlap, owned_ranges
 from .travel import Traveller, choose_travellers, global_rows
 from .wire import wire_format
 
@@ -80,10 +80,12 @@ class RingPlan:
         Cost: by the edges of the pattern; 2^20 tokens over 64 ranks take a fraction of a second.
         """
         check_pattern(pattern)
+        checked_integer("seq_len", seq_len, 0)
         checked_integer("world_size", world_size, 1)
         check_block_size(block_size)
         frame = Frame.build(seq_len, seq_len, num_heads, num_kv_heads, 0)
         check_fits(pattern, frame)
+        check_is_text(sharding, world_size)
         if sharding in ("auto", "balanced"):
             alike = frame  # the choice does not depend on how many query heads share a kv head
             if pattern.num_tables(frame) <= frame.num_kv_heads:

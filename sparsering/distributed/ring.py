@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..extras import checked_extras
 from ..functional import attention
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
+from ..patterns.arguments import shortened
 from ..patterns.expression import parse
 from .agreement import Call, agree_on_call, check_lengths, error_budget, tell_failure
 from .exchange import Exchange, Traffic
@@ -99,11 +101,10 @@ def ring_attention(
         >>> out = ring_attention(query, key, value, Causal(), mesh=mesh["sp"], sharding="zigzag")
     """
     group = resolve_group(group, mesh)
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    seconds = None
     try:
+        seconds = _seconds(timeout)
         check_ring_inputs(query, key, value, pattern)
-        if seconds is not None and not (0 < seconds < math.inf):
-            raise ValueError(f"timeout must be a number of seconds above 0 or None, got {timeout}")
         scale = checked_scale(scale, query)
         if sharding not in ("auto", "balanced"):
             chunk_owners(sharding, 1 if group is None else group.size())
@@ -153,6 +154,18 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
+def _seconds(timeout: object) -> float | None:
+    given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, Real) or not 0 < float(given) < math.inf:
+        raise ValueError(
+            "timeout must be a number of seconds above 0, a timedelta or None, got "
+            f"{shortened(repr(timeout))}; leave it out for the group's own"
+        )
+    return float(given)
+
+
 def last_traffic(*, backward: bool = False) -> Traffic:
     """What this process's last call of `ring_attention` moved, forward or backward."""
     return _last_traffic[backward]
@@ -168,6 +181,11 @@ def resolve_group(
     if group is not None and mesh is not None:
         raise ValueError("expected group or mesh, got both; a mesh of one axis has its own group")
     if mesh is not None:
+        if not isinstance(mesh, DeviceMesh):
+            raise ValueError(
+                f"mesh must be a DeviceMesh of one axis or None, got {type(mesh).__name__}; "
+                "torch.distributed.device_mesh.init_device_mesh makes one"
+            )
         if mesh.ndim != 1:
             raise ValueError(
                 f"mesh must have one axis, got {mesh.ndim} ({mesh.mesh_dim_names}); pick the one "

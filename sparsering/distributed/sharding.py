@@ -20,6 +20,7 @@ def chunk_owners(sharding: str, world_size: int) -> list[int]:
 
     Raises ValueError for what is no sharding, and for "auto", which only a plan can resolve.
     """
+    check_is_text(sharding, world_size)
     ranks = list(range(world_size))
     if sharding == "contiguous":
         return ranks
@@ -35,20 +36,35 @@ def chunk_owners(sharding: str, world_size: int) -> list[int]:
         owners = [int(owner) for owner in listed.split(",")]
         if kind != "chunks" or not all(0 <= owner < world_size for owner in owners):
             raise ValueError
-    except (ValueError, AttributeError):
-        raise ValueError(
-            f"sharding must be one of {', '.join(map(repr, SHARDINGS))} or 'chunks:' with the rank "
-            f"(below {world_size}) that owns each chunk, as in 'chunks:0,1,1,0', got {sharding!r}"
-        ) from None
+    except ValueError:
+        raise _no_sharding(sharding, world_size) from None
     return owners
 
 
-@lru_cache(maxsize=256)
+def check_is_text(sharding: str, world_size: int) -> None:
+    """Raises ValueError for what is no string, before anything looks it up."""
+    if not isinstance(sharding, str):
+        raise _no_sharding(sharding, world_size)
+
+
+def _no_sharding(sharding: object, world_size: int) -> ValueError:
+    return ValueError(
+        f"sharding must be one of {', '.join(map(repr, SHARDINGS))} or 'chunks:' with the rank "
+        f"(below {world_size}) that owns each chunk, as in 'chunks:0,1,1,0', got {sharding!r}"
+    )
+
+
 def owned_ranges(sharding: str, seq_len: int, world_size: int) -> tuple[Ranges, ...]:
     """Each rank's tokens as ascending ranges, in the order of its local shard.
 
     Raises: ValueError as `chunk_owners`.
     """
+    check_is_text(sharding, world_size)
+    return _owned_ranges(sharding, seq_len, world_size)
+
+
+@lru_cache(maxsize=256)
+def _owned_ranges(sharding: str, seq_len: int, world_size: int) -> tuple[Ranges, ...]:
     owners = chunk_owners(sharding, world_size)
     size = -(-seq_len // len(owners))
     owned: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]

@@ -7,7 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..checks import check_tensor
 from ..layouts.tiles import Ranges
+from ..patterns.arguments import checked_integer
 from .agreement import agree_on_lengths
 from .exchange import Exchange
 from .ring import resolve_group
@@ -35,7 +37,8 @@ def shard(
     """
     group = resolve_group(group, mesh)
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
-    ranges = owned_ranges(sharding, tensor.shape[_checked(tensor, dim)], world)[rank]
+    dim = _checked(tensor, dim)
+    ranges = owned_ranges(sharding, tensor.shape[dim], world)[rank]
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
     return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0).clone()
 
@@ -68,6 +71,8 @@ def unshard(
     if group is not None and world > 1:
         rest = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
         sizes = agree_on_lengths(Exchange(group, None), sizes[0], (dim, rest, tensor.dtype))
+    if length is not None:
+        checked_integer("length", length, 0)
     ranges = owned_ranges(sharding, sum(sizes) if length is None else length, world)
     if sizes != (expected := [num_tokens(owned) for owned in ranges]):
         raise ValueError(
@@ -113,9 +118,10 @@ class _Gather(torch.autograd.Function):
 
 
 def _checked(tensor: Tensor, dim: int) -> int:
-    if not -tensor.dim() <= dim < tensor.dim():
+    check_tensor("tensor", tensor, "with tokens in `dim`")
+    if type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
-            f"dim must be one of the tensor's {tensor.dim()}, got {dim}; pass the one that counts "
-            "tokens"
+            f"dim must be one of the tensor's {tensor.dim()}, got {dim!r}; pass the one that "
+            "counts tokens"
         )
     return dim % tensor.dim()

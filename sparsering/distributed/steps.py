@@ -19,6 +19,7 @@ from ..layouts.layout import BlockLayout, Pass, tile_counts
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import Frame
 from ..rows import expand_counts
+from ..streams import moved
 from .plan import RingPlan
 from .sharding import local_index, num_tokens, without
 
@@ -50,6 +51,19 @@ class Step:
         tensors += vars(self).get("copies", [])
         return sum(x.nbytes for x in tensors) + (self.layout.nbytes if self.layout else 0) + 64
 
+    def kept(self, device: torch.device) -> "Step":
+        """A copy safe to share across CUDA streams."""
+        if self.layout is None or device.type == "cpu":
+            return self
+        return replace(self, layout=self.layout.kept(device))
+
+    def ready(self) -> "Step":
+        """Itself, once the current stream waits for it."""
+        if self.layout is not None and self.layout.built is not None:
+            self.layout.ready()
+            self.layout.built.wait([] if self.rows is None else [self.rows])
+        return self
+
     @cached_property
     def copies(self) -> list[Tensor]:
         """Places of the buffer that hold each arrived row, one per list (past the buffer: none).
@@ -73,24 +87,27 @@ class Step:
 def local_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
     """A rank's own queries with its own keys."""
     queries = plan.ranges[rank]
-    return _kept(plan, ("local", rank, device), lambda: _own_keys(plan, queries, rank, device))
+    return _kept(plan, ("local", rank), device, lambda: _own_keys(plan, queries, rank, device))
 
 
 def guest_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
     """The query rows that came to a rank, in the order of their positions, with its own keys."""
     queries = plan.guests_of(rank)
-    return _kept(plan, ("guests", rank, device), lambda: _own_keys(plan, queries, rank, device))
+    return _kept(plan, ("guests", rank), device, lambda: _own_keys(plan, queries, rank, device))
 
 
 def round_step(plan: RingPlan, rank: int, number: int, batch: int, device: torch.device) -> Step:
     """A rank's own queries with the keys that arrive in a round."""
-    key = ("round", rank, number, batch, device)
-    return _kept(plan, key, lambda: _arriving_keys(plan, rank, number, batch, device))
+    key = ("round", rank, number, batch)
+    return _kept(plan, key, device, lambda: _arriving_keys(plan, rank, number, batch, device))
 
 
-def _kept(plan: RingPlan, key: tuple[object, ...], build: Callable[[], Step]) -> Step:
+def _kept(
+    plan: RingPlan, key: tuple[object, ...], device: torch.device, build: Callable[[], Step]
+) -> Step:
     of_plan = (plan.pattern, plan.frame, plan.world_size, plan.block_size, plan.sharding)
-    return layout_cache.keep((*of_plan, *key), build)
+    step = layout_cache.keep((*of_plan, *key, device), lambda: build().kept(device))
+    return step.ready()
 
 
 def _own_keys(plan: RingPlan, queries: Ranges, rank: int, device: torch.device) -> Step:
@@ -119,7 +136,7 @@ def _arriving_keys(
     rows, arrived = _arrived_rows(plan, rank, senders, positions, batch, length)
     flat = rows.flatten()
     same = len(flat) == arrived and torch.equal(flat, torch.arange(arrived))
-    return replace(step, rows=None if same else rows.to(device), arrived=arrived)
+    return replace(step, rows=None if same else moved(rows, device), arrived=arrived)
 
 
 def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
@@ -148,13 +165,13 @@ def _step(
     if not sum(map(len, starts)):
         return Step(None, slice(0, 0))
     first, last = int(torch.cat(starts).min()), int(torch.cat(stops).max())
-    moved = []
+    laid = []
     for p, (visits, start, stop) in zip(passes, placed, strict=True):
         start, stop = (torch.where(visits, x - first, 0) for x in (start, stop))
         covers = _covered(start, stop, p.step, plan.block_size, last - first), p.covers[1]
-        moved.append(replace(p, query_start=start, query_stop=stop, covers=covers).to(device))
+        laid.append(replace(p, query_start=start, query_stop=stop, covers=covers).to(device))
     frame = Frame(last - first, length, plan.frame.num_heads, plan.frame.num_kv_heads, 0)
-    return Step(BlockLayout(frame, plan.block_size, tuple(moved), 0.0), slice(first, last))
+    return Step(BlockLayout(frame, plan.block_size, tuple(laid), 0.0), slice(first, last))
 
 
 def _placed(start: Tensor, stop: Tensor, ranges: Ranges, kept: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,9 @@ And what its measurements share: the processor's name, and how far results may d
 """
 
 import json
+import os
 import platform
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..files import cache_folder, replace_file
+from ..files import cache_folder, opened, replace_file
+from ..layouts.compile import check_block_size
+from ..patterns.arguments import shortened
 
 Choices = dict[str, dict[str, Any]]
 """`configs` of kernels and `block_sizes` of patterns, each by what it was measured for."""
+
+_MOST_BYTES = 4 << 20
 
 AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """The largest `error_of` that results of a candidate may have."""
@@ -36,11 +42,50 @@ def file_of(kind: str, processor: str, version: str) -> Path:
 
 
 def read(path: Path) -> Choices:
-    """What was measured so far."""
-    if path.exists():
-        found: Choices = json.loads(path.read_text())
-        return found
-    return {"configs": {}, "block_sizes": {}}
+    """What was measured so far; nothing, with a warning, of a file that `add` did not write so."""
+    if not os.path.lexists(path):
+        return {"configs": {}, "block_sizes": {}}
+    try:
+        with opened(path, _MOST_BYTES) as file:
+            return _checked(json.loads(file.read(), object_pairs_hook=_without_duplicates))
+    except (OSError, ValueError, RecursionError) as error:
+        warnings.warn(
+            f"sparsering ignores {path}, which is not as `sparsering tune` writes it "
+            f"({shortened(str(error))}); delete it, or run `sparsering tune` again",
+            stacklevel=2,
+        )
+        return {"configs": {}, "block_sizes": {}}
+
+
+def _checked(found: Any) -> Choices:
+    if not isinstance(found, dict) or set(found) != {"configs", "block_sizes"}:
+        raise ValueError("an object of configs and block_sizes was expected")
+    if not all(isinstance(of_kind, dict) for of_kind in found.values()):
+        raise ValueError("configs and block_sizes must be objects")
+    for size in found["block_sizes"].values():
+        check_block_size(size)
+    for key, config in found["configs"].items():
+        if not _is_config(config):
+            raise ValueError(f"no config of a kernel under {shortened(repr(key))}")
+    return found
+
+
+def _is_config(config: object) -> bool:
+    """Whether it may be a `Config` of Triton: rows, streamed, warps, stages, and five more."""
+    if not isinstance(config, list) or not 4 <= len(config) <= 9:
+        return False
+    if not all(type(x) in (int, bool) and 0 <= x <= 512 for x in config):
+        return False
+    rows, streamed, warps, stages = config[:4]
+    powers = all(x & (x - 1) == 0 for x in (rows, streamed, warps))
+    return powers and min(rows, streamed) >= 16 and 1 <= warps <= 32 and 1 <= stages <= 16
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice")
+    return found
 
 
 def add(path: Path, configs: dict[str, Any], block_sizes: dict[str, int]) -> Path:

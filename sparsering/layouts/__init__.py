@@ -2,6 +2,5 @@
 
 In the order of a build: `cache` asks `compile`, which cuts axes into `tiles`, finds the pairs of
 tiles by `conditions` and stores what varies inside them as `bitmaps`; the result is a `layout`.
-`device` holds those that a GPU makes itself: by arithmetic, where a pattern has a closed form,
-and of top-k selections; `drawing` shows one.
+`selected_on_device` builds those of top-k selections where the indices are; `drawing` shows one.
 """

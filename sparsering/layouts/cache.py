@@ -5,12 +5,15 @@ attention(query, key, value, pattern)                    # while that is laid ou
 """
 
 import atexit
+import contextlib
+import ctypes
 import os
 import sys
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,12 +22,12 @@ from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.keys import without_key_masks
 from ..patterns.selected import selections_of
+from ..streams import capturing
 from .compile import build_layout, check_block_size
-from .device.streams import capturing
 from .layout import BlockLayout
 
 _MOST_WAITING = 64
-_SECONDS_AT_EXIT = 10.0  # for the build that is under way then
+_SECONDS_AT_EXIT = 10.0  # for the one call of torch that may be under way then
 
 
 class CacheInfo(NamedTuple):
@@ -51,7 +54,7 @@ class LayoutCache:
 
     def __init__(self, limit: int = 256 << 20) -> None:
         self._lock = threading.Lock()
-        self._building: dict[Hashable, threading.Lock] = {}
+        self._building: dict[Hashable, Future[Any]] = {}
         self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # with bytes
         self._limit, self._held = limit, 0
         self._hits = self._misses = 0
@@ -70,7 +73,11 @@ class LayoutCache:
         CUDA graph is captured, which holds nothing before the graph runs.
         """
         key = (pattern, frame, block_size, device)
-        if not _is_kept(pattern, frame) or (capturing(device) and self._find(key) is None):
+        is_kept = _is_kept(pattern, frame)
+        if is_kept and capturing(device):
+            with self._lock:
+                is_kept = self._find(key) is not None
+        if not is_kept:
             return build_layout(pattern, frame, block_size, device)
 
         def build() -> BlockLayout:
@@ -134,7 +141,7 @@ class LayoutCache:
                 f"no layout is kept of {what}, got {frame.q_len} queries of "
                 f"{shortened(str(pattern))}; leave prefetch out, the call waits for no other"
             )
-        place = torch.empty(0, device=device).device  # with the number of the device
+        place = place_of(device)  # with the number of the device
 
         def work() -> BlockLayout:
             from ..cost.choice import block_size as chosen  # stands on layouts; it takes its time
@@ -155,38 +162,52 @@ class LayoutCache:
         return self._ahead.take(work)
 
     def keep(self, key: Hashable, build: Callable[[], Kept]) -> Kept:
-        """What `build` makes, kept by a key; built once, also among threads."""
-        if (found := self._find(key)) is not None:
-            return found
-        with self._lock:
-            building = self._building.setdefault(key, threading.Lock())
-        with building:
-            if (found := self._find(key)) is not None:
-                return found
-            try:
-                made = build()
-                with self._lock:
-                    self._misses += 1
-                    if self._kept:  # the one before has grown since, by what its backward asked for
-                        self._measure(next(reversed(self._kept)))
-                    self._kept[key] = (made, 0)
-                    self._measure(key)
-                    self._shrink()
-                return made
-            finally:
-                with self._lock:
-                    self._building.pop(key, None)
+        """What `build` makes, kept by a key; built once, also among threads.
 
-    def _measure(self, key: Hashable) -> None:
-        kept, before = self._kept[key]
-        self._kept[key] = kept, _nbytes(kept)
-        self._held += self._kept[key][1] - before
+        Threads that ask while it is built wait for that build and get what it makes, whether or not
+        it is still kept then. Where it fails, each of them tries by itself, one after the other.
+        """
+        while True:
+            with self._lock:
+                if (found := self._find(key)) is not None:
+                    return found
+                under_way = self._building.get(key)
+                if under_way is None:
+                    own: Future[Kept] = Future()
+                    self._building[key] = own
+                    break
+            with contextlib.suppress(CancelledError):
+                made: Kept = under_way.result()
+                with self._lock:
+                    self._hits += 1
+                return made
+        try:
+            made = build()
+            with self._lock:
+                self._misses += 1
+                if self._kept:  # the one before has grown since, by what its backward asked for
+                    latest = next(reversed(self._kept))
+                    self._put(latest, self._kept[latest][0])
+                self._put(key, made)
+                self._shrink()
+            own.set_result(made)
+        finally:
+            with self._lock:
+                self._building.pop(key, None)
+            own.cancel()  # those that wait try themselves; where there is a result, it stays
+        return made
+
+    def _put(self, key: Hashable, made: Any) -> None:
+        """Keeps a thing with the bytes that it has now, in place of what was there."""
+        size, before = _nbytes(made), self._kept.get(key, (None, 0))[1]
+        self._kept[key] = made, size
+        self._held += size - before
 
     def info(self) -> CacheInfo:
         """The counts. Layouts grow when their transposes are built: they are measured anew here."""
         with self._lock:
-            for key in self._kept:
-                self._measure(key)
+            for key, (made, _) in self._kept.items():
+                self._put(key, made)
             self._shrink()
             return CacheInfo(self._hits, self._misses, len(self._kept), self._held, self._limit)
 
@@ -212,13 +233,13 @@ class LayoutCache:
             self._shrink()
 
     def _find(self, key: Hashable) -> Any:
-        with self._lock:
-            found = self._kept.get(key)
-            if found is None:
-                return None
-            self._hits += 1
-            self._kept.move_to_end(key)
-            return found[0]
+        """What is kept by a key, counted as used, or None; the lock is held."""
+        found = self._kept.get(key)
+        if found is None:
+            return None
+        self._hits += 1
+        self._kept.move_to_end(key)
+        return found[0]
 
     def _drop(self, key: Hashable) -> None:
         self._held -= self._kept.pop(key)[1]
@@ -251,18 +272,25 @@ class _Ahead:
     def take(self, work: Callable[[], Kept]) -> "Future[Kept]":
         future: Future[Kept] = Future()
         with self._changed:
-            if self._ended or len(self._waiting) >= _MOST_WAITING:
+            if self._ended or len(self._waiting) >= _MOST_WAITING or not self._started():
                 future.cancel()
                 future.set_running_or_notify_cancel()
                 return future
             self._waiting.append((future, work))
-            if self._thread is None:
-                name = "sparsering-prefetch"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self._thread.start()
-                atexit.register(self._end)
             self._changed.notify()
         return future
+
+    def _started(self) -> bool:
+        """Starts the thread unless it runs; whether it does. None can be, as a process ends."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="sparsering-prefetch", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            self._thread = thread
+            atexit.register(self._end)
+        return True
 
     def _run(self) -> None:
         while True:
@@ -276,7 +304,11 @@ class _Ahead:
             del future, work  # what they hold is not kept until the next
 
     def _end(self) -> None:
-        """Drops what waits, and waits for what is under way: torch may not be left in a call."""
+        """Drops what waits, and breaks off what is under way.
+
+        A thread that comes back from a call of torch after the interpreter has ended aborts the
+        process, so the thread ends first: an exception is raised in it before its next line.
+        """
         with self._changed:
             self._ended = True
             while self._waiting:
@@ -284,13 +316,22 @@ class _Ahead:
                 future.cancel()
                 future.set_running_or_notify_cancel()
             self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(_SECONDS_AT_EXIT)
+        thread = self._thread
+        if thread is None or thread.ident is None:
+            return
+        until = time.monotonic() + _SECONDS_AT_EXIT
+        thread.join(0.05)  # one that builds nothing ends by itself
+        while thread.is_alive() and time.monotonic() < until:
+            ended = ctypes.py_object(SystemExit)  # again where somebody's code has caught it
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ended)
+            thread.join(0.2)
 
 
 def _settle(future: "Future[Any]", work: Callable[[], Any]) -> None:
     try:
         made = work()
+    except SystemExit:  # what `_end` raises here
+        future.set_exception(CancelledError("the process ends"))
     except BaseException as error:
         future.set_exception(error)
     else:
@@ -303,6 +344,17 @@ def _is_kept(pattern: Pattern, frame: Frame) -> bool:
         return True
     once = frame.q_len == 1 and selections_of(pattern)
     return not once and all(x.device.type == "cpu" for x in pattern.tensors)
+
+
+def place_of(device: torch.device | str) -> torch.device:
+    """The device that tensors made there are on; ValueError where none can be."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(
+            f"device must be one that this torch and machine have, got {shortened(repr(device))} "
+            f"({str(error).splitlines()[0]}); leave it out for the CPU"
+        ) from None
 
 
 def _nbytes(made: object) -> int:

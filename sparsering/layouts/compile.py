@@ -22,16 +22,14 @@ from ..patterns.selected import selections_of
 from ..rows import distinct_rows, number_rows
 from .bitmaps import count_pairs, pack
 from .conditions import EMPTY, FULL, Condition
-from .device.build import arithmetic_layout
-from .device.selected import selected_layout, with_slots
 from .ground import Ground, ground_of, laid_in_documents
 from .layout import BlockLayout, Pass
 from .lowering import condition
+from .selected_on_device import selected_layout, with_slots
 from .terms import terms as terms
 from .tiles import Axis, Grid, Origin, Ranges, TilePairs
 
 BLOCK_SIZES = range(16, 257, 16)
-_MAKERS = ("cuda", "meta")  # devices that make their own layouts, where they can
 _MOST_CELLS = 1 << 21  # cells evaluated at a time
 _MOST_BITMAPS = 1 << 12  # bitmaps held before equal ones become one
 
@@ -78,7 +76,7 @@ class CompiledPass:
 def build_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> BlockLayout:
-    """Compiles without the cache: on a GPU by the GPU itself, where the pattern has a closed form.
+    """Compiles without the cache, on the host; a GPU is sent the tables and not waited for.
 
     Raises: ValueError where the pattern does not fit or the block size is not legal.
     """
@@ -86,10 +84,6 @@ def build_layout(
     check_fits(pattern, frame)
     if (selected := selected_layout(pattern, frame, block_size)) is not None:
         return replace(selected, passes=tuple(p.to(device) for p in selected.passes))
-    if device.type in _MAKERS:
-        made = arithmetic_layout(pattern, frame, block_size, device)
-        if made is not None:
-            return made
     some = frame.num_heads and pattern.num_batches() != 0
     compiled = compile_passes(pattern, frame, block_size) if some else []
     laid = [assemble(c, frame, block_size) for c in compiled]

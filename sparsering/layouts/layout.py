@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..patterns.algebra import Frame
+from ..streams import Built, moved
 from .bitmaps import transposed, unpack
-from .device.streams import Built
 from .drawing import drawing
 
 
@@ -127,6 +127,15 @@ class Pass:
             vars(other)["transposed_bitmaps"] = self.transposed_bitmaps
         return other
 
+    def of_entries(self, entries: Tensor) -> "Pass":
+        """Returns the pass with the tables of some batch entries, where each has its own."""
+        if self.row_ptr.shape[0] == 1:
+            return self
+        tables = {"row_ptr": self.row_ptr, "key_tile": self.key_tile, "bitmap": self.bitmap}
+        if self.slot is not None and self.slot.shape[0] > 1:
+            tables["slot"] = self.slot
+        return self.like(**{name: table[entries] for name, table in tables.items()})
+
     def from_slot(self, slot: int, block_size: int) -> "Pass":
         """The same entries for query tiles that begin at a later slot of the bitmaps."""
         rows = self.bitmaps.view(len(self.bitmaps), block_size, block_size // 8)
@@ -134,9 +143,10 @@ class Pass:
         return replace(self, bitmaps=moved.reshape(self.bitmaps.shape))
 
     def to(self, device: torch.device) -> "Pass":
+        """A copy on a device; the host does not wait for a GPU."""
         values: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(self)}
         for name, x in values.items():
-            values[name] = x.to(device) if isinstance(x, Tensor) else x
+            values[name] = moved(x, device) if isinstance(x, Tensor) else x
         return Pass(**values)
 
 
@@ -168,7 +178,7 @@ class BlockLayout:
                 _ = p.transpose
 
     def kept(self, device: torch.device) -> "BlockLayout":
-        """The same, to be kept for all streams of its device, with what all of them read built."""
+        """A copy safe to share across CUDA streams; builds shared tables first."""
         counts = {"entry_counts": self.entry_counts, "first_entry": self.first_entry}
         kept = replace(self, built=Built.now(device))
         vars(kept).update(counts)

@@ -55,7 +55,7 @@ from .descents import (
     Repeats,
     ValidKeys,
 )
-from .heads import distinct_kv_heads
+from .terms import distinct_kv_heads
 from .tiles import Ranges
 
 FOREVER = 1 << 62

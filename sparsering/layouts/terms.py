@@ -1,11 +1,17 @@
-"""Splits a mask into unions of masks that one grid of tiles fits each: plain, dilated, packed."""
+"""Splits a mask into unions of masks that one grid of tiles fits each: plain, dilated, packed.
+
+And a pattern into the masks that its heads see: heads that see the same masks share tables.
+"""
 
 from dataclasses import replace
 
-from ..patterns.algebra import And, Mask, Or
+from ..patterns.algebra import And, Frame, Mask, Or, Pattern
 from ..patterns.positions import Dilated, Packed, SlidingWindow
 from ..patterns.selected import selections_of
 from .tiles import Grid
+
+Heads = dict[tuple[Mask, ...], list[tuple[int, int]]]
+"""Masks, each with the (batch entry, head) that see them."""
 
 _MOST_SPLIT = 256  # masks that the terms of a mask may repeat
 
@@ -97,3 +103,26 @@ def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
     if grid.documents is not None:
         lengths = grid.documents * sum(length > 0 for length in lengths)
     return replace(grid, documents=lengths)
+
+
+def distinct_heads(pattern: Pattern, frame: Frame) -> Heads:
+    """The branches that query heads see."""
+    seen: Heads = {}
+    num_batches = pattern.num_batches()
+    for batch in range(1 if num_batches is None else num_batches):
+        for head in range(frame.num_heads):
+            branches = tuple(branch.at(batch, head, frame) for branch in pattern.branches)
+            seen.setdefault(branches, []).append((batch, head))
+    return seen
+
+
+def distinct_kv_heads(pattern: Pattern, frame: Frame) -> Heads:
+    """The masks whose union the queries of a kv head see."""
+    of_place: dict[tuple[int, int], dict[Mask, None]] = {}
+    for branches, places in distinct_heads(pattern, frame).items():
+        for batch, head in places:
+            of_place.setdefault((batch, frame.kv_head(head)), {}).update(dict.fromkeys(branches))
+    seen: Heads = {}
+    for place, masks in of_place.items():
+        seen.setdefault(tuple(masks), []).append(place)
+    return seen

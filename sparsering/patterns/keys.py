@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..streams import capturing, moved
 from .algebra import And, Frame, Mask, Mixture, Pattern
 from .arguments import freeze_integers, same_tensor, shortened
 from .blocks import TensorMask
@@ -173,7 +174,7 @@ def key_mask(masks: KeyMasks, kv_len: int, device: torch.device) -> Tensor:
 def _valid_keys(mask: KeyMask | KeyPadding, kv_len: int, device: torch.device) -> Tensor:
     if isinstance(mask, KeyMask):
         valid = mask.valid if mask.valid.dim() == 2 else mask.valid[None]
-        return valid if valid.device == device else _moved(valid, device)
+        return valid if valid.device == device else moved(valid, device)
     lengths = _on_device(mask.lengths, device)
     return torch.arange(kv_len, device=device) < lengths[:, None]
 
@@ -182,21 +183,7 @@ def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Numbers as a tensor, without waiting; baked into what is captured or compiled."""
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=torch.int64)
-    if torch.compiler.is_compiling() or device.type != "cuda" or _capturing():
+    if torch.compiler.is_compiling() or device.type != "cuda" or capturing(device):
         filled = [torch.full((1,), x, dtype=torch.int64, device=device) for x in numbers]
         return torch.cat(filled) if filled else torch.zeros(0, dtype=torch.int64, device=device)
-    return _moved(torch.tensor(numbers, dtype=torch.int64), device)
-
-
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device; one to a GPU runs behind what is queued there."""
-    if device.type != "cuda":
-        return x.to(device)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is being recorded, which would read freed memory of the host again."""
-    return torch.cuda.is_current_stream_capturing()
+    return moved(torch.tensor(numbers, dtype=torch.int64), device)

@@ -1,46 +1,67 @@
-"""`python -m fuzz --seconds 3600 --jobs 2`: attack, print the table of what was covered."""
+"""`python -m fuzz --seconds 3600`: attack by several processes, print what was covered.
+
+Run it from the repository with `tests` on PYTHONPATH, as `make fuzz` does. Exit status 1: a case
+failed. Its script is printed, and the seed draws it again.
+"""
 
 import argparse
-import multiprocessing
 import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
 
-from .attack import attack_by_name
+from .attack import Coverage, attack_by_name
 
 KINDS = ("calls", "rings", "selections")
 
 
 def main() -> int:
-    """Attack by several processes; 1 where a case failed, which is printed."""
+    """Attack each kind for some seconds; 1 where a case failed."""
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60, help="of each kind (default 60)")
+    parser.add_argument("--seconds", type=float, default=60, help="for each kind (default 60)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="default the time")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--seed", default=str(int(time.time())), help="default the time")
+    cores = os.cpu_count() or 1
+    parser.add_argument("--jobs", type=int, default=cores, help="processes (default all cores)")
+    parser.add_argument("--out", type=Path, default=Path("runs/fuzz"), help="cases under way")
     given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
     print(f"seed {given.seed}, {given.jobs} processes", flush=True)
     failed = False
-    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
-        for name in given.kinds:
-            begin = time.monotonic()
-            work = [(name, given.seconds, f"{given.seed} {job}") for job in range(given.jobs)]
-            total, faults = None, []
-            for coverage, fault in pool.imap_unordered(attack_by_name, work):
-                total = coverage if total is None else total.merge(coverage) or total
-                faults += [fault] * bool(fault)
-            assert total is not None
-            print(
-                f"\n## {name}: {total.right.total()} combinations right, "
-                f"{total.refused.total()} refused, {len(total.empty())} of {len(total.right)} "
-                f"never asked for, {time.monotonic() - begin:.0f} s\n\n{total.table()}"
-            )
-            reasons = sorted({reason[:150] for reason in total.reasons.values()})
-            print("\n".join(["", "Refused:", *(f"- {reason}" for reason in reasons)]), flush=True)
-            for fault in faults:
+    with ProcessPoolExecutor(given.jobs, get_context("spawn")) as pool:
+        work = {
+            pool.submit(attack_by_name, name, given.seconds, given.seed, given.out / name): name
+            for name in given.kinds
+        }
+        for done in as_completed(work):
+            name = work[done]
+            try:
+                coverage, fault = done.result()
+            except BrokenProcessPool:
+                under_way = [f"{path.name}: {path.read_text()}" for path in given.out.iterdir()]
+                print("\n## A process died; the cases under way:", *under_way, sep="\n\n")
+                return 1
+            print(report(name, coverage), flush=True)
+            if fault:
                 failed = True
                 print(f"\n## FAULT in {name}\n\n{fault}", flush=True)
     return int(failed)
+
+
+def report(name: str, coverage: Coverage) -> str:
+    """What was covered, as text."""
+    cells, empty = len(coverage.right), len(coverage.empty())
+    lines = [
+        f"\n## {name}: {coverage.cases} cases in {coverage.seconds:.0f} processor seconds; of "
+        f"{cells} combinations {cells - empty} asked for, {empty} never",
+        coverage.table(),
+        "Refused by name:",
+        *sorted({f"- {reason[:160]}" for reason in coverage.reasons.values()}),
+    ]
+    return "\n\n".join(lines[:2]) + "\n\n" + "\n".join(lines[2:])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import hypothesis
@@ -50,11 +51,11 @@ class Kind(Protocol):
         """Cases that cover the cell."""
 
 
-class Refused(Exception):
+class Refused(Exception):  # noqa: N818, it is no error
     """The library refused a case by name, as it may."""
 
 
-class Fault(Exception):
+class Fault(Exception):  # noqa: N818, the library has it
     """A case that fails, shrunk; its text is the script that shows it, and what went wrong."""
 
     coverage: "Coverage"
@@ -67,6 +68,7 @@ class Coverage:
         self.right: Counter[Cell] = Counter(dict.fromkeys(cells, 0))
         self.refused: Counter[Cell] = Counter()
         self.reasons: dict[Cell, str] = {}
+        self.cases, self.seconds = 0, 0.0  # of processor time
 
     def emptiest(self, count: int, seed: str) -> list[Cell]:
         """The cells that were looked at least, ties in an order that the seed shuffles."""
@@ -84,12 +86,6 @@ class Coverage:
         for covered in case.cells():
             if covered in self.right:
                 self.right[covered] += 1
-
-    def merge(self, other: "Coverage") -> None:
-        """Add what another process counted."""
-        self.right.update(other.right)
-        self.refused.update(other.refused)
-        self.reasons.update(other.reasons)
 
     def empty(self) -> list[Cell]:
         """Cells that were neither right nor refused so far."""
@@ -119,30 +115,38 @@ class Coverage:
         )
 
 
-def attack(kind: Kind, seconds: float, seed: int | str = 0) -> Coverage:
+def attack(
+    kind: Kind, seconds: float, seed: int | str = 0, under_way: Path | None = None
+) -> Coverage:
     """Check cases of a kind for some seconds.
 
     Args:
         kind: the module of cases.
         seconds: how long cases are drawn.
         seed: the same draws the same cases, as far as time reaches.
+        under_way: a file that holds the case that runs, for when the process dies.
 
     Raises: Fault for the first case that fails, after it was shrunk.
     """
     coverage, end, number = Coverage(kind.CELLS), time.monotonic() + seconds, 0
-    while time.monotonic() < end:
-        _round(kind, coverage, end, f"{seed} {number}")
-        number += 1
+    begin = time.process_time()
+    try:
+        while time.monotonic() < end:
+            _round(kind, coverage, end, f"{seed} {number}", under_way)
+            number += 1
+    finally:
+        coverage.seconds = time.process_time() - begin
     return coverage
 
 
-def attack_by_name(work: tuple[str, float, str]) -> tuple[Coverage, str]:
+def attack_by_name(
+    name: str, seconds: float, seed: str, under_way: Path | None = None
+) -> tuple[Coverage, str]:
     """What `attack` covers in a process of its own, and the text of a fault or ""."""
-    name, seconds, seed = work
     prepare()
     kind: Any = import_module(f"fuzz.{name}")
     try:
-        return attack(kind, seconds, seed), ""
+        return attack(kind, seconds, seed, under_way), ""
     except Fault as fault:
         return fault.coverage, str(fault)
 
@@ -155,7 +159,7 @@ def prepare() -> None:
     warnings.simplefilter("ignore")
 
 
-def _round(kind: Kind, coverage: Coverage, end: float, seed: str) -> None:
+def _round(kind: Kind, coverage: Coverage, end: float, seed: str, under_way: Path | None) -> None:
     cells = coverage.emptiest(32, seed)
     failed: list[Any] = []
 
@@ -177,6 +181,9 @@ def _round(kind: Kind, coverage: Coverage, end: float, seed: str) -> None:
         cell, case = drawn
         if not failed and time.monotonic() >= end:
             return
+        if under_way is not None:
+            under_way.write_text(repr(case))
+        coverage.cases += 1
         torch.manual_seed(0)
         try:
             case.check()

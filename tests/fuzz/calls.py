@@ -186,7 +186,8 @@ class Call:
         except ImportError as missing:
             raise Refused(str(missing)) from None
         got = {"out": out, "lse": lse, **dict(zip(tensors, found, strict=False))}
-        compare(got, self.expected(tensors, *grads), self.precision())
+        expected = self.expected(tensors, *grads)
+        compare(got, expected, self.precision(), coarse=self.backend in ("sdpa", "flex"))
 
     def attend(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         query, key, value, *_ = tensors.values()
@@ -348,11 +349,14 @@ def summed_to(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return x.sum(dims, keepdims=True).reshape(shape)
 
 
-def compare(got: dict[str, Tensor], expected: oracle.Results, dtype: torch.dtype) -> None:
+def compare(
+    got: dict[str, Tensor], expected: oracle.Results, dtype: torch.dtype, coarse: bool = False
+) -> None:
     """Assert that every number differs by rounding alone.
 
     Rounding is bounded by the magnitude of the sums, the precision of inputs and results, and by
-    the largest score, whose error in the sums' precision multiplies a weight.
+    the largest score, whose error in the sums' precision multiplies a weight. `coarse` sums are
+    those of torch's own kernels in half precision.
     """
     largest = expected.largest_score
     for name, tensor in got.items():
@@ -366,15 +370,23 @@ def compare(got: dict[str, Tensor], expected: oracle.Results, dtype: torch.dtype
         elif tensor.dtype != dtype and name not in ("out", "query", "key", "value"):
             unit = max(unit, torch.finfo(tensor.dtype).eps)
         sums = 2.0**-50 if dtype == torch.float64 else 2.0**-20  # of exponentials, in few terms
+        if coarse and dtype in (torch.bfloat16, torch.float16):
+            sums = 2.0**-15
         relative = 4 * unit + 8 * sums + 8 * sums / 4 * largest
-        least = 2.0**-18 if torch.float16 in (dtype, tensor.dtype) else 1e-30
+        is_small = torch.float16 in (dtype, tensor.dtype)  # its numbers end at 2 ** -24
+        least = 2.0**-18 if is_small else 1e-30
         infinite = np.isinf(exact)
         assert np.array_equal(number[infinite], exact[infinite]), f"{name}: other infinities"
-        error = np.abs(np.where(infinite, 0.0, number - np.where(infinite, 0.0, exact)))
-        error = np.where(infinite, 0.0, error)
-        bound = relative * np.maximum(magnitude, np.abs(np.where(infinite, 0.0, exact))) + least
-        worst = (error / bound).max(initial=0.0)
-        assert worst <= 1, f"{name}: {worst:.3g} times the bound; off by {error.max():.3g}"
+        exact, number = (np.where(infinite, 0.0, x) for x in (exact, number))
+        error = np.abs(number - exact)
+        excess = error / (relative * np.maximum(magnitude, np.abs(exact)) + least)
+        if excess.max(initial=0.0) > 1:
+            at = np.unravel_index(excess.argmax(), excess.shape)
+            place = ", ".join(map(str, at))
+            raise AssertionError(
+                f"{name}[{place}] is {number[at]:.6g}, not {exact[at]:.6g}: "
+                f"{excess[at]:.3g} times the bound"
+            )
 
 
 @st.composite

@@ -47,7 +47,7 @@ def attend(
 
     Returns: `out`, `lse`, `query`, `key`, `value`, `bias` [J, B, Hq, Nq, Nk] and `sink`.
     """
-    batch, heads, _, width = query.shape
+    batch, heads, *_ = query.shape
     group = heads // max(1, key.shape[1])
     k, v = (np.repeat(x, group, 1) for x in (key, value))
     raw = scale * query @ k.swapaxes(2, 3)
@@ -124,7 +124,7 @@ def kept(
     x = x * np.uint64(0x9E3779B1) & word ^ a
     x = (x ^ x >> np.uint64(16)) * np.uint64(0x21F0AAAD) & word
     x = ((x ^ x >> np.uint64(15)) + b & word) * np.uint64(0xD35A2D97) & word
-    x = (x ^ x >> np.uint64(15)).astype(np.int64)
+    x = x.astype(np.int64)
     signed = np.where(x >= half, x - 2 * half, x)
     return signed >= min(round(p * 2**32), 2**32 - 1) - half
 

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import sys
+import types
 import warnings
 from types import ModuleType
 
@@ -298,3 +299,16 @@ def test_masks_that_only_models_say_are_told_to_nobody():
     with pytest.raises(ValueError, match="is no part of a pattern") as found:
         sr.parse("Causal() & Unknown(3)")
     assert "SlidingWindow" in str(found.value) and "Runs" not in str(found.value)
+
+
+@pytest.mark.parametrize("stored", [3, ["Full()"], True, 2.5, sr.Causal(), {"0": 3}, {0: "Full()"}])
+def test_a_config_that_holds_no_text_of_a_pattern_is_refused_with_a_way_out(stored):
+    module = Module()
+    module.config = types.SimpleNamespace(sparsering=stored)
+    query = torch.randn(1, 4, 6, 8)
+    with pytest.raises(ValueError, match=r"config\.sparsering must be the text .* apply\("):
+        attention_function(module, query, query, query, None)
+    model = made("llama")
+    model.config.sparsering = stored
+    with pytest.raises(ValueError, match=r"config\.sparsering must be the text .* apply\("):
+        hf.explain(model)

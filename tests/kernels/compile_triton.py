@@ -2,7 +2,6 @@
 
     python tests/kernels/compile_triton.py 90 '{"dtype": "bfloat16", "head_dim": 128}' ...
     python tests/kernels/compile_triton.py 0 '{}'    # for AMD
-    python tests/kernels/compile_triton.py 90 '{"forward": {"warp_specialize": true}}'  # alone
     python tests/kernels/compile_triton.py keys '{"tokens": 1024}' '{"tokens": 1000}'
 
 The backend's own host code runs on CPU tensors with its launches caught, so that what is compiled
@@ -23,8 +22,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import sparsering as sr
@@ -75,12 +72,8 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
     given = extras(heads, query.shape[2], length, case.get("reach", 128))
     given = {name: given[name] for name in case.get("extras", ())}
     problem = Problem(layout, query, key, value, scale, bias, **given)
-    told = tuning.default("forward", query, head_dim, tile)._replace(**case.get("forward", {}))
-    key = tuning.config_key("forward", dtype, head_dim, tile)
-    with tuning.trial({key: told} if "forward" in case else {}, query.device):
-        out, lse = backend.forward(problem)
-    if "forward" not in case:
-        backend.backward(problem, out, lse, torch.randn_like(out), torch.randn_like(lse))
+    out, lse = backend.forward(problem)
+    backend.backward(problem, out, lse, torch.randn_like(out), torch.randn_like(lse))
     return caught
 
 
@@ -104,23 +97,20 @@ def extras(heads: int, queries: int, keys: int, reach: int) -> dict[str, Any]:
 
 def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     """The kernel as the just-in-time compiler would see it for these arguments."""
-    gluon = kernel.is_gluon()
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
         x = arguments[parameter.name]
         if parameter.is_constexpr:
             signature[parameter.name], constants[parameter.name] = "constexpr", x
-        elif isinstance(x, TensorDescriptor | GluonDescriptor):
+        elif isinstance(x, TensorDescriptor):
             shape = ",".join(str(n) for n in x.block_shape)
-            layout = f",{x.layout!r}" if gluon else ""
-            signature[parameter.name] = f"tensordesc<{TYPES[x.base.dtype]}[{shape}]{layout}>"
+            signature[parameter.name] = f"tensordesc<{TYPES[x.base.dtype]}[{shape}]>"
         elif isinstance(x, torch.Tensor):
             signature[parameter.name] = f"*{TYPES[x.dtype]}"
             attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = parameter.annotation_type
-    made_of = GluonASTSource if gluon else ASTSource
-    return made_of(kernel, signature, constants, attributes)
+    return ASTSource(kernel, signature, constants, attributes)
 
 
 def compiled(
@@ -145,7 +135,6 @@ def compiled(
             f"{path}.cubin",
         ]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        hidden = hidden_exponentials(f"{path}.cubin") if kernel.is_gluon() else None
     return {
         "kernel": kernel.__name__,
         "config": config and config._asdict(),
@@ -159,31 +148,7 @@ def compiled(
         "mma": ptx.count("mma.sync"),
         "bulk_copies": ptx.count("cp.async.bulk.tensor"),
         "copies": len(re.findall(r"cp\.async\.c", ptx)),
-        "warnings": re.findall(r"\(C\d+\).*|warning.*", told),
-        "threads": int(re.search(r"\.reqntid (\d+)", ptx)[1]),
-        "moved_registers": sorted({int(n) for n in re.findall(r"setmaxnreg\S+\s+(\d+)", ptx)}),
-        "hidden_exponentials": hidden,
     }
-
-
-def hidden_exponentials(cubin: str) -> list[int]:
-    """Exponentials between the wait for scores and that for values, of each loop.
-
-    While a warpgroup takes them, its values are multiplied.
-    """
-    disassembler = Path(get_ptxas(90).path).with_name("nvdisasm")
-    told = subprocess.run([disassembler, "-c", cubin], capture_output=True, text=True, check=True)
-    found: list[int] = []
-    count = None
-    for line in told.stdout.splitlines():
-        if "DEPBAR.LE gsb0, 0x1" in line:
-            count = 0
-        elif "DEPBAR.LE gsb0, 0x0" in line and count is not None:
-            found.append(count)
-            count = None
-        elif "MUFU.EX2" in line and count is not None:
-            count += 1
-    return found
 
 
 def compiled_for_amd(kernel: Any, options: dict, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,9 @@
 """`sparsering tune` on a CPU: what is measured is kept, and calls that name no size run it."""
 
+import json
+import os
+import sys
+
 import pytest
 import torch
 
@@ -66,3 +70,84 @@ def test_results_differ_by_the_largest_error_on_what_is_finite():
     assert tuned.error_of((whole, empty + 0.25), (whole, empty)) == 0.25
     assert tuned.error_of((whole * 0.5, empty), (whole, empty)) == 0.5
     assert tuned.error_of((whole, whole), (whole, empty)) == torch.inf
+
+
+_GOOD = {"configs": {}, "block_sizes": {}}
+
+
+def _written(content):
+    return lambda path: path.write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
+
+
+def _linked(path):
+    path.symlink_to(path.with_name("nowhere"))
+
+
+def _unreadable(path):
+    path.write_text(json.dumps(_GOOD))
+    path.chmod(0)
+
+
+def _sizes(text):
+    return _written(f'{{"configs": {{}}, "block_sizes": {{"x": {text}}}}}')
+
+
+def _configs(text):
+    return _written(f'{{"configs": {{"x": {text}}}, "block_sizes": {{}}}}')
+
+
+_FOREIGN = {
+    "empty": _written(""),
+    "truncated": _written(json.dumps(_GOOD)[:-3]),
+    "list": _written("[]"),
+    "number": _written("3"),
+    "null": _written("null"),
+    "string": _written('"configs"'),
+    "missing": _written("{}"),
+    "wrong kinds": _written('{"configs": [], "block_sizes": {}}'),
+    "unknown keys": _written(json.dumps(_GOOD | {"more": 1})),
+    "huge": _written(json.dumps(_GOOD) + " " * (5 << 20)),
+    "folder": lambda path: path.mkdir(),
+    "fifo": lambda path: os.mkfifo(path),
+    "unreadable": _unreadable,
+    "binary": _written(bytes(range(128, 256))),
+    "nested": _written("[" * 100_000),
+    "nested objects": _written('{"configs":' * 100_000),
+    "dangling link": _linked,
+    "duplicate keys": _written('{"configs": {}, "block_sizes": {"x": 16, "x": 32}}'),
+    "many digits": _sizes("1" * 5000),
+    **{f"size {x}": _sizes(x) for x in ("NaN", "-16", "0", "24", "272", "32.0", "true", '"32"')},
+    **{
+        f"config {x}": _configs(x)
+        for x in ("[]", "[64, 64, 4]", "[48, 64, 4, 2]", "[64, 64, 0, 2]", "[64, 64, 4, NaN]",
+                  "[64, -64, 4, 2]", "{}", "[64, 64, 4, 2, 0, 0, 0, 0, 0, 0]", '"6442"')
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _FOREIGN)
+def test_a_file_that_is_not_as_it_was_written_is_named_once_and_ignored(own_cache, kind):
+    if kind == "unreadable" and os.geteuid() == 0:
+        pytest.skip("root reads any file")
+    _FOREIGN[kind](path := tune._path())
+    like = torch.randn(1, 1, 40, 8)
+    with pytest.warns(UserWarning) as said:
+        for _ in range(2):
+            assert tune.block_size("x", like) is None
+    assert len(said) == 1
+    assert str(path) in str(said[0].message)
+    expected = sr.attention(like, like, like, sr.Causal(), backend="reference")
+    got = sr.attention(like, like, like, sr.Causal())
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a permission there")
+def test_a_link_to_a_file_that_was_written_is_read(own_cache):
+    like = torch.zeros(1, 1, 1, 8)
+    path = tune.keep("x", like, 48)
+    path.rename(moved := path.with_name("moved.json"))
+    path.symlink_to(moved)
+    tune._tuned.cache_clear()
+    assert tune.block_size("x", like) == 48

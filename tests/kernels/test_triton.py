@@ -38,9 +38,7 @@ from sparsering.kernels.triton import operands, tune
 from sparsering.kernels.triton import tuning as triton_tuning
 from sparsering.kernels.triton import walk as triton_walk
 from sparsering.kernels.triton.tuning import Config
-from sparsering.layouts import cache as layouts_cache
 from sparsering.layouts.compile import build_layout
-from sparsering.layouts.device.build import arithmetic_layout
 from sparsering.patterns.algebra import Frame
 
 
@@ -79,7 +77,7 @@ SHAPES = [
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        pytest.param(name, (i + skip) % len(SHAPES), marks=pytest.mark.slow if skip else ())
+        pytest.param(name, (i // 2 + skip) % 6, marks=pytest.mark.slow if i % 2 or skip else ())
         for i, name in enumerate(PATTERNS)
         for skip in (0, 3)
     ],
@@ -89,13 +87,22 @@ def test_every_pattern_is_the_reference_forward_and_backward(name, shape):
     assert_is_the_reference(PATTERNS[name](case), case)
 
 
-@settings(max_examples=8)
+def assert_expression_is_the_reference(spec, scene, block_size) -> None:
+    assume(scene.kv_len)
+    assert_is_the_reference(build(spec), Case.of(scene, 4, 3, block_size))
+
+
+@settings(max_examples=6)
 @given(cases(with_random=True, max_length=60), st.sampled_from((16, 32)))
 def test_any_expression_is_the_reference(case, block_size):
-    spec, scene = case
-    assume(scene.kv_len)
-    shapes = Case.of(scene, 4, 3, block_size)
-    assert_is_the_reference(build(spec), shapes)
+    assert_expression_is_the_reference(*case, block_size)
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(cases(with_random=True, max_length=60), st.sampled_from((16, 32)))
+def test_many_expressions_are_the_reference(case, block_size):
+    assert_expression_is_the_reference(*case, block_size)
 
 
 @pytest.mark.parametrize(
@@ -426,27 +433,6 @@ def test_a_walk_over_selected_blocks_never_reads_a_value_from_the_device():
             for processors in (1, 10_000):
                 w = triton_walk.walk(layout, 0, by_key=by_key, programs=2, processors=processors)
                 assert w.units.shape[:2] == (2, 4)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        sr.Causal() & (sr.SlidingWindow(20) | sr.GlobalTokens(5)),
-        pytest.param(sr.LongNet((32, 100), (1, 3)) & sr.Causal(), marks=pytest.mark.slow),
-        pytest.param(sr.SlidingWindow(6, 6) | sr.SlidingWindow(9, 0, 4), marks=pytest.mark.slow),
-    ],
-    ids=["global tokens", "longnet", "dilated window"],
-)
-def test_layouts_that_a_gpu_makes_itself_are_attended_as_any_other(monkeypatch, pattern):
-    def build_by_arithmetic(*asked):
-        made = arithmetic_layout(*asked)
-        assert made is not None
-        return made
-
-    monkeypatch.setattr(layouts_cache, "build_layout", build_by_arithmetic)
-    sr.layout_cache.clear()
-    assert_is_the_reference(pattern, Case(1, 2, 2, 37, 40, 8, 8, 16))
-    sr.layout_cache.clear()
 
 
 # Extras

@@ -4,9 +4,10 @@ The main property is that the tiles and bitmaps of a layout hold every pair of t
 as the pattern counts it. The rest is what the public numbers say about those tiles.
 """
 
+import sys
 import threading
 from collections.abc import Iterator
-from time import thread_time
+from time import sleep, thread_time
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor
 
 import sparsering as sr
 from sparsering.layouts import compile as compiler
+from sparsering.layouts.cache import LayoutCache
 from sparsering.patterns.algebra import Frame
 
 
@@ -134,13 +136,20 @@ def occupied_tiles(dense: Tensor, block_size: int) -> int:
 block_sizes = st.sampled_from(LAYOUT_BLOCK_SIZES)
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(cases(with_random=True), st.sampled_from((16, 16, 32, 64)))
 def test_layout_holds_the_pairs_of_the_pattern(case: tuple[Spec, Scene], block_size: int) -> None:
     assert_layout_is_the_pattern(*case, block_size)
 
 
-@settings(max_examples=120, suppress_health_check=list(HealthCheck))
+@pytest.mark.slow
+@settings(max_examples=1000, suppress_health_check=list(HealthCheck))
+@given(cases(with_random=True), st.sampled_from((16, 16, 32, 64)))
+def test_layout_holds_the_pairs_of_many_patterns(case: tuple[Spec, Scene], block_size: int) -> None:
+    assert_layout_is_the_pattern(*case, block_size)
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(cases(max_length=300, min_length=71, max_heads=3, with_random=True), block_sizes)
 def test_long_layout_holds_the_pairs_of_the_pattern(
     case: tuple[Spec, Scene], block_size: int
@@ -691,6 +700,39 @@ def test_threads_that_ask_for_different_layouts_get_their_own() -> None:
     assert info.bytes <= info.limit
 
 
+def test_layouts_that_two_threads_built_at_once_are_counted_once() -> None:
+    """A dropped layout is built by a thread that waited for it and by one that has just come."""
+    cache, window = LayoutCache(limit=0), sr.SlidingWindow(9)
+    threads, begun, go = [], [threading.Event() for _ in range(3)], threading.Event()
+
+    def start(number: int, until: threading.Event) -> None:
+        def build() -> sr.BlockLayout:
+            begun[number].set()
+            assert until.wait(timeout=30)
+            return window.layout(200, block_size=16)
+
+        threads.append(threading.Thread(target=cache.keep, args=("layout", build)))
+        threads[-1].start()
+
+    first = threading.Event()
+    start(0, first)
+    begun[0].wait()
+    start(1, go)
+    sleep(0.05)  # until it waits for the first one
+    first.set()
+    begun[1].wait()
+    threads[0].join()
+    start(2, go)
+    begun[2].wait()
+    cache.set_limit(1 << 20)
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert cache.info().bytes == window.layout(200, block_size=16).nbytes
+    cache.set_limit(0)
+    assert cache.info().bytes == 0
+
+
 def test_threads_all_get_the_error_of_a_pattern_that_cannot_be_built() -> None:
     def fails(_: int) -> str:
         with pytest.raises(ValueError) as caught:
@@ -700,6 +742,65 @@ def test_threads_all_get_the_error_of_a_pattern_that_cannot_be_built() -> None:
     messages = in_threads(6, fails)
     assert all(str(2**15) in message and str(2**16) in message for message in messages)
     assert sr.layout_cache.info().entries == 0
+
+
+def test_a_thing_that_was_dropped_while_threads_waited_for_it_is_not_built_twice() -> None:
+    """One that comes after the build has ended, but before the waiting ones ran, begins another."""
+    cache, under_way, most = LayoutCache(limit=0), [0], [0]
+
+    def build() -> bytes:
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        sleep(0.002)
+        under_way[0] -= 1
+        return bytes(1000)
+
+    def ask(number: int) -> None:
+        for _ in range(10):
+            assert cache.keep("key", build) == bytes(1000)
+
+    in_threads(8, ask)
+    assert most[0] == 1
+    info = cache.info()
+    assert (info.entries, info.bytes) == (0, 0)
+
+
+def test_bytes_stay_true_whatever_threads_do() -> None:
+    """Builds, limits, clearing, counting and calls, eight threads at a time."""
+    sr.layout_cache.clear()
+    one = sr.Causal().layout(64, block_size=16).nbytes
+    query = torch.randn(1, 1, 64, 8)
+    expected = [sr.attention(query, query, query, sr.SlidingWindow(n)) for n in range(4)]
+
+    def work(number: int) -> None:
+        for turn in range(24):
+            kind = (number + turn) % 8
+            if kind == 0:
+                sr.layout_cache.set_limit((turn * 7919) % (4 * one))
+            elif kind == 1 and turn % 3 == 0:
+                sr.layout_cache.clear()
+            elif kind == 2:
+                info = sr.layout_cache.info()
+                assert 0 <= info.bytes <= info.limit
+            elif kind == 3:
+                sr.layout_cache.prefetch(sr.SlidingWindow(turn % 4), 64, num_heads=1)
+            elif kind == 4:
+                sr.layout_cache.invalidate(sr.SlidingWindow(turn % 4))
+            else:
+                out = sr.attention(query, query, query, sr.SlidingWindow(turn % 4))
+                torch.testing.assert_close(out, expected[turn % 4], atol=0, rtol=0)
+
+    switches = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        in_threads(8, work)
+    finally:
+        sys.setswitchinterval(switches)
+    sr.layout_cache.prepare(lambda: None).result(60)  # what waits is done
+    held = sr.layout_cache._held
+    assert held == sum(size for _, size in sr.layout_cache._kept.values())
+    sr.layout_cache.set_limit(0)
+    assert (sr.layout_cache.info().entries, sr.layout_cache.info().bytes) == (0, 0)
 
 
 def test_pairs_beyond_a_tile_that_a_cut_has_emptied_are_found() -> None:

@@ -290,7 +290,13 @@ def test_the_kernel_reads_nothing_that_is_not_there():
             cpu.block_shares(**{**right, **changed})
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(x, marks=() if x in ("sub", "antidiagonal") else pytest.mark.slow)
+        for x in METHODS
+    ],
+)
 def test_one_graph(method):
     query, key = drawn((40, 40), torch.float32)
 

@@ -20,6 +20,7 @@ from .stored import (
     dispatching,
     is_cross_attention,
     keep_parsed,
+    stored_in,
     types_of,
     written,
 )
@@ -49,10 +50,10 @@ def _telling(check: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(check)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
         chosen = check(self, *arguments, **options)
-        stored = getattr(self.config, NAME, None)
-        if stored:
+        stored = stored_in(self.config)
+        if stored is not None:
             keep_parsed(stored)
-        if stored and chosen != NAME:
+        if stored is not None and chosen != NAME:
             warnings.warn(
                 f"the config of this {type(self).__name__} holds the pattern {_told(stored)}, "
                 f"which {chosen!r} attention does not follow; load it with "
@@ -138,7 +139,7 @@ def explain(model: Any) -> str:
     config = decoder_config(model)
     running = config._attn_implementation
     if running != NAME:
-        stored = getattr(config, NAME, None)
+        stored = stored_in(config)
         held = f"; the pattern {_told(stored)} in its config is not in force" if stored else ""
         return f"{type(model).__name__} runs {running!r}, not {NAME!r}{held}"
     causal = any(

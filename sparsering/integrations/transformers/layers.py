@@ -6,7 +6,7 @@ from ...patterns.algebra import Mask, Pattern
 from ...patterns.arguments import shortened
 from ...patterns.expression import parse
 from ...patterns.positions import Causal, Dilated, Full, SlidingWindow
-from .stored import NAME, text_for, types_of
+from .stored import NAME, stored_in, text_for, types_of
 
 
 def decoder_config(model: Any) -> Any:
@@ -44,10 +44,12 @@ def decoder_patterns(model: Any) -> list[Pattern]:
 
 def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
     """Of each layer, the stored pattern or the model's own; None for kinds that are none."""
-    stored = getattr(config, NAME, None)
+    stored = stored_in(config)
     found: list[Pattern | None] = []
     for index, kind in enumerate(types_of(config)):
-        text = text_for(stored, index, kind) if isinstance(stored, dict) else stored
+        text = (
+            stored if stored is None or isinstance(stored, str) else text_for(stored, index, kind)
+        )
         if text is None:
             found.append(_own(config, kind, causal))
         else:

@@ -60,13 +60,33 @@ def parts_of(pattern: Pattern) -> list[Pattern]:
     return [pattern, *(part for mask in inside for part in parts_of(mask))]
 
 
+def stored_in(config: Any) -> str | Mapping[str, str] | None:
+    """What a config holds of patterns; None for nothing.
+
+    Raises: ValueError where it is neither a text nor a dict of texts.
+    """
+    stored = getattr(config, NAME, None)
+    if isinstance(stored, str):
+        return stored or None
+    if isinstance(stored, Mapping):
+        if all(isinstance(x, str) for pair in stored.items() for x in pair):
+            return stored if len(stored) else None
+    elif stored is None or stored is False:
+        return None
+    raise ValueError(
+        f"config.{NAME} must be the text of a pattern, or a dict from layers to such texts, got "
+        f"{shortened(repr(stored))}; apply(model, pattern) writes it"
+    )
+
+
 def pattern_of(module: Any) -> Pattern | None:
     """The pattern that is to replace a layer's own window or chunk; None where none is."""
-    stored = getattr(getattr(module, "config", None), NAME, None)
-    if not stored or is_cross_attention(module):
+    stored = stored_in(getattr(module, "config", None))
+    if stored is None or is_cross_attention(module):
         return None
-    text = stored
-    if isinstance(stored, Mapping):
+    if isinstance(stored, str):
+        text: str | None = stored
+    else:
         text = text_for(stored, getattr(module, "layer_idx", None), layer_type(module))
     if text is None:
         return None

@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ...files import cache_folder
+from ...files import cache_folder, opened
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 HEADERS = sorted(SOURCE.parent.rglob("*.h"))
@@ -95,13 +96,23 @@ def _compile(library: Path) -> None:
             )
         content = made.read_bytes()
         made.write_bytes(content + hashlib.sha256(content).digest())
+        made.chmod(0o755)  # whatever the umask: what others may write is not loaded
         made.replace(library)
 
 
 def _is_whole(library: Path) -> bool:
     if not library.exists():
         return False
-    content = library.read_bytes()
+    with opened(library) as file:
+        found, content = os.fstat(file.fileno()), file.read()
+    if hasattr(os, "geteuid"):
+        if found.st_uid not in (0, os.geteuid()):
+            raise PermissionError(
+                f"{library} belongs to another user (uid {found.st_uid}), who could run code as "
+                "you; delete it, or set SPARSERING_CACHE to a folder of your own"
+            )
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return False  # others may have written it: a new one takes its place
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 

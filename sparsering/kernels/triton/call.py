@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..problem import Gradients, Problem, dense_rows, sink_gradient
 from . import extras
-from .launch import forward_launch, launch, padded, power_of_2, processors, strides
+from .launch import launch, padded, power_of_2, processors, strides
 from .operands import MOST_HEAD_DIM, Part, of_inputs, of_tiles, streamed
 from .tuning import Config, config_for
 from .walk import Walk, walk
@@ -154,6 +154,7 @@ def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Itera
 def _forward_pass(part: Part, number: int, out: Tensor, lse: Tensor) -> None:
     """Merges what one pass sees into out and lse."""
     from .combine import merge_kernel
+    from .forward import forward_kernel
 
     config = _config_for("forward", part.problem)
     rows = _rows(part, number, config)
@@ -170,8 +171,7 @@ def _forward_pass(part: Part, number: int, out: Tensor, lse: Tensor) -> None:
     }  # fmt: skip
     of_keys = {"key": part.key, "value": part.value}
     arguments |= streamed(part, number, config, arguments["ALIGN"], {}, **of_keys)
-    kernel, config, arguments = forward_launch(config, arguments)
-    launch(kernel, w.units.shape[2] * rows["programs"], config, arguments)
+    launch(forward_kernel, w.units.shape[2] * rows["programs"], config, arguments)
     _combine(merge_kernel, w, out, arguments)
 
 

@@ -16,12 +16,8 @@ _INTS = (tl.int32, tl.int64)
 
 def kernel(function: Callable[..., None]) -> Any:
     """Compiled for the types of its integers, not for their values."""
-    return triton.jit(function, do_not_specialize=integers_of(function))
-
-
-def integers_of(function: Callable[..., None]) -> list[str]:
-    """Its arguments that are integers."""
-    return [name for name, kind in inspect.get_annotations(function).items() if kind in _INTS]
+    kinds = inspect.get_annotations(function).items()
+    return triton.jit(function, do_not_specialize=[name for name, kind in kinds if kind in _INTS])
 
 
 @triton.jit
@@ -81,19 +77,12 @@ def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
     `first` on of the tile along the lines. Each word is loaded once; which word a pair is in is
     known when this is compiled.
     """
-    along = tl.arange(0, COUNT)[None, :]
-    return bits_at(words, bitmap, rows[:, None], along, first, TILE, WORD, COUNT)
-
-
-@triton.jit
-def bits_at(words, bitmap, rows, along, first, TILE: tl.constexpr, WORD: tl.constexpr,
-            COUNT: tl.constexpr):
-    """The same of rows [n, 1] and slots [1, COUNT], which are given as numbers from 0 on."""
     LINE: tl.constexpr = TILE // WORD
-    line = words + bitmap.to(tl.int64) * (TILE * LINE) + rows * LINE
-    bits = (rows + along) * 0  # of their layout, which Gluon wants
+    line = words + bitmap.to(tl.int64) * (TILE * LINE) + rows[:, None] * LINE
+    along = tl.arange(0, COUNT)[None, :]
+    bits = tl.zeros_like(rows[:, None] + along)
     for w in tl.static_range((COUNT + WORD - 1) // WORD):
-        inside = (bitmap >= 0) & (rows < TILE) & (first // WORD + w < LINE)
+        inside = (bitmap >= 0) & (rows[:, None] < TILE) & (first // WORD + w < LINE)
         word = tl.load(line + first // WORD + w, mask=inside, other=-1).to(tl.int32)
         bit = word & (1 << (along & (WORD - 1)))
         bits = tl.where((along & ~(WORD - 1)) == w * WORD, bit, bits)
@@ -132,15 +121,6 @@ def rows_of(
 ):
     """(slot in the tile, token, query head, whether there is one) of each row of a program."""
     row = tl.arange(0, ROWS)
-    return places_of(row, begin, stop, step, part, head, group, TILE, TOKENS, PACK)
-
-
-@triton.jit
-def places_of(
-    row, begin, stop, step, part, head, group, TILE: tl.constexpr, TOKENS: tl.constexpr,
-    PACK: tl.constexpr,
-):
-    """The same of these rows."""
     slot = part * TOKENS + row % TOKENS
     of_pack = row // TOKENS
     position = begin + (row % TOKENS) * step

@@ -23,10 +23,11 @@ from .device import (
     unit_at,
     visible,
 )
-from .scores import apart, bias_at, capped, kept_pairs, weigh, words_of
+from .scores import apart, bias_at, capped, kept_pairs, words_of
 from .walk import UNIT
 
 _UNIT = tl.constexpr(UNIT)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -34,15 +35,27 @@ def _attend(acc, highest, total, score, v, bias, scale, keep, stays, MASKED: tl.
             BIASED: tl.constexpr, DROPPING: tl.constexpr, PRECISION: tl.constexpr):
     """One step of the running softmax: (acc [rows, Dv], highest [rows], total [rows]).
 
-    What is not in `stays` was dropped, from acc alone; see `weigh` for the rest.
+    Scores are still to be multiplied by `scale`. What is not in `keep` is no pair; what is not in
+    `stays` was dropped, from acc alone.
     """
-    weight, decay, highest, total = weigh(
-        score, highest, total, bias, scale, keep, MASKED, BIASED
-    )
+    if MASKED:
+        score = tl.where(keep != 0, score, float("-inf"))
+    most = tl.max(score, 1)
+    scaled = most * scale
+    if BIASED:
+        scaled += bias
+    now = tl.maximum(highest, scaled)
+    base = tl.where(now == float("-inf"), 0.0, now)
+    # the highest score is subtracted before anything is rounded: 0 whatever its size
+    most = tl.where(most == float("-inf"), 0.0, most)
+    shift = (scaled - base) * _LOG2_E
+    weight = tl.exp2((score - most[:, None]) * (scale * _LOG2_E) + shift[:, None])
+    decay = tl.exp2((highest - base) * _LOG2_E)
+    total = total * decay + tl.sum(weight, 1)
     if DROPPING:
         weight = tl.where(stays, weight, 0.0)
     acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
-    return acc, highest, total
+    return acc, now, total
 
 
 @kernel

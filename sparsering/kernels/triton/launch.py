@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from ...numerics import power_of_2
-from . import tuning
 from .tuning import Config
-
-_EXTRAS = ("BIASED", "CAPPED", "DISTANCES", "DROPPING", "KEYS_MASKED", "SINK")
 
 
 def launch(kernel: Any, programs: int, config: Config | None, arguments: dict[str, Any]) -> None:
@@ -26,48 +23,7 @@ def launch(kernel: Any, programs: int, config: Config | None, arguments: dict[st
 
 def options(config: Config | None) -> dict[str, Any]:
     """How a kernel is compiled."""
-    if config is None:
-        return {}
-    told = {"num_warps": config.warps, "num_stages": config.stages}
-    return told | ({"maxnreg": config.registers} if config.registers else {})
-
-
-def forward_launch(config: Config, arguments: dict[str, Any]) -> tuple[Any, Config, dict[str, Any]]:
-    """(kernel, config, arguments) of a forward pass: `hopper_kernel` where it is asked and can."""
-    from .forward import forward_kernel
-
-    rows, keys, head_dim = (arguments[name] for name in ("ROWS", "KEYS", "HEAD_DIM"))
-    device = arguments["query"].device
-    if not config.warp_specialize or tuning.generation(device) != 90:
-        return forward_kernel, config, arguments
-    if (
-        not arguments["TMA"]
-        or any(arguments[name] for name in _EXTRAS)
-        or head_dim != arguments["VALUE_DIM"]
-        or head_dim not in (64, 128)
-        or rows not in (64, 128)
-        or keys not in (64, 128)
-        or arguments["TILE"] % keys
-        or arguments["WORD"] != 32
-    ):
-        config = config._replace(warp_specialize=False)
-        return forward_kernel, config, {**arguments, "WARP_SPECIALIZE": False}
-    from .hopper import hopper_kernel
-
-    # a processor holds 65,536: one program of two warpgroups, two or three of one
-    registers = 168 if rows == 128 else 80 if keys == head_dim == 64 else 128
-    stages = max(2, config.stages)
-    config = config._replace(warps=4, stages=stages, registers=registers)
-    return (
-        hopper_kernel,
-        config,
-        {
-            **arguments,
-            **{name: in_gluon(arguments[name]) for name in ("key_tiles", "value_tiles")},
-            "STAGES": stages,
-            "IN_TURN": config.in_turn and rows == 128,  # a short call may have 64
-        },
-    )
+    return {} if config is None else {"num_warps": config.warps, "num_stages": config.stages}
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:
@@ -127,17 +83,6 @@ def line(x: Tensor, count: int) -> Any:
     if not tokens or x.data_ptr() % 16 or size >= 1 << 31:
         return None
     return TensorDescriptor(x, [size], [1], [count])
-
-
-def in_gluon(described: Any) -> Any:
-    """The same descriptor as Gluon takes it, with the layout that its tiles have in memory."""
-    from triton.experimental.gluon import language
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    kind = language.bfloat16 if described.base.dtype == torch.bfloat16 else language.float16
-    shape = described.block_shape
-    layout = language.NVMMASharedLayout.get_default_for(shape, kind)
-    return TensorDescriptor(described.base, described.shape, described.strides, shape, layout)
 
 
 def precision(dtype: torch.dtype) -> str:

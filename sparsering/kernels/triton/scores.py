@@ -39,28 +39,6 @@ def capped(product, scale, cap):
 
 
 @triton.jit
-def weigh(score, highest, total, bias, scale, keep, MASKED: tl.constexpr, BIASED: tl.constexpr):
-    """One step of the running softmax: (weights, decay of what was summed, highest, total).
-
-    Scores [rows, keys] are still to be multiplied by `scale`; what is not in `keep` is no pair.
-    """
-    if MASKED:
-        score = tl.where(keep != 0, score, float("-inf"))
-    most = tl.max(score, 1)
-    scaled = most * scale
-    if BIASED:
-        scaled += bias
-    now = tl.maximum(highest, scaled)
-    base = tl.where(now == float("-inf"), 0.0, now)
-    # the highest score is subtracted before anything is rounded: 0 whatever its size
-    most = tl.where(most == float("-inf"), 0.0, most)
-    shift = (scaled - base) * _LOG2_E
-    weight = tl.exp2((score - most[:, None]) * (scale * _LOG2_E) + shift[:, None])
-    decay = tl.exp2((highest - base) * _LOG2_E)
-    return weight, decay, now, total * decay + tl.sum(weight, 1)
-
-
-@triton.jit
 def apart(key, query):
     """Distance between two int64 positions, as int32: at most 2 ** 30."""
     return tl.minimum(tl.maximum(key - query, -_FAR), _FAR).to(tl.int32)

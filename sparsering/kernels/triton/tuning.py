@@ -29,10 +29,8 @@ class Config(NamedTuple):
         streamed: tokens that it takes in at a step.
         warps, stages: of Triton.
         tma: load what streams past through tensor descriptors, where it can be.
-        warp_specialize: split loading and computing between warps; on Hopper, by `hopper_kernel`.
+        warp_specialize: split loading and computing between warps, where Triton can.
         masked: tokens that it takes in at a step where pairs are masked, 0 for as many.
-        in_turn: in it, warpgroups start their products one after the other.
-        registers: of a thread, as a launch begins; 0: as many as it takes.
     """
 
     rows: int
@@ -42,13 +40,10 @@ class Config(NamedTuple):
     tma: bool = False
     warp_specialize: bool = False
     masked: int = 0
-    in_turn: bool = False
-    registers: int = 0
 
 
 # By generation and kernel: for head dims up to 64, 128 and 256. Chosen by what `ptxas` says of
-# registers and shared memory, and by `benchmarks.forecast`, not by a measurement. The last
-# number, if any, is `masked`.
+# registers and shared memory, not by a measurement. The last number, if any, is `masked`.
 _HALF = {
     (80, "forward"): ((128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
     (80, "query"): ((128, 64, 8, 3, 32), (64, 64, 8, 3), (64, 32, 8, 2)),
@@ -103,9 +98,6 @@ def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[
         near.append(base._replace(tma=False))
     if generation(like.device) == 100 and kernel == "forward":
         near.append(base._replace(warps=4, warp_specialize=True))
-    if generation(like.device) == 90 and kernel == "forward" and base.tma:
-        special = base._replace(streamed=128, warp_specialize=True)
-        near += [special, special._replace(in_turn=True)]
     fitting = (_fitted(c, like, head_dim, tile) for c in near if c.streamed >= 16 and c.rows >= 16)
     yield from dict.fromkeys(fitting)
 
@@ -152,8 +144,7 @@ def _fitted(chosen: Config, like: Tensor, head_dim: int, tile: int) -> Config:
     rows, streamed = min(chosen.rows, most), min(chosen.streamed, most)
     masked = min(chosen.masked, streamed // 2)
     masked = masked if masked >= 16 else 0
-    in_turn = chosen.in_turn and rows > 64  # of two warpgroups
-    chosen = chosen._replace(rows=rows, streamed=streamed, masked=masked, in_turn=in_turn)
+    chosen = chosen._replace(rows=rows, streamed=streamed, masked=masked)
     narrow = 128 if generation(like.device) == 90 else 64  # one warpgroup of Hopper has 64 rows
     if rows * streamed <= 64 * 64 and like.itemsize < 4 and head_dim <= narrow:
         chosen = chosen._replace(warps=min(4, chosen.warps))

@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ...layouts.device.streams import Built, capturing
 from ...layouts.layout import BlockLayout, Pass, stretched, tile_counts
+from ...streams import Built, capturing
 
 UNIT, CUT = 5, 3  # int32 numbers of a unit and of a cut tile
 _LEAST_ENTRIES = 8  # shorter pieces cost more to combine than they save

@@ -1,4 +1,4 @@
-"""Layouts of selected blocks, built on the device that holds the indices, without a host sync."""
+"""Builds layouts of selected blocks on the device of their indices, without a host sync."""
 
 import itertools
 from dataclasses import replace
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...patterns.algebra import And, Frame, Mask, Pattern
-from ...patterns.positions import Causal
-from ...patterns.selected import SelectedBlocks, selections_of
-from ..bitmaps import pack
-from ..layout import BlockLayout, Pass, row_of, stretched
+from ..patterns.algebra import And, Frame, Mask, Pattern
+from ..patterns.positions import Causal
+from ..patterns.selected import SelectedBlocks, selections_of
+from .bitmaps import pack
+from .layout import BlockLayout, Pass, row_of, stretched
 
 
 def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLayout | None:

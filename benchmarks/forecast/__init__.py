@@ -1,1 +1,0 @@
-"""What GPU kernels should take, from their machine code: `python -m benchmarks.forecast`."""

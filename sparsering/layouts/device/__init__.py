@@ -1,1 +1,0 @@
-"""Layouts that are built on the device that reads them: of selections, and by arithmetic."""

@@ -1,0 +1,95 @@
+"""The attacker itself, and some seconds of each kind of attack; `make fuzz` goes on for longer."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+
+from . import calls
+from .__main__ import KINDS
+from .attack import Cell, Fault, Refused, attack
+
+
+@dataclass(frozen=True)
+class Number:
+    """A case that is wrong from 1000 on, and refused below 3."""
+
+    cell: Cell
+    number: int
+
+    def cells(self) -> list[Cell]:
+        return [self.cell]
+
+    def check(self) -> None:
+        if self.number < 3:
+            raise Refused("too small")
+        assert self.number < 1000
+
+    def script(self) -> str:
+        return f"number = {self.number}"
+
+
+class Numbers:
+    CELLS = tuple(Cell(option, "-", "-", "-") for option in "abc")
+    largest = 10**6
+
+    @classmethod
+    def cases(cls, cell: Cell) -> st.SearchStrategy[Any]:
+        return st.integers(0, cls.largest).map(lambda number: Number(cell, number))
+
+
+def test_a_fault_is_shrunk_and_shown():
+    with pytest.raises(
+        Fault, match=r"(?s)/ - / - / -\n\nnumber = 1000\n.*assert self.number < 1000"
+    ):
+        attack(Numbers, 20.0)
+
+
+def test_cells_are_counted_until_none_is_empty(monkeypatch):
+    monkeypatch.setattr(Numbers, "largest", 50)
+    coverage = attack(Numbers, 0.5)
+    assert not coverage.empty()
+    assert coverage.cases == coverage.right.total() + coverage.refused.total()
+    assert set(coverage.reasons.values()) == {"too small"}
+    assert coverage.table().split()[:3] == ["a", "b", "c"]
+
+
+def test_the_same_seed_draws_the_same_cases(monkeypatch):
+    texts = []
+    for _ in range(2):
+        with pytest.raises(Fault) as fault:
+            attack(calls_that_fail, 20.0, seed=3)
+        texts.append(str(fault.value).split("Traceback")[0])
+    assert texts[0] == texts[1]
+
+
+class calls_that_fail:  # noqa: N801, it stands for a module
+    """Calls; a sink beside grouped heads counts as wrong."""
+
+    CELLS = calls.CELLS
+
+    @staticmethod
+    def cases(cell: Cell) -> st.SearchStrategy[Any]:
+        return calls.cases(cell).map(Failing)
+
+
+@dataclass(frozen=True)
+class Failing:
+    call: calls.Call
+
+    def cells(self) -> list[Cell]:
+        return self.call.cells()
+
+    def check(self) -> None:
+        assert not {"sink", "groups"} <= set(self.call.options())
+
+    def script(self) -> str:
+        return self.call.script()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_attack_of_some_seconds_finds_nothing(name):
+    coverage = attack(import_module(f"fuzz.{name}"), 60 / len(KINDS), seed="make test")
+    assert coverage.cases > 20
