@@ -1,5 +1,7 @@
 """What ranks own, need and compute, by definition: from the dense counts of a pattern."""
 
+import pytest
+import torch
 from attention_oracle import Case, dense_counts
 from torch import Tensor
 
@@ -49,3 +51,43 @@ def visited(pattern: sr.Pattern, case: Case, away: list[int]) -> Tensor:
 
 def travelling(plan) -> list[int]:
     return [p for t in plan.travellers for a, b in t.rows for p in range(a, b)]
+
+
+def assert_plan_is_exact(
+    pattern: sr.Pattern,
+    case: Case,
+    world: int,
+    sharding: str,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """What a plan says of shards, needed tokens, bytes and loads, against the dense counts."""
+    plan = plan_of(pattern, case, world, sharding)
+    shards = owned(plan.sharding, case.kv_len, world)
+    away = travelling(plan)
+    assert [[p for a, b in r for p in range(a, b)] for r in plan.ranges] == shards
+    needs = visited(pattern, case, away)
+    counts = dense_counts(pattern, case).double().mean(0)
+    row_bytes = (case.head_dim + case.value_dim) * dtype.itemsize
+    for receiver in range(world):
+        seen = needs[:, :, shards[receiver]].any(2)
+        seen[:, :, shards[receiver]] = False
+        found = torch.zeros_like(seen)
+        for sender in range(world):
+            if not plan.tokens[receiver, sender]:
+                continue
+            for b in range(case.batch):
+                for h in range(case.num_kv_heads):
+                    needed = plan.tokens_of(receiver, sender, b, h)
+                    assert set(needed.tolist()) <= set(shards[sender]), (receiver, sender, b, h)
+                    found[b, h, needed] = True
+        assert torch.equal(found, seen), receiver
+        received = plan.tokens_received(receiver)
+        assert received == seen.sum().item() / case.batch
+        if not away:
+            widths = case.head_dim, case.value_dim
+            assert plan.bytes_received(receiver, head_dim=widths, dtype=dtype) == pytest.approx(
+                received * row_bytes, rel=1e-12
+            )
+        staying = [p for p in shards[receiver] if p not in away]
+        load = counts[:, staying].sum() + counts[:, away][:, :, shards[receiver]].sum()
+        assert plan.load(receiver) == pytest.approx(load.item(), rel=1e-12)

@@ -113,7 +113,8 @@ def scores_of(
     rows = num_rows(q_start, q_len, query_block)
     shape = (batch * kv_heads, rows, blocks)
     if not math.prod(shape) or not group:
-        return estimate.feature.new_full((batch, kv_heads, rows, blocks), -torch.inf)
+        nothing = query[..., :0].sum() + estimate.feature[..., :0].sum()  # 0, in the graph
+        return estimate.feature.new_full((batch, kv_heads, rows, blocks), -torch.inf) + nothing
     # queries of a row together, heads innermost: [B * Hkv, Nq, G, D]
     every = query.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(0, 1)
     feature, keys = (x.flatten(0, 1) for x in (estimate.feature, estimate.keys))

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_tensor
+from ..numerics import sum_dtype
 
 
 def counted(indices: Tensor, num_blocks: int) -> Tensor:
@@ -25,7 +26,7 @@ def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
             f"mass must be floating point [B, a multiple of {heads} heads, {rows} rows, slots], "
             f"got {mass.dtype} {tuple(mass.shape)}; block_mass of the same selection returns it"
         )
-    return mass.detach().unflatten(1, (heads, group)).sum(2)
+    return mass.detach().unflatten(1, (heads, group)).sum(2, dtype=sum_dtype(mass))
 
 
 def checked_slots(indices: Tensor, shape: torch.Size) -> Tensor:

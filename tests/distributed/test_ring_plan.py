@@ -5,41 +5,16 @@ from dataclasses import replace
 import patterns_oracle
 import pytest
 import torch
-from attention_oracle import PATTERNS, Case, dense_counts
+from attention_oracle import PATTERNS, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_oracle import owned, plan_of, travelling, visited
+from ring_oracle import assert_plan_is_exact, owned
 from strategies import scenes, specs
 
 import sparsering as sr
 from sparsering.distributed import RingPlan
 
 SHARDINGS = ("contiguous", "zigzag", "chunks:1,0,2,2,1,0,0")
-
-
-def assert_plan_is_exact(pattern: sr.Pattern, case: Case, world: int, sharding: str) -> None:
-    plan = plan_of(pattern, case, world, sharding)
-    shards = owned(plan.sharding, case.kv_len, world)
-    away = travelling(plan)
-    assert [[p for a, b in r for p in range(a, b)] for r in plan.ranges] == shards
-    needs = visited(pattern, case, away)
-    counts = dense_counts(pattern, case).double().mean(0)
-    for receiver in range(world):
-        total = 0
-        for sender in range(world):
-            if sender == receiver:
-                continue
-            seen = needs[:, :, shards[receiver]].any(2)
-            for b in range(case.batch):
-                for h in range(case.num_kv_heads):
-                    tokens = [k for k in shards[sender] if seen[b, h, k]]
-                    needed = plan.tokens_of(receiver, sender, b, h)
-                    assert sorted(needed.tolist()) == tokens, (receiver, sender, b, h)
-                    total += len(tokens)
-        assert plan.tokens_received(receiver) == total / case.batch
-        staying = [p for p in shards[receiver] if p not in away]
-        load = counts[:, staying].sum() + counts[:, away][:, :, shards[receiver]].sum()
-        assert plan.load(receiver) == pytest.approx(load.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,6 +15,7 @@ from strategies import LAYOUT_BLOCK_SIZES, Scene, scenes
 from torch import Tensor
 
 import sparsering as sr
+import sparsering.distributed
 
 from . import oracle, specs
 from .attack import Cell, Refused
@@ -80,6 +82,7 @@ class Call:
     sink: str | None = None
     dropout: tuple[float, int] | None = None
     half_tables: bool = False
+    function: ClassVar[str] = "sr.attention"
 
     def options(self) -> list[str]:
         """The names of the options in use."""
@@ -189,7 +192,11 @@ class Call:
     def attend(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         query, key, value, *_ = tensors.values()
         tables = {name: x for name, x in tensors.items() if name not in ("query", "key", "value")}
-        return sr.attention(query, key, value, build(self.spec), **tables, **self.keywords())
+        attention = attrgetter(self.function.removeprefix("sr."))(sr)
+        found: tuple[Tensor, Tensor] = attention(
+            query, key, value, build(self.spec), **tables, **self.keywords()
+        )
+        return found
 
     def precision(self) -> torch.dtype:
         return torch.bfloat16 if self.autocast and self.dtype != "float64" else DTYPES[self.dtype]
@@ -273,17 +280,20 @@ class Call:
             f"{name} = torch.randn({tuple(x.shape)}, dtype={x.dtype}, requires_grad=True)"
             for name, x in tensors.items()
         ]
-        tables = [f"{name}={name}" for name in list(tensors)[3:]]
-        given = [f"{name}={x!r}" for name, x in self.keywords().items() if name != "backend"]
-        call = f"sr.attention(query, key, value, {specs.source(self.spec)}, "
-        call += ", ".join([*tables, *given])
-        backend = None if self.backend == "default" else self.backend
+        arguments = ["query, key, value", specs.source(self.spec)]
+        arguments += [f"{name}={name}" for name in list(tensors)[3:]]
+
+        def called(function: str, given: dict[str, Any]) -> str:
+            each = [f"{name}={x!r}" for name, x in given.items()]
+            return f"{function}({', '.join([*arguments, *each])})"
+
+        exact = Call.keywords(self) | {"backend": "reference"}
         return "\n".join(
             [
-                "import torch, sparsering as sr",
+                "import torch, sparsering as sr, sparsering.distributed",
                 "; ".join(draws),
-                f"got = {call}, backend={backend!r})",
-                f"expected = {call}, backend='reference')",
+                f"got = {called(self.function, self.keywords())}",
+                f"expected = {called('sr.attention', exact)}",
                 "print([(a - b).abs().max() for a, b in zip(got, expected)])",
                 f"# {self}",
             ]
@@ -380,10 +390,11 @@ def compare(
 
 
 @st.composite
-def cases(draw: st.DrawFn, cell: Cell) -> Call:
+def cases(draw: st.DrawFn, cell: Cell, scene: Scene | None = None) -> Call:
     """Calls with the option, class of patterns, backend and dtype of a cell, and others beside."""
     slow = cell.backend in ("triton", "torch_sparse")
-    scene = draw(scenes(max_length=24 if slow else 50, max_heads=2 if slow else 6))
+    if scene is None:
+        scene = draw(scenes(max_length=24 if slow else 50, max_heads=2 if slow else 6))
     option = cell.option
     if option == "groups":
         heads = ((2, 1), (4, 2), (6, 3), (4, 1)) if not slow else ((2, 1),)

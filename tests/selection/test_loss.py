@@ -73,6 +73,13 @@ def test_the_heads_of_a_group_are_summed_not_averaged_as_shares():
     check(scores, mass)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_heads_of_a_group_are_summed_in_float32(dtype):
+    scores, mass = (x.to(dtype) for x in drawn(heads=H * 8))
+    expected, _ = by_formula(scores.double(), mass.double())
+    assert abs(selection_loss(scores, mass).item() - expected) < 1e-6
+
+
 def test_blocks_that_a_row_does_not_see():
     scores, mass = drawn()
     scores = scores.masked_fill(torch.ones(R, NB, dtype=torch.bool).triu(2), -torch.inf)

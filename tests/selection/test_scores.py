@@ -113,6 +113,15 @@ def test_scores_are_the_log_of_summed_shares(shape, method, causal):
     assert close(halved.double(), expected, 2e-5)  # by the kernel
 
 
+@pytest.mark.parametrize("lengths", [(0, 20), (9, 0), (0, 0)])
+def test_scores_of_no_tokens_are_part_of_the_graph(lengths):
+    inputs = [x.requires_grad_() for x in drawn(lengths)]
+    grads = torch.autograd.grad(block_scores(*inputs, 8).sum(), inputs)
+    assert all(
+        torch.equal(grad, torch.zeros_like(x)) for x, grad in zip(inputs, grads, strict=True)
+    )
+
+
 @pytest.mark.parametrize("learns", [False, True])
 def test_float64_inside(learns):
     query, key = drawn(SHAPES[0])

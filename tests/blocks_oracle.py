@@ -1,0 +1,184 @@
+"""Blocks chosen by content, by definition: scores, choices, pooled keys and losses in float64.
+
+Plain torch, so that autograd gives the gradients; nothing here comes from the library.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+LARGEST = torch.finfo(torch.float32).max
+NEVER = -1e300  # the logit of what is hidden: finite, so that it has a derivative
+
+
+def log_masses(query: Tensor, keys: Tensor, method: str, parts: int, scale: float) -> Tensor:
+    """[..., N] estimated log mass of one block of keys [..., n, D] for queries [..., N, D]."""
+    many, mean = math.log(keys.shape[-2]), keys.mean(-2, keepdim=True)
+    if method == "sub":
+        each = [log_masses(query, part, "mean", 1, scale) for part in keys.split(parts, -2)]
+        return torch.stack(each).logsumexp(0)
+    if method == "exact":
+        return (scale * query @ keys.mT).logsumexp(-1)
+    if method == "bounds":
+        most = torch.maximum(query * keys.amax(-2, True), query * keys.amin(-2, True))
+        return many + scale * most.sum(-1)
+    found = many + scale * (query * mean).sum(-1)
+    if method == "gauss":
+        spread = keys.var(-2, unbiased=False, keepdim=True)
+        found = found + scale**2 / 2 * (query.square() * spread).sum(-1)
+    return found
+
+
+def antidiagonals(query: Tensor, keys: Tensor, stride: int, scale: float, start: int) -> Tensor:
+    """Like `log_masses`, for strides of queries that are cut by position."""
+    length, count = query.shape[-2], keys.shape[-2]
+    first = (start + torch.arange(length)) // stride * stride - start
+    products, found = scale * query @ keys.mT, []
+    for y in range(0, count, stride):
+        pairs = [(first + stride - 1 - m, y + m) for m in range(min(stride, count - y))]
+        there = torch.stack([(q >= 0) & (q < length) for q, _ in pairs])
+        each = torch.stack([products[..., q.clamp(0, length - 1), k] for q, k in pairs], -2)
+        mean = (each * there).sum(-2) / there.sum(0).clamp(min=1)
+        found.append(math.log(min(stride, count - y)) + mean)
+    return torch.stack(found).logsumexp(0)
+
+
+def block_scores(
+    query: Tensor,
+    key: Tensor,
+    block_size: int,
+    *,
+    query_block: int,
+    method: str,
+    parts: int,
+    causal: bool,
+    scale: float,
+    q_start: int | None,
+) -> Tensor:
+    """[B, Hkv, R, Nb] scores, -inf for what is not visible."""
+    (batch, heads, length, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
+    start = kv_len - length if q_start is None else q_start
+    position, blocks = start + torch.arange(length), -(-kv_len // block_size)
+    first_row = start // query_block
+    rows = -(-(start + length) // query_block) - first_row if length else 0
+    key = key.repeat_interleave(heads // kv_heads, 1)
+    if not blocks or not rows:
+        return (query.sum() + key.sum()) * query.new_zeros(batch, kv_heads, rows, blocks)
+    logits = []
+    for block, keys in enumerate(key.split(block_size, 2)):
+        if method == "antidiagonal":
+            logit = antidiagonals(query, keys, parts, scale, start)
+        else:
+            logit = log_masses(query, keys, method, block_size // parts, scale)
+        if causal:
+            here = block * block_size + torch.arange(keys.shape[2]) <= position[:, None]
+            own = (scale * query @ keys.mT).masked_fill(~here, NEVER).logsumexp(-1)
+            logit = torch.where(position // block_size == block, own, logit)
+        logits.append(logit)
+    seen = (position // block_size)[:, None] >= torch.arange(blocks)
+    seen = seen if causal else torch.ones_like(seen)
+    logit = torch.stack(logits, -1).masked_fill(~seen, NEVER)
+    share = logit.log_softmax(-1).masked_fill(~seen, NEVER)  # [B, Hq, N, Nb]
+    scores = []
+    for row in range(first_row, first_row + rows):
+        members = position // query_block == row
+        total = share[:, :, members].unflatten(1, (kv_heads, -1)).flatten(2, 3).logsumexp(2)
+        scores.append(total.masked_fill(~seen[members].any(0), -math.inf))
+    return torch.stack(scores, 2)
+
+
+def select_blocks(
+    scores: Tensor,
+    k: int,
+    *,
+    block_size: int,
+    query_block: int,
+    top_p: float | None,
+    sink: int,
+    local: int,
+    causal: bool,
+    q_start: int,
+) -> Tensor:
+    """[..., R, k] the choice of each row of scores [..., R, Nb]."""
+    *outer, rows, _ = scores.shape
+    options = {"top_p": top_p, "sink": sink, "local": local, "causal": causal}
+    chosen = [
+        chosen_blocks(
+            each, k, (q_start // query_block + row) * query_block // block_size, **options
+        )
+        for of_head in scores.reshape(math.prod(outer), *scores.shape[-2:]).tolist()
+        for row, each in enumerate(of_head)
+    ]
+    return torch.tensor(chosen, dtype=torch.int64).view(*outer, rows, k)
+
+
+def chosen_blocks(
+    scores: list[float],
+    k: int,
+    current: int,
+    *,
+    top_p: float | None = None,
+    sink: int = 1,
+    local: int = 1,
+    causal: bool = True,
+) -> list[int]:
+    """The choice of one row whose queries lie in block `current`."""
+    last = min(current, len(scores) - 1)
+    numbers = [b for b in range(len(scores)) if not causal or b <= last]
+    score = [-math.inf if math.isnan(x) else x for x in scores]
+    forced = [b for b in numbers if b < sink or last - local < b <= last]
+    others = [b for b in numbers if b not in forced and score[b] > -math.inf]
+    order = forced + sorted(others, key=lambda b: (-score[b], b))
+    if top_p is not None and top_p < 1:
+        finite = {b: min(score[b], LARGEST) for b in numbers}
+        highest = max([x for x in finite.values() if x > -math.inf], default=0.0)
+        share = {b: math.exp(x - highest) for b, x in finite.items()}
+        limit, before, kept = top_p * sum(share.values()), 0.0, []
+        for block in order:
+            if block in forced or before < limit:
+                kept.append(block)
+            before += share[block]
+        order = kept
+    return [*order[:k], *[-1] * (k - len(order))]
+
+
+def pool_blocks(x: Tensor, size: int, stride: int) -> Tensor:
+    """Means of windows of tokens [B, H, N, D], 0 where there are none."""
+    count = -(-max(0, x.shape[2] - size) // stride) + 1
+    windows = [x[:, :, c * stride : c * stride + size] for c in range(count)]
+    return torch.stack([w.sum(2) / max(1, w.shape[2]) for w in windows], 2)
+
+
+def selection_loss(
+    scores: Tensor,
+    mass: Tensor,
+    indices: Tensor | None = None,
+    *,
+    row_weight: Tensor | None = None,
+) -> Tensor:
+    """Mean over rows of KL(share of the mass || softmax(scores)), row by row."""
+    batch, heads, rows, blocks = scores.shape
+    mass = mass.unflatten(1, (heads, -1)).sum(2)
+    if indices is None:
+        indices = torch.arange(blocks).expand(batch, heads, rows, blocks)
+    indices = indices.expand(batch, heads, rows, indices.shape[-1])
+    weights = torch.ones(()) if row_weight is None else row_weight
+    weights = weights.double().expand(batch, heads, rows)
+    total, weight = scores[:0].sum(), 0.0
+    for at in torch.cartesian_prod(*map(torch.arange, (batch, heads, rows))).tolist():
+        b, h, r = at
+        listed: dict[int, int] = {}  # slot of each block
+        for slot, block in enumerate(indices[b, h, r].tolist()):
+            if 0 <= block < blocks and scores[b, h, r, block] > -math.inf:
+                listed.setdefault(block, slot)
+        if not listed:
+            continue
+        received = mass[b, h, r, list(listed.values())]
+        if not received.sum() > 0:
+            continue
+        share = received / received.sum()
+        log_share = scores[b, h, r, list(listed)].log_softmax(0)
+        total = total + weights[b, h, r] * (share.xlogy(share) - share * log_share).sum()
+        weight += weights[b, h, r].item()
+    return total / weight if weight > 0 else total
