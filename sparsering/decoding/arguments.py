@@ -42,6 +42,14 @@ def check_dtype(held: torch.dtype | None, key: Tensor) -> None:
 
 
 def nothing_new(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """(out, lse) of no queries."""
+    """(out, lse) of queries that are all padding."""
     out = query.new_zeros(*query.shape[:3], value_dim)
-    return out, out.new_zeros(query.shape[:3], dtype=sum_dtype(query))
+    return out, out.new_full(query.shape[:3], -torch.inf, dtype=sum_dtype(query))
+
+
+def with_padding(found: tuple[Tensor, Tensor], padding: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) with that many rows of padding behind."""
+    if not padding:
+        return found
+    pad = torch.nn.functional.pad
+    return pad(found[0], (0, 0, 0, padding)), pad(found[1], (0, padding), value=-torch.inf)

@@ -1,6 +1,6 @@
 """`KVCache`: keys and values of the tokens so far, as far as some later query visits them."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -18,14 +18,13 @@ from ..checks import (
 from ..dispatch import choose
 from ..functional import checked_call
 from ..layouts.compile import BLOCK_SIZES
-from ..layouts.layout import BlockLayout
 from ..layouts.lifetimes import last_visits, own_length
 from ..patterns.algebra import Pattern, check_fits
 from ..patterns.arguments import checked_integer, shortened
-from .arguments import check_dtype, checked_index, checked_lengths, nothing_new
+from .arguments import check_dtype, checked_index, checked_lengths, nothing_new, with_padding
 from .compiled import attend_op, register, spelt
 from .held import Held, Row, looking_back
-from .steps import attend_page, attend_spans, fits_page, of_queries, page_layout
+from .steps import attend_page, attend_spans, fits_page, laid_page, of_first
 
 _REFUSED = {
     "q_start": "the cache knows where its tokens are",
@@ -106,12 +105,7 @@ class KVCache:
         if total is not None:
             check_fits(pattern, self._held.frame(0, 0))
         self._dims = head_dim, value_dim
-        self._dtype = dtype
-        self._device = None if device is None else torch.device(device)
-        self._oldest = 0  # what it can be cropped to
-        self._page: dict[int, BlockLayout] = {}  # for each number of queries
-        self._seen: Hashable = None  # of the last tokens, and what computed them
-        self._backend = ""
+        self._asked = dtype, None if device is None else torch.device(device)
         with torch.inference_mode(False):
             self._clock = register(self)
 
@@ -127,6 +121,17 @@ class KVCache:
     def length(self) -> int:
         """Tokens seen, of the longest entry."""
         return max(self.lengths, default=0)
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        """Of keys and values; None where the first decide."""
+        keys = self._held.keys
+        return keys.dtype if keys.shape[2] else self._asked[0]
+
+    @property
+    def _device(self) -> torch.device | None:
+        keys = self._held.keys
+        return keys.device if keys.shape[2] else self._asked[1]
 
     @property
     def kept(self) -> int:
@@ -227,7 +232,6 @@ class KVCache:
             return out
         with torch.inference_mode(False), torch.no_grad():
             found = self._attend(query, key, value, lengths, stored, **options)
-        self._seen = None if options else described(query, key, value)
         return found if return_lse else found[0]
 
     def load(
@@ -267,8 +271,7 @@ class KVCache:
                 f"{shortened(str(places.tolist()))}; sort both"
             )
         with torch.inference_mode(False), torch.no_grad():
-            self._held.load(key, value, places, length)
-        self._evicted()
+            self._held = self._held.loaded(key, value, places, length)
 
     def _attend_again(
         self, query: Tensor, key: Tensor, value: Tensor
@@ -277,18 +280,17 @@ class KVCache:
 
         Nothing is then left to check, choose or lay out.
         """
-        held, seen = self._held, self._seen
-        if seen is None or described(query, key, value) != seen:
+        held, n = self._held, query.shape[2]
+        checked, backend = held.steps.checked
+        if checked is None or described(query, key, value) != checked:
             return None
-        n = query.shape[2]
-        layout, length = self._page.get(n), self.length
+        layout, length = held.steps.layouts.get(n), self.length
         ends = held.total is not None and length + n > held.total
         if layout is None or ends or held.since + n >= held.limit:
             return None
         inputs, scale = (query, key, value), checked_scale(None, query)
-        found = attend_page(held, layout, self._backend, inputs, scale, {})
-        held.advance([n] * len(held.rows))
-        held.since += n
+        found = attend_page(held, layout, backend, inputs, scale, {})
+        self._held = held.advanced([n] * len(held.rows), held.since + n)
         return found
 
     def _attend(
@@ -302,11 +304,10 @@ class KVCache:
         backend: str | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        held = self._held
+        held, given = self._held, query.shape[2]
         self._check(query, key, value)
-        new = self._new_tokens(lengths, query.shape[2])
-        if query.shape[2] == 0:
-            return nothing_new(query, self._dims[1])
+        new = self._new_tokens(lengths, given)
+        most = given if lengths is None else max(new, default=0)
         inputs, call, extras = checked_call(query, key, value, held.pattern, **options)
         check_dtype(self._dtype, inputs[1])
         chosen = choose(backend, inputs, extras)
@@ -315,36 +316,26 @@ class KVCache:
                 "stored=False needs entries of one length, got "
                 f"{shortened(str(self.lengths))}; select some"
             )
-        before = held.elsewhere
-        if not stored and new:
-            held.elsewhere = [*before, *range(self.length, self.length + new[0])]
-        try:
-            paged = fits_page(held, chosen, new, extras)
-            if paged:
-                layout = self._page_of(query.shape[2])
-                found = attend_page(held, layout, chosen, inputs, call["scale"], extras)
-            else:
-                del call["q_start"]
-                found = attend_spans(held, chosen, inputs, new, call, extras)
-        except BaseException:
-            held.elsewhere = before
-            raise
-        held.advance(new)
-        self._backend = chosen
-        if not paged:
-            held.evict(*inputs[1:])
+        if most == 0:
+            return nothing_new(inputs[0], self._dims[1])
+        if not stored:
+            last = range(self.length, self.length + most)
+            held = held.changed(elsewhere=(*held.elsewhere, *last))
+        part, of_part = of_first(most, inputs, extras)
+        if fits_page(held, chosen, new, of_part):
+            layout = laid_page(held, most)
+            found = attend_page(held, layout, chosen, part, call["scale"], of_part)
+            after = held.advanced(new, held.since + most)
+            after = after.evicted() if after.since >= after.limit else after
         else:
-            held.since += query.shape[2]
-            if held.since >= held.limit:
-                held.evict()
-        if held.since == 0:
-            self._evicted()
+            del call["q_start"]
+            found = attend_spans(held, chosen, part, new, call, of_part)
+            after = held.advanced(new, held.since).evicted(*part[1:])
+        if backend is None and not options:
+            after.steps.checked = described(query, key, value), chosen
+        found = with_padding(found, given - most)
+        self._held = after
         return found
-
-    def _evicted(self) -> None:
-        self._page.clear()
-        self._dtype, self._device = self._held.keys.dtype, self._held.keys.device
-        self._oldest = max(self._oldest, min(self.lengths, default=0) - self._held.rollback)
 
     def crop(self, length: int) -> None:
         """Forgets the tokens from `length` on: speculative decoding takes back what it guessed.
@@ -357,15 +348,14 @@ class KVCache:
             raise ValueError(
                 f"crop needs entries of one length, got {shortened(str(self.lengths))}; select some"
             )
-        least = max(self._oldest, self.length - self._held.rollback)
+        oldest = max((row.oldest for row in self._held.rows), default=0)
+        least = max(oldest, self.length - self._held.rollback)
         if not least <= length <= self.length:
             raise ValueError(
                 f"crop takes a cache of {self.length} tokens and rollback={self._held.rollback} "
                 f"back to {least} at least, got {length}; give KVCache a larger rollback"
             )
-        self._held.crop(length)
-        if self._held.since == 0:
-            self._page.clear()
+        self._held = self._held.cropped(length)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Entry i becomes what entry `index[i]` was, as beams do; of as many entries."""
@@ -388,17 +378,7 @@ class KVCache:
         self._take(self._checked_index("select", index))
 
     def _take(self, entries: Tensor) -> None:
-        self._held.take(entries)
-        self._page.clear()
-
-    def _page_of(self, queries: int) -> BlockLayout:
-        """The page's layout, for that many of its queries."""
-        page = self._held.page
-        if page not in self._page:
-            self._page[page] = page_layout(self._held)
-        if queries not in self._page:
-            self._page[queries] = of_queries(self._page[page], queries)
-        return self._page[queries]
+        self._held = self._held.taken(entries)
 
     def _checked_index(self, name: str, index: Tensor | Sequence[int]) -> Tensor:
         if self.pattern.num_batches() is not None:
@@ -424,9 +404,9 @@ class KVCache:
                 f"{', '.join(map(str, wanted))} here, got {', '.join(map(str, given))}; the cache "
                 "has those before"
             )
-        if self._device not in (None, key.device):
+        if (device := self._device) not in (None, key.device):
             raise ValueError(
-                f"the cache is on {self._device}, got keys on {key.device}; move them with .to()"
+                f"the cache is on {device}, got keys on {key.device}; move them with .to()"
             )
 
     def _new_tokens(self, lengths: Sequence[int] | Tensor | None, most: int) -> list[int]:

@@ -5,16 +5,20 @@ token i of them lies in slot i of the page, in every batch entry and head.
 """
 
 import itertools
+from collections.abc import Hashable
+from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..layouts.cache import layout_cache
+from ..layouts.layout import BlockLayout
 from ..layouts.lifetimes import FOREVER, last_visits
 from ..patterns.algebra import And, Frame, Mask, Pattern
 from ..patterns.positions import Causal
+from ..selection.summaries import BlockSummaries
 
 _LIFETIMES = 1024  # tokens whose last visits are found at a time
 _POSITION_BITS, _MOST_TOLD = 40, 20  # of a rank: together no more than 62
@@ -30,6 +34,7 @@ class Row:
         positions: [Hkv, slots] of the keys that were kept, -1 in slots of none.
         last: [branches, Hkv, slots] the last query of each branch that visits each.
         exact: whether that is all that was live, as it is for any cache of this pattern and length.
+        oldest: the least length that it can be cropped to.
     """
 
     length: int
@@ -37,6 +42,7 @@ class Row:
     positions: Tensor
     last: Tensor
     exact: bool = True
+    oldest: int = 0
 
     def cropped(self, length: int) -> "Row":
         """The row without its tokens from `length` on."""
@@ -56,8 +62,23 @@ class Row:
 
 
 @dataclass(eq=False)
+class Steps:
+    """What steps have found of a page, for those that come after them.
+
+    Attributes:
+        layouts: of the page's queries, by how many they are.
+        checked: description of the tokens of a step without options, and the backend it ran on.
+    """
+
+    layouts: dict[int, BlockLayout] = field(default_factory=dict)
+    checked: tuple[Hashable, str] = (None, "")
+
+
+@dataclass(frozen=True, eq=False)
 class Held:
-    """The state of a `KVCache`.
+    """The state of a `KVCache`, which changes by being replaced: a step is whole, or not done.
+
+    Steps write in place to slots of the page that do not count yet, and to `steps`.
 
     Attributes:
         pattern: causal.
@@ -70,6 +91,8 @@ class Held:
         limit: of them, at which the next one is due: a page, or fewer where much dies at once in an
             entry that holds as much as any, for that alone frees memory.
         elsewhere: positions of the tokens since that others store: they count, and are not here.
+        summaries: of a `SelectedCache`, of blocks up to the length at least.
+        steps: of this page.
     """
 
     pattern: Pattern
@@ -83,7 +106,9 @@ class Held:
     values: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))
     since: int = 0
     limit: int = 0
-    elsewhere: list[int] = field(default_factory=list)
+    elsewhere: tuple[int, ...] = ()
+    summaries: BlockSummaries | None = None
+    steps: Steps = field(default_factory=Steps)
 
     @property
     def lengths(self) -> list[int]:
@@ -107,42 +132,56 @@ class Held:
         """The slots of `keys` or `values` that hold something, or did."""
         return slots[:, :, : self.room + self.since] if slots.shape[2] else slots
 
-    def advance(self, new: list[int]) -> None:
-        """Counts `new` tokens of each entry."""
+    def changed(self, **changes: Any) -> "Held":
+        """The same with other attributes; a step takes it, and `replace` takes longer."""
+        other = object.__new__(Held)
+        vars(other).update(vars(self), **changes)
+        return other
+
+    def advanced(self, new: list[int], since: int) -> "Held":
+        """With `new` more tokens of each entry; `since` of the last eviction are in the page."""
         made: dict[tuple[int, int], Row] = {}
         rows = []
         for row, n in zip(self.rows, new, strict=True):
             which = id(row), n
             if which not in made:
-                made[which] = Row(row.length + n, row.base, row.positions, row.last, row.exact)
+                kept = row.positions, row.last, row.exact, row.oldest
+                made[which] = Row(row.length + n, row.base, *kept)
             rows.append(made[which])
-        self.rows = rows
+        return self.changed(rows=rows, since=since)
 
-    def crop(self, length: int) -> None:
+    def cropped(self, length: int) -> "Held":
         """Of entries of one length, to that."""
         made = {id(row): row.cropped(length) for row in self.distinct()}
-        self.rows = [made[id(row)] for row in self.rows]
-        self.since = max((row.length - row.base for row in self.rows), default=0)
-        self.elsewhere = [position for position in self.elsewhere if position < length]
+        rows = [made[id(row)] for row in self.rows]
+        since = max((row.length - row.base for row in rows), default=0)
+        elsewhere = tuple(position for position in self.elsewhere if position < length)
+        steps = self.steps if since else Steps()
+        held = self.changed(rows=rows, since=since, elsewhere=elsewhere, steps=steps)
+        gaps = self.summaries is not None and since == 0 and self.keys.shape[2]
+        return held.evicted() if gaps else held  # a selection reads slots in order
 
-    def load(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> None:
-        """Takes keys at positions [n] of a sequence that was attended to elsewhere."""
+    def loaded(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> "Held":
+        """With keys at positions [n] of a sequence that was attended to elsewhere."""
         last = self._last_visits(0, length)[..., positions]
         row = Row(length, length, positions.expand(self.kv_heads, -1), last, exact=False)
-        self.rows = [row] * len(self.rows)
-        self.evict(key, value)
+        return self.changed(rows=[row] * len(self.rows)).evicted(key, value)
 
-    def take(self, entries: Tensor) -> None:
-        """Becomes some of its entries."""
+    def taken(self, entries: Tensor) -> "Held":
+        """Some of its entries."""
         keys, values = (
             x.index_select(0, entries.to(x.device)) if x.shape[2] else x
             for x in (self.keys, self.values)
         )
-        self.rows = [self.rows[i] for i in entries.tolist()]
-        self.keys, self.values = keys, values
+        summaries = copy(self.summaries)
+        if summaries is not None:
+            summaries.select(entries)
+        rows = [self.rows[i] for i in entries.tolist()]
+        changed = {"rows": rows, "keys": keys, "values": values, "summaries": summaries}
+        return self.changed(**changed, steps=Steps())
 
-    def evict(self, key: Tensor | None = None, value: Tensor | None = None) -> None:
-        """Keeps what some later query visits, and makes room for a page.
+    def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "Held":
+        """With what some later query visits alone, and room for a page.
 
         `key`, `value`: the last tokens [B, Hkv, n, D], where they are not in the page; entries that
         have fewer of them have the first ones.
@@ -160,10 +199,16 @@ class Held:
             _gathered(self._with(held, new), slots, self.page)
             for held, new in ((self.keys, key), (self.values, value))
         )
-        self.rows = [rows[id(row)] for row in self.rows]
-        self.keys, self.values, self.since, self.elsewhere = keys, values, 0, []
-        widest = [row for row in self.distinct() if _count(row) + self.page > most]
-        self.limit = min(map(self._limit, widest), default=self.page)
+        widest = [row for row in rows.values() if _count(row) + self.page > most]
+        return self.changed(
+            rows=[rows[id(row)] for row in self.rows],
+            keys=keys,
+            values=values,
+            since=0,
+            limit=min(map(self._limit, widest), default=self.page),
+            elsewhere=(),
+            steps=Steps(),
+        )
 
     def _with(self, held: Tensor, new: Tensor | None) -> Tensor:
         used = self.in_use(held)
@@ -175,7 +220,8 @@ class Held:
         """(the row without what is dead, the slot of each key that stays [Hkv, kept])."""
         positions = row.positions_with(row.length - row.base)
         last = torch.cat((row.last, self._last_visits(row.base, row.length)), 2)
-        alive = (positions >= 0) & (last.amax(0) >= row.length - self.rollback)
+        oldest = max(row.oldest, row.length - self.rollback)
+        alive = (positions >= 0) & (last.amax(0) >= oldest)
         if self.elsewhere:
             alive &= ~torch.isin(positions, torch.tensor(self.elsewhere))
         order = self._order(positions, last, alive, row.length)
@@ -183,7 +229,7 @@ class Held:
         positions = torch.where(alive, positions, -1).gather(1, slot)
         last = torch.where(alive, last, -1).gather(2, slot.expand(len(last), -1, -1))
         exact = row.exact and not self.elsewhere
-        return Row(row.length, row.length, positions, last, exact), slot
+        return Row(row.length, row.length, positions, last, exact, oldest), slot
 
     def _order(self, positions: Tensor, last: Tensor, alive: Tensor, length: int) -> Tensor:
         """[Hkv, slots] by which slots are put: the dead come last.
@@ -208,7 +254,8 @@ class Held:
         new = self._last_visits(row.base, end if self.total is None else min(end, self.total))
         born = torch.arange(1, new.shape[2] + 1)  # counted from the base, as all here
         old = torch.where(row.positions < 0, end, row.last.amax(0))
-        dies = torch.cat((old, new.amax(0)), 1) - row.base + self.rollback + 1
+        last = torch.cat((old, new.amax(0)), 1)
+        dies = torch.where(last < 0, 0, last - row.base + self.rollback + 1)
         dies[:, old.shape[1] :] = torch.maximum(dies[:, old.shape[1] :], born)
         dies = dies.clamp(0, self.page + 1)
         none = torch.zeros(len(dies), self.page + 2, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """`SelectedCache`: each new token attends to the blocks of earlier ones that it chooses."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ..selection.scorer import BlockScorer
 from ..selection.summaries import BlockSummaries
 from .arguments import check_dtype, nothing_new
 from .cache import KVCache
+from .held import Held
 
 
 class SelectedCache(KVCache):
@@ -64,7 +65,8 @@ class SelectedCache(KVCache):
     ) -> None:
         super().__init__(Causal(), batch_size, num_kv_heads, head_dim, **options)
         checked_integer("k", k, 0)
-        self._summaries = BlockSummaries(block_size, method=method, parts=parts)
+        summaries = BlockSummaries(block_size, method=method, parts=parts)
+        self._held = self._held.changed(summaries=summaries)
         self._size, self._k = block_size, k
         self._selection: dict[str, Any] = {"block_size": block_size, "top_p": top_p}
         self._selection |= {"sink": sink, "local": local}
@@ -114,41 +116,26 @@ class SelectedCache(KVCache):
             return nothing_new(query, self._dims[1])
         check_dtype(self._dtype, key)
         if held.since + n > held.page >= n and held.keys.shape[2]:
-            self._evict()
+            held = held.evicted()
         paged = held.keys.shape[2] > 0 and held.since + n <= held.page
         keys, values = (
-            self._with(slots, x, paged) for slots, x in ((held.keys, key), (held.values, value))
+            _with(held, slots, x, paged) for slots, x in ((held.keys, key), (held.values, value))
         )
-        scores = self._summaries.scores(query, keys, scale=options.get("scale"))
+        summaries = self._summaries
+        summaries.crop(begin)  # to those of no step that was not done
+        scores = summaries.scores(query, keys, scale=options.get("scale"))
         chosen = self._chosen(scores, begin)
         pattern = SelectedBlocks(chosen, self._size, 1, begin) & Causal()
         found = attention(query, keys, values, pattern, return_lse=True, backend=backend, **options)
-        held.advance(new)
         if paged:
-            held.since += n
+            self._held = held.advanced(new, held.since + n)
         else:
-            self._evict(key, value)
+            self._held = held.advanced(new, held.since).evicted(key, value)
         return found
 
-    def _with(self, slots: Tensor, new: Tensor, paged: bool) -> Tensor:
-        """All keys, or values, in order: new ones are put into the page where they fit it."""
-        used = self._held.in_use(slots)
-        if not paged:
-            return torch.cat((used, new), 2) if used.shape[2] else new
-        first = used.shape[2]
-        slots.narrow(2, first, new.shape[2]).copy_(new)
-        return slots[:, :, : first + new.shape[2]]
-
-    def _evict(self, *new: Tensor) -> None:
-        self._held.evict(*new)
-        self._evicted()
-
-    def crop(self, length: int) -> None:
-        """Forgets the tokens from `length` on, as `KVCache.crop`."""
-        super().crop(length)
-        self._summaries.crop(length)
-        if self._held.since == 0 and self._held.keys.shape[2]:
-            self._evict()  # so that slots are in order, without gaps
+    @property
+    def _summaries(self) -> BlockSummaries:
+        return cast(BlockSummaries, self._held.summaries)
 
     def load(
         self,
@@ -166,6 +153,12 @@ class SelectedCache(KVCache):
             )
         super().load(key, value)
 
-    def _take(self, entries: Tensor) -> None:
-        super()._take(entries)
-        self._summaries.select(entries)
+
+def _with(held: Held, slots: Tensor, new: Tensor, paged: bool) -> Tensor:
+    """All keys, or values, in order: new ones are put into the page where they fit it."""
+    used = held.in_use(slots)
+    if not paged:
+        return torch.cat((used, new), 2) if used.shape[2] else new
+    first = used.shape[2]
+    slots.narrow(2, first, new.shape[2]).copy_(new)
+    return slots[:, :, : first + new.shape[2]]

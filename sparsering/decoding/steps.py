@@ -35,18 +35,16 @@ Options = Mapping[str, Any]
 
 def fits_page(held: Held, backend: str, new: list[int], extras: Options) -> bool:
     """Whether the new tokens of all entries are a page's, and nothing asks where keys are."""
-    n = new[0] if new else 0
     return (
-        n > 0
-        and all(x == n for x in new)
+        len(set(new)) == 1
         and held.keys.shape[2] > 0
-        and held.since + n <= held.page
+        and held.since + new[0] <= held.page
         and BACKENDS[backend].forward is not None
         and all(extras[name] is None for name in _BY_POSITION)
     )
 
 
-def page_layout(held: Held) -> BlockLayout:
+def _page_layout(held: Held) -> BlockLayout:
     """The queries of the page over all slots; entries that are alike share tables."""
     rows = held.distinct() if len(held.distinct()) == 1 else held.rows
     slots, row = held.keys.shape[2], rows[0]
@@ -73,10 +71,18 @@ def _page_over(held: Held, rows: list[Row]) -> BlockLayout:
     return BlockLayout(frame, block, passes, math.nan)
 
 
-def of_queries(layout: BlockLayout, queries: int) -> BlockLayout:
-    """A page's layout for that many of its queries."""
-    passes = tuple(p.like(query_stop=torch.full_like(p.query_stop, queries)) for p in layout.passes)
-    return replace(layout, frame=layout.frame._replace(q_len=queries), passes=passes)
+def laid_page(held: Held, queries: int) -> BlockLayout:
+    """The page's layout, for that many of its queries; kept for the steps after."""
+    laid = held.steps.layouts
+    if held.page not in laid:
+        laid[held.page] = _page_layout(held)
+    if queries not in laid:
+        whole = laid[held.page]
+        stops = (torch.full_like(p.query_stop, queries) for p in whole.passes)
+        passes = tuple(p.like(query_stop=x) for p, x in zip(whole.passes, stops, strict=True))
+        frame = whole.frame._replace(q_len=queries)
+        laid[queries] = replace(whole, frame=frame, passes=passes)
+    return laid[queries]
 
 
 def attend_page(
@@ -114,22 +120,45 @@ def attend_spans(
     call: Options,
     extras: Options,
 ) -> tuple[Tensor, Tensor]:
-    """Of entries with `new` tokens each; those that are alike at a time."""
+    """Of entries with `new` of the tokens each; those that are alike at a time."""
     groups: dict[tuple[int, int], list[int]] = {}
     for entry, (row, n) in enumerate(zip(held.rows, new, strict=True)):
         groups.setdefault((id(row), n), []).append(entry)
     query, _, value = inputs
-    if len(groups) == 1 and new[0] == query.shape[2]:
+    if len(groups) == 1:
         return _Alike(held, held.rows[0], None).attend(backend, inputs, call, extras)
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=sum_dtype(query))
+    whole = BACKENDS[backend].forward is None and held.pattern.num_batches() is not None
+    every = torch.arange(len(query), device=query.device)
     for (_, n), entries in groups.items():
+        if not n:
+            continue
         index = torch.tensor(entries, device=query.device)
-        alike = _Alike(held, held.rows[entries[0]], index)
-        part = [x[index, :, :n] for x in inputs]
-        of_part = {name: _of_entries(name, x, index, n) for name, x in extras.items()}
-        out[index, :, :n], lse[index, :, :n] = alike.attend(backend, part, call, of_part)
+        taken = every if whole else index
+        part, of_part = of_first(n, *_of_entries(taken, inputs, extras))
+        alike = _Alike(held, held.rows[entries[0]], taken)
+        found = alike.attend(backend, part, call, of_part)
+        out[index, :, :n], lse[index, :, :n] = (x[index] if whole else x for x in found)
     return out, lse
+
+
+def of_first(
+    queries: int, inputs: Sequence[Tensor], extras: Options
+) -> tuple[Sequence[Tensor], Options]:
+    """Inputs and extras of the first of the new tokens."""
+    sink = extras["sink"]
+    if sink is not None and sink.shape[2] > 1:
+        extras = {**extras, "sink": sink[:, :, :queries]}
+    return [x[:, :, :queries] for x in inputs], extras
+
+
+def _of_entries(
+    entries: Tensor, inputs: Sequence[Tensor], extras: Options
+) -> tuple[Sequence[Tensor], Options]:
+    """Inputs and extras of some batch entries."""
+    of_extras = {name: x[entries] if isinstance(x, Tensor) else x for name, x in extras.items()}
+    return [x[entries] for x in inputs], of_extras
 
 
 class _Alike:
@@ -144,12 +173,16 @@ class _Alike:
         query, pattern, begin = inputs[0], self._held.pattern, self._row.length
         frame = self._held.frame(query.shape[2], begin)
         elsewhere = self._held.elsewhere
-        if begin == 0 and frame.kv_len == query.shape[2] and not elsewhere:  # all there is
+        apart = self._entries is not None and pattern.num_batches() is not None
+        if begin == 0 and frame.kv_len == query.shape[2] and not elsewhere and not apart:
             options = {**call, "q_start": 0, "options": extras}
             return attend(backend, query, inputs[1], inputs[2], pattern, **options)
         if BACKENDS[backend].forward is None:
             return self._attend_whole(backend, inputs, frame, call, extras)
         layout, slots = self._layout(query.shape[2], frame, call["block_size"])
+        if apart:
+            entries = cast(Tensor, self._entries).cpu()
+            layout = replace(layout, passes=tuple(p.of_entries(entries) for p in layout.passes))
         spanned = Spanned.of(layout)
         keys, values = self._spread(inputs, spanned)
         passes = tuple(p.to(query.device) for p in spanned.layout.passes)
@@ -234,14 +267,6 @@ class _Alike:
             pattern = cast(Mask, pattern) & KeyMask(here[0])
         out, lse = attend(backend, every, keys, values, pattern, **options)
         return out[:, :, first : first + n], lse[:, :, first : first + n]
-
-
-def _of_entries(name: str, x: Any, index: Tensor, queries: int) -> Any:
-    """An extra of some batch entries, of their first queries."""
-    if not isinstance(x, Tensor):
-        return x
-    x = x[index]
-    return x[:, :, :queries] if name == "sink" and x.shape[2] > 1 else x
 
 
 def _run(backend: str, problem: Problem) -> tuple[Tensor, Tensor]:

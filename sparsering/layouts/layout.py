@@ -127,6 +127,15 @@ class Pass:
             vars(other)["transposed_bitmaps"] = self.transposed_bitmaps
         return other
 
+    def of_entries(self, entries: Tensor) -> "Pass":
+        """The tables of some batch entries, where each has its own."""
+        if self.row_ptr.shape[0] == 1:
+            return self
+        tables = {"row_ptr": self.row_ptr, "key_tile": self.key_tile, "bitmap": self.bitmap}
+        if self.slot is not None and self.slot.shape[0] > 1:
+            tables["slot"] = self.slot
+        return self.like(**{name: table[entries] for name, table in tables.items()})
+
     def from_slot(self, slot: int, block_size: int) -> "Pass":
         """The same entries for query tiles that begin at a later slot of the bitmaps."""
         rows = self.bitmaps.view(len(self.bitmaps), block_size, block_size // 8)

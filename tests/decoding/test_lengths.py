@@ -1,0 +1,120 @@
+"""`KVCache` of entries that go on from lengths of their own, and steps that are part padding."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from attention_oracle import assert_close
+from torch import Tensor
+
+import sparsering as sr
+
+BATCH, HEADS, KV_HEADS, LENGTH = 2, 4, 2, 96
+VALID = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.6
+TABLE = torch.rand(BATCH, HEADS, 6, 6, generator=torch.Generator().manual_seed(2)) < 0.6
+CHOSEN = torch.randint(0, 6, (BATCH, KV_HEADS, 6, 3), generator=torch.Generator().manual_seed(3))
+PARTS = ((10, 40, 46), (50, 16, 30))
+
+OF_ENTRIES: dict[str, sr.Pattern] = {
+    "key padding": sr.SlidingWindow(30) & sr.KeyPadding((90, 70)),
+    "key mask": sr.KeyMask(VALID) & sr.Causal(),
+    "documents": sr.Documents(PARTS),
+    "packed": sr.Packed(PARTS, sr.SlidingWindow(9) | sr.GlobalTokens(2)),
+    "blocks": sr.Blocks(TABLE, 16),
+    "selected blocks": sr.SelectedBlocks(CHOSEN, 16) & sr.Causal(),
+    "mask_mod": sr.from_mask_mod(lambda b, h, q, k: (q - k) % (b + 2) < 2, batch_size=BATCH),
+    "mixture": sr.LongNet((16, 64), (1, 4)) & sr.KeyPadding((90, 70)),
+}
+ALIKE: dict[str, sr.Pattern] = {
+    "causal": sr.Causal(),
+    "window": sr.SlidingWindow(9),
+    "longnet": sr.LongNet((8, 32), (1, 2)) & sr.Causal(),
+}
+
+
+def sequence(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    shapes = (HEADS, 8), (KV_HEADS, 8), (KV_HEADS, 6)
+    return [torch.randn(BATCH, heads, LENGTH, dim, dtype=dtype) for heads, dim in shapes]
+
+
+def cache_of(pattern: sr.Pattern, **options: Any) -> sr.KVCache:
+    options = {"page_size": 16, "max_length": LENGTH, **options}
+    return sr.KVCache(pattern, BATCH, KV_HEADS, 8, num_heads=HEADS, value_dim=6, **options)
+
+
+def padded(
+    x: Sequence[Tensor], done: Sequence[int], new: Sequence[int], width: int
+) -> list[Tensor]:
+    """The next tokens of each entry, and 9 where a step of `width` tokens has none."""
+    return [
+        torch.stack(
+            [
+                torch.nn.functional.pad(
+                    y[b, :, done[b] : done[b] + n], (0, 0, 0, width - n), value=9.0
+                )
+                for b, n in enumerate(new)
+            ]
+        )
+        for y in x
+    ]
+
+
+def check(
+    cache: sr.KVCache,
+    x: Sequence[Tensor],
+    steps: Sequence[tuple[Sequence[int], int]],
+    tolerance: float = 1e-12,
+    **options: Any,
+) -> None:
+    """Steps of (new tokens of each entry, tokens given) equal one pass, and 0 in padding."""
+    wide, done = [y.double() for y in x], list(cache.lengths)
+    pattern = cache.pattern & sr.Causal()
+    out, lse = sr.attention(*wide, pattern, backend="reference", return_lse=True)
+    for new, width in steps:
+        got = cache.attend(*padded(x, done, new, width), lengths=new, return_lse=True, **options)
+        for b, n in enumerate(new):
+            rows = slice(done[b], done[b] + n)
+            assert_close(got[0][b, :, :n].double(), out[b, :, rows], tolerance, f"{new}")
+            assert_close(got[1][b, :, :n].double(), lse[b, :, rows], tolerance, f"{new}")
+            assert not got[0][b, :, n:].any()
+            assert (got[1][b, :, n:] == -torch.inf).all()
+            done[b] += n
+        assert cache.lengths == done
+
+
+PADDED_STEPS = [([7, 7], 9), *[([1, 1], 3)] * 20, ([0, 0], 2), ([5, 5], 16), ([2, 2], 2)]
+UNLIKE_STEPS = [([20, 31], 33), *[([1, 1], 1)] * 20, ([0, 7], 7), ([9, 2], 9), ([1, 1], 2)]
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])
+@pytest.mark.parametrize("name", ALIKE)
+def test_padding_behind_as_many_new_tokens_of_each_entry_does_not_count(name, backend):
+    dtype, tolerance = (torch.float32, 3e-6) if backend == "cpu" else (torch.float64, 1e-12)
+    cache, x = cache_of(ALIKE[name]), sequence(dtype)
+    check(cache, x, PADDED_STEPS, tolerance, backend=backend)
+    check(cache, x, [([1, 1], 1)] * 40, tolerance, backend=backend)
+
+
+def test_a_sink_of_each_query_goes_with_padding():
+    x, sink = sequence(), torch.randn(BATCH, HEADS, 5, dtype=torch.float64)
+    cache, whole = cache_of(sr.Causal()), cache_of(sr.Causal())
+    for first in (0, 20, 23):
+        new = 20 if first == 0 else 3
+        part = [y[:, :, first : first + new] for y in x]
+        if first == 0:
+            cache.attend(*part)
+            whole.attend(*part)
+            continue
+        given = padded(x, [first] * BATCH, [new] * BATCH, 5)
+        got = cache.attend(*given, lengths=[new] * BATCH, sink=sink)
+        assert_close(got[:, :, :new], whole.attend(*part, sink=sink[:, :, :new]), 1e-12)
+        assert not got[:, :, new:].any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])
+@pytest.mark.parametrize("name", OF_ENTRIES)
+def test_unlike_lengths_of_a_pattern_with_a_table_for_each_entry(name, backend):
+    dtype, tolerance = (torch.float32, 3e-6) if backend == "cpu" else (torch.float64, 1e-12)
+    cache = cache_of(OF_ENTRIES[name])
+    check(cache, sequence(dtype), UNLIKE_STEPS, tolerance, backend=backend)
