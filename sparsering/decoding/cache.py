@@ -137,7 +137,8 @@ class KVCache:
     def kept(self) -> int:
         """Keys held, the most of any kv head and entry."""
         counts = [(row.positions >= 0).sum(1) for row in self._held.distinct()]
-        return max((int(n.max()) for n in counts if len(n)), default=0) + self._held.since
+        new = self._held.since - len(self._held.elsewhere)
+        return max((int(n.max()) for n in counts if len(n)), default=0) + new
 
     @property
     def nbytes(self) -> int:
@@ -151,7 +152,8 @@ class KVCache:
         """Positions of the keys that a kv head of a batch entry holds, ascending int64."""
         row = self._held.rows[entry]
         found = row.positions_with(row.length - row.base)[head]
-        return found[found >= 0].sort().values
+        elsewhere = torch.tensor(self._held.elsewhere, dtype=torch.int64)
+        return found[(found >= 0) & ~torch.isin(found, elsewhere)].sort().values
 
     @overload
     def attend(

@@ -8,7 +8,7 @@ import time
 
 from .attack import attack_by_name
 
-KINDS = ("calls",)
+KINDS = ("calls", "caches")
 
 
 def main() -> int:
