@@ -68,10 +68,12 @@ class Steps:
     Attributes:
         layouts: of the page's queries, by how many they are.
         checked: description of the tokens of a step without options, and the backend it ran on.
+        written: slots of the page that may hold tokens, of crops and of steps that were not done.
     """
 
     layouts: dict[int, BlockLayout] = field(default_factory=dict)
     checked: tuple[Hashable, str] = (None, "")
+    written: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +140,16 @@ class Held:
         vars(other).update(vars(self), **changes)
         return other
 
+    def clear_after(self, since: int) -> None:
+        """Lets a step write the page's slots up to `since`; those after it then hold zeros.
+
+        What they hold is masked, which does for all numbers but NaN and infinities.
+        """
+        if (written := self.steps.written) > since:
+            for slots in (self.keys, self.values):
+                slots[:, :, self.room + since : self.room + written] = 0
+        self.steps.written = since
+
     def advanced(self, new: list[int], since: int) -> "Held":
         """With `new` more tokens of each entry; `since` of the last eviction are in the page."""
         made: dict[tuple[int, int], Row] = {}
@@ -156,10 +168,9 @@ class Held:
         rows = [made[id(row)] for row in self.rows]
         since = max((row.length - row.base for row in rows), default=0)
         elsewhere = tuple(position for position in self.elsewhere if position < length)
-        steps = self.steps if since else Steps()
-        held = self.changed(rows=rows, since=since, elsewhere=elsewhere, steps=steps)
-        gaps = self.summaries is not None and since == 0 and self.keys.shape[2]
-        return held.evicted() if gaps else held  # a selection reads slots in order
+        held = self.changed(rows=rows, since=since, elsewhere=elsewhere)
+        past = any(row.base > length for row in self.rows)
+        return held.evicted() if past else held
 
     def loaded(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> "Held":
         """With keys at positions [n] of a sequence that was attended to elsewhere."""
@@ -178,7 +189,7 @@ class Held:
             summaries.select(entries)
         rows = [self.rows[i] for i in entries.tolist()]
         changed = {"rows": rows, "keys": keys, "values": values, "summaries": summaries}
-        return self.changed(**changed, steps=Steps())
+        return self.changed(**changed, steps=Steps(written=self.steps.written))
 
     def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "Held":
         """With what some later query visits alone, and room for a page.
@@ -190,7 +201,7 @@ class Held:
         most = max((slots.shape[1] for _, slots in found.values()), default=0)
         rows = {which: _widened(row, most) for which, (row, _) in found.items()}
         chosen = {
-            which: torch.nn.functional.pad(slots, (0, most - slots.shape[1]))
+            which: torch.nn.functional.pad(slots, (0, most - slots.shape[1]), value=-1)
             for which, (_, slots) in found.items()
         }
         every = [chosen[id(row)] for row in (self.rows if len(rows) > 1 else self.rows[:1])]
@@ -217,7 +228,7 @@ class Held:
         return torch.cat((used, new), 2) if used.shape[2] else new
 
     def _survivors(self, row: Row) -> tuple[Row, Tensor]:
-        """(the row without what is dead, the slot of each key that stays [Hkv, kept])."""
+        """(the row without what is dead, the slot of each key that stays [Hkv, kept] or -1)."""
         positions = row.positions_with(row.length - row.base)
         last = torch.cat((row.last, self._last_visits(row.base, row.length)), 2)
         oldest = max(row.oldest, row.length - self.rollback)
@@ -228,6 +239,7 @@ class Held:
         slot = order[:, : int(alive.sum(1).max()) if alive.numel() else 0]
         positions = torch.where(alive, positions, -1).gather(1, slot)
         last = torch.where(alive, last, -1).gather(2, slot.expand(len(last), -1, -1))
+        slot = torch.where(positions < 0, -1, slot)
         exact = row.exact and not self.elsewhere
         return Row(row.length, row.length, positions, last, exact, oldest), slot
 
@@ -313,13 +325,19 @@ def _widened(row: Row, slots: int) -> Row:
 
 
 def _gathered(source: Tensor, slots: Tensor, room: int) -> Tensor:
-    """[B, Hkv, kept + room, D]: the slots [B or 1, Hkv, kept] of a source, then zeros."""
+    """[B, Hkv, kept + room, D]: the slots [B or 1, Hkv, kept] of a source, then zeros.
+
+    Zeros too for slots of -1: a mask does for what is dead, or padding, but not if that is NaN.
+    """
     (batch, heads, _, width), kept = source.shape, slots.shape[2]
     result = source.new_empty(batch, heads, kept + room, width)
     result[:, :, kept:] = 0
-    slots = slots.to(source.device).expand(batch, -1, -1)
+    empty = slots < 0
+    slots = slots.clamp(min=0).to(source.device).expand(batch, -1, -1)
     for b, h in itertools.product(range(batch), range(heads)):
         torch.index_select(source[b, h], 0, slots[b, h], out=result[b, h, :kept])
+    if bool(empty.any()):  # asked on the host
+        result[:, :, :kept].masked_fill_(empty.to(source.device)[..., None], 0)
     return result
 
 

@@ -96,6 +96,7 @@ def attend_page(
     """Puts the new keys into their slots, and attends to all; `layout` is of as many queries."""
     query, key, value = inputs
     first = held.room + held.since
+    held.clear_after(held.since + query.shape[2])
     slot = (held.since,) * len(layout.passes)
     here = None
     if held.elsewhere:
@@ -262,6 +263,9 @@ class _Alike:
         keys, values = self._spread(inputs, everything)
         n, first = query.shape[2], begin - frame.q_start  # of the frame's queries, the new ones
         every = torch.nn.functional.pad(query, (0, 0, first, frame.q_len - first - n))
+        extras, sink = dict(extras), extras["sink"]
+        if sink is not None and sink.shape[2] > 1:
+            extras["sink"] = torch.nn.functional.pad(sink, (first, frame.q_len - first - n))
         options = {**call, "q_start": frame.q_start, "options": extras}
         if (here := self._here(n, everything)) is not None:
             pattern = cast(Mask, pattern) & KeyMask(here[0])

@@ -118,3 +118,29 @@ def test_unlike_lengths_of_a_pattern_with_a_table_for_each_entry(name, backend):
     dtype, tolerance = (torch.float32, 3e-6) if backend == "cpu" else (torch.float64, 1e-12)
     cache = cache_of(OF_ENTRIES[name])
     check(cache, sequence(dtype), UNLIKE_STEPS, tolerance, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["gather", "cpu"])
+def test_nan_in_padding_reaches_nothing(backend):
+    cache, x = cache_of(sr.Causal()), sequence(torch.float32)
+    for new in ([5, 0], *[[1, 1]] * 3, [0, 9], *[[1, 1]] * 3):
+        part = padded(x, cache.lengths, new, 9)
+        for y in part:
+            for b, n in enumerate(new):
+                y[b, :, n:] = torch.nan
+        assert cache.attend(*part, lengths=new, backend=backend).isfinite().all()
+
+
+@pytest.mark.parametrize("total", [LENGTH, None])
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])
+def test_a_sink_of_each_query_of_unlike_lengths(backend, total):
+    x, sink = sequence(torch.float32), torch.randn(BATCH, HEADS, 5)
+    cache = cache_of(sr.SlidingWindow(20), max_length=total)
+    cache.attend(*padded(x, [0, 0], [20, 31], 31), lengths=[20, 31])
+    got = cache.attend(*padded(x, [20, 31], [5, 2], 5), lengths=[5, 2], sink=sink, backend=backend)
+    for b, (first, n) in enumerate(((20, 5), (31, 2))):
+        part = [y[b : b + 1, :, : first + n].double() for y in x]
+        of_all = torch.zeros(1, HEADS, first + n, dtype=torch.float64)
+        of_all[:, :, first:] = sink[b, :, :n]
+        expected = sr.attention(*part, sr.SlidingWindow(20), sink=of_all, backend="reference")
+        assert_close(got[b, :, :n].double(), expected[0, :, first:], 3e-6)
