@@ -376,9 +376,7 @@ class _Run:
         take(given)
         self.batch = len(index)
         self.rows = {name: x[index] for name, x in self.rows.items()}
-        self.lengths, self.highest = (
-            [x[i] for i in index] for x in (self.lengths, self.highest)
-        )
+        self.lengths, self.highest = ([x[i] for i in index] for x in (self.lengths, self.highest))
         self._did(kind, True)
 
     def _load(self, n: int, missing: tuple[int, ...], more: int) -> None:
@@ -555,7 +553,9 @@ class _Run:
             cache.positions(head, entry).tolist()
             for entry, head in product(range(len(cache.lengths)), range(self.case.num_kv_heads))
         ]
-        return cache.lengths, cache.length, cache.kept, cache.nbytes, repr(cache), held
+        # A step that raises may leave room for summaries of blocks behind, which hold nothing.
+        nbytes = cache.nbytes if self.case.selection is None else 0
+        return cache.lengths, cache.length, cache.kept, nbytes, repr(cache), held
 
     def _check_held(self) -> None:
         """Every key that some later query visits is held, and at most a page more."""
@@ -580,7 +580,9 @@ class _Run:
         first = max(0, min(self.lengths) - back)
         bound = max(self._most_live(x) for x in range(first, cache.length + 1)) + case.page_size
         assert cache.kept <= bound + case.rollback, f"kept {cache.kept} of at most {bound}"
-        slot = (case.head_dim + case.value_dim) * torch.empty(0, dtype=case.precision()).element_size()
+        slot = (case.head_dim + case.value_dim) * torch.empty(
+            0, dtype=case.precision()
+        ).element_size()
         least = self.batch * case.num_kv_heads * cache.kept * slot
         assert cache.nbytes >= least, f"nbytes {cache.nbytes} below {least}"
 
@@ -646,7 +648,9 @@ class _Run:
         found = []
         rules = {"top_p": chosen.top_p, "sink": chosen.sink, "local": chosen.local}
         for noise in (0.0, 1e-4, 1e-4, 1e-4):
-            near = scores + noise * torch.randn(scores.shape) * (1 + scores.abs().nan_to_num(0, 0, 0))
+            near = scores + noise * torch.randn(scores.shape) * (
+                1 + scores.abs().nan_to_num(0, 0, 0)
+            )
             found.append(select_blocks(near, chosen.k, block_size=chosen.block_size, **rules))
         sets = [x.sort(-1).values for x in found]
         stable = torch.stack([(x == sets[0]).all(-1).all(1) for x in sets]).all(0)
@@ -671,6 +675,7 @@ def _with(call: Call, batch: int) -> Call:
     return Call(**values)
 
 
+SLOW = ("triton", "torch_sparse", "flex")  # the last compiles each pattern
 CUTS = st.lists(st.integers(0, 20), min_size=1, max_size=3).map(tuple)
 NUMBERS = st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple)
 EVER = st.booleans()
@@ -713,26 +718,28 @@ BY_NAME: dict[str, st.SearchStrategy[Step]] = {
 @st.composite
 def cases(draw: st.DrawFn, cell: Cell) -> Decoding:
     """Steps with the option, class of patterns, backend and dtype of a cell, and others beside."""
-    slow = cell.backend in ("triton", "torch_sparse")
+    slow = cell.backend in SLOW
     option = cell.option
     # Steps are drawn first, so that fewer of them is what shrinking tries first.
     likely = ["chunks", "chunks", "single tokens", "single tokens", "return_lse", "copy"]
     unlikely = ["no tokens", "unlike lengths", "fewer than given", "refused step", "crop"]
     unlikely += ["stored=False"] * (cell.pattern != SELECTED)
     names = st.sampled_from(likely + unlikely)
-    most = 2 if slow else 4
-    before = draw(st.lists(names, max_size=most))
-    after = draw(st.lists(names, max_size=most))
+    before = draw(st.lists(names, max_size=1 if slow else 4))
+    after = draw(st.lists(names, max_size=0 if slow else 4))
     if option == "load" or draw(st.integers(0, 9)) == 9:
         before = ["load", *before]
     elif option in STEPS and option != "chunks":
         before = ["chunks", *before, option]
     steps = [draw(BY_NAME[name]) for name in [*before, *after, "single tokens"]]
+    if slow:
+        steps = [(kind, min(rest[0], 2), *rest[1:]) if kind == "tokens" else (kind, *rest)
+                 for kind, *rest in steps]  # fmt: skip
     batch = draw(st.integers(1, 2 if slow else 3))
     if option == "unlike lengths":
         batch = max(2, batch)
     total = draw(st.integers(8, 24) if slow else st.integers(12, 60))
-    pairs = ((1, 1), (2, 2), (2, 1)) if slow else ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 3))
+    pairs = ((1, 1), (2, 1)) if slow else ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 3))
     pairs = tuple(h for h in pairs if option != "groups" or h[0] != h[1])
     num_heads, num_kv_heads = draw(st.sampled_from(pairs))
     scene = Scene(total, total, num_heads, num_kv_heads, None, batch)
