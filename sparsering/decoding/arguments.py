@@ -48,7 +48,7 @@ def nothing_new(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def with_padding(found: tuple[Tensor, Tensor], padding: int) -> tuple[Tensor, Tensor]:
-    """(out, lse) with that many rows of padding behind."""
+    """Appends rows of padding to (out, lse): zeros, and -inf."""
     if not padding:
         return found
     pad = torch.nn.functional.pad

@@ -136,9 +136,10 @@ class KVCache:
     @property
     def kept(self) -> int:
         """Keys held, the most of any kv head and entry."""
-        counts = [(row.positions >= 0).sum(1) for row in self._held.distinct()]
-        new = self._held.since - len(self._held.elsewhere)
-        return max((int(n.max()) for n in counts if len(n)), default=0) + new
+        held = self._held
+        counts = [(row.positions >= 0).sum(1) for row in held.distinct()]
+        most = max((int(n.max()) for n in counts if len(n)), default=0)
+        return most + held.since - len(held.elsewhere)
 
     @property
     def nbytes(self) -> int:
@@ -150,9 +151,8 @@ class KVCache:
 
     def positions(self, head: int, entry: int = 0) -> Tensor:
         """Positions of the keys that a kv head of a batch entry holds, ascending int64."""
-        row = self._held.rows[entry]
+        row, elsewhere = self._held.rows[entry], torch.tensor(self._held.elsewhere).long()
         found = row.positions_with(row.length - row.base)[head]
-        elsewhere = torch.tensor(self._held.elsewhere, dtype=torch.int64)
         return found[(found >= 0) & ~torch.isin(found, elsewhere)].sort().values
 
     @overload
@@ -357,7 +357,8 @@ class KVCache:
                 f"crop takes a cache of {self.length} tokens and rollback={self._held.rollback} "
                 f"back to {least} at least, got {length}; give KVCache a larger rollback"
             )
-        self._held = self._held.cropped(length)
+        with torch.inference_mode(False), torch.no_grad():
+            self._held = self._held.cropped(length)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Entry i becomes what entry `index[i]` was, as beams do; of as many entries."""
@@ -380,7 +381,8 @@ class KVCache:
         self._take(self._checked_index("select", index))
 
     def _take(self, entries: Tensor) -> None:
-        self._held = self._held.taken(entries)
+        with torch.inference_mode(False), torch.no_grad():
+            self._held = self._held.taken(entries.clone())  # which may be of inference mode
 
     def _checked_index(self, name: str, index: Tensor | Sequence[int]) -> Tensor:
         if self.pattern.num_batches() is not None:

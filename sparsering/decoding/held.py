@@ -63,12 +63,13 @@ class Row:
 
 @dataclass(eq=False)
 class Steps:
-    """What steps have found of a page, for those that come after them.
+    """Results that the steps of one page share.
 
     Attributes:
         layouts: of the page's queries, by how many they are.
         checked: description of the tokens of a step without options, and the backend it ran on.
-        written: slots of the page that may hold tokens, of crops and of steps that were not done.
+        written: the page's slots below it may hold tokens: those that count, cropped ones, and
+            those of steps that raised.
     """
 
     layouts: dict[int, BlockLayout] = field(default_factory=dict)
@@ -135,15 +136,15 @@ class Held:
         return slots[:, :, : self.room + self.since] if slots.shape[2] else slots
 
     def changed(self, **changes: Any) -> "Held":
-        """The same with other attributes; a step takes it, and `replace` takes longer."""
+        """Returns a copy with other attributes; each step makes one, and `replace` is slower."""
         other = object.__new__(Held)
         vars(other).update(vars(self), **changes)
         return other
 
     def clear_after(self, since: int) -> None:
-        """Lets a step write the page's slots up to `since`; those after it then hold zeros.
+        """Zeroes the page's slots behind those that a step is about to fill, up to `since`.
 
-        What they hold is masked, which does for all numbers but NaN and infinities.
+        The step's queries do not see them, but a mask does not stop NaN and infinities.
         """
         if (written := self.steps.written) > since:
             for slots in (self.keys, self.values):
@@ -151,7 +152,7 @@ class Held:
         self.steps.written = since
 
     def advanced(self, new: list[int], since: int) -> "Held":
-        """With `new` more tokens of each entry; `since` of the last eviction are in the page."""
+        """Returns the state with `new` more tokens of each entry, and `since` in the page."""
         made: dict[tuple[int, int], Row] = {}
         rows = []
         for row, n in zip(self.rows, new, strict=True):
@@ -163,7 +164,7 @@ class Held:
         return self.changed(rows=rows, since=since)
 
     def cropped(self, length: int) -> "Held":
-        """Of entries of one length, to that."""
+        """Returns the state without tokens from `length` on, where entries have one length."""
         made = {id(row): row.cropped(length) for row in self.distinct()}
         rows = [made[id(row)] for row in self.rows]
         since = max((row.length - row.base for row in rows), default=0)
@@ -173,13 +174,13 @@ class Held:
         return held.evicted() if past else held
 
     def loaded(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> "Held":
-        """With keys at positions [n] of a sequence that was attended to elsewhere."""
+        """Returns the state after a prompt that was attended to elsewhere, with keys at [n]."""
         last = self._last_visits(0, length)[..., positions]
         row = Row(length, length, positions.expand(self.kv_heads, -1), last, exact=False)
         return self.changed(rows=[row] * len(self.rows)).evicted(key, value)
 
     def taken(self, entries: Tensor) -> "Held":
-        """Some of its entries."""
+        """Returns the state of some of its entries."""
         keys, values = (
             x.index_select(0, entries.to(x.device)) if x.shape[2] else x
             for x in (self.keys, self.values)
@@ -192,7 +193,7 @@ class Held:
         return self.changed(**changed, steps=Steps(written=self.steps.written))
 
     def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "Held":
-        """With what some later query visits alone, and room for a page.
+        """Returns the state with the keys that some later query visits, and room for a page.
 
         `key`, `value`: the last tokens [B, Hkv, n, D], where they are not in the page; entries that
         have fewer of them have the first ones.
@@ -325,19 +326,20 @@ def _widened(row: Row, slots: int) -> Row:
 
 
 def _gathered(source: Tensor, slots: Tensor, room: int) -> Tensor:
-    """[B, Hkv, kept + room, D]: the slots [B or 1, Hkv, kept] of a source, then zeros.
+    """Returns [B, Hkv, kept + room, D]: slots [B or 1, Hkv, kept] of a source, then zeros.
 
-    Zeros too for slots of -1: a mask does for what is dead, or padding, but not if that is NaN.
+    Slots of -1, which come last, give zeros too: their keys are masked, and may not be NaN.
     """
     (batch, heads, _, width), kept = source.shape, slots.shape[2]
     result = source.new_empty(batch, heads, kept + room, width)
     result[:, :, kept:] = 0
-    empty = slots < 0
-    slots = slots.clamp(min=0).to(source.device).expand(batch, -1, -1)
+    counts = (slots >= 0).sum(2).expand(batch, -1).tolist()
+    slots = slots.to(source.device).expand(batch, -1, -1)
     for b, h in itertools.product(range(batch), range(heads)):
-        torch.index_select(source[b, h], 0, slots[b, h], out=result[b, h, :kept])
-    if bool(empty.any()):  # asked on the host
-        result[:, :, :kept].masked_fill_(empty.to(source.device)[..., None], 0)
+        n = counts[b][h]
+        torch.index_select(source[b, h], 0, slots[b, h, :n], out=result[b, h, :n])
+        if n < kept:
+            result[b, h, n:kept] = 0
     return result
 
 

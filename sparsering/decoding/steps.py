@@ -73,7 +73,7 @@ def _page_over(held: Held, rows: list[Row]) -> BlockLayout:
 
 
 def laid_page(held: Held, queries: int) -> BlockLayout:
-    """The page's layout, for that many of its queries; kept for the steps after."""
+    """Returns the page's layout for that many of its queries, and keeps it for later steps."""
     laid = held.steps.layouts
     if held.page not in laid:
         laid[held.page] = _page_layout(held)
@@ -155,7 +155,7 @@ def _runs_spans(held: Held, backend: str) -> bool:
 def of_first(
     queries: int, inputs: Sequence[Tensor], extras: Options
 ) -> tuple[Sequence[Tensor], Options]:
-    """Inputs and extras of the first of the new tokens."""
+    """Takes the first of the new tokens: inputs and extras without those behind."""
     sink = extras["sink"]
     if sink is not None and sink.shape[2] > 1:
         extras = {**extras, "sink": sink[:, :, :queries]}
@@ -165,7 +165,7 @@ def of_first(
 def _of_entries(
     entries: Tensor, inputs: Sequence[Tensor], extras: Options
 ) -> tuple[Sequence[Tensor], Options]:
-    """Inputs and extras of some batch entries."""
+    """Takes some batch entries: their inputs and extras."""
     of_extras = {name: x[entries] if isinstance(x, Tensor) else x for name, x in extras.items()}
     return [x[entries] for x in inputs], of_extras
 

@@ -128,7 +128,7 @@ class Pass:
         return other
 
     def of_entries(self, entries: Tensor) -> "Pass":
-        """The tables of some batch entries, where each has its own."""
+        """Returns the pass with the tables of some batch entries, where each has its own."""
         if self.row_ptr.shape[0] == 1:
             return self
         tables = {"row_ptr": self.row_ptr, "key_tile": self.key_tile, "bitmap": self.bitmap}

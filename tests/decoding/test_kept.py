@@ -32,3 +32,51 @@ def test_nan_of_guesses_that_are_taken_back_reaches_nothing(length, backend):
         outs.append(cache.attend(*[x[:, :, token : token + 1]] * 3, backend=backend))
     expected = sr.attention(*[x.double()] * 3, sr.Causal(), backend="reference")[:, :, length:]
     assert (torch.cat(outs, 2) - expected).abs().max() <= 3e-6
+
+
+def test_tokens_that_another_rank_stores_are_not_held():
+    cache = sr.KVCache(sr.Causal(), 1, 2, 4, page_size=16)
+    for number, n in enumerate((20, 1, 2, 1, 20)):
+        new = torch.randn(1, 2, n, 4)
+        cache.attend(new, new, new, stored=number % 2 == 0)
+        mine = [*range(20), 21, 22, *range(24, 44)]
+        expected = [position for position in mine if position < cache.length]
+        assert cache.positions(1).tolist() == expected
+        assert cache.kept == len(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("selects", [False, True])
+def test_what_changes_a_cache_in_inference_mode_leaves_it_usable_outside(selects, dtype):
+    one, options = torch.randn(1, 1, 60, 4, dtype=dtype), {"rollback": 30, "page_size": 16}
+    cache = sr.KVCache(sr.Causal(), 2, 1, 4, **options)
+    if selects:
+        cache = sr.SelectedCache(2, 1, 4, 60, block_size=8, **options)
+    cache.attend(*[one[:, :, :35].expand(2, -1, -1, -1)] * 3)
+    for call in (
+        lambda: cache.crop(30),
+        lambda: cache.reorder([0, 1]),
+        lambda: cache.repeat(2),
+        lambda: cache.select([0, 2]),
+        lambda: cache.crop(cache.length - 1),
+    ):
+        with torch.inference_mode():
+            call()
+        for _ in range(2):
+            first, x = cache.length, one.expand(len(cache.lengths), -1, -1, -1)
+            out = cache.attend(*[x[:, :, first : first + 1]] * 3)
+            expected = sr.attention(*[x[:, :, : first + 1].double()] * 3, sr.Causal())
+            assert (out - expected[:, :, first:]).abs().max() <= 3e-6
+
+
+def test_a_selected_entry_is_not_cropped_to_where_its_keys_are_gone():
+    x, pattern = torch.randn(2, 1, 120, 4, dtype=torch.float64), sr.SlidingWindow(9)
+    cache = sr.KVCache(pattern, 2, 1, 4, rollback=10, page_size=16)
+    cache.attend(*[x[:, :, :100]] * 3, lengths=[100, 50])
+    cache.select([0])
+    cache.crop(95)
+    with pytest.raises(ValueError, match="back to 90 at least, got 89"):
+        cache.crop(89)
+    cache.crop(90)
+    out = cache.attend(*[x[:1, :, 90:]] * 3)
+    assert (out - sr.attention(*[x[:1]] * 3, pattern)[:, :, 90:]).abs().max() <= 1e-12
