@@ -767,7 +767,9 @@ def cases(draw: st.DrawFn, cell: Cell) -> Decoding:
     given["page_size"] = draw(st.sampled_from((16, 16, 16, 32, 128)))
     if option == "page_size":
         given["page_size"] = draw(st.sampled_from((16, 32, 48)))
-    needs = any(leaf[0] in ("RandomBlocks", "MaskMod", "Hierarchical") for leaf in leaves(spec))
+    names_used = {leaf[0] for leaf in leaves(spec)}
+    needs = bool(names_used & {"RandomBlocks", "MaskMod", "Hierarchical"})
+    needs |= names_used >= {"Blocks", "SelectedBlocks"}  # whose own length is rounded up
     given["has_max_length"] = needs or option == "max_length" or draw(st.booleans())
     if option in ("crop", "rollback") or draw(st.booleans()):
         given["rollback"] = draw(st.sampled_from((1, 4, 20)))
