@@ -590,7 +590,7 @@ class _Run:
         """Keys below a length that a query at that length or later visits, by the oracle."""
         case = self.case
         if case.selection is not None:
-            return list(range(length))
+            return list(range(length)) if length < case.total else []
         group = case.num_heads // case.num_kv_heads
         present = present_pairs(case.causal, case.scene)[:, :, head * group : (head + 1) * group]
         return np.nonzero(present[..., length:, :length].any((0, 1, 2, 3)))[0].tolist()
