@@ -40,6 +40,7 @@ def fits_page(held: Held, backend: str, new: list[int], extras: Options) -> bool
         and held.keys.shape[2] > 0
         and held.since + new[0] <= held.page
         and BACKENDS[backend].forward is not None
+        and not (held.elsewhere and "key_mask" not in BACKENDS[backend].extras)
         and all(extras[name] is None for name in _BY_POSITION)
     )
 
@@ -130,7 +131,7 @@ def attend_spans(
         return _Alike(held, held.rows[0], None).attend(backend, inputs, call, extras)
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=sum_dtype(query))
-    whole = BACKENDS[backend].forward is None and held.pattern.num_batches() is not None
+    whole = not _runs_spans(held, backend) and held.pattern.num_batches() is not None
     every = torch.arange(len(query), device=query.device)
     for (_, n), entries in groups.items():
         if not n:
@@ -142,6 +143,13 @@ def attend_spans(
         found = alike.attend(backend, part, call, of_part)
         out[index, :, :n], lse[index, :, :n] = (x[index] if whole else x for x in found)
     return out, lse
+
+
+def _runs_spans(held: Held, backend: str) -> bool:
+    """Whether a backend runs layouts, and leaves out keys of spans that are not here."""
+    found = BACKENDS[backend]
+    here = not held.elsewhere and all(row.exact for row in held.distinct())
+    return found.forward is not None and (here or "key_mask" in found.extras)
 
 
 def of_first(
@@ -178,7 +186,7 @@ class _Alike:
         if begin == 0 and frame.kv_len == query.shape[2] and not elsewhere and not apart:
             options = {**call, "q_start": 0, "options": extras}
             return attend(backend, query, inputs[1], inputs[2], pattern, **options)
-        if BACKENDS[backend].forward is None:
+        if not _runs_spans(self._held, backend):
             return self._attend_whole(backend, inputs, frame, call, extras)
         layout, slots = self._layout(query.shape[2], frame, call["block_size"])
         if apart:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .attack import Coverage, attack_by_name
 
-KINDS = ("calls", "rings", "selections")
+KINDS = ("calls", "caches", "selections", "rings")
 
 
 def main() -> int:

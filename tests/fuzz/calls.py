@@ -1,5 +1,6 @@
 """Calls of `attention`: expressions x options x shapes x dtypes x backends, with every gradient."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -300,6 +301,7 @@ class Call:
         )
 
 
+@functools.lru_cache(maxsize=8)
 def present_pairs(spec: Spec, scene: Scene) -> np.ndarray:
     """[J, B, Hq, Nq, Nk] the pairs of each branch.
 

@@ -1,0 +1,27 @@
+"""`KVCache` whose last tokens are stored by other ranks."""
+
+import pytest
+import torch
+from attention_oracle import assert_close
+
+import sparsering as sr
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, of sparse tensors and FlexAttention
+@pytest.mark.parametrize("backend", ["cpu", "gather", "reference", "sdpa", "flex", "torch_sparse"])
+def test_no_backend_sees_keys_that_others_store(backend):
+    x = torch.randn(3, 2, 2, 60, 8)
+    cache = sr.KVCache(sr.SlidingWindow(30), 2, 2, 8, page_size=16)
+    stored = torch.ones(60, dtype=torch.bool)
+    outs = []
+    for first, stop in ((0, 20), (20, 24), (24, 25), (25, 28), (28, 32), (32, 50), (50, 60)):
+        here = first in (0, 24, 50)
+        stored[first:stop] = here
+        part = x[..., first:stop, :]
+        try:
+            outs.append(cache.attend(*part, stored=here, backend=backend))
+        except (NotImplementedError, ImportError) as reason:
+            pytest.skip(str(reason))
+    pattern = sr.SlidingWindow(30) & sr.KeyMask(stored)
+    expected = sr.attention(*x.double(), pattern, backend="reference")
+    assert_close(torch.cat(outs, 2).double(), expected, 3e-6)
