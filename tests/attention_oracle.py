@@ -147,6 +147,8 @@ def arranged(shape: tuple[int, int, int, int], arrange: str, dtype: torch.dtype)
         return wide[:, :, 1 : 2 * tokens + 1 : 2, 1 : 3 * width + 1 : 3]
     if arrange == "width before tokens":
         return torch.randn(batch, heads, width, tokens, dtype=dtype).mT
+    if arrange == "from an odd address":
+        return torch.randn(1 + batch * heads * tokens * width, dtype=dtype)[1:].view(shape)
     assert arrange == "contiguous"
     return torch.randn(shape, dtype=dtype)
 

@@ -240,8 +240,9 @@ def test_few_queries_of_any_number_and_width(num_heads, width):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("q_len", [1, 100])
 def test_half_precision_widths_that_no_vector_fits(dtype, q_len, sweep):
-    for width, value_width in ((1, 1), (3, 7), (33, 47)):
-        args = inputs(Case(1, 2, 1, q_len, 100, width, value_width, 32), dtype)
+    for width, value_width in ((1, 1), (3, 7), (10, 6), (33, 47)):
+        case = Case(1, 2, 1, q_len, 100, width, value_width, 32, arrange="from an odd address")
+        args = inputs(case, dtype)
         exact_args = [x.detach().double().requires_grad_() for x in args]
         got = attend(args, sr.Causal(), block_size=32)
         exact = attend(exact_args, sr.Causal(), backend="reference")

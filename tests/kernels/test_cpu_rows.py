@@ -91,6 +91,7 @@ SHAPES = {
     "last queries": Case(1, 4, 2, 33, 150, 16, 16, 32),
     "one query": Case(2, 4, 2, 1, 77, 48, 48, 32, arrange="one head expanded"),
     "one token": Case(1, 2, 2, 1, 1, 4, 4, 32),
+    "values of no width": Case(1, 2, 1, 40, 40, 16, 0, 32),
 }
 
 

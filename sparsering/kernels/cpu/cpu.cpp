@@ -232,7 +232,8 @@ void put(const Tensor& held, const Tensor& rows, int64_t first) {
   const Source to(held), source(from);
   for (int64_t i = 0; i < B * H * n; ++i) {
     const int64_t b = i / (H * n), h = i / n % H, row = i % n;
-    std::memcpy(const_cast<void*>(to.row(b, h, first + row)), source.row(b, h, row), bytes);
+    std::copy_n(source.rows<char>(b, h, row), bytes,
+                const_cast<char*>(to.rows<char>(b, h, first + row)));
   }
 }
 

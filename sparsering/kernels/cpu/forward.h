@@ -123,9 +123,8 @@ class Forward {
         put(pass, item, tile, s.rows.get(), s.lse.get(), fresh, out);
       } else {
         const int64_t rows = item.heads * tile.count;
-        std::memcpy(parts.get() + item.piece * x_.block * x_.Dv, s.rows.get(),
-                    rows * x_.Dv * sizeof(float));
-        std::memcpy(part_lses.get() + item.piece * x_.block, s.lse.get(), rows * sizeof(float));
+        std::copy_n(s.rows.get(), rows * x_.Dv, parts.get() + item.piece * x_.block * x_.Dv);
+        std::copy_n(s.lse.get(), rows, part_lses.get() + item.piece * x_.block);
       }
     });
     std::optional<int> nothing;

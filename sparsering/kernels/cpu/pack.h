@@ -5,9 +5,11 @@
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
 
+#include <cstring>
 #include <tuple>
 
 #include "layout.h"
+#include "machine/sanitizers.h"
 
 namespace sparsering::cpu {
 
@@ -56,7 +58,7 @@ template <typename T>
 constexpr int64_t kQueryUnit = kPaired<T> ? 32 : 16;
 
 inline void convert_row(const BFloat16* from, BFloat16* to, int64_t width) {
-  std::memcpy(to, from, width * sizeof(BFloat16));
+  std::copy_n(from, width, to);
 }
 template <typename S>
 void convert_row(const S* from, float* to, int64_t width) {
@@ -126,7 +128,7 @@ void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_
   }
 }
 
-// [rows, width] -> [width, rows].
+// [rows, width] -> [width, rows], also of pairs of bfloat16, which lie at any even address.
 inline void transpose(const float* from, int64_t rows, int64_t width, float* to) {
   const int64_t whole_rows = rows / kLanes * kLanes, whole_width = width / kLanes * kLanes;
   for (int64_t i = 0; i < whole_rows; i += kLanes) {
@@ -136,7 +138,7 @@ inline void transpose(const float* from, int64_t rows, int64_t width, float* to)
   }
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = i < whole_rows ? whole_width : 0; j < width; ++j) {
-      to[j * rows + i] = from[i * width + j];
+      std::memcpy(to + j * rows + i, from + i * width + j, sizeof(float));
     }
   }
 }
@@ -199,14 +201,30 @@ inline void pack_transposed(const BFloat16* from, int64_t rows, int64_t width, B
   transpose(reinterpret_cast<const float*>(from), rows, width / 2, reinterpret_cast<float*>(to));
 }
 
-// C [M, N] (+)= A [M, K] B [K, N].
+// C [M, N] (+)= A [M, K] B [K, N] of some K.
+template <typename T>
+void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb,
+              float* C, int64_t ldc, bool add) {
+  if (M == 0 || N == 0) {  // for which brgemm asks for gigabytes
+    return;
+  }
+  will_read(A, (M - 1) * lda + K);
+  will_read(B, (K - 1) * ldb + N);
+  will_write(C, (M - 1) * ldc + N);
+  at::native::cpublas::brgemm(M, N, K, lda, ldb, ldc, add, A, B, C, kPaired<T>);
+}
+// The same where rows of B and of C lie side by side.
 template <typename T>
 void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, float* C,
               bool add) {
+<<<<<<< HEAD
   if (M == 0 || N == 0) {
     return;
   }
   at::native::cpublas::brgemm(M, N, K, lda, N, N, add, A, B, C, kPaired<T>);
+=======
+  multiply(M, N, K, A, lda, B, N, C, N, add);
+>>>>>>> sanitize
 }
 
 // Zeros in the rows of keys that are not seen, whose numbers may be none.

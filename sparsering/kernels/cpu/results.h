@@ -46,7 +46,7 @@ class Part {
     const int64_t bytes = width_ * c10::elementSize(type_);
     at::parallel_for(0, rows_, kMuch / std::max<int64_t>(bytes, 1),
                      [&](int64_t begin, int64_t end) {
-                       std::memset(data_ + begin * bytes, 0, (end - begin) * bytes);
+                       std::fill(data_ + begin * bytes, data_ + end * bytes, 0);
                      });
   }
   void finish() const {

@@ -129,8 +129,8 @@ inline bool block_shares(const Shares& x, Tensor& result) {
     for (int64_t i = 0; !k && i < m; ++i) {
       std::fill_n(c + i * ldc, n, 0.f);
     }
-    if (k && n) {
-      at::native::cpublas::brgemm(m, n, k, k, ldb, ldc, false, a, b, c, false);
+    if (k) {
+      multiply(m, n, k, a, k, b, ldb, c, ldc, false);
     }
   };
   const auto work = [&](Scratch& s, int64_t item) {

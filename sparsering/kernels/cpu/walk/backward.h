@@ -194,8 +194,8 @@ class WalkBackward {
       rows = all + s.tile.token[0] * heads * width;
     } else {
       for (int64_t i = 0; i < s.tile.size; ++i) {
-        std::memcpy(spare + i * heads * width, all + s.tile.token[i] * heads * width,
-                    heads * width * sizeof(T));
+        std::copy_n(all + s.tile.token[i] * heads * width, heads * width,
+                    spare + i * heads * width);
       }
       std::fill(spare + size * width, spare + count * width, T(0));
     }

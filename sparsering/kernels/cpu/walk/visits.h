@@ -11,7 +11,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <vector>
 
@@ -193,7 +192,7 @@ const T* gather(const Gathered& tile, const T* rows, int64_t width, T* to) {
     return rows + tile.token[0] * width;
   }
   for (int64_t i = 0; i < tile.size; ++i) {
-    std::memcpy(to + i * width, rows + tile.token[i] * width, width * sizeof(T));
+    std::copy_n(rows + tile.token[i] * width, width, to + i * width);
   }
   return to;
 }
