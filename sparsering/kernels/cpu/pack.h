@@ -217,14 +217,7 @@ void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T*
 template <typename T>
 void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, float* C,
               bool add) {
-<<<<<<< HEAD
-  if (M == 0 || N == 0) {
-    return;
-  }
-  at::native::cpublas::brgemm(M, N, K, lda, N, N, add, A, B, C, kPaired<T>);
-=======
   multiply(M, N, K, A, lda, B, N, C, N, add);
->>>>>>> sanitize
 }
 
 // Zeros in the rows of keys that are not seen, whose numbers may be none.
