@@ -187,7 +187,8 @@ class _Run:
 
     def __init__(self, case: Decoding) -> None:
         torch.manual_seed(case.seed)
-        self.case, self.batch, self.refusal = case, case.batch, ""
+        self.case, self.batch = case, case.batch
+        self.refusal = ""  # why a step that was asked for is not taken, by contract
         self.lengths, self.highest = [0] * case.batch, [0] * case.batch
         heads, dtype = case.num_heads, case.precision()
         self.widths = {"query": case.head_dim, "key": case.head_dim, "value": case.value_dim}
@@ -297,7 +298,7 @@ class _Run:
         options, sink = self._options(n, plain)
         refused = case.selection is not None and (not stored or set(new) - {n})
         if refused:
-            self._refused(lambda: self._call(inputs, **given, **options), ValueError)
+            self.refusal = self._refused(lambda: self._call(inputs, **given, **options))
             return
         out, lse = self._call(inputs, **given, **options, with_lse=with_lse)
         for b, (length, m) in enumerate(zip(self.lengths, new, strict=True)):
@@ -336,7 +337,8 @@ class _Run:
         target = max(0, length - back)
         self.lines.append(f"cache.crop({target}); rows = [row[:{target}] for row in rows]")
         if target < length - case.rollback:
-            self._refused(lambda: self.cache.crop(target), ValueError)
+            self._refused(lambda: self.cache.crop(target))
+            self._did("refused step", True)
             return
         if target < max(self.highest) - case.rollback:  # no promise
             before = self._state()
@@ -371,7 +373,7 @@ class _Run:
         given: Any = int(argument) if kind == "repeat" else index
         given = torch.tensor(index) if kind != "repeat" and self.case.seed % 2 else given
         if build(self.case.spec).num_batches() is not None:
-            self._refused(lambda: take(given), ValueError)
+            self.refusal = self._refused(lambda: take(given))
             return
         take(given)
         self.batch = len(index)
@@ -392,7 +394,7 @@ class _Run:
         key, value = (inputs[name].to(case.precision()) for name in ("key", "value"))
         if case.selection is not None and len(here) < length:
             load = lambda: self.cache.load(key[:, :, here], value[:, :, here], here, length=length)  # noqa: E731
-            self._refused(load, ValueError)
+            self.refusal = self._refused(load)
             return
         if len(here) == length:
             self.cache.load(key, value)
@@ -535,17 +537,16 @@ class _Run:
         assert lse is None or lse.shape == out.shape[:3], lse
         return out, lse
 
-    def _refused(self, step: Callable[[], Any], kind: type[Exception]) -> None:
-        """A step that the cache refuses by name; its cell counts as refused."""
+    def _refused(self, step: Callable[[], Any]) -> str:
+        """Why the cache refuses a step, which changes nothing."""
         self.lines.append("# the line before is refused")
         before = self._state()
         try:
             step()
-        except kind as error:
+        except ValueError as error:
             assert self._state() == before, f"a refused step changed the cache: {error}"
-            self.refusal = str(error)
-        else:
-            raise AssertionError("a step was taken that must be refused")
+            return str(error)
+        raise AssertionError("a step was taken that must be refused")
 
     def _state(self) -> tuple[Any, ...]:
         cache = self.cache
