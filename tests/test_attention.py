@@ -656,9 +656,9 @@ def visiting_rows(pattern: sr.Pattern, case: Case, head: int, key_position: int)
     "pattern",
     [
         sr.Causal(),
-        sr.SlidingWindow(20, 20),
+        pytest.param(sr.SlidingWindow(20, 20), marks=pytest.mark.slow),
         sr.LongNet((16, 32), (1, 2)),
-        sr.BlockDilated((2,), 16),
+        pytest.param(sr.BlockDilated((2,), 16), marks=pytest.mark.slow),
         sr.Causal() + sr.SlidingWindow(5),
     ],
     ids=repr,

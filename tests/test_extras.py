@@ -231,9 +231,10 @@ NOT_FINITE = {
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        (name, backend)
+        pytest.param(name, backend, marks=pytest.mark.slow if long else ())
         for name in NOT_FINITE
         for backend in ("reference", "gather", "cpu", "triton", "torch_sparse")
+        for long in [backend == "triton" and name in ("block_bias", "distance_bias")]
         if (backend, name) != ("triton", "slot_bias, rows of one query")  # slow in its interpreter
         and (backend != "torch_sparse" or "distance" not in name)
     ],
