@@ -31,7 +31,7 @@ LENGTHS = ("one token", "no token")
 ROWS = ("q_start", "query_block", "not causal", "ragged last block", *LENGTHS)
 OF_CALLS = ("scale", "strides", "groups", "large scores")
 OPTIONS: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # and classes, by function
-    "block_scores": (("none", *ROWS, *OF_CALLS, "gradients"), METHODS),
+    "block_scores": ((*ROWS, *OF_CALLS, "gradients"), METHODS),
     "select_blocks": (
         (
             "none",
@@ -41,14 +41,14 @@ OPTIONS: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # and classes, by f
         ),
         ("-",),
     ),
-    "pool_blocks": (("none", "overlap", "gaps", "ragged last block", *LENGTHS, "strides"), ("-",)),
-    "block_mass": (("none", "lse", "weight", "q_start", *OF_CALLS), JOINS),
+    "pool_blocks": (("overlap", "gaps", "ragged last block", *LENGTHS, "strides"), ("-",)),
+    "block_mass": (("lse", "weight", "q_start", *OF_CALLS), JOINS),
     "selection_loss": (
         ("none", "indices", "row_weight", "groups", "hidden", "no mass", "no row", "no block"),
         ("-",),
     ),
 }
-POOLED = ("none", "ragged last block", "one token", "groups")
+POOLED = ("ragged last block", "one token", "groups")
 CHOSEN = (*POOLED, "q_start", "query_block", "top_p")
 OPTIONS |= {f"attention {name}": (CHOSEN, (*JOINS, "PooledCausal")) for name in calls.BACKENDS}
 CELLS = [
@@ -559,7 +559,8 @@ def attended(draw: st.DrawFn, cell: Cell) -> Chosen:
     scene = replace(call.scene, q_len=length, kv_len=pooled, q_start=0)
     given = vars(call) | {"spec": ("PooledCausal", size, stride), "scene": scene}
     ragged = (length - size) % stride > 0
-    return Chosen(**given, chosen_by=("ragged last block",) * ragged)
+    used = ("ragged last block",) * ragged + ("one token",) * (length == 1)
+    return Chosen(**given, chosen_by=used)
 
 
 def with_selection(
