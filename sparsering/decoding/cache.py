@@ -110,6 +110,11 @@ class KVCache:
         with torch.inference_mode(False):
             self._clock = register(self)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        with torch.inference_mode(False):
+            self._clock = register(self)  # compiled steps of a copy are its own
+
     def __repr__(self) -> str:
         return f"<KVCache of {shortened(str(self.pattern))}: {self.kept} of {self.length} tokens>"
 

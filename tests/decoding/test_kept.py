@@ -1,5 +1,8 @@
 """What a `KVCache` holds: never more than is live, and a page."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -80,3 +83,16 @@ def test_a_selected_entry_is_not_cropped_to_where_its_keys_are_gone():
     cache.crop(90)
     out = cache.attend(*[x[:1, :, 90:]] * 3)
     assert (out - sr.attention(*[x[:1]] * 3, pattern)[:, :, 90:]).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_compiled_step_of_a_copy_is_its_own(copied):
+    x = torch.randn(3, 1, 1, 9, 4)
+    first = sr.KVCache(sr.Causal(), 1, 1, 4)
+    first.attend(*x[..., :5, :])
+    second = copied(first)
+    step = torch.ops.sparsering.cached_attention  # what a compiled graph calls
+    out = step(*x[..., 5:9, :], second._clock)
+    assert (first.length, second.length) == (5, 9)
+    whole = sr.attention(*x, sr.Causal(), backend="reference")
+    assert (out - whole[:, :, 5:]).abs().max() < 1e-6
