@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="for each kind (default 60)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--seed", default=str(int(time.time())), help="default the time")
+    parser.add_argument("--backends", nargs="+", help="only these (default all)")
     cores = os.cpu_count() or 1
     parser.add_argument("--jobs", type=int, default=cores, help="processes (default all cores)")
     parser.add_argument("--out", type=Path, default=Path("runs/fuzz"), help="cases under way")
@@ -33,7 +34,9 @@ def main() -> int:
     failed = False
     with ProcessPoolExecutor(given.jobs, get_context("spawn")) as pool:
         work = {
-            pool.submit(attack_by_name, name, given.seconds, given.seed, given.out / name): name
+            pool.submit(
+                attack_by_name, name, given.seconds, given.seed, given.out / name, given.backends
+            ): name
             for name in given.kinds
         }
         for done in as_completed(work):

@@ -116,7 +116,11 @@ class Coverage:
 
 
 def attack(
-    kind: Kind, seconds: float, seed: int | str = 0, under_way: Path | None = None
+    kind: Kind,
+    seconds: float,
+    seed: int | str = 0,
+    under_way: Path | None = None,
+    backends: Sequence[str] | None = None,
 ) -> Coverage:
     """Check cases of a kind for some seconds.
 
@@ -125,10 +129,12 @@ def attack(
         seconds: how long cases are drawn.
         seed: the same draws the same cases, as far as time reaches.
         under_way: a file that holds the case that runs, for when the process dies.
+        backends: the cells that are asked for, default those of every backend.
 
     Raises: Fault for the first case that fails, after it was shrunk.
     """
-    coverage, end, number = Coverage(kind.CELLS), time.monotonic() + seconds, 0
+    cells = [cell for cell in kind.CELLS if backends is None or cell.backend in backends]
+    coverage, end, number = Coverage(cells), time.monotonic() + seconds, 0
     begin = time.process_time()
     try:
         while time.monotonic() < end:
@@ -140,13 +146,17 @@ def attack(
 
 
 def attack_by_name(
-    name: str, seconds: float, seed: str, under_way: Path | None = None
+    name: str,
+    seconds: float,
+    seed: str,
+    under_way: Path | None = None,
+    backends: Sequence[str] | None = None,
 ) -> tuple[Coverage, str]:
     """What `attack` covers in a process of its own, and the text of a fault or ""."""
     prepare()
     kind: Any = import_module(f"fuzz.{name}")
     try:
-        return attack(kind, seconds, seed, under_way), ""
+        return attack(kind, seconds, seed, under_way, backends), ""
     except Fault as fault:
         return fault.coverage, str(fault)
 
