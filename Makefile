@@ -71,9 +71,9 @@ test-asan: $(STAMP) ## run the kernel's tests with address and undefined-behavio
 	$(ASAN_FLAGS) $(BIN)/python $(BUILD)
 	$(ASAN) $(BIN)/python -m pytest --capture=sys -p no:faulthandler -m "not slow" \
 		-k "not library and not triton and not gather" --hypothesis-profile=explore $(ASAN_TESTS)
-	$(ASAN) PYTHONPATH=tests $(BIN)/python -m fuzz --seconds 60 --backends cpu default
+	$(ASAN) PYTHONPATH=tests $(BIN)/python -m fuzz --seconds 60 --backends cpu default ring block_mass block_scores
 	ATEN_CPU_CAPABILITY=default $(ASAN_FLAGS) $(BIN)/python $(BUILD)
-	ATEN_CPU_CAPABILITY=default $(ASAN) PYTHONPATH=tests $(BIN)/python -m fuzz --seconds 60 --backends cpu default
+	ATEN_CPU_CAPABILITY=default $(ASAN) PYTHONPATH=tests $(BIN)/python -m fuzz --seconds 60 --backends cpu default ring block_mass block_scores
 
 # Races among the threads of a call and of eight calls at once. The sanitizer passes over what
 # libraries do that were not compiled for it. It cannot see how threads of libgomp wait for each other:

@@ -133,11 +133,11 @@ def attack(
 
     Raises: Fault for the first case that fails, after it was shrunk.
     """
-    cells = [cell for cell in kind.CELLS if backends is None or cell.backend in backends]
+    cells = [c for c in kind.CELLS if backends is None or c.backend.split()[-1] in backends]
     coverage, end, number = Coverage(cells), time.monotonic() + seconds, 0
     begin = time.process_time()
     try:
-        while time.monotonic() < end:
+        while cells and time.monotonic() < end:
             _round(kind, coverage, end, f"{seed} {number}", under_way)
             number += 1
     finally:

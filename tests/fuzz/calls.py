@@ -27,7 +27,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-BACKENDS = ("default", *sr.backends())
+BACKENDS = ("default", *(name for name in sr.backends() if name != "flash"))  # it needs a GPU
 OPTIONS = (
     "none",
     "scale",
