@@ -700,39 +700,6 @@ def test_threads_that_ask_for_different_layouts_get_their_own() -> None:
     assert info.bytes <= info.limit
 
 
-def test_layouts_that_two_threads_built_at_once_are_counted_once() -> None:
-    """A dropped layout is built by a thread that waited for it and by one that has just come."""
-    cache, window = LayoutCache(limit=0), sr.SlidingWindow(9)
-    threads, begun, go = [], [threading.Event() for _ in range(3)], threading.Event()
-
-    def start(number: int, until: threading.Event) -> None:
-        def build() -> sr.BlockLayout:
-            begun[number].set()
-            assert until.wait(timeout=30)
-            return window.layout(200, block_size=16)
-
-        threads.append(threading.Thread(target=cache.keep, args=("layout", build)))
-        threads[-1].start()
-
-    first = threading.Event()
-    start(0, first)
-    begun[0].wait()
-    start(1, go)
-    sleep(0.05)  # until it waits for the first one
-    first.set()
-    begun[1].wait()
-    threads[0].join()
-    start(2, go)
-    begun[2].wait()
-    cache.set_limit(1 << 20)
-    go.set()
-    for thread in threads:
-        thread.join()
-    assert cache.info().bytes == window.layout(200, block_size=16).nbytes
-    cache.set_limit(0)
-    assert cache.info().bytes == 0
-
-
 def test_threads_all_get_the_error_of_a_pattern_that_cannot_be_built() -> None:
     def fails(_: int) -> str:
         with pytest.raises(ValueError) as caught:
