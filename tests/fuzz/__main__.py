@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .attack import Coverage, attack_by_name
 
-KINDS = ("calls",)
+KINDS = ("calls", "hostile")
 
 
 def main() -> int:
