@@ -137,8 +137,9 @@ def checked_scale(scale: object, query: Tensor) -> float:
     if scale is None:
         return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
     if isinstance(scale, Tensor):
+        shape = "nested" if scale.is_nested else tuple(scale.shape)
         raise ValueError(
-            f"scale must be a number or None, got a tensor of {scale.dtype}; multiply the "
+            f"scale must be a number or None, got a tensor {shape}; multiply the "
             "query by it and pass scale=1.0, so that it gets a gradient"
         )
     if isinstance(scale, torch.SymFloat):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_pattern
+from ..checks import check_pattern, check_tensor
 from ..functional import attention
 from ..nn.rope import rotary_table
 from ..nn.transformer import Attend, Block, checked_sizes
@@ -146,6 +146,13 @@ class LongNetEncoder(nn.Module):
         self, x: Tensor, coordinates: Tensor | None, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Tokens [B, N, width] with the class token among them, and coordinates [.., N, axes]."""
+        width = self.norm.weight.shape[0] if self.project is None else self.project.in_features
+        check_tensor("x", x, f"[B, N, {width}]")
+        if x.dim() != 3 or x.shape[2] != width or not x.is_floating_point():
+            raise ValueError(
+                f"x must be floating point [B, N, {width}], got {x.dtype} {tuple(x.shape)}; "
+                "in_width is the width of what comes in"
+            )
         B, N, _ = x.shape
         if positions is not None and positions.shape != (N,):
             raise ValueError(

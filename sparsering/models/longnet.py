@@ -268,7 +268,7 @@ class LongNetLM(nn.Module):
         if not each or len(caches) != len(self.blocks):
             got = str(len(caches)) if each else shortened(repr(caches))
             raise ValueError(
-                f"caches must be one KVCache for each of {len(self.blocks)} blocks, got {got}; "
+                f"caches must be one for each of {len(self.blocks)} blocks, got {got}; "
                 "model.caches() makes them"
             )
         tokens = tokens.to(self.embedding.weight.device)

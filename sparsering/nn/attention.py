@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import check_module, check_pattern, check_tensor, checked_scale
+from ..checks import DTYPES, check_module, check_pattern, check_tensor, checked_scale
 from ..functional import attention
-from ..layouts.cache import place_of
-from ..numerics import merge_attention
+from ..numerics import autocasting, merge_attention
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import (
     checked_dtype,
@@ -96,7 +95,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             checked_number("dropout", dropout, 0, 1),
             kdim=None if kdim is None else checked_integer("kdim", kdim, 0),
             vdim=None if vdim is None else checked_integer("vdim", vdim, 0),
-            device=None if device is None else place_of(device),
+            device=device,
             dtype=checked_dtype("dtype", dtype),
             **{name: checked_flag(name, value) for name, value in flags.items()},
         )
@@ -245,7 +244,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         own = self.out_proj.weight.dtype
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if not x.is_floating_point():
+            if x.dtype not in DTYPES or not (x.dtype == own or autocasting(x)):
                 raise ValueError(f"{name} must be of {own}, got {x.dtype}; cast with .to()")
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:

@@ -163,9 +163,8 @@ class Pattern(Operand):
         from ..layouts.cache import layout_cache, place_of
 
         frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
-        place = place_of(device)
-        size = chosen(self, frame, place) if block_size is None else block_size
-        return layout_cache.layout(self, frame, size, place)
+        size = chosen(self, frame, place_of(device)) if block_size is None else block_size
+        return layout_cache.layout(self, frame, size, place_of(device))
 
     def live_keys(
         self,

@@ -119,7 +119,7 @@ def checked_integers(
 ) -> tuple[int, ...]:
     """A sequence, tensor or array as a tuple of ints within bounds; TypeError or ValueError."""
     numbers = listed(name, value)
-    if isinstance(numbers, str | bytes) or not isinstance(numbers, Sequence):
+    if isinstance(numbers, str) or not isinstance(numbers, Sequence):
         raise TypeError(f"{name} must be a sequence of ints, got {shortened(repr(value))}")
     return tuple(checked_integer(f"each of {name}", item, least, most) for item in numbers)
 

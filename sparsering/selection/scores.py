@@ -85,7 +85,7 @@ def block_scores(
     Source: sums of probabilities over heads: NSA (arXiv 2502.11089), equation 10.
     """
     check_inputs(query, key, key, Full())
-    query_block, block_size = checked_blocks(query_block, block_size)
+    checked_blocks(query_block, block_size)
     part = checked_method(method, parts, block_size, query_block)
     checked_flag("causal", causal)
     scale = checked_scale(scale, query)
