@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 from numbers import Real
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C import (
     _are_functorch_transforms_active,
@@ -99,6 +100,22 @@ def check_pattern(pattern: object) -> None:
     raise TypeError(f"pattern must be a sparsering pattern such as Causal(), got {got}; {way_out}")
 
 
+def check_group(group: object) -> None:
+    """Raises TypeError for what is no process group."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group must be a ProcessGroup or None, got {shortened(repr(group))}; "
+            "torch.distributed.new_group makes one"
+        )
+
+
+def check_module(name: str, module: object) -> None:
+    """Raises TypeError for what is no module."""
+    if not isinstance(module, torch.nn.Module):
+        got = shortened(repr(module))
+        raise TypeError(f"{name} must be a torch.nn.Module, got {got}; pass the model itself")
+
+
 def check_tensor(name: str, x: object, dims: str = "of numbers") -> None:
     """Raises ValueError for what kernels cannot read."""
     if not isinstance(x, Tensor):
@@ -120,8 +137,9 @@ def checked_scale(scale: object, query: Tensor) -> float:
     if scale is None:
         return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
     if isinstance(scale, Tensor):
+        shape = "nested" if scale.is_nested else tuple(scale.shape)
         raise ValueError(
-            f"scale must be a number or None, got a tensor {tuple(scale.shape)}; multiply the "
+            f"scale must be a number or None, got a tensor {shape}; multiply the "
             "query by it and pass scale=1.0, so that it gets a gradient"
         )
     if isinstance(scale, torch.SymFloat):
@@ -160,6 +178,9 @@ def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Ten
     """Numbers of entries, int64 [n]; ValueError where they are none."""
     if not isinstance(index, Tensor):
         index = torch.tensor(checked_integers(name, index, None), dtype=torch.int64)
+    check_tensor(name, index, "[n] of integers")
+    if index.is_meta:
+        raise ValueError(f"{name} needs integers [n], got a tensor on the meta device")
     chosen = index.cpu()
     whole = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1
     if not whole or (len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < entries):
@@ -193,7 +214,7 @@ def expanded_bias(block_bias: Tensor, query: Tensor, block_size: int | None) -> 
             f"block_bias must hold floating point numbers on {query.device}, got "
             f"{block_bias.dtype} on {block_bias.device}; cast or move it with .to()"
         )
-    return block_bias.expand(batch, heads, -1)
+    return in_memory(block_bias).expand(batch, heads, -1)
 
 
 def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
@@ -219,7 +240,7 @@ def checked_rows(name: str, x: Tensor, query: Tensor, broadcasts: bool = True) -
             f"{name} must be floating point [{', '.join(outer)}, {shape[2]}] on {query.device}, "
             f"got {x.dtype} {tuple(x.shape)} on {x.device}; unsqueeze what lacks"
         )
-    return x.detach().to(sum_dtype(query))
+    return in_memory(x.detach()).to(sum_dtype(query))
 
 
 def refuse_meta(*tensors: Tensor) -> None:
@@ -249,8 +270,13 @@ NO_FORWARD_MODE = (
 def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
     """What autocast makes of a matmul's inputs; float64 stays."""
     if not autocasting(tensors[0]) or tensors[0].dtype == torch.float64:
-        return list(tensors)
-    return [x.to(torch.get_autocast_dtype(x.device.type)) for x in tensors]
+        return list(map(in_memory, tensors))
+    return [in_memory(x).to(torch.get_autocast_dtype(x.device.type)) for x in tensors]
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """The tensor, its numbers as its memory has them: kernels do not see that one is negated."""
+    return x if torch.compiler.is_compiling() or not x.is_neg() else x.resolve_neg()
 
 
 def watched(*values: object) -> bool:

@@ -136,9 +136,10 @@ def checked_probability(p: object) -> float:
 def checked_seed(seed: object) -> Tensor:
     """A seed as an int64 tensor without dims; ValueError where it is none."""
     if isinstance(seed, Tensor):
-        if seed.dtype == torch.int64 and seed.dim() == 0 and not seed.is_meta:
+        if seed.dtype == torch.int64 and not (seed.is_nested or seed.dim() or seed.is_meta):
             return seed
-        got = f"a tensor of {seed.dtype}, of shape {tuple(seed.shape)}"
+        got = f"a tensor of {seed.dtype}"
+        got += "" if seed.is_nested else f", of shape {tuple(seed.shape)}"
     else:
         if (number := _as_integer(seed)) is not None:
             return torch.tensor(number, device="cpu")
@@ -162,5 +163,8 @@ def _as_integer(x: object) -> int | None:
     """An integer of 64 bits, None for anything else."""
     if isinstance(x, bool | Tensor) or not hasattr(x, "__index__"):
         return None
-    number = operator.index(x)
+    try:
+        number = operator.index(x)
+    except TypeError:  # of an array of several, a class
+        return None
     return number if -(2**63) <= number < 2**63 else None

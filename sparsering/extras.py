@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import DTYPES, check_tensor, expanded_bias
+from .checks import DTYPES, check_tensor, expanded_bias, in_memory
 from .dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
 from .patterns.algebra import Pattern
 from .patterns.arguments import checked_integer, shortened
@@ -36,13 +36,13 @@ def alibi(slopes: Tensor, radius: int) -> Tensor:
 
     Source: ALiBi (arXiv 2108.12409), section 3.
     """
-    if not isinstance(slopes, Tensor) or slopes.dim() != 1 or not slopes.is_floating_point():
-        got = f"{slopes.dtype} {tuple(slopes.shape)}" if isinstance(slopes, Tensor) else slopes
+    check_tensor("slopes", slopes, "[heads]")
+    if slopes.dim() != 1 or slopes.dtype not in DTYPES:
         raise ValueError(
-            f"slopes must be a floating point tensor [heads], got {shortened(str(got))}; "
-            "torch.tensor([...]) makes one"
+            "slopes must be a floating point tensor [heads], got "
+            f"{slopes.dtype} {tuple(slopes.shape)}; torch.tensor([...]) makes one"
         )
-    checked_integer("radius", radius, 0)
+    radius = checked_integer("radius", radius, 0)
     distance = torch.arange(-radius, radius + 1, device=slopes.device).abs()
     return -slopes.float()[:, None] * distance
 
@@ -156,7 +156,7 @@ def _checked_floats(name: str, x: object, query: Tensor) -> Tensor:
             f"{name} must be of float64, float32, bfloat16 or float16, on {query.device}, got "
             f"{x.dtype} on {x.device}; cast or move it with .to()"
         )
-    return x
+    return in_memory(x)
 
 
 _CHECKS = {

@@ -24,6 +24,7 @@ from .dispatch import (
 from .extras import checked_extras, checked_slots
 from .ops import attend, attend_again
 from .patterns.algebra import Frame, Pattern, check_fits
+from .patterns.arguments import checked_flag
 from .patterns.selected import selections_of
 
 
@@ -143,6 +144,7 @@ def attention(
     Example:
         >>> out = attention(query, key, value, LongNet((2048, 4096), (1, 2)) & Causal())
     """
+    return_lse = checked_flag("return_lse", return_lse)
     asked = None
     plain = block_bias is slot_bias is distance_bias is sink is None
     plain = plain and softcap is None and dropout_seed is None

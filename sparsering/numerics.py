@@ -5,7 +5,7 @@ Softmaxes over disjoint (or repeated) sets of keys become one by `merge_attentio
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Example:
         >>> out, lse = merge_attention((out_1, out_2), (lse_1, lse_2))
     """
-    parts = [list(x) if isinstance(x, Iterable) else [x] for x in (outs, lses)]
+    given: list[Any] = [outs, lses]
+    is_list = [isinstance(x, Iterable) and getattr(x, "ndim", 1) > 0 for x in given]
+    parts = [list(x) if many else [x] for x, many in zip(given, is_list, strict=True)]
     if kinds := {type(x).__name__ for some in parts for x in some if not isinstance(x, Tensor)}:
         raise ValueError(
             "merge_attention needs two sequences of tensors, got some of "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_pattern
+from .checks import check_pattern, check_tensor
 from .functional import attention
 from .patterns.algebra import Pattern
 from .patterns.arguments import shortened
@@ -84,9 +84,11 @@ def attention_varlen(
 
 def _check_dims(query: Tensor, key: Tensor, value: Tensor) -> None:
     tensors = (query, key, value)
-    if all(isinstance(x, Tensor) and x.dim() == 3 for x in tensors):
+    for name, x in zip(("query", "key", "value"), tensors, strict=True):
+        check_tensor(name, x, "[tokens, heads, head dim]")
+    if all(x.dim() == 3 for x in tensors):
         return
-    got = [str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in tensors]
+    got = [str(tuple(x.shape)) for x in tensors]
     raise ValueError(
         f"query, key and value must be tensors [tokens, heads, head dim], got {', '.join(got)}; "
         "documents lie end to end, without a batch dim"
@@ -97,6 +99,9 @@ def _lengths(name: str, cumulative: object, tokens: int, of: str) -> tuple[int, 
     """The lengths of documents by their cumulative lengths; ValueError where those are none."""
     way_out = "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) makes them of lengths"
     if isinstance(cumulative, Tensor):
+        check_tensor(name, cumulative, "[documents + 1] of integers")
+        if cumulative.is_meta:
+            raise ValueError(f"{name} must be numbers, got a tensor on the meta device; {way_out}")
         if cumulative.dtype not in (torch.int32, torch.int64) or cumulative.dim() != 1:
             raise ValueError(
                 f"{name} must be an int32 or int64 tensor [documents + 1], got {cumulative.dtype} "

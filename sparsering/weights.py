@@ -111,7 +111,7 @@ def attention_weights(
             weights = [lse.new_zeros(0, size, size)]
             for first, rows, columns, cells in layout.visits(b, h):
                 score = call["scale"] * (q[b, h, rows] @ k[b, h // group, columns].mT)
-                score = capped(score, softcap)
+                score = capped(score, options["softcap"])
                 if table is not None:
                     distance = key_position[columns][:, None] - position[rows][..., None]
                     score = score + table[b, h, entry_of_distance(distance, table)]

@@ -42,7 +42,7 @@ ROOMS = {
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
     "patterns numerics rows streams",
     "nn": "functional selection decoding checks patterns numerics",
-    "models": "nn functional decoding patterns",
+    "models": "checks nn functional decoding patterns",
     "integrations": "nn functional selection decoding checks patterns numerics",
     "planner": "cost dispatch distributed checks layouts patterns numerics",
     "plots": "planner layouts patterns",

@@ -11,6 +11,8 @@ are halved here. float32 is IEEE float32, not TF32, which torch leaves off.
 import math
 from dataclasses import dataclass, field
 
+from ..patterns.arguments import shortened
+
 GB = 10**9
 GIGA = 10.0**9
 TERA = 10.0**12
@@ -277,7 +279,7 @@ def named(name: str) -> Machine:
     found = _BY_PLAIN_NAME.get(_plain(name)) if isinstance(name, str) else None
     if found is None:
         raise ValueError(
-            f"machine must be one of {', '.join(MACHINES)}, got {name!r}; for this machine leave "
-            "it out and run `sparsering calibrate`"
+            f"machine must be one of {', '.join(MACHINES)}, got "
+            f"{shortened(repr(name))}; for this machine leave it out and run `sparsering calibrate`"
         )
     return found

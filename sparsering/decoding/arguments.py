@@ -6,18 +6,19 @@ import torch
 from torch import Tensor
 
 from ..numerics import sum_dtype
-from ..patterns.arguments import shortened
+from ..patterns.arguments import listed, shortened
 
 
 def checked_lengths(lengths: Tensor | Sequence[int], entries: int, most: int) -> list[int]:
     """New tokens of each entry; ValueError where they are not that many numbers, or too large."""
-    new: list[int] = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-    if len(new) != entries or not all(type(n) is int and 0 <= n <= most for n in new):
+    new: list[int] = listed("lengths", lengths)
+    fits = isinstance(new, Sequence) and len(new) == entries
+    if not fits or not all(type(n) is int and 0 <= n <= most for n in new):
         raise ValueError(
             f"lengths must be {entries} ints from 0 to {most}, the new tokens of each entry, got "
-            f"{shortened(str(new))}; leave it out where all are new"
+            f"{shortened(repr(new))}; leave it out where all are new"
         )
-    return new
+    return list(new)
 
 
 def check_dtype(held: torch.dtype | None, key: Tensor) -> None:

@@ -11,6 +11,7 @@ from ..checks import (
     check_batch,
     check_inputs,
     check_pattern,
+    check_tensor,
     checked_index,
     checked_scale,
     described,
@@ -18,10 +19,17 @@ from ..checks import (
 )
 from ..dispatch import choose
 from ..functional import checked_call
+from ..layouts.cache import place_of
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.lifetimes import last_visits, own_length
 from ..patterns.algebra import Pattern, check_fits
-from ..patterns.arguments import checked_integer, shortened
+from ..patterns.arguments import (
+    MOST_TOKENS,
+    checked_dtype,
+    checked_flag,
+    checked_integer,
+    shortened,
+)
 from .arguments import check_dtype, checked_lengths, nothing_new, with_padding
 from .compiled import attend_op, register, spelt
 from .held import Held, Row, looking_back
@@ -78,16 +86,11 @@ class KVCache:
         check_pattern(pattern)
         num_heads = num_kv_heads if num_heads is None else num_heads
         value_dim = head_dim if value_dim is None else value_dim
-        sizes = {
-            "batch_size": batch_size,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "num_heads": num_heads,
-            "value_dim": value_dim,
-            "rollback": rollback,
-        }
-        for name, size in sizes.items():
-            checked_integer(name, size, 0)
+        batch_size = checked_integer("batch_size", batch_size, 0)
+        num_kv_heads = checked_integer("num_kv_heads", num_kv_heads, 0)
+        num_heads = checked_integer("num_heads", num_heads, 0)
+        rollback = checked_integer("rollback", rollback, 0)
+        dims = checked_integer("head_dim", head_dim, 0), checked_integer("value_dim", value_dim, 0)
         if type(page_size) is not int or page_size not in BLOCK_SIZES:
             raise ValueError(
                 "page_size must be a multiple of 16 from 16 to 256, got "
@@ -105,8 +108,8 @@ class KVCache:
         )
         if total is not None:
             check_fits(pattern, self._held.frame(0, 0))
-        self._dims = head_dim, value_dim
-        self._asked = dtype, None if device is None else torch.device(device)
+        self._dims = dims
+        self._asked = checked_dtype("dtype", dtype), None if device is None else place_of(device)
         with torch.inference_mode(False):
             self._clock = register(self)
 
@@ -157,6 +160,8 @@ class KVCache:
 
     def positions(self, head: int, entry: int = 0) -> Tensor:
         """Positions of the keys that a kv head of a batch entry holds, ascending int64."""
+        entry = checked_integer("entry", entry, 0, len(self.lengths) - 1)
+        head = checked_integer("head", head, 0, self._held.kv_heads - 1)
         row, elsewhere = self._held.rows[entry], torch.tensor(self._held.elsewhere).long()
         found = row.positions_with(row.length - row.base)[head]
         return found[(found >= 0) & ~torch.isin(found, elsewhere)].sort().values
@@ -215,6 +220,7 @@ class KVCache:
 
         Raises: ValueError where arguments do not fit; the cache is then as it was.
         """
+        stored, return_lse = checked_flag("stored", stored), checked_flag("return_lse", return_lse)
         if lengths is None and stored and not options:
             again = self._attend_again(query, key, value)
             if again is not None:
@@ -260,8 +266,14 @@ class KVCache:
 
         Raises: ValueError where arguments do not fit, or the cache has seen tokens.
         """
-        places = torch.arange(key.shape[2]) if positions is None else torch.as_tensor(positions)
-        places = places.cpu().long()
+        check_tensor("key", key, "[batch, heads, tokens, head dim]")
+        n = key.shape[2] if key.dim() == 4 else 0
+        shape = len(self.lengths), self._held.heads, n, self._dims[0]
+        query = torch.empty(shape, dtype=key.dtype, device=key.device)
+        self._check(query, key, value)
+        places = torch.arange(n)
+        if positions is not None:
+            places = checked_index("positions", positions, MOST_TOKENS)
         end = int(places[-1]) + 1 if len(places) else 0
         length = end if length is None else checked_integer("length", length, end)
         if self.length:
@@ -269,8 +281,6 @@ class KVCache:
                 f"load needs a cache that has seen nothing, got one of {self.length} tokens; make "
                 "another one"
             )
-        query = key.new_zeros(len(key), self._held.heads, key.shape[2], self._dims[0])
-        self._check(query, key, value)
         self._new_tokens([length] * len(self.lengths), length)
         rising = bool((places.diff() > 0).all()) and bool((places[:1] >= 0).all())
         if len(places) != key.shape[2] or not rising:
@@ -288,10 +298,11 @@ class KVCache:
 
         Nothing is then left to check, choose or lay out.
         """
-        held, n = self._held, query.shape[2]
+        held = self._held
         checked, backend = held.steps.checked
         if checked is None or described(query, key, value) != checked:
             return None
+        n = query.shape[2]
         layout, length = held.steps.layouts.get(n), self.length
         ends = held.total is not None and length + n > held.total
         if layout is None or ends or held.since + n >= held.limit:
@@ -312,8 +323,8 @@ class KVCache:
         backend: str | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        held, given = self._held, query.shape[2]
         self._check(query, key, value)
+        held, given = self._held, query.shape[2]
         new = self._new_tokens(lengths, given)
         most = given if lengths is None else max(new, default=0)
         inputs, call, extras = checked_call(query, key, value, held.pattern, **options)
@@ -351,7 +362,7 @@ class KVCache:
         Raises: ValueError where that is more than `rollback` tokens back, or beyond the length of
             the cache; it is then as it was.
         """
-        checked_integer("length", length, 0)
+        length = checked_integer("length", length, 0)
         if len(set(self.lengths)) > 1:
             raise ValueError(
                 f"crop needs entries of one length, got {shortened(str(self.lengths))}; select some"
@@ -378,7 +389,7 @@ class KVCache:
 
     def repeat(self, n: int) -> None:
         """Each entry n times, one after another: 0 0 1 1, as beams do."""
-        checked_integer("n", n, 1)
+        n = checked_integer("n", n, 1)
         every = torch.arange(len(self.lengths)).repeat_interleave(n)
         self._take(self._checked_index("repeat", every))
 

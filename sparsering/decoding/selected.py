@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..checks import autocast_inputs
+from ..checks import autocast_inputs, check_tensor
 from ..functional import attention
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Causal
@@ -64,8 +64,8 @@ class SelectedCache(KVCache):
         **options: Any,
     ) -> None:
         super().__init__(Causal(), batch_size, num_kv_heads, head_dim, **options)
-        for name, number in (("k", k), ("sink", sink), ("local", local)):
-            checked_integer(name, number, 0)
+        k, sink = checked_integer("k", k, 0), checked_integer("sink", sink, 0)
+        local = checked_integer("local", local, 0)
         summaries = BlockSummaries(block_size, method=method, parts=parts)
         self._held = self._held.changed(summaries=summaries)
         self._size, self._k = block_size, k
@@ -104,8 +104,8 @@ class SelectedCache(KVCache):
         backend: str | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        held, n, begin = self._held, query.shape[2], self.length
         self._check(query, key, value)
+        held, n, begin = self._held, query.shape[2], self.length
         query, key, value = autocast_inputs(query, key, value)
         new = self._new_tokens(lengths, n)
         if set(new) - {n} or not stored:
@@ -147,7 +147,8 @@ class SelectedCache(KVCache):
         length: int | None = None,
     ) -> None:
         """Takes the keys of a prompt, all of them, that was attended to elsewhere."""
-        if positions is not None or length not in (None, key.shape[2]):
+        check_tensor("key", key, "[batch, heads, tokens, head dim]")
+        if positions is not None or length not in (None, *key.shape[2:3]):
             raise ValueError(
                 "a SelectedCache scores all keys, got positions or a length of others; leave them "
                 "out"

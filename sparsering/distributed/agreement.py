@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import DTYPES
+from ..patterns.arguments import shortened
 from .exchange import Exchange, RingError, RingMismatchError
 from .plan import RingPlan
 from .sharding import num_tokens
@@ -155,7 +156,7 @@ def error_budget(compression: str | None) -> float | None:
     except ValueError:
         raise ValueError(
             f"compression must be 'auto' or 'auto:' and an error bound above 0, as in "
-            f"'auto:0.001', got {compression!r}"
+            f"'auto:0.001', got {shortened(repr(compression))}"
         ) from None
     return budget
 

@@ -22,7 +22,7 @@ from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer
 from .plan import RingPlan
 from .ring import resolve_group
-from .sharding import chunk_owners
+from .sharding import check_is_text, chunk_owners
 from .steps import Step, guest_step, local_step, round_step
 
 
@@ -65,9 +65,10 @@ def prefetch(
     check_pattern(pattern)
     members = resolve_group(group, mesh)
     world, rank = (1, 0) if members is None else (members.size(), members.rank())
-    checked_integer("seq_len", seq_len, 0)
-    checked_integer("batch_size", batch_size, 0)
+    seq_len = checked_integer("seq_len", seq_len, 0)
+    batch_size = checked_integer("batch_size", batch_size, 0)
     check_batch(pattern, batch_size, "batch_size=")
+    check_is_text(sharding, world)
     if sharding not in ("auto", "balanced"):
         chunk_owners(sharding, world)
     heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}

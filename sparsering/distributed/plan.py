@@ -19,7 +19,13 @@ from ..layouts.terms import distinct_heads, distinct_kv_heads
 from ..layouts.tiles import Ranges
 from ..numerics import sum_dtype
 from ..patterns.algebra import Frame, Pattern, check_fits
-from ..patterns.arguments import checked_integer, shortened
+from ..patterns.arguments import (
+    checked_dtype,
+    checked_flag,
+    checked_integer,
+    checked_integers,
+    shortened,
+)
 from .balance import PAIRS_PER_TOKEN, balanced
 from .needs import Runs, count_pairs, cut, needed_keys
 from .sharding import check_is_text, num_tokens, overlap, owned_ranges
@@ -80,10 +86,15 @@ class RingPlan:
         Cost: by the edges of the pattern; 2^20 tokens over 64 ranks take a fraction of a second.
         """
         check_pattern(pattern)
-        checked_integer("seq_len", seq_len, 0)
-        checked_integer("world_size", world_size, 1)
+        seq_len = checked_integer("seq_len", seq_len, 0)
+        world_size = checked_integer("world_size", world_size, 1)
         check_block_size(block_size)
         frame = Frame.build(seq_len, seq_len, num_heads, num_kv_heads, 0)
+        if frame.num_heads and not frame.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must be at least 1, got 0 beside {frame.num_heads} query heads; "
+                "leave it out for as many"
+            )
         check_fits(pattern, frame)
         check_is_text(sharding, world_size)
         if sharding in ("auto", "balanced"):
@@ -112,7 +123,7 @@ class RingPlan:
 
         Mean over batch entries.
         """
-        checked_integer("rank", rank, 0, self.world_size - 1)
+        rank = checked_integer("rank", rank, 0, self.world_size - 1)
         return _whole(int(self.tokens[rank].sum()) / len(self.need_of))
 
     def bytes_received(
@@ -137,14 +148,22 @@ class RingPlan:
             compression: the wire format of keys and values.
             backward: keys and values come again, and gradients come back in float32.
         """
+        rank = checked_integer("rank", rank, 0, self.world_size - 1)
+        if checked_dtype("dtype", dtype) is None:
+            raise TypeError("dtype must be that of query, key and value, got None; torch.float32")
+        backward = checked_flag("backward", backward)
         planned = self.frame.num_kv_heads
         kv_heads = planned if num_kv_heads is None else num_kv_heads
+        kv_heads = checked_integer("num_kv_heads", kv_heads, 0)
         if kv_heads != planned and self._differs_by_head:
             raise ValueError(
                 f"num_kv_heads must be the plan's {planned} for a pattern that differs by head, "
                 f"got {kv_heads}; build the plan with num_kv_heads={kv_heads}"
             )
-        d, dv = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
+        widths = head_dim if isinstance(head_dim, tuple | list) else (head_dim, head_dim)
+        if len(widths) != 2:
+            raise ValueError(f"head_dim must be D or (D, Dv), got {shortened(repr(head_dim))}")
+        d, dv = checked_integers("head_dim", widths, 0)
         exact = sum_dtype(dtype).itemsize
         tokens = self.tokens.sum(1)[rank].item() * wire_format(compression, dtype).row_bytes(d, dv)
         guest, returned = d * dtype.itemsize, (dv + 1) * exact
@@ -166,7 +185,7 @@ class RingPlan:
 
         Summed over the query heads, mean over batch entries.
         """
-        checked_integer("rank", rank, 0, self.world_size - 1)
+        rank = checked_integer("rank", rank, 0, self.world_size - 1)
         return _whole(self.loads[rank].item())
 
     @cached_property

@@ -5,11 +5,9 @@ backward pass fetches keys and values again, so that nothing but a rank's own sh
 the two.
 """
 
-import math
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from numbers import Real
 from typing import Any
 
 import torch
@@ -17,20 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checks import autocast_inputs, checked_scale
+from ..checks import autocast_inputs, check_group, checked_scale
 from ..differentiable import differentiable
 from ..dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
 from ..extras import checked_extras
 from ..functional import attention
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import shortened
+from ..patterns.arguments import checked_flag, is_finite, shortened
 from ..patterns.expression import parse
 from .agreement import Call, agree_on_call, check_lengths, error_budget, tell_failure
 from .exchange import Exchange, Traffic
 from .network import Network
 from .rank import Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
-from .sharding import chunk_owners
+from .sharding import check_is_text, chunk_owners
 from .wire import wire_format
 
 _last_traffic = {False: Traffic(), True: Traffic()}
@@ -104,8 +102,10 @@ def ring_attention(
     seconds = None
     try:
         seconds = _seconds(timeout)
+        checked_flag("return_lse", return_lse)
         check_ring_inputs(query, key, value, pattern)
         scale = checked_scale(scale, query)
+        check_is_text(sharding, 1 if group is None else group.size())
         if sharding not in ("auto", "balanced"):
             chunk_owners(sharding, 1 if group is None else group.size())
         if error_budget(compression) is None:
@@ -158,17 +158,17 @@ def _seconds(timeout: object) -> float | None:
     given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if given is None:
         return None
-    if isinstance(given, bool) or not isinstance(given, Real) or not 0 < float(given) < math.inf:
+    if isinstance(given, bool) or not is_finite(given) or not given > 0:  # type: ignore[operator]
         raise ValueError(
             "timeout must be a number of seconds above 0, a timedelta or None, got "
             f"{shortened(repr(timeout))}; leave it out for the group's own"
         )
-    return float(given)
+    return float(given)  # type: ignore[arg-type]
 
 
 def last_traffic(*, backward: bool = False) -> Traffic:
     """What this process's last call of `ring_attention` moved, forward or backward."""
-    return _last_traffic[backward]
+    return _last_traffic[checked_flag("backward", backward)]
 
 
 ring_attention.last_traffic = last_traffic  # type: ignore[attr-defined] # a name for it at hand
@@ -192,6 +192,7 @@ def resolve_group(
                 'that the sequence is sharded over, as in mesh["sp"]'
             )
         return mesh.get_group()
+    check_group(group)
     if group is None:
         if dist.is_available() and dist.is_initialized():
             return dist.group.WORLD

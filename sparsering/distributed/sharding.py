@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..layouts.tiles import Ranges
+from ..patterns.arguments import shortened
 
 SHARDINGS = ("contiguous", "zigzag", "balanced", "auto")
 
@@ -50,7 +51,8 @@ def check_is_text(sharding: str, world_size: int) -> None:
 def _no_sharding(sharding: object, world_size: int) -> ValueError:
     return ValueError(
         f"sharding must be one of {', '.join(map(repr, SHARDINGS))} or 'chunks:' with the rank "
-        f"(below {world_size}) that owns each chunk, as in 'chunks:0,1,1,0', got {sharding!r}"
+        f"(below {world_size}) that owns each chunk, as in 'chunks:0,1,1,0', got "
+        f"{shortened(repr(sharding))}"
     )
 
 

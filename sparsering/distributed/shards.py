@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks import check_tensor
 from ..layouts.tiles import Ranges
-from ..patterns.arguments import checked_integer
+from ..patterns.arguments import checked_integer, shortened
 from .agreement import agree_on_lengths
 from .exchange import Exchange
 from .ring import resolve_group
@@ -72,7 +72,7 @@ def unshard(
         rest = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
         sizes = agree_on_lengths(Exchange(group, None), sizes[0], (dim, rest, tensor.dtype))
     if length is not None:
-        checked_integer("length", length, 0)
+        length = checked_integer("length", length, 0)
     ranges = owned_ranges(sharding, sum(sizes) if length is None else length, world)
     if sizes != (expected := [num_tokens(owned) for owned in ranges]):
         raise ValueError(
@@ -121,7 +121,8 @@ def _checked(tensor: Tensor, dim: int) -> int:
     check_tensor("tensor", tensor, "with tokens in `dim`")
     if type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
-            f"dim must be one of the tensor's {tensor.dim()}, got {dim!r}; pass the one that "
+            f"dim must be one of the tensor's {tensor.dim()}, got "
+            f"{shortened(repr(dim))}; pass the one that "
             "counts tokens"
         )
     return dim % tensor.dim()

@@ -13,6 +13,7 @@ from ..differentiable import transforming
 from ..extras import checked_extras
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
+from ..patterns.arguments import checked_flag, checked_integer
 from .rank import Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
 from .sharding import positions
 from .wire import wire_format
@@ -52,6 +53,8 @@ def simulate_ring(
     Raises: ValueError where inputs do not fit.
     """
     check_ring_inputs(query, key, value, pattern)
+    offload, return_lse = checked_flag("offload", offload), checked_flag("return_lse", return_lse)
+    world_size = checked_integer("world_size", world_size, 1)
     scale = checked_scale(scale, query)
     refuse_meta(query, key, value)
     if transforming():

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..patterns.arguments import shortened
+
 FORMATS = ("bf16", "fp8", "int8")
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -74,10 +76,10 @@ def wire_format(compression: str | None, dtype: torch.dtype) -> Wire:
     """The format of a name in `FORMATS`, None for the rows' own dtype. Raises ValueError."""
     if compression is None:
         return Wire(dtype, dtype)
-    if compression not in FORMATS:
+    if not isinstance(compression, str) or compression not in FORMATS:
         raise ValueError(
             f"compression must be None, {', '.join(map(repr, FORMATS))} or 'auto', got "
-            f"{compression!r}"
+            f"{shortened(repr(compression))}"
         )
     numbers = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}[compression]
     return Wire(dtype if dtype.itemsize <= numbers.itemsize else numbers, dtype)

@@ -72,6 +72,7 @@ class LayoutCache:
         so is what a single query selects, which no other will, and what is first asked for while a
         CUDA graph is captured, which holds nothing before the graph runs.
         """
+        check_block_size(block_size)
         key = (pattern, frame, block_size, device)
         is_kept = _is_kept(pattern, frame)
         if is_kept and capturing(device):
@@ -227,7 +228,7 @@ class LayoutCache:
 
     def set_limit(self, limit: int) -> None:
         """Sets the most bytes to hold, dropping the least recently used layouts beyond it."""
-        checked_integer("limit", limit, 0)
+        limit = checked_integer("limit", limit, 0)
         with self._lock:
             self._limit = limit
             self._shrink()
@@ -350,7 +351,7 @@ def place_of(device: torch.device | str) -> torch.device:
     """The device that tensors made there are on; ValueError where none can be."""
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, TypeError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError, AssertionError) as error:
         raise ValueError(
             f"device must be one that this torch and machine have, got {shortened(repr(device))} "
             f"({str(error).splitlines()[0]}); leave it out for the CPU"

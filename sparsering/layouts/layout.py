@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..patterns.algebra import Frame
+from ..patterns.arguments import checked_integer
 from ..streams import Built, moved
 from .bitmaps import transposed, unpack
 from .drawing import drawing
@@ -263,6 +264,9 @@ class BlockLayout:
         In table order, passes concatenated: the order of `block_bias` and of `BlockWeights.values`.
         """
         rows = []
+        tables = max((p.row_ptr.shape[0] for p in self.passes), default=1)
+        batch = checked_integer("batch", batch, 0, tables - 1 if tables > 1 else None)
+        head = checked_integer("head", head, 0, max(0, self.frame.num_heads - 1))
         for p in self.passes:
             row, key, _, axis = self.table(p, batch, head)
             q, k = p.query_start[axis][row], p.key_start[axis][key]

@@ -88,8 +88,8 @@ def last_visits(
 
     Cost: O(stop - start) time and memory for each mask that a kv head sees of its own.
     """
-    checked_integer("start", start, 0)
-    checked_integer("stop", stop, start)
+    start = checked_integer("start", start, 0)
+    stop = checked_integer("stop", stop, start)
     sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
     sequence.check_position("stop", stop)
     of_mask = {
@@ -104,7 +104,7 @@ def live_keys(
     pattern: Pattern, length: int, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> list[Tensor]:
     """`Pattern.live_keys`."""
-    checked_integer("length", length, 0)
+    length = checked_integer("length", length, 0)
     sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
     sequence.check_position("length", length)
     of_mask = {}

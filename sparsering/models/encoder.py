@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..checks import check_pattern, check_tensor
 from ..functional import attention
 from ..nn.rope import rotary_table
-from ..nn.transformer import Attend, Block
+from ..nn.transformer import Attend, Block, checked_sizes
 from ..patterns.algebra import Pattern
+from ..patterns.arguments import checked_flag, checked_integer, checked_number
 
 
 class LongNetEncoder(nn.Module):
@@ -68,22 +70,29 @@ class LongNetEncoder(nn.Module):
         checkpoint_layers: bool = False,
     ) -> None:
         super().__init__()
-        if axes not in (1, 2):
-            raise ValueError(f"axes must be 1 (a line) or 2 (a grid), got {axes!r}; 1 is default")
+        check_pattern(pattern)
+        width, num_heads, num_layers, mlp_ratio = checked_sizes(
+            width, num_heads, num_layers, mlp_ratio
+        )
+        axes = checked_integer("axes", axes, 1, 2)  # a line or a grid
         if width % num_heads or width // num_heads % (2 * axes):
             raise ValueError(
                 f"width must be num_heads times a head dim that is a multiple of {2 * axes}, got "
                 f"width {width} and {num_heads} heads; width {num_heads * 64} gives heads of 64"
             )
-        if not 0 <= drop_path < 1:
-            raise ValueError(f"drop_path must be from 0 to below 1, got {drop_path}; 0.0 is none")
+        drop_path = checked_number("drop_path", drop_path, 0, 1)
+        if drop_path == 1:
+            raise ValueError("drop_path must be from 0 to below 1, got 1.0; 0.0 is none")
         self.pattern = pattern
         self.attend: Attend = partial(attention, pattern=pattern)
         self.num_heads, self.axes = num_heads, axes
-        self.rope_base, self.drop_path = rope_base, drop_path
-        self.checkpoint_layers = checkpoint_layers
+        self.rope_base, self.drop_path = checked_number("rope_base", rope_base, 1), drop_path
+        self.checkpoint_layers = checked_flag("checkpoint_layers", checkpoint_layers)
+        if in_width is not None:
+            in_width = checked_integer("in_width", in_width, 1)
         self.project = None if in_width is None else nn.Linear(in_width, width)
-        self.class_token = nn.Parameter(torch.randn(width)) if class_token else None
+        has_token = checked_flag("class_token", class_token)
+        self.class_token = nn.Parameter(torch.randn(width)) if has_token else None
         self.blocks = nn.ModuleList(
             Block(width, num_heads, mlp_ratio * width) for _ in range(num_layers)
         )
@@ -137,6 +146,13 @@ class LongNetEncoder(nn.Module):
         self, x: Tensor, coordinates: Tensor | None, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Tokens [B, N, width] with the class token among them, and coordinates [.., N, axes]."""
+        width = self.norm.weight.shape[0] if self.project is None else self.project.in_features
+        check_tensor("x", x, f"[B, N, {width}]")
+        if x.dim() != 3 or x.shape[2] != width or not x.is_floating_point():
+            raise ValueError(
+                f"x must be floating point [B, N, {width}], got {x.dtype} {tuple(x.shape)}; "
+                "in_width is the width of what comes in"
+            )
         B, N, _ = x.shape
         if positions is not None and positions.shape != (N,):
             raise ValueError(

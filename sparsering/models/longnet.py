@@ -18,12 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..checks import check_pattern, check_tensor
 from ..decoding import KVCache
 from ..functional import attention
 from ..nn.rope import rotary_table
-from ..nn.transformer import Attend, Block
+from ..nn.transformer import Attend, Block, checked_sizes
 from ..patterns.algebra import And, Pattern
-from ..patterns.arguments import checked_integer, checked_integers
+from ..patterns.arguments import (
+    checked_flag,
+    checked_integer,
+    checked_integers,
+    checked_number,
+    shortened,
+)
 from ..patterns.positions import Causal
 from .sampling import Sampling
 
@@ -68,6 +75,11 @@ class LongNetLM(nn.Module):
         checkpoint_layers: bool = False,
     ) -> None:
         super().__init__()
+        check_pattern(pattern)
+        width, num_heads, num_layers, mlp_ratio = checked_sizes(
+            width, num_heads, num_layers, mlp_ratio
+        )
+        vocab_size = checked_integer("vocab_size", vocab_size, 1)
         if width % num_heads or width // num_heads % 2:
             raise ValueError(
                 f"width must be num_heads times an even head dim, got width {width} and "
@@ -76,8 +88,8 @@ class LongNetLM(nn.Module):
         self.pattern = without_lookahead(pattern)
         self.attend: Attend = partial(attention, pattern=self.pattern)
         self.num_heads = num_heads
-        self.rope_base = rope_base
-        self.checkpoint_layers = checkpoint_layers
+        self.rope_base = checked_number("rope_base", rope_base, 1)
+        self.checkpoint_layers = checked_flag("checkpoint_layers", checkpoint_layers)
         self.embedding = nn.Embedding(vocab_size, width)
         self.blocks = nn.ModuleList(
             Block(width, num_heads, mlp_ratio * width) for _ in range(num_layers)
@@ -234,7 +246,8 @@ class LongNetLM(nn.Module):
             ...     print(chr(int(token)), end="", flush=True)
         """
         sampling = Sampling(temperature, top_k, top_p)
-        checked_integer("num_tokens", num_tokens, 0)
+        num_tokens = checked_integer("num_tokens", num_tokens, 0)
+        check_tensor("tokens", tokens, "int64 [B, N]")
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or tokens.shape[1] == 0:
             got = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
             raise ValueError(
@@ -245,15 +258,17 @@ class LongNetLM(nn.Module):
             stop = checked_integers("stop", stop, 0, self.embedding.num_embeddings - 1)
             if not stop:
                 raise ValueError("stop must be at least one token, got none; None never stops")
-        if generator is not None and generator.device.type != "cpu":
-            raise ValueError(
-                f"generator must be of the CPU, got one of {generator.device}; torch.Generator() is"
-            )
+        on_host = isinstance(generator, torch.Generator) and generator.device.type == "cpu"
+        if generator is not None and not on_host:
+            got = shortened(repr(getattr(generator, "device", generator)))
+            raise ValueError(f"generator must be of the CPU, got {got}; torch.Generator() is")
         if caches is None:
             caches = self.caches(tokens.shape[0], max_length=tokens.shape[1] + num_tokens)
-        if len(caches) != len(self.blocks):
+        each = isinstance(caches, Sequence) and all(isinstance(x, KVCache) for x in caches)
+        if not each or len(caches) != len(self.blocks):
+            got = str(len(caches)) if each else shortened(repr(caches))
             raise ValueError(
-                f"caches must be one for each of {len(self.blocks)} blocks, got {len(caches)}; "
+                f"caches must be one for each of {len(self.blocks)} blocks, got {got}; "
                 "model.caches() makes them"
             )
         tokens = tokens.to(self.embedding.weight.device)

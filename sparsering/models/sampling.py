@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..patterns.arguments import checked_number, shortened
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -27,15 +29,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         k, p = self.top_k, self.top_p
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature must be a finite number from 0 up, got {self.temperature}; 0 takes "
-                "the likeliest token"
-            )
+        temperature = checked_number("temperature", self.temperature, 0)  # 0: the likeliest
+        object.__setattr__(self, "temperature", temperature)
         if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
-            raise ValueError(f"top_k must be an int above 0, got {k!r}; None keeps all tokens")
-        if p is not None and not 0 < p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {p}; 1 keeps all tokens")
+            raise ValueError(
+                f"top_k must be an int above 0, got {shortened(repr(k))}; None keeps all tokens"
+            )
+        if p is not None:
+            object.__setattr__(self, "top_p", checked_number("top_p", p, 0, 1))
+            if not self.top_p:
+                raise ValueError("top_p must be above 0 and at most 1, got 0.0; 1 keeps all tokens")
 
     def chances(self, logits: Tensor) -> Tensor:
         """The chance of each token, float64: scores [B, vocab_size] to the same shape."""

@@ -14,11 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import check_pattern
+from ..checks import DTYPES, check_module, check_pattern, check_tensor, checked_scale
 from ..functional import attention
-from ..numerics import merge_attention
+from ..numerics import autocasting, merge_attention
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import shortened
+from ..patterns.arguments import (
+    checked_dtype,
+    checked_flag,
+    checked_integer,
+    checked_number,
+    shortened,
+)
 from ..patterns.blocks import Dense
 from ..patterns.keys import KeyMask, KeyPadding
 from ..patterns.positions import Causal, Full
@@ -70,24 +76,35 @@ class MultiheadAttention(nn.MultiheadAttention):
         pattern: Pattern | None = None,
         scale: float | None = None,
     ) -> None:
+        flags = {
+            "bias": bias,
+            "add_bias_kv": add_bias_kv,
+            "add_zero_attn": add_zero_attn,
+            "batch_first": batch_first,
+        }
+        embed_dim = checked_integer("embed_dim", embed_dim, 1)
+        num_heads = checked_integer("num_heads", num_heads, 1)
+        if embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; each "
+                "head has embed_dim // num_heads channels"
+            )
         super().__init__(
             embed_dim,
             num_heads,
-            dropout,
-            bias,
-            add_bias_kv,
-            add_zero_attn,
-            kdim,
-            vdim,
-            batch_first,
-            device,
-            dtype,
+            checked_number("dropout", dropout, 0, 1),
+            kdim=None if kdim is None else checked_integer("kdim", kdim, 0),
+            vdim=None if vdim is None else checked_integer("vdim", vdim, 0),
+            device=device,
+            dtype=checked_dtype("dtype", dtype),
+            **{name: checked_flag(name, value) for name, value in flags.items()},
         )
         self._attend_by(Full() if pattern is None else pattern, scale)
 
     def _attend_by(self, pattern: Pattern, scale: float | None) -> None:
         check_pattern(pattern)
-        self.pattern, self.scale = pattern, scale
+        self.pattern = pattern
+        self.scale = None if scale is None else checked_scale(scale, torch.empty(1))
         self.register_forward_pre_hook(_called)
 
     def extra_repr(self) -> str:
@@ -125,7 +142,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises: ValueError where shapes or masks do not fit, or there would be more than 2^26
             weights.
         """
-        if query.is_nested or key.is_nested or value.is_nested:
+        is_nested = False
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            is_nested |= isinstance(x, Tensor) and x.is_nested
+            if not is_nested:
+                check_tensor(name, x, "[batch, tokens, width]")
+        need_weights = checked_flag("need_weights", need_weights)
+        average_attn_weights = checked_flag("average_attn_weights", average_attn_weights)
+        is_causal = checked_flag("is_causal", is_causal)
+        if is_nested:
             if attn_mask is not None or key_padding_mask is not None or not self.batch_first:
                 raise ValueError(
                     "nested tensors are batch_first and come without masks, for their lengths say "
@@ -207,7 +232,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Raises ValueError where inputs [B, N, E] do not fit."""
         fits = query.dim() == key.dim() == value.dim() == 3 and len(query) == len(key) == len(value)
-        widths = query.shape[-1], key.shape[-1], value.shape[-1]
+        widths = tuple(x.shape[-1] if fits else 0 for x in (query, key, value))
         wanted = self.embed_dim, self.kdim, self.vdim
         if not fits or widths != wanted or key.shape[1] != value.shape[1]:
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
@@ -217,6 +242,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                     *wanted, shapes, f"batch_first={self.batch_first}"
                 )
             )
+        own = self.out_proj.weight.dtype
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.dtype not in DTYPES or not (x.dtype == own or autocasting(x)):
+                raise ValueError(f"{name} must be of {own}, got {x.dtype}; cast with .to()")
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """[B, H, N, D] of each."""
@@ -309,6 +338,7 @@ def convert(module: nn.Module, pattern: Pattern) -> list[str]:
         >>> convert(model, SlidingWindow(255, 255) | GlobalTokens(1))
     """
     check_pattern(pattern)
+    check_module("module", module)
     if type(module) is nn.MultiheadAttention:
         raise ValueError(
             "convert replaces modules below the one it is given, got a MultiheadAttention itself; "
@@ -347,6 +377,7 @@ def _each(change: Callable[[Tensor], Tensor], *given: Tensor) -> list[Tensor]:
 
 
 def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    check_tensor(name, mask, "of bools, or floats that are added to scores")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"{name} must be bool, True for what is blocked, or floats that are added to scores, "

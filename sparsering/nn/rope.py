@@ -6,6 +6,8 @@ Source: RoFormer (arXiv 2104.09864), equation 34.
 import torch
 from torch import Tensor
 
+from ..patterns.arguments import shortened
+
 
 def rotary_table(
     length: int,
@@ -24,6 +26,17 @@ def rotary_table(
         positions = torch.arange(length, device=device)
     angle = positions.to(device, torch.float32)[..., None] * frequency
     return angle.cos(), angle.sin()
+
+
+def check_rope(rope: object, tokens: int, head_dim: int) -> None:
+    """Raises ValueError for what is no cosine and sine [N, D / 2]."""
+    pair = rope if isinstance(rope, tuple | list) else ()
+    shapes = [tuple(x.shape) for x in pair if isinstance(x, Tensor) and x.is_floating_point()]
+    if len(pair) != 2 or shapes != [(tokens, head_dim // 2)] * 2:
+        raise ValueError(
+            f"rope must be cosine and sine [{tokens}, {head_dim // 2}], got "
+            f"{shapes or shortened(repr(rope))}; rotary_table makes them"
+        )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from ..selection import (
 from ..selection.estimates import METHODS, checked_method
 from ..selection.rows import checked_blocks
 from .pooled import gated_pool, pooled_scores
-from .rope import rotate
+from .rope import check_rope, rotate
 
 GATES = ("sigmoid", "zero")
 
@@ -121,10 +121,10 @@ class SelectedAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": kv_heads}
-        for name, size in sizes.items():
-            checked_integer(name, size, 1)
-        checked_blocks(query_block, block_size)
+        embed_dim = checked_integer("embed_dim", embed_dim, 1)
+        num_heads = checked_integer("num_heads", num_heads, 1)
+        kv_heads = checked_integer("num_kv_heads", kv_heads, 1)
+        query_block, block_size = checked_blocks(query_block, block_size)
         if embed_dim % num_heads:
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; "
@@ -147,7 +147,7 @@ class SelectedAttention(nn.Module):
                 "scorer='pooled' needs a pooled branch, got pooled=None; pooled=(32, 16) is NSA's"
             )
         if gate not in GATES:
-            raise ValueError(f"gate must be one of {', '.join(GATES)}, got {gate!r}")
+            raise ValueError(f"gate must be one of {', '.join(GATES)}, got {shortened(repr(gate))}")
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
         self.block_size, self.query_block = block_size, query_block
@@ -276,12 +276,14 @@ class SelectedAttention(nn.Module):
         Raises: ValueError for another x, and for `return_loss` where the scorer is not learned.
         """
         check_tensor("x", x, f"[batch, tokens, {self.q_proj.in_features}]")
-        if x.dim() != 3 or x.shape[2] != self.q_proj.in_features:
+        wanted = x.dim() == 3 and x.shape[2] == self.q_proj.in_features
+        if not wanted or not x.is_floating_point():
             raise ValueError(
-                f"x must be [B, N, {self.q_proj.in_features}], got {tuple(x.shape)}; unsqueeze "
+                f"x must be floating point [B, N, {self.q_proj.in_features}], got {x.dtype} "
+                f"{tuple(x.shape)}; unsqueeze "
                 "what lacks"
             )
-        if return_loss and self.block_scorer is None:
+        if checked_flag("return_loss", return_loss) and self.block_scorer is None:
             raise ValueError(
                 f"return_loss=True needs scorer='learned', got {self.scorer!r}, which has no loss "
                 "of its own; leave it out"
@@ -291,6 +293,7 @@ class SelectedAttention(nn.Module):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if rope is not None:
+            check_rope(rope, x.shape[1], self.head_dim)
             query, key = rotate(query, *rope), rotate(key, *rope)
         if self.is_dense(x.shape[1]):
             chosen = attention(query, key, value, Causal() if self.causal else Full())

@@ -5,10 +5,23 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..patterns.arguments import checked_integer
 from .rope import rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps (query, key, value), each [B, H, N, D], to [B, H, N, D]."""
+
+
+def checked_sizes(
+    width: int, num_heads: int, num_layers: int, mlp_ratio: int
+) -> tuple[int, int, int, int]:
+    """The sizes of a model as ints; TypeError or ValueError naming the one that is wrong."""
+    return (
+        checked_integer("width", width, 1),
+        checked_integer("num_heads", num_heads, 1),
+        checked_integer("num_layers", num_layers, 0),
+        checked_integer("mlp_ratio", mlp_ratio, 1),
+    )
 
 
 class Block(nn.Module):

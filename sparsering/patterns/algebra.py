@@ -158,13 +158,13 @@ class Pattern(Operand):
 
         Cost: O(visited blocks) time and memory.
         """
-        # Layouts stand on patterns; this and the two below are the conveniences the other way.
+        # Layouts stand on patterns; these three are the conveniences the other way.
         from ..cost.choice import block_size as chosen
-        from ..layouts.cache import layout_cache
+        from ..layouts.cache import layout_cache, place_of
 
         frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
-        size = chosen(self, frame, torch.device(device)) if block_size is None else block_size
-        return layout_cache.layout(self, frame, size, torch.device(device))
+        size = chosen(self, frame, place_of(device)) if block_size is None else block_size
+        return layout_cache.layout(self, frame, size, place_of(device))
 
     def live_keys(
         self,

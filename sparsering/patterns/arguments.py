@@ -1,5 +1,6 @@
 """Arguments of patterns: checked, frozen, compared; and how much of them an error quotes."""
 
+import math
 import operator
 import sys
 from collections.abc import Sequence
@@ -62,10 +63,10 @@ def checked_integer(
 ) -> int:
     """The value as an int within bounds; TypeError or ValueError naming it otherwise."""
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, RuntimeError):  # the latter of tensors without numbers
         got = _told(value)
         raise TypeError(f"{name} must be an int, got {got}") from None
     if least is not None and number < least:
@@ -117,10 +118,53 @@ def checked_integers(
     name: str, value: object, least: int | None, most: int | None = MOST_TOKENS
 ) -> tuple[int, ...]:
     """A sequence, tensor or array as a tuple of ints within bounds; TypeError or ValueError."""
-    numbers = value.tolist() if hasattr(value, "tolist") else value
+    numbers = listed(name, value)
     if isinstance(numbers, str) or not isinstance(numbers, Sequence):
         raise TypeError(f"{name} must be a sequence of ints, got {shortened(repr(value))}")
     return tuple(checked_integer(f"each of {name}", item, least, most) for item in numbers)
+
+
+def listed(name: str, value: Any) -> Any:
+    """A tensor or array as lists of numbers, anything else as it is; TypeError naming it."""
+    if isinstance(value, Tensor) and (
+        value.is_meta or value.is_nested or value.layout is not torch.strided
+    ):
+        raise TypeError(
+            f"{name} must be numbers, got a {value.layout} tensor on {value.device}"
+            f"{' that is nested' * value.is_nested}; .tolist() of a dense one makes a list"
+        )
+    has_list = hasattr(value, "tolist") and not isinstance(value, type)
+    return value.tolist() if has_list else value
+
+
+def as_float(value: Any) -> float:
+    """The value as a float, infinite ones too; NaN where it is none."""
+    if isinstance(value, bool | str | bytes | bytearray):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return math.nan
+
+
+def checked_number(name: str, value: object, least: float, most: float = math.inf) -> float:
+    """The value as a finite float within bounds; ValueError naming it otherwise."""
+    if isinstance(value, bool) or not is_finite(value) or not least <= value <= most:  # type: ignore[operator]
+        bounds = f"from {least:g} up" if most == math.inf else f"from {least:g} to {most:g}"
+        raise ValueError(
+            f"{name} must be a finite number {bounds}, got {shortened(repr(value))}; wrap it in "
+            "float()"
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+def checked_dtype(name: str, value: object) -> torch.dtype | None:
+    """The value, which must be a dtype or None; TypeError naming it otherwise."""
+    if value is not None and not isinstance(value, torch.dtype):
+        raise TypeError(
+            f"{name} must be a dtype such as torch.float32 or None, got {shortened(repr(value))}"
+        )
+    return value
 
 
 def same_tensor(a: Tensor, b: Tensor) -> bool:

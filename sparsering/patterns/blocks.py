@@ -15,7 +15,13 @@ from torch import Tensor
 
 from ..rows import expand_counts, mix
 from .algebra import And, Frame, Mask, Or
-from .arguments import checked_integer, freeze_integer, freeze_integers, shortened
+from .arguments import (
+    checked_flag,
+    checked_integer,
+    freeze_integer,
+    freeze_integers,
+    shortened,
+)
 from .permutation import permute, unpermute
 
 
@@ -113,7 +119,8 @@ class Hierarchical(BlockwiseMask):
         freeze_integer(self, "block_size", 1)
         if not isinstance(self.levels, tuple | list):
             raise TypeError(
-                f"Hierarchical levels must be (stride, window) pairs, got {self.levels!r}"
+                "Hierarchical levels must be (stride, window) pairs, got "
+                f"{shortened(repr(self.levels))}"
             )
         if not self.levels:
             raise ValueError(
@@ -123,7 +130,8 @@ class Hierarchical(BlockwiseMask):
         for level in self.levels:
             if not isinstance(level, Sequence) or len(level) != 2:
                 raise ValueError(
-                    f"each of Hierarchical levels must be a (stride, window) pair, got {level!r}"
+                    "each of Hierarchical levels must be a (stride, window) pair, got "
+                    f"{shortened(repr(level))}"
                 )
         levels = tuple(
             (
@@ -180,9 +188,11 @@ class RandomBlocks(BlockwiseMask):
             raise TypeError(
                 f"RandomBlocks density must be a number, got {shortened(repr(self.density))}"
             )
+        checked_flag("RandomBlocks per_head", self.per_head)
         if not 0 < self.density <= 1:
             raise ValueError(
-                f"RandomBlocks density must be above 0 and at most 1, got {self.density!r}"
+                "RandomBlocks density must be above 0 and at most 1, got "
+                f"{shortened(repr(self.density))}"
             )
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
@@ -252,8 +262,9 @@ class TensorMask(Mask):
         if not isinstance(table, Tensor) or table.dtype != self.dtype:
             kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
             raise TypeError(f"{name} needs a {self.dtype} tensor, got {kind}; convert with .to()")
-        if table.layout is not torch.strided or table.is_meta:
+        if table.layout is not torch.strided or table.is_meta or table.is_nested:
             got = "one on the meta device" if table.is_meta else str(table.layout)
+            got = "a nested one" if table.is_nested else got
             raise ValueError(
                 f"{name} needs a dense tensor with numbers, got {got}; make one with .to_dense() "
                 "or on a device"

@@ -51,7 +51,9 @@ def register_pattern(cls: type[Own]) -> type[Own]:
         ...         return p - k == self.offset
     """
     if not (isinstance(cls, type) and issubclass(cls, Mask)):
-        raise TypeError(f"register_pattern wants a subclass of sparsering.Mask, got {cls!r}")
+        raise TypeError(
+            f"register_pattern wants a subclass of sparsering.Mask, got {shortened(repr(cls))}"
+        )
     name = cls.__name__
     if "_name" in vars(cls):
         return cls

@@ -74,6 +74,9 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
         raise ValueError(
             f"{_EXPECTED}, got a {type(text).__name__}; what is a pattern needs no parsing"
         )
+    if not isinstance(tensors, Sequence) or not all(isinstance(x, Tensor) for x in tensors):
+        got = shortened(repr(tensors))
+        raise ValueError(f"tensors must be a sequence of tensors, got {got}; as pattern.tensors")
     return _parse(text, tuple(tensors)) if tensors else _parse_literal(text)
 
 

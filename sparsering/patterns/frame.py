@@ -10,6 +10,10 @@ Restarts = tuple[tuple[int, ...], tuple[int, ...]]
 """Query and key lengths of documents, end to end, in which positions restart."""
 
 
+MOST_HEADS = 1 << 20
+"""A table may be made for each head."""
+
+
 class Frame(NamedTuple):
     """What a pattern is laid against: token counts, head counts, position of the first query."""
 
@@ -31,15 +35,17 @@ class Frame(NamedTuple):
         kv_len = q_len if kv_len is None else kv_len
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         given = (q_len, kv_len, num_heads, num_kv_heads)
-        for name, value in zip(cls._fields, given, strict=False):
-            checked_integer(name, value, 0)
+        q_len, kv_len, num_heads, num_kv_heads = (
+            checked_integer(name, value, 0, MOST_HEADS if "heads" in name else MOST_TOKENS)
+            for name, value in zip(cls._fields, given, strict=False)
+        )
         if num_kv_heads and num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got {num_heads} and "
                 f"{num_kv_heads}; each key/value head serves an equal group of query heads"
             )
         q_start = kv_len - q_len if q_start is None else q_start
-        checked_integer("q_start", q_start, -MOST_TOKENS)
+        q_start = checked_integer("q_start", q_start, -MOST_TOKENS)
         return cls(q_len, kv_len, num_heads, num_kv_heads, q_start)
 
     def inside(self, p: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

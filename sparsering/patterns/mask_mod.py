@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .algebra import Frame, Mask
-from .arguments import checked_integer, digest_of
+from .arguments import checked_integer, digest_of, shortened
 from .expression import add_constructor
 
 MaskModFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -54,11 +54,11 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
     """
     if not callable(mask_mod):
         raise ValueError(
-            f"mask_mod must be a function of (batch, head, q_idx, kv_idx), got {mask_mod!r}; "
-            "Dense(mask) takes a bool tensor"
+            "mask_mod must be a function of (batch, head, q_idx, kv_idx), got "
+            f"{shortened(repr(mask_mod))}; Dense(mask) takes a bool tensor"
         )
     if batch_size is not None:
-        checked_integer("batch_size", batch_size, 0)
+        batch_size = checked_integer("batch_size", batch_size, 0)
     zero = torch.zeros((), dtype=torch.int64)
     try:
         result = mask_mod(zero, zero, zero, zero)

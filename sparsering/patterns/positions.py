@@ -14,6 +14,7 @@ from .arguments import (
     checked_integers,
     freeze_integer,
     freeze_integers,
+    listed,
     shortened,
 )
 
@@ -340,7 +341,7 @@ def _per_entry(lengths: Lengths) -> bool:
 def _freeze_lengths(pattern: Documents | Packed) -> None:
     """Replaces lengths by a tuple of ints, or of one such tuple per batch entry."""
     given: Any = pattern.lengths
-    given = given.tolist() if hasattr(given, "tolist") else given
+    given = listed(f"{type(pattern).__name__} lengths", given)
     first: Any = given[0] if isinstance(given, Sequence) and len(given) else None
     nested = isinstance(first, Sequence) or (hasattr(first, "ndim") and first.ndim == 1)
     if not nested or isinstance(first, str):

@@ -16,6 +16,7 @@ import torch
 
 from ..cost.machines import Machine, named
 from ..patterns.algebra import Pattern
+from ..patterns.arguments import checked_integer
 from .estimate import estimate
 from .sizes import parse_bytes, parse_tokens, show_bytes
 
@@ -168,10 +169,7 @@ def longest_sequence(
             block_size=block_size,
         ).peak_bytes.value
 
-    if not isinstance(multiple_of, int) or multiple_of < 1:
-        raise ValueError(
-            f"multiple_of must be an integer of at least 1, got {multiple_of!r}; 128 suits kernels"
-        )
+    multiple_of = checked_integer("multiple_of", multiple_of, 1)
     start = max(1, 4096 // multiple_of)
     if found := largest_that_fits(peak, usable(limit), start):
         return found * multiple_of

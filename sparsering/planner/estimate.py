@@ -21,7 +21,7 @@ from ..cost.work import Work, flops, work_of
 from ..dispatch import block_size_of, choose
 from ..layouts.compile import default_block_size
 from ..patterns.algebra import Frame, Pattern
-from ..patterns.arguments import checked_integer, shortened
+from ..patterns.arguments import checked_flag, checked_integer, shortened
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STACKS = 4 << 20  # of threads, and what an allocator and a first layout leave behind
@@ -152,13 +152,17 @@ def estimate(
         Figure(value=78718212, known='arithmetic')
     """
     check_pattern(pattern)
-    checks = {"tokens": tokens, "num_heads": num_heads, "head_dim": head_dim}
-    for name, number in {**checks, "batch_size": batch_size, "ranks": ranks}.items():
-        checked_integer(name, number, 1)
-    if dtype not in _DTYPES:
+    tokens, num_heads = (
+        checked_integer("tokens", tokens, 1),
+        checked_integer("num_heads", num_heads, 1),
+    )
+    head_dim, ranks = checked_integer("head_dim", head_dim, 1), checked_integer("ranks", ranks, 1)
+    batch_size = checked_integer("batch_size", batch_size, 1)
+    backward = checked_flag("backward", backward)
+    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
         raise ValueError(
-            f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got {dtype!r}; costs "
-            "of others are not known"
+            f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got "
+            f"{shortened(repr(dtype))}; costs of others are not known"
         )
     batches = pattern.num_batches()
     if batches not in (None, batch_size):

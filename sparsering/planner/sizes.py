@@ -3,6 +3,8 @@
 import re
 from collections.abc import Mapping
 
+from ..patterns.arguments import shortened
+
 BYTE_UNITS = {
     "": 1,
     "b": 1,
@@ -15,6 +17,7 @@ BYTE_UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+MOST_BYTES = 1 << 62
 COUNT_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -41,11 +44,11 @@ def _number(given: object, units: Mapping[str, int], expected: str) -> int:
         parts = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?) ?([a-z]*)", given.strip().lower())
         if parts and len(parts[1]) < 30 and parts[2] in units:
             number = float(re.sub("[_,]", "", parts[1])) * units[parts[2]]
-            if number >= 1 and (number == int(number) or units is BYTE_UNITS):
+            if 1 <= number <= MOST_BYTES and (number == int(number) or units is BYTE_UNITS):
                 return int(number)
-    elif isinstance(given, int) and not isinstance(given, bool) and given >= 1:
+    elif isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_BYTES:
         return given
-    raise ValueError(f"{expected}, above 0, got {given!r}")
+    raise ValueError(f"{expected}, above 0, got {shortened(repr(given))}")
 
 
 def show_bytes(size: float) -> str:

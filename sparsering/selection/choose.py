@@ -63,10 +63,10 @@ def select_blocks(
             "scores must be floating point [..., rows, blocks], got "
             f"{scores.dtype} {tuple(scores.shape)}; block_scores makes them"
         )
-    checked_blocks(query_block, block_size)
-    for name, number in (("k", k), ("sink", sink), ("local", local)):
-        checked_integer(name, number, 0)
-    checked_integer("q_start", q_start, None)
+    query_block, block_size = checked_blocks(query_block, block_size)
+    k, sink = checked_integer("k", k, 0), checked_integer("sink", sink, 0)
+    local = checked_integer("local", local, 0)
+    q_start = checked_integer("q_start", q_start, None)
     checked_flag("causal", causal)
     if top_p is not None and not (is_finite(top_p) and 0 < top_p <= 1):
         raise ValueError(
@@ -131,7 +131,7 @@ class _Ranked(NamedTuple):
         mass = (scores.clamp(max=_FINITE[1]) - highest).exp()
         each = mass.gather(-1, chosen.clamp(min=0)).double()
         before = each.cumsum(-1) - each
-        kept = forced | (before < top_p * mass.sum(-1, keepdim=True, dtype=torch.float64))
+        kept = forced | (before < float(top_p) * mass.sum(-1, keepdim=True, dtype=torch.float64))
         return torch.where(kept, chosen, -1)
 
 

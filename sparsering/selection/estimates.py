@@ -17,11 +17,11 @@ METHODS = ("mean", "sub", "gauss", "bounds", "antidiagonal", "exact")
 
 def checked_method(method: str, parts: int, block_size: int, query_block: int = 0) -> int:
     """Tokens of a part of a block, as a method has them; ValueError where they do not fit."""
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(
             f"method must be one of {', '.join(METHODS)}, got {shortened(repr(method))}"
         )
-    checked_integer("parts", parts, 1)
+    parts = checked_integer("parts", parts, 1)
     if method not in ("sub", "antidiagonal"):
         return 1 if method == "exact" else block_size
     if block_size % parts or (method == "antidiagonal" and query_block % parts):

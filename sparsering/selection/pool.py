@@ -40,7 +40,7 @@ def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
             "x must be floating point [batch, heads, tokens, head dim], got "
             f"{x.dtype} {tuple(x.shape)}; unsqueeze what lacks"
         )
-    checked_integer("size", size, 1)
+    size = checked_integer("size", size, 1)
     stride = size if stride is None else checked_integer("stride", stride, 1)
     length = x.shape[2]
     count = -(-max(0, length - size) // stride) + 1

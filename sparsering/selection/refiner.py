@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checks import check_group
 from ..patterns.arguments import checked_integer, digest_of, is_finite, shortened
 from .slots import checked_mass, checked_slots, counted
 
@@ -78,15 +79,13 @@ class PatternRefiner:
         cooldown: int = 2,
         seed: int = 0,
     ) -> None:
-        self.shape = (
-            checked_integer("num_kv_heads", num_kv_heads, 1),
-            checked_integer("rows", rows, 1),
-            checked_integer("blocks", blocks, 1),
-        )
-        self.k = checked_integer("k", k, 1)
+        rows, blocks = checked_integer("rows", rows, 1), checked_integer("blocks", blocks, 1)
+        self.shape = checked_integer("num_kv_heads", num_kv_heads, 1), rows, blocks
+        self.k = k = checked_integer("k", k, 1)
         self.swaps = checked_integer("swaps", swaps, 1)
         self.cooldown = checked_integer("cooldown", cooldown, 0)
-        forced = checked_integer("sink", sink, 0) + checked_integer("local", local, 0)
+        sink, local = checked_integer("sink", sink, 0), checked_integer("local", local, 0)
+        forced = sink + local
         if not forced <= k <= blocks:
             raise ValueError(
                 f"k must be at least sink + local = {forced} and at most blocks = {blocks}, got "
@@ -205,6 +204,7 @@ class PatternRefiner:
 
     def _summed(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
         """Sums and counts over the ranks of a group, whose states are compared."""
+        check_group(group)
         if group is None:
             return self._sums, self._counts
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

@@ -56,7 +56,7 @@ def remainder_attention(
     check_inputs(query, key, value, Full())
     check_integer_or_none("q_start", q_start)
     checked_flag("causal", causal)
-    checked_blocks(query_block, block_size)
+    query_block, block_size = checked_blocks(query_block, block_size)
     start = key.shape[2] - query.shape[2] if q_start is None else q_start
     first_row = start // query_block
     chosen = SelectedBlocks(indices, block_size, query_block, first_row)

@@ -135,7 +135,7 @@ def selection_report(
     seed = checked_integer("seed", seed, -(1 << 63), (1 << 63) - 1)
     drawn = torch.arange(total)
     if rows is not None:
-        checked_integer("rows", rows, 1)
+        rows = checked_integer("rows", rows, 1)
         order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
         drawn = order[:rows].sort().values
     with without_autocast(query):

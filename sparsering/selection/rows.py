@@ -58,15 +58,16 @@ def num_rows(q_start: int, q_len: int, query_block: int) -> int:
     return -(-(q_start + q_len) // query_block) - q_start // query_block if q_len else 0
 
 
-def checked_blocks(query_block: int, block_size: int) -> None:
-    """Raises ValueError where rows do not lie inside blocks."""
-    checked_integer("block_size", block_size, 1)
-    checked_integer("query_block", query_block, 1)
+def checked_blocks(query_block: int, block_size: int) -> tuple[int, int]:
+    """Both as ints; ValueError where rows do not lie inside blocks."""
+    block_size = checked_integer("block_size", block_size, 1)
+    query_block = checked_integer("query_block", query_block, 1)
     if block_size % query_block:
         raise ValueError(
             f"query_block must divide block_size, {block_size}, got {shortened(repr(query_block))};"
             " 1 lets every query choose for itself"
         )
+    return query_block, block_size
 
 
 def current_blocks(first_row: int, rows: int, query_block: int, block_size: int) -> Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..patterns.arguments import checked_integer, is_finite, shortened
+from ..checks import check_group
+from ..patterns.arguments import as_float, checked_integer, is_finite, shortened
 
 KINDS = ("linear", "cosine", "step")
 
@@ -38,7 +39,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+            got = shortened(repr(self.kind))
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {got}")
         points = self.points
         if not isinstance(points, Sequence) or not points:
             raise ValueError(
@@ -61,8 +63,10 @@ class Schedule:
 
     def __call__(self, step: float) -> float:
         """The value at a step, any number; ValueError for NaN."""
+        given, step = step, as_float(step)
         if math.isnan(step):
-            raise ValueError("step must be a number, got NaN; count steps from 0")
+            got = shortened(repr(given))
+            raise ValueError(f"step must be a number, got {got}; count steps from 0")
         passed = sum(x <= step for x, _ in self.points)
         if passed in (0, len(self.points)):
             return float(self.points[passed - 1 if passed else 0][1])
@@ -96,8 +100,11 @@ class GatedSchedule:
     """
 
     def __init__(self, schedule: Schedule, bar: float) -> None:
+        if type(schedule) is not Schedule:
+            got = shortened(repr(schedule))
+            raise TypeError(f"schedule must be a Schedule, got {got}; Schedule(points) makes one")
         if not is_finite(bar):
-            raise ValueError(f"bar must be a finite number, got {bar!r}")
+            raise ValueError(f"bar must be a finite number, got {shortened(repr(bar))}")
         self.schedule, self.bar, self.clock = schedule, bar, 0
 
     def step(self, metric: float, group: dist.ProcessGroup | None = None) -> float:
@@ -108,7 +115,12 @@ class GatedSchedule:
             group: ranks, all of which call this: the clocks go by the mean of their metrics, and
                 stay equal.
         """
-        metric = float(metric)
+        try:
+            metric = float(metric)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            got = shortened(repr(metric))
+            raise ValueError(f"metric must be a number, got {got}; .item() of a tensor") from None
+        check_group(group)
         if group is not None:
             device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
             total = torch.tensor(metric, dtype=torch.float64, device=device)

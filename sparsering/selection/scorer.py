@@ -70,7 +70,7 @@ class BlockScorer(nn.Module):
         super().__init__()
         self.head_dim = checked_integer("head_dim", head_dim, 1)
         self.num_kv_heads = checked_integer("num_kv_heads", num_kv_heads, 1)
-        checked_blocks(query_block, block_size)
+        query_block, block_size = checked_blocks(query_block, block_size)
         self.block_size, self.query_block = block_size, query_block
         self.causal = checked_flag("causal", causal)
         self.detach = checked_flag("detach", detach)

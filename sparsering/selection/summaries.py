@@ -37,7 +37,7 @@ class BlockSummaries:
     def __init__(
         self, block_size: int, *, method: str | BlockScorer = "sub", parts: int = 4
     ) -> None:
-        checked_blocks(1, block_size)
+        _, block_size = checked_blocks(1, block_size)
         self._scorer = method if isinstance(method, BlockScorer) else None
         self._method = "" if isinstance(method, BlockScorer) else method
         self._part = block_size

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .attack import Coverage, attack_by_name
 
-KINDS = ("calls", "caches", "selections", "rings")
+KINDS = ("calls", "caches", "selections", "rings", "hostile")
 
 
 def main() -> int:

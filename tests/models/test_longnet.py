@@ -265,7 +265,7 @@ def test_a_stop_in_bytes_that_is_only_in_the_prompt_stops_nothing():
         ({"tokens": torch.zeros(1, 2)}, "int64 [B, N] of at least one token, got float32 [1, 2]"),
         ({"tokens": torch.zeros(2, dtype=torch.int64)}, "a newline will do"),
         ({"num_tokens": -1}, "num_tokens must be at least 0, got -1"),
-        ({"temperature": -0.5}, "temperature must be a finite number from 0 up, got -0.5; 0 takes"),
+        ({"temperature": -0.5}, "temperature must be a finite number from 0 up, got -0.5"),
         ({"temperature": math.nan}, "got nan"),
         ({"temperature": math.inf}, "got inf"),
         ({"top_k": 0}, "top_k must be an int above 0, got 0; None keeps all"),

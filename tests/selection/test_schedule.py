@@ -64,7 +64,7 @@ def test_what_is_no_schedule_is_refused(points, kind, said):
 
 
 def test_no_step_is_refused():
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(ValueError, match="nan"):
         Schedule(((0, 1.0),))(math.nan)
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from ...checks import check_module
 from ...functional import explain as explain_call
 from ...patterns.positions import Full
 from .attention import attention_function
@@ -86,6 +87,7 @@ def apply(model: Any, pattern: Patterns) -> None:
     Example:
         >>> apply(model, Causal() & (SlidingWindow(511) | GlobalTokens(4, rows=False)))
     """
+    check_module("model", model)
     register()
     modules = [module for _, module in dispatching(model)]
     if not modules:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ...checks import check_module
 from ...patterns.algebra import Mask, Pattern
 from ...patterns.arguments import shortened
 from ...patterns.expression import parse
@@ -11,6 +12,7 @@ from .stored import NAME, stored_in, text_for, types_of
 
 def decoder_config(model: Any) -> Any:
     """The config of the layers that text goes through."""
+    check_module("model", model)
     return model.config.get_text_config(decoder=True)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...numerics import finite_or_zero, sum_dtype
+from ...patterns.arguments import checked_integer
 from ..problem import Gradients, Problem, sink_gradient
 from .extras import Extras
 from .plan import Chunk, chunks, plan
@@ -35,11 +36,8 @@ def set_workspace(limit: int) -> int:
 
     Raises: ValueError for a limit that is no positive int.
     """
-    if not isinstance(limit, int) or limit <= 0:
-        raise ValueError(
-            f"the workspace must be a positive number of bytes, got {limit!r}; pass an int"
-        )
-    old, _workspace["bytes"] = _workspace["bytes"], int(limit)
+    limit = checked_integer("limit", limit, 1)
+    old, _workspace["bytes"] = _workspace["bytes"], limit
     return old
 
 
