@@ -285,9 +285,9 @@ def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
     """The bias of entries [B, Hq, entries] that a bias of slots [B, Hq, R * k] is."""
     if all(p.slot is None for p in layout.passes) and layout.passes:
         raise NotImplementedError(
-            "slots need tiles of one row and one block of SelectedBlocks: a block_size that divides "
-            "the selection's; choose blocks of a multiple of 16 tokens, or give slot_bias to "
-            "attention with backend='reference'"
+            "slots need tiles of one row and one block of SelectedBlocks: a block_size that "
+            "divides the selection's; choose blocks of a multiple of 16 tokens, or give slot_bias "
+            "to attention with backend='reference'"
         )
     slot = stretched(layout.entry_slots, *slot_bias.shape[:2])
     return torch.nn.functional.pad(slot_bias, (0, 1)).gather(-1, slot % (slot_bias.shape[2] + 1))
