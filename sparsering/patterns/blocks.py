@@ -20,9 +20,13 @@ from .permutation import permute, unpermute
 
 
 class BlockwiseMask(Mask):
-    """A mask given by which key blocks each query block sees."""
+    """A mask given by which key blocks each query block sees.
+
+    `by_distance`: whether b - b' alone decides that.
+    """
 
     block_size: int
+    by_distance: ClassVar[bool] = False
 
     @property
     def row_size(self) -> int:
@@ -57,6 +61,7 @@ class BlockDilated(BlockwiseMask):
     rates: tuple[int, ...]
     block_size: int
     asks_frame = False
+    by_distance = True
 
     def _validate(self) -> None:
         freeze_integers(self, "rates", 1)
@@ -85,6 +90,7 @@ class BlockWindow(BlockwiseMask):
     radius: int
     block_size: int
     asks_frame = False
+    by_distance = True
 
     def _validate(self) -> None:
         freeze_integer(self, "radius", 0)

@@ -6,7 +6,8 @@ import sparsering as sr
 from sparsering.cost import sampling
 from sparsering.cost import work as work_module
 from sparsering.cost.work import counted, flops, work_of
-from sparsering.layouts.compile import compile_table
+from sparsering.layouts import compile as compile_module
+from sparsering.layouts.compile import compile_table, evaluate
 from sparsering.layouts.layout import tile_counts
 from sparsering.patterns.algebra import Frame
 
@@ -106,6 +107,32 @@ def test_tiles_that_are_seen_whole_are_counted_without_a_list(pattern, monkeypat
     found = work_module._sampled(pattern, frame_of(1 << 18), 16, 96, 1)
     of_row = found.passes[0].entries / found.passes[0].query_tiles
     assert sum(listed) <= 100 * 2 * 64 < 100 * of_row / 5  # at most a run at each end
+
+
+@pytest.mark.parametrize(
+    ("pattern", "same"),
+    [
+        (sr.BlockWindow(8, 1), sr.SlidingWindow(8, 8)),
+        (sr.BlockWindow(5, 3), None),
+        (sr.BlockDilated((1, 2, 8), 2), None),
+    ],
+    ids=str,
+)
+def test_small_blocks_by_distance_are_evaluated_once_a_kind(pattern, same, monkeypatch):
+    evaluated = []
+
+    def counted_cells(mask, pairs, *args):
+        evaluated.append(len(pairs))
+        return evaluate(mask, pairs, *args)
+
+    monkeypatch.setattr(compile_module, "evaluate", counted_cells)
+    layout = pattern.layout(1 << 13, block_size=128)
+    assert sum(evaluated) <= 3 * 3 * 3 + 3  # 190 pairs of tiles are visited
+    short = pattern.layout(1000, block_size=128)
+    dense = pattern.to_dense(1000).view(1000, 1000)
+    assert (short.to_dense().view(1000, 1000) == dense).all()
+    if same is not None:
+        assert layout.num_pairs == same.layout(1 << 13, block_size=128).num_pairs
 
 
 def test_causal_attention_of_a_million_tokens_is_counted_without_its_layout():
