@@ -20,7 +20,7 @@ from ..layouts.layout import BlockLayout, Pass, tile_counts
 from ..numerics import round_up
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.selected import selections_of
-from .sampling import samples
+from .sampling import Visits, samples
 
 MOST_ENTRIES = 1 << 21
 """Visited blocks of all tables, above which a pattern is counted by some of its query tiles."""
@@ -143,30 +143,27 @@ def counted(layout: BlockLayout) -> Work:
 
 
 class _Tally(NamedTuple):
-    """Sums over the entries of some query tiles of one head."""
+    """Sums over the entries of some query tiles of one head, named as in `PassWork`."""
 
     entries: float
     masked: float
     cells: float
     wide_cells: float
     rows: float
-    pieces: float
-    by_key: Tensor  # entries of each key tile
 
 
-def _tally(row: Tensor, key: Tensor, masked: Tensor, queries: Tensor, keys: Tensor) -> _Tally:
-    """`queries`, `keys`: tokens of the tiles; `row`, `key`: those of each entry."""
-    up, wide, key_up = (round_up(x, n) for x, n in ((queries, 16), (queries, 32), (keys, 16)))
-    of_row = torch.bincount(row, minlength=len(queries))
-    longest = longest_piece(len(row), len(queries), 64)
+def _tally(visits: Visits, queries: Tensor, keys: Tensor) -> _Tally:
+    """`queries`, `keys`: tokens of the tiles."""
+    row, first, end, masked, _ = visits
+    up, wide = round_up(queries, 16)[row], round_up(queries, 32)[row]
+    before = torch.nn.functional.pad(round_up(keys, 16).cumsum(0), (1, 0))
+    tokens = before[end] - before[first]
     return _Tally(
-        len(row),
+        int((end - first).sum()),
         int(masked.sum()),
-        int((up[row] * key_up[key]).sum()),
-        int((wide[row] * key_up[key]).sum()),
-        int(queries[of_row > 0].sum()),
-        float(_pieces(of_row, longest)),
-        torch.bincount(key, minlength=len(keys)),
+        int((up * tokens).sum()),
+        int((wide * tokens).sum()),
+        int(queries[row.unique()].sum()),
     )
 
 
@@ -190,29 +187,30 @@ def _of_pass(p: Pass, layout: BlockLayout) -> PassWork:
     (batches, tables), axes = p.row_ptr.shape[:2], len(queries)
     kinds = max(tables, axes)  # heads that differ
     groups = min(kinds, max(1, frame.num_kv_heads))
-    tallies, seen, pieces_by_key = [], 0.0, 0.0
+    tallies, seen, pieces, pieces_by_key = [], 0.0, 0.0, 0.0
     for b in range(batches):
         by_key = torch.zeros(groups, keys.shape[1], dtype=torch.int64)
         for kind in range(kinds):
             table, axis = kind * tables // kinds, kind * axes // kinds
             count = int(p.num_entries[b, table])
-            row = torch.repeat_interleave(p.row_ptr[b, table].long().diff())
+            of_row = p.row_ptr[b, table].long().diff()
             key, bitmap = (x[b, table, :count].long() for x in (p.key_tile, p.bitmap))
-            tally = _tally(row, key, bitmap >= 0, queries[axis], keys[axis])
-            tallies.append(tally)
-            by_key[kind * groups // kinds] += tally.by_key
-            longest = longest_piece(count, keys.shape[1], 1)
-            pieces_by_key += _pieces(tally.by_key, longest)
+            of_key = torch.bincount(key, minlength=keys.shape[1])
+            row = torch.repeat_interleave(of_row)
+            visits = Visits(row, key, key + 1, bitmap >= 0, 0)
+            tallies.append(_tally(visits, queries[axis], keys[axis]))
+            by_key[kind * groups // kinds] += of_key
+            pieces += _pieces(of_row, longest_piece(count, queries.shape[1], 64))
+            pieces_by_key += _pieces(of_key, longest_piece(count, keys.shape[1], 1))
         seen += float((by_key > 0).sum()) / groups / batches
-    means = (sum(x) / len(tallies) for x in list(zip(*tallies, strict=True))[:6])
-    entries, masked, cells, wide, rows, pieces = (float(x) for x in means)
+    entries, masked, cells, wide, rows = (sum(x) / len(tallies) for x in zip(*tallies, strict=True))
     longest_tiles = (
         int(queries.max()) if queries.numel() else 0,
         (int(keys.max()) if keys.numel() else 0),
     )
     return PassWork(
         p.step, queries.shape[1], keys.shape[1], longest_tiles, entries, masked, cells, wide, rows,
-        seen, pieces, pieces_by_key / len(tallies), batches * tables,
+        seen, pieces / len(tallies), pieces_by_key / len(tallies), batches * tables,
     )  # fmt: skip
 
 
@@ -224,9 +222,7 @@ def _sampled(pattern: Pattern, frame: Frame, block_size: int, tiles: int, heads:
     batches = pattern.num_batches() or 1
     for sample in samples(pattern, frame, block_size, tiles, heads):
         queries, keys = (x.count.clamp(min=0) for x in (sample.queries, sample.keys))
-        row = torch.repeat_interleave(sample.table.row_ptr.diff())
-        masked = sample.table.bitmap >= 0
-        tally = _tally(row, sample.table.key_tile, masked, queries, keys)
+        tally = _tally(sample.visits, queries, keys)
         if sample.number == len(passes):
             tables = sample.tables * batches
             most = tuple(int(x.max()) if len(x) else 0 for x in (queries, keys))
@@ -236,14 +232,9 @@ def _sampled(pattern: Pattern, frame: Frame, block_size: int, tiles: int, heads:
             )  # fmt: skip
             passes.append(blank)
         old, w = passes[sample.number], sample.weight
-        passes[sample.number] = old._replace(
-            entries=old.entries + w * tally.entries,
-            masked=old.masked + w * tally.masked,
-            cells=old.cells + w * tally.cells,
-            wide_cells=old.wide_cells + w * tally.wide_cells,
-            rows=old.rows + w * tally.rows,
-        )
-        pairs += w * sample.table.num_pairs
+        sums = {name: getattr(old, name) + w * x for name, x in tally._asdict().items()}
+        passes[sample.number] = old._replace(**sums)
+        pairs += w * sample.visits.num_pairs
     for p in passes:
         size += p.tables * (8 * p.entries + 4 * p.query_tiles) + 16 * (p.query_tiles + p.key_tiles)
     known = "extrapolated from some query tiles"

@@ -27,7 +27,7 @@ from .layout import BlockLayout, Pass
 from .lowering import condition
 from .selected_on_device import selected_layout, with_slots
 from .terms import terms as terms
-from .tiles import Axis, Grid, Origin, Ranges, TilePairs
+from .tiles import Axis, Grid, Origin, Ranges, Spans, TilePairs
 
 BLOCK_SIZES = range(16, 257, 16)
 _MOST_CELLS = 1 << 21  # cells evaluated at a time
@@ -230,12 +230,21 @@ def tokens_of_tile(mask: Mask, grid: Grid, block_size: int) -> int:
 
 
 def compile_table(
-    ground: Ground, mask: Mask, queries: Axis, keys: Axis, frame: Frame, block_size: int
+    ground: Ground,
+    mask: Mask,
+    queries: Axis,
+    keys: Axis,
+    frame: Frame,
+    block_size: int,
+    among: Spans | None = None,
 ) -> tuple[Table, Tensor]:
-    """One table, its `bitmap` numbering the rows of the bitmaps returned beside it."""
+    """One table, its `bitmap` numbering the rows of the bitmaps returned beside it.
+
+    `among`: the pairs of tiles that are looked at, by default all where any pair may hold.
+    """
     rule = condition(mask, frame, ground.in_document)
     origin = ground.origin(queries)
-    places = rule.candidates(queries, keys, origin).expand()
+    places = (rule.candidates(queries, keys, origin) if among is None else among).expand()
     row, column = places // max(1, len(keys)), places % max(1, len(keys))
     q_count, k_count = queries.count[row], keys.count[column]
     pairs = TilePairs(queries[row], keys[column], Origin(*(x[row] for x in origin)))

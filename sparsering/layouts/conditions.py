@@ -250,7 +250,10 @@ class InBlocks(Condition):
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
         if (cells := self._cells(pairs)) is None:
-            return [torch.arange(len(pairs))]
+            if not self.mask.by_distance:
+                return [torch.arange(len(pairs))]
+            (q, _, of_query), (k, _, size) = self._sides(pairs)
+            return [q % of_query, k % size, q // of_query - k // size, q.clamp(max=0)]
         words = [
             (word.long() << torch.arange(len(word))[:, None]).sum(0) for word in cells[0].split(62)
         ]

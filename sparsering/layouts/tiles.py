@@ -145,6 +145,19 @@ class Axis:
             self.step, self.residue[index], self.start[index], self.stop[index], self.last[index]
         )
 
+    def runs(self, size: int) -> tuple["Axis", Tensor]:
+        """Every `size` tiles as one tile, and whether it holds their positions and no others."""
+        first = torch.arange(len(self) // size) * size
+        end = first + size - 1
+        runs = Axis(
+            self.step, self.residue[first], self.start[first], self.stop[end], self.last[end]
+        )
+        joined = self.count > 0
+        joined[1:] &= self.residue[1:] == self.residue[:-1]
+        joined[1:] &= self.start[1:] == self.last[:-1] + self.step
+        joined[first] = self.count[first] > 0
+        return runs, joined[: len(first) * size].view(-1, size).all(1)
+
     def positions(self, block_size: int) -> Tensor:
         """[tiles, block_size], running on past `stop`."""
         return self.start[:, None] + self.step * torch.arange(block_size)
@@ -226,6 +239,20 @@ class Spans:
             torch.maximum(self.begin[mine], other.begin[theirs]),
             torch.minimum(self.end[mine], other.end[theirs]),
         )
+
+    def __sub__(self, other: "Spans") -> "Spans":
+        begin = torch.cat((torch.zeros(1, dtype=torch.int64), other.end))
+        return self & Spans(begin, torch.cat((other.begin, torch.tensor([1 << 62]))))
+
+    def runs(self, columns: int, size: int) -> "Spans":
+        """(row, run) pairs all of whose columns are in; run r is `size` columns from r * size."""
+        most = columns // size
+
+        def place(edge: Tensor, above: int) -> Tensor:
+            run = (edge % max(1, columns) + above) // size
+            return edge // max(1, columns) * most + run.clamp(max=most)
+
+        return Spans(place(self.begin, size - 1), place(self.end, 0))
 
     def expand(self) -> Tensor:
         """Every pair of the set as row * columns + column, ascending."""

@@ -26,9 +26,13 @@ from .permutation import permute, unpermute
 
 
 class BlockwiseMask(Mask):
-    """A mask given by which key blocks each query block sees."""
+    """A mask given by which key blocks each query block sees.
+
+    `by_distance`: whether b - b' alone decides that.
+    """
 
     block_size: int
+    by_distance: ClassVar[bool] = False
 
     @property
     def row_size(self) -> int:
@@ -63,6 +67,7 @@ class BlockDilated(BlockwiseMask):
     rates: tuple[int, ...]
     block_size: int
     asks_frame = False
+    by_distance = True
 
     def _validate(self) -> None:
         freeze_integers(self, "rates", 1)
@@ -91,6 +96,7 @@ class BlockWindow(BlockwiseMask):
     radius: int
     block_size: int
     asks_frame = False
+    by_distance = True
 
     def _validate(self) -> None:
         freeze_integer(self, "radius", 0)

@@ -8,6 +8,7 @@ and layout. Weights, activations of other layers and the interpreter itself are 
 the memory, `SPARE`, stays free.
 """
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -183,8 +184,8 @@ def longest_sequence(
 def largest_that_fits(peak: Callable[[int], float], limit: float, start: int) -> int:
     """The largest n with `peak(n) <= limit` of which n + 1 is too large; 0 where 1 is too large.
 
-    Peaks of calls are almost straight lines, so the next guess lies where the line through two
-    known points crosses the limit; halving the bracket ends what a crooked one would draw out.
+    Peaks of calls are almost parabolas, so the next guess lies where the one through three known
+    points crosses the limit; halving the bracket ends what a crooked one would draw out.
     """
     low, high = 0, MOST + 1  # low fits, high does not
     known: dict[int, float] = {}
@@ -205,13 +206,37 @@ def largest_that_fits(peak: Callable[[int], float], limit: float, start: int) ->
     return low
 
 
+def about_largest(peak: Callable[[int], float], limit: float, start: int, most: int) -> int:
+    """About the largest n with `peak(n) <= limit`, to some percent; below 1 where none fits.
+
+    No peak beyond `most` is asked for, and as a rule one that is near the answer.
+    """
+    known: dict[int, float] = {}
+    guess, expected = 0, start
+    while abs(expected - guess) > 0.03 * guess and len(known) < 8:
+        reach = 8 * max(known) if 0 < len(known) < 3 else most
+        guess = max(1, min(expected, reach, most))
+        if guess in known:
+            break
+        known[guess] = peak(guess)
+        expected = _crossing(known, limit)
+    return expected
+
+
 def _crossing(known: dict[int, float], limit: float) -> int:
-    """Where the line through the two known points that are nearest to the limit crosses it."""
-    nearest = sorted(known, key=lambda n: abs(known[n] - limit))[:2]
-    a, b = min(nearest), max(nearest)
-    if a == b or known[b] <= known[a]:
+    """Where the parabola through the three known points nearest to the limit crosses it.
+
+    A line takes its place where fewer points are known, or where the parabola never crosses.
+    """
+    *others, b = sorted(sorted(known, key=lambda n: abs(known[n] - limit))[:3])
+    room = limit - known[b]
+    slopes = [(known[b] - known[a]) / (b - a) for a in others]
+    curve = (slopes[1] - slopes[0]) / (others[1] - others[0]) if len(slopes) == 2 else 0.0
+    slope = slopes[-1] + curve * (b - others[-1]) if slopes else 0.0  # of the parabola at b
+    square = slope**2 + 4 * curve * room
+    if slope <= 0 or square < 0:
         return int(b * limit / max(1.0, known[b]))
-    return int(a + (limit - known[a]) * (b - a) / (known[b] - known[a]))
+    return int(b + 2 * room / (slope + math.sqrt(square)))
 
 
 def usable(memory: int) -> int:

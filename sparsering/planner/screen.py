@@ -12,14 +12,14 @@ from ..cost.machines import Machine, named
 from ..patterns import Causal
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import shortened
-from .batch import choose_batch_size, longest_sequence, memory_of, usable
+from .batch import about_largest, choose_batch_size, memory_of, usable
 from .estimate import Estimate, Figure, estimate
 from .sizes import show_bytes, show_seconds, show_tokens
 
 WIDTH = 100
 SHARDINGS = ("contiguous", "zigzag", "balanced")
 MOST_SEARCHED = 1 << 22
-"""Tokens up to which the longest sequence is searched; beyond, it follows by proportion."""
+"""Tokens of the longest call that is looked at; what fits beyond follows from its growth."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def screen(asked: Asked) -> str:
         *_pair_rows(asked, found),
         *_time_rows(asked, found),
         *_memory_rows(found, limit),
-        _row("fits", _what_fits(asked, found, limit)),
+        _row("fits", _what_fits(asked, limit)),
         *_rank_rows(asked, found),
         "",
         _row("advice", _advice(asked, found, limit)),
@@ -179,7 +179,7 @@ def _limit(asked: Asked) -> int | None:
     return memory_of(asked.machine, asked.memory)
 
 
-def _what_fits(asked: Asked, found: Estimate, limit: int | None) -> str:
+def _what_fits(asked: Asked, limit: int | None) -> str:
     if limit is None:
         return "with --memory: the largest batch and the longest sequence"
     try:
@@ -189,16 +189,18 @@ def _what_fits(asked: Asked, found: Estimate, limit: int | None) -> str:
         told = f"a batch of {batch:,} at this length"
     except ValueError:
         told = "not even a batch of 1 at this length"
-    guess = asked.tokens * usable(limit) / found.peak_bytes.value
-    if guess > MOST_SEARCHED:
-        return f"{told}; about {show_tokens(_rounded(guess))} tokens at this batch, by proportion"
     try:
-        tokens = longest_sequence(
-            asked.pattern, memory=limit, batch_size=asked.batch_size, **asked.options()
+        tokens = about_largest(
+            lambda n: _with(replace(asked, tokens=n)).peak_bytes.value,
+            usable(limit),
+            4096,
+            MOST_SEARCHED,
         )
-    except ValueError:
-        return told  # a pattern of one length, or nothing fits
-    return f"{told}; {show_tokens(tokens)} tokens ({tokens:,}) at this batch"
+    except ValueError:  # a pattern of one length
+        return told
+    if tokens < 1:
+        return told
+    return f"{told}; about {show_tokens(_rounded(tokens))} tokens at this batch"
 
 
 def _rounded(tokens: float) -> int:

@@ -3,8 +3,11 @@
 import pytest
 
 import sparsering as sr
+from sparsering.cost import sampling
 from sparsering.cost import work as work_module
 from sparsering.cost.work import counted, flops, work_of
+from sparsering.layouts import compile as compile_module
+from sparsering.layouts.compile import compile_table, evaluate
 from sparsering.layouts.layout import tile_counts
 from sparsering.patterns.algebra import Frame
 
@@ -64,6 +67,72 @@ def test_some_query_tiles_stand_for_all(pattern, monkeypatch):
     assert told.known != "arithmetic"
     assert told.pairs == pytest.approx(exact.pairs, rel=0.1)
     assert told.entries == pytest.approx(exact.entries, rel=0.1)
+
+
+WITH_RUNS = [
+    sr.Full(),
+    sr.Causal(),
+    sr.SlidingWindow(1300, 5),
+    sr.Dilated(1 << 12, 3) & sr.Causal(),
+    sr.Dilated(1501, 1),  # segments end inside tiles
+    sr.LongNet((512, 5000), (1, 3)),
+    sr.GlobalTokens(1100) | sr.SlidingWindow(20),
+    sr.Hierarchical(((1, 64), (64, None)), 16),
+    sr.Packed((3000, 1, 1999), sr.Causal()),
+    sr.Documents((3000, 2000)),
+    sr.RandomBlocks(0.9, 64),
+]
+
+
+@pytest.mark.parametrize("pattern", WITH_RUNS, ids=str)
+def test_counts_by_all_query_tiles_are_those_of_the_layout(pattern):
+    exact = counted(pattern.layout(5000, num_heads=4, num_kv_heads=2, block_size=16))
+    found = work_module._sampled(pattern, frame_of(5000), 16, 1 << 20, 4)
+    assert found.pairs == exact.pairs
+    for a, b in zip(found.passes, exact.passes, strict=True):
+        for name in ("entries", "masked", "cells", "wide_cells", "rows"):
+            assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-12), name
+
+
+@pytest.mark.parametrize("pattern", [*WITH_RUNS[:2], WITH_RUNS[7]], ids=str)
+def test_tiles_that_are_seen_whole_are_counted_without_a_list(pattern, monkeypatch):
+    listed = []
+
+    def compiled(*args):
+        made = compile_table(*args)
+        listed.append(len(made[0].key_tile))
+        return made
+
+    monkeypatch.setattr(sampling, "compile_table", compiled)
+    found = work_module._sampled(pattern, frame_of(1 << 18), 16, 96, 1)
+    of_row = found.passes[0].entries / found.passes[0].query_tiles
+    assert sum(listed) <= 100 * 2 * 64 < 100 * of_row / 5  # at most a run at each end
+
+
+@pytest.mark.parametrize(
+    ("pattern", "same"),
+    [
+        (sr.BlockWindow(8, 1), sr.SlidingWindow(8, 8)),
+        (sr.BlockWindow(5, 3), None),
+        (sr.BlockDilated((1, 2, 8), 2), None),
+    ],
+    ids=str,
+)
+def test_small_blocks_by_distance_are_evaluated_once_a_kind(pattern, same, monkeypatch):
+    evaluated = []
+
+    def counted_cells(mask, pairs, *args):
+        evaluated.append(len(pairs))
+        return evaluate(mask, pairs, *args)
+
+    monkeypatch.setattr(compile_module, "evaluate", counted_cells)
+    layout = pattern.layout(1 << 13, block_size=128)
+    assert sum(evaluated) <= 3 * 3 * 3 + 3  # 190 pairs of tiles are visited
+    short = pattern.layout(1000, block_size=128)
+    dense = pattern.to_dense(1000).view(1000, 1000)
+    assert (short.to_dense().view(1000, 1000) == dense).all()
+    if same is not None:
+        assert layout.num_pairs == same.layout(1 << 13, block_size=128).num_pairs
 
 
 def test_causal_attention_of_a_million_tokens_is_counted_without_its_layout():

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 import sparsering as sr
 from sparsering.cost.machines import MACHINES
-from sparsering.planner.batch import largest_that_fits, memory_here, memory_of, usable
+from sparsering.planner.batch import (
+    about_largest,
+    largest_that_fits,
+    memory_here,
+    memory_of,
+    usable,
+)
 from sparsering.planner.sizes import show_bytes
 
 WINDOW = sr.SlidingWindow(256) & sr.Causal()
@@ -36,6 +42,30 @@ def test_the_search_ends_at_the_edge(base, slope, bend, stairs, limit, start):
     assert peak(found + 1) > limit
     if stairs == 1:
         assert len(asked) < 25
+
+
+@pytest.mark.parametrize("slope", [1, 1000])
+@pytest.mark.parametrize("bend", [0, 1e-3, 1.0])
+@pytest.mark.parametrize("base", [0, 10**6])
+@pytest.mark.parametrize("limit", [10**7, 10**10])
+def test_about_the_largest_takes_few_peaks(base, slope, bend, limit):
+    asked = []
+
+    def peak(n):
+        asked.append(n)
+        return base + slope * n + bend * n**2
+
+    exact = largest_that_fits(peak, limit, 32)
+    asked.clear()
+    assert about_largest(peak, limit, 32, 1 << 40) == pytest.approx(exact, rel=0.03, abs=1)
+    assert sum(n > exact / 2 for n in asked) <= 3 and len(asked) <= 8
+    asked.clear()
+    assert about_largest(peak, limit, 32, 1000) == pytest.approx(exact, rel=0.03, abs=1)
+    assert max(asked) <= 1000
+
+
+def test_about_the_largest_is_below_one_where_nothing_fits():
+    assert about_largest(lambda n: 10**6 + n, 1000, 32, 1 << 22) < 1
 
 
 def peak(**options):

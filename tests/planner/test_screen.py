@@ -8,6 +8,7 @@ import torch
 import sparsering as sr
 from sparsering.cli import main
 from sparsering.distributed import RingPlan
+from sparsering.planner import batch, screen
 from sparsering.planner.sizes import show_bytes, show_seconds
 
 FOUNDING = "LongNet((2048, 32768), (1, 12)) & Causal()"
@@ -75,6 +76,23 @@ def test_shardings_are_compared_with_what_their_plans_say(capsys):
 )
 def test_each_case_has_its_words(capsys, pattern, argv, line, expected):
     assert expected in plan(capsys, pattern, "--tokens", "4K", *argv)[1][line]
+
+
+@pytest.mark.parametrize("pattern", ["Full()", "SlidingWindow(64)", "RandomBlocks(0.02, 64)"])
+def test_the_longest_sequence_is_about_right_by_few_long_estimates(capsys, monkeypatch, pattern):
+    asked = []
+
+    def counted(mask, **options):
+        asked.append(options["tokens"])
+        return sr.estimate(mask, **options)
+
+    monkeypatch.setattr(batch, "estimate", counted)
+    monkeypatch.setattr(screen, "estimate", counted)
+    _, said = plan(capsys, pattern, "--tokens", 200, "--memory", "3GB")
+    assert len([n for n in asked if n > 1 << 17]) <= 3
+    exact = sr.longest_sequence(sr.parse(pattern), memory="3GB")
+    told = re.search(r"about ([\d.]+)K tokens at this batch", said["fits"])
+    assert float(told[1]) * 1024 == pytest.approx(exact, rel=0.05)
 
 
 def test_options_reach_the_estimate(capsys):
