@@ -96,3 +96,12 @@ def test_a_compiled_step_of_a_copy_is_its_own(copied):
     assert (first.length, second.length) == (5, 9)
     whole = sr.attention(*x, sr.Causal(), backend="reference")
     assert (out - whole[:, :, 5:]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("nothing", [[], torch.tensor([]), torch.tensor([], dtype=torch.int64)])
+def test_an_index_of_nothing_may_be_of_any_dtype(nothing):
+    cache = sr.KVCache(sr.Causal(), 2, 1, 4)
+    cache.load(*torch.randn(2, 2, 1, 0, 4), nothing, length=3)
+    assert (cache.length, cache.kept) == (3, 0)
+    cache.select(nothing)
+    assert cache.lengths == []
