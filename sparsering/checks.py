@@ -182,14 +182,10 @@ def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Ten
     if index.is_meta:
         raise ValueError(f"{name} needs integers [n], got a tensor on the meta device")
     chosen = index.cpu()
-    integers = (
-        chosen.dtype in (torch.int32, torch.int64) or not chosen.numel()
-    )  # tensor([]): floats
-    if (
-        chosen.dim() != 1
-        or not integers
-        or (len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < entries)
-    ):
+    if chosen.shape == (0,):  # torch.tensor([]) has floats
+        return chosen.long()
+    whole = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1
+    if not whole or not 0 <= int(chosen.min()) <= int(chosen.max()) < entries:
         raise ValueError(
             f"{name} needs integers [n] from 0 to {entries - 1}, got "
             f"{shortened(str(chosen.tolist()))}; a boolean mask gives them by .nonzero()[:, 0]"
