@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row, memory, restart_peak, write_record
 from sparsering.files import replace_file
+
+from .measure import Row, memory, restart_peak, write_record
 
 CASES, SEED = 60, 16
 LEAST_BYTES, MOST_SECONDS = 32 << 20, 1.0

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row, memory, sampled_error, write_record
 from sparsering.planner.batch import longest_sequence
 from sparsering.planner.sizes import parse_bytes
+
+from .measure import Row, memory, sampled_error, write_record
 
 BEYOND = 1.15
 

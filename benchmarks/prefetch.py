@@ -30,9 +30,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row, interleaved, of_slowest, sampled_error, write_record
 from sparsering.distributed import RingPlan, prefetch, ring_attention, shard, unshard
 from sparsering.distributed.exchange import Exchange
+
+from .measure import Row, interleaved, of_slowest, sampled_error, write_record
 
 HEADS, WIDTH = 4, 64
 STEPS = 3  # of a run

@@ -27,7 +27,12 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import (
+from sparsering.distributed import RingPlan, ring_attention, shard, unshard
+from sparsering.distributed import rank as rank_module
+from sparsering.distributed.needs import Runs
+from sparsering.distributed.sharding import chunk_owners, num_tokens
+
+from .measure import (
     Row,
     memory,
     of_slowest,
@@ -35,10 +40,6 @@ from sparsering.bench.measure import (
     sampled_error,
     write_record,
 )
-from sparsering.distributed import RingPlan, ring_attention, shard, unshard
-from sparsering.distributed import rank as rank_module
-from sparsering.distributed.needs import Runs
-from sparsering.distributed.sharding import chunk_owners, num_tokens
 
 TOKENS, HEADS, WIDTH = 16384, 4, 64
 SHARD = 4096  # tokens of a rank, where memory is compared

@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsering as sr
-from sparsering.bench.measure import Row, memory, write_record
 from sparsering.selection import block_scores, select_blocks
+
+from .measure import Row, memory, write_record
 
 STEPS, EVERY = 1000, 50
 LIMIT = 2 << 20  # of the layout cache

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row
 
+from ..measure import Row
 from .device import DEVICE, GPU, spin_up, synchronize
 
 ROUNDS = 5

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 
 import sparsering as sr
-from sparsering.bench.measure import Row
 from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call, tune, tuning
 
+from ..measure import Row
 from .device import DEVICE, HALF, inputs, sized, synchronize
 from .peers import flops, ours
 from .speed import HEADS, MAIN_TOKENS
