@@ -4,7 +4,7 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .prior import PRIOR, beside
+from .prior import TABLES, beside
 
 Row = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ def columns_of(table: str, gpu: Mapping[str, Any] | None) -> list[Column]:
         Column("peak memory", lambda row: size(row.get("peak_bytes"))),
     ]
     on_gpu = Column("on a GPU", lambda row: gpu_figure(gpu, table, row))
-    if table not in PRIOR:
+    if table not in TABLES:
         return [*common, *_MORE.get(table, []), on_gpu]
     prior = Column("prior document", lambda row: beside(table, row["call"], row.get("tokens")))
     return [*common, *_MORE.get(table, []), on_gpu, prior]

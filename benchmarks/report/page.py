@@ -14,7 +14,7 @@ from sparsering.training.html import page_html
 from .columns import Row, columns_of, error, rows_html, share, short, size
 from .drawn import gallery_html, lengths_html, ring_html, roofline_html
 from .gpu import gpu_html
-from .prior import ADVICE, PLACE, PRIOR, WISHES
+from .prior import PRIOR
 
 Record = Mapping[str, Any]
 
@@ -137,7 +137,7 @@ def report_page(records: Mapping[str, Record], gpu: Record | None = None) -> str
         else:
             body += _section(name, record, gpu)
             body.append(f'<p class="source">{html.escape(described(record))}</p>')
-        if name in PRIOR:
+        if name in PRIOR["tables"]:
             body += _prior(name)
     body += gpu_html(gpu)
     body += _wishes()
@@ -199,14 +199,15 @@ def _folded(title: str, content: str, is_open: bool = False) -> str:
 
 def _prior(name: str) -> list[str]:
     """What the prior document said of this table, and why ours differs."""
-    prior = PRIOR[name]
+    prior = PRIOR["tables"][name]
+    why = html.escape(prior["why"])
     cells = "".join(
         f"<tr><td>{html.escape(what)}</td><td>{html.escape(figure)}</td></tr>"
-        for what, figure in prior.said
+        for what, figure in prior["said"]
     )
     return [
-        f'<p class="why"><strong>The prior document:</strong> {html.escape(prior.why)}</p>',
-        _folded(f"What it said ({PLACE})", f'<table class="said">{cells}</table>'),
+        f'<p class="why"><strong>The prior document:</strong> {why}</p>',
+        _folded(f"What it said ({PRIOR['place']})", f'<table class="said">{cells}</table>'),
     ]
 
 
@@ -259,7 +260,7 @@ def _crossover(rows: Sequence[Row]) -> list[str]:
     return [
         f"Faster than dense attention at {min(dense):,} tokens already: every pattern"
         + (f", but for {rest}." if rest else ".")
-        + f" The prior documents' advice was: {ADVICE}."
+        + f" The prior documents' advice was: {PRIOR['advice']}."
     ]
 
 
@@ -272,7 +273,7 @@ def _contents() -> str:
 def _wishes() -> list[str]:
     cells = "".join(
         f"<tr><td>{html.escape(wish)}</td><td>{html.escape(became)}</td></tr>"
-        for wish, became in WISHES
+        for wish, became in PRIOR["wishes"]
     )
     return [
         '<h2 id="wishes">What was wished for</h2>',

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.measure import environment
 from benchmarks.report.columns import columns_of, rows_html
 from benchmarks.report.page import TITLES, report_page
-from benchmarks.report.prior import PRIOR, WISHES, beside
+from benchmarks.report.prior import PRIOR, TABLES, beside
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 
@@ -133,10 +133,10 @@ def test_the_prior_figures_are_those_that_were_printed():
     found = {
         table: " ".join(
             number
-            for _, figures in prior.said
+            for _, figures in prior["said"]
             for number in re.findall(r"\d(?:[\d.,]*\d)?[KM%x]?", figures)
         )
-        for table, prior in PRIOR.items()
+        for table, prior in TABLES.items()
     }
     assert found == PRINTED
 
@@ -148,15 +148,15 @@ def test_a_prior_figure_stands_beside_the_row_of_its_length_alone():
     assert beside("comparison", "window of 256, ours (cpu)", 4096).startswith("28.23 ms")
     assert beside("comparison", "window of 256, ours (cpu), with gradients", 4096) == ""
     assert beside("roofline", "copy", None) == ""
-    for prior in PRIOR.values():
-        printed = " ".join(figure for _, figure in prior.said)
-        for figure in prior.beside.values():
+    for prior in TABLES.values():
+        printed = " ".join(figure for _, figure in prior["said"])
+        for *_, figure in prior["beside"]:
             for number in re.findall(r"\d+\.\d+", figure):
                 assert number in printed or figure.split()[0] in printed, figure
 
 
 def test_each_wish_says_what_became_of_it():
-    wished = " ".join(wish for wish, _ in WISHES)
+    wished = " ".join(wish for wish, _ in PRIOR["wishes"])
     for wish in (
         "automatic sparsity by length", "dynamic sparsity in training", "adaptive fixed",
         "larger GPUs", "FA3", "custom kernels", "distributed tests", "buffer pool",
@@ -166,4 +166,4 @@ def test_each_wish_says_what_became_of_it():
         "coarse-to-fine hierarchy", "sparsity scheduler", "NUMA placement", "adaptive batch size",
     ):  # fmt: skip
         assert wish in wished
-    assert all(len(became) > 20 for _, became in WISHES)
+    assert all(len(became) > 20 for _, became in PRIOR["wishes"])
