@@ -1,27 +1,79 @@
-"""Honest timing: interleaved medians, errors against float64, peak memory, and the record of it."""
+"""The harness of all measurements: calls in turn, errors against float64, peaks, ranks, records.
 
+times = interleaved({"ours": call, "dense": peer}, rounds=7)  # median milliseconds
+error = sampled_error(call(), query, key, value, pattern)  # raises where the output is wrong
+write_record(out, "name", [{"call": name, "ms": ms, "error": error} for name, ms in ...])
+"""
+
+import ctypes
 import json
+import math
 import multiprocessing
 import os
 import platform
+import resource
 import statistics
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as torch_multiprocessing
 from torch import Tensor
 
 from sparsering.kernels.tuned import processor_name
 from sparsering.patterns.algebra import Pattern
 
-Row = dict[str, object]
+Row = dict[str, Any]
+Result = TypeVar("Result")
+
+
+class Budget:
+    """Seconds that a table may take, from now on."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.perf_counter() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; below 0 where more were taken."""
+        return self._end - time.perf_counter()
+
+
+def inputs_of(
+    heads: int,
+    length: int,
+    width: int,
+    dtype: torch.dtype = torch.float32,
+    batch: int = 1,
+    kv_heads: int | None = None,
+) -> list[Tensor]:
+    """Draws query, key and value, [batch, heads, length, width], the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(batch, number, length, width, generator=generator).to(dtype)
+        for number in (heads, kv_heads or heads, kv_heads or heads)
+    ]
+
+
+def gradient_of(out: Tensor) -> Tensor:
+    """Draws a gradient of `out`, the same at every call."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(out.shape, generator=generator).to(out.dtype)
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Runs a call, and returns how long it took."""
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3
 
 
 def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -31,43 +83,77 @@ def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[
 
 
 def interleaved_times(
-    calls: Mapping[str, Callable[[], object]], rounds: int
+    calls: Mapping[str, Callable[[], Result]],
+    rounds: int,
+    *,
+    seconds: float = math.inf,
+    least: int = 1,
+    clock: Callable[[Callable[[], Result]], float] = milliseconds,
+    warm: bool = False,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call in each round."""
+    """Milliseconds of each call in each round, all calls in turn.
+
+    Args:
+        rounds: at most so many.
+        seconds: for the timed rounds, by the time of an untimed one; `least` are run in any case.
+        clock: runs a call and returns its milliseconds.
+        warm: whether all calls ran before, so that no untimed round is needed.
+    """
+    begin = time.perf_counter()
+    for call in () if warm else calls.values():
+        clock(call)
+    took = max(time.perf_counter() - begin, 1e-6)
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
+    for _ in range(int(max(least, min(rounds, seconds / took)))):
         for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if number:
-                times[name].append((time.perf_counter() - start) * 1e3)
+            times[name].append(clock(call))
     return times
 
 
+def spread_of(times: Sequence[float]) -> Row:
+    """Median, least and most of some milliseconds, and how many there are."""
+    return {
+        "ms": statistics.median(times), "least_ms": min(times), "most_ms": max(times),
+        "rounds": len(times),
+    }  # fmt: skip
+
+
 def sampled_error(
-    out: Tensor, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, rows: int = 32
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    rows: int = 32,
+    heads: int | None = None,
 ) -> float:
-    """Largest error of some query rows against float64 softmax by definition.
+    """Largest error of some query rows, of all heads or of some, against float64 softmax.
 
     Relative to the largest exact output. Raises where the output is all zeros or wrong.
     """
-    q_len, kv_len, heads = query.shape[2], key.shape[2], query.shape[1]
-    group = heads // key.shape[1]
-    keys, values = (x.double().repeat_interleave(group, 1) for x in (key, value))
+    (num_heads, q_len), (kv_heads, kv_len) = query.shape[1:3], key.shape[1:3]
+    chosen = torch.linspace(0, num_heads - 1, min(heads or num_heads, num_heads)).long()
+    keys, values = (x[:, chosen * kv_heads // num_heads].double() for x in (key, value))
 
     def exact_row(row: int) -> Tensor:
         counts = pattern.to_dense(
-            1, kv_len, num_heads=heads, num_kv_heads=key.shape[1], q_start=kv_len - q_len + row
+            1, kv_len, num_heads=num_heads, num_kv_heads=kv_heads, q_start=kv_len - q_len + row
         )
-        score = query[:, :, row : row + 1].double() @ keys.mT * query.shape[-1] ** -0.5
+        counts = counts.expand(*counts.shape[:-3], num_heads, 1, kv_len)[..., chosen, :, :]
+        score = query[:, chosen, row : row + 1].double() @ keys.mT * query.shape[-1] ** -0.5
         weight = torch.softmax(score + counts.to(score).log(), -1).nan_to_num()
         return weight @ values
 
-    return error_of_rows(out, exact_row, rows)
+    return error_of_rows(out, exact_row, min(rows, q_len), chosen)
 
 
-def error_of_rows(out: Tensor, exact_row: Callable[[int], Tensor], rows: int) -> float:
-    """Largest error of some rows of `out` [B, H, N, Dv] against `exact_row(row)` [B, H, 1, Dv].
+def error_of_rows(
+    out: Tensor,
+    exact_row: Callable[[int], Tensor],
+    rows: int,
+    heads: Tensor | slice = slice(None),
+) -> float:
+    """Largest error of some rows of `out` [B, H, N, Dv] against `exact_row(row)` [B, heads, 1, Dv].
 
     Relative to the largest exact output. Raises where the output is all zeros or wrong.
     """
@@ -78,11 +164,20 @@ def error_of_rows(out: Tensor, exact_row: Callable[[int], Tensor], rows: int) ->
     worst = largest = 0.0
     for row in torch.linspace(0, out.shape[2] - 1, rows).long().tolist():
         exact = exact_row(row)
-        worst = max(worst, float((out[:, :, row : row + 1].double() - exact).abs().max()))
+        worst = max(worst, float((out[:, heads, row : row + 1].double() - exact).abs().max()))
         largest = max(largest, float(exact.abs().max()))
-    if worst > 0.02 * largest:
-        raise RuntimeError(f"the timed function is wrong: error {worst / largest:.3g}")
+    if not worst <= 0.02 * largest:
+        raise RuntimeError(f"the timed function is wrong: error {worst / max(largest, 1e-30):.3g}")
     return worst / largest
+
+
+def distance_of(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Largest difference of tensors in pairs, each relative to the largest exact number."""
+    distances = [
+        float((a.double() - b).abs().max() / b.abs().max())
+        for a, b in zip(found, exact, strict=True)
+    ]
+    return float(torch.tensor(distances, dtype=torch.float64).max())  # NaN stays NaN
 
 
 def peak_extra_bytes(work: Callable[..., Iterator[Any]], *arguments: object) -> int:
@@ -122,15 +217,29 @@ def _measure_peak(
 ) -> None:
     steps = work(*arguments)
     next(steps)
-    before = memory("VmRSS")
-    next(steps, None)
-    peak = memory("VmHWM") - before
+    peak = peak_of(lambda: next(steps, None))
     send.send((peak, next(steps, None)))
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """Peak resident bytes of a call, in this process, beyond what there was."""
+    before = restart_peak()
+    call()
+    return memory("VmHWM") - before
 
 
 def memory(name: str) -> int:
     """A figure of this process alone; getrusage's peak may be that of the one it was started by."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    return _bytes_in("/proc/self/status", name)
+
+
+def available_bytes() -> int:
+    """Memory that a process could still take on this machine."""
+    return _bytes_in("/proc/meminfo", "MemAvailable")
+
+
+def _bytes_in(path: str, name: str) -> int:
+    lines = Path(path).read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
@@ -140,12 +249,81 @@ def restart_peak() -> int:
     return memory("VmRSS")
 
 
+def give_back_freed() -> None:
+    """Gives the system what was freed but is held by the allocator, which a peak would not show."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def within_memory(limit: int, work: Callable[[], Result]) -> Result | None:
+    """Result of `work` while the process may take `limit` bytes more; None where they were too few.
+
+    The system keeps the limit, on what the process reserves (RLIMIT_DATA).
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory("VmData") + limit, most))
+    try:
+        return work()
+    except MemoryError:
+        return None
+    except RuntimeError as error:
+        if "alloc" in str(error) or "memory" in str(error):
+            return None
+        raise
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def of_ranks(
+    work: Callable[..., Result], world: int, *arguments: object, start: str = "spawn"
+) -> Result:
+    """Result of rank 0 where `world` processes of one thread run `work(rank, world, *arguments)`.
+
+    `start`: how they start, as for `peak_and_figures`. Raises where one fails. The result goes
+    through a pipe that nobody reads yet: 64 KiB at most.
+    """
+    results = torch_multiprocessing.get_context(start).SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        torch_multiprocessing.start_processes(
+            _rank, (world, f"file://{folder}/meet", results, work, arguments), world,
+            start_method=start,
+        )  # fmt: skip
+    found: Result = results.get()
+    return found
+
+
+def _rank(
+    rank: int,
+    world: int,
+    address: str,
+    results: Any,
+    work: Callable[..., object],
+    arguments: tuple[object, ...],
+) -> None:
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    found = work(rank, world, *arguments)
+    if rank == 0:
+        results.put(found)
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def of_slowest(number: float, world: int) -> float:
     """The largest of the ranks' numbers; all have arrived when it returns."""
     x = torch.tensor(float(number), dtype=torch.float64)
     if world > 1:
         dist.all_reduce(x, dist.ReduceOp.MAX)
     return x.item()
+
+
+def slowest_milliseconds(call: Callable[[], object], world: int) -> float:
+    """Milliseconds of the slowest rank, where all begin together."""
+    of_slowest(0.0, world)
+    return of_slowest(milliseconds(call), world)
 
 
 def environment() -> Row:

@@ -9,14 +9,12 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sparsering.functional import attention
-from sparsering.kernels.flex import kernel_options
 from sparsering.layouts.cache import layout_cache
 from sparsering.layouts.layout import BlockLayout
 from sparsering.numerics import merge_attention
@@ -25,7 +23,17 @@ from sparsering.patterns.blocks import RandomBlocks
 from sparsering.patterns.mask_mod import from_mask_mod
 from sparsering.patterns.positions import Causal, Full, GlobalTokens, LongNet, Packed, SlidingWindow
 
-from ..measure import Row, interleaved, peak_extra_bytes, sampled_error
+from ..flex import causal_window, flex_call, window_mask
+from ..measure import (
+    Row,
+    distance_of,
+    gradient_of,
+    inputs_of,
+    interleaved,
+    milliseconds,
+    peak_extra_bytes,
+    sampled_error,
+)
 
 BLOCK = 128
 LONGNET = ((2048, 4096, 8192), (1, 2, 4))
@@ -50,7 +58,7 @@ def layouts(quick: bool) -> list[Row]:
             min(length, 65536),
         ),
         "from_mask_mod(causal window of 4096)": (
-            from_mask_mod(_causal_window(4096)),
+            from_mask_mod(causal_window(4096)),
             min(length, 16384),
         ),
     }
@@ -63,9 +71,7 @@ def layouts(quick: bool) -> list[Row]:
             "blocks": layout.num_blocks, "density": layout.density,
         })  # fmt: skip
     tokens = min(length, 16384)
-    start = time.perf_counter()
-    _flex_mask(_causal_window(4096), tokens)
-    ms = (time.perf_counter() - start) * 1e3
+    ms = milliseconds(partial(window_mask, 4096, tokens))
     rows.append({"pattern": "FlexAttention create_block_mask", "tokens": tokens, "ms": ms})
     return rows
 
@@ -135,7 +141,7 @@ def _trainable_calls(
 def _with_backward(inputs: Sequence[Tensor], pattern: RandomBlocks, quick: bool) -> list[Row]:
     query = inputs[0]
     heads, length, width = query.shape[1:]
-    grad = torch.randn(query.shape, generator=torch.Generator().manual_seed(1)).to(query.dtype)
+    grad = gradient_of(query)
 
     def gradients(call: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
         return lambda: torch.autograd.grad(call(), inputs, grad)
@@ -147,15 +153,12 @@ def _with_backward(inputs: Sequence[Tensor], pattern: RandomBlocks, quick: bool)
     for name, taken in interleaved(calls, 2 if quick else 5).items():
         attended = Full() if name == "dense" else pattern
         share = attended.layout(length, num_heads=heads, block_size=BLOCK).density
-        errors = [
-            float((a.double() - b).abs().max() / b.abs().max())
-            for a, b in zip(calls[name](), exact[attended], strict=True)
-        ]
         rows.append({
             "case": "forward+backward", "backend": name, "dtype": str(query.dtype)[6:],
             "tokens": length, "heads": heads, "head_dim": width, "block_size": BLOCK,
             "density": share, "ms": taken,
-            "gflops": 14 * heads * share * length**2 * width / taken / 1e6, "error": max(errors),
+            "gflops": 14 * heads * share * length**2 * width / taken / 1e6,
+            "error": distance_of(calls[name](), exact[attended]),
         })  # fmt: skip
     return rows
 
@@ -359,67 +362,3 @@ def dense(inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
     """Torch's own attention to all pairs."""
     query, key, value = inputs
     return lambda: F.scaled_dot_product_attention(query, key, value)
-
-
-def inputs_of(
-    heads: int, length: int, width: int, dtype: torch.dtype, batch: int = 1
-) -> list[Tensor]:
-    """Query, key and value, the same at every call."""
-    generator = torch.Generator().manual_seed(0)
-    shape = batch, heads, length, width
-    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
-
-
-def flex_call(inputs: Sequence[Tensor], pattern: RandomBlocks, block: int) -> Callable[[], Tensor]:
-    """Compiled FlexAttention on the very blocks of the pattern, all of them full."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    heads, length = inputs[0].shape[1:3]
-    p = pattern.layout(length, num_heads=heads, block_size=block).passes[0]
-    count = torch.diff(p.row_ptr)  # [1, H, rows]
-    blocks = torch.zeros(*count.shape, -(-length // block), dtype=torch.int32)
-    listed = torch.arange(blocks.shape[-1]) < count[..., None]
-    used = torch.arange(p.key_tile.shape[-1]) < p.num_entries[..., None]
-    blocks[listed] = p.key_tile[used]
-    nothing = torch.zeros_like(count)
-    mask = BlockMask.from_kv_blocks(
-        nothing,
-        torch.zeros_like(blocks),
-        count,
-        blocks,
-        BLOCK_SIZE=block,
-        seq_lengths=(length, length),
-    )
-    device = inputs[0].device
-    return _compiled_flex(inputs, mask.to(device), kernel_options(block, device.type))
-
-
-def flex_window_call(inputs: Sequence[Tensor], window: int) -> Callable[[], Tensor]:
-    """Compiled FlexAttention on a causal window; its mask costs O(N^2) to build."""
-    return _compiled_flex(inputs, _flex_mask(_causal_window(window), inputs[0].shape[2]))
-
-
-def _causal_window(window: int) -> Callable[..., Tensor]:
-    """The mask_mod of a query that sees itself and the `window` keys before it."""
-
-    def inside(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q - k >= 0) & (q - k <= window)
-
-    return inside
-
-
-def _flex_mask(mask_mod: Callable[..., Tensor], length: int) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return create_block_mask(mask_mod, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
-
-
-def _compiled_flex(
-    inputs: Sequence[Tensor], mask: Any, options: Any = None
-) -> Callable[[], Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    torch._dynamo.reset()  # past a number of cases it would run uncompiled
-    compiled = torch.compile(flex_attention)
-    query, key, value = inputs
-    return lambda: compiled(query, key, value, block_mask=mask, kernel_options=options)

@@ -1,8 +1,8 @@
 """What extras of a call cost: each beside the same call without, interleaved, with errors."""
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +17,16 @@ from sparsering.patterns.keys import KeyMask, KeyPadding
 from sparsering.patterns.positions import Causal, Full, SlidingWindow
 from sparsering.patterns.varlen import Varlen
 
-from ..measure import Row, error_of_rows, interleaved_times
-from .cases import BLOCK, inputs_of, ragged
+from ..measure import (
+    Row,
+    distance_of,
+    error_of_rows,
+    gradient_of,
+    inputs_of,
+    interleaved_times,
+    milliseconds,
+)
+from .cases import BLOCK, ragged
 
 HEADS, WIDTH, RADIUS = 8, 64, 4096
 WITHOUT = "without"
@@ -70,7 +78,7 @@ def _call(
 
 def _with_backward(pattern: Pattern, length: int, dtype: torch.dtype, quick: bool) -> list[Row]:
     inputs = inputs_of(HEADS, length, WIDTH, dtype)
-    grad = torch.randn_like(inputs[0])
+    grad = gradient_of(inputs[0])
     calls, leaves = {}, {}
     for name, extra in _options().items():
         own = [x.clone().requires_grad_() for x in inputs]
@@ -87,12 +95,8 @@ def _with_backward(pattern: Pattern, length: int, dtype: torch.dtype, quick: boo
         given = iter(exact[3:])
         tables = {k: next(given) if isinstance(x, Tensor) else x for k, x in tables.items()}
         expected = _differentiated(exact[:3], pattern, tables, exact, grad.double())()
-        worst = max(
-            float((a.double() - b).abs().max() / b.abs().max())
-            for a, b in zip(call(), expected, strict=True)
-        )
         row = _row("forward and backward", pattern, inputs, name, ms[name], ratio[name])
-        rows.append(row | {"error": worst})
+        rows.append(row | {"error": distance_of(call(), expected)})
     return rows
 
 
@@ -145,9 +149,8 @@ def _varlen_layouts(quick: bool) -> list[Row]:
         pattern, times = Varlen(lengths, lengths, inner), []
         for _ in range(3 if quick else 15):
             layout_cache.clear()
-            start = time.perf_counter()
-            layout = pattern.layout(tokens, q_start=0)
-            times.append((time.perf_counter() - start) * 1e3)
+            times.append(milliseconds(partial(pattern.layout, tokens, q_start=0)))
+        layout = pattern.layout(tokens, q_start=0)
         rows.append({
             "case": "layout of attention_varlen", "pattern": f"256 documents, {inner}",
             "tokens": tokens, "ms": statistics.median(times), "blocks": layout.num_blocks,

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from sparsering.functional import attention
 from sparsering.models.encoder import LongNetEncoder
 from sparsering.patterns.positions import LongNet
 
-from ..measure import Row, peak_and_figures, sampled_error
+from ..measure import Row, available_bytes, peak_and_figures, sampled_error
 
 WIDTH, HEADS, TILE_WIDTH = 768, 16, 1536
 SEGMENTS, RATES = (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16)
@@ -37,7 +36,7 @@ def _row(tiles: int, layers: int) -> Row:
         "forward_ms": ms, "forward_peak_mb": peak / 2**20, "error": error,
         "training_ms": None, "training_peak_mb": None,
     }  # fmt: skip
-    if tiles <= MOST_TRAINED and training_bytes(tiles, layers) < _available():
+    if tiles <= MOST_TRAINED and training_bytes(tiles, layers) < available_bytes():
         peak, (ms, _) = peak_and_figures(encoded, tiles, layers, threads, True, rows)
         row |= {"training_ms": ms, "training_peak_mb": peak / 2**20}
     return row
@@ -100,9 +99,3 @@ def _error(model: LongNetEncoder, x: Tensor, grid: Tensor, rows: int) -> float:
     model.blocks = model.blocks[:1]
     model(x, grid, attend=measured)
     return worst
-
-
-def _available() -> int:
-    """Bytes of memory that are free for use."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))

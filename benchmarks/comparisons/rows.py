@@ -18,7 +18,7 @@ from sparsering.patterns.algebra import Pattern
 from sparsering.patterns.positions import Causal
 from sparsering.patterns.selected import SelectedBlocks
 
-from ..measure import Row, interleaved_times, sampled_error
+from ..measure import Row, gradient_of, inputs_of, interleaved_times, sampled_error
 
 HEADS, KV_HEADS, WIDTH, BLOCK, CHOSEN = 8, 2, 64, 64, 16
 _LONGEST_UNION = 16384  # whose bitmaps, of each pair of tiles its own, still fit
@@ -81,10 +81,7 @@ def in_tiles(layout: BlockLayout) -> BlockLayout:
 
 
 def _rows(length: int, share: float, dtype: torch.dtype, quick: bool) -> list[Row]:
-    torch.manual_seed(0)
-    query, key, value = (
-        torch.randn(1, heads, length, WIDTH).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    query, key, value = inputs_of(HEADS, length, WIDTH, dtype, kv_heads=KV_HEADS)
     patterns: dict[str, Pattern] = {}
     problems: dict[str, Problem] = {}
     for tokens in (64, 16, 1):
@@ -99,7 +96,7 @@ def _rows(length: int, share: float, dtype: torch.dtype, quick: bool) -> list[Ro
         patterns[name] = patterns["rows of 1"]
         problems[name] = problems["rows of 1"]._replace(layout=in_tiles(layout))
     results = {name: forward(x) for name, x in problems.items()}
-    grad = torch.randn(1, HEADS, length, WIDTH, dtype=dtype)
+    grad = gradient_of(query)
     calls: dict[str, Callable[[], object]] = {}
     for name, x in problems.items():
         zeros = torch.zeros_like(results[name][1])

@@ -16,7 +16,7 @@ from sparsering.patterns.positions import Causal
 from sparsering.patterns.selected import SelectedBlocks, selections_of
 from sparsering.selection import block_scores, select_blocks
 
-from ..measure import Row, interleaved_times, sampled_error
+from ..measure import Row, gradient_of, inputs_of, interleaved_times, sampled_error
 
 HEADS, KV_HEADS, WIDTH, BLOCK, CHOSEN = 8, 2, 64, 64, 16
 
@@ -78,8 +78,7 @@ def _parts_of_whole(length: int, dtype: torch.dtype, rounds: int) -> list[Row]:
 
 def _inputs(length: int, dtype: torch.dtype, alike: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values; `alike`: they drift, so that neighbours choose alike."""
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, h, length, WIDTH) for h in (HEADS, KV_HEADS, KV_HEADS))
+    query, key, value = inputs_of(HEADS, length, WIDTH, kv_heads=KV_HEADS)
     if alike:
         query, key = (_drifting(x) for x in (query, key))
     return query.to(dtype), key.to(dtype), value.to(dtype)
@@ -95,7 +94,7 @@ def _drifting(x: Tensor, tokens: int = 128) -> Tensor:
 def _rows(length: int, dtype: torch.dtype, alike: bool, backward: bool, rounds: int) -> list[Row]:
     inputs = _inputs(length, dtype, alike)
     query, key, value = leaves = [x.clone().requires_grad_(backward) for x in inputs]
-    grad = torch.randn(1, HEADS, length, WIDTH, dtype=dtype)
+    grad = gradient_of(query)
     patterns: dict[str, Pattern] = {"dense SDPA": Causal(), "Causal()": Causal()}
     calls: dict[str, Callable[[], Tensor]] = {
         "dense SDPA": lambda: scaled_dot_product_attention(
@@ -114,9 +113,12 @@ def _rows(length: int, dtype: torch.dtype, alike: bool, backward: bool, rounds: 
     if backward and length > 30000:
         del calls["Causal()"]  # minutes, as dense SDPA
     last: dict[str, Tensor] = {}
-    timed = {name: partial(_kept, last, name, call, leaves, grad) for name, call in calls.items()}
+    timed: dict[str, Callable[[], object]] = {
+        name: partial(_kept, last, name, call, leaves, grad) for name, call in calls.items()
+    }
+    timed |= {} if backward else parts
     with torch.set_grad_enabled(backward):
-        times = interleaved_times({**timed, **({} if backward else parts)}, rounds)
+        times = interleaved_times(timed, rounds)
         found = [
             {
                 "call": name, "pass": "forward and backward" if backward else "forward",
@@ -178,8 +180,7 @@ def selection_decoding(quick: bool) -> list[Row]:
     """One new token beside many: scores, selection and attention, and dense attention to all."""
     length, steps, chosen = (4096, 8, 16) if quick else (131072, 256, 64)
     total = length + 2 * steps
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, h, total, WIDTH) for h in (HEADS, KV_HEADS, KV_HEADS))
+    query, key, value = inputs_of(HEADS, total, WIDTH, kv_heads=KV_HEADS)
     caches = {
         "KVCache(Causal())": KVCache(Causal(), 1, KV_HEADS, WIDTH, num_heads=HEADS),
         "SelectedCache": SelectedCache(1, KV_HEADS, WIDTH, chosen, num_heads=HEADS),

@@ -5,8 +5,9 @@ import torch
 from sparsering.patterns.blocks import RandomBlocks
 from sparsering.patterns.positions import Causal, SlidingWindow
 
-from ..measure import Row
-from .cases import BLOCK, compare, dense, flex_call, flex_window_call, inputs_of, ours
+from ..flex import flex_call, flex_window_call
+from ..measure import Row, inputs_of
+from .cases import BLOCK, compare, dense, ours
 
 
 def sweeps(quick: bool) -> list[Row]:

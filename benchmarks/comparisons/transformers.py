@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsering.patterns.algebra import Pattern
 from sparsering.patterns.positions import GlobalTokens, SlidingWindow
 
-from ..measure import Row, interleaved, peak_extra_bytes
+from ..measure import Row, distance_of, interleaved, peak_extra_bytes
 
 OURS, OVERRIDE = "sparsering", "sparsering, window + global"
 PEERS = ("sdpa", "eager")
@@ -191,7 +191,7 @@ def _tokens(length: int) -> Tensor:
 def _distances(name: str, outs: dict[str, Tensor]) -> Row:
     """How far a name's results are from the dense model's, relative to the largest."""
     dense = outs.get("sdpa", outs[OURS])
-    distance = float((outs[name] - dense).abs().max() / dense.abs().max())
+    distance = distance_of([outs[name]], [dense])
     if name == OVERRIDE:
         return {"from_dense": distance}
     if distance > 1e-3:

@@ -370,7 +370,7 @@ def sources(module: str = "") -> str:
         path for path in sorted((root / "sparsering").rglob("*"))
         if path.suffix in (".py", ".cpp", ".h")
     ]  # fmt: skip
-    files += [root / "benchmarks" / "measure.py"]
+    files += [root / "benchmarks" / name for name in ("measure.py", "flex.py")]
     files += [Path(__file__).with_name(f"{name}.py") for name in _SHARED]
     if module:
         files.append(Path(inspect.getfile(sys.modules[module])))

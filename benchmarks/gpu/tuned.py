@@ -138,8 +138,8 @@ def _beside_default(width: int, block: int) -> Iterator[Row]:
             yield {
                 "backend": name, "case": "forward+backward" if backward else "forward",
                 "dtype": str(HALF)[6:], "tokens": MAIN_TOKENS, "heads": HEADS, "head_dim": width,
-                "block_size": block, "density": density, **time._asdict(),
-                "tflops": work / time.ms / 1e9, "error": error,
+                "block_size": block, "density": density, **time,
+                "tflops": work / time["ms"] / 1e9, "error": error,
             }  # fmt: skip
 
 

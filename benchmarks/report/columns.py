@@ -4,9 +4,8 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..measure import Row
 from .prior import TABLES, beside
-
-Row = Mapping[str, Any]
 
 NOT_MEASURED = "not measured"
 

@@ -10,7 +10,8 @@ from sparsering.patterns.expression import parse
 from sparsering.plots import lengths_png, roofline_png, thumbnail_png, traffic_png
 from sparsering.training.html import image_html
 
-from .columns import Row, share, short, size
+from ..measure import Row
+from .columns import share, short, size
 
 
 def lengths_html(rows: Sequence[Row], column: str) -> list[str]:

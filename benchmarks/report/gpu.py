@@ -4,13 +4,14 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .columns import NOT_MEASURED, Column, Row, error, milliseconds, rows_html, share, short, size
+from ..measure import Row
+from .columns import NOT_MEASURED, Column, error, milliseconds, rows_html, share, short, size
 
 Record = Mapping[str, Any]
 
 _NAMES = ("setting", "backend", "pattern", "extra", "module", "call", "kernel", "case")
 _REASONS = ("left_out", "failed", "refused", "cannot")
-_HIDDEN = {*_NAMES, *_REASONS, "ms", "least_ms", "most_ms", "tried", "us", "free_bytes"}
+_HIDDEN = {*_NAMES, *_REASONS, "ms", "least_ms", "most_ms", "rounds", "tried", "us", "free_bytes"}
 _OPEN = ("main shapes", "founding table", "longnet")
 
 _KNOWN: dict[str, tuple[str, Callable[[Any], str]]] = {

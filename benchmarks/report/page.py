@@ -11,7 +11,8 @@ from typing import Any
 
 from sparsering.training.html import page_html
 
-from .columns import Row, columns_of, error, rows_html, share, short, size
+from ..measure import Row
+from .columns import columns_of, error, rows_html, share, short, size
 from .drawn import gallery_html, lengths_html, ring_html, roofline_html
 from .gpu import gpu_html
 from .prior import PRIOR

@@ -12,10 +12,10 @@ from typing import Any
 
 from sparsering.files import replace_file
 
-from ..measure import environment
+from ..measure import Budget, Row, environment
 from .comparison import comparison, gallery, roofline, sparsity
 from .lengths import lengths, longest
-from .measured import Budget, Row, ignore_known_warnings
+from .measured import ignore_known_warnings
 from .overhead import chosen, launches, layouts
 from .rings import rings
 

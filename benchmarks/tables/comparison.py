@@ -1,6 +1,6 @@
 """The tables at one length: backends beside dense and torch.sparse, densities, the gallery."""
 
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,20 +12,24 @@ from sparsering.patterns.blocks import BlockDilated, BlockWindow, Hierarchical, 
 from sparsering.patterns.expression import parse
 from sparsering.patterns.positions import Causal, Full, LongNet, SlidingWindow
 
-from ..comparisons.cases import flex_call
-from ..measure import sampled_error
+from ..flex import flex_call
+from ..measure import (
+    Budget,
+    Row,
+    distance_of,
+    interleaved_times,
+    milliseconds,
+    sampled_error,
+    spread_of,
+)
 from .measured import (
     CALLS,
     DENSE,
-    Budget,
     Case,
-    Row,
     call_of,
     left_out,
     own_backend,
     rows_of,
-    spread_of,
-    timed,
 )
 
 FOUNDING = BlockWindow(2, 64)
@@ -102,9 +106,7 @@ def _unless_late(case: Case, budget: Budget) -> list[Row]:
     growth = 16 if case.backend == "flex" else most / least
     call = call_of(few, few.inputs())
     call()
-    begin = time.perf_counter()
-    call()
-    seconds = growth * (time.perf_counter() - begin)
+    seconds = growth * milliseconds(call) / 1e3
     if CALLS * seconds > budget.left / 2:
         return [left_out(case, f"no time: a call would take about {seconds:,.1f} s")]
     return rows_of([case], min(budget.left / 8, 2))
@@ -124,7 +126,7 @@ def _compiled_flex(case: Case, quick: bool, budget: Budget) -> list[Row]:
     layout = case.pattern.layout(case.tokens, num_heads=case.heads, block_size=64)
     pairs = layout.num_pairs
     error_of = sampled_error(out, inputs[0], inputs[1], inputs[2], case.pattern, 16)
-    spread = spread_of(timed({"flex": call}, 2)["flex"])
+    spread = _spread(call, 15)
     return [{
         "call": case.call, "backend": "FlexAttention", "case": "forward",
         "pattern": str(case.pattern), "dtype": case.dtype, "tokens": case.tokens, "batch": 1,
@@ -132,6 +134,11 @@ def _compiled_flex(case: Case, quick: bool, budget: Budget) -> list[Row]:
         "density": pairs / case.tokens**2, "error": error_of, **spread,
         "gflops": 4 * case.heads * case.head_dim * pairs / spread["ms"] / 1e6, "peak_bytes": None,
     }]  # fmt: skip
+
+
+def _spread(call: Callable[[], object], rounds: int) -> Row:
+    """Times of a call alone, in two seconds."""
+    return spread_of(interleaved_times({"": call}, rounds, seconds=2, least=3)[""])
 
 
 def sparsity(quick: bool, budget: Budget) -> list[Row]:
@@ -179,10 +186,10 @@ def roofline(quick: bool, budget: Budget) -> list[Row]:
         generator = torch.Generator().manual_seed(0)
         a, b = (torch.randn(size, size, generator=generator).to(dtype) for _ in range(2))
         out, exact = a @ b, a[:16].double() @ b.double()
-        error = float((out[:16].double() - exact).abs().max() / exact.abs().max())
+        error = distance_of([out[:16]], [exact])
         if not error < 0.02:
             raise RuntimeError(f"the matrix product is wrong: error {error:.3g}")
-        spread = spread_of(timed({"mm": partial(torch.mm, a, b, out=out)}, 2, most=30)["mm"])
+        spread = _spread(partial(torch.mm, a, b, out=out), 30)
         name = str(dtype)[6:]
         rows.append({
             "call": f"matrix product of {size:,}, {name}", "dtype": name, "density": 1.0,
@@ -191,7 +198,7 @@ def roofline(quick: bool, budget: Budget) -> list[Row]:
         })  # fmt: skip
     source = torch.randn(1 << (20 if quick else 27))
     target = torch.empty_like(source)
-    spread = spread_of(timed({"copy": partial(target.copy_, source)}, 2, most=30)["copy"])
+    spread = _spread(partial(target.copy_, source), 30)
     rows.append({
         "call": f"copy of {source.nbytes >> 20} MiB", "dtype": "float32", "density": 1.0,
         "error": float((target - source).abs().max()), **spread,

@@ -1,31 +1,35 @@
 """The tables over lengths: 4K to 1M tokens by pattern, and the longest that a memory holds."""
 
-import resource
 from collections.abc import Iterator
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from sparsering.patterns.algebra import Pattern
 from sparsering.patterns.blocks import Hierarchical, RandomBlocks
 from sparsering.patterns.positions import Causal, Full, LongNet, SlidingWindow
 
-from ..measure import memory, sampled_error
+from ..measure import (
+    Budget,
+    Row,
+    available_bytes,
+    give_back_freed,
+    interleaved_times,
+    sampled_error,
+    spread_of,
+    within_memory,
+)
 from .comparison import FOUNDING
 from .measured import (
     CALLS,
     DENSE,
-    Budget,
     Case,
-    Row,
-    available_bytes,
     call_of,
-    give_back_freed,
     in_new_process,
     left_out,
     own_backend,
     rows_of,
-    spread_of,
-    timed,
     warm_up,
 )
 from .planned import planned_longest
@@ -138,10 +142,9 @@ def longest(quick: bool, budget: Budget) -> list[Row]:
         if fits is None or fails is None:
             rows.append(left_out(case, "no time left to find it"))
             continue
-        row = in_new_process(_within, case_of(name, fits, 8), limit, True, torch.get_num_threads())
-        found = row[1]
-        assert isinstance(found, dict)
-        rows.append({**found, "limit_bytes": limit, "did_not_fit": fails})
+        case = case_of(name, fits, 8)
+        peak, row = in_new_process(_within, case, limit, True, torch.get_num_threads())
+        rows.append({**row, "peak_bytes": peak, "limit_bytes": limit, "did_not_fit": fails})
     return rows + planned_longest(quick)
 
 
@@ -159,22 +162,12 @@ def _within(case: Case, limit: int, measured: bool, threads: int) -> Iterator[ob
     warm_up(case)
     give_back_freed()
     yield None
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (memory("VmData") + limit, most))
-    before = memory("VmRSS")
-    try:
-        inputs = case.inputs()
-        out = call_of(case, inputs)()
-    except (RuntimeError, MemoryError) as error:
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-        if "alloc" not in str(error) and not isinstance(error, MemoryError):
-            raise
-        yield None
+    found = within_memory(limit, partial(_attended, case))
+    yield None
+    if found is None:
         yield False
         return
-    peak = memory("VmHWM") - before
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    yield None
+    inputs, out = found
     if not measured:
         yield bool(out.any()) and bool(out[:, :, ::STEP].isfinite().all())
         return
@@ -187,5 +180,11 @@ def _within(case: Case, limit: int, measured: bool, threads: int) -> Iterator[ob
         "dtype": case.dtype, "tokens": case.tokens, "heads": case.heads, "head_dim": case.head_dim,
         "density": layout.num_pairs / case.tokens**2,
         "error": sampled_error(out, query, key, value, case.pattern, 4),
-        **spread_of(timed({"call": call_of(case, inputs)}, 0)["call"]), "peak_bytes": peak,
+        **spread_of(interleaved_times({"call": call_of(case, inputs)}, 3)["call"]),
     }  # fmt: skip
+
+
+def _attended(case: Case) -> tuple[list[Tensor], Tensor]:
+    """The inputs and the output of a call, made here."""
+    inputs = case.inputs()
+    return inputs, call_of(case, inputs)()

@@ -1,15 +1,10 @@
 """A call of a table, measured: its error first, then times in turns, then its peak memory."""
 
-import ctypes
-import math
-import statistics
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +18,17 @@ from sparsering.patterns.positions import Causal, Full
 from sparsering.patterns.selected import SelectedBlocks
 from sparsering.selection import BlockScorer, block_scores, select_blocks
 
-from ..comparisons.cases import inputs_of
-from ..measure import peak_and_figures, sampled_error
-
-Row = dict[str, Any]
+from ..measure import (
+    Row,
+    distance_of,
+    give_back_freed,
+    gradient_of,
+    inputs_of,
+    interleaved_times,
+    peak_and_figures,
+    sampled_error,
+    spread_of,
+)
 
 DENSE = "dense SDPA"
 CHOSEN_BLOCKS = 16
@@ -62,18 +64,6 @@ class Case:
         return inputs_of(self.heads, self.tokens, self.head_dim, getattr(torch, self.dtype))
 
 
-class Budget:
-    """Seconds that a table may take, from now on."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.perf_counter() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds that are left; below 0 where more were taken."""
-        return self._end - time.perf_counter()
-
-
 def own_backend() -> str:
     """The kernel that the tables call ours: the compiled one, or without a compiler `gather`."""
     return "gather" if BACKENDS["cpu"].reasons() else "cpu"
@@ -101,7 +91,7 @@ def rows_of(
         x = inputs.setdefault(shape, case.inputs() if shape not in inputs else [])
         found.append(_described(case, x, rows))
         calls[case.call] = _gradients(case, x) if case.backward else call_of(case, x)
-    times = timed(calls, seconds, least=least, most=most)
+    times = interleaved_times(calls, most, seconds=seconds, least=least)
     for case, row in zip(cases, found, strict=True):
         row |= spread_of(times[case.call])
         flops = 4 * (3.5 if case.backward else 1) * case.heads * case.head_dim
@@ -119,31 +109,6 @@ def left_out(case: Case, reason: str) -> Row:
     return {
         "call": case.call, "backend": case.backend, "pattern": str(case.pattern),
         "tokens": case.tokens, "heads": case.heads, "dtype": case.dtype, "left_out": reason,
-    }  # fmt: skip
-
-
-def timed(
-    calls: Mapping[str, Callable[[], object]], seconds: float, *, least: int = 3, most: int = 15
-) -> dict[str, list[float]]:
-    """Milliseconds of each call in each round, of as many as the seconds allow; one untimed."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    begin = time.perf_counter()
-    for call in calls.values():
-        call()
-    took = time.perf_counter() - begin
-    for _ in range(max(least, min(most, math.floor(seconds / max(took, 1e-6))))):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append((time.perf_counter() - start) * 1e3)
-    return times
-
-
-def spread_of(times: Sequence[float]) -> Row:
-    """Median, least and most of some milliseconds."""
-    return {
-        "ms": statistics.median(times), "least_ms": min(times), "most_ms": max(times),
-        "rounds": len(times),
     }  # fmt: skip
 
 
@@ -201,27 +166,19 @@ def _described(case: Case, inputs: Sequence[Tensor], rows: int) -> Row:
 
 def _gradients(case: Case, inputs: Sequence[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    call, grad = call_of(case, leaves), _grad(inputs[0])
+    call, grad = call_of(case, leaves), gradient_of(inputs[0])
     return lambda: torch.autograd.grad(call(), leaves, grad)
-
-
-def _grad(query: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(query.shape, generator=generator).to(query.dtype)
 
 
 def _gradient_error(case: Case, inputs: Sequence[Tensor]) -> float:
     """Largest error of the first head's gradients against float64. Raises where they are wrong."""
     exact = [x[:, :1].double().requires_grad_() for x in inputs]
     out = attention(exact[0], exact[1], exact[2], case.pattern, backend="reference")
-    expected = torch.autograd.grad(out, exact, _grad(inputs[0])[:, :1].double())
-    errors = [
-        float((a[:, :1].double() - b).abs().max() / b.abs().max())
-        for a, b in zip(_gradients(case, inputs)(), expected, strict=True)
-    ]
-    if not max(errors) < 0.05:
-        raise RuntimeError(f"the timed gradients are wrong: error {max(errors):.3g}")
-    return max(errors)
+    expected = torch.autograd.grad(out, exact, gradient_of(inputs[0])[:, :1].double())
+    error = distance_of([x[:, :1] for x in _gradients(case, inputs)()], expected)
+    if not error < 0.05:
+        raise RuntimeError(f"the timed gradients are wrong: error {error:.3g}")
+    return error
 
 
 def peak_bytes(case: Case) -> int:
@@ -229,7 +186,7 @@ def peak_bytes(case: Case) -> int:
     return in_new_process(_once, case, torch.get_num_threads())[0]
 
 
-def in_new_process(work: Callable[..., Iterator[object]], *arguments: object) -> tuple[int, object]:
+def in_new_process(work: Callable[..., Iterator[Any]], *arguments: object) -> tuple[int, Any]:
     """`peak_and_figures` by a process that need not import."""
     get_context("forkserver").set_forkserver_preload(["torch", "benchmarks.tables"])
     return peak_and_figures(work, *arguments, start="forkserver")
@@ -240,19 +197,12 @@ def _once(case: Case, threads: int) -> Iterator[None]:
     ignore_known_warnings()
     warm_up(case)
     inputs = [x.requires_grad_(case.backward) for x in case.inputs()]
-    grad = _grad(inputs[0]) if case.backward else inputs[0]
+    grad = gradient_of(inputs[0]) if case.backward else inputs[0]
     give_back_freed()
     yield
     out = call_of(case, inputs)()
     if case.backward:
         torch.autograd.grad(out, inputs, grad)
-
-
-def give_back_freed() -> None:
-    """Gives the system what was freed but is held by the allocator, which a peak would not show."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def warm_up(case: Case) -> None:
@@ -268,9 +218,3 @@ def ignore_known_warnings() -> None:
     """Keeps to itself what torch says of the peers that are slow here; their rows say it too."""
     for known in ("flex_attention called without torch.compile", "Sparse CSR tensor support"):
         warnings.filterwarnings("ignore", message=known)
-
-
-def available_bytes() -> int:
-    """Memory that a process could still take on this machine."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))

@@ -1,8 +1,6 @@
 """What a call costs beside its arithmetic: dispatches, layouts and their cache, choosing."""
 
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -17,8 +15,9 @@ from sparsering.patterns.positions import Causal, Full, LongNet, SlidingWindow
 from sparsering.patterns.selected import SelectedBlocks
 from sparsering.selection import BlockScorer, block_mass, select_blocks, selection_loss
 
+from ..measure import Budget, Row, milliseconds
 from .comparison import FOUNDING
-from .measured import DENSE, Budget, Case, Row, call_of, own_backend, rows_of
+from .measured import DENSE, Case, call_of, own_backend, rows_of
 
 
 def launches(quick: bool, budget: Budget) -> list[Row]:
@@ -91,11 +90,11 @@ def layouts(quick: bool, budget: Budget) -> list[Row]:
             cold, first = [], []
             for _ in range(3):
                 layout_cache.clear()
-                cold.append(_ms(partial(
+                cold.append(milliseconds(partial(
                     case.pattern.layout, tokens, num_heads=heads, block_size=case.block_size or 64
                 )))  # fmt: skip
                 layout_cache.clear()
-                first.append(_ms(call))
+                first.append(milliseconds(call))
             row["layout_ms"], row["first_ms"] = statistics.median(cold), statistics.median(first)
             row["layout_bytes"] = layout_cache.info().bytes
         rows += found
@@ -120,12 +119,6 @@ def _hits(quick: bool, budget: Budget) -> list[Row]:
     name = f"{calls} calls in turn over 3 patterns"
     return [{**row, "call": name, "calls": calls, "built": info.misses,
              "hit_rate": 1 - info.misses / calls}]  # fmt: skip
-
-
-def _ms(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return (time.perf_counter() - begin) * 1e3
 
 
 def chosen(quick: bool, budget: Budget) -> list[Row]:

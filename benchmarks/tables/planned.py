@@ -8,7 +8,7 @@ from sparsering.patterns.blocks import RandomBlocks
 from sparsering.patterns.positions import Full, LongNet
 from sparsering.planner.estimate import estimate
 
-from .measured import Row
+from ..measure import Row
 
 MACHINES = ("H100 SXM", "H200", "A100 80GB", "RTX 4090", "L4")
 HEADS, WIDTH, STEP = 8, 64, 4096

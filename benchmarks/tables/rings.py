@@ -1,22 +1,28 @@
 """The ring against the number of ranks: processes on this machine, and plans beyond them."""
 
-import statistics
-import tempfile
 import time
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sparsering.distributed import RingPlan, last_traffic, ring_attention, shard, unshard
 from sparsering.patterns.positions import Causal, LongNet
 
-from ..comparisons.cases import inputs_of
-from ..measure import memory, of_slowest, restart_peak, sampled_error
-from .measured import Budget, Case, Row, give_back_freed, left_out
+from ..measure import (
+    Budget,
+    Row,
+    give_back_freed,
+    inputs_of,
+    interleaved_times,
+    of_ranks,
+    of_slowest,
+    peak_of,
+    sampled_error,
+    slowest_milliseconds,
+    spread_of,
+)
+from .measured import Case, left_out
 
 HEADS, WIDTH = 8, 64
 PLANNED = (8, 16, 64, 256)
@@ -39,7 +45,7 @@ def rings(quick: bool, budget: Budget) -> list[Row]:
             case = Case(f"{world} ranks", pattern, tokens, heads=HEADS)
             rows.append({**left_out(case, "no time left"), "ranks": world})
             continue
-        rows.append(_measured(world, tokens))
+        rows.append(of_ranks(_measured, world, tokens, start="forkserver"))
         took = time.perf_counter() - begin
     for length in (tokens, tokens << 3):
         for world in PLANNED[: 1 if quick else None]:
@@ -47,33 +53,8 @@ def rings(quick: bool, budget: Budget) -> list[Row]:
     return rows
 
 
-def _measured(world: int, tokens: int) -> Row:
-    """A row of `world` processes. Raises where one fails, or the result is wrong."""
-    context = get_context("forkserver")
-    receive, send = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"file://{Path(folder) / 'meet'}"
-        processes = [
-            context.Process(target=_rank, args=(rank, world, tokens, address, send))
-            for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-        send.close()
-        try:
-            row: Row = receive.recv()
-        except EOFError:
-            raise RuntimeError(f"a ring of {world} failed; its processes say why") from None
-        finally:
-            for process in processes:
-                process.join()
-    return row
-
-
-def _rank(rank: int, world: int, tokens: int, address: str, send: Connection) -> None:
-    torch.set_num_threads(1)
-    if world > 1:
-        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+def _measured(rank: int, world: int, tokens: int) -> Row:
+    """The row of a ring, on its rank 0. Raises where the result is wrong."""
     pattern = pattern_of(tokens)
     plan = RingPlan.build(pattern, tokens, world, num_heads=HEADS, sharding="auto")
     whole = inputs_of(HEADS, tokens, WIDTH, torch.float32)
@@ -88,36 +69,25 @@ def _rank(rank: int, world: int, tokens: int, address: str, send: Connection) ->
 
     of_slowest(0.0, world)
     give_back_freed()
-    before = restart_peak()
-    out = call()
-    peak = of_slowest(memory("VmHWM") - before, world)
+    outs: list[torch.Tensor] = []
+    peak = of_slowest(peak_of(lambda: outs.append(call())), world)
     received = of_slowest(last_traffic().received_bytes, world)
-    complete = unshard(out, sharding=plan.sharding)
+    complete = unshard(outs.pop(), sharding=plan.sharding)
     error = 0.0
     if rank == 0:
         error = sampled_error(complete, whole[0], whole[1], whole[2], pattern, rows=8)
         whole.clear()
     del complete
-    times = []
-    for _ in range(3):
-        of_slowest(0.0, world)
-        begin = time.perf_counter()
-        call()
-        times.append(of_slowest(time.perf_counter() - begin, world) * 1e3)
-    if rank == 0:
-        send.send({
-            "call": f"{world} ranks" if world > 1 else "1 rank", "known": "measured",
-            "ranks": world,
-            "pattern": str(pattern), "tokens": tokens, "heads": HEADS, "head_dim": WIDTH,
-            "dtype": "float32", "sharding": plan.sharding,
-            "density": float(plan.loads.sum()) / HEADS / tokens**2, "error": error,
-            "ms": statistics.median(times), "least_ms": min(times), "most_ms": max(times),
-            "rounds": len(times), "peak_bytes": int(peak), "received_bytes": int(received),
-            "load_max_over_mean": float(plan.loads.max() / plan.loads.mean()),
-        })  # fmt: skip
-    if world > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+    timed = partial(slowest_milliseconds, world=world)
+    times = interleaved_times({"": call}, 3, clock=timed, warm=True)[""]
+    return {
+        "call": f"{world} ranks" if world > 1 else "1 rank", "known": "measured",
+        "ranks": world, "pattern": str(pattern), "tokens": tokens, "heads": HEADS,
+        "head_dim": WIDTH, "dtype": "float32", "sharding": plan.sharding,
+        "density": float(plan.loads.sum()) / HEADS / tokens**2, "error": error,
+        **spread_of(times), "peak_bytes": int(peak), "received_bytes": int(received),
+        "load_max_over_mean": float(plan.loads.max() / plan.loads.mean()),
+    }  # fmt: skip
 
 
 def _planned(world: int, tokens: int) -> Row:

@@ -5,8 +5,6 @@ from importlib import import_module
 import pytest
 import torch
 
-from benchmarks.measure import peak_and_figures
-
 bench = import_module("benchmarks.comparisons.gigapath")  # whose name in the package is a function
 
 
@@ -39,7 +37,7 @@ def test_rows_have_times_and_peaks():
 
 
 def test_training_that_does_not_fit_is_left_out(monkeypatch):
-    monkeypatch.setattr(bench, "_available", lambda: 10**9)
+    monkeypatch.setattr(bench, "available_bytes", lambda: 10**9)
     asked = []
 
     def measured(work, tiles, layers, threads, trains, rows):
@@ -50,14 +48,3 @@ def test_training_that_does_not_fit_is_left_out(monkeypatch):
     assert bench._row(10_000, 12)["training_ms"] is None and asked == [False]
     assert bench._row(10, 1)["training_ms"] == 1.0 and asked == [False, False, True]
     assert bench._row(10_001, 1)["training_ms"] is None and asked[3:] == [False]
-
-
-def fails():
-    yield None
-    raise ValueError("no")
-
-
-@pytest.mark.slow
-def test_work_that_fails_is_told():
-    with pytest.raises(RuntimeError, match="fails"):
-        peak_and_figures(fails)

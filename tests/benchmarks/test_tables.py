@@ -8,9 +8,10 @@ import torch
 import sparsering as sr
 from benchmarks import tables
 from benchmarks.__main__ import main
+from benchmarks.measure import Budget
 from benchmarks.report.page import TITLES
-from benchmarks.tables import TABLES, Budget, measure_tables
-from benchmarks.tables.measured import DENSE, Case, peak_bytes, rows_of, timed
+from benchmarks.tables import TABLES, measure_tables
+from benchmarks.tables.measured import DENSE, Case, peak_bytes, rows_of
 
 FIGURES = ("density", "error", "ms", "least_ms", "most_ms", "peak_bytes")
 
@@ -85,12 +86,6 @@ def test_gradients_that_are_wrong_are_no_row(monkeypatch):
     monkeypatch.setattr(tables.measured, "call_of", halved)
     with pytest.raises(RuntimeError, match="the timed gradients are wrong"):
         rows_of([Case("own", sr.Causal(), 64, heads=1, backward=True)], 0.01)
-
-
-def test_as_many_rounds_as_the_seconds_allow():
-    calls = {"a": lambda: None, "b": lambda: None}
-    assert [len(x) for x in timed(calls, 0, least=2).values()] == [2, 2]
-    assert [len(x) for x in timed(calls, 60, most=7).values()] == [7, 7]
 
 
 def test_a_failed_table_is_recorded_and_tried_again_and_a_whole_one_is_kept(monkeypatch, tmp_path):
