@@ -358,7 +358,10 @@ def ours(
     return partial(attention, query, key, value, pattern, block_size=block, backend=backend)
 
 
-def dense(inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """Torch's own attention to all pairs."""
+def dense(inputs: Sequence[Tensor], causal: bool = False) -> Callable[[], Tensor]:
+    """Torch's own attention to all pairs, or to those of `Causal()`."""
     query, key, value = inputs
-    return lambda: F.scaled_dot_product_attention(query, key, value)
+    grouped = query.shape[1] != key.shape[1]
+    return partial(
+        F.scaled_dot_product_attention, query, key, value, is_causal=causal, enable_gqa=grouped
+    )

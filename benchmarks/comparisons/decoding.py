@@ -97,7 +97,8 @@ def tokens_after(
             steps["dense", EVERYTHING] = _dense(in_dense)
         held: dict[str, tuple[int, int]] = {}
         watch = partial(_note_held, held, caches)
-        times, outs = _turns(steps, sequences, first, pages, watch=watch)
+        each = partial(sequences.tokens, count=1)
+        times, outs = token_turns(steps, each, range(first, length), PAGE, watch)
         for (backend, name), taken in times.items():
             pattern, out, start = patterns[name], torch.cat(outs[backend, name], 2), first + PAGE
             if backend == FIXED:
@@ -143,7 +144,11 @@ def of_many_lengths(
         return torch.cat([c.attend(*(x[i : i + 1] for x in tokens)) for i, c in enumerate(alone)])
 
     steps: dict[str, Step] = {"one cache": _cached(together), "a cache each": each}
-    times, outs = _turns(steps, sequences, 0, pages, lengths)
+
+    def tokens_at(position: int) -> tuple[Tensor, ...]:
+        return sequences.tokens([length + position for length in lengths], 1)
+
+    times, outs = token_turns(steps, tokens_at, range((pages + 1) * PAGE), PAGE)
     held = {"one cache": together.nbytes, "a cache each": sum(cache.nbytes for cache in alone)}
     mean = statistics.fmean(times["a cache each"])
     return [
@@ -281,26 +286,25 @@ def _dense(everything: Sequence[Tensor]) -> Step:
     return step
 
 
-def _turns(
+def token_turns(
     steps: Mapping[Name, Step],
-    sequences: _Sequences,
-    first: int,
-    pages: int,
-    starts: Sequence[int] = (0,),
+    tokens_at: Callable[[int], Sequence[Tensor]],
+    positions: range,
+    untimed: int,
     watch: Callable[[int], None] = lambda position: None,
 ) -> tuple[dict[Name, list[float]], dict[Name, list[Tensor]]]:
-    """Milliseconds and outputs of steps in turn, token by token: an untimed page, then `pages`.
+    """Milliseconds and outputs of steps in turn, token by token, after some untimed tokens.
 
-    `first` counts from `starts` of each entry; `watch` sees the position after each token.
+    `tokens_at` gives query, key and value of a position; `watch` sees it after each token.
     """
     times: dict[Name, list[float]] = {name: [] for name in steps}
     outs: dict[Name, list[Tensor]] = {name: [] for name in steps}
-    for position in range(first, first + (pages + 1) * PAGE):
-        tokens = sequences.tokens([start + position for start in starts], 1)
+    for position in positions:
+        tokens = tokens_at(position)
         for name, step in steps.items():
             begin = time.perf_counter()
             out = step(position, tokens)
-            if position >= first + PAGE:
+            if position >= positions.start + untimed:
                 times[name].append((time.perf_counter() - begin) * 1e3)
                 outs[name].append(out)
         watch(position)

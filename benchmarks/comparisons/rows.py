@@ -6,8 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
 from sparsering.kernels.cpu import backward, forward
@@ -19,6 +17,7 @@ from sparsering.patterns.positions import Causal
 from sparsering.patterns.selected import SelectedBlocks
 
 from ..measure import Row, gradient_of, inputs_of, interleaved_times, sampled_error
+from .cases import dense
 
 HEADS, KV_HEADS, WIDTH, BLOCK, CHOSEN = 8, 2, 64, 64, 16
 _LONGEST_UNION = 16384  # whose bitmaps, of each pair of tiles its own, still fit
@@ -103,7 +102,7 @@ def _rows(length: int, share: float, dtype: torch.dtype, quick: bool) -> list[Ro
         calls[f"{name}: forward"] = partial(forward, x)
         calls[f"{name}: backward"] = partial(backward, x, *results[name], grad, zeros)
     if length <= _LONGEST_UNION:
-        calls["dense SDPA: forward"] = partial(_dense, query, key, value)
+        calls["dense SDPA: forward"] = peer = dense((query, key, value), causal=True)
     times = interleaved_times(calls, 2 if quick or length > 30000 else 4)
     told: list[Row] = []
     for name, x in problems.items():
@@ -123,10 +122,7 @@ def _rows(length: int, share: float, dtype: torch.dtype, quick: bool) -> list[Ro
             {
                 "call": "dense SDPA", "tokens": length, "dtype": str(dtype)[6:], "shared": share,
                 "forward_ms": statistics.median(of_call), "forward_least": min(of_call),
+                "error": sampled_error(peer(), query, key, value, Causal()),
             }
         )  # fmt: skip
     return told
-
-
-def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)

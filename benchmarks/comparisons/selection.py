@@ -1,13 +1,11 @@
 """What choosing costs: scores, selection and attention as one call, beside dense attention."""
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from sparsering.decoding import KVCache, SelectedCache
 from sparsering.functional import attention
@@ -17,6 +15,8 @@ from sparsering.patterns.selected import SelectedBlocks, selections_of
 from sparsering.selection import block_scores, select_blocks
 
 from ..measure import Row, gradient_of, inputs_of, interleaved_times, sampled_error
+from .cases import dense
+from .decoding import Step, token_turns
 
 HEADS, KV_HEADS, WIDTH, BLOCK, CHOSEN = 8, 2, 64, 64, 16
 
@@ -97,9 +97,7 @@ def _rows(length: int, dtype: torch.dtype, alike: bool, backward: bool, rounds: 
     grad = gradient_of(query)
     patterns: dict[str, Pattern] = {"dense SDPA": Causal(), "Causal()": Causal()}
     calls: dict[str, Callable[[], Tensor]] = {
-        "dense SDPA": lambda: scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=True
-        ),
+        "dense SDPA": dense(leaves, causal=True),
         "Causal()": lambda: attention(query, key, value, Causal()),
     }
     parts: dict[str, Callable[[], Tensor]] = {}
@@ -188,24 +186,33 @@ def selection_decoding(quick: bool) -> list[Row]:
     with torch.no_grad():
         for cache in caches.values():
             cache.load(key[:, :, :length], value[:, :, :length])
-        times: dict[str, list[float]] = {name: [] for name in ("dense SDPA", *caches)}
-        for place in range(length, total):
-            token = [x[:, :, place : place + 1] for x in (query, key, value)]
-            keys, values = (x[:, :, : place + 1] for x in (key, value))
-            dense = partial(scaled_dot_product_attention, token[0], keys, values, enable_gqa=True)
-            calls = {name: partial(cache.attend, *token) for name, cache in caches.items()}
-            for name, call in {"dense SDPA": dense, **calls}.items():
-                begin = time.perf_counter()
-                call()
-                if place >= length + steps:
-                    times[name].append((time.perf_counter() - begin) * 1e3)
+
+        def tokens_at(place: int) -> list[Tensor]:
+            return [x[:, :, place : place + 1] for x in (query, key, value)]
+
+        def of_all(place: int, token: Sequence[Tensor]) -> Tensor:
+            return dense((token[0], *(x[:, :, : place + 1] for x in (key, value))))()
+
+        turns: dict[str, Step] = {"dense SDPA": of_all}
+        turns |= {name: partial(_attended, cache) for name, cache in caches.items()}
+        times, outs = token_turns(turns, tokens_at, range(length, total), untimed=steps)
     median = {name: statistics.median(each) for name, each in times.items()}
+    timed = query[:, :, -steps:]
+    errors = {
+        name: sampled_error(torch.cat(outs[name], 2), timed, key, value, Causal(), rows=8)
+        for name in times
+        if name != "SelectedCache"  # which attends to what its own scores say
+    }
     return [
         {
             "call": name, "keys": length, "heads": HEADS, "kv_heads": KV_HEADS, "blocks": chosen,
             "block": BLOCK, "ms": median[name], "mean_ms": statistics.fmean(each),
             "slowest_ms": max(each), "of_sdpa": median[name] / median["dense SDPA"],
-            "of_cache": median[name] / median["KVCache(Causal())"],
+            "of_cache": median[name] / median["KVCache(Causal())"], "error": errors.get(name),
         }
         for name, each in times.items()
     ]  # fmt: skip
+
+
+def _attended(cache: KVCache | SelectedCache, _: int, token: Sequence[Tensor]) -> Tensor:
+    return cache.attend(*token)

@@ -8,7 +8,6 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparsering.dispatch import BACKENDS
@@ -18,6 +17,7 @@ from sparsering.patterns.positions import Causal, Full
 from sparsering.patterns.selected import SelectedBlocks
 from sparsering.selection import BlockScorer, block_scores, select_blocks
 
+from ..comparisons.cases import dense
 from ..measure import (
     Row,
     distance_of,
@@ -116,8 +116,7 @@ def call_of(case: Case, inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
     """The forward call of a case on its inputs."""
     query, key, value = inputs
     if case.backend == DENSE:
-        causal = case.pattern == Causal()
-        return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        return dense(inputs, causal=case.pattern == Causal())
     if case.chooses is None:
         return lambda: attention(
             query, key, value, case.pattern, block_size=case.block_size, backend=case.backend
