@@ -99,16 +99,16 @@ lint: $(STAMP) ## ruff and clang-format (check and format), mypy, lines per modu
 	$(BIN)/python tools/line_budget.py
 
 bench: $(STAMP) ## measure the operator against dense SDPA and FlexAttention; writes a record
-	$(BIN)/sparsering bench --out benchmarks/records
+	$(BIN)/python -m benchmarks bench --out benchmarks/records
 
 # Two processes, of one torch thread each; what a part has found in runs/selection is not run again.
 bench-selection: $(STAMP) ## train small networks that must choose keys by content; writes records
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.selection.run --out benchmarks/records --jobs 2
 	$(BIN)/python -m benchmarks.selection.pictures --records benchmarks/records --out docs
 
-# What is in runs/report already is measured again: `sparsering report --resume` goes on instead.
+# What is in runs/report already is measured again: `python -m benchmarks report --resume` goes on instead.
 report: $(STAMP) ## run the prior documents' tables again, in under 10 minutes; writes runs/report/index.html
-	$(BIN)/sparsering report --out runs/report
+	$(BIN)/python -m benchmarks report --out runs/report
 
 dist: $(STAMP) ## build sdist and wheel into dist/, and check their metadata and content
 	rm -rf dist
@@ -121,4 +121,4 @@ check-dist: dist ## run the wheel in a clean environment, without a compiler and
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find sparsering tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find sparsering benchmarks tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

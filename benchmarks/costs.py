@@ -13,13 +13,13 @@ and what an allocator keeps would be measured, and those that are told to take m
 """
 
 import argparse
-import ctypes
 import json
 import math
 import os
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row, memory, restart_peak, write_record
 from sparsering.files import replace_file
+
+from .measure import Row, give_back_freed, peak_extra_bytes, write_record
 
 CASES, SEED = 60, 16
 LEAST_BYTES, MOST_SECONDS = 32 << 20, 1.0
@@ -131,24 +132,15 @@ def inputs_of(case: dict[str, Any]) -> list[Tensor]:
 
 def peak_bytes(case: dict[str, Any]) -> int:
     """Peak resident memory of a fresh process, beyond what it holds before there are inputs."""
-    context = torch.multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_measure, args=(send, case))
-    process.start()
-    send.close()
-    found = int(receive.recv())
-    process.join()
-    return found
+    return peak_extra_bytes(_measured, case)
 
 
-def _measure(send: Any, case: dict[str, Any]) -> None:
+def _measured(case: dict[str, Any]) -> Iterator[None]:
     warm = {**case, "tokens": 64, "pattern": "Causal()", "batch_size": 2}
     call(warm, inputs_of(warm))
-    ctypes.CDLL(None).malloc_trim(0)
-    before = restart_peak()
-    result = call(case, inputs_of(case))
-    send.send(memory("VmHWM") - before)
-    del result
+    give_back_freed()
+    yield
+    call(case, inputs_of(case))
 
 
 def median_seconds(case: dict[str, Any]) -> float | None:
@@ -199,7 +191,7 @@ def row_of(case: dict[str, Any], measured: dict[str, float]) -> Row:
 def summary(rows: list[Row]) -> Row:
     """How many of the cases are told within the floors."""
     peaks, seconds = (
-        torch.tensor([float(str(row[name])) for row in rows], dtype=torch.float64)
+        torch.tensor([row[name] for row in rows], dtype=torch.float64)
         for name in ("told_over_peak", "told_over_seconds")
     )
     return {

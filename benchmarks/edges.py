@@ -13,10 +13,10 @@ room that is never touched counts. That is why the planner leaves a part of a me
 """
 
 import argparse
-import ctypes
 import math
 import os
-import resource
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +24,17 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row, memory, sampled_error, write_record
 from sparsering.planner.batch import longest_sequence
 from sparsering.planner.sizes import parse_bytes
+
+from .measure import (
+    Row,
+    give_back_freed,
+    peak_and_figures,
+    sampled_error,
+    within_memory,
+    write_record,
+)
 
 BEYOND = 1.15
 
@@ -82,37 +90,27 @@ def beyond(case: Case, edge: int) -> int:
 
 def run_within(case: Case, size: int, backward: bool) -> tuple[str, float]:
     """("fits", error) of a call under the memory limit, or ("too large", what the process said)."""
-    context = torch.multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(send, case, size, backward))
-    process.start()
-    send.close()
     try:
-        found: tuple[str, float] = receive.recv()
-    except EOFError:  # killed where C++ found no memory
-        found = ("too large", math.nan)
-    process.join()
-    return found
+        error = peak_and_figures(_attended, case, size, backward)[1]
+    except RuntimeError:  # killed where C++ found no memory
+        error = None
+    return ("too large", math.nan) if error is None else ("fits", error)
 
 
-def _run(send: Any, case: Case, size: int, backward: bool) -> None:
+def _attended(case: Case, size: int, backward: bool) -> Iterator[float | None]:
+    """Yields before and after the call, and then its error, None where memory was too little."""
     batch, tokens = (size, case.tokens) if case.tokens is not None else (1, size)
     _call(case._replace(pattern="Causal()"), 2, 64, backward)  # threads and buffers of their own
-    ctypes.CDLL(None).malloc_trim(0)
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = memory("VmData") + parse_bytes(case.memory)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-    try:
-        query, key, value, out = _call(case, batch, tokens, backward)
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "memory" not in str(error):
-            raise
-        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-        send.send(("too large", math.nan))
+    give_back_freed()
+    yield None
+    limit = parse_bytes(case.memory)
+    found = within_memory(limit, partial(_call, case, batch, tokens, backward))
+    yield None
+    if found is None:
+        yield None
         return
-    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-    tensors = (x[:1].detach() for x in (out, query, key, value))
-    send.send(("fits", sampled_error(*tensors, sr.parse(case.pattern), rows=4)))
+    query, key, value, out = (x[:1].detach() for x in found)
+    yield sampled_error(out, query, key, value, sr.parse(case.pattern), rows=4)
 
 
 def _call(case: Case, batch: int, tokens: int, backward: bool) -> tuple[Tensor, ...]:

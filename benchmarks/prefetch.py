@@ -16,23 +16,33 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row, interleaved, of_slowest, sampled_error, write_record
 from sparsering.distributed import RingPlan, prefetch, ring_attention, shard, unshard
 from sparsering.distributed.exchange import Exchange
+
+from .measure import (
+    Row,
+    inputs_of,
+    interleaved,
+    interleaved_times,
+    milliseconds,
+    of_ranks,
+    of_slowest,
+    sampled_error,
+    write_record,
+)
 
 HEADS, WIDTH = 4, 64
 STEPS = 3  # of a run
@@ -94,6 +104,12 @@ def run(
     return (time.perf_counter() - begin) * 1e3 / (len(patterns) - 1)
 
 
+def in_turns(of_method: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of the methods in each round, each by its own clock."""
+    runs = {method: partial(of_method, method) for method in METHODS}
+    return interleaved_times(runs, rounds, clock=lambda run: run(), warm=True)
+
+
 def alone(name: str, threads: int, rounds: int) -> list[Row]:
     """A case in this process, by every method."""
     torch.set_num_threads(threads)
@@ -107,12 +123,10 @@ def alone(name: str, threads: int, rounds: int) -> list[Row]:
     def ahead(pattern: sr.Pattern) -> Future[Any]:
         return sr.layout_cache.prefetch(pattern, tokens, num_heads=HEADS, num_kv_heads=2)
 
-    times: dict[str, list[float]] = {method: [] for method in METHODS}
-    for _ in range(rounds):
-        for method in METHODS:
-            times[method].append(
-                run(method, list(itertools.islice(patterns, STEPS + 1)), step, ahead)
-            )
+    def of_method(method: str) -> float:
+        return run(method, list(itertools.islice(patterns, STEPS + 1)), step, ahead)
+
+    times = in_turns(of_method, rounds)
     pattern = next(patterns)
     begin = time.perf_counter()
     layout = ahead(pattern).result()
@@ -159,20 +173,12 @@ def cores(rounds: int) -> Row:
 
 def inputs(tokens: int) -> list[Tensor]:
     """Query, key and value of a whole sequence, of 4 heads on 2."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, heads, tokens, WIDTH, generator=generator) for heads in (HEADS, 2, 2)]
+    return inputs_of(HEADS, tokens, WIDTH, kv_heads=2)
 
 
-def of_ranks(rank: int, address: str, results: Any, rounds: int) -> None:
-    """A process of a ring of two; rank 0 sends rows."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    for name in RINGS:
-        rows = ring(name, rounds)
-        if rank == 0:
-            results.put(rows)
-    dist.barrier()
-    dist.destroy_process_group()
+def rings(rank: int, world: int, rounds: int) -> list[Row]:
+    """What a ring of two processes measures."""
+    return [row for name in RINGS for row in ring(name, rounds)]
 
 
 def ring(name: str, rounds: int) -> list[Row]:
@@ -188,17 +194,15 @@ def ring(name: str, rounds: int) -> list[Row]:
     def ahead(pattern: sr.Pattern) -> Future[Any]:
         return prefetch(pattern, tokens, **heads)
 
-    times: dict[str, list[float]] = {method: [] for method in METHODS}
-    for _ in range(rounds):
-        for method in METHODS:
-            some = list(itertools.islice(patterns, STEPS + 1))
-            dist.barrier()
-            times[method].append(of_slowest(run(method, some, step, ahead), 2))
+    def of_method(method: str) -> float:
+        some = list(itertools.islice(patterns, STEPS + 1))
+        dist.barrier()
+        return of_slowest(run(method, some, step, ahead), 2)
+
+    times = in_turns(of_method, rounds)
     agreeing = agreement(100)
     pattern = next(patterns)
-    begin = time.perf_counter()
-    RingPlan.build(pattern, tokens, 2, **heads, block_size=128)
-    planned = (time.perf_counter() - begin) * 1e3
+    planned = milliseconds(partial(RingPlan.build, pattern, tokens, 2, **heads, block_size=128))
     begin = time.perf_counter()
     plan = ahead(pattern).result()
     laid = (time.perf_counter() - begin) * 1e3
@@ -218,21 +222,8 @@ def agreement(times: int) -> float:
     exchange, found = Exchange(dist.group.WORLD, None), []
     for number in range(times):
         dist.barrier()
-        begin = time.perf_counter()
-        exchange.agree([number, 0, 0, 0])
-        found.append((time.perf_counter() - begin) * 1e3)
+        found.append(milliseconds(partial(exchange.agree, [number, 0, 0, 0])))
     return of_slowest(statistics.median(found), 2)
-
-
-def spawned(rounds: int) -> list[Row]:
-    """What a ring of two processes measures."""
-    with tempfile.TemporaryDirectory() as folder:
-        results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(of_ranks, (f"file://{folder}/rendezvous", results, rounds), nprocs=2)
-    rows: list[Row] = []
-    while not results.empty():
-        rows += results.get()
-    return rows
 
 
 def main() -> int:
@@ -252,7 +243,7 @@ def main() -> int:
         for threads in arguments.threads if name in arguments.only else ():
             rows += alone(name, threads, arguments.rounds)
     if "ring" in arguments.only:
-        rows += spawned(arguments.rounds)
+        rows += of_ranks(rings, 2, arguments.rounds)
     write_record(arguments.out, "prefetch", rows)
     return 0
 

@@ -13,32 +13,36 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import (
-    Row,
-    memory,
-    of_slowest,
-    restart_peak,
-    sampled_error,
-    write_record,
-)
 from sparsering.distributed import RingPlan, ring_attention, shard, unshard
 from sparsering.distributed import rank as rank_module
 from sparsering.distributed.needs import Runs
 from sparsering.distributed.sharding import chunk_owners, num_tokens
+
+from .measure import (
+    Row,
+    distance_of,
+    gradient_of,
+    inputs_of,
+    interleaved_times,
+    of_ranks,
+    of_slowest,
+    peak_of,
+    sampled_error,
+    slowest_milliseconds,
+    write_record,
+)
 
 TOKENS, HEADS, WIDTH = 16384, 4, 64
 SHARD = 4096  # tokens of a rank, where memory is compared
@@ -132,8 +136,8 @@ def methods(pattern: sr.Pattern, plan: RingPlan, rank: int) -> dict[str, Call]:
 
 def inputs(tokens: int) -> list[Tensor]:
     """Query, key, value and the gradient of the output, of the whole sequence."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, HEADS, tokens, WIDTH, generator=generator) for _ in range(4)]
+    whole = inputs_of(HEADS, tokens, WIDTH)
+    return [*whole, gradient_of(whole[0])]
 
 
 def measured(rank: int, world: int, name: str, rounds: int) -> list[Row]:
@@ -150,19 +154,15 @@ def measured(rank: int, world: int, name: str, rounds: int) -> list[Row]:
         whole_results = [unshard(x, sharding=plan.sharding) for x in results]
         errors = errors_of(whole_results, whole, pattern) if rank == 0 else (0.0, 0.0)
         of_methods[method] = (moved, errors)
-    times: dict[str, list[float]] = {method: [] for method in calls}
-    for _ in range(rounds):
-        for method, call in calls.items():
-            barrier(world)
-            begin = time.perf_counter()
-            call(own[:3], own[3])
-            times[method].append(of_slowest(time.perf_counter() - begin, world))
+    timed = {method: partial(call, own[:3], own[3]) for method, call in calls.items()}
+    clock = partial(slowest_milliseconds, world=world)
+    times = interleaved_times(timed, rounds, clock=clock, warm=True)
     loads = [plan.load(r) for r in range(world)]
     return [
         {
             "pattern": name, "ranks": world, "sharding": plan.sharding, "tokens": TOKENS,
             "method": method, "density": sum(loads) / (HEADS * TOKENS**2),
-            "ms": statistics.median(times[method]) * 1e3,
+            "ms": statistics.median(times[method]),
             "received_mb_forward": moved[0] / 1e6, "received_mb_backward": moved[1] / 1e6,
             "error": errors[0], "gradient_error": errors[1],
             "load_max_over_mean": max(loads) * world / sum(loads),
@@ -191,19 +191,10 @@ def errors_of(
     error = sampled_error(out, query, key, value, pattern)
     leaves = [x.detach().requires_grad_() for x in whole[:3]]
     expected = torch.autograd.grad(sr.attention(*leaves, pattern), leaves, grad)
-    off = max(
-        float((a - b).abs().max() / b.abs().max()) for a, b in zip(grads, expected, strict=True)
-    )
-    if off > 1e-4:
+    off = distance_of(grads, expected)
+    if not off <= 1e-4:
         raise RuntimeError(f"the timed gradients are wrong: {off:.3g}")
     return error, off
-
-
-def peak_of(call: Callable[[], object]) -> int:
-    """Peak resident bytes of a call beyond what there was."""
-    before = restart_peak()
-    call()
-    return memory("VmHWM") - before
 
 
 def memory_of_shards(rank: int, world: int, name: str) -> list[Row]:
@@ -216,8 +207,8 @@ def memory_of_shards(rank: int, world: int, name: str) -> list[Row]:
     rows: list[Row] = []
     for method, call in methods(pattern, plan, rank).items():
         call(own[:3], own[3])  # layouts are made and kept
-        barrier(world)
-        peak = of_slowest(peak_of(lambda c=call: c(own[:3], own[3])), world)  # type: ignore[misc]
+        of_slowest(0.0, world)
+        peak = of_slowest(peak_of(partial(call, own[:3], own[3])), world)
         rows.append(
             {
                 "pattern": name, "ranks": world, "tokens_per_rank": SHARD, "method": method,
@@ -225,12 +216,6 @@ def memory_of_shards(rank: int, world: int, name: str) -> list[Row]:
             }
         )  # fmt: skip
     return rows
-
-
-def barrier(world: int) -> None:
-    """Waits for all ranks."""
-    if world > 1:
-        dist.barrier()
 
 
 def plans() -> list[Row]:
@@ -313,32 +298,15 @@ def plot(times: list[Row], memories: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def work(rank: int, world: int, address: str, results: Any, rounds: int) -> None:
-    """A process of a measured part (of memory: 0 rounds); rank 0 sends rows."""
-    torch.set_num_threads(1)
-    if world > 1:
-        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+def work(rank: int, world: int, rounds: int) -> list[Row]:
+    """A measured part (of memory: 0 rounds), in a process of each rank."""
+    rows: list[Row] = []
     for name in patterns(TOKENS, TOKENS):
         if rounds:
-            rows = measured(rank, world, name, rounds)
+            rows += measured(rank, world, name, rounds)
         else:
-            rows = memory_of_shards(rank, world, name)
-        if rank == 0:
-            results.put(rows)
+            rows += memory_of_shards(rank, world, name)
         sr.layout_cache.clear()
-    if world > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def spawned(world: int, rounds: int) -> list[Row]:
-    """What `world` processes measure."""
-    with tempfile.TemporaryDirectory() as folder:
-        results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(work, (world, f"file://{folder}/rendezvous", results, rounds), nprocs=world)
-    rows: list[Row] = []
-    while not results.empty():
-        rows += results.get()
     return rows
 
 
@@ -352,11 +320,11 @@ def main() -> int:
     if arguments.plans_only:
         write_record(arguments.out, "ring-plans", plans())
         return 0
-    times = [row for world in WORLDS for row in spawned(world, arguments.rounds)]
+    times = [row for world in WORLDS for row in of_ranks(work, world, arguments.rounds)]
     write_record(arguments.out, "ring", times)
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
         os.environ[name] = "65536"  # what is freed goes back, so that peaks are those of a call
-    memories = [row for world in WORLDS[1:] for row in spawned(world, 0)]
+    memories = [row for world in WORLDS[1:] for row in of_ranks(work, world, 0)]
     write_record(arguments.out, "ring-memory", memories)
     write_record(arguments.out, "ring-plans", plans())
     plot(times, memories, arguments.out / "ring.png")

@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsering as sr
-from sparsering.bench.measure import Row, memory, write_record
 from sparsering.selection import block_scores, select_blocks
+
+from .measure import Row, memory, write_record
 
 STEPS, EVERY = 1000, 50
 LIMIT = 2 << 20  # of the layout cache
@@ -145,7 +146,7 @@ def trend(rows: list[Row], figure: str, first: int) -> tuple[float, float]:
 
     Least squares, the remainders taken to be independent.
     """
-    points = [(float(r["step"]), float(r[figure])) for r in rows if int(r["step"]) > first]  # type: ignore[arg-type, call-overload]
+    points = [(float(r["step"]), r[figure]) for r in rows if r["step"] > first]
     x, y = torch.tensor(points, dtype=torch.float64).T / torch.tensor([[1000.0], [1.0]])
     off = x - x.mean()
     slope = (off * y).sum() / off.square().sum()

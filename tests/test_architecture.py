@@ -46,10 +46,7 @@ ROOMS = {
     "integrations": "nn functional selection decoding checks patterns numerics",
     "planner": "cost dispatch distributed checks layouts patterns numerics",
     "plots": "planner layouts patterns",
-    "report": "plots planner distributed patterns",
-    "bench": "plots report planner integrations models nn selection decoding functional extras "
-    "distributed dispatch cost kernels layouts patterns numerics files",
-    "training": "distributed models nn plots report layouts patterns files",
+    "training": "distributed models nn plots layouts patterns files",
     "cli": "",  # the command line takes what a command needs
 }
 ANYTHING = ("cli", "__init__", "__main__")
@@ -64,8 +61,8 @@ EXCEPTIONS = {
 # Backends never import one another, nor does a file another's neighbours in a folder below.
 KERNELS = ("gather", "cpu", "triton", "flex", "flash", "torch_sparse", "reference", "sdpa")
 
-OPTIONAL: dict[str, str | tuple[str, ...]] = {
-    "transformers": ("integrations/transformers", "bench/transformers"),
+OPTIONAL = {
+    "transformers": "integrations/transformers",
     "triton": "kernels/triton",
     "flash_attn": "kernels",
     "matplotlib": "plots",
@@ -133,6 +130,12 @@ def test_a_file_imports_only_from_the_rooms_of_its_row(file):
         if other in EXCEPTIONS.get(file.as_posix(), ()):
             continue
         assert room_of(other) in allowed, f"{file} imports {other}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_the_package_does_without_what_no_wheel_holds(file):
+    tops = {module.partition(".")[0] for module, _ in imports(file)}
+    assert not tops & {"benchmarks", "tests", "tools", "docs"}, file
 
 
 def test_rooms_are_listed_below_what_they_import():

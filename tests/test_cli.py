@@ -225,20 +225,13 @@ def test_generate_ends_quietly_where_nobody_reads_on(trained):
         assert process.wait(60) == 128 + 13
 
 
-def test_bench_names_the_records_that_it_wrote(tmp_path, capsys, monkeypatch):
-    seen = []
-
-    def write_records(out, quick, only):
-        seen.append((out, quick, only))
-        return [out / "layouts.json"]
-
-    monkeypatch.setattr("sparsering.bench.main", write_records)
-    assert run("bench", "--out", tmp_path, "--quick") == 0
-    assert seen == [(tmp_path, True, None)]
-    assert capsys.readouterr().out == f"Wrote {tmp_path / 'layouts.json'}\n"
-    assert run("bench", "--out", tmp_path, "--only", "layout") == 2
-    assert "--only must be one of layouts, random-blocks" in capsys.readouterr().err
-    assert seen == [(tmp_path, True, None)]
+@pytest.mark.parametrize("command", ["bench", "report"])
+def test_a_command_that_left_the_package_says_where_it_is(command, capsys):
+    with pytest.raises(SystemExit) as exit:
+        run(command, "--quick")
+    assert exit.value.code == 2
+    said = capsys.readouterr().err
+    assert f"`python -m benchmarks {command}`" in said and said.count("\n") == 1
 
 
 def test_build_prints_where_the_kernel_lies(capsys):

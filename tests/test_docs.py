@@ -1,4 +1,4 @@
-"""Every Python block in README.md and docs/ runs; every `sparsering ...` command line parses."""
+"""Every Python block in README.md and docs/ runs; every command line of ours parses."""
 
 import re
 import shlex
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+import benchmarks.__main__ as benchmarks
+from sparsering import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -19,6 +22,7 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 SHELLS = {"bash", "sh", "shell", "console"}
+PROGRAMS = {"sparsering": cli.build_parser, "python -m benchmarks": benchmarks.build_parser}
 
 
 class Block(NamedTuple):
@@ -37,16 +41,17 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-def command_lines(script: str) -> Iterator[list[str]]:
-    """The arguments of each call of `sparsering` in a shell block."""
+def command_lines(script: str, program: str = "sparsering") -> Iterator[list[str]]:
+    """The arguments of each call of a program in a shell block."""
+    words = program.split()
     for line in script.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars="&|;<>()")
         lexer.whitespace_split = True
         command: list[str] = []
         for word in [*lexer, ";"]:
             if set(word) <= set("&|;<>()"):  # the end of one simple command
-                if command and Path(command[0]).name == "sparsering":
-                    yield command[1:]
+                if command and [Path(command[0]).name, *command[1:]][: len(words)] == words:
+                    yield command[len(words) :]
                 command = []
             elif command or not re.match(r"\w+=", word):  # leave out `VARIABLE=value` in front
                 command.append(word)
@@ -64,15 +69,15 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
 @each_page
 def test_command_lines_parse(page, capsys):
-    from sparsering.cli import build_parser
-
-    for block in blocks(page.read_text(encoding="utf-8")):
-        for arguments in command_lines(block.code) if block.language in SHELLS else ():
-            try:
-                build_parser().parse_args(arguments)
-            except SystemExit as exit:
-                message = f"{page.name}, block at line {block.line}: {capsys.readouterr().err}"
-                assert not exit.code, message
+    shell = [x for x in blocks(page.read_text(encoding="utf-8")) if x.language in SHELLS]
+    for program, parser in PROGRAMS.items():
+        for block in shell:
+            for arguments in command_lines(block.code, program):
+                try:
+                    parser().parse_args(arguments)
+                except SystemExit as exit:
+                    message = f"{page.name}, block at line {block.line}: {capsys.readouterr().err}"
+                    assert not exit.code, message
 
 
 @each_page
@@ -105,7 +110,8 @@ x = 1
 # sparsering is not called here
 $ sparsering plot "Causal() & SlidingWindow(4, 0)" --length 64 \\
     --out a.png  # draws
-OMP_NUM_THREADS=2 .venv/bin/sparsering info > out.txt && sparsering bench; echo done
+OMP_NUM_THREADS=2 .venv/bin/sparsering info > out.txt && sparsering build; echo done
+.venv/bin/python -m benchmarks report --quick
 pip install sparsering
 ```
 
@@ -122,5 +128,6 @@ def test_blocks_of_a_page():
     assert list(command_lines(found[2].code)) == [
         ["plot", "Causal() & SlidingWindow(4, 0)", "--length", "64", "--out", "a.png"],
         ["info"],
-        ["bench"],
+        ["build"],
     ]
+    assert list(command_lines(found[2].code, "python -m benchmarks")) == [["report", "--quick"]]

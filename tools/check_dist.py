@@ -11,6 +11,7 @@ import argparse
 import email.parser
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -25,6 +26,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 WANTED = (
     "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md", "CITATION.cff",
     "Makefile", "tests/conftest.py", "docs/architecture.md", "tools/line_budget.py",
+    "benchmarks/measure.py",
     "benchmarks/records/window.json",
 )  # fmt: skip
 SOME_TESTS = ("tests/test_numerics.py", "tests/test_architecture.py", "tests/test_release.py")
@@ -82,6 +84,8 @@ def check_wheel(wheel: Path) -> None:
     expect(not (wanted - held), f"{wheel.name} lacks {sorted(wanted - held)}")
     foreign = {name for name in held if name.split("/")[0] not in ("sparsering", information)}
     expect(not foreign, f"{wheel.name} also holds {sorted(foreign)}")
+    apparatus = [name for name in held if re.search("/(bench|report)/", name)]
+    expect(not apparatus, f"{wheel.name} holds the library alone, but also {sorted(apparatus)}")
     expect(metadata["Version"] == VERSION, f"{wheel.name} says version {metadata['Version']}")
     needs = [x for x in metadata.get_all("Requires-Dist", []) if "extra ==" not in x]
     expect([x.split(">")[0] for x in needs] == ["torch"], f"{wheel.name} requires {needs}")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row
 from sparsering.distributed import simulate_ring
 from sparsering.models import LongNetLM
 from sparsering.nn import MultiheadAttention, SelectedAttention
 from sparsering.selection import block_scores, select_blocks
 
+from ..measure import Row
 from .correctness import DTYPES, TF32, products_of
 from .device import DEVICE, GPU, HALF, captured, inputs, sized, synchronize, waits_are_errors
 from .timing import largest, relative

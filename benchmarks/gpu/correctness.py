@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row
 
+from ..measure import Row
 from .device import DEVICE, GPU, HALF, inputs, poisoned, sized
 from .timing import largest, relative
 

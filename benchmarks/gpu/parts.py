@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from sparsering.bench.measure import Row
-
+from ..measure import Row
 from . import calls, correctness, speed, tuned
 from .device import sized
 

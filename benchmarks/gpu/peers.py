@@ -14,6 +14,7 @@ import sparsering as sr
 from sparsering.kernels import flash
 from sparsering.kernels.flex import kernel_options
 
+from ..flex import block_mask
 from .device import DEVICE, GPU, poisoned
 from .timing import Call
 
@@ -68,30 +69,12 @@ class Flex:
 
         def run() -> Tensor:
             if not made:
-                made.append(_block_mask(args, pattern, block))
+                made.append(block_mask(args[0], pattern, block))
             options = kernel_options(block, DEVICE)
             out: Tensor = self._run(*args, block_mask=made[0], kernel_options=options)
             return out
 
         return run
-
-
-def _block_mask(args: Sequence[Tensor], pattern: sr.Pattern, block: int) -> Any:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    heads, length = args[0].shape[1:3]
-    p = pattern.layout(length, num_heads=heads, block_size=block).passes[0]
-    count = torch.diff(p.row_ptr)  # [1, H, rows]
-    blocks = torch.zeros(*count.shape, length // block, dtype=torch.int32)
-    listed = torch.arange(blocks.shape[-1]) < count[..., None]
-    used = torch.arange(p.key_tile.shape[-1]) < p.num_entries[..., None]
-    blocks[listed] = p.key_tile[used]
-    nothing = torch.zeros_like(count)
-    mask = BlockMask.from_kv_blocks(
-        nothing, torch.zeros_like(blocks), count, blocks, BLOCK_SIZE=block,
-        seq_lengths=(length, length),
-    )  # fmt: skip
-    return mask.to(DEVICE)
 
 
 def flops(heads: int, pairs: float, width: int, backward: bool) -> float:

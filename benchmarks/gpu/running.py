@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 import sparsering as sr
-from sparsering.bench.measure import environment
 from sparsering.files import replace_file
 
+from ..measure import environment
 from . import bars, device, parts, tuned
 
 Record = dict[str, Any]
@@ -370,6 +370,7 @@ def sources(module: str = "") -> str:
         path for path in sorted((root / "sparsering").rglob("*"))
         if path.suffix in (".py", ".cpp", ".h")
     ]  # fmt: skip
+    files += [root / "benchmarks" / name for name in ("measure.py", "flex.py")]
     files += [Path(__file__).with_name(f"{name}.py") for name in _SHARED]
     if module:
         files.append(Path(inspect.getfile(sys.modules[module])))

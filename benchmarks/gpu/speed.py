@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row
 
+from ..measure import Row
 from .device import (
     DEVICE,
     GPU,
@@ -64,9 +64,9 @@ def ceilings() -> Iterator[Row]:
 
     calls, _ = prepared(calls, right)
     for name, time in taken(calls).items():
-        rate = {"tflops": 2 * n**3 / time.ms / 1e9} if name == "matmul" else {
-            "gb_per_s": 2 * source.nbytes / time.ms / 1e6}  # fmt: skip
-        yield {"backend": name, "dtype": str(HALF)[6:], **time._asdict(), **rate}
+        rate = {"tflops": 2 * n**3 / time["ms"] / 1e9} if name == "matmul" else {
+            "gb_per_s": 2 * source.nbytes / time["ms"] / 1e6}  # fmt: skip
+        yield {"backend": name, "dtype": str(HALF)[6:], **time, **rate}
 
 
 def main_shape(width: int, block: int) -> Iterator[Row]:
@@ -120,7 +120,7 @@ def over_blocks(
             yield {
                 "backend": name, "case": case, "dtype": str(HALF)[6:], "tokens": tokens,
                 "heads": HEADS, "head_dim": width, "block_size": block, "drawn": share,
-                "density": visited, **time._asdict(), "tflops": work / time.ms / 1e9,
+                "density": visited, **time, "tflops": work / time["ms"] / 1e9,
                 "error": errors[name],
             }  # fmt: skip
 
@@ -185,12 +185,12 @@ def founding_table() -> Iterator[Row]:
     for name, time in times.items():
         yield {"backend": name, "case": "forward", **shape,
                "density": 1.0 if name.startswith("dense") else density,
-               **time._asdict(), "error": errors[name.partition(",")[0]]}  # fmt: skip
+               **time, "error": errors[name.partition(",")[0]]}  # fmt: skip
     grad = torch.randn_like(sets[0][0])
     both = with_gradients(own[0], sets[0], grad)
     error = _sums(sets[0], grad, both(), own[0])
     yield {"backend": "ours", "case": "forward+backward", **shape, "density": density,
-           **taken({"ours": both})["ours"]._asdict(), "error": error}  # fmt: skip
+           **taken({"ours": both})["ours"], "error": error}  # fmt: skip
 
 
 def longnet() -> Iterator[Row]:
@@ -231,8 +231,8 @@ def longnet() -> Iterator[Row]:
             yield {
                 "backend": name, "case": case, "dtype": str(HALF)[6:], "tokens": tokens,
                 "heads": heads, "head_dim": width, "density": layout.density if own else 1.0,
-                **time._asdict(), "pairs": float(pairs),
-                "tflops": flops(heads, pairs, width, case != "forward") / time.ms / 1e9,
+                **time, "pairs": float(pairs),
+                "tflops": flops(heads, pairs, width, case != "forward") / time["ms"] / 1e9,
                 "error": (error if case == "forward" else sums) if own else None,
             }  # fmt: skip
 
@@ -266,7 +266,7 @@ def layouts() -> Iterator[Row]:
         pairs = float(made.num_pairs)
         time = on_the_host(partial(build, pattern), calls=1, rounds=9)
         yield {"pattern": name, "tokens": length, "heads": heads, "pairs": pairs,
-               **time._asdict()}  # fmt: skip
+               **time}  # fmt: skip
 
 
 def overhead() -> Iterator[Row]:
@@ -282,8 +282,8 @@ def overhead() -> Iterator[Row]:
     for name, peer in calls.items():
         time = on_the_host(peer)
         of_ours = None if name.startswith("dense") else error
-        yield {"backend": name, "case": "forward", "tokens": args[0].shape[2], **time._asdict(),
-               "us": time.ms * 1e3, "error": of_ours}  # fmt: skip
+        yield {"backend": name, "case": "forward", "tokens": args[0].shape[2], **time,
+               "us": time["ms"] * 1e3, "error": of_ours}  # fmt: skip
     leaves = [x.requires_grad_() for x in args]
     learning = partial(sr.attention, *leaves, pattern, backend="triton")
     grad = torch.randn_like(args[0])
@@ -292,8 +292,8 @@ def overhead() -> Iterator[Row]:
         ("forward+backward", with_gradients(learning, leaves, grad)),
     ):
         time = on_the_host(run)
-        yield {"backend": "ours", "case": case, "tokens": args[0].shape[2], **time._asdict(),
-               "us": time.ms * 1e3, "error": error}  # fmt: skip
+        yield {"backend": "ours", "case": case, "tokens": args[0].shape[2], **time,
+               "us": time["ms"] * 1e3, "error": error}  # fmt: skip
 
 
 def window() -> Iterator[Row]:
@@ -313,8 +313,8 @@ def window() -> Iterator[Row]:
         time = taken({"ours": run})["ours"]
         yield {"backend": "ours", "case": "forward+backward" if backward else "forward",
                "dtype": str(HALF)[6:], "tokens": length, "heads": heads, "head_dim": width,
-               "density": layout.density, **time._asdict(),
-               "tflops": flops(heads, layout.num_pairs, width, backward) / time.ms / 1e9,
+               "density": layout.density, **time,
+               "tflops": flops(heads, layout.num_pairs, width, backward) / time["ms"] / 1e9,
                "error": error}  # fmt: skip
 
 
@@ -332,7 +332,7 @@ def decoding() -> Iterator[Row]:
     moved = key.nbytes + value.nbytes
     for name, time in times.items():
         yield {"backend": name, "tokens": length, "heads": heads, "kv_heads": kv_heads,
-               "head_dim": width, **time._asdict(), "gb_per_s": moved / time.ms / 1e6,
+               "head_dim": width, **time, "gb_per_s": moved / time["ms"] / 1e6,
                "error": error if name.startswith("ours") else None}  # fmt: skip
     cache = sr.KVCache(sr.SlidingWindow(sized(4095, 31)), 1, kv_heads, width, num_heads=heads)
     prompt = inputs(heads, sized(8192, 64), width, kv_heads=kv_heads)
@@ -340,7 +340,7 @@ def decoding() -> Iterator[Row]:
     token = [x[:, :, :1] for x in prompt]
     time = on_the_host(lambda: (cache.attend(*token), synchronize())[0], sized(256, 2), 5)
     yield {"backend": "ours, a token of a KVCache", "tokens": cache.kept, "heads": heads,
-           "kv_heads": kv_heads, "head_dim": width, **time._asdict()}  # fmt: skip
+           "kv_heads": kv_heads, "head_dim": width, **time}  # fmt: skip
 
 
 def memory() -> Iterator[Row]:

@@ -1,17 +1,15 @@
 """Times: medians of calls that take turns, with the spread beside, and guards of what is timed."""
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row
 
-from .device import DEVICE, GPU, spin_up, synchronize
+from ..measure import Row, interleaved_times, milliseconds, sampled_error, spread_of
+from .device import GPU, spin_up, synchronize
 
 ROUNDS = 5
 _MS_OF_A_TURN = 50
@@ -19,37 +17,19 @@ _MS_OF_A_TURN = 50
 Call = Callable[[], Tensor | tuple[Tensor, ...]]
 
 
-class Taken(NamedTuple):
-    """Milliseconds of a call: median, least and most of its turns."""
-
-    ms: float
-    least_ms: float
-    most_ms: float
-
-    @classmethod
-    def of(cls, times: Sequence[float]) -> "Taken":
-        """Of the turns' times."""
-        return cls(statistics.median(times), min(times), max(times))
-
-
-def taken(calls: dict[str, Call], rounds: int = ROUNDS) -> dict[str, Taken]:
+def taken(calls: dict[str, Call], rounds: int = ROUNDS) -> dict[str, Row]:
     """Each call's time: in every round each has its turn, the median of many runs by events.
 
     The L2 cache is emptied before each run, so that small inputs come from memory too. Calls of
     20 ms and more run once a turn.
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds if GPU else 2):
-        for name, call in calls.items():
-            times[name].append(_turn(call))
-    return {name: Taken.of(values) for name, values in times.items()}
+    times = interleaved_times(calls, rounds if GPU else 2, clock=_turn, warm=True)
+    return {name: spread_of(values) for name, values in times.items()}
 
 
 def _turn(call: Call) -> float:
     if not GPU:
-        begin_s = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - begin_s)
+        return milliseconds(call)
     from triton.testing import do_bench
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -63,13 +43,13 @@ def _turn(call: Call) -> float:
     return float(do_bench(call, warmup=10, rep=_MS_OF_A_TURN, return_mode="median"))
 
 
-def replayed(calls: Sequence[Call], rounds: int = ROUNDS) -> Taken:
+def replayed(calls: Sequence[Call], rounds: int = ROUNDS) -> Row:
     """One call's time without what it costs the host: all of them in one CUDA graph, replayed.
 
     `calls` are the same but for their inputs, so many that the L2 cache cannot hold these.
     """
     if not GPU:
-        return Taken.of([_turn(call) for call in calls])
+        return spread_of([_turn(call) for call in calls])
     for call in calls:
         call()
     synchronize()
@@ -87,10 +67,10 @@ def replayed(calls: Sequence[Call], rounds: int = ROUNDS) -> Taken:
         end.record()
         synchronize()
         times.append(begin.elapsed_time(end) / 10 / len(calls))
-    return Taken.of(times)
+    return spread_of(times)
 
 
-def on_the_host(call: Call, calls: int = 200, rounds: int = 15) -> Taken:
+def on_the_host(call: Call, calls: int = 200, rounds: int = 15) -> Row:
     """Milliseconds of the host for a call that is not waited for; its work on the GPU is tiny."""
     calls, rounds = (calls, rounds) if GPU else (2, 2)
     for _ in range(min(20, calls)):
@@ -103,7 +83,7 @@ def on_the_host(call: Call, calls: int = 200, rounds: int = 15) -> Taken:
             call()
         times.append(1e3 * (time.perf_counter() - begin) / calls)
     synchronize()
-    return Taken.of(times)
+    return spread_of(times)
 
 
 def prepared(
@@ -152,31 +132,9 @@ def largest(errors: Sequence[float], bound: float, what: str) -> float:
 def error_of_rows(
     out: Tensor, args: Sequence[Tensor], pattern: sr.Pattern, rows: int = 8, heads: int = 2
 ) -> float:
-    """Largest error of some rows of some heads against float64 softmax by the pattern's definition.
-
-    Relative to the largest exact output there. Raises where all of the output is zeros, some of it
-    is no number, or a row is wrong.
-    """
-    if not out.any() or not out.isfinite().all():
-        raise RuntimeError("what was timed returned zeros, or what is no number")
+    """`sampled_error` of some rows of some heads."""
     query, key, value = args
-    (num_heads, q_len), kv_len = query.shape[1:3], key.shape[2]
-    group, worst, size = num_heads // key.shape[1], 0.0, 0.0
-    chosen = torch.linspace(0, num_heads - 1, min(heads, num_heads)).long()
-    k, v = (x[:, chosen.to(DEVICE) // group].double() for x in (key, value))
-    for row in torch.linspace(0, q_len - 1, min(rows, q_len)).long().tolist():
-        counts = pattern.to_dense(
-            1, kv_len, num_heads=num_heads, num_kv_heads=key.shape[1], q_start=kv_len - q_len + row
-        )
-        counts = counts.expand(*counts.shape[:-3], num_heads, 1, kv_len)[..., chosen, :, :]
-        q = query[:, chosen.to(DEVICE), row : row + 1].double()
-        score = q @ k.mT * query.shape[3] ** -0.5
-        weight = torch.softmax(score + counts.to(score).log(), -1).nan_to_num()
-        exact = weight @ v
-        got = out[:, chosen.to(DEVICE), row : row + 1].double()
-        worst = max(worst, float((got - exact).abs().max()))
-        size = max(size, float(exact.abs().max()))
-    return largest([worst / max(size, 1e-30)], 0.02, "what was timed")
+    return sampled_error(out, query, key, value, pattern, rows, heads)
 
 
 def exact_gradients(

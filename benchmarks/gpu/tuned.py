@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 
 import sparsering as sr
-from sparsering.bench.measure import Row
 from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call, tune, tuning
 
+from ..measure import Row
 from .device import DEVICE, HALF, inputs, sized, synchronize
 from .peers import flops, ours
 from .speed import HEADS, MAIN_TOKENS
@@ -138,8 +138,8 @@ def _beside_default(width: int, block: int) -> Iterator[Row]:
             yield {
                 "backend": name, "case": "forward+backward" if backward else "forward",
                 "dtype": str(HALF)[6:], "tokens": MAIN_TOKENS, "heads": HEADS, "head_dim": width,
-                "block_size": block, "density": density, **time._asdict(),
-                "tflops": work / time.ms / 1e9, "error": error,
+                "block_size": block, "density": density, **time,
+                "tflops": work / time["ms"] / 1e9, "error": error,
             }  # fmt: skip
 
 

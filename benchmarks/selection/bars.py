@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from sparsering.bench.measure import Row
+from ..measure import Row
 
 
 def bar(

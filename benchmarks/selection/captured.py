@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row
 from sparsering.selection import block_scores, select_blocks
 
+from ..measure import Row
 from .flagged import shuffle
 from .language import (
     LAYERS,

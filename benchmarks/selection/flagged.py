@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row
 from sparsering.selection import (
     BlockScorer,
     GatedSchedule,
@@ -25,6 +24,7 @@ from sparsering.selection import (
     selection_loss,
 )
 
+from ..measure import Row
 from .models import FactReader, cross_entropy
 from .tasks import FACTS, QUERIES, Facts, flagged_facts, generator
 

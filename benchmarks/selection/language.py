@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row
 from sparsering.selection import (
     BlockScorer,
     block_mass,
@@ -27,6 +26,7 @@ from sparsering.selection import (
     selection_loss,
 )
 
+from ..measure import Row
 from .flagged import shuffle
 from .models import TokenModel, dense
 from .tasks import Sources, far_copies, generator, standard_library, windows

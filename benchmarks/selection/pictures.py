@@ -9,9 +9,10 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from sparsering.bench.measure import Row
 from sparsering.plots.figure import DENSE, GREY, SPARSE, new_figure, png
 from sparsering.plots.patterns import short_count
+
+from ..measure import Row
 
 GREEN, VIOLET, YELLOW, DARK = "#5aa469", "#8e6bbf", "#c99a2e", "#4a4e57"
 STYLES = {

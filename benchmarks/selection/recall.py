@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row
 from sparsering.selection import (
     BlockScorer,
     block_mass,
@@ -17,6 +16,7 @@ from sparsering.selection import (
     selection_loss,
 )
 
+from ..measure import Row
 from .flagged import shuffle
 from .models import TokenModel, cross_entropy, dense
 from .tasks import Pairs, generator, recall_pairs

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.bench.measure import Row
 from sparsering.selection import PatternRefiner, block_mass, block_scores
 
+from ..measure import Row
 from .tasks import generator
 
 HEADS, ROWS, BLOCKS, K, SIZE, WIDTH = 2, 64, 64, 6, 16, 64

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 import sparsering as sr
-from sparsering.bench.measure import Row, environment, write_record
 
+from ..measure import Row, environment, write_record
 from . import bars, captured, embedding, flagged, language, recall, refine
 
 WORK = Path("runs/selection")

@@ -1,4 +1,4 @@
-"""The command line: `sparsering train | demo | plot | plan | report | info | bench | ...`.
+"""The command line: `sparsering train | demo | plot | plan | info | build | ...`.
 
 What a user got wrong, or the machine cannot do, ends in one line on stderr and exit code 2.
 """
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import machine, patterns, planning, report, training
+from . import machine, patterns, planning, training
 
 # Imports stand inside the commands: `--help` and a mistyped option should not wait for matplotlib
 # or the model.
@@ -16,6 +16,7 @@ from . import machine, patterns, planning, report, training
 USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
 TOO_LARGE = (MemoryError, OverflowError, RecursionError)
 LONGEST_LINE = 2000
+MOVED = ("bench", "report")  # commands of 0.2.0 that a clone of the repository has
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,14 +32,21 @@ def build_parser() -> argparse.ArgumentParser:
         prog="sparsering", description="Exact sparse attention over declared patterns."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for part in (training, patterns, planning, machine, report):
+    for part in (training, patterns, planning, machine):
         part.add_commands(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 2 for errors of use, 128 + n after signal n."""
-    arguments = build_parser().parse_args(argv)
+    parser, given = build_parser(), sys.argv[1:] if argv is None else argv
+    if given and given[0] in MOVED:
+        parser.exit(
+            2,
+            f"sparsering: {given[0]} is not in the package any more; in a clone of the repository "
+            f"run `python -m benchmarks {given[0]}`\n",
+        )
+    arguments = parser.parse_args(given)
     try:
         return int(arguments.run(arguments))
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The commands about this machine: `info`, `bench`, `build`."""
+"""The commands about this machine: `info`, `build`."""
 
 import argparse
 import re
@@ -12,12 +12,6 @@ def add_commands(commands: Commands) -> None:
     """Adds the commands of this file."""
     info = commands.add_parser("info", help="versions, threads, CPU features and backends")
     info.set_defaults(run=_info)
-
-    bench = commands.add_parser("bench", help="time the backends beside dense and FlexAttention")
-    bench.set_defaults(run=_bench)
-    bench.add_argument("--out", type=Path, required=True, help="folder of the record")
-    bench.add_argument("--quick", action="store_true", help="small sizes, few repeats")
-    bench.add_argument("--only", metavar="NAME", help="one comparison, by the name of its record")
 
     build = commands.add_parser("build", help="compile the CPU kernel now, not on first use")
     build.set_defaults(run=_build)
@@ -93,16 +87,6 @@ def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> str:
         memory = f", {show_bytes(int(total[1]) * 1024)}" if total else ""
         nodes.append(f"{node.name[4:]} (processors {processors or 'none'}{memory})")
     return f"{len(nodes)}: {'; '.join(nodes)}" if nodes else "unknown"
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    from .. import bench
-
-    if arguments.only not in (None, *bench.CASES):
-        raise ValueError(f"--only must be one of {', '.join(bench.CASES)}, got {arguments.only!r}")
-    for path in bench.main(arguments.out, arguments.quick, arguments.only):
-        print(f"Wrote {path}")
-    return 0
 
 
 def _build(arguments: argparse.Namespace) -> int:

@@ -155,8 +155,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from ..report.html import printable
     from ..training.checkpoint import load_model
+    from ..training.html import printable
     from ..training.measure import TimedTokens
 
     model = load_model(arguments.checkpoint)

@@ -13,8 +13,8 @@ from ..files import replace_file
 from ..patterns.expression import parse
 from ..patterns.positions import Causal
 from ..plots import loss_png, patterns_png, require_matplotlib, speed_png
-from ..report.html import readable, report_html, table
 from .data import SEPARATOR, bigram_loss, unigram_loss
+from .html import readable, report_html, table
 from .loop import Run, train
 from .measure import (
     GenerationTime,

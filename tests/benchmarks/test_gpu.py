@@ -7,18 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import odd_parts
 import pytest
 import torch
 
+import sparsering as sr
+from benchmarks.gpu import bars, parts, running, table, timing
+from benchmarks.measure import environment
+from benchmarks.report.page import report_page
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-import odd_parts  # noqa: E402
-
-import sparsering as sr  # noqa: E402
-from benchmarks.gpu import bars, parts, running, table, timing  # noqa: E402
-from sparsering.bench.measure import environment  # noqa: E402
-from sparsering.report.page import report_page  # noqa: E402
 
 
 def row(setting: str, backend: str, ms: float, **more: object) -> dict[str, object]:

@@ -4,13 +4,8 @@ The slow tests train the networks of `benchmarks/selection` for a fraction of it
 ask for is what no choice without content, and no scorer without gradients, can reach.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.selection import bars, captured, flagged, language, refine, tasks
 

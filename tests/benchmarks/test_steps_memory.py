@@ -1,12 +1,8 @@
 """Memory over many steps of training whose lengths, patterns and batch sizes change: it stays."""
 
 import multiprocessing
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import steps_memory
 

@@ -5,7 +5,7 @@ import torch
 from ring_workers import Workers, groups
 
 import sparsering as sr
-from sparsering.bench.measure import memory, restart_peak
+from benchmarks.measure import memory, restart_peak
 from sparsering.distributed import RingPlan, ring_attention
 
 SHARD, HEADS, WIDTH = 4096, 2, 64

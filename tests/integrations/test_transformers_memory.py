@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sparsering.bench.measure import peak_extra_bytes
+from benchmarks.measure import peak_extra_bytes
 
 TOKENS = 1 << 16
 

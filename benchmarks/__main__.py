@@ -1,0 +1,85 @@
+"""Runs the comparisons (`bench`), or measures the tables and draws the report (`report`)."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparsering.cli.arguments import positive
+from sparsering.files import replace_file
+from sparsering.plots import require_matplotlib
+
+from . import comparisons, tables
+from .report.page import report_page
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Builds the parser of both commands; each sets `run`, a function of the parsed arguments."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    bench = commands.add_parser("bench", help="time the backends beside dense and FlexAttention")
+    bench.set_defaults(run=_bench)
+    bench.add_argument("--out", type=Path, required=True, help="folder of the record")
+    bench.add_argument("--quick", action="store_true", help="small sizes, few repeats")
+    bench.add_argument("--only", choices=comparisons.CASES, help="one comparison, by its record")
+
+    report = commands.add_parser(
+        "report", help="run the tables of the prior documents again; writes one HTML page"
+    )
+    report.set_defaults(run=_report)
+    report.add_argument(
+        "--out", type=Path, default=Path("runs/report"), help="folder of the page and the records"
+    )
+    report.add_argument("--quick", action="store_true", help="tiny sizes, to try it out")
+    report.add_argument(
+        "--resume", action="store_true", help="take the tables that --out has from an earlier run"
+    )
+    report.add_argument(
+        "--seconds", type=positive, default=480, help="for all tables (default: %(default)s)"
+    )
+    report.add_argument(
+        "--gpu-record",
+        type=Path,
+        default=Path("benchmarks/records/gpu.json"),
+        help="what `python -m benchmarks.gpu` wrote (default: %(default)s, where it is there)",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code: 1 where a table of the report failed, else 0."""
+    arguments = build_parser().parse_args(argv)
+    return int(arguments.run(arguments))
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    for path in comparisons.main(arguments.out, arguments.quick, arguments.only):
+        print(f"Wrote {path}")
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    require_matplotlib()  # a missing one should show now, not after minutes
+    gpu = None
+    if arguments.gpu_record.exists():
+        gpu = json.loads(arguments.gpu_record.read_bytes())
+    records = tables.measure_tables(
+        arguments.out,
+        quick=arguments.quick,
+        resume=arguments.resume,
+        seconds=arguments.seconds,
+        say=lambda line: print(line, flush=True),
+    )
+    page = arguments.out / "index.html"
+    replace_file(page, report_page(records, gpu).encode())
+    print(f"Report: {page}")
+    failed = [name for name, record in records.items() if "rows" not in record]
+    if failed:
+        print(f"Not measured: {', '.join(failed)}; --resume tries them again")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

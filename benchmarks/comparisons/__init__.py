@@ -1,0 +1,67 @@
+"""Comparisons of attention with its peers, interleaved in one process, with an error column.
+
+Run them with `python -m benchmarks bench --out DIR`; each writes one JSON record.
+"""
+
+from pathlib import Path
+
+from sparsering.plots import sweeps_png
+
+from ..measure import write_record
+from .cases import (
+    decode,
+    layouts,
+    longnet_branches,
+    memory,
+    million_tokens,
+    random_blocks,
+    small,
+    window,
+)
+from .decoding import batches, decoding
+from .extras import extras
+from .gigapath import gigapath
+from .modules import modules
+from .rows import rows
+from .selection import selection, selection_decoding, selection_scores
+from .sweeps import sweeps
+from .transformers import transformers
+
+CASES = {
+    "layouts": layouts,
+    "random-blocks": random_blocks,
+    "longnet": longnet_branches,
+    "window": window,
+    "small": small,
+    "decode": decode,
+    "decoding": decoding,
+    "batches": batches,
+    "modules": modules,
+    "extras": extras,
+    "selection": selection,
+    "selection-decoding": selection_decoding,
+    "selection-scores": selection_scores,
+    "rows": rows,
+    "gigapath": gigapath,
+    "sweeps": sweeps,
+    "memory": memory,
+    "million-tokens": million_tokens,
+    "transformers": transformers,
+}
+
+
+def main(out: str | Path, quick: bool = False, only: str | None = None) -> list[Path]:
+    """Runs every comparison, or the one named, and writes one record each into `out`.
+
+    `quick` takes small lengths.
+
+    Returns: the files written, the records and a picture of the sweeps.
+    """
+    paths = []
+    for name in list(CASES) if only is None else [only]:
+        rows = CASES[name](quick)
+        paths.append(write_record(Path(out), name, rows))
+        if name == "sweeps":
+            paths.append(Path(out) / "sweeps.png")
+            paths[-1].write_bytes(sweeps_png(rows, title="H4 D64 float32"))
+    return paths

@@ -1,0 +1,214 @@
+"""Models of transformers on "sparsering", beside "sdpa" and "eager": times, peaks, and distances.
+
+Weights are random. `error` compares with "sdpa" on the model's own mask, relative to the largest
+logit; `from_dense` says how far a pattern's logits are from the dense model's: not an error, but
+what replacing a mask changes in a model that was not trained with it.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsering.patterns.algebra import Pattern
+from sparsering.patterns.positions import GlobalTokens, SlidingWindow
+
+from ..measure import Row, distance_of, interleaved, peak_extra_bytes
+
+OURS, OVERRIDE = "sparsering", "sparsering, window + global"
+PEERS = ("sdpa", "eager")
+WINDOW, GLOBAL = 512, 16
+MOST = {"eager": 4096, "sdpa, llama": 65536, "sdpa, modernbert": 16384}
+"""Tokens whose masks of all pairs a small machine can hold; a causal one "sdpa" need not have."""
+
+
+def transformers(quick: bool) -> list[Row]:
+    """A prompt, a training step, and tokens after 16K, of a small Llama and a small ModernBERT."""
+    rounds_of = {1024: 1} if quick else {4096: 5, 16384: 3, 65536: 1}
+    rows: list[Row] = []
+    for kind in ("llama", "modernbert"):
+        for length, rounds in rounds_of.items():
+            rows += prefill(kind, length, rounds)
+    for kind in ("llama", "modernbert"):
+        rows += training(kind, 1024 if quick else 8192, 1 if quick else 3)
+    return rows + generation(1024 if quick else 16384, 8 if quick else 64)
+
+
+def prefill(kind: str, length: int, rounds: int) -> list[Row]:
+    """One pass over a sequence, without gradients; peaks in processes of their own."""
+    names = _names(kind, length)
+    models = {name: made(kind, name, length) for name in names}
+    tokens = _tokens(length)
+    outs: dict[str, Tensor] = {}
+
+    def call(name: str) -> Callable[[], object]:
+        def run() -> None:
+            outs[name] = forward(models[name], kind, tokens)
+
+        return run
+
+    times = interleaved({name: call(name) for name in names}, rounds)
+    return [
+        {
+            "case": "prefill", "model": kind, "attention": name, "tokens": length,
+            "ms": times[name], "peak_bytes": peak_extra_bytes(prefill_once, kind, name, length),
+            **_distances(name, outs),
+        }
+        for name in names
+    ]  # fmt: skip
+
+
+def training(kind: str, length: int, rounds: int) -> list[Row]:
+    """Forward and backward of a batch of one."""
+    names = _names(kind, length)
+    models = {name: made(kind, name, length).train() for name in names}
+    tokens = _tokens(length)
+    norms: dict[str, float] = {}
+
+    def call(name: str) -> Callable[[], object]:
+        def run() -> None:
+            norms[name] = train_step(models[name], kind, tokens)
+
+        return run
+
+    times = interleaved({name: call(name) for name in names}, rounds)
+    return [
+        {
+            "case": "training step", "model": kind, "attention": name, "tokens": length,
+            "ms": times[name], "peak_bytes": peak_extra_bytes(train_once, kind, name, length),
+            "gradient_norm": norms[name],
+        }
+        for name in names
+    ]  # fmt: skip
+
+
+def generation(length: int, new: int) -> list[Row]:
+    """Tokens after a prompt, greedily: caches of everything, and of live keys."""
+    from transformers import DynamicCache
+
+    from sparsering.integrations import transformers as hf
+
+    tokens, rows, texts = _tokens(length), list[Row](), {}
+    for name in ("sdpa", OURS, OVERRIDE, f"{OVERRIDE}, SparseCache"):
+        model = made("llama", name.removesuffix(", SparseCache"), length + new)
+        cache: Any = hf.SparseCache(model) if name.endswith("SparseCache") else DynamicCache()
+        stamps: list[float] = []
+        texts[name] = _greedy(model, tokens, cache, new, stamps)
+        taken = [(b - a) * 1e3 for a, b in pairwise(stamps)]
+        held = cache.nbytes if name.endswith("SparseCache") else _nbytes(cache)
+        rows.append({
+            "case": "generate", "model": "llama", "attention": name, "tokens": length, "new": new,
+            "ms_a_token": statistics.median(taken), "cache_bytes": held,
+        })  # fmt: skip
+    for ours, theirs in ((OURS, "sdpa"), (f"{OVERRIDE}, SparseCache", OVERRIDE)):
+        if texts[ours] != texts[theirs]:
+            raise RuntimeError(f"{ours} and {theirs} wrote different tokens")
+    return rows
+
+
+def made(kind: str, name: str, length: int) -> Any:
+    """A small model of about 3M parameters, the same weights for every name."""
+    from transformers import LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel
+
+    from sparsering.integrations import transformers as hf
+
+    hf.register()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes |= {"vocab_size": 256, "max_position_embeddings": length}
+    model: Any
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=512, num_key_value_heads=2))
+    else:
+        names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+        tokens = dict.fromkeys(names, 0)
+        types = ["full_attention", "sliding_attention"] * 2
+        more = {"intermediate_size": 384, "local_attention": 128, "layer_types": types}
+        model = ModernBertModel(ModernBertConfig(**sizes, **more, **tokens))
+    if name == OVERRIDE:
+        hf.apply(model, _override(kind))
+    else:
+        model.set_attn_implementation(name)
+    return model.eval()
+
+
+def forward(model: Any, kind: str, tokens: Tensor) -> Tensor:
+    """Logits of the last token, or the states of an encoder."""
+    with torch.no_grad():
+        if kind == "llama":
+            out: Tensor = model(tokens, use_cache=False, logits_to_keep=64).logits
+        else:
+            out = model(tokens).last_hidden_state
+    return out
+
+
+def train_step(model: Any, kind: str, tokens: Tensor) -> float:
+    """One backward pass; the norm of all gradients."""
+    model.zero_grad()
+    if kind == "llama":
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+    else:
+        model(tokens).last_hidden_state.square().mean().backward()
+    return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+
+
+def prefill_once(kind: str, name: str, length: int) -> Iterator[None]:
+    """For `peak_extra_bytes`."""
+    model, tokens = made(kind, name, length), _tokens(length)
+    forward(model, kind, tokens[:, :512])
+    yield
+    forward(model, kind, tokens)
+
+
+def train_once(kind: str, name: str, length: int) -> Iterator[None]:
+    """For `peak_extra_bytes`."""
+    model, tokens = made(kind, name, length).train(), _tokens(length)
+    train_step(model, kind, tokens[:, :512])
+    yield
+    train_step(model, kind, tokens)
+
+
+def _override(kind: str) -> Pattern:
+    if kind == "llama":
+        return SlidingWindow(WINDOW - 1) | GlobalTokens(GLOBAL, rows=False)
+    return SlidingWindow(WINDOW // 2, WINDOW // 2) | GlobalTokens(GLOBAL)
+
+
+def _names(kind: str, length: int) -> list[str]:
+    """What can hold its masks at a length."""
+    limits = {"sdpa": MOST[f"sdpa, {kind}"], "eager": MOST["eager"]}
+    return [OURS, OVERRIDE, *(name for name in PEERS if length <= limits[name])]
+
+
+def _tokens(length: int) -> Tensor:
+    return torch.randint(3, 256, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+def _distances(name: str, outs: dict[str, Tensor]) -> Row:
+    """How far a name's results are from the dense model's, relative to the largest."""
+    dense = outs.get("sdpa", outs[OURS])
+    distance = distance_of([outs[name]], [dense])
+    if name == OVERRIDE:
+        return {"from_dense": distance}
+    if distance > 1e-3:
+        raise RuntimeError(f"{name} is wrong: error {distance:.3g}")
+    return {"error": distance}
+
+
+@torch.no_grad()
+def _greedy(model: Any, tokens: Tensor, cache: Any, new: int, stamps: list[float]) -> list[int]:
+    """The most likely tokens, one by one; when each was there."""
+    found, ids = [], tokens
+    for _ in range(new):
+        ids = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        found.append(int(ids))
+        stamps.append(time.perf_counter())
+    return found
+
+
+def _nbytes(cache: Any) -> int:
+    return sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)

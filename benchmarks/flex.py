@@ -1,0 +1,72 @@
+"""Compiled FlexAttention as a peer: on the very blocks of a pattern, or on a causal window."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsering.kernels.flex import kernel_options
+from sparsering.patterns.algebra import Pattern
+
+BLOCK = 128
+
+
+def flex_call(inputs: Sequence[Tensor], pattern: Pattern, block: int) -> Callable[[], Tensor]:
+    """Compiles FlexAttention on the very blocks of a pattern, all of them full."""
+    mask = block_mask(inputs[0], pattern, block)
+    return _compiled(inputs, mask, kernel_options(block, inputs[0].device.type))
+
+
+def flex_window_call(inputs: Sequence[Tensor], window: int) -> Callable[[], Tensor]:
+    """Compiles FlexAttention on a causal window; its mask costs O(N^2) to build."""
+    return _compiled(inputs, window_mask(window, inputs[0].shape[2]))
+
+
+def block_mask(query: Tensor, pattern: Pattern, block: int) -> Any:
+    """FlexAttention's mask of a pattern of whole blocks, which has one pass."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    heads, length = query.shape[1:3]
+    p = pattern.layout(length, num_heads=heads, block_size=block).passes[0]
+    count = torch.diff(p.row_ptr)  # [1, H, rows]
+    blocks = torch.zeros(*count.shape, -(-length // block), dtype=torch.int32)
+    listed = torch.arange(blocks.shape[-1]) < count[..., None]
+    used = torch.arange(p.key_tile.shape[-1]) < p.num_entries[..., None]
+    blocks[listed] = p.key_tile[used]
+    nothing = torch.zeros_like(count)
+    mask = BlockMask.from_kv_blocks(
+        nothing,
+        torch.zeros_like(blocks),
+        count,
+        blocks,
+        BLOCK_SIZE=block,
+        seq_lengths=(length, length),
+    )
+    return mask.to(query.device)
+
+
+def window_mask(window: int, length: int) -> Any:
+    """FlexAttention's own mask of a causal window."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    inside = causal_window(window)
+    return create_block_mask(inside, None, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
+
+
+def causal_window(window: int) -> Callable[..., Tensor]:
+    """The mask_mod of a query that sees itself and the `window` keys before it."""
+
+    def inside(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k >= 0) & (q - k <= window)
+
+    return inside
+
+
+def _compiled(inputs: Sequence[Tensor], mask: Any, options: Any = None) -> Callable[[], Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.reset()  # past a number of cases it would run uncompiled
+    compiled = torch.compile(flex_attention)
+    query, key, value = inputs
+    return lambda: compiled(query, key, value, block_mask=mask, kernel_options=options)

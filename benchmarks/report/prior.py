@@ -1,0 +1,22 @@
+"""Figures of a prior library's documents (dilated-attention-pytorch, 2025), from `prior.json`.
+
+All of it on a GTX 1080 of 8 GB, float16, forward, not causal; "memory" is the peak less the inputs.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_RECORD = Path(__file__).resolve().parents[1] / "records" / "prior.json"
+PRIOR: dict[str, Any] = json.loads(_RECORD.read_bytes())
+TABLES: dict[str, Any] = PRIOR["tables"]
+
+
+def beside(table: str, call: str, tokens: int | None) -> str:
+    """Returns the prior figure for a row of ours, "" where there is none."""
+    if call.endswith((", with gradients", ", bfloat16")) and table != "chosen":
+        return ""  # the prior rows are of a forward pass, told once
+    for start, length, figure in TABLES[table]["beside"] if table in TABLES else ():
+        if call.startswith(start) and length in (None, tokens):
+            return str(figure)
+    return ""

@@ -1,0 +1,84 @@
+"""The prior documents' tables, run again: measured beside each other, with densities and errors.
+
+`python -m benchmarks report` runs them and draws the page (`benchmarks.report.page`).
+"""
+
+import json
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sparsering.files import replace_file
+
+from ..measure import Budget, Row, environment
+from .comparison import comparison, gallery, roofline, sparsity
+from .lengths import lengths, longest
+from .measured import ignore_known_warnings
+from .overhead import chosen, launches, layouts
+from .rings import rings
+
+TABLES: dict[str, tuple[Callable[[bool, Budget], list[Row]], float]] = {
+    "comparison": (comparison, 0.16),
+    "sparsity": (sparsity, 0.04),
+    "gallery": (gallery, 0.04),
+    "launches": (launches, 0.05),
+    "layouts": (layouts, 0.06),
+    "chosen": (chosen, 0.07),
+    "roofline": (roofline, 0.05),
+    "rings": (rings, 0.12),
+    "longest": (longest, 0.11),
+    "lengths": (lengths, 0.30),
+}
+"""What measures each table, and its share of the time."""
+
+
+def measure_tables(
+    out: Path,
+    *,
+    quick: bool = False,
+    resume: bool = False,
+    seconds: float = 480.0,
+    say: Callable[[str], object] = print,
+) -> dict[str, dict[str, Any]]:
+    """Measures every table and writes `out/NAME.json` for each as it is done.
+
+    Args:
+        quick: tiny sizes, to see that all of it works; its figures mean nothing.
+        resume: takes a table that is in `out` already, of whatever commit: the record names it.
+        seconds: for all of them; a table leaves out what would not fit in its share, and says so.
+        say: told of each table.
+
+    Returns: the records by name: environment, seconds, rows; or "failed" in the place of rows,
+        where a call was wrong or broke down, so that the others still run.
+    """
+    records: dict[str, dict[str, Any]] = {}
+    for name, (measure, share) in TABLES.items():
+        path = out / f"{name}.json"
+        if resume and (found := _on_record(path, quick)) is not None:
+            records[name] = found
+            say(f"{name}: on record")
+            continue
+        begin = time.perf_counter()
+        record: dict[str, Any] = {"name": name, "quick": quick, "environment": environment()}
+        try:
+            with warnings.catch_warnings():
+                ignore_known_warnings()
+                record["rows"] = measure(quick, Budget((30 if quick else seconds) * share))
+        except Exception as error:  # recorded, so that the other tables still run
+            record["failed"] = f"{type(error).__name__}: {error}"
+        record["seconds"] = time.perf_counter() - begin
+        replace_file(path, json.dumps(record, indent=1).encode())
+        records[name] = record
+        say(f"{name}: {record.get('failed', 'measured')}, {record['seconds']:.0f} s")
+    return records
+
+
+def _on_record(path: Path, quick: bool) -> dict[str, Any] | None:
+    """A table's record of an earlier run, None where there is none that is whole."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if found.get("quick") == quick and "rows" in found else None

@@ -1,0 +1,190 @@
+"""The tables over lengths: 4K to 1M tokens by pattern, and the longest that a memory holds."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sparsering.patterns.algebra import Pattern
+from sparsering.patterns.blocks import Hierarchical, RandomBlocks
+from sparsering.patterns.positions import Causal, Full, LongNet, SlidingWindow
+
+from ..measure import (
+    Budget,
+    Row,
+    available_bytes,
+    give_back_freed,
+    interleaved_times,
+    sampled_error,
+    spread_of,
+    within_memory,
+)
+from .comparison import FOUNDING
+from .measured import (
+    CALLS,
+    DENSE,
+    Case,
+    call_of,
+    in_new_process,
+    left_out,
+    own_backend,
+    rows_of,
+    warm_up,
+)
+from .planned import planned_longest
+
+EIGHT_HEADS = 65536  # the longest that the prior documents timed; beyond it a call has one head
+STEP = 4096
+
+
+def patterns() -> dict[str, tuple[Pattern, str | None, int]]:
+    """Pattern, backend and block size by name."""
+    return {
+        "dense SDPA": (Full(), DENSE, 64),
+        "window in blocks": (FOUNDING, None, 64),
+        "window of 512": (Causal() & SlidingWindow(511), None, 128),
+        "LongNet": (LongNet((2048, 4096, 8192), (1, 2, 4)), None, 128),
+        "90% sparse": (RandomBlocks(0.1, 128), None, 128),
+        "95% sparse": (RandomBlocks(0.05, 128), None, 128),
+        "99% sparse": (RandomBlocks(0.01, 128), None, 128),
+        "hierarchical": (Hierarchical(((64, 512), (512, None)), 64), None, 64),
+    }
+
+
+def case_of(name: str, tokens: int, heads: int) -> Case:
+    """The case of a pattern by its name."""
+    pattern, backend, block = patterns()[name]
+    return Case(name, pattern, tokens, backend or own_backend(), heads, block_size=block)
+
+
+def lengths(quick: bool, budget: Budget) -> list[Row]:
+    """Time and memory of each pattern at 4,096 tokens and at each doubling, to 1M.
+
+    What is predicted to take too long, by the pairs of a head at the two lengths before and the
+    time of one, is left out, and so is what memory would not hold: the row says which. Nothing is
+    laid out for that: the layout of a tenth of 2^40 pairs takes more memory than there is.
+    """
+    exponents = range(8, 10) if quick else range(12, 21)
+    rates: dict[str, float] = {}  # milliseconds of a pair
+    pairs: dict[str, list[float]] = {name: [] for name in patterns()}  # of a head, by length
+    rows: list[Row] = []
+    for place, exponent in enumerate(exponents):
+        tokens = 1 << exponent
+        heads = (8 if tokens <= EIGHT_HEADS else 1) if not quick else 2
+        share = max(budget.left, 0) / (len(exponents) - place) * 1.6  # most is left to long ones
+        cases: list[Case] = []
+        predicted = 0.0
+        held = tokens * heads * 64 * 4 * 10  # inputs, results, the sums of errors in float64
+        for name in patterns():
+            case = case_of(name, tokens, heads)
+            if len(pairs[name]) <= place:
+                pairs[name].append(_next(pairs[name]))
+            seconds = rates.get(name, 0) * heads * pairs[name][place] / 1e3
+            if held > available_bytes() / 2:
+                rows.append(left_out(case, f"no room: {held / 1e9:,.0f} GB with the check of it"))
+            elif CALLS * seconds > share / 2 or predicted + CALLS * seconds > share:
+                rows.append(left_out(case, f"no time: a call would take about {seconds:,.1f} s"))
+                rows[-1]["predicted_seconds"] = seconds
+            else:
+                cases.append(case)
+                predicted += CALLS * seconds
+        found = rows_of(cases, min(share / 3, 2), rows=8)
+        for row in found:
+            rates[row["call"]] = row["ms"] / heads / row["pairs"]
+            pairs[row["call"]][place] = row["pairs"]
+        rows += found
+    return rows
+
+
+def _next(pairs: list[float]) -> float:
+    """Pairs at twice the length: by the step before, four times where there was none."""
+    if len(pairs) < 2:
+        return 4.0 * pairs[-1] if pairs else 0.0
+    return pairs[-1] ** 2 / pairs[-2]
+
+
+def longest(quick: bool, budget: Budget) -> list[Row]:
+    """The most tokens that a call takes within a limit of memory, found by running it.
+
+    Inputs, layout and result count; a step of 4,096 tokens more did not fit. The limit is the
+    kernel's, on the data of a process.
+    """
+    limit = (1 << 26) if quick else (1 << 30)
+    step = 1024 if quick else STEP
+    rows: list[Row] = []
+    for name in ("window in blocks", "window of 512", "LongNet", "99% sparse", "dense SDPA"):
+        guess = limit // (8 * 64 * 4 * 4) // step * step
+        case = case_of(name, guess, 8)
+        if name == "dense SDPA":
+            rows.append(left_out(case, "by memory as long as the others; not run, as a call of "
+                                       "all pairs at that length takes minutes"))  # fmt: skip
+            continue
+        if budget.left < 15 and not quick:
+            rows.append(left_out(case, "no time left"))
+            continue
+        fits, fails = None, None
+        tokens = guess
+        while tokens >= guess // 2 and budget.left > 0:
+            if _fits(case_of(name, tokens, 8), limit):
+                fits = tokens
+            else:
+                fails = tokens
+            if fits and fails:
+                if fails - fits <= step:
+                    break
+                tokens = (fits + fails) // 2 // step * step
+            else:
+                stride = max(step, tokens // 32 // step * step)
+                tokens += stride if fits else -stride
+        if fits is None and tokens < guess // 2:
+            raise RuntimeError(f"{name}: half of what arithmetic says did not fit in {limit} bytes")
+        if fits is None or fails is None:
+            rows.append(left_out(case, "no time left to find it"))
+            continue
+        case = case_of(name, fits, 8)
+        peak, row = in_new_process(_within, case, limit, True, torch.get_num_threads())
+        rows.append({**row, "peak_bytes": peak, "limit_bytes": limit, "did_not_fit": fails})
+    return rows + planned_longest(quick)
+
+
+def _fits(case: Case, limit: int) -> bool:
+    """Whether a call runs within a limit. A process that breaks down for want of memory did not."""
+    try:
+        return bool(in_new_process(_within, case, limit, False, torch.get_num_threads())[1])
+    except RuntimeError:
+        return False
+
+
+def _within(case: Case, limit: int, measured: bool, threads: int) -> Iterator[object]:
+    """Runs a call under a limit; yields whether it could, or, once it has, its row."""
+    torch.set_num_threads(threads)
+    warm_up(case)
+    give_back_freed()
+    yield None
+    found = within_memory(limit, partial(_attended, case))
+    yield None
+    if found is None:
+        yield False
+        return
+    inputs, out = found
+    if not measured:
+        yield bool(out.any()) and bool(out[:, :, ::STEP].isfinite().all())
+        return
+    query, key, value = inputs
+    layout = case.pattern.layout(
+        case.tokens, num_heads=case.heads, block_size=case.block_size or 64
+    )
+    yield {
+        "call": case.call, "backend": case.backend, "pattern": str(case.pattern),
+        "dtype": case.dtype, "tokens": case.tokens, "heads": case.heads, "head_dim": case.head_dim,
+        "density": layout.num_pairs / case.tokens**2,
+        "error": sampled_error(out, query, key, value, case.pattern, 4),
+        **spread_of(interleaved_times({"call": call_of(case, inputs)}, 3)["call"]),
+    }  # fmt: skip
+
+
+def _attended(case: Case) -> tuple[list[Tensor], Tensor]:
+    """The inputs and the output of a call, made here."""
+    inputs = case.inputs()
+    return inputs, call_of(case, inputs)()

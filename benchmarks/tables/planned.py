@@ -1,0 +1,74 @@
+"""What named GPUs would hold, planned: arithmetic on their published memory, nothing run."""
+
+import torch
+
+from sparsering.cost.machines import named
+from sparsering.patterns.algebra import Pattern
+from sparsering.patterns.blocks import RandomBlocks
+from sparsering.patterns.positions import Full, LongNet
+from sparsering.planner.estimate import estimate
+
+from ..measure import Row
+
+MACHINES = ("H100 SXM", "H200", "A100 80GB", "RTX 4090", "L4")
+HEADS, WIDTH, STEP = 8, 64, 4096
+LENGTHS = (32768, 65536, 131072)
+
+
+def planned_longest(quick: bool) -> list[Row]:
+    """Most tokens of a forward pass on named GPUs, 8 heads of 64 in float16, by `sr.estimate`.
+
+    Peaks of three lengths, which are linear in the tokens and in the entries of a layout, are gone
+    on with to what fits: laying out tens of millions of tokens would take longer than it tells.
+    """
+    patterns: tuple[tuple[str, Pattern], ...] = (
+        ("all pairs", Full()),
+        ("99% sparse", RandomBlocks(0.01, 128)),
+        ("LongNet", LongNet((2048, 4096, 8192), (1, 2, 4))),
+    )
+    rows: list[Row] = []
+    for name in MACHINES[: 1 if quick else None]:
+        machine = named(name)
+        for what, pattern in patterns:
+            told = [
+                estimate(
+                    pattern, tokens=tokens, num_heads=HEADS, head_dim=WIDTH, dtype=torch.float16,
+                    machine=machine,
+                )
+                for tokens in LENGTHS
+            ]  # fmt: skip
+            assert machine.memory_bytes is not None
+            peaks = [x.peak_bytes.value for x in told]
+            tokens = most_tokens(peaks, machine.memory_bytes)
+            seconds = through([x.seconds.value for x in told], tokens)
+            rows.append({
+                "call": f"{name}, {what}", "known": "planned", "pattern": str(pattern),
+                "dtype": "float16", "tokens": tokens, "heads": HEADS, "head_dim": WIDTH,
+                "density": through([x.pairs for x in told], tokens) / HEADS / tokens**2,
+                "limit_bytes": machine.memory_bytes, "at_least_seconds": seconds,
+            })  # fmt: skip
+    return rows
+
+
+def most_tokens(peaks: list[float], limit: float) -> int:
+    """The largest multiple of 4,096 tokens whose peak, by `through`, is within a limit."""
+    low, high = 0, 1 << 20  # in steps
+    while high - low > 1:
+        middle = (low + high) // 2
+        if through(peaks, middle * STEP) <= limit:
+            low = middle
+        else:
+            high = middle
+    return low * STEP
+
+
+def through(values: list[float], tokens: int) -> float:
+    """The parabola through the values at `LENGTHS`, at another length."""
+    total = 0.0
+    for place, value in enumerate(values):
+        share = 1.0
+        for other, length in enumerate(LENGTHS):
+            if other != place:
+                share *= (tokens - length) / (LENGTHS[place] - length)
+        total += share * value
+    return total

@@ -1,0 +1,94 @@
+"""The demo's report: one self-contained HTML page, and the same figures for the terminal.
+
+`benchmarks/report` draws its page of the same parts.
+"""
+
+import base64
+import html
+from collections.abc import Mapping, Sequence
+
+Rows = Sequence[tuple[str, str]]
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.4rem; line-height: 1.25; }
+h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+table { border-collapse: collapse; width: 100%; }
+td { border-bottom: 1px solid #8884; padding: .35rem .5rem .35rem 0; vertical-align: top;
+     overflow-wrap: anywhere; }
+td:last-child { text-align: right; font-variant-numeric: tabular-nums; }
+img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; background: #8882;
+      padding: .75rem; border-radius: 4px; }
+""".strip()
+
+
+def report_html(
+    title: str,
+    summary: str,
+    rows: Rows,
+    images: Mapping[str, bytes],
+    texts: Mapping[str, str],
+) -> str:
+    """Writes the page.
+
+    Args:
+        title: the heading.
+        summary: a sentence or two below it.
+        rows: (name, value) of each measured figure.
+        images: PNG bytes by caption; they are inlined.
+        texts: preformatted text by caption.
+    """
+    body = [
+        f"<h1>{html.escape(title)}</h1>",
+        f"<p>{html.escape(summary)}</p>",
+        "<h2>Measured</h2>",
+        "<table>",
+    ]
+    body += [
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
+        for name, value in rows
+    ]
+    body.append("</table>")
+    for caption, png in images.items():
+        body += [f"<h2>{html.escape(caption)}</h2>", image_html(png, caption)]
+    for caption, text in texts.items():
+        body += [f"<h2>{html.escape(caption)}</h2>", f"<pre>{html.escape(text)}</pre>"]
+    return page_html(title, body)
+
+
+def page_html(title: str, body: Sequence[str], style: str = "") -> str:
+    """A whole page of lines of HTML, which loads nothing; `style` is added to the looks."""
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{html.escape(title)}</title><style>{_STYLE}{style}</style></head><body>",
+            *body,
+            "</body></html>\n",
+        ]
+    )
+
+
+def image_html(png: bytes, alt: str) -> str:
+    """A picture inlined, with what it shows in words."""
+    data = base64.b64encode(png).decode()
+    return f'<img alt="{html.escape(alt, quote=True)}" src="data:image/png;base64,{data}">'
+
+
+def table(rows: Rows) -> str:
+    """The rows as lines of text, names left and values right."""
+    names, values = (max(len(row[side]) for row in rows) for side in (0, 1))
+    return "\n".join(f"  {name:<{names}}  {value:>{values}}" for name, value in rows)
+
+
+def readable(content: bytes) -> str:
+    """Text as it can be shown: what is not printable becomes a replacement mark."""
+    return printable(content.decode("utf-8", errors="replace"))
+
+
+def printable(text: str) -> str:
+    """The text, with a replacement mark for each character that is not printable."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
