@@ -809,7 +809,7 @@ def test_set_workspace_returns_the_old_limit_and_refuses_none():
     old = sr.set_workspace(12345)
     assert sr.set_workspace(old) == 12345
     for limit in (0, -1):
-        with pytest.raises(ValueError, match=rf"positive number of bytes, got {limit}"):
+        with pytest.raises(ValueError, match=rf"limit must be at least 1, got {limit}"):
             sr.set_workspace(limit)
     assert sr.set_workspace(old) == old
 

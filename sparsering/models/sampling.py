@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..patterns.arguments import checked_number, shortened
+from ..patterns.arguments import checked_number, is_finite, shortened
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,10 @@ class Sampling:
                 f"top_k must be an int above 0, got {shortened(repr(k))}; None keeps all tokens"
             )
         if p is not None:
-            object.__setattr__(self, "top_p", checked_number("top_p", p, 0, 1))
-            if not self.top_p:
-                raise ValueError("top_p must be above 0 and at most 1, got 0.0; 1 keeps all tokens")
+            if isinstance(p, bool) or not is_finite(p) or not 0 < p <= 1:
+                got = shortened(repr(p))
+                raise ValueError(f"top_p must be above 0 and at most 1, got {got}; 1 keeps all")
+            object.__setattr__(self, "top_p", float(p))
 
     def chances(self, logits: Tensor) -> Tensor:
         """The chance of each token, float64: scores [B, vocab_size] to the same shape."""

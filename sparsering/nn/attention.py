@@ -47,6 +47,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     it takes; `is_causal` is `& Causal()`, with a mask or without. No fused path of torch passes by
     the pattern: `TransformerEncoderLayer` calls this module in eval mode too.
 
+    Raises: ValueError or TypeError for sizes, flags, a scale or a pattern that are none.
+
     Cost: of the projections, and of `attention` at the cost of the pattern. Masks of bools, or
     floats 0 and -inf, keep that cost; other float masks, `need_weights=True` and `average` of them
     take O(N^2) memory, up to 2^26 weights.

@@ -92,4 +92,4 @@ class Failing:
 @pytest.mark.parametrize("name", KINDS)
 def test_an_attack_of_some_seconds_finds_nothing(name):
     coverage = attack(import_module(f"fuzz.{name}"), 60 / len(KINDS), seed="make test")
-    assert coverage.cases > 20
+    assert coverage.right.total()
