@@ -1,6 +1,7 @@
-"""Other people's models, each integration by the name of what it is for.
+"""Integrations for models of other libraries, one module per library.
 
     from sparsering.integrations import transformers as hf
 
-None is imported with `sparsering`; `transformers` needs the extra `hf`, `torchscale` nothing.
+`import sparsering` imports none of them. `transformers` needs the extra `hf`; `torchscale` does not
+need torchscale.
 """

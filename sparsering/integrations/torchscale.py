@@ -1,13 +1,13 @@
-"""torchscale's dilated attention, as LongNet, LongViT and Prov-GigaPath use it, on any device.
+"""Dilated attention with torchscale's interface, for LongNet, LongViT and Prov-GigaPath.
 
     from sparsering.integrations import torchscale
     names = torchscale.convert(slide_encoder)     # swaps the attention of a built model, in place
     layer = torchscale.DilatedAttention(args, 768, 16, self_attention=True, subln=True)
 
-Needs neither torchscale nor flash-attn, einops or fairscale. torchscale fills segments up with zero
-keys, which its softmax then sees: a weight trained there expects them. `zero_padding="torchscale"`
-has them, as a sink; `"exact"` is LongNet's mathematics, on real keys alone. Gradients are those of
-what is computed; torchscale's own leave out how the shares of branches depend on query and key.
+It runs on any device, without torchscale, flash-attn, einops or fairscale. torchscale pads segments
+with zero keys that its softmax sees, and weights trained there expect them.
+`zero_padding="torchscale"` adds them as a sink; `"exact"` computes LongNet's formula on real keys
+only. Gradients are exact; torchscale's own ignore that branch weights depend on query and key.
 """
 
 import copy
@@ -32,22 +32,22 @@ ZERO_PADDINGS = ("exact", "torchscale")
 
 
 class DilatedAttention(nn.Module):
-    """LongNet's attention with projections: arguments, results and state_dict of torchscale's.
+    """LongNet's attention with projections; arguments, results and state_dict match torchscale's.
 
-    Heads see the residues that torchscale gives them, `Dilated(..., offset="block")`.
+    Each head sees the residue class that torchscale assigns it: `Dilated(..., offset="block")`.
 
     Args:
-        args: has `segment_length` and `dilated_ratio` (sequences of ints, or text of such, which is
-            read, never evaluated), and may have `multiway`, `layernorm_eps`, `xpos_rel_pos`,
-            `xpos_scale_base`, `seq_parallel`; `flash_attention` is not asked. Read once.
-        embed_dim, num_heads: channels, and heads that share them.
-        dropout: of attention weights, while training. torchscale drops them in eval mode too.
-        self_attention, encoder_decoder_attention: exactly one is True. Only the former has a norm
-            or xPos.
-        subln: a LayerNorm before the last projection.
+        args: has `segment_length` and `dilated_ratio` (sequences of ints, or their text, which is
+            parsed, never evaluated), and may have `multiway`, `layernorm_eps`, `xpos_rel_pos`,
+            `xpos_scale_base`, `seq_parallel`; `flash_attention` is ignored. Read once.
+        embed_dim, num_heads: number of channels, and of heads that divide them.
+        dropout: probability for attention weights, in training only. torchscale's acts in eval too.
+        self_attention, encoder_decoder_attention: exactly one is True. Only self-attention has a
+            norm or xPos.
+        subln: adds a LayerNorm before the last projection.
         zero_padding: "exact", or "torchscale" for weights that were trained there.
 
-    Raises: ValueError where arguments do not fit; for `args.seq_parallel`, NotImplementedError in
+    Raises: ValueError for arguments that do not fit; NotImplementedError for `args.seq_parallel` in
         "exact".
 
     Example:
@@ -98,7 +98,7 @@ class DilatedAttention(nn.Module):
         self.encoder_decoder_attention = encoder_decoder_attention
         self.pattern = checked_pattern(args, zero_padding)
         self.args, self.zero_padding = args, zero_padding
-        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):  # drawn in torchscale's order
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):  # torchscale draws in this order
             setattr(self, name, _multiway(args, nn.Linear(embed_dim, embed_dim)))
         eps = getattr(args, "layernorm_eps", 1e-5)
         has_norm = subln and self_attention
@@ -108,7 +108,7 @@ class DilatedAttention(nn.Module):
         self.xpos = XPos(self.head_dim, base) if turns else None
 
     def reset_parameters(self) -> None:
-        """Draws the projections' weights anew, as torchscale's method of this name."""
+        """Redraws the projections' weights, as torchscale's method of this name does."""
         for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
             gain = 1.0 if name == "out_proj" else 1 / math.sqrt(2)
             proj = getattr(self, name)
@@ -118,7 +118,7 @@ class DilatedAttention(nn.Module):
                     nn.init.zeros_(linear.bias)
 
     def extra_repr(self) -> str:
-        """What `print` shows of it."""
+        """Returns the text that `print` shows for the module."""
         return f'{self.num_heads} heads, {self.pattern}, zero_padding="{self.zero_padding}"'
 
     def forward(
@@ -137,19 +137,19 @@ class DilatedAttention(nn.Module):
 
         Args:
             query, key, value: [B, N, E], of equal lengths.
-            incremental_state: keys and values [B, H, n, D] of tokens before these, as "prev_key"
-                and "prev_value"; they are put back with the new ones. Steps equal one pass.
-            key_padding_mask: [B, n + N], nonzero at keys that are not to be seen. torchscale
-                ignores it; with zero_padding="torchscale" it must be all zero.
-            attn_mask: None, or the triangle [N, N] that is_causal stands for.
-            rel_pos: None.
-            is_first_step: not needed; `incremental_state` tells.
-            is_causal: nothing sees what is after it.
+            incremental_state: keys and values [B, H, n, D] of earlier tokens, as "prev_key" and
+                "prev_value"; the call appends the new ones. Steps equal one pass.
+            key_padding_mask: [B, n + N], nonzero for keys to mask out. torchscale ignores it;
+                with zero_padding="torchscale" it must be all zero.
+            attn_mask: None, or the causal triangle [N, N], which has the effect of `is_causal`.
+            rel_pos: must be None.
+            is_first_step: ignored; `incremental_state` determines it.
+            is_causal: no query sees later keys.
 
         Returns: out [B, N, E] and None.
 
-        Raises: ValueError for what does not fit, and where torchscale's numbers cannot be given;
-            NotImplementedError for what torchscale has and this has not.
+        Raises: ValueError for inputs that do not fit, and where torchscale's results cannot be
+            reproduced; NotImplementedError for `rel_pos` and for masks other than the triangle.
         """
         B, N, E = _checked_shapes(query, key, value, self.embed_dim)
         is_causal = _checked_causal(is_causal, attn_mask, N)
@@ -186,19 +186,20 @@ class DilatedAttention(nn.Module):
 
 
 def convert(model: nn.Module, *, zero_padding: str = "torchscale") -> list[str]:
-    """Makes every `DilatedAttention` of torchscale inside a model one of this library, in place.
+    """Converts every torchscale `DilatedAttention` inside a model to this library's, in place.
 
     The modules stay the same objects, with their parameters, hooks and places; only their class
-    changes. torchscale is not imported: they are known by the name and the parts of their class.
-    Subclasses, which may compute something else, are left alone.
+    changes. torchscale is not imported: the class name and the attributes identify the modules.
+    Subclasses of another name are left alone, since they may compute something else.
 
     Args:
-        model: of torchscale, or a copy of it such as Prov-GigaPath's.
-        zero_padding: "torchscale", what pretrained weights expect, or "exact".
+        model: a model of torchscale, or of a copy of it such as Prov-GigaPath's.
+        zero_padding: "torchscale", as pretrained weights expect, or "exact".
 
-    Returns: their names, "" for the model itself; those converted before are not among them.
+    Returns: the names of the converted modules, "" for the model itself. Modules converted earlier
+        are not listed.
 
-    Raises: ValueError or NotImplementedError, with nothing changed, where one cannot be converted.
+    Raises: ValueError or NotImplementedError if a module cannot be converted; nothing changes then.
 
     Example:
         >>> convert(slide_encoder)
@@ -231,7 +232,7 @@ def _is_torchscales(module: nn.Module) -> bool:
 
 
 def checked_pattern(args: Any, zero_padding: str) -> Pattern:
-    """The pattern of torchscale's `args`; raises for what is not computed."""
+    """Builds the pattern of torchscale's `args`; raises for arguments that are not supported."""
     _checked_padding(zero_padding)
     if getattr(args, "seq_parallel", False):
         kind = ValueError if zero_padding == "torchscale" else NotImplementedError
@@ -252,7 +253,7 @@ _INTEGERS = re.compile(rf"\s*(?:\[{_LIST}\]|\({_LIST}\)|{_LIST})\s*")
 
 
 def integers(given: object, name: str) -> tuple[int, ...]:
-    """Ints of a sequence, an array, or text such as "[1024, 5792]" or "[np.int64(1024)]"."""
+    """Reads ints from a sequence, an array, or text such as "[1024, 5792]", "[np.int64(1024)]"."""
     if isinstance(given, str):
         if len(given) > 1000 or not _INTEGERS.fullmatch(given):
             raise ValueError(
@@ -272,10 +273,11 @@ def integers(given: object, name: str) -> tuple[int, ...]:
 
 
 def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Tensor | None:
-    """The zero keys of torchscale's padding as a sink, [1, H, N] beside `like`; None for none.
+    """Returns a sink [1, H, N] that replaces the zero keys of torchscale's padding, if any.
 
-    A branch fills the last segment up, and each segment to a multiple of its rate; the zeros on a
-    head's grid are keys of logit 0 and value 0 to the rows of that segment on that grid.
+    A branch pads the last segment to full length, and each segment to a multiple of the rate. The
+    zeros in a head's residue class are keys of logit 0 and value 0, which the rows of that segment
+    and residue class see. `like` gives dtype and device.
     """
     rows = []
     for branch in pattern.branches if length else ():
@@ -294,18 +296,18 @@ def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Te
 
 
 def _last_segment(branch: Pattern, length: int) -> tuple[int, int, int]:
-    """Length of segments, where the last begins, and the rate: the others have no zeros."""
+    """Returns (segment length, start of the last segment, rate); only the last has zero keys."""
     assert isinstance(branch, Dilated)
     segment = min(branch.segment_length, length)
     return segment, (length - 1) // segment * segment, branch.dilation_rate
 
 
 class XPos(nn.Module):
-    """Holds what xPos's decay is made of, under torchscale's name.
+    """Holds the parameters of xPos's decay, under torchscale's names.
 
     Attributes:
-        scale: [D / 2], the base of each pair of channels.
-        scale_base: positions over which it takes effect once.
+        scale: [D / 2], the decay base of each pair of channels.
+        scale_base: number of positions over which the base applies once.
     """
 
     scale: Tensor
@@ -327,8 +329,8 @@ def turned(
 ) -> Tensor:
     """Rotates channels (2i, 2i + 1) of x [B, H, n, D] by position, and scales them.
 
-    Its tokens are at `first` of a sequence of `length`, in whose middle the scale is 1; `downscale`
-    divides by it.
+    The first token is at position `first` of a sequence of `length`. The scale is 1 in the middle
+    of the sequence; `downscale` divides by it.
     """
     scale, dtype = xpos.scale, sum_dtype(x)
     assert isinstance(scale, Tensor)
@@ -344,9 +346,10 @@ def turned(
 
 
 class Multiway(nn.Module):
-    """Two modules of one kind, A for tokens before `split_position` and B for the others.
+    """Applies module A to tokens before `split_position` and its sibling B to the others.
 
-    -1: A for all; 0: B for all. torchscale's `set_split_position` finds the attribute.
+    A position of -1 means A for all tokens, 0 means B for all. torchscale's `set_split_position`
+    sets the attribute.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -357,7 +360,7 @@ class Multiway(nn.Module):
         self.split_position = -1
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps [B, N, ...]."""
+        """Maps x [B, N, ...], split along the tokens."""
         if self.split_position in (-1, 0):
             out: Tensor = self.B(x) if self.split_position == 0 else self.A(x)
             return out
@@ -396,7 +399,7 @@ def _checked_shapes(
 
 
 def _checked_causal(is_causal: bool, attn_mask: Tensor | None, length: int) -> bool:
-    """Whether a pass is causal; the mask may say it too."""
+    """Whether a pass is causal, by the flag or by a mask that is the causal triangle."""
     if attn_mask is None:
         return bool(is_causal)
     later = torch.ones(length, length, dtype=torch.bool, device=attn_mask.device).triu(1)
@@ -414,7 +417,7 @@ def _checked_causal(is_causal: bool, attn_mask: Tensor | None, length: int) -> b
 def _check_reproducible(
     pattern: Pattern, first: int, length: int, is_causal: bool, key_padding_mask: Tensor | None
 ) -> None:
-    """Raises ValueError where torchscale's numbers are none that could be meant."""
+    """Raises ValueError where torchscale's own results are faulty or change between steps."""
     way_out = 'or zero_padding="exact"'
     for branch in pattern.branches if length else ():
         segment, start, rate = _last_segment(branch, length)
@@ -437,7 +440,7 @@ def _check_reproducible(
 
 
 def _without(key_padding_mask: Tensor, pattern: Pattern, batch: int, length: int) -> Pattern:
-    """The pattern without keys that are padding."""
+    """Removes padding keys from a pattern."""
     if key_padding_mask.shape != (batch, length):
         raise ValueError(
             f"key_padding_mask must be [{batch}, {length}], a number per key, got "

@@ -1,10 +1,10 @@
-"""Models of transformers that attend over patterns: by their own masks, or by yours.
+"""Sparse attention for models of transformers: over the model's own mask, or over your pattern.
 
     from sparsering.integrations import transformers as hf
 
     hf.register()                           # attn_implementation="sparsering": the model's own mask
     hf.apply(model, pattern)                # the pattern, within padding, documents and causality
-    model.generate(**inputs, past_key_values=hf.SparseCache(model))     # keeps live keys alone
+    model.generate(**inputs, past_key_values=hf.SparseCache(model))     # keeps only live keys
     print(hf.explain(model))
 
 docs/transformers.md has the rules.

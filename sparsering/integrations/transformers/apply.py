@@ -1,4 +1,4 @@
-"""`register`, `apply`, `explain`: a model of transformers that attends over declared patterns."""
+"""`register`, `apply`, `explain`: let a model of transformers attend over declared patterns."""
 
 import functools
 import warnings
@@ -28,11 +28,11 @@ from .stored import (
 
 
 def register() -> None:
-    """Makes `attn_implementation="sparsering"` known to transformers; calling it again is harmless.
+    """Registers `attn_implementation="sparsering"` with transformers; repeated calls are harmless.
 
-    Such a model computes what its own mask says, at that mask's cost: windows, chunks, padding on
-    any side, packed documents, caches, softcap, sinks, T5's biases, dropout. From then on a model
-    whose config holds a pattern of `apply`, and which runs something else, says so in a warning.
+    A model with this implementation attends over its own mask, at that mask's cost: windows,
+    chunks, padding on any side, packed documents, caches, softcap, sinks, T5's biases, dropout.
+    From then on a warning appears if a config holds a pattern of `apply` that the model ignores.
 
     Example:
         >>> register()
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def _telling(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Transformers' choice of an implementation, with a word where that leaves a pattern out."""
+    """Wraps transformers' choice of an implementation: warns if it ignores a stored pattern."""
 
     @functools.wraps(check)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -70,19 +70,19 @@ def _telling(check: Callable[..., Any]) -> Callable[..., Any]:
 def apply(model: Any, pattern: Patterns) -> None:
     """Lets a model's layers attend over a pattern, in place of their own window or chunk.
 
-    The pattern holds within what the model's mask says of causality, padding and documents;
-    positions count from each row's first real token, and restart in each document. Cross attention
-    stays as it is. The pattern is kept in the config as text: a model that is saved and loaded with
-    `attn_implementation="sparsering"` has it, and so has a copy.
+    The model's mask still applies: causality, padding and documents. Positions count from each
+    row's first real token, and restart in each document. Cross attention does not change. The
+    config stores the pattern as text, so that copies have it, and so do models that are saved and
+    loaded with `attn_implementation="sparsering"`.
 
     Args:
-        model: of a family that dispatches through transformers' attention interface.
-        pattern: one for all layers, or {layer index or layer type: pattern}, of which an index
-            beats a type; layers that are not named keep their own mask. Types are those of
+        model: a model whose family uses transformers' attention interface.
+        pattern: one for all layers, or {layer index or layer type: pattern}, where an index
+            overrides a type; layers that are not named keep their own mask. Types are those of
             `config.layer_types`, such as "sliding_attention" and "full_attention".
 
-    Raises: NotImplementedError for a family that does not dispatch. ValueError for a key that is no
-        layer, or a pattern that text cannot hold.
+    Raises: NotImplementedError for a family that does not use the interface. ValueError for a key
+        that is no layer, or a pattern that cannot be written as text.
 
     Example:
         >>> apply(model, Causal() & (SlidingWindow(511) | GlobalTokens(4, rows=False)))
@@ -114,7 +114,7 @@ def apply(model: Any, pattern: Patterns) -> None:
 
 
 def _check_keys(pattern: Mapping[Any, Any], modules: list[Any]) -> None:
-    """Raises ValueError for a key that no layer has."""
+    """Raises ValueError for a key that is no index and no type of any layer."""
     indices, kinds = set(), set()
     for module in modules:
         if isinstance(index := getattr(module, "layer_idx", None), int):
@@ -131,12 +131,13 @@ def _check_keys(pattern: Mapping[Any, Any], modules: list[Any]) -> None:
 
 
 def explain(model: Any) -> str:
-    """A line for each layer: index, pattern, backend, and the most keys that a cache ever holds.
+    """Describes each layer in a line: index, pattern, backend, and upper bound of cached keys.
 
     Args:
         model: any model of transformers.
 
-    Returns: of a model that runs something else, that; and whether a pattern waits in its config.
+    Returns: the lines. For a model that runs another implementation, one line that names it and
+        any pattern that its config holds.
     """
     config = decoder_config(model)
     running = config._attn_implementation
@@ -162,7 +163,7 @@ def explain(model: Any) -> str:
 
 
 def _backend(model: Any, heads: int, kv_heads: int) -> str:
-    """What would run a call of the model's dtype and device."""
+    """Names the backend that runs calls of the model's dtype, device and head sizes."""
     weight = next(model.parameters())
     width = getattr(decoder_config(model), "head_dim", None) or model.config.hidden_size // heads
     like = {"dtype": weight.dtype, "device": weight.device}

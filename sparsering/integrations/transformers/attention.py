@@ -1,4 +1,4 @@
-"""The attention function that `register` gives transformers: a module's call as one of ours."""
+"""The attention function that `register` gives transformers: translates its calls into ours."""
 
 import warnings
 from typing import Any
@@ -19,7 +19,7 @@ from .stored import pattern_of
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
-# What models and trainers hand through, and changes no score.
+# Models and trainers pass these keywords along; they change no score.
 _HARMLESS = {
     *("use_cache", "output_router_logits", "output_hidden_states", "return_dict", "deterministic"),
     *("sliding_window", "cache_position", "num_items_in_batch", "max_length_q", "max_length_k"),
@@ -57,18 +57,18 @@ def attention_function(
     cu_seq_lens_k: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What eager attention gives, over the pairs that the model's mask or its pattern says.
+    """Computes what eager attention computes, over the model's mask or the layer's pattern.
 
     Args:
         query: [B, Hq, Nq, D]; key, value: [B, Hkv, Nk, D | Dv].
-        attention_mask: what `mask_interface` gave, a 4-D mask of the user, or None.
+        attention_mask: the result of `mask_interface`, a user's 4-D mask, or None.
         position_bias: [B or 1, H or 1, Nq, Nk], added to scores.
-        position_ids: [B, Nq], looked at for packed documents that the mask does not know.
-        cu_seq_lens_q, cu_seq_lens_k: where documents begin, of a single row; must be the same.
+        position_ids: [B, Nq], checked for packed documents that the mask does not contain.
+        cu_seq_lens_q, cu_seq_lens_k: cumulative document lengths of a single row; must be equal.
 
-    Returns: [B, Nq, Hq, Dv], and None for weights that are never written out.
+    Returns: [B, Nq, Hq, Dv], and None for the attention weights, which are never computed.
 
-    Raises: NotImplementedError that names a keyword which changes the result and is not supported.
+    Raises: NotImplementedError for a keyword that changes the result and is not supported.
     """
     _check_others(others)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
@@ -114,7 +114,7 @@ def _attend_masked(
     bias: Tensor | None,
     extras: dict[str, Any],
 ) -> Tensor:
-    """The pairs of the layer's pattern, or of the model's mask."""
+    """Attends over the layer's pattern or, without one, over the model's mask."""
     pattern = pattern_of(module)
     compiling = torch.compiler.is_compiling()
     if compiling and isinstance(mask.q_start, Tensor):
@@ -143,7 +143,7 @@ def _attend_masked(
     query, key, value = inputs
     stop = q_start + query.shape[2]
     if mask.said.causal and not compiling and stop < key.shape[2]:
-        key, value = key[:, :, :stop], value[:, :, :stop]  # what a static cache has not written
+        key, value = key[:, :, :stop], value[:, :, :stop]  # a static cache is empty from there on
     if pattern is not None:
         return attend_pattern(pattern, (query, key, value), mask, q_start, extras)
     kv_len = key.shape[2]
@@ -154,7 +154,7 @@ def _attend_masked(
 def _attend_tensor(
     inputs: Inputs, mask: Tensor, bias: Tensor | None, extras: dict[str, Any]
 ) -> Tensor:
-    """The pairs of a 4-D mask: of keys alone as such, others over all pairs."""
+    """Attends with a 4-D mask: sparse if it only masks keys, else over all pairs."""
     query, key, _ = inputs
     check_mask(mask, query, key)
     allowed = as_set(mask)
@@ -169,7 +169,7 @@ def _attend_tensor(
 def _attend_unmasked(
     module: Any, inputs: Inputs, causal: bool, bias: Tensor | None, extras: dict[str, Any]
 ) -> Tensor:
-    """The pairs of a module that asked for no mask: all, or those of equal lengths."""
+    """Attends for a module that passed no mask: over all pairs, or causally if it is causal."""
     query, key, _ = inputs
     q_len, kv_len = query.shape[2], key.shape[2]
     if causal and q_len not in (1, kv_len):
@@ -205,7 +205,7 @@ def _attend_all_pairs(
 
 
 def _check_others(others: dict[str, Any]) -> None:
-    """Refuses keywords that change the result; warns of those that nobody knows."""
+    """Refuses keywords that change the result; warns of unknown ones."""
     for name, value in others.items():
         if value is None or value is False or name in _HARMLESS:
             continue
@@ -235,7 +235,7 @@ def _check_lengths(mask: ModelMask, query: Tensor, key: Tensor) -> None:
 def _with_documents(
     mask: ModelMask | Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, *inputs: Tensor
 ) -> ModelMask:
-    """The mask with documents by cumulative lengths, as trainers pass them for flash attention."""
+    """Adds documents by their cumulative lengths, as trainers pass them for flash attention."""
     whole = isinstance(mask, ModelMask) and mask.said is not None and mask.shape[2] == mask.shape[3]
     same = cu_q is not None and cu_k is not None and cu_q.shape == cu_k.shape
     if not whole or len(inputs[0]) != 1 or not same or not _equal(cu_q, cu_k):
@@ -255,7 +255,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _warn_of_lost_packing(mask: ModelMask, position_ids: Tensor | None) -> None:
-    """Positions that restart are documents; a model that keeps a cache tells its mask of none."""
+    """Warns if positions restart but the mask has no documents, as in models with a cache."""
     if mask.checked or torch.compiler.is_compiling():
         return
     mask.checked = True

@@ -1,4 +1,4 @@
-"""T5's `position_bias` [1, H, Nq, Nk] as a table of distances, which takes O(Nq + Nk)."""
+"""Converts T5's `position_bias` [1, H, Nq, Nk] to a table by distance, of size O(H (Nq + Nk))."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ _KNOWN = "_sparsering_by_distance"
 
 
 def is_nothing(bias: Tensor) -> bool:
-    """Whether a bias is all zeros that nothing learns from, as cross attention has it."""
+    """Whether a bias is all zeros and needs no gradient, as in cross attention."""
     if torch.compiler.is_compiling() or bias.requires_grad:
         return False
     return not _once(bias, "any", lambda: bool(bias.any()))
 
 
 def goes_by_distance(bias: Tensor, module: Any) -> bool:
-    """Whether entries are those of distances alone, and learn as such.
+    """Whether a bias, and its gradient, depend only on the distance of query and key.
 
-    By their numbers, exactly; where they learn, only in a module that is known to gather them by
-    distance: others may have a parameter for each pair, which are equal by chance.
+    The values are compared exactly. If the bias needs a gradient, the module must also be known to
+    gather it by distance: another may have a parameter for each pair, equal only by chance.
     """
     if torch.compiler.is_compiling() or bias.dim() != 4 or bias.shape[0] != 1:
         return False
@@ -30,9 +30,9 @@ def goes_by_distance(bias: Tensor, module: Any) -> bool:
 
 
 def distance_table(bias: Tensor, q_start: int) -> Tensor:
-    """[H, 2R + 1] entries by distance, of a bias [1, H, Nq, Nk] that goes by it.
+    """Converts a bias [1, H, Nq, Nk] that depends only on distance to a table [H, 2R + 1].
 
-    Entry `R + k - p` is that of query position p = q_start + row and key position k.
+    Entry `R + k - p` belongs to query position p = q_start + row and key position k.
     """
     q_len, kv_len = bias.shape[2:]
     table = torch.cat((bias[0, :, :, 0].flip(-1), bias[0, :, 0, 1:]), -1)
@@ -42,7 +42,7 @@ def distance_table(bias: Tensor, q_start: int) -> Tensor:
 
 
 def _once(bias: Tensor, what: str, ask: Any) -> bool:
-    """What is asked of a tensor that layers share, asked once."""
+    """Returns `ask()`, computed once for a tensor that layers share."""
     known: dict[str, bool] = getattr(bias, _KNOWN, None) or {}
     if what not in known:
         known = {**known, what: ask()}

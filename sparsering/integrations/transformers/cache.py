@@ -1,7 +1,7 @@
-"""`SparseCache`: a cache of transformers that keeps the keys which a later query can visit.
+"""`SparseCache`: a cache for transformers that keeps only the keys that later queries can visit.
 
-A layer of it hands the new keys through the model as they are, with a note of where they came from;
-the attention function then lets the layer's `KVCache` attend, which holds the others.
+A cache layer passes new keys through the model unchanged, with a reference to itself attached. The
+attention function reads it and lets the layer's `KVCache` attend, which holds the earlier keys.
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ _NOTE = "_sparsering_layer"
 
 
 class SparseLayer(CacheLayerMixin):
-    """One layer's keys and values, as far as a later query visits them.
+    """Stores the keys and values of one layer that later queries can visit.
 
     Args:
-        pattern: of the layer, causal.
-        rollback: tokens that `crop` can take back.
+        pattern: the layer's pattern, causal.
+        rollback: number of tokens that `crop` can remove.
     """
 
     is_sliding = False
@@ -37,7 +37,7 @@ class SparseLayer(CacheLayerMixin):
         self.pattern = pattern
         self.rollback = rollback
         self.held: KVCache | None = None
-        self.columns = 0  # of tokens seen, padding among them
+        self.columns = 0  # number of tokens so far, with padding
 
     def __repr__(self) -> str:
         return f"SparseLayer({self.held if self.held is not None else self.pattern})"
@@ -48,7 +48,7 @@ class SparseLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Counts new tokens, and notes on their keys who is to attend."""
+        """Counts new tokens and attaches this layer to their keys."""
         self.lazy_initialization(key_states, value_states)
         self.columns += key_states.shape[2]
         key_states = key_states.view_as(key_states)
@@ -63,7 +63,7 @@ class SparseLayer(CacheLayerMixin):
         lengths: list[int] | None,
         extras: dict[str, Any],
     ) -> Tensor:
-        """[B, Hq, n, Dv] of new tokens, the first `lengths` of each row."""
+        """Attends with the first `lengths[b]` new tokens of each row b; returns [B, Hq, n, Dv]."""
         if self.held is None:
             self.held = KVCache(
                 self.pattern,
@@ -75,7 +75,7 @@ class SparseLayer(CacheLayerMixin):
                 rollback=self.rollback,
             )
         defaults = {"scale": query.shape[3] ** -0.5, "dropout_p": 0.0}
-        # a step that asks for nothing more than the last one is not checked again
+        # Defaults are left out because `KVCache` checks steps without options only once.
         asked = {k: x for k, x in extras.items() if k not in defaults or x != defaults[k]}
         options = {k: x for k, x in asked.items() if x is not None}
         return self.held.attend(query, key, value, lengths=lengths, **options)
@@ -90,7 +90,7 @@ class SparseLayer(CacheLayerMixin):
         return -1
 
     def get_max_cache_shape(self) -> int:
-        return self.get_max_length()  # its name in older versions
+        return self.get_max_length()  # older versions call this name
 
     def offload(self) -> None:
         raise NotImplementedError("a SparseCache stays on its device; it is small as it is")
@@ -111,7 +111,7 @@ class SparseLayer(CacheLayerMixin):
             self.held.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens, given as a negative number."""
+        """Removes the last tokens; their number is given as a negative number."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes how many tokens to remove, as a negative number, got "
@@ -123,7 +123,7 @@ class SparseLayer(CacheLayerMixin):
 
 
 def cached_by(key: Tensor) -> SparseLayer | None:
-    """The layer of a `SparseCache` that keys have come through."""
+    """Returns the `SparseCache` layer that is attached to these keys, if any."""
     return getattr(key, _NOTE, None)
 
 
@@ -135,9 +135,9 @@ def attend_cached(
     bias: Tensor | None,
     extras: dict[str, Any],
 ) -> Tensor:
-    """[B, Hq, n, Dv] of new tokens; left padding is neither kept nor counted.
+    """Attends with new tokens, [B, Hq, n, Dv]; left padding is neither stored nor counted.
 
-    Raises: ValueError for padding elsewhere or a pattern that the cache was not made for,
+    Raises: ValueError for padding elsewhere, or for a pattern other than the cache's;
         NotImplementedError for biases and other masks.
     """
     if bias is not None or mask.said is None or mask.documents is not None:
@@ -162,9 +162,9 @@ def attend_cached(
 
 
 def _of_new(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] | None:
-    """How real tokens come first in each row: (order, its inverse, how many); None where all are.
+    """Puts real tokens first in each row: (order, its inverse, counts), or None if all are real.
 
-    Raises ValueError where padding is not on the left.
+    Raises ValueError if padding is not on the left.
     """
     if mask.padding is None:
         return None
@@ -183,22 +183,22 @@ def _of_new(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] | None:
 
 
 def _taken(x: Tensor, order: Tensor) -> Tensor:
-    """[B, H, n, D] with the tokens of each row in an order [B, n]."""
+    """Reorders the tokens of x [B, H, n, D] in each row by an order [B, n]."""
     return x.gather(2, order[:, None, :, None].expand(*x.shape[:3], x.shape[3]))
 
 
 class SparseCache(Cache):
-    """A cache for a model that runs "sparsering", of the keys that later queries can visit.
+    """A cache for models that run "sparsering"; it keeps only keys that later queries can visit.
 
     Args:
-        model: whose layers' patterns, its own windows and chunks or those of `apply`, tell which.
-        rollback: tokens that `crop` can take back, as assisted generation does.
+        model: its layers' patterns (own windows and chunks, or those of `apply`) decide which.
+        rollback: number of tokens that `crop` can remove, as assisted generation does.
 
-    Results are those of a cache of everything. It holds, of each key/value head, what
-    `pattern.live_keys` says and at most a page more; left padding is not held.
+    Results equal those of a full cache. Each key/value head keeps the keys of `pattern.live_keys`
+    and at most one page more; left padding is not stored.
 
-    Raises: ValueError where the model does not run "sparsering"; NotImplementedError where a layer
-        is of a kind that has no pattern.
+    Raises: ValueError if the model does not run "sparsering"; NotImplementedError if a layer type
+        has no pattern.
 
     Example:
         >>> cache = SparseCache(model)
@@ -211,10 +211,10 @@ class SparseCache(Cache):
 
     @property
     def kept(self) -> list[int]:
-        """Keys held by each layer, the most of any kv head and row."""
+        """Number of keys that each layer stores: the maximum over kv heads and rows."""
         return [0 if layer.held is None else layer.held.kept for layer in self.layers]
 
     @property
     def nbytes(self) -> int:
-        """Of keys, values and their positions, in all layers."""
+        """Bytes of keys, values and their positions, over all layers."""
         return sum(0 if layer.held is None else layer.held.nbytes for layer in self.layers)

@@ -1,4 +1,4 @@
-"""What is no pattern, over all pairs: a user's 4-D mask, a bias of pairs, unknown masks."""
+"""Dense attention where no pattern exists: 4-D masks, biases of pairs, unrecognised masks."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,11 @@ from torch import Tensor
 from ...numerics import capped, sum_dtype
 
 MOST_SCORES = 1 << 28
-"""Of one call, B x H x Nq x Nk: a gigabyte of float32 scores, as much as eager would take."""
+"""Upper bound of B x H x Nq x Nk in one call: 1 GiB of float32 scores, as eager attention has."""
 
 
 def check_size(query: Tensor, key: Tensor, why: str) -> None:
-    """Raises ValueError where all pairs of a call are too many to be written out."""
+    """Raises ValueError if a call has too many pairs for dense scores."""
     batch, heads, q_len, _ = query.shape
     if not torch.compiler.is_compiling() and batch * heads * q_len * key.shape[2] > MOST_SCORES:
         raise ValueError(
@@ -32,15 +32,15 @@ def dense_attention(
     sink: Tensor | None,
     dropout_p: float,
 ) -> Tensor:
-    """Attention with a mask or a bias of its own for every pair.
+    """Computes attention with a mask or a bias for every pair.
 
     Args:
         query: [B, H, Nq, D]; key, value: [B, Hkv, Nk, D | Dv].
         allowed: bool that broadcasts to [B, H, Nq, Nk], True where a pair attends; None for all.
         bias: added to scores, broadcasts the same way.
-        sink: [H], or [B or 1, H, Nq or 1].
+        sink: logit of an extra key of value 0: [H], or [B or 1, H, Nq or 1].
 
-    Returns: [B, H, Nq, Dv]; 0 in rows that see nothing.
+    Returns: [B, H, Nq, Dv]; 0 in rows that see no key.
     """
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
@@ -52,7 +52,7 @@ def dense_attention(
     if allowed is not None:
         score = score.masked_fill(~allowed, -torch.inf)
         unseen = ~allowed.any(-1, keepdim=True)
-        score = score.masked_fill(unseen, 0.0)  # of no key: softmax would have no gradient
+        score = score.masked_fill(unseen, 0.0)  # softmax of only -inf is NaN
     if sink is not None:
         sink = sink[None, :, None] if sink.dim() == 1 else sink
         last = sink.to(dtype)[..., None].expand(*score.shape[:3], 1)
@@ -65,9 +65,9 @@ def dense_attention(
 
 
 def as_set(mask: Tensor) -> Tensor | None:
-    """A mask that is added to scores as a bool mask, where it holds nothing but 0 and -inf.
+    """Converts an additive mask of only 0 and -inf to a bool mask; returns None for a true bias.
 
-    The least finite number counts as -inf, for that is what transformers writes. None for a bias.
+    The lowest finite number counts as -inf, because transformers writes it.
     """
     if mask.dtype == torch.bool:
         return mask
@@ -79,7 +79,7 @@ def as_set(mask: Tensor) -> Tensor | None:
 
 
 def check_mask(mask: Tensor, query: Tensor, key: Tensor) -> None:
-    """Raises ValueError where a tensor is no mask of the pairs of a call."""
+    """Raises ValueError if a tensor does not fit as the mask of a call's pairs."""
     wanted = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(

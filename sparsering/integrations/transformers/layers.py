@@ -1,4 +1,4 @@
-"""The pattern of each layer of a model, as its config and `apply` say it."""
+"""Patterns of a model's layers, from its config and from `apply`."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ from .stored import NAME, stored_in, text_for, types_of
 
 
 def decoder_config(model: Any) -> Any:
-    """The config of the layers that text goes through."""
+    """Returns the config of the model's text decoder."""
     check_module("model", model)
     return model.config.get_text_config(decoder=True)
 
 
 def decoder_patterns(model: Any) -> list[Pattern]:
-    """What each layer of a decoder visits.
+    """Returns the pattern of each layer of a decoder.
 
-    Raises: ValueError where the model does not run "sparsering"; NotImplementedError where it is no
-        decoder alone, or has layers of a kind that is no pattern.
+    Raises: ValueError if the model does not run "sparsering"; NotImplementedError if it also has an
+        encoder, or a layer type that has no pattern.
     """
     config = decoder_config(model)
     if getattr(model.config, "is_encoder_decoder", False):
@@ -45,7 +45,7 @@ def decoder_patterns(model: Any) -> list[Pattern]:
 
 
 def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
-    """Of each layer, the stored pattern or the model's own; None for kinds that are none."""
+    """Returns each layer's stored or own pattern; None for layer types that have no pattern."""
     stored = stored_in(config)
     found: list[Pattern | None] = []
     for index, kind in enumerate(types_of(config)):
@@ -61,7 +61,7 @@ def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
 
 
 def _own(config: Any, kind: str, causal: bool) -> Mask | None:
-    """What a layer of a type visits by the model's own config."""
+    """Returns a layer type's pattern by the model's own config; None if it has none."""
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     if kind == "full_attention":
@@ -74,5 +74,5 @@ def _own(config: Any, kind: str, causal: bool) -> Mask | None:
 
 
 def shortly(pattern: Pattern | None) -> str:
-    """A pattern in a line."""
+    """Describes a pattern in one short line."""
     return "the model's own" if pattern is None else shortened(str(pattern), 120)

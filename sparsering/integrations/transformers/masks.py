@@ -1,8 +1,8 @@
-"""`ModelMask`: what a model says of its mask, in the place where it would pass N x N numbers.
+"""`ModelMask`: a compact description of a model's mask, in place of an N x N tensor.
 
-transformers asks a mask interface for a mask once per step and kind of layer, and hands what it
-gives through the model to the attention function. Ours says which pattern it is, from where
-queries count, and which keys are real; nothing is as large as the pairs.
+transformers asks a mask interface for a mask once per step and kind of layer, and passes the result
+through the model to the attention function. Our result names the pattern, the position of the first
+query, and the real keys; nothing in it is as large as the number of pairs.
 """
 
 from collections.abc import Callable
@@ -21,17 +21,17 @@ from .runs import Runs, joined
 
 
 class ModelMask:
-    """What a model says of the pairs of one step, in key positions that count from its first key.
+    """Describes the mask of one step; key positions count from the step's first key.
 
     Attributes:
-        shape: (batch, 1, queries, keys), as of the tensor that it stands for.
+        shape: (batch, 1, queries, keys), the shape of the tensor that it replaces.
         q_start: position of the first query among the keys: an int, or a tensor of a static cache.
-        kv_start: how many keys were dropped before the first one.
-        said: the kind of mask, None where it is not known: then `dense` is asked.
-        documents: [B or 1, keys] numbers of packed documents, if any.
-        runs: the same of documents and chunks.
-        padding: [B, all keys] True where a token is real, if any is not.
-        seen_by_last: [B, keys] what a single query sees, where `q_start` is a tensor.
+        kv_start: number of keys that a cache dropped before the first one.
+        said: the kind of mask; None if it is not recognised: then `dense` builds the mask.
+        documents: [B or 1, keys] numbers of packed documents; None if there is only one.
+        runs: [B or 1, keys] numbers of documents and chunks together; None if there is only one.
+        padding: [B, all keys] True where a token is real; None if all are.
+        seen_by_last: [B, keys] True where a single query sees a key; set if `q_start` is a tensor.
     """
 
     ndim = 4
@@ -59,8 +59,8 @@ class ModelMask:
         self.padding = padding
         self.dense = dense
         self.seen_by_last = seen_by_last
-        self.checked = False  # whether packing that got lost was looked for
-        self.known: dict[Any, Any] = {}  # what layers made of it before
+        self.checked = False  # the search for ignored packing runs once per step
+        self.known: dict[Any, Any] = {}  # results that the layers share through `once`
 
     def __repr__(self) -> str:
         batch, _, q_len, kv_len = self.shape
@@ -83,26 +83,26 @@ class ModelMask:
         raise _refusal(getattr(function, "__name__", "an operation of torch"))
 
     def valid(self, kv_len: int) -> Tensor | None:
-        """[B, kv_len] True where one of the first keys is real; None where all are."""
+        """Returns [B, kv_len], True where a key is real; None if all are."""
         if self.padding is None:
             return None
         valid = self.padding[:, self.kv_start : self.kv_start + kv_len]
         return None if not torch.compiler.is_compiling() and bool(valid.all()) else valid
 
     def pattern(self, q_start: int, kv_len: int) -> Mask:
-        """What the model says of the first `kv_len` keys, for a mask whose kind is known."""
+        """Returns the model's own pattern over the first `kv_len` keys; needs a recognised kind."""
         assert self.said is not None
         mask = _of_distances(self.said)
         valid, runs = self.valid(kv_len), self.runs
         if runs is not None and self.shape[2] == 1 and not torch.compiler.is_compiling():
-            same = runs[:, :kv_len] == runs[:, q_start : q_start + 1]  # of one query that is data
+            same = runs[:, :kv_len] == runs[:, q_start : q_start + 1]  # one query needs no runs
             valid = same if valid is None else valid & same
         elif runs is not None:
             mask = mask & Runs(runs[:, :kv_len])
         return mask if valid is None else mask & KeyMask(valid)
 
     def own_causal(self) -> Mask | None:
-        """What a causal model says of pairs of real tokens alone; None where it is not causal."""
+        """Returns the causal pattern of real tokens, without documents; None if it has none."""
         said = self.said
         if said is None or not said.causal:
             return None
@@ -112,7 +112,7 @@ class ModelMask:
         return _of_distances(said)
 
     def with_documents(self, ids: Tensor) -> "ModelMask":
-        """The same mask inside documents, whose numbers are [1, keys]."""
+        """Returns this mask restricted to documents, given by their numbers [1, keys]."""
         documents = ids if self.documents is None else joined(ids, self.documents)
         runs = documents if self.runs is None else joined(documents, self.runs)
         rest = self.padding, self.dense, self.seen_by_last
@@ -120,7 +120,7 @@ class ModelMask:
         return ModelMask(*place, self.said, documents, runs, *rest)
 
     def once(self, what: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gives, asked once for the layers that share the mask."""
+        """Returns `make()`, computed once for all layers that share the mask."""
         if torch.compiler.is_compiling():
             return make()
         if what not in self.known:
@@ -167,18 +167,18 @@ def mask_interface(
     device: torch.device | str = "cpu",
     **asked: Any,
 ) -> ModelMask:
-    """The mask interface that `register` gives transformers, whose arguments it takes.
+    """Builds the `ModelMask` of a step, with the arguments of transformers' mask interfaces.
 
     Args:
-        attention_mask: [B, N] True where a token is real, N as long as the keys or shorter; or what
-            this function gave before, which static caches hand in again.
+        attention_mask: [B, N] True where a token is real, N as long as the keys or shorter; or an
+            earlier result of this function, which transformers passes back with a static cache.
 
-    Returns: never None, which transformers gives an attention function that is to guess.
+    Returns: the mask, never None: for None an attention function would have to guess the mask.
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
     if isinstance(q_offset, Tensor):
-        q_offset = q_offset.clone()  # a static cache counts on before its layer attends
+        q_offset = q_offset.clone()  # a static cache advances it before the layer attends
     padding = _padding(attention_mask, kv_length + kv_offset)
     dense = partial(
         _dense,
@@ -210,14 +210,14 @@ def mask_interface(
 
 
 def _dense(**arguments: Any) -> Tensor:
-    """[B, 1, Nq, Nk] bool, as transformers makes it."""
+    """Returns transformers' own dense mask, bool [B, 1, Nq, Nk]."""
     skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     dense: Tensor = masking_utils.sdpa_mask(**arguments, **skip)
     return dense
 
 
 def _padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
-    """[B, length] True where a token is real; None where all are known to be."""
+    """Returns [B, length], True where a token is real; None if all are known to be real."""
     if attention_mask is None:
         return None
     if attention_mask.dim() != 2:
@@ -235,7 +235,7 @@ def _padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
 def _runs(
     said: Said, batch_size: int, kv_length: int, kv_offset: int, device: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """[B or 1, keys] numbers of documents, and of documents and chunks; None for a single one."""
+    """Numbers documents, and documents with chunks: [B or 1, keys]; None for a single run."""
     documents = list(said.documents)
     chunks = []
     for size, padding, positions in said.chunks:
@@ -246,7 +246,7 @@ def _runs(
 
 
 def _several(ids: list[Tensor]) -> Tensor | None:
-    """The runs in which all ids stay the same, None where that is everywhere."""
+    """Numbers the runs in which all ids stay constant; None for a single run."""
     if not ids:
         return None
     runs = joined(*ids)

@@ -1,7 +1,7 @@
-"""A layer's own pattern, within what the model's mask says: causality, padding and documents.
+"""Attention over a layer's pattern from `apply`, within the model's mask.
 
-Positions count from each row's first real token and restart in each document, so that a row means
-the same alone, padded or packed.
+The mask contributes causality, padding and documents. Positions count from each row's first real
+token and restart in each document, so that a row's result is the same alone, padded or packed.
 """
 
 from functools import lru_cache
@@ -28,10 +28,10 @@ def attend_pattern(
     q_start: int,
     extras: dict[str, Any],
 ) -> Tensor:
-    """[B, Hq, Nq, Dv] of a pattern within a mask of a known kind.
+    """Attends over a pattern within a mask of a recognised kind; returns [B, Hq, Nq, Dv].
 
-    Raises: ValueError where keys that the pattern needs are dropped, or where it depends on a
-        length that is not yet known.
+    Raises: ValueError if the cache has dropped keys that the pattern needs, or if the pattern
+        depends on the whole length, which a decoding step does not know.
     """
     query, key, _ = inputs
     assert mask.said is not None
@@ -59,12 +59,12 @@ def attend_pattern(
         return _attend(inner, inputs, valid, q_start, extras)
     if query.shape[2] == 1 and mask.documents is None and not torch.compiler.is_compiling():
         return _attend_rows(inner, inputs, ids, valid, q_start, extras)
-    restarting: Pattern = InRuns(ids, inner)  # type: ignore[arg-type]  # of a mixture, too
+    restarting: Pattern = InRuns(ids, inner)  # type: ignore[arg-type]  # accepts a Mixture
     return _attend(restarting, inputs, valid, q_start, extras)
 
 
 def looking_back(pattern: Pattern) -> Pattern:
-    """A pattern as a causal layer has it: made once for all layers and steps."""
+    """Returns `pattern & Causal()`, built once for all layers and steps."""
     return _causal(pattern) if torch.compiler.is_compiling() else _known_causal(pattern)
 
 
@@ -88,11 +88,11 @@ def _attend(
 
 
 def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
-    """[B or 1, keys] numbers of the runs in which positions restart; None for a single one."""
+    """Numbers the runs in which positions restart: [B or 1, keys]; None for a single run."""
     ids = [] if mask.documents is None else [mask.documents[:, :kv_len]]
     if mask.padding is not None:
         seen = mask.padding[:, mask.kv_start : mask.kv_start + kv_len].cumsum(1) > 0
-        ids.append(seen.long())  # 0 before the first real token
+        ids.append(seen.long())  # left padding is run 0
     if not ids:
         return None
     runs = joined(*ids)
@@ -107,7 +107,10 @@ def _attend_rows(
     q_start: int,
     extras: dict[str, Any],
 ) -> Tensor:
-    """One query of each row, rows that begin at the same key together: layouts are then kept."""
+    """Attends with one query per row, in groups of rows that begin at the same key.
+
+    A group slices off the keys before its beginning and needs no runs, so its layout is cached.
+    """
     query, key, value = inputs
     begins = (ids == ids[:, :1]).sum(1) * (ids[:, -1] > ids[:, 0])
     outs = query.new_empty(*query.shape[:3], value.shape[3])
@@ -125,14 +128,14 @@ def _neighbours(rows: Tensor) -> bool:
 
 
 def by_distance_alone(pattern: Pattern) -> bool:
-    """Whether a pattern is the same wherever positions count from."""
+    """Whether a pattern is shift-invariant, so that the origin of positions does not matter."""
     if isinstance(pattern, And | Or | Mixture):
         return all(by_distance_alone(mask) for mask in pattern.masks)
     return isinstance(pattern, Causal | Full | SlidingWindow)
 
 
 def check_own_keys(q_len: int, kv_len: int) -> None:
-    """Raises NotImplementedError where keys must be those of another sequence."""
+    """Raises NotImplementedError if the lengths show that the keys are another sequence's."""
     if not torch.compiler.is_compiling() and q_len != kv_len:
         raise NotImplementedError(
             "a pattern of a layer's own is for self-attention, got keys of another sequence "
@@ -142,7 +145,7 @@ def check_own_keys(q_len: int, kv_len: int) -> None:
 
 
 def check_decodes(pattern: Pattern) -> None:
-    """Raises ValueError for a pattern of a whole length, of which steps know nothing."""
+    """Raises ValueError for a pattern that depends on the whole length, unknown to a step."""
     if any(isinstance(part, RandomBlocks) for part in parts_of(pattern)):
         raise ValueError(
             "tokens that come in steps need a pattern that is the same at every length, got "
@@ -154,7 +157,7 @@ def check_decodes(pattern: Pattern) -> None:
 def _check_kept(
     pattern: Pattern, dropped: int, q_start: int, num_heads: int, num_kv_heads: int
 ) -> None:
-    """Raises ValueError where a cache has dropped keys that the pattern needs."""
+    """Raises ValueError if the cache has dropped keys that the pattern needs."""
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     needed = [keys for keys in pattern.live_keys(q_start + dropped, **heads) if len(keys)]
     first = min((int(keys[0]) for keys in needed), default=dropped)

@@ -1,9 +1,9 @@
-"""What a mask function of transformers says: which of its closures it is, and of what.
+"""Recognises the mask functions of transformers, so that nothing is evaluated pair by pair.
 
 transformers builds a mask from functions of indices, `(batch, head, query, key) -> bool`, joined by
-`and_masks`. They are recognised by their code, so that nothing is evaluated pair by pair. Inside
-torch.compile closures cannot be looked into; what kind of mask it is then follows from how it was
-asked for, and where runs of tokens end from what it says of neighbours.
+`and_masks`. They are recognised by their code, and their closures hold the parameters. Inside
+torch.compile closures cannot be read. There the kind of mask follows from the arguments of the
+request, and the ends of runs from evaluating the function for neighbouring tokens.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _NOTHING = torch.zeros(1, 1, dtype=torch.int64)
 
 
 def _code_of(factory: str, *arguments: Any) -> Any:
-    """The code of the functions that a factory of transformers makes; None where it has none."""
+    """Returns the code of a transformers factory's functions; None if the factory is missing."""
     make = getattr(masking_utils, factory, None)
     return None if make is None else make(*arguments).__code__
 
@@ -37,15 +37,15 @@ _REMAPPED = _code_of("remap_positions_for_packed_sequence", _CAUSAL, _NOTHING)
 
 @dataclass
 class Said:
-    """What a mask function says.
+    """Describes a mask function.
 
     Attributes:
-        causal: keys after the query are not seen.
-        left, right: keys before and after the query that are, None for all.
-        chunks: (size, first token of each row [B], positions [B, N] or None for indices).
+        causal: True if no query sees later keys.
+        left, right: number of visible keys before and after the query; None for all.
+        chunks: (size, left padding of each row [B], positions [B, N] or None for indices).
         documents: numbers of documents [B, N].
-        joined: of several functions, inside compile: some may be of documents.
-        chunked: chunks may be among them, and cannot be told from documents.
+        joined: inside compile: several functions are joined, and some may be documents.
+        chunked: inside compile: the mask has chunks, which documents may be mixed with.
     """
 
     causal: bool = False
@@ -57,20 +57,20 @@ class Said:
     chunked: bool = False
 
     def within(self, left: int, right: int | None = None) -> None:
-        """Takes a window into account."""
+        """Narrows the window to at most `left` keys before the query and `right` after it."""
         self.left = left if self.left is None else min(self.left, left)
         if right is not None:
             self.right = right if self.right is None else min(self.right, right)
 
 
 def read(mask_function: MaskFunction) -> Said | None:
-    """What a mask function says; None where some part of it is not one that is known."""
+    """Reads a mask function; returns None if some part of it is not recognised."""
     said = Said()
     return said if _collect(mask_function, None, said) else None
 
 
 def _collect(function: MaskFunction, positions: Tensor | None, said: Said) -> bool:
-    """Adds what a function says of indices, or of `positions`; False where it is not known."""
+    """Adds a function of indices, or of `positions`, to `said`; False if it is not recognised."""
     if function is _CAUSAL:
         said.causal = True
         return True
@@ -101,7 +101,7 @@ def _collect(function: MaskFunction, positions: Tensor | None, said: Said) -> bo
 def read_inside_compile(
     mask_function: MaskFunction, local_size: int | None, config: Any, asked: dict[str, Any]
 ) -> Said | None:
-    """The same from how a mask was asked for; where its runs end is not among it.
+    """Reads a mask from the arguments of its request, which do not tell where runs end.
 
     `asked`: the keywords that only some of transformers' functions pass to a mask interface.
     """
@@ -110,7 +110,7 @@ def read_inside_compile(
     if mask_function is _BIDIRECTIONAL:
         return Said()
     if asked.get("use_vmap") or mask_function.__code__ is not _AND:
-        return None  # joined with a function of a model's own
+        return None  # the model adds a mask function of its own
     said = Said(causal="allow_is_bidirectional_skip" not in asked, joined=True)
     if local_size is None:
         return said
@@ -131,7 +131,7 @@ def read_inside_compile(
 def runs_by_neighbours(
     mask_function: MaskFunction, batch_size: int, kv_length: int, kv_offset: int, device: Any
 ) -> Tensor:
-    """[B, Nk] numbers of runs: one begins where a token does not see the one before it."""
+    """Numbers the runs [B, Nk]: a run begins where a token does not see its predecessor."""
     batch = torch.arange(batch_size, device=device)[:, None, None, None]
     key = torch.arange(kv_length, device=device) + kv_offset
     before = (key - 1).clamp(min=0)

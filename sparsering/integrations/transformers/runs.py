@@ -1,7 +1,8 @@
-"""Runs of tokens that are known only as data: documents and chunks of a model, under compile too.
+"""`Runs` and `InRuns`: masks of a model's documents and chunks, given as a tensor.
 
-A model says with a tensor which tokens belong together. As a field of a mask the tensor crosses to
-the operator, and there, where its numbers can be read, it becomes `Documents` or `Packed`.
+The tensor numbers the tokens that belong together. It is a field of the mask, so that it reaches
+the operator under torch.compile too. The operator can read its numbers, and replaces the mask by
+`Documents` or `Packed`.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from ...patterns.positions import Documents, Packed
 
 
 class _OfRuns(TensorMask):
-    """What masks of runs share: `ids` [B or 1, Nk] int64, a new run where neighbours differ."""
+    """Base of the masks of runs: `ids` [B or 1, Nk] int64, a new run where neighbours differ."""
 
     ids: Tensor
     dtype: ClassVar[torch.dtype] = torch.int64
@@ -40,7 +41,7 @@ class _OfRuns(TensorMask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Runs(_OfRuns):
-    """A query sees the keys of its own run."""
+    """Lets a query see the keys of its own run."""
 
     ids: Tensor
 
@@ -53,7 +54,7 @@ class Runs(_OfRuns):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class InRuns(_OfRuns):
-    """Inside each run, a pattern whose positions restart at 0; of a mixture it is a mixture."""
+    """Applies a pattern inside each run, with positions from 0; a mixture gives a mixture."""
 
     ids: Tensor
     pattern: Mask
@@ -79,7 +80,7 @@ add_constructor("InRuns", InRuns)
 
 
 def joined(*ids: Tensor) -> Tensor:
-    """[B, Nk] numbers of the runs in which all of some ids [B or 1, Nk] stay the same."""
+    """Numbers the runs in which all of several ids [B or 1, Nk] stay constant: [B or 1, Nk]."""
     starts = [x[:, 1:] != x[:, :-1] for x in ids]
     begins = starts[0]
     for other in starts[1:]:

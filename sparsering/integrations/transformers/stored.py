@@ -1,7 +1,7 @@
-"""The patterns of a model's layers: in its config as text, so that saving and copying keep them.
+"""Patterns of a model's layers, stored in its config as text, so that saving and copying keep them.
 
-`config.sparsering` is the text of a pattern for all layers, or a dict from a layer's index or type,
-as text, to that of its pattern.
+`config.sparsering` is the text of one pattern for all layers, or a dict that maps a layer's index
+or type, as text, to the text of its pattern.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,15 +15,15 @@ from ...patterns.mask_mod import MaskMod
 from ...patterns.selected import selections_of
 
 NAME = "sparsering"
-"""The attn_implementation, and the attribute of a config that holds patterns."""
+"""Name of the attn_implementation, and of the config attribute that holds patterns."""
 
 Patterns = Pattern | Mapping[int | str, Pattern]
 
 
 def written(patterns: Patterns) -> str | dict[str, str]:
-    """Patterns as a config holds them.
+    """Converts patterns to the text that a config holds.
 
-    Raises: ValueError where a pattern cannot be read back from text; TypeError for what is none.
+    Raises: ValueError if a pattern cannot be read back from its text; TypeError if it is none.
     """
     if isinstance(patterns, Mapping):
         return {str(key): _written(pattern) for key, pattern in patterns.items()}
@@ -55,15 +55,15 @@ def _written(pattern: Pattern) -> str:
 
 
 def parts_of(pattern: Pattern) -> list[Pattern]:
-    """A pattern and all that it is made of."""
+    """Lists a pattern and all its parts, recursively."""
     inside = [part for part in pattern._made_of() if part is not pattern]
     return [pattern, *(part for mask in inside for part in parts_of(mask))]
 
 
 def stored_in(config: Any) -> str | Mapping[str, str] | None:
-    """What a config holds of patterns; None for nothing.
+    """Returns the patterns that a config holds, as text; None if it holds none.
 
-    Raises: ValueError where it is neither a text nor a dict of texts.
+    Raises: ValueError if the attribute is neither a text nor a dict of texts.
     """
     stored = getattr(config, NAME, None)
     if isinstance(stored, str):
@@ -80,7 +80,7 @@ def stored_in(config: Any) -> str | Mapping[str, str] | None:
 
 
 def pattern_of(module: Any) -> Pattern | None:
-    """The pattern that is to replace a layer's own window or chunk; None where none is."""
+    """Returns the stored pattern that replaces a layer's own window or chunk; None without one."""
     stored = stored_in(getattr(module, "config", None))
     if stored is None or is_cross_attention(module):
         return None
@@ -94,28 +94,28 @@ def pattern_of(module: Any) -> Pattern | None:
 
 
 _patterns: dict[str, Pattern] = {}
-"""Patterns of models by their text, which torch.compile cannot read."""
+"""Parsed patterns by their text, because torch.compile cannot trace the parser."""
 
 
 def keep_parsed(stored: str | Mapping[str, str]) -> None:
-    """Reads what a config holds, for layers that are traced later."""
+    """Parses the patterns of a config in advance, for layers that torch.compile traces later."""
     for text in [stored] if isinstance(stored, str) else stored.values():
         _patterns[text] = parse(text)
 
 
 def text_for(stored: Mapping[str, str], index: int | None, kind: str) -> str | None:
-    """What a dict says of a layer: its index beats its type."""
+    """Returns the text for a layer from a dict: an entry by index overrides one by type."""
     return stored.get(str(index), stored.get(kind))
 
 
 def layer_type(module: Any) -> str:
-    """The name that transformers has for the kind of a layer's attention."""
+    """Returns transformers' name for the type of a layer's attention."""
     index, types = getattr(module, "layer_idx", None), types_of(module.config)
     return types[index] if isinstance(index, int) and index < len(types) else "full_attention"
 
 
 def types_of(config: Any) -> list[str]:
-    """Of each layer, as transformers' caches tell it from a config."""
+    """Returns the type of each layer, by the rules of transformers' caches."""
     if (types := getattr(config, "layer_types", None)) is not None:
         return list(types)
     kind = "full_attention"
@@ -127,7 +127,7 @@ def types_of(config: Any) -> list[str]:
 
 
 def is_cross_attention(module: Any) -> bool:
-    """Whether a module's keys are those of another sequence."""
+    """Whether a module's keys come from another sequence."""
     if getattr(module, "is_cross_attention", False):
         return True
     return (
@@ -136,7 +136,7 @@ def is_cross_attention(module: Any) -> bool:
 
 
 def dispatching(model: Any) -> Iterator[tuple[str, Any]]:
-    """The modules of a model that ask transformers' interface for an attention function."""
+    """Yields (name, module) for modules that use transformers' attention interface."""
     for name, module in model.named_modules():
         forward = type(module).forward
         while hasattr(forward, "__wrapped__"):
