@@ -1,1 +1,1 @@
-"""What a call costs: counts, bytes and seconds, by arithmetic and by calibration."""
+"""Costs of a call: counts, bytes and seconds, by arithmetic and by calibration."""

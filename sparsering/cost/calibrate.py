@@ -1,9 +1,9 @@
-"""What this machine takes for each kind of work: measured once when asked, kept in a file.
+"""Measures the seconds of each kind of work on this machine, on request, and stores them in a file.
 
     sparsering calibrate        # a few seconds; `sr.estimate` then knows this machine
 
-The file lies in the cache folder, one for each processor, number of threads and torch version. It
-is read when first asked for. Importing the library and calling it never measure anything.
+The cache folder has one file for each processor, number of threads and torch version, which is read
+on first use. Importing the library and calling it never measure anything.
 """
 
 import json
@@ -39,9 +39,9 @@ class Calibration(NamedTuple):
     """Rates of this machine.
 
     Attributes:
-        rates: of each part of a call, seconds to a unit of each kind of work.
-        threads: that they were measured with.
-        error: median of |told / measured - 1| over the calls they were fitted to.
+        rates: for each part of a call, the seconds per unit of each kind of work.
+        threads: number of threads during the measurement.
+        error: median of |predicted / measured - 1| over the calls of the fit.
     """
 
     rates: dict[str, Rates]
@@ -50,7 +50,7 @@ class Calibration(NamedTuple):
 
 
 class _Probe(NamedTuple):
-    """A call to measure: tokens, query heads, kv heads, head dim."""
+    """A call to measure: pattern, tokens, query heads, kv heads, head dim."""
 
     pattern: Pattern
     tokens: int
@@ -60,7 +60,7 @@ class _Probe(NamedTuple):
 
 
 def _probes() -> list[_Probe]:
-    """Calls that differ in what they are made of, of some ten milliseconds each."""
+    """Lists calls of about ten milliseconds each, with different proportions of work."""
     return [
         _Probe(Causal(), 128, 2, 2, 64),
         _Probe(Causal(), 2048, 4, 4, 32),
@@ -80,12 +80,12 @@ def _probes() -> list[_Probe]:
 
 
 def calibrated() -> Calibration | None:
-    """What is kept of this machine at this number of threads; None where nothing legible is."""
+    """Reads the calibration of this machine and number of threads; None without a valid file."""
     return _read(_path(), torch.get_num_threads())
 
 
 def why_not() -> str:
-    """Why there is no calibration, and what to do."""
+    """Explains why there is no calibration, and what to do."""
     told = "run `sparsering calibrate`, a few seconds, for figures of this machine"
     path = _path()
     if path.exists() and calibrated() is None:
@@ -94,13 +94,13 @@ def why_not() -> str:
 
 
 def calibrate() -> tuple[Calibration, Path]:
-    """Measures this machine with the present number of threads, and keeps what was found.
+    """Measures this machine with the current number of threads, and writes the rates to a file.
 
-    Returns: the rates, and the file they are kept in.
+    Returns: the rates, and the path of the file.
 
-    Raises: OSError where the file cannot be written.
+    Raises: OSError if the file cannot be written.
 
-    Cost: a few seconds on two cores, which should have nothing else to do; some 200 MB.
+    Cost: a few seconds on two cores, which should be idle otherwise; about 200 MB.
     """
     threads = torch.get_num_threads()
     rows: dict[str, list[tuple[list[float], float]]] = {}
@@ -119,7 +119,7 @@ def calibrate() -> tuple[Calibration, Path]:
 
 
 def _measured(threads: int) -> Iterator[tuple[str, list[float], float]]:
-    """(part, its amounts, its seconds) of every probe."""
+    """Yields (part, its amounts, its seconds) for every probe."""
     backends: list[tuple[str, Any, torch.dtype]] = []
     if not cpu.reasons():
         backends = [("cpu", cpu, torch.float32), ("cpu", cpu, torch.bfloat16)]
@@ -127,7 +127,7 @@ def _measured(threads: int) -> Iterator[tuple[str, list[float], float]]:
     for name, module, dtype in backends:
         for probe in _probes() if name == "cpu" else _probes()[:10:2]:
             yield from _of_probe(name, module, dtype, probe, threads)
-            if name == "cpu" and probe.tokens > 128:  # the same by one kv head
+            if name == "cpu" and probe.tokens > 128:  # threads must share one kv head
                 alone = probe._replace(heads=max(1, probe.heads // 2), kv_heads=1)
                 yield from _of_probe(name, module, dtype, alone, threads)
 
@@ -157,7 +157,7 @@ def _of_probe(
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """The least of some calls after one that is not counted: what others took is no part of it."""
+    """Fastest of several timed calls after a warm-up; the minimum excludes interference."""
     run()
     found = []
     for _ in range(_ROUNDS):
@@ -168,9 +168,9 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def _fitted(rows: tuple[list[float], ...], seconds: tuple[float, ...]) -> Rates:
-    """Rates, none below 0, with the least sum of squares of told / measured - 1.
+    """Fits rates >= 0 by least squares of predicted / measured - 1.
 
-    By coordinates in turn: each step is the best rate of one kind beside the others.
+    Coordinate descent: each step finds the best rate of one kind while the others stay fixed.
     """
     of = (
         torch.tensor(rows, dtype=torch.float64)
@@ -192,7 +192,7 @@ def _fitted(rows: tuple[list[float], ...], seconds: tuple[float, ...]) -> Rates:
 
 
 def _path() -> Path:
-    """The file of this machine at this number of threads."""
+    """Returns the path of the file for this machine and number of threads."""
     features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     processor = features.get("cpu_name") or platform.machine()
     name = f"{processor} {torch.backends.cpu.get_cpu_capability()}"
@@ -201,7 +201,7 @@ def _path() -> Path:
 
 @cache
 def _read(path: Path, threads: int) -> Calibration | None:
-    """The content of a file, None where it is not there or not what `calibrate` writes."""
+    """Reads a calibration file; None if it is missing or not in `calibrate`'s format."""
     try:
         content = json.loads(read_file(path, _MOST_BYTES))
         rates = {
@@ -216,7 +216,7 @@ def _read(path: Path, threads: int) -> Calibration | None:
 
 
 def _rate(value: object) -> float:
-    """A number that may be a rate; ValueError for any other."""
+    """Returns the value if it is a finite number >= 0; raises ValueError for any other."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"a rate must be a number, got {value!r}")
     if not math.isfinite(value) or value < 0:

@@ -1,6 +1,6 @@
-"""Which way of running a call is the cheaper: torch's dense kernel or tiles, and of what size.
+"""Chooses the cheaper way to run a call: torch's dense kernel or tiles, and the tile size.
 
-Nothing is measured here: rules over figures of the layout, whose constants are measured on CPUs.
+The rules use counts of the layout, with constants that were measured on CPUs. They measure nothing.
 """
 
 from functools import lru_cache
@@ -14,26 +14,26 @@ from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.blocks import blockwise_masks
 from ..patterns.keys import without_key_masks
 
-_SAMPLE = 2048  # query positions that stand for all
-_LEAST_KEYS = 128  # of fewer, there are too few tiles to choose from
-_MOST_KEYS = 2048  # of a query, from which on what lies at a pattern's edges is a small part of it
+_SAMPLE = 2048  # number of query positions that are counted to estimate all
+_LEAST_KEYS = 128  # a shorter sequence has too few tiles for a choice to matter
+_MOST_KEYS = 2048  # with more keys per query, the tiles at a pattern's edges are a small part
 
-# Smaller tiles cost more a pair and hold fewer pairs that are not of the pattern: they are taken
-# where they hold at most this part of what the next larger ones do.
+# Smaller tiles cost more per pair, but contain fewer pairs outside the pattern. A size is chosen if
+# its tiles contain at most this share of the pairs in the tiles of the next larger size.
 _LARGEST = 128
 _SMALLER = ((64, 0.92), (32, 0.6))
 
 BESIDE_DENSE = frozenset({"gather"})
-"""Backends that torch's dense kernel may stand in for; the compiled one is faster than that."""
+"""Backends that torch's dense kernel may replace; the compiled kernel is faster than it."""
 
-_DENSE_SHARE = 0.5  # of all pairs, that tiles must hold for a mask over all pairs to be cheaper
+_DENSE_SHARE = 0.5  # if tiles contain this share of all pairs, a dense mask is cheaper
 
 
 def prefers_dense(backend: str, pattern: Pattern, frame: Frame, device: torch.device) -> bool:
     """Whether torch's dense kernel is cheaper for a call than the backend that would run it.
 
-    So it is for a pattern that is full or causal, and for a small one of which tiles hold a good
-    part. Cost: as `block_size`.
+    It is for a full or causal pattern, and for a short call whose tiles contain a large share of
+    all pairs. Cost: as `block_size`.
     """
     if backend not in BESIDE_DENSE or device.type != "cpu":
         return False
@@ -54,11 +54,11 @@ def _share_held(pattern: Pattern, frame: Frame) -> float:
 
 
 def block_size(pattern: Pattern, frame: Frame, device: torch.device) -> int:
-    """Tokens to a tile where none are named: on a CPU by how many pairs tiles hold for nothing.
+    """Chooses the default tokens per tile: on a CPU by the share of pairs that tiles waste.
 
-    A pattern's own blocks are kept, as `default_block_size` has them.
+    A pattern's own block size has priority, as in `default_block_size`.
 
-    Cost: laying out some thousand queries, once for a pattern and its lengths.
+    Cost: laying out a few thousand queries, once per pattern and lengths.
     """
     size = default_block_size(pattern, frame.kv_len)
     if device.type != "cpu" or size != _LARGEST or frame.q_len <= 1 or frame.kv_len < _LEAST_KEYS:
@@ -89,9 +89,9 @@ def _by_density(pattern: Pattern, frame: Frame) -> int:
 
 
 def _held(pattern: Pattern, frame: Frame, size: int, queries: tuple[int, int]) -> float:
-    """Pairs in the tiles that some queries visit, to a query; mean over heads.
+    """Counts the pairs per query in the tiles that some queries visit; mean over heads.
 
-    Kernels round what is left of a sequence to 16 tokens, not to a whole tile.
+    Kernels round the last, partial tile of a sequence up to 16 tokens, not to a whole tile.
     """
     found = 0.0
     for compiled in compile_passes(pattern, frame, size, queries=[queries]):

@@ -1,11 +1,11 @@
-"""Machines by name, with what their makers publish: memory, bandwidth, FLOP/s, links.
+"""Machines by name, with their makers' published figures: memory, bandwidth, FLOP/s, links.
 
     machine = named("H200")
     machine.peak("bfloat16")          # FLOP/s without structured sparsity
 
 A published peak is never reached: a time that follows from it is a bound ("at least"), not a
 measurement. Figures of GPUs are for dense products; data sheets that double them for 2:4 sparsity
-are halved here. float32 is IEEE float32, not TF32, which torch leaves off.
+are halved here. float32 is IEEE float32, not TF32, which torch disables by default.
 """
 
 import math
@@ -23,15 +23,15 @@ class Machine:
     """One accelerator, or one CPU socket, as its maker describes it or as it was measured.
 
     Attributes:
-        name: As `named` finds it.
+        name: The name that `named` accepts.
         kind: "gpu" or "cpu".
-        memory_bytes: Memory of the device; None where it is what an owner puts in (server CPUs).
+        memory_bytes: Memory of the device; None for server CPUs, whose owners choose it.
         bandwidth: Of that memory, in bytes/s.
         peaks: FLOP/s of dense products by dtype name; empty where the maker publishes neither
             rates nor clocks.
-        link_bandwidth: Bytes/s that arrive at one device from its peers, one direction; None where
-            it depends on the network.
-        source: Where the figures are from.
+        link_bandwidth: Bytes/s that one device receives from its peers, one direction; None if it
+            depends on the network.
+        source: Publication that the figures come from.
         known: "published" or "measured here".
     """
 
@@ -62,7 +62,7 @@ def _gpu(
     link: float,
     source: str,
 ) -> Machine:
-    """A GPU, in the units of data sheets: GB, GB/s, TFLOP/s, and GB/s of one direction."""
+    """Builds a GPU from the units of data sheets: GB, GB/s, TFLOP/s, and GB/s of one direction."""
     return Machine(
         name=name,
         kind="gpu",
@@ -84,16 +84,16 @@ def _cpu(
     per_cycle: dict[str, int],
     source: str,
 ) -> Machine:
-    """One socket: every core at its highest clock, so that no call can be faster.
+    """Builds one socket with every core at its highest clock, so that no call can be faster.
 
     Args:
-        name: Of the machine.
-        channels: Of memory, 8 bytes wide each.
-        megatransfers: Of one channel, 10^6/s.
-        cores: Of the socket.
+        name: Name of the machine.
+        channels: Number of memory channels, 8 bytes wide each.
+        megatransfers: Transfers of one channel, in 10^6/s.
+        cores: Number of cores of the socket.
         gigahertz: Highest clock of a core.
         per_cycle: FLOP of one core in one cycle, by dtype.
-        source: Where the figures are from.
+        source: Publication that the figures come from.
     """
     return Machine(
         name=name,
@@ -107,7 +107,7 @@ def _cpu(
 
 
 def _apple(name: str, *, memory: int, bandwidth: float, source: str) -> Machine:
-    """An Apple chip in its largest configuration; its CPU's rates and clocks are not published."""
+    """Builds an Apple chip in its largest configuration; Apple publishes no CPU rates or clocks."""
     return Machine(
         name=name,
         kind="cpu",
@@ -119,9 +119,9 @@ def _apple(name: str, *, memory: int, bandwidth: float, source: str) -> Machine:
     )
 
 
-# NVLink and PCIe are sold by the sum of both directions, so half of it arrives. Half precision has
-# float32 sums; data sheets print it with sparsity: 1,979 (H100 SXM, H200), 1,513 (H100 PCIe), 624
-# (A100), 242 (L4).
+# Makers state NVLink and PCIe as the sum of both directions, so a device receives half of it. Half
+# precision means products with float32 sums. Data sheets state it with sparsity, twice the rate:
+# 1,979 (H100 SXM, H200), 1,513 (H100 PCIe), 624 (A100), 242 (L4).
 _ALL = (
     _gpu(
         "H200",
@@ -247,7 +247,7 @@ _ALL = (
 
 MACHINES: dict[str, Machine] = {machine.name: machine for machine in _ALL}
 
-# What people write for the ones above.
+# Other common names of the machines above.
 _OTHER_NAMES = {
     "h100": "H100 SXM",
     "a100": "A100 80GB",
@@ -259,7 +259,7 @@ _OTHER_NAMES = {
 
 
 def _plain(name: str) -> str:
-    """A name without case, spaces, dashes and underscores."""
+    """Returns a name without case, spaces, dashes and underscores."""
     return "".join(character for character in name.lower() if character not in " -_")
 
 
@@ -269,12 +269,12 @@ _BY_PLAIN_NAME = {_plain(name): machine for name, machine in MACHINES.items()} |
 
 
 def named(name: str) -> Machine:
-    """The machine of a name, in any case, with or without spaces: "h200", "A100 80GB".
+    """Returns the machine of a name, in any case, with or without spaces: "h200", "A100 80GB".
 
-    "H100" and "A100" alone are the SXM card and the one of 80 GB.
+    "H100" alone means the SXM card, "A100" alone the card with 80 GB.
 
     Raises:
-        ValueError: No machine has this name; it lists those that are known.
+        ValueError: No machine has this name; the message lists all names.
     """
     found = _BY_PLAIN_NAME.get(_plain(name)) if isinstance(name, str) else None
     if found is None:

@@ -1,7 +1,7 @@
-"""Bytes of a call, by arithmetic: what is handed in, given back, kept for backward, and worked in.
+"""Computes the bytes of a call by arithmetic: inputs, results, saved tensors, workspace, layout.
 
 The formulas follow the kernels' own buffers: kernels/cpu/forward.h, backward.h and walk/, gather's
-accumulators and workspace. What a buffer has room for and never touches is no memory.
+accumulators and workspace. The part of a buffer that a kernel never touches does not count.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from ..kernels.gather import set_workspace
 from ..numerics import round_up, sum_dtype
 from .work import PassWork, Work
 
-_NEAR = 1 << 19  # as the CPU kernel's headers have them
+_NEAR = 1 << 19  # these constants repeat those of the CPU kernel's headers
 _SMALL_WAVE = 4 << 20
 _KEYS_OF_A_STEP = 256
 
@@ -22,11 +22,11 @@ class Memory(NamedTuple):
     """Bytes of a call.
 
     Attributes:
-        inputs: query, key, value; with backward the gradient of the result too.
-        results: the result; with backward the three gradients too.
-        saved: what the call keeps for backward beside them: lse. Forward alone gives it back.
-        workspace: what comes on top of all others at the worst moment.
-        layout: tables and bitmaps, which the cache keeps.
+        inputs: query, key and value; with backward also the gradient of the result.
+        results: the result; with backward also the three gradients.
+        saved: lse, which the forward pass returns and backward needs.
+        workspace: largest size of temporary buffers, in addition to the others.
+        layout: tables and bitmaps, which the layout cache stores.
     """
 
     inputs: int
@@ -37,12 +37,12 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """All of them: the most that is held at once."""
+        """Sum of all parts: the most memory in use at once."""
         return sum(self)
 
 
 class Call(NamedTuple):
-    """The tensors of a call, and how many threads compute it."""
+    """Sizes of a call's tensors, and the number of threads that compute it."""
 
     batch_size: int
     head_dim: int
@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
 
 def cpu_memory(work: Work, call: Call, backward: bool) -> Memory:
-    """Of the compiled kernel."""
+    """Bytes of a call of the compiled CPU kernel."""
     sizes = _Sizes(work, call)
     forward = _cpu_forward(work, call, sizes)
     layout = work.layout_bytes + work.bitmap_bytes
@@ -65,7 +65,7 @@ def cpu_memory(work: Work, call: Call, backward: bool) -> Memory:
 
 
 def gather_memory(work: Work, call: Call, backward: bool) -> Memory:
-    """Of the portable backend."""
+    """Bytes of a call of the portable backend."""
     sizes = _Sizes(work, call)
     limit = set_workspace(1)
     set_workspace(limit)
@@ -83,7 +83,7 @@ def gather_memory(work: Work, call: Call, backward: bool) -> Memory:
 
 
 def triton_memory(work: Work, call: Call, backward: bool) -> Memory:
-    """Of the GPU kernels: float32 sums where several passes add up, walks of the tables."""
+    """Bytes of a call of the GPU kernels, with float32 sums of several passes and table walks."""
     sizes = _Sizes(work, call)
     layout = work.layout_bytes
     walks = int(sum(p.tables * (16 * p.entries + 20 * p.query_tiles) for p in work.passes))
@@ -97,7 +97,7 @@ def triton_memory(work: Work, call: Call, backward: bool) -> Memory:
 
 
 MEMORY = {"cpu": cpu_memory, "gather": gather_memory, "triton": triton_memory}
-"""The backends whose memory is known by arithmetic."""
+"""Functions that compute the bytes of a call, by backend."""
 
 
 def takes_heads(work: Work, call: Call) -> bool:
@@ -106,19 +106,19 @@ def takes_heads(work: Work, call: Call) -> bool:
 
 
 def multiplies_bfloat16(dtype: torch.dtype) -> bool:
-    """Whether products of a dtype are made of bfloat16 on this machine."""
+    """Whether this machine multiplies a dtype in bfloat16."""
     features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     able = torch.backends.mkldnn.is_available() and features.get("avx512_f")
     return dtype == torch.bfloat16 and bool(able)
 
 
 def is_walked(p: PassWork, group: float) -> bool:
-    """Whether the CPU kernel walks a pass by key tile."""
+    """Whether the CPU kernel computes a pass key tile by key tile."""
     return is_walked_shape(p.longest, (p.query_tiles, p.key_tiles), p.entries, group)
 
 
 class _Sizes:
-    """Bytes and counts that all of a call's arithmetic begins with."""
+    """Bytes and counts that all formulas of a call share."""
 
     def __init__(self, work: Work, call: Call) -> None:
         q_len, kv_len, heads, kv_heads, _ = work.frame
@@ -131,14 +131,14 @@ class _Sizes:
         self.operand = 2 if multiplies_bfloat16(call.dtype) else 4
         self.in_place = size == self.operand and d % 2 == 0
         self.width = d + d % 2
-        self.apart = size < 4 and len(work.passes) > 1  # float32 sums beside half's results
+        self.apart = size < 4 and len(work.passes) > 1  # half precision needs float32 sums
         self.passes = [p for p in work.passes if not is_walked(p, self.group)]
         self.walked = [p for p in work.passes if is_walked(p, self.group)]
 
     def memory(self, forward: int, layout: int, later: int | None = None) -> Memory:
-        """Of a call whose forward works in `forward` bytes, and its backward, if any, in `later`.
+        """Sums up a call whose workspace is `forward` bytes, and `later` in backward, if any.
 
-        The gradients, of the inputs' sizes, come once forward is done.
+        Backward allocates the gradients, as large as the inputs, only after forward is done.
         """
         if later is None:
             return Memory(self.inputs, self.out, self.lse, forward, layout)
@@ -150,7 +150,7 @@ class _Sizes:
 def _cpu_forward(work: Work, call: Call, x: _Sizes) -> int:
     block, d, t = work.block_size, call.head_dim, x.operand
     columns = max((p.key_tiles for p in x.passes), default=0)
-    near = columns * block * (x.width + d) * t  # of a kv head
+    near = columns * block * (x.width + d) * t  # packed keys and values of a kv head
     alone = columns and near <= _NEAR and _shares_evenly(x.num_kv, call.threads)
     rows = max((p.query_tiles * x.group for p in x.passes), default=0)
     wave = _wave(x.num_kv, rows, near, call.threads) if columns else x.num_kv
@@ -198,13 +198,13 @@ def _cpu_backward(work: Work, call: Call, x: _Sizes, by_head: bool) -> int:
 
 
 def _packed(p: PassWork, x: _Sizes, d: int) -> int:
-    """Bytes of a packed key and value; keys that lie as they should stay where they are."""
+    """Bytes of a packed key and value; a key in a suitable memory layout is not copied."""
     stays = p.step == 1 and x.in_place
     return x.operand * (d if stays else x.width + d)
 
 
 def _walk_rows(p: PassWork, x: _Sizes) -> int:
-    """Rows of a chunk of a pass that is walked by key tile."""
+    """Number of rows in a chunk of a pass that runs key tile by key tile."""
     most = p.key_tiles * p.query_tiles / max(1.0, p.entries)
     wanted = max(min(256 * most, 4096), 64 * most, 1024)
     return int(min(wanted, p.query_tiles * p.longest[0] * x.group)) + 64
@@ -215,7 +215,7 @@ def _shares_evenly(num_kv: int, threads: int) -> bool:
 
 
 def _wave(num_kv: int, rows: int, size: int, threads: int) -> int:
-    """How many kv heads are packed at a time."""
+    """Number of kv heads that are packed at a time."""
     busy = 64 * threads // max(rows, 1) + 1
     small = _SMALL_WAVE // max(size, 1)
     return max(1, min(num_kv, max(min(busy, (num_kv + 1) // 2), small)))

@@ -1,7 +1,7 @@
-"""Tables of some query tiles of a pattern, for what is too large to be laid out only to be counted.
+"""Samples query tiles of a pattern, to estimate counts of layouts that are too large to build.
 
-The tiles are those of the layout: what is counted of them stands for the rest. Where a query tile
-sees many neighbouring key tiles whole, those are counted together and never listed.
+The sampled tiles are tiles of the layout, and their counts are extrapolated to the others. Where a
+query tile sees many neighbouring key tiles in full, these count as one run and are never listed.
 """
 
 from collections.abc import Iterator
@@ -18,18 +18,18 @@ from ..layouts.tiles import Axis, Origin, Spans, TilePairs
 from ..patterns.algebra import And, Frame, Mask, Not, Or, Pattern
 
 _GOLDEN = 0.6180339887498949
-_EDGE = 2  # tiles at both ends stand for themselves: global tokens lie there
-_RUN = 64  # key tiles that are looked at together
+_EDGE = 2  # tiles at both ends are not extrapolated, because global tokens lie there
+_RUN = 64  # number of neighbouring key tiles that are tested as one
 
 
 class Visits(NamedTuple):
-    """What some query tiles visit: runs of key tiles, most of them of one tile.
+    """Visits of some query tiles: runs of key tiles, most of them of one tile.
 
     Attributes:
         row: the query tile of each run.
-        first, end: its first key tile, and the one behind its last.
-        masked: whether it is a tile that has a bitmap.
-        num_pairs: (query, key) pairs of all runs.
+        first, end: the first key tile of each run, and the one after its last.
+        masked: True for a run of one tile that has a bitmap.
+        num_pairs: number of (query, key) pairs of all runs.
     """
 
     row: Tensor
@@ -40,15 +40,15 @@ class Visits(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Some query tiles of one head in one pass, and what they visit.
+    """Some query tiles of one head in one pass, and their visits.
 
     Attributes:
-        number: of the pass.
-        queries, keys: the tiles, and all key tiles.
-        num_queries: how many query tiles the pass has.
-        weight: how many query tiles each stands for, over the heads that are looked at.
-        visits: what they visit.
-        tables: how many heads see tables of their own.
+        number: number of the pass.
+        queries, keys: the sampled query tiles, and all key tiles.
+        num_queries: number of query tiles in the pass.
+        weight: number of query tiles that each represents, divided by the number of sampled heads.
+        visits: visits of the sampled tiles.
+        tables: number of different tables over the heads.
     """
 
     number: int
@@ -63,9 +63,9 @@ class Sample(NamedTuple):
 def samples(
     pattern: Pattern, frame: Frame, block_size: int, tiles: int, heads: int
 ) -> Iterator[Sample]:
-    """About `tiles` query tiles of up to `heads` heads of the first batch entry, pass by pass.
+    """Yields about `tiles` query tiles of up to `heads` heads of the first batch entry, by pass.
 
-    Cost: that of laying out these tiles.
+    Cost: laying out these tiles.
     """
     number = -1
     for branch in pattern.branches:
@@ -98,9 +98,9 @@ def samples(
 def _visits(
     ground: Ground, mask: Mask, queries: Axis, keys: Axis, frame: Frame, block_size: int
 ) -> Visits:
-    """The visits of some query tiles.
+    """Returns the visits of some query tiles.
 
-    Cost: that of their masked tiles, and of one key tile in `_RUN` of the others.
+    Cost: laying out their masked tiles, and one test for each run of `_RUN` other key tiles.
     """
     rule, origin = condition(mask, frame, ground.in_document), ground.origin(queries)
     among = rule.candidates(queries, keys, origin)
@@ -125,9 +125,9 @@ def _visits(
 
 
 def _drawn(count: int, most: int) -> Iterator[tuple[Tensor, float]]:
-    """Tiles of `count`, and how many each stands for: both ends, and some between them.
+    """Yields sampled tile numbers below `count` with their weight: both ends, and some between.
 
-    Those between are one of each of as many equal parts, at places that follow no period.
+    The range between is cut into equal parts; each gives one tile, at places without a period.
     """
     if count <= most + 2 * _EDGE:
         yield torch.arange(count), 1.0

@@ -1,9 +1,9 @@
-"""Seconds of a call: its work, times what each kind of work takes on this machine.
+"""Predicts the seconds of a call: amounts of work times this machine's rates.
 
     seconds = sum over kinds of amount x rate
 
-Amounts are arithmetic (`amounts`); rates are fitted to some measured calls by `calibrate`, each for
-a backend, a dtype and a part of the call. Nothing is measured here. Layouts are taken as cached.
+`amounts` computes the amounts; `calibrate` fits the rates to measured calls, for each backend,
+dtype and part of the call. Nothing is measured here. The layout counts as cached.
 """
 
 from ..numerics import round_up
@@ -11,23 +11,23 @@ from .memory import Call, is_walked, multiplies_bfloat16, takes_heads
 from .work import Work, flops
 
 Rates = dict[str, float]
-"""Seconds that a unit of each kind of work takes."""
+"""Seconds per unit of each kind of work."""
 
 KINDS = (
     "call", "cells", "products", "entries", "masked", "rows", "strided", "merged", "keys", "bytes",
 )  # fmt: skip
-"""What the seconds of a part are made of: the call itself; cells of tiles, weighed; products of
-their numbers; visited blocks; cells under a bitmap; numbers of query rows read and written, of
-strided tiles once more, and once more where several passes add up; of keys packed; bytes of results
-that the allocator asks of the system anew each time."""
+"""Kinds of work in a part of a call: the call itself; cells of visited tiles; cells times head dim;
+visited blocks; cells under a bitmap; numbers in query rows; numbers in strided rows and keys;
+numbers in query rows once more if several passes add up; numbers in packed keys; bytes of results
+so large that the allocator requests them from the system each time."""
 
-_NEW_EACH_TIME = 32 << 20  # bytes of a tensor: glibc maps such anew, and every page of it is zeroed
+_NEW_EACH_TIME = 32 << 20  # bytes: glibc maps larger tensors each time, and zeroes every page
 
 _MODELLED = ("cpu", "gather")
 
 
 def parts_of(backend: str, work: Work, call: Call, backward: bool) -> tuple[str, ...]:
-    """The parts of a call, by the names that their rates have."""
+    """Names the parts of a call, as in the tables of rates."""
     paired = backend != "gather" and multiplies_bfloat16(call.dtype)
     dtype = "bfloat16" if paired else "float32"
     parts = [f"{backend} {dtype} forward"]
@@ -38,7 +38,7 @@ def parts_of(backend: str, work: Work, call: Call, backward: bool) -> tuple[str,
 
 
 def amounts(part: str, work: Work, call: Call) -> list[float]:
-    """How much of each of `KINDS` a part of a call is."""
+    """Returns the amount of each of `KINDS` in a part of a call."""
     frame, d = work.frame, call.head_dim
     heads = call.batch_size * frame.num_heads
     kv_heads = call.batch_size * frame.num_kv_heads
@@ -66,34 +66,34 @@ def amounts(part: str, work: Work, call: Call) -> list[float]:
 
 
 def _unevenness(kv_heads: int, threads: int) -> float:
-    """The longest share of a thread over the mean one, where each takes whole kv heads."""
+    """Ratio of the busiest thread's work to the mean, where each thread takes whole kv heads."""
     return round_up(kv_heads, threads) / max(1, kv_heads)
 
 
 def seconds_of(
     backend: str, work: Work, call: Call, backward: bool, rates: dict[str, Rates]
 ) -> float:
-    """Seconds of a call by measured rates; `is_walked` passes are taken for plain ones.
+    """Predicts the seconds of a call from measured rates, as if no pass were `is_walked`.
 
-    Raises: KeyError where a part has no rates.
+    Raises: KeyError if a part has no rates.
     """
     parts = parts_of(backend, work, call, backward)
     return sum(seconds_by(rates[part], amounts(part, work, call)) for part in parts)
 
 
 def seconds_by(rates: Rates, amount: list[float]) -> float:
-    """Seconds of a part of a call, of its `amounts`."""
+    """Predicts the seconds of a part of a call from its `amounts`."""
     return sum(rates.get(kind, 0.0) * x for kind, x in zip(KINDS, amount, strict=True))
 
 
 def default_seconds(work: Work, call: Call, backward: bool) -> float:
-    """Seconds where nothing was measured: by modest rates of a core, without claim."""
+    """Guesses seconds without measurements, from modest rates per core."""
     peak = 40e9 * (2.5 if multiplies_bfloat16(call.dtype) else 1.0)
     cells = amounts("cpu float32 forward", work, call)[1]
     return 1e-4 + flops(cells, call.head_dim, backward) / (peak * call.threads)
 
 
 def is_modelled(backend: str, work: Work) -> bool:
-    """Whether the rates of a backend are of such passes as these."""
+    """Whether the rates of a backend apply to passes of these shapes."""
     group = work.frame.num_heads / max(1, work.frame.num_kv_heads)
     return backend in _MODELLED and not any(is_walked(p, group) for p in work.passes)

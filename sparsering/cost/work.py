@@ -1,10 +1,10 @@
-"""What a call visits, counted from its layout: pairs, blocks, products, tokens read and written.
+"""Counts the work of a call from its layout: pairs, blocks, cells, tokens read and written.
 
     work = work_of(Causal(), frame, 128)
-    work.pairs, work.entries, work.products(5, head_dim=64)
+    work.pairs, work.entries, flops(work.pairs, 64, backward=True)
 
-A layout that would be very large is never built only to be counted: some of its query tiles stand
-for the rest then, and `known` says so.
+A very large layout is never built only to be counted. Its counts are extrapolated from some of its
+query tiles, and `known` says so.
 """
 
 from dataclasses import dataclass, fields
@@ -23,27 +23,27 @@ from ..patterns.selected import selections_of
 from .sampling import Visits, samples
 
 MOST_ENTRIES = 1 << 21
-"""Visited blocks of all tables, above which a pattern is counted by some of its query tiles."""
-_LOOKED_AT_FIRST = 16  # query tiles that tell about how large a layout is
-_TILES, _HEADS = 96, 2  # that stand for the rest
+"""Most visited blocks, over all tables, that are counted exactly; above, tiles are sampled."""
+_LOOKED_AT_FIRST = 16  # this many query tiles suffice to estimate a layout's size
+_TILES, _HEADS = 96, 2  # query tiles and heads that are sampled of a large layout
 
 
 class PassWork(NamedTuple):
-    """What one pass visits; means over query heads and batch entries where nothing else is said.
+    """Work of one pass; a mean over query heads and batch entries unless stated otherwise.
 
     Attributes:
-        step: tokens between neighbours in a tile.
-        query_tiles, key_tiles: how many each head has.
-        longest: most tokens of a query tile and of a key tile.
+        step: distance of neighbours in a tile, in tokens.
+        query_tiles, key_tiles: number of tiles of each head.
+        longest: largest number of tokens in a query tile, and in a key tile.
         entries: visited blocks.
-        masked: those that have a bitmap.
-        cells: products of tile lengths, both rounded up to 16, over all entries.
-        wide_cells: the same with query tiles rounded up to 32.
-        rows: queries in tiles that visit anything.
-        key_tiles_seen: key tiles that a head of a kv head visits, to a kv head.
-        pieces, pieces_by_key: parts of tiles with far more entries than others, which are summed
-            apart.
-        tables: how many tables of entries there are, of all heads and batch entries.
+        masked: visited blocks that have a bitmap.
+        cells: sum over entries of query tokens x key tokens, both rounded up to 16.
+        wide_cells: `cells` with query tokens rounded up to 32.
+        rows: queries in tiles that visit a block.
+        key_tiles_seen: key tiles that any query head of a kv head visits; mean over kv heads.
+        pieces, pieces_by_key: parts of query tiles, and of key tiles, with far more entries than
+            others; the kernel cuts these and sums each part separately.
+        tables: number of tables of entries, over all heads and batch entries.
     """
 
     step: int
@@ -63,14 +63,14 @@ class PassWork(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What a call visits.
+    """Work of a call.
 
     Attributes:
-        frame, block_size: as of the layout.
+        frame, block_size: those of the layout.
         pairs: (query, key) pairs with multiplicity, mean over query heads and batch entries.
-        passes: of the layout.
-        layout_bytes: of its tables and bitmaps, without what a backward pass adds.
-        bitmap_bytes: of its bitmaps alone, which kernels keep transposed too.
+        passes: work of each pass of the layout.
+        layout_bytes: bytes of its tables and bitmaps, without those that a backward pass adds.
+        bitmap_bytes: bytes of its bitmaps alone, which kernels also store transposed.
         known: "arithmetic", or "extrapolated from some query tiles".
     """
 
@@ -84,18 +84,18 @@ class Work:
 
     @cached_property
     def entries(self) -> float:
-        """Visited blocks to a query head."""
+        """Visited blocks per query head."""
         return sum(p.entries for p in self.passes)
 
     @property
     def density(self) -> float:
-        """Share of all tokens' pairs that lies in visited blocks, as `BlockLayout.density`."""
+        """Share of all pairs that lies in visited blocks, as `BlockLayout.density`."""
         dense = self.frame.q_len * self.frame.kv_len
         return self.entries * self.block_size**2 / dense if dense else 0.0
 
     @property
     def nbytes(self) -> int:
-        """About what this object holds, for the cache that keeps it."""
+        """Approximate size of this object, for the cache that stores it."""
         return 400 * (1 + len(self.passes))
 
 
@@ -105,9 +105,9 @@ def flops(pairs: float, head_dim: int, backward: bool) -> float:
 
 
 def work_of(pattern: Pattern, frame: Frame, block_size: int) -> Work:
-    """The counts of a pattern, kept by value beside its layout.
+    """Counts the work of a pattern; the layout cache stores the result.
 
-    Raises: ValueError where the pattern does not fit.
+    Raises: ValueError if the pattern does not fit.
 
     Cost: that of its layout, if that has at most `MOST_ENTRIES` visited blocks, else seconds.
     """
@@ -131,7 +131,7 @@ def _layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLayout:
 
 
 def counted(layout: BlockLayout) -> Work:
-    """The counts of a layout, exact.
+    """Counts the work of a layout exactly.
 
     Cost: O(visited blocks) of every table.
     """
@@ -143,7 +143,7 @@ def counted(layout: BlockLayout) -> Work:
 
 
 class _Tally(NamedTuple):
-    """Sums over the entries of some query tiles of one head, named as in `PassWork`."""
+    """Sums over the entries of some query tiles of one head, with the names of `PassWork`."""
 
     entries: float
     masked: float
@@ -153,7 +153,7 @@ class _Tally(NamedTuple):
 
 
 def _tally(visits: Visits, queries: Tensor, keys: Tensor) -> _Tally:
-    """`queries`, `keys`: tokens of the tiles."""
+    """Sums the work of some visits; `queries`, `keys`: number of tokens of each tile."""
     row, first, end, masked, _ = visits
     up, wide = round_up(queries, 16)[row], round_up(queries, 32)[row]
     before = torch.nn.functional.pad(round_up(keys, 16).cumsum(0), (1, 0))
@@ -168,12 +168,12 @@ def _tally(visits: Visits, queries: Tensor, keys: Tensor) -> _Tally:
 
 
 def longest_piece(entries: int, tiles: int, at_least: int) -> int:
-    """Entries beyond which the CPU kernel cuts a tile's, as its layout.h has it."""
+    """Most entries of a tile that the CPU kernel leaves in one piece, by the rule of layout.h."""
     return max(16, 2 * entries // max(tiles, at_least))
 
 
 def _pieces(entries: Tensor, longest: int) -> int:
-    """Parts of the tiles that have more than `longest` entries."""
+    """Counts the parts of tiles that have more than `longest` entries."""
     many = entries[entries > longest]
     return int((-(-many // longest)).sum())
 
@@ -185,7 +185,7 @@ def _of_pass(p: Pass, layout: BlockLayout) -> PassWork:
         for start, stop in ((p.query_start, p.query_stop), (p.key_start, p.key_stop))
     )
     (batches, tables), axes = p.row_ptr.shape[:2], len(queries)
-    kinds = max(tables, axes)  # heads that differ
+    kinds = max(tables, axes)  # number of different heads
     groups = min(kinds, max(1, frame.num_kv_heads))
     tallies, seen, pieces, pieces_by_key = [], 0.0, 0.0, 0.0
     for b in range(batches):
@@ -215,7 +215,7 @@ def _of_pass(p: Pass, layout: BlockLayout) -> PassWork:
 
 
 def _sampled(pattern: Pattern, frame: Frame, block_size: int, tiles: int, heads: int) -> Work:
-    """The counts by some query tiles of some heads of the first batch entry."""
+    """Estimates the work from some query tiles of some heads of the first batch entry."""
     passes: list[PassWork] = []
     pairs = 0.0
     size = 0.0
