@@ -1,6 +1,6 @@
 """The command line: `sparsering train | demo | plot | plan | info | build | ...`.
 
-What a user got wrong, or the machine cannot do, ends in one line on stderr and exit code 2.
+Errors of the user and limits of the machine end in one line on stderr and exit code 2.
 """
 
 import argparse
@@ -10,24 +10,24 @@ from typing import NoReturn
 
 from . import machine, patterns, planning, training
 
-# Imports stand inside the commands: `--help` and a mistyped option should not wait for matplotlib
-# or the model.
+# Commands import inside their functions, so that `--help` and a mistyped option do not wait for
+# matplotlib or the model.
 
 USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
 TOO_LARGE = (MemoryError, OverflowError, RecursionError)
 LONGEST_LINE = 2000
-MOVED = ("bench", "report")  # commands of 0.2.0 that a clone of the repository has
+MOVED = ("bench", "report")  # commands of 0.2.0 that now need a clone of the repository
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
+    """Reports an error in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all subcommands; each sets `run`, a function of the parsed arguments."""
+    """Builds the parser; each subcommand sets `run`, a function of the parsed arguments."""
     parser = _Parser(
         prog="sparsering", description="Exact sparse attention over declared patterns."
     )
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _in_one_line(text: str) -> str:
-    """A message as a terminal may have it: names in it can be a stranger's."""
+    """Makes a message safe for a terminal, because names in it can come from strangers."""
     from ..patterns.arguments import shortened
 
     plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))

@@ -1,4 +1,4 @@
-"""What the commands share: kinds of arguments."""
+"""Argument types that the commands share."""
 
 import argparse
 from typing import TypeAlias
@@ -7,7 +7,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def positive(text: str) -> int:
-    """A whole number above 0, as argparse asks for one."""
+    """Parses a whole number above 0; an argument type for argparse."""
     try:
         number = int(text)
     except ValueError:

@@ -71,9 +71,9 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> str:
-    """How many NUMA nodes Linux tells of, with each one's processors and memory, else "unknown".
+    """Describes Linux's NUMA nodes: their number, processors and memory; else "unknown".
 
-    Memory of another node is slower to read: docs/planning.md says how ranks are bound to one.
+    Memory of another node is slower to read. docs/planning.md shows how to bind ranks to a node.
     """
     from ..planner.sizes import show_bytes
 
@@ -94,7 +94,7 @@ def _build(arguments: argparse.Namespace) -> int:
 
     try:
         print(cpu.build())
-    except RuntimeError as error:  # the compiler's whole say
+    except RuntimeError as error:  # has the compiler's whole output
         print(f"sparsering: {error}", file=sys.stderr)
         return 2
     return 0

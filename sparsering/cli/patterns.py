@@ -1,4 +1,4 @@
-"""The commands that look at a pattern: `plot`, `tune`."""
+"""The commands that draw and tune a pattern: `plot`, `tune`."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The commands that tell costs before a run: `plan`, `calibrate`."""
+"""The commands that predict costs before a run: `plan`, `calibrate`."""
 
 import argparse
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _size(parser: str) -> Callable[[str], int]:
-    """A function of `planner.sizes` as argparse asks for one, imported when it is called."""
+    """Turns a function of `planner.sizes` into an argument type that imports it when called."""
 
     def parse(text: str) -> int:
         from ..planner import sizes

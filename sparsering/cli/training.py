@@ -160,7 +160,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from ..training.measure import TimedTokens
 
     model = load_model(arguments.checkpoint)
-    prompt = arguments.prompt.encode(errors="surrogateescape")  # the bytes that were typed
+    prompt = arguments.prompt.encode(errors="surrogateescape")  # typed bytes, UTF-8 or not
     stop = None if arguments.stop is None else arguments.stop.encode(errors="surrogateescape")
     caches = model.caches(max_length=len(prompt) + arguments.num_bytes)
     tokens = TimedTokens(
@@ -181,11 +181,11 @@ def _generate(arguments: argparse.Namespace) -> int:
         for token in tokens:
             print(printable(text.decode(bytes(token.tolist()))), end="", flush=True)
         print(printable(text.decode(b"", final=True)), flush=True)
-    except BrokenPipeError:  # as `head` has read enough; Python would flush once more at its end
+    except BrokenPipeError:  # `head` closed the pipe; Python would flush again on exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
     except BaseException:
-        print(flush=True)  # what is said of it begins a line
+        print(flush=True)  # the error message starts a new line
         raise
     held, full = model.cache_bytes(caches)
     pace = f", then {tokens.tokens_per_s:,.0f} tokens/s" if tokens.tokens_per_s else ""

@@ -1,1 +1,1 @@
-"""Plans before a run: what a call costs, what fits, and what it costs over ranks."""
+"""Plans before a run: the costs of a call, also over ranks, and the sizes that fit in memory."""

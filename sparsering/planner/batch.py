@@ -1,11 +1,11 @@
-"""The largest batch and the longest sequence that fit: `estimate`, searched.
+"""Searches with `estimate` for the largest batch and the longest sequence that fit in memory.
 
     choose_batch_size(pattern, tokens="64K", memory="24GB", backward=True)     # 11
     longest_sequence(pattern, memory="24GB", num_heads=16, machine="L4")
 
-What must fit is the peak of one attention call: its inputs, results, what backward keeps, workspace
-and layout. Weights, activations of other layers and the interpreter itself are beside it. A part of
-the memory, `SPARE`, stays free.
+The peak of one attention call must fit: inputs, results, tensors saved for backward, workspace and
+layout. It does not include weights, activations of other layers, or the interpreter. A share of the
+memory, `SPARE`, stays free.
 """
 
 import math
@@ -22,11 +22,11 @@ from .estimate import estimate
 from .sizes import parse_bytes, parse_tokens, show_bytes
 
 SPARE = 0.08
-"""Part of a memory that a plan leaves free: `estimate` tells memory in use, and where memory is
-limited what is reserved may count, buffers' room that is never touched with it.
+"""Share of memory that a plan leaves free. `estimate` counts memory in use, but a memory limit may
+also count reserved memory, such as the untouched part of buffers.
 """
 MOST = 1 << 40
-"""Where a search ends: batches and tokens beyond fit nowhere."""
+"""Upper bound of a search: larger batches and longer sequences fit nowhere."""
 
 
 def choose_batch_size(
@@ -51,27 +51,27 @@ def choose_batch_size(
 
     Args:
         pattern: A mask or a mixture.
-        tokens: Of a sequence, or a text such as "64K" (2^16).
-        memory: Of one device, in bytes or as "24GB" (10^9) or "24GiB" (2^30); default what the
-            machine has.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads, default as many.
+        tokens: Length of a sequence, or a text such as "64K" (2^16).
+        memory: Memory of one device, in bytes or as "24GB" (10^9) or "24GiB" (2^30); default all
+            that the machine has.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads, default as many.
         head_dim: Channels of a head.
-        dtype: Of query, key and value.
+        dtype: Type of query, key and value.
         backward: Whether gradients are computed too.
         machine: A machine or its name ("H200"), default this one.
-        ranks: Devices that share each sequence; memory is that of one.
-        sharding: Which rank has which tokens.
-        backend: Default the one that would run.
-        block_size: Default the one that would be chosen.
+        ranks: Number of devices that share each sequence; `memory` is that of one.
+        sharding: The rule for which rank owns which tokens.
+        backend: Default: the one that `attention` would run.
+        block_size: Tokens per tile; default: as `attention` would choose.
 
     Returns:
-        Entries of the batch, at least 1.
+        Number of batch entries, at least 1.
 
     Raises:
         ValueError: Not even one entry fits, or an argument is out of range.
 
-    Cost: the layout (and plan) of one length, then some ten estimates.
+    Cost: the layout (and plan) of one length, then about ten estimates.
 
     Example:
         >>> choose_batch_size(SlidingWindow(256), tokens="4K", memory="1GB", num_heads=2)
@@ -122,33 +122,33 @@ def longest_sequence(
     backend: str | None = None,
     block_size: int | None = None,
 ) -> int:
-    """The most tokens of a sequence with which one attention call fits in memory.
+    """The longest sequence for which one attention call fits in memory.
 
-    `multiple_of` more do not fit, by the arithmetic of `estimate` and with `SPARE` left free.
+    `multiple_of` tokens more do not fit, by the arithmetic of `estimate`, with `SPARE` left free.
 
     Args:
         pattern: A mask or a mixture.
-        memory: Of one device, as in `choose_batch_size`.
-        batch_size: Sequences of one call.
-        multiple_of: The number is a multiple of it.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads, default as many.
+        memory: Memory of one device, as in `choose_batch_size`.
+        batch_size: Number of sequences in the call.
+        multiple_of: The result is a multiple of it.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads, default as many.
         head_dim: Channels of a head.
-        dtype: Of query, key and value.
+        dtype: Type of query, key and value.
         backward: Whether gradients are computed too.
         machine: A machine or its name ("H200"), default this one.
-        ranks: Devices that share each sequence; memory is that of one.
-        sharding: Which rank has which tokens.
-        backend: Default the one that would run.
-        block_size: Default the one that would be chosen.
+        ranks: Number of devices that share each sequence; `memory` is that of one.
+        sharding: The rule for which rank owns which tokens.
+        backend: Default: the one that `attention` would run.
+        block_size: Tokens per tile; default: as `attention` would choose.
 
     Returns:
-        Tokens, a multiple of `multiple_of`.
+        Number of tokens, a multiple of `multiple_of`.
 
     Raises:
         ValueError: Not even `multiple_of` tokens fit, or an argument is out of range.
 
-    Cost: the layouts of some six lengths, the longest a little longer than what fits: seconds where
+    Cost: the layouts of about six lengths, the longest slightly longer than the result: seconds if
     millions of tokens fit.
     """
     limit = memory_of(machine, memory)
@@ -182,10 +182,10 @@ def longest_sequence(
 
 
 def largest_that_fits(peak: Callable[[int], float], limit: float, start: int) -> int:
-    """The largest n with `peak(n) <= limit` of which n + 1 is too large; 0 where 1 is too large.
+    """Finds n with `peak(n) <= limit < peak(n + 1)`; returns 0 if 1 is too large.
 
-    Peaks of calls are almost parabolas, so the next guess lies where the one through three known
-    points crosses the limit; halving the bracket ends what a crooked one would draw out.
+    Peaks are almost quadratic in n, so the next guess is where the parabola through three known
+    points crosses the limit. Every third guess halves the bracket, which bounds the search.
     """
     low, high = 0, MOST + 1  # low fits, high does not
     known: dict[int, float] = {}
@@ -207,9 +207,9 @@ def largest_that_fits(peak: Callable[[int], float], limit: float, start: int) ->
 
 
 def about_largest(peak: Callable[[int], float], limit: float, start: int, most: int) -> int:
-    """About the largest n with `peak(n) <= limit`, to some percent; below 1 where none fits.
+    """Finds the largest n with `peak(n) <= limit`, to some percent; below 1 if none fits.
 
-    No peak beyond `most` is asked for, and as a rule one that is near the answer.
+    The search evaluates no peak beyond `most`, and usually one near the answer.
     """
     known: dict[int, float] = {}
     guess, expected = 0, start
@@ -224,15 +224,15 @@ def about_largest(peak: Callable[[int], float], limit: float, start: int, most: 
 
 
 def _crossing(known: dict[int, float], limit: float) -> int:
-    """Where the parabola through the three known points nearest to the limit crosses it.
+    """Returns where the parabola through the three points nearest to the limit crosses it.
 
-    A line takes its place where fewer points are known, or where the parabola never crosses.
+    A line replaces the parabola if fewer points are known, or if the parabola never crosses.
     """
     *others, b = sorted(sorted(known, key=lambda n: abs(known[n] - limit))[:3])
     room = limit - known[b]
     slopes = [(known[b] - known[a]) / (b - a) for a in others]
     curve = (slopes[1] - slopes[0]) / (others[1] - others[0]) if len(slopes) == 2 else 0.0
-    slope = slopes[-1] + curve * (b - others[-1]) if slopes else 0.0  # of the parabola at b
+    slope = slopes[-1] + curve * (b - others[-1]) if slopes else 0.0  # slope of the parabola at b
     square = slope**2 + 4 * curve * room
     if slope <= 0 or square < 0:
         return int(b * limit / max(1.0, known[b]))
@@ -240,12 +240,12 @@ def _crossing(known: dict[int, float], limit: float) -> int:
 
 
 def usable(memory: int) -> int:
-    """Bytes of a memory that a call may take."""
+    """Returns the bytes of a memory that a call may use."""
     return int((1 - SPARE) * memory)
 
 
 def memory_of(machine: Machine | str | None, memory: int | str | None) -> int:
-    """Bytes that may be used: those that are given, else what the machine has.
+    """Returns the given bytes of memory, else those that the machine has.
 
     Raises:
         ValueError: Neither is known.
@@ -264,7 +264,7 @@ def memory_of(machine: Machine | str | None, memory: int | str | None) -> int:
 
 
 def memory_here() -> int:
-    """Bytes of memory of this machine, or of the container where that has less."""
+    """Returns the memory of this machine in bytes, or its container's limit if that is lower."""
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -1,10 +1,9 @@
-"""What a call costs, told before anything runs: `sr.estimate`.
+"""`sr.estimate`: predicts the costs of a call before anything runs.
 
     print(sr.estimate(sr.LongNet((2048, 32768), (1, 12)) & sr.Causal(), tokens=1 << 20, ranks=8))
 
-Counts and bytes are arithmetic on the pattern. Seconds are rates that `sparsering calibrate`
-measured on this machine, or what follows from the published peaks of a machine that is named; each
-figure says which.
+Counts and bytes are arithmetic on the pattern. Seconds come from rates that `sparsering calibrate`
+measured on this machine, or from the published peaks of a named machine. Each figure says which.
 """
 
 from dataclasses import dataclass
@@ -24,16 +23,16 @@ from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import checked_flag, checked_integer, shortened
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_STACKS = 4 << 20  # of threads, and what an allocator and a first layout leave behind
+_STACKS = 4 << 20  # bytes of thread stacks, and of leftovers from the allocator and first layout
 
 
 class Figure(NamedTuple):
-    """A number, and how it is known.
+    """A number, and the source that it is known from.
 
     Attributes:
         value: the number.
-        known: "arithmetic"; "measured here" (of rates that were); "published" (a bound by a maker's
-            peaks); "uncalibrated" (a guess). What was not counted in full says so behind it.
+        known: "arithmetic"; "measured here" (from measured rates); "published" (a bound by a
+            maker's peaks); "uncalibrated" (a guess). A suffix says if counts are extrapolated.
     """
 
     value: float
@@ -42,25 +41,25 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """What a call costs, beside what was asked about; `print` shows a table.
+    """Predicted costs of a call, with the arguments that they are for; `print` shows a table.
 
     Attributes:
-        pattern, tokens, num_heads, num_kv_heads, head_dim, dtype, batch_size, backward, ranks: as
-            they were asked about.
-        machine: whose published figures are used; None for this machine.
-        backend, block_size: what would run.
-        density: of visited blocks, as `BlockLayout.density`.
+        pattern, tokens, num_heads, num_kv_heads, head_dim, dtype, batch_size, backward, ranks: the
+            arguments of `estimate`.
+        machine: the machine whose published figures are used; None for this machine.
+        backend, block_size: those that the call would run with.
+        density: share of pairs in visited blocks, as `BlockLayout.density`.
         pairs: (query, key) pairs of all heads and batch entries, with multiplicity.
-        seconds: of the call, its layout cached; over ranks of the busiest rank, without waiting for
-            what arrives.
-        peak_bytes: the most that is held at once, inputs included; of one rank.
-        memory: what that is made of.
-        flops: of the products on these pairs, on all ranks.
-        received_bytes: what arrives at each rank, backward with it.
-        link_seconds: of the rank that receives most; None where no link is known.
-        balance: the largest share of pairs of a rank over the mean one.
-        sharding: which rank owns which tokens.
-        hint: what would tell more, or "".
+        seconds: time of the call with its layout cached; over ranks, time of the busiest rank
+            without waiting for data.
+        peak_bytes: most memory in use at once, inputs included; of one rank.
+        memory: the parts of `peak_bytes`.
+        flops: FLOPs of the products on these pairs, over all ranks.
+        received_bytes: bytes that each rank receives, those of the backward pass included.
+        link_seconds: transfer time of the rank that receives most; None for an unknown link.
+        balance: the largest number of pairs of a rank over the mean.
+        sharding: the rule for which rank owns which tokens.
+        hint: a way to better figures, or "".
     """
 
     pattern: Pattern
@@ -123,29 +122,29 @@ def estimate(
     backend: str | None = None,
     block_size: int | None = None,
 ) -> Estimate:
-    """What `attention` over a pattern costs: seconds, bytes, FLOPs, and over ranks what moves.
+    """Predicts the costs of `attention`: seconds, bytes, FLOPs, and traffic between ranks.
 
     Args:
         pattern: a mask or a mixture.
-        tokens: queries, and keys.
+        tokens: number of queries, and of keys.
         num_heads, num_kv_heads: query heads, and key/value heads, default as many.
-        head_dim: of query, key and value.
+        head_dim: channels of each head of query, key and value.
         dtype: float32, bfloat16 or float16.
-        batch_size: entries.
-        backward: count the backward pass too, and what is kept for it.
-        machine: one that is named, as in `sparsering plan --gpu`; default this one.
-        ranks: how many share the sequence.
+        batch_size: number of batch entries.
+        backward: adds the backward pass, and the tensors that it needs.
+        machine: a machine or its name, as in `sparsering plan --gpu`; default this one.
+        ranks: number of devices that share the sequence.
         sharding: as `RingPlan.build`, for more than one rank.
-        backend: default what `attention` would run: "triton" on a named GPU.
-        block_size: tokens to a tile, default as `attention`.
+        backend: default the one that `attention` would run; "triton" on a named GPU.
+        block_size: tokens per tile, default as `attention`.
 
     Returns: an `Estimate`; each figure says how it is known.
 
-    Raises: ValueError where an argument or the pattern does not fit, or nothing is known of the
-        backend. ImportError, NotImplementedError as `attention` for a backend that cannot run here.
+    Raises: ValueError if an argument or the pattern does not fit, or if no costs of the backend are
+        known. ImportError, NotImplementedError as `attention` for a backend that cannot run here.
 
-    Cost: that of the layout, which stays in `layout_cache`; of one with over two million blocks,
-        seconds at most, for some of its query tiles stand for the rest. Nothing is measured.
+    Cost: that of the layout, which stays in `layout_cache`. A layout of over two million blocks
+        takes at most seconds, because only some query tiles are counted. Nothing is measured.
 
     Example:
         >>> estimate(Causal(), tokens=4096, backward=True).peak_bytes
@@ -217,7 +216,7 @@ def estimate(
 
 
 def _backend(backend: str | None, machine: Machine | None, like: torch.Tensor) -> str:
-    """The backend that would run; ValueError where its costs are not known."""
+    """Returns the backend that would run; raises ValueError if its costs are not known."""
     if machine is None:
         chosen = choose(backend, (like, like, like))
     else:
@@ -231,7 +230,7 @@ def _backend(backend: str | None, machine: Machine | None, like: torch.Tensor) -
 
 
 class _Shares(NamedTuple):
-    """What ranks own, compute and receive."""
+    """Shares of the ranks: tokens they own, pairs they compute, bytes they receive."""
 
     sharding: str
     balance: Figure
@@ -249,14 +248,14 @@ def _shares(
     sharding: str,
     block_size: int,
 ) -> _Shares:
-    """Of the plan that `ring_attention` would follow."""
+    """Returns the shares by the plan that `ring_attention` would follow."""
     if ranks == 1:
         if sharding not in ("auto", "contiguous", "zigzag", "balanced"):
             from ..distributed.sharding import chunk_owners
 
-            chunk_owners(sharding, 1)  # says what is none
+            chunk_owners(sharding, 1)  # raises for unknown names
         return _Shares("contiguous", Figure(1.0, "arithmetic"), (0,), None)
-    from ..distributed.plan import RingPlan  # `import sparsering` is to load no ranks
+    from ..distributed.plan import RingPlan  # `import sparsering` must not load it
 
     plan = RingPlan.build(
         pattern,
@@ -289,7 +288,7 @@ def _shares(
 def _memory(
     backend: str, work: Work, call: Call, backward: bool, ranks: int, received: tuple[int, ...]
 ) -> Memory:
-    """Of the whole call, or of a rank: an even share of it, and what arrives."""
+    """Returns the memory of the call, or of one rank: an even share plus the received bytes."""
     whole = MEMORY[backend](work, call, backward)
     if ranks == 1:
         return whole._replace(workspace=whole.workspace + _STACKS)
@@ -306,7 +305,7 @@ def _seconds(
     flops: float,
     memory: Memory,
 ) -> tuple[Figure, str]:
-    """Seconds of the whole call on one device, and what would tell more."""
+    """Predicts the seconds of the whole call on one device; returns them with a hint."""
     if machine is not None:
         name = str(call.dtype).removeprefix("torch.")
         moved = memory.inputs + memory.results + memory.saved
@@ -318,7 +317,7 @@ def _seconds(
             return Figure(
                 seconds_of(backend, work, call, backward, kept.rates), "measured here"
             ), ""
-        except KeyError:  # calibrated where this backend could not run
+        except KeyError:  # the backend could not run during calibration
             pass
     hint = why_not() if kept is None else f"no rates of such calls of {backend} are measured"
     return Figure(default_seconds(work, call, backward), "uncalibrated"), hint

@@ -1,6 +1,6 @@
-"""One screen that answers what a pattern costs: `sparsering plan`.
+"""Builds the output of `sparsering plan`: the costs of a pattern on one screen.
 
-Times on named machines are bounds by published peaks, and say so; nothing is measured here.
+Times on named machines are bounds by published peaks, and say so. Nothing is measured here.
 """
 
 from dataclasses import dataclass, replace
@@ -19,14 +19,14 @@ from .sizes import show_bytes, show_seconds, show_tokens
 WIDTH = 100
 SHARDINGS = ("contiguous", "zigzag", "balanced")
 MOST_SEARCHED = 1 << 22
-"""Tokens of the longest call that is looked at; what fits beyond follows from its growth."""
+"""Tokens of the longest call that is estimated; longer ones are extrapolated."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a plan is asked for: the arguments of `estimate`, and the memory of one device.
+    """Arguments of a plan: those of `estimate`, and the memory of one device.
 
-    `text` is the pattern as it was written, for the first line.
+    `text` is the pattern as the user wrote it, for the first line.
     """
 
     pattern: Pattern
@@ -47,11 +47,11 @@ class Asked:
 
     @property
     def found(self) -> Machine | None:
-        """The machine that is named."""
+        """The named machine; None for this one."""
         return None if self.machine is None else named(self.machine)
 
     def options(self) -> dict[str, Any]:
-        """Arguments of `estimate`, but for tokens and batch; dtype bfloat16 on a GPU by default."""
+        """Returns `estimate`'s arguments without tokens and batch; GPUs default to bfloat16."""
         on_gpu = self.found is not None and self.found.kind == "gpu"
         names = "num_heads num_kv_heads head_dim backward machine ranks sharding backend block_size"
         options = {name: getattr(self, name) for name in names.split()}
@@ -59,9 +59,9 @@ class Asked:
 
 
 def screen(asked: Asked) -> str:
-    """The answer, in at most 24 lines of at most 100 columns.
+    """Returns the plan as text of at most 24 lines and 100 columns.
 
-    Raises: ValueError as `estimate`, for a machine, size or pattern that cannot be.
+    Raises: ValueError as `estimate`, for a machine, size or pattern that is not possible.
 
     Cost: a few seconds for 2^20 tokens; the layout and the plans of one length.
     """
@@ -126,21 +126,21 @@ def _dense_name(asked: Asked) -> str:
 
 
 def _dense_pairs(asked: Asked) -> float:
-    """Pairs of one head where no pattern leaves any out."""
+    """Counts the pairs of one head of dense attention, causal if the pattern is."""
     n = asked.tokens
     return n * (n + 1) / 2 if _is_causal(asked) else float(n) * n
 
 
 def _is_causal(asked: Asked) -> bool:
-    """Whether the pattern shows no later key, judged on at most 2,048 tokens."""
+    """Whether no query sees a later key, tested on at most 2,048 tokens."""
     length = min(asked.tokens, 2048)
-    pattern: Any = asked.pattern  # each kind has an `&` of its own
+    pattern: Any = asked.pattern  # masks and mixtures define `&` differently
     try:
         return bool(
             pattern.layout(length, num_heads=asked.num_heads).num_pairs
             == (pattern & Causal()).layout(length, num_heads=asked.num_heads).num_pairs
         )
-    except (ValueError, TypeError):  # a pattern of one length, or one that takes no `&`
+    except (ValueError, TypeError):  # the pattern fits one length only, or takes no `&`
         return False
 
 
@@ -196,7 +196,7 @@ def _what_fits(asked: Asked, limit: int | None) -> str:
             4096,
             MOST_SEARCHED,
         )
-    except ValueError:  # a pattern of one length
+    except ValueError:  # the pattern fits one length only
         return told
     if tokens < 1:
         return told
@@ -204,7 +204,7 @@ def _what_fits(asked: Asked, limit: int | None) -> str:
 
 
 def _rounded(tokens: float) -> int:
-    """Two digits of a number that is no more exact."""
+    """Rounds to two digits, because the estimate is not more exact."""
     return int(float(f"{tokens:.1e}"))
 
 
@@ -233,13 +233,13 @@ def _rank_rows(asked: Asked, found: Estimate) -> list[str]:
 
 
 def _with(asked: Asked, **changes: Any) -> Estimate:
-    """The estimate of the same call, but for some arguments."""
+    """Estimates the same call with some arguments changed."""
     options = replace(asked, **changes).options()
     return estimate(asked.pattern, tokens=asked.tokens, batch_size=asked.batch_size, **options)
 
 
 def _least(found: Estimate) -> str:
-    """A time, and that it is a bound where it is one."""
+    """Formats a time, with "at least" if it is a bound."""
     bound = "at least " if found.seconds.known.startswith("published") else ""
     return bound + show_seconds(found.seconds.value)
 
@@ -249,7 +249,7 @@ def _peak(found: Estimate) -> str:
 
 
 def _advice(asked: Asked, found: Estimate, limit: int | None) -> str:
-    """The one thing that matters most."""
+    """Returns the most important advice."""
     if limit is not None and found.peak_bytes.value > usable(limit):
         ranks = asked.ranks * -(-found.peak_bytes.value // usable(limit))
         return (

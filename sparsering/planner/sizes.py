@@ -1,4 +1,4 @@
-"""Sizes as people write them: "24GB", "1M" tokens; and as they read them."""
+"""Parses sizes that people write, such as "24GB" or "1M" tokens, and formats sizes for them."""
 
 import re
 from collections.abc import Mapping
@@ -22,19 +22,19 @@ COUNT_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes of a size: 24_000_000_000, "24GB" (10^9) or "24GiB" (2^30).
+    """Parses a size in bytes: 24_000_000_000, "24GB" (10^9) or "24GiB" (2^30).
 
     Raises:
-        ValueError: It is no positive size.
+        ValueError: `size` is no positive size.
     """
     return _number(size, BYTE_UNITS, "memory must be bytes, or a text such as '24GB' or '24GiB'")
 
 
 def parse_tokens(count: int | str) -> int:
-    """Tokens of a count: 1_048_576, "1M" (2^20) or "64K" (2^16).
+    """Parses a count of tokens: 1_048_576, "1M" (2^20) or "64K" (2^16).
 
     Raises:
-        ValueError: It is no positive count.
+        ValueError: `count` is no positive whole number.
     """
     return _number(count, COUNT_UNITS, "tokens must be a whole number, or a text such as '64K'")
 
@@ -52,19 +52,19 @@ def _number(given: object, units: Mapping[str, int], expected: str) -> int:
 
 
 def show_bytes(size: float) -> str:
-    """A size as one reads it: three digits, in units of a thousand."""
+    """Formats a size in bytes with three digits, in units of a thousand."""
     return _read(size, ("B", "kB", "MB", "GB", "TB", "PB"), 1000)
 
 
 def show_tokens(count: int) -> str:
-    """A count of tokens: whole below 2^14, else in K, M and G of 2^10, 2^20 and 2^30."""
+    """Formats a count of tokens: whole below 2^14, else in K, M, G, T, powers of 1024."""
     if count < 2**14:
         return f"{count:,}"
     return _read(count, ("", "K", "M", "G", "T"), 1024).replace(" ", "")
 
 
 def show_seconds(seconds: float) -> str:
-    """A time as one reads it: three digits, from microseconds to days."""
+    """Formats a time with three digits, in units from microseconds to hours."""
     for most, unit, name in ((1e-3, 1e-6, "us"), (1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min")):
         if seconds < most:
             return f"{seconds / unit:.3g} {name}"

@@ -1,4 +1,4 @@
-"""Pictures as PNG bytes: patterns, loss curves, speeds, caches, who sends what to whom.
+"""Pictures as PNG bytes: patterns, loss curves, speeds, caches, traffic between ranks.
 
     Path("pattern.png").write_bytes(pattern_png(LongNet((1024, 4096), (1, 4)), 1 << 20))
 

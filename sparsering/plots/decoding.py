@@ -1,4 +1,4 @@
-"""Pictures of decoding: what a cache keeps, and speed and bytes over the tokens so far."""
+"""Draws pictures of decoding: the keys that a cache keeps, and speed and bytes over tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,9 +14,9 @@ _KEPT, _FORGOTTEN = torch.tensor([0.12, 0.44, 0.55]), torch.tensor([0.91, 0.92, 
 
 
 def decoding_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes:
-    """Draws tokens a second, and bytes held, over cached tokens: a line per pattern, dense beside.
+    """Draws tokens per second, and bytes, over cached tokens: lines for patterns and for dense.
 
-    `rows` are those of the benchmark record "decoding", of one dtype and batch size.
+    `rows` are rows of the benchmark record "decoding", for one dtype and batch size.
 
     Raises: ImportError without matplotlib.
     """
@@ -67,11 +67,12 @@ def decoding_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes:
 def kept_png(
     pattern: Pattern, lengths: Sequence[int], *, num_heads: int = 1, title: str | None = None
 ) -> bytes:
-    """Draws which keys are live after each of some lengths: positions to the right, a row a head.
+    """Draws the live keys after each of some lengths: positions to the right, a row per head.
 
-    Blue is kept, grey forgotten, white yet to come. `title`: default the pattern's expression.
+    Blue keys are kept, grey keys are dropped, and white ones have yet to come. `title`: default the
+    pattern's expression.
 
-    Raises: ValueError where the pattern has no such keys; ImportError without matplotlib.
+    Raises: ValueError as `Pattern.live_keys`; ImportError without matplotlib.
     """
     figure = new_figure(9.0, 0.9 + (0.5 + 0.17 * num_heads) * len(lengths))
     most = max(lengths)
@@ -114,7 +115,7 @@ def _bytes(size: int) -> str:
 
 
 def _share(positions: torch.Tensor, most: int, cells: int) -> torch.Tensor:
-    """[cells]: the share of each cell's positions below `most` that are among these."""
+    """Returns [cells]: the share of each cell's positions below `most` that `positions` has."""
     cell = torch.arange(most) * cells // most
     found = torch.bincount(cell[positions], minlength=cells)
     return found / torch.bincount(cell, minlength=cells)

@@ -1,4 +1,4 @@
-"""Figures without a display and without matplotlib's global state, as PNG bytes."""
+"""Builds figures as PNG bytes, without a display and without matplotlib's global state."""
 
 import io
 from typing import Any
@@ -7,7 +7,7 @@ SPARSE, DENSE, GREY = "#1f6f8b", "#d1603d", "#8a8f98"
 
 
 def require_matplotlib() -> None:
-    """Raises ImportError naming the extra where matplotlib is missing."""
+    """Raises ImportError that names the extra if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -15,7 +15,7 @@ def require_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure, in inches."""
+    """Returns an empty figure; `width` and `height` are inches."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -26,14 +26,14 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def png(figure: Any) -> bytes:
-    """The figure as a PNG file's bytes."""
+    """Converts a figure to the bytes of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=160, bbox_inches="tight", pad_inches=0.1)
     return buffer.getvalue()
 
 
 def wrapped(text: str, width: int) -> str:
-    """The text in lines of about `width` characters, broken between words."""
+    """Breaks a text between words into lines of about `width` characters."""
     lines = [""]
     for word in text.split(" "):
         if len(lines[-1]) + len(word) > width and lines[-1]:

@@ -1,4 +1,4 @@
-"""Pictures of the report: time and memory over the length, and the roofline of this machine."""
+"""Draws pictures of the report: time and memory over length, and this machine's roofline."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +11,9 @@ _MARKS = "osv^Dpx"
 
 
 def lengths_png(rows: Sequence[Mapping[str, Any]], column: str) -> bytes:
-    """Draws a figure of one head over tokens, a line for each call, dense attention dashed.
+    """Draws time or memory per head over tokens: a line for each call, dense attention dashed.
 
-    `rows` are those of the table "lengths"; `column` is "ms" or "peak_bytes".
+    `rows` are the rows of the table "lengths"; `column` is "ms" or "peak_bytes".
 
     Raises: ImportError without matplotlib.
     """
@@ -56,12 +56,12 @@ def roofline_png(
     peaks: Mapping[str, float],
     bytes_per_second: float,
 ) -> bytes:
-    """Draws GFLOP/s over FLOP a byte: calls as points below what the machine can do.
+    """Draws GFLOP/s over FLOP per byte: calls as points below the limits of the machine.
 
     Args:
         points: (name, dtype, FLOP for each byte of inputs and results, GFLOP/s).
         peaks: GFLOP/s of a matrix product by dtype.
-        bytes_per_second: of memory.
+        bytes_per_second: bandwidth of memory.
 
     Raises: ImportError without matplotlib.
     """

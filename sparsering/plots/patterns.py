@@ -1,4 +1,4 @@
-"""Pictures of patterns: which keys each query sees."""
+"""Draws patterns: the keys that each query sees."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,22 +19,22 @@ def pattern_png(
     block_size: int = 128,
     title: str | None = None,
 ) -> bytes:
-    """Draws which keys each query sees: queries downwards, keys to the right.
+    """Draws the keys that each query sees: queries downwards, keys to the right.
 
-    Darker where more pairs are in.
+    Darker areas contain more pairs.
 
     Args:
-        pattern: any.
-        length: tokens, of queries and of keys.
+        pattern: any pattern.
+        length: number of queries, and of keys.
         num_heads: heads of the layout; up to four are drawn, side by side.
-        block_size: of the layout that is drawn.
+        block_size: tokens per tile of the layout.
         title: default: the pattern's expression.
 
-    Returns: a PNG file's bytes.
+    Returns: the bytes of a PNG file.
 
-    Raises: ValueError where the pattern does not fit; ImportError without matplotlib.
+    Raises: ValueError if the pattern does not fit; ImportError without matplotlib.
 
-    Cost: O(visited blocks) time, memory bounded.
+    Cost: O(visited blocks) time, bounded memory.
     """
     if length < 1:
         raise ValueError(f"a drawing needs a length of at least 1 token, got {length}")
@@ -57,9 +57,9 @@ def patterns_png(
     head: int = 0,
     columns: int = 1,
 ) -> bytes:
-    """Draws one head of several (caption, pattern, length in tokens), `columns` side by side.
+    """Draws one head of each (caption, pattern, length in tokens), `columns` side by side.
 
-    Errors and cost as `pattern_png`.
+    Errors and cost are those of `pattern_png`.
     """
     rows = -(-len(panels) // columns)
     figure = new_figure(4.6 * columns, 5.0 * rows)
@@ -77,9 +77,9 @@ def draw_pattern(axes: Any, layout: BlockLayout, *, head: int = 0, cells: int = 
     frame = layout.frame
     step = max((p.step for p in layout.passes), default=1)
     if frame.q_len > cells and frame.q_len // step >= 128:
-        cells = min(cells, frame.q_len // step)  # areas that all hold a position of each residue
+        cells = min(cells, frame.q_len // step)  # each pixel has every residue class
     shares = pair_shares(layout, cells, head=head)
-    shade = torch.where(shares > 0, 0.25 + 0.75 * shares.clamp(max=1).pow(0.4), 0)  # few still show
+    shade = torch.where(shares > 0, 0.25 + 0.75 * shares.clamp(max=1).pow(0.4), 0)  # few pairs show
     axes.imshow(
         shade.numpy(),
         cmap="Blues",
@@ -91,7 +91,7 @@ def draw_pattern(axes: Any, layout: BlockLayout, *, head: int = 0, cells: int = 
     axes.set_xlabel("key position", fontsize=8)
     axes.set_ylabel("query position", fontsize=8)
     axes.tick_params(labelsize=7)
-    axes.spines[:].set_visible(False)  # they would hide a first or last column of one pixel
+    axes.spines[:].set_visible(False)  # spines would hide the columns at the edges
     for axis in (axes.xaxis, axes.yaxis):
         low, high = sorted(axis.get_view_interval())
         ticks = [round(low + i * (high - low) / 4) for i in range(5)]
@@ -99,7 +99,7 @@ def draw_pattern(axes: Any, layout: BlockLayout, *, head: int = 0, cells: int = 
 
 
 def short_count(count: int) -> str:
-    """Such as 1.5K, in powers of 1024."""
+    """Formats a count in powers of 1024, such as 1.5K."""
     for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
         if count >= unit and count % (unit // 4) == 0:
             return f"{count / unit:g}{letter}"

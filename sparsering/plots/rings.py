@@ -1,4 +1,4 @@
-"""A picture of a ring: who sends what to whom."""
+"""Draws the traffic of a ring: how much each rank sends to each other rank."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ from .figure import new_figure, png, wrapped
 
 
 def traffic_png(panels: Sequence[tuple[str, Tensor, int]], *, panel_width: float = 4.8) -> bytes:
-    """Draws who sends what to whom in a ring: senders downwards, receivers to the right.
+    """Draws the traffic of a ring: senders downwards, receivers to the right.
 
-    Darker where more moves, all panels alike.
+    Darker cells move more rows; all panels share one scale.
 
     Args:
-        panels: (caption, [receiver, sender] rows of keys and values that move as `RingPlan.tokens`
+        panels: (caption, number of rows of keys and values [receiver, sender] as `RingPlan.tokens`
             counts them, bytes of a row).
-        panel_width: of each, in inches; a narrow one has numbers for up to 4 ranks, not 8.
+        panel_width: inches of each panel; below 4.8 only up to 4 ranks have numbers, else up to 8.
 
     Raises: ImportError without matplotlib.
     """
@@ -25,7 +25,7 @@ def traffic_png(panels: Sequence[tuple[str, Tensor, int]], *, panel_width: float
     for place, (caption, tokens, row_bytes) in enumerate(panels, 1):
         rows = tokens.T  # [sender, receiver]
         world = len(rows)
-        shade = (rows / most).pow(0.4)  # few still show
+        shade = (rows / most).pow(0.4)  # keeps small numbers visible
         axes = figure.add_subplot(1, len(panels), place)
         axes.imshow(shade.numpy(), cmap="Blues", vmin=0, vmax=2, interpolation="nearest")
         for sender in range(world if world <= legible else 0):

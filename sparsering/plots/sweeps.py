@@ -1,4 +1,4 @@
-"""A picture of the benchmark record "sweeps": time over density, length and block size."""
+"""Draws the benchmark record "sweeps": time over density, length and block size."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ _NAMES = {"cpu": "sparsering", "flex": "FlexAttention", "dense": "dense SDPA"}
 def sweeps_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes:
     """Draws milliseconds over density, tokens and block size, a line per backend.
 
-    `rows` are those of the benchmark record "sweeps".
+    `rows` are the rows of the benchmark record "sweeps".
 
     Raises: ImportError without matplotlib.
     """
@@ -27,7 +27,7 @@ def sweeps_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes:
         x = 0.0
         for row in rows:
             if row["sweep"] == sweep:
-                # Rows of one comparison begin with "cpu"; a dense one has no density of its own.
+                # Each comparison begins with its "cpu" row, and its other rows share that x.
                 x = row[column] if row["backend"] == "cpu" else x
                 lines[row["backend"]].append((x, row["ms"]))
         for backend, color in (("cpu", SPARSE), ("flex", DENSE), ("dense", GREY)):

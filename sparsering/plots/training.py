@@ -1,4 +1,4 @@
-"""Pictures of a training run: losses over steps, and where a step's time goes."""
+"""Draws pictures of a training run: losses over steps, and the time of a step by part."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from .figure import DENSE, GREY, SPARSE, new_figure, png
 
 
 def loss_png(metrics: Sequence[Mapping[str, Any]], baselines: Mapping[str, float]) -> bytes:
-    """Draws training and validation losses over steps, and levels to compare with.
+    """Draws training and validation losses over steps, and the levels of `baselines`.
 
     `metrics` are the records of `metrics.jsonl`.
 
@@ -38,7 +38,7 @@ def loss_png(metrics: Sequence[Mapping[str, Any]], baselines: Mapping[str, float
 
 
 def speed_png(seconds: Mapping[str, tuple[float, float]], *, title: str) -> bytes:
-    """Draws a bar per name: (seconds in attention, seconds in all), stacked.
+    """Draws a stacked bar per name from (seconds in attention, seconds in total).
 
     Raises: ImportError without matplotlib.
     """
