@@ -136,7 +136,7 @@ class _Sizes:
         self.walked = [p for p in work.passes if is_walked(p, self.group)]
 
     def memory(self, forward: int, layout: int, later: int | None = None) -> Memory:
-        """Sums up a call whose workspace is `forward` bytes, and `later` in backward, if any.
+        """Builds the `Memory` of a call with `forward` bytes of workspace, and `later` in backward.
 
         Backward allocates the gradients, as large as the inputs, only after forward is done.
         """

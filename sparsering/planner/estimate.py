@@ -27,7 +27,7 @@ _STACKS = 4 << 20  # bytes of thread stacks, and of leftovers from the allocator
 
 
 class Figure(NamedTuple):
-    """A number, and the source that it is known from.
+    """A number, and how it is known.
 
     Attributes:
         value: the number.

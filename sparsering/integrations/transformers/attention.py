@@ -169,7 +169,7 @@ def _attend_tensor(
 def _attend_unmasked(
     module: Any, inputs: Inputs, causal: bool, bias: Tensor | None, extras: dict[str, Any]
 ) -> Tensor:
-    """Attends for a module that passed no mask: over all pairs, or causally if it is causal."""
+    """Attends without a mask: causally if the module is causal, else over all pairs."""
     query, key, _ = inputs
     q_len, kv_len = query.shape[2], key.shape[2]
     if causal and q_len not in (1, kv_len):

@@ -52,7 +52,7 @@ def dense_attention(
     if allowed is not None:
         score = score.masked_fill(~allowed, -torch.inf)
         unseen = ~allowed.any(-1, keepdim=True)
-        score = score.masked_fill(unseen, 0.0)  # softmax of only -inf is NaN
+        score = score.masked_fill(unseen, 0.0)  # softmax of only -inf has NaN gradients
     if sink is not None:
         sink = sink[None, :, None] if sink.dim() == 1 else sink
         last = sink.to(dtype)[..., None].expand(*score.shape[:3], 1)

@@ -45,7 +45,7 @@ class Said:
         chunks: (size, left padding of each row [B], positions [B, N] or None for indices).
         documents: numbers of documents [B, N].
         joined: inside compile: several functions are joined, and some may be documents.
-        chunked: inside compile: the mask has chunks, which documents may be mixed with.
+        chunked: inside compile: the mask has chunks, from which documents cannot be separated.
     """
 
     causal: bool = False
