@@ -121,7 +121,7 @@ def needed_keys(masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, world:
 def count_pairs(
     branches: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int, labels: int
 ) -> Tensor:
-    """Counts pairs of each label's queries with each rank's keys, [labels, world], by branch."""
+    """Counts pairs of labels' queries with ranks' keys, once per branch: [labels, world]."""
     total = torch.zeros(labels, world, dtype=torch.int64)
     for branch in branches:
         earlier: list[Mask] = []

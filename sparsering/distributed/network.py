@@ -102,7 +102,7 @@ class Network:
     def return_gradients(
         self, number: int, parts: dict[int, Tensor], add: Callable[[int, Tensor], None]
     ) -> None:
-        """Sends gradients of a round's keys to their owners; calls `add` on the round's before."""
+        """Sends a round's key gradients to their owners; calls `add` on those of earlier rounds."""
         rank, width = self.rank.rank, self.key.shape[3] + self.value.shape[3]
         arriving = {}
         for receiver in self.plan.receivers(rank, number):

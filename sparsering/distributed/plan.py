@@ -121,7 +121,7 @@ class RingPlan:
         return layout_cache.keep(key, build)
 
     def tokens_received(self, rank: int) -> int | float:
-        """(token, kv head) pairs whose keys and values arrive at a rank in the forward pass.
+        """Number of (token, kv head) pairs that arrive at a rank in the forward pass.
 
         Mean over batch entries.
         """

@@ -78,7 +78,7 @@ class Saved(NamedTuple):
     grad_lse: Tensor
 
     def none(self) -> "Saved":
-        """Returns the part with no tokens."""
+        """Returns these tensors, cut to no tokens."""
         return Saved(*(x[:, :, :0] for x in self))
 
 
@@ -227,7 +227,7 @@ class Rank:
             return dq, torch.zeros_like(key), torch.zeros_like(value)
         query, grad_out, lse, delta = guests.split([width, value_width, 1, 1], -1)
         query, grad_out = query.to(key.dtype), grad_out.to(key.dtype)
-        no_out = torch.zeros_like(grad_out)  # out is read for delta alone, which -grad_lse is
+        no_out = torch.zeros_like(grad_out)  # kernels read it for delta alone: here -grad_lse
         x = Saved(query, key, value, no_out, lse[..., 0], grad_out, -delta[..., 0])
         dq[:, :, step.queries], dk, dv = self._differentiate(step, x, key, value, dtable)
         return dq, dk, dv

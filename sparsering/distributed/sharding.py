@@ -17,7 +17,7 @@ SHARDINGS = ("contiguous", "zigzag", "balanced", "auto")
 
 
 def chunk_owners(sharding: str, world_size: int) -> list[int]:
-    """The rank that owns each of the equal chunks.
+    """Lists the rank that owns each of the equal chunks.
 
     Raises ValueError for an invalid sharding. Only a plan can resolve "auto" and "balanced".
     """

@@ -1,4 +1,4 @@
-"""Cutting a whole tensor into the ranks' shards, and putting it together again."""
+"""Cuts a whole tensor into the ranks' shards, and joins shards to the whole tensor."""
 
 from typing import Any
 

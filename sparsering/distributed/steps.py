@@ -85,19 +85,19 @@ class Step:
 
 
 def local_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
-    """A rank's own queries with its own keys."""
+    """Step of a rank's own queries with its own keys."""
     queries = plan.ranges[rank]
     return _kept(plan, ("local", rank), device, lambda: _own_keys(plan, queries, rank, device))
 
 
 def guest_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
-    """The query rows that came to a rank, in the order of their positions, with its own keys."""
+    """Step of a rank's guests (others' query rows), in order of position, with its own keys."""
     queries = plan.guests_of(rank)
     return _kept(plan, ("guests", rank), device, lambda: _own_keys(plan, queries, rank, device))
 
 
 def round_step(plan: RingPlan, rank: int, number: int, batch: int, device: torch.device) -> Step:
-    """A rank's own queries with the keys that arrive in a round."""
+    """Step of a rank's own queries with the keys that arrive in a round."""
     key = ("round", rank, number, batch)
     return _kept(plan, key, device, lambda: _arriving_keys(plan, rank, number, batch, device))
 

@@ -17,7 +17,7 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class Wire(NamedTuple):
-    """Format of rows.
+    """Format in which rows are sent.
 
     Attributes:
         numbers: dtype of the numbers on the wire.
