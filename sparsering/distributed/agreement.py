@@ -1,4 +1,4 @@
-"""What ranks tell each other before any payload: a difference is an error on all of them."""
+"""Agreement of all ranks on a call, before any payload; a difference raises on all of them."""
 
 import contextlib
 import hashlib
@@ -22,7 +22,7 @@ _BUDGET = 0.01
 
 
 class Call(NamedTuple):
-    """What the ranks' calls must have in common, but for a seed that is rank 0's."""
+    """Arguments that must be equal on all ranks, except a drawn `seed`: all ranks use rank 0's."""
 
     backward: bool
     tensors: tuple[Tensor, ...]
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What is the same on all ranks, but for the wire format's error here."""
+    """Results of the agreement, equal on all ranks; only `error` is of this rank's own rows."""
 
     lengths: list[int]
     compression: str | None
@@ -52,10 +52,10 @@ _HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)
 def agree_on_call(
     exchange: Exchange, call: Call, query: Tensor, key: Tensor, value: Tensor
 ) -> Agreed:
-    """Tokens of each rank, wire format, its error here, and rank 0's seed.
+    """Checks that all ranks make the same call, and picks the wire format of "auto".
 
-    A digest of the call goes round, and what it is of only where that differs: then
-    RingMismatchError on all ranks.
+    Ranks first exchange a digest of the call. Only if digests differ, they exchange the fields too,
+    and all ranks raise RingMismatchError.
     """
     fields = {
         "version": _VERSION,
@@ -98,7 +98,7 @@ def agree_on_call(
 
 
 def _raise_difference(exchange: Exchange, fields: dict[str, int]) -> NoReturn:
-    """Tells all ranks what they do not agree on."""
+    """Raises on all ranks, and names the first field that differs."""
     records = exchange.agree(list(fields.values()))
     for name, values in zip(fields, zip(*records, strict=True), strict=True):
         if len(set(values)) > 1:
@@ -114,14 +114,14 @@ def _mismatch(told: str, rank: int, peer: int) -> RingMismatchError:
 
 
 def tell_failure(group: dist.ProcessGroup, timeout: float | None) -> None:
-    """Lets the other ranks' agreement fail at once, where this one raises before its own."""
+    """Makes the other ranks' agreement fail at once, because this rank raised before it."""
     usable = isinstance(timeout, float | int) and 0 < timeout < math.inf
     with contextlib.suppress(RingError):
         Exchange(group, timeout if usable else None).agree([0, 0, 1, 0])
 
 
 def agree_on_lengths(exchange: Exchange, length: int, common: object) -> list[int]:
-    """Each rank's length; RingMismatchError on all ranks where what they have in common differs."""
+    """Returns each rank's length; raises RingMismatchError on all ranks if `common` differs."""
     with exchange.going_on():
         digests, lengths = zip(*exchange.agree([_digest(common), length]), strict=True)
     if len(set(digests)) > 1:
@@ -132,7 +132,7 @@ def agree_on_lengths(exchange: Exchange, length: int, common: object) -> list[in
 
 
 def check_lengths(plan: RingPlan, lengths: list[int], rank: int) -> None:
-    """Raises RingMismatchError where shards are not those of the plan's sharding."""
+    """Raises RingMismatchError if a shard's length is not that of the plan's sharding."""
     for peer, (length, ranges) in enumerate(zip(lengths, plan.ranges, strict=True)):
         if length != num_tokens(ranges):
             raise _mismatch(
@@ -145,7 +145,7 @@ def check_lengths(plan: RingPlan, lengths: list[int], rank: int) -> None:
 
 
 def error_budget(compression: str | None) -> float | None:
-    """The bound of "auto" or "auto:bound"; None for another name. Raises ValueError."""
+    """Returns the bound of "auto" or "auto:bound", None for other names. Raises ValueError."""
     if not (isinstance(compression, str) and compression.startswith("auto")):
         return None
     try:
@@ -162,7 +162,7 @@ def error_budget(compression: str | None) -> float | None:
 
 
 def _wire_errors(compression: str | None, key: Tensor, value: Tensor) -> list[float]:
-    """Error of each format on this rank's keys and values; 0 where it is not asked for."""
+    """Relative error of each format on this rank's keys and values; 0 for formats not asked for."""
     asked = FORMATS if error_budget(compression) is not None else (compression,)
     errors = []
     for name in FORMATS:
@@ -170,7 +170,7 @@ def _wire_errors(compression: str | None, key: Tensor, value: Tensor) -> list[fl
         for x in (key, value) if name in asked else ():
             form = wire_format(name, x.dtype)
             lost = size = 0.0
-            for rows in x.detach().flatten(0, 1):  # a head at a time
+            for rows in x.detach().flatten(0, 1):  # one head at a time, to save memory
                 came = form.decode(form.encode(rows, rows.shape[1]), rows.shape[1], 0)
                 lost += (came.double() - rows).square().sum().item()
                 size += rows.double().square().sum().item()
@@ -181,7 +181,7 @@ def _wire_errors(compression: str | None, key: Tensor, value: Tensor) -> list[fl
 
 
 def _smallest(errors: list[float], budget: float, dtype: torch.dtype) -> str | None:
-    """Of the formats within the budget the smallest, then most exact; None where none saves."""
+    """Smallest format within the budget, of equals the most exact; None if none saves bytes."""
     within = [
         (wire_format(name, dtype).row_bytes(64, 64), error, name)
         for name, error in zip(FORMATS, errors, strict=True)
@@ -191,7 +191,7 @@ def _smallest(errors: list[float], budget: float, dtype: torch.dtype) -> str | N
 
 
 def _digest(*parts: object) -> int:
-    """63 bits that tell values apart."""
+    """Hashes values to 63 bits."""
     state = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):

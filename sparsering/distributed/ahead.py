@@ -1,11 +1,11 @@
-"""What the next call of a ring will ask for, built while this one computes.
+"""Builds the plan and layouts of the next ring call while the current one computes.
 
     prefetch(next_pattern, 1 << 20, num_heads=8, sharding="zigzag")  # on every rank
     out = ring_attention(query, key, value, pattern, sharding="zigzag")
 
-Nothing is sent: a plan is arithmetic, the same on every rank. That ranks mean the same call they
-tell each other in the call itself, in one message of a few numbers: what they had agreed on before,
-one of them might not call.
+Nothing is sent: a plan is arithmetic, and every rank computes the same one. Ranks agree on their
+arguments in the call itself, by one short message. They could not agree ahead, because a rank might
+then make another call.
 """
 
 from concurrent.futures import Future
@@ -39,28 +39,28 @@ def prefetch(
     device: torch.device | str = "cpu",
     backward: bool = True,
 ) -> "Future[Any]":
-    """Has the plan of a later `ring_attention`, and this rank's layouts, built by a thread.
+    """Builds the plan of a later `ring_attention`, and this rank's layouts, in a thread.
 
-    As `layout_cache.prefetch`, whose thread it is: the call finds what is built, or waits for what
-    is under way. Every rank asks for its own; no message is sent, so ranks may ask at any time, in
-    any order, or not at all.
+    It uses the thread of `layout_cache.prefetch`. The later call finds the plan and layouts in the
+    cache, or waits until they are built. Each rank prefetches for itself; no message is sent, so
+    ranks may call this at any time, in any order, or not at all.
 
     Args:
         pattern, sharding: of the call.
         seq_len: tokens of the whole sequence.
         num_heads, num_kv_heads, batch_size: of the call's tensors.
-        group, mesh: as `ring_attention` takes them. A rank alone has the layout of `attention`
+        group, mesh: as for `ring_attention`. For a single rank, the layout of `attention` is
             built.
         device: of the call's tensors.
-        backward: also what a backward reads.
+        backward: also builds the tables that the backward pass reads.
 
-    Returns: a future of the plan (of a rank alone, of the layout), to wait for or to ask for its
+    Returns: a future of the plan (for a single rank, of the layout), to wait for or to ask for its
         error; it may be dropped.
 
-    Raises: ValueError at once where arguments do not fit the pattern, and as
+    Raises: ValueError at once if arguments do not fit the pattern, and as
         `layout_cache.prefetch`.
 
-    Cost: that of `RingPlan.build` and of the layouts, of a core beside the call's own.
+    Cost: that of `RingPlan.build` and of the layouts, on another core than the call's own.
     """
     check_pattern(pattern)
     members = resolve_group(group, mesh)
@@ -75,7 +75,7 @@ def prefetch(
     if world == 1:
         return layout_cache.prefetch(pattern, seq_len, **heads, device=device, backward=backward)
     check_fits(pattern, Frame.build(seq_len, seq_len, num_heads, num_kv_heads, 0))
-    place = place_of(device)  # with the number of the device
+    place = place_of(device)  # with the index of the device, as in the keys of the cache
 
     def build() -> RingPlan:
         size = default_block_size(pattern, seq_len)
@@ -91,7 +91,7 @@ def prefetch(
 
 
 def _steps(plan: RingPlan, rank: int, batch: int, device: torch.device) -> list[Step]:
-    """What a rank computes with in a call, in its order."""
+    """Steps of a call on one rank, in the order in which it computes them."""
     steps = [local_step(plan, rank, device)]
     steps += [round_step(plan, rank, n, batch, device) for n in range(len(plan.rounds))]
     if plan.owners_at(rank):

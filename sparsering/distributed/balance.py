@@ -1,4 +1,4 @@
-"""A balancer for uneven patterns: deals equal chunks of a sequence to ranks by what they cost."""
+"""A balancer for uneven patterns: deals equal chunks of a sequence to ranks by cost."""
 
 import torch
 
@@ -8,17 +8,17 @@ from .needs import count_pairs, cut, needed_keys
 from .sharding import owned_ranges
 
 PAIRS_PER_TOKEN = 2048
-"""How many (query, key) pairs are taken to cost as much time as receiving one key token: one to ten
-thousand would be right for GPUs (NVLink, a network), some 250 for processes on one CPU.
+"""Number of (query, key) pairs that are assumed to take as long as receiving one key token. About
+1,000 to 10,000 fit GPUs (NVLink, a network), about 250 fit processes on one CPU.
 """
 _CHUNKS_PER_RANK = 8
 
 
 def balanced(pattern: Pattern, frame: Frame, world_size: int) -> str:
-    """A sharding with as many chunks on each rank, about equal loads and few tokens to move.
+    """Returns a sharding of equally many chunks per rank, with even loads and few tokens to move.
 
-    The heaviest chunks are dealt first, each to the rank where it adds the least: to its load,
-    less what it no longer needs to fetch from, or send to, the chunks that are there.
+    It deals the heaviest chunk first. Each chunk goes to the rank with the lowest cost: the rank's
+    load, minus the transfers that the chunk saves because it shares tokens with chunks there.
     """
     if frame.kv_len < _CHUNKS_PER_RANK * world_size or world_size == 1:
         return "contiguous"

@@ -1,8 +1,7 @@
-"""Messages between the ranks of a process group: agreement first, then payload, each wait bounded.
+"""Messages between the ranks of a process group: agreement first, then payload; waits time out.
 
-A size that two ranks see differently aborts a process or corrupts memory (gloo), so nothing is
-posted before all ranks agree on what will move. A peer that is dead or silent becomes a
-`RingError`.
+If two ranks expect different sizes of a message, gloo aborts a process or corrupts memory. So
+nothing is posted before all ranks agree on the call. A dead or silent peer raises `RingError`.
 """
 
 import time
@@ -18,9 +17,9 @@ from torch import Tensor
 
 
 class RingError(RuntimeError):
-    """A ring could not go on; says which rank saw it, with which peer (None: all) and at what step.
+    """A ring call failed; says which rank noticed, with which peer (None: unknown), at what step.
 
-    The process group is unusable after it: make a new one with `torch.distributed.new_group`, or
+    The process group is unusable afterwards: make a new one with `torch.distributed.new_group`, or
     start the processes again.
     """
 
@@ -34,18 +33,18 @@ class RingError(RuntimeError):
 
 
 class RingMismatchError(RingError, ValueError):
-    """Ranks called with what does not fit together; raised on all of them, before any payload."""
+    """Ranks passed arguments that do not match; raised on all of them, before any payload."""
 
 
 class Traffic(NamedTuple):
-    """Payload that a rank's last call moved. Control messages are not in it.
+    """Payload that a rank's last call moved, without control messages.
 
     Attributes:
         sent_bytes, received_bytes, messages: of this rank.
         compression: the wire format of keys and values, None for their own dtype.
-        error: of this rank's keys and values in that format: the root mean square of the
-            difference to that of the numbers, the larger of both. 0 for their own dtype, and in a
-            backward pass with a named format, where it is not measured again.
+        error: relative root mean square error of this rank's keys or values in that format,
+            whichever is larger. 0 for their own dtype, and in a backward pass with a named format,
+            where it is not measured again.
     """
 
     sent_bytes: int = 0
@@ -56,9 +55,9 @@ class Traffic(NamedTuple):
 
 
 class Exchange:
-    """Messages of one call over a process group; counts what it moves.
+    """Sends and receives the messages of one call over a process group; counts their bytes.
 
-    `timeout` is in seconds, None for the group's. All ranks start the same exchanges in one order.
+    `timeout` is in seconds, None for the group's own. All ranks start the same exchanges in order.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
@@ -75,17 +74,17 @@ class Exchange:
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """What is raised in here leaves messages under way: no later call may meet them."""
+        """Marks the group as broken if its body raises: messages may still be under way."""
         try:
             yield
-        except RingMismatchError:  # all ranks agree that nothing follows
+        except RingMismatchError:  # raised on all ranks: no message is under way
             raise
         except BaseException as error:
             _broken[self.group] = f"{type(error).__name__}: {_first_line(error)}"
             raise
 
     def agree(self, record: Sequence[int]) -> list[list[int]]:
-        """The records of all ranks, of equal length; what every call begins with."""
+        """Gathers the records of all ranks, of equal length; every call begins with this."""
         kinds = {kind.type for kind in self.group._device_types}
         device = "cpu" if "cpu" in kinds or not kinds else kinds.pop()
         mine = torch.tensor(record, dtype=torch.int64, device=device)
@@ -97,7 +96,7 @@ class Exchange:
     def start(
         self, step: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> "Pending":
-        """Posts messages to and from peers, of contiguous tensors; empty ones are left out."""
+        """Posts sends and receives of contiguous tensors, by peer; skips empty tensors."""
         sends, receives = ({p: x for p, x in m.items() if x.numel()} for m in (sends, receives))
         sent, received = (sum(x.nbytes for x in m.values()) for m in (sends, receives))
         before = self.traffic
@@ -115,7 +114,7 @@ class Exchange:
         operations: list[tuple[Any, int, Tensor]]
         operations = [(dist.irecv, peer, x) for peer, x in receives.items()]
         operations += [(dist.isend, peer, x) for peer, x in sends.items()]
-        if operations and operations[0][2].device.type != "cpu":  # one launch: no deadlock
+        if operations and operations[0][2].device.type != "cpu":  # one batch cannot deadlock
             batch = [dist.P2POp(op, x, group=self.group, group_peer=p) for op, p, x in operations]
             with pending.failing(None):
                 pending.works = [(None, work) for work in dist.batch_isend_irecv(batch)]
@@ -128,7 +127,7 @@ class Exchange:
 
 
 class Pending:
-    """Messages under way; holds their tensors."""
+    """Messages under way; keeps their tensors alive until they are done."""
 
     def __init__(self, exchange: Exchange, step: str, tensors: list[Tensor]) -> None:
         self.exchange, self.step, self.tensors = exchange, step, tensors
@@ -136,10 +135,10 @@ class Pending:
         self.failure: RingError | None = None
 
     def wait(self) -> None:
-        """Returns when all has arrived and left; RingError where that fails or takes too long.
+        """Waits until all messages are sent and received; RingError on failure or timeout.
 
-        What goes to other peers than the one that failed still goes, so that they see for
-        themselves who did.
+        After a failure it still waits for the messages of the other peers, so that each of them
+        reports the peer that really failed.
         """
         deadline = None
         if self.exchange.timeout is not None:
@@ -157,7 +156,7 @@ class Pending:
 
     @contextmanager
     def failing(self, peer: int | None) -> Iterator[None]:
-        """Notes the first failure, which `wait` raises."""
+        """Records the first failure, which `wait` raises at its end."""
         try:
             yield
         except RuntimeError as error:
@@ -173,7 +172,7 @@ class Pending:
 
 
 _broken: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
-"""Groups that a call left with messages under way, and why."""
+"""Process groups in which a failed call may have left messages under way, and its error."""
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,9 +1,9 @@
-"""What ranks need of each other, from the pattern: key tokens to the token, and pairs to compute.
+"""Finds the key tokens that ranks need from each other, and counts the pairs that they compute.
 
-Tiles are judged from coarse to fine by the conditions that also compile layouts: a pair of tiles
-that holds wholly, or not at all, is settled at once, whatever its size; one that varies is cut into
-smaller pairs, and the smallest are evaluated from the mask's definition. The cost follows the edges
-of the pattern, not its area.
+Tiles are tested from coarse to fine, by the conditions that also compile layouts. A full or empty
+pair of tiles is decided at once, whatever its size. A mixed one is split into smaller pairs, and
+the smallest are evaluated by the mask's definition. So the cost grows with the edges of the
+pattern, not with its area.
 """
 
 import math
@@ -24,34 +24,34 @@ from ..patterns.blocks import blockwise_masks
 from ..rows import expand_counts, number_rows
 from .sharding import without
 
-_LEAF = 128  # tokens of the smallest tiles
-_SPLIT = 4  # a tile that varies is cut into this many
-_COARSE_TILES = 512  # of the whole sequence, to begin with
-_AT_A_TIME = 1 << 15  # pairs of tiles
-_ROWS_AT_A_TIME = 1 << 10  # query tiles whose partners are listed
-_MOST_LINES = 4096  # residues that progressions of different steps are cut into
+_LEAF = 128  # tokens in the smallest tiles
+_SPLIT = 4  # parts that a mixed tile is split into
+_COARSE_TILES = 512  # most tiles that the sequence is first cut into
+_AT_A_TIME = 1 << 15  # pairs of tiles that are tested at once
+_ROWS_AT_A_TIME = 1 << 10  # query tiles whose candidates are listed at once
+_MOST_LINES = 4096  # largest common step of progressions; beyond it, they become single tokens
 
 Progressions = tuple[Tensor, Tensor, Tensor, int]
-"""Progressions of tokens: (number of their set, first, last, step)."""
+"""Arithmetic progressions of tokens: (set number, first and last token of each, common step)."""
 
 
 class Cut(NamedTuple):
-    """An axis in pieces: ascending ranges, the rank that owns each, and a label for each."""
+    """An axis cut into pieces: ascending ranges, with an owner (rank) and a label for each."""
 
     ranges: Ranges
     rank: Tensor
     label: Tensor
 
     def piece_of(self, tiles: Axis) -> Tensor:
-        """The range that holds each tile; tiles have positions, and none crosses its end."""
+        """Index of the range that contains each tile; no tile crosses the end of a range."""
         ends = torch.tensor([stop for _, stop in self.ranges], dtype=torch.int64)
         return torch.searchsorted(ends, tiles.start, right=True)
 
 
 def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ()) -> Cut:
-    """All ranks' ranges, labelled by rank, but for travellers.
+    """Cuts an axis into all ranks' ranges, labelled by rank.
 
-    Those are (owner, rows), and labelled world + number.
+    Rows of `travellers`, (owner, rows), become pieces of their own, labelled world size + number.
     """
     pieces = []
     for rank, owned in enumerate(ranges):
@@ -68,12 +68,12 @@ def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ())
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Sets of tokens as disjoint progressions start, start + step, ... up to `last`.
+    """Sets of tokens, as disjoint progressions start, start + step, ..., last.
 
     Attributes:
-        step: of all of them.
-        number: which set each belongs to, ascending.
-        start, last: of each.
+        step: common to all progressions.
+        number: the set of each progression, ascending.
+        start, last: first and last token of each.
     """
 
     step: int
@@ -90,11 +90,11 @@ class Runs:
         return sum(x.numel() * x.element_size() for x in (self.number, self.start, self.last))
 
     def sizes(self, sets: int) -> Tensor:
-        """[sets] tokens of each set."""
+        """[sets] number of tokens in each set."""
         return torch.zeros(sets, dtype=torch.int64).index_add_(0, self.number, self.count)
 
     def of(self, number: int) -> Tensor:
-        """The tokens of one set, in the order of its progressions."""
+        """Tokens of one set, in the order of its progressions."""
         first, end = torch.searchsorted(self.number, torch.tensor([number, number + 1])).tolist()
         start, count = self.start[first:end], self.count[first:end]
         run, place = expand_counts(count)
@@ -102,9 +102,9 @@ class Runs:
 
 
 def needed_keys(masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int) -> Runs:
-    """Key tokens that queries of one label visit and another rank owns.
+    """Key tokens that the queries of each label visit and another rank owns.
 
-    Sets are numbered query label * world + rank of the keys.
+    The set for a label and an owner of keys has number `label * world + owner`.
     """
     needed: list[Progressions] = []
     for mask in masks:
@@ -121,7 +121,7 @@ def needed_keys(masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, world:
 def count_pairs(
     branches: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int, labels: int
 ) -> Tensor:
-    """[labels, world] pairs, with multiplicity, of queries of each label with keys of each rank."""
+    """Counts pairs of labels' queries with ranks' keys, once per branch: [labels, world]."""
     total = torch.zeros(labels, world, dtype=torch.int64)
     for branch in branches:
         earlier: list[Mask] = []
@@ -137,9 +137,9 @@ def count_pairs(
 
 
 def _coarse_terms(mask: Mask, frame: Frame) -> Iterator[tuple[int, Grid, Mask]]:
-    """(size of the first tiles, grid, mask) of each term.
+    """Yields (size of the coarsest tiles, grid, mask) for each term of a mask.
 
-    Blockwise masks begin with small tiles, whose partners they list themselves.
+    Blockwise masks start with the smallest tiles, because they list the candidates themselves.
     """
     size = _LEAF
     while not blockwise_masks(mask) and size * _COARSE_TILES < frame.q_len:
@@ -151,7 +151,7 @@ def _coarse_terms(mask: Mask, frame: Frame) -> Iterator[tuple[int, Grid, Mask]]:
 def _pairs(
     rule: Condition, grid: Grid, size: int, frame: Frame, queries: Cut, keys: Cut
 ) -> Iterator[TilePairs]:
-    """Pairs of tiles where the rule may hold, some at a time."""
+    """Yields batches of tile pairs where the rule may hold."""
     offset = 0 if grid.anchor is None else grid.anchor.offset_of(0, 1)
     q, k = (grid.axis(pieces.ranges, size, offset) for pieces in (queries, keys))
     for rows in torch.arange(len(q)).split(_ROWS_AT_A_TIME):
@@ -176,7 +176,7 @@ def _pairs_of_rows(rule: Condition, q: Axis, k: Axis, frame: Frame) -> Iterator[
 def _visited_keys(
     rule: Condition, mask: Mask, pairs: TilePairs, set_number: Tensor, size: int, frame: Frame
 ) -> Iterator[Progressions]:
-    """The key tokens that some query of each pair of tiles visits."""
+    """Yields the key tokens of each tile pair that at least one of its queries visits."""
     status = rule.status(pairs)
     full = status == FULL
     yield set_number[full], pairs.k.start[full], pairs.k.last[full], pairs.k.step
@@ -184,7 +184,7 @@ def _visited_keys(
     if not len(varies):
         return
     pairs, set_number = pairs[varies], set_number[varies]
-    _, first = _kinds(rule, pairs, set_number, pairs.k.start)  # alike for one set: look into one
+    _, first = _kinds(rule, pairs, set_number, pairs.k.start)  # equal pairs give equal keys
     pairs, set_number = pairs[first], set_number[first]
     if size > _LEAF:
         for part in torch.arange(len(set_number)).split(_AT_A_TIME // _SPLIT**2):
@@ -208,7 +208,7 @@ def _visited_keys(
 
 
 def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: Frame) -> Tensor:
-    """How many pairs each pair of tiles holds; those with equal content are looked into once."""
+    """Number of (query, key) pairs in each pair of tiles; equal tile pairs are evaluated once."""
     status = rule.status(pairs)
     total = torch.where(status == FULL, pairs.q.count * pairs.k.count, 0)
     varies = torch.nonzero((status != FULL) & (status != EMPTY))[:, 0]
@@ -230,12 +230,12 @@ def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: F
 
 
 def _kinds(rule: Condition, pairs: TilePairs, *further: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers pairs of tiles by their cells, and further columns: (kind of each, one of each)."""
+    """Groups tile pairs of equal content and `further` columns: (kind of each, one of a kind)."""
     return number_rows([pairs.q.count, pairs.k.count, *further, *rule.signature(pairs)])
 
 
 def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
-    """Every pair of a part of q[i] with a part of k[i]: (i, pairs of parts)."""
+    """Splits each pair of tiles into pairs of their parts: (index of the pair, pairs of parts)."""
     at = torch.cartesian_prod(torch.arange(_SPLIT), torch.arange(_SPLIT))
     pair = torch.arange(len(pairs)).repeat_interleave(len(at))
     number = at.repeat(len(pairs), 1)
@@ -253,7 +253,7 @@ def _part(tiles: Axis, number: Tensor, size: int) -> Axis:
 
 
 def union(parts: list[Progressions], length: int) -> Runs:
-    """Disjoint progressions of one step that hold the same tokens below `length`."""
+    """Joins progressions of tokens below `length` into disjoint ones with one common step."""
     steps = sorted({part[3] for part in parts if len(part[0])})
     if len(steps) <= 1:
         return _merged(parts, steps[0] if steps else 1, length)
@@ -265,8 +265,8 @@ def union(parts: list[Progressions], length: int) -> Runs:
 
 
 def _merged(parts: list[Progressions], step: int, length: int) -> Runs:
-    """The union of progressions of one step: of spans on a line for each set and residue."""
-    reach = length // step + 2  # lines never touch
+    """Joins progressions of one step, as spans on a line for each set and residue class."""
+    reach = length // step + 2  # a gap after each line: spans of two lines never touch
     begin, end = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for number, start, last, _ in parts:
         line = (number * step + start % step) * reach
@@ -279,11 +279,11 @@ def _merged(parts: list[Progressions], step: int, length: int) -> Runs:
 
 
 def _of_multiple(runs: Runs, step: int) -> Progressions:
-    """Progressions as several ones of a multiple of their step."""
+    """Splits each progression into several with a multiple of its step."""
     lines = step // runs.step
     number, start, last = (x.repeat_interleave(lines) for x in (runs.number, runs.start, runs.last))
     start = start + runs.step * torch.arange(lines).repeat(len(runs.start))
-    return number, start, last, step  # one that begins after its last token is empty
+    return number, start, last, step  # empty if start is after last
 
 
 def _as_tokens(runs: Runs) -> Progressions:

@@ -1,4 +1,4 @@
-"""How a rank's rows travel over a process group: posted ahead of need, waited for at need."""
+"""Messages with a rank's rows over a process group: posted early, waited for when needed."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,12 +10,12 @@ from .sharding import num_tokens
 
 
 class Network:
-    """The messages of one rank's call. Every rank posts the same kinds in the same order."""
+    """Messages of one rank's call. All ranks post the same kinds of messages in the same order."""
 
     def __init__(
         self, rank: Rank, exchange: Exchange, key: Tensor, value: Tensor, travelling: Tensor
     ) -> None:
-        """Posts the query rows that travel: rows of `travelling`, [B, Hq, tokens, columns]."""
+        """Posts the query rows that go to hosts, out of `travelling` [B, Hq, tokens, columns]."""
         self.rank, self.plan, self.exchange = rank, rank.plan, exchange
         self.key, self.value = key, value
         hosts, owners = self.plan.hosts_of(rank.rank), self.plan.owners_at(rank.rank)
@@ -37,9 +37,9 @@ class Network:
         self.returning: list[tuple[Pending, dict[int, Tensor]]] = []
 
     def rounds(self) -> Iterator[Tensor]:
-        """The rows that arrive, round by round, as sent and with a row of zeros.
+        """Iterates over the rounds' arrived rows: encoded as sent, then one row of zeros.
 
-        The next round is under way while one is in use.
+        The next round is already under way while the caller uses one.
         """
         numbers = range(len(self.plan.rounds))
         first = [self._post_round(number) for number in numbers[:1]]
@@ -56,7 +56,7 @@ class Network:
         return iterate()
 
     def guests(self) -> Tensor | None:
-        """The query rows that came to this rank, [B, Hq, rows, columns]; None where none did."""
+        """Waits for query rows of other ranks, [B, Hq, rows, columns]; None if there are none."""
         self.pending_guests.wait()
         if not self.arriving:
             return None
@@ -68,7 +68,7 @@ class Network:
         return guests
 
     def answers(self, answered: Tensor | None, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Sends back what was computed for guests, and gives what came for this rank's rows.
+        """Sends results to the guests' owners; yields the results for this rank's own rows.
 
         Yields: (host, [B, Hq, rows, columns]).
         """
@@ -102,7 +102,7 @@ class Network:
     def return_gradients(
         self, number: int, parts: dict[int, Tensor], add: Callable[[int, Tensor], None]
     ) -> None:
-        """Sends gradients of a round's keys back; has `add` add those of earlier rounds."""
+        """Sends a round's key gradients to their owners; calls `add` on those of earlier rounds."""
         rank, width = self.rank.rank, self.key.shape[3] + self.value.shape[3]
         arriving = {}
         for receiver in self.plan.receivers(rank, number):
@@ -114,7 +114,7 @@ class Network:
             self._add_returned(add)
 
     def finish_gradients(self, add: Callable[[int, Tensor], None]) -> None:
-        """Has `add` add what is still under way."""
+        """Waits for the last gradients and calls `add` on them."""
         while self.returning:
             self._add_returned(add)
 

@@ -1,4 +1,4 @@
-"""The plan of a ring: what each rank needs of which other, known before anything moves.
+"""The plan of a ring: which tokens each rank needs from which other, before anything moves.
 
     plan = RingPlan.build(LongNet((2048, 32768), (1, 4)) & Causal(), 1 << 20, 64)
     plan.tokens_received(3), plan.load(3)
@@ -35,16 +35,17 @@ from .wire import wire_format
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RingPlan:
-    """Who needs what of whom, for one pattern, length, number of ranks and sharding.
+    """Says which keys each rank needs from which other, for one pattern, length and sharding.
 
     Attributes:
-        pattern, frame: what is laid, and the lengths it is laid against.
-        block_size: tokens to a tile.
+        pattern, frame: the pattern, and the lengths and numbers of heads of the call.
+        block_size: tokens per tile.
         sharding: which rank owns which tokens: "contiguous", "zigzag" or "chunks:...".
-        ranges: each rank's tokens, ascending ranges of positions.
-        needs: distinct needed key tokens, in sets numbered receiver * world_size + sender.
-        need_of: [batch entries or 1][kv head] which of `needs` holds for it.
-        travellers: query rows that go to the keys.
+        ranges: each rank's tokens, as ascending ranges of positions.
+        needs: key tokens to move, an item for each distinct mask of a kv head; the sets of an item
+            are numbered receiver * world_size + sender.
+        need_of: [batch entries or 1][kv head] index into `needs`.
+        travellers: query rows that are sent to the keys instead.
     """
 
     pattern: Pattern
@@ -69,21 +70,22 @@ class RingPlan:
         block_size: int = 128,
         sharding: str = "contiguous",
     ) -> "RingPlan":
-        """Makes the plan, or takes it from `layout_cache`, which keeps plans by value.
+        """Builds the plan, or returns it from `layout_cache`, which caches plans by value.
 
         Args:
             pattern: a mask or a mixture, for queries and keys at positions 0 ... seq_len - 1.
             seq_len: tokens of the whole sequence.
-            num_heads: query heads, which count in loads and for rows that travel.
-            num_kv_heads: key/value heads, default as many.
-            block_size: of the layouts that ranks compute with; no figure depends on it.
-            sharding: "contiguous", "zigzag", "chunks:...", "balanced", which deals equal chunks to
-                ranks by what they cost, or "auto", the one of contiguous, zigzag and balanced whose
-                busiest rank has the least to compute and to receive.
+            num_heads: query heads; loads depend on them, and the traffic of query rows.
+            num_kv_heads: key/value heads, default `num_heads`.
+            block_size: tokens per tile of the ranks' layouts; no load or traffic depends on it.
+            sharding: "contiguous", "zigzag", "chunks:...", "balanced" (deals equal chunks to ranks
+                by cost), or "auto": whichever of contiguous, zigzag and balanced gives the busiest
+                rank the least to compute and to receive.
 
-        Raises: ValueError where the pattern does not fit, or an argument is out of range.
+        Raises: ValueError if the pattern does not fit, or an argument is out of range.
 
-        Cost: by the edges of the pattern; 2^20 tokens over 64 ranks take a fraction of a second.
+        Cost: grows with the edges of the pattern; 2^20 tokens over 64 ranks take a fraction of a
+            second.
         """
         check_pattern(pattern)
         seq_len = checked_integer("seq_len", seq_len, 0)
@@ -119,7 +121,7 @@ class RingPlan:
         return layout_cache.keep(key, build)
 
     def tokens_received(self, rank: int) -> int | float:
-        """(token, kv head) pairs whose keys and values arrive at a rank in the forward pass.
+        """Number of (token, kv head) pairs that arrive at a rank in the forward pass.
 
         Mean over batch entries.
         """
@@ -138,15 +140,16 @@ class RingPlan:
     ) -> int | float:
         """Payload bytes that arrive at a rank in the forward or the backward pass, per batch entry.
 
-        Keys and values; beside them, where query rows travel, those rows (their gradients) and the
-        partial results that come back.
+        Counts keys and values (backward: also their gradients). If query rows travel, also counts
+        these rows, and the partial results (backward: gradients) that return to their owners.
 
         Args:
             head_dim: D, or (D, Dv).
             dtype: of query, key and value.
-            num_kv_heads: default the plan's; another number where the pattern is the same for all.
+            num_kv_heads: default the plan's; another only if the pattern is the same for all heads.
             compression: the wire format of keys and values.
-            backward: keys and values come again, and gradients come back in float32.
+            backward: count the backward pass, where keys and values arrive again, and gradients of
+                own keys and values in float32.
         """
         rank = checked_integer("rank", rank, 0, self.world_size - 1)
         if checked_dtype("dtype", dtype) is None:
@@ -181,7 +184,7 @@ class RingPlan:
         return _whole(total)
 
     def load(self, rank: int) -> int | float:
-        """(query, key) pairs, with multiplicity, that a rank computes.
+        """Number of (query, key) pairs, with multiplicity, that a rank computes.
 
         Summed over the query heads, mean over batch entries.
         """
@@ -190,7 +193,7 @@ class RingPlan:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """[receiver, sender] (token, kv head) pairs, summed over batch entries."""
+        """[receiver, sender] number of (token, kv head) pairs to move, over all batch entries."""
         sizes = [runs.sizes(self.world_size**2) for runs in self.needs]
         total = torch.zeros(self.world_size**2, dtype=torch.int64)
         for row in self.need_of:
@@ -200,7 +203,7 @@ class RingPlan:
 
     @cached_property
     def loads(self) -> Tensor:
-        """[rank] pairs that each rank computes, float64."""
+        """[rank] number of pairs that each rank computes, float64."""
         world = self.world_size
         travellers = [(t.owner, t.rows) for t in self.travellers]
         queries, keys = cut(self.ranges, travellers), cut(self.ranges)
@@ -213,9 +216,9 @@ class RingPlan:
 
     @cached_property
     def answer_rounds(self) -> tuple[tuple[int, ...], ...]:
-        """Which hosts answer at a time: none brings an owner more than a shard's worth of rows.
+        """Rounds in which hosts send answers: each brings an owner at most a shard's worth of rows.
 
-        In a round with offset s, a row's owner r hears from rank r + s.
+        In a round with offset s, rank r receives the answers of rank r + s.
         """
         world = self.world_size
         rows = [0] * world
@@ -227,7 +230,7 @@ class RingPlan:
 
     @cached_property
     def rounds(self) -> tuple[tuple[int, ...], ...]:
-        """What moves at a time: in a round with offset s, rank r receives from rank r - s.
+        """Rounds in which keys move: in a round with offset s, rank r receives from rank r - s.
 
         A round brings no rank more than a shard's worth of tokens, so memory does not grow with the
         number of ranks.
@@ -252,39 +255,39 @@ class RingPlan:
         return tuple(rounds)
 
     def senders(self, rank: int, number: int) -> list[int]:
-        """Whose keys arrive at a rank in a round, in the order in which their rows lie."""
+        """Ranks whose keys arrive at a rank in a round, in the order of their rows."""
         peers = [(rank - offset) % self.world_size for offset in self.rounds[number]]
         return [sender for sender in peers if self.tokens[rank, sender]]
 
     def receivers(self, rank: int, number: int) -> list[int]:
-        """Who receives a rank's keys in a round."""
+        """Ranks that receive a rank's keys in a round."""
         peers = [(rank + offset) % self.world_size for offset in self.rounds[number]]
         return [receiver for receiver in peers if self.tokens[receiver, rank]]
 
     def message_rows(self, receiver: int, sender: int, batch: int) -> int:
-        """Rows of keys and values that go from a sender to a receiver, of `batch` entries."""
+        """Number of key and value rows from a sender to a receiver, for `batch` entries."""
         return int(self.tokens[receiver, sender]) * batch // len(self.need_of)
 
     def tokens_of(self, receiver: int, sender: int, batch: int, kv_head: int) -> Tensor:
-        """The tokens that a receiver needs of a sender for one kv head, in the order of travel."""
+        """Tokens that a receiver needs from a sender for one kv head, in the order of sending."""
         needs = self.needs[self.need_of[batch if len(self.need_of) > 1 else 0][kv_head]]
         return needs.of(receiver * self.world_size + sender)
 
     def hosts_of(self, rank: int) -> list[int]:
-        """Where a rank's query rows travel to, ascending."""
+        """Ranks that a rank's query rows travel to, ascending."""
         return sorted({host for t in self.travellers if t.owner == rank for host in t.hosts})
 
     def owners_at(self, host: int) -> list[int]:
-        """Whose query rows travel to a host, ascending."""
+        """Ranks whose query rows travel to a host, ascending."""
         return sorted({t.owner for t in self.travellers if host in t.hosts})
 
     def rows_of(self, owner: int, host: int | None = None) -> Ranges:
-        """Positions of a rank's query rows that travel: to one host, or at all."""
+        """Positions of a rank's query rows that travel to one host, or to any."""
         travellers = [t for t in self.travellers if t.owner == owner]
         return [row for t in travellers if host is None or host in t.hosts for row in t.rows]
 
     def guests_of(self, host: int) -> Ranges:
-        """Positions of the query rows that come to a host, ascending."""
+        """Positions of the query rows that travel to a host, ascending."""
         return sorted(row for t in self.travellers if host in t.hosts for row in t.rows)
 
     @cached_property
@@ -294,7 +297,7 @@ class RingPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the needed sets."""
+        """Bytes of `needs`."""
         return sum(runs.nbytes for runs in self.needs)
 
     @cached_property
@@ -303,14 +306,14 @@ class RingPlan:
 
     @property
     def cost(self) -> float:
-        """Pairs per head of the busiest rank, rounded so that equal costs compare equal."""
+        """Cost of the busiest rank in pairs per head, rounded so that equal costs compare equal."""
         received = self.tokens.sum(1) / len(self.need_of) / max(1, self.frame.num_kv_heads)
         pairs = self.loads / max(1, self.frame.num_heads)
         return float(f"{float((pairs + PAIRS_PER_TOKEN * received).max()):.6g}")
 
     @property
     def is_even(self) -> bool:
-        """Whether no sharding can cost less: nothing arrives, and all ranks compute as much."""
+        """Whether no sharding can cost less: nothing arrives, and all ranks have equal loads."""
         return self.cost == float(f"{float(self.loads.mean() / max(1, self.frame.num_heads)):.6g}")
 
 
@@ -353,7 +356,7 @@ def _build(
 def _chosen(
     plans: type[RingPlan], pattern: Pattern, frame: Frame, world: int, block_size: int, name: str
 ) -> str:
-    """What "auto" and "balanced" stand for."""
+    """Resolves "auto" or "balanced" to the sharding that it stands for."""
 
     def made(sharding: str) -> RingPlan:
         return plans._cached(pattern, frame, world, block_size, sharding)
@@ -361,7 +364,7 @@ def _chosen(
     def choose() -> str:
         if name == "balanced":
             return balanced(pattern, frame, world)
-        if made("contiguous").is_even:  # the first of equals, found without the others
+        if made("contiguous").is_even:  # no other plan can be better
             return "contiguous"
         even = _chosen(plans, pattern, frame, world, block_size, "balanced")
         return min(map(made, ("contiguous", "zigzag", even)), key=lambda plan: plan.cost).sharding

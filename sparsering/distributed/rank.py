@@ -1,4 +1,4 @@
-"""What one rank computes, whatever brings it the others' rows.
+"""Computes one rank's part of a call, with any transport of the other ranks' rows.
 
 A rank starts with its own keys, goes on with those that arrive, round by round, and ends with the
 partial results of query rows that travelled. Everything is merged, or summed, in the order of the
@@ -29,7 +29,7 @@ from .wire import Wire
 def choose_kernels(
     backend: str | None, query: Tensor, key: Tensor, value: Tensor, extras: dict[str, Any]
 ) -> str:
-    """The backend that computes a rank's part; raises as `attention` where it cannot."""
+    """Returns the backend that computes a rank's part; raises as `attention` if it cannot."""
     name = choose(backend, (query, key, value), extras)
     if not BACKENDS[name].runs_any_layout:
         able = ", ".join(name for name, backend in BACKENDS.items() if backend.runs_any_layout)
@@ -40,7 +40,7 @@ def choose_kernels(
 
 
 def check_ring_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
-    """Raises as `attention` where inputs do not fit, or are not of the same tokens."""
+    """Raises as `attention` does, and if queries and keys are not of the same tokens."""
     check_inputs(query, key, value, pattern)
     if query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -53,7 +53,7 @@ def check_ring_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Patter
 def plan_of_call(
     pattern: Pattern, length: int, world: int, sharding: str, query: Tensor, key: Tensor
 ) -> RingPlan:
-    """The plan of a call with such heads; ValueError where the pattern does not fit."""
+    """Builds the plan for these tensors' heads; ValueError if the pattern does not fit."""
     check_batch(pattern, query.shape[0])
     return RingPlan.build(
         pattern,
@@ -67,7 +67,7 @@ def plan_of_call(
 
 
 class Saved(NamedTuple):
-    """What a rank differentiates with: its shards of inputs, results and their gradients."""
+    """Tensors that a rank differentiates with: shards of inputs, results and their gradients."""
 
     query: Tensor
     key: Tensor
@@ -78,7 +78,7 @@ class Saved(NamedTuple):
     grad_lse: Tensor
 
     def none(self) -> "Saved":
-        """Of no tokens."""
+        """Returns these tensors, cut to no tokens."""
         return Saved(*(x[:, :, :0] for x in self))
 
 
@@ -87,13 +87,13 @@ class Rank:
     """One rank's part in a call.
 
     Attributes:
-        plan: who needs what of whom.
-        rank: which one this is.
+        plan: which keys and query rows move between ranks.
+        rank: number of this rank.
         backend: name of the kernels.
         scale: of the scores.
-        wire: format of the rows that keys and values travel in.
+        wire: format in which rows of keys and values are sent.
         dtype: of sums and merged results.
-        extras: of the call, as a `Problem` has them; a sink of each query is that of its own.
+        extras: of the call, as in a `Problem`; a sink per query has only this rank's queries.
     """
 
     plan: RingPlan
@@ -112,12 +112,12 @@ class Rank:
         rounds: Iterator[Tensor],
         answers: Iterator[tuple[int, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of the rank's queries; out in the query's dtype.
+        """Computes (out, lse) of the rank's queries; out in the query's dtype.
 
         Args:
             query, key, value: its shards.
-            rounds: rows that arrive in each round, as sent, and one of zeros: [rows + 1, columns].
-            answers: what other ranks computed for its travelling rows, and which ones did.
+            rounds: encoded rows that arrive in each round, and a row of zeros: [rows + 1, columns].
+            answers: (host, results) that other ranks computed for its travelling rows.
         """
         step = local_step(self.plan, self.rank, query.device)
         if step.layout is not None and step.layout.frame.q_len == query.shape[2]:
@@ -143,21 +143,23 @@ class Rank:
         return out.to(query.dtype), lse
 
     def sink_gradient(self, x: Saved, sink: Tensor) -> Tensor:
-        """The gradient of the rank's sink, which has a row for all or one for each query."""
+        """Gradient of the rank's sink, which is one for all queries or one per query."""
         return sink_gradient(sink, x.lse, self._delta(x))
 
     def blank_table(self) -> Tensor | None:
-        """Zeros for the gradient of the distance bias."""
+        """Returns zeros for the gradient of the distance bias, None without one."""
         table = self.extras["distance_bias"]
         return None if table is None else torch.zeros_like(table, dtype=self.dtype)
 
     def local_gradients(
         self, x: Saved, guests: Callable[[], Tensor | None], dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of the rank's shards from its own pairs and from guests' pairs with its keys.
+        """Gradients from the rank's own pairs, and from guests' pairs with its keys.
 
-        Those of queries, keys and values in `dtype`, and of the guests, whose rows `guests` gives
-        once they are needed, or None. That of the distance bias is added to `dtable`.
+        It calls `guests` as late as it can, because that waits for their rows. It adds the gradient
+        of the distance bias to `dtable`.
+
+        Returns: gradients of queries, keys and values in `dtype`, and of the guests (or None).
         """
         step = local_step(self.plan, self.rank, x.query.device)
         if step.layout is None:
@@ -179,9 +181,9 @@ class Rank:
     def round_gradients(
         self, number: int, sent: Tensor, x: Saved, dq: Tensor, dtable: Tensor | None
     ) -> dict[int, Tensor]:
-        """Adds what the rows that arrived in a round give to dq and to that of the distance bias.
+        """Adds the part of a round's arrived keys to `dq`, and to the bias gradient `dtable`.
 
-        Returns: the gradients of those rows, [rows, D + Dv] in `dtype`, by the rank they came from.
+        Returns: gradients of the arrived rows, [rows, D + Dv] in `dtype`, by their sender.
         """
         step = round_step(self.plan, self.rank, number, len(dq), dq.device)
         rows = dq.new_zeros(step.arrived, x.key.shape[3] + x.value.shape[3])
@@ -195,7 +197,7 @@ class Rank:
         return dict(zip(senders, rows.split(sizes), strict=True))
 
     def add_returned(self, receiver: int, rows: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Adds what a receiver of this rank's keys returned, [rows, D + Dv]."""
+        """Adds gradients [rows, D + Dv] that a receiver of this rank's keys sent back."""
         first, width = 0, dk.shape[3]
         for b, h, index in self._message(receiver, len(dk)):
             shape = (*dk[b, h].shape[:-2], len(index))
@@ -225,13 +227,13 @@ class Rank:
             return dq, torch.zeros_like(key), torch.zeros_like(value)
         query, grad_out, lse, delta = guests.split([width, value_width, 1, 1], -1)
         query, grad_out = query.to(key.dtype), grad_out.to(key.dtype)
-        no_out = torch.zeros_like(grad_out)  # delta holds what it would give
+        no_out = torch.zeros_like(grad_out)  # kernels read it for delta alone: here -grad_lse
         x = Saved(query, key, value, no_out, lse[..., 0], grad_out, -delta[..., 0])
         dq[:, :, step.queries], dk, dv = self._differentiate(step, x, key, value, dtable)
         return dq, dk, dv
 
     def gradient_rows(self, x: Saved) -> Tensor:
-        """What a host needs of query rows to differentiate: q | dO | lse | delta, in `dtype`."""
+        """Rows that a host needs to differentiate queries: q | dO | lse | delta, in `dtype`."""
         query, grad_out = x.query.to(self.dtype), x.grad_out.to(self.dtype)
         return torch.cat((query, grad_out, x.lse[..., None], self._delta(x)[..., None]), -1)
 
@@ -239,7 +241,7 @@ class Rank:
         return (x.grad_out.to(self.dtype) * x.out.to(self.dtype)).sum(-1) - x.grad_lse
 
     def pack(self, receiver: int, key: Tensor, value: Tensor) -> Tensor:
-        """The rows that a receiver needs of this rank's keys and values, as sent."""
+        """Encodes the rows of this rank's keys and values that a receiver needs."""
         rows = [key.new_empty(0, key.shape[3] + value.shape[3])]
         for b, h, index in self._message(receiver, len(key)):
             parts = (x[b, h].index_select(-2, index.to(key.device)) for x in (key, value))
@@ -247,7 +249,7 @@ class Rank:
         return self.wire.encode(torch.cat(rows) if len(rows) > 2 else rows[-1], key.shape[3])
 
     def room(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """Room for the rows of a round and a row of zeros; and its parts, by sender."""
+        """Allocates the rows of a round and a row of zeros; also returns its parts, by sender."""
         senders = self.plan.senders(self.rank, number)
         sizes = [self.plan.message_rows(self.rank, sender, len(key)) for sender in senders]
         columns = self.wire.columns(key.shape[3], value.shape[3])
@@ -256,27 +258,27 @@ class Rank:
         return room, dict(zip(senders, room[:-1].split(sizes), strict=True))
 
     def travelling_places(self, host: int, device: torch.device) -> Tensor:
-        """Places in the rank's shard of its query rows that travel to a host."""
+        """Indices in the rank's shard of its query rows that travel to a host."""
         rows = positions(self.plan.rows_of(self.rank, host))
         return local_index(self.plan.ranges[self.rank], rows).to(device)
 
     def guest_places(self, owner: int, device: torch.device) -> Tensor:
-        """Places among the rank's guests of the query rows of one owner."""
+        """Indices of one owner's query rows among the rank's guests."""
         rows = positions(self.plan.rows_of(owner, self.rank))
         return local_index(self.plan.guests_of(self.rank), rows).to(device)
 
     def _problem(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Problem:
-        """A step's queries with the keys of its buffer, as kernels take them."""
+        """Builds the kernels' problem for a step: its queries with the keys of its buffer."""
         assert step.layout is not None
         exact = self.dtype == torch.float32
         query = query[:, :, step.queries]
-        extras = {**self.extras, "sink": None}  # it comes once, when all is merged
-        if step.own_keys:  # what arrives is visited, or 0
+        extras = {**self.extras, "sink": None}  # added once, after everything is merged
+        if step.own_keys:  # arrived keys need no mask: visited, or 0
             extras["key_mask"] = self._own_key_mask(query.device)
         return Problem(step.layout, query, key, value, self.scale, in_float32=exact, **extras)
 
     def _own_key_mask(self, device: torch.device) -> Tensor | None:
-        """The masks of the rank's own keys, whose numbers none may see."""
+        """Key mask of the rank's own keys: numbers of masked keys must not reach any result."""
         _, masks = without_key_masks(self.plan.pattern)
         if not masks:
             return None
@@ -296,7 +298,7 @@ class Rank:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of a step's queries, and of the keys and values of its buffer.
 
-        That of the distance bias is added to `dtable`.
+        Adds the gradient of the distance bias to `dtable`.
         """
         backward = BACKENDS[self.backend].backward
         assert backward is not None
@@ -309,7 +311,7 @@ class Rank:
     def _buffer(
         self, step: Step, sent: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of a step from the rows that arrived."""
+        """Decodes the rows that arrived into keys and values of a step."""
         assert step.layout is not None
         rows = self.wire.decode(sent, key.shape[3], value.shape[3])
         if step.rows is None:
@@ -320,9 +322,9 @@ class Rank:
         return rows[..., : key.shape[3]], rows[..., key.shape[3] :]
 
     def _message(self, receiver: int, batch: int) -> Iterator[tuple[Any, Any, Tensor]]:
-        """The parts of a message in order: batch entry, kv head, places of tokens in the shard.
+        """Yields the parts of a message in order: batch entry, kv head, indices into the shard.
 
-        One part for all entries and heads where they need the same.
+        There is one part for all entries and heads if they need the same tokens.
         """
         plan, everything = self.plan, slice(None)
         for b in range(1 if plan.alike else batch):
@@ -333,7 +335,7 @@ class Rank:
 
 
 def _of_arrived(step: Step, dk: Tensor, dv: Tensor) -> Tensor:
-    """[rows, D + Dv] gradients of the rows that arrived, from those of the buffer."""
+    """Sums gradients of the buffer into those of the arrived rows, [rows, D + Dv]."""
     places = torch.cat((dk, dv), -1).flatten(0, -2)
     if step.rows is None:
         return places

@@ -1,8 +1,8 @@
 """Ring attention over a process group: local shards in, local shards out.
 
-A call agrees on what all ranks were given, takes the plan, and computes with what it receives. The
-backward pass fetches keys and values again, so that nothing but a rank's own shards is kept between
-the two.
+A call agrees with all ranks on its arguments, takes the plan, and computes on the keys that arrive.
+The backward pass fetches keys and values again, so that between the two passes a rank keeps only
+its own shards.
 """
 
 import os
@@ -56,12 +56,12 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a pattern, of a sequence that is sharded over ranks; differentiable.
 
-    Every rank of the group calls it with the same pattern and options and gets its own part of what
-    `attention` gives for the whole sequence. A rank receives just the keys that its queries visit
-    and it lacks; the backward pass receives them again and returns their gradients in float32.
-    Beside its shards a rank needs room for what is under way, two rounds of at most a shard each,
-    and for a round laid out for the kernel: as much, or up to a shard for each dilated branch;
-    whatever the number of ranks. One rank alone does not communicate.
+    Every rank of the group calls it with the same pattern and options, and gets its own part of the
+    result of `attention` for the whole sequence. A rank receives only the keys that its queries
+    visit and other ranks own. The backward pass receives them again and returns their gradients in
+    float32. Besides its shards, a rank needs memory for two rounds under way, of at most a shard
+    each, and for one round laid out for the kernel: at most a shard, or a shard for each dilated
+    branch. This does not grow with the number of ranks. A single rank does not communicate.
 
     As with any collective, all ranks make their calls on one group in the same order; calls from
     several threads need a group each. A call that raised in the middle leaves its group unusable.
@@ -72,28 +72,28 @@ def ring_attention(
         value: [B, Hkv, n, Dv].
         pattern: a mask or a mixture, on positions of the whole sequence.
         group, mesh: the ranks: a process group or a `DeviceMesh` of one axis (`mesh["sp"]`);
-            default all.
+            default all ranks.
         sharding: which rank owns which tokens; see `RingPlan`. With "auto" and "balanced" the
             shards must be those of the plan's choice.
         compression: the format that keys and values travel in: None for their own dtype, "bf16",
             "fp8" or "int8" (a byte a number, one scale per row), or "auto", the smallest whose
             error on these keys and values, relative and root mean square, is below 0.01
-            ("auto:0.001": another bound). What it did is in `last_traffic`.
+            ("auto:0.001": another bound). `last_traffic` reports the choice and its error.
         timeout: seconds (or a timedelta) that a rank waits for its peers at each step; default the
             group's.
         scale, return_lse, backend: as for `attention`, with the backends that run layouts.
         softcap, distance_bias, sink, dropout_p, dropout_seed: as for `attention`, the same on every
-            rank, but for a sink of each query, of which a rank has its own rows. Gradients of
-            tables and sinks are this rank's part: their sum over ranks is the whole. A seed that is
-            not given is drawn by rank 0.
+            rank, except a sink per query, of which each rank passes its own rows. Gradients of
+            tables and sinks are this rank's part: their sum over ranks is the whole. Rank 0 draws
+            a seed that is not given.
 
     Returns: out [B, Hq, n, Dv] in the query's dtype, and with `return_lse` lse [B, Hq, n].
 
     Raises:
         ValueError: arguments that cannot be right on this rank.
-        RingMismatchError: (a ValueError and a RingError) ranks called with what does not fit
-            together; on all of them, before any payload.
-        RingError: a peer died or did not answer in time; says who and when.
+        RingMismatchError: (a ValueError and a RingError) ranks passed arguments that do not match;
+            raised on all of them, before any payload.
+        RingError: a peer died or did not answer in time; names the peer and the step.
 
     Example:
         >>> out = ring_attention(query, key, value, Causal(), mesh=mesh["sp"], sharding="zigzag")
@@ -133,7 +133,7 @@ def ring_attention(
         return attention(query, key, value, pattern, **options)  # type: ignore[call-overload]
     leaves = (query, key, value, extras["distance_bias"], extras["sink"])
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-    if isinstance(dropout_seed, Tensor):  # as it is: batch entries' own follow from rank 0's
+    if isinstance(dropout_seed, Tensor):  # `_begin` derives the seeds of batch entries
         extras = {**extras, "dropout_seed": dropout_seed.expand(len(query))}
     out, lse = _ring(
         query=query,
@@ -167,17 +167,17 @@ def _seconds(timeout: object) -> float | None:
 
 
 def last_traffic(*, backward: bool = False) -> Traffic:
-    """What this process's last call of `ring_attention` moved, forward or backward."""
+    """Returns the traffic of this process's last `ring_attention`, forward or backward."""
     return _last_traffic[checked_flag("backward", backward)]
 
 
-ring_attention.last_traffic = last_traffic  # type: ignore[attr-defined] # a name for it at hand
+ring_attention.last_traffic = last_traffic  # type: ignore[attr-defined] # a shortcut
 
 
 def resolve_group(
     group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> dist.ProcessGroup | None:
-    """The process group that is meant; None where this process is alone. Raises ValueError."""
+    """Returns the process group to use, None if this process is alone. Raises ValueError."""
     if group is not None and mesh is not None:
         raise ValueError("expected group or mesh, got both; a mesh of one axis has its own group")
     if mesh is not None:
@@ -227,7 +227,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*arguments: Any) -> list[Tensor | None]:
-    """Gradients of this rank's shards of query, key and value."""
+    """Gradients of this rank's query, key, value, distance bias and sink; None for the seed."""
     *given, out, lse, grad_out, grad_lse, _ = arguments
     rank, exchange, (query, key, value) = _begin(True, *given)
     x = Saved(query, key, value, out, lse, grad_out, grad_lse)
@@ -289,7 +289,7 @@ def _begin(
     backend: str,
     differentiable: bool,
 ) -> tuple[Rank, Exchange, tuple[Tensor, Tensor, Tensor]]:
-    """What every call starts with: agreement, then the plan."""
+    """Starts a call: agrees with all ranks, then builds the plan and this rank's part."""
     of_rows = sink is not None and sink.shape[2] > 1
     seed = 0 if dropout_seed is None or not len(dropout_seed) else int(dropout_seed[0])
     call = Call(

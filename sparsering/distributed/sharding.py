@@ -1,8 +1,8 @@
-"""Which rank owns which tokens of a sequence, told by a string.
+"""Shardings: strings that say which rank owns which tokens of a sequence.
 
 `"contiguous"`: rank r owns chunk r of P. `"zigzag"`: chunks r and 2P - 1 - r of 2P, which evens out
-causal work. `"chunks:0,1,1,0"`: the general form, the owner of each of some equal chunks; a plan's
-balancer writes it. A chunk is ceil(N / chunks) tokens, the last ones may have fewer or none.
+causal work. `"chunks:0,1,1,0"`: the general form, which lists the owners of equal chunks; a plan's
+balancer writes it. A chunk has ceil(N / chunks) tokens; the last ones may have fewer, or none.
 """
 
 from functools import lru_cache
@@ -17,9 +17,9 @@ SHARDINGS = ("contiguous", "zigzag", "balanced", "auto")
 
 
 def chunk_owners(sharding: str, world_size: int) -> list[int]:
-    """The rank that owns each of the equal chunks.
+    """Lists the rank that owns each of the equal chunks.
 
-    Raises ValueError for what is no sharding, and for "auto", which only a plan can resolve.
+    Raises ValueError for an invalid sharding. Only a plan can resolve "auto" and "balanced".
     """
     check_is_text(sharding, world_size)
     ranks = list(range(world_size))
@@ -43,7 +43,7 @@ def chunk_owners(sharding: str, world_size: int) -> list[int]:
 
 
 def check_is_text(sharding: str, world_size: int) -> None:
-    """Raises ValueError for what is no string, before anything looks it up."""
+    """Raises ValueError unless `sharding` is a string, before a cache hashes it."""
     if not isinstance(sharding, str):
         raise _no_sharding(sharding, world_size)
 
@@ -81,7 +81,7 @@ def _owned_ranges(sharding: str, seq_len: int, world_size: int) -> tuple[Ranges,
 
 
 def num_tokens(ranges: Ranges) -> int:
-    """How many positions some ranges hold."""
+    """Number of positions in ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
@@ -91,13 +91,13 @@ def overlap(ranges: Ranges, others: Ranges) -> Ranges:
 
 
 def positions(*ranges: Ranges) -> Tensor:
-    """The positions that lists of ranges hold, in their order."""
+    """All positions in lists of ranges, in their order."""
     pieces = [torch.arange(start, stop) for owned in ranges for start, stop in owned]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces])
 
 
 def local_index(ranges: Ranges, position: Tensor) -> Tensor:
-    """Where positions that a rank owns stand in its shard."""
+    """Indices in a rank's shard of positions that the rank owns."""
     starts = torch.tensor([start for start, _ in ranges], dtype=torch.int64)
     sizes = torch.tensor([stop - start for start, stop in ranges], dtype=torch.int64)
     number = (torch.searchsorted(starts, position, right=True) - 1).clamp(min=0)
@@ -105,7 +105,7 @@ def local_index(ranges: Ranges, position: Tensor) -> Tensor:
 
 
 def without(ranges: Ranges, others: Ranges) -> Ranges:
-    """Positions of some ranges that are in none of the others (ascending)."""
+    """Removes `others` from `ranges`; both are ascending."""
     rest = []
     for start, stop in ranges:
         for low, high in others:

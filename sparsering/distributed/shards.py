@@ -1,4 +1,4 @@
-"""Cutting a whole tensor into the ranks' shards, and putting it together again."""
+"""Cuts a whole tensor into the ranks' shards, and joins shards to the whole tensor."""
 
 from typing import Any
 
@@ -24,16 +24,16 @@ def shard(
     mesh: DeviceMesh | None = None,
     sharding: str = "contiguous",
 ) -> Tensor:
-    """This rank's part of a tensor that every rank has whole; differentiable, no communication.
+    """Returns this rank's part of a tensor that every rank has whole; differentiable, no messages.
 
     Args:
-        tensor: of any shape, tokens in `dim`; also positions, tokens or labels.
-        dim: default that of [B, H, N, D].
+        tensor: of any shape, with tokens in `dim`; it may also hold positions, ids or labels.
+        dim: dim that counts tokens; default 2, as in [B, H, N, D].
         group, mesh, sharding: as for `ring_attention`; for "auto" pass `plan.sharding`.
 
-    Returns: a copy of the tokens that the rank owns, in the order of its shard; maybe none.
+    Returns: a copy of the tokens that the rank owns, in the order of its shard; it may be empty.
 
-    Raises: ValueError for a dim that is not there, or no sharding.
+    Raises: ValueError for a dim out of range, or an invalid sharding.
     """
     group = resolve_group(group, mesh)
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
@@ -52,17 +52,17 @@ def unshard(
     sharding: str = "contiguous",
     length: int | None = None,
 ) -> Tensor:
-    """The whole tensor, on every rank, from the ranks' parts. Every rank of the group calls it.
+    """Returns the whole tensor on every rank, from the ranks' parts; every rank must call it.
 
-    Differentiable: the gradient of a rank's part is the sum of what all ranks return for it.
+    Differentiable: the gradient of a rank's part is the sum of all ranks' gradients of it.
 
     Args:
         tensor: this rank's part.
         dim, group, mesh, sharding: as for `shard`.
-        length: tokens of the whole; default the sum of the parts. Other numbers are refused.
+        length: tokens of the whole; default the sum of the parts. Any other sum is refused.
 
-    Raises: ValueError (on all ranks) where the parts do not fit together, or are not those of the
-    sharding; RingError where a peer does not answer within the group's timeout.
+    Raises: ValueError (on all ranks) if the parts do not fit together, or do not fit the sharding;
+    RingError if a peer does not answer within the group's timeout.
     """
     group = resolve_group(group, mesh)
     dim = _checked(tensor, dim)
@@ -94,7 +94,7 @@ class _Gather(torch.autograd.Function):
         sizes = [num_tokens(owned) for owned in ranges]
         shape = list(tensor.shape)
         shape[dim] = max(sizes)
-        padded = tensor.new_zeros(shape)  # a collective wants equal sizes
+        padded = tensor.new_zeros(shape)  # all_gather needs equal sizes
         padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded, group=group)

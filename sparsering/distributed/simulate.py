@@ -1,4 +1,4 @@
-"""The ring in one process: every rank's part computed in turn, bit for bit as by many processes."""
+"""The ring in one process: computes every rank's part in turn, bit for bit as real ranks."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -36,21 +36,21 @@ def simulate_ring(
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What `ring_attention` computes on `world_size` ranks, in one process; differentiable.
+    """Computes `ring_attention` over `world_size` ranks in one process; differentiable.
 
-    The same results bit for bit, with as many threads. With `offload`, queries, keys and values may
-    lie in host memory: what one rank holds, and what arrives in one round, is on the accelerator
-    (where there is one) at a time, and results go back to where the query is.
+    The results are the same bit for bit, if ranks use as many threads. With `offload`, queries,
+    keys and values may be in host memory: the accelerator (if any) holds one rank's shards and one
+    round's arrived keys at a time, and results go to the query's device.
 
     Args:
         query, key, value: the whole sequence, [B, H, N, D], as for `attention`.
-        world_size: ranks.
+        world_size: number of ranks.
         pattern, sharding, scale, return_lse: as for `ring_attention`.
         softcap, distance_bias, sink, dropout_p, dropout_seed: as for `attention`.
 
     Returns: out [B, Hq, N, Dv], and with `return_lse` lse [B, Hq, N].
 
-    Raises: ValueError where inputs do not fit.
+    Raises: ValueError if inputs do not fit.
     """
     check_ring_inputs(query, key, value, pattern)
     offload, return_lse = checked_flag("offload", offload), checked_flag("return_lse", return_lse)
@@ -90,7 +90,7 @@ def simulate_ring(
 
 
 def _extras_of_rank(extras: dict[str, Any], places: Tensor, device: torch.device) -> dict[str, Any]:
-    """The extras of a call on a device; a sink of each query, that of the rank's own."""
+    """Moves the extras of a call to a device; a sink per query is cut to the rank's queries."""
     moved = {
         name: x.detach().to(device) if isinstance(x, Tensor) else x for name, x in extras.items()
     }
@@ -207,7 +207,7 @@ class _Shards:
         return [x[:, :, self.places[rank].to(x.device)].to(self.device) for x in tensors]
 
     def rounds(self, rank: Rank, key: Tensor, value: Tensor) -> Iterator[Tensor]:
-        """What arrives at a rank, packed by its senders."""
+        """Yields the rows that arrive at a rank in each round, packed by their senders."""
         for number in range(len(self.plan.rounds)):
             room, parts = rank.room(number, key, value)
             for sender, part in parts.items():
@@ -217,12 +217,12 @@ class _Shards:
             yield room.to(self.device)
 
     def guests(self, host: int, travelling: Tensor) -> Tensor:
-        """The rows that come to a host, out of those of the whole sequence."""
+        """Picks the query rows that travel to a host out of those of the whole sequence."""
         at = positions(self.plan.guests_of(host))
         return travelling[:, :, at.to(travelling.device)].to(self.device)
 
     def answers(self, rank: Rank, answers: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """What hosts computed for a rank's rows, in the order in which it would arrive."""
+        """Yields (host, its results for a rank's rows), in the order in which they would arrive."""
         hosts = self.plan.hosts_of(rank.rank)
         for offset in (offset for offsets in self.plan.answer_rounds for offset in offsets):
             host = (rank.rank + offset) % self.plan.world_size
@@ -232,4 +232,4 @@ class _Shards:
 
 
 def _nobody() -> None:
-    """No guests."""
+    """Stands for the guests of a rank to which no query row travels."""

@@ -1,9 +1,9 @@
-"""What a rank computes with: layouts whose tiles point into its shard and into what arrives.
+"""Layouts of a rank's kernel calls, whose tiles point into its shard and into arrived keys.
 
-Tiles are plain starts, so a layout compiled for some queries and keys of the whole sequence only
-has its starts rewritten: queries to their places in the shard, keys to theirs in the shard or in a
-buffer. In a buffer of arrived keys, `step` tiles lie interleaved, for a kernel strides queries and
-keys alike.
+A layout is compiled for some queries and keys of the whole sequence. Then only the starts of its
+tiles are rewritten, from positions to indices in the shard, or in a buffer of arrived keys. In a
+buffer, groups of `step` tiles are interleaved, because a kernel uses one stride for queries and
+keys.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,14 @@ class Step:
     """One call of a kernel.
 
     Attributes:
-        layout: of the queries in `queries` with the keys of a shard or a buffer; None where there
-            is no pair.
-        queries: which of the shard's queries.
-        rows: [B, Hkv, keys of the buffer] which arrived row each key is (`arrived`, a row of zeros,
-            where no query visits it); None where the arrived rows are the buffer as they stand, and
+        layout: of the queries in `queries` with the keys of a shard or a buffer; None if there is
+            no pair.
+        queries: slice of the shard's queries, or of the guests, that the layout is for.
+        rows: [B, Hkv, keys of the buffer] index of each key's arrived row (`arrived`, the row of
+            zeros, if no query visits it); None if the arrived rows are the buffer in its order, and
             for a shard.
-        arrived: rows that arrive.
-        own_keys: whether keys are those of the rank's shard, as they lie.
+        arrived: number of rows that arrive.
+        own_keys: whether the keys are the rank's own shard.
     """
 
     layout: BlockLayout | None
@@ -58,7 +58,7 @@ class Step:
         return replace(self, layout=self.layout.kept(device))
 
     def ready(self) -> "Step":
-        """Itself, once the current stream waits for it."""
+        """Makes the current stream wait until the step is built; returns the step."""
         if self.layout is not None and self.layout.built is not None:
             self.layout.ready()
             self.layout.built.wait([] if self.rows is None else [self.rows])
@@ -66,9 +66,9 @@ class Step:
 
     @cached_property
     def copies(self) -> list[Tensor]:
-        """Places of the buffer that hold each arrived row, one per list (past the buffer: none).
+        """Buffer indices of each arrived row's copies, [arrived] per copy; past the end for none.
 
-        Sums over copies run in this order.
+        Gradients of copies are summed in this order.
         """
         assert self.rows is not None
         places = self.rows.flatten().long()
@@ -85,19 +85,19 @@ class Step:
 
 
 def local_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
-    """A rank's own queries with its own keys."""
+    """Step of a rank's own queries with its own keys."""
     queries = plan.ranges[rank]
     return _kept(plan, ("local", rank), device, lambda: _own_keys(plan, queries, rank, device))
 
 
 def guest_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
-    """The query rows that came to a rank, in the order of their positions, with its own keys."""
+    """Step of a rank's guests (others' query rows), in order of position, with its own keys."""
     queries = plan.guests_of(rank)
     return _kept(plan, ("guests", rank), device, lambda: _own_keys(plan, queries, rank, device))
 
 
 def round_step(plan: RingPlan, rank: int, number: int, batch: int, device: torch.device) -> Step:
-    """A rank's own queries with the keys that arrive in a round."""
+    """Step of a rank's own queries with the keys that arrive in a round."""
     key = ("round", rank, number, batch)
     return _kept(plan, key, device, lambda: _arriving_keys(plan, rank, number, batch, device))
 
@@ -155,7 +155,7 @@ def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
 def _step(
     plan: RingPlan, passes: list[Pass], queries: Ranges, length: int, device: torch.device
 ) -> Step:
-    """Rewrites query tiles to places in a shard, from the first query that visits a key."""
+    """Rewrites query tiles to indices in a shard, from the first query that visits a key."""
     placed = []
     for p in passes:
         visits = _by_axis((p.row_ptr.diff(dim=-1) > 0).any(0), len(p.query_start))
@@ -175,7 +175,7 @@ def _step(
 
 
 def _placed(start: Tensor, stop: Tensor, ranges: Ranges, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Tiles of positions as tiles of places in a shard; those not kept are emptied."""
+    """Rewrites tiles from positions to indices in a shard; empties tiles that are not `kept`."""
     shift = local_index(ranges, start) - start
     return torch.where(kept, start + shift, 0), torch.where(kept, stop + shift, 0)
 
@@ -185,7 +185,7 @@ def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: in
 
 
 def _by_axis(of_tables: Tensor, axes: int) -> Tensor:
-    """[tables, tiles] bool to [axes, tiles]: a tile is used where a table of its axis uses it."""
+    """Reduces [tables, tiles] to [axes, tiles]: whether any table of an axis uses the tile."""
     tables = len(of_tables)
     if tables <= axes:
         return of_tables.repeat_interleave(axes // tables, 0)
@@ -193,9 +193,9 @@ def _by_axis(of_tables: Tensor, axes: int) -> Tensor:
 
 
 def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Places for the key tiles that are visited: (start, stop) of each tile, position of a place.
+    """Lays visited key tiles out in a buffer: (start, stop) of each tile, position at each index.
 
-    Places begin at `first`; one that holds no key has position -1.
+    Tiles start at index `first` of the buffer; indices without a key have position -1.
     """
     batch, tables, entries = p.key_tile.shape
     axes, tiles = p.key_start.shape
@@ -223,9 +223,9 @@ def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, 
 def _arrived_rows(
     plan: RingPlan, rank: int, senders: list[int], positions: list[Tensor], batch: int, length: int
 ) -> tuple[Tensor, int]:
-    """[B, Hkv, length] the row that holds each place's key, and how many rows arrive.
+    """Returns [B, Hkv, length] the arrived row of each buffer index, and the number of rows.
 
-    Rows lie by sender, batch entry, kv head and in the order of the plan's tokens.
+    Rows are ordered by sender, batch entry, kv head, and as the plan lists their tokens.
     """
     heads = plan.frame.num_kv_heads
     tokens: dict[tuple[int, int], list[Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Global query rows, which see keys everywhere: they go to the keys, not all keys to them."""
+"""Global query rows visit keys on all ranks: they are sent to the keys, not all keys to them."""
 
 from typing import NamedTuple
 
@@ -13,12 +13,12 @@ from .sharding import num_tokens
 
 
 class Traveller(NamedTuple):
-    """Query rows that go to the keys, instead of the keys coming to them; guests at their hosts.
+    """Query rows that are sent to the ranks that own their keys, as guests at these hosts.
 
     Attributes:
         owner: the rank they belong to.
         rows: their positions.
-        hosts: the other ranks that hold keys which they visit.
+        hosts: the other ranks that own keys which the rows visit.
     """
 
     owner: int
@@ -27,7 +27,7 @@ class Traveller(NamedTuple):
 
 
 def global_rows(pattern: Pattern, frame: Frame) -> Ranges:
-    """The query rows that `GlobalTokens` masks of a pattern name; of packed documents too."""
+    """Query rows that a pattern's `GlobalTokens` make global, in packed documents too."""
     named = [row for branch in pattern.branches for row in _global_rows(branch, frame.q_len)]
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(named):
@@ -63,22 +63,22 @@ def choose_travellers(
     world: int,
     most: int,
 ) -> tuple[tuple[Traveller, ...], list[Runs]]:
-    """The rows that cost clearly less to send than what they alone see costs to fetch.
+    """Chooses query rows that cost clearly less to send than to fetch the keys only they visit.
 
-    A row goes out as a query and comes back as a partial output in float32: forward and backward
-    about as many bytes, per query head, as a token's key and value and their gradients; up to
-    twice as many forward.
+    A row leaves as a query and returns as a partial output in float32. Per query head, forward and
+    backward together move about as many bytes as for a token's key and value and their gradients;
+    forward alone moves up to twice as many.
 
     Args:
-        needs: sets of receivers, and world + number for each of the candidates.
-        uses: how many (batch entry, kv head) have each of the needs.
+        needs: needed keys, in sets of receivers, and of world + number for each candidate.
+        uses: number of (batch entry, kv head) that have each of the needs.
         candidates: (owner, rows) of global rows.
-        most: rows that may travel, so that hosts have room for them.
+        most: number of rows that may travel, which bounds the memory of hosts.
 
-    Returns: the travellers, and the needs of ranks without them.
+    Returns: the travellers, and the needs of ranks without the travellers' own.
     """
     travellers: list[Traveller] = []
-    home = list(range(world)) + [owner for owner, _ in candidates]  # where each label's needs go
+    home = list(range(world)) + [owner for owner, _ in candidates]  # rank that fetches for a label
     for number, (owner, rows) in enumerate(candidates):
         saved, hosts = 0, set()
         for runs, count in zip(needs, uses, strict=True):
@@ -103,7 +103,7 @@ def choose_travellers(
 
 
 def _relabelled(runs: Runs, kept: Tensor, home: list[int], world: int, length: int) -> Runs:
-    """Some of the needs, each as that of the rank where its label is at home (-1: of none)."""
+    """Assigns the `kept` needs to the rank that is home to their label; -1 drops them."""
     receiver = torch.tensor(home)[runs.number // world]
     kept = kept & (receiver >= 0)
     number = (receiver * world + runs.number % world)[kept]

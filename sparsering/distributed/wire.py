@@ -1,7 +1,7 @@
-"""How key and value rows travel: which rows, side by side as K | V, and in which format.
+"""Wire formats of key and value rows, which are sent side by side as K | V.
 
-A row is what one kv head has of one token. In the formats of one byte a number, its key and its
-value each have a scale of their own, in float32 behind the numbers.
+A row is the key and value of one token and kv head. In one-byte formats, key and value each have a
+scale of their own, in float32 after the numbers.
 """
 
 from typing import NamedTuple
@@ -17,11 +17,11 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class Wire(NamedTuple):
-    """A format of rows.
+    """Format in which rows are sent.
 
     Attributes:
         numbers: dtype of the numbers on the wire.
-        dtype: of the rows before and after.
+        dtype: of the rows before encoding and after decoding.
     """
 
     numbers: torch.dtype
@@ -37,20 +37,20 @@ class Wire(NamedTuple):
         return torch.uint8 if self.scaled else self.numbers
 
     def columns(self, width: int, value_width: int) -> int:
-        """Elements of a row that is sent."""
+        """Number of elements of an encoded row."""
         return width + value_width + (8 if self.scaled else 0)
 
     def row_bytes(self, width: int, value_width: int) -> int:
         return self.columns(width, value_width) * self.element.itemsize
 
     def encode(self, rows: Tensor, width: int) -> Tensor:
-        """[n, D + Dv] rows as they are sent, [n, columns]."""
+        """Encodes rows [n, D + Dv] as they are sent, [n, columns]."""
         if not self.scaled:
             return rows.to(self.numbers)
         largest = _LARGEST[self.numbers]
         numbers, scales = [], []
         for part in (rows[:, :width], rows[:, width:]):
-            part = F.pad(part.float(), (0, 1))  # the largest of no numbers is 0
+            part = F.pad(part.float(), (0, 1))  # so that a width of 0 has a maximum
             scale = part.abs().amax(1, keepdim=True)
             scale = (scale / largest).clamp(min=torch.finfo(torch.float32).tiny)
             part = part[:, :-1] / scale
@@ -73,7 +73,7 @@ class Wire(NamedTuple):
 
 
 def wire_format(compression: str | None, dtype: torch.dtype) -> Wire:
-    """The format of a name in `FORMATS`, None for the rows' own dtype. Raises ValueError."""
+    """Returns the format `compression`, None for the rows' own dtype. Raises ValueError."""
     if compression is None:
         return Wire(dtype, dtype)
     if not isinstance(compression, str) or compression not in FORMATS:

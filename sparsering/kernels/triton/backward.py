@@ -1,8 +1,8 @@
-"""The backward Triton kernels: dQ over the forward table, dK and dV over the transposed one.
+"""The backward Triton kernels: dQ over the forward table, dK and dV over the transposed table.
 
 With the merged lse and `delta = rowsum(dO * O) - dlse`, every visited pair of every pass has
-`P = exp(s - lse)` and `dS = P * (dP - delta)`, dP 0 where P was dropped. Each program owns what it
-writes: there are no atomics, and sums run in a fixed order.
+`P = exp(s - lse)` and `dS = P * (dP - delta)`; dP is 0 where P was dropped. No two programs write
+the same memory: there are no atomics, and sums run in a fixed order.
 """
 
 import triton
@@ -32,7 +32,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def weight_of(power):
-    """2 ** power, at most 1 also where a huge score was rounded otherwise than in forward."""
+    """2 ** power, at most 1, even if a huge score was rounded differently in the forward."""
     return tl.exp2(tl.minimum(power, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -63,10 +63,10 @@ def query_kernel(
     KEYS_MASKED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Writes dQ [B, heads, Nq, D] of each unit's rows, and entries' sums of dS by part of a tile.
+    """Writes dQ [B, heads, Nq, D] of each unit's rows; with BIASED, also sums of dS per entry.
 
-    Rows, units and pieces are those of `forward_kernel`; with RUNNING dQ (float32) is added to.
-    With LEARNS_DISTANCES it leaves what `store_diagonals` tells.
+    Rows, units and pieces are those of `forward_kernel`. With RUNNING, it adds to dQ (float32).
+    With LEARNS_DISTANCES, it writes lines for the distance bias by `store_diagonals`.
     """
     step = step_of(step, TMA)
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
@@ -126,7 +126,7 @@ def query_kernel(
             tl.load(seed + batch * seed_batch + number), first_head + heads, branch,
             first_query + slot * step,
         )
-    packed = tl.arange(0, ROWS // TOKENS)  # of the sums of dS
+    packed = tl.arange(0, ROWS // TOKENS)  # heads, for sums of dS per head
     there = (packed < PACK) & (head % group + packed < group)
     dq = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     for masked_entries in tl.static_range(2):
@@ -246,9 +246,9 @@ def key_kernel(
     TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Writes dK [B, shares, Nk, D] and dV of each unit's keys, from HEADS query heads at a time.
+    """Writes dK [B, shares, Nk, D] and dV of each unit's keys, summed over HEADS query heads.
 
-    A share is what HEADS heads of a kv head's group give it; shares are added up afterwards.
+    A share is the sum over HEADS heads of a kv head's group; the caller adds up the shares.
     """
     step = step_of(step, TMA)
     PARTS: tl.constexpr = (TILE + KEYS - 1) // KEYS
@@ -291,7 +291,7 @@ def key_kernel(
     dk = tl.zeros([KEYS, PADDED_DIM], tl.float32)
     dv = tl.zeros([KEYS, PADDED_VALUE_DIM], tl.float32)
     q_token, g_token = elements(q_token, ALIGN), elements(g_token, ALIGN)
-    # bounds of a single head are known when compiled, so that it is no loop: that saves registers
+    # with a single head, the compiler knows the bounds and drops the loop, which saves registers
     heads = tl.minimum(HEADS, (kv_head + 1) * group - head) if HEADS > 1 else 1
     for own in range(0, heads):
         h = head + own
@@ -304,7 +304,7 @@ def key_kernel(
             )
             of_head = batch * row_batch + h * elements(row_head, 1)
             if TMA:
-                of_head = of_head.to(tl.int32)  # as `line` makes sure
+                of_head = of_head.to(tl.int32)  # `line` checks that this fits
             lower = tl.load(units + 2) if masked_entries else first
             upper = tl.load(units + 3) if masked_entries else masked
             ahead = tl.load(start + lower, mask=lower < upper, other=0)
@@ -376,7 +376,7 @@ def key_kernel(
                     given = weight.to(do.dtype)
                 dv = tl.dot(given, do, dv, input_precision=PRECISION)
                 dweight = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-                # loaded as late as it is needed, for its registers
+                # delta is loaded as late as possible, to save registers
                 if TMA and not masked_entries:
                     d = delta_tiles.load([(of_head + token).to(tl.int32)])
                 else:
@@ -388,9 +388,9 @@ def key_kernel(
                     dscore *= slope
                 dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision=PRECISION)
 
-    # read again, rather than kept in registers all along
+    # these are read again, because to keep them through the loop takes registers
     tile, cut = tl.load(units), tl.load(units + 4)
-    head += tile >> 31  # which is 0: so that no axis is kept either
+    head += tile >> 31  # adds 0, but depends on the load: so axis is not kept either
     _, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     begin, stop = span_of(tile_start, tile_stop, axis, num_tiles, tile, first_key, step, WIDE)
     position = begin + tl.arange(0, KEYS) * step.to(begin.dtype)
@@ -400,7 +400,7 @@ def key_kernel(
     dk *= scale
     if DROPPING:
         dv *= kept_scale
-    if KEYS_MASKED:  # a key's own numbers reach its own gradients alone
+    if KEYS_MASKED:  # the loop ignores this mask: a key affects only its own row
         seen = tl.load(key_mask + batch * mask_batch + position, mask=real, other=0) != 0
         dk, dv = tl.where(seen[:, None], dk, 0.0), tl.where(seen[:, None], dv, 0.0)
     share, shares = head, num_heads

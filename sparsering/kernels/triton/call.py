@@ -1,7 +1,8 @@
-"""Calls of the GPU kernels: launches those of `forward` and `backward` over passes.
+"""Launches the GPU kernels of the forward and the backward over the passes of a layout.
 
-Passes run one after another; each merges into what the earlier ones left. With several passes in
-half precision, float32 sums exist for a few kv heads at a time. Triton is imported on first use.
+Passes run one after another; each merges into the results of the earlier ones. With several passes
+in half precision, float32 sums are kept for a few kv heads at a time. Triton is imported on first
+use.
 """
 
 import math
@@ -23,16 +24,16 @@ from .walk import Walk, walk
 EXTRAS = frozenset(
     ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")
 )
-"""Options of a call, beside its scale, that are computed here."""
+"""Options of a call, other than its scale, that these kernels compute."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LEAST_PROGRAMS = 8  # per multiprocessor, that a launch should have
-_ROWS = 64  # of a program that combines or prepares
+_LEAST_PROGRAMS = 8  # programs per multiprocessor that fill the device
+_ROWS = 64  # rows per program of the kernels that combine or prepare
 _ALIGNED = 4  # float32 numbers of 16 bytes
 
 
 def reasons(*tensors: Tensor) -> list[str]:
-    """Why the kernels cannot run on these tensors, or on this machine."""
+    """Lists why the kernels cannot run on these tensors, or on this machine."""
     found = _machine_reasons()
     wanted = "cpu" if interpreting() else "cuda"
     if any(x.device.type != wanted for x in tensors):
@@ -65,7 +66,7 @@ def interpreting() -> bool:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Attention over a layout; lse is float32. A sink is a key that every row has seen before."""
+    """Computes (out, lse) over a layout; lse is float32. A sink is the lse that rows start from."""
     layout, query, value = problem.layout, problem.query, problem.value
     in_turn = _in_turn(problem)
     out = _blank(problem, (*query.shape[:3], value.shape[3]), overwritten=in_turn)
@@ -118,13 +119,13 @@ def backward(
 
 
 def _in_turn(problem: Problem) -> bool:
-    """Whether float32 sums are kept beside half precision's results, for some heads at a time."""
+    """Whether results in half precision are first summed in float32, some heads at a time."""
     half = problem.query.itemsize < 4 and not problem.in_float32
     return half and len(problem.layout.passes) > 1
 
 
 def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Iterator[Part]:
-    """The whole call, or `at_most` kv heads at a time; in turn, as few as fill the device."""
+    """Yields the call by `at_most` kv heads; with `in_turn`, by as few as fill the device."""
     problem = problem.with_positive_scale().with_dense_rows()
     bias, table = (
         None if x is None else dense_rows(x.float())
@@ -152,7 +153,7 @@ def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Itera
 
 
 def _forward_pass(part: Part, number: int, out: Tensor, lse: Tensor) -> None:
-    """Merges what one pass sees into out and lse."""
+    """Merges the attention over one pass into `out` and `lse`."""
     from .combine import merge_kernel
     from .forward import forward_kernel
 
@@ -183,7 +184,7 @@ def _query_pass(
     dbias: Tensor | None,
     dtable: Tensor | None,
 ) -> None:
-    """Adds what one pass gives to dQ and to the gradients of block bias and distance bias."""
+    """Adds the gradients of one pass to dQ, and to those of block bias and distance bias."""
     from .backward import query_kernel
     from .combine import sum_kernel
 
@@ -219,9 +220,9 @@ def _query_pass(
 
 
 def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
-    """Writes dK and dV of every pass, [B, kv heads, Nk, D] and [.., Dv].
+    """Writes dK and dV over all passes, [B, kv heads, Nk, D] and [.., Dv].
 
-    By way of float32 sums where several passes, or shares of a group, add to them.
+    It uses float32 sums if several passes, or several shares of a group, add to a key.
     """
     from .backward import key_kernel
     from .combine import sum_kernel
@@ -272,11 +273,11 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
 def _prepared(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, unit: float
 ) -> tuple[Tensor, Tensor]:
-    """(delta, lse as kernels take it, +inf for rows without keys), both [B, Hq, Nq]."""
+    """Returns (delta, lse for the kernels: +inf for rows without keys), both [B, Hq, Nq]."""
     from .prepare import prepare_kernel
 
     batch, heads, q_len = lse.shape
-    apart = -(-q_len // _ALIGNED) * _ALIGNED  # so that heads begin where a descriptor may
+    apart = -(-q_len // _ALIGNED) * _ALIGNED  # a descriptor needs heads aligned to 16 bytes
     delta, row_lse = (lse.new_empty(batch, heads, apart)[..., :q_len] for _ in range(2))
     out = out.contiguous()
     arguments = {
@@ -292,9 +293,9 @@ def _prepared(
 
 
 def _rows(part: Part, number: int, config: Config) -> dict[str, int]:
-    """How the query tiles of a pass are spread over programs: their tokens, and heads beside them.
+    """Chooses how many tokens of a query tile, and how many heads, each program computes.
 
-    Heads of a group are packed where a tile has fewer tokens than a program has rows.
+    A program packs heads of a group if a tile has fewer tokens than the program has rows.
     """
     layout = part.layout
     most = min(layout.block_size, -(-layout.frame.q_len // layout.passes[number].step))
@@ -311,9 +312,9 @@ def _rows(part: Part, number: int, config: Config) -> dict[str, int]:
 
 
 def _heads_at_a_time(part: Part) -> int:
-    """Query heads of a group that one program of `key_kernel` sums over.
+    """Number of query heads of a group that one program of `key_kernel` sums over.
 
-    All, unless that leaves the device idle or they have tables of their own.
+    That is all of them, unless the device would idle, or query heads have tables of their own.
     """
     layout, group = part.layout, part.group
     if _by_query_head(part):
@@ -339,7 +340,7 @@ def _slots(part: Part, heads: int, w: Walk, head_dim: int) -> tuple[int, ...]:
 
 
 def _combine(kernel: Any, w: Walk, like: Tensor, arguments: dict[str, Any]) -> None:
-    """Combines the pieces of the tiles that were cut, where any may be."""
+    """Combines the pieces of tiles that were cut, if the walk may have cut any."""
     if w.slots:
         tile = arguments["TILE"]
         rows = min(_ROWS, power_of_2(tile))
@@ -350,7 +351,7 @@ def _combine(kernel: Any, w: Walk, like: Tensor, arguments: dict[str, Any]) -> N
 def _blank(
     problem: Problem, shape: Sequence[int], *, by_key: bool = False, overwritten: bool = False
 ) -> Tensor:
-    """Memory for a result: zeros unless all of it will be written."""
+    """Allocates a result: zeros, unless the kernels will write all of it."""
     passes = problem.layout.passes
     covered = len(passes) == 1 and passes[0].covers[by_key]
     new = problem.query.new_empty if covered or overwritten else problem.query.new_zeros
@@ -362,5 +363,5 @@ def _config_for(kernel: str, problem: Problem) -> Config:
     config = config_for(kernel, problem.query, head_dim, problem.layout.block_size)
     if problem.distance_bias is None:
         return config
-    # a bias to each pair takes room
+    # a bias per pair needs more registers
     return config._replace(streamed=max(16, config.streamed // 2), masked=0)

@@ -1,4 +1,4 @@
-"""Triton kernels that put results together: of passes, and of the pieces of tiles that were cut."""
+"""Triton kernels that combine results: of several passes, and of the pieces of cut tiles."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ _CUT = tl.constexpr(CUT)
 
 @triton.jit
 def merge(out, lse, other_out, other_lse):
-    """Two results over disjoint keys as one; a row without keys has lse -inf."""
+    """Merges two results over disjoint keys; a row without keys has lse -inf."""
     most = tl.maximum(lse, other_lse)
     base = tl.where(most == float("-inf"), 0.0, most)
     a, b = tl.exp(lse - base), tl.exp(other_lse - base)
@@ -76,7 +76,7 @@ def sum_kernel(
     TILE: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     ALIGN: tl.constexpr, RUNNING: tl.constexpr,
 ):
-    """Adds up the pieces of each cut tile, in order; `heads` may be shares."""
+    """Sums the pieces of each cut tile into grad, in order; heads may be shares of a group."""
     part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     cuts += (table * num_cuts + number) * _CUT

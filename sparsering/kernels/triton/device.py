@@ -1,7 +1,7 @@
-"""What the Triton kernels share: which unit a program computes, and how it reads tiles and bitmaps.
+"""Functions that the Triton kernels share: which unit a program computes, how tiles are read.
 
-What is a `tl.constexpr` is resolved when a kernel is compiled; lengths, counts, strides and scales
-are not.
+A `tl.constexpr` is fixed when a kernel is compiled. Lengths, counts, strides and scales are not, so
+that new ones need no compilation.
 """
 
 import inspect
@@ -15,7 +15,7 @@ _INTS = (tl.int32, tl.int64)
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """Compiled for the types of its integers, not for their values."""
+    """Compiles a kernel for the types of its integers, not for their values."""
     kinds = inspect.get_annotations(function).items()
     return triton.jit(function, do_not_specialize=[name for name, kind in kinds if kind in _INTS])
 
@@ -26,10 +26,11 @@ def load_rows(
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ALL: tl.constexpr, TMA: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """[COUNT, PADDED_DIM] of a tensor [.., tokens, HEAD_DIM]: every `step`-th row from `token` on.
+    """Loads [COUNT, PADDED_DIM]: every `step`-th row from `token` on, of [.., tokens, HEAD_DIM].
 
-    By the descriptor `tiles` of a matrix where a head's rows begin at (row, column), all real and
-    of step 1; or from the pointer `source`, at `offset`: then 0 where not real, unless ALL are.
+    With TMA it uses the descriptor `tiles` of a matrix where the head begins at (row, column); rows
+    must all be real, and step 1. Otherwise it reads from the pointer `source + offset`; rows that
+    are not `real` become 0, and ALL says that every row is real.
     """
     if TMA:
         return tiles.load([row + token.to(tl.int32), column])
@@ -50,9 +51,9 @@ def load_rows(
 @triton.jit
 def head_of(batch, head, batch_stride, head_stride, side, token_stride, ALIGN: tl.constexpr,
             TMA: tl.constexpr):
-    """Where a head of [B, H, N, D] begins: (offset, row and column of the matrix of its tokens).
+    """Start of a head of [B, H, N, D]: (offset, row and column in the matrix of tokens).
 
-    With TMA the strides count rows of that matrix, and heads lie `side` columns apart.
+    With TMA, strides count rows of that matrix, and heads are `side` columns apart.
     """
     if TMA:
         row, column = batch * batch_stride + head * head_stride, head * elements(side, ALIGN)
@@ -64,18 +65,18 @@ def head_of(batch, head, batch_stride, head_stride, side, token_stride, ALIGN: t
 
 @triton.jit
 def step_of(step, TMA: tl.constexpr):
-    """The distance of neighbours in a tile, known when compiled to be 1 where tiles are TMA's."""
+    """Distance of neighbours in a tile; with TMA the compiler knows that it is 1."""
     return tl.full([], 1, tl.int64) if TMA else step
 
 
 @triton.jit
 def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
             COUNT: tl.constexpr):
-    """[rows, COUNT] which pairs of slots a bitmap holds, int32 that are not 0; all for number -1.
+    """[rows, COUNT] int32, not 0 where a bitmap has the pair; bitmap -1 has all pairs.
 
-    `rows` are slots of the tile that a bitmap has a line for each, the others are COUNT slots from
-    `first` on of the tile along the lines. Each word is loaded once; which word a pair is in is
-    known when this is compiled.
+    `rows` are slots of the tile for which a bitmap has one line each. Columns are COUNT slots of
+    the other tile, from `first` on. Each word is loaded once; the compiler knows which word has
+    which pair.
     """
     LINE: tl.constexpr = TILE // WORD
     line = words + bitmap.to(tl.int64) * (TILE * LINE) + rows[:, None] * LINE
@@ -91,7 +92,7 @@ def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
 
 @triton.jit
 def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
-    """(part of the tile, unit, first head, batch entry) of this program; units fast, heads slow."""
+    """(part of a tile, unit, first head, batch entry) of this program; units vary before heads."""
     program = tl.program_id(0).to(tl.int64)
     part = (program % parts).to(tl.int32)
     unit = program // parts % num_units
@@ -99,7 +100,7 @@ def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
     if PACK == 1:
         all_packs, head = num_heads, rest % num_heads
     else:
-        packs = (group + PACK - 1) // PACK  # of one kv head
+        packs = (group + PACK - 1) // PACK  # per kv head
         all_packs = num_heads // group * packs
         pack = rest % all_packs
         head = pack // packs * group + pack % packs * PACK
@@ -108,9 +109,9 @@ def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
 
 @triton.jit
 def table_of(batch, head, num_heads, tables, table_batches, axes):
-    """(table, axis) of a query head: which walk it takes, and where its kv head's tiles are."""
+    """(table, axis) of a query head: indices of its walk, and of its kv head's tiles."""
     of_batch = tl.where(table_batches > 1, batch, 0)
-    axis = (head * axes // num_heads).to(tl.uint32)  # whose upper half takes no register
+    axis = (head * axes // num_heads).to(tl.uint32)  # unsigned: widening takes no register
     return of_batch * tables + head * tables // num_heads, axis.to(tl.int64)
 
 
@@ -119,7 +120,7 @@ def rows_of(
     begin, stop, step, part, head, group, TILE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, PACK: tl.constexpr,
 ):
-    """(slot in the tile, token, query head, whether there is one) of each row of a program."""
+    """(slot in the tile, token, query head, whether it is real) of each row of a program."""
     row = tl.arange(0, ROWS)
     slot = part * TOKENS + row % TOKENS
     of_pack = row // TOKENS
@@ -130,19 +131,19 @@ def rows_of(
 
 @triton.jit
 def elements(stride, ALIGN: tl.constexpr):
-    """Elements of a stride that was given in units of ALIGN of them, so that loads can be wide."""
-    return tl.cast(stride, tl.int64) * ALIGN  # the interpreter would take int32
+    """Converts a stride in units of ALIGN to elements; the known factor permits wide loads."""
+    return tl.cast(stride, tl.int64) * ALIGN  # in the interpreter, it may be int32
 
 
 @triton.jit
 def unit_at(unit):
-    """(tile, first entry, first entry that needs a mask, end) of a walk's unit; tile -1: none."""
+    """(tile, first entry, first entry that needs a mask, end) of a walk's unit; tile -1 is none."""
     return tl.load(unit), tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
 
 
 @triton.jit
 def span_of(tile_start, tile_stop, axis, num_tiles, tile, first_slot, step, WIDE: tl.constexpr):
-    """(token of a slot of a tile, exclusive last one), as offsets are computed."""
+    """(token at `first_slot` of a tile, end of the tile), in the integer type of offsets."""
     index: tl.constexpr = tl.int64 if WIDE else tl.int32
     at = axis * num_tiles + tile
     begin = tl.load(tile_start + at) + first_slot * step
@@ -151,6 +152,6 @@ def span_of(tile_start, tile_stop, axis, num_tiles, tile, first_slot, step, WIDE
 
 @triton.jit
 def from_table(start, tokens, bitmap, entry, table, num_entries):
-    """The four lists of a walk, from a table's first entry on."""
+    """Moves the pointers to a walk's four lists to a table's first entry."""
     offset = table * num_entries
     return start + offset, tokens + offset, bitmap + offset, entry + offset

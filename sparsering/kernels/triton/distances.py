@@ -1,7 +1,7 @@
-"""The gradient of a table of distances: sums of dS along the diagonals of tiles, in a fixed order.
+"""The gradient of a distance bias: sums of dS along the diagonals of tiles, in a fixed order.
 
-`query_kernel` leaves a *line* for each part of an entry that it takes in at a step: the sums over
-pairs of equal distance. `sum_diagonals_kernel` then reads, for each distance, the lines that have
+For each part of an entry that it reads in one step, `query_kernel` writes a *line*: sums over the
+pairs of equal distance. Then `sum_diagonals_kernel` adds, for each distance, the lines that have
 it. There are no atomics.
 """
 
@@ -16,20 +16,20 @@ def store_diagonals(
     diagonals, ends, start, line, there, dscore, first, step, reach,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """Writes one line for each head that a program's rows are of.
+    """Writes one line for each head among a program's rows.
 
     Args:
-        diagonals: [lines, TURNS * KEYS] sums of dscore [ROWS, KEYS] by distance; those between
+        diagonals: [lines, TURNS * KEYS] sums of dscore [ROWS, KEYS] by distance, only between
             -reach and reach.
         ends: [lines, 2] sums over distances up to -reach, and from reach on.
-        start: [lines] int32 distance of the line's first number; the next is `step` further.
-        line, there: of each head, and whether there is one.
+        start: [lines] int32 distance of the line's first sum; neighbours are `step` apart.
+        line, there: line of each head, and whether that head exists.
         first: distance of the first key from the first token.
     """
     TURNS: tl.constexpr = (KEYS + TOKENS - 2) // KEYS + 1
     column = tl.arange(0, KEYS)
     shifted = (tl.arange(0, ROWS) % TOKENS)[:, None] + column[None, :]
-    turned = tl.gather(dscore, shifted % KEYS, 1)  # a diagonal is a column now, or part of one
+    turned = tl.gather(dscore, shifted % KEYS, 1)  # each diagonal is now (part of) a column
     low = tl.zeros([ROWS // TOKENS], tl.float32)
     high = tl.zeros([ROWS // TOKENS], tl.float32)
     first -= (TURNS - 1) * KEYS * step.to(tl.int32)
@@ -53,10 +53,9 @@ def sum_diagonals_kernel(
     reach: tl.int32, splits: tl.int32,
     SPAN: tl.constexpr, LINES: tl.constexpr, DISTANCES: tl.constexpr,
 ):
-    """Writes grad [heads, splits, 2 reach + 1]: sums of a split's lines, but for both ends' own.
+    """Writes grad [heads, splits, 2 reach + 1]: sums of each split's lines, without `ends`.
 
-    `diagonals` [heads, lines, SPAN] and `diagonal_start` [heads, lines] are what
-    `store_diagonals` left.
+    `store_diagonals` wrote `diagonals` [heads, lines, SPAN] and `diagonal_start` [heads, lines].
     """
     program = tl.program_id(0).to(tl.int64)
     split, blocks = program % splits, (2 * reach + DISTANCES) // DISTANCES

@@ -1,6 +1,6 @@
-"""What the kernels are given for the extras of a call, and the gradient of a table of distances.
+"""Kernel arguments for the extras of a call, and the gradient of a distance bias.
 
-An extra that a call has not is compiled away; its arguments are placeholders.
+An extra that a call does not use is compiled away; its arguments are placeholders.
 """
 
 from typing import Any
@@ -14,17 +14,17 @@ from .launch import launch, power_of_2, processors
 from .tuning import Config
 from .walk import Walk
 
-_FAR = 1 << 30  # a distance that no table has
-_LINES, _DISTANCES = 16, 256  # that a program of `sum_diagonals_kernel` takes at a time
-_PROGRAMS = 8  # per multiprocessor, that it should have
-_MOST_SPLITS = 64  # partial tables of a head
-_DIAGONAL_BYTES = 1 << 28  # of sums along diagonals at a time, beyond one kv head's own
+_FAR = 1 << 30  # a distance beyond every table
+_LINES, _DISTANCES = 16, 256  # per step and per program of `sum_diagonals_kernel`
+_PROGRAMS = 8  # programs per multiprocessor, for that kernel
+_MOST_SPLITS = 64  # most partial sums per head, which are added up afterwards
+_DIAGONAL_BYTES = 1 << 28  # bound of the sums along diagonals, if one kv head's fit
 
 
 def arguments(
     problem: Problem, number: int, w: Walk, first_head: int, *, by_key: bool
 ) -> dict[str, Any]:
-    """Of pass `number` of a problem whose heads are those of a call from `first_head` on."""
+    """Kernel arguments for pass `number`; the problem has a call's heads from `first_head` on."""
     p, table, mask = problem.layout.passes[number], problem.distance_bias, problem.key_mask
     seed = problem.dropout_seed if problem.dropout_p else None
     placed = table is not None or seed is not None
@@ -60,7 +60,7 @@ def arguments(
 
 
 def kv_heads_at_a_time(problem: Problem, config: Config) -> int:
-    """How many, for sums along diagonals to stay within a bound where those of one head do."""
+    """Most kv heads (at least 1) whose sums along diagonals fit into `_DIAGONAL_BYTES`."""
     layout = problem.layout
     tokens = min(config.rows, power_of_2(layout.block_size))
     parts, steps = (-(-layout.block_size // n) for n in (tokens, config.streamed))
@@ -71,26 +71,26 @@ def kv_heads_at_a_time(problem: Problem, config: Config) -> int:
 
 
 def diagonals_of(tokens: int, keys: int) -> int:
-    """Numbers in a line of `store_diagonals`: diagonals, in whole multiples of `keys`."""
+    """Length of a line of `store_diagonals`: its number of diagonals, padded to `keys`."""
     return ((keys + tokens - 2) // keys + 1) * keys
 
 
 def room_for_diagonals(
     problem: Problem, w: Walk, rows: dict[str, int], config: Config
 ) -> dict[str, Tensor]:
-    """Memory for what `query_kernel` leaves of the gradient of a table: a line for each step."""
+    """Allocates the lines of the distance bias gradient: `query_kernel` writes one per step."""
     steps = rows["parts"] * -(-problem.layout.block_size // config.streamed)
     lines = (*problem.query.shape[:2], w.start.shape[2] * steps)
     new = torch.empty(*lines, diagonals_of(rows["TOKENS"], config.streamed), device=w.start.device)
     return {
-        "diagonals": new,  # what is not written is not read
+        "diagonals": new,  # uninitialized: only what was written is read
         "ends": new.new_zeros(*lines, 2),
         "diagonal_start": new.new_full(lines, _FAR, dtype=torch.int32),
     }
 
 
 def add_diagonals(grad: Tensor, made: dict[str, Tensor], step: int) -> None:
-    """Adds those sums to the gradient of a table [B, heads, 2R + 1]."""
+    """Adds the lines that `query_kernel` wrote to a distance bias gradient [B, heads, 2R + 1]."""
     from .distances import sum_diagonals_kernel
 
     batch, heads, lines, span = made["diagonals"].shape

@@ -1,8 +1,8 @@
-"""The forward Triton kernels: a query tile of a few heads stays, its key tiles stream past.
+"""The forward Triton kernel: a program keeps a query tile and loops over the tile's key tiles.
 
-A program's rows are tokens of one tile (or of a part of it) for `PACK` query heads that share keys
-and table: row r is token r % TOKENS of head r // TOKENS. Scores are float32 registers [rows, keys];
-exponentials are powers of two.
+A program's rows are the tokens of one tile (or of a part of it), for `PACK` query heads that share
+keys and table: row r is token r % TOKENS of head r // TOKENS. Scores [rows, keys] are in float32
+registers; exponentials are computed as powers of two.
 """
 
 import triton
@@ -35,8 +35,8 @@ def _attend(acc, highest, total, score, v, bias, scale, keep, stays, MASKED: tl.
             BIASED: tl.constexpr, DROPPING: tl.constexpr, PRECISION: tl.constexpr):
     """One step of the running softmax: (acc [rows, Dv], highest [rows], total [rows]).
 
-    Scores are still to be multiplied by `scale`. What is not in `keep` is no pair; what is not in
-    `stays` was dropped, from acc alone.
+    `score` is not yet multiplied by `scale`. Where `keep` is 0, there is no pair. Where `stays` is
+    false, dropout removes the weight from acc, but not from total.
     """
     if MASKED:
         score = tl.where(keep != 0, score, float("-inf"))
@@ -46,7 +46,7 @@ def _attend(acc, highest, total, score, v, bias, scale, keep, stays, MASKED: tl.
         scaled += bias
     now = tl.maximum(highest, scaled)
     base = tl.where(now == float("-inf"), 0.0, now)
-    # the highest score is subtracted before anything is rounded: 0 whatever its size
+    # subtract the maximum before any rounding: then the highest score gives exactly 0
     most = tl.where(most == float("-inf"), 0.0, most)
     shift = (scaled - base) * _LOG2_E
     weight = tl.exp2((score - most[:, None]) * (scale * _LOG2_E) + shift[:, None])
@@ -85,14 +85,14 @@ def forward_kernel(
 ):
     """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] of the rows of each unit.
 
-    With RUNNING they are merged with what out (float32) and lse hold; with SINK with 0 and what lse
-    holds. A unit with a slot leaves its share in piece_out [B, heads, slots, TILE, Dv] and
-    piece_lse, for `merge_kernel`.
+    With RUNNING, they are merged with the present out (float32) and lse; with SINK, with 0 and the
+    present lse. A unit with a slot is a piece of a cut tile: it writes its result to piece_out
+    [B, heads, slots, TILE, Dv] and piece_lse, for `merge_kernel`.
     """
     step = step_of(step, TMA)
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
     MASKED_STEPS: tl.constexpr = (TILE + MASKED - 1) // MASKED
-    GAPS: tl.constexpr = TILE % KEYS != 0 or KEYS_MASKED  # also where a tile's pairs are all in
+    GAPS: tl.constexpr = TILE % KEYS != 0 or KEYS_MASKED  # even a full tile pair needs a mask
     part, unit, head, batch = program_of(parts, PACK, num_units, num_heads, group)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     units += (table * num_units + unit) * _UNIT
@@ -205,7 +205,7 @@ def forward_kernel(
                 stays, masked_entries or GAPS, BIASED, DROPPING, PRECISION,
             )
 
-    some = total != 0.0  # or NaN
+    some = total != 0.0  # true for NaN, so that it shows in the result
     total = tl.where(some, total, 1.0)
     acc /= total[:, None]
     if DROPPING:

@@ -1,4 +1,4 @@
-"""What a launch of a Triton kernel takes beside its tensors: strides, descriptors, options."""
+"""Launches of Triton kernels: strides, tensor descriptors and compile options."""
 
 import contextlib
 from functools import cache
@@ -12,7 +12,7 @@ from .tuning import Config
 
 
 def launch(kernel: Any, programs: int, config: Config | None, arguments: dict[str, Any]) -> None:
-    """Runs a kernel on the arguments that it names."""
+    """Runs a kernel with those of the arguments that it has parameters for."""
     if not programs:
         return
     named = {name: arguments[name] for name in kernel.arg_names}
@@ -22,14 +22,14 @@ def launch(kernel: Any, programs: int, config: Config | None, arguments: dict[st
 
 
 def options(config: Config | None) -> dict[str, Any]:
-    """How a kernel is compiled."""
+    """Compile options of a kernel."""
     return {} if config is None else {"num_warps": config.warps, "num_stages": config.stages}
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:
-    """NAME_batch, NAME_head and NAME_token of each, in units of ALIGN elements.
+    """Strides NAME_batch, NAME_head and NAME_token of each tensor, in units of ALIGN elements.
 
-    ALIGN is 16 bytes if all are multiples of that, so that so much can be loaded at once, else 1.
+    ALIGN is 16 bytes if all strides are multiples of that, so that loads can be wide, else 1.
     """
     least = max(16 // x.itemsize for x in tensors.values())
     of_tensors = {name: x.stride()[:3] for name, x in tensors.items()}
@@ -45,9 +45,9 @@ class Matrix(NamedTuple):
     """A tensor [B, H, N, D] as a matrix whose rows are tokens.
 
     Attributes:
-        tiles: a descriptor of it.
-        strides: "batch" and "head": how many rows apart they are; "side": how many columns apart
-            heads are, that lie side by side.
+        tiles: a descriptor of the matrix.
+        strides: "batch" and "head" in rows; "side" is the stride of heads in columns, where heads
+            lie side by side.
     """
 
     tiles: Any
@@ -55,7 +55,7 @@ class Matrix(NamedTuple):
 
 
 def matrix(x: Tensor, rows: int) -> Matrix | None:
-    """A tensor [B, H, N, D] as one matrix, tiles of `rows` tokens of a head; None if it is none."""
+    """Views [B, H, N, D] as a matrix with tiles of `rows` tokens of a head; None if it cannot."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     batch, heads, tokens, head_dim = x.shape
@@ -75,7 +75,7 @@ def matrix(x: Tensor, rows: int) -> Matrix | None:
 
 
 def line(x: Tensor, count: int) -> Any:
-    """A descriptor of the memory of [B, H, N] that a program takes `count` numbers of; or None."""
+    """Describes the memory of [B, H, N], read by `count` numbers; None if no descriptor fits."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     batch, heads, tokens = x.shape
@@ -86,20 +86,20 @@ def line(x: Tensor, count: int) -> Any:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How float32 is multiplied: as it is, unless the user allows tf32."""
+    """Precision of float32 products: full ("ieee"), unless the user allows tf32."""
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def padded(x: Tensor) -> int:
-    """The head dim as kernels hold it: a power of two from 16 on."""
+    """The head dim that kernels compute with: the next power of two, at least 16."""
     return max(16, power_of_2(x.shape[-1]))
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors that share a launch."""
+    """Number of multiprocessors that share a launch."""
     if device.type != "cuda":
         return 4  # under the interpreter: few, so that small tests cut tiles too
     return torch.cuda.get_device_properties(device).multi_processor_count

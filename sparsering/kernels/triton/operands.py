@@ -1,7 +1,8 @@
-"""What the kernels are given of a part of a call: its tensors, its tiles, and what streams past.
+"""Kernel arguments for a part of a call: its tensors, its tiles, and the tensors that it streams.
 
-What streams past is given twice: by pointers, and by tensor descriptors, which Hopper's and later
-GPUs copy whole tiles by. Entries that need a mask are read by pointers, which can leave rows out.
+A kernel keeps one tile and streams others past it. Streamed tensors have pointers, and tensor
+descriptors too, by which Hopper and later GPUs copy whole tiles. Entries that need a mask are read
+by pointers, which can leave rows out.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ MOST_HEAD_DIM = 256
 
 
 class Part(NamedTuple):
-    """Some kv heads of a call, and the query heads that use them: a problem of their own."""
+    """Some kv heads of a call and the query heads that use them, as a problem of their own."""
 
     problem: Problem
     heads: slice
@@ -48,7 +49,7 @@ class Part(NamedTuple):
 
 
 def of_inputs(part: Part, config: Config) -> dict[str, Any]:
-    """The tensors of a call, what they are like, and how a kernel is compiled for them."""
+    """Kernel arguments for the tensors of a call, their shapes, and how to compile for them."""
     query, value, bias = part.query, part.value, part.problem.block_bias
     return {
         "query": query, "key": part.key, "value": value,
@@ -65,7 +66,7 @@ def of_inputs(part: Part, config: Config) -> dict[str, Any]:
 
 
 def of_tiles(part: Part, number: int, w: Walk, config: Config, *, by_key: bool) -> dict[str, Any]:
-    """The tiles of pass `number` and its walk, for a kernel whose units are tiles of this side."""
+    """Kernel arguments for the tiles and walk of pass `number`; `by_key`: units are key tiles."""
     p, tile = part.layout.passes[number], part.layout.block_size
     starts, stops = (p.key_start, p.key_stop) if by_key else (p.query_start, p.query_stop)
     masked = config.masked or config.streamed
@@ -90,10 +91,11 @@ def streamed(
     rows: dict[str, Tensor],
     **tensors: Tensor,
 ) -> dict[str, Any]:
-    """What streams past: tensors, and `rows` of a number per token; how wide offsets are.
+    """Kernel arguments for streamed `tensors`, and for `rows` with one number per token.
 
-    By descriptors too, where all may be: they leave nothing out, so that tiles are of step 1, cut
-    into whole steps, and no key is masked. Strides are in units of `unit` elements.
+    It gives descriptors if all tensors permit them. A descriptor cannot leave rows out, so tiles
+    must have step 1 and a whole number of steps, and no key may be masked. Strides are in units of
+    `unit` elements. WIDE says that offsets need int64.
     """
     step, tile = part.layout.passes[number].step, part.layout.block_size
     reach = max(1, *(x.stride(2) for x in tensors.values()))
@@ -108,7 +110,7 @@ def streamed(
     if None in (*described.values(), *lines.values()):
         return {**arguments, "TMA": False}
     for name, found in described.items():
-        if found is not None:  # of each, as the type checker cannot see
+        if found is not None:  # always true here, which the type checker cannot see
             side = {"side": found.strides["side"] // unit}
             arguments |= {f"{name[0]}_{what}": n for what, n in (found.strides | side).items()}
             arguments[f"{name}_tiles"] = found.tiles

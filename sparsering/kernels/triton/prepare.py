@@ -1,4 +1,4 @@
-"""The Triton kernel of what a backward needs of each row, once for all passes."""
+"""The Triton kernel that computes delta and a scaled lse per row, once before a backward."""
 
 import triton.language as tl
 
@@ -14,10 +14,10 @@ def prepare_kernel(
     ROWS: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Writes delta [B, heads, Nq] and row_lse, lse times `unit`: what scores are reduced by.
+    """Writes delta [B, heads, Nq], and row_lse = lse * unit, which is subtracted from scores.
 
-    That is +inf where a row has no key, so that P = 0. The unit is that of powers of 2, or 1 where
-    a bias of as large numbers is to be taken off first.
+    row_lse is +inf for a row without keys, so that P = 0. `unit` is log2(e), for powers of 2; or 1
+    with a block bias, which is subtracted from lse before the conversion.
     """
     program = tl.program_id(0).to(tl.int64)
     blocks = (q_len + ROWS - 1) // ROWS

@@ -1,7 +1,7 @@
-"""What extras make of scores and weights, in forward and backward alike.
+"""Functions that apply extras to scores and weights, in forward and backward.
 
-Pairs are [queries, keys], or turned. Positions are absolute: int64 of a tile's first token, int32
-steps from there.
+Pairs are [queries, keys], or transposed. Positions are absolute: int64 for a tile's first token,
+int32 for the distance from there.
 """
 
 import triton
@@ -20,10 +20,10 @@ _ADDEND_B = tl.constexpr(ADDENDS[1] % 2**32)
 
 @triton.jit
 def capped(product, scale, cap):
-    """`cap * tanh(scale * product / cap)`, and its slope: what a gradient is multiplied by.
+    """`cap * tanh(scale * product / cap)`, and its slope, by which a gradient is multiplied.
 
-    The hyperbolic tangent is right to 2e-7 of itself: a series near 0 (Cephes, tanhf), else by an
-    exponential.
+    The relative error of the tangent is at most 2e-7: it is a series near 0 (Cephes, tanhf), and
+    computed by an exponential elsewhere.
     """
     x = product * (scale / cap)
     size = tl.abs(x)
@@ -40,13 +40,13 @@ def capped(product, scale, cap):
 
 @triton.jit
 def apart(key, query):
-    """Distance between two int64 positions, as int32: at most 2 ** 30."""
+    """Distance between two int64 positions, clipped to int32: at most 2 ** 30 either way."""
     return tl.minimum(tl.maximum(key - query, -_FAR), _FAR).to(tl.int32)
 
 
 @triton.jit
 def bias_at(table, distance, reach, there):
-    """What a table of distances -reach to reach holds for pairs; further ones have its ends."""
+    """Looks up pairs in a table of distances -reach to reach; further pairs get its end values."""
     entry = tl.minimum(tl.maximum(distance, -reach), reach) + reach
     return tl.load(table + entry, mask=there, other=0.0)
 
@@ -67,14 +67,14 @@ def _word(word, head, branch, query, ADDEND: tl.constexpr):
 
 @triton.jit
 def words_of(seed, head, branch, query):
-    """The two words of dropout that rows hash to; see `sparsering.dropout`."""
+    """Hashes rows to the two words of dropout; see `sparsering.dropout`."""
     a = _word(seed, head, branch, query, _ADDEND_A)
     return a, _word(seed >> 32, head, branch, query, _ADDEND_B)
 
 
 @triton.jit
 def kept_pairs(a, b, key, least):
-    """Whether dropout keeps pairs of rows with these words and keys at these positions."""
+    """Whether dropout keeps pairs, by the words of their rows and the positions of their keys."""
     x = (key.to(tl.uint32) * _OF_KEY) ^ a
     x = (x ^ (x >> 16)) * _MULTIPLIER_1
     x = ((x ^ (x >> 15)) + b) * _MULTIPLIER_2

@@ -1,8 +1,8 @@
-"""Measuring block shapes and block sizes for the Triton kernels on this GPU: `sparsering tune`.
+"""Measures block shapes and block sizes of the Triton kernels on this GPU: `sparsering tune`.
 
-Coordinate by coordinate: for each block size the forward kernel, then the two backward ones, each
-over the few neighbours of its default. A choice counts only where its results agree with those of
-the default. What is fastest is kept on disk, and used by every later process.
+It searches one coordinate at a time: for each block size, first the forward kernel, then the two
+backward ones, each over the few neighbours of its default. A choice counts only if its results
+agree with those of the default. The fastest are saved to disk, and every later process uses them.
 """
 
 import statistics
@@ -32,15 +32,14 @@ def tune(
     block_sizes: Sequence[int] = (64, 128),
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Measures, and keeps what is fastest; returns the file.
+    """Measures candidates and saves the fastest to disk; returns the file.
 
     Args:
         pattern: of a training step on `tokens` tokens, one batch entry.
-        block_sizes: candidates for the pattern's block size where none is named in a call.
-        say: is given a line for each thing measured.
+        block_sizes: candidates for the pattern's block size, for calls that do not name one.
+        say: receives a line of text for each measurement.
 
-    Raises: NotImplementedError where the kernels cannot run. ValueError where the pattern does not
-        fit.
+    Raises: NotImplementedError if the kernels cannot run. ValueError if the pattern does not fit.
     """
     device = torch.device("cpu" if call.interpreting() else "cuda")
     torch.manual_seed(0)
@@ -95,18 +94,18 @@ def _fastest(
     others: dict[str, Config],
     say: Callable[[str], None],
 ) -> dict[str, Config]:
-    """The fastest candidate under its key; each runs beside the choices made so far."""
+    """Returns {key: fastest candidate}; `others` are the earlier choices, in use meanwhile."""
     times: dict[Config, float] = {}
     for config in candidates:
         with tuning.trial({**others, key: config}, expected[0].device):
             try:
                 error = tuned.error_of(run(), expected)
-                if error <= tuned.AGREEMENT[expected[0].dtype]:  # NaN is not
+                if error <= tuned.AGREEMENT[expected[0].dtype]:  # false for NaN
                     times[config] = _milliseconds(run)
                     told = f"{times[config]:.3f} ms"
                 else:
                     told = f"left out, its results differ by {error:.2g}"
-            except Exception as problem:  # a compiler's, or too much shared memory
+            except Exception as problem:  # compiler errors, or too much shared memory
                 first_line = str(problem).partition("\n")[0][:80]
                 told = f"left out, {type(problem).__name__}: {first_line}"
         say(f"{key} {tuple(config)}: {told}")
@@ -116,7 +115,7 @@ def _fastest(
 
 
 def _milliseconds(run: Callable[[], object]) -> float:
-    """Median time of a call."""
+    """Median time of a call in milliseconds."""
     if torch.cuda.is_available() and not call.interpreting():
         from triton.testing import do_bench
 

@@ -1,8 +1,8 @@
-"""How each Triton kernel is cut: block shapes, warps and stages by GPU, dtype, head dim and tile.
+"""Block shapes, warps and stages of each Triton kernel, by GPU, dtype, head dim and tile.
 
-The table holds what compiles to few or no spilled registers for each generation of GPU;
-`sparsering tune` measures its neighbours and keeps the fastest on disk, per GPU and Triton version.
-A call never measures anything: its time, and its bits, do not depend on chance.
+The table has choices that compile to few or no spilled registers for each generation of GPU.
+`sparsering tune` measures their neighbours and saves the fastest to disk, per GPU and Triton
+version. A call never measures anything, so its time and its bits do not depend on chance.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ KERNELS = ("forward", "query", "key")
 
 
 class Config(NamedTuple):
-    """How a kernel is compiled and launched.
+    """Options by which a kernel is compiled and launched.
 
     Attributes:
-        rows: tokens (of packed heads) of a tile that a program keeps.
-        streamed: tokens that it takes in at a step.
-        warps, stages: of Triton.
-        tma: load what streams past through tensor descriptors, where it can be.
-        warp_specialize: split loading and computing between warps, where Triton can.
-        masked: tokens that it takes in at a step where pairs are masked, 0 for as many.
+        rows: tokens (times packed heads) of the tile that a program keeps.
+        streamed: tokens that it reads per step.
+        warps, stages: Triton's num_warps and num_stages.
+        tma: load streamed tensors through tensor descriptors, if they permit it.
+        warp_specialize: split loading and computing between warps, if Triton can.
+        masked: tokens that it reads per step in entries that need a mask; 0 for `streamed`.
     """
 
     rows: int
@@ -42,8 +42,8 @@ class Config(NamedTuple):
     masked: int = 0
 
 
-# By generation and kernel: for head dims up to 64, 128 and 256. Chosen by what `ptxas` says of
-# registers and shared memory, not by a measurement. The last number, if any, is `masked`.
+# By generation and kernel, for head dims up to 64, 128 and 256. These follow the registers and
+# shared memory that `ptxas` reports, not a measurement. The fifth number, if any, is `masked`.
 _HALF = {
     (80, "forward"): ((128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
     (80, "query"): ((128, 64, 8, 3, 32), (64, 64, 8, 3), (64, 32, 8, 2)),
@@ -63,7 +63,7 @@ _SINGLE = {
 
 
 def config_for(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
-    """For "forward", "query" or "key" on tensors like this one, `head_dim` the larger of both."""
+    """Config of kernel "forward", "query" or "key"; `head_dim` is the larger of D and Dv."""
     tuned = _tuned(like.device)["configs"]
     if (found := tuned.get(config_key(kernel, like.dtype, head_dim, tile))) is not None:
         return Config(*found)
@@ -71,7 +71,7 @@ def config_for(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
 
 
 def default(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
-    """What is used where nothing was measured."""
+    """Config of the table, for use where nothing was measured."""
     size = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
     gpu = generation(like.device)
     table = _SINGLE[kernel] if like.itemsize == 4 else _HALF[gpu, kernel]
@@ -82,7 +82,7 @@ def default(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
 
 
 def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[Config]:
-    """The default and its neighbours: what `tune` measures."""
+    """Yields the default and its neighbours, for `tune` to measure."""
     base = default(kernel, like, head_dim, tile)
     near = [
         base,
@@ -103,12 +103,12 @@ def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[
 
 
 def block_size(expression: str, like: Tensor) -> int | None:
-    """The measured block size of a pattern on tensors like this one, or None."""
+    """Measured block size of a pattern on tensors like this one, or None."""
     return _tuned(like.device)["block_sizes"].get(block_key(expression, like))
 
 
 def keep(configs: dict[str, Config], block_sizes: dict[str, int], device: torch.device) -> Path:
-    """Adds measured choices to those on disk, in one step; returns the file."""
+    """Adds measured choices to those on disk, atomically; returns the file."""
     path = tuned.add(_path(device), configs, block_sizes)
     _tuned.cache_clear()
     return path
@@ -116,7 +116,7 @@ def keep(configs: dict[str, Config], block_sizes: dict[str, int], device: torch.
 
 @contextlib.contextmanager
 def trial(configs: dict[str, Config], device: torch.device) -> Iterator[None]:
-    """Uses these configs for a while, beside what was measured before."""
+    """Uses these configs inside the context, on top of those measured before."""
     known = _tuned(device)["configs"]
     before = dict(known)
     known |= configs
@@ -129,7 +129,7 @@ def trial(configs: dict[str, Config], device: torch.device) -> Iterator[None]:
 
 @cache
 def generation(device: torch.device) -> int:
-    """Which column of the table a GPU takes: 80, 90 or 100."""
+    """Generation of a GPU in the table: 80, 90 or 100."""
     if device.type != "cuda" or torch.version.hip:
         return 80
     major = torch.cuda.get_device_capability(device)[0]
@@ -137,7 +137,7 @@ def generation(device: torch.device) -> int:
 
 
 def _fitted(chosen: Config, like: Tensor, head_dim: int, tile: int) -> Config:
-    """The same, no larger than a tile, and in shared memory."""
+    """Shrinks a config to the size of a tile and to the shared memory of the device."""
     most = max(16, power_of_2(tile))
     if most - tile >= 64:  # 160 and 192 tokens are 3 x 64 rather than 256
         most = 64
@@ -161,7 +161,7 @@ def _fitted(chosen: Config, like: Tensor, head_dim: int, tile: int) -> Config:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may use, as far as they are known."""
+    """Bytes of shared memory for a program, less 4 KiB in reserve; 60 KiB if it is unknown."""
     if device.type != "cuda":
         return 1 << 20
     found = torch.cuda.get_device_properties(device)
@@ -169,7 +169,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def config_key(kernel: str, dtype: torch.dtype, head_dim: int, tile: int) -> str:
-    """What a measured config is kept under."""
+    """Key of a measured config on disk."""
     return f"{kernel} {str(dtype).removeprefix('torch.')} head dim {head_dim} block {tile}"
 
 
@@ -182,5 +182,5 @@ def _path(device: torch.device) -> Path:
 
 @cache
 def _tuned(device: torch.device) -> tuned.Choices:
-    """What was measured on this GPU: read once, and changed by `trial` alone."""
+    """Measured choices of this GPU, read once; only `trial` changes them."""
     return tuned.read(_path(device))

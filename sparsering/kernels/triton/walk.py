@@ -1,9 +1,9 @@
-"""What the programs of a Triton launch walk: a pass's table, cut into units of work, on its device.
+"""Cuts a pass's table into units of work for the programs of a Triton launch, on the device.
 
-A unit is a tile with a run of its entries. Entries that need no mask come first. Tiles with many
-more entries than the rest are cut into pieces whose results are combined afterwards, and the
-longest units start first. Nothing here reads from the device, nor does the host wait for it: a walk
-that is kept is waited for by the other streams that use it.
+A unit is a tile with a run of its entries, of which those without a mask come first. A tile with
+many more entries than the rest is cut into pieces, whose results are combined afterwards. The
+longest units start first. The host reads nothing from the device and never waits for it; other
+CUDA streams wait until a cached walk is built.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from torch import Tensor
 from ...layouts.layout import BlockLayout, Pass, stretched, tile_counts
 from ...streams import Built, capturing
 
-UNIT, CUT = 5, 3  # int32 numbers of a unit and of a cut tile
+UNIT, CUT = 5, 3  # int32 numbers that describe a unit, and a cut tile
 _LEAST_ENTRIES = 8  # shorter pieces cost more to combine than they save
 _UNITS_PER_PROCESSOR = 4
 
@@ -28,16 +28,15 @@ class Walk(NamedTuple):
         units: [Bt, T, units, 5]: tile (-1: nothing to do), first entry, first entry that needs a
             mask, end of the entries, slot for a piece's result (-1: the tile is not cut).
         start: [Bt, T, E] first token of the other tile of each entry.
-        tokens: [Bt, T, E] how many it has.
-        bitmap: [Bt, T, E] its number, -1 where all pairs of real tokens are in.
+        tokens: [Bt, T, E] number of tokens of that tile.
+        bitmap: [Bt, T, E] number of the entry's bitmap, -1 if all pairs of real tokens are in.
         entry: [Bt, T, E] number of the entry in `layout.entries`.
-        origin: [Bt, T, E] int64 position of the other tile's first token, None where the pass tells
-            no other than `start`.
-        stream: [Bt, T, E] int64 stream of dropout of the other tile where that is a query tile,
-            None where the pass has none.
-        cuts: [Bt, T, cuts, 3] of each cut tile (-1: none): tile, first slot, pieces.
-        slots: most slots that a table uses.
-        bitmaps: those of the pass; their lines are of slots of the walked tile.
+        origin: [Bt, T, E] int64 position of the other tile's first token, None if that is `start`.
+        stream: [Bt, T, E] int64 stream of dropout of the other tile, None if that is a key tile, or
+            the pass has no streams.
+        cuts: [Bt, T, cuts, 3] tile (-1: none), first slot and number of pieces of each cut tile.
+        slots: most slots that a table may use.
+        bitmaps: bitmaps of the pass, with one line for each slot of the units' tile.
     """
 
     units: Tensor
@@ -52,17 +51,17 @@ class Walk(NamedTuple):
     stream: Tensor | None = None
 
 
-_captured: list[object] = []  # what CUDA graphs read: for the life of the process
+_captured: list[object] = []  # CUDA graphs read these: never freed
 _walks: WeakKeyDictionary[Pass, dict[object, tuple[Walk, Built | None]]] = WeakKeyDictionary()
 
 
 def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, processors: int) -> Walk:
-    """The walk over the entries of pass `number`, kept for the life of the pass.
+    """Returns the walk over the entries of pass `number`, cached for the life of the pass.
 
     Args:
-        by_key: whether units are key tiles, which walk the query tiles that visit them.
-        programs: programs of the launch per unit.
-        processors: how many multiprocessors share them.
+        by_key: whether units are key tiles, with entries for the query tiles that visit them.
+        programs: number of programs of the launch per unit.
+        processors: number of multiprocessors that share them.
     """
     p = layout.passes[number]
     entries = p.key_tile.shape[-1]
@@ -77,12 +76,12 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
         else:
             _wait(p, *found)
         return found[0]
-    if capturing(p.key_tile.device):  # what is made now holds nothing before the graph runs: it is
-        layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))  # its own alone
+    if capturing(p.key_tile.device):  # not cached: it has no values until the graph runs
+        layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))  # own caches
         made = _walk(layout, number, by_key, limit)
         _captured.append((layout, made))
         return made
-    for other in list(walks.values()):  # whose stream may be making the transpose
+    for other in list(walks.values()):  # their stream may still build the transpose
         _wait(p, *other)
     made = _walk(layout, number, by_key, limit)
     walks[by_key, limit] = made, Built.now(p.key_tile.device)
@@ -90,7 +89,7 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
 
 
 def _wait(p: Pass, made: Walk, built: Built | None) -> None:
-    """Has the current stream wait for a walk, and for what the pass has built for it."""
+    """Makes the current stream wait for a walk, and for the pass's tables that it needs."""
     if built is not None:
         of_pass = [*p.transpose] if "transpose" in vars(p) else []
         built.wait([*(x for x in made if isinstance(x, Tensor)), *of_pass, p.num_entries])
@@ -110,7 +109,7 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
         entry = torch.arange(size, device=other.device).expand_as(other)
         bitmap = stretched(p.bitmap, batch, heads)
         start, stop, origin, stream = p.key_start, p.key_stop, p.key_origin, None
-    other = other.clamp(max=max(0, start.shape[-1] - 1))  # of padding
+    other = other.clamp(max=max(0, start.shape[-1] - 1))  # padding may point past the last tile
 
     def of_other(x: Tensor) -> Tensor:
         return stretched(x[None], batch, heads).gather(-1, other)
@@ -131,7 +130,7 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
     cut = pieces > 1
     slots = torch.where(cut, pieces, 0)
     first_slot = slots.cumsum(-1) - slots
-    spare = size // limit  # n > limit entries make at most n / limit pieces more than one
+    spare = size // limit  # a tile of n > limit entries gets at most n / limit extra pieces
     slots_used = 2 * size // limit if spare else 0
     unit = torch.arange(rows + spare, device=row.device).expand(batch, heads, -1).contiguous()
     last = pieces.cumsum(-1)
