@@ -55,7 +55,7 @@ class LayoutCache:
     def __init__(self, limit: int = 256 << 20) -> None:
         self._lock = threading.Lock()
         self._building: dict[Hashable, Future[Any]] = {}
-        self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # with bytes
+        self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # value, bytes
         self._limit, self._held = limit, 0
         self._hits = self._misses = 0
         self._ahead = _Ahead()

@@ -265,7 +265,7 @@ class InBlocks(Condition):
         row, number = expand_counts((last - first + 1).clamp(min=0))
         index, low, high = self.mask.spans(first[row] + number, origin.kv_len[row])
         row, most = row[index], (1 << 62) // size
-        low, high = low.clamp(-most, most), high.clamp(-most, most)  # products in 64 bits
+        low, high = low.clamp(-most, most), high.clamp(-most, most)  # products then fit in 64 bits
         begin, end = origin.start[row] + low * size, origin.start[row] + high * size + size - 1
         return spans_of_positions(queries, keys, row, begin, end)
 
@@ -337,7 +337,7 @@ class PerDocument(Condition):
 
     def status(self, pairs: TilePairs) -> Tensor:
         inside, in_document = self._in_documents(pairs)
-        # Tiles that reach over several documents are never full; whether these overlap decides.
+        # Tiles that reach over several documents are VARIES if they share one of them, else EMPTY.
         return torch.where(inside, self.inner.status(in_document), self.same.status(pairs))
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:

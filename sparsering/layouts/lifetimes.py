@@ -63,7 +63,7 @@ FOREVER = 1 << 62
 
 _KEYS_AT_A_TIME = 1 << 16
 _MOST_POSITION = 1 << 60
-_MOST_PERIOD = 1 << 40  # queries after which the visits of a key repeat
+_MOST_PERIOD = 1 << 40  # longest period, in queries, of the visits to a key
 _MOST_SHIFT = 1 << 26  # positions examined for the bound of an endless sequence
 
 

@@ -1,4 +1,4 @@
-"""Lowers masks to the conditions on whole tiles that they are made of."""
+"""Lowers masks to conditions, which decide on whole tiles."""
 
 import torch
 from torch import Tensor

@@ -197,7 +197,7 @@ class Pattern(Operand):
     def cache_bound(
         self, *, num_heads: int = 1, num_kv_heads: int | None = None, max_length: int | None = None
     ) -> int | None:
-        """The most keys that a kv head ever has live; None where that grows without end.
+        """The most keys of a kv head that are ever live at once; None where that has no bound.
 
         It is the greatest length of any result of `live_keys`; arguments as there.
 
@@ -308,8 +308,8 @@ class Mask(Pattern):
     ) -> Tensor | None:
         """Whether all, some or no pairs of tiles hold; lets a custom mask be laid out fast.
 
-        Args: first and last query and key position of n pairs of tiles, int64 [n]; a tile's
-            positions may be some way apart.
+        Args: first and last query and key position of n pairs of tiles, int64 [n]; the positions of
+            a tile need not be neighbours.
 
         Returns: [n], 0 where no pair of a pair of tiles holds, 2 where all do, 1 where that varies
             or is unknown; None where nothing is known.

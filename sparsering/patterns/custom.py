@@ -30,7 +30,7 @@ Own = TypeVar("Own", bound=Mask)
 
 
 def register_pattern(cls: type[Own]) -> type[Own]:
-    """Makes a subclass of `Mask` that defines `holds` a pattern like those of the library.
+    """Turns a subclass of `Mask` that defines `holds` into a pattern like those of the library.
 
     Its annotated attributes become the arguments of its constructor (the class is made a frozen
     dataclass): numbers, strings, None, CPU tensors (copied), tuples of these, or masks. It then

@@ -42,8 +42,8 @@ class KeyPadding(Mask):
 class KeyMask(TensorMask):
     """A query sees the keys where `valid` is True: any key may be padding, or a hole.
 
-    Create it once and reuse it: where its tensor is not on the CPU, only the same object counts as
-    equal.
+    Create it once and reuse it: where its tensor is not on the CPU, results are reused for the same
+    object alone.
 
     Args:
         valid: bool [Nk], or [B, Nk] for each batch entry; copied. It may be on any device.
