@@ -57,7 +57,7 @@ class Grid:
         segment, number = expand_counts((-(-length // reach) - skipped).clamp(min=0))
         start = begin[segment] + (skipped[segment] + number) * reach
         end = torch.minimum(end[segment], start + reach)
-        first = torch.searchsorted(highs, start, right=True)  # without offset: each has the same tiles
+        first = torch.searchsorted(highs, start, right=True)  # the same for every offset
         count = (torch.searchsorted(lows, end) - first).clamp(min=0)
         tile, number = expand_counts(count)
         within = first[tile] + number
