@@ -1,36 +1,36 @@
-"""Bitmaps: which pairs of a query tile and a key tile are in, a bit each."""
+"""Bitmaps of a query tile and a key tile: one bit for each pair, set where it attends."""
 
 import math
 
 import torch
 from torch import Tensor
 
-_GATHER = 0x0102040810204080  # times 8 bytes of 0 or 1: their bits in the highest byte
+_GATHER = 0x0102040810204080  # a product with 8 bytes of 0 or 1 has their bits in its highest byte
 _BITS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)
 _BYTES = 0x0101010101010101
-_AT_A_TIME = 1 << 23  # bits
+_AT_A_TIME = 1 << 23  # bits counted at a time, to bound memory
 _SWAPS = (7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0)
 
 
 def pack(cells: Tensor) -> Tensor:
-    """[n, b, b] bool to [n, b * b / 8] bytes, the first cell in the lowest bit."""
+    """Packs [n, b, b] bool into [n, b * b / 8] bytes, the first cell in the lowest bit."""
     words = cells.contiguous().view(torch.uint8).view(-1).view(torch.int64)
     return (words * _GATHER >> 56).to(torch.uint8).view(len(cells), math.prod(cells.shape[1:]) // 8)
 
 
 def unpack(bitmaps: Tensor, block_size: int) -> Tensor:
-    """The inverse of `pack`: [n, b, b] bool."""
+    """Unpacks bitmaps to [n, b, b] bool; the inverse of `pack`."""
     bits = (bitmaps[..., None] >> torch.arange(8, device=bitmaps.device, dtype=torch.uint8)) & 1
     return bits.view(*bitmaps.shape[:-1], block_size, block_size).bool()
 
 
 def transposed(bitmaps: Tensor) -> Tensor:
-    """Bitmaps [n, b * b / 8] of the transposed cells, 8 x 8 of them a word."""
+    """Transposes the cells of bitmaps [n, b * b / 8], 8 x 8 cells in each 64-bit word."""
     num, nbytes = bitmaps.shape
     size = math.isqrt(8 * nbytes) // 8
     x = bitmaps.view(num, size, 8, size).permute(0, 3, 1, 2)
     words = x.flatten().view(torch.int64)
-    for shift, cells in _SWAPS:  # that lie above the diagonal, with those below it
+    for shift, cells in _SWAPS:  # each step swaps cells above the diagonal with cells below it
         changed = (words ^ (words >> shift)) & cells
         words = words ^ changed ^ (changed << shift)
     x = words.view(torch.uint8).view(num, size, size, 8)
@@ -38,7 +38,7 @@ def transposed(bitmaps: Tensor) -> Tensor:
 
 
 def count_pairs(bitmaps: Tensor, number: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """How many cells are in, of the first rows[i] and columns[i] of bitmaps[number[i]]."""
+    """Number of cells set in the first rows[i] rows and columns[i] columns of bitmap number[i]."""
     size = int((8 * bitmaps.shape[1]) ** 0.5)
     corner, of_each = (columns + (size + 1) * (rows + (size + 1) * number)).unique(
         return_inverse=True
@@ -56,7 +56,7 @@ def count_pairs(bitmaps: Tensor, number: Tensor, rows: Tensor, columns: Tensor) 
 
 
 def _ones(words: Tensor) -> Tensor:
-    """How many bits are set in each."""
+    """Number of set bits in each word."""
     pairs, fours, bytes_ = _BITS
     words = words - (words >> 1 & pairs)
     words = (words & fours) + (words >> 2 & fours)

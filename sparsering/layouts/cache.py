@@ -1,7 +1,7 @@
-"""The cache of layouts: pure functions of values, kept by value; and a thread that fills it ahead.
+"""The cache of layouts, compared by value, and a background thread that fills it ahead of use.
 
 layout_cache.prefetch(next_pattern, 16384, num_heads=8)  # returns at once
-attention(query, key, value, pattern)                    # while that is laid out
+attention(query, key, value, pattern)                    # runs while that layout is built
 """
 
 import atexit
@@ -27,11 +27,11 @@ from .compile import build_layout, check_block_size
 from .layout import BlockLayout
 
 _MOST_WAITING = 64
-_SECONDS_AT_EXIT = 10.0  # for the one call of torch that may be under way then
+_SECONDS_AT_EXIT = 10.0  # longest wait at exit for a torch call in progress
 
 
 class CacheInfo(NamedTuple):
-    """Counts since the last `clear`, and what is held now."""
+    """Hits and misses since the last `clear`, current entries and bytes, and the limit."""
 
     hits: int
     misses: int
@@ -44,18 +44,18 @@ Kept = TypeVar("Kept")
 
 
 class LayoutCache:
-    """Least-recently-used layouts, and what else is built of patterns, by value.
+    """Least-recently-used cache of layouts and other values built from patterns, keyed by value.
 
     `info()` counts, `set_limit(bytes)` bounds, `invalidate(pattern)` and `clear()` empty it;
     `prefetch(pattern, ...)` fills it ahead.
 
-    Thread-safe, and bounded in bytes: those that a thing says it has by `nbytes`.
+    Thread-safe. Bounded in bytes, as the `nbytes` of each value reports them.
     """
 
     def __init__(self, limit: int = 256 << 20) -> None:
         self._lock = threading.Lock()
         self._building: dict[Hashable, Future[Any]] = {}
-        self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # with bytes
+        self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # value, bytes
         self._limit, self._held = limit, 0
         self._hits = self._misses = 0
         self._ahead = _Ahead()
@@ -68,9 +68,9 @@ class LayoutCache:
     ) -> BlockLayout:
         """The cached layout, or a new one; threads that ask for the same wait for one build.
 
-        Patterns that hold device tensors are built anew: comparing them would wait for the device;
-        so is what a single query selects, which no other will, and what is first asked for while a
-        CUDA graph is captured, which holds nothing before the graph runs.
+        Three kinds are never cached: patterns with device tensors, since comparing them waits for
+        the device; selections of a single query, which no other call repeats; and layouts first
+        built while a CUDA graph is captured, whose memory is empty until the graph runs.
         """
         check_block_size(block_size)
         key = (pattern, frame, block_size, device)
@@ -100,30 +100,30 @@ class LayoutCache:
         device: torch.device | str = "cpu",
         backward: bool = True,
     ) -> "Future[BlockLayout]":
-        """Has the layout of a later call of `attention` built by a thread, and returns at once.
+        """Builds the layout of a later `attention` call in a thread, and returns at once.
 
-        The call finds it, or waits for it where it is under way: it is built once. One thread
-        builds what it is given in that order; 64 wait at most, and of a further one the future is
-        cancelled: the call then builds what it needs, as without.
+        The later call uses the layout, or waits until it is built. One thread builds layouts in the
+        order of requests. At most 64 requests wait; the future of a further one is cancelled, and
+        the call then builds its own layout.
 
         Args:
-            pattern: of the call. Of key masks, which the default backends take as data, the layout
-                knows nothing.
-            q_len, kv_len, num_heads, num_kv_heads, q_start, block_size: of the call, or as
-                `Pattern.layout` has them; all heads count, for what is kept is found by them. Where
-                `sparsering tune` measured another block size, pass that.
-            device: of the call's tensors.
-            backward: also the transposes that a backward reads.
+            pattern: pattern of the call. The layout ignores key masks, which the default backends
+                take as data.
+            q_len, kv_len, num_heads, num_kv_heads, q_start, block_size: as in the call or
+                `Pattern.layout`. The heads are part of the cache's key. Where `sparsering tune`
+                measured another block size, pass that.
+            device: device of the call's tensors.
+            backward: whether to build the transposes that a backward pass reads.
 
         Returns: a future of the layout, to wait for or to ask for its error; it may be dropped. A
-            build that fails fails in the call too.
+            build that fails here fails in the call too.
 
-        Raises: ValueError at once, where the arguments do not fit the pattern, or no layout of them
-            is kept: of patterns that hold tensors of a device, and of one query, whose layouts are
-            cut from that of a page. TypeError where they are no integers, or no pattern.
+        Raises: ValueError at once where the arguments do not fit the pattern, or their layout is
+            never cached: for patterns with device tensors, and for one query, whose layout is cut
+            from that of a page. TypeError for a wrong type.
 
-        Cost: a core's time beside the call's own. What does not fit the cache's limit is built in
-            vain.
+        Cost: time of one core in parallel with the call. A layout beyond the cache's limit is built
+            in vain.
 
         Example:
             >>> layout_cache.prefetch(RandomBlocks(0.1, seed=step + 1), 16384, num_heads=8)
@@ -142,10 +142,10 @@ class LayoutCache:
                 f"no layout is kept of {what}, got {frame.q_len} queries of "
                 f"{shortened(str(pattern))}; leave prefetch out, the call waits for no other"
             )
-        place = place_of(device)  # with the number of the device
+        place = place_of(device)  # adds the index of the device
 
         def work() -> BlockLayout:
-            from ..cost.choice import block_size as chosen  # stands on layouts; it takes its time
+            from ..cost.choice import block_size as chosen  # it imports layouts; choosing is slow
 
             size = chosen(pattern, frame, place) if block_size is None else block_size
 
@@ -159,14 +159,14 @@ class LayoutCache:
         return self.prepare(work)
 
     def prepare(self, work: Callable[[], Kept]) -> "Future[Kept]":
-        """Has `work` done by the thread that builds ahead; cancelled where too much waits."""
+        """Runs `work` in the background thread; the future is cancelled where too much waits."""
         return self._ahead.take(work)
 
     def keep(self, key: Hashable, build: Callable[[], Kept]) -> Kept:
-        """What `build` makes, kept by a key; built once, also among threads.
+        """Returns the value cached under a key, or builds and caches it; threads share one build.
 
-        Threads that ask while it is built wait for that build and get what it makes, whether or not
-        it is still kept then. Where it fails, each of them tries by itself, one after the other.
+        Threads that ask during a build wait for its value, whether or not it stays in the cache.
+        If the build fails, the waiting threads try one after the other.
         """
         while True:
             with self._lock:
@@ -186,7 +186,7 @@ class LayoutCache:
             made = build()
             with self._lock:
                 self._misses += 1
-                if self._kept:  # the one before has grown since, by what its backward asked for
+                if self._kept:  # measure the latest again: its backward may have added transposes
                     latest = next(reversed(self._kept))
                     self._put(latest, self._kept[latest][0])
                 self._put(key, made)
@@ -195,17 +195,17 @@ class LayoutCache:
         finally:
             with self._lock:
                 self._building.pop(key, None)
-            own.cancel()  # those that wait try themselves; where there is a result, it stays
+            own.cancel()  # after a failure, waiting threads build themselves; a set result stays
         return made
 
     def _put(self, key: Hashable, made: Any) -> None:
-        """Keeps a thing with the bytes that it has now, in place of what was there."""
+        """Stores a value with its current bytes, in place of an earlier one."""
         size, before = _nbytes(made), self._kept.get(key, (None, 0))[1]
         self._kept[key] = made, size
         self._held += size - before
 
     def info(self) -> CacheInfo:
-        """The counts. Layouts grow when their transposes are built: they are measured anew here."""
+        """Returns the counts; measures sizes again, since layouts grow with their transposes."""
         with self._lock:
             for key, (made, _) in self._kept.items():
                 self._put(key, made)
@@ -213,13 +213,13 @@ class LayoutCache:
             return CacheInfo(self._hits, self._misses, len(self._kept), self._held, self._limit)
 
     def clear(self) -> None:
-        """Drops every layout and resets the counts."""
+        """Drops every entry and resets the counts."""
         with self._lock:
             self._kept.clear()
             self._hits = self._misses = self._held = 0
 
     def invalidate(self, pattern: Pattern) -> int:
-        """Drops what was built of one pattern; returns how many things there were."""
+        """Drops what was built from one pattern; returns the number of dropped entries."""
         with self._lock:
             stale = [key for key in self._kept if pattern in key]  # type: ignore[operator]
             for key in stale:
@@ -227,14 +227,14 @@ class LayoutCache:
             return len(stale)
 
     def set_limit(self, limit: int) -> None:
-        """Sets the most bytes to hold, dropping the least recently used layouts beyond it."""
+        """Sets the most bytes to cache, and drops the least recently used entries beyond it."""
         limit = checked_integer("limit", limit, 0)
         with self._lock:
             self._limit = limit
             self._shrink()
 
     def _find(self, key: Hashable) -> Any:
-        """What is kept by a key, counted as used, or None; the lock is held."""
+        """Returns the value of a key and counts a hit, or None; the caller has the lock."""
         found = self._kept.get(key)
         if found is None:
             return None
@@ -246,7 +246,7 @@ class LayoutCache:
         self._held -= self._kept.pop(key)[1]
 
     def _shrink(self) -> None:
-        """Drops what does not fit: a layout beyond the limit by itself, else the oldest ones."""
+        """Drops entries that exceed the limit alone, then the oldest until the rest fits."""
         if self._held <= self._limit:
             return
         for key in [key for key, (_, nbytes) in self._kept.items() if nbytes > self._limit]:
@@ -255,14 +255,14 @@ class LayoutCache:
             self._drop(next(iter(self._kept)))
 
     def _renew(self) -> None:
-        """Of a process that was forked: what threads held or did is its parent's."""
+        """Resets locks and threads after a fork; they belong to the parent process."""
         self._lock, self._building = threading.Lock(), {}
         self._held = sum(nbytes for _, nbytes in self._kept.values())
         self._ahead = _Ahead()
 
 
 class _Ahead:
-    """One thread that does what it is given, in order; it ends with the process, not before."""
+    """One background thread that runs tasks in order, and ends only with the process."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -282,7 +282,7 @@ class _Ahead:
         return future
 
     def _started(self) -> bool:
-        """Starts the thread unless it runs; whether it does. None can be, as a process ends."""
+        """Starts the thread if needed; returns whether it runs, which fails as a process ends."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="sparsering-prefetch", daemon=True)
             try:
@@ -302,13 +302,13 @@ class _Ahead:
                 future, work = self._waiting.popleft()
             if future.set_running_or_notify_cancel():
                 _settle(future, work)
-            del future, work  # what they hold is not kept until the next
+            del future, work  # frees what they refer to before the next task comes
 
     def _end(self) -> None:
-        """Drops what waits, and breaks off what is under way.
+        """Cancels waiting tasks and interrupts the running one.
 
-        A thread that comes back from a call of torch after the interpreter has ended aborts the
-        process, so the thread ends first: an exception is raised in it before its next line.
+        A thread that returns from a torch call after the interpreter has ended aborts the process.
+        So the thread must end first: an exception is raised in it before its next line.
         """
         with self._changed:
             self._ended = True
@@ -321,9 +321,9 @@ class _Ahead:
         if thread is None or thread.ident is None:
             return
         until = time.monotonic() + _SECONDS_AT_EXIT
-        thread.join(0.05)  # one that builds nothing ends by itself
+        thread.join(0.05)  # an idle thread ends by itself
         while thread.is_alive() and time.monotonic() < until:
-            ended = ctypes.py_object(SystemExit)  # again where somebody's code has caught it
+            ended = ctypes.py_object(SystemExit)  # raised again in case the task's code caught it
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ended)
             thread.join(0.2)
 
@@ -331,7 +331,7 @@ class _Ahead:
 def _settle(future: "Future[Any]", work: Callable[[], Any]) -> None:
     try:
         made = work()
-    except SystemExit:  # what `_end` raises here
+    except SystemExit:  # `_end` raises it in this thread
         future.set_exception(CancelledError("the process ends"))
     except BaseException as error:
         future.set_exception(error)
@@ -340,7 +340,7 @@ def _settle(future: "Future[Any]", work: Callable[[], Any]) -> None:
 
 
 def _is_kept(pattern: Pattern, frame: Frame) -> bool:
-    """Whether a layout will be asked for again, and can be told from others without waiting."""
+    """Whether a layout may be used again, and its key compares without waiting for a device."""
     if not pattern.tensors:
         return True
     once = frame.q_len == 1 and selections_of(pattern)
@@ -348,7 +348,7 @@ def _is_kept(pattern: Pattern, frame: Frame) -> bool:
 
 
 def place_of(device: torch.device | str) -> torch.device:
-    """The device that tensors made there are on; ValueError where none can be."""
+    """The device with its index, as tensors made there report it; ValueError if unavailable."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, ValueError, OverflowError, AssertionError) as error:

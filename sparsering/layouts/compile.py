@@ -1,12 +1,10 @@
 """Compiles a pattern to passes of tiles, at the cost of the tile pairs that it visits.
 
-1. `terms` splits a mask into unions of masks that one grid of tiles fits each: plain, dilated, per
-   document.
-2. Each term becomes one pass, with the pairs of earlier passes taken out, so that passes are
-   disjoint.
-3. Per head and batch entry that sees a mask of its own, `conditions` finds the pairs of tiles and
-   their status; the cells of those that vary are evaluated once per distinct signature, from the
-   mask's definition.
+1. `terms` splits a mask into a union of masks that each fit one grid of tiles: plain, dilated or
+   per document.
+2. Each term becomes one pass, without the pairs of earlier passes, so that passes are disjoint.
+3. For each distinct mask of a head and batch entry, `conditions` finds the pairs of tiles and their
+   status. Where that varies, the mask's definition is evaluated once per distinct signature.
 """
 
 import math
@@ -31,18 +29,18 @@ from .tiles import Axis, Grid, Origin, Ranges, Spans, TilePairs
 
 BLOCK_SIZES = range(16, 257, 16)
 _MOST_CELLS = 1 << 21  # cells evaluated at a time
-_MOST_BITMAPS = 1 << 12  # bitmaps held before equal ones become one
+_MOST_BITMAPS = 1 << 12  # bitmaps collected before equal ones are merged
 
 
 @dataclass(frozen=True)
 class Table:
-    """What one head of one batch entry visits in one pass, ordered by query tile, then key tile.
+    """Entries of one head of one batch entry in one pass, ordered by query tile, then key tile.
 
     Attributes:
         row_ptr: [query tiles + 1], where each query tile's entries begin.
         key_tile: [entries].
-        bitmap: [entries], number of the entry's bitmap, or -1 where all its pairs are in.
-        num_pairs: (query, key) pairs of the table.
+        bitmap: [entries], number of the entry's bitmap, or -1 where all its pairs attend.
+        num_pairs: number of (query, key) pairs in the table.
     """
 
     row_ptr: Tensor
@@ -53,15 +51,15 @@ class Table:
 
 @dataclass(frozen=True)
 class CompiledPass:
-    """One term of one branch.
+    """Tiles and tables of one term of one branch.
 
     Attributes:
         queries, keys: one axis for all, or one per kv head.
-        tables: [batch][head], one for all where they are equal.
-        bitmaps: distinct ones.
-        num_pairs: mean over batch entries and heads.
-        branch: of the mixture.
-        told: `query_origin`, `key_origin` and `stream` of a `Pass`, where positions restart.
+        tables: [batch][head], a single one where all are equal.
+        bitmaps: the distinct bitmaps.
+        num_pairs: number of (query, key) pairs, mean over batch entries and heads.
+        branch: number of the mixture's branch.
+        told: extra `Pass` fields where positions restart: `query_origin`, `key_origin`, `stream`.
     """
 
     queries: list[Axis]
@@ -76,7 +74,7 @@ class CompiledPass:
 def build_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> BlockLayout:
-    """Compiles without the cache, on the host; a GPU is sent the tables and not waited for.
+    """Compiles a pattern without the cache; the host does not wait for a GPU to get the tables.
 
     Raises: ValueError where the pattern does not fit or the block size is not legal.
     """
@@ -94,7 +92,7 @@ def build_layout(
 
 
 def check_block_size(block_size: int) -> None:
-    """Raises ValueError where it is not legal."""
+    """Raises ValueError where the block size is not legal."""
     if type(block_size) is not int or block_size not in BLOCK_SIZES:
         got = shortened(repr(block_size))
         raise ValueError(
@@ -103,7 +101,7 @@ def check_block_size(block_size: int) -> None:
 
 
 def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
-    """Stacks the tables of a compiled pass; shorter ones are padded."""
+    """Stacks the tables of a compiled pass and pads shorter ones."""
     tables = compiled.tables
     longest = max(len(t.key_tile) for row in tables for t in row)
 
@@ -140,7 +138,7 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
 
 
 def _cover(axes: list[Axis], block_size: int, length: int) -> bool:
-    """Whether the tiles of every axis hold `length` positions."""
+    """Whether the tiles of every axis hold `length` positions in total."""
     return all(int(axis.count.clamp(0, block_size).sum()) == length for axis in axes)
 
 
@@ -149,14 +147,14 @@ def _most(counts: Tensor) -> int:
 
 
 def default_block_size(pattern: Pattern, kv_len: int) -> int:
-    """Where none is named: the pattern's own smallest block, else 128, less for few keys."""
+    """Default block size: the pattern's own smallest block, else 128, or less for few keys."""
     if pattern.restarts is not None:
         inner = Mixture(tuple(map(laid_in_documents, pattern.branches)))
         return default_block_size(inner, max(pattern.restarts[1], default=0))
     named = [mask.block_size for branch in pattern.branches for mask in blockwise_masks(branch)]
     if named and min(named) in BLOCK_SIZES:
         return min(named)
-    if selections := selections_of(pattern):  # as large as cuts their blocks into tiles
+    if selections := selections_of(pattern):  # the largest size that divides a selected block
         sizes = [b for b in BLOCK_SIZES if b <= 128 and selections[0].block_size % b == 0]
         return max(sizes, default=128)
     return 128 if kv_len > 64 else 64 if kv_len > 32 else 32
@@ -171,7 +169,7 @@ def compile_passes(
 ) -> list[CompiledPass]:
     """Passes of a pattern that fits the frame, one branch after another.
 
-    Their pairs are disjoint within a branch. `queries`, `keys`: which positions, default all.
+    Their pairs are disjoint within a branch. `queries`, `keys`: positions to compile, default all.
     """
     compiled = []
     for number, branch in enumerate(pattern.branches):
@@ -215,7 +213,7 @@ def _compile_pass(
                 made = compile_table(ground, seen, queries[axis], keys[axis], frame, block_size)
                 found.append(made)
             use[-1].append(number_of[seen])
-    # heads may share a table and yet have tiles of different counts
+    # Summed before tables are shared: tiles of heads with equal tables may have different lengths.
     num_pairs = sum(found[number][0].num_pairs for row in use for number in row)
     bitmaps, rows = _share_tables(found, use)
     queries, keys, told = ground.placed(queries, keys)
@@ -224,7 +222,7 @@ def _compile_pass(
 
 
 def tokens_of_tile(mask: Mask, grid: Grid, block_size: int) -> int:
-    """Most queries of a tile: those of a row, where rows of fewer choose their blocks."""
+    """Most queries in a tile: no more than a row of a selection, so that they select alike."""
     rows = [x.row_size for x in selections_of(mask)] if grid == Grid(1, block_size) else []
     return math.gcd(block_size, *rows)
 
@@ -238,9 +236,9 @@ def compile_table(
     block_size: int,
     among: Spans | None = None,
 ) -> tuple[Table, Tensor]:
-    """One table, its `bitmap` numbering the rows of the bitmaps returned beside it.
+    """Compiles one table; returns (table, bitmaps), where `table.bitmap` numbers the bitmaps.
 
-    `among`: the pairs of tiles that are looked at, by default all where any pair may hold.
+    `among`: the pairs of tiles to examine, by default all where any pair may hold.
     """
     rule = condition(mask, frame, ground.in_document)
     origin = ground.origin(queries)
@@ -268,7 +266,7 @@ def compile_table(
 def _cells(
     mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(bitmaps, the number of each pair's, how many real pairs it holds)."""
+    """(bitmaps, number of each tile pair's bitmap, number of real (query, key) pairs in it)."""
     columns = [pairs.q.count, pairs.k.count, *rule.signature(pairs)]
     kind, first = number_rows(columns)
     bitmaps, bitmap, held = _distinct_bitmaps(mask, pairs[first], frame, block_size)
@@ -278,9 +276,9 @@ def _cells(
 def _cells_in_documents(
     mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of documents with lengths of their own, whose last tiles have all sorts of counts.
+    """Returns as `_cells`, for documents of many lengths, whose last tiles have many counts.
 
-    Pairs that differ only in counts share a bitmap, and are counted in its corner.
+    Tile pairs that differ only in counts share a bitmap; each counts the cells in its own corner.
     """
     q_count, k_count = pairs.q.count, pairs.k.count
     kind, largest = _largest_of_kind(rule.signature(pairs), q_count, k_count)
@@ -299,7 +297,7 @@ def _cells_in_documents(
 def _largest_of_kind(
     signature: list[Tensor], q_count: Tensor, k_count: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Numbers pairs of tiles by their cells: (kind of each, one of each that holds all cells)."""
+    """Numbers tile pairs by their signature: (kind of each, the largest tile pair of each kind)."""
     kind, _ = number_rows(signature)
     most_q, most_k = (
         torch.zeros_like(kind).scatter_reduce(0, kind, count, "amax")[kind]
@@ -307,7 +305,7 @@ def _largest_of_kind(
     )
     largest = (q_count == most_q) & (k_count == most_k)
     has_one = torch.zeros_like(largest).index_put((kind[largest],), torch.tensor(True))[kind]
-    if not has_one.all():  # none has both most queries and most keys: by their counts, then
+    if not has_one.all():  # no pair of a kind has both most queries and most keys: split by counts
         apart = ~has_one
         kind, _ = number_rows([kind, apart * q_count, apart * k_count])
         largest = largest | apart
@@ -318,7 +316,7 @@ def _largest_of_kind(
 def _distinct_bitmaps(
     mask: Mask, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(bitmaps, the number of each pair's, how many real pairs it holds), some pairs at a time."""
+    """Returns as `_cells`, but evaluates every tile pair, some at a time."""
     bitmaps, numbers, counts, seen = [], [], [], 0
     for part in torch.arange(len(pairs)).split(_MOST_BITMAPS):
         cells, held = evaluate(mask, pairs[part], frame, block_size)
@@ -331,7 +329,7 @@ def _distinct_bitmaps(
 
 
 def evaluate(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> tuple[Tensor, Tensor]:
-    """Bitmaps of pairs of tiles, packed, and how many real pairs each holds."""
+    """Packed bitmaps of tile pairs, and the number of real (query, key) pairs in each."""
     parts = torch.arange(len(pairs)).split(max(1, _MOST_CELLS // block_size**2))
     bitmaps = torch.cat([pack(_cells_of(mask, pairs[x], frame, block_size)) for x in parts])
     number = torch.arange(len(pairs))
@@ -348,7 +346,7 @@ def _cells_of(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Te
 def _share_tables(
     found: list[tuple[Table, Tensor]], use: list[list[int]]
 ) -> tuple[Tensor, list[list[Table]]]:
-    """(bitmaps of all, tables [batch][head]) of the numbers that are in use; equal ones once."""
+    """(bitmaps, tables [batch][head]); equal tables of all heads or batch entries become one."""
     bitmaps, tables = _share_bitmaps(found)
     rows = [[tables[number] for number in row] for row in use]
     if all(_equal(table, row[0]) for row in rows for table in row[1:]):

@@ -1,11 +1,10 @@
-"""What a mask says about whole tiles: three-valued, without looking at its pairs one by one.
+"""Conditions on whole tiles: three-valued, without evaluating a mask pair by pair.
 
 A mask is lowered (`lowering`) to a few kinds of condition on (query position, key position). Each
-kind knows, for many pairs of tiles at once, their `status` (no pair holds, all hold, or it varies),
-their `signature` (integers such that two varying pairs of tiles with equal signatures hold at the
-same cells) and the `candidates` (the pairs of tiles where any pair may hold). And, or and not
-combine them by Kleene logic. The cells themselves are always taken from the mask's own definition
-(`Mask.holds`).
+kind computes three things for many pairs of tiles at once. `status`: no pair holds, all hold, or it
+varies. `signature`: integers; two varying pairs of tiles with equal signatures hold at the same
+cells. `candidates`: the pairs of tiles where any pair may hold. And, or and not combine conditions
+by Kleene logic. The cells always come from the mask's own definition (`Mask.holds`).
 """
 
 from collections.abc import Iterable
@@ -22,19 +21,19 @@ from ..rows import expand_counts
 from .tiles import Axis, Origin, Spans, TilePairs, spans_of_positions
 
 EMPTY, VARIES, FULL = 0, 1, 2
-# Beyond this many mask blocks to a pair of tiles the cells are evaluated instead.
+# Where a pair of tiles spans more mask blocks than this, its cells are evaluated instead.
 _MOST_SUB_BLOCKS = 1024
 
 
 class Condition:
-    """One kind of condition, on p - origin.start and k - origin.start."""
+    """Condition on p - origin.start and k - origin.start, p a query and k a key position."""
 
     def status(self, pairs: TilePairs) -> Tensor:
         """EMPTY, VARIES or FULL for each pair of tiles."""
         raise NotImplementedError
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
-        """Integer columns that fix the cells of pairs of equal step whose status is VARIES."""
+        """Integer columns; VARIES tile pairs of one step with equal columns have equal cells."""
         raise NotImplementedError
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
@@ -94,7 +93,7 @@ class InKeys(Condition):
         return [pairs.edges()[2]]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        """Between the first and the last valid key: holes are rarely whole tiles."""
+        """Tiles between the first and the last valid key; holes are rarely whole tiles."""
         valid = torch.nonzero(self.before.diff())[:, 0]
         rows = torch.arange(len(queries))
         if not len(valid):
@@ -128,14 +127,14 @@ class OnGrid(Condition):
     residue: int
 
     def _place(self, pairs: TilePairs) -> tuple[Tensor, Tensor]:
-        """Place of a tile's first position in its segment, and whether the tile ends in it."""
+        """Place of a tile's first position in its segment, and whether the tile ends there too."""
         tile = pairs.q if self.of_query else pairs.k
         first = (tile.start - pairs.origin.start) % self.segment
         return first, first + tile.last - tile.start < self.segment
 
     def status(self, pairs: TilePairs) -> Tensor:
         first, inside = self._place(pairs)
-        fixed = torch.zeros_like(inside)  # every position has the first one's residue
+        fixed = torch.zeros_like(inside)  # whether all positions share the first one's residue
         if pairs.q.step % self.rate == 0:
             fixed = inside | (self.segment % self.rate == 0)
         hit = (first % self.rate == self.residue).to(torch.int8) * FULL
@@ -177,7 +176,7 @@ class SameDocument(Condition):
     starts: Tensor
 
     def document_of(self, position: Tensor) -> Tensor:
-        """-1 before the first document; len(starts) - 1 past the last."""
+        """Document number; -1 before the first document, len(starts) - 1 past the last."""
         return torch.searchsorted(self.starts, position, right=True) - 1
 
     def _documents(self, pairs: TilePairs) -> tuple[Tensor, ...]:
@@ -190,9 +189,9 @@ class SameDocument(Condition):
         return meet.to(torch.int8) + one.to(torch.int8)
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
-        """Rows and columns of the one document that both touch.
+        """Rows and columns of the one document that both tiles touch.
 
-        Pairs of tiles that share several have a number of their own.
+        Pairs of tiles that touch several common documents get a unique number instead.
         """
         q0, q1, k0, k1 = self._documents(pairs)
         low, high = torch.maximum(q0, k0), torch.minimum(q1, k1)
@@ -216,7 +215,7 @@ class SameDocument(Condition):
 
 @dataclass(frozen=True, eq=False)
 class InBlocks(Condition):
-    """A blockwise mask: looked up at every pair of its blocks that a pair of tiles spans."""
+    """A blockwise mask, looked up for every pair of mask blocks that a pair of tiles spans."""
 
     mask: BlockwiseMask
 
@@ -266,17 +265,17 @@ class InBlocks(Condition):
         row, number = expand_counts((last - first + 1).clamp(min=0))
         index, low, high = self.mask.spans(first[row] + number, origin.kv_len[row])
         row, most = row[index], (1 << 62) // size
-        low, high = low.clamp(-most, most), high.clamp(-most, most)  # products in 64 bits
+        low, high = low.clamp(-most, most), high.clamp(-most, most)  # products then fit in 64 bits
         begin, end = origin.start[row] + low * size, origin.start[row] + high * size + size - 1
         return spans_of_positions(queries, keys, row, begin, end)
 
 
 @dataclass(frozen=True, eq=False)
 class Declared(Condition):
-    """A mask by what it says of tiles itself (`Mask.status`, `Mask.candidates`), if anything.
+    """A custom mask, by its own `Mask.status` and `Mask.candidates` where it defines them.
 
     Attributes:
-        in_document: whether each origin is that of a document, a whole sequence to the mask.
+        in_document: whether each origin is a document, which is a whole sequence to the mask.
     """
 
     mask: Mask
@@ -284,7 +283,7 @@ class Declared(Condition):
     in_document: bool
 
     def _frames(self, origin: Origin) -> Iterable[tuple[Tensor, Frame]]:
-        """Which tiles are in frames of one kind, and that frame."""
+        """(tile indices, frame) for each distinct frame: the sequence, or a length of document."""
         if self.in_document:
             return origin.frames(self.frame)
         return [(torch.arange(len(origin.start)), self.frame)]
@@ -338,7 +337,7 @@ class PerDocument(Condition):
 
     def status(self, pairs: TilePairs) -> Tensor:
         inside, in_document = self._in_documents(pairs)
-        # Elsewhere the tiles' documents decide: such tiles never fill one, so none of them is full.
+        # Tiles that reach over several documents are VARIES if they share one of them, else EMPTY.
         return torch.where(inside, self.inner.status(in_document), self.same.status(pairs))
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
@@ -359,8 +358,8 @@ class _Joint(Condition):
     """Several conditions joined; a part that does not vary adds nothing to the signature."""
 
     parts: tuple[Condition, ...]
-    extreme: ClassVar[Any]  # of the parts' status
-    join: ClassVar[Any]  # of the parts' candidates
+    extreme: ClassVar[Any]  # joins the statuses of the parts
+    join: ClassVar[Any]  # joins the candidates of the parts
 
     def status(self, pairs: TilePairs) -> Tensor:
         return reduce(type(self).extreme, (part.status(pairs) for part in self.parts))
@@ -407,7 +406,7 @@ class Negated(Condition):
 
 
 def _with_any_key(queries: Axis, keys: Axis, rows: Tensor) -> Spans:
-    """Some query tiles paired with all key tiles of their residue."""
+    """Pairs of the given query tiles with all key tiles of their residue."""
     return spans_of_positions(queries, keys, rows, rows * 0, rows * 0 + _end(keys))
 
 

@@ -1,9 +1,9 @@
-"""Of single keys, the last query that pairs with each: sought downwards, by arithmetic.
+"""Descents: the last query that pairs with a key, found by stepping downwards with arithmetic.
 
 A mask is lowered (`lifetimes.descent`) to a few kinds of descent. Each steps from a query position
-down to the next that may pair with a key, says which keys later queries can visit at all, and how
-pairs repeat: in the endless future of given keys, and when both positions are shifted. No tile is
-looked at, so that the cost is that of the keys, whatever the number of their queries.
+down to the next that may pair with a key. It says which keys later queries can visit at all, and
+how pairs repeat: in the far future of given keys, and when both positions are shifted. No tile is
+examined, so the cost depends on the number of keys, not on the number of queries.
 """
 
 import math
@@ -18,12 +18,12 @@ from torch import Tensor
 from ..patterns.algebra import Frame, Mask
 from .tiles import Ranges
 
-_LOOKED_AT = 64  # queries of a key that a mask of a user's own is asked for at a time
-_LEAPS = (1 << 14, 1 << 10)  # queries that such a mask may say of that none pairs
+_LOOKED_AT = 64  # queries of a key for which a custom mask is evaluated at a time
+_LEAPS = (1 << 14, 1 << 10)  # queries that a custom mask may rule out at once
 
 
 class Repeats(NamedTuple):
-    """From `first` on, what is told repeats every `period` positions; `empty`: there is none."""
+    """From `first` on, pairs repeat every `period` positions; `empty`: there are none."""
 
     first: int
     period: int
@@ -31,20 +31,20 @@ class Repeats(NamedTuple):
 
 
 class Descent:
-    """What one mask says of keys and the queries that pair with them.
+    """Arithmetic of one mask on keys and the queries that pair with them.
 
     Attributes:
-        settled: what `before` finds pairs; otherwise it is a bound, to be asked again.
-        is_filter: a key that does not pair with a query pairs with none below it either.
+        settled: whether `before` is exact; otherwise it is a bound from which to ask again.
+        is_filter: whether a key that does not pair with a query pairs with none below it either.
     """
 
     settled: bool = True
     is_filter: bool = False
 
     def before(self, k: Tensor, x: Tensor) -> Tensor:
-        """Of keys k and queries x, a position that the last query up to x is not above.
+        """Upper bound of the last query <= x that pairs with key k (exact where `settled`).
 
-        It is x itself where that pairs with k; negative where there is none.
+        It is x itself where x pairs with k, and negative where no query does.
         """
         raise NotImplementedError
 
@@ -53,17 +53,17 @@ class Descent:
         return [(0, stop)]
 
     def future(self, stop: int) -> Repeats | None:
-        """How the queries of keys below `stop` repeat in the end; None where that is not known."""
+        """How visits to keys below `stop` repeat in the far future; None where that is unknown."""
         return None
 
     def shifted(self) -> Repeats | None:
-        """How pairs repeat that are shifted, both positions alike; None where that is not known."""
+        """How pairs repeat when both positions are shifted alike; None where that is unknown."""
         return None
 
 
 @dataclass(frozen=True)
 class Near(Descent):
-    """k - left' <= p, p <= k + left and (p - k) % dilation == 0, with left' the right side."""
+    """k - right <= p <= k + left and (p - k) % dilation == 0; None: unbounded on that side."""
 
     left: int | None
     right: int | None
@@ -93,7 +93,7 @@ class Near(Descent):
 
 @dataclass(frozen=True)
 class Pooled(Descent):
-    """p >= k * stride + size - 1: no key is ever dead."""
+    """p >= k * stride + size - 1, so that every key stays live forever."""
 
     size: int
     stride: int
@@ -158,7 +158,7 @@ class ValidKeys(Descent):
 
 @dataclass(frozen=True)
 class InSegment(Descent):
-    """Both in one segment, and on its grid: place % rate == residue."""
+    """Both positions are in one segment, and on its grid: place % rate == residue."""
 
     length: int
     rate: int
@@ -186,7 +186,7 @@ class InSegment(Descent):
 
 @dataclass(frozen=True)
 class NearBlocks(Descent):
-    """Query blocks that are multiples of `period`, up to `radius` blocks away; None: any."""
+    """The query's block is a multiple of `period`, up to `radius` blocks away; None: anywhere."""
 
     size: int
     period: int
@@ -218,7 +218,7 @@ class NearBlocks(Descent):
 
 @dataclass(frozen=True)
 class AtDistances(Descent):
-    """The query's block is at one of some distances from the key's; they ascend."""
+    """The query's block minus the key's block is one of `distances`, which ascend."""
 
     size: int
     distances: tuple[int, ...]
@@ -243,7 +243,7 @@ class AtDistances(Descent):
 
 @dataclass(frozen=True, eq=False)
 class ListedBlocks(Descent):
-    """Pairs of blocks that are listed: key block * rows + query block, ascending."""
+    """The pair's blocks are listed, as key block * rows + query block, ascending."""
 
     size: int
     rows: int
@@ -262,11 +262,11 @@ class ListedBlocks(Descent):
 
 @dataclass(frozen=True, eq=False)
 class InDocuments(Descent):
-    """Both in one document, where a descent of its kind holds, positions counted from its start.
+    """Both positions are in one document, whose inner descent counts from the document's start.
 
     Attributes:
-        starts: of documents, and the end of the last.
-        kinds: of each document, the number of its descent in `inner`.
+        starts: start of each document, then the end of the last.
+        kinds: for each document, the index of its descent in `inner`.
     """
 
     starts: Tensor
@@ -300,7 +300,7 @@ class InDocuments(Descent):
 
 @dataclass(frozen=True, eq=False)
 class Asked(Descent):
-    """A mask that is asked, some queries of each key at a time, and says of many at once maybe."""
+    """A custom mask, evaluated at some queries of each key at a time; it may rule out many."""
 
     mask: Mask
     frame: Frame
@@ -310,7 +310,7 @@ class Asked(Descent):
         found = torch.full_like(x, -1)
         asked = torch.nonzero(x >= 0)[:, 0]
         k, x = k[asked], x[asked]
-        passed = torch.zeros_like(x)  # queries below x of which none pairs
+        passed = torch.zeros_like(x)  # number of queries, from x downwards, of which none pairs
         for leap in _LEAPS:
             passed = torch.where(passed == 0, leap * self._is_empty(k, x, leap), passed)
         near = torch.nonzero(passed == 0)[:, 0]
@@ -321,7 +321,7 @@ class Asked(Descent):
         return found
 
     def _is_empty(self, k: Tensor, x: Tensor, leap: int) -> Tensor:
-        """Whether the mask says that no query in (x - leap, x] pairs."""
+        """Whether the mask rules out all queries in (x - leap, x]."""
         empty, first = torch.zeros_like(x, dtype=torch.bool), (x - leap + 1).clamp(min=0)
         if (reach := self.mask.candidates(first, x, self.frame)) is not None:
             empty = (k < reach[0]) | (k > reach[1])
@@ -377,7 +377,7 @@ class AnyOf(Descent):
 
 
 def _together(found: list[Repeats | None]) -> Repeats | None:
-    """How several things repeat together."""
+    """Combines the periods of several parts; None where one is unknown."""
     known = [told for told in found if told is not None]
     if len(known) < len(found):
         return None
@@ -386,7 +386,7 @@ def _together(found: list[Repeats | None]) -> Repeats | None:
 
 
 def _joined(ranges: Ranges, stop: int) -> Ranges:
-    """The union of ranges, below `stop`."""
+    """The union of ranges, cut at `stop`."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if found and low <= found[-1][1]:
@@ -397,10 +397,10 @@ def _joined(ranges: Ranges, stop: int) -> Ranges:
 
 
 def _common(some: Ranges, others: Ranges) -> Ranges:
-    """The intersection of ranges."""
+    """The intersection of two lists of ranges."""
     return [(max(a, c), min(b, d)) for a, b in some for c, d in others if max(a, c) < min(b, d)]
 
 
 def _remainder(x: Tensor, modulus: int) -> Tensor:
-    """The remainder x % modulus; a division takes ten times as long as the bits."""
+    """The remainder x % modulus, by bits for powers of two: ten times as fast as a division."""
     return x % modulus if modulus & (modulus - 1) else x & (modulus - 1)

@@ -1,4 +1,4 @@
-"""Where the pairs of a layout are: as a raster, and as characters for a terminal."""
+"""Drawings of a layout's pairs: as a raster of shares, and as characters for a terminal."""
 
 import math
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .bitmaps import unpack
 
-if TYPE_CHECKING:  # a layout prints itself by what is here
+if TYPE_CHECKING:  # `layout` imports this module to print itself
     from .layout import BlockLayout, Pass
 
 _SHADES = " .:-=+*#%@"
@@ -16,7 +16,7 @@ _AT_A_TIME = 1 << 22  # sampled pairs
 
 
 def drawing(layout: "BlockLayout", rows: int = 32, columns: int = 64) -> list[str]:
-    """Lines of characters, queries downwards, darker where more pairs of an area are in."""
+    """Lines of characters, queries downwards, denser where more pairs of an area attend."""
     shares = pair_shares(layout, rows, columns, most_samples=1 << 20)
     if not shares.numel():
         return []
@@ -33,16 +33,16 @@ def pair_shares(
     head: int = 0,
     most_samples: int = 1 << 24,
 ) -> Tensor:
-    """[rows, columns] pairs in each area over its positions; 1 is dense.
+    """[rows, columns] share of the pairs in each area that attend; 1 is dense.
 
-    More than 1 is where pairs count twice. Every position of every tile is counted where there are
-    few; else evenly chosen ones stand for their neighbours.
+    A share above 1 means that pairs count twice, in a mixture. Small layouts count every position
+    of every tile; in large ones evenly spaced positions stand for their neighbours.
 
     Args:
-        layout: any; its first batch entry is drawn.
-        rows, columns: at most, default as many columns as rows.
+        layout: any layout; its first batch entry is drawn.
+        rows, columns: size of the raster at most; `columns` defaults to `rows`.
         head: query head.
-        most_samples: pairs to look at, at most, about.
+        most_samples: about the most pairs to evaluate.
     """
     q_len, kv_len = layout.frame.q_len, layout.frame.kv_len
     rows, columns = min(rows, q_len), min(rows if columns is None else columns, kv_len)
@@ -66,7 +66,7 @@ def pair_shares(
 def _sampled_pairs(
     layout: "BlockLayout", p: "Pass", head: int, entries: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query indices [n, s], key positions [n, s] and which of their pairs [n, s, s] are in."""
+    """Query indices [n, s], key positions [n, s] and whether each of their pairs attends."""
     row, key, bitmap, axis = layout.table(p, 0, head)
     row, key, bitmap = row[entries], key[entries], bitmap[entries]
     q = p.query_start[axis][row, None] + p.step * slots

@@ -1,7 +1,7 @@
-"""What a pattern is laid on: the whole sequence, or documents in which positions restart.
+"""Grounds that a pattern is laid on: the whole sequence, or documents in which positions restart.
 
-A ground cuts its axes into tiles, in the positions that the pattern counts, and says where those
-tiles lie among the tokens.
+A ground cuts its axes into tiles, in the positions that the pattern counts, and maps those tiles
+to tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from .tiles import Axis, Grid, Origin, Ranges
 
 @dataclass(frozen=True)
 class WholeSequence:
-    """Positions are where tokens lie; `query_ranges`, `key_ranges` say which are laid out."""
+    """Ground of one sequence; `query_ranges` and `key_ranges` are the positions to compile."""
 
     kv_len: int
     query_ranges: Ranges
@@ -33,19 +33,19 @@ class WholeSequence:
         return grid.axis(self.key_ranges, block_size, offset)
 
     def origin(self, tiles: Axis) -> Origin:
-        """What the conditions count from, for each tile."""
+        """The origin from which conditions count positions, for each tile."""
         return Origin.of_sequence(len(tiles), self.kv_len)
 
     def placed(
         self, queries: list[Axis], keys: list[Axis]
     ) -> tuple[list[Axis], list[Axis], dict[str, Tensor]]:
-        """The tiles where their tokens lie, and what a `Pass` tells of their positions."""
+        """The tiles where their tokens lie, and `Pass` fields for positions that differ from it."""
         return queries, keys, {}
 
 
 @dataclass(frozen=True, eq=False)
 class RestartedDocuments:
-    """Documents end to end, each with positions of its own: `Varlen`'s."""
+    """Ground of documents end to end, each with positions of its own, as in `Varlen`."""
 
     q_lengths: Tensor
     kv_lengths: Tensor
@@ -57,7 +57,7 @@ class RestartedDocuments:
         return cls(q_lengths, kv_lengths)
 
     def fitting(self, grid: Grid, block_size: int) -> Grid:
-        """Documents inside these ones are cut like any other mask."""
+        """The plain grid for documents inside these documents, else the grid itself."""
         return grid if grid.documents is None else Grid(1, block_size)
 
     def queries(self, grid: Grid, block_size: int, offset: int) -> Axis:
@@ -85,7 +85,7 @@ class RestartedDocuments:
             "stream": of_query.expand(len(queries), -1).contiguous(),
         }
         key_begin = self.kv_lengths.cumsum(0) - self.kv_lengths
-        query_begin = self.q_lengths.cumsum(0) - self.kv_lengths  # the row of position 0
+        query_begin = self.q_lengths.cumsum(0) - self.kv_lengths  # the token index of position 0
         moved_queries = [_moved(tiles, query_begin[of_query]) for tiles in queries]
         return moved_queries, [_moved(tiles, key_begin[of_key]) for tiles in keys], told
 
@@ -96,7 +96,7 @@ Ground = WholeSequence | RestartedDocuments
 def ground_of(
     restarts: Restarts | None, frame: Frame, queries: Ranges | None, keys: Ranges | None
 ) -> Ground:
-    """What a pattern is laid on: documents, if any, else positions, by default all."""
+    """Ground of a pattern: documents if positions restart, else the given ranges, default all."""
     if restarts is not None:
         return RestartedDocuments.of(restarts)
     if queries is None:
@@ -107,7 +107,7 @@ def ground_of(
 
 
 def laid_in_documents(mask: Mask) -> Mask:
-    """Of a mask whose positions restart, what is laid in each document."""
+    """The mask inside each document, for a mask whose positions restart (`Varlen`)."""
     match mask:
         case Varlen(_, _, inner):
             return inner

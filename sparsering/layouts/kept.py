@@ -1,7 +1,7 @@
-"""Layouts over keys that lie elsewhere than their positions say: those that a cache has kept.
+"""Layouts over cached keys, whose place in memory differs from their position.
 
-Either keys in any order, each with its position, and a page of queries at once (`page_over`); or
-the spans of positions that a layout visits, pushed together (`Spanned`).
+`page_over` takes keys in any order, each with its position, and a page of queries at once.
+`Spanned` moves the spans of positions that a layout visits next to each other.
 """
 
 import math
@@ -22,7 +22,7 @@ from .layout import BlockLayout, Pass
 from .lowering import condition
 from .tiles import Axis, Spans, TilePairs
 
-_MOST_CELLS = 1 << 21  # evaluated at a time
+_MOST_CELLS = 1 << 21  # cells evaluated at a time, to bound memory
 
 
 def page_over(
@@ -34,18 +34,19 @@ def page_over(
     queries: int,
     block_size: int,
 ) -> tuple[Pass, ...]:
-    """One tile of queries over keys at any positions; a pass for each branch.
+    """Builds a pass for each branch, of one tile of queries over keys in any order.
 
     Args:
-        pattern: causal.
-        positions: of each batch entry, or one for all: [entries, Hkv, keys] int64, -1 where there
-            is none; the last are those of the queries, others before.
+        pattern: a causal pattern.
+        positions: [entries, Hkv, keys] int64 position of each key, -1 for no key; `entries` is 1
+            or one per batch entry. The last keys are those of the queries; others precede them.
         live: [branches, entries, Hkv, keys] bool, False where no query of a branch visits a key.
         starts: [entries] the position of the first query.
-        frame: that the pattern is laid against, where it depends on one.
-        queries: how many, at most `block_size`.
+        frame: lengths and heads, for patterns that depend on them.
+        queries: number of queries, at most `block_size`.
 
-    Cost: O(queries keys) for each head and batch entry that differ, of tiles that vary.
+    Cost: O(queries keys) for each distinct head and batch entry. Where all see one mask, only tiles
+        whose status varies are evaluated.
     """
     return tuple(
         _pass_over(number, branch, positions, live[number], starts, frame, queries, block_size)
@@ -54,10 +55,10 @@ def page_over(
 
 
 class _Rows(NamedTuple):
-    """The rows of a page's tables: heads of batch entries.
+    """The rows of a page's tables: one for each head of each batch entry.
 
     Attributes:
-        masks: of each row; a single one where all see the same.
+        masks: mask of each row; a single one where all rows see the same.
         first: [rows] the position of the first query.
         keys: [rows, keys] positions, -1 where a row has none.
     """
@@ -128,10 +129,10 @@ def _pass_over(
 def _by_tiles(
     rows: _Rows, frame: Frame, queries: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows that see one mask, whose tiles are looked into where they vary.
+    """Finds the tiles of rows that share one mask; evaluates only tiles whose status varies.
 
-    Returns: [rows, tiles] which are visited, the number of their bitmaps or -1, and these with
-        queries along the bits.
+    Returns: [rows, tiles] whether a tile is visited, [rows, tiles] number of its bitmap or -1, and
+        the bitmaps, with queries along the bits.
     """
     (mask,), (count, keys) = rows.masks, rows.keys.shape
     tiles = -(-keys // block_size)
@@ -154,9 +155,9 @@ def _by_tiles(
 def _by_keys(
     rows: _Rows, frame: Frame, queries: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of rows that see masks of their own: every key that they have is looked at."""
+    """Finds the tiles of rows with different masks by evaluating every key; as `_by_tiles`."""
     count, keys = rows.keys.shape
-    tiles, old = -(-keys // block_size), keys - queries  # before any query: causal in any case
+    tiles, old = -(-keys // block_size), keys - queries  # Causal holds for all `old` keys
     query = (rows.first[:, None] + torch.arange(queries))[:, None]
     bits = torch.zeros(count, tiles * block_size, block_size // 8, dtype=torch.uint8)
     past = [_without_causal(mask) for mask in rows.masks]
@@ -175,7 +176,7 @@ def _by_keys(
 
 
 def _bits(holds: Callable[..., Tensor], query: Tensor, key: Tensor, frame: Frame) -> Tensor:
-    """[rows, keys, queries / 8] which queries [rows, 1, queries] see each key [rows, keys]."""
+    """[rows, keys, queries / 8] bits: do queries [rows, 1, queries] see each key [rows, keys]."""
     there, shape = key >= 0, (*key.shape, query.shape[2])
     held = holds(query, key.clamp(min=0)[:, :, None], frame)
     held = held & there[:, :, None] if not bool(there.all()) else held
@@ -183,13 +184,13 @@ def _bits(holds: Callable[..., Tensor], query: Tensor, key: Tensor, frame: Frame
 
 
 def _without_causal(mask: Mask) -> Mask:
-    """A mask that is the same of keys before all queries."""
+    """Drops `Causal` from a mask, which changes nothing for keys before all queries."""
     rest = tuple(x for x in mask.masks if x != Causal()) if isinstance(mask, And) else (mask,)
     return And(rest) if len(rest) > 1 else rest[0] if rest else Full()
 
 
 def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-    """What masks[i] holds of row i; those that differ in a grid alone are asked at once."""
+    """Evaluates masks[i] on row i; masks that differ only in a grid offset run together."""
     first = masks[0]
     if all(mask == first for mask in masks):
         return first.holds(p, k, frame)
@@ -213,7 +214,7 @@ def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
 
 
 def _status(mask: Mask, first: Tensor, last: Tensor, k: Tensor, frame: Frame) -> Tensor:
-    """[tiles] EMPTY, VARIES or FULL of queries and tiles of keys, by the spans that they lie in."""
+    """[tiles] EMPTY, VARIES or FULL, from the first and last position of queries and of keys."""
     there = k >= 0
     some = torch.nonzero(there.any(1))[:, 0]
     low, high = torch.where(there, k, MOST_TOKENS).amin(1)[some], k.amax(1)[some]
@@ -228,11 +229,11 @@ def _status(mask: Mask, first: Tensor, last: Tensor, k: Tensor, frame: Frame) ->
 
 @dataclass(frozen=True, eq=False)
 class Spanned:
-    """A layout over the spans of key positions that it visits, one after another.
+    """A layout over the spans of key positions that it visits, stored without gaps.
 
     Attributes:
-        layout: with key tiles where they now lie, their positions in `Pass.key_origin`.
-        begin, end: the spans, ascending and disjoint.
+        layout: layout with key tiles at their new places; `Pass.key_origin` has their positions.
+        begin, end: positions where the spans begin and end, ascending and disjoint.
     """
 
     layout: BlockLayout
@@ -261,11 +262,11 @@ class Spanned:
 
     @property
     def length(self) -> int:
-        """Tokens of all spans."""
+        """Number of tokens in all spans."""
         return int((self.end - self.begin).sum())
 
     def place_of(self, positions: Tensor) -> Tensor:
-        """Where positions lie now; `length` where they are in no span."""
+        """Places of positions in the gapless order; `length` for positions in no span."""
         if not len(self.begin):
             return torch.zeros_like(positions)
         first = (self.end - self.begin).cumsum(0) - (self.end - self.begin)
@@ -281,7 +282,7 @@ class Spanned:
 
 
 def _visited_tiles(p: Pass) -> Tensor:
-    """[S, key tiles] whether some head of an axis visits a tile."""
+    """[S, key tiles] whether some head that uses an axis visits a tile."""
     axes, tiles = p.key_start.shape
     tables = p.row_ptr.shape[1]
     real = torch.arange(p.key_tile.shape[2]) < p.num_entries[..., None]

@@ -1,4 +1,4 @@
-"""The compiled form of a pattern: passes of tiles that kernels run, and their measures."""
+"""The compiled form of a pattern: passes of tiles that kernels run, and figures about them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -16,9 +16,10 @@ from .drawing import drawing
 
 
 class Transpose(NamedTuple):
-    """Which query tiles visit each key tile: per entry the query tile, and the entry's number.
+    """The table of a pass sorted by key tile, with the query tiles that visit each.
 
-    `row_ptr` is [Bt, Ht, key tiles + 1], the others [Bt, Ht, entries].
+    `row_ptr` [Bt, Ht, key tiles + 1] says where each key tile's entries begin; `query_tile` and
+    `entry` (its number in the pass's table) are [Bt, Ht, entries].
     """
 
     row_ptr: Tensor
@@ -30,30 +31,31 @@ class Transpose(NamedTuple):
 class Pass:
     """Tiles of one step and the table of which query tile visits which key tile.
 
-    A tile is `start, start + step, ...` below `stop`, at most block_size of them: query tiles in
-    query *indices*, key tiles in key positions. An *entry* of a table is a visited block. Tables
-    of leading size 1 serve all; head h of H uses table h * Ht // H, and the tiles of axis
-    h * S // H.
+    A tile is the tokens `start, start + step, ...` below `stop`, at most block_size of them: query
+    tiles in query *indices*, key tiles in key positions. An *entry* of a table is a visited pair of
+    tiles. A leading dim of size 1 is shared by all. Query head h of H uses table h * Ht // H and
+    the tiles of axis h * S // H.
 
     Attributes:
-        step: tokens between neighbours in a tile.
+        step: distance of neighbouring tokens in a tile.
         query_start, query_stop: [S, query tiles] int64, S = 1 or num_kv_heads.
         key_start, key_stop: [S, key tiles] int64.
         row_ptr: [Bt, Ht, query tiles + 1] int32, where each query tile's entries begin.
         key_tile: [Bt, Ht, entries] int32, ascending within a query tile; padded with 0.
         bitmap: [Bt, Ht, entries] int32, number of the entry's bitmap in `bitmaps`, -1 where all
-            pairs of real tokens are in.
+            pairs of real tokens attend.
         bitmaps: [bitmaps, block_size ** 2 / 8] uint8, the first cell in the lowest bit. Cells past
-            `stop` mean nothing.
+            `stop` have no meaning.
         covers: whether every query is in a query tile, and every key in a key tile.
-        longest: most entries of a query tile, and of a key tile; None where the host cannot know.
-        branch: of the mixture that the pass belongs to.
+        longest: upper bounds of the entries of any query tile, and of any key tile; None where
+            the host does not know them.
+        branch: number of the mixture's branch that the pass belongs to.
         query_origin, key_origin: [S, query tiles] and [S, key tiles] int64 position of each tile's
-            first token, where that is not where it lies; see `coordinates`.
-        stream: [S, query tiles] int64, which of a batch entry's streams of dropout a tile takes,
-            None for 0.
-        slot: [B or 1, H or 1, entries] int64, which of the slots [R, k] of a selection lists the
-            entry, -1 for none; None where nothing is selected, or entries are not those of slots.
+            first token; None where positions follow from the starts, see `coordinates`.
+        stream: [S, query tiles] int64, number of the dropout stream that a tile uses; None for 0.
+        slot: [B or 1, H or 1, entries] int64, flat index into the indices [R, k] of a selection
+            that lists the entry, -1 for none; None without a selection, or where an entry spans
+            several of its rows or blocks.
     """
 
     step: int
@@ -90,24 +92,24 @@ class Pass:
 
     @cached_property
     def num_entries(self) -> Tensor:
-        """[Bt, Ht] entries of each table."""
+        """[Bt, Ht] number of entries in each table."""
         return self.row_ptr[..., -1].long()
 
     def table_of(self, head: int, num_heads: int) -> int:
-        """The table that a query head uses."""
+        """Index of the table that a query head uses."""
         return _share_of(head, num_heads, self.row_ptr.shape[1])
 
     def axis_of(self, head: int, num_heads: int) -> int:
-        """The row of `query_start` and its like that a query head uses."""
+        """Index of the axis (row of `query_start`, `key_start`, ...) that a query head uses."""
         return _share_of(head, num_heads, self.query_start.shape[0])
 
     def query_tiles(self) -> Tensor:
-        """[Bt, Ht, entries] query tile of each entry; the number of query tiles where none is."""
+        """[Bt, Ht, entries] query tile of each entry; the number of query tiles for padding."""
         return row_of(self.row_ptr, self.key_tile.shape[-1])
 
     @cached_property
     def transpose(self) -> Transpose:
-        """The table by key tile, for backward, built on first use: entries ascend by query tile."""
+        """The table sorted by key tile, then query tile, for backward; built on first use."""
         tiles, entries = self.key_start.shape[-1], self.key_tile.shape[-1]
         real = torch.arange(entries, device=self.key_tile.device) < self.num_entries[..., None]
         key = torch.where(real, self.key_tile.long(), tiles)
@@ -118,18 +120,18 @@ class Pass:
 
     @cached_property
     def transposed_bitmaps(self) -> Tensor:
-        """`bitmaps` with the query tile along the bits, built on first use."""
+        """`bitmaps` with queries instead of keys along the bits; built on first use."""
         return transposed(self.bitmaps)
 
     def like(self, **changes: Any) -> "Pass":
-        """The same with other tables; what was built of its bitmaps stays built."""
+        """A copy with some fields replaced; it shares transposed bitmaps that are already built."""
         other = replace(self, **changes)
         if "transposed_bitmaps" in vars(self):
             vars(other)["transposed_bitmaps"] = self.transposed_bitmaps
         return other
 
     def of_entries(self, entries: Tensor) -> "Pass":
-        """Returns the pass with the tables of some batch entries, where each has its own."""
+        """Returns the pass for some batch entries: their tables, where each entry has its own."""
         if self.row_ptr.shape[0] == 1:
             return self
         tables = {"row_ptr": self.row_ptr, "key_tile": self.key_tile, "bitmap": self.bitmap}
@@ -138,7 +140,7 @@ class Pass:
         return self.like(**{name: table[entries] for name, table in tables.items()})
 
     def from_slot(self, slot: int, block_size: int) -> "Pass":
-        """The same entries for query tiles that begin at a later slot of the bitmaps."""
+        """A copy whose query tiles begin at row `slot` of the bitmaps."""
         rows = self.bitmaps.view(len(self.bitmaps), block_size, block_size // 8)
         moved = torch.nn.functional.pad(rows[:, slot:], (0, 0, 0, slot))
         return replace(self, bitmaps=moved.reshape(self.bitmaps.shape))
@@ -153,15 +155,15 @@ class Pass:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockLayout:
-    """A pattern laid on given lengths and heads: passes, of disjoint pairs within a branch.
+    """A pattern compiled for given lengths and heads; within a branch, passes share no pair.
 
     Attributes:
         frame: lengths, heads and the position of the first query.
         block_size: most positions in a tile.
-        passes: what kernels run, in order.
-        pairs: (query, key) pairs, mean over batch entries and query heads; a tensor where the
-            device counts them.
-        built: when, where other streams of the device must wait for it.
+        passes: passes in the order in which kernels run them.
+        pairs: number of (query, key) pairs, mean over batch entries and query heads; a tensor where
+            the device counts them.
+        built: point of a CUDA stream at which the tables are complete, for other streams to wait.
     """
 
     frame: Frame
@@ -171,7 +173,7 @@ class BlockLayout:
     built: Built | None = field(default=None, kw_only=True)
 
     def build_tables(self, backward: bool) -> None:
-        """Builds now what kernels would on first use, of the passes: for backward, transposes."""
+        """Builds tables that kernels would build on first use; `backward` adds the transposes."""
         for p in self.passes:
             if p.bitmaps.device.type == "cpu":
                 _ = p.transposed_bitmaps
@@ -186,7 +188,7 @@ class BlockLayout:
         return kept
 
     def ready(self) -> "BlockLayout":
-        """Itself, once the current stream waits for it."""
+        """Returns itself after making the current stream wait until its tables are complete."""
         if self.built is not None:
             shared = [self.entry_counts, self.first_entry]
             self.built.wait([*shared, *(x for p in self.passes for x in p.tensors())])
@@ -194,13 +196,13 @@ class BlockLayout:
 
     @property
     def num_pairs(self) -> int | float:
-        """Exact (query, key) pairs with multiplicity, mean over batch entries and query heads."""
+        """Exact number of pairs with multiplicity, mean over batch entries and query heads."""
         pairs = float(self.pairs)
         return int(pairs) if pairs.is_integer() else pairs
 
     @cached_property
     def entry_counts(self) -> Tensor:
-        """[passes, Bt, Ht] visited entries of each table."""
+        """[passes, Bt, Ht] number of entries in each table."""
         batch, heads = self.table_shape
         counts = [stretched(p.num_entries, batch, heads) for p in self.passes]
         return torch.stack(counts) if counts else torch.zeros(0, batch, heads, dtype=torch.int64)
@@ -214,7 +216,7 @@ class BlockLayout:
     def entry_slots(self) -> Tensor:
         """[Bt, Ht, entries] slot of a selection for each entry of `entries` order, -1 for none.
 
-        The last dim has room for the longest table; of one pass, for the entries that may be.
+        The last dim has room for the longest table; with a single pass, it is as wide as its slots.
         """
         if len(self.passes) == 1 and self.passes[0].slot is not None:
             return self.passes[0].slot
@@ -239,7 +241,7 @@ class BlockLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Visited entries; the largest count where tables differ by head or batch."""
+        """Number of visited entries; the largest where tables differ by head or batch entry."""
         counts = self.entry_counts.sum(0)
         return int(counts.max()) if counts.numel() else 0
 
@@ -253,7 +255,7 @@ class BlockLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tables, bitmaps and transposes built so far; what passes share counts once."""
+        """Bytes of tables, bitmaps and transposes built so far; shared tensors count once."""
         tensors = [t for p in self.passes for t in p.tensors()]
         tensors += [t for p in self.passes if "transpose" in vars(p) for t in p.transpose]
         return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
@@ -278,7 +280,7 @@ class BlockLayout:
         return torch.cat(rows) if rows else torch.zeros(0, 4, dtype=torch.int64)
 
     def table(self, p: Pass, batch: int, head: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """(query tile, key tile, bitmap) of each entry of a query head in a pass, and its axis."""
+        """(query tile, key tile, bitmap) of each entry of a head in a pass, and the head's axis."""
         b = batch if p.row_ptr.shape[0] > 1 else 0
         h = p.table_of(head, self.frame.num_heads)
         n = int(p.num_entries[b, h])
@@ -286,11 +288,11 @@ class BlockLayout:
         return row, key.long(), bitmap.long(), p.axis_of(head, self.frame.num_heads)
 
     def visits(self, batch: int, head: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """What one query head visits, pass by pass, pair by pair.
+        """Yields the pairs that one query head visits, pass by pass.
 
-        Yields: number of the pass's first entry; of each entry the query indices [n, b], the key
-        positions [n, b] (those of slots past a tile's end are q_len and kv_len) and which pairs
-        are in [n, b, b].
+        Yields: number of the pass's first entry; then for its n entries the query indices [n, b],
+        the key positions [n, b] (q_len and kv_len in slots past a tile's end) and whether each
+        pair attends [n, b, b].
         """
         first = 0
         for p in self.passes:
@@ -312,7 +314,7 @@ class BlockLayout:
         return (replace(self, frame=frame).entry_of_pairs(self.table_shape[0]) >= 0).sum(0)
 
     def entry_of_pairs(self, batch: int) -> Tensor:
-        """[passes, batch, H, Nq, Nk] number of the entry that holds each pair, -1 where none does.
+        """[passes, batch, H, Nq, Nk] number of the entry that has each pair, -1 where none has it.
 
         Cost: O(Nq Nk) memory for each pass, batch entry and head.
         """
@@ -332,7 +334,7 @@ class BlockLayout:
         return f"<BlockLayout {lengths} tokens, blocks of {self.block_size}, {self.passes}>"
 
     def __str__(self) -> str:
-        """One line of figures, then the first head's pattern drawn, queries downwards."""
+        """One line of figures, then a drawing of the first head's pattern, queries downwards."""
         told = (
             f"BlockLayout {self.frame.q_len} x {self.frame.kv_len} tokens, blocks of "
             f"{self.block_size}: {self.num_blocks} visited in {len(self.passes)} "
@@ -343,18 +345,18 @@ class BlockLayout:
 
 
 def slots_of(start: Tensor, stop: Tensor, step: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """[..., block_size] token of each slot of tiles [...], and whether the tile has it."""
+    """[..., block_size] token of each slot of tiles [...], and whether it lies below `stop`."""
     tokens = start[..., None] + step * torch.arange(block_size, device=start.device)
     return tokens, tokens < stop[..., None]
 
 
 def tile_counts(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
-    """Real positions of each tile."""
+    """Number of real positions in each tile."""
     return ((stop - start).clamp(min=0) + step - 1).floor_divide(step).clamp(max=block_size)
 
 
 def stretched(table: Tensor, batch: int, heads: int) -> Tensor:
-    """[Bt, Ht, ...] to [batch, heads, ...], each table repeated for the heads that it serves."""
+    """Expands [Bt, Ht, ...] to [batch, heads, ...], each repeated for heads that share it."""
     repeated = table.repeat_interleave(heads // table.shape[1], 1)
     return repeated.expand(batch, *repeated.shape[1:])
 
@@ -364,7 +366,7 @@ def _share_of(head: int, num_heads: int, tables: int) -> int:
 
 
 def row_of(row_ptr: Tensor, entries: int) -> Tensor:
-    """The row of each of as many entries; the number of rows past the last."""
+    """Row of each entry 0, 1, ..., entries - 1; past the last row it is the number of rows."""
     position = torch.arange(entries, device=row_ptr.device).expand(*row_ptr.shape[:-1], -1)
     ends = row_ptr[..., 1:].long().contiguous()
     return torch.searchsorted(ends, position.contiguous(), right=True)

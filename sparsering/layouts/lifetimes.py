@@ -1,10 +1,10 @@
-"""How long a key lives: the last query that visits it, for every pattern, by arithmetic.
+"""Lifetimes of keys: the last query that visits each key, for every pattern, by arithmetic.
 
     last_visits(Causal() & SlidingWindow(511), 0, 4)       ->  [tensor([511, 512, 513, 514])]
 
-What a cache of keys and values drops, and how large it grows, follows: `live_keys`, `cache_bound`.
-Where there is no end of the sequence, queries are looked at until what they see of the keys
-repeats; a key that is visited in one such period is visited without end.
+They decide which keys a cache still needs (`live_keys`) and how large it grows (`cache_bound`).
+For a sequence without end, queries are examined until the keys that they see repeat; a key that is
+visited within one such period is visited forever.
 """
 
 from collections.abc import Iterator
@@ -59,12 +59,12 @@ from .terms import distinct_kv_heads
 from .tiles import Ranges
 
 FOREVER = 1 << 62
-"""The last visit of a key that is visited without end."""
+"""Value of the last visit of a key that is visited without end."""
 
 _KEYS_AT_A_TIME = 1 << 16
 _MOST_POSITION = 1 << 60
-_MOST_PERIOD = 1 << 40  # of the queries of a key
-_MOST_SHIFT = 1 << 26  # positions that are looked at for the bound of an endless sequence
+_MOST_PERIOD = 1 << 40  # longest period, in queries, of the visits to a key
+_MOST_SHIFT = 1 << 26  # positions examined for the bound of an endless sequence
 
 
 def last_visits(
@@ -78,15 +78,15 @@ def last_visits(
 ) -> list[Tensor]:
     """The last query position at `start` or later that visits each key in [start, stop).
 
-    The union over query heads of a kv head, branches of a mixture and batch entries. What a
-    `SelectedBlocks` lists is not known beforehand: it counts as everything.
+    All query heads of a kv head, branches of a mixture and batch entries count. The blocks of
+    `SelectedBlocks` are not known beforehand, so it counts as `Full`.
 
-    Returns: int64 [stop - start] of each kv head; -1 where no query does, `FOREVER` where they have
-        no last one.
+    Returns: int64 [stop - start] for each kv head; -1 where no query visits the key, `FOREVER`
+        where visits do not end.
 
     Raises: ValueError where the pattern depends on a length that is not given, or does not fit.
 
-    Cost: O(stop - start) time and memory for each mask that a kv head sees of its own.
+    Cost: O(stop - start) time and memory for each distinct mask.
     """
     start = checked_integer("start", start, 0)
     stop = checked_integer("stop", stop, start)
@@ -103,7 +103,7 @@ def last_visits(
 def live_keys(
     pattern: Pattern, length: int, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> list[Tensor]:
-    """`Pattern.live_keys`."""
+    """Implements `Pattern.live_keys`."""
     length = checked_integer("length", length, 0)
     sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
     sequence.check_position("length", length)
@@ -119,7 +119,7 @@ def live_keys(
 def cache_bound(
     pattern: Pattern, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> int | None:
-    """`Pattern.cache_bound`."""
+    """Implements `Pattern.cache_bound`."""
     sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
     repeats = sequence.shifted() if sequence.length is None else Repeats(sequence.length, 0)
     stop = repeats.first + repeats.period
@@ -141,10 +141,10 @@ class _Sequence(NamedTuple):
     """A pattern over a sequence of some length, or without end.
 
     Attributes:
-        pattern: for messages.
+        pattern: the pattern, for error messages.
         length: in tokens; None: without end.
-        masks: the masks whose union the queries of each kv head see.
-        descents: of each of these masks.
+        masks: for each kv head, the masks whose union its queries see.
+        descents: the descent of each of these masks.
     """
 
     pattern: Pattern
@@ -153,7 +153,7 @@ class _Sequence(NamedTuple):
     descents: dict[Mask, Descent]
 
     def check_position(self, name: str, position: int) -> None:
-        """Raises ValueError where it is past the end."""
+        """Raises ValueError where the position is past the end."""
         if self.length is not None and position > self.length:
             raise ValueError(
                 f"{name} must be at most the {self.length} tokens of the sequence, got {position}; "
@@ -168,7 +168,7 @@ class _Sequence(NamedTuple):
         )
 
     def last(self, descent: Descent, start: int, stop: int, first_query: int) -> Tensor:
-        """The last query from `first_query` on of each key in [start, stop), or -1."""
+        """Last query at `first_query` or later that visits each key in [start, stop), or -1."""
         found = torch.full((stop - start,), -1, dtype=torch.int64)
         ranges = [(max(low, start), high) for low, high in descent.keys(first_query, stop)]
         for key in _keys(ranges):
@@ -177,7 +177,7 @@ class _Sequence(NamedTuple):
         return found
 
     def last_of(self, descent: Descent, k: Tensor, stop: int, first_query: int) -> Tensor:
-        """The same of keys below `stop`."""
+        """Last query at `first_query` or later that visits each of the keys k < stop, or -1."""
         if self.length is not None:
             return _descend(descent, k, self.length - 1, first_query)
         repeats = descent.future(stop)
@@ -193,7 +193,7 @@ class _Sequence(NamedTuple):
         return last.masked_fill_(last >= first, FOREVER)
 
     def shifted(self) -> Repeats:
-        """How pairs repeat that are shifted."""
+        """How pairs repeat when both positions are shifted alike."""
         found = AnyOf(self.descents.values()).shifted() if self.descents else Repeats(0, 1)
         if found is None:
             raise self.needs_length("a mask of which that is not known")
@@ -204,7 +204,7 @@ class _Sequence(NamedTuple):
         return found
 
     def most_ever(self, last: Tensor, repeats: Repeats) -> int | None:
-        """The most keys that are ever live at once; those of the period are told, and repeat."""
+        """Most keys ever live at once, from last visits of one period of keys; None: unbounded."""
         first, period = repeats.first, repeats.period
         early, later = last[:first], last[first:]
         if (later == FOREVER).any():
@@ -227,7 +227,7 @@ class _Sequence(NamedTuple):
 def _sequence(
     pattern: Pattern, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> _Sequence:
-    """Checks and lowers a pattern."""
+    """Checks a pattern and lowers its masks to descents."""
     laid = _without_selection(pattern)
     length = own_length(laid, max_length)
     frame = Frame.build(MOST_TOKENS if length is None else length, None, num_heads, num_kv_heads, 0)
@@ -248,7 +248,7 @@ def _sequence(
 
 
 def _without_selection(pattern: Pattern) -> Pattern:
-    """The pattern with everything in the place of what is selected."""
+    """Replaces each selection in a pattern by `Full`."""
     match pattern:
         case SelectedBlocks():
             return Full()
@@ -260,14 +260,14 @@ def _without_selection(pattern: Pattern) -> Pattern:
 
 
 def own_length(pattern: Pattern, max_length: int | None = None) -> int | None:
-    """The tokens of a sequence: `max_length`, else as many as the pattern is for; None: no end."""
+    """Length of a sequence: `max_length`, else the least that the pattern implies; None: no end."""
     if max_length is not None:
         return checked_integer("max_length", max_length, 0)
     return min(_own_lengths(pattern), default=None)
 
 
 def _own_lengths(pattern: Pattern) -> set[int]:
-    """The lengths in tokens that the parts of a pattern are for, or reach."""
+    """Lengths in tokens that the parts of a pattern are made for."""
     match pattern:
         case Documents(lengths) | Packed(lengths, _):
             return {sum(entry) for entry in entries_of(lengths)}
@@ -283,7 +283,7 @@ def _own_lengths(pattern: Pattern) -> set[int]:
 
 
 def descent(mask: Mask, frame: Frame) -> Descent:
-    """Lowers a mask that is free of heads and batch (`Mask.at`)."""
+    """Lowers the mask of one head and batch entry (`Mask.at`) to a descent."""
     match mask:
         case Full():
             return Near(None, None, 1)
@@ -335,7 +335,7 @@ def _listed(mask: BlockwiseMask, frame: Frame) -> Descent:
     if not rows:
         return FirstKeys(0)
     row, first, last = mask.spans(torch.arange(rows), frame.kv_len)
-    last = last.clamp(max=rows - 1)  # as many key blocks
+    last = last.clamp(max=rows - 1)  # there are as many key blocks as query blocks
     span, number = expand_counts((last - first + 1).clamp(min=0))
     row, column = row[span], first[span] + number
     held = mask.blocks_hold(row, column, frame.kv_len)
@@ -343,7 +343,7 @@ def _listed(mask: BlockwiseMask, frame: Frame) -> Descent:
 
 
 def _descend(descent: Descent, k: Tensor, most: int, least: int) -> Tensor:
-    """The last query in [least, most] of each key, or -1."""
+    """Last query in [least, most] that pairs with each key, or -1."""
     found = descent.before(k, torch.full_like(k, most))
     if descent.settled:
         return found.masked_fill_(found < least, -1)
@@ -357,7 +357,7 @@ def _descend(descent: Descent, k: Tensor, most: int, least: int) -> Tensor:
 
 
 def _keys(ranges: Ranges) -> Iterator[Tensor]:
-    """The keys of ranges, some at a time."""
+    """Yields the keys of ranges in chunks."""
     for low, high in ranges:
         for begin in range(low, high, _KEYS_AT_A_TIME):
             yield torch.arange(begin, min(high, begin + _KEYS_AT_A_TIME))
@@ -373,12 +373,12 @@ def _latest(parts: list[Tensor], nothing: Tensor) -> Tensor:
 def _union(parts: list[Tensor]) -> Tensor:
     filled = [part for part in parts if len(part)]
     if len(filled) == 1:
-        return filled[0].clone()  # heads may share it
+        return filled[0].clone()  # several heads may share the original
     return torch.cat(filled).unique() if filled else torch.zeros(0, dtype=torch.int64)
 
 
 def _most_live(last: Tensor) -> int:
-    """The most keys from 0 on that are live at once, up to the length that there are of them."""
+    """Most keys live at once after any number of tokens up to len(last)."""
     key = torch.arange(len(last))
     living = last > key
     born, dead = key[living] + 1, last[living].clamp(max=len(last)) + 1

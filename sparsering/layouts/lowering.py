@@ -1,4 +1,4 @@
-"""Which conditions a mask is made of."""
+"""Lowers masks to conditions, which decide on whole tiles."""
 
 import torch
 from torch import Tensor
@@ -34,9 +34,9 @@ from .conditions import (
 
 
 def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
-    """Lowers a mask that is free of heads and batch (`Mask.at`).
+    """Lowers the mask of one head and batch entry (`Mask.at`) to a condition.
 
-    `in_document`: it is laid in documents of `Packed`, each a whole sequence to it.
+    `in_document`: whether the mask applies inside documents, each a whole sequence to it.
     """
     match mask:
         case Full():

@@ -1,7 +1,7 @@
-"""Layouts of the last query of a sequence that grows: decoding compiles nothing per token.
+"""Layouts of the last query of a growing sequence: decoding compiles nothing per token.
 
-A page of queries is laid out at once and kept; each of them takes its row of tiles, cut to the keys
-that there are. It costs what one query does: compiling follows the pattern's edges.
+A page of queries is compiled at once and cached. Each query takes its row of tiles, cut to the keys
+so far. A page costs about what one query costs, since compiling follows the pattern's edges.
 """
 
 import math
@@ -21,9 +21,10 @@ PAGE = 1024
 def last_query_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]] | None:
-    """(layout, slot of each pass's bitmaps) of the one query of a frame, which is the last token's.
+    """(layout, query's row in the bitmaps of each pass) for a frame with the last query alone.
 
-    None where another length would be another pattern: lay that out as it is.
+    None where the frame is another one, or the pattern has tensors or depends on the length:
+    compile these as they are.
     """
     last = frame.q_len == 1 and frame.q_start == frame.kv_len - 1
     if not last or pattern.tensors or not _positions_decide(pattern):
@@ -41,19 +42,19 @@ def last_query_layout(
 
 @lru_cache(256)
 def _positions_decide(pattern: Pattern) -> bool:
-    """Whether a pair's positions tell whether it is in, whatever the lengths."""
+    """Whether a pair's two positions alone decide whether it attends, whatever the lengths."""
     return pattern.restarts is None and not any(x.asks_frame for x in pattern.branches)
 
 
 @dataclass(eq=False)
 class _Page:
-    """The layout of a page of queries, and where each of them is in it.
+    """The layout of a page of queries, and the place of each query in it.
 
     Attributes:
-        rows: of each pass, of each row of query tiles: the pass that it is alone.
-        row_of, slot_of: of each pass, of each query: its row, -1 for none, and its slot there.
-        stops: of each pass, [queries, S, 1], 1 where the query is in the tiles of an axis.
-        latest: what was asked for last: the layers of a model ask for the same.
+        rows: for each pass and row of query tiles, a pass with that row alone.
+        row_of, slot_of: for each pass and query, its row (-1 for none) and its slot in the tile.
+        stops: for each pass [queries, S, 1], 1 where an axis has the query, else 0.
+        latest: the last request and its result, since all layers of a model ask for the same.
     """
 
     layout: BlockLayout
@@ -68,7 +69,7 @@ class _Page:
         rows, row_of, slot_of, stops = [], [], [], []
         for p in layout.passes:
             if p.bitmaps.device.type == "cpu":
-                _ = p.transposed_bitmaps  # once, for all rows
+                _ = p.transposed_bitmaps  # built here once, then shared by all rows
             tile, slot, there = _places(p, layout.block_size)
             row_of.append(tile)
             slot_of.append(slot)
@@ -93,16 +94,16 @@ class _Page:
             cut = p.key_stop.clamp(max=frame.kv_len)
             passes.append(p.like(query_stop=stop, key_stop=cut))
             slots.append(self.slot_of[number][index])
-        # how many pairs it has nobody asked: `Pattern.layout` counts
+        # Decoding needs no number of pairs, so it is NaN here; `Pattern.layout` counts them.
         layout = BlockLayout(frame, self.layout.block_size, tuple(passes), math.nan)
         self.latest = frame, (layout, tuple(slots))
         return layout, tuple(slots)
 
 
 def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
-    """(row of tiles or -1, slot in it) of each query of a page, and [S, queries] where it is one.
+    """(row of tiles or -1, slot in it) of each query of a page; [S, queries] which axes have it.
 
-    The tiles of all axes lie alike: a query is in the same row and slot of those that have it.
+    All axes are cut alike: a query has the same row and slot in each axis that has it.
     """
     query = p.query_start[..., None] + p.step * torch.arange(block_size, device=p.row_ptr.device)
     real = query < p.query_stop[..., None]
@@ -116,7 +117,7 @@ def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
 
 
 def _row(p: Pass, row: int) -> Pass:
-    """One row of query tiles, as the only one; of a single query."""
+    """Pass with one row of query tiles alone, for a single query."""
     begin, end = p.row_ptr[..., row].long(), p.row_ptr[..., row + 1].long()
     count = end - begin
     place = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)

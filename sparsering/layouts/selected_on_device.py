@@ -17,11 +17,11 @@ from .layout import BlockLayout, Pass, row_of, stretched
 
 
 def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLayout | None:
-    """The layout of `SelectedBlocks`, alone or with `Causal`; None for any other pattern.
+    """The layout of `SelectedBlocks`, alone or with `Causal`; None where that does not apply.
 
-    A query tile is a row, or as much of it as fits a tile. All shapes are known ahead: tables have
-    room for all slots of each row, and end before what lists nothing, repeats or lies in the
-    future.
+    A query tile is a row of the selection, or as much of it as fits a tile. All shapes are known
+    without reading the indices: tables have room for every slot. Slots that list nothing, repeat a
+    block or lie in the future become padding at the end.
     """
     masks = pattern.masks if isinstance(pattern, And) else (pattern,)
     selections = [mask for mask in masks if isinstance(mask, SelectedBlocks)]
@@ -88,9 +88,9 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
 
 
 def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int) -> Pass:
-    """The same pass, telling which slot of the mask's one selection lists each entry.
+    """Adds to a pass the slot of the mask's one selection that lists each entry.
 
-    As it is where there is no such selection, or entries are not of one row and one block of it.
+    Returns the pass itself without such a selection, or where an entry spans rows or blocks.
     """
     selections = selections_of(mask)
     if len(selections) != 1 or p.step > 1 or p.query_origin is not None:
@@ -116,14 +116,14 @@ def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int) -> Pass:
 
 
 def _each_in_one(start: Tensor, stop: Tensor, size: int) -> bool:
-    """Whether each tile is within one run of `size` positions."""
+    """Whether each tile lies within one aligned block of `size` positions."""
     return bool((start // size == torch.maximum(start, stop - 1) // size).all())
 
 
 def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Which causal bitmap each query tile has with the block that it lies in, and these cells.
+    """Number of each query tile's causal bitmap with its own block, and the cells of all bitmaps.
 
-    `first`: of each tile its first position; the first tile may begin within its row.
+    `first`: the first position of each tile; the first tile may begin within its row.
     """
     places = torch.arange(block_size, device=first.device)
     offsets, number = places[::tokens], first % block_size // tokens
@@ -136,14 +136,14 @@ def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tup
 
 
 def _above_diagonal(first: Tensor, last: Tensor, frame: Frame, block_size: int) -> Tensor:
-    """How many pairs of each query tile and the block that it lies in are of a later key."""
+    """Number of pairs of each query tile and its own block whose key is after the query."""
     end = ((first // block_size + 1) * block_size).clamp(max=frame.kv_len)
     hidden_first, hidden_last = ((end - 1 - x).clamp(min=0) for x in (first, last))
     return (hidden_first * (hidden_first + 1) - (hidden_last - 1).clamp(min=-1) * hidden_last) // 2
 
 
 def _packed(nothing: Tensor, *tables: Tensor) -> list[Tensor]:
-    """Tables [B, H, tiles, width] as [B, H, entries], without what is nothing; padded with -1."""
+    """Flattens tables [B, H, tiles, width] to [B, H, entries]; drops `nothing`, pads with -1."""
     nothing = nothing.flatten(2)
     room = nothing.shape[2]
     place = torch.where(nothing, room, (~nothing).cumsum(-1) - 1)

@@ -1,6 +1,6 @@
-"""Splits a mask into unions of masks that one grid of tiles fits each: plain, dilated, packed.
+"""Splits a mask into terms: masks that each fit one grid of tiles (plain, dilated or packed).
 
-And a pattern into the masks that its heads see: heads that see the same masks share tables.
+Also groups heads by the masks that they see: heads that see the same masks share tables.
 """
 
 from dataclasses import replace
@@ -11,16 +11,16 @@ from ..patterns.selected import selections_of
 from .tiles import Grid
 
 Heads = dict[tuple[Mask, ...], list[tuple[int, int]]]
-"""Masks, each with the (batch entry, head) that see them."""
+"""Tuples of masks, each with the (batch entry, head) pairs that see them."""
 
-_MOST_SPLIT = 256  # masks that the terms of a mask may repeat
+_MOST_SPLIT = 256  # masks in the terms of one mask, which `&` of unions multiplies
 
 
 def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
-    """Masks whose union is `mask`, one per distinct grid, whose tiles hold all its pairs.
+    """Masks whose union is `mask`, one for each distinct grid, with that grid.
 
-    A pair is laid where the first of them has it. That is the plain grid for pairs in the blocks of
-    a selection: its tiles alone are of one row and one block, and so of one slot.
+    The first term that has a pair gets it. For pairs in the blocks of a selection that is the plain
+    grid: only its tiles lie in one row and one block of the selection, and so in one slot.
     """
     found, plain = _split(mask, block_size), Grid(1, block_size)
     selections = selections_of(mask)
@@ -35,7 +35,7 @@ def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
 
 
 def _is_within(mask: Mask, selection: Mask) -> bool:
-    """Whether the mask says by its form that all its pairs are the selection's."""
+    """Whether the form of the mask shows that the selection has all its pairs."""
     if isinstance(mask, And | Or):
         return (any if isinstance(mask, And) else all)(_is_within(x, selection) for x in mask.masks)
     return mask is selection
@@ -89,16 +89,16 @@ def _dilated_grid(mask: Dilated, block_size: int) -> Grid:
     length, rate = mask.segment_length, mask.dilation_rate
     reach = rate * block_size
     if length < reach and length % rate == 0:
-        length *= reach // length  # several whole segments to a tile
+        length *= reach // length  # a tile spans several whole segments
     if rate == 1 and length % block_size == 0:
         return Grid(1, block_size)
     return Grid(rate, length, anchor=mask if rate > 1 else None)
 
 
 def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
-    """The grid restarted in each document.
+    """The grid, restarted in each document.
 
-    Packed in Packed: every (non-empty) outer document repeats the inner ones.
+    For Packed in Packed, every non-empty outer document repeats the inner ones.
     """
     if grid.documents is not None:
         lengths = grid.documents * sum(length > 0 for length in lengths)
@@ -106,7 +106,7 @@ def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
 
 
 def distinct_heads(pattern: Pattern, frame: Frame) -> Heads:
-    """The branches that query heads see."""
+    """Groups query heads by the branches that they see."""
     seen: Heads = {}
     num_batches = pattern.num_batches()
     for batch in range(1 if num_batches is None else num_batches):
@@ -117,7 +117,7 @@ def distinct_heads(pattern: Pattern, frame: Frame) -> Heads:
 
 
 def distinct_kv_heads(pattern: Pattern, frame: Frame) -> Heads:
-    """The masks whose union the queries of a kv head see."""
+    """Groups kv heads by the masks whose union their queries see."""
     of_place: dict[tuple[int, int], dict[Mask, None]] = {}
     for branches, places in distinct_heads(pattern, frame).items():
         for batch, head in places:

@@ -22,15 +22,13 @@ Ranges = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Grid:
-    """How positions are cut into tiles: `step` apart, never across a segment.
-
-    Segments are those of each document, if there are any.
+    """Rule for cutting positions into tiles: `step` apart, never across a segment.
 
     Attributes:
         step: distance of neighbouring positions in a tile.
-        segment: segment length in tokens, counted from 0 or from the start of the document.
-        residues: how many residues are listed; 1, or `step` for all. Tiles pair only within a
-            residue.
+        segment: segment length in tokens, counted from 0 or from the start of each document.
+        residues: number of residue classes modulo `step` that get tiles: 1, or `step` for all.
+            Tiles pair only within a residue class.
         documents: document lengths, or None.
         anchor: the mask whose per-head offset shifts the tiles, or None.
     """
@@ -48,7 +46,7 @@ class Grid:
     def axis(self, ranges: Ranges, block_size: int, offset: int) -> "Axis":
         """The tiles that hold the positions of some ranges; none crosses the end of a range.
 
-        A segment's first tile begins `offset` into it.
+        The first tile of a segment begins `offset` tokens into the segment.
         """
         lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
         low, high = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
@@ -59,7 +57,7 @@ class Grid:
         segment, number = expand_counts((-(-length // reach) - skipped).clamp(min=0))
         start = begin[segment] + (skipped[segment] + number) * reach
         end = torch.minimum(end[segment], start + reach)
-        first = torch.searchsorted(highs, start, right=True)  # the same tiles for every offset
+        first = torch.searchsorted(highs, start, right=True)  # the same for every offset
         count = (torch.searchsorted(lows, end) - first).clamp(min=0)
         tile, number = expand_counts(count)
         within = first[tile] + number
@@ -74,9 +72,9 @@ class Grid:
         return Axis(self.step, residue, start, stop, last)
 
     def axis_of_documents(self, low: Tensor, high: Tensor, block_size: int, offset: int) -> "Axis":
-        """The tiles of documents that hold the positions [low, high), each counting its own.
+        """The tiles of positions [low, high) in each document, which counts its own positions.
 
-        The residue of document d of n is d more than n times the grid's, so that tiles pair only
+        A tile of residue r in document d of n gets the residue r * n + d, so that tiles pair only
         within a document.
         """
         reach = self.step * block_size
@@ -101,7 +99,7 @@ class Grid:
         return Axis(self.step, residue, start, stop, last)
 
     def _residues(self, ranges: Ranges, longest: int) -> Tensor:
-        """Those listed that may have a position, for segments of at most `longest` tokens."""
+        """Residue classes that may have a position, in segments of at most `longest` tokens."""
         if self.documents is None and ranges and ranges[-1][1] - ranges[0][0] < self.residues:
             return (torch.arange(ranges[0][0], ranges[-1][1]) % self.residues).unique()
         return torch.arange(min(self.residues, max(1, longest)))
@@ -146,7 +144,7 @@ class Axis:
         )
 
     def runs(self, size: int) -> tuple["Axis", Tensor]:
-        """Every `size` tiles as one tile, and whether it holds their positions and no others."""
+        """Joins every `size` tiles into one; returns these, and whether each joins them exactly."""
         first = torch.arange(len(self) // size) * size
         end = first + size - 1
         runs = Axis(
@@ -159,12 +157,12 @@ class Axis:
         return runs, joined[: len(first) * size].view(-1, size).all(1)
 
     def positions(self, block_size: int) -> Tensor:
-        """[tiles, block_size], running on past `stop`."""
+        """[tiles, block_size] positions of the slots of each tile, also past its `stop`."""
         return self.start[:, None] + self.step * torch.arange(block_size)
 
 
 class Origin(NamedTuple):
-    """Where positions are counted from, how many keys and queries there are: a document's."""
+    """Start and lengths of the document, or the sequence, in which each tile's positions count."""
 
     start: Tensor
     kv_len: Tensor
@@ -172,12 +170,12 @@ class Origin(NamedTuple):
 
     @classmethod
     def of_sequence(cls, tiles: int, kv_len: int) -> "Origin":
-        """Positions of the whole sequence, for as many tiles."""
+        """The whole sequence as the origin of each tile."""
         lengths = torch.full((tiles,), kv_len)
         return cls(torch.zeros(tiles, dtype=torch.int64), lengths, lengths)
 
     def frames(self, frame: Frame) -> Iterator[tuple[Tensor, Frame]]:
-        """Which tiles are in documents of one kind, and such a document as a frame."""
+        """Yields (tile indices, frame) for each distinct pair of document lengths."""
         if not len(self.start):
             return
         kind, first = number_rows([self.kv_len, self.q_len])
@@ -188,7 +186,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TilePairs:
-    """Pairs of tiles (q[i], k[i]), and where their positions are counted from."""
+    """Pairs of tiles (q[i], k[i]), and the origins from which their positions count."""
 
     q: Axis
     k: Axis
@@ -196,7 +194,7 @@ class TilePairs:
 
     @classmethod
     def of_sequence(cls, q: Axis, k: Axis, kv_len: int) -> "TilePairs":
-        """Pairs with positions of the whole sequence."""
+        """Pairs whose positions count from the start of the whole sequence."""
         return cls(q, k, Origin.of_sequence(len(q), kv_len))
 
     def __len__(self) -> int:
@@ -245,7 +243,7 @@ class Spans:
         return self & Spans(begin, torch.cat((other.begin, torch.tensor([1 << 62]))))
 
     def runs(self, columns: int, size: int) -> "Spans":
-        """(row, run) pairs all of whose columns are in; run r is `size` columns from r * size."""
+        """(row, run) pairs whose columns are all in; run r is `size` columns from r * size."""
         most = columns // size
 
         def place(edge: Tensor, above: int) -> Tensor:

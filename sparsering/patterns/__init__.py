@@ -1,11 +1,11 @@
-"""Which (query position, key position) pairs attend. Values, not tensors.
+"""Patterns: which (query position, key position) pairs attend, as values instead of tensors.
 
     pattern = LongNet((2048, 4096), (1, 2)) & Causal()
     pattern.to_dense(16)      # what it means, by definition; for small inputs
     pattern.layout(1 << 20)   # what kernels run, at the cost of the pattern
 
-`algebra` says what a mask and a mixture are and how they combine; `positions`, `blocks` and `keys`
-hold the masks, `expression` reads them back from text, `custom` and `mask_mod` take a user's own.
+`algebra` defines masks and mixtures and how they combine; `positions`, `blocks` and `keys` define
+the masks; `expression` reads them back from text; `custom` and `mask_mod` take custom masks.
 """
 
 from .algebra import Mask, Mixture, Pattern

@@ -1,8 +1,7 @@
-"""The algebra of patterns: what a mask and a mixture are, and how they combine.
+"""The algebra of patterns: masks, mixtures, and how they combine.
 
 A *mask* is a set of pairs (`&`, `|` are set operations); a *mixture* is a multiset (`+`): a pair
-in two of its branches counts twice under the softmax. Every pattern is a frozen value: hashable,
-compared by content.
+in two of its branches counts twice in the softmax. Patterns are hashed and compared by content.
 """
 
 import operator
@@ -25,21 +24,21 @@ if TYPE_CHECKING:
 
 
 VERSION = re.compile(r"__v\d+(?=\()")
-"""Which class of a name is meant, in an expression: a registered one may replace another."""
+"""Version of a registered class in an expression; a later class may replace one of its name."""
 
 
 class Pattern(Operand):
-    """What masks and mixtures share.
+    """Base class of masks and mixtures: a frozen value that says which pairs attend.
 
-    `expression` and `tensors` spell the pattern out for `expression.parse`.
+    `expression` is its text, `tensors` are those that the text names; `parse` reads them back.
     """
 
     expression: str
     tensors: tuple[Tensor, ...]
-    _name: ClassVar[str] = ""  # in the expression, where it is not the class's own
+    _name: ClassVar[str] = ""  # name in the expression, where it is not the class's own
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Only of a class that nobody has registered; the others are dataclasses."""
+        """Refuses classes that are not registered; a registered class is a dataclass."""
         name = type(self).__name__
         raise TypeError(
             f"{name} is no pattern yet; put @sparsering.register_pattern above its class"
@@ -65,7 +64,7 @@ class Pattern(Operand):
         return VERSION.sub("", self.expression)
 
     def __eq__(self, other: object) -> bool:
-        """By content: the expression, and the tensors that it names."""
+        """Compares by content: the expression, and the tensors that it names."""
         if type(other) is not type(self):
             return NotImplemented
         if self.expression != other.expression or len(self.tensors) != len(other.tensors):
@@ -73,7 +72,7 @@ class Pattern(Operand):
         return all(same_tensor(a, b) for a, b in zip(self.tensors, other.tensors, strict=True))
 
     def __hash__(self) -> int:
-        """By content, of tensors where reading it costs no device sync; computed once."""
+        """Hashes by content, reading tensors only where that costs no device sync; once."""
         if "_hash" not in vars(self):
             content = (digest_of(tensor) for tensor in self.tensors)
             object.__setattr__(self, "_hash", hash((type(self), self.expression, *content)))
@@ -86,7 +85,7 @@ class Pattern(Operand):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By its arguments, for copy and pickle: hash and names of classes are of one process."""
+        """Copies and pickles by arguments: hash and class versions are valid in one process."""
         return type(self), tuple(self._values())
 
     @property
@@ -151,14 +150,15 @@ class Pattern(Operand):
 
         Args:
             q_len, kv_len, num_heads, num_kv_heads, q_start: as for `to_dense`.
-            block_size, device: a multiple of 16 from 16 to 256, default what `attention` takes
-                (unless `sparsering tune` measured another here); where the tables lie.
+            block_size: a multiple of 16 from 16 to 256; default as `attention` chooses it, unless
+                `sparsering tune` measured another here.
+            device: device of the tables.
 
         Raises: ValueError where the pattern does not fit the lengths or heads.
 
         Cost: O(visited blocks) time and memory.
         """
-        # Layouts stand on patterns; these three are the conveniences the other way.
+        # Layouts import patterns, so this and the next two methods import them only when called.
         from ..cost.choice import block_size as chosen
         from ..layouts.cache import layout_cache, place_of
 
@@ -177,14 +177,14 @@ class Pattern(Operand):
         """The keys that later queries still visit: what a cache must hold after `length` tokens.
 
         Args: heads as in `to_dense`; `length`, the tokens so far; `max_length`, the most there will
-            be, default no end or the pattern's own. `RandomBlocks` and a user's own masks need it.
+            be, default no end or the pattern's own. `RandomBlocks` and custom masks need it.
 
-        Returns: of each kv head exactly the positions below `length`, int64, ascending, that any
+        Returns: for each kv head exactly the positions below `length`, int64, ascending, that any
             batch entry, branch or query head of it visits; `SelectedBlocks` may visit all.
 
         Raises: ValueError where the pattern needs a `max_length`, or does not fit it or the heads.
 
-        Cost: O(keys that may be live) for each mask that heads see; a user's own is asked of pairs.
+        Cost: O(keys that may be live) for each distinct mask; custom masks are evaluated on pairs.
 
         Example:
             >>> (Causal() & (SlidingWindow(2) | GlobalTokens(1, rows=False))).live_keys(9)
@@ -197,13 +197,13 @@ class Pattern(Operand):
     def cache_bound(
         self, *, num_heads: int = 1, num_kv_heads: int | None = None, max_length: int | None = None
     ) -> int | None:
-        """The most keys that a kv head ever has live; None where that grows without end.
+        """The most keys of a kv head that are ever live at once; None where that has no bound.
 
-        That is the longest of all that `live_keys` gives, arguments as there.
+        It is the greatest length of any result of `live_keys`; arguments as there.
 
         Raises: as `live_keys`, and where pairs repeat only after more than 2^26 tokens.
 
-        Cost: O(max_length), or O(tokens after which pairs repeat), for each mask that heads see.
+        Cost: O(max_length), or O(tokens after which pairs repeat), for each distinct mask.
         """
         from ..layouts.lifetimes import cache_bound
 
@@ -228,27 +228,27 @@ class Pattern(Operand):
         return sizes.pop() if sizes else None
 
     def num_tables(self, frame: Frame) -> int:
-        """How many heads see a pattern of their own: 1, num_kv_heads or num_heads."""
+        """Number of heads with a pattern of their own: 1, num_kv_heads or num_heads."""
         return max((mask.num_tables(frame) for mask in self._made_of()), default=1)
 
     def _made_of(self) -> "tuple[Mask, ...]":
-        """The masks that it is made of, if any."""
+        """The masks that the pattern is made of, if any."""
         return ()
 
     @property
     def restarts(self) -> "Restarts | None":
-        """Where positions restart; None where they do not, or parts of a pattern disagree."""
+        """Lengths of documents in which positions restart; None without, or if parts disagree."""
         masks = self.masks if isinstance(self, Mixture | _SetOperation) else ()
         found = {mask.restarts for mask in masks}
         return found.pop() if len(found) == 1 else None
 
     @property
     def num_streams(self) -> int:
-        """How many streams of dropout a batch entry has: one, or one for each document."""
+        """Number of dropout streams of a batch entry: one, or one for each document."""
         return 1 if self.restarts is None else max(1, len(self.restarts[0]))
 
     def coordinates(self, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions of queries [Nq], positions of keys [Nk] and streams of queries [Nq]."""
+        """Positions of queries [Nq], positions of keys [Nk], dropout streams of queries [Nq]."""
         if self.restarts is None:
             query = torch.arange(frame.q_start, frame.q_start + frame.q_len)
             return query, torch.arange(frame.kv_len), torch.zeros_like(query)
@@ -269,7 +269,7 @@ class Pattern(Operand):
 
 
 class Mask(Pattern):
-    """A set of pairs."""
+    """A set of (query position, key position) pairs."""
 
     @property
     def asks_frame(self) -> bool:
@@ -300,31 +300,31 @@ class Mask(Pattern):
         raise NotImplementedError
 
     def at(self, batch: int, head: int, frame: Frame) -> "Mask":
-        """The mask that one query head of one batch entry sees, free of both."""
+        """The mask that one query head of one batch entry sees; it depends on neither any more."""
         return self
 
     def status(
         self, q_first: Tensor, q_last: Tensor, k_first: Tensor, k_last: Tensor, frame: Frame
     ) -> Tensor | None:
-        """What holds of tiles, for a mask of a user's own to be laid out fast.
+        """Whether all, some or no pairs of tiles hold; lets a custom mask be laid out fast.
 
-        Args: first and last query and key position of n pairs of tiles, int64 [n]; a tile's
-            positions may be some way apart.
+        Args: first and last query and key position of n pairs of tiles, int64 [n]; the positions of
+            a tile need not be neighbours.
 
         Returns: [n], 0 where no pair of a pair of tiles holds, 2 where all do, 1 where that varies
-            or is not known; None for nothing known.
+            or is unknown; None where nothing is known.
         """
         return None
 
     def candidates(
         self, q_first: Tensor, q_last: Tensor, frame: Frame
     ) -> tuple[Tensor, Tensor] | None:
-        """Where the keys of tiles are, for a mask of a user's own to be laid out fast.
+        """Range of keys that each query tile may see; lets a custom mask be laid out fast.
 
         Args: first and last query position of n tiles, int64 [n].
 
         Returns: (first, last) key position of a range for each, outside of which no pair holds;
-            None for anywhere.
+            None where any key may pair.
         """
         return None
 
@@ -370,7 +370,7 @@ class Mixture(Pattern):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _SetOperation(Mask):
-    """An operator over several masks; what does not depend on which operator."""
+    """Several masks joined by a set operator; the common part of `And` and `Or`."""
 
     masks: tuple[Mask, ...]
     symbol: ClassVar[str]
@@ -411,7 +411,7 @@ class Or(_SetOperation):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Not(Mask):
-    """The complement; only for taking from a pass what an earlier pass has."""
+    """The complement; used only to leave the pairs of earlier passes out of a pass."""
 
     mask: Mask
 

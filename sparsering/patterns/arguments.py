@@ -1,4 +1,4 @@
-"""Arguments of patterns: checked, frozen, compared; and how much of them an error quotes."""
+"""Checks, freezes and compares arguments of patterns, and shortens them for error messages."""
 
 import math
 import operator
@@ -13,16 +13,16 @@ from torch import Tensor
 from ..rows import mix
 
 MOST_TOKENS = 1 << 53
-"""The largest length that a pattern names: with room for products in 64 bits."""
+"""The largest length in a pattern; it leaves room for products in 64 bits."""
 
 
 _MOST_DIGESTED = 1 << 14
 
 
 class Operand:
-    """What stands on a side of `&`, `|` or `+`: a pattern. Anything else beside it is refused."""
+    """Operand of `&`, `|` or `+`: a pattern. It refuses another operand that is no pattern."""
 
-    __array_ufunc__ = None  # so that an array leaves the operator to the pattern, as a tensor does
+    __array_ufunc__ = None  # NumPy arrays then leave the operator to the pattern, as tensors do
 
     def __and__(self, other: object) -> Any:
         return _left_to("&", other)
@@ -37,7 +37,7 @@ class Operand:
 
 
 def _left_to(symbol: str, other: object) -> Any:
-    """NotImplemented beside a pattern, which may know; TypeError for anything else."""
+    """Returns NotImplemented if `other` is a pattern, which may handle it; else TypeError."""
     if isinstance(other, Operand):
         return NotImplemented
     got, way_out = type(other).__name__, "patterns are made by Causal(), LongNet(...), ..."
@@ -53,7 +53,7 @@ def _left_to(symbol: str, other: object) -> Any:
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """The text, its middle left out where it is long."""
+    """The text, without its middle where it is long."""
     half = most // 2
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
@@ -66,7 +66,7 @@ def checked_integer(
         if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError):  # the latter of tensors without numbers
+    except (TypeError, RuntimeError):  # tensors without data raise RuntimeError
         got = _told(value)
         raise TypeError(f"{name} must be an int, got {got}") from None
     if least is not None and number < least:
@@ -77,7 +77,7 @@ def checked_integer(
 
 
 def is_finite(number: object) -> bool:
-    """Whether it is a number that a float can hold, and no tensor of one."""
+    """Whether the value is a real number that a float can hold, and no tensor."""
     return isinstance(number, Real) and abs(number) <= sys.float_info.max  # type: ignore[operator]
 
 
@@ -89,7 +89,7 @@ def checked_flag(name: str, value: object) -> bool:
 
 
 def _told(value: object) -> str:
-    """What was given instead of an int, and a way out where one is likely."""
+    """Error text: the value received, and a suggested fix."""
     if isinstance(value, Tensor) and not value.is_nested and value.numel() != 1:
         return f"a tensor of shape {tuple(value.shape)}; lengths are those of its dim 2"
     way_out = "; wrap it in int()" if isinstance(value, str | float) else ""
@@ -138,7 +138,7 @@ def listed(name: str, value: Any) -> Any:
 
 
 def as_float(value: Any) -> float:
-    """The value as a float, infinite ones too; NaN where it is none."""
+    """The value as a float, possibly infinite; NaN where it is no number."""
     if isinstance(value, bool | str | bytes | bytearray):
         return math.nan
     try:
@@ -168,16 +168,16 @@ def checked_dtype(name: str, value: object) -> torch.dtype | None:
 
 
 def same_tensor(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same content, in the same place."""
+    """Whether two tensors have the same content, dtype and device."""
     if a.shape != b.shape or a.device != b.device or a.dtype != b.dtype:
         return False
     return a is b or torch.equal(a, b)
 
 
 def digest_of(tensor: Tensor) -> int:
-    """A hash of shape and some of the content; of shape alone where that would wait for a device.
+    """Hash of shape and a sample of the content; of shape alone where reading waits for a device.
 
-    Equality is by all of it (`same_tensor`).
+    Equality compares all of the content (`same_tensor`).
     """
     content = 0
     if tensor.device.type == "cpu" and tensor.numel():

@@ -36,7 +36,7 @@ class BlockwiseMask(Mask):
 
     @property
     def row_size(self) -> int:
-        """Queries to a block of queries."""
+        """Number of queries in a block of queries."""
         return self.block_size
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
@@ -111,7 +111,7 @@ class BlockWindow(BlockwiseMask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Hierarchical(BlockwiseMask):
-    """The union over levels (stride, window), in tokens, fine to coarse.
+    """The union of block windows over levels (stride, window), in tokens, fine to coarse.
 
     A window of None has no end. At a level, query blocks with b % max(1, stride // block_size) == 0
     see the key blocks with abs(b - b') <= (window // block_size) // 2.
@@ -175,9 +175,9 @@ class Hierarchical(BlockwiseMask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class RandomBlocks(BlockwiseMask):
-    """Per query block, the diagonal block and a seeded choice of others.
+    """A block of queries sees its own block of keys and a seeded random choice of others.
 
-    Every row has max(1, floor(density * blocks + 0.5)) of the blocks = ceil(Nk / block_size); 0 <
+    It sees max(1, floor(density * blocks + 0.5)) of the blocks = ceil(Nk / block_size), with 0 <
     density <= 1. The choice is a function of (seed, kv head, query block, blocks) alone; all heads
     share it unless `per_head`.
     """
@@ -224,7 +224,7 @@ class _RandomBlocksOfHead(BlockwiseMask):
     key: int
 
     def _row(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(has a diagonal block, drawn blocks, blocks drawn from, key) of each query block."""
+        """(has a diagonal block, number to draw, number to draw from, key) of each query block."""
         blocks = -(-torch.as_tensor(kv_len) // self.block_size)
         count = (self.density * blocks.double() + 0.5).floor().long().clamp(min=1).minimum(blocks)
         diagonal = q_block < blocks
@@ -253,7 +253,7 @@ class _RandomBlocksOfHead(BlockwiseMask):
 
 
 class TensorMask(Mask):
-    """A mask whose first field is a tensor: copied at construction, compared by content."""
+    """A mask whose first field is a tensor, copied at construction and compared by content."""
 
     dtype: ClassVar[torch.dtype] = torch.bool
     table_dims: ClassVar[tuple[int, ...]] = (2, 3)
@@ -337,14 +337,14 @@ def lookup(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Blocks(TensorMask, BlockwiseMask):
-    """`active[..., p // block_size, k // block_size]`.
+    """A query p sees the keys k where `active[..., p // block_size, k // block_size]`.
 
-    By absolute position: cross attention passes `q_start=0`.
+    Positions are absolute: cross attention passes `q_start=0`.
 
     Args:
         active: bool [Qb, Kb], [H, Qb, Kb] or [B, H, Qb, Kb] with H = 1, Hkv or Hq; copied. It must
             cover all positions.
-        block_size: tokens.
+        block_size: tokens in a block.
     """
 
     active: Tensor

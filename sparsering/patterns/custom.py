@@ -1,4 +1,4 @@
-"""Masks of a user's own: a class with `holds`.
+"""Custom masks: a user's class with `holds` becomes a pattern.
 
     @register_pattern
     class Prefix(Mask):
@@ -9,9 +9,9 @@
 
     attention(query, key, value, Prefix(100) & SlidingWindow(512, 512))
 
-Cost of such a mask: its layout looks at every pair once, O(Nq Nk) time, unless the class says more
-of its tiles (`Mask.candidates`, `Mask.status`); the memory of a layout and the time of attention
-are those of any other mask with the same pairs.
+Cost: the layout of a custom mask evaluates every pair once, O(Nq Nk) time, unless the class defines
+`Mask.candidates` or `Mask.status` for tiles. The memory of a layout and the time of attention are
+those of any other mask with the same pairs.
 """
 
 from collections import Counter
@@ -30,18 +30,18 @@ Own = TypeVar("Own", bound=Mask)
 
 
 def register_pattern(cls: type[Own]) -> type[Own]:
-    """Makes a subclass of `Mask` that defines `holds` a pattern like those of the library.
+    """Turns a subclass of `Mask` that defines `holds` into a pattern like those of the library.
 
     Its annotated attributes become the arguments of its constructor (the class is made a frozen
     dataclass): numbers, strings, None, CPU tensors (copied), tuples of these, or masks. It then
     combines by `&`, `|`, `+`, runs on every backend, under torch.compile and over ranks, and
-    `parse` reads it. `holds` is asked for positions inside the sequence alone; rarely-needed
-    methods are those of `Mask`. `parse` reads the newest class of a name, as cells that are run
-    again in a notebook make them; patterns of an earlier one stay what they were.
+    `parse` reads it. `holds` gets positions inside the sequence alone; `Mask` has further methods
+    that the class may override. A class may be registered again under its name, as when a notebook
+    cell runs again: `parse` reads the newest, and patterns of earlier classes stay as they are.
 
     Returns: the class, `cls`.
 
-    Raises: TypeError for what is no such class, ValueError for a name that is taken.
+    Raises: TypeError for a class that cannot be a pattern, ValueError for a name that is taken.
 
     Example:
         >>> @register_pattern
@@ -108,11 +108,11 @@ def register_pattern(cls: type[Own]) -> type[Own]:
 
 
 _LAID_OUT_BY_CLASS = {x for x in BUILT_IN.values() if isinstance(x, type)} | {And, Or, Not}
-_versions: Counter[str] = Counter()  # classes so far, by name
+_versions: Counter[str] = Counter()  # number of classes registered so far, by name
 
 
 def _and_spelt(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The check of a class of a user's own, which may have left out the one that it overrides."""
+    """Wraps a custom `__post_init__`, which may not call the one that it overrides."""
 
     def check(self: Mask) -> None:
         post_init(self)
@@ -129,7 +129,7 @@ def _fits(shape: torch.Size, target: torch.Size) -> bool:
 
 
 def _masks_of(pattern: Mask) -> dict[str, Mask]:
-    """The arguments that are masks."""
+    """The arguments of a pattern that are masks, by name."""
     given = {field.name: getattr(pattern, field.name) for field in fields(pattern)}  # type: ignore[arg-type]
     return {name: value for name, value in given.items() if isinstance(value, Mask)}
 
@@ -141,7 +141,7 @@ def _at(self: Any, batch: int, head: int, frame: Frame) -> Mask:
 
 
 def _freeze_arguments(pattern: Pattern) -> None:
-    """Makes the arguments values that can be written and read back."""
+    """Converts the arguments to values that can be written as text and read back."""
     for field in fields(pattern):  # type: ignore[arg-type]
         value = getattr(pattern, field.name)
         label = f"{type(pattern).__name__} {field.name}"
@@ -159,7 +159,7 @@ def _frozen(label: str, value: object) -> object:
             return value.detach().clone()
         case float() if value != value or value in (float("inf"), float("-inf")):
             raise ValueError(f"{label} must be finite, got {value}; pass None for no bound")
-        case float():  # of a subclass, what can be read back
+        case float():  # the text of a subclass may not be read back
             return float(value)
         case str():
             return str.__str__(value)
@@ -173,7 +173,7 @@ def _frozen(label: str, value: object) -> object:
 
 
 def _asked_inside(holds: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The definition, never asked for positions past the end of the sequence, as tiles may do."""
+    """Wraps `holds`: clamps positions into the sequence (tiles may leave it), checks the result."""
 
     def inside(self: Mask, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         p, k = frame.inside(p, k)

@@ -48,21 +48,21 @@ BUILT_IN: dict[str, Callable[..., Pattern]] = {
     )
 }
 _constructors = dict(BUILT_IN)
-# Written by the library alone: no message tells of them.
+# Only the library writes these names, so no error message suggests them.
 _UNTOLD = ("MaskMod", "Varlen", "Runs", "InRuns")
 
 _EXPECTED = "a pattern is an expression such as 'LongNet((2048, 4096), (1, 2)) & Causal()'"
 
 
 def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
-    """Reads a pattern.
+    """Reads a pattern from text.
 
     Args:
         text: constructors of the public patterns with literal arguments, joined by `&`, `|`, `+`
             and parentheses.
-        tensors: what the names t0, t1, ... stand for.
+        tensors: the tensors that the names t0, t1, ... stand for.
 
-    Returns: the mask or mixture, equal to that which printed it.
+    Returns: the mask or mixture, equal to the one that printed the text.
 
     Raises: ValueError naming the part that is not a pattern.
 
@@ -109,7 +109,7 @@ def _parse(text: str, tensors: tuple[Tensor, ...]) -> Pattern:
 class _Reader:
     def __init__(self, text: str, tensors: tuple[Tensor, ...]) -> None:
         self.text, self.tensors = text.strip(), tensors
-        self.made: dict[tuple[object, ...], Pattern] = {}  # of tensors alone: copied once
+        self.made: dict[tuple[object, ...], Pattern] = {}  # reused, to copy tensors once
 
     def read(self, node: ast.expr) -> Any:
         match node:
@@ -149,7 +149,7 @@ class _Reader:
 
 
 def _way_out(node: ast.expr) -> str:
-    """What could stand there instead."""
+    """Error text: a suggested fix for a part that is no pattern."""
     known = [name for name in _constructors if name not in _UNTOLD and "__v" not in name]
     name = node.func if isinstance(node, ast.Call) else node
     near = difflib.get_close_matches(name.id, known, 1) if isinstance(name, ast.Name) else []

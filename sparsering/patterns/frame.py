@@ -1,4 +1,4 @@
-"""What a pattern is laid against."""
+"""Frames: the lengths and heads that a pattern is laid against."""
 
 from typing import NamedTuple
 
@@ -11,11 +11,11 @@ Restarts = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 MOST_HEADS = 1 << 20
-"""A table may be made for each head."""
+"""The largest number of heads, since each may get a table."""
 
 
 class Frame(NamedTuple):
-    """What a pattern is laid against: token counts, head counts, position of the first query."""
+    """Lengths and heads that a pattern is laid against, and the position of the first query."""
 
     q_len: int
     kv_len: int
@@ -49,7 +49,7 @@ class Frame(NamedTuple):
         return cls(q_len, kv_len, num_heads, num_kv_heads, q_start)
 
     def inside(self, p: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions moved into the sequence, past whose ends tiles may reach."""
+        """Clamps positions into the sequence, past whose ends tiles may reach."""
         last_query, last_key = self.q_start + max(0, self.q_len - 1), max(0, self.kv_len - 1)
         return p.clamp(self.q_start, last_query), k.clamp(0, last_key)
 

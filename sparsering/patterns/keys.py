@@ -1,7 +1,7 @@
-"""Masks that say of single keys whether any query may see them: padding, holes.
+"""Key masks, which hide single keys from all queries: padding, holes.
 
-Nothing about queries, so that they need not be compiled: `without_key_masks` takes them off a
-pattern, `key_mask` makes one tensor of them, which enters kernels as data.
+They do not depend on queries, so they need not be compiled: `without_key_masks` splits them off a
+pattern, and `key_mask` joins them into one tensor, which kernels take as data.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ class KeyPadding(Mask):
 class KeyMask(TensorMask):
     """A query sees the keys where `valid` is True: any key may be padding, or a hole.
 
-    Make it once and keep it: what is made of it goes by the object where its tensor is not on the
-    CPU.
+    Create it once and reuse it: where its tensor is not on the CPU, results are reused for the same
+    object alone.
 
     Args:
         valid: bool [Nk], or [B, Nk] for each batch entry; copied. It may be on any device.
@@ -86,7 +86,7 @@ class KeyMask(TensorMask):
         self.check_length(frame.kv_len)
 
     def check_length(self, kv_len: int) -> None:
-        """Raises ValueError where it is for another number of keys."""
+        """Raises ValueError where the mask is for another number of keys."""
         if self.valid.shape[-1] != kv_len:
             raise ValueError(
                 f"KeyMask must say of each of {kv_len} keys whether it may be attended, got shape "
@@ -104,10 +104,10 @@ KeyMasks = tuple[KeyMask | KeyPadding, ...]
 
 
 def without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
-    """A pattern without the masks of keys that all its branches have, and those masks.
+    """Splits off key masks shared by all branches: (pattern without them, masks).
 
-    Of `Causal() & KeyMask(valid)` that is `Causal()` and the one mask; of a pattern whose branches
-    do not all intersect with the same ones, the pattern itself and none. No device is waited for.
+    For `Causal() & KeyMask(valid)` these are `Causal()` and the one mask. Where branches do not all
+    intersect with the same key masks: the pattern itself and no mask. It waits for no device.
     """
     if "_without_key_masks" in vars(pattern):
         known: tuple[Pattern, KeyMasks] = vars(pattern)["_without_key_masks"]
@@ -140,7 +140,7 @@ def _same_masks(some: KeyMasks, others: KeyMasks) -> bool:
 
 
 def _same(a: KeyMask | KeyPadding, b: KeyMask | KeyPadding) -> bool:
-    """Whether two masks are known to be equal without asking a device."""
+    """Whether two masks are known to be equal without waiting for a device."""
     if isinstance(a, KeyMask) and isinstance(b, KeyMask):
         if a.valid is b.valid or torch.compiler.is_compiling() or a.valid.device.type != "cpu":
             return a.valid is b.valid
@@ -164,9 +164,9 @@ def check_key_masks(masks: KeyMasks, batch: int, kv_len: int) -> None:
 
 
 def key_mask(masks: KeyMasks, kv_len: int, device: torch.device) -> Tensor:
-    """[B or 1, kv_len] bool on a device: the keys that every one of some masks lets be seen.
+    """[B or 1, kv_len] bool on a device: the keys that all masks allow.
 
-    The masks fit (`check_key_masks`). No device is waited for, but by masks on another one.
+    The masks must fit (`check_key_masks`). Only masks on another device make the host wait.
     """
     return reduce(torch.logical_and, [_valid_keys(mask, kv_len, device) for mask in masks])
 
@@ -180,7 +180,7 @@ def _valid_keys(mask: KeyMask | KeyPadding, kv_len: int, device: torch.device) -
 
 
 def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers as a tensor, without waiting; baked into what is captured or compiled."""
+    """Numbers as a tensor, without waiting; constants in a captured or compiled graph."""
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=torch.int64)
     if torch.compiler.is_compiling() or device.type != "cuda" or capturing(device):

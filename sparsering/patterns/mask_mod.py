@@ -1,8 +1,9 @@
-"""Masks by a function, the `mask_mod` of a FlexAttention user: called, named, traced.
+"""Masks that are defined by a function, the `mask_mod` of FlexAttention.
 
     attention(query, key, value, from_mask_mod(lambda b, h, q, k: q - k < 512) & Causal())
 
-A pattern crosses to the operator as text, where the function stands by a name of this process.
+A pattern reaches the operator as text; there a name that is valid in this process stands for the
+function.
 """
 
 import zlib
@@ -24,27 +25,27 @@ from .expression import add_constructor
 
 MaskModFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_MOST_FUNCTIONS = 1024  # mask_mods that are kept although no pattern of theirs is alive
+_MOST_FUNCTIONS = 1024  # recent mask_mods that stay alive without a pattern
 
 
 def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -> Mask:
     """The mask of a FlexAttention `mask_mod(batch, head, q_idx, kv_idx) -> bool tensor`.
 
-    As FlexAttention does, it asks for query *indices*, which count from 0 whatever `q_start`, and
-    calls the function under `torch.vmap`. Make the mask once and keep it: what is cached of it
-    goes by the function object.
+    As in FlexAttention, the function gets query *indices*, which count from 0 whatever `q_start`,
+    and runs under `torch.vmap`. Create the mask once and reuse it: caches compare the function
+    object.
 
     Args:
-        mask_mod: any that FlexAttention takes; tensors that it closes over must be on the CPU and
-            stay as they are. Over ranks every rank brings an equal one.
-        batch_size: needed where it depends on the batch entry.
+        mask_mod: any function that FlexAttention takes. Tensors that it closes over must be on the
+            CPU and must not change. With several ranks, each rank must pass an equal function.
+        batch_size: batch entries; needed where the function depends on the batch entry.
 
-    Returns: a mask, for heads and batch entries of its own where the function looks at them.
+    Returns: a mask, which differs by head or batch entry where the function depends on them.
 
-    Raises: ValueError where the function does not give a bool tensor, or looks at the batch entry
+    Raises: ValueError where the function does not give a bool tensor, or depends on the batch entry
         without a batch_size.
 
-    Cost: its layout asks for every pair once, for each head and batch entry that it tells apart.
+    Cost: the layout evaluates every pair once, for each head and batch entry that differs.
 
     Example:
         >>> document = torch.tensor([0, 0, 1, 1])
@@ -93,7 +94,7 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MaskMod(Mask):
-    """What `from_mask_mod` makes of a function, which it knows by a name."""
+    """The mask that `from_mask_mod` returns; a name stands for its function."""
 
     name: str
     batch_size: int | None = None
@@ -112,7 +113,7 @@ class MaskMod(Mask):
         object.__setattr__(self, "_named", named)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By its function, for copy and pickle: the name is of this process."""
+        """Copies and pickles by the function, since the name is valid in this process alone."""
         given = (self.batch_size, self.by_head, self.batch, self.head)
         return _of_function, (self._named.function, *given)  # type: ignore[attr-defined]
 
@@ -146,7 +147,7 @@ class MaskMod(Mask):
 
 
 def _in_a_thread(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
-    """A result that no mode of this thread has touched: torch.compile runs operators under some."""
+    """Runs a function in a thread without the torch modes of this one, which torch.compile sets."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *arguments).result()
 
@@ -156,29 +157,29 @@ def _of_function(function: MaskModFunction, *rest: Any) -> MaskMod:
 
 
 class _Named:
-    """A function and its name; alive while a pattern holds it."""
+    """A function and its name; alive while a pattern or `_kept` refers to it."""
 
     def __init__(self, function: MaskModFunction, name: str) -> None:
         self.function, self.name = function, name
 
 
 _live: WeakValueDictionary[str, _Named] = WeakValueDictionary()
-_kept: OrderedDict[str, _Named] = OrderedDict()  # a backward pass may come after its pattern died
+_kept: OrderedDict[str, _Named] = OrderedDict()  # a backward pass may run after its pattern is gone
 _by_function: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-_made: Counter[str] = Counter()  # functions so far, by what their names begin with
+_made: Counter[str] = Counter()  # number of functions so far, by the stem of their names
 
 
 def _named(function: MaskModFunction) -> _Named:
-    """The function under a name: its own, a digest of its code and values, and a number."""
+    """Names a function by its own name, a digest of its code and values, and a running number."""
     try:
         name = _by_function.get(function)
-    except TypeError:  # of no hash, or to which no weak reference can be
+    except TypeError:  # functions without a hash or weak references get a new name each time
         name = None
     if name is not None and (named := _live.get(name)) is not None:
         return named
     digest = zlib.crc32(repr(_content(function)).encode())
     stem = f"{getattr(function, '__qualname__', type(function).__name__)}-{digest:08x}"
-    _made[stem] += 1  # a name is never given twice: layouts and graphs may remember it
+    _made[stem] += 1  # a name is never reused: layouts and graphs may still refer to it
     name = f"{stem}-{_made[stem]}"
     named = _live[name] = _Named(function, name)
     with suppress(TypeError):
@@ -195,7 +196,7 @@ def _keep(named: _Named) -> None:
 
 
 def _content(value: Any, depth: int = 4) -> Any:
-    """What tells functions apart in every process: code, constants, values closed over."""
+    """Values that identify a function in every process: code, constants, values closed over."""
     match value:
         case None | bool() | int() | float() | str() | bytes():
             return value
@@ -212,7 +213,7 @@ def _content(value: Any, depth: int = 4) -> Any:
 
 
 def _cannot_be_mapped(mask_mod: MaskModFunction, argument: int) -> bool:
-    """Whether a result may depend on an argument: it reads that one's value, or varies with it."""
+    """Whether a result may depend on an argument: the function reads it, or varies with it."""
     given = [torch.zeros((), dtype=torch.int64)] * 4
     given[argument] = torch.zeros(2, dtype=torch.int64)
     in_dims = tuple(0 if number == argument else None for number in range(4))
@@ -230,19 +231,19 @@ _LIKE_AN_ARGUMENT = {
 
 
 def _looks_at(mask_mod: MaskModFunction) -> tuple[bool, bool]:
-    """Whether a result depends on the batch entry, and on the head: by the graph of its values."""
-    from torch.fx.experimental.proxy_tensor import make_fx  # imports much
+    """Whether a result depends on the batch entry, and on the head, from the traced graph."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
     given = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]
     try:
         graph = make_fx(torch.vmap(mask_mod))(*given).graph
-    except Exception:  # it reads values
+    except Exception:  # a function that reads values cannot be traced
         return _cannot_be_mapped(mask_mod, 0), _cannot_be_mapped(mask_mod, 1)
     looking: dict[Any, set[str]] = {}
     for node in graph.nodes:
         inputs = node.all_input_nodes
         if str(node.target).rpartition(".")[0] in _LIKE_AN_ARGUMENT:
-            inputs = inputs[1:]  # of the first one, dtype and device
+            inputs = inputs[1:]  # the first input gives only dtype and device
         seen = {node.name} if node.op == "placeholder" else set()
         looking[node] = seen.union(*(looking[x] for x in inputs))
     arguments = [node.name for node in graph.nodes if node.op == "placeholder"]

@@ -45,9 +45,8 @@ class Causal(Mask):
 class PooledCausal(Mask):
     """A query sees the pooled keys whose last token is not past it: p >= c * stride + size - 1.
 
-    Keys are then those that `pool_blocks(x, size, stride)` makes; the query positions are those of
-    tokens, so that a call needs `q_start`, 0 for a whole sequence. The first size - 1 queries see
-    none.
+    The keys come from `pool_blocks(x, size, stride)`. Query positions count tokens, so a call needs
+    `q_start`: 0 for a whole sequence. The first size - 1 queries see no key.
 
     Example: `attention(query, *(pool_blocks(x, 32, 16) for x in (key, value)), PooledCausal(32,
     16), q_start=0)`.
@@ -73,7 +72,7 @@ class SlidingWindow(Mask):
 
     That is p - left <= k <= p + right and (p - k) % dilation == 0; None: unbounded on that side.
 
-    Example: `SlidingWindow(511)` is causal, of 512 keys.
+    Example: `SlidingWindow(511)` is causal and sees 512 keys.
 
     Source: Longformer (arXiv 2004.05150), sections 3.1-3.2.
     """
@@ -122,11 +121,12 @@ class GlobalTokens(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Dilated(Mask):
-    """One LongNet branch: same segment floor(x / segment_length), and both on the head's grid.
+    """One LongNet branch: a query sees the keys of its segment where both are on the head's grid.
 
-    x is on the grid where (x mod segment_length) mod dilation_rate == s(h), h the kv head: the
-    grid restarts at each segment. `offset`: "head" = h mod r, "block" = floor(h / ceil(H / r)), an
-    int, or one int per kv head, modulo r.
+    The segment of x is floor(x / segment_length). x is on the grid of kv head h where
+    (x mod segment_length) mod dilation_rate == s(h): the grid restarts at each segment. `offset`
+    gives s: "head" = h mod r, "block" = floor(h / ceil(H / r)), an int, or one int per kv head,
+    modulo r = dilation_rate.
 
     Source: LongNet (arXiv 2307.02486), equations 3-5 and 13-15; "block" is what torchscale
     computes.
@@ -177,23 +177,23 @@ class Dilated(Mask):
         return self.on_grid(self.offset_of(0, 1), p, k)
 
     def on_grid(self, s: int | Tensor, p: Tensor, k: Tensor) -> Tensor:
-        """What holds on the grid `s`, or those of a tensor that broadcasts with positions."""
+        """Whether pairs hold on the grid of offset `s`, which broadcasts with the positions."""
         w, r = self.segment_length, self.dilation_rate
         if r == 1:
             return p // w == k // w
-        # the segment of each, of one that is off the grid none: a single comparison of pairs
+        # Positions off the grid get a segment that matches none: one comparison decides a pair.
         of_p = torch.where(p % w % r == s, p // w, -MOST_TOKENS)
         return of_p == torch.where(k % w % r == s, k // w, MOST_TOKENS)
 
 
-def LongNet(  # noqa: N802 - a constructor like the classes beside it, whose value is a mixture
+def LongNet(  # noqa: N802 - named like a mask class, since it constructs a pattern
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     offset: str | int | tuple[int, ...] = "head",
 ) -> Mixture | Dilated:
     """The mixture `Dilated(w1, r1, offset) + Dilated(w2, r2, offset) + ...`.
 
-    w are the `segment_lengths`, r the `dilation_rates`. A single branch is that branch itself.
+    w are the `segment_lengths`, r the `dilation_rates`. A single branch gives its `Dilated` alone.
 
     Raises: ValueError where there are not as many lengths as rates, or none.
 
@@ -219,7 +219,7 @@ def LongNet(  # noqa: N802 - a constructor like the classes beside it, whose val
 
 
 Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...]
-"""Of documents: the same for all batch entries, or those of each."""
+"""Document lengths: one tuple for all batch entries, or one for each."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -229,7 +229,7 @@ class Documents(Mask):
     The lengths, in tokens, sum to Nk; one may be 0. One sequence of them is for all batch entries,
     a sequence of sequences has one for each.
 
-    Example: `Documents((100, 156))` of 256 tokens; of cumulative lengths, give the differences.
+    Example: `Documents((100, 156))` for 256 tokens; pass the differences of cumulative lengths.
     """
 
     lengths: Lengths
@@ -258,11 +258,11 @@ class Documents(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Packed(Mask):
-    """Inside each document, a pattern whose positions restart at 0.
+    """A pattern inside each document, where positions restart at 0.
 
-    Packed of a mixture is a mixture. `lengths` are as in `Documents`; to the inner pattern each one
-    is a whole sequence (Nq = Nk = its length). Where batch entries have documents of their own,
-    tiles are not cut at their ends.
+    Packed of a mixture is a mixture. `lengths` are as in `Documents`; for the inner pattern each
+    document is a whole sequence (Nq = Nk = its length). Where batch entries have different
+    documents, tiles are not cut at the ends of documents.
 
     Example: `Packed((100, 156), LongNet((32, 64), (1, 2)) & Causal())`.
     """
@@ -270,7 +270,7 @@ class Packed(Mask):
     lengths: Lengths
     pattern: Mask
 
-    def __new__(cls, lengths: Lengths, pattern: Pattern) -> Any:  # a mixture is no Packed
+    def __new__(cls, lengths: Lengths, pattern: Pattern) -> Any:  # or a Mixture of Packed
         if isinstance(pattern, Mixture):
             return Mixture(tuple(cls(lengths, mask) for mask in pattern.branches))
         return super().__new__(cls)
@@ -285,17 +285,17 @@ class Packed(Mask):
 
     @property
     def documents(self) -> Documents:
-        """The mask of the documents alone."""
+        """The `Documents` mask of the same lengths."""
         return Documents(self.lengths)
 
     @property
     def common_lengths(self) -> tuple[int, ...] | None:
-        """The documents of all batch entries; None where they differ."""
+        """The document lengths that all batch entries share; None where they differ."""
         entries = set(entries_of(self.lengths))
         return entries.pop() if len(entries) == 1 else None
 
     def inner_frame(self, length: int, frame: Frame) -> Frame:
-        """What the inner pattern is laid against in a document of this length."""
+        """The frame of the inner pattern in a document of this length."""
         return frame._replace(q_len=length, kv_len=length, q_start=0)
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
@@ -330,7 +330,7 @@ class Packed(Mask):
 
 
 def entries_of(lengths: Lengths) -> tuple[tuple[int, ...], ...]:
-    """The documents of each batch entry, one for all where they are the same."""
+    """The document lengths of each batch entry, or one tuple for all entries."""
     return lengths if _per_entry(lengths) else (lengths,)  # type: ignore[return-value]
 
 
@@ -373,19 +373,19 @@ def laid_inside(
     kind: Tensor,
     frame_of: Callable[[int], Frame],
 ) -> Tensor:
-    """Where pairs are inside, whether a pattern that is laid there holds; False elsewhere.
+    """Whether a pattern holds for pairs inside a document; False for other pairs.
 
     Args:
         inside: bool, of the shape that the others broadcast to.
         p, k: positions as the pattern counts them.
-        kind: integers; the pattern is laid on `frame_of(kind)`, for it may depend on lengths.
+        kind: integer kind of each pair, whose lengths and heads are `frame_of(kind)`.
     """
     if not pattern.asks_frame:
         return inside & pattern.holds(p, k, frame_of(0))
     held = torch.zeros(inside.shape, dtype=torch.bool)
     pair = torch.nonzero(inside.flatten())[:, 0]
     kinds = kind.expand(inside.shape).flatten()[pair]
-    if len(kinds) and kinds.min() < kinds.max():  # pairs of one kind at a time
+    if len(kinds) and kinds.min() < kinds.max():  # sorted, to evaluate pairs of one kind at a time
         kinds, order = kinds.sort(stable=True)
         pair = pair[order]
     q, key = (x.expand(inside.shape).flatten()[pair] for x in (p, k))

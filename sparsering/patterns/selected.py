@@ -1,4 +1,4 @@
-"""Key blocks chosen by content: a list of them for each row of queries."""
+"""Key blocks chosen by content: each row of queries has a list of them."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,22 +15,22 @@ from .blocks import BlockwiseMask, TensorMask
 
 @dataclass(frozen=True, repr=False, eq=False)
 class SelectedBlocks(TensorMask, BlockwiseMask):
-    """Key blocks listed in `indices[..., r, :]`, r the row of the query: what a selection returns.
+    """A query in row r sees the key blocks listed in `indices[..., r, :]`.
 
-    A row is `query_block` consecutive queries; row r holds the positions from
-    (first_row + r) * query_block on. Alone or with `Causal` it is laid out on the indices' device
-    without a host sync, where the block size is a multiple of the layout's. (Layouts of patterns
-    whose tensors are not on the CPU are never cached.)
+    A row is `query_block` consecutive queries; the positions of row r begin at
+    (first_row + r) * query_block. Alone or with `Causal` the pattern is laid out on the indices'
+    device without a host sync, where its block size is a multiple of the layout's. (Layouts of
+    patterns whose tensors are not on the CPU are never cached.)
 
     Args:
         indices: int64 [R, k], [H, R, k] or [B, H, R, k] with H = 1, Hkv or Hq, and B = 1 for all
-            batch entries; copied. Numbers outside the key blocks (-1, say) list nothing; of
-            repeated ones the first counts. `selection.select_blocks` makes them.
-        block_size: keys to a block.
-        query_block: queries to a row, a divisor of block_size; 1 = each chooses for itself, as
-            NSA, MoBA and DSA do; default block_size.
-        first_row: of all rows of the sequence, which is the first of `indices`: a decoding step
-            lists its own row alone.
+            batch entries; copied. Numbers outside the key blocks (such as -1) list nothing; a
+            repeated block counts once, the first time. `selection.select_blocks` computes them.
+        block_size: keys in a block.
+        query_block: queries in a row, a divisor of block_size; default block_size. With 1, each
+            query chooses for itself, as in NSA, MoBA and DSA.
+        first_row: number of the sequence's row with which `indices` begins: a decoding step lists
+            its own row alone.
 
     Raises: ValueError at use where rows do not cover the queries.
 
@@ -72,7 +72,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return _ListedBlocks(listed.unique_consecutive(), blocks, *rows)
 
     def slot_of_pairs(self, p: Tensor, k: Tensor, batch: int, head: int, frame: Frame) -> Tensor:
-        """Which slot of [R, k] lists the pair's block for its row, the first that does, or -1."""
+        """Flat index in [R, k] of the first slot that lists the pair's block for its row, or -1."""
         listed, slot, blocks = self._listed(batch, head, frame)
         if not len(listed):
             return p * 0 + k * 0 - 1
@@ -81,10 +81,10 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return torch.where((listed[place] == row * blocks + block) & (p >= 0), slot[place], -1)
 
     def inflation(self, queries: int, kv_len: int) -> Tensor:
-        """How many more blocks as many neighbouring queries list together than one of their rows.
+        """Ratio of the blocks that `queries` neighbouring queries list together to those of a row.
 
-        [H] or [1] of the heads of the indices: the blocks in the union of the rows of a tile of
-        `queries`, over the mean of its rows; 1 where rows agree, or are tiles. Costs O(R k).
+        [H] or [1] for the heads of the indices: the distinct blocks in a tile of `queries`, over
+        the mean of its rows; 1 where rows agree, or a row is a tile. Cost: O(R k).
         """
         blocks, rows = -(-kv_len // self.block_size), max(1, queries // self.row_size)
         chosen = self.indices.view((1,) * (4 - self.indices.dim()) + self.indices.shape)
@@ -97,9 +97,9 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return in_union.sum((0, 2)) / mean_of_rows.sum((0, 2)).clamp(min=1e-9)
 
     def _listed(self, batch: int, head: int, frame: Frame) -> tuple[Tensor, Tensor, int]:
-        """What one head of one batch entry lists, ascending by row, block and slot.
+        """Blocks that one head of one batch entry lists, ascending by row, block and slot.
 
-        Returns: row * blocks + block and slot of each, and the number of blocks.
+        Returns: row * blocks + block of each, the slot of each, and the number of blocks.
         """
         one = self.indices.dim() == 4 and len(self.indices) == 1
         chosen = self._table_of(0 if one else batch, head, frame)
@@ -129,7 +129,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _ListedBlocks(TensorMask, BlockwiseMask):
-    """What one head of one batch entry selects: row * blocks + block of each, [n], ascending."""
+    """Blocks that one head of one batch entry selects: row * blocks + block, [n], ascending."""
 
     listed: Tensor
     blocks: int
@@ -159,7 +159,7 @@ class _ListedBlocks(TensorMask, BlockwiseMask):
 
 
 def _distinct(listed: Tensor, nothing: int) -> Tensor:
-    """How many distinct blocks each last dim lists."""
+    """Number of distinct blocks along the last dim."""
     ordered = listed.sort(-1).values
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]

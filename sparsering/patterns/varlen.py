@@ -1,4 +1,4 @@
-"""Documents end to end, of as many queries and keys as you like: what `attention_varlen` lays."""
+"""The mask of `attention_varlen`: documents end to end, each with its own query and key count."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,11 +14,11 @@ from .positions import laid_inside
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Varlen(Mask):
-    """Inside each document, a pattern whose positions restart, the last query at the last key.
+    """A pattern inside each document: positions restart, and the last query is at the last key.
 
-    Document i has the query rows from sum(q_lengths[:i]) on and the keys from sum(kv_lengths[:i])
-    on; row r of its queries has position kv_lengths[i] - q_lengths[i] + r in it, key c position c.
-    Either length may be 0. Varlen of a mixture is a mixture.
+    The query rows of document i begin at sum(q_lengths[:i]), its keys at sum(kv_lengths[:i]). Its
+    query row r has position kv_lengths[i] - q_lengths[i] + r, its key c has position c. Either
+    length may be 0. Varlen of a mixture is a mixture.
     """
 
     q_lengths: tuple[int, ...]
@@ -27,7 +27,7 @@ class Varlen(Mask):
 
     def __new__(
         cls, q_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], pattern: Pattern
-    ) -> Any:  # a mixture is no Varlen
+    ) -> Any:  # a mixture gives a Mixture of Varlen
         if isinstance(pattern, Mixture):
             return Mixture(tuple(cls(q_lengths, kv_lengths, mask) for mask in pattern.branches))
         return super().__new__(cls)
@@ -110,7 +110,7 @@ class Varlen(Mask):
 
 
 def document_frame(q_len: int, kv_len: int, frame: Frame) -> Frame:
-    """A document as a whole sequence: its last query is aligned with its last key."""
+    """The frame of a document as a whole sequence, with its last query at its last key."""
     return frame._replace(q_len=q_len, kv_len=kv_len, q_start=kv_len - q_len)
 
 
