@@ -98,7 +98,7 @@ class KVCache:
             )
         check_batch(pattern, batch_size, "batch_size=")
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises early if one is missing
+        last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises where it is needed
         none = torch.zeros(len(pattern.branches), num_kv_heads, 0, dtype=torch.int64)
         rows = [Row(0, 0, none[0], none)] * batch_size
         total = own_length(pattern, max_length)
@@ -116,7 +116,7 @@ class KVCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         with torch.inference_mode(False):
-            self._clock = register(self)  # a copy must not share its steps
+            self._clock = register(self)  # a copy needs a clock of its own
 
     def __repr__(self) -> str:
         return f"<KVCache of {shortened(str(self.pattern))}: {self.kept} of {self.length} tokens>"
@@ -389,7 +389,7 @@ class KVCache:
         self._take(chosen)
 
     def repeat(self, n: int) -> None:
-        """Repeats each entry n times in place (0 0 1 1), as beam search needs."""
+        """Repeats each entry n times, copies adjacent (0 0 1 1), as beam search needs."""
         n = checked_integer("n", n, 1)
         every = torch.arange(len(self.lengths)).repeat_interleave(n)
         self._take(self._checked_index("repeat", every))

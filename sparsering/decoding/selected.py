@@ -71,7 +71,7 @@ class SelectedCache(KVCache):
         self._size, self._k = block_size, k
         self._selection: dict[str, Any] = {"block_size": block_size, "top_p": top_p}
         self._selection |= {"sink": sink, "local": local}
-        self._chosen(torch.zeros(1, min(sink + local, k + 1)))  # validates them early
+        self._chosen(torch.zeros(1, min(sink + local, k + 1)))  # validates arguments early
 
     def __repr__(self) -> str:
         return (

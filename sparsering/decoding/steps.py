@@ -66,7 +66,7 @@ def _page_over(held: Held, rows: list[Row]) -> BlockLayout:
     passes = tuple(p.to(held.keys.device) for p in made)
     if held.keys.device == _CPU:
         for p in passes:
-            _ = p.transposed_bitmaps  # builds it once, for all steps
+            _ = p.transposed_bitmaps  # builds the table once, for all steps
     slots = held.keys.shape[2]
     frame = Frame(held.page, slots, held.heads, held.kv_heads, slots - held.page)
     return BlockLayout(frame, block, passes, math.nan)
@@ -107,7 +107,7 @@ def attend_page(
     problem = Problem(
         layout, query, held.keys, held.values, scale, slots=slot, key_mask=here, **extras
     )
-    if backend == "cpu":  # the kernel writes them itself
+    if backend == "cpu":  # its kernel writes the new keys itself
         return cpu.forward(problem, (key, value, first))
     for slots, new in ((held.keys, key), (held.values, value)):
         slots.narrow(2, first, new.shape[2]).copy_(new)
@@ -245,7 +245,7 @@ class _Alike:
         results = []
         for slots, new in ((held.keys, inputs[1]), (held.values, inputs[2])):
             batch, heads, count, width = new.shape
-            result = new.new_zeros(batch, heads, length + 1, width)  # one spare, for the rest
+            result = new.new_zeros(batch, heads, length + 1, width)  # the last slot is dropped
             if row.length:
                 kept = held.in_use(slots)
                 kept = kept if self._entries is None else kept[self._entries]

@@ -184,7 +184,7 @@ class LongNetLM(nn.Module):
         ]
 
     def cache_bytes(self, caches: Sequence[KVCache]) -> tuple[int, int]:
-        """Returns the bytes of the caches, and of all keys and values so far in the weights' dtype."""
+        """Bytes of the caches, and of all keys and values so far in the weights' dtype."""
         weight = self.embedding.weight
         of_token = 2 * weight.shape[1] * weight.element_size()
         full = sum(of_token * sum(cache.lengths) for cache in caches)

@@ -115,7 +115,7 @@ class _Ranked(NamedTuple):
         scores = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
         bits = scores.view(torch.int32)
         rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ints that sort like the floats
-        rank = (rising.long() << _BLOCK_BITS) + (_LAST - block)  # unique: low block first
+        rank = (rising.long() << _BLOCK_BITS) + (_LAST - block)  # no ties: the lower block wins
         rank = torch.where(scores == -torch.inf, _NOT_CHOSEN, rank)
         rank = torch.where(forced, _FORCED - block, rank)
         best = rank.topk(min(self.k, blocks), -1).values

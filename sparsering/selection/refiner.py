@@ -212,7 +212,7 @@ class PatternRefiner:
         told = torch.tensor((self.ema, self.margin, self.swaps, self.cooldown), dtype=torch.float64)
         held = (told, self._protected, *(getattr(self, name) for name in AGREED))
         own = torch.tensor([digested(x) for x in held])
-        extremes = torch.cat((own, ~own)).to(device)  # max(~x) is ~min(x)
+        extremes = torch.cat((own, ~own)).to(device)  # max(~x) is ~min(x): one MAX gives both
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         most, least = extremes.cpu().chunk(2)
         if not torch.equal(most, ~least):

@@ -191,7 +191,7 @@ class _Looked:
         self.place = torch.nonzero(self.drawn[local] == position // size - first_row)[:, 0]
         self.row, self.position = local[self.place], position[self.place]
         heads = selected.indices.shape[-3] if selected.indices.dim() > 2 else 1
-        self.heads = max(heads, key.shape[1])  # each query head, or each kv head, has a list
+        self.heads = max(heads, key.shape[1])  # number of heads that have their own lists
         self.blocks = -(-key.shape[2] // selected.block_size)
         block = torch.arange(self.blocks, device=query.device) * selected.block_size
         seen = self.position[:, None] + 1 if causal else torch.full_like(block[:1], key.shape[2])

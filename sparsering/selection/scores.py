@@ -113,7 +113,7 @@ def scores_of(
     rows = num_rows(q_start, q_len, query_block)
     shape = (batch * kv_heads, rows, blocks)
     if not math.prod(shape) or not group:
-        nothing = query[..., :0].sum() + estimate.feature[..., :0].sum()  # 0, but keeps the graph
+        nothing = query[..., :0].sum() + estimate.feature[..., :0].sum()  # 0, but differentiable
         return estimate.feature.new_full((batch, kv_heads, rows, blocks), -torch.inf) + nothing
     # heads innermost, so that a row's queries lie together: [B * Hkv, Nq, G, D]
     every = query.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(0, 1)

@@ -87,7 +87,7 @@ class BlockSummaries:
             if self._scorer is not None:
                 pooled = feature[:, :, 0, : -(-length // size)]
                 return self._scorer.scores_of(query.to(dtype), pooled, own, start, start // size)
-            feature = feature[:, :, :, : max(length // size, 1)]  # at least one, though unseen
+            feature = feature[:, :, :, : max(length // size, 1)]  # one, even if none is whole
             scale = checked_scale(scale, query)
             if query.shape[2] == 1 and query.shape[1]:
                 return self._of_one(query.to(dtype), feature[:, :, :, : start // size], own, scale)
