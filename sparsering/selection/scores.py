@@ -266,10 +266,7 @@ def _future(span: Span, first: int, stop: int, device: torch.device) -> Tensor:
 def _shares(
     span: Span, query: Tensor, estimate: Estimate, seen: int, own: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Log shares [entries, rows, seen] of the blocks before a row's own, and of its own block.
-
-    Without `own` (not causal): the shares of all blocks, and None.
-    """
+    """Log shares: [entries, rows, seen] of past blocks (all if no `own`), and of the own block."""
     (_, n, group, _), stride = query.shape, estimate.stride
     front, present = span.offset % stride, None
     back = -(front + n) % stride
