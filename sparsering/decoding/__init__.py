@@ -1,4 +1,4 @@
-"""Decoding: a cache that keeps exactly what the pattern can still see."""
+"""Decoding: caches that keep exactly the keys that the pattern can still visit."""
 
 from .cache import KVCache
 from .selected import SelectedCache

@@ -1,4 +1,4 @@
-"""What a cache is given: batch entries by number, how many tokens of each, keys of one dtype."""
+"""Checks of a cache's arguments, and results for tokens that are padding."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from ..patterns.arguments import listed, shortened
 
 
 def checked_lengths(lengths: Tensor | Sequence[int], entries: int, most: int) -> list[int]:
-    """New tokens of each entry; ValueError where they are not that many numbers, or too large."""
+    """Returns the new tokens per entry; ValueError unless each entry has a number up to `most`."""
     new: list[int] = listed("lengths", lengths)
     fits = isinstance(new, Sequence) and len(new) == entries
     if not fits or not all(type(n) is int and 0 <= n <= most for n in new):
@@ -31,7 +31,7 @@ def check_dtype(held: torch.dtype | None, key: Tensor) -> None:
 
 
 def nothing_new(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries that are all padding."""
+    """Attention (out, lse) of queries that are all padding: zeros, and -inf."""
     out = query.new_zeros(*query.shape[:3], value_dim)
     return out, out.new_full(query.shape[:3], -torch.inf, dtype=sum_dtype(query))
 

@@ -1,4 +1,4 @@
-"""`KVCache`: keys and values of the tokens so far, as far as some later query visits them."""
+"""`KVCache`: keeps the keys and values that some later query of a pattern can still visit."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -43,22 +43,22 @@ _REFUSED = {
 
 
 class KVCache:
-    """Keys and values of the tokens so far, as far as some later query visits them.
+    """Keeps keys and values for decoding, as long as a later query of the pattern can visit them.
 
     Args:
-        pattern: of the whole sequence; what looks ahead is attended as `pattern & Causal()`.
-        batch_size, num_kv_heads, head_dim: of the keys.
+        pattern: pattern of the whole sequence; pairs that look ahead are removed (`& Causal()`).
+        batch_size, num_kv_heads, head_dim: sizes of the keys.
         num_heads: query heads, default `num_kv_heads`.
         value_dim: head dim of the values, default `head_dim`.
         max_length: most tokens of a sequence. Patterns that depend on the total length
-            (`RandomBlocks`) need it; some bring their own.
+            (`RandomBlocks`) need it; some patterns define it themselves.
         rollback: how many of the last tokens `crop` can take back.
         page_size: new tokens between two evictions, a multiple of 16 from 16 to 256.
-        dtype, device: of keys and values, default those that come first.
+        dtype, device: of the keys and values; by default, as the first ones have them.
 
-    It holds what `pattern.live_keys(length)` says (with `rollback=n`, of the last n lengths) and at
-    most a page more per head. Evicting copies what stays, once a page. Gradients do not pass
-    through it: it is for decoding, not for training.
+    It holds the keys of `pattern.live_keys(length)` (with `rollback=n`, those of the last n
+    lengths) and at most a page more per head. An eviction copies the keys that stay, once a page.
+    Gradients do not pass through the cache: it is for decoding, not for training.
 
     Raises: ValueError where arguments do not fit.
 
@@ -98,7 +98,7 @@ class KVCache:
             )
         check_batch(pattern, batch_size, "batch_size=")
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        last_visits(pattern, 0, 0, **heads, max_length=max_length)  # says what is missing
+        last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises where it is needed
         none = torch.zeros(len(pattern.branches), num_kv_heads, 0, dtype=torch.int64)
         rows = [Row(0, 0, none[0], none)] * batch_size
         total = own_length(pattern, max_length)
@@ -116,24 +116,24 @@ class KVCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         with torch.inference_mode(False):
-            self._clock = register(self)  # compiled steps of a copy are its own
+            self._clock = register(self)  # a copy needs a clock of its own
 
     def __repr__(self) -> str:
         return f"<KVCache of {shortened(str(self.pattern))}: {self.kept} of {self.length} tokens>"
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens seen, of each batch entry."""
+        """Number of tokens seen, for each batch entry."""
         return self._held.lengths
 
     @property
     def length(self) -> int:
-        """Tokens seen, of the longest entry."""
+        """Number of tokens seen by the longest entry."""
         return max(self.lengths, default=0)
 
     @property
     def _dtype(self) -> torch.dtype | None:
-        """Of keys and values; None where the first decide."""
+        """Dtype of the keys and values; None if the first keys will decide it."""
         keys = self._held.keys
         return keys.dtype if keys.shape[2] else self._asked[0]
 
@@ -144,7 +144,7 @@ class KVCache:
 
     @property
     def kept(self) -> int:
-        """Keys held, the most of any kv head and entry."""
+        """Largest number of keys that any kv head of any entry holds."""
         held = self._held
         counts = [(row.positions >= 0).sum(1) for row in held.distinct()]
         most = max((int(n.max()) for n in counts if len(n)), default=0)
@@ -152,7 +152,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Of keys, values, and their positions."""
+        """Bytes of the keys, the values, and their positions."""
         held = self._held
         tensors = [held.keys, held.values]
         tensors += [x for row in held.distinct() for x in (row.positions, row.last)]
@@ -203,22 +203,23 @@ class KVCache:
         return_lse: bool = False,
         **options: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of new tokens to all that they see, themselves too; then evicts.
+        """Attends from new tokens to all visible tokens, old and new; then evicts dead keys.
 
-        Equal to those rows of one call of `attention` on the whole sequence.
+        The result equals the same rows of one call of `attention` on the whole sequence.
 
         Args:
-            query, key, value: of as many tokens, [B, H, n, D] as `attention` has them.
-            lengths: how many tokens of each batch entry are new, the first ones of it; default all.
-                Entries then go on from lengths of their own.
-            stored: False where another rank's cache has the new tokens: they count, and are neither
-                seen nor kept here. `merge_attention` joins what the ranks see.
+            query, key, value: the new tokens, [B, H, n, D] as in `attention`.
+            lengths: number of new tokens of each batch entry, default n; further tokens of the
+                entry are padding. The lengths of entries then differ.
+            stored: False where another rank's cache stores the new tokens: they count towards the
+                length here, but are neither seen nor kept. `merge_attention` joins the results of
+                the ranks.
             return_lse: also return lse [B, Hq, n].
-            options: those of `attention` but `q_start` and `block_bias`.
+            options: those of `attention` but `q_start`, `block_bias` and `slot_bias`.
 
-        Returns: [B, Hq, n, Dv]; 0 in rows that are not new, whose lse is -inf.
+        Returns: [B, Hq, n, Dv]; rows of padding have out 0 and lse -inf.
 
-        Raises: ValueError where arguments do not fit; the cache is then as it was.
+        Raises: ValueError where arguments do not fit; the cache is then unchanged.
         """
         stored, return_lse = checked_flag("stored", stored), checked_flag("return_lse", return_lse)
         if lengths is None and stored and not options:
@@ -256,13 +257,13 @@ class KVCache:
         *,
         length: int | None = None,
     ) -> None:
-        """Takes the keys of a prompt that was attended to elsewhere, as over ranks.
+        """Stores the keys and values of a prompt whose attention ran elsewhere, as over ranks.
 
         Args:
             key, value: [B, Hkv, n, D].
-            positions: of them, [n] ascending; default 0 to n - 1.
-            length: of the prompt, default the last position + 1. Keys that are not given are on
-                other ranks.
+            positions: positions of the keys, [n] ascending; default 0 to n - 1.
+            length: length of the prompt, default the last position + 1. Keys that are not given are
+                on other ranks.
 
         Raises: ValueError where arguments do not fit, or the cache has seen tokens.
         """
@@ -294,9 +295,9 @@ class KVCache:
     def _attend_again(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """What `_attend` gives for tokens like the last ones, in the same page; None for others.
+        """Fast path of `_attend` that reuses the checks, backend and layout of an earlier step.
 
-        Nothing is then left to check, choose or lay out.
+        Returns None unless the tokens are like those of that step, and fit the same page.
         """
         held = self._held
         checked, backend = held.steps.checked
@@ -357,10 +358,10 @@ class KVCache:
         return found
 
     def crop(self, length: int) -> None:
-        """Forgets the tokens from `length` on: speculative decoding takes back what it guessed.
+        """Forgets the tokens from `length` on, as speculative decoding does with wrong guesses.
 
         Raises: ValueError where that is more than `rollback` tokens back, or beyond the length of
-            the cache; it is then as it was.
+            the cache; the cache is then unchanged.
         """
         length = checked_integer("length", length, 0)
         if len(set(self.lengths)) > 1:
@@ -378,7 +379,7 @@ class KVCache:
             self._held = self._held.cropped(length)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
-        """Entry i becomes what entry `index[i]` was, as beams do; of as many entries."""
+        """Replaces entry i by entry `index[i]`, as beam search needs; the batch size stays."""
         chosen = self._checked_index("reorder", index)
         if len(chosen) != len(self.lengths):
             raise ValueError(
@@ -388,18 +389,18 @@ class KVCache:
         self._take(chosen)
 
     def repeat(self, n: int) -> None:
-        """Each entry n times, one after another: 0 0 1 1, as beams do."""
+        """Repeats each entry n times, copies adjacent (0 0 1 1), as beam search needs."""
         n = checked_integer("n", n, 1)
         every = torch.arange(len(self.lengths)).repeat_interleave(n)
         self._take(self._checked_index("repeat", every))
 
     def select(self, index: Tensor | Sequence[int]) -> None:
-        """Keeps the entries of an index alone, in its order."""
+        """Keeps only the entries that an index lists, in its order."""
         self._take(self._checked_index("select", index))
 
     def _take(self, entries: Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            self._held = self._held.taken(entries.clone())  # which may be of inference mode
+            self._held = self._held.taken(entries.clone())  # may be an inference tensor
 
     def _checked_index(self, name: str, index: Tensor | Sequence[int]) -> Tensor:
         if self.pattern.num_batches() is not None:

@@ -1,6 +1,6 @@
-"""A step of a cache as an operator: what a compiled graph knows of it is a clock that changes.
+"""A decoding step as a torch operator, so that one compiled graph serves all lengths.
 
-So one graph does for all lengths: nothing of the cache's state is in it.
+The graph holds none of the cache's state, only its clock: a tensor that each step changes.
 """
 
 import itertools
@@ -19,14 +19,14 @@ _OPTIONS = {
 
 
 def register(cache: Any) -> Tensor:
-    """The clock of a `KVCache`, int64: its number, and the length that tells that it changed."""
+    """Returns the clock of a `KVCache`, int64: its number, and its length, which steps change."""
     number = next(_NUMBERS)
     _CACHES[number] = cache
     return torch.tensor([number, 0])
 
 
 def spelt(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a call as an operator takes them; TypeError for one that there is not."""
+    """Options of a call in the types of the operator; TypeError for an unknown option."""
     if unknown := options.keys() - _OPTIONS:
         raise TypeError(f"attend has no option {', '.join(sorted(unknown))}")
     seed = options.get("dropout_seed")
@@ -48,7 +48,7 @@ def attend_op(
     dropout_seed: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """A step of the cache that a clock belongs to: in a compiled graph, whatever its length."""
+    """Runs a step of the cache that the clock belongs to; traces as one opaque operator."""
     options = {
         "scale": scale,
         "block_size": block_size,

@@ -1,7 +1,7 @@
-"""What a cache holds: keys and values in slots, whose positions they are, and how long they live.
+"""State of a cache: keys and values in slots, their positions, and the last query to visit each.
 
-Slots are those of what was kept at the last eviction, then a page of room for the tokens since:
-token i of them lies in slot i of the page, in every batch entry and head.
+The first slots hold the keys that the last eviction kept. A page of slots for newer tokens follows:
+the i-th newer token lies in slot i of the page, in every batch entry and head.
 """
 
 import itertools
@@ -20,21 +20,21 @@ from ..patterns.algebra import And, Frame, Mask, Pattern
 from ..patterns.positions import Causal
 from ..selection.summaries import BlockSummaries
 
-_LIFETIMES = 1024  # tokens whose last visits are found at a time
-_POSITION_BITS, _MOST_TOLD = 40, 20  # of a rank: together no more than 62
+_LIFETIMES = 1024  # tokens whose last visits are computed at a time
+_POSITION_BITS, _MOST_TOLD = 40, 20  # bits of a sort key: at most 62 together, to fit an int64
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """What a batch entry keeps; entries that are alike share one.
+    """Keys that a batch entry keeps; entries with equal histories share one Row.
 
     Attributes:
         length: tokens seen.
-        base: of them at the last eviction.
-        positions: [Hkv, slots] of the keys that were kept, -1 in slots of none.
-        last: [branches, Hkv, slots] the last query of each branch that visits each.
-        exact: whether that is all that was live, as it is for any cache of this pattern and length.
-        oldest: the least length that it can be cropped to.
+        base: tokens seen at the last eviction.
+        positions: [Hkv, slots] positions of the kept keys, -1 in empty slots.
+        last: [branches, Hkv, slots] the last query of each branch that visits the key.
+        exact: whether these are all live keys, so that pattern and length alone determine them.
+        oldest: the least length that the entry can be cropped to.
     """
 
     length: int
@@ -52,12 +52,12 @@ class Row:
         return replace(self, length=length, base=length, positions=positions, exact=False)
 
     def positions_with(self, count: int) -> Tensor:
-        """[Hkv, slots + count] positions, with those of tokens since the last eviction."""
+        """Positions [Hkv, slots + count] of kept keys and of `count` tokens since the eviction."""
         new = torch.arange(self.base, self.base + count).expand(len(self.positions), -1)
         return torch.cat((self.positions, new), 1)
 
     def live_with(self, count: int) -> Tensor:
-        """[branches, Hkv, slots + count] which of them a query of a branch may still visit."""
+        """Mask [branches, Hkv, slots + count] of keys that the branch may still visit."""
         return torch.nn.functional.pad(self.last >= self.base, (0, count), value=True)
 
 
@@ -66,9 +66,9 @@ class Steps:
     """Results that the steps of one page share.
 
     Attributes:
-        layouts: of the page's queries, by how many they are.
+        layouts: layouts of the page's queries, by number of new tokens.
         checked: description of the tokens of a step without options, and the backend it ran on.
-        written: the page's slots below it may hold tokens: those that count, cropped ones, and
+        written: number of the page's slots that may hold data: valid tokens, cropped ones, and
             those of steps that raised.
     """
 
@@ -79,23 +79,23 @@ class Steps:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """The state of a `KVCache`, which changes by being replaced: a step is whole, or not done.
+    """State of a `KVCache`. A step replaces it as a whole, so that a failed step changes nothing.
 
-    Steps write in place to slots of the page that do not count yet, and to `steps`.
+    Steps only write in place to `steps`, and to slots of the page that are not in use yet.
 
     Attributes:
-        pattern: causal.
-        heads, kv_heads: of query, and of key and value.
-        total: tokens of a whole sequence, None where any number may come.
-        rollback, page: as `KVCache` has them.
-        rows: of each batch entry.
+        pattern: the pattern, made causal.
+        heads, kv_heads: number of query heads, and of key and value heads.
+        total: most tokens of a sequence (`max_length`, or the pattern's own), None for no limit.
+        rollback, page: `rollback` and `page_size` of `KVCache`.
+        rows: the `Row` of each batch entry.
         keys, values: [B, Hkv, slots, D]; no slots before the first token.
         since: tokens since the last eviction.
-        limit: of them, at which the next one is due: a page, or fewer where much dies at once in an
-            entry that holds as much as any, for that alone frees memory.
-        elsewhere: positions of the tokens since that others store: they count, and are not here.
-        summaries: of a `SelectedCache`, of blocks up to the length at least.
-        steps: of this page.
+        limit: value of `since` at which the next eviction is due: a page, or less where many keys
+            die at once in the entries with most keys, as only these free memory.
+        elsewhere: positions of tokens since the last eviction that other ranks store.
+        summaries: block summaries of a `SelectedCache`, for blocks up to the length at least.
+        steps: results that the steps of this page share.
     """
 
     pattern: Pattern
@@ -119,32 +119,32 @@ class Held:
 
     @property
     def room(self) -> int:
-        """The first slot of the page."""
+        """Index of the first slot of the page."""
         return self.keys.shape[2] - self.page
 
     def distinct(self) -> list[Row]:
         return list({id(row): row for row in self.rows}.values())
 
     def frame(self, queries: int, first: int) -> Frame:
-        """Of some queries; of the whole sequence where it is known, which has them all."""
+        """Frame of some queries; if the total length is known, that of the whole sequence."""
         if self.total is not None:
             return Frame(self.total, self.total, self.heads, self.kv_heads, 0)
         return Frame(queries, first + queries, self.heads, self.kv_heads, first)
 
     def in_use(self, slots: Tensor) -> Tensor:
-        """The slots of `keys` or `values` that hold something, or did."""
+        """Slots of `keys` or `values` without the unused rest of the page."""
         return slots[:, :, : self.room + self.since] if slots.shape[2] else slots
 
     def changed(self, **changes: Any) -> "Held":
-        """Returns a copy with other attributes; each step makes one, and `replace` is slower."""
+        """Returns a copy with changed attributes; faster than `replace`, as each step needs one."""
         other = object.__new__(Held)
         vars(other).update(vars(self), **changes)
         return other
 
     def clear_after(self, since: int) -> None:
-        """Zeroes the page's slots behind those that a step is about to fill, up to `since`.
+        """Zeroes the used slots of the page from `since` on, behind those that a step will fill.
 
-        The step's queries do not see them, but a mask does not stop NaN and infinities.
+        The step's queries do not see them, but masked NaN and infinities would still spread.
         """
         if (written := self.steps.written) > since:
             for slots in (self.keys, self.values):
@@ -152,7 +152,7 @@ class Held:
         self.steps.written = since
 
     def advanced(self, new: list[int], since: int) -> "Held":
-        """Returns the state with `new` more tokens of each entry, and `since` in the page."""
+        """Returns the state after `new` more tokens of each entry, with `since` in the page."""
         made: dict[tuple[int, int], Row] = {}
         rows = []
         for row, n in zip(self.rows, new, strict=True):
@@ -174,13 +174,13 @@ class Held:
         return held.evicted() if past else held
 
     def loaded(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> "Held":
-        """Returns the state after a prompt that was attended to elsewhere, with keys at [n]."""
+        """Returns the state after a prompt that ran elsewhere; `positions` [n] of its keys."""
         last = self._last_visits(0, length)[..., positions]
         row = Row(length, length, positions.expand(self.kv_heads, -1), last, exact=False)
         return self.changed(rows=[row] * len(self.rows)).evicted(key, value)
 
     def taken(self, entries: Tensor) -> "Held":
-        """Returns the state of some of its entries."""
+        """Returns the state of some batch entries."""
         keys, values = (
             x.index_select(0, entries.to(x.device)) if x.shape[2] else x
             for x in (self.keys, self.values)
@@ -193,10 +193,10 @@ class Held:
         return self.changed(**changed, steps=Steps(written=self.steps.written))
 
     def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "Held":
-        """Returns the state with the keys that some later query visits, and room for a page.
+        """Returns the state with the keys that later queries visit, and room for a page.
 
-        `key`, `value`: the last tokens [B, Hkv, n, D], where they are not in the page; entries that
-        have fewer of them have the first ones.
+        `key`, `value`: the last tokens [B, Hkv, n, D], if they are not in the page; an entry with
+        fewer new tokens has them first.
         """
         found = {id(row): self._survivors(row) for row in self.distinct()}
         most = max((slots.shape[1] for _, slots in found.values()), default=0)
@@ -229,7 +229,7 @@ class Held:
         return torch.cat((used, new), 2) if used.shape[2] else new
 
     def _survivors(self, row: Row) -> tuple[Row, Tensor]:
-        """(the row without what is dead, the slot of each key that stays [Hkv, kept] or -1)."""
+        """Returns the row without dead keys, and the slot [Hkv, kept] of each kept key or -1."""
         positions = row.positions_with(row.length - row.base)
         last = torch.cat((row.last, self._last_visits(row.base, row.length)), 2)
         oldest = max(row.oldest, row.length - self.rollback)
@@ -245,27 +245,27 @@ class Held:
         return Row(row.length, row.length, positions, last, exact, oldest), slot
 
     def _order(self, positions: Tensor, last: Tensor, alive: Tensor, length: int) -> Tensor:
-        """[Hkv, slots] by which slots are put: the dead come last.
+        """Order [Hkv, slots] in which slots are kept; dead ones come last.
 
-        Keys that the same branches will visit come together: a branch then has tiles of its own.
+        Keys that the same branches will visit lie together, so that a branch skips whole tiles.
         """
         if len(last) == 1:
             return (~alive).to(torch.int8).argsort(dim=1, stable=True)
         told = last[
             :_MOST_TOLD
-        ]  # branches beyond those tell nothing: a rank must stay below FOREVER
+        ]  # branches beyond these are ignored, so that a sort key stays below FOREVER
         kind = ((told >= length).long() << torch.arange(len(told))[:, None, None]).sum(0)
         rank = (kind << _POSITION_BITS) + positions
         return torch.where(alive, rank, FOREVER).argsort(dim=1)
 
     def _limit(self, row: Row) -> int:
-        """After how many tokens more than a page of an entry's keys is dead, at most a page.
+        """Number of tokens, at most a page, after which more than a page of a row's keys is dead.
 
-        No fewer than an eighth of a page: at the end of a segment heads lose theirs one by one.
+        At least an eighth of a page: at the end of a segment, heads lose their keys one by one.
         """
         end = row.base + self.page
         new = self._last_visits(row.base, end if self.total is None else min(end, self.total))
-        born = torch.arange(1, new.shape[2] + 1)  # counted from the base, as all here
+        born = torch.arange(1, new.shape[2] + 1)  # counted from the base, like `dies`
         old = torch.where(row.positions < 0, end, row.last.amax(0))
         last = torch.cat((old, new.amax(0)), 1)
         dies = torch.where(last < 0, 0, last - row.base + self.rollback + 1)
@@ -277,7 +277,7 @@ class Held:
         return max(int(due[0]), self.page // 8) if len(due) else self.page
 
     def _last_visits(self, start: int, stop: int) -> Tensor:
-        """[branches, Hkv, stop - start] the last query of each branch that visits each key."""
+        """Last query [branches, Hkv, stop - start] of each branch that visits each key."""
         parts = [torch.zeros(len(self.pattern.branches), self.kv_heads, 0, dtype=torch.int64)]
         while start < stop:
             first = start // _LIFETIMES * _LIFETIMES
@@ -288,7 +288,7 @@ class Held:
         return torch.cat(parts, 2)
 
     def _lifetimes(self, start: int, stop: int) -> Tensor:
-        """The same, kept for all caches of the pattern."""
+        """Last visits of the keys from start to stop, shared by all caches of the pattern."""
         heads = {"num_heads": self.heads, "num_kv_heads": self.kv_heads}
         key = (self.pattern, self.heads, self.kv_heads, self.total, start, stop, "last visits")
 
@@ -313,7 +313,7 @@ class _Lifetimes:
 
 
 def _count(row: Row) -> int:
-    """Keys that a row holds, the most of any head."""
+    """Largest number of keys that any head of a row holds."""
     return int((row.positions >= 0).sum(1).max()) if row.positions.numel() else 0
 
 
@@ -326,9 +326,9 @@ def _widened(row: Row, slots: int) -> Row:
 
 
 def _gathered(source: Tensor, slots: Tensor, room: int) -> Tensor:
-    """Returns [B, Hkv, kept + room, D]: slots [B or 1, Hkv, kept] of a source, then zeros.
+    """Gathers slots [B or 1, Hkv, kept] of a source, then zeros: [B, Hkv, kept + room, D].
 
-    Slots of -1, which come last, give zeros too: their keys are masked, and may not be NaN.
+    Slots of -1, which come last, give zeros too: their keys are masked, but must not be NaN.
     """
     (batch, heads, _, width), kept = source.shape, slots.shape[2]
     result = source.new_empty(batch, heads, kept + room, width)
@@ -344,7 +344,7 @@ def _gathered(source: Tensor, slots: Tensor, room: int) -> Tensor:
 
 
 def looking_back(pattern: Pattern) -> Pattern:
-    """The pattern under `Causal()`; itself where every branch says that it is."""
+    """Returns `pattern & Causal()`, or the pattern itself if all its branches contain that mask."""
     for branch in pattern.branches:
         if Causal() not in (branch.masks if isinstance(branch, And) else (branch,)):
             return cast(Mask, pattern) & Causal()

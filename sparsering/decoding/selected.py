@@ -1,4 +1,4 @@
-"""`SelectedCache`: each new token attends to the blocks of earlier ones that it chooses."""
+"""`SelectedCache`: each new token attends to the blocks of earlier tokens that it chooses."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -20,24 +20,24 @@ from .held import Held
 
 
 class SelectedCache(KVCache):
-    """A `KVCache` whose tokens see k blocks of keys, chosen by their scores as they come.
+    """A `KVCache` in which each new token scores all blocks of keys and sees the best k of them.
 
-    A token appends its key, scores all blocks by summaries of their keys, selects k of them and
-    attends to these exactly: `block_scores`, `select_blocks` and `attention` on the whole sequence,
-    with rows of one query. All keys are kept. Scores may be learned: `method=scorer`, a trained
-    `BlockScorer` of rows of one.
+    A step appends the token's key, scores all blocks by summaries of their keys, selects k of them
+    and attends to these exactly. The result equals `block_scores`, `select_blocks` and `attention`
+    on the whole sequence with rows of one query. All keys are kept. Scores may be learned: pass
+    `method=scorer`, a trained `BlockScorer` with query_block=1.
 
     Args:
-        batch_size, num_kv_heads, head_dim: of the keys.
+        batch_size, num_kv_heads, head_dim: sizes of the keys.
         k: blocks that a token sees, `sink` and `local` ones included.
-        block_size, method, parts: as `BlockSummaries` has them.
-        top_p, sink, local: as `select_blocks` has them.
+        block_size, method, parts: as in `BlockSummaries`.
+        top_p, sink, local: as in `select_blocks`.
         options: those of `KVCache`.
 
     Raises: ValueError where arguments do not fit.
 
-    Cost: a step reads the summaries, parts / block_size of the keys' memory ("sub"; as much in
-        float32), and k blocks.
+    Cost: a step reads k blocks and the summaries. For "sub" these are parts / block_size as many
+        numbers as the keys, in float32.
 
     Example:
         >>> cache = SelectedCache(1, 2, 64, k=64, num_heads=8)
@@ -71,7 +71,7 @@ class SelectedCache(KVCache):
         self._size, self._k = block_size, k
         self._selection: dict[str, Any] = {"block_size": block_size, "top_p": top_p}
         self._selection |= {"sink": sink, "local": local}
-        self._chosen(torch.zeros(1, min(sink + local, k + 1)))  # says what does not fit
+        self._chosen(torch.zeros(1, min(sink + local, k + 1)))  # validates arguments early
 
     def __repr__(self) -> str:
         return (
@@ -81,17 +81,17 @@ class SelectedCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """Of keys, values, their positions and the summaries of blocks."""
+        """Bytes of the keys, the values, their positions and the block summaries."""
         return super().nbytes + self._summaries.nbytes
 
     def _chosen(self, scores: Tensor, q_start: int = 0) -> Tensor:
-        """The blocks that rows of scores choose, as this cache does."""
+        """Selects blocks by rows of scores, with this cache's k, sink, local and top_p."""
         return select_blocks(scores, self._k, q_start=q_start, **self._selection)
 
     def _attend_again(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        return None  # each step has a layout of its own
+        return None  # no fast path: each step chooses other blocks
 
     def _attend(
         self,
@@ -123,7 +123,7 @@ class SelectedCache(KVCache):
             _with(held, slots, x, paged) for slots, x in ((held.keys, key), (held.values, value))
         )
         summaries = self._summaries
-        summaries.crop(begin)  # to those of no step that was not done
+        summaries.crop(begin)  # drops blocks of a step that failed
         scores = summaries.scores(query, keys, scale=options.get("scale"))
         chosen = self._chosen(scores, begin)
         pattern = SelectedBlocks(chosen, self._size, 1, begin) & Causal()
@@ -146,7 +146,7 @@ class SelectedCache(KVCache):
         *,
         length: int | None = None,
     ) -> None:
-        """Takes the keys of a prompt, all of them, that was attended to elsewhere."""
+        """Stores the keys and values of a whole prompt whose attention ran elsewhere."""
         check_tensor("key", key, "[batch, heads, tokens, head dim]")
         if positions is not None or length not in (None, *key.shape[2:3]):
             raise ValueError(
@@ -157,7 +157,7 @@ class SelectedCache(KVCache):
 
 
 def _with(held: Held, slots: Tensor, new: Tensor, paged: bool) -> Tensor:
-    """All keys, or values, in order: new ones are put into the page where they fit it."""
+    """All keys, or values, in order; writes the new ones into the page if they fit it."""
     used = held.in_use(slots)
     if not paged:
         return torch.cat((used, new), 2) if used.shape[2] else new

@@ -1,8 +1,8 @@
-"""What new tokens see: over the slots of a page as it is laid out, or over spans of positions.
+"""Attention of new tokens to a cache: over the slots of a page, or over spans of positions.
 
-A page's queries are laid out at once over all slots, kept ones and those of the page; tokens that
-fit it are computed where keys lie. All else, prompts and extras that go by positions, is computed
-over the spans of positions that it visits, to which keys are copied.
+One layout serves all queries of a page, over all slots: kept ones and those of the page. Tokens
+that fit the page attend to keys in place. All else, prompts and extras that depend on positions,
+copies keys into the spans of positions that it visits.
 """
 
 import math
@@ -27,14 +27,14 @@ from ..patterns.algebra import Frame, Mask
 from ..patterns.keys import KeyMask
 from .held import Held, Row
 
-_BY_POSITION = ("distance_bias", "dropout_p")  # extras that ask where a key is
+_BY_POSITION = ("distance_bias", "dropout_p")  # extras that depend on key positions
 _CPU = torch.device("cpu")
 
 Options = Mapping[str, Any]
 
 
 def fits_page(held: Held, backend: str, new: list[int], extras: Options) -> bool:
-    """Whether the new tokens of all entries are a page's, and nothing asks where keys are."""
+    """Whether all entries have equally many new tokens, and the page can serve this call."""
     return (
         len(set(new)) == 1
         and held.keys.shape[2] > 0
@@ -46,7 +46,7 @@ def fits_page(held: Held, backend: str, new: list[int], extras: Options) -> bool
 
 
 def _page_layout(held: Held) -> BlockLayout:
-    """The queries of the page over all slots; entries that are alike share tables."""
+    """Layout of the page's queries over all slots; entries with equal histories share tables."""
     rows = held.distinct() if len(held.distinct()) == 1 else held.rows
     slots, row = held.keys.shape[2], rows[0]
     if len(rows) > 1 or not row.exact:
@@ -66,14 +66,14 @@ def _page_over(held: Held, rows: list[Row]) -> BlockLayout:
     passes = tuple(p.to(held.keys.device) for p in made)
     if held.keys.device == _CPU:
         for p in passes:
-            _ = p.transposed_bitmaps  # once, for all steps
+            _ = p.transposed_bitmaps  # builds the table once, for all steps
     slots = held.keys.shape[2]
     frame = Frame(held.page, slots, held.heads, held.kv_heads, slots - held.page)
     return BlockLayout(frame, block, passes, math.nan)
 
 
 def laid_page(held: Held, queries: int) -> BlockLayout:
-    """Returns the page's layout for that many of its queries, and keeps it for later steps."""
+    """Returns the page's layout for a number of queries, and stores it for later steps."""
     laid = held.steps.layouts
     if held.page not in laid:
         laid[held.page] = _page_layout(held)
@@ -94,7 +94,7 @@ def attend_page(
     scale: float,
     extras: Options,
 ) -> tuple[Tensor, Tensor]:
-    """Puts the new keys into their slots, and attends to all; `layout` is of as many queries."""
+    """Writes the new keys into their slots and attends; `layout` is for this number of queries."""
     query, key, value = inputs
     first = held.room + held.since
     held.clear_after(held.since + query.shape[2])
@@ -107,7 +107,7 @@ def attend_page(
     problem = Problem(
         layout, query, held.keys, held.values, scale, slots=slot, key_mask=here, **extras
     )
-    if backend == "cpu":  # which puts them there on its way
+    if backend == "cpu":  # its kernel writes the new keys itself
         return cpu.forward(problem, (key, value, first))
     for slots, new in ((held.keys, key), (held.values, value)):
         slots.narrow(2, first, new.shape[2]).copy_(new)
@@ -122,7 +122,7 @@ def attend_spans(
     call: Options,
     extras: Options,
 ) -> tuple[Tensor, Tensor]:
-    """Of entries with `new` of the tokens each; those that are alike at a time."""
+    """Attends from `new` tokens of each entry over spans, one group of equal entries at a time."""
     groups: dict[tuple[int, int], list[int]] = {}
     for entry, (row, n) in enumerate(zip(held.rows, new, strict=True)):
         groups.setdefault((id(row), n), []).append(entry)
@@ -146,7 +146,7 @@ def attend_spans(
 
 
 def _runs_spans(held: Held, backend: str) -> bool:
-    """Whether a backend runs layouts, and leaves out keys of spans that are not here."""
+    """Whether a backend runs layouts, and can mask the keys of spans that are not stored here."""
     found = BACKENDS[backend]
     here = not held.elsewhere and all(row.exact for row in held.distinct())
     return found.forward is not None and (here or "key_mask" in found.extras)
@@ -155,7 +155,7 @@ def _runs_spans(held: Held, backend: str) -> bool:
 def of_first(
     queries: int, inputs: Sequence[Tensor], extras: Options
 ) -> tuple[Sequence[Tensor], Options]:
-    """Takes the first of the new tokens: inputs and extras without those behind."""
+    """Returns the inputs and extras of the first `queries` new tokens."""
     sink = extras["sink"]
     if sink is not None and sink.shape[2] > 1:
         extras = {**extras, "sink": sink[:, :, :queries]}
@@ -165,13 +165,13 @@ def of_first(
 def _of_entries(
     entries: Tensor, inputs: Sequence[Tensor], extras: Options
 ) -> tuple[Sequence[Tensor], Options]:
-    """Takes some batch entries: their inputs and extras."""
+    """Returns the inputs and extras of some batch entries."""
     of_extras = {name: x[entries] if isinstance(x, Tensor) else x for name, x in extras.items()}
     return [x[entries] for x in inputs], of_extras
 
 
 class _Alike:
-    """Batch entries that share a row; `entries` are their numbers, None for all."""
+    """Batch entries that share a `Row`; `entries` are their numbers, None for all."""
 
     def __init__(self, held: Held, row: Row, entries: Tensor | None) -> None:
         self._held, self._row, self._entries = held, row, entries
@@ -204,9 +204,9 @@ class _Alike:
         return _run(backend, problem)
 
     def _here(self, new: int, spanned: Spanned) -> Tensor | None:
-        """[1, tokens] which positions of the spans other ranks do not have; None for all.
+        """Mask [1, tokens] of the spans' positions whose keys are stored here; None for all.
 
-        What is dead for one head, and not for others, that head does not visit.
+        One mask serves all heads: a head does not visit keys that are dead for it alone.
         """
         held, row = self._held, self._row
         if row.exact and not held.elsewhere:
@@ -220,7 +220,7 @@ class _Alike:
     def _layout(
         self, queries: int, frame: Frame, block_size: int | None
     ) -> tuple[BlockLayout, tuple[int, ...]]:
-        """Of the new queries, and the slots of a `Problem`."""
+        """Layout of the new queries, and the `slots` of its `Problem`."""
         pattern, begin = self._held.pattern, self._row.length
         size = default_block_size(pattern, frame.kv_len) if block_size is None else block_size
         if self._held.total is None:
@@ -238,14 +238,14 @@ class _Alike:
         return layout_cache.keep(key, build), ()
 
     def _spread(self, inputs: Sequence[Tensor], spanned: Spanned) -> list[Tensor]:
-        """Kept and new keys, and values, where a layout's spans have them: [b, Hkv, tokens, D]."""
+        """Copies kept and new keys, and values, into a layout's spans: [b, Hkv, tokens, D]."""
         held, row, length = self._held, self._row, spanned.length
         positions = row.positions_with(held.since)
         place = torch.where(positions < 0, length, spanned.place_of(positions.clamp(min=0)))
         results = []
         for slots, new in ((held.keys, inputs[1]), (held.values, inputs[2])):
             batch, heads, count, width = new.shape
-            result = new.new_zeros(batch, heads, length + 1, width)  # with one for the rest
+            result = new.new_zeros(batch, heads, length + 1, width)  # the last slot is dropped
             if row.length:
                 kept = held.in_use(slots)
                 kept = kept if self._entries is None else kept[self._entries]
@@ -264,12 +264,12 @@ class _Alike:
         call: Options,
         extras: Options,
     ) -> tuple[Tensor, Tensor]:
-        """On a backend without layouts: over all positions, with zeros for what is evicted."""
+        """Attends over all positions, evicted keys as zeros, on a backend without layouts."""
         query, begin, pattern = inputs[0], self._row.length, self._held.pattern
         begins, ends = torch.zeros(1, dtype=torch.int64), torch.full((1,), frame.kv_len)
         everything = Spanned(BlockLayout(frame, 128, (), math.nan), begins, ends)
         keys, values = self._spread(inputs, everything)
-        n, first = query.shape[2], begin - frame.q_start  # of the frame's queries, the new ones
+        n, first = query.shape[2], begin - frame.q_start  # place of the new queries in the frame
         every = torch.nn.functional.pad(query, (0, 0, first, frame.q_len - first - n))
         extras, sink = dict(extras), extras["sink"]
         if sink is not None and sink.shape[2] > 1:

@@ -1,10 +1,10 @@
-"""An encoder of long sequences of vectors, as slides of tiles and genomes of windows are.
+"""Encoder for long sequences of vectors, such as the tiles of a slide or windows of a genome.
 
     model = LongNetEncoder(LongNet((1024, 4096), (1, 4)), in_width=1536, width=768, axes=2)
     states = model(tiles, coordinates)             # [B, N, 1536], [B, N, 2] -> [B, 1 + N, 768]
     slide = states[:, 0]                           # what the class token has seen
 
-The blocks are those of `LongNetLM`; every token sees what the pattern says, before and after it.
+The blocks are those of `LongNetLM`; tokens attend in both directions, as the pattern says.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from ..patterns.arguments import checked_flag, checked_integer, checked_number
 
 
 class LongNetEncoder(nn.Module):
-    """Maps vectors to vectors that have seen one another, over any pattern.
+    """Encodes sequences of vectors with a transformer whose attention follows any pattern.
 
     Args:
-        pattern: over the whole sequence, in which a class token is token 0.
+        pattern: pattern over the whole sequence, in which a class token is token 0.
         in_width: channels of the input, which a linear layer maps to width; default width, and no
             layer.
         width: channels of the residual stream; a multiple of num_heads, with a head dim that is a
@@ -35,10 +35,10 @@ class LongNetEncoder(nn.Module):
         num_layers, num_heads: transformer blocks, and attention heads in each.
         mlp_ratio: MLP channels per channel of width.
         class_token: put a learned token before all others.
-        axes: 1 where tokens stand in a line, 2 where they stand on a grid: rotary positions then
-            turn half of the channels by row and half by column.
-        drop_path: stochastic depth while training: share of batch entries that the last block's
-            attention, and its MLP, leave as they are; blocks before it rise to that from 0.
+        axes: 1 for tokens in a line, 2 for tokens on a grid: rotary positions then rotate half of
+            the channels by row and half by column.
+        drop_path: stochastic depth while training: share of batch entries that skip the last
+            block's attention, and its MLP. In earlier blocks the share rises linearly from 0.
         rope_base: wavelengths of the rotary positions run from 2 pi to about 2 pi rope_base.
         checkpoint_layers: keep only each block's input for backward and run the block again there.
 
@@ -111,21 +111,21 @@ class LongNetEncoder(nn.Module):
 
         Args:
             x: [B, N, in_width].
-            coordinates: where the tokens stand, [N] or [B, N], with axes=2 [N, 2] or [B, N, 2], in
-                steps of the grid; scores see differences of them. Default, of one axis, is their
-                place in the sequence. The class token stands at 0.
-            attend: maps (query, key, value), each [B, H, N, D], to [B, H, N, D], in all blocks or
-                one for each; default: the model's pattern.
+            coordinates: positions of the tokens, [N] or [B, N], with axes=2 [N, 2] or [B, N, 2], in
+                steps of the grid; scores depend on differences of them. With one axis the default
+                is the place in the sequence. The class token is at 0.
+            attend: maps (query, key, value), each [B, H, N, D], to [B, H, N, D]; one for all blocks
+                or one for each; default: the model's pattern.
             positions: int64 [N], for a part of a sequence: where the tokens stand in the sequence
-                that `attend` sees. The class token's place is then among them on the one rank that
-                has position 0, and what x and coordinates have there is not read.
-            all_layer_embed: also return what was there before each block.
+                that `attend` sees. The one rank that has position 0 then has the class token's
+                place in x; x and coordinates are not read there.
+            all_layer_embed: also return the states before each block.
 
         Returns: the normalised residual stream [B, 1 + N, width], the class token first ([B, N,
-            width] without one, and where positions are given); with `all_layer_embed` a list of
-            num_layers + 1 of them, the last is what is returned without.
+            width] without one, and where positions are given). With `all_layer_embed`, a list of
+            num_layers + 1 of them, whose last is the usual result.
 
-        Cost: with `all_layer_embed` memory for all of them.
+        Cost: with `all_layer_embed`, memory for all of them.
         """
         x, place = self._placed(x, coordinates, positions)
         cos, sin = self._turns(place, x.device)
@@ -145,7 +145,7 @@ class LongNetEncoder(nn.Module):
     def _placed(
         self, x: Tensor, coordinates: Tensor | None, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [B, N, width] with the class token among them, and coordinates [.., N, axes]."""
+        """Tokens [B, N, width] with the class token, and their coordinates [.., N, axes]."""
         width = self.norm.weight.shape[0] if self.project is None else self.project.in_features
         check_tensor("x", x, f"[B, N, {width}]")
         if x.dim() != 3 or x.shape[2] != width or not x.is_floating_point():
@@ -167,11 +167,11 @@ class LongNetEncoder(nn.Module):
             x = self._projected(x)
             return torch.cat((first.expand(B, 1, -1), x), 1), F.pad(place, (0, 0, 1, 0))
         here = (positions.to(x.device) == 0)[:, None]
-        x = self._projected(torch.where(here, 0.0, x))  # gradients would be NaN by a NaN
+        x = self._projected(torch.where(here, 0.0, x))  # a NaN there would spread to gradients
         return torch.where(here, first, x), torch.where(here, 0.0, place)
 
     def _projected(self, x: Tensor) -> Tensor:
-        """The residual stream in the parameters' dtype, under autocast too."""
+        """Maps x to the residual stream, in the parameters' dtype even under autocast."""
         x = x if self.project is None else self.project(x)
         return x.to(self.norm.weight.dtype)
 
@@ -196,7 +196,7 @@ class LongNetEncoder(nn.Module):
         return place if of_token else place[..., None]
 
     def _turns(self, place: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [N, D / 2] or [B, 1, N, D / 2]; each axis turns its part of channels."""
+        """Cosine and sine [N, D / 2] or [B, 1, N, D / 2]; each axis has its share of channels."""
         head_dim = self.norm.weight.shape[0] // self.num_heads
         place = place if place.dim() == 2 else place[:, None]  # the same for all heads
         tables = [
@@ -207,10 +207,10 @@ class LongNetEncoder(nn.Module):
         return cos, sin
 
     def _shares(self, x: Tensor) -> list[Tensor | None]:
-        """[2, B] for each block, what its parts are multiplied by; None where none is dropped."""
+        """Factors [2, B] of each block's attention and MLP; None where none is dropped."""
         depth = len(self.blocks)
         if not self.training or not self.drop_path:
             return [None] * depth
         rate = torch.linspace(0, self.drop_path, depth)[:, None, None]
-        kept = torch.rand(depth, 2, len(x)) >= rate  # on the CPU: alike on ranks seeded alike
+        kept = torch.rand(depth, 2, len(x)) >= rate  # on the CPU: one seed, one draw on all ranks
         return list((kept / (1 - rate)).to(x.device, x.dtype))

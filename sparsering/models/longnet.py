@@ -38,7 +38,7 @@ READOUT_TOKENS = 4096  # logits exist for this many tokens at a time
 
 
 def dense_causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Equals `attention(query, key, value, Causal())`, by torch's own dense kernel; to compare."""
+    """Computes `attention(query, key, value, Causal())` by torch's dense kernel, as a baseline."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
@@ -46,7 +46,7 @@ class LongNetLM(nn.Module):
     """Predicts each byte from the bytes before it.
 
     Args:
-        pattern: any pattern; pairs that look ahead are taken out (`& Causal()`).
+        pattern: any pattern; pairs that look ahead are removed (`& Causal()`).
         width: channels of the residual stream; a multiple of num_heads, with an even head dim.
         num_layers, num_heads: transformer blocks, and attention heads in each.
         mlp_ratio: MLP channels per channel of width.
@@ -102,8 +102,8 @@ class LongNetLM(nn.Module):
 
         Args:
             tokens: int64 [B, N].
-            attend: maps (query, key, value), each [B, H, N, D], to [B, H, N, D], in all blocks or
-                one for each; default: the model's pattern.
+            attend: maps (query, key, value), each [B, H, N, D], to [B, H, N, D]; one for all blocks
+                or one for each; default: the model's pattern.
 
         Returns: logits [B, N, vocab_size]; those at position i depend on tokens 0..i alone.
         """
@@ -116,7 +116,7 @@ class LongNetLM(nn.Module):
         attend: Attend | Sequence[Attend] | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """The normalised residual stream [B, N, width] that the logits are read from.
+        """Returns the normalised residual stream [B, N, width] from which logits are computed.
 
         Args:
             tokens, attend: as `forward`.
@@ -152,8 +152,8 @@ class LongNetLM(nn.Module):
             tokens, targets: int64 [B, N]; `targets[b, i]` is the byte after `tokens[b, i]`.
             attend: as `forward`.
             positions: as `hidden`.
-            num_targets: what the sum is divided by; default all of `targets`. A rank that has a
-                part of a step's targets passes the number of all, and the parts add up to the mean.
+            num_targets: divisor of the sum, default the size of `targets`. A rank that has a part
+                of a step's targets passes the number of all, so that losses add up to the mean.
 
         Cost: READOUT_TOKENS x vocab_size logits at a time; backward computes them again.
         """
@@ -168,12 +168,12 @@ class LongNetLM(nn.Module):
         return torch.stack(sums).sum() / (num_targets or targets.numel())
 
     def caches(self, batch_size: int = 1, *, max_length: int | None = None) -> list[KVCache]:
-        """An empty cache of keys and values for each block, of what the pattern still visits.
+        """Returns an empty `KVCache` over the model's pattern for each block.
 
         Args:
-            batch_size: texts side by side.
-            max_length: most tokens of a text. A pattern that depends on the sequence's length is
-                then that of so many; others go on without end, or as far as they reach.
+            batch_size: number of texts.
+            max_length: most tokens of a text. A pattern that depends on the sequence's length takes
+                this length; other patterns ignore it and have no limit but their own.
         """
         if not self._depends_on_length():
             max_length = None
@@ -184,7 +184,7 @@ class LongNetLM(nn.Module):
         ]
 
     def cache_bytes(self, caches: Sequence[KVCache]) -> tuple[int, int]:
-        """(bytes that caches hold, bytes of all keys and values so far, in the weights' dtype)."""
+        """Bytes of the caches, and of all keys and values so far in the weights' dtype."""
         weight = self.embedding.weight
         of_token = 2 * weight.shape[1] * weight.element_size()
         full = sum(of_token * sum(cache.lengths) for cache in caches)
@@ -192,13 +192,13 @@ class LongNetLM(nn.Module):
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor, caches: Sequence[KVCache]) -> Tensor:
-        """Scores the token after the last, [B, vocab_size], and takes the tokens into the caches.
+        """Scores the token after the last, [B, vocab_size], and adds the tokens to the caches.
 
         Args:
-            tokens: int64 [B, N], those after the ones in the caches.
-            caches: of `caches`.
+            tokens: int64 [B, N], the tokens that follow those in the caches.
+            caches: as returned by `caches`.
 
-        Cost: that of `forward` for N tokens; for one, of the keys that it visits.
+        Cost: that of `forward` for N tokens; a single token costs as much as the keys it visits.
         """
         first = caches[0].length if caches else 0
         positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
@@ -217,26 +217,26 @@ class LongNetLM(nn.Module):
         generator: torch.Generator | None = None,
         caches: Sequence[KVCache] | None = None,
     ) -> Iterator[Tensor]:
-        """Continues texts token by token, each drawn from the scores after all before it.
+        """Continues texts token by token, drawing each token from the model's scores.
 
-        The prompt is read in one pass, when the first token is asked for; each token after that
-        costs what it visits, however many there are. Sees what `forward` of the whole text does.
+        The prompt runs in one pass, when the first token is requested. Each later token costs as
+        much as the keys it visits. Tokens see the same keys as in `forward` of the whole text.
 
         Args:
             tokens: int64 [B, N], prompts of one length, of at least one token.
             num_tokens: how many to add at most.
-            temperature: divides the scores; 0 takes the likeliest token.
-            top_k: draw from the k largest scores alone.
-            top_p: draw, of what `temperature` and `top_k` leave, from the fewest likeliest tokens
-                whose chances sum to p or more.
-            stop: a text ends with these tokens, which it still gets: at least one token. The
+            temperature: divides the scores; 0 takes the most likely token.
+            top_k: draw only from the k largest scores.
+            top_p: draw only from the fewest most likely tokens whose probabilities, after
+                `temperature` and `top_k`, sum to p or more.
+            stop: one or more tokens; a text ends after this sequence, which is still returned. The
                 prompt does not count.
-            generator: of the draws, on the CPU; default torch's.
-            caches: of `caches`, to look at or to begin from; the last token given is not in them
-                yet. Default: empty ones, of a max_length of N + num_tokens.
+            generator: random generator of the draws, on the CPU; default torch's.
+            caches: as returned by `caches`, to inspect or to continue from; the last token that was
+                returned is not in them yet. Default: empty, with max_length N + num_tokens.
 
-        Returns: an iterator of int64 [B], on the CPU: the next token of each text, -1 of those that
-            have ended; it ends with the last of them.
+        Returns: an iterator of int64 [B], on the CPU: the next token of each text, -1 for texts
+            that have ended; it stops once all have.
 
         Raises: ValueError for arguments that do not fit, at once; FloatingPointError from the
             iterator where scores are not finite.
@@ -297,7 +297,7 @@ class LongNetLM(nn.Module):
                     return
 
     def _depends_on_length(self) -> bool:
-        """Whether what a token sees depends on how long its sequence will be."""
+        """Whether the keys that a token sees depend on the final length of its sequence."""
         try:
             self.pattern.live_keys(1, num_heads=self.num_heads)
         except ValueError:
@@ -313,7 +313,7 @@ def readout_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def without_lookahead(pattern: Pattern) -> Pattern:
-    """The pattern's pairs with k <= p; the pattern itself where each branch says so already."""
+    """Returns `pattern & Causal()`, or the pattern itself if all its branches contain that mask."""
     for branch in pattern.branches:
         if not (branch == Causal() or (isinstance(branch, And) and Causal() in branch.masks)):
             return pattern & Causal()

@@ -1,4 +1,4 @@
-"""Which token comes next: drawn from the scores of all of them."""
+"""Draws the next token from the scores of all tokens."""
 
 import math
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from ..patterns.arguments import checked_number, is_finite, shortened
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: tempered, then the `top_k`, then of these the `top_p`.
+    """Rules for drawing a token: `temperature` applies first, then `top_k`, then `top_p`.
 
     Attributes:
-        temperature: divides the scores; 0 takes the likeliest token.
-        top_k: only the k largest scores; None: all. Of equal ones the lower token is larger.
-        top_p: only the fewest of the likeliest tokens whose chances, as `temperature` and `top_k`
-            leave them, sum to p or more; None: all.
+        temperature: divides the scores; 0 takes the most likely token.
+        top_k: keeps the k largest scores, None all. Of equal scores the lower token goes first.
+        top_p: keeps the fewest most likely tokens whose probabilities, after `temperature` and
+            `top_k`, sum to p or more; None keeps all.
 
     Raises: ValueError for a temperature that is not finite or below 0, a top_k below 1, a top_p
         that is not above 0 and at most 1.
@@ -29,7 +29,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         k, p = self.top_k, self.top_p
-        temperature = checked_number("temperature", self.temperature, 0)  # 0: the likeliest
+        temperature = checked_number("temperature", self.temperature, 0)  # 0 takes the most likely
         object.__setattr__(self, "temperature", temperature)
         if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
             raise ValueError(
@@ -42,11 +42,11 @@ class Sampling:
             object.__setattr__(self, "top_p", float(p))
 
     def chances(self, logits: Tensor) -> Tensor:
-        """The chance of each token, float64: scores [B, vocab_size] to the same shape."""
+        """Probability of each token, float64 [B, vocab_size], from scores of that shape."""
         logits = logits.double()
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1)
-        # the largest is 0, so that no temperature makes it infinite
+        # the largest score becomes 0, so that a small temperature does not overflow
         scores = (logits - logits.amax(1, keepdim=True)) / self.temperature
         if self.top_k is None and self.top_p is None:
             return scores.softmax(1)
@@ -62,9 +62,9 @@ class Sampling:
         return torch.zeros_like(chances).scatter_(1, token, chances)
 
     def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A token for each row of scores [B, vocab_size]: int64 [B] on the CPU.
+        """Draws a token for each row of scores [B, vocab_size]: int64 [B] on the CPU.
 
-        The generator is of the CPU, default torch's; a temperature of 0 draws nothing from it.
+        The generator is on the CPU, default torch's; with temperature 0 it is not used.
 
         Raises: FloatingPointError where scores are not finite.
         """

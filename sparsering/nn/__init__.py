@@ -1,4 +1,4 @@
-"""Modules that models are built of: torch's attention over a pattern, rotary positions, a block."""
+"""Modules: torch's attention over a pattern, attention to selected blocks, a transformer block."""
 
 from .attention import MultiheadAttention, convert
 from .selected import SelectedAttention

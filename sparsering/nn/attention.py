@@ -3,7 +3,7 @@
     attention = MultiheadAttention(512, 8, batch_first=True, pattern=SlidingWindow(255, 255))
     convert(model, pattern)  # the same inside a model that has torch's, with its parameters
 
-Its parameters, initial values and results are torch's; what attends is `sparsering.attention`.
+Parameters, initial values and results are torch's; `sparsering.attention` computes them.
 """
 
 import copy
@@ -32,26 +32,28 @@ from .weighted import weighted_attention
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` in which queries see what a pattern says.
+    """A `torch.nn.MultiheadAttention` whose queries attend only to keys that a pattern allows.
 
     Args:
-        pattern: of the pairs that attend, by token index: the first query and the first key are
-            both at 0.
-        scale: of the scores, default head_dim ** -0.5.
-        kdim, vdim, add_bias_kv, add_zero_attn, batch_first, device, dtype: as torch's.
-        embed_dim, num_heads, dropout, bias: torch's, as are the names of the parameters, what they
-            are drawn as, and their order: a state_dict goes either way, strictly.
+        pattern: the pairs that attend, by token index; the first query and the first key both have
+            index 0. Default: all pairs.
+        scale: factor of the scores, default head_dim ** -0.5.
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
+            device, dtype: as torch's.
 
-    Differences: masks intersect the pattern, and a query that sees no key attends to nothing, so
-    that its row is the bias of `out_proj`, where torch gives NaN or another number by the path that
-    it takes; `is_causal` is `& Causal()`, with a mask or without. No fused path of torch passes by
-    the pattern: `TransformerEncoderLayer` calls this module in eval mode too.
+    The parameters have torch's names, order and initial values: a state_dict loads strictly in both
+    directions.
 
-    Raises: ValueError or TypeError for sizes, flags, a scale or a pattern that are none.
+    Differences: masks intersect the pattern. A query that sees no key attends to nothing, and its
+    output is the bias of `out_proj`; torch gives NaN or another number, depending on its code path.
+    `is_causal` means `& Causal()`, with a mask or without. No fused path of torch bypasses the
+    pattern: `TransformerEncoderLayer` calls this module in eval mode too.
 
-    Cost: of the projections, and of `attention` at the cost of the pattern. Masks of bools, or
-    floats 0 and -inf, keep that cost; other float masks, `need_weights=True` and `average` of them
-    take O(N^2) memory, up to 2^26 weights.
+    Raises: ValueError or TypeError for invalid sizes, flags, scale or pattern.
+
+    Cost: the projections, and `attention` at the cost of the pattern. Masks of bools, or of floats
+    0 and -inf, keep that cost. Other float masks and `need_weights=True` take O(N^2) memory, up to
+    2^26 weights.
 
     Example:
         >>> layer = MultiheadAttention(64, 4, batch_first=True, pattern=SlidingWindow(127))
@@ -123,23 +125,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of projected queries to projected keys, projected.
+        """Projects the inputs, attends, and projects the result.
 
         Args:
-            query: [B, L, E] where batch_first, else [L, B, E]; or [L, E]; or nested, of entries
-                [L_b, E].
-            key, value: [B, S, kdim] and [B, S, vdim], and so on.
-            key_padding_mask: [B, S] (or [S]), True for keys that nobody sees, or floats that are
+            query: [B, L, E] if batch_first, else [L, B, E]; or [L, E] without a batch; or nested,
+                with entries [L_b, E].
+            key, value: [B, S, kdim] and [B, S, vdim], in the same form as the query.
+            key_padding_mask: [B, S] (or [S]), True for keys that no query sees, or floats that are
                 added to the scores.
-            need_weights: also return weights.
+            need_weights: also return the weights.
             attn_mask: [L, S] or [B * num_heads, L, S], True for pairs that do not attend, or floats
-                that are added.
-            average_attn_weights: weights as their mean over heads.
-            is_causal: keys after the query's index are not seen.
+                that are added to the scores.
+            average_attn_weights: return the mean of the weights over heads.
+            is_causal: hide keys after the query's index.
 
-        Returns: out as the query, and weights [B, L, S] (or [B, num_heads, L, S], without B for
-            inputs without), after dropout, of an added bias key and zero key too; None without
-            `need_weights`.
+        Returns: out in the form of the query, and the weights after dropout: [B, L, S], or [B,
+            num_heads, L, S] if not averaged, without B for inputs without a batch. An added bias
+            key or zero key is a further column. None without `need_weights`.
 
         Raises: ValueError where shapes or masks do not fit, or there would be more than 2^26
             weights.
@@ -185,7 +187,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         added: Tensor | None,
         need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Of inputs [B, N, E]; `added` [B or 1, H or 1, L or 1, S] is added to scores."""
+        """Attends with inputs [B, N, E]; `added` [B or 1, H or 1, L or 1, S] is added to scores."""
         q, k, v = self._projected(query, key, value)
         dropout = self.dropout if self.training else 0.0
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
@@ -226,7 +228,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return self.out_proj(joined), weights if need_weights else None
 
     def _bias_row(self, bias: Tensor | None, like: Tensor) -> Tensor:
-        """One more key or value of each batch entry, [B, H, 1, D]."""
+        """Expands a learned key or value to one row of each batch entry, [B, H, 1, D]."""
         assert bias is not None
         row = bias.view(1, self.num_heads, 1, self.head_dim).to(like.dtype)
         return row.expand(len(like), -1, -1, -1)
@@ -250,7 +252,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 raise ValueError(f"{name} must be of {own}, got {x.dtype}; cast with .to()")
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """[B, H, N, D] of each."""
+        """Projected query, key and value, each [B, H, N, D]."""
         bias = self.in_proj_bias
         weights: list[Tensor]
         if not self._qkv_same_embed_dim:
@@ -276,7 +278,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
     ) -> tuple[Pattern, Tensor | None]:
-        """The pattern without what masks block, and what they add to scores."""
+        """Returns the pattern without blocked pairs, and the numbers that masks add to scores."""
         (batch, length), keys, heads = query.shape[:2], key.shape[1], self.num_heads
         added: list[Tensor] = []
         if key_padding_mask is not None:
@@ -307,7 +309,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Of nested inputs, padded; out is nested as the query is."""
+        """Attends with nested inputs by padding them; out is nested as the query is."""
         lengths = [len(x) for x in query.unbind()]
         valid = KeyPadding(tuple(len(x) for x in key.unbind()))
         q, k, v = _each(lambda x: x.to_padded_tensor(0.0), query, key, value)
@@ -326,15 +328,15 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def convert(module: nn.Module, pattern: Pattern) -> list[str]:
-    """Puts `MultiheadAttention` over a pattern in the place of torch's, everywhere below a module.
+    """Replaces each torch `MultiheadAttention` below a module by one that follows a pattern.
 
-    Parameters, hooks and modes are those of the modules that go; a module that has several places
-    keeps them. Modules of other classes stay, those made before among them.
+    New modules share the parameters, hooks and modes of the old ones. A module that is registered
+    in several places stays one module. Modules of other classes stay, also ones converted before.
 
-    Returns: the names of the places that changed.
+    Returns: the names of the submodules that were replaced.
 
-    Raises: ValueError where `module` is itself torch's, which nothing here holds; TypeError for
-        what is no pattern.
+    Raises: ValueError where `module` is itself torch's, as it has no parent to change; TypeError if
+        `pattern` is not a pattern.
 
     Example:
         >>> convert(model, SlidingWindow(255, 255) | GlobalTokens(1))
@@ -360,7 +362,7 @@ def convert(module: nn.Module, pattern: Pattern) -> list[str]:
 
 
 def _converted(torchs: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAttention:
-    """The module over a pattern that shares parameters, hooks and all else with torch's."""
+    """Builds a module over a pattern that shares all parameters and hooks with torch's."""
     made = MultiheadAttention.__new__(MultiheadAttention)
     for name, x in vars(torchs).items():
         vars(made)[name] = copy.copy(x) if isinstance(x, dict | set) else x
@@ -369,11 +371,11 @@ def _converted(torchs: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAtte
 
 
 def _called(module: nn.Module, inputs: Any) -> None:
-    """A hook that does nothing but keep torch's fused layers from passing its module by."""
+    """Hook that does nothing: torch's fused layers do not bypass a module that has a hook."""
 
 
 def _each(change: Callable[[Tensor], Tensor], *given: Tensor) -> list[Tensor]:
-    """Tensors changed; those that are one stay one."""
+    """Applies `change` to tensors; arguments that are one tensor give one tensor."""
     changed = {id(x): change(x) for x in given}
     return [changed[id(x)] for x in given]
 
@@ -393,7 +395,7 @@ def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
 
 
 def _seen(mask: Tensor) -> Tensor | None:
-    """Where a mask of torch's lets pairs attend; None where it adds numbers to scores."""
+    """Converts torch's mask to True for pairs that attend; None if it adds numbers to scores."""
     if mask.dtype == torch.bool:
         return ~mask
     blocked = mask == -torch.inf
@@ -402,7 +404,7 @@ def _seen(mask: Tensor) -> Tensor | None:
 
 
 def _pairs(seen: Tensor) -> Pattern:
-    """The pattern of a table of pairs; by name where it is the causal one."""
+    """Pattern of a table of pairs; `Causal()` where the table is lower triangular."""
     if seen.dim() == 2 and bool((seen == torch.ones_like(seen).tril()).all()):
         return Causal()
     return Dense(seen)

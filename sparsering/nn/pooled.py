@@ -1,4 +1,4 @@
-"""Keys and values pooled by learned weights; scores of blocks by what pooled keys receive."""
+"""Pools keys and values by learned weights; scores blocks by the attention to pooled keys."""
 
 import torch
 from torch import Tensor
@@ -6,20 +6,20 @@ from torch.nn.functional import pad
 
 from ..numerics import sum_dtype, without_autocast
 
-LEAST = 1e-30  # of a share that is seen: it has a log
+LEAST = 1e-30  # floor of a visible share, so that its log is finite
 _AT_A_TIME = 1 << 22  # weights that are computed at a time
 
 
 def gated_pool(gate: Tensor, x: Tensor, size: int, stride: int) -> Tensor:
     """Weighted means of windows of tokens, by a softmax of each token's gate over its window.
 
-    Window c has the tokens from c * stride to c * stride + size - 1, as those of `pool_blocks`, and
-    equal gates give its means.
+    Window c covers tokens c * stride to c * stride + size - 1, as in `pool_blocks`. Equal gates
+    give plain means.
 
     Args:
         gate: [B, H, N].
         x: [B, H, N, D].
-        size, stride: tokens of a window, and from one to the next, stride <= size.
+        size, stride: tokens of a window, and from one window to the next; stride <= size.
 
     Returns: [B, H, Np, D] in x's dtype, Np = ceil(max(0, N - size) / stride) + 1.
 
@@ -46,7 +46,7 @@ def pooled_scores(
     query_block: int,
     causal: bool,
 ) -> Tensor:
-    """The log of the softmax over pooled keys, summed over what of them lies in each block.
+    """Log of the softmax over pooled keys, summed over the parts that lie in each block.
 
     `score[r, b] = log sum_i sum_c p_i[c] |c and b| / size`, i over the queries of row r in all
     query heads of the kv head, |c and b| the tokens that pooled key c shares with block b; -inf
@@ -54,9 +54,9 @@ def pooled_scores(
 
     Args:
         query: [B, Hq, N, D], at positions from 0 on.
-        pooled_key: [B, Hkv, Np, D], pooled key c of tokens c * stride to c * stride + size - 1.
+        pooled_key: [B, Hkv, Np, D]; key c pools tokens c * stride to c * stride + size - 1.
         block_size, query_block: keys of a block, queries of a row.
-        pooled: size and stride.
+        pooled: size and stride of the pooling, in tokens.
         kv_len: keys before pooling.
         causal: whether a pooled key is seen from its last token on, or always.
 
@@ -85,7 +85,7 @@ def pooled_scores(
         share = pad(share.sum(2), (0, 0, 0, -part.shape[3] % query_block))
         shares.append(share.unflatten(2, (-1, query_block)).sum(3))
     share = torch.cat(shares, 2)  # [B, Hkv, R, Np]
-    total = share.new_zeros(batch, kv_heads, rows, blocks + 1)  # and one for what is none
+    total = share.new_zeros(batch, kv_heads, rows, blocks + 1)  # the last is dropped
     for after in range((size + block_size - 2) // block_size + 1):
         block = start // block_size + after
         end = (start + size).clamp(max=kv_len).minimum((block + 1) * block_size)

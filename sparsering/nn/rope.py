@@ -1,4 +1,4 @@
-"""Rotary positions: channels turned by position, so that scores see distances alone.
+"""Rotary positions: rotates channels by position, so that scores depend on distances alone.
 
 Source: RoFormer (arXiv 2104.09864), equation 34.
 """
@@ -18,7 +18,7 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine [..., N, D / 2] of position x frequency.
 
-    For positions 0 .. length - 1, or those given, [..., N].
+    Positions are [..., N], by default 0 .. length - 1.
     """
     channel = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
     frequency = base ** (-channel / head_dim)
@@ -29,7 +29,7 @@ def rotary_table(
 
 
 def check_rope(rope: object, tokens: int, head_dim: int) -> None:
-    """Raises ValueError for what is no cosine and sine [N, D / 2]."""
+    """Raises ValueError unless `rope` is cosine and sine, each [N, D / 2]."""
     pair = rope if isinstance(rope, tuple | list) else ()
     shapes = [tuple(x.shape) for x in pair if isinstance(x, Tensor) and x.is_floating_point()]
     if len(pair) != 2 or shapes != [(tokens, head_dim // 2)] * 2:
@@ -40,7 +40,7 @@ def check_rope(rope: object, tokens: int, head_dim: int) -> None:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns channels (i, i + D / 2) of x [B, H, N, D] by position; scores see distances alone."""
+    """Rotates the channel pairs (i, i + D / 2) of x [B, H, N, D] by position."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)  # [B, H, N, D / 2]
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)

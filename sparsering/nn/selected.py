@@ -4,7 +4,7 @@
     layer = SelectedAttention.nsa(512, 32, num_kv_heads=2)  # window + pooled keys + chosen blocks
     out = layer(x)                                          # [B, N, 512]
 
-It reads as five verbs: score, select, attend, merge, and train the scorer, where it has weights.
+A call has five steps: score blocks, select, attend, merge branches, and train a learned scorer.
 """
 
 from collections.abc import Sequence
@@ -37,20 +37,20 @@ GATES = ("sigmoid", "zero")
 class SelectedAttention(nn.Module):
     """Multi-head self-attention in which rows of queries choose `k` blocks of keys by content.
 
-    Chosen blocks are attended to exactly, causally inside. Beside them there may be a sliding
-    window and a branch of pooled keys, each with a softmax of its own over the same projections;
-    with several branches the result is their sum, each times a gate of its own for every head and
-    token. Rows choose on their own in every kv head; the first `sink` blocks and the last `local`
-    ones up to the row's own are among the k whatever their scores.
+    Attention to the chosen blocks is exact, and causal inside them. Two more branches are optional:
+    a sliding window, and pooled keys. Each branch has its own softmax over the same projections.
+    The result is the sum of the branches, each times a gate for every head and token. Each row
+    chooses separately in every kv head. The k blocks always include the first `sink` blocks and
+    the last `local` ones up to the row's own.
 
-    What trains the choice: nothing flows through it. A method of `block_scores` has no weights of
-    its own, queries and keys adapt because they attend. "pooled" scores by the attention of the
-    pooled branch, which the model's own loss trains. "learned" has a `BlockScorer`, trained by its
-    own loss alone: `out, loss = layer(x, return_loss=True)`, add `loss` to the model's. That loss
-    is over all blocks while the layer is dense, over the chosen ones once it selects. Starting
-    from scratch, a scorer that selects few blocks at once learns nothing to select: keep `k` large
-    (dense) until the model has learned, then let it shrink slowly, by setting `layer.k` to what a
-    `GatedSchedule` says; the pooled branch needs none of that.
+    Training of the choice: no gradient flows through it. A method of `block_scores` has no weights;
+    queries and keys adapt because they attend. "pooled" scores by the attention of the pooled
+    branch, which the model's own loss trains. "learned" has a `BlockScorer`, trained by its own
+    loss alone: `out, loss = layer(x, return_loss=True)`, add `loss` to the model's loss. That loss
+    is over all blocks while the layer is dense, and over the chosen ones once it selects. A scorer
+    that selects few blocks from the start never learns what to select: keep `k` large (dense) until
+    the model has learned, then shrink it slowly by setting `layer.k` to the value of a
+    `GatedSchedule`. The pooled branch needs no schedule.
 
     Args:
         embed_dim: channels of x.
@@ -58,22 +58,22 @@ class SelectedAttention(nn.Module):
         num_kv_heads: heads of keys and values, a divisor of num_heads; default num_heads.
         block_size: keys of a block.
         k: blocks of a row, sink and local ones included.
-        query_block: queries of a row, a divisor of block_size; with more than 1 a choice knows
-            later queries of its row: fine for encoders and prompts, a leak in causal training.
+        query_block: queries of a row, a divisor of block_size. Above 1, a choice depends on later
+            queries of its row: fine for encoders and prompts, a leak in causal training.
         scorer: a method of `block_scores` ("mean", "sub", "gauss", "bounds", "antidiagonal",
             "exact"), "pooled", or "learned".
-        window: tokens up to the query's own (and as many after it where not causal) that a branch
-            of its own attends to; None for no such branch.
-        sink, local: blocks that are always chosen.
-        pooled: (size, stride) in tokens of the weighted means of keys and values that a branch of
-            its own attends to; None for no such branch. The weights are a softmax of u . k over
-            each window, u learned: plain means, where it begins, cannot tell one key among many.
-        gate: where there are several branches: "sigmoid" of a linear map of x for each, which
-            begins at 1/2; or "zero", 1 for chosen blocks and a linear map that begins at 0 for the
-            others, for models that were trained without them (from scratch such a branch, and a
-            scorer that learns by it, do not learn).
+        window: tokens of the window branch, up to and with the query's own (and as far after it
+            where not causal); None for no such branch.
+        sink, local: number of first and of local blocks that are always chosen.
+        pooled: (size, stride) in tokens of the pooled branch, which attends to weighted means of
+            keys and values; None for no such branch. The weights are a softmax of u . k over each
+            window, u learned. They start as plain means, which cannot single out one key.
+        gate: weights of several branches. "sigmoid": a sigmoid of a linear map of x for each, which
+            starts at 1/2. "zero": 1 for chosen blocks and a linear map that starts at 0 for the
+            others; for models that were trained without these (from scratch such a branch, and a
+            scorer that depends on it, do not learn).
         dense_below: sequences shorter than this attend to everything instead of choosing. Those
-            of at most k blocks do anyway, with the same result.
+            of at most k blocks always do, with the same result.
         causal: whether queries see up to their own position, or all.
 
     Attributes:
@@ -83,15 +83,15 @@ class SelectedAttention(nn.Module):
         block_scorer: the `BlockScorer`, only for "learned".
         k: may be set between calls.
 
-    Positions: none are added. Pass `rope`, or add them to x. A choice by means of keys sees rotary
-    positions averaged over the block.
+    Positions: none are added. Pass `rope`, or add them to x. Scores from the mean of a block's keys
+    see rotary positions averaged over the block.
 
     Raises: ValueError where arguments do not fit one another.
 
-    Cost: O(N k block_size) for the chosen blocks and their backward, plus that of the scorer
-        (see `block_scores`), of the window, and O(N^2 / stride) of the pooled branch. Memory of
-        scores, O(N / query_block x N / block_size) for each kv head, not kept for the backward but
-        of a learned scorer with `return_loss`.
+    Cost: O(N k block_size) for the chosen blocks and their backward, plus the scorer (see
+        `block_scores`), the window, and O(N^2 / stride) for the pooled branch. Scores take
+        O(N / query_block x N / block_size) memory for each kv head; only a learned scorer with
+        `return_loss` keeps them for the backward.
 
     Example:
         >>> layer = SelectedAttention(256, 8, num_kv_heads=2, scorer="learned", k=8)
@@ -177,66 +177,66 @@ class SelectedAttention(nn.Module):
             self.block_scorer = BlockScorer(
                 self.head_dim, kv_heads, block_size, query_block=query_block, causal=causal
             )
-        self._choose(torch.zeros(1, 1, 1, self.k + 1))  # which says what does not fit
+        self._choose(torch.zeros(1, 1, 1, self.k + 1))  # validates k, sink and local early
 
     @classmethod
     def nsa(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
-        """As NSA: 16 of the blocks of 64, pooled keys (32, 16) that choose them, a window of 512.
+        """Builds NSA: 16 blocks of 64, chosen by pooled keys (32, 16), and a window of 512.
 
-        Differs: pooled keys and values are weighted means, where NSA learns an MLP; one projection
-        of keys and values serves all three branches. NSA has 16 query heads to a kv head.
+        Differences: pooled keys and values are weighted means, where NSA learns an MLP; and one
+        projection of keys and values serves all three branches. NSA has 16 query heads per kv head.
 
         Args:
-            embed_dim, num_heads: of the layer.
-            options: of `SelectedAttention`, in place of the ones above.
+            embed_dim, num_heads: sizes of the layer.
+            options: arguments of `SelectedAttention`, which override the ones above.
         """
         preset = {"pooled": (32, 16), "scorer": "pooled", "window": 512, "local": 2}
         return cls(embed_dim, num_heads, **{**preset, **options})
 
     @classmethod
     def moba(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
-        """As MoBA: 3 blocks of 512, the query's own among them, scored by the mean of the keys.
+        """Builds MoBA: 3 blocks of 512, with the query's own, scored by the mean of their keys.
 
-        Each query head chooses on its own where num_kv_heads is num_heads, as there; query heads
-        that share keys share the choice here.
+        As in MoBA, each query head chooses for itself where num_kv_heads is num_heads. Here, query
+        heads that share keys share the choice.
 
         Args:
-            embed_dim, num_heads: of the layer.
-            options: of `SelectedAttention`, in place of the ones above.
+            embed_dim, num_heads: sizes of the layer.
+            options: arguments of `SelectedAttention`, which override the ones above.
         """
         preset = {"block_size": 512, "k": 3, "scorer": "mean", "sink": 0}
         return cls(embed_dim, num_heads, **{**preset, **options})
 
     @classmethod
     def adaptive(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
-        """What the prior library's adaptive attention was to be: a learned scorer chooses blocks.
+        """Builds a layer whose blocks a learned scorer chooses.
 
-        There no gradient reached any of the scorer's 17 parameters: it stayed as it was drawn.
-        Here `forward(x, return_loss=True)` has the loss that trains it.
+        In the adaptive attention of the prior library, no gradient reached any of the scorer's 17
+        parameters. Here `forward(x, return_loss=True)` returns the loss that trains the scorer.
 
         Args:
-            embed_dim, num_heads: of the layer.
-            options: of `SelectedAttention`.
+            embed_dim, num_heads: sizes of the layer.
+            options: arguments of `SelectedAttention`.
         """
         return cls(embed_dim, num_heads, **{"scorer": "learned", **options})
 
     @classmethod
     def hierarchical(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
-        """What the prior library's hierarchical attention was to be: near exact, far coarse.
+        """Builds a layer that is exact near the query and coarse far away.
 
-        A window of 256 tokens, 8 blocks of 64 wherever they are, and a mean of each 64 tokens of
-        all, whose attention chooses the blocks. There levels were fixed positions: rows
-        of blocks at strides, some of which saw everything, as the pattern `Hierarchical` says.
+        It has a window of 256 tokens, means of every 64 tokens, and 8 blocks of 64 that the
+        attention to these means chooses. The hierarchical attention of the prior library had levels
+        at fixed positions: rows of blocks at strides, of which some saw all (`Hierarchical`).
 
         Args:
-            embed_dim, num_heads: of the layer.
-            options: of `SelectedAttention`, in place of the ones above.
+            embed_dim, num_heads: sizes of the layer.
+            options: arguments of `SelectedAttention`, which override the ones above.
         """
         preset = {"pooled": (64, 64), "scorer": "pooled", "window": 256, "k": 8}
         return cls(embed_dim, num_heads, **{**preset, **options})
 
     def extra_repr(self) -> str:
-        """What it was made with."""
+        """Arguments of the constructor, for `repr`."""
         names = ("block_size", "k", "query_block", "scorer", "window", "sink", "local", "pooled")
         told = [f"{name}={getattr(self, name)!r}" for name in (*names, "dense_below", "causal")]
         return f"{self.num_heads} heads on {self.num_kv_heads}, {', '.join(told)}"
@@ -262,14 +262,14 @@ class SelectedAttention(nn.Module):
         rope: tuple[Tensor, Tensor] | None = None,
         return_loss: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attends.
+        """Computes self-attention on x.
 
         Args:
             x: [B, N, embed_dim], any N.
-            rope: cosine and sine [N, D / 2] by which queries and keys are turned, as
-                `sparsering.nn.rope.rotary_table` makes them; D the head dim.
+            rope: cosine and sine [N, D / 2] that rotate queries and keys, as
+                `sparsering.nn.rope.rotary_table` returns them; D is the head dim.
             return_loss: also return the loss of a learned scorer. Its gradients reach the scorer
-                alone; nothing of it is kept in the module, so that checkpointing recomputes it.
+                alone. The module does not store it, so that checkpointing can recompute it.
 
         Returns: [B, N, embed_dim]; with `return_loss` also a 0-d loss.
 
@@ -318,7 +318,7 @@ class SelectedAttention(nn.Module):
         return short or length <= self.k * self.block_size
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """What blocks are chosen by: [B, Hkv, R, Nb] of query and key [B, H, N, D]."""
+        """Scores [B, Hkv, R, Nb] that choose blocks, for query and key [B, H, N, D]."""
         if self.block_scorer is not None:
             scores: Tensor = self.block_scorer(query, key)
             return scores
@@ -346,7 +346,7 @@ class SelectedAttention(nn.Module):
         )
 
     def pool(self, key: Tensor, x: Tensor) -> Tensor:
-        """[B, Hkv, Np, D] pooled of x, keys or values, by weights that the keys are asked for."""
+        """Pools keys or values x into [B, Hkv, Np, D], by weights computed from the keys."""
         assert self.pooled is not None and self.pool_gate is not None
         gate = (key * self.pool_gate[:, None]).sum(3)
         return gated_pool(gate, x, *self.pooled)
@@ -378,12 +378,12 @@ class SelectedAttention(nn.Module):
         return out, selection_loss(scores, mass, indices)
 
     def _loss_of_dense(self, query: Tensor, key: Tensor) -> Tensor:
-        """That of the mass of every block, which `exact` scores are the log of."""
+        """Loss on the mass of every block; the "exact" scores are the log of that mass."""
         mass = self._estimated(query, key, "exact").exp()
         return selection_loss(self.scores(query, key), mass)
 
     def _merged(self, x: Tensor, branches: list[Tensor]) -> Tensor:
-        """[B, H, N, D] of as many, by gates."""
+        """Sum of the branches [B, H, N, D], each times its gate."""
         if self.gate_proj is None:
             return branches[0]
         gates = self.gate_proj(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)

@@ -15,7 +15,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def checked_sizes(
     width: int, num_heads: int, num_layers: int, mlp_ratio: int
 ) -> tuple[int, int, int, int]:
-    """The sizes of a model as ints; TypeError or ValueError naming the one that is wrong."""
+    """Returns the sizes of a model as ints; TypeError or ValueError names the one that is wrong."""
     return (
         checked_integer("width", width, 1),
         checked_integer("num_heads", num_heads, 1),
@@ -25,7 +25,7 @@ def checked_sizes(
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, width: int, num_heads: int, mlp_width: int) -> None:
         super().__init__()
@@ -47,9 +47,9 @@ class Block(nn.Module):
         """Maps x [B, N, width].
 
         Args:
-            cos, sin: of `rotary_table`, [N, D / 2] or [B, 1, N, D / 2].
-            attend: what attends.
-            shares: [2, B], what attention and MLP of each batch entry are multiplied by.
+            cos, sin: from `rotary_table`, [N, D / 2] or [B, 1, N, D / 2].
+            attend: computes attention from query, key and value.
+            shares: [2, B], factors of the attention and of the MLP of each batch entry.
         """
         B, N, width = x.shape
         heads = self.num_heads, width // self.num_heads

@@ -1,6 +1,6 @@
-"""Attention with its weights in hand: dense, for what asks for them; up to a size.
+"""Dense attention that returns its weights, up to a limit on their number.
 
-Beside it: `attention`, which has no weights, and `attention_weights` of visited blocks.
+Alternatives: `attention` computes no weights; `attention_weights` has those of visited blocks.
 """
 
 import torch
@@ -27,12 +27,12 @@ def weighted_attention(
     """Softmax attention over a pattern, and its weights.
 
     Args:
-        query: [B, H, Nq, D], at positions 0 and on.
+        query: [B, H, Nq, D], at positions from 0 on.
         key, value: [B, H, Nk, D].
-        pattern: of all keys but the last `extra_keys`, which every query sees.
-        scale: of the scores.
+        pattern: covers all keys but the last `extra_keys`, which every query sees.
+        scale: factor of the scores.
         added: [B or 1, H or 1, Nq or 1, Nk - extra_keys], numbers that are added to the scores.
-        dropout: the share of the weights that is dropped; others are divided by 1 - dropout.
+        dropout: share of the weights that is dropped; the others are divided by 1 - dropout.
 
     Returns: out [B, H, Nq, D] and the weights [B, H, Nq, Nk] after dropout, in the query's dtype;
         0 where a query sees no key. Differentiable.
@@ -54,7 +54,7 @@ def weighted_attention(
     bias = counts.to(query.device, dtype).log()
     there = F.pad(bias > -torch.inf, (0, extra_keys), value=True)
     bias = bias if added is None else bias + added.to(dtype)
-    seen = there.any(-2)[..., None]  # whatever a key holds that nobody sees
+    seen = there.any(-2)[..., None]  # unseen keys may hold NaN
     key, value = torch.where(seen, key, 0.0), torch.where(seen, value, 0.0)
     score = scale * (query @ key.mT).to(dtype) + F.pad(bias, (0, extra_keys))
     score = torch.where(there, score, -torch.inf)

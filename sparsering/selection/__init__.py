@@ -1,10 +1,10 @@
-"""Blocks of keys chosen by content: scored, selected, pooled, and told how good the choice was.
+"""Selection of key blocks by content: scores, choices, pooled keys, and reports on a choice.
 
     scores = block_scores(query, key, 64)
     chosen = select_blocks(scores, 16, block_size=64)
     out = attention(query, key, value, SelectedBlocks(chosen, 64, query_block=1) & Causal())
 
-Scores and choices are tensors on the device of the keys: no step waits for it.
+Scores and choices stay on the device of the keys; no step waits for that device.
 """
 
 from .choose import select_blocks

@@ -1,4 +1,4 @@
-"""`select_blocks`: the blocks that a row attends to, as its scores rank them."""
+"""`select_blocks`: picks the key blocks that each row attends to, by their scores."""
 
 import math
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from ..checks import check_tensor
 from ..patterns.arguments import checked_flag, checked_integer, is_finite, shortened
 from .rows import checked_blocks, current_blocks
 
-_AT_A_TIME = 1 << 17  # scores that are ranked at a time, on a CPU: what its cache holds
+_AT_A_TIME = 1 << 17  # scores ranked at a time on a CPU, so that they fit its cache
 _BLOCK_BITS = 30
 
 
@@ -27,25 +27,25 @@ def select_blocks(
     causal: bool = True,
     q_start: int = 0,
 ) -> Tensor:
-    """The k blocks of each row with the largest scores; some are chosen whatever their scores.
+    """Returns the k best-scored blocks of each row; the sink and local blocks are always chosen.
 
-    First come the first `sink` blocks and the last `local` ones up to the row's own, in the order
-    of their numbers; then the others by (score descending, block ascending); -1 where there are no
-    more. Blocks of score -inf are not chosen, nor those of NaN, nor, under `causal`, those past
-    the row's own. The same on every device.
+    A row lists its forced blocks first, by number: the first `sink` blocks and the last `local`
+    ones up to the row's own. The others follow by (score descending, block ascending), then -1 as
+    padding. Unforced blocks of score -inf or NaN are not chosen, nor, under `causal`, any block
+    past the row's own. Every device gives the same result.
 
     Args:
         scores: [..., R, Nb], as `block_scores` returns them; ranked in float32.
         k: most blocks of a row, forced ones included.
-        block_size, query_block: those of the scores.
-        top_p: keep a block while the share before it, `softmax(scores)` over what may be chosen, is
-            below that, forced blocks included, which are kept anyway: 0 < top_p <= 1,
-            where 1 is no limit.
+        block_size, query_block: keys of a block and queries of a row, as for the scores.
+        top_p: keeps a block while the blocks listed before it, forced ones included, sum to less
+            than this share of `softmax(scores)` over the visible blocks. Forced blocks are always
+            kept. 0 < top_p <= 1; 1 sets no limit.
         sink: forced blocks at the start of the keys.
-        local: forced blocks up to that of the row's queries; the last ones where these lie past
-            the keys.
+        local: forced blocks that end at the block of the row's queries, or at the last block where
+            the queries lie past the keys.
         causal: whether blocks past the row's own are hidden.
-        q_start: position of the first query; that of `block_scores` is Nk - Nq by default.
+        q_start: position of the first query; `block_scores` uses Nk - Nq by default.
 
     Returns: int64 [..., R, k], detached, on the scores' device, for `SelectedBlocks(indices,
         block_size, query_block, first_row=q_start // query_block)`.
@@ -93,7 +93,7 @@ def select_blocks(
 
 
 class _Ranked(NamedTuple):
-    """What `select_blocks` goes by."""
+    """Arguments of `select_blocks`, and the ranking that they define."""
 
     k: int
     top_p: float | None
@@ -102,20 +102,20 @@ class _Ranked(NamedTuple):
     causal: bool
 
     def chosen(self, scores: Tensor, current: Tensor) -> Tensor:
-        """[..., R, k] of scores [..., R, Nb]; `current`: [R] blocks of the rows."""
+        """Returns blocks [..., R, k] for scores [..., R, Nb]; `current` [R]: own blocks."""
         blocks = scores.shape[-1]
         block = torch.arange(blocks, device=scores.device)
         last = current.clamp(max=blocks - 1)[:, None]
         forced = (block < self.sink) | ((block <= last) & (block > last - self.local))
-        scores = scores.float() + 0.0  # that of -0.0 is 0.0
+        scores = scores.float() + 0.0  # -0.0 becomes 0.0: equal scores need equal bits
         if self.causal:
             hidden = block > last
             forced = forced & ~hidden
             scores = scores.masked_fill(hidden, -torch.inf)
         scores = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
         bits = scores.view(torch.int32)
-        rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ints in the order of the floats
-        rank = (rising.long() << _BLOCK_BITS) + (_LAST - block)  # all differ: there are no ties
+        rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ints that sort like the floats
+        rank = (rising.long() << _BLOCK_BITS) + (_LAST - block)  # no ties: the lower block wins
         rank = torch.where(scores == -torch.inf, _NOT_CHOSEN, rank)
         rank = torch.where(forced, _FORCED - block, rank)
         best = rank.topk(min(self.k, blocks), -1).values
@@ -126,7 +126,7 @@ class _Ranked(NamedTuple):
 
     @staticmethod
     def _most_of(top_p: float, scores: Tensor, chosen: Tensor, forced: Tensor) -> Tensor:
-        """The first ones up to the share top_p."""
+        """Replaces unforced blocks beyond the share top_p by -1."""
         highest = scores.amax(-1, keepdim=True).clamp(*_FINITE)
         mass = (scores.clamp(max=_FINITE[1]) - highest).exp()
         each = mass.gather(-1, chosen.clamp(min=0)).double()
@@ -136,7 +136,7 @@ class _Ranked(NamedTuple):
 
 
 _LAST = (1 << _BLOCK_BITS) - 1
-_LAST_SCORED = ((1 << 31) << _BLOCK_BITS) - 1  # the highest rank that a score gives
+_LAST_SCORED = ((1 << 31) << _BLOCK_BITS) - 1  # the highest rank of a block that is not forced
 _FORCED = _LAST_SCORED + 1 + _LAST
 _NOT_CHOSEN = -(1 << 62)
 _FINITE = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max

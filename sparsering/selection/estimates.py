@@ -1,6 +1,7 @@
-"""Summaries of blocks of keys, and what a query makes of them: logits of parts of a block.
+"""Summaries of key blocks, from which queries estimate the softmax mass of each block.
 
-A method is a few features: the logit of a part is their product, plus the log of its real tokens.
+A block is cut into parts. The logit of a part is the dot product of its key features and the
+query's features, plus the log of its number of real tokens. Each method defines the features.
 """
 
 from typing import NamedTuple
@@ -11,12 +12,12 @@ from torch.nn.functional import pad
 
 from ..patterns.arguments import checked_integer, shortened
 
-NEVER = -1e30  # the logit of what is not there: finite, so that it has a derivative
+NEVER = -1e30  # logit of missing or hidden keys: finite, so that gradients are not NaN
 METHODS = ("mean", "sub", "gauss", "bounds", "antidiagonal", "exact")
 
 
 def checked_method(method: str, parts: int, block_size: int, query_block: int = 0) -> int:
-    """Tokens of a part of a block, as a method has them; ValueError where they do not fit."""
+    """Returns the tokens per part of a block for a method; ValueError for bad arguments."""
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(
             f"method must be one of {', '.join(METHODS)}, got {shortened(repr(method))}"
@@ -32,16 +33,16 @@ def checked_method(method: str, parts: int, block_size: int, query_block: int = 
 
 
 class Estimate(NamedTuple):
-    """Keys in blocks, and the features of their parts.
+    """Keys cut into blocks, and the features of their parts.
 
     Attributes:
-        method: of the estimate.
-        length: Nk.
-        part: tokens of a part.
-        feature: [B, Hkv, slots, Nb, F], slot c of block b being its part c; of whole blocks alone
-            where queries are known to see no more.
-        keys: [B, Hkv, blocks, block_size, D], those of `first_own` and later blocks, zeros past Nk.
-        first_own: number of the first of these blocks.
+        method: name of the estimate, one of METHODS.
+        length: number of keys, Nk.
+        part: tokens per part.
+        feature: [B, Hkv, slots, Nb, F]; slot c of block b is its part c. A partial last block is
+            left out where no query needs its features.
+        keys: [B, Hkv, blocks, block_size, D], the blocks from `first_own` on, zeros past Nk.
+        first_own: number of the first block in `keys`.
     """
 
     method: str
@@ -53,7 +54,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, key: Tensor, block_size: int, method: str, part: int) -> "Estimate":
-        """Of all keys [B, Hkv, Nk, D]."""
+        """Builds the estimate for all keys [B, Hkv, Nk, D]."""
         length = key.shape[2]
         blocks = -(-length // block_size)
         keys = pad(key, (0, 0, 0, blocks * block_size - length)).unflatten(2, (blocks, block_size))
@@ -75,7 +76,7 @@ class Estimate(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """Queries that share their logits."""
+        """Number of consecutive queries that share one logit."""
         return self.part if self.method == "antidiagonal" else 1
 
     @property
@@ -89,32 +90,33 @@ class Estimate(NamedTuple):
         return self.length % self.block_size > 0
 
     def entries(self, first: int, count: int) -> "Estimate":
-        """Some of the entries, B and Hkv being one dim."""
+        """Takes a slice of the first dim, into which B and Hkv were flattened."""
         feature, keys = (x[first : first + count] for x in (self.feature, self.keys))
         return self._replace(feature=feature, keys=keys)
 
     def log_counts(self, blocks: int) -> Tensor:
-        """[slots, blocks] log of the real tokens of each part, NEVER for none."""
+        """Log of the number of real tokens of each part [slots, blocks]; NEVER where it is 0."""
         count = counts(self.length, self.num_blocks, self.block_size, self.part)[:blocks]
         logs = torch.where(count > 0, count.clamp(min=1).log(), NEVER).mT
         return logs.to(self.feature)
 
     def of_queries(self, query: Tensor, scale: float, front: int = 0) -> Tensor:
-        """[entries, n / stride * G, F] features of queries [entries, n, G, D]; scale included.
+        """Features [entries, n / stride * G, F] of queries [entries, n, G, D], times the scale.
 
-        `front`: places of the first stride that no query is at.
+        `front`: number of empty places before the first query in its stride.
         """
         query = query_features(query, scale, self.method)
-        if self.stride > 1:  # backwards, beside the keys that go forwards
+        if self.stride > 1:  # antidiagonals: queries descend as keys ascend
             back = -(front + query.shape[1]) % self.stride
             query = pad(query, (0, 0, 0, 0, front, back)).unflatten(1, (-1, self.stride)).flip(2)
             query = query.transpose(2, 3).flatten(3)
         return query.flatten(1, 2)
 
     def products(self, blocks: int, present: Tensor | None) -> Tensor | float:
-        """1 / products in a sum of antidiagonals: [slots, n / stride, 1, blocks] where some lack.
+        """Reciprocal of the number of products in each antidiagonal sum.
 
-        `present`: [n / stride, stride] which queries there are, None for all.
+        A float where all sums are full, else [slots, n / stride, 1, blocks].
+        `present`: mask [n / stride, stride] of the queries that exist, None for all.
         """
         if self.stride == 1 or (
             present is None and not (self.ragged and blocks == self.num_blocks)
@@ -129,13 +131,13 @@ class Estimate(NamedTuple):
 
 
 def counts(length: int, blocks: int, block_size: int, part: int) -> Tensor:
-    """[blocks, slots] real tokens of each part, float64."""
+    """Number of real tokens of each part: [blocks, slots], float64."""
     first = torch.arange(0, blocks * block_size, part).view(blocks, block_size // part)
     return (length - first).clamp(0, part).double()
 
 
 def query_features(query: Tensor, scale: float, method: str) -> Tensor:
-    """What products with `features` of keys make logits of: [..., F] of queries [..., D]."""
+    """Features [..., F] of queries [..., D]; the dot product with key `features` is a logit."""
     if method == "gauss":
         return torch.cat((query * scale, query.square() * (scale * scale / 2)), -1)
     if method == "bounds":
@@ -144,9 +146,9 @@ def query_features(query: Tensor, scale: float, method: str) -> Tensor:
 
 
 def features(keys: Tensor, count: Tensor, method: str) -> Tensor:
-    """[..., blocks, slots, F] of keys [..., blocks, slots, part, D], zeros where none are.
+    """Features [..., blocks, slots, F] of keys [..., blocks, slots, part, D], zeros past the end.
 
-    `count`: [blocks, slots] real ones of each part.
+    `count`: number of real keys of each part, [blocks, slots].
     """
     if method == "exact":
         return keys.squeeze(-2)

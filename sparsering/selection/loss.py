@@ -1,4 +1,4 @@
-"""What a scorer is trained by: the exact softmax mass of the blocks that it scored."""
+"""`selection_loss`: trains a block scorer on the exact softmax mass of the blocks."""
 
 import torch
 from torch import Tensor
@@ -15,27 +15,27 @@ def selection_loss(
     *,
     row_weight: Tensor | None = None,
 ) -> Tensor:
-    """How far the scores' softmax is from the mass that the blocks did receive.
+    """KL divergence of the attention mass that blocks received from the softmax of their scores.
 
     `L = sum_r w_r KL(p_r || softmax(s_r)) / sum_r w_r` with `p_r = mass_r / sum(mass_r)`. The
-    gradient of s_r is `w_r (softmax(s_r) - p_r) / sum_r w_r`: zero for slots of -1, repeated slots
-    and blocks of score -inf, whose mass is left out of p_r too. No gradient reaches the mass, nor
-    the weights. Rows without mass have no weight; without any row the loss is 0, with gradients of
-    0.
+    gradient of s_r is `w_r (softmax(s_r) - p_r) / sum_r w_r`. Slots of -1, repeats of a block and
+    blocks of score -inf get no gradient, and p_r leaves out their mass. No gradient reaches the
+    mass or the weights. Rows without mass have weight 0; where all rows do, the loss and its
+    gradients are 0.
 
     Two stages train a scorer. While attention is dense, pass the mass of every block and no
-    indices: the scorer learns where attention looks. Once it is sparse, pass what `block_mass` says
-    of the slots, and the indices: both sides are then shares of what was selected. The mass must
-    be that of the whole softmax that attended: with a window or pooled keys under the same softmax,
-    give `block_mass` the joint lse.
+    indices: the scorer learns where attention looks. Once attention is sparse, pass the indices and
+    the `block_mass` of their slots: both sides are then shares among the selected blocks. The mass
+    must come from the whole softmax of the attention: where a window or pooled keys share that
+    softmax, give `block_mass` the joint lse.
 
     Args:
         scores: [B, H, R, Nb], -inf for blocks that a row does not see; differentiable.
         mass: [B, H or a multiple, R, m], not negative; heads of a group are summed. m = Nb without
-            indices, else as many as slots.
+            indices, else the number of slots.
         indices: int64 [R, m], [H or 1, R, m] or [B or 1, H or 1, R, m], the block of each slot;
             default every block in order.
-        row_weight: [R], or what broadcasts to [B, H, R]; not negative; default 1.
+        row_weight: w, [R] or a shape that broadcasts to [B, H, R]; not negative; default 1.
 
     Returns: 0-d, float32 (float64 for float64 scores), in nats; at least 0.
 

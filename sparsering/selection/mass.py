@@ -1,4 +1,4 @@
-"""How much of the softmax falls on each block that a selection lists: the teacher of a scorer."""
+"""`block_mass`: softmax mass of each selected block, the training target of a block scorer."""
 
 import torch
 from torch import Tensor
@@ -25,25 +25,25 @@ def block_mass(
     """The exact softmax mass of each listed block, summed over the queries of its row.
 
     `mass[r, s] = sum_{q in row r} w_q sum_{k in block of slot s} e^{s_qk - lse_q}`, over the pairs
-    of the pattern alone. What SeerAttention, DSA and MSA approximate or train on; no gradient, for
-    it is a teacher.
+    of the pattern alone. SeerAttention, DSA and MSA approximate this mass or train on it. It is a
+    training target, so it has no gradient.
 
     Args:
         query: [B, Hq, Nq, D]; key: [B, Hkv, Nk, D].
-        pattern: with one `SelectedBlocks`, whose slots are told of.
-        lse: [B, Hq, Nq] of the softmax that masses are shares of, as `attention` returns it;
-            default the whole pattern's own, computed. That of a joint softmax (merged with a window
-            or a sink) tells the share in it.
-        weight: [B or 1, Hq or 1, Nq], of each query; default 1.
+        pattern: a pattern with exactly one `SelectedBlocks`, whose slots are measured.
+        lse: [B, Hq, Nq], log of the softmax denominator, as `attention` returns it; by default it
+            is computed for the whole pattern. With the lse of a joint softmax (merged with a window
+            or a sink) the masses are shares of that softmax.
+        weight: [B or 1, Hq or 1, Nq], a weight of each query; default 1.
         scale, q_start: as `attention`.
 
-    Returns: [B, Hq, R, k] in the order of the slots, 0 for those that list nothing, a future block
-        or one again; float32 (float64 for float64 inputs).
+    Returns: [B, Hq, R, k] in the order of the slots; 0 for slots that are empty, list a future
+        block or repeat one; float32 (float64 for float64 inputs).
 
     Raises: ValueError where arguments do not fit, or the pattern has not one SelectedBlocks.
 
     Cost: one product of queries and keys over the listed blocks, and attention's forward where no
-        lse is given; memory O(R k) (on a GPU a backward, until a kernel is measured there).
+        lse is given; memory O(R k) (on a GPU, a backward pass).
 
     Example:
         >>> out, lse = attention(query, key, value, chosen & Causal(), return_lse=True)

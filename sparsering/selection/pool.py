@@ -1,4 +1,4 @@
-"""Keys and values pooled: means of windows, and attention to what was not selected by them."""
+"""`pool_blocks`: pools keys or values into means of windows of tokens."""
 
 import math
 
@@ -12,15 +12,15 @@ from ..patterns.arguments import checked_integer
 
 
 def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
-    """Means of windows of tokens: window c has those from `c * stride` to `c * stride + size - 1`.
+    """Means of windows of tokens; window c covers tokens `c * stride` to `c * stride + size - 1`.
 
-    The last window has the tokens that are left; past the end of `stride > size` it may have none,
-    and is 0. Pooled keys go with `PooledCausal(size, stride)`.
+    The last window averages the tokens that remain. Where `stride > size` it may lie past the end
+    and is then 0. For causal attention to pooled keys, use `PooledCausal(size, stride)`.
 
     Args:
         x: [B, H, N, D].
         size: tokens of a window.
-        stride: tokens from one to the next, default `size`.
+        stride: tokens from one window to the next, default `size`.
 
     Returns: [B, H, Np, D] in x's dtype, Np = ceil(max(0, N - size) / stride) + 1; differentiable.
 
@@ -32,7 +32,7 @@ def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
         >>> coarse = [pool_blocks(x, 32, 16) for x in (key, value)]
         >>> out = attention(query, *coarse, PooledCausal(32, 16), q_start=0)
 
-    Source: NSA (arXiv 2502.11089), equation 7, the mean in place of its MLP.
+    Source: NSA (arXiv 2502.11089), equation 7, with a mean in place of the MLP.
     """
     check_tensor("x", x, "[batch, heads, tokens, head dim]")
     if x.dim() != 4 or not x.is_floating_point():
@@ -44,7 +44,7 @@ def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
     stride = size if stride is None else checked_integer("stride", stride, 1)
     length = x.shape[2]
     count = -(-max(0, length - size) // stride) + 1
-    piece = math.gcd(size, stride)  # what windows share, summed once
+    piece = math.gcd(size, stride)  # every window is a run of such pieces
     places = (count - 1) * stride + size
     whole = pad(x, (0, 0, 0, places - length)).unflatten(2, (places // piece, piece))
     total = whole.sum(3, dtype=sum_dtype(x))  # [B, H, pieces, D]

@@ -1,4 +1,4 @@
-"""`PatternRefiner`: a table of blocks by position, bettered by the mass that blocks receive."""
+"""`PatternRefiner`: improves a table of key blocks by the softmax mass that blocks receive."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,42 +12,43 @@ from ..patterns.arguments import checked_integer, digest_of, is_finite, shortene
 from .slots import checked_mass, checked_slots, counted
 
 UNIT = 1 << 32
-"""Mass is summed in integers of 1 / UNIT: sums do not depend on their order."""
+"""Mass is summed as integers in units of 1 / UNIT, so that the order of a sum does not matter."""
 
 
 class PatternRefiner:
     """A table of `k` blocks for each row, which swaps poor blocks for better ones.
 
-    For patterns that are fixed by position (images, video, tables), where what a row needs is the
-    same in every example. Text is not like that: choose blocks by content there.
+    It suits data where a row needs the same blocks in every example (images, video, tables). Text
+    is not such data: choose blocks by content there.
 
-    Masses that are observed enter a running mean, a block's once each update:
-    `M = ema * M + (1 - ema) * mean`. An update swaps, in each row, at most `swaps` blocks: the one
-    of least M in the table for the one of most M outside it, while
-    `M_in > (1 + margin) * M_out`, ties to the lower block. k stays; the first `sink` blocks and the
-    last `local` up to the row's own, r * blocks // rows, never leave; what was swapped out is
-    barred for `cooldown` updates. A block that was never observed has no M: it neither comes nor
-    goes; one that is not observed for a while keeps its M.
+    Each update adds the observed mass of a block to its running mean:
+    `M = ema * M + (1 - ema) * mean`. It then swaps at most `swaps` blocks in each row: the block of
+    least M in the table for the block of largest M outside it, while
+    `M_in > (1 + margin) * M_out`; ties go to the lower block. k stays the same. The first `sink`
+    blocks and the last `local` blocks up to the row's own, r * blocks // rows, never leave. A block
+    that was swapped out cannot return for `cooldown` updates. A block that was never observed has
+    no M and is never swapped; a block that is not observed for a while keeps its M.
 
-    So a block outside the table must be *looked at* to come in. What a pattern did not visit has no
-    mass to observe: now and then observe some rows whole, as in the example. All masses of a row
-    must be shares of one softmax; shares among visited blocks alone look larger than they are.
+    So a block outside the table must be *observed* before it can enter. A pattern yields no mass
+    for blocks that it does not visit: now and then observe some rows over all blocks, as in the
+    example. All masses of a row must be shares of one softmax; shares among visited blocks alone
+    look larger than they are.
 
     Args:
         num_kv_heads: heads of the table.
         rows: rows of queries.
         blocks: key blocks.
         k: slots of a row, at least sink + local and at most blocks.
-        ema: what stays of the running mean, from 0 up to but not 1.
-        swaps: the most swaps of a row in an update.
-        margin: by which share a block must exceed the one that it replaces.
-        sink, local: blocks that never leave.
-        cooldown: updates for which what was swapped out stays out.
-        seed: of the first table, drawn at random.
+        ema: weight of the old running mean, from 0 up to but not 1.
+        swaps: most swaps of a row in an update.
+        margin: share by which a block must exceed the one that it replaces.
+        sink, local: number of first and of local blocks that never leave.
+        cooldown: updates for which a block that was swapped out stays out.
+        seed: seed of the first table, which is random.
 
     Attributes:
-        table: int64 [H, R, k] on the CPU, block of each slot; another tensor where an update
-            changed it, the same one where not.
+        table: int64 [H, R, k] on the CPU, the block of each slot. An update that changes the table
+            assigns a new tensor; otherwise it stays the same object.
 
     Raises: ValueError where arguments do not fit one another.
 
@@ -113,18 +114,18 @@ class PatternRefiner:
         self._updates = torch.zeros((), dtype=torch.int64)
 
     def observe(self, mass: Tensor, indices: Tensor) -> None:
-        """Takes in the mass that slots' blocks received; for the next update.
+        """Records the softmax mass that the blocks of slots received, for the next update.
 
         Args:
             mass: [B, H or a multiple, R, m], not negative: shares of the softmax of a row's
                 queries, summed; heads of a group are summed.
-            indices: int64, broadcasting to [B, H, R, m]: the block of each slot; -1, numbers that
-                are no block, and all but the first of repeated ones are not observed.
+            indices: int64, broadcasting to [B, H, R, m]: the block of each slot. Slots of -1 or
+                outside the blocks, and repeats of a block, are ignored.
 
         Raises: ValueError for shapes that do not fit, and observed masses that are not finite or
             are negative.
 
-        Cost: O(B H R m), on the CPU: where mass is on a device this waits for it.
+        Cost: O(B H R m), on the CPU; waits for the device of the mass, if it is another.
         """
         heads, rows, blocks = self.shape
         mass = checked_mass(mass, heads, rows).double().cpu()
@@ -144,17 +145,17 @@ class PatternRefiner:
             self._counts.scatter_add_(2, slot[entry], seen[entry].long())
 
     def update(self, group: dist.ProcessGroup | None = None) -> bool:
-        """Swaps blocks by what was observed since the last update.
+        """Swaps blocks by the mass observed since the last update.
 
         Args:
-            group: ranks, all of which call this: they sum what they observed, in integers, and so
-                decide alike.
+            group: ranks that all call this. They sum their observations as integers, and so decide
+                alike.
 
         Returns: whether the table changed.
 
         Raises: ValueError, on all ranks, where their tables or means were not equal before.
 
-        Cost: O(H R blocks log(blocks)); over ranks one sum of 16 H R blocks bytes.
+        Cost: O(H R blocks log(blocks)); with a group, an all-reduce of 16 H R blocks bytes.
         """
         sums, counts = self._summed(group)
         now = counts > 0
@@ -170,7 +171,7 @@ class PatternRefiner:
         most = min(self.swaps, self.k, self.shape[2])
         new, into = _ordered(torch.where(comes, -self._mass, torch.inf), most)
         old, out = _ordered(torch.where(goes, self._mass, torch.inf), most)
-        swapped = -new > (1 + self.margin) * old  # an infinite one of either is no candidate
+        swapped = -new > (1 + self.margin) * old  # false for non-candidates: they are infinite
         if not bool(swapped.any()):
             return False
         slot = (self.table[..., None] == out[:, :, None]) & swapped[:, :, None]  # [H, R, k, swaps]
@@ -182,11 +183,11 @@ class PatternRefiner:
         return True
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that a resumed run goes on from, also between two updates, with the same bits."""
+        """Copies of all state; a run resumed from it, even between updates, gives the same bits."""
         return {name.lstrip("_"): getattr(self, name).clone() for name in STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was taken; ValueError for what is none of this size."""
+        """Restores the state from `state_dict`; ValueError if it is not one of this size."""
         own = self.state_dict()
         fits = isinstance(state, Mapping) and set(state) == set(own)
         fits = fits and all(isinstance(x, Tensor) for x in state.values())
@@ -203,7 +204,7 @@ class PatternRefiner:
             setattr(self, name, state[name.lstrip("_")].detach().cpu().clone())
 
     def _summed(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """Sums and counts over the ranks of a group, whose states are compared."""
+        """Sums and counts over the ranks of a group; ValueError if their states differ."""
         check_group(group)
         if group is None:
             return self._sums, self._counts
@@ -211,7 +212,7 @@ class PatternRefiner:
         told = torch.tensor((self.ema, self.margin, self.swaps, self.cooldown), dtype=torch.float64)
         held = (told, self._protected, *(getattr(self, name) for name in AGREED))
         own = torch.tensor([digested(x) for x in held])
-        extremes = torch.cat((own, ~own)).to(device)  # of ~x the largest is the least x's
+        extremes = torch.cat((own, ~own)).to(device)  # max(~x) is ~min(x): one MAX gives both
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         most, least = extremes.cpu().chunk(2)
         if not torch.equal(most, ~least):
@@ -230,11 +231,11 @@ AGREED = ("table", "_mass", "_observed", "_barred_until", "_updates")
 
 
 def digested(x: Tensor) -> int:
-    """A hash of what a tensor holds, to the bit."""
+    """Hash of the bits of a tensor."""
     return digest_of(x.contiguous().view(torch.int64) if x.dtype == torch.float64 else x.long())
 
 
 def _ordered(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` least of each row and which they are, ties to the lower block."""
+    """Returns the `count` least values of each row and their blocks; ties go to the lower block."""
     least, block = value.sort(dim=2, stable=True)
     return least[..., :count], block[..., :count]

@@ -33,23 +33,23 @@ def remainder_attention(
 
     One softmax over both: `out_q ~ sum_{k selected} e^{s_k} v_k + sum_{b not selected} n_b
     e^{s_b} v_b`, `s_b = scale q.k_b`, with k_b and v_b the means over the n_b tokens of block b.
-    What is left out of a selection thus weighs in, at its estimated mass, and gets gradients.
+    Blocks outside the selection thus still contribute, with an estimated mass, and get gradients.
 
     Args:
         query, key, value: as `attention`.
-        indices: int64 [R, k], [H, R, k] or [B, H, R, k] with H = 1, Hkv or Hq: of the rows from
-            that of the first query on, as `select_blocks` lists them.
+        indices: int64 [R, k], [H, R, k] or [B, H, R, k] with H = 1, Hkv or Hq, as `select_blocks`
+            returns them; the first row is the one that holds the first query.
         block_size, query_block: keys of a block, queries of a row.
-        causal: whether later keys are hidden; of the row's own block nothing is pooled then, so
-            that it is seen where it is selected alone.
+        causal: whether later keys are hidden. A row's own block is then never pooled: it is seen
+            only if it is selected.
         scale, q_start: as `attention`.
 
     Returns: [B, Hq, Nq, Dv], differentiable in query, key and value.
 
     Raises: ValueError where arguments do not fit.
 
-    Cost: that of the selected pairs and 1 / block_size of dense attention, on the device, without a
-        wait for it; memory O(N + R Nb).
+    Cost: the selected pairs plus 1 / block_size of dense attention, without waiting for the device;
+        memory O(N + R Nb).
 
     Source: MRA-2 (arXiv 2207.10284), equation 5.
     """
@@ -89,7 +89,7 @@ def remainder_attention(
 def _rest(
     indices: Tensor, key: Tensor, block_size: int, query_block: int, first_row: int, causal: bool
 ) -> Tensor:
-    """Bool [B or 1, H or 1, R, Nb]: blocks that a row does not list, and sees all of."""
+    """Mask [B or 1, H or 1, R, Nb] of blocks that a row does not list, but sees whole."""
     indices = indices.view((1,) * (4 - indices.dim()) + indices.shape)
     rows, blocks = indices.shape[2], -(-key.shape[2] // block_size)
     there = (indices >= 0) & (indices < blocks)
@@ -103,7 +103,7 @@ def _rest(
 def _pooled(
     query: Tensor, key: Tensor, value: Tensor, log_tokens: Tensor, seen: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) over pooled keys, in their dtype; `seen`: bool [B or 1, H or 1, n, Nb]."""
+    """Attention (out, lse) to pooled keys, in their dtype; `seen`: [B or 1, H or 1, n, Nb]."""
     kv_heads = key.shape[1]
     query = query.to(key.dtype).unflatten(1, (kv_heads, -1))  # [B, Hkv, G, n, D]
     heads = seen.shape[1]

@@ -1,4 +1,4 @@
-"""`selection_report`: how much of dense attention a selection keeps, beside others of its size."""
+"""`selection_report`: how much of dense attention a selection keeps, compared with baselines."""
 
 import math
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from ..patterns.selected import SelectedBlocks
 from .rows import num_rows
 
 _AT_A_TIME = 1 << 23  # logits
-_RISK = 1e-3  # of a mean outside its interval
+_RISK = 1e-3  # probability that the mean of all rows lies outside the interval
 
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """Of queries, the share of dense attention's softmax that falls on what they see.
+    """Share of dense attention's softmax that falls on the keys that a query sees.
 
     Attributes:
-        mean, p05, least: [Hkv] over queries and the query heads of a kv head; sums are rounded, so
-            that a share may be above 1 by as much.
-        interval: [Hkv] half the width around `mean` in which that of all rows lies with probability
-            0.999 (Hoeffding and Serfling's inequality); 0 where no rows were drawn.
+        mean, p05, least: [Hkv] mean, 5% quantile and minimum over queries and the query heads of a
+            kv head. Rounding may lift a share slightly above 1.
+        interval: [Hkv] half width of an interval around `mean` that holds the mean of all rows with
+            probability 0.999 (Hoeffding and Serfling's inequality); 0 where all rows were examined.
     """
 
     mean: Tensor
@@ -38,19 +38,19 @@ class Captured:
 
 @dataclass(frozen=True, eq=False)
 class SelectionReport:
-    """What a selection keeps of dense attention; tensors are [Hkv].
+    """Measures how much of dense attention a selection keeps; tensors are [Hkv].
 
     Attributes:
-        density: pairs over visible pairs.
+        density: selected pairs / visible pairs.
         captured: shares of the softmax, `exp(lse_selected - lse_full)`.
-        error: of the output, `|o_selected - o_full| / |o_full|` over all queries.
-        recall: share of the blocks of largest exact mass that are selected, as many of them as the
-            row lists; mean of rows.
-        inflation: blocks that as many neighbouring queries as a block has keys list together, over
-            those that one row lists; NaN for the others where rows were drawn.
-        rows: rows that were looked at.
-        random, window, oracle: the same for as many blocks a row: the row's own and random others;
-            the last ones; those of largest exact mass. None in those.
+        error: error of the output, `|o_selected - o_full| / |o_full|` over all queries.
+        recall: share of a row's blocks of largest exact mass that are selected, counting as many
+            blocks as the row lists; mean over rows.
+        inflation: distinct blocks that block_size neighbouring queries list together, divided by
+            the blocks of one row; NaN in the baselines where only some rows were examined.
+        rows: number of rows that were examined.
+        random, window, oracle: reports on baselines with as many blocks in each row: the row's own
+            and random others; the latest; those of largest exact mass. None inside a baseline.
     """
 
     density: Tensor
@@ -64,7 +64,7 @@ class SelectionReport:
     oracle: "SelectionReport | None" = None
 
     def __str__(self) -> str:
-        """A line for each selection, means over kv heads; shares clamped to 1."""
+        """Table with a line for each selection: means over kv heads, with shares clamped to 1."""
         titles = ("", "density", "captured", "p05", "least", "error", "recall", "inflation")
         lines = ["".join(f"{title:>10}" for title in titles)]
         for name in ("selected", "random", "window", "oracle"):
@@ -95,26 +95,27 @@ def selection_report(
     rows: int | None = None,
     seed: int = 0,
 ) -> SelectionReport:
-    """Compares a selection with dense attention, and with others of the same size.
+    """Compares a selection with dense attention, and with baselines of the same size.
 
-    The captured mass bounds the error: `o_full - o_selected = (1 - c) (o_rest - o_selected)`.
+    The captured share c bounds the error: `o_full - o_selected = (1 - c) (o_rest - o_selected)`.
 
     Args:
-        query: [B, Hq, Nq, D], the last of them aligned with the last key.
+        query: [B, Hq, Nq, D], the last query aligned with the last key.
         key: [B, Hkv, Nk, D].
         value: [B, Hkv, Nk, Dv].
-        pattern: `SelectedBlocks`, or that `& Causal()`; dense attention is then causal too.
-        rows: how many rows of the selection are looked at, drawn without replacement; None: all,
-            exactly.
-        seed: of drawn rows, and of the random selection; the same wherever it is run.
+        pattern: `SelectedBlocks(...)`, or `SelectedBlocks(...) & Causal()`; dense attention is
+            causal in the second case.
+        rows: number of rows of the selection to examine, drawn without replacement; None examines
+            all, exactly.
+        seed: seed of the drawn rows and the random baseline; its draws are equal on all devices.
 
     Returns: `SelectionReport`; `print` shows it as a table.
 
-    Raises: ValueError for other patterns (what is merged with a selection is not a part of it), or
-        where arguments do not fit.
+    Raises: ValueError for other patterns (for instance, a selection merged with a window), or where
+        arguments do not fit.
 
-    Cost: O(n Nk) time for n queries of the rows, streamed; memory O(B Hq R Nb / query_block + N),
-        and it waits for the device: to look at, not to train by.
+    Cost: O(n Nk) time for the n queries of the rows, in pieces; memory O(B Hq R Nb / query_block
+        + N). It waits for the device: for inspection, not for training steps.
 
     Example:
         >>> print(selection_report(query, key, value, chosen & Causal(), rows=64))
@@ -160,13 +161,14 @@ def _selection(pattern: Pattern) -> tuple[SelectedBlocks, bool]:
 
 
 class _Looked:
-    """Some rows of a selection, and what dense attention gives their queries.
+    """Some rows of a selection, with the dense attention of their queries.
 
     Attributes:
-        place: [n] indices of their queries; `row` [n]: of each, the number of its row among them.
-        lse, out: of dense attention, [B, Hq, n] and [B, Hq, n, Dv].
-        mass: [B, H, rows, Nb] exact shares of blocks, summed over a row's queries and the query
-            heads that share its list.
+        place: [n] indices of the rows' queries.
+        row: [n] index of each query's row in `drawn`.
+        lse, out: results of dense attention, [B, Hq, n] and [B, Hq, n, Dv].
+        mass: [B, H, rows, Nb] exact softmax mass of each block, summed over a row's queries and the
+            query heads that share its list.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class _Looked:
         self.place = torch.nonzero(self.drawn[local] == position // size - first_row)[:, 0]
         self.row, self.position = local[self.place], position[self.place]
         heads = selected.indices.shape[-3] if selected.indices.dim() > 2 else 1
-        self.heads = max(heads, key.shape[1])  # lists: of query heads, or of kv heads
+        self.heads = max(heads, key.shape[1])  # number of heads that have their own lists
         self.blocks = -(-key.shape[2] // selected.block_size)
         block = torch.arange(self.blocks, device=query.device) * selected.block_size
         seen = self.position[:, None] + 1 if causal else torch.full_like(block[:1], key.shape[2])
@@ -200,7 +202,7 @@ class _Looked:
         self._attend()
 
     def _attend(self) -> None:
-        """Dense attention, some queries at a time."""
+        """Computes dense attention, some queries at a time."""
         dtype, size = sum_dtype(self.query), self.selected.block_size
         batch, heads, _, dim = self.query.shape
         group, room = heads // self.key.shape[1], -self.key.shape[2] % size
@@ -227,7 +229,7 @@ class _Looked:
         self.lse, self.out = torch.cat(lses, 2), torch.cat(outs, 2)
 
     def listed(self) -> Tensor:
-        """[B, H, rows, Nb] which visible blocks the selection lists."""
+        """Mask [B, H, rows, Nb] of the visible blocks that the selection lists."""
         indices = self.selected.indices.to(self.query.device)
         indices = indices.view((1,) * (4 - indices.dim()) + indices.shape)
         indices = indices[:, :, self.drawn + self.first_row - self.selected.first_row]
@@ -239,7 +241,7 @@ class _Looked:
         return listed[..., : self.blocks] & (self.visible > 0)
 
     def ranks(self, seed: int) -> dict[str, Tensor]:
-        """[B, H, rows, Nb] the place of each block in the order of the other selections."""
+        """Rank [B, H, rows, Nb] of each block in every baseline: random, window, oracle."""
         block = torch.arange(self.blocks, device=self.query.device)
         size = self.selected.row_size
         own = (self.drawn + self.first_row) * size // self.selected.block_size
@@ -257,7 +259,7 @@ class _Looked:
     def report(
         self, listed: Tensor, others: dict[str, SelectionReport] | None, whole: bool
     ) -> SelectionReport:
-        """Of a selection that lists blocks [B, H, rows, Nb]."""
+        """Reports on the selection of the blocks where `listed` [B, H, rows, Nb] is true."""
         kv_heads, group = self.key.shape[1], self.query.shape[1] // self.key.shape[1]
         out, lse = self._attended(listed)
         captured = (lse - self.lse).exp().unflatten(1, (kv_heads, group))  # [B, Hkv, G, n]
@@ -286,7 +288,7 @@ class _Looked:
         )
 
     def _table(self, listed: Tensor) -> SelectedBlocks:
-        """A selection that lists the same in these rows, and nothing in others."""
+        """Builds a selection that lists these blocks in the examined rows, and none elsewhere."""
         most = int(listed.sum(-1).max())
         order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
         chosen = torch.where(listed.gather(-1, order), order, -1)
@@ -297,7 +299,7 @@ class _Looked:
         return SelectedBlocks(table, self.selected.block_size, size, self.first_row)
 
     def _attended(self, listed: Tensor) -> tuple[Tensor, Tensor]:
-        """(out, lse) of the rows' queries, in the sums' dtype."""
+        """Attention (out, lse) of the rows' queries to the listed blocks, in the sums' dtype."""
         table = self._table(listed)
         pattern = table & Causal() if self.causal else table
         query, key, value = (x.to(self.out.dtype) for x in (self.query, self.key, self.value))
@@ -305,7 +307,7 @@ class _Looked:
         return out[:, :, self.place], lse[:, :, self.place]
 
     def _captured(self, share: Tensor) -> Captured:
-        """Of shares [B, Hkv, G, n]."""
+        """Summarises the captured shares [B, Hkv, G, n]."""
         each = share.double().transpose(0, 1).flatten(1).sort(-1).values  # [Hkv, B * G * n]
         drawn, start = len(self.drawn), self.key.shape[2] - self.query.shape[2]
         total = num_rows(start, self.query.shape[2], self.selected.row_size)
@@ -319,6 +321,6 @@ class _Looked:
         )
 
     def _of_kv_heads(self, x: Tensor) -> Tensor:
-        """[Hkv] the mean over the lists that a kv head's query heads have; of one list for all."""
+        """Mean [Hkv] over the lists of a kv head's query heads; one list may serve all heads."""
         kv_heads = self.key.shape[1]
         return x.unflatten(0, (kv_heads, -1)).mean(-1) if len(x) > 1 else x.expand(kv_heads)

@@ -1,4 +1,4 @@
-"""Rows of a selection: runs of queries by absolute position, and which blocks they see."""
+"""Rows of a selection: runs of `query_block` queries, cut at absolute positions."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,13 @@ from ..patterns.arguments import checked_integer, shortened
 
 
 class Span(NamedTuple):
-    """Queries that are computed together: `blocks` blocks of `width` of them each.
+    """Run of queries that are computed together: `width` queries in each of `blocks` blocks.
 
     Attributes:
         first: index of the first query.
-        block: number of its key block.
-        blocks: consecutive key blocks that the queries lie in; more than 1 where all are whole.
-        width: queries in each.
+        block: number of the key block that the first query lies in.
+        blocks: consecutive key blocks that the queries lie in; above 1 only if all are whole.
+        width: queries in each block.
         row: queries in each row of the selection, a divisor of `width`.
         offset: place of the first query in its block.
     """
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 
 def spans(q_start: int, q_len: int, query_block: int, block_size: int) -> list[Span]:
-    """Cuts queries where rows and blocks do; only the first and the last row may be short."""
+    """Cuts queries at row and block boundaries; only the first and the last row may be short."""
     end = q_start + q_len
     cuts = {end}
     for size in (query_block, block_size):
@@ -54,12 +54,12 @@ def spans(q_start: int, q_len: int, query_block: int, block_size: int) -> list[S
 
 
 def num_rows(q_start: int, q_len: int, query_block: int) -> int:
-    """Rows that queries touch, the first and the last in part."""
+    """Number of rows that the queries touch; the first and the last may be partial."""
     return -(-(q_start + q_len) // query_block) - q_start // query_block if q_len else 0
 
 
 def checked_blocks(query_block: int, block_size: int) -> tuple[int, int]:
-    """Both as ints; ValueError where rows do not lie inside blocks."""
+    """Returns both sizes as ints; ValueError where a row would cross a block boundary."""
     block_size = checked_integer("block_size", block_size, 1)
     query_block = checked_integer("query_block", query_block, 1)
     if block_size % query_block:
@@ -71,5 +71,5 @@ def checked_blocks(query_block: int, block_size: int) -> tuple[int, int]:
 
 
 def current_blocks(first_row: int, rows: int, query_block: int, block_size: int) -> Tensor:
-    """[rows] the block that each row's queries lie in; on the CPU, known ahead."""
+    """Key block [rows] that each row's queries lie in; on the CPU, as it depends on no tensor."""
     return (torch.arange(rows) + first_row) * query_block // block_size

@@ -1,4 +1,4 @@
-"""Numbers that change while a model trains: with the step, or as far as it has learned."""
+"""Schedules: numbers that change with the training step, or once a metric is good enough."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ KINDS = ("linear", "cosine", "step")
 class Schedule:
     """A number as a function of the step alone, so that ranks and resumed runs agree.
 
-    Between two points: "linear" goes straight; "cosine" follows half a cosine, flat at both; "step"
-    stays at the earlier one. Before the first point and from the last on it is constant. Of two
-    points at one step the later counts from that step on: a jump.
+    Between two points, "linear" interpolates, "cosine" follows half a cosine that is flat at both,
+    and "step" keeps the earlier value. Before the first point and from the last on the value is
+    constant. Where two points have the same step, the value jumps to the later one there.
 
     Args:
         points: ((step, value), ...) in order of steps.
         kind: "linear", "cosine" or "step".
 
-    Raises: ValueError for no points, steps that go back, numbers that are not finite, another kind.
+    Raises: ValueError for no points, unsorted steps, numbers that are not finite, another kind.
 
     Example:
         >>> density = Schedule(((0, 1.0), (1000, 1.0), (2000, 0.1)))  # dense, a ramp, sparse
@@ -62,7 +62,7 @@ class Schedule:
         object.__setattr__(self, "points", tuple((x, y) for x, y in points))
 
     def __call__(self, step: float) -> float:
-        """The value at a step, any number; ValueError for NaN."""
+        """Value at a step, which may be any number but NaN (ValueError)."""
         given, step = step, as_float(step)
         if math.isnan(step):
             got = shortened(repr(given))
@@ -82,17 +82,17 @@ class Schedule:
 class GatedSchedule:
     """A schedule whose clock moves only while a measurement reaches a bar.
 
-    A pattern that grows sparse on time, learned or not, leaves a model that had not learned with
-    nothing to learn from. This one waits.
+    A schedule by step makes a pattern sparse even if the model has not learned yet, which then has
+    nothing to learn from. This schedule waits for the model.
 
     Args:
-        schedule: what the clock, which counts from 0, is looked up in.
-        bar: the least metric at which it moves.
+        schedule: maps the clock, which counts from 0, to the value.
+        bar: the least metric at which the clock moves.
 
     Attributes:
-        clock: how often it has moved.
+        clock: how often the clock has moved.
 
-    Raises: ValueError for a bar that is not finite.
+    Raises: ValueError for a bar that is not finite; TypeError for another kind of schedule.
 
     Example:
         >>> blocks = GatedSchedule(Schedule(((0, 128), (1000, 4))), bar=0.95)
@@ -108,12 +108,12 @@ class GatedSchedule:
         self.schedule, self.bar, self.clock = schedule, bar, 0
 
     def step(self, metric: float, group: dist.ProcessGroup | None = None) -> float:
-        """Moves the clock by one where metric >= bar; then its value.
+        """Moves the clock by one if metric >= bar, and returns the schedule's value.
 
         Args:
             metric: larger is better; NaN never moves the clock.
-            group: ranks, all of which call this: the clocks go by the mean of their metrics, and
-                stay equal.
+            group: ranks that all call this. They use the mean of their metrics, so that their
+                clocks stay equal.
         """
         try:
             metric = float(metric)
@@ -130,11 +130,11 @@ class GatedSchedule:
         return self.schedule(self.clock)
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed run goes on from."""
+        """State from which a run can resume."""
         return {"clock": self.clock}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was taken; ValueError for what is none."""
+        """Restores the state from `state_dict`; ValueError if it is not one."""
         if not isinstance(state, Mapping) or set(state) != {"clock"}:
             raise ValueError(
                 "expected the state_dict of a GatedSchedule, with 'clock', got "

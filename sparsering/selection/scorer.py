@@ -19,34 +19,34 @@ _AT_A_TIME = 1 << 24  # scores that are computed at a time, of all query heads
 class BlockScorer(nn.Module):
     """Scores of key blocks for rows of queries, by learned projections.
 
-    A block's keys are pooled by a softmax of their own and projected; a query is projected and
-    multiplied with what came of them:
+    A block's keys are pooled by a softmax over them and projected. The score is the dot product
+    with the projected query:
     `score_b(q) = (W_q q) . (W_k sum_j softmax_j(u . k_j) k_j) / sqrt(index_dim)`, j over the keys
-    of block b. u, W_k and W_q are each kv head's own. u begins at 0: the mean of the keys.
+    of block b. Each kv head has its own u, W_k and W_q. u starts at 0, which gives the keys' mean.
 
-    A row of several queries, or a kv head of several query heads, has the log of the sum of their
-    softmax over the blocks each sees, as in `block_scores`; so has a row of one, whose softmax
-    sums to 1. Causal: a block before the query's is pooled whole; the query's own block is
-    pooled over the keys up to the query; later blocks are -inf. No score knows a later token, but
-    that the score of a row of several queries sums over them all: with `query_block` above 1 what
-    an early query sees depends on later ones of its row.
+    Each query of each query head takes a softmax of these scores over the blocks that it sees. The
+    result for a row and a kv head is the log of the sum of these softmaxes, as in `block_scores`.
+    Causal: blocks before the query's own are pooled whole, the query's own block is pooled over the
+    keys up to the query, and later blocks are -inf. No query's score depends on a later token. But
+    a row sums over all its queries: with `query_block` above 1, the blocks that an early query sees
+    depend on later queries of its row.
 
     Args:
         head_dim: channels of queries and keys.
-        num_kv_heads: of the keys; query heads may be a multiple.
+        num_kv_heads: heads of the keys; the number of query heads may be a multiple.
         block_size: keys of a block.
         index_dim: channels of the projections.
         query_block: queries of a row, by absolute position; divides block_size.
         causal: whether queries see up to their own position, or all.
-        detach: gradients reach these weights alone, not the queries and keys: the model is then
-            trained by its own loss, and the scorer by `selection_loss`.
+        detach: gradients reach the scorer's weights alone, not the queries and keys. The model is
+            then trained by its own loss, and the scorer by `selection_loss`.
 
     Attributes:
         pool: u, [Hkv, D].
         project_key, project_query: W_k and W_q, [Hkv, index_dim, D].
 
-    Cost: O(Nq Nb index_dim + Nk block_size D) time for each head; memory O(scores), what query
-        heads and queries of a row add up from being computed again in the backward.
+    Cost: O(Nq Nb index_dim + Nk block_size D) time for each head; memory O(scores), as the backward
+        recomputes the terms that a row sums.
 
     Example:
         >>> scorer = BlockScorer(64, num_kv_heads=2, block_size=64)
@@ -80,7 +80,7 @@ class BlockScorer(nn.Module):
         self.project_query = nn.Parameter(torch.randn(shape) * head_dim**-0.5)
 
     def extra_repr(self) -> str:
-        """What it was made with."""
+        """Arguments of the constructor, for `repr`."""
         return (
             f"{self.head_dim}, {self.num_kv_heads}, {self.block_size}, "
             f"index_dim={self.project_key.shape[1]}, query_block={self.query_block}, "
@@ -124,26 +124,26 @@ class BlockScorer(nn.Module):
         return self.scores_of(query, self.summaries(key), key, first)
 
     def summaries(self, key: Tensor) -> Tensor:
-        """What queries are multiplied with: [B, Hkv, Nb, index_dim] of keys [B, Hkv, Nk, D]."""
+        """Projected, pooled keys [B, Hkv, Nb, index_dim] of each block of keys [B, Hkv, Nk, D]."""
         keys, real = _in_blocks(key, self.block_size)
         return _pooled(self._gate(keys), keys, real) @ self.project_key.to(key.dtype).mT
 
     def _gate(self, keys: Tensor) -> Tensor:
-        """[B, Hkv, Nb, size] what pooling weighs keys [B, Hkv, Nb, size, D] by."""
+        """Pooling logits [B, Hkv, Nb, size] of keys [B, Hkv, Nb, size, D]."""
         return (keys @ self.pool.to(keys.dtype)[:, None, :, None])[..., 0]
 
     def scores_of(
         self, query: Tensor, pooled: Tensor, key: Tensor, first: int, before: int = 0
     ) -> Tensor:
-        """Scores by summaries of the blocks, [B, Hkv, R, Nb], in one dtype for all.
+        """Scores [B, Hkv, R, Nb] from summaries of the blocks; all inputs have the same dtype.
 
         Args:
             query: [B, Hq, Nq, D].
-            pooled: [B, Hkv, Nb, index_dim], `summaries` of the keys; where causal, of blocks that a
-                query is in, or that are after it, any numbers.
-            key: [B, Hkv, Nk, D], the keys themselves, but for those of `before` blocks, all of them
-                before the first query's.
+            pooled: [B, Hkv, Nb, index_dim], `summaries` of the keys. Where causal, a query ignores
+                the summaries of its own block and of later ones.
+            key: [B, Hkv, Nk, D], the keys without those of the first `before` blocks.
             first: the first query's position.
+            before: number of blocks left out of `key`, all before the first query's own block.
         """
         dtype, (batch, heads, q_len) = query.dtype, query.shape[:3]
         size, kv_heads, blocks = self.block_size, key.shape[1], pooled.shape[2]
@@ -152,7 +152,7 @@ class BlockScorer(nn.Module):
         asked = asked @ self.project_query.to(dtype).mT[:, None]
         asked = asked * project.shape[2] ** -0.5  # [B, Hkv, G, Nq, index_dim]
         own = None
-        if self.causal and q_len and blocks:  # the blocks of queries, pooled up to each of them
+        if self.causal and q_len and blocks:  # pool each query's own block up to the query
             begin = min(first // size, blocks - 1)
             end = min((first + q_len - 1) // size, blocks - 1) + 1
             some = key[:, :, (begin - before) * size : (end - before) * size]
@@ -177,7 +177,7 @@ class BlockScorer(nn.Module):
         return torch.cat(parts, 2)
 
     def _rows(self, asked: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
-        """[B, Hkv, R, Nb]: the log of the sum of a row's softmaxes, of queries that are rows."""
+        """Scores [B, Hkv, R, Nb] of some rows: log of the sum of their queries' softmaxes."""
         q_len, blocks, step = asked.shape[3], pooled.shape[2], self.query_block
         lowest = torch.finfo(asked.dtype).min
         score = asked @ pooled.mT[:, :, None]  # [B, Hkv, G, Nq, Nb]
@@ -199,7 +199,7 @@ class BlockScorer(nn.Module):
 
 
 def _in_blocks(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Keys [.., Nk, D] as [.., Nb, size, D], and which are real, [Nb, size]; the others are 0."""
+    """Pads keys [.., Nk, D] to [.., Nb, size, D] by zeros; also the mask [Nb, size] of keys."""
     length = key.shape[2]
     blocks = -(-length // size)
     keys = F.pad(key, (0, 0, 0, blocks * size - length)).unflatten(2, (blocks, size))
@@ -208,7 +208,7 @@ def _in_blocks(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _pooled(gate: Tensor, keys: Tensor, real: Tensor) -> Tensor:
-    """Keys [.., Nb, size, D] summed by the softmax of their gate over those that are real."""
+    """Sums keys [.., Nb, size, D], weighted by the softmax of `gate` over the real ones."""
     weight = torch.where(real, gate, torch.finfo(gate.dtype).min).softmax(-1)
     weight = torch.where(real, weight, 0.0)
     return weight @ keys if weight.dim() == keys.dim() else (weight[..., None, :] @ keys)[..., 0, :]

@@ -1,4 +1,4 @@
-"""`block_scores`: how much attention each block of keys would get, estimated without attending."""
+"""`block_scores`: estimates how much attention each key block would get, without attending."""
 
 import math
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from ..patterns.positions import Full
 from .estimates import NEVER, Estimate, checked_method, counts
 from .rows import Span, checked_blocks, current_blocks, num_rows, spans
 
-_AT_A_TIME = 1 << 22  # logits, where no kernel keeps them to itself
-_MANY = 64  # queries for which keys are worth a copy
+_AT_A_TIME = 1 << 22  # logits computed at a time where no fused kernel runs
+_MANY = 64  # queries from which the C++ kernel pays, as it copies the keys first
 
 
 def block_scores(
@@ -40,22 +40,22 @@ def block_scores(
     of the log mass `log sum_j e^{scale q_i.k_j}` of block b. With exact masses, the k blocks of
     largest score are the k shared blocks that capture most attention.
 
-    Estimates, n the real tokens of a block (of a part of one), k the keys' mean in it:
+    Estimates, n the number of real tokens in a block (or a part of it), k the mean of its keys:
 
     - "mean": `log n + scale q.k`, never above the mass (MoBA, arXiv 2502.13189).
     - "sub": `log sum_c n_c e^{scale q.k_c}` over `parts` sub-blocks of block_size / parts tokens.
-    - "gauss": that of "mean" + `scale^2 / 2 sum_d q_d^2 var_d`, of the keys' population variance.
+    - "gauss": "mean" + `scale^2 / 2 sum_d q_d^2 var_d`, var the population variance of the keys.
     - "bounds": `log n + scale sum_d max(q_d max_d, q_d min_d)`, never below (Quest, 2406.10774).
     - "antidiagonal": stride S = `parts`: `log sum_y n_y e^{scale / S sum_i q[xS+S-1-i].k[yS+i]}`,
-      the same for the S queries of x; the mean of the products that are there, where tokens lack
-      (XAttention, 2503.16428). S divides query_block.
+      shared by the S queries of stride x; where tokens are missing, `scale` times the mean of the
+      products that exist (XAttention, 2503.16428). S divides query_block.
     - "exact": the mass itself, in O(N^2) time.
 
-    Under `causal` a query estimates the blocks before its own, and its own block has the exact mass
-    of the keys up to the query; all other scores are -inf, and no others. Otherwise all blocks are
-    estimated. Only query_block=1 is strictly causal: the choice of a longer row depends on the last
-    of its queries. Products are those of the keys' means: keys without rotary positions, or parts
-    within which these turn little, are what estimates describe well.
+    Under `causal` a query estimates the blocks before its own; its own block has the exact mass of
+    the keys up to the query; later blocks, and they alone, score -inf. Without it all blocks are
+    estimated. Only query_block=1 is strictly causal: the choice of a longer row depends on its last
+    query. Estimates use means of keys. They are good for keys without rotary positions, or for
+    parts in which rotary positions turn the keys little.
 
     Args:
         query: [B, Hq, Nq, D].
@@ -64,14 +64,14 @@ def block_scores(
         query_block: queries of a row, by absolute position; divides block_size. The first and the
             last row may have fewer.
         method: "mean", "sub", "gauss", "bounds", "antidiagonal" or "exact".
-        parts: of "sub" and "antidiagonal"; divides block_size.
+        parts: sub-blocks for "sub", the stride for "antidiagonal"; divides block_size.
         causal: whether later keys are hidden.
-        scale: of the products, default D ** -0.5.
+        scale: factor of the products, default D ** -0.5.
         q_start: position of the first query, default Nk - Nq.
 
     Returns: [B, Hkv, R, Nb] float32 (computed in float64 for float64 inputs), R the rows from
-        `q_start // query_block` on, Nb = ceil(Nk / block_size). Differentiable, each part computed
-        again in the backward.
+        `q_start // query_block` on, Nb = ceil(Nk / block_size). Differentiable; the backward
+        computes each part again.
 
     Raises: ValueError where arguments do not fit.
 
@@ -105,7 +105,7 @@ def scores_of(
     scale: float,
     q_start: int,
 ) -> Tensor:
-    """`block_scores` of keys that are summarised, in the summaries' dtype."""
+    """Computes `block_scores` from summaries of the keys, in the summaries' dtype."""
     batch, heads, q_len, _ = query.shape
     blocks = estimate.num_blocks
     kv_heads = estimate.feature.shape[1]
@@ -113,9 +113,9 @@ def scores_of(
     rows = num_rows(q_start, q_len, query_block)
     shape = (batch * kv_heads, rows, blocks)
     if not math.prod(shape) or not group:
-        nothing = query[..., :0].sum() + estimate.feature[..., :0].sum()  # 0, in the graph
+        nothing = query[..., :0].sum() + estimate.feature[..., :0].sum()  # 0, but differentiable
         return estimate.feature.new_full((batch, kv_heads, rows, blocks), -torch.inf) + nothing
-    # queries of a row together, heads innermost: [B * Hkv, Nq, G, D]
+    # heads innermost, so that a row's queries lie together: [B * Hkv, Nq, G, D]
     every = query.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(0, 1)
     feature, keys = (x.flatten(0, 1) for x in (estimate.feature, estimate.keys))
     estimate = estimate._replace(feature=feature, keys=keys)
@@ -140,7 +140,7 @@ def scores_of(
 def _uncompiled(
     span: Span, every: Tensor, estimate: Estimate, causal: bool, scale: float, out: Tensor
 ) -> None:
-    """Scores of a span, into `out`, some entries and blocks at a time."""
+    """Writes the scores of a span into `out`, some batch entries and blocks at a time."""
     most = span.width * every.shape[2] * estimate.slots * estimate.num_blocks
     entries = max(1, _AT_A_TIME // most)
     for first in range(0, len(every), entries):
@@ -154,7 +154,10 @@ def _uncompiled(
 
 
 class _Compiled(NamedTuple):
-    """An estimate as the CPU's kernel takes it, and the queries [B, Hq, Nq, D] as they lie."""
+    """Inputs of the C++ kernel: queries [B, Hq, Nq, D], and the estimate.
+
+    `last`: share of real tokens in each part of the last block; None where that block is whole.
+    """
 
     query: Tensor
     estimate: Estimate
@@ -162,7 +165,7 @@ class _Compiled(NamedTuple):
 
     @classmethod
     def of(cls, query: Tensor, estimate: Estimate) -> "_Compiled | None":
-        """None where the kernel does not run."""
+        """Returns the inputs of the kernel, or None where it does not run."""
         compiling = torch.compiler.is_compiling() or estimate.feature.dtype != torch.float32
         if compiling or estimate.stride > 1 or cpu.reasons(query, estimate.feature):
             return None
@@ -174,7 +177,7 @@ class _Compiled(NamedTuple):
         return cls(query, estimate, last)
 
     def scores(self, span: Span, causal: bool, scale: float, out: Tensor) -> bool:
-        """Writes the scores of a span; False where shares were too small for numbers."""
+        """Writes the scores of a span; returns False if shares underflowed."""
         estimate = self.estimate
         lost = cpu.block_shares(
             self.query, estimate.feature, estimate.keys, self.last, out,
@@ -187,12 +190,12 @@ class _Compiled(NamedTuple):
 
 
 def _cut(span: Span, heads: int, estimate: Estimate, causal: bool) -> Iterator[Span]:
-    """Parts of a span, each of about as many logits as are computed at a time."""
+    """Cuts a span into parts of about _AT_A_TIME logits each."""
     done = 0
     while done < span.blocks:
         block = span.block + done
         room, seen = _AT_A_TIME // (heads * span.width * estimate.slots), estimate.num_blocks
-        if causal and block + math.isqrt(room) < seen:  # count * (block + count) is the room
+        if causal and block + math.isqrt(room) < seen:  # solves count * (block + count) = room
             count = (math.isqrt(block * block + 4 * room) - block) // 2
         else:
             count = room // seen
@@ -209,14 +212,14 @@ def _again_in_backward(
         return _of_span(span, query, same, causal, scale)
 
     tensors = every, estimate.feature, estimate.keys
-    if torch.compiler.is_compiling():  # which decides itself what it computes again
+    if torch.compiler.is_compiling():  # the compiler decides what to recompute
         return compute(*tensors)
     found: Tensor = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
     return found
 
 
 def _of_span(span: Span, every: Tensor, estimate: Estimate, causal: bool, scale: float) -> Tensor:
-    """[entries, rows, Nb] scores of a span's rows."""
+    """Scores [entries, rows, Nb] of a span's rows."""
     blocks = estimate.num_blocks
     query = every[:, span.first : span.first + span.queries].to(estimate.feature.dtype)
     seen = min(blocks, max(1, span.block + span.blocks - 1)) if causal else blocks
@@ -233,12 +236,12 @@ def _of_span(span: Span, every: Tensor, estimate: Estimate, causal: bool, scale:
 
 
 def _own_mass(span: Span, query: Tensor, estimate: Estimate, scale: float) -> Tensor:
-    """[entries, n, G] exact log mass of the visible keys of each query's own block."""
+    """Exact log mass [entries, n, G] of the visible keys in each query's own block."""
     group = query.shape[2]
     first, stop = max(span.block, 0), min(span.block + span.blocks, estimate.num_blocks)
     blocks = max(0, stop - first)
     keys = estimate.keys[:, first - estimate.first_own :][:, :blocks]
-    lack = (first - span.block) * (blocks > 0)  # of blocks before those that there are
+    lack = (first - span.block) * (blocks > 0)  # blocks of the span before the first key
     query = query.unflatten(1, (span.blocks, span.width))[:, lack : lack + blocks]
     logits = query.flatten(2, 3) @ (keys.mT * scale)
     logits = logits.unflatten(2, (span.width, group))
@@ -255,7 +258,7 @@ def _own_mass(span: Span, query: Tensor, estimate: Estimate, scale: float) -> Te
 
 
 def _future(span: Span, first: int, stop: int, device: torch.device) -> Tensor:
-    """[blocks, stop - first] which columns are not before the block of a query."""
+    """Mask [blocks, stop - first] of columns that are not before a query's own block."""
     own = torch.arange(span.block, span.block + span.blocks, device=device)
     return torch.arange(first, stop, device=device) >= own[:, None]
 
@@ -263,7 +266,7 @@ def _future(span: Span, first: int, stop: int, device: torch.device) -> Tensor:
 def _shares(
     span: Span, query: Tensor, estimate: Estimate, seen: int, own: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Log shares of the blocks before a row's, [entries, rows, seen], and of its own block."""
+    """Log shares: [entries, rows, seen] of past blocks (all if no `own`), and of the own block."""
     (_, n, group, _), stride = query.shape, estimate.stride
     front, present = span.offset % stride, None
     back = -(front + n) % stride

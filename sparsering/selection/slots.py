@@ -1,4 +1,4 @@
-"""Slots of a selection: which of them count, and what the heads of a group put into one."""
+"""Slots of a selection: which of them count, and checks of their indices and masses."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from ..numerics import sum_dtype
 
 
 def counted(indices: Tensor, num_blocks: int) -> Tensor:
-    """Which slots [..., k] list a block: those inside 0 .. num_blocks - 1, once each, the first."""
+    """Mask [..., k] of slots that list a block 0 .. num_blocks - 1, and are the first to do so."""
     ordered, order = indices.sort(dim=-1, stable=True)
     repeated = torch.zeros_like(ordered, dtype=torch.bool)
     repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
@@ -17,7 +17,7 @@ def counted(indices: Tensor, num_blocks: int) -> Tensor:
 
 
 def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
-    """Mass [B, heads, R, m], that of a group's heads summed; ValueError where it does not fit."""
+    """Mass [B, heads, R, m], summed over each group of heads; ValueError where it does not fit."""
     check_tensor("mass", mass, "[batch, heads, rows, slots]")
     group = mass.shape[1] // max(1, heads) if mass.dim() == 4 else 0
     fits = mass.dim() == 4 and mass.is_floating_point() and mass.shape[1:3] == (group * heads, rows)
@@ -30,7 +30,7 @@ def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
 
 
 def checked_slots(indices: Tensor, shape: torch.Size) -> Tensor:
-    """Indices [B, H, R, m] of that shape, expanded; ValueError where they do not broadcast."""
+    """Expands indices to the shape [B, H, R, m]; ValueError where they do not broadcast."""
     check_tensor("indices", indices, "[..., rows, slots]")
     fits = indices.dtype == torch.int64 and 2 <= indices.dim() <= 4
     fits = fits and indices.shape[-2:] == shape[-2:]

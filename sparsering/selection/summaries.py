@@ -1,4 +1,4 @@
-"""`BlockSummaries`: what scores ask of the keys so far, kept from step to step."""
+"""`BlockSummaries`: caches summaries of key blocks while a sequence is decoded."""
 
 import math
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from .scores import scores_of
 
 
 class BlockSummaries:
-    """Summaries of whole blocks of a sequence that grows, for scores in O(blocks).
+    """Caches summaries of key blocks while a sequence grows, so that scores cost O(blocks).
 
-    A block is summarised once, when its last key has come.
+    A block is summarised once, when it is full.
 
     Args:
         block_size, parts: as `block_scores`.
-        method: as `block_scores`, or a causal `BlockScorer` of these blocks and rows of one, whose
-            scores are then kept by: with the weights that it has when a block is summarised.
+        method: as `block_scores`; or a causal `BlockScorer` with this block_size and query_block=1.
+            A block is summarised with the weights that the scorer has at that time.
 
     Raises: ValueError where arguments do not fit.
 
@@ -51,26 +51,26 @@ class BlockSummaries:
 
     @property
     def nbytes(self) -> int:
-        """Of the summaries."""
+        """Bytes of the summaries."""
         held = self._feature
         return 0 if held is None else held.numel() * held.element_size()
 
     @torch.no_grad()
     def scores(self, query: Tensor, key: Tensor, *, scale: float | None = None) -> Tensor:
-        """Scores of all blocks by the last queries, in rows of one, from the blocks' summaries.
+        """Scores all blocks for the last queries, in rows of one query, from the summaries.
 
-        They are those of `block_scores`, or of the `BlockScorer`, on the whole sequence.
+        The scores equal those of `block_scores`, or of the `BlockScorer`, on the whole sequence.
 
         Args:
             query: [B, Hq, n, D], of the last n tokens.
-            key: [B, Hkv, Nk, D], all keys so far: those before the last call's Nk as they were.
-            scale: of the products, default D ** -0.5; a `BlockScorer` has its own.
+            key: [B, Hkv, Nk, D], all keys so far; keys of earlier calls must not have changed.
+            scale: factor of the products, default D ** -0.5; a `BlockScorer` has its own.
 
         Returns: [B, Hkv, n, Nb] float32 (of a `BlockScorer` in its dtype), no gradient.
 
         Raises: ValueError where arguments do not fit.
 
-        Cost: O(n Nb) and the keys of the queries' own blocks; new blocks are read once.
+        Cost: O(n Nb), plus reading the keys of the queries' own blocks; new blocks are read once.
         """
         check_inputs(query, key, key, Full())
         length, size = key.shape[2], self._size
@@ -87,7 +87,7 @@ class BlockSummaries:
             if self._scorer is not None:
                 pooled = feature[:, :, 0, : -(-length // size)]
                 return self._scorer.scores_of(query.to(dtype), pooled, own, start, start // size)
-            feature = feature[:, :, :, : max(length // size, 1)]  # one that none sees, before any
+            feature = feature[:, :, :, : max(length // size, 1)]  # one, even if none is whole
             scale = checked_scale(scale, query)
             if query.shape[2] == 1 and query.shape[1]:
                 return self._of_one(query.to(dtype), feature[:, :, :, : start // size], own, scale)
@@ -96,7 +96,7 @@ class BlockSummaries:
             return scores_of(query, estimate, 1, True, scale, start).float()
 
     def _of_one(self, query: Tensor, feature: Tensor, own: Tensor, scale: float) -> Tensor:
-        """The same of one query, which sees all keys of its own block that there are."""
+        """Scores for a single query, which sees all keys so far in its own block."""
         query = query.unflatten(1, (feature.shape[1], -1)).flatten(0, 1)  # [B * Hkv, G, 1, D]
         of_query = query_features(query.transpose(1, 2), scale, self._method)  # [B * Hkv, 1, G, F]
         logits = of_query @ feature.flatten(0, 1).mT + math.log(self._part)
@@ -117,7 +117,7 @@ class BlockSummaries:
             self._feature = self._feature.index_select(0, chosen.to(self._feature.device))
 
     def _extended(self, key: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, Hkv, slots, more than the whole blocks, F], those that are new summarised."""
+        """Summarises new whole blocks; returns all summaries, [B, Hkv, slots, >= blocks, F]."""
         size, whole = self._size, key.shape[2] // self._size
         first = self._blocks = min(self._blocks, whole)
         if whole > first or self._feature is None:
@@ -128,7 +128,7 @@ class BlockSummaries:
         return self._feature
 
     def _summarised(self, key: Tensor) -> Tensor:
-        """[B, Hkv, slots, blocks, F] of the keys of whole blocks."""
+        """Summaries [B, Hkv, slots, blocks, F] of keys in whole blocks."""
         if self._scorer is not None:
             return self._scorer.summaries(key)[:, :, None]
         length, size, part = key.shape[2], self._size, self._part
@@ -139,7 +139,7 @@ class BlockSummaries:
 
 
 def _check_scorer(scorer: BlockScorer, block_size: int) -> None:
-    """Raises ValueError where tokens that come one by one cannot be scored by it."""
+    """Raises ValueError if the scorer cannot score tokens that come one by one."""
     made = f"blocks of {scorer.block_size}, rows of {scorer.query_block}, causal={scorer.causal}"
     if (scorer.block_size, scorer.query_block, scorer.causal) != (block_size, 1, True):
         raise ValueError(
@@ -149,9 +149,9 @@ def _check_scorer(scorer: BlockScorer, block_size: int) -> None:
 
 
 def _with_room(held: Tensor | None, new: Tensor, first: int) -> Tensor:
-    """Room for the first blocks, kept, the new ones and one more.
+    """Buffer that keeps the first blocks, with room for the new ones and one more.
 
-    Half as much again where it is spent.
+    A full buffer grows by half.
     """
     whole = first + new.shape[3]
     if held is not None and held.shape[3] > whole:
