@@ -137,7 +137,7 @@ def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _joined(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: int) -> Tensor:
-    """Returns the first run of each unit; up to `most` neighbours in a line with equal keys join."""
+    """Returns the first run of each unit: up to `most` neighbours on a line with equal keys."""
     index = torch.arange(len(begin), device=begin.device)
     before = (index - 1).clamp(min=0)
     same = (line == line[before]) & (length == length[before]) & (index > 0)
