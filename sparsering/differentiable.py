@@ -27,9 +27,8 @@ def differentiable(
     """Registers the operator `sparsering::NAME`, and its backward.
 
     Args:
-        call: the schema of its arguments. First come tensors [B, ...]: query, key, value, then
-            others; those of a floating dtype have gradients. Then `Tensor[] tensors` and
-            `str pattern`, then plain values.
+        call: the schema of its arguments: tensors [B, ...], query, key and value first, which have
+            gradients if they are floating; `Tensor[] tensors` and `str pattern`; plain values.
         forward: maps the arguments to (out, lse).
         backward: maps (arguments, out, lse, grad_out, grad_lse, wanted) to the gradients of the
             first tensors. `wanted` has a bool for each: where it is False, the gradient may have
@@ -146,10 +145,7 @@ def differentiable(
 
 
 def transforming() -> bool:
-    """True inside a torch.func transform (grad, vmap) other than functionalization.
-
-    Functionalization handles registered operators, the others do not.
-    """
+    """True inside a torch.func transform that cannot handle operators, such as grad and vmap."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return False
     functorch = torch._C._functorch
@@ -160,10 +156,7 @@ def transforming() -> bool:
 def _mapped(
     run: Callable[..., Any], count: int, info: Any, in_dims: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Runs `run` over a vmapped dim.
-
-    The dim is folded into the batch; where the pattern itself depends on the batch entry, the calls
-    run one after the other.
+    """Runs `run` over a vmapped dim: folded into the batch, or in turn if the pattern has a batch.
 
     Returns: the results, and the index of the mapped dim in each: 0, or None if it has none.
     """

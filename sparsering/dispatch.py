@@ -92,16 +92,13 @@ def backends() -> dict[str, list[str]]:
 def choose(
     backend: str | None, tensors: Sequence[Tensor], options: Mapping[str, Any] | None = None
 ) -> str:
-    """Returns the named backend, or the first default backend that can run the call.
-
-    Only backends that run any pattern are default choices here; `or_dense` adds the dense one.
+    """Returns the named backend, or the first default one that can run the call with any pattern.
 
     Args:
         tensors: query, key and value.
         options: the options that only some backends compute, None for an unused one.
 
-    Raises: NotImplementedError with every reason, ImportError if a named backend's package is not
-        installed, ValueError for an unknown name.
+    Raises: NotImplementedError with every reason, ImportError if a named backend lacks its package.
     """
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         got = shortened(repr(backend))

@@ -49,9 +49,8 @@ def kept_pairs(
     Args:
         seed: seed of the batch entry, from `batch_seeds`.
         p: share of the weights that is dropped.
-        head: query head.
+        head, branch: query head, and branch of a mixture.
         query, key: absolute positions.
-        branch: index of the pattern's branch, for a mixture.
     """
     a, b = _words(seed, head, branch, query)
     x = key.int() * KEY_MULTIPLIER ^ a
@@ -103,8 +102,7 @@ def dropout_kept(
         p: share of the weights that is dropped, 0 <= p < 1.
         batch, head: batch entry and query head.
         query_positions, key_positions: absolute positions.
-        branch: index of the pattern's branch, for a mixture. All but p are ints or int64 tensors
-            and broadcast.
+        branch: branch of a mixture. All but p are ints or int64 tensors and broadcast.
 
     Returns: bool, of the broadcast shape.
 

@@ -225,10 +225,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         query, key, value, pattern: as `attention`.
         options: as the options of `attention`, without `return_lse` and `backend`.
 
-    Returns: text. The first line has the backend, its block size and how the shapes are understood.
-        For each selection, a line has its rows, and how many times more blocks a tile of queries
-        lists than one of its rows. Then each backend has a line with "usable", or the reasons why
-        it cannot run; a mark shows backends that run only when named.
+    Returns: text: the backend, its block size and how it reads the shapes; for each selection its
+        rows, and how many times more blocks a tile of queries lists than its rows; a line for each
+        backend: "usable", or why it cannot run, and whether it runs only when named.
 
     Raises: as `attention`, and if the pattern does not fit these lengths and heads. No layout is
         built.

@@ -46,10 +46,9 @@ def attend(
     """Computes (out, lse) of a checked call on a backend that supports its options.
 
     A backend with a `backward` runs as a torch operator, which calls `_forward` and `_backward`.
-    The operator costs a good part of a small call's time, so it is skipped if neither autograd nor
-    anything else needs to see it. Such a call is remembered under the key `asked`, and
-    `attend_again` runs the next call with an equal key. A backend without `backward` runs as plain
-    torch.
+    The operator costs a good part of a small call's time, so it is skipped if nothing needs to see
+    it. Such a call is stored under the key `asked`, for `attend_again`. A backend without
+    `backward` runs as plain torch.
     """
     call = {
         "query": query,
@@ -92,10 +91,9 @@ _known: dict[Hashable, tuple[Backend, _Laid, float]] = {}
 
 
 def attend_again(asked: Hashable, query: Tensor, key: Tensor, value: Tensor) -> Any:
-    """Repeats a recent call on new numbers, without any checks; None if no recent call is equal.
+    """Runs a recent call again, unchecked, on new numbers: (out, lse), or None for a new call.
 
     `asked` has everything that the checks, the choice of a backend and the layout depend on.
-    Returns (out, lse).
     """
     known = _known.get(asked)
     if known is None:
@@ -261,9 +259,8 @@ def _problem(
 ) -> Problem:
     """Builds the `Problem` of a call: looks up its layout, and takes over the other options.
 
-    Key masks are passed as data to backends that support them, so that a new mask needs no new
-    layout. With a block bias the layout is that of the whole pattern, masks included, because the
-    bias counts its blocks.
+    Backends that support key masks get them as data, so that a new mask needs no new layout. With
+    a block bias the layout includes the masks, because the bias counts the blocks of the pattern.
     """
     mask, slot_bias = None, options.pop("slot_bias", None)
     check_batch(pattern, query.shape[0])

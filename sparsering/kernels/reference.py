@@ -21,9 +21,7 @@ def reference_attention(
     sink: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes dense attention over all Nq x Nk pairs, each counted m(q, k) times.
-
-    `p_k = m e^{s_k} / (e^{sink} + sum m e^{s})` with `s = scale * q.k`.
+    """Computes `p_k = m e^{s_k} / (e^{sink} + sum m e^{s})`, `s = scale * q.k`, over Nq x Nk pairs.
 
     Args:
         query: [B, Hq, Nq, D]; key: [B, Hkv, Nk, D]; value: [B, Hkv, Nk, Dv].

@@ -81,9 +81,8 @@ _NONE = math.inf, -math.inf
 def _bands(mask: Mask, least: int, most: int) -> tuple[tuple[float, float], tuple[float, float]]:
     """Returns two bands of distances `p - k`, one inside the mask and one around it.
 
-    The inner band is the widest that is known to be in the mask, the outer band the narrowest that
-    is known to contain it. Distances are between `least` and `most`; a limit of a band that is at
-    or beyond them becomes infinite.
+    They are the widest and the narrowest that are known. Distances are between `least` and `most`;
+    a limit of a band that is at or beyond them becomes infinite.
     """
     if isinstance(mask, And | Or):
         inner, outer = zip(*(_bands(part, least, most) for part in mask.masks), strict=True)
@@ -234,10 +233,7 @@ def _in_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _as_the_kernel_takes_it(problem: Problem) -> tuple[DenseLayout, Tensor, Tensor, Tensor]:
-    """Returns the layout, and query, key and value contiguous in the head dim.
-
-    Keys that no query sees are cut off or zeroed.
-    """
+    """Returns the layout, and dense rows of query, key and value; unseen keys are cut or zeroed."""
     layout, query, key, value = problem.layout, problem.query, problem.key, problem.value
     if not isinstance(layout, DenseLayout):
         raise NotImplementedError(

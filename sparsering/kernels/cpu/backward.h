@@ -115,9 +115,8 @@ class Backward {
     int64_t of_tile;
   };
 
-  // Entries `begin` to `end` of a query tile, or of a key tile; a key tile's entries are those of
-  // all query heads of its kv head, in order. `piece` numbers the pieces of cut tiles, whose
-  // results are added up; -1 for whole tiles.
+  // Entries `begin` to `end` of a query tile, or of a key tile: those of all heads of its kv head,
+  // in order. `piece` numbers pieces of cut tiles, which are added up; -1 for whole tiles.
   struct Item {
     int64_t head, tile, begin, end, piece;
   };

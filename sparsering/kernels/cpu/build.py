@@ -1,9 +1,8 @@
 """Builds `cpu.cpp` on first use; caches the library by torch version, processor kind and source.
 
-The library is built in a temporary folder beside its place and moved there in one step. A lock that
-the system releases when its holder dies keeps other processes from building it too. The library
-carries a digest of itself, and is built again if that does not match. `build_failure` says why it
-cannot be built.
+The library is built in a temporary folder and moved in one step, under a lock that the system
+releases if its holder dies. It carries a digest of itself, and is built again if that does not
+match. `build_failure` says why it cannot be built.
 """
 
 import contextlib

@@ -38,8 +38,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Computes attention over a layout; lse is float32.
 
-    `new`: keys, values [B, Hkv, n, D] and an index; they are first copied into the problem's keys
-    and values, from row `index` on.
+    `new`: keys and values [B, Hkv, n, D] to copy into the problem's first, and their first row.
     """
     if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
         problem = problem.in_first_slots()
@@ -142,11 +141,9 @@ def block_shares(
 ) -> bool:
     """Writes log shares of blocks to `out`, float32 [entries, rows, blocks].
 
-    The structs `Shares` in shares.h and `Operands` in operands.h describe the arguments. Queries
-    have any strides and dtype, features and keys are float32; `features` is "gauss", "bounds" or
-    any other name for the plain query.
-
-    Returns: True if a share was too small for float32.
+    Returns True if a share was too small. `Shares` in shares.h and `Operands` in operands.h have
+    the arguments. Queries have any strides and dtype, features and keys are float32; `features` is
+    "gauss", "bounds" or any other name for the plain query.
     """
     kind = {"gauss": 1, "bounds": 2}.get(features, 0)
     lost: bool = library().shares(

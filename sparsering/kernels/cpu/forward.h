@@ -156,8 +156,7 @@ class Forward {
     return most;
   }
 
-  // Lists the items of a head; cuts rows with far more entries than others into pieces. Pieces
-  // depend only on the table, so that results do not depend on threads.
+  // Lists the items of a head. Cuts rows with far more entries than others, by the table alone.
   int64_t list_items(const Pass& pass, int64_t b, int64_t head, int64_t heads, bool fresh,
                      int64_t pieces, std::vector<Item>& items, std::vector<Split>& splits) const {
     const int64_t axis = head * pass.axes / x_.Hq;

@@ -1,10 +1,9 @@
 """Portable backend: gathers each query tile's keys and runs library kernels on them.
 
-A unit (see `plan`) is a few query tiles and the keys that they all visit. The forward computes two
-matmuls and a softmax per unit and merges the results into (out, lse); the backward five matmuls.
-Scores exist for a few units at a time: extra memory is O(N) for accumulators and a workspace
-(`set_workspace`). Runs on any device and dtype (half precision computes in float32). The order of
-sums is fixed.
+A unit (see `plan`) is a few query tiles and the keys that they all visit. Forward is two matmuls
+and a softmax per unit, merged into (out, lse); backward five matmuls. Scores exist for a few units
+at a time: extra memory is O(N) for accumulators and a workspace (`set_workspace`). Any device, any
+dtype (half precision computes in float32); sums run in a fixed order.
 """
 
 from collections.abc import Callable, Iterator

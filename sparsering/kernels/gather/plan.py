@@ -115,8 +115,7 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
 def _folded(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
     """Selects rows whose full and masked entries form one unit instead of two to merge.
 
-    That pays if the row fits into one unit, and its mask is built once for several equal rows. It
-    also pays if there are few rows.
+    That pays if the row fits into one unit and shares its mask with other rows, or rows are few.
     """
     index = torch.arange(len(row), device=row.device)
     total = torch.bincount(row)
@@ -181,9 +180,7 @@ class Places(NamedTuple):
     """Places of a chunk's rows in the whole attention.
 
     Attributes:
-        batch: [C] batch entry.
-        head: [C, g] query heads.
-        branch: index of the mixture's branch.
+        batch, head, branch: [C] batch entry; [C, g] query heads; branch of the mixture.
         query, key: [C, m] and [C, n] absolute positions.
         stream: [C, m] stream of dropout's seed.
     """
