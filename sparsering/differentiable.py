@@ -31,8 +31,8 @@ def differentiable(
             gradients if they are floating; `Tensor[] tensors` and `str pattern`; plain values.
         forward: maps the arguments to (out, lse).
         backward: maps (arguments, out, lse, grad_out, grad_lse, wanted) to the gradients of the
-            first tensors. `wanted` has a bool for each: where it is False, the gradient may have
-            any values. The gradient of a None argument is None.
+            first tensors. `wanted` has a bool for each: where it is False, the gradient may be
+            anything of its shape. The gradient of a None argument is None.
         refusal: error text of a second derivative.
 
     Returns: a function that takes the arguments by keyword.

@@ -1,4 +1,4 @@
-"""The table of backends, and which of them runs a call."""
+"""Table of backends, and the choice of the backend that runs a call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -157,7 +157,7 @@ def is_default(name: str) -> bool:
 def reasons_against(
     name: str, tensors: Sequence[Tensor], options: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Why a backend cannot run a call; [] if it can."""
+    """Returns why a backend cannot run a call; [] if it can."""
     backend = BACKENDS[name]
     lacks = [
         f"it has no {option} ({', '.join(_computing(option))} have it)"

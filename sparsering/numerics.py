@@ -82,17 +82,17 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def power_of_2(n: int) -> int:
-    """The least power of two that is no less than n."""
+    """Returns the least power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def round_up(n: _Integers, unit: int) -> _Integers:
-    """The least multiple of a unit that is no less than n."""
+    """Returns the least multiple of a unit that is at least n."""
     return -(-n // unit) * unit
 
 
 def finite_or_zero(lse: Tensor) -> Tensor:
-    """Lse with -inf replaced by 0: a shift that keeps exp(-inf - shift) = 0 instead of NaN."""
+    """Replaces -inf in lse by 0: a shift that keeps exp(-inf - shift) = 0 instead of NaN."""
     return torch.where(lse == -torch.inf, 0.0, lse)
 
 

@@ -47,7 +47,7 @@ def reference_attention(
     if distance_bias is not None:
         score = score + distance_bias
     score = torch.where(pairs, score + torch.where(pairs, log_counts.to(dtype), 0.0), -torch.inf)
-    if sink is not None:  # one more key of each row
+    if sink is not None:  # the sink is one more key of each row
         score = torch.cat((score, sink.to(dtype).expand(q.shape[:3])[..., None]), -1)
     if score.shape[-1] == 0:
         zero = q.sum(-1) * 0  # keeps results in the autograd graph

@@ -38,7 +38,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Computes attention over a layout; lse is float32.
 
-    `new`: keys and values [B, Hkv, n, D] to copy into the problem's first, and their first row.
+    `new`: (keys, values, first) with [B, Hkv, n, D] to copy into the problem's from row `first` on.
     """
     if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
         problem = problem.in_first_slots()

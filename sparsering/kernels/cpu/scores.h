@@ -59,7 +59,7 @@ inline void adjust(float* scores, int64_t size, float scale, float cap, const fl
   }
 }
 
-// One round of the hash that dropout.py describes, on 32-bit words.
+// Mixing step of the hash words that dropout.py describes, on 32 bits.
 inline uint32_t mixed(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x21F0AAADu;
   x = (x ^ (x >> 15)) * 0xD35A2D97u;

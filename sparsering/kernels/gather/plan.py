@@ -240,7 +240,7 @@ def chunks(
         torch.arange(unit_heads // heads, device=device),
         torch.arange(len(units.head), device=device),
     )
-    if not len(each):  # an empty batch
+    if not len(each):  # the batch is empty
         return
     m, n = units.num_queries, units.num_keys
     per_pair = per_pair * group + 6 * (units.bitmaps is not None and len(units.bitmaps) > 1)
