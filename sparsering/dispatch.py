@@ -98,7 +98,8 @@ def choose(
         tensors: query, key and value.
         options: the options that only some backends compute, None for an unused one.
 
-    Raises: NotImplementedError with every reason, ImportError if a named backend lacks its package.
+    Raises: ValueError for an unknown name, ImportError if the named backend's package is missing,
+        NotImplementedError with every reason otherwise.
     """
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         got = shortened(repr(backend))
