@@ -5,9 +5,9 @@
     pattern = sr.LongNet((2048, 4096), (1, 2)) & sr.Causal()    # which pairs attend: a value
     out, lse = sr.attention(query, key, value, pattern, return_lse=True)     # [B, H, N, D], any N
     print(sr.explain(query, key, value, pattern))               # which backend runs, and why
-    print(pattern.layout(8192))                                 # what it visits: tiles, density
+    print(pattern.layout(8192))                                 # visited tiles, and the density
 
-`sparsering.distributed` has the same over many ranks. docs/architecture.md maps the files.
+`sparsering.distributed` computes it over many ranks. docs/architecture.md maps the files.
 """
 
 from .decoding import KVCache, SelectedCache

@@ -1,4 +1,4 @@
-"""What a call must be given, and what it takes where it is given nothing."""
+"""Checks of the arguments of a call, and their default values."""
 
 from collections.abc import Hashable, Sequence
 from numbers import Real
@@ -28,7 +28,7 @@ MOST_SCALE = torch.finfo(torch.float64).max
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
-    """Raises ValueError (TypeError for a pattern that is none) where they do not fit together."""
+    """Raises ValueError if the arguments do not fit together, TypeError for a wrong pattern."""
     check_pattern(pattern)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, "[batch, heads, tokens, head dim]")
@@ -83,7 +83,7 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 
 def check_pattern(pattern: object) -> None:
-    """Raises TypeError, with a way out, for what is no pattern."""
+    """Raises TypeError, with a suggested fix, if the argument is not a Pattern."""
     if isinstance(pattern, Pattern):
         return
     got, way_out = type(pattern).__name__, "patterns are made by Causal(), LongNet(...), ..."
@@ -101,7 +101,7 @@ def check_pattern(pattern: object) -> None:
 
 
 def check_group(group: object) -> None:
-    """Raises TypeError for what is no process group."""
+    """Raises TypeError if the argument is neither a process group nor None."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group must be a ProcessGroup or None, got {shortened(repr(group))}; "
@@ -110,14 +110,14 @@ def check_group(group: object) -> None:
 
 
 def check_module(name: str, module: object) -> None:
-    """Raises TypeError for what is no module."""
+    """Raises TypeError if the argument is not a torch.nn.Module."""
     if not isinstance(module, torch.nn.Module):
         got = shortened(repr(module))
         raise TypeError(f"{name} must be a torch.nn.Module, got {got}; pass the model itself")
 
 
 def check_tensor(name: str, x: object, dims: str = "of numbers") -> None:
-    """Raises ValueError for what kernels cannot read."""
+    """Raises ValueError if the argument is not a dense, strided tensor, as kernels need."""
     if not isinstance(x, Tensor):
         got = "None" if x is None else f"a {type(x).__name__}"
         raise ValueError(
@@ -133,7 +133,7 @@ def check_tensor(name: str, x: object, dims: str = "of numbers") -> None:
 
 
 def checked_scale(scale: object, query: Tensor) -> float:
-    """The scale of a call, D ** -0.5 where it is None; ValueError where it is no finite number."""
+    """Returns the scale of a call, D ** -0.5 for None; ValueError if it is no finite number."""
     if scale is None:
         return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
     if isinstance(scale, Tensor):
@@ -154,7 +154,7 @@ def checked_scale(scale: object, query: Tensor) -> float:
 
 
 def check_integer_or_none(name: str, number: object) -> None:
-    """Raises ValueError where an argument is neither an int nor None."""
+    """Raises ValueError if an argument is neither an int nor None."""
     if number is None or isinstance(number, torch.SymInt):
         return
     if not isinstance(number, int) or isinstance(number, bool):
@@ -166,7 +166,7 @@ def check_integer_or_none(name: str, number: object) -> None:
 
 
 def check_batch(pattern: Pattern, size: int, named: str = "a query of ") -> None:
-    """Raises ValueError where the pattern is for another number of batch entries than `size`."""
+    """Raises ValueError if the pattern is made for another batch size than `size`."""
     if (batch := pattern.num_batches()) not in (None, size):
         raise ValueError(
             f"the pattern is for {batch} batch entries, got {named}{size}; give one length or "
@@ -175,14 +175,14 @@ def check_batch(pattern: Pattern, size: int, named: str = "a query of ") -> None
 
 
 def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Tensor:
-    """Numbers of entries, int64 [n]; ValueError where they are none."""
+    """Returns indices into `entries` items as int64 [n]; ValueError if they are no such indices."""
     if not isinstance(index, Tensor):
         index = torch.tensor(checked_integers(name, index, None), dtype=torch.int64)
     check_tensor(name, index, "[n] of integers")
     if index.is_meta:
         raise ValueError(f"{name} needs integers [n], got a tensor on the meta device")
     chosen = index.cpu()
-    if chosen.shape == (0,):  # torch.tensor([]) has floats
+    if chosen.shape == (0,):  # torch.tensor([]) is float32, but an empty index is valid
         return chosen.long()
     whole = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1
     if not whole or not 0 <= int(chosen.min()) <= int(chosen.max()) < entries:
@@ -194,9 +194,9 @@ def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Ten
 
 
 def expanded_bias(block_bias: Tensor, query: Tensor, block_size: int | None) -> Tensor:
-    """A block bias [B or 1, H or 1, num_blocks] for each batch entry and query head.
+    """Expands a block bias [B or 1, H or 1, num_blocks] to [B, Hq, num_blocks].
 
-    Raises ValueError where it does not fit.
+    Raises ValueError if its shape, dtype or device do not fit the query.
     """
     batch, heads = query.shape[:2]
     if block_size is None:
@@ -220,7 +220,7 @@ def expanded_bias(block_bias: Tensor, query: Tensor, block_size: int | None) -> 
 
 
 def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
-    """Raises ValueError where there is a bias and it does not have one number per block."""
+    """Raises ValueError if there is a bias that does not have one number per visited block."""
     if block_bias is not None and block_bias.shape[-1] != layout.num_blocks:
         raise ValueError(
             f"block_bias must be [B or 1, H or 1, {layout.num_blocks}], one per visited "
@@ -230,7 +230,7 @@ def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
 
 
 def checked_rows(name: str, x: Tensor, query: Tensor, broadcasts: bool = True) -> Tensor:
-    """A number for each query, in the dtype of sums; ValueError where it does not fit."""
+    """Returns x, one number per query, in the dtype of sums; ValueError if its shape is wrong."""
     shape = query.shape[:3]
     outer = [f"{n} or 1" if broadcasts else str(n) for n in shape[:2]]
     check_tensor(name, x)
@@ -246,7 +246,7 @@ def checked_rows(name: str, x: Tensor, query: Tensor, broadcasts: bool = True) -
 
 
 def refuse_meta(*tensors: Tensor) -> None:
-    """Raises ValueError where the numbers of a tensor are asked for, and it has none."""
+    """Raises ValueError if a tensor is on the meta device, where it has no numbers."""
     if any(x.is_meta for x in tensors):
         raise ValueError(
             "expected tensors with numbers, got some on the meta device; attention alone takes "
@@ -255,7 +255,7 @@ def refuse_meta(*tensors: Tensor) -> None:
 
 
 def refuse_forward_mode(*values: object) -> None:
-    """Raises where forward-mode derivatives are asked for: the op would silently call them zero."""
+    """Raises if a value has a forward-mode tangent: the operator would silently drop it."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     tensors = (x for x in values if isinstance(x, Tensor))
@@ -270,22 +270,19 @@ NO_FORWARD_MODE = (
 
 
 def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
-    """What autocast makes of a matmul's inputs; float64 stays."""
+    """Casts tensors as autocast casts the inputs of a matmul; float64 stays float64."""
     if not autocasting(tensors[0]) or tensors[0].dtype == torch.float64:
         return list(map(in_memory, tensors))
     return [in_memory(x).to(torch.get_autocast_dtype(x.device.type)) for x in tensors]
 
 
 def in_memory(x: Tensor) -> Tensor:
-    """The tensor, its numbers as its memory has them: kernels do not see that one is negated."""
+    """Resolves a lazy negation: kernels read memory and would miss the sign."""
     return x if torch.compiler.is_compiling() or not x.is_neg() else x.resolve_neg()
 
 
 def watched(*values: object) -> bool:
-    """Whether anything of torch looks at what runs now, or a tensor is not what its memory says.
-
-    That is autograd, or what `observed` has.
-    """
+    """True if autograd needs to see the operator, or `observed` is true of the values."""
     if torch.compiler.is_compiling():
         return True
     tensors = [x for x in values if isinstance(x, Tensor)]
@@ -293,10 +290,10 @@ def watched(*values: object) -> bool:
 
 
 def observed(*values: object) -> bool:
-    """Whether anything but autograd looks at what runs now, or a tensor is not what it seems.
+    """True if a compiler, tracer, profiler, mode or transform must see the operator.
 
-    That is a compiler, tracer, profiler, mode or transform; tensors of other classes, without
-    memory, or lazily negated.
+    Also true for tensors that kernels cannot read directly: subclasses, meta tensors, zero tensors
+    and lazily negated ones.
     """
     if torch.compiler.is_compiling() or _looked_on():
         return True
@@ -308,7 +305,10 @@ def observed(*values: object) -> bool:
 
 
 def described(query: Tensor, key: Tensor, value: Tensor) -> Hashable:
-    """All that checks ask of dense tensors; None where more is to be asked, or torch looks on."""
+    """Returns shapes, dtype and device: all that the checks depend on, as a key for caches.
+
+    None if the checks depend on more than that, or if torch must see the operator.
+    """
     if torch.compiler.is_compiling() or _looked_on():
         return None
     if forward_ad._current_level >= 0 or _is_any_autocast_enabled():

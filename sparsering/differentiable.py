@@ -1,8 +1,8 @@
-"""One differentiable operator from (query, key, value, ...) to (out, lse): local and ring calls.
+"""Makes differentiable operators from (query, key, value, ...) to (out, lse): local and ring calls.
 
-It is registered with torch.library, for torch.compile and whatever counts or traces operators.
-`torch.func.grad` and `vmap`, which cannot take such an operator, see it as functions of their own;
-so does autograd where it alone looks, for the operator costs ten times what a function does.
+Each operator is registered with torch.library, so that torch.compile, FLOP counters and tracers see
+it. `torch.func.grad` and `vmap` cannot handle such an operator: they get an autograd.Function. So
+does autograd when nothing else observes the call: a Function costs a tenth of the operator.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,19 +24,18 @@ def differentiable(
     *,
     refusal: str,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Makes the operator `sparsering::NAME`.
+    """Registers the operator `sparsering::NAME`, and its backward.
 
     Args:
-        call: the schema of its arguments: tensors [B, ...] that have gradients, unless they hold
-            integers, query, key and value first; `Tensor[] tensors` and `str pattern`; then plain
-            values.
+        call: the schema of its arguments: tensors [B, ...], query, key and value first, which have
+            gradients if they are floating; `Tensor[] tensors` and `str pattern`; plain values.
         forward: maps the arguments to (out, lse).
-        backward: maps arguments, out, lse, grad_out, grad_lse and which of the former tensors'
-            gradients are wanted to these gradients, None for what is None; what is not wanted may
-            be anything of its shape.
-        refusal: what a second derivative raises.
+        backward: maps (arguments, out, lse, grad_out, grad_lse, wanted) to the gradients of the
+            first tensors. `wanted` has a bool for each: where it is False, the gradient may be
+            anything of its shape. The gradient of a None argument is None.
+        refusal: error text of a second derivative.
 
-    Returns: a function of the arguments by name.
+    Returns: a function that takes the arguments by keyword.
     """
     names = [argument.split()[-1] for argument in call.split(",")]
     count = names.index("tensors")
@@ -69,7 +68,7 @@ def differentiable(
         ctx.save_for_backward(*inputs[:count], *output, *inputs[count])
 
     def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # checkpointing lets it be read once
+        saved = ctx.saved_tensors  # read once only: checkpointing frees it after one read
         given, results, tensors = saved[:count], saved[count : count + 2], list(saved[count + 2 :])
         of_results = (
             torch.zeros_like(x) if g is None else g for x, g in zip(results, grads, strict=True)
@@ -146,7 +145,7 @@ def differentiable(
 
 
 def transforming() -> bool:
-    """Whether torch.func maps or differentiates what runs now; functionalizing takes operators."""
+    """True inside a torch.func transform that cannot handle operators, such as grad and vmap."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return False
     functorch = torch._C._functorch
@@ -157,9 +156,9 @@ def transforming() -> bool:
 def _mapped(
     run: Callable[..., Any], count: int, info: Any, in_dims: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """`run` over a mapped dim: folded into the batch, or in turn where the pattern has one too.
+    """Runs `run` over a vmapped dim: folded into the batch, or in turn if the pattern has a batch.
 
-    Returns: the results, with the mapped dim first, and where it is in each of them.
+    Returns: the results, and the index of the mapped dim in each: 0, or None if it has none.
     """
     size, tensors, pattern = info.batch_size, inputs[count], inputs[count + 1]
     refuse_mapped_pattern(in_dims[count])
@@ -176,7 +175,7 @@ def _mapped(
 
 
 def refuse_mapped_pattern(in_dims: Sequence[int | None]) -> None:
-    """Raises where a tensor of a pattern has a mapped dim."""
+    """Raises NotImplementedError if vmap maps over a tensor of the pattern."""
     if any(dim is not None for dim in in_dims):
         raise NotImplementedError(
             "vmap cannot map over the tensors of a pattern, for layouts are built of their values; "
@@ -185,7 +184,7 @@ def refuse_mapped_pattern(in_dims: Sequence[int | None]) -> None:
 
 
 def _stacked(x: Any, dim: int | None, size: int) -> Any:
-    """A tensor with its mapped dim first, repeated where it has none; anything else as it is."""
+    """Moves a tensor's mapped dim first, or adds one by expanding; returns other values as is."""
     if not isinstance(x, Tensor):
         return x
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)

@@ -1,4 +1,4 @@
-"""The table of backends, and which of them runs a call."""
+"""Table of backends, and the choice of the backend that runs a call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -21,18 +21,18 @@ class Backend(NamedTuple):
     """One way to compute a problem.
 
     Attributes:
-        reasons: why it cannot run on the tensors given, or on this machine where none is; [] if it
-            can.
-        forward: None for the reference alone, which sees no layout.
-        backward: None where forward is plain differentiable torch and needs no operator.
-        extras: the options of a call, beside its scale, that it computes.
-        entry_mass: the weights of a problem summed over each entry, in the place of its block bias;
-            None where the gradient of that bias must do.
-        only_named: it is no default choice.
-        package, extra: what it needs installed, and the extra that installs it.
-        lay: what it takes for a layout, without tiles, of patterns that `refuses` gives no reason
-            against; None for tiles, of any pattern.
-        refuses: why it cannot run a pattern on some lengths, None where it runs any.
+        reasons: returns why it cannot run on the given tensors (with no tensors: on this machine);
+            [] if it can.
+        forward: None only for the reference, which uses no layout.
+        backward: None if forward is plain differentiable torch and needs no operator.
+        extras: names of the options of a call, other than its scale, that it computes.
+        entry_mass: sums the weights of a problem over each entry, in the shape of its block bias;
+            None if the gradient of that bias is used instead.
+        only_named: True if it runs only when the caller names it.
+        package, extra: the package that it needs, and the pip extra that installs it.
+        lay: builds its own layout, without tiles, for patterns that `refuses` accepts; None if it
+            runs the usual tiles, which any pattern has.
+        refuses: returns why it cannot run a pattern on some lengths; None if it runs any pattern.
     """
 
     reasons: Callable[..., list[str]]
@@ -48,7 +48,7 @@ class Backend(NamedTuple):
 
     @property
     def runs_any_layout(self) -> bool:
-        """Whether it computes any pass, forward and backward, as a ring needs."""
+        """True if it computes any pass, forward and backward, as ring attention needs."""
         return self.backward is not None and not self.only_named and self.lay is None
 
 
@@ -81,7 +81,7 @@ BACKENDS: dict[str, Backend] = {
         torch_sparse.reasons, torch_sparse.forward, None, torch_sparse.EXTRAS, only_named=True
     ),
 }  # fmt: skip
-"""In order of preference."""
+"""All backends, in order of preference."""
 
 
 def backends() -> dict[str, list[str]]:
@@ -92,13 +92,14 @@ def backends() -> dict[str, list[str]]:
 def choose(
     backend: str | None, tensors: Sequence[Tensor], options: Mapping[str, Any] | None = None
 ) -> str:
-    """The named backend, or the first that can run a call whatever its pattern.
+    """Returns the named backend, or the first default one that can run the call with any pattern.
 
     Args:
         tensors: query, key and value.
-        options: those that only some backends compute, None where it is not in use.
+        options: the options that only some backends compute, None for an unused one.
 
-    Raises: NotImplementedError with every reason, ImportError where a named one lacks its package.
+    Raises: ValueError for an unknown name, ImportError if the named backend's package is missing,
+        NotImplementedError with every reason otherwise.
     """
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         got = shortened(repr(backend))
@@ -118,9 +119,9 @@ def choose(
 def or_dense(
     chosen: str, tensors: Sequence[Tensor], options: Mapping[str, Any] | None = None
 ) -> str:
-    """A backend that was not named, and the dense one beside it where that can run the tensors.
+    """Adds " or sdpa" to a chosen backend if torch's dense kernel can run the tensors too.
 
-    `settled` tells which of them runs: where the lengths are numbers, behind the operator.
+    `settled` decides between the two inside the operator, where lengths are concrete numbers.
     """
     if chosen not in choice.BESIDE_DENSE or reasons_against("sdpa", tensors, options):
         return chosen
@@ -131,12 +132,12 @@ _OR = " or "
 
 
 def first_of(backend: str) -> Backend:
-    """The first of what `or_dense` gives: where torch looks on, it stands for both."""
+    """Returns the first backend of a name from `or_dense`; its properties hold for both."""
     return BACKENDS[backend.partition(_OR)[0]]
 
 
 def settled(backend: str, pattern: Pattern, frame: Frame, query: Tensor) -> str:
-    """The backend that runs a call, of those that `or_dense` gives: the cheaper one."""
+    """Returns the cheaper of the backends that a name from `or_dense` allows for this call."""
     kernel, _, dense = backend.partition(_OR)
     if not dense or not choice.prefers_dense(kernel, pattern, frame, query.device):
         return kernel
@@ -150,14 +151,14 @@ def _missing_package(backend: Backend) -> str:
 
 
 def is_default(name: str) -> bool:
-    """Whether a backend may run unnamed; an interpreter of kernels never does."""
+    """True if a backend may be chosen by default; Triton's interpreter never is."""
     return not BACKENDS[name].only_named and not (name == "triton" and triton.interpreting())
 
 
 def reasons_against(
     name: str, tensors: Sequence[Tensor], options: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Why a backend cannot run a call; [] if it can."""
+    """Returns why a backend cannot run a call; [] if it can."""
     backend = BACKENDS[name]
     lacks = [
         f"it has no {option} ({', '.join(_computing(option))} have it)"
@@ -172,15 +173,15 @@ def _computing(option: str) -> list[str]:
 
 
 def _computed_as(option: str) -> str:
-    """What kernels are given for an option: to them a slot's bias is that of an entry."""
+    """Returns the kernel option that implements a call's option: slot_bias becomes block_bias."""
     return "block_bias" if option == "slot_bias" else option
 
 
 def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -> int:
-    """The block size of a call that names none.
+    """Returns the block size of a call that names none.
 
-    That is what `sparsering tune` measured for the pattern on this machine, else what
-    `choice.block_size` takes.
+    It is the one that `sparsering tune` measured for the pattern on this machine, else the estimate
+    of `choice.block_size`.
     """
     measured = _MEASURED.get(backend)
     size = None if measured is None else measured(pattern.expression, query)

@@ -1,4 +1,4 @@
-"""Which weights dropout keeps: a pure function of where a pair is, never of how it is computed.
+"""Dropout by hashing: whether a weight is kept depends only on its position, not on the kernel.
 
 Each row of scores (seed, batch entry, query head, branch of a mixture, query position) hashes to
 two 32-bit words a and b. A key position k then gives
@@ -7,10 +7,11 @@ two 32-bit words a and b. A key position k then gives
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = ((x ^ (x >> 15)) + b) * 0xD35A2D97
 
-modulo 2^32, and the pair is kept where x, as a signed number, is at least round(p * 2^32) - 2^31:
-two multiplications to a pair, where Philox takes twenty. With one multiplication less, or with the
-key not multiplied first, neighbours are dependent; `tests/test_dropout.py` measures that. A row
-repeats after 2^32 keys; rows that share both words are one in 2^64.
+modulo 2^32, and the pair is kept if x, as a signed number, is at least round(p * 2^32) - 2^31.
+Beyond the product with k, which is shared by rows, this takes two multiplications per pair; Philox
+takes twenty. With one multiplication less, or without multiplying the key first, neighbouring pairs
+are dependent; `tests/test_dropout.py` measures that. A row repeats after 2^32 keys. Two rows share
+both words with probability 2^-64.
 
 Source: the multipliers and shifts are those of hash-prospector's two-round 32-bit hash
 (https://github.com/skeeto/hash-prospector), 0x9E3779B1 is 2^32 over the golden ratio.
@@ -25,30 +26,30 @@ from torch import Tensor
 from .patterns.arguments import shortened
 from .rows import mix
 
-KEY_MULTIPLIER = 0x9E3779B1 - (1 << 32)  # as int32, like all below
+KEY_MULTIPLIER = 0x9E3779B1 - (1 << 32)  # constants are written as signed int32
 MULTIPLIERS = (0x21F0AAAD, 0xD35A2D97 - (1 << 32))
-ADDENDS = (0x9E3779B9 - (1 << 32), 0x7F4A7C15)  # of the words a and b
+ADDENDS = (0x9E3779B9 - (1 << 32), 0x7F4A7C15)  # for the words a and b
 
 
 def batch_seeds(seed: Tensor, batch: int) -> Tensor:
-    """[batch] int64 seeds of each batch entry, from a call's int64 seed."""
+    """Returns an int64 seed for each batch entry, [batch], derived from a call's int64 seed."""
     return mix(seed, torch.arange(batch, device=seed.device))
 
 
 def drawn_seed(like: Tensor) -> Tensor:
-    """A seed from torch's generator of a tensor's device."""
+    """Draws a seed from torch's default generator of the tensor's device."""
     return torch.randint(2**62, (), device=like.device)
 
 
 def kept_pairs(
     seed: Tensor, p: float, head: Tensor | int, query: Tensor, key: Tensor, branch: Tensor | int = 0
 ) -> Tensor:
-    """Whether pairs are kept; arguments broadcast.
+    """Returns bool, True where dropout keeps the pair; all arguments but p broadcast.
 
     Args:
-        seed: of the batch entry, as `batch_seeds` gives it.
-        p: share that is dropped.
-        head: query head.
+        seed: seed of the batch entry, from `batch_seeds`.
+        p: share of the weights that is dropped.
+        head, branch: query head, and branch of a mixture.
         query, key: absolute positions.
     """
     a, b = _words(seed, head, branch, query)
@@ -59,14 +60,14 @@ def kept_pairs(
 
 
 def threshold(p: float) -> int:
-    """The least hash, as a signed 32-bit number, of a pair that is kept."""
+    """Returns the smallest hash, as a signed 32-bit number, for which a pair is kept."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 def _words(
     seed: Tensor, head: Tensor | int, branch: Tensor | int, query: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The two words of a row."""
+    """Returns the words a and b of a row, as the module's docstring defines them."""
     words = []
     for word, addend in zip((seed & 0xFFFFFFFF, seed >> 32), ADDENDS, strict=True):
         x = word.int()
@@ -81,7 +82,7 @@ def _words(
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shifted to the right, zeros coming in."""
+    """Logical right shift of int32: zeros come in from the left."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 
@@ -101,7 +102,7 @@ def dropout_kept(
         p: share of the weights that is dropped, 0 <= p < 1.
         batch, head: batch entry and query head.
         query_positions, key_positions: absolute positions.
-        branch: of a mixture. All but p are ints or int64 tensors and broadcast.
+        branch: branch of a mixture. All but p are ints or int64 tensors and broadcast.
 
     Returns: bool, of the broadcast shape.
 
@@ -125,7 +126,7 @@ def dropout_kept(
 
 
 def checked_probability(p: object) -> float:
-    """The share to drop; ValueError where it is no number from 0 on, below 1."""
+    """Returns the share to drop as a float; ValueError unless it is a number with 0 <= p < 1."""
     number = isinstance(p, Real) and not isinstance(p, bool)
     if not number or not 0 <= p < 1:  # type: ignore[operator]
         got = f"a tensor {tuple(p.shape)}" if isinstance(p, Tensor) else shortened(repr(p))
@@ -134,7 +135,7 @@ def checked_probability(p: object) -> float:
 
 
 def checked_seed(seed: object) -> Tensor:
-    """A seed as an int64 tensor without dims; ValueError where it is none."""
+    """Returns a seed as an int64 tensor without dims; ValueError if it is no 64-bit integer."""
     if isinstance(seed, Tensor):
         if seed.dtype == torch.int64 and not (seed.is_nested or seed.dim() or seed.is_meta):
             return seed
@@ -160,11 +161,11 @@ def _checked_numbers(name: str, x: object) -> Tensor:
 
 
 def _as_integer(x: object) -> int | None:
-    """An integer of 64 bits, None for anything else."""
+    """Returns x as an int if it is a 64-bit integer, else None."""
     if isinstance(x, bool | Tensor) or not hasattr(x, "__index__"):
         return None
     try:
         number = operator.index(x)
-    except TypeError:  # of an array of several, a class
+    except TypeError:  # arrays of several numbers and classes have __index__, but refuse
         return None
     return number if -(2**63) <= number < 2**63 else None

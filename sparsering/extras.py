@@ -1,6 +1,6 @@
-"""Extras of a call: what is done to scores and weights beside scaling them; checked, for kernels.
+"""Checks the extras of a call: everything but scaling that changes its scores and weights.
 
-In this order: softcap, distance and block bias, which pairs there are, softmax, sink, dropout.
+Extras apply in this order: softcap, distance and block bias, the pattern, softmax, sink, dropout.
 """
 
 from numbers import Real
@@ -23,12 +23,12 @@ def alibi(slopes: Tensor, radius: int) -> Tensor:
     """The `distance_bias` of ALiBi: `-slope * abs(distance)`, for distances up to `radius`.
 
     Args:
-        slopes: [H], of each query head.
-        radius: R; what is further away counts as R.
+        slopes: [H], one per query head.
+        radius: R; larger distances count as R.
 
     Returns: [H, 2R + 1] float32, differentiable in the slopes.
 
-    Raises: ValueError where slopes are no such tensor or the radius is negative.
+    Raises: ValueError if slopes are not a floating point tensor [H], or the radius is negative.
 
     Example:
         >>> slopes = 2.0 ** -torch.arange(1, 9)  # of 8 heads
@@ -48,9 +48,9 @@ def alibi(slopes: Tensor, radius: int) -> Tensor:
 
 
 def checked_extras(query: Tensor, pattern: Pattern, block_size: int | None, **given: Any) -> Any:
-    """The extras of a call as `Problem` has them, None for what is not in use.
+    """Returns the extras of a call as fields of `Problem`; unused ones are None.
 
-    Tables and sinks are given a dim of batch entries; ValueError where something does not fit.
+    Adds the batch dim to tables and sinks. Raises ValueError if something does not fit.
     """
     unknown = given.keys() - _NONE.keys()
     if unknown:
@@ -76,9 +76,9 @@ def checked_extras(query: Tensor, pattern: Pattern, block_size: int | None, **gi
 def checked_slots(
     bias: object, query: Tensor, key: Tensor, pattern: Pattern, block_bias: object
 ) -> Tensor:
-    """A bias of the slots of a selection for each batch entry and query head, [B, Hq, R * k].
+    """Expands a selection's slot bias to every batch entry and query head, [B, Hq, R * k].
 
-    Raises ValueError where it does not fit.
+    Raises ValueError if it does not fit.
     """
     if block_bias is not None:
         raise ValueError(
@@ -104,7 +104,7 @@ def checked_slots(
 
 
 def _of_entries(seed: Tensor, pattern: Pattern, batch: int) -> Tensor:
-    """[B, streams] seeds; packed documents of a single entry count as batch entries."""
+    """Returns seeds [B, streams]: each document of a packed entry has a seed of its own."""
     streams = pattern.num_streams
     return batch_seeds(seed, batch * streams).view(batch, streams)
 
@@ -122,7 +122,7 @@ def _checked_softcap(softcap: object, query: Tensor) -> float:
 
 
 def _checked_table(table: object, query: Tensor) -> Tensor:
-    """A distance bias [Hq or 1, 2R + 1] for each batch entry and query head."""
+    """Expands a distance bias [Hq or 1, 2R + 1] to [B, Hq, 2R + 1]."""
     heads = query.shape[1]
     table = _checked_floats("distance_bias", table, query)
     if table.dim() != 2 or table.shape[0] not in (1, heads) or table.shape[1] % 2 == 0:
@@ -134,7 +134,7 @@ def _checked_table(table: object, query: Tensor) -> Tensor:
 
 
 def _checked_sink(sink: object, query: Tensor) -> Tensor:
-    """A sink for each batch entry and query head, [B, Hq, Nq or 1]."""
+    """Expands a sink to every batch entry and query head, [B, Hq, Nq or 1]."""
     batch, heads, tokens, _ = query.shape
     sink = _checked_floats("sink", sink, query)
     if sink.dim() == 1:

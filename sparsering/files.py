@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and the folder of what is kept between runs."""
+"""Writes files in one step, reads plain files safely, and names the cache folder."""
 
 import contextlib
 import os
@@ -9,18 +9,18 @@ from typing import BinaryIO
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Puts `content` at `path` in one step; the folder is made if need be.
+    """Writes `content` to `path` atomically; creates the folder if needed.
 
-    A reader, or a crash at any moment, sees the old file or the new one, never a part. What stands
-    there is replaced, also a link, and never written through.
+    A reader, or a crash at any moment, sees the old file or the new one, never a part. A link at
+    `path` is replaced; its target is not written.
 
-    Raises: OSError where it cannot be written (no space, no permission); the old file is then
+    Raises: OSError if the file cannot be written (no space, no permission); the old file is then
     untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        aside.unlink(missing_ok=True)  # a killed process left it, or a stranger a link
+        aside.unlink(missing_ok=True)  # left by a killed process, or a link planted by a stranger
         with open(aside, "xb") as file:
             file.write(content)
             file.flush()
@@ -36,9 +36,9 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def cache_folder() -> Path:
-    """`$SPARSERING_CACHE`, else `sparsering` in the user's cache folder; it need not exist.
+    """Returns the folder of compiled kernels and tuning results; it need not exist.
 
-    Compiled kernels and measured choices lie there.
+    It is `$SPARSERING_CACHE`, else `sparsering` in the user's cache folder.
     """
     if folder := os.environ.get("SPARSERING_CACHE"):
         return Path(folder)
@@ -46,7 +46,7 @@ def cache_folder() -> Path:
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a plain file, which opening cannot make wait.
+    """Returns the bytes of a plain file; a caller can then open it without waiting on a pipe.
 
     Raises: FileNotFoundError; ValueError for a folder, a link, a pipe or a device.
     """
@@ -57,7 +57,7 @@ def file_size(path: Path) -> int:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """The content of a plain file of at most `most` bytes. Raises as `file_size`."""
+    """Returns the content of a plain file of at most `most` bytes. Raises as `file_size`."""
     if (size := file_size(path)) > most:
         raise ValueError(f"{path.name} of {size} bytes, where at most {most} are read")
     return path.read_bytes()
@@ -65,7 +65,7 @@ def read_file(path: Path, most: int) -> bytes:
 
 @contextlib.contextmanager
 def opened(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
-    """Opens a plain file, or a link to one, for reading; a pipe cannot make it wait.
+    """Opens a plain file, or a link to one, for reading; never blocks on a pipe.
 
     Raises: OSError; ValueError for a folder, a pipe or a device, or for more than `most` bytes.
     """

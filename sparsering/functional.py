@@ -1,4 +1,4 @@
-"""The public functions: `attention`, and `explain`, which says what would run and why."""
+"""Public functions: `attention`, and `explain`, which says what would run and why."""
 
 from typing import Any, Literal, overload
 
@@ -96,38 +96,39 @@ def attention(
     `out_q = sum_k m(q, k) e^{s_k} v_k / sum_k m(q, k) e^{s_k}`, `s_k = scale * q.k`, m the
     multiplicity of the pair. A query without keys has out = 0, lse = -inf and zero gradients.
     Extras apply in this order: `s = scale * q.k`; softcap; + distance_bias + block_bias +
-    slot_bias; the pattern; softmax; sink; dropout. A score of -inf is no pair. One of +inf or NaN
-    makes out and lse of its row NaN, as a softmax does.
+    slot_bias; the pattern; softmax; sink; dropout. A score of -inf removes its pair. A score of
+    +inf or NaN makes out and lse of its row NaN, as a softmax does.
 
     Args:
         query: [B, Hq, Nq, D], any strides.
         key: [B, Hkv, Nk, D], Hq a multiple of Hkv.
         value: [B, Hkv, Nk, Dv].
         pattern: a mask or a mixture.
-        scale: of the scores, default D ** -0.5.
+        scale: factor of the scores, default D ** -0.5.
         q_start: position of the first query, default Nk - Nq (the last query is aligned with the
             last key).
-        block_size: tokens to a tile, a multiple of 16 from 16 to 256; default by the density of the
-            pattern, as `pattern.layout()` has it.
+        block_size: tokens per tile, a multiple of 16 from 16 to 256; default by the density of the
+            pattern, as in `pattern.layout()`.
         block_bias: [B or 1, H or 1, num_blocks], added to every score of a visited block, in the
-            order of `layout.entries`; differentiable. -inf takes a block out; +inf and NaN make its
+            order of `layout.entries`; differentiable. -inf removes a block; +inf and NaN make its
             rows NaN. Needs an explicit block_size.
-        slot_bias: beside a pattern with one `SelectedBlocks`, shaped like its indices, [B or 1,
-            Hkv or Hq or 1, R, k]: added to every score of a row with the block of the slot, the
-            first of those that list it; differentiable, 0 for slots that list nothing.
-        softcap: above 0: `s = softcap * tanh(s / softcap)`, as Gemma 2 caps its logits.
+        slot_bias: for a pattern with one `SelectedBlocks`, shaped like its indices, [B or 1, Hkv or
+            Hq or 1, R, k]. Each number is added to every score of its row r with the block in slot
+            k. If several slots list one block, the first one counts. Differentiable; the gradient
+            is 0 for slots that list no block.
+        softcap: a number above 0: `s = softcap * tanh(s / softcap)`, as Gemma 2 caps its logits.
         distance_bias: [Hq or 1, 2R + 1], entry `R + clamp(k - p, -R, R)` is added to the score of
             positions p and k; differentiable. `alibi(slopes, R)` makes one.
         sink: [Hq], or [B or 1, Hq, Nq or 1], the logit of one more key whose value is zero:
-            `out * sigmoid(lse - sink)`, `lse = logaddexp(lse, sink)`; finite, or -inf for none;
+            `out * sigmoid(lse - sink)`, `lse = logaddexp(lse, sink)`; finite, or -inf for no sink;
             differentiable.
-        dropout_p: share of the weights that is dropped, 0 <= p < 1; those kept are divided by
-            1 - p, lse is untouched. Which ones is the same on every backend, block size and number
-            of threads and ranks; `dropout_kept` tells it.
+        dropout_p: share of the weights that is dropped, 0 <= p < 1; the other weights are divided
+            by 1 - p, lse is unchanged. Every backend, block size and number of threads and ranks
+            drops the same weights; `dropout_kept` returns which.
         dropout_seed: int or int64 tensor without dims; default drawn from torch's generator.
         return_lse: also return the natural log of each row's softmax denominator.
         backend: a name from `backends()`, which then runs or raises; default the first that can
-            run, and torch's dense kernel where the pattern is dense or small and that is faster.
+            run, or torch's dense kernel if the pattern is dense or small and that is faster.
 
     Returns:
         out [B, Hq, Nq, Dv] in the query's dtype (the autocast dtype under autocast), and with
@@ -138,7 +139,7 @@ def attention(
         ValueError: shapes, dtypes or pattern do not fit. NotImplementedError: the named backend
             cannot run, with reasons.
 
-    Cost: O(pairs in visited blocks) time, O(N) memory beside a bounded workspace, forward and
+    Cost: O(pairs in visited blocks) time, O(N) memory plus a bounded workspace, forward and
     backward.
 
     Example:
@@ -177,13 +178,13 @@ def attention(
 
 
 def _asked(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *options: object) -> Any:
-    """A call without extras, to know it again; None where its arguments may not be compared."""
+    """Returns a cache key of a call without extras; None if its arguments cannot be compared."""
     if not isinstance(pattern, Pattern) or pattern.tensors:
         return None
     kinds = tuple(map(type, options))
     if not _COMPARED.issuperset(kinds) or (tensors := described(query, key, value)) is None:
         return None
-    return pattern, tensors, options, kinds  # for 1 == 1.0 == True
+    return pattern, tensors, options, kinds  # types too, because 1 == 1.0 == True
 
 
 _COMPARED = frozenset((type(None), int, float, str))
@@ -200,7 +201,7 @@ def checked_call(
     block_size: int | None = None,
     **extras: Any,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], dict[str, Any]]:
-    """Query, key and value; what every backend computes; and the extras that only some do."""
+    """Checks a call; returns (query, key, value), the options of all backends, and the extras."""
     check_inputs(query, key, value, pattern)
     if (slots := extras.pop("slot_bias", None)) is not None:
         slots = checked_slots(slots, query, key, pattern, extras.get("block_bias"))
@@ -218,17 +219,17 @@ def checked_call(
 
 
 def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **options: Any) -> str:
-    """What `attention` would run on these inputs, then one line per backend.
+    """Explains which backend `attention` would run on these inputs, and why others cannot run.
 
     Args:
         query, key, value, pattern: as `attention`.
-        options: those of `attention` but `return_lse` and `backend`.
+        options: as the options of `attention`, without `return_lse` and `backend`.
 
-    Returns: the backend, its block size and the shapes as they are read; of a selection, its rows
-        and how many more blocks a tile of queries lists together; then each backend's name
-        with "usable", or the reasons why it cannot run; those that run only when named are marked.
+    Returns: text: the backend, its block size and how it reads the shapes; for each selection its
+        rows, and how many times more blocks a tile of queries lists than its rows; a line for each
+        backend: "usable", or why it cannot run, and whether it runs only when named.
 
-    Raises: as `attention`, and where the pattern does not fit these lengths and heads. No layout is
+    Raises: as `attention`, and if the pattern does not fit these lengths and heads. No layout is
         built.
 
     Example:
@@ -237,7 +238,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         cpu: usable
         ...
     """
-    options = {"dropout_seed": 0, **options}  # none is drawn
+    options = {"dropout_seed": 0, **options}  # so that no seed is drawn from the generator
     inputs, call, only_some = checked_call(query, key, value, pattern, **options)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     check_batch(pattern, batch)

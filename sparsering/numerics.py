@@ -1,6 +1,6 @@
-"""Numbers that all of the library computes by: dtypes of sums, and merging of partial results.
+"""Numerics shared by the whole library: dtypes of sums, and merging of partial results.
 
-Softmaxes over disjoint (or repeated) sets of keys become one by `merge_attention`.
+`merge_attention` joins softmaxes over several sets of keys, disjoint or repeated, into one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -66,49 +66,49 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
 
 def sum_dtype(x: Tensor | torch.dtype) -> torch.dtype:
-    """What sums, lse and merged results are kept in: float64 for float64, else float32."""
+    """Returns the dtype of sums, lse and merged results: float64 for float64, else float32."""
     dtype = x.dtype if isinstance(x, Tensor) else x
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def autocasting(x: Tensor) -> bool:
-    """Whether autocast is on for the tensor's device; "meta" knows none."""
+    """True if autocast is on for the tensor's device; the meta device has no autocast."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """No autocast on the tensor's device: it would round scores."""
+    """Returns a context without autocast on the tensor's device: autocast would round scores."""
     return torch.autocast(x.device.type, enabled=False) if autocasting(x) else nullcontext()
 
 
 def power_of_2(n: int) -> int:
-    """The least power of two that is no less than n."""
+    """Returns the least power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def round_up(n: _Integers, unit: int) -> _Integers:
-    """The least multiple of a unit that is no less than n."""
+    """Returns the least multiple of a unit that is at least n."""
     return -(-n // unit) * unit
 
 
 def finite_or_zero(lse: Tensor) -> Tensor:
-    """Lse with -inf replaced by 0: a shift that keeps exp(-inf - shift) = 0 instead of NaN."""
+    """Replaces -inf in lse by 0: a shift that keeps exp(-inf - shift) = 0 instead of NaN."""
     return torch.where(lse == -torch.inf, 0.0, lse)
 
 
 def capped(score: Tensor, softcap: float | None) -> Tensor:
-    """Scores as `softcap` leaves them."""
+    """Returns `softcap * tanh(score / softcap)`, or the score itself for None."""
     return score if softcap is None else softcap * (score / softcap).tanh()
 
 
 def entry_of_distance(distance: Tensor, table: Tensor) -> Tensor:
-    """Where a table [.., 2R + 1] of distances -R to R has them; what is further counts as R."""
+    """Returns the index of each distance in a table [.., 2R + 1] of -R to R, clamped to R."""
     radius = table.shape[-1] // 2
     return distance.clamp(-radius, radius) + radius
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merges one more part into (out, lse), in place: of any shapes [..., Dv] and [...]."""
+    """Merges one more part into (out, lse), in place; shapes are [..., Dv] and [...]."""
     highest = finite_or_zero(torch.maximum(lse, part_lse))
     a, b = (lse - highest).exp_(), (part_lse - highest).exp_()
     total = a + b
@@ -118,8 +118,8 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of rows that see one more key, of logit `sink` and value 0; they broadcast."""
-    none = (lse == -torch.inf) & (sink == -torch.inf)  # whose derivative would be no number
+    """Returns (out, lse) after one more key of logit `sink` and value 0; arguments broadcast."""
+    none = (lse == -torch.inf) & (sink == -torch.inf)  # logaddexp has a NaN derivative here
     merged = torch.logaddexp(torch.where(none, 0.0, lse), torch.where(none, 0.0, sink))
     share = torch.where(lse == -torch.inf, 0.0, (finite_or_zero(lse) - merged).exp())
     return out * share[..., None], torch.where(none, -torch.inf, merged)

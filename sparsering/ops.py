@@ -43,12 +43,12 @@ def attend(
     options: Mapping[str, Any],
     asked: Hashable = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a checked call on a backend that computes its options.
+    """Computes (out, lse) of a checked call on a backend that supports its options.
 
-    Where a backward is written out it runs as an operator, to which torch comes back with
-    `_forward` and `_backward`; as plain torch where it is not, or where nothing looks at the
-    operator, which costs a small call a good part of its time. There `attend_again` takes the next
-    call for which `asked` is the same.
+    A backend with a `backward` runs as a torch operator, which calls `_forward` and `_backward`.
+    The operator costs a good part of a small call's time, so it is skipped if nothing needs to see
+    it. Such a call is stored under the key `asked`, for `attend_again`. A backend without
+    `backward` runs as plain torch.
     """
     call = {
         "query": query,
@@ -87,13 +87,13 @@ def attend(
 
 _MOST_KNOWN = 256
 _known: dict[Hashable, tuple[Backend, _Laid, float]] = {}
-"""What was found for calls, by what they asked."""
+"""Recipes (backend, layout arguments, scale) of recent calls, by their arguments."""
 
 
 def attend_again(asked: Hashable, query: Tensor, key: Tensor, value: Tensor) -> Any:
-    """(out, lse) where a call before was asked the same, None where none was: nothing is checked.
+    """Runs a recent call again, unchecked, on new numbers: (out, lse), or None for a new call.
 
-    `asked` is all that the checks, the choice of a backend and the layout go by.
+    `asked` has everything that the checks, the choice of a backend and the layout depend on.
     """
     known = _known.get(asked)
     if known is None:
@@ -140,9 +140,9 @@ def value_gradient(
     block_size: int | None,
     options: Mapping[str, Any],
 ) -> Tensor:
-    """The sum over queries of `exp(s - lse) grad_out`, [B, Hkv, Nk, Dv], of a checked call.
+    """Sums `exp(s - lse) grad_out` over queries, [B, Hkv, Nk, Dv], for a checked call.
 
-    lse [B, Hq, Nq] may be of more keys than the pattern's; a sink is then in it, not an option.
+    lse [B, Hq, Nq] may cover more keys than the pattern. A sink must be part of lse, not an option.
     """
     value = query.new_zeros(*key.shape[:3], grad_out.shape[3])
     problem = _problem(
@@ -175,9 +175,9 @@ def slot_mass(
     q_start: int,
     backend: str,
 ) -> Tensor:
-    """The sum over queries of `weight exp(s - lse)` over the pairs of each slot, [B, Hq, R * k].
+    """Sums `weight exp(s - lse)` over the pairs of each slot, [B, Hq, R * k].
 
-    Of a checked call whose pattern has one selection; `weight` is [B, Hq, Nq].
+    The call is checked and its pattern has one selection; `weight` is [B, Hq, Nq].
     """
     value = parse(pattern, tensors)
     slots = lse.new_zeros(*query.shape[:2], _num_slots(value))
@@ -197,7 +197,7 @@ def slot_mass(
     with without_autocast(query):
         if how.entry_mass is not None:
             mass = how.entry_mass(problem, lse, weight)
-        else:  # dS = P * weight where nothing comes through the values
+        else:  # with zero out and grad_out, and grad_lse = weight, the backward has dS = P * weight
             assert how.backward is not None
             none = torch.zeros_like(query)
             found = how.backward(problem.in_first_slots(), none, lse, none, weight.contiguous())
@@ -215,7 +215,7 @@ def _(
 
 
 def _num_slots(pattern: Pattern) -> int:
-    """Slots [R, k] of the one selection of a pattern."""
+    """Returns the number of slots R * k of a pattern's only selection."""
     (selection,) = selections_of(pattern)
     return math.prod(selection.indices.shape[-2:])
 
@@ -239,7 +239,7 @@ _attention = differentiable(
 def _settled_problem(
     *, tensors: Sequence[Tensor], pattern: str, backend: str, **call: Any
 ) -> tuple[Backend, Problem]:
-    """A call as the operator has it: what runs it, and its problem."""
+    """Turns the operator's arguments into the backend that runs the call, and its `Problem`."""
     value, query = parse(pattern, tensors), call["query"]
     frame = frame_of(query, call["key"], call["q_start"])
     backend = settled(backend, value, frame, query)
@@ -257,10 +257,10 @@ def _problem(
     backend: str,
     **options: Any,
 ) -> Problem:
-    """A call over its layout; its other options are those of a `Problem`.
+    """Builds the `Problem` of a call: looks up its layout, and takes over the other options.
 
-    Key masks are data where the backend takes them: another mask needs no other layout, but where
-    blocks have a bias, which are those of the whole pattern.
+    Backends that support key masks get them as data, so that a new mask needs no new layout. With
+    a block bias the layout includes the masks, because the bias counts the blocks of the pattern.
     """
     mask, slot_bias = None, options.pop("slot_bias", None)
     check_batch(pattern, query.shape[0])
@@ -282,7 +282,7 @@ def _problem(
 
 
 def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
-    """The bias of entries [B, Hq, entries] that a bias of slots [B, Hq, R * k] is."""
+    """Converts a bias of slots [B, Hq, R * k] to a bias of layout entries [B, Hq, entries]."""
     if all(p.slot is None for p in layout.passes) and layout.passes:
         raise NotImplementedError(
             "slots need tiles of one row and one block of SelectedBlocks: a block_size that "
@@ -294,7 +294,7 @@ def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def _slot_gradient(grad: Tensor, layout: BlockLayout, slot_bias: Tensor) -> Tensor:
-    """The gradient of a bias of slots, from that of the bias of entries."""
+    """Converts the gradient of a bias of entries to the gradient of the bias of slots."""
     slot = stretched(layout.entry_slots, *grad.shape[:2])
     of_slots = grad.new_zeros(*slot_bias.shape[:2], slot_bias.shape[2] + 1)
     return of_slots.scatter_add_(-1, slot % of_slots.shape[2], grad)[..., :-1].contiguous()
@@ -308,7 +308,7 @@ def _laid(
     block_size: int | None,
     backend: str,
 ) -> _Laid:
-    """What a layout is of, and for which backend."""
+    """Returns the arguments of `_layout`, with the block size filled in."""
     frame = frame_of(query, key, q_start)
     if block_size is None:
         block_size = block_size_of(backend, pattern, query, frame)
@@ -318,7 +318,7 @@ def _laid(
 def _layout(
     backend: str, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]]:
-    """A layout, and where in its bitmaps the first query of each pass is."""
+    """Returns a layout from the cache, and for each pass the bitmap row of the first query."""
     if (lay := BACKENDS[backend].lay) is not None:
         key = (pattern, frame, device, backend)
         return layout_cache.keep(key, lambda: lay(pattern, frame, block_size, device)), ()
@@ -344,7 +344,7 @@ def _reference(
     dropout_seed: Tensor | None,
     **extras: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Dense mathematics over the pattern's own definition; layouts tell which block has a bias."""
+    """Dense attention by the pattern's definition; a layout only locates the blocks of a bias."""
     dtype, kept = sum_dtype(query), None
     spelt = query.detach(), key.detach(), tensors, pattern, q_start
     dropout = None if dropout_p is None or dropout_seed is None else (dropout_p, dropout_seed)
@@ -364,7 +364,7 @@ def _reference(
             branches = [p.branch for p in layout.passes]
             number = layout.entry_of_pairs(len(query)).to(query.device)  # [passes, B, Hq, Nq, Nk]
             biased = number, block_bias.to(dtype)
-        elif slot_bias is not None:  # a 0 before it, for pairs of no slot
+        elif slot_bias is not None:  # index 0 is a zero bias, for pairs without a slot
             padded = torch.nn.functional.pad(slot_bias.to(dtype), (1, 0))
             biased = slots_op(*spelt), padded
         log_counts = _log_biased_counts(*biased)
@@ -384,11 +384,12 @@ def _reference(
 
 
 def _log_biased_counts(number: Tensor, block_bias: Tensor, kept: Tensor | None = None) -> Tensor:
-    """[B, Hq, Nq, Nk] log of the biased multiplicity of every pair, or of its `kept` passes.
+    """Returns the log of each pair's multiplicity times exp(bias), [B, Hq, Nq, Nk].
 
-    `number`: [passes, B, Hq, Nq, Nk] entry of every pair, -1 where a pass has it not.
+    Sums over passes, or only over the passes that `kept` marks for the pair.
+    `number`: [passes, B, Hq, Nq, Nk] bias index of every pair, -1 if the pass has no such pair.
     """
-    block_bias = torch.nn.functional.pad(block_bias, (0, 1))  # gather needs one to read
+    block_bias = torch.nn.functional.pad(block_bias, (0, 1))  # gather fails on an empty dim
     flat = block_bias[None, :, :, None].expand(len(number), -1, -1, number.shape[3], -1)
     there = number >= 0 if kept is None else (number >= 0) & kept
     bias = torch.where(number >= 0, flat.gather(-1, number.clamp(min=0)), -torch.inf)
@@ -410,13 +411,13 @@ def _visited_pairs(arguments: Sequence[Any]) -> float:
 
 @register_flop_formula(torch.ops.sparsering.attention, get_raw=True)
 def _flops(*arguments: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Two matmuls on the pattern's exact pairs; extras are no matmuls and count nothing."""
+    """Counts two matmuls on the pattern's exact pairs; extras are not matmuls and count as 0."""
     query, _, value, *_ = arguments
     return int(2 * _visited_pairs(arguments) * (query.shape[3] + value.shape[3]))
 
 
 @register_flop_formula(torch.ops.sparsering.attention_backward, get_raw=True)
 def _flops_backward(*arguments: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Five matmuls on the pattern's exact pairs."""
+    """Counts five matmuls on the pattern's exact pairs."""
     query, _, value, *_ = arguments
     return int(2 * _visited_pairs(arguments) * (3 * query.shape[3] + 2 * value.shape[3]))

@@ -1,6 +1,6 @@
-"""What a pattern says of every pair of a call, by its definition: dense tensors, as operators.
+"""Dense tensors over all pairs of a call, computed from the pattern's definition, as operators.
 
-For the reference alone; they need the sizes of query and key, never their numbers.
+Only the reference backend uses them. They depend on the sizes of query and key, not their numbers.
 """
 
 import itertools
@@ -19,12 +19,12 @@ from .patterns.selected import selections_of
 
 
 def frame_of(query: Tensor, key: Tensor, q_start: int) -> Frame:
-    """Lengths and heads of a call."""
+    """Returns the frame of a call: its lengths, head counts and first query position."""
     return Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
 
 
 def kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Tensor:
-    """[branches, B, Hq, Nq, Nk] whether each pair of each branch of a mixture is kept.
+    """Returns whether dropout keeps each pair of each branch, bool [branches, B, Hq, Nq, Nk].
 
     `seed` is [B, streams].
     """
@@ -47,9 +47,9 @@ def pair_counts_op(
     dropout_p: float | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """[B, Hq, Nq, Nk] int64 multiplicity of every pair, from the pattern's definition.
+    """Returns the multiplicity of every pair, int64 [B, Hq, Nq, Nk].
 
-    With dropout, of what is kept of it.
+    With dropout, counts only the branches in which the pair is kept.
     """
     value = parse(pattern, tensors)
     check_batch(value, query.shape[0])
@@ -74,7 +74,10 @@ def _dense(pattern: Pattern, frame: Frame) -> Tensor:
 def slots_op(
     query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int
 ) -> Tensor:
-    """[branches, B, Hq, Nq, Nk] of each pair 1 + the slot of its block, 0 for none; -1 for none."""
+    """Returns 1 + the slot of each pair's block, int64 [branches, B, Hq, Nq, Nk].
+
+    0 for a pair whose block is in no slot, -1 where the branch has no such pair.
+    """
     value, frame = parse(pattern, tensors), frame_of(query, key, q_start)
     check_fits(value, frame)
     p = torch.arange(q_start, q_start + frame.q_len)[:, None]
@@ -94,7 +97,7 @@ def slots_op(
 def distances_op(
     query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int
 ) -> Tensor:
-    """[Nq, Nk] int64 key position minus query position of every pair."""
+    """Returns the key position minus the query position of every pair, int64 [Nq, Nk]."""
     frame = frame_of(query, key, q_start)
     position, key_position, _ = parse(pattern, tensors).coordinates(frame)
     return (key_position - position[:, None]).to(query.device)
@@ -117,7 +120,7 @@ def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
 
 
 def _of_lengths(operator: Any) -> Callable[..., tuple[Tensor, None]]:
-    """The rule for vmap of what depends on the sizes of query and key alone: one for all."""
+    """Returns a vmap rule for an operator that depends only on sizes: one result for all maps."""
 
     def rule(info: Any, in_dims: Any, query: Tensor, key: Tensor, *rest: Any) -> Any:
         refuse_mapped_pattern(in_dims[2])

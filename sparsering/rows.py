@@ -1,4 +1,4 @@
-"""Rows of integers: laid end to end, numbered where they are equal, hashed."""
+"""Operations on rows of integers: expanding counts, numbering distinct rows, hashing."""
 
 import torch
 from torch import Tensor
@@ -7,16 +7,16 @@ SPLITMIX = (-4658895280553007687, -7723592293110705685)  # splitmix64's multipli
 
 
 def expand_counts(count: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows with `count[i]` places each, laid end to end: (row, number within the row)."""
+    """Lists the places of rows with `count[i]` places each: (row, place within the row)."""
     row = torch.arange(len(count), device=count.device).repeat_interleave(count)
     first = count.cumsum(0) - count
     return row, torch.arange(len(row), device=count.device) - first[row]
 
 
 def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Numbers the distinct rows of some columns in order.
+    """Numbers the distinct rows of a table, given by its columns, in ascending order.
 
-    Returns: the number of each row, and one row of each number.
+    Returns: the number of each row, and for each number the index of one such row.
     """
     group = torch.zeros_like(columns[0])
     for column in columns:
@@ -29,16 +29,16 @@ def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct rows of a byte matrix, and the number of each row.
+    """Returns the distinct rows of a byte matrix, and the number of each row.
 
-    Found by hash, confirmed by comparison.
+    Rows are compared by hash, and the result is then verified.
     """
     words = rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows.long()
     digest = (words * mix(torch.arange(words.shape[1]))).sum(1)
     _, rank = digest.unique(return_inverse=True)
     first = torch.zeros(int(rank.max()) + 1 if len(rank) else 0, dtype=torch.int64)
     first[rank.flip(0)] = torch.arange(len(rank)).flip(0)
-    if not torch.equal(rows[first][rank], rows):  # two rows with one digest
+    if not torch.equal(rows[first][rank], rows):  # two different rows have the same digest
         distinct, rank = rows.unique(dim=0, return_inverse=True)
         return distinct, rank
     return rows[first], rank

@@ -1,4 +1,4 @@
-"""Copies to a GPU that the host does not wait for, and tensors that several streams share.
+"""Asynchronous copies to a GPU, and tensors that several CUDA streams share.
 
 `moved` queues a copy behind the work of the current stream. `Built` remembers the point of a stream
 at which shared tensors are complete; other streams wait for it before they read them.
@@ -13,24 +13,24 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """The point of a stream up to which tensors were made there."""
+    """Point of a CUDA stream at which some tensors, computed there, are complete."""
 
     stream: torch.cuda.Stream
     event: torch.cuda.Event
 
     @classmethod
     def now(cls, device: torch.device) -> "Built | None":
-        """Marks the end of what the current stream was given; None where there are no streams."""
+        """Marks the end of the current stream's queue; None if the device has no streams."""
         if device.type != "cuda":
             return None
         stream = torch.cuda.current_stream(device)
         return cls(stream, stream.record_event())
 
     def wait(self, tensors: Iterable[Tensor]) -> None:
-        """Has the current stream wait before it uses these tensors; the host goes on at once.
+        """Makes the current stream wait for these tensors; the host does not wait.
 
-        A stream that is being captured cannot wait for what came before: `torch.cuda.graph` waits
-        for the whole device before it captures.
+        A stream in capture cannot wait for earlier work and need not: `torch.cuda.graph`
+        synchronizes the whole device before it captures.
         """
         stream = torch.cuda.current_stream(self.stream.device)
         if stream == self.stream or torch.cuda.is_current_stream_capturing():
@@ -42,16 +42,17 @@ class Built:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what is launched now is recorded as a CUDA graph, to run later."""
+    """True if launched kernels are being recorded into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor on a device: to a GPU from pinned memory, behind what is queued there.
+    """Returns a tensor on a device; copies to a GPU run asynchronously from pinned memory.
 
-    The host waits for nothing. Torch keeps the pinned memory until the copy is done.
+    The copy is queued on the current stream and the host does not wait. Torch keeps the pinned
+    memory until the copy is done.
 
-    Raises: RuntimeError where a CUDA graph is captured: it would read that memory at every replay.
+    Raises: RuntimeError in a CUDA graph's capture: each replay would read that memory again.
     """
     if device.type != "cuda":
         return x.to(device)

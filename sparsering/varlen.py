@@ -1,4 +1,4 @@
-"""`attention_varlen`: documents of any lengths end to end, without a batch dim or padding."""
+"""Attention over documents of any lengths, laid end to end, without a batch dim or padding."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -40,23 +40,23 @@ def attention_varlen(
         query: [Tq, H, D], the queries of all documents, any strides.
         key: [Tk, Hkv, D], H a multiple of Hkv.
         value: [Tk, Hkv, Dv].
-        cu_q, cu_k: [documents + 1] cumulative lengths, from 0 on, not decreasing, to Tq and Tk:
-            int32 or int64 tensors, or sequences of ints. Numbers on a GPU are waited for; sequences
-            are not, and compile without a graph break.
-        pattern: a mask or a mixture for each document, the same for all of them, so without a
-            `KeyPadding` or `KeyMask`.
-        options: those of `attention` but `q_start` and `block_bias`. A sink is [H]; dropout counts
-            documents as batch entries.
+        cu_q, cu_k: [documents + 1] cumulative lengths, not decreasing, from 0 to Tq and Tk: int32
+            or int64 tensors, or sequences of ints. Tensors on a GPU make the host wait; sequences
+            do not, and compile without a graph break.
+        pattern: a mask or a mixture, applied to each document; it cannot contain `KeyPadding` or
+            `KeyMask`, which differ between documents.
+        options: as the options of `attention`, without `q_start`, `block_bias` and `slot_bias`. A
+            sink is [H]; dropout counts documents as batch entries.
 
     Returns:
         out [Tq, H, Dv] in the query's dtype, and with `return_lse` lse [H, Tq] in float32 (float64
         for float64 inputs), through which gradients flow too.
 
     Raises:
-        ValueError: what was given does not fit together. NotImplementedError: as `attention`.
+        ValueError: the arguments do not fit together. NotImplementedError: as `attention`.
 
-    Cost: that of the documents one by one, in one call: tiles never cross documents. A layout is
-    compiled for each new tuple of lengths, in milliseconds, and kept.
+    Cost: the sum of the documents' costs, in one call: tiles never cross documents. A layout is
+    compiled for each new tuple of lengths, in milliseconds, and cached.
 
     Example:
         >>> out = attention_varlen(query, key, value, [0, 3, 8], [0, 5, 12], Causal())
@@ -96,7 +96,7 @@ def _check_dims(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _lengths(name: str, cumulative: object, tokens: int, of: str) -> tuple[int, ...]:
-    """The lengths of documents by their cumulative lengths; ValueError where those are none."""
+    """Converts cumulative lengths to lengths; ValueError if they are no cumulative lengths."""
     way_out = "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) makes them of lengths"
     if isinstance(cumulative, Tensor):
         check_tensor(name, cumulative, "[documents + 1] of integers")

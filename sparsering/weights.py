@@ -1,4 +1,4 @@
-"""Attention weights, on the visited blocks or summed over queries: to look at, not to train by."""
+"""Attention weights, on the visited blocks or summed over queries: for inspection, not training."""
 
 import itertools
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class BlockWeights:
     Attributes:
         values: [B, H, num_blocks, block, block] in the order of `layout.entries`, zero where there
             is no pair.
-        layout: the blocks.
+        layout: the layout that lists the blocks.
     """
 
     values: Tensor
@@ -33,15 +33,16 @@ class BlockWeights:
         return f"<BlockWeights {tuple(self.values.shape)} of {self.layout!r}>"
 
     def to_dense(self) -> Tensor:
-        """[B, H, Nq, Nk]; rows sum to 1, or 0 where there is no key.
+        """Returns dense weights [B, H, Nq, Nk]; rows sum to 1, or to 0 if they have no key.
 
-        A pair in several branches has its parts added.
+        For a pair in several branches, sums its weights. With a sink, rows sum to less than 1.
         """
         frame = self.layout.frame
         batch, heads = self.values.shape[:2]
         tables = []
         for b, h in itertools.product(range(batch), range(heads)):
-            dense = self.values.new_zeros(frame.q_len + 1, frame.kv_len + 1)  # with a margin
+            # one more row and column, for the padding of ragged tiles
+            dense = self.values.new_zeros(frame.q_len + 1, frame.kv_len + 1)
             for first, q, k, _ in self.layout.visits(b, h):
                 part = self.values[b, h, first : first + len(q)]
                 dense = dense + torch.zeros_like(dense).index_put((q[:, :, None], k[:, None]), part)
@@ -65,10 +66,10 @@ def attention_weights(
 ) -> BlockWeights:
     """The softmax weights of `attention`, on the visited blocks; differentiable.
 
-    Args: as `attention`; block_size defaults to that of `pattern.layout`.
+    Args: as `attention`; block_size defaults to the one of `pattern.layout`.
 
-    Returns: `BlockWeights` in float32 (float64 for float64 inputs). With a sink rows sum to less
-        than 1: the rest is the sink's.
+    Returns: `BlockWeights` in float32 (float64 for float64 inputs). With a sink, rows sum to less
+        than 1: the sink has the rest.
 
     Cost: memory O(B H num_blocks block_size^2).
     """
@@ -99,7 +100,7 @@ def attention_weights(
             device=query.device,
         )
         group = query.shape[1] // max(1, key.shape[1])
-        # a margin for what is not real
+        # one more row, for the padding of ragged tiles
         q, k = (pad(x.to(lse.dtype), (0, 0, 0, 1)) for x in (query, key))
         lse = pad(finite_or_zero(lse), (0, 1))
         position, key_position, _ = pattern.coordinates(layout.frame)
@@ -142,28 +143,29 @@ def key_mass(
     distance_bias: Tensor | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """How much attention each key receives: the softmax weights, summed over the queries.
+    """Attention that each key receives: the softmax weights, summed over the queries.
 
-    `mass_k = sum_q w_q m(q, k) e^{s_qk - lse_q}`: the column sums of attention's weights, which are
-    never held. Queries without keys give nothing; without weights, masses of a head sum to the
-    number of queries with keys, less what a sink takes. No gradient.
+    `mass_k = sum_q w_q m(q, k) e^{s_qk - lse_q}`: the column sums of the attention weights, without
+    storing the weights. Queries without keys add nothing. With `weight` 1, the masses of a head sum
+    to the number of queries with keys, less the sink's share. No gradient.
 
     Args:
         query: [B, Hq, Nq, D].
         key: [B, Hkv, Nk, D].
-        pattern: a mask or a mixture; a key that is seen by several branches receives from each.
-        lse: [B, Hq, Nq] of the softmax that weights are shares of, as `attention` returns it, with
-            what is in its sink; default the pattern's own, computed. That of a wider pattern tells
-            what part of its softmax falls on the pairs of this one.
-        weight: [B or 1, Hq or 1, Nq], of each query in the sum; default 1. Of a class token alone
-            pass its query alone, with its q_start.
+        pattern: a mask or a mixture; a key in several branches receives from each of them.
+        lse: [B, Hq, Nq], as `attention` returns it, with any sink included; default the lse of this
+            pattern, which is then computed. With the lse of a wider pattern, the masses are the
+            share of its softmax that falls on the pairs of this pattern.
+        weight: [B or 1, Hq or 1, Nq], the factor of each query in the sum; default 1. For a class
+            token, pass only its query, with its q_start.
         scale, q_start, block_size, block_bias, softcap, distance_bias, sink: as `attention`.
 
     Returns: [B, Hq, Nk], float32 (float64 for float64 inputs), computed in that dtype.
 
-    Raises: ValueError where arguments do not fit; a sink beside lse is one, as it is in there.
+    Raises: ValueError if arguments do not fit, or if both sink and lse are given: lse has the sink
+        in it.
 
-    Cost: that of attention's backward without its values, and of its forward where no lse is given;
+    Cost: the time of attention's backward without its values, plus a forward if no lse is given;
         memory O(N).
 
     Example:
@@ -199,7 +201,7 @@ def key_mass(
     options = {**options, "sink": None}
     lse = checked_rows("lse", lse, query, broadcasts=False)
     each = query.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)
-    # a channel for each query head of a key's: what one sends, the others' channels do not get
+    # one channel per query head of a kv head keeps the heads' sums apart
     sent = torch.eye(group, dtype=dtype, device=query.device).repeat(kv_heads, 1)[:, None]
     sent = (each[..., None] * sent).expand(batch, heads, q_len, group).contiguous()
     mass = value_gradient(backend, query, key, pattern, lse, sent, **call, options=options)

@@ -1,1 +1,1 @@
-"""Backends: each computes attention over a layout its own way; they never import one another."""
+"""Backends: each one computes attention over a layout; no backend imports another."""

@@ -1,8 +1,8 @@
-"""An adapter to FlashAttention-4's block sparsity (the package flash-attn-4; Hopper, Blackwell).
+"""Adapter to FlashAttention-4's block sparsity (the package flash-attn-4; Hopper, Blackwell).
 
-Forward alone: its backward over blocks was wrong on Hopper for some head dims (flash-attention
-#2623, #2896), so gradients come from the Triton kernels, which need no more than (out, lse). Only
-layouts of whole blocks of 128 fit: its masks inside a block are CuTe programs.
+Only the forward: its block-sparse backward was wrong on Hopper for some head dims (flash-attention
+#2623, #2896). Gradients come from the Triton kernels, which need only (out, lse). Only layouts of
+whole blocks of 128 fit, because its masks inside a block would have to be CuTe programs.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ from ..layouts.layout import BlockLayout
 from .problem import Problem
 
 EXTRAS: frozenset[str] = frozenset()
-"""Options of a call, beside its scale, that are computed here."""
+"""Options of a call, other than its scale, that this backend computes."""
 
 _BLOCK = 128
 _HEAD_DIMS = (64, 128)
@@ -27,7 +27,7 @@ def _is_installed() -> bool:
 
 
 def reasons(*tensors: Tensor) -> list[str]:
-    """Why FlashAttention-4 cannot run on these tensors, or on this machine."""
+    """Returns why FlashAttention-4 cannot run on these tensors, or on this machine."""
     found = [] if _is_installed() else ["the package flash-attn-4 is missing"]
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10):
         found.append("it needs a Hopper or Blackwell GPU")
@@ -41,9 +41,9 @@ def reasons(*tensors: Tensor) -> list[str]:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Attention over a layout of whole blocks; lse is float32.
+    """Computes attention over a layout of whole blocks; lse is float32.
 
-    Raises NotImplementedError with what it lacks for another layout.
+    Raises NotImplementedError, with the reasons, for any other layout.
     """
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import flash_attn_func
@@ -60,7 +60,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     counts = p.row_ptr.diff().int()
     heads = 1 if counts.shape[1] == 1 else query.shape[1]
     slot = torch.arange(columns, device=counts.device)
-    place = p.row_ptr[..., :-1, None].long() + slot  # of each row's entries in the table
+    place = p.row_ptr[..., :-1, None].long() + slot  # index of each row's entries in the table
     place = place.clamp(max=p.key_tile.shape[2] - 1).flatten(2)
     index = p.key_tile.gather(2, place).unflatten(2, (rows, columns))
     index = torch.where(slot < counts[..., None], index, 0)

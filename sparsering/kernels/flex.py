@@ -1,8 +1,8 @@
-"""An adapter to FlexAttention, for comparison and for devices that nothing else here runs on.
+"""Adapter to FlexAttention, for comparison and for devices that no other backend runs on.
 
-Each pass becomes a `BlockMask` on a regular grid of blocks; where its tiles are no such grid, their
-tokens are gathered first. Plain differentiable torch; FlexAttention itself has no backward on the
-CPU, where it runs uncompiled and computes every score.
+Each pass becomes a `BlockMask` on a regular grid of blocks; if its tiles are no such grid, their
+tokens are gathered first. Plain differentiable torch. On the CPU FlexAttention runs uncompiled,
+computes every score and has no backward.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from ..layouts.layout import BlockLayout, Pass
 from ..numerics import add_sink, capped, entry_of_distance, merge_attention, sum_dtype
 from .problem import Problem
 
-if TYPE_CHECKING:  # it imports half of the compiler: left to the first call
+if TYPE_CHECKING:  # the import loads half of the compiler, so calls import it on first use
     from torch.nn.attention.flex_attention import BlockMask
 
 EXTRAS = frozenset(("softcap", "distance_bias", "sink"))
-"""Options of a call, beside its scale, that are computed here."""
+"""Options of a call, other than its scale, that this backend computes."""
 
-_LEAST_HEAD_DIM = 16  # of a compiled kernel
+_LEAST_HEAD_DIM = 16  # of FlexAttention's compiled kernel
 
 
 def reasons(*tensors: Tensor) -> list[str]:
-    """Why FlexAttention cannot run on these tensors."""
+    """Returns why FlexAttention cannot run on these tensors."""
     found = []
     if any(x.dim() and 0 in x.shape for x in tensors):
         found.append("FlexAttention takes no dim of size 0")
@@ -42,9 +42,9 @@ def reasons(*tensors: Tensor) -> list[str]:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Attention over a layout, differentiable where FlexAttention is.
+    """Computes attention over a layout; differentiable where FlexAttention is.
 
-    Cost: O((N / block_size)^2) memory for the block mask, and copies of what a pass gathers.
+    Cost: O((N / block_size)^2) memory for the block mask, and copies of the gathered tokens.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -86,7 +86,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _score_mod(problem: Problem, queries: Tensor, keys: Tensor) -> Callable[..., Tensor] | None:
-    """What extras do to a scaled score of slots, whose positions are [S, slots], if anything."""
+    """Returns the score_mod of softcap and distance bias; positions of slots are [S, slots]."""
     softcap, table, heads = problem.softcap, problem.distance_bias, problem.query.shape[1]
     if softcap is None and table is None:
         return None
@@ -103,7 +103,7 @@ def _score_mod(problem: Problem, queries: Tensor, keys: Tensor) -> Callable[...,
 
 
 def _slot_positions(origin: Tensor, step: int, block_size: int) -> Tensor:
-    """[S, tiles * block_size] position of each slot of tiles."""
+    """Returns the position of each slot of the tiles, [S, tiles * block_size]."""
     return (origin[..., None] + step * torch.arange(block_size, device=origin.device)).flatten(1)
 
 
@@ -115,7 +115,7 @@ def _run(device: str) -> Any:
 
 
 def kernel_options(block_size: int, device: str) -> dict[str, Any] | None:
-    """Its kernels' own blocks must divide ours."""
+    """Returns FlexAttention's kernel options: its kernels' block sizes must divide `block_size`."""
     divisor = block_size & -block_size
     if device == "cpu" or divisor >= 128:
         return None
@@ -123,13 +123,13 @@ def kernel_options(block_size: int, device: str) -> dict[str, Any] | None:
 
 
 def _positions(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
-    """[S, tiles * block_size] token of each slot, -1 where it holds none."""
+    """Returns the token in each slot of the tiles, [S, tiles * block_size], -1 for padding."""
     tokens = start[..., None] + step * torch.arange(block_size, device=start.device)
     return torch.where(tokens < stop[..., None], tokens, -1).flatten(1)
 
 
 def _take(x: Tensor, tokens: Tensor) -> Tensor:
-    """The rows of [B, H, N, ..] that each of S groups of heads lists; -1 takes the last one."""
+    """Gathers the rows of x [B, H, N, ..] that tokens [S, n] list, S groups of heads; -1: last."""
     if tokens.shape == (1, x.shape[2]) and bool((tokens[0] == _slots(x)).all()):
         return x
     of_head = tokens.repeat_interleave(x.shape[1] // len(tokens), 0)
@@ -145,7 +145,7 @@ def _slots(x: Tensor) -> Tensor:
 
 
 def _where_in(tokens: Tensor, length: int) -> Tensor:
-    """[S, length] slot of each token; -1, the last of what is appended, where none holds it."""
+    """Returns the slot of each token, [S, length]; -1, the appended last row, if it has none."""
     slots = tokens.new_full((len(tokens), length + 1), -1)
     slot = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return slots.scatter(1, torch.where(tokens < 0, length, tokens), slot)[:, :-1]
@@ -154,7 +154,7 @@ def _where_in(tokens: Tensor, length: int) -> Tensor:
 def _block_mask(
     layout: BlockLayout, p: Pass, queries: Tensor, keys: Tensor, heads: int
 ) -> "BlockMask":
-    """The pass's table as block lists; `queries` and `keys` say which slots hold tokens."""
+    """Builds a BlockMask from a pass's table; `queries` and `keys` mark slots that hold tokens."""
     from torch.nn.attention.flex_attention import BlockMask
 
     size, batch = layout.block_size, len(p.row_ptr)
@@ -178,7 +178,7 @@ def _block_mask(
         return cells[bitmap, q % size, k % size] & queries[axis, q] & keys[axis, k] & (of > -2)
 
     visited, full = number > -2, number == -1
-    whole = keys.unflatten(1, (columns, size)).all(-1)  # a padding key is in no pair
+    whole = keys.unflatten(1, (columns, size)).all(-1)  # tiles with padding keys need the mask
     full = full & whole.repeat_interleave(per_axis, 0)[None, :, None, :]
     partial = visited & ~full
 

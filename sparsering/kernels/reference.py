@@ -1,4 +1,4 @@
-"""The oracle: dense attention by definition, in plain torch that differentiates twice."""
+"""Reference backend: dense attention by definition, in plain torch that differentiates twice."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from ..numerics import capped, finite_or_zero, sum_dtype
 
 EXTRAS = frozenset({"block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed"})
-"""Options of a call, beside its scale, that are computed here."""
+"""Options of a call, other than its scale, that this backend computes."""
 
 
 def reference_attention(
@@ -21,7 +21,7 @@ def reference_attention(
     sink: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`p_k = m e^{s_k} / (e^{sink} + sum m e^{s})` with `s = scale * q.k`, over all Nq x Nk pairs.
+    """Computes `p_k = m e^{s_k} / (e^{sink} + sum m e^{s})`, `s = scale * q.k`, over Nq x Nk pairs.
 
     Args:
         query: [B, Hq, Nq, D]; key: [B, Hkv, Nk, D]; value: [B, Hkv, Nk, Dv].
@@ -30,7 +30,7 @@ def reference_attention(
         softcap: `s = softcap * tanh(s / softcap)`, before anything is added.
         distance_bias: [B, Hq, Nq, Nk], added to s.
         sink: [B, Hq, Nq or 1].
-        kept: [B, Hq, Nq, Nk], what dropout multiplies each p with.
+        kept: [B, Hq, Nq, Nk], the factor of dropout for each p.
 
     Returns:
         out [B, Hq, Nq, Dv] in the query's dtype, lse [B, Hq, Nq] float32 (float64 for float64).
@@ -42,15 +42,15 @@ def reference_attention(
     q = query.to(dtype)
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (key, value))
     pairs = (log_counts != -torch.inf).expand(*q.shape[:3], k.shape[2])
-    k = torch.where(pairs.any(2)[..., None], k, 0.0)  # 0 * NaN is NaN: none may see it
+    k = torch.where(pairs.any(2)[..., None], k, 0.0)  # unseen keys may be NaN, and 0 * NaN is NaN
     score = capped(scale * (q @ k.mT), softcap)
     if distance_bias is not None:
         score = score + distance_bias
     score = torch.where(pairs, score + torch.where(pairs, log_counts.to(dtype), 0.0), -torch.inf)
-    if sink is not None:  # one more key of each row
+    if sink is not None:  # the sink is one more key of each row
         score = torch.cat((score, sink.to(dtype).expand(q.shape[:3])[..., None]), -1)
     if score.shape[-1] == 0:
-        zero = q.sum(-1) * 0  # part of the graph
+        zero = q.sum(-1) * 0  # keeps results in the autograd graph
         out = zero[..., None] + q.new_zeros(*q.shape[:3], v.shape[3])
         return out.to(query.dtype), zero - torch.inf
     pairs = score != -torch.inf  # a NaN counts as a pair: it makes its row NaN
@@ -62,7 +62,7 @@ def reference_attention(
     weight, pairs = weight[..., : k.shape[2]], pairs[..., : k.shape[2]]
     weight = weight if kept is None else weight * kept
     finite = v.isfinite()
-    # 0 * NaN is NaN: only rows that have the key may see it
+    # 0 * NaN is NaN, so non-finite values are added only to rows that have their key
     reached = pairs.to(dtype) @ (~finite).to(dtype) > 0
     out = torch.where(empty, 0.0, weight @ torch.where(finite, v, 0.0) / total)
     out = torch.where(reached, torch.nan, out)

@@ -1,6 +1,6 @@
-"""An adapter to torch's dense kernel on the CPU: for patterns that are dense, and for small ones.
+"""Adapter to torch's dense CPU kernel, for dense patterns and for small ones.
 
-It sees no tiles. Every pair of a dense pattern is computed; of a small one too, under a mask.
+It uses no tiles. It computes every pair; the pairs of a small pattern are selected by a mask.
 """
 
 import math
@@ -19,19 +19,19 @@ from ..patterns.positions import Causal, Full, SlidingWindow
 from .problem import Gradients, Problem, dense_rows
 
 EXTRAS: frozenset[str] = frozenset()
-"""Options of a call, beside its scale, that are computed here."""
+"""Options of a call, other than its scale, that this backend computes."""
 
 MOST_MASKED = 1 << 20
-"""Pairs, over all tables of a pattern, that are small enough to be written out as a mask."""
+"""Upper bound of the pairs of a mask, over all tables of its pattern."""
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_CHANNELS = 16  # that a gradient of lse adds
+_CHANNELS = 16  # head dims that `backward` adds to carry the gradient of lse
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def reasons(*tensors: Tensor) -> list[str]:
-    """Why torch's dense kernel cannot run on these tensors."""
+    """Returns why torch's dense kernel cannot run on these tensors."""
     found = []
     if any(x.device.type != "cpu" for x in tensors):
         found.append("it runs on the CPU alone, where its kernel tells lse and takes it back")
@@ -45,9 +45,9 @@ def reasons(*tensors: Tensor) -> list[str]:
 
 
 def form(pattern: Pattern, frame: Frame) -> str | None:
-    """What the kernel takes a pattern for: "full", "causal" or, where it is small, "masked".
+    """Returns how the kernel runs a pattern: "full", "causal", or "masked" if it is small.
 
-    None where it is none of these. Cost: that of its expression, whatever the lengths.
+    None if it cannot. Cost: depends on the size of the expression, not on the lengths.
     """
     if len(pattern.branches) == 1:
         least, most = frame.q_start - (frame.kv_len - 1), frame.q_start + frame.q_len - 1
@@ -63,7 +63,7 @@ def form(pattern: Pattern, frame: Frame) -> str | None:
 
 
 def reasons_against_pattern(pattern: Pattern, frame: Frame) -> list[str]:
-    """Why it cannot run a pattern on these lengths; [] if it can."""
+    """Returns why it cannot run a pattern on these lengths; [] if it can."""
     if len(pattern.branches) > 1:
         return ["it counts each pair once, this pattern is a mixture"]
     if form(pattern, frame) is None:
@@ -79,9 +79,10 @@ _NONE = math.inf, -math.inf
 
 
 def _bands(mask: Mask, least: int, most: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """The widest band of `p - k` known to be in a mask, and the narrowest known to hold it.
+    """Returns two bands of distances `p - k`, one inside the mask and one around it.
 
-    `least` and `most`: of the distances that there are; a bound beyond them is none.
+    They are the widest and the narrowest that are known. Distances are between `least` and `most`;
+    a limit of a band that is at or beyond them becomes infinite.
     """
     if isinstance(mask, And | Or):
         inner, outer = zip(*(_bands(part, least, most) for part in mask.masks), strict=True)
@@ -113,11 +114,11 @@ def _num_tables(pattern: Pattern, frame: Frame) -> int:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DenseLayout(BlockLayout):
-    """A pattern as the kernel takes it, without tiles.
+    """Layout without tiles, in the form that torch's dense kernel takes.
 
     Attributes:
-        causal: whether query i sees the keys up to i alone; all of them see one another else.
-        mask: [B or 1, H or 1, Nq, Nk] bool, the pairs that are in; None for all.
+        causal: True if query i sees keys 0 to i.
+        mask: [B or 1, H or 1, Nq, Nk] bool, True for the pattern's pairs; None for no mask.
     """
 
     causal: bool = False
@@ -125,12 +126,12 @@ class DenseLayout(BlockLayout):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the mask, and of what was made of it."""
+        """Bytes of the mask, and of the tensors cached by `added`."""
         masks = [] if self.mask is None else [self.mask, *vars(self).get("_added", {}).values()]
         return sum(x.numel() * x.element_size() for x in masks)
 
     def added(self, dtype: torch.dtype) -> Tensor | None:
-        """What the kernel adds to scores, kept with the layout: 0 to those of pairs, else -inf."""
+        """Returns the additive mask, 0 for pairs and -inf elsewhere; cached with the layout."""
         if self.mask is None:
             return None
         kept: dict[torch.dtype, Tensor] = vars(self).setdefault("_added", {})
@@ -141,13 +142,13 @@ class DenseLayout(BlockLayout):
 
     @cached_property
     def empty(self) -> Tensor | None:
-        """[B or 1, H or 1, Nq, 1] queries without keys; None where there are none."""
+        """Marks queries without keys, bool [B or 1, H or 1, Nq, 1]; None if every query has one."""
         found = None if self.mask is None else ~self.mask.any(-1, keepdim=True)
         return found if found is not None and found.any() else None
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """[B or 1, Hkv or 1, Nk, 1] keys that no query sees; None where there are none."""
+        """Marks keys that no query sees, bool [B or 1, Hkv or 1, Nk, 1]; None if all are seen."""
         if self.mask is None:
             return None
         seen = self.mask.any(-2)[..., None]
@@ -157,10 +158,10 @@ class DenseLayout(BlockLayout):
 
 
 def lay(pattern: Pattern, frame: Frame, block_size: int, device: torch.device) -> DenseLayout:
-    """A pattern as the kernel takes it.
+    """Builds the dense layout of a pattern.
 
-    Raises: ValueError where the pattern does not fit the frame; NotImplementedError where it is
-        neither dense nor small.
+    Raises: ValueError if the pattern does not fit the frame; NotImplementedError if it is neither
+        dense nor small.
     """
     check_fits(pattern, frame)
     if found := reasons_against_pattern(pattern, frame):
@@ -174,7 +175,7 @@ def lay(pattern: Pattern, frame: Frame, block_size: int, device: torch.device) -
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Attention over a dense layout; lse is float32 (float64 for float64)."""
+    """Computes attention over a dense layout; lse is float32 (float64 for float64)."""
     layout, query, key, value = _as_the_kernel_takes_it(problem)
     if not query.numel() or not key.numel():
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=sum_dtype(query))
@@ -188,18 +189,18 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
         lse.masked_fill_(layout.empty[..., 0], -torch.inf)
     pairwise = layout.causal or added is not None
     if pairwise and not math.isfinite(float(out.sum(dtype=sum_dtype(query)))):
-        return _by_definition(problem)  # 0 * NaN is NaN: only rows that have the key may see it
+        return _by_definition(problem)  # a NaN may have leaked, because 0 * NaN is NaN
     return out, lse
 
 
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
-    """Gradients of query, key and value.
+    """Computes the gradients of query, key and value.
 
-    The kernel's backward knows no gradient of lse. It gets one as a channel more, in which values
-    are 1: there `dP` is grad_lse, and the 0 that `out` has there keeps it out of
-    `delta = rowsum(dO * O)`, so that `dS = P * (dP + grad_lse - delta)`.
+    The kernel's backward takes no gradient of lse, so one more channel carries it. There grad_out
+    is grad_lse and values are 1, which adds grad_lse to `dP`; out is 0 there, which leaves `delta =
+    rowsum(dO * O)` unchanged. Hence `dS = P * (dP + grad_lse - delta)`.
     """
     layout, query, key, value = _as_the_kernel_takes_it(problem)
     if not query.numel() or not key.numel():
@@ -223,7 +224,7 @@ def backward(
 
 
 def _in_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., 3] numbers of a dtype that sum to x [...], but for what float32 would round off."""
+    """Splits x [...] into three numbers of a dtype, [..., 3]; their sum is x in float32."""
     parts, rest = [], x
     for _ in range(3):
         parts.append(rest.to(dtype))
@@ -232,7 +233,7 @@ def _in_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _as_the_kernel_takes_it(problem: Problem) -> tuple[DenseLayout, Tensor, Tensor, Tensor]:
-    """Its layout, and query, key and value with neighbours side by side, without hidden keys."""
+    """Returns the layout, and dense rows of query, key and value; unseen keys are cut or zeroed."""
     layout, query, key, value = problem.layout, problem.query, problem.key, problem.value
     if not isinstance(layout, DenseLayout):
         raise NotImplementedError(
@@ -247,7 +248,7 @@ def _as_the_kernel_takes_it(problem: Problem) -> tuple[DenseLayout, Tensor, Tens
 
 
 def _by_definition(problem: Problem) -> tuple[Tensor, Tensor]:
-    """(out, lse) of tensors that hold infinities or NaN: one head at a time, O(Nq Nk) memory."""
+    """Computes (out, lse) of tensors with infinities or NaN, by head, in O(Nq Nk) memory."""
     layout, query, key, value = _as_the_kernel_takes_it(problem)
     dtype, shape = sum_dtype(query), query.shape[:3]
     outs, lses = [], []

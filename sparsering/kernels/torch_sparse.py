@@ -1,6 +1,6 @@
-"""An experiment for comparison: torch's sampled matrix product over the pattern's pairs, as CSR.
+"""Experimental backend for comparison: torch's sampled matrix product over the pairs, as CSR.
 
-Plain differentiable torch, one head at a time. Right, and slow: every pair is an index in memory.
+Plain differentiable torch, one head at a time. Correct but slow: it stores an index per pair.
 """
 
 import torch
@@ -10,25 +10,25 @@ from ..numerics import add_sink, capped, finite_or_zero, merge_attention, sum_dt
 from .problem import Problem
 
 EXTRAS = frozenset(("block_bias", "softcap", "sink"))
-"""Options of a call, beside its scale, that are computed here."""
+"""Options of a call, other than its scale, that this backend computes."""
 
 
 def reasons(*tensors: Tensor) -> list[str]:
-    """Why the sampled product cannot run on these tensors."""
+    """Returns why the sampled product cannot run on these tensors."""
     if any(x.dim() and 0 in x.shape for x in tensors):
         return ["torch.sparse has no products of size 0"]
     return []
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Attention over a layout, differentiable.
+    """Computes attention over a layout; differentiable.
 
     Cost: O(pairs) memory for each head, and as much again for the gradients.
     """
     layout, query, group = problem.layout, problem.query, problem.group
     dtype = sum_dtype(query)
     q, k, v = (x.to(dtype) for x in (query, problem.key, problem.value))
-    nothing = q.sum() * 0 + k.sum() * 0 + v.sum() * 0  # part of the graph where no pair is
+    nothing = q.sum() * 0 + k.sum() * 0 + v.sum() * 0  # keeps heads without pairs in the graph
     empty = q.new_zeros(layout.frame.q_len, v.shape[3]), q.new_full(q.shape[2:3], -torch.inf)
     outs, lses = [], []
     for b in range(query.shape[0]):
@@ -55,7 +55,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _pairs(queries: Tensor, keys: Tensor, cells: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-    """[2, n] query and key of each pair that a head visits in a pass, by row; and its entry."""
+    """Returns the pairs [2, n] of a head's pass (query, key), sorted by row, and their entries."""
     entry, row, column = torch.nonzero(cells, as_tuple=True)
     pairs = torch.stack((queries[entry, row], keys[entry, column]))
     order = (pairs[0] * kv_len + pairs[1]).argsort()
@@ -71,7 +71,7 @@ def _of_pairs(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [Nq, Dv], lse [Nq]) of one head over pairs that are all different."""
+    """Computes (out [Nq, Dv], lse [Nq]) of one head over distinct pairs."""
     rows, columns = pairs
     first = torch.searchsorted(rows, torch.arange(len(q) + 1, device=rows.device))
     size = len(q), len(k)

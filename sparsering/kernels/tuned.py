@@ -1,6 +1,6 @@
-"""What `sparsering tune` measured, as it lies on disk: one file for each processor and kernel.
+"""Results of `sparsering tune` on disk: one file for each processor and kernel.
 
-And what its measurements share: the processor's name, and how far results may differ.
+Also the processor's name, and the error that results of a tuned kernel may have.
 """
 
 import json
@@ -19,16 +19,16 @@ from ..layouts.compile import check_block_size
 from ..patterns.arguments import shortened
 
 Choices = dict[str, dict[str, Any]]
-"""`configs` of kernels and `block_sizes` of patterns, each by what it was measured for."""
+"""Two tables, `configs` of kernels and `block_sizes` of patterns; keys name the measured case."""
 
 _MOST_BYTES = 4 << 20
 
 AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""The largest `error_of` that results of a candidate may have."""
+"""Upper bound of `error_of` for the results of a candidate, by dtype."""
 
 
 def processor_name() -> str:
-    """The name of this machine's processor, as far as it is told."""
+    """Returns the name of this machine's processor, or its architecture if the name is unknown."""
     told = Path("/proc/cpuinfo")
     lines = told.read_text().splitlines() if told.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -36,13 +36,13 @@ def processor_name() -> str:
 
 
 def file_of(kind: str, processor: str, version: str) -> Path:
-    """Where what was measured of a kind (a kernel) on a processor is kept; it need not exist."""
+    """Returns the file of measurements of a kind (a kernel) on a processor; it need not exist."""
     plain = "".join(c if c.isalnum() else "-" for c in processor)
     return cache_folder() / f"{kind}-{plain}-{version}.json"
 
 
 def read(path: Path) -> Choices:
-    """What was measured so far; nothing, with a warning, of a file that `add` did not write so."""
+    """Returns the measured choices of a file; empty tables, with a warning, if it is malformed."""
     if not os.path.lexists(path):
         return {"configs": {}, "block_sizes": {}}
     try:
@@ -71,7 +71,7 @@ def _checked(found: Any) -> Choices:
 
 
 def _is_config(config: object) -> bool:
-    """Whether it may be a `Config` of Triton: rows, streamed, warps, stages, and five more."""
+    """True for a valid Triton `Config`: rows, streamed, warps, stages, and at most five more."""
     if not isinstance(config, list) or not 4 <= len(config) <= 9:
         return False
     if not all(type(x) in (int, bool) and 0 <= x <= 512 for x in config):
@@ -98,14 +98,14 @@ def add(path: Path, configs: dict[str, Any], block_sizes: dict[str, int]) -> Pat
 
 
 def block_key(expression: str, like: Tensor) -> str:
-    """What a measured block size is kept under."""
+    """Returns the key of a measured block size: expression, dtype and head dim."""
     return f"{expression} {str(like.dtype).removeprefix('torch.')} head dim {like.shape[-1]}"
 
 
 def error_of(got: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """The largest of some results: the norm of the difference over that of what is expected.
+    """Returns the largest relative error of several results: norm of the difference over norm.
 
-    On what is finite there; infinite where other numbers are finite.
+    Only finite expected numbers count; infinite if the two are finite in different places.
     """
     return max(_error(a, b) for a, b in zip(got, expected, strict=True))
 

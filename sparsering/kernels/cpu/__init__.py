@@ -1,4 +1,4 @@
-"""The CPU backend: a C++ kernel, compiled on first use."""
+"""CPU backend: a C++ kernel, compiled on first use."""
 
 from .build import build
 from .call import EXTRAS, backward, block_shares, entry_mass, forward, reasons

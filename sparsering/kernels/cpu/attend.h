@@ -1,4 +1,4 @@
-// One item of the forward pass: some key tiles for a query tile.
+// Computes one item of the forward pass: attention of a query tile over some of its key tiles.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace sparsering::cpu {
 
-// Some entries of a query tile, for some heads; `piece` numbers what is to be merged with others,
-// else -1.
+// Entries `begin` to `end` of a query tile, for some heads. `piece` numbers the pieces of rows that
+// were cut and must be merged; -1 for whole rows.
 struct Item {
   int64_t batch, head, heads, row, begin, end, piece;
 };
@@ -24,7 +24,7 @@ class Attend {
     const T *k, *v;
   };
 
-  // What a thread needs for items of many and of few queries.
+  // Memory of a thread, for items of many queries, of few queries, or both.
   struct Scratch {
     Scratch(const Attend& f, bool many, bool few) {
       const auto& x = f.x_;
@@ -122,8 +122,8 @@ class Attend {
     return tile;
   }
 
-  // A few rows of scores at a time, of queries of one tile and of heads that share their keys: each
-  // key and value is read once, where it lies.
+  // Attention of a few queries, of one tile and of heads that share their keys: reads each key and
+  // value once, without packing.
   Tile few_queries(Scratch& s, const Pass& pass, const Item& item, int64_t number) const {
     if (x_.D == x_.Dv && x_.D == 64) {
       return few_queries_of<64>(s, pass, item, number);
@@ -210,7 +210,7 @@ class Attend {
     return tile;
   }
 
-  // The next tiles of an item, as many as fit.
+  // Takes the next key tiles of an item, as many as fit into one softmax step.
   Stack stack(const Pass& pass, const Item& item, int64_t number, int64_t& entry) const {
     Stack result;
     const int64_t table = pass.table(item.batch, item.head, x_.Hq),
@@ -231,8 +231,8 @@ class Attend {
     return result;
   }
 
-  // Whether a bitmap holds any pair of a tile's queries: tiles of a page of queries are not all
-  // those of each.
+  // True if a bitmap has any pair of these queries. Decoding lays out a page of queries together,
+  // so an entry of the page may have no pair for some of them.
   bool visited(const Pass& pass, int64_t number, int64_t queries, int64_t keys) const {
     int any = 0;
     for (int64_t i = 0; i < queries; ++i) {
@@ -273,7 +273,7 @@ class Attend {
                        s.factor.get() + c);
   }
 
-  // O^T [Dv, queries] times each query's factor.
+  // Multiplies the sums O^T [Dv, queries] by each query's factor.
   void multiply_sums(Scratch& s, int64_t queries) const {
     for (int64_t d = 0; d < x_.Dv; ++d) {
       float* sum = s.sums.get() + d * queries;
@@ -283,7 +283,7 @@ class Attend {
     }
   }
 
-  // The scores of one query, number `i` of its tile, with the keys of a tile.
+  // Adjusts the scores of one query, number `i` of its tile, with the keys of a tile.
   void adjust_row(const Pass& pass, const Item& item, int64_t head, int64_t i, int64_t column,
                   int64_t count, float* biases, float* scores) const {
     const float* table = x_.extras.table(item.batch, head);

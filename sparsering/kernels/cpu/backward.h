@@ -1,4 +1,4 @@
-// The backward pass: by kv head, or by tile row and tile column.
+// Backward pass: by kv head (run_heads), or by query tile and then by key tile (run_tiles).
 
 #pragma once
 
@@ -41,8 +41,8 @@ class Backward {
     }
   }
 
-  // Five products to a pair of tiles: each thread takes a kv head and sums its dK and dV on the
-  // way.
+  // Computes five products per pair of tiles: each thread takes whole kv heads, and sums dK and dV
+  // in the same sweep as dQ.
   void run_heads() const {
     struct OfThread {
       Scratch scratch;
@@ -72,8 +72,8 @@ class Backward {
     });
   }
 
-  // Seven products, but as parallel as there are tiles: dQ by query tile, then dK and dV by key
-  // tile.
+  // Computes seven products per pair, but is parallel over tiles: dQ by query tile, then dK and dV
+  // by key tile.
   void run_tiles(const std::vector<Transpose>& by_key) const {
     at::parallel_for(0, x_.B * x_.Hq * x_.Nq, 1024,
                      [&](int64_t begin, int64_t end) { delta_of_.of_rows(begin, end, delta_); });
@@ -103,7 +103,7 @@ class Backward {
   using Pair = typename Pairs<T>::Pair;
   using Scratch = typename Pairs<T>::Scratch;
 
-  // Key tiles as operands, by slot.
+  // Packed operands of key tiles, by slot.
   struct Packed {
     static int64_t size(const Backward& f) {
       return f.x_.block * (2 * f.pairs_.width() + f.pairs_.value_width());
@@ -115,8 +115,8 @@ class Backward {
     int64_t of_tile;
   };
 
-  // A part of a query tile's entries, or of a key tile's: those of all heads of a kv head, one
-  // after another. `piece` numbers what is to be added up with others, else -1.
+  // Entries `begin` to `end` of a query tile, or of a key tile: those of all heads of its kv head,
+  // in order. `piece` numbers pieces of cut tiles, which are added up; -1 for whole tiles.
   struct Item {
     int64_t head, tile, begin, end, piece;
   };
@@ -124,7 +124,7 @@ class Backward {
     Item item;
     int64_t pieces;
   };
-  // All of a wave, in order.
+  // Items of a wave, in order, and the tiles that were cut.
   struct Items {
     // Cuts a tile with more than `longest` entries into pieces.
     void add(int64_t head, int64_t tile, int64_t begin, int64_t end, int64_t longest) {
@@ -183,12 +183,12 @@ class Backward {
     });
   }
 
-  // dQ of a wave.
+  // Computes dQ of a wave.
   void sweep_rows(const Pass& pass, int64_t number, int64_t first, int64_t count,
                   const Packed& keys, const Gradients& sums) const {
     const int64_t heads = count * x_.group, size = x_.block * pairs_.width();
     Items items;
-    std::vector<int64_t> begins;  // of each head
+    std::vector<int64_t> begins;  // first item of each head
     for (int64_t head = first * x_.group; head < (first + count) * x_.group; ++head) {
       begins.push_back(items.all.size());
       const int32_t* row_ptr = pass.row_ptr(pass.table(head / x_.Hq, head % x_.Hq, x_.Hq));
@@ -210,7 +210,7 @@ class Backward {
       }
     };
     const auto make = [&] { return Scratch(pairs_); };
-    // Items that share a table of distances are swept one after another.
+    // One thread sweeps the items that add to the same gradient of a distance table.
     const int64_t tasks = dtable_ ? heads * groups_ : items.all.size();
     share_out<Scratch>(tasks, 1, make, [&](Scratch& s, int64_t i) {
       if (!dtable_) {
@@ -226,7 +226,7 @@ class Backward {
            [&](const Split& split, const float* dq) { add_queries(pass, split.item, dq, sums); });
   }
 
-  // dK and dV of a wave.
+  // Computes dK and dV of a wave.
   void sweep_columns(const Pass& pass, const Transpose& by_key, int64_t number, int64_t first,
                      int64_t count, const Packed& keys, const Gradients& sums) const {
     const int64_t dk_size = x_.block * pairs_.width();
@@ -266,7 +266,7 @@ class Backward {
     });
   }
 
-  // Calls put(split, sum) with the sum of each split's pieces, in order.
+  // Adds up the pieces of each split in order, and calls put(split, sum).
   template <typename Put>
   static void add_up(const std::vector<Split>& splits, float* parts, int64_t size, const Put& put) {
     share_out<int>(
@@ -282,8 +282,8 @@ class Backward {
         });
   }
 
-  // dQ (and the bias's gradient) of some entries of a query tile, in rows, or nullptr for none;
-  // with `dk` and `dv` also their share of those. `keys` of this head.
+  // Returns dQ of some entries of a query tile, in rows, or nullptr if there are none; also writes
+  // the bias's gradient. Adds to `dk` and `dv` unless nullptr. `keys` are those of the head.
   const float* sweep_row(Scratch& s, const Pass& pass, int64_t number, const Item& item,
                          int64_t group, const Keys* keys, float* dk, float* dv) const {
     const int64_t b = item.head / x_.Hq, head = item.head % x_.Hq, block = x_.block;
@@ -324,7 +324,7 @@ class Backward {
     return s.floats.get();
   }
 
-  // dK and dV of some entries of a key tile.
+  // Computes dK and dV of some entries of a key tile, in `s`.
   void sweep_column(Scratch& s, const Pass& pass, const Transpose& by_key, int64_t number,
                     const Item& item, const Keys& keys) const {
     const int64_t b = item.head / x_.Hkv, kv_head = item.head % x_.Hkv, column = item.tile;
@@ -336,7 +336,7 @@ class Backward {
     if (keys_of.count == 0 || !x_.extras.sees(b, keys_of, pass.step)) {
       return;
     }
-    int64_t first = 0;  // number of a head's first entry among those of all
+    int64_t first = 0;  // index of the head's first entry among the entries of all heads
     for (int64_t head = kv_head * x_.group; head < (kv_head + 1) * x_.group; ++head) {
       const int64_t table = pass.table(b, head, x_.Hq);
       const int32_t* row_ptr = by_key.rows_of(pass, table) + column;
@@ -387,7 +387,8 @@ class Backward {
   float* dbias_;
   double* dtable_;  // [B, Hq, groups, 2R + 1]
   int64_t groups_;
-  int64_t most_columns_ = 0, columns_ = 0, rows_ = 0;  // the latter of passes that are not walked
+  // Largest of all passes; then largest of the passes that are not walked by key tile.
+  int64_t most_columns_ = 0, columns_ = 0, rows_ = 0;
 };
 
 }  // namespace sparsering::cpu

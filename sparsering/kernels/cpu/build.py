@@ -1,8 +1,8 @@
-"""The compiled kernel: `cpu.cpp`, built on first use, kept per torch, processor kind and source.
+"""Builds `cpu.cpp` on first use; caches the library by torch version, processor kind and source.
 
-The library is built next to where it will lie and moved there in one step, under a lock that dies
-with its holder; it carries a digest of itself, and one that does not match is built again. Where it
-cannot be built, `build_failure` says why.
+The library is built in a temporary folder and moved in one step, under a lock that the system
+releases if its holder dies. It carries a digest of itself, and is built again if that does not
+match. `build_failure` says why it cannot be built.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ _CAPABILITY_FLAGS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c -mprefer-vector-width=512",
     "AVX2": "-mavx2 -mfma -mf16c",
 }
-# On macOS torch brings OpenMP's header and library, and Apple's clang takes the flag for its front
-# end alone; a library finds torch's by their folder, not by the name of what is loaded already.
+# On macOS torch ships OpenMP's header and library, and Apple's clang accepts -fopenmp only for its
+# front end. A library finds torch's libraries by rpath, not by the names of loaded libraries.
 _IS_MACOS = sys.platform == "darwin"
 _OPENMP = ["-Xclang", "-fopenmp"] if _IS_MACOS else ["-fopenmp"]
 _OPENMP_LIBRARY = ["-lomp"] if _IS_MACOS else []
 
 
 def build() -> Path:
-    """Compiles the kernel for this torch and processor unless that was done; returns the library.
+    """Compiles the kernel for this torch and processor unless it is cached; returns the library.
 
-    Raises OSError (the folder cannot be written) or RuntimeError (no compiler, or it failed), with
-    what to do.
+    Raises OSError (the folder cannot be written) or RuntimeError (no compiler, or it failed); the
+    message says what to do.
     """
     folder = cache_folder()
     machine = (torch.__version__, str(torch.version.git_version), platform.machine())
@@ -59,11 +59,11 @@ def build() -> Path:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """One process at a time; the system lets go of it where a process dies."""
+    """Holds a lock on a file; the system releases it if the process dies."""
     with open(path, "w") as file:
         try:
             import fcntl
-        except ImportError:  # no such thing here: two processes may do the same work twice
+        except ImportError:  # no fcntl on this system: two processes may both build, which is safe
             pass
         else:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -96,7 +96,7 @@ def _compile(library: Path) -> None:
             )
         content = made.read_bytes()
         made.write_bytes(content + hashlib.sha256(content).digest())
-        made.chmod(0o755)  # whatever the umask: what others may write is not loaded
+        made.chmod(0o755)  # whatever the umask: _is_whole rejects files that others can write
         made.replace(library)
 
 
@@ -112,7 +112,7 @@ def _is_whole(library: Path) -> bool:
                 "you; delete it, or set SPARSERING_CACHE to a folder of your own"
             )
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return False  # others may have written it: a new one takes its place
+            return False  # others may have written it, so it is built again
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
@@ -138,14 +138,14 @@ def _flags() -> list[str]:
 
 @torch.compiler.assume_constant_result
 def build_failure() -> list[str]:
-    """Why there is no library, [] once it is loaded."""
+    """Returns why the library cannot be loaded; [] if it is loaded. Warns once."""
     if reason := _load():
         _warn(reason)
     return [reason] if reason else []
 
 
 def library() -> Any:
-    """The loaded operators; a compiled graph may call them before anything else did."""
+    """Returns the operators; loads them if needed, as a compiled graph may call them first."""
     if reason := _load():
         raise NotImplementedError(f"cpu: {reason}")
     return torch.ops.sparsering_cpu
@@ -157,7 +157,7 @@ def _load() -> str:
         library = build()
         try:
             torch.ops.load_library(library)
-        except OSError:  # of another system, in a folder that both share
+        except OSError:  # built on another system that shares the cache folder
             library.unlink()
             torch.ops.load_library(build())
     except (ImportError, OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Calls of the compiled kernel: a problem as its operators take it."""
+"""Calls of the compiled kernel: converts problems to the arguments of its operators."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,17 +14,17 @@ from .build import build_failure, library
 EXTRAS = frozenset(
     ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")
 )
-"""Options of a call, beside its scale, that are computed here."""
+"""Options of a call, other than its scale, that this backend computes."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FEW_QUERIES = 8  # as layout.h has it
-_MOST_WALKED_QUERIES = 16  # of a tile: as many as a vector has lanes
+_FEW_QUERIES = 8  # equals kFewQueries of layout.h
+_MOST_WALKED_QUERIES = 16  # per tile: the number of lanes of a vector
 _LEAST_WALKED_QUERIES, _LEAST_WALKED_ROWS = 32, 8
-_MOST_REPEATED_WORK = 1.4  # seven products of `run_tiles` to the five of `run_heads`
+_MOST_REPEATED_WORK = 1.4  # `run_tiles` computes seven products where `run_heads` computes five
 
 
 def reasons(*tensors: Tensor) -> list[str]:
-    """Why the kernel cannot run on these tensors, or at all."""
+    """Returns why the kernel cannot run on these tensors, or on this machine."""
     found = []
     if any(x.device.type != "cpu" for x in tensors):
         found.append("it runs on the CPU alone")
@@ -36,9 +36,9 @@ def reasons(*tensors: Tensor) -> list[str]:
 def forward(
     problem: Problem, new: tuple[Tensor, Tensor, int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a layout; lse is float32.
+    """Computes attention over a layout; lse is float32.
 
-    `new`: keys and values [B, Hkv, n, D] that are first put into the problem's, and from where on.
+    `new`: (keys, values, first) with [B, Hkv, n, D] to copy into the problem's from row `first` on.
     """
     if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
         problem = problem.in_first_slots()
@@ -63,10 +63,10 @@ def forward(
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
-    """Gradients of the problem's tensors.
+    """Computes the gradients of the problem's tensors.
 
-    Bits are the same for one number of threads: with fewer kv heads than threads can share evenly,
-    dK and dV are summed in a sweep of their own.
+    Results are bitwise reproducible for a fixed number of threads. They may differ between numbers:
+    if threads cannot share the kv heads evenly, a separate sweep sums dK and dV.
     """
     by_head = takes_whole_heads(len(problem.key) * problem.key.shape[1], torch.get_num_threads())
     passes = problem.layout.passes
@@ -87,21 +87,21 @@ def backward(
 
 
 def takes_whole_heads(kv_heads: int, threads: int) -> bool:
-    """Whether threads of a backward pass take whole kv heads: where these share evenly enough."""
+    """True if each thread of a backward takes whole kv heads, because they share evenly enough."""
     return round_up(kv_heads, threads) <= _MOST_REPEATED_WORK * kv_heads
 
 
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> Tensor:
-    """[B, Hq, num_blocks] float32: the softmax mass of each entry of the layout.
+    """Returns the softmax mass of each entry of the layout, float32 [B, Hq, num_blocks].
 
-    The sum over the entry's queries of `weight_i * sum_j exp(s_ij - lse_i)`, by one product; zero
-    where the layout's padding is, and of rows whose lse is -inf.
+    The mass is the sum over the entry's queries of `weight_i * sum_j exp(s_ij - lse_i)`. It is zero
+    for the layout's padding, and rows with lse = -inf add zero.
 
     Args:
-        lse: [B, Hq, Nq] float32, of these scores or of more keys; a sink is in it.
-        weight: [B, Hq, Nq] of the queries, None for 1.
+        lse: [B, Hq, Nq] float32, over these keys or more; it includes the sink, if there is one.
+        weight: [B, Hq, Nq], the factor of each query; None for 1.
 
-    Raises: NotImplementedError for softcap, distance_bias and dropout, which are not walked.
+    Raises: NotImplementedError for softcap, distance_bias and dropout: the walk has none of them.
     """
     extras = problem.softcap, problem.distance_bias, problem.dropout_p
     if any(extra is not None for extra in extras):
@@ -139,10 +139,11 @@ def block_shares(
     row: int,
     causal: bool,
 ) -> bool:
-    """Writes log shares of blocks, [entries, rows, blocks] float32; whether one was too small.
+    """Writes log shares of blocks to `out`, float32 [entries, rows, blocks].
 
-    The arguments are those of `Shares` and `Operands` in shares.h and operands.h: queries as they
-    lie, of any dtype, features and keys float32; `features` "gauss", "bounds" or else.
+    Returns True if a share was too small. `Shares` in shares.h and `Operands` in operands.h have
+    the arguments. Queries have any strides and dtype, features and keys are float32; `features` is
+    "gauss", "bounds" or any other name for the plain query.
     """
     kind = {"gauss": 1, "bounds": 2}.get(features, 0)
     lost: bool = library().shares(
@@ -153,7 +154,7 @@ def block_shares(
 
 
 def _arguments(problem: Problem) -> tuple[Any, ...]:
-    """What both operators begin with."""
+    """Returns the arguments that forward, backward and mass have in common."""
     problem = problem.with_positive_scale()
     layout, bias, table = problem.layout, problem.block_bias, problem.distance_bias
     mask, passes = problem.key_mask, layout.passes
@@ -182,9 +183,9 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
 
 
 def _is_walked(problem: Problem, p: Pass) -> int:
-    """Whether a pass is walked by key tile (walk/visits.h): by its shape.
+    """Returns 1 if the kernel walks a pass by key tile (walk/visits.h), else 0.
 
-    Softcap, distances and dropout, which go by positions, stay with the walk by query tile.
+    The pass's shape decides. Softcap, distances and dropout exist only in the walk by query tile.
     """
     extras = problem.softcap, problem.distance_bias, problem.dropout_p
     if any(extra is not None for extra in extras) or not p.key_tile.numel():
@@ -206,22 +207,22 @@ def _is_walked(problem: Problem, p: Pass) -> int:
 def is_walked_shape(
     longest: tuple[int, int], tiles: tuple[int, int], entries: float, group: float
 ) -> bool:
-    """Whether passes of a shape are walked by key tile: where that is faster.
+    """True if the walk by key tile is faster for a pass of this shape.
 
     Args:
-        longest: most tokens of a query tile and of a key tile.
-        tiles: how many of both.
-        entries: that a query head visits.
-        group: query heads to a kv head.
+        longest: most tokens of a query tile, and of a key tile.
+        tiles: number of query tiles, and of key tiles.
+        entries: entries per query head.
+        group: query heads per kv head.
     """
     queries, keys = longest
-    rows = entries * queries * group / max(1, tiles[1])  # that visit a key tile
+    rows = entries * queries * group / max(1, tiles[1])  # mean number of rows per key tile
     short = queries <= min(_MOST_WALKED_QUERIES, keys // 2)
     return short and queries * tiles[0] >= _LEAST_WALKED_QUERIES and rows >= _LEAST_WALKED_ROWS
 
 
 class _Laid(NamedTuple):
-    """A layout as calls without extras take it; of a copied layout, nothing."""
+    """Layout checked by the kernel, for calls without extras; copies and pickles are empty."""
 
     scale: float
     passes: Tensor
@@ -231,7 +232,7 @@ class _Laid(NamedTuple):
 
 
 def _laid(problem: Problem) -> Tensor:
-    """The layout's passes, read and checked by the kernel once, and kept with it."""
+    """Returns the layout's passes as the kernel's own object, checked once and cached with it."""
     layout, scale = problem.layout, problem.scale
     kept = vars(layout).get("_laid")
     if type(kept) is not _Laid or kept.scale != scale:
@@ -251,7 +252,7 @@ def _laid(problem: Problem) -> Tensor:
 
 @cache
 def _no_entries(passes: int) -> Tensor:
-    """A `first_entry` where no bias is looked up."""
+    """Returns a `first_entry` of zeros, for calls without a bias."""
     return torch.zeros(passes, 1, 1, dtype=torch.int64)
 
 
@@ -263,7 +264,7 @@ def _tables(p: Pass) -> list[Tensor]:
 
 def _transpose(problem: Problem, p: Pass) -> list[Tensor]:
     if _is_walked(problem, p):
-        return 3 * [p.row_ptr]  # not looked at
+        return 3 * [p.row_ptr]  # placeholders: the kernel does not read them
     return [x.contiguous() for x in p.transpose]
 
 

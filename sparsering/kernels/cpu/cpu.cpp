@@ -1,19 +1,19 @@
 // The CPU backend's kernel: attention over the passes of a block layout, forward and backward.
 //
-// All but a few queries (few.h) work on transposed scores, S^T [keys, queries] of a key tile
-// and a query tile: a query's maximum, sum and lse are then lanes of vectors, P^T and dS^T are left
-// operands of the next product as they stand, and only the small tiles are ever transposed, never
-// the scores. With the left operand in rows ("A") and the right one packed for brgemm ("B": as it
-// is in float32, pairs of rows interleaved in bfloat16):
+// Except for calls of a few queries (few.h), scores are transposed: S^T [keys, queries] of a key
+// tile and a query tile. A query's maximum, sum and lse are then lanes of vectors, and P^T and dS^T
+// are left operands of the next product without a copy. Only the small tiles are transposed, never
+// the scores. The left operand A is stored in rows. The right operand B is packed for brgemm:
+// unchanged in float32, pairs of rows interleaved in bfloat16.
 //
 //   forward    S^T = K Q^T      O^T += V^T P^T
 //   backward   S^T = K Q^T      dP^T = V dO^T
 //              dV += P^T dO     dK += dS^T Q       dQ^T += K^T dS^T
 //
-// T is the type of the products' operands: BFloat16 where the processor multiplies it, else float.
-// Sums, scores and softmax are float. Key tiles are packed once per kv head and pass; all else
-// lives in one scratch per thread. Work is handed out tile row by tile row in whatever order
-// threads ask for it, and no result depends on who computed it.
+// T is the type of the products' operands: BFloat16 if the processor multiplies it, else float.
+// Sums, scores and softmax are float. Key tiles are packed once per kv head and pass; each thread
+// has one scratch for everything else. Threads take rows of tiles in any order, and no result
+// depends on which thread computed it.
 
 #include <torch/library.h>
 
@@ -32,7 +32,7 @@
 namespace sparsering::cpu {
 namespace {
 
-// Whether brgemm multiplies bfloat16 here (it raises where it does not).
+// True if brgemm multiplies bfloat16 on this processor; where it cannot, it throws.
 bool has_bfloat16_products() {
   if (!at::globalContext().userEnabledMkldnn()) {
     return false;
@@ -53,12 +53,12 @@ bool has_bfloat16_products() {
   return has;
 }
 
-// The same numbers with neighbours of the head dim side by side, as all loops load them.
+// Makes x contiguous in the head dim, as all loops need it; copies only if it is not.
 Tensor dense_rows(const Tensor& x) {
   return x.dim() != 4 || x.size(3) <= 1 || x.stride(3) == 1 ? x : x.contiguous();
 }
 
-// `places`: of each pass, where extras go by them.
+// Reads and checks the passes. `places` has tensors only if extras depend on positions.
 std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::TensorList places,
                             at::IntArrayRef steps, at::IntArrayRef branches,
                             at::IntArrayRef walked) {
@@ -86,7 +86,7 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
   return passes;
 }
 
-// Arguments that both operators begin with; `covers`: the first pass has every query in a tile.
+// Common first arguments of the operators. `covers`: the first pass has every query in a tile.
 #define SPARSERING_CALL                                                                          \
   const Tensor &query, const Tensor &key, const Tensor &value, const std::optional<Tensor>&bias, \
       const Tensor &first_entry, at::TensorList tensors, at::TensorList places,                  \
@@ -95,7 +95,7 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
       const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask, bool in_float32,  \
       at::IntArrayRef walked
 
-// `slots`: of the first query of each pass's tiles in their bitmaps; none for 0.
+// `slots`: for each pass, the bitmap row of a tile's first query; empty for 0.
 void set_slots(std::vector<Pass>& passes, at::IntArrayRef slots, int64_t queries) {
   for (size_t i = 0; !slots.empty() && i < passes.size(); ++i) {
     TORCH_CHECK_VALUE(
@@ -113,7 +113,7 @@ std::tuple<Tensor, Tensor> attend(const Problem& x, const std::vector<Pass>& pas
                       : at::zeros({x.B, x.Hq, x.Nq, x.Dv}, of_out);
   Tensor lse = at::empty({x.B, x.Hq, x.Nq}, options.dtype(at::kFloat));
   if (sink) {
-    lse.copy_(*sink);  // what every row has seen before its first key
+    lse.copy_(*sink);  // an output of 0 with lse = sink, into which rows are merged
   } else {
     std::fill_n(lse.mutable_data_ptr<float>(), lse.numel(), -kInf);
   }
@@ -140,14 +140,14 @@ std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>&
   return attend(x, passes, covers, query.options(), in_float32, sink);
 }
 
-// The passes of a layout for calls without extras, read and checked once. A tensor without numbers
-// keeps them alive.
+// Passes of a layout for calls without extras, read and checked once. Python holds them by an empty
+// tensor, whose storage owns them.
 struct Laid {
   std::vector<Tensor> tensors;
   std::vector<Pass> passes;
   Tensor first_entry;
-  int64_t block, queries = 0, keys = 0;  // at least so many of either
-  int64_t versions;                      // of the tensors, when they were checked
+  int64_t block, queries = 0, keys = 0;  // least lengths of query and key that tiles fit into
+  int64_t versions;                      // sum of the tensors' versions when they were checked
   bool covers;
   double scale;
 
@@ -208,7 +208,7 @@ std::tuple<Tensor, Tensor> forward_laid(const Tensor& query, const Tensor& key, 
     fits = fits && (p.batches == 1 || p.batches == x.B) && (p.axes == 1 || p.axes == x.Hkv) &&
            (x.Hq == 0 || (p.tables > 0 && x.Hq % p.tables == 0));
   }
-  for (size_t i = 0; !fits && i < laid.passes.size(); ++i) {  // here one of them says why not
+  for (size_t i = 0; !fits && i < laid.passes.size(); ++i) {  // raises the error that says why
     const auto of_pass = at::TensorList(laid.tensors).slice(i * Pass::kTensors, Pass::kTensors);
     check_pass(of_pass, laid.passes[i], x.Nq, x.Nk, x.B, x.Hq, x.Hkv);
   }
@@ -220,7 +220,7 @@ std::tuple<Tensor, Tensor> forward_laid(const Tensor& query, const Tensor& key, 
   return attend(x, passes, laid.covers, query.options(), false, {});
 }
 
-// Copies rows [B, H, n, width] to those of `held` from `first` on.
+// Copies rows [B, H, n, width] into `held`, from row `first` on.
 void put(const Tensor& held, const Tensor& rows, int64_t first) {
   const Tensor from = dense_rows(rows);
   const int64_t B = held.size(0), H = held.size(1), width = held.size(3), n = rows.size(2);
@@ -237,7 +237,7 @@ void put(const Tensor& held, const Tensor& rows, int64_t first) {
   }
 }
 
-// `forward` over keys and values of which the rows from `first` on are new.
+// Copies new keys and values into key and value from row `first` on, then runs `forward`.
 std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& new_value,
                                          int64_t first, SPARSERING_CALL,
                                          const std::optional<Tensor>& sink, at::IntArrayRef slots) {
@@ -257,7 +257,7 @@ std::tuple<Tensor, Tensor> forward_laid_after(const Tensor& new_key, const Tenso
   return forward_laid(query, key, value, layout, slots);
 }
 
-// `transposes` is empty for run_heads.
+// An empty `transposes` selects run_heads, else run_tiles.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     SPARSERING_CALL, const Tensor& out, const Tensor& lse, const Tensor& grad_out,
     const Tensor& grad_lse, at::TensorList transposes, bool learns_distances) {
@@ -290,7 +290,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                       "sparsering cpu: lse and its gradient must be as forward made them");
   }
   Tensor delta = at::empty_like(grad_lse);
-  // A table of distances for each head, or for as many groups of its rows as keep threads busy.
+  // Gradients of a head's distance table are summed in groups of rows, to keep all threads busy.
   const int64_t wanted = 4 * at::get_num_threads() / std::max<int64_t>(1, x.B * x.Hq) + 1;
   const int64_t groups = by_key.empty() ? 1 : wanted;
   const int64_t distances = distance_bias && learns_distances ? distance_bias->size(2) : 0;
@@ -314,7 +314,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dq, dk, dv, dbias, dtable, delta};
 }
 
-// The softmax mass of each of `blocks` entries, [B, Hq, blocks]; all passes are walked.
+// Softmax mass of each of `blocks` entries, [B, Hq, blocks]; every pass is walked by key tile.
 Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& weight,
             int64_t blocks) {
   const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),

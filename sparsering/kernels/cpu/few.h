@@ -1,5 +1,5 @@
-// A few queries against keys and values where they lie: decoding reads each of them once, and a
-// packed copy would double that.
+// Attention of a few queries, without packing keys and values: decoding reads each of them once,
+// and a packed copy would double that.
 
 #pragma once
 
@@ -7,21 +7,21 @@
 
 namespace sparsering::cpu {
 
-// Loops over a head dim are unrolled for those that are common: `W` is it, 0 for any other.
+// Head dim of a loop: `W` for common head dims, so that the loop is unrolled, else W = 0.
 template <int W>
 int64_t width_or(int64_t width) {
   return W ? W : width;
 }
 
-// Some queries of one kv head, all of whose keys they share; row r of scores begins at r * ld.
+// Queries of one kv head that share all keys; row r of scores begins at r * ld.
 struct FewQueries {
   int64_t count, key_width, value_width, ld;
-  int64_t width;  // of the queries: whole vectors, 0 where there is nothing
+  int64_t width;  // of the queries: key_width padded with zeros to whole vectors
   const float* queries;
   float *scores, *sums;
   float* spare;  // 2 * kLanes * width
 
-  // The same from another key on.
+  // Returns the problem with scores that begin at another key.
   FewQueries from(int64_t key) const {
     FewQueries result = *this;
     result.scores += key;
@@ -29,7 +29,7 @@ struct FewQueries {
   }
 };
 
-// To where all of a tile's keys and values have room, which is not the nearest cache.
+// Prefetches a row into the second-level cache: all keys and values of a tile fit there.
 template <int W, typename S>
 void prefetch(const S* from, int64_t size) {
 #pragma GCC unroll 8
@@ -38,7 +38,7 @@ void prefetch(const S* from, int64_t size) {
   }
 }
 
-// The sum of the lanes of each vector, in its lane: perfect shuffles add up halves.
+// Returns a vector whose lane i is the sum of the lanes of x[i]: shuffles add up halves.
 inline Vec sums_of_lanes(Vec (&x)[kLanes]) {
 #pragma GCC unroll 4
   for (int64_t n = kLanes / 2; n > 0; n /= 2) {
@@ -51,7 +51,7 @@ inline Vec sums_of_lanes(Vec (&x)[kLanes]) {
   return x[0];
 }
 
-// Products of a query with kLanes keys; `P` of its vectors at a time stay in registers.
+// Dot products of a query with kLanes keys; holds `P` of the query's vectors in registers.
 template <int P, int W, typename S>
 Vec products(const float* query, const S* keys, int64_t stride, int64_t width) {
   Vec sum[kLanes];
@@ -77,7 +77,7 @@ Vec products(const float* query, const S* keys, int64_t stride, int64_t width) {
   return sums_of_lanes(sum);
 }
 
-// The same of four queries, row `row` and the next, with keys that were transposed.
+// Dot products of four queries, from `row` on, with kLanes transposed keys.
 inline void score_rows(const FewQueries& x, int64_t row, const float* turned, int64_t first) {
   const float* query = x.queries + row * x.width;
   Vec sum[4] = {Vec(0.f), Vec(0.f), Vec(0.f), Vec(0.f)};
@@ -92,11 +92,11 @@ inline void score_rows(const FewQueries& x, int64_t row, const float* turned, in
   }
 }
 
-// Products of each query with `count` keys, kLanes keys at a time; fetches the values meanwhile.
+// Dot products of each query with `count` keys, kLanes at a time; prefetches the values.
 template <int W, typename S>
 void score_keys(const FewQueries& x, const S* keys, int64_t stride, int64_t count, const S* values,
                 int64_t value_stride) {
-  const int64_t in_fours = x.count / 4 * 4;  // to which it is worth transposing keys
+  const int64_t in_fours = x.count / 4 * 4;  // groups of four make transposing the keys worthwhile
   const auto score = [&](const auto* from, int64_t ld, int64_t first) {
     for (int64_t r = in_fours; r < x.count; ++r) {
       const float* query = x.queries + r * x.width;
@@ -131,7 +131,7 @@ void score_keys(const FewQueries& x, const S* keys, int64_t stride, int64_t coun
   }
 }
 
-// Hides the scores whose bit is not set.
+// Sets the scores whose bit is 0 to -inf.
 inline void keep_bits(const uint8_t* bits, int64_t count, float* scores) {
   for (int64_t first = 0; first < count; first += 8) {
     const int byte = bits[first / 8];
@@ -141,7 +141,7 @@ inline void keep_bits(const uint8_t* bits, int64_t count, float* scores) {
   }
 }
 
-// One softmax step of one query over `count` scores, which become weights.
+// One softmax step of one query: replaces `count` scores by weights.
 inline void weigh(const FewQueries& x, int64_t row, int64_t count, float& highest, float& total) {
   float *scores = x.scores + row * x.ld, *sums = x.sums + row * x.value_width;
   const auto largest = [](Vec a, Vec b) { return at::vec::maximum(a, b); };
@@ -195,7 +195,7 @@ void add_to_rows(const FewQueries& x, int64_t row, const S* values, int64_t stri
   }
 }
 
-// Adds the weighted values to each query's sums; fetches the next keys meanwhile, some at a time.
+// Adds the weighted values to each query's sums; prefetches the next keys along the way.
 template <int W, typename S>
 void add_values(const FewQueries& x, const S* values, int64_t stride, int64_t count,
                 const S* next_keys, int64_t key_stride, int64_t num_next) {

@@ -1,4 +1,4 @@
-// The forward pass: key tiles packed, items shared out, pieces merged.
+// Forward pass: packs key tiles, shares items among threads, merges pieces.
 
 #pragma once
 
@@ -30,7 +30,7 @@ class Forward {
     }
   }
 
-  // `fresh`: the first pass writes all rows.
+  // `fresh`: the first pass has every query in a tile, so that it writes all rows.
   void run(bool fresh, const Tensor& out, const Tensor& lse) const {
     const int64_t num_kv = x_.B * x_.Hkv;
     const int64_t bytes = columns_ * x_.block * (width_ + x_.Dv) * sizeof(T);  // of a kv head
@@ -51,7 +51,7 @@ class Forward {
   using Operands = typename Attend<T>::Operands;
   using Scratch = typename Attend<T>::Scratch;
 
-  // Keys and values of a kv head that stay close to one core.
+  // Bytes of a kv head's packed keys and values that stay in the cache of one core.
   static constexpr int64_t kNear = 1 << 19;
 
   struct Split {
@@ -61,11 +61,11 @@ class Forward {
   struct Spare {
     Buffer<T> tile, pairs;
   };
-  // Kv heads that are packed at a time, by one thread alone or by all, and then attended to.
+  // Kv heads that are packed together and then computed, by one thread (`alone`) or by all.
   struct Wave {
     bool alone;
     int64_t first = 0, count = 0;
-    std::vector<int64_t> key_slot = {}, value_slot = {};  // of each key tile, -1 for none
+    std::vector<int64_t> key_slot = {}, value_slot = {};  // per key tile, -1 if it is not packed
     std::vector<Operands> operands = {};
     Buffer<T> keys = Buffer<T>(), values = Buffer<T>();
     Buffer<float> sums = Buffer<float>();
@@ -110,7 +110,7 @@ class Forward {
       }
     }
     Buffer<float> parts(pieces * x_.block * x_.Dv), part_lses(pieces * x_.block);
-    // One that works alone keeps its scratch for all passes.
+    // A thread that works alone uses one scratch for all passes.
     const bool any_few = std::find(few_.begin(), few_.end(), true) != few_.end();
     const auto make = [&] { return Scratch(attend_, w.alone || !few, w.alone ? any_few : few); };
     share_out(w.alone ? &w.scratch : nullptr, w.items.size(), 1, make, [&](Scratch& s, int64_t i) {
@@ -156,7 +156,7 @@ class Forward {
     return most;
   }
 
-  // Rows with far more entries than the others are cut into pieces. Depends on the table alone.
+  // Lists the items of a head. Cuts rows with far more entries than others, by the table alone.
   int64_t list_items(const Pass& pass, int64_t b, int64_t head, int64_t heads, bool fresh,
                      int64_t pieces, std::vector<Item>& items, std::vector<Split>& splits) const {
     const int64_t axis = head * pass.axes / x_.Hq;
@@ -207,8 +207,8 @@ class Forward {
     put(pass, split.item, tile, rows, lse, fresh, out);
   }
 
-  // K in rows and V^T of the key tiles that some head of each group visits. Where keys lie in rows
-  // as they should, they stay there.
+  // Packs K in rows, and V^T, of the key tiles that some head of each group visits. Keys that are
+  // already stored in such rows are not copied.
   void pack_keys(Wave& w, const Pass& pass) const {
     const int64_t first = w.first, count = w.count;
     const int64_t columns = pass.columns, block = x_.block;
@@ -267,8 +267,8 @@ class Forward {
   const std::vector<Pass>& passes_;
   const Attend<T> attend_;
   const int64_t width_;
-  std::vector<bool> few_;           // passes whose keys are read where they lie
-  int64_t columns_ = 0, rows_ = 0;  // most of the other passes
+  std::vector<bool> few_;           // per pass: few queries, whose keys are read without packing
+  int64_t columns_ = 0, rows_ = 0;  // largest of the passes whose keys are packed
 };
 
 }  // namespace sparsering::cpu

@@ -1,5 +1,5 @@
-// What a call is given: tensors, the passes of a block layout, and the checks that no index leaves
-// them.
+// Input of a call: tensors and the passes of a block layout, with checks that every index is inside
+// its tensor.
 
 #pragma once
 
@@ -22,7 +22,7 @@ using Vec = at::vec::Vectorized<float>;
 
 constexpr int64_t kLanes = Vec::size();
 constexpr int64_t kMostKeys = 256;  // keys per softmax step: their scores stay in cache
-constexpr int64_t kFewQueries = 8;  // rows that are cheaper by dot products than by packing keys
+constexpr int64_t kFewQueries = 8;  // up to so many rows, dot products cost less than packing keys
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 template <typename T>
@@ -32,7 +32,7 @@ inline int64_t round_up(int64_t n, int64_t unit) {
   return (n + unit - 1) / unit * unit;
 }
 
-// Calls f with a value of the type, for f to take its type.
+// Calls f with a value of the C++ type that `type` names.
 template <typename F>
 void with_type(at::ScalarType type, const F& f) {
   if (type == at::kFloat) {
@@ -44,7 +44,7 @@ void with_type(at::ScalarType type, const F& f) {
   }
 }
 
-// A tensor [B, H, N, width] of float, bfloat16 or half, its last dimension dense.
+// View of a tensor [B, H, N, width] of float, bfloat16 or half, contiguous in its last dimension.
 struct Source {
   explicit Source(const Tensor& x)
       : data(static_cast<const char*>(x.const_data_ptr())),
@@ -66,7 +66,7 @@ struct Source {
     return static_cast<const S*>(row(b, h, n));
   }
 
-  // Whether neighbouring tokens lie side by side as `wide` values of type T.
+  // True if the rows of a head are contiguous, with `wide` values of type T each.
   template <typename T>
   bool lies_as(int64_t wide) const {
     return type == c10::CppTypeToScalarType<T>::value && width == wide && strides[2] == wide;
@@ -81,13 +81,13 @@ struct Tile {
   int64_t start, count;
 };
 
-// One pass of a layout; see layouts/layout.py for the meaning of its tensors, the last of which are
+// One pass of a layout. layouts/layout.py describes its tensors; the last two are
 // `transposed_bitmaps` and `bitmaps`.
 struct Pass {
   static constexpr int kTensors = 9, kPlaces = 3;
 
-  // `places`: origins of query and key tiles and streams of query tiles (empty: 0), where anything
-  // depends on them, else none.
+  // `places`: origins of query tiles and of key tiles, streams of query tiles (empty: all 0). The
+  // list is empty if no extra depends on positions.
   Pass(at::TensorList tensors, at::TensorList places, int64_t step_, int64_t block_,
        int64_t branch_)
       : step(step_),
@@ -144,7 +144,7 @@ struct Pass {
   const uint8_t* bitmap(int64_t number) const {
     return bitmaps + number * (block * block / 8);
   }
-  // The bits of the keys that the `i`th query of a tile sees.
+  // Bits of the keys, for query `i` of a tile.
   const uint8_t* bits_of_query(int64_t number, int64_t i) const {
     return rows_of_bits_ + (number * block + slot + i) * (block / 8);
   }
@@ -153,11 +153,11 @@ struct Pass {
   const int64_t *query_start, *query_stop, *key_start, *key_stop;
   const int32_t *row_ptr_, *key_tile_, *bitmap_;
   int64_t num_bitmaps;
-  const uint8_t* bitmaps;        // queries along the bits of a key's row
-  const uint8_t* rows_of_bits_;  // keys along those of a query's
+  const uint8_t* bitmaps;        // one row per key, whose bits are queries
+  const uint8_t* rows_of_bits_;  // one row per query, whose bits are keys
   int64_t branch;
-  bool walked = false;  // by key tile: see walk/visits.h
-  int64_t slot = 0;     // of the first query of a tile in its bitmaps
+  bool walked = false;  // true for the walk by key tile, see walk/visits.h
+  int64_t slot = 0;     // bitmap row of a tile's first query
   const int64_t *query_origin_, *key_origin_, *stream_;
 
  private:
@@ -167,13 +167,13 @@ struct Pass {
   }
 };
 
-// Where a row (or column) has more entries than this it is cut into pieces: twice what the rows
-// have that there are, or `at_least` of them. Depends on the table alone.
+// Rows (or columns) with more entries than this are cut into pieces. It is twice the mean of the
+// rows, but counts at least `at_least` rows. Depends only on the table, not on threads.
 inline int64_t longest_piece(int64_t entries, int64_t rows, int64_t at_least) {
   return std::max<int64_t>(16, 2 * entries / std::max<int64_t>(rows, at_least));
 }
 
-// The same table by key tile.
+// Table of a pass by key tile: the query tiles that visit each key tile.
 struct Transpose {
   static constexpr int kTensors = 3;
 
@@ -219,7 +219,7 @@ inline void check_tiles(const int64_t* start, const int64_t* stop, int64_t count
   }
 }
 
-// Every index that the kernel will follow lies inside its tensor.
+// Checks that every index that the kernel will follow is inside its tensor.
 inline void check_pass(at::TensorList t, const Pass& p, int64_t q_len, int64_t kv_len, int64_t B,
                        int64_t Hq, int64_t Hkv) {
   for (int i = 0; i < Pass::kTensors; ++i) {
@@ -274,7 +274,7 @@ inline void check_transpose(at::TensorList t, const Pass& p) {
   }
 }
 
-// Extras of a call beside the block bias, as kernels/problem.py has them; 0 or none if not in use.
+// Extras of a call except block bias and sink, as in kernels/problem.py; 0 or null if unused.
 struct Extras {
   Extras() = default;
   Extras(double softcap_, const std::optional<Tensor>& distance_bias, double dropout_p,
@@ -317,11 +317,11 @@ struct Extras {
   bool drops() const {
     return seeds;
   }
-  // A head's distance table, or nullptr.
+  // Distance table of a head, or nullptr.
   const float* table(int64_t b, int64_t head) const {
     return table_ ? table_ + b * table_strides_[0] + head * table_strides_[1] : nullptr;
   }
-  // Which keys of a batch entry are seen, or nullptr for all.
+  // Key mask of a batch entry, true for keys that are seen; nullptr if all are.
   const bool* key_mask(int64_t b) const {
     return mask_ ? mask_ + b * mask_stride_ : nullptr;
   }
@@ -345,7 +345,7 @@ struct Extras {
   const bool* mask_ = nullptr;
 };
 
-// What every part of a call reads. The number of a kv head, counted through the batch, is `kv`.
+// Input that all parts of a call read. In loops, `kv` counts kv heads through the batch.
 struct Problem {
   Problem(const Tensor& query, const Tensor& key, const Tensor& value,
           const std::optional<Tensor>& bias_, const Extras& extras_, const Tensor& first_entry_,
@@ -385,7 +385,7 @@ struct Problem {
         "sparsering cpu: a bias must be contiguous, of each batch entry and head");
   }
 
-  // Every entry of a pass has its place among `blocks`.
+  // Checks that every entry of a pass has an index below `blocks`.
   void check_entries(const Pass& pass, int64_t number) const {
     for (int64_t i = 0; i < B * Hq; ++i) {
       const int64_t first = bias_of(number, i / Hq, i % Hq) - i * blocks;
@@ -396,7 +396,7 @@ struct Problem {
     }
   }
 
-  // Where a head's biases (or their gradients) of one pass begin.
+  // Index of a head's first bias (or its gradient) of one pass.
   int64_t bias_of(int64_t pass, int64_t b, int64_t head) const {
     const int64_t row = pass * first_batches + (first_batches > 1 ? b : 0);
     return (b * Hq + head) * blocks + first_entry[row * first_heads + head * first_heads / Hq];
@@ -406,7 +406,7 @@ struct Problem {
     return bias ? bias[bias_of(pass, b, head) + entry] : 0.f;
   }
 
-  // The scale of scores that extras have not adjusted already.
+  // Scale that is still to be applied: `adjust` has already scaled the scores if it ran.
   float rest_of_scale() const {
     return extras.adjusts() ? 1.f : scale;
   }

@@ -1,4 +1,4 @@
-// Tiles as operands of matrix products, and bitmaps as masks of transposed scores.
+// Packs tiles into operands of matrix products, and applies bitmaps to transposed scores.
 
 #pragma once
 
@@ -42,7 +42,7 @@ void copy_lanes(const S* from, float* to, int64_t size) {
   }
 }
 
-// Up to kLanes values, zeros behind them.
+// Loads up to kLanes values; the other lanes are 0.
 template <typename S>
 Vec lanes_of(const S* from, int64_t size) {
   if (size == kLanes) {
@@ -65,7 +65,7 @@ void convert_row(const S* from, float* to, int64_t width) {
   copy_lanes(from, to, width);
 }
 
-// Copies a tile's tokens to `rows` rows of `width` values, zeros where there is nothing.
+// Copies a tile's tokens to `rows` rows of `width` values, padded with zeros.
 template <typename T>
 void read_tile(const Source& x, int64_t b, int64_t h, Tile tile, int64_t step, int64_t rows,
                int64_t width, T* to) {
@@ -88,7 +88,8 @@ void read_tile(const Source& x, int64_t b, int64_t h, Tile tile, int64_t step, i
   std::fill(to + tile.count * width, to + rows * width, T(0));
 }
 
-// The same where they lie, if they lie so, else copied to `spare`.
+// Returns a tile's rows in place if they are contiguous and need no padding, else copies them to
+// `spare`.
 template <typename T>
 const T* tile_rows(const Source& x, int64_t b, int64_t h, Tile tile, int64_t step, int64_t rows,
                    int64_t width, T* spare) {
@@ -99,7 +100,7 @@ const T* tile_rows(const Source& x, int64_t b, int64_t h, Tile tile, int64_t ste
   return spare;
 }
 
-// A kLanes x kLanes transpose: log2(kLanes) perfect shuffles of its rows, times `factor` if Scaled.
+// Transposes kLanes x kLanes by log2(kLanes) perfect shuffles of rows; times `factor` if Scaled.
 template <bool Scaled = false>
 void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_to,
                       Vec factor = Vec(1.f)) {
@@ -128,7 +129,7 @@ void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_
   }
 }
 
-// [rows, width] -> [width, rows], also of pairs of bfloat16, which lie at any even address.
+// Transposes [rows, width]. Values may be pairs of bfloat16, at addresses not aligned for float.
 inline void transpose(const float* from, int64_t rows, int64_t width, float* to) {
   const int64_t whole_rows = rows / kLanes * kLanes, whole_width = width / kLanes * kLanes;
   for (int64_t i = 0; i < whole_rows; i += kLanes) {
@@ -143,7 +144,7 @@ inline void transpose(const float* from, int64_t rows, int64_t width, float* to)
   }
 }
 
-// [rows, width] -> [width, rows], column j times factor[j]; a width of whole vectors.
+// Transposes [rows, width] and multiplies column j by factor[j]; width is a multiple of kLanes.
 inline void transpose_scaled(const float* from, int64_t rows, int64_t width, float* to,
                              const float* factor) {
   const int64_t whole_rows = rows / kLanes * kLanes;
@@ -160,11 +161,11 @@ inline void transpose_scaled(const float* from, int64_t rows, int64_t width, flo
   }
 }
 
-// Right operand X [rows, width], in `to` or where it lies.
+// Packs the right operand X [rows, width] into `to`; float needs no packing.
 inline const float* pack(const float* from, int64_t rows, int64_t width, float* to) {
   return from;
 }
-// Pairs of rows, interleaved.
+// Packs bfloat16: interleaves pairs of rows.
 inline const BFloat16* pack(const BFloat16* from, int64_t rows, int64_t width, BFloat16* to) {
   using Ints = at::vec::Vectorized<int32_t>;
   for (int64_t i = 0; i < rows; i += 2) {
@@ -183,7 +184,7 @@ inline const BFloat16* pack(const BFloat16* from, int64_t rows, int64_t width, B
   return to;
 }
 
-// The same of pairs of rows; `spare` holds rows * width values.
+// Transposes [rows, width]; bfloat16 goes through `spare`, which has room for rows * width values.
 inline void transpose(const float* from, int64_t rows, int64_t width, float* to, float*) {
   transpose(from, rows, width, to);
 }
@@ -193,7 +194,7 @@ inline void transpose(const BFloat16* from, int64_t rows, int64_t width, BFloat1
   transpose(reinterpret_cast<const float*>(spare), rows / 2, width, reinterpret_cast<float*>(to));
 }
 
-// Right operand X^T of X [rows, width]: pairs of values lie together already.
+// Packs the right operand X^T of X [rows, width]; in bfloat16 its pairs are adjacent already.
 inline void pack_transposed(const float* from, int64_t rows, int64_t width, float* to) {
   transpose(from, rows, width, to);
 }
@@ -201,11 +202,11 @@ inline void pack_transposed(const BFloat16* from, int64_t rows, int64_t width, B
   transpose(reinterpret_cast<const float*>(from), rows, width / 2, reinterpret_cast<float*>(to));
 }
 
-// C [M, N] (+)= A [M, K] B [K, N] of some K.
+// C [M, N] = A [M, K] B [K, N], added to C if `add`; K > 0.
 template <typename T>
 void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb,
               float* C, int64_t ldc, bool add) {
-  if (M == 0 || N == 0) {  // for which brgemm asks for gigabytes
+  if (M == 0 || N == 0) {  // brgemm would allocate gigabytes
     return;
   }
   will_read(A, (M - 1) * lda + K);
@@ -213,14 +214,14 @@ void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T*
   will_write(C, (M - 1) * ldc + N);
   at::native::cpublas::brgemm(M, N, K, lda, ldb, ldc, add, A, B, C, kPaired<T>);
 }
-// The same where rows of B and of C lie side by side.
+// multiply for contiguous B and C.
 template <typename T>
 void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, float* C,
               bool add) {
   multiply(M, N, K, A, lda, B, N, C, N, add);
 }
 
-// Zeros in the rows of keys that are not seen, whose numbers may be none.
+// Zeroes the rows of masked keys, because their numbers may be NaN.
 template <typename T>
 void clear_unseen(const bool* seen, Tile tile, int64_t step, int64_t width, T* rows) {
   for (int64_t j = 0; seen && j < tile.count; ++j) {
@@ -230,7 +231,7 @@ void clear_unseen(const bool* seen, Tile tile, int64_t step, int64_t width, T* r
   }
 }
 
-// Sets the scores [keys, ld] of keys that are not seen to -inf.
+// Sets the scores [keys, ld] of masked keys to -inf.
 inline void hide_unseen(const bool* seen, Tile tile, int64_t step, float* scores, int64_t ld) {
   for (int64_t j = 0; seen && j < tile.count; ++j) {
     if (!seen[tile.start + j * step]) {
@@ -239,7 +240,7 @@ inline void hide_unseen(const bool* seen, Tile tile, int64_t step, float* scores
   }
 }
 
-// Calls f(first, count) for each run of keys of a tile that are seen.
+// Calls f(first, count) for each run of unmasked keys of a tile.
 template <typename F>
 void for_runs(const bool* seen, Tile tile, int64_t step, const F& f) {
   for (int64_t j = 0; j < tile.count;) {
@@ -254,7 +255,7 @@ void for_runs(const bool* seen, Tile tile, int64_t step, const F& f) {
   }
 }
 
-// Sets scores [keys, ld] to -inf where the bitmap (of keys, see above) has no pair.
+// Sets scores [keys, ld] to -inf where the bitmap has no pair; its rows are keys, its bits queries.
 inline void apply_mask(const uint8_t* bitmap, int64_t block, int64_t keys, int64_t queries,
                        float* scores, int64_t ld) {
   for (int64_t j = 0; j < keys; ++j) {

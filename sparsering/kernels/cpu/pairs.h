@@ -1,5 +1,4 @@
-// One pair of tiles of the backward pass: its weights and their gradients, and what they add to
-// dQ, dK and dV.
+// Backward of one pair of tiles: its weights, their gradients, and its summands of dQ, dK and dV.
 
 #pragma once
 
@@ -21,11 +20,11 @@ class Pairs {
         width_(round_up(std::max<int64_t>(problem.D, 1), 2)),
         value_width_(round_up(std::max<int64_t>(problem.Dv, 1), 2)) {}
 
-  // A key tile as operands: K and V in rows, K^T.
+  // Operands of a key tile: K and V in rows, and K^T.
   struct Keys {
     const T *k, *kt, *v;
   };
-  // A query tile, padded, as operands: Q, dO and their transposes.
+  // Operands of a padded query tile: Q, dO and their transposes.
   struct Queries {
     int64_t count;
     const T *q, *qt, *dout, *dout_t;
@@ -64,12 +63,12 @@ class Pairs {
     Buffer<uint32_t> a, b;
   };
 
-  // A pair of tiles of one head: what extras and masks of its scores go by.
+  // A pair of tiles of one head, with the input of its masks and extras.
   struct Pair {
     int64_t b, head, row, column;
     int64_t bitmap;  // -1 for none
     float bias;
-    double* dtable;  // where the gradient of the distance table is added to, or nullptr
+    double* dtable;  // sum of the distance table's gradient, or nullptr
   };
 
   int64_t width() const {
@@ -79,8 +78,8 @@ class Pairs {
     return value_width_;
   }
 
-  // Packs a key tile to where its operands lie if that is not in its tensor: `k` and `kt` hold
-  // block * width values, `v` block * value_width; `spare` as much as the larger in bfloat16.
+  // Packs a key tile; K and V may stay in their tensors. `k` and `kt` have room for block * width
+  // values, `v` for block * value_width; `spare`, for bfloat16 only, for the larger of these.
   Keys pack_keys(T* spare, const Pass& pass, int64_t b, int64_t kv_head, int64_t column, T* k,
                  T* kt, T* v) const {
     const Tile tile = pass.key_tile(kv_head * pass.axes / x_.Hkv, column);
@@ -98,11 +97,11 @@ class Pairs {
     return {keys, kt, rows_of(x_.v, value_width_, v)};
   }
 
-  // Q, dO, lse and delta of a query tile.
+  // Packs Q and dO of a query tile, and reads its lse and delta.
   Queries pack_queries(Scratch& s, const Pass& pass, int64_t b, int64_t head, Tile tile) const {
     const int64_t count = round_up(tile.count, kQueryUnit<T>);
     const auto operands = [&](const Source& x, int64_t width, T* to, T* transposed) {
-      // What is no operand as it stands goes by way of another place.
+      // bfloat16 must be interleaved, so its rows are first copied to another buffer.
       T* spare = kPaired<T> ? s.tile.get() : to;
       const T* rows = tile_rows(x, b, head, tile, pass.step, count, width, spare);
       pack_transposed(rows, count, width, transposed);
@@ -112,7 +111,7 @@ class Pairs {
     const T* dout = operands(do_, value_width_, s.dout.get(), s.dout_t.get());
     const int64_t first = (b * x_.Hq + head) * x_.Nq + tile.start;
     for (int64_t i = 0; i < count; ++i) {
-      s.lse.get()[i] = kInf;  // exp(score - inf) = 0 where there are no keys, or no query
+      s.lse.get()[i] = kInf;  // exp(score - inf) = 0 for rows without keys and for padding
       s.delta.get()[i] = 0.f;
       if (i < tile.count) {
         const int64_t row = first + i * pass.step;
@@ -123,8 +122,8 @@ class Pairs {
     return {count, q, s.qt.get(), dout, s.dout_t.get()};
   }
 
-  // P^T and dS^T of one pair of tiles, as left operands; dS^T also as a right one. Returns the sum
-  // of dS. What is not zero of P where dropout has dropped it counts in dS alone.
+  // Computes P^T and dS^T of a pair of tiles as left operands, and dS^T also as a right operand.
+  // Returns the sum of dS. dS uses P before dropout, the stored P^T is after dropout.
   float differentiate(Scratch& s, const Pass& pass, const Keys& k, const Queries& q, Tile tile,
                       const Pair& pair) const {
     const int64_t axis = pair.head * pass.axes / x_.Hq;
@@ -134,7 +133,7 @@ class Pairs {
     multiply(padded, queries, width_, k.k, width_, q.qt, scores, false);
     multiply(padded, queries, value_width_, k.v, value_width_, q.dout_t, dscores, false);
     const bool extras = x_.extras.adjusts() || x_.extras.drops();
-    int64_t distance = 0;  // of the last key and the first query
+    int64_t distance = 0;  // from the first query to the last key
     if (extras) {
       distance = pass.key_origin(axis, pair.column) + (keys - 1) * pass.step -
                  pass.query_origin(axis, pair.row);
@@ -153,13 +152,13 @@ class Pairs {
     return total;
   }
 
-  // dQ^T of a pair that was differentiated, added to `dq`.
+  // Adds dQ^T of a differentiated pair to `dq`.
   void add_to_queries(Scratch& s, const Queries& q, const Keys& k, int64_t padded,
                       float* dq) const {
     multiply(width_, q.count, padded, k.kt, padded, std::get<2>(operands(s)), dq, true);
   }
 
-  // dK and dV of it.
+  // Adds dK and dV of a differentiated pair.
   void add_to_keys(Scratch& s, const Queries& q, int64_t padded, float* dk, float* dv) const {
     const auto [p, ds, unused] = operands(s);
     multiply(padded, value_width_, q.count, p, q.count, q.dout, dv, true);
@@ -190,7 +189,7 @@ class Pairs {
     }
   }
 
-  // Scores and dP to P and dS, as operands. Returns the sum of dS.
+  // Turns scores and dP into P and dS, as operands. Returns the sum of dS.
   template <bool kExtras>
   float weights(Scratch& s, int64_t keys, int64_t queries, const Pair& pair) const {
     constexpr int W = kPaired<T> ? 2 : 1;
@@ -207,7 +206,7 @@ class Pairs {
             p[row][w] = ds[row][w] = Vec(0.f);
             if (j + row < keys) {
               Vec dp = Vec::loadu(dscores + at);
-              // At most 1, but for the rounding of a large lse.
+              // P is at most 1 but for the rounding of a large lse; the clamp avoids an overflow.
               const Vec x = at::vec::fmadd(Vec::loadu(scores + at), scale,
                                            shift - Vec::loadu(s.lse.get() + i));
               p[row][w] = exp_of(at::vec::clamp_max(x, Vec(44.f)));

@@ -1,5 +1,5 @@
-// Results that arrive in parts: sums over passes in float, outputs merged by their lse; what the
-// backward pass starts from and adds to.
+// Results that arrive in parts: sums over passes in float, outputs merged by their lse, and the
+// gradients that the backward pass adds to.
 
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace sparsering::cpu {
 
-// Some heads of a dense result [B, H, N, width], in float while several passes add to them; `room`
-// is for these sums, and kept for the next heads: an allocator would hand out and leave pieces.
+// Some heads of a dense result [B, H, N, width]. While several passes add to them, their sums are
+// in float, in `room`, which is reused for the next heads to avoid fragmenting memory.
 class Part {
  public:
   Part(const Tensor& whole, int64_t first, int64_t heads, bool single_pass, Buffer<float>& room)
@@ -27,7 +27,7 @@ class Part {
         sums_(is_apart() ? room.at_least(rows_ * width_) : nullptr),
         data_(is_apart() ? reinterpret_cast<char*>(sums_) : whole_) {}
 
-  // Whether its numbers, none so far, come to the whole by `finish` alone.
+  // True if sums are in `room`, which is not cleared, until `finish` converts them to the result.
   bool is_apart() const {
     return type_ != whole_type_;
   }
@@ -64,7 +64,7 @@ class Part {
   }
 
  private:
-  static constexpr int64_t kMuch = 1 << 20;  // bytes that are worth waking a thread for
+  static constexpr int64_t kMuch = 1 << 20;  // bytes per thread that are worth waking it
 
   at::ScalarType type_, whole_type_;
   int64_t width_, first_row_, rows_;
@@ -77,8 +77,8 @@ class Part {
 struct Output {
   Output(const Part& part, const Tensor& lse_) : sums(part), lse(lse_.data_ptr<float>()) {}
 
-  // Merges rows `step` apart from `first` on, each with its lse, into what is there: where `fresh`
-  // that is 0, with an lse of -inf or of the row's sink.
+  // Merges rows, each with its lse, into the output rows from `first` on, `step` apart. If `fresh`,
+  // the output counts as 0 there, and its lse is -inf or the row's sink.
   void put(int64_t first, int64_t step, int64_t count, float* rows, const float* lses, bool fresh) {
     const int64_t width = sums.width();
     with_type(sums.type(), [&](auto value) {
@@ -106,7 +106,7 @@ struct Output {
     });
   }
 
-  // Merges (other, other_lse), which has keys, into part. Returns the merged lse.
+  // Merges (other, other_lse) into part; other_lse is not -inf. Returns the merged lse.
   template <typename S>
   static float merge(float* part, float part_lse, const S* other, float other_lse, int64_t width) {
     const float highest = part_lse == -kInf ? other_lse : std::max(part_lse, other_lse);
@@ -148,12 +148,12 @@ inline void add_rows(const Part& sums, int64_t first, int64_t step, int64_t coun
   });
 }
 
-// What delta = rowsum(dO * O) - dlse is made of.
+// Computes delta = rowsum(dO * O) - dlse.
 struct Delta {
   Delta(const Problem& x, const Tensor& grad_out, const Tensor& out, const Tensor& grad_lse)
       : dout(grad_out), o(out), dlse(values_of<float>(grad_lse)), Hq(x.Hq), Nq(x.Nq) {}
 
-  // Rows `begin` to `end`, counted through the batch.
+  // Computes rows `begin` to `end`, counted through the batch.
   void of_rows(int64_t begin, int64_t end, float* to) const {
     with_type(o.type, [&](auto value) {
       using S = decltype(value);

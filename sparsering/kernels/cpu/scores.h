@@ -1,5 +1,5 @@
-// Extras of a call: what they do to the transposed scores of a pair of tiles, S^T [keys, queries],
-// and to the weights made of them.
+// Extras of a call, applied to the transposed scores S^T [keys, queries] of a pair of tiles, and to
+// their weights.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace sparsering::cpu {
 
-// tanh x, right to 3e-7 of itself, NaN of NaN: a rational function of x^2, fitted up to 8, where
-// tanh is 1 but for 2e-7.
+// tanh x with relative error 3e-7; NaN for NaN. A rational function of x^2, fitted up to 8, where
+// tanh is 1 up to 2e-7.
 inline Vec tanh_of(Vec x) {
   const Vec bounded = at::vec::clamp(x, Vec(-8.f), Vec(8.f)), u = bounded * bounded;
   Vec p(1.523041227e-8f), q(8.522444414e-7f);
@@ -23,7 +23,7 @@ inline Vec tanh_of(Vec x) {
   return bounded * p / q;
 }
 
-// Entries of a distance table [2 * radius + 1] for `count` distances from `first` on, `step` apart.
+// Reads a distance table [2 * radius + 1] at `count` distances from `first` on, `step` apart.
 inline void read_distances(const float* table, int64_t radius, int64_t first, int64_t step,
                            int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) {
@@ -31,7 +31,7 @@ inline void read_distances(const float* table, int64_t radius, int64_t first, in
   }
 }
 
-// Adds to the entries of such distances.
+// Adds to a distance table at the distances that read_distances reads.
 inline void add_distances(double* table, int64_t radius, int64_t first, int64_t step, int64_t count,
                           const float* from) {
   for (int64_t i = 0; i < count; ++i) {
@@ -39,8 +39,8 @@ inline void add_distances(double* table, int64_t radius, int64_t first, int64_t 
   }
 }
 
-// Scores of one key, `size` queries of it (or of one query and its keys), scaled, under the cap (0
-// for none) and with `bias` (or nullptr); the cap's derivative goes to `slope` (or nullptr).
+// Scales `size` scores of one key (or of one query), applies the cap (0 for none) and adds `bias`
+// (may be nullptr if there is a cap). Writes the cap's derivative to `slope`, unless nullptr.
 inline void adjust(float* scores, int64_t size, float scale, float cap, const float* bias,
                    float* slope) {
   for (int64_t i = 0; i < size; i += kLanes) {
@@ -59,14 +59,14 @@ inline void adjust(float* scores, int64_t size, float scale, float cap, const fl
   }
 }
 
-// The hash of `dropout.py`, which says what it is; words of 32 bits.
+// Mixing step of the hash words that dropout.py describes, on 32 bits.
 inline uint32_t mixed(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x21F0AAADu;
   x = (x ^ (x >> 15)) * 0xD35A2D97u;
   return x ^ (x >> 15);
 }
 
-// The two words of each row of a query tile.
+// Computes the hash words a and b of `count` rows.
 inline void row_words(int64_t seed, int64_t head, int64_t branch, int64_t first, int64_t step,
                       int64_t count, uint32_t* a, uint32_t* b) {
   constexpr uint32_t kAddends[2] = {0x9E3779B9u, 0x7F4A7C15u};
@@ -81,7 +81,7 @@ inline void row_words(int64_t seed, int64_t head, int64_t branch, int64_t first,
   }
 }
 
-// The same of tile `row` of a head; those past its queries are some others.
+// Computes the hash words of query tile `row` of a head; words past its queries have no meaning.
 inline void row_words(const Problem& x, const Pass& pass, int64_t b, int64_t head, int64_t row,
                       int64_t count, uint32_t* a, uint32_t* to_b) {
   const int64_t axis = head * pass.axes / x.Hq;
@@ -100,14 +100,14 @@ inline bool is_kept(uint32_t key, uint32_t a, uint32_t b, int32_t threshold) {
   return static_cast<int32_t>(x) >= threshold;
 }
 
-// Dropout of some tokens: their seeds' words, and positions of keys.
+// Input of dropout for a pair of tiles: the words of its rows and the positions of its keys.
 struct Dropout {
-  const uint32_t *a, *b;  // of each query
-  int64_t first, step;    // positions of the keys
+  const uint32_t *a, *b;  // words of each query
+  int64_t first, step;    // first position of the keys, and their distance
   int32_t threshold;
 };
 
-// Sets the weights [keys, queries] that are dropped to 0.
+// Sets dropped weights to 0 in a tile [keys, queries].
 inline void drop(float* weights, int64_t keys, int64_t queries, const Dropout& x) {
   for (int64_t j = 0; j < keys; ++j) {
     const uint32_t key = key_word(x.first + j * x.step);
@@ -117,7 +117,7 @@ inline void drop(float* weights, int64_t keys, int64_t queries, const Dropout& x
     }
   }
 }
-// The same of pairs of keys, interleaved.
+// Sets dropped weights to 0 in a tile whose pairs of key rows are interleaved.
 inline void drop(BFloat16* weights, int64_t keys, int64_t queries, const Dropout& x) {
   using Pair [[gnu::may_alias]] = uint32_t;
   for (int64_t j = 0; j < keys; j += 2) {
@@ -132,7 +132,7 @@ inline void drop(BFloat16* weights, int64_t keys, int64_t queries, const Dropout
   }
 }
 
-// What weights are multiplied with: `factor` where they are kept, else 0.
+// Writes the factors of dropout [keys, queries]: `factor` for kept pairs, else 0.
 inline void keep_factors(float* to, int64_t keys, int64_t queries, const Dropout& x, float factor) {
   std::fill_n(to, keys * queries, factor);
   drop(to, keys, queries, x);

@@ -1,4 +1,4 @@
-// Softmax in steps over stacks of key tiles.
+// Online softmax, in steps over stacks of key tiles.
 
 #pragma once
 
@@ -10,8 +10,8 @@ namespace sparsering::cpu {
 
 constexpr float kLog2E = 1.44269504f;
 
-// e^x for x <= 88: 0 below -87, NaN of NaN, else right to 3e-7. The integer part of the power of
-// two, as a float's exponent, stands in the low bits of a large sum; the rest is a polynomial.
+// e^x for x <= 88 with relative error 3e-7; 0 below -87, NaN for NaN. e^x = 2^(n + rest): adding a
+// large number leaves n in the low bits of the sum, as an exponent; 2^rest is a polynomial.
 inline Vec exp_of(Vec x) {
   const Vec large(12582912.f + 127.f), smallest(1.17549435e-38f);  // 1.5 * 2^23, 2^-126
   const Vec bounded = at::vec::clamp_min(x * Vec(kLog2E), Vec(-126.f));
@@ -32,7 +32,7 @@ inline Vec rounded_to_bfloat16(Vec x) {
   return at::vec::cast<float>(bits + Ints(0x7fff) + ((bits >> Ints(16)) & Ints(1)));
 }
 
-// Two rows of a right operand, interleaved.
+// Stores two rows of a right operand, interleaved.
 inline void store_pair(BFloat16* to, Vec even, Vec odd) {
   using Ints = at::vec::Vectorized<int32_t>;
   const auto low = at::vec::cast<int32_t>(rounded_to_bfloat16(even)) >> Ints(16);
@@ -41,18 +41,18 @@ inline void store_pair(BFloat16* to, Vec even, Vec odd) {
       .store(to);
 }
 
-// Key tiles whose scores stand below each other.
+// Key tiles of one softmax step, whose scores are stacked in rows.
 struct Stack {
   struct Part {
     int64_t column, entry, rows, padded;
     float bias;
   };
-  Part parts[kMostKeys / 16];  // of 16 padded rows at least
+  Part parts[kMostKeys / 16];  // each part has at least 16 padded rows
   int64_t size = 0, padded = 0;
 };
 
-// One softmax step for W * kLanes queries: scores become weights exp(score - highest), and the
-// running (highest, total) move on. `factor` is what older sums are to be multiplied with.
+// One softmax step for W * kLanes queries: replaces scores by weights exp(score - highest), updates
+// the running (highest, total), and sets `factor`, by which older sums must be multiplied.
 template <typename T, int W>
 void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, float scale,
                   float* highest, float* total, float* factor) {
@@ -70,7 +70,7 @@ void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, flo
     }
     for (int64_t j = 0; j < part.rows; ++j) {
       for (int w = 0; w < W; ++w) {
-        // Where a score is NaN this may pass over it; its weight will not.
+        // The maximum may skip a NaN score, but the NaN weight still reaches the sum.
         most[w] = at::vec::clamp_min(Vec::loadu(s + j * ld + w * kLanes), most[w]);
       }
     }
@@ -87,7 +87,7 @@ void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, flo
   float* row = scores;
   for (int64_t i = 0; i < stack.size; ++i) {
     const auto& part = stack.parts[i];
-    const auto weight = [&](int64_t j, int w) {  // rounded as the highest was: never above 1
+    const auto weight = [&](int64_t j, int w) {  // same rounding as in the maximum: at most 1
       const Vec score = Vec::loadu(row + j * ld + w * kLanes);
       return exp_of(at::vec::fmadd(score, Vec(scale), Vec(part.bias)) + base[w]);
     };
@@ -112,10 +112,10 @@ void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, flo
   }
 }
 
-// What a row's sums are to be multiplied with, and lse. A row without keys gives 0 and -inf.
+// Computes the final factor of a row's sums, and its lse; 0 and -inf for a row without keys.
 inline void finish(float highest, float total, float& factor, float& lse) {
   const bool empty = highest == -kInf && total == 0.f;
-  factor = empty ? 0.f : 1.f / (total + (highest - highest));  // NaN where a score was
+  factor = empty ? 0.f : 1.f / (total + (highest - highest));  // NaN if highest is not finite
   lse = empty ? -kInf : highest + std::log(total);
 }
 

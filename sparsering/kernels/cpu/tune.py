@@ -1,8 +1,8 @@
-"""Measuring block sizes for the compiled kernel on this processor: `sparsering tune` without a GPU.
+"""Measures block sizes of the compiled kernel on this processor: `sparsering tune` without a GPU.
 
-A size counts only where its results agree with those of the first. The fastest is kept on disk, and
-used by every later process for calls that name none. A call never measures anything: its time, and
-its bits, do not depend on chance.
+A size counts only if its results agree with those of the first size. The fastest is stored on disk,
+and later processes use it for calls that name no block size. A call never measures anything, so its
+results do not depend on the timing of a run.
 """
 
 import statistics
@@ -34,15 +34,14 @@ def tune(
     block_sizes: Sequence[int] = (32, 64, 128),
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Measures, and keeps what is fastest; returns the file.
+    """Measures block sizes and stores the fastest; returns the file.
 
     Args:
-        pattern: of a training step on `tokens` tokens, one batch entry.
-        block_sizes: candidates for the pattern's block size where none is named in a call.
-        say: is given a line for each thing measured.
+        pattern: pattern of a training step on `tokens` tokens, one batch entry.
+        block_sizes: candidates for the pattern's default block size.
+        say: called with a line of text for each measurement.
 
-    Raises: NotImplementedError where the kernel cannot run. ValueError where the pattern does not
-        fit.
+    Raises: NotImplementedError if the kernel cannot run; ValueError if the pattern does not fit.
     """
     torch.manual_seed(0)
     query, key, value = (
@@ -60,7 +59,7 @@ def tune(
         found = run()
         expected = found if expected is None else expected
         error = tuned.error_of(found, expected)
-        if error <= tuned.AGREEMENT[dtype]:  # NaN is not
+        if error <= tuned.AGREEMENT[dtype]:  # False for NaN
             runs[size] = run
         else:
             say(f"block size {size}: left out, its results differ by {error:.2g}")
@@ -71,7 +70,7 @@ def tune(
 
 
 def _step(problem: Problem) -> Callable[[], tuple[Tensor, ...]]:
-    """Forward and backward, as a training step has them."""
+    """Returns a function that runs forward and backward, like a training step."""
     shape = (*problem.query.shape[:3], problem.value.shape[3])
     seeded = torch.Generator().manual_seed(0)
     grad_out = torch.randn(shape, dtype=problem.query.dtype, generator=seeded)
@@ -85,7 +84,7 @@ def _step(problem: Problem) -> Callable[[], tuple[Tensor, ...]]:
 
 
 def _milliseconds(runs: Mapping[int, Callable[[], object]]) -> dict[int, float]:
-    """Median time of each call, in turn, for some seconds."""
+    """Returns the median milliseconds of each call; calls take turns for a few seconds."""
     times: dict[int, list[float]] = {size: [] for size in runs}
     begin = time.perf_counter()
     for number in range(_MOST_ROUNDS):
@@ -99,7 +98,7 @@ def _milliseconds(runs: Mapping[int, Callable[[], object]]) -> dict[int, float]:
 
 
 def block_size(expression: str, like: Tensor) -> int | None:
-    """The measured block size of a pattern on tensors like this one, or None."""
+    """Returns the measured block size of a pattern on tensors like this one, or None."""
     sizes = _tuned()["block_sizes"]
     return sizes.get(tuned.block_key(expression, like)) if sizes else None
 
@@ -113,11 +112,11 @@ def keep(expression: str, like: Tensor, size: int) -> Path:
 
 
 def _path() -> Path:
-    used = torch.backends.cpu.get_cpu_capability()  # of what the processor has
+    used = torch.backends.cpu.get_cpu_capability()  # may be less than the processor supports
     return tuned.file_of("cpu", f"{tuned.processor_name()} {used}", torch.__version__)
 
 
 @cache
 def _tuned() -> tuned.Choices:
-    """What was measured on this processor: read once."""
+    """Returns the measured choices for this processor; the file is read once."""
     return tuned.read(_path())

@@ -1,4 +1,4 @@
-"""The portable backend: gathers each query tile's keys and hands them to library kernels."""
+"""Portable backend: gathers each query tile's keys and runs library kernels on them."""
 
 from .call import EXTRAS, backward, entry_mass, forward, set_workspace
 

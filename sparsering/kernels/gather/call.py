@@ -1,9 +1,9 @@
-"""The portable backend: gathers each query tile's keys and hands them to library kernels.
+"""Portable backend: gathers each query tile's keys and runs library kernels on them.
 
-A unit is one row of `gather_plan`: a few query tiles and the keys that they all visit. Forward is
-two matmuls and a softmax per unit, merged into (out, lse); backward five matmuls. Scores exist for
-a few units at a time: extra memory is O(N) for accumulators and a workspace (`set_workspace`).
-Any device, any dtype (half precision computes in float32); sums run in a fixed order.
+A unit (see `plan`) is a few query tiles and the keys that they all visit. Forward is two matmuls
+and a softmax per unit, merged into (out, lse); backward five matmuls. Scores exist for a few units
+at a time: extra memory is O(N) for accumulators and a workspace (`set_workspace`). Any device, any
+dtype (half precision computes in float32); sums run in a fixed order.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,11 +20,11 @@ from .plan import Chunk, chunks, plan
 EXTRAS = frozenset(
     ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")
 )
-"""Options of a call, beside its scale, that are computed here."""
+"""Options of a call, other than its scale, that this backend computes."""
 
-_MOST_QUERIES = 512  # tokens of a unit: enough for the full rate of a matmul,
-_MOST_KEYS = 2048  # while its scores stay in cache
-_LEAST_PAIRS_ALONE = 1 << 15  # smaller units are batched
+_MOST_QUERIES = 512  # tokens of a unit: enough for the full rate of a matmul
+_MOST_KEYS = 2048  # tokens of a unit: few enough that its scores stay in cache
+_LEAST_PAIRS_ALONE = 1 << 15  # smaller units run in batches
 _workspace = {"bytes": 16 << 20}
 
 
@@ -42,14 +42,14 @@ def set_workspace(limit: int) -> int:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Attention over a layout; see `Problem`."""
+    """Computes attention over a layout; see `Problem`."""
     query, value, sink = problem.query, problem.value, problem.sink
     dtype = sum_dtype(query)
     q, k, v = _flat(query), _flat(problem.key), _flat(value)
     extras = Extras(problem, dtype)
     out = torch.zeros(len(q), v.shape[1], dtype=dtype, device=q.device)
     lse = torch.full((len(q),), -torch.inf, dtype=dtype, device=q.device)
-    if sink is not None:  # a key that every row has seen
+    if sink is not None:  # merging into a row with lse = sink and out = 0 adds the sink
         lse.view(query.shape[:3]).copy_(sink)
     for fresh, chunk in _walk(problem):
         group, parts, part_lses = chunk.q.shape[1], [], []
@@ -77,14 +77,14 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
-    """Gradients of the problem's tensors."""
+    """Computes the gradients of the problem's tensors."""
     query, key, value, sink = problem.query, problem.key, problem.value, problem.sink
     dtype = sum_dtype(query)
     q, k, v, do = _flat(query), _flat(key), _flat(value), _flat(grad_out)
     extras = Extras(problem, dtype)
     delta = (do.to(dtype) * _flat(out).to(dtype)).sum(1) - grad_lse.reshape(-1).to(dtype)
     dsink = None if sink is None else sink_gradient(sink, lse, delta.view(lse.shape))
-    # exp(s - inf) = 0 in rows without keys
+    # lse = inf gives weights exp(s - inf) = 0 in rows without keys
     lse = torch.where(lse == -torch.inf, torch.inf, lse).reshape(-1)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     for _, chunk in _walk(problem):
@@ -121,7 +121,7 @@ def backward(
 
 
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
-    """The sum of `weight_q e^{s - lse_q}` over each entry's pairs, in the place of its block bias.
+    """Sums `weight_q e^{s - lse_q}` over each entry's pairs, in the shape of the block bias.
 
     lse and weight: [B, Hq, Nq] in the dtype of sums.
     """
@@ -147,7 +147,7 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
 
 
 def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
-    """Every chunk of every pass, and whether its query rows are met for the first time."""
+    """Yields every chunk of every pass, and True if no earlier chunk has its query rows."""
     layout, query, bias = problem.layout, problem.query, problem.block_bias
     biases = None if bias is None else bias.shape[2]
     placed = problem.distance_bias is not None or problem.dropout_p is not None
@@ -166,9 +166,9 @@ def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
 def _units(
     chunk: Chunk, dtype: torch.dtype
 ) -> Iterator[tuple[int | slice, Callable[[Tensor, Tensor], Tensor]]]:
-    """What is computed at a time: (unit index, the matmul a @ b^T).
+    """Yields (index of the units to compute together, function for the matmul a @ b^T).
 
-    Large units run one by one, so that their scores stay in cache, smaller ones as one batch.
+    Large units run one by one, so that their scores stay in cache; smaller ones run as one batch.
     """
     if not _alone(chunk.q[0].numel() * chunk.k.shape[1], chunk.q.device, dtype):
         yield slice(None), _batched_product
@@ -193,7 +193,7 @@ def _alone(pairs: int, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """The product a @ b^T by oneDNN: up to twice the default BLAS's rate, on any vendor's CPU."""
+    """Returns a @ b^T, computed by oneDNN: up to twice the rate of torch's default BLAS."""
     return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
 
 
@@ -202,7 +202,7 @@ def _batched_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _softmax(score: Tensor, additive: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
-    """Softmax over the last dim and its lse; a row without pairs gets weights 0, lse -inf."""
+    """Returns the softmax over the last dim and its lse; weights 0 and lse -inf for empty rows."""
     score = _biased(score, additive, group)
     highest = score.amax(-1, keepdim=True)
     weight = torch.softmax(score, -1)
@@ -234,7 +234,7 @@ def _merge_rows(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: 
 
 
 def _take(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copies of some rows, [*rows.shape, width]."""
+    """Copies rows of x [n, width] in a dtype, [*rows.shape, width]."""
     taken = x.index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1])
     return taken.to(dtype)
 

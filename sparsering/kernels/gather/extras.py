@@ -1,4 +1,4 @@
-"""What extras of a call do to a chunk's scores and weights, and the gradients of their tables."""
+"""Extras of a call on a chunk's scores and weights, and the gradients of their tables."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from ..problem import Problem
 from .plan import Chunk, Places
 
 Unit = int | slice
-"""Which units of a chunk are computed at a time: one, or all."""
+"""Index of the units of a chunk that are computed together: one unit, or all."""
 
 
 class Extras:
-    """The extras of one problem; sums up the gradients of its tables."""
+    """Applies the extras of one problem to its chunks, and sums the gradients of its tables."""
 
     def __init__(self, problem: Problem, dtype: torch.dtype) -> None:
         self.problem, self.dtype = problem, dtype
@@ -22,23 +22,23 @@ class Extras:
         self.dbias = None if bias is None else bias.new_zeros(bias.numel(), dtype=dtype)
         self.table = None if table is None else table.to(dtype).flatten()
         self.dtable = None
-        if table is not None and problem.learns_distances:  # sums of many numbers
+        if table is not None and problem.learns_distances:  # float64: each sum has many terms
             self.dtable = table.new_zeros(table.numel(), dtype=torch.float64)
         self.masked = None
         if mask is not None:
             masked = ~mask[:, None].expand(len(query), key.shape[1], -1)
-            self.masked = masked.flatten()  # of the rows of flattened keys
+            self.masked = masked.flatten()  # [B * Hkv * Nk], as the rows of flattened keys
 
     def clear(self, chunk: Chunk, unit: Unit, *rows: Tensor) -> None:
-        """Zeros instead of masked keys and values, whose numbers may be none: in place."""
+        """Zeroes masked keys and values in place, because their numbers may be NaN."""
         if self.masked is not None:
             for x in rows:
                 x.masked_fill_(self.masked[chunk.k[unit]][..., None], 0.0)
 
     def added(self, chunk: Chunk) -> Tensor | None:
-        """What is added to a chunk's scores: the block bias, -inf where a pair is out.
+        """Returns the summand of a chunk's scores: the block bias, and -inf outside the pattern.
 
-        [C or 1, g or 1, m or 1, n], None for nothing.
+        Shape [C or 1, g or 1, m or 1, n]; None if there is nothing to add.
         """
         added, zero = None, torch.zeros((), dtype=self.dtype, device=chunk.q.device)
         if self.bias is not None and chunk.bias is not None:
@@ -54,9 +54,9 @@ class Extras:
         return added
 
     def adjust(self, score: Tensor, chunk: Chunk, unit: Unit) -> tuple[Tensor, Tensor | None]:
-        """Scores [..., g * m, n] under the cap, with the bias of their distances: in place.
+        """Applies softcap and distance bias to scores [..., g * m, n], in place.
 
-        Returns: them, and the derivative of the cap, None for none.
+        Returns: the scores, and the derivative of the cap, None without a cap.
         """
         cap, slope = self.problem.softcap, None
         if cap is not None:
@@ -69,7 +69,7 @@ class Extras:
         return score, slope
 
     def drop(self, weight: Tensor, chunk: Chunk, unit: Unit) -> Tensor:
-        """Weights [..., g * m, n], or their gradients, after dropout: in place."""
+        """Applies dropout to weights [..., g * m, n], or to their gradients, in place."""
         p, seed, places = self.problem.dropout_p, self.problem.dropout_seed, chunk.places
         if p is None or seed is None or places is None:
             return weight
@@ -85,13 +85,13 @@ class Extras:
         return weight.mul_(kept.flatten(-3, -2)).div_(1 - p)
 
     def add_distance_gradient(self, dscore: Tensor, chunk: Chunk, unit: Unit) -> None:
-        """Adds [..., g * m, n] gradients of scores to the entries of their distances."""
+        """Adds gradients of scores [..., g * m, n] to the table entries of their distances."""
         if self.dtable is not None and chunk.places is not None:
             entry = self._entries(chunk.places, unit)
             self.dtable.index_add_(0, entry.flatten(), dscore.flatten().double())
 
     def add_bias_gradient(self, of_units: list[Tensor], chunk: Chunk) -> None:
-        """Adds [.., g, n] sums over each key's scores to the entries that the keys belong to."""
+        """Adds sums over queries [.., g, n], one per key, to the block bias of the key's entry."""
         if self.dbias is None or chunk.bias is None:
             return
         entries, slots = chunk.bias
@@ -101,7 +101,7 @@ class Extras:
         self.dbias.index_add_(0, entries.flatten(), of_entries.flatten())
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of the block bias and of the distance bias."""
+        """Returns the gradients of the block bias and of the distance bias."""
         given = (self.problem.block_bias, self.problem.distance_bias)
         found = (self.dbias, self.dtable)
         of_bias, of_table = (
@@ -111,7 +111,7 @@ class Extras:
         return of_bias, of_table
 
     def _entries(self, places: Places, unit: Unit) -> Tensor:
-        """[.., g, m, n] entry of the flattened table for each pair."""
+        """Returns the index into the flattened distance table for each pair, [.., g, m, n]."""
         table = self.problem.distance_bias
         assert table is not None
         radius = table.shape[2] // 2

@@ -1,6 +1,6 @@
-"""How the gather backend cuts a pass into batched calls: units of one shape, and chunks of them.
+"""Cuts a pass into batched calls of the gather backend: units of one shape, and chunks of units.
 
-Everything is index arithmetic on the layout's tables; no query, key or value is touched here.
+Everything is index arithmetic on the layout's tables; no query, key or value is read here.
 """
 
 from collections.abc import Iterator
@@ -19,17 +19,17 @@ from ...rows import expand_counts, mix, number_rows
 
 @dataclass(frozen=True)
 class Units:
-    """Units of one shape: a few query tiles that all visit one list of key tiles.
+    """Units of one shape: in each, a few query tiles that all visit one list of key tiles.
 
     Attributes:
-        head: [units] which of the plan's heads the unit belongs to; batch: likewise, 0 where all
-            batch entries share it.
+        batch, head: [units] batch entry and head of each unit among the layout's tables; batch is 0
+            if all batch entries share one table.
         query_tiles: [units, t]; key_tiles: [units, e].
         entries: [units, e] number of each entry in its table.
-        bitmaps: [units, e] bitmap of each entry (-1: all pairs), [1, e] where all units share
-            them, None where all pairs of all entries are in.
+        bitmaps: [units, e] bitmap of each entry (-1: all pairs), [1, e] if all units share them,
+            None if the pattern has all pairs of all entries.
         num_queries, num_keys: tokens in a unit's query tiles and in its key tiles.
-        fresh: whether no earlier units of the pass write these query tiles.
+        fresh: True if no earlier units of the pass write these query tiles.
     """
 
     batch: Tensor
@@ -47,11 +47,11 @@ _plans: WeakKeyDictionary[Pass, dict[tuple[int, int], list[Units]]] = WeakKeyDic
 
 
 def plan(p: Pass, block_size: int, most_queries: int, most_keys: int) -> list[Units]:
-    """The units of a pass, kept for its life.
+    """Returns the units of a pass, cached as long as the pass lives.
 
-    Neighbouring query tiles with equal key lists are joined, at most `most_queries` to a unit; key
-    lists are cut into pieces of at most `most_keys` tiles. Entries with a bitmap are kept apart
-    from those without.
+    Joins neighbouring query tiles with equal key lists, at most `most_queries` per unit, and cuts
+    key lists into pieces of at most `most_keys` tiles. Entries with and without a bitmap are in
+    different units, except in rows that `_folded` selects.
     """
     plans = _plans.setdefault(p, {})
     if (most_queries, most_keys) not in plans:
@@ -64,7 +64,7 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
     tables = p.row_ptr.shape[1]
     real = torch.arange(p.bitmap.shape[-1], device=p.bitmap.device) < p.num_entries[..., None]
     real = real.repeat_interleave(heads // tables, 1).flatten(0, 1)
-    table, entry = torch.nonzero(real, as_tuple=True)  # a table for each batch entry and head
+    table, entry = torch.nonzero(real, as_tuple=True)  # one table per batch entry and head
     head = table % heads
     place = (table // heads, head * tables // heads, entry)
     row, key, bitmap = p.query_tiles()[place], p.key_tile[place].long(), p.bitmap[place].long()
@@ -113,9 +113,9 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
 
 
 def _folded(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
-    """Rows whose full entries go along with the masked ones, in one unit instead of two to merge.
+    """Selects rows whose full and masked entries form one unit instead of two to merge.
 
-    That pays where the unit is no longer than others and its mask is made once for several rows.
+    That pays if the row fits into one unit and shares its mask with other rows, or rows are few.
     """
     index = torch.arange(len(row), device=row.device)
     total = torch.bincount(row)
@@ -127,7 +127,7 @@ def _folded(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
 
 
 def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs of sorted entries of one row, at most `longest` each: (begin, length, number in row)."""
+    """Cuts sorted entries into runs of one row, up to `longest`: (begin, length, index in row)."""
     index = torch.arange(len(row), device=row.device)
     head = torch.diff(row, prepend=row[:1] - 1) != 0
     place = index - index[head][head.cumsum(0) - 1]
@@ -136,7 +136,7 @@ def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _joined(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: int) -> Tensor:
-    """The first run of each unit: neighbours on a line with equal keys join, at most `most`."""
+    """Returns the first run of each unit: up to `most` neighbours on a line with equal keys."""
     index = torch.arange(len(begin), device=begin.device)
     before = (index - 1).clamp(min=0)
     same = (line == line[before]) & (length == length[before]) & (index > 0)
@@ -149,7 +149,7 @@ def _joined(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: int)
 
 
 def _sums(values: Tensor, begin: Tensor, length: Tensor | None = None) -> Tensor:
-    """Sums of runs of values; runs that follow each other need no lengths."""
+    """Sums each run of values; contiguous runs need no lengths."""
     total = F.pad(values.cumsum(0), (1, 0))
     if length is None:
         return torch.diff(total[begin], append=total[-1:])
@@ -157,16 +157,16 @@ def _sums(values: Tensor, begin: Tensor, length: Tensor | None = None) -> Tensor
 
 
 def _equal_rows(columns: list[Tensor]) -> Iterator[Tensor]:
-    """Indices of the rows that are equal in all columns, set by set."""
+    """Yields sets of equal rows of a table, given by its columns, as indices."""
     number, _ = number_rows(columns)
     order = number.argsort(stable=True)
     yield from order.split(torch.bincount(number).tolist())
 
 
 def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Units that share all their bitmaps, set by set with [1, e].
+    """Yields sets of units that share all their bitmaps, with these bitmaps [1, e].
 
-    Where few share, all at once with [units, e].
+    If only few units share, yields all units at once, with bitmaps [units, e].
     """
     sets = list(_equal_rows(list(bitmaps.unbind(1))))
     if len(sets) > max(8, len(bitmaps) // 16):
@@ -177,12 +177,12 @@ def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Places(NamedTuple):
-    """Where the rows of a chunk lie in the whole attention.
+    """Places of a chunk's rows in the whole attention.
 
     Attributes:
-        batch: [C]; head: [C, g] query heads; branch of the mixture.
-        query: [C, m] absolute positions; key: [C, n].
-        stream: [C, m] of dropout.
+        batch, head, branch: [C] batch entry; [C, g] query heads; branch of the mixture.
+        query, key: [C, m] and [C, n] absolute positions.
+        stream: [C, m] stream of dropout's seed.
     """
 
     batch: Tensor
@@ -195,16 +195,16 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a group for some heads: where their tokens are.
+    """C units of one shape as row indices, ready to gather.
 
     Attributes:
-        q: [C, g, m] rows of the flattened [B * Hq * Nq, ...] tensors, g the query heads that share
-            the keys.
+        q: [C, g, m] rows of the flattened [B * Hq * Nq, ...] tensors, for g query heads that share
+            keys.
         k: [C, n] rows of the flattened [B * Hkv * Nk, ...] tensors.
-        cells: bool [C or 1, m, n], the pairs that are in, or None where all are.
-        bias: positions in a flattened [B, Hq, num_blocks] block bias, [C, g, e], and which of the
-            e entries each key belongs to, [C, n]; None where there is no bias.
-        places: None where nothing depends on them.
+        cells: bool [C or 1, m, n], True for the pattern's pairs; None if all pairs are in it.
+        bias: None without block bias, else two tensors: indices into the flattened [B, Hq,
+            num_blocks] bias, [C, g, e], and for each key its entry out of e, [C, n].
+        places: None if no extra depends on positions.
     """
 
     q: Tensor
@@ -227,20 +227,20 @@ def chunks(
 ) -> Iterator[Chunk]:
     """Cuts units of pass `number` into chunks of at most `workspace` bytes.
 
-    `per_token` and `per_pair` are the bytes that the caller keeps of a query or key token and of a
-    pair of them; `biases`, how many numbers a query head has in a block bias, None without.
+    `per_token` and `per_pair` are the bytes that the caller allocates per query or key token and
+    per pair; `biases` is the length of a query head's block bias, None without one.
     """
     p, frame, b = layout.passes[number], layout.frame, layout.block_size
     batch_tables, heads = len(p.row_ptr), max(p.row_ptr.shape[1], len(p.query_start))
-    unit_heads = max(heads, frame.num_kv_heads)  # heads that gather keys of their own
-    group = frame.num_heads // unit_heads  # query heads to each of them
+    unit_heads = max(heads, frame.num_kv_heads)  # number of separately gathered sets of keys
+    group = frame.num_heads // unit_heads  # query heads that share one set
     device = units.head.device
     each = torch.cartesian_prod(
         torch.arange(batch // batch_tables, device=device),
         torch.arange(unit_heads // heads, device=device),
         torch.arange(len(units.head), device=device),
     )
-    if not len(each):  # an empty batch
+    if not len(each):  # the batch is empty
         return
     m, n = units.num_queries, units.num_keys
     per_pair = per_pair * group + 6 * (units.bitmaps is not None and len(units.bitmaps) > 1)
@@ -296,12 +296,12 @@ def chunks(
 def _positions(
     start: Tensor, stop: Tensor, axis: Tensor, tiles: Tensor, step: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """[C, t * block_size] positions of some tiles, and which of them are real."""
+    """Returns the tokens of tiles, [C, t * block_size], and False for padding."""
     first, end = (edge[axis[:, None], tiles][..., None] for edge in (start, stop))
     positions = (first + step * torch.arange(block_size, device=start.device)).flatten(1)
     return positions, positions < end.expand(-1, -1, block_size).flatten(1)
 
 
 def _of_tokens(of_tiles: Tensor, axis: Tensor, tiles: Tensor, block_size: int) -> Tensor:
-    """[C, t * block_size] what tiles have, for each of their tokens."""
+    """Repeats a number of each tile for each of its tokens, [C, t * block_size]."""
     return of_tiles[axis[:, None], tiles].repeat_interleave(block_size, 1)

@@ -1,4 +1,4 @@
-// Memory: what a tensor holds, and buffers of our own.
+// Memory: access to a tensor's values, and buffers.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace sparsering::cpu {
 
-// A tensor's numbers, which must be of the type. `const_data_ptr<T>` is no longer what torch's
-// libraries call it where clang 18 or newer compiles this.
+// Returns a tensor's values, and checks that they have type T. `const_data_ptr<T>` would not link:
+// clang 18 and newer mangle its name differently from torch's libraries.
 template <typename T>
 const T* values_of(const at::Tensor& x) {
   TORCH_CHECK_VALUE(x.scalar_type() == c10::CppTypeToScalarType<T>::value,
@@ -30,7 +30,7 @@ class Buffer {
   T* get() const {
     return static_cast<T*>(data_.get());
   }
-  // Forgets what it holds where that is too small.
+  // Returns room for `size` values; if it must grow, the old values are lost.
   T* at_least(int64_t size) {
     if (size > size_) {
       *this = Buffer();

@@ -1,4 +1,5 @@
-// What sanitizers cannot see: matrix products are compiled at run time, without their checks.
+// Reports memory access of matrix products to sanitizers, because products are compiled at run time
+// without their checks.
 
 #pragma once
 
@@ -24,7 +25,7 @@ void will_read(const T* from, size_t count) {
 #endif
 }
 
-// The same for a write.
+// Lets a sanitizer check a write of `count` values.
 template <typename T>
 void will_write(T* to, size_t count) {
 #if defined(__SANITIZE_ADDRESS__)

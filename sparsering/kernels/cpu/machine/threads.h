@@ -1,4 +1,4 @@
-// Work as shares of threads.
+// Distributes work among threads.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace sparsering::cpu {
 
-// Runs body(scratch, i) for every i < count, each by whichever thread is free; a thread is worth
-// waking for `least` of them.
+// Runs body(scratch, i) for every i < count, on whichever thread is free. Uses no more threads than
+// have `least` items each.
 template <typename Scratch, typename Make, typename Body>
 void share_out(int64_t count, int64_t least, const Make& make, const Body& body) {
   std::atomic<int64_t> next{0};
@@ -28,7 +28,7 @@ void share_out(int64_t count, int64_t least, const Make& make, const Body& body)
   });
 }
 
-// The same by one thread that has a scratch of its own, where `mine` is one, else by all.
+// Runs body(scratch, i) on this thread with the scratch `mine`; on all threads if it is nullptr.
 template <typename Scratch, typename Make, typename Body>
 void share_out(std::optional<Scratch>* mine, int64_t count, int64_t least, const Make& make,
                const Body& body) {
@@ -44,15 +44,14 @@ void share_out(std::optional<Scratch>* mine, int64_t count, int64_t least, const
   }
 }
 
-// Whether threads that take whole kv heads share them evenly enough: they then need not wait for
-// each other.
+// True if threads share whole kv heads evenly enough; then they need not wait for each other.
 inline bool shares_evenly(int64_t num_kv) {
   const int64_t threads = at::get_num_threads(), most = (num_kv + threads - 1) / threads;
   return num_kv >= threads && 10 * most * threads <= 11 * num_kv;
 }
 
-// How many kv heads are packed at a time: no more than keep all threads busy with `rows` pieces of
-// work each, but at least 4 MiB.
+// Number of kv heads that are packed together: no more than keep all threads busy with `rows` items
+// each, but at least 4 MiB.
 inline int64_t wave_of(int64_t num_kv, int64_t rows, int64_t bytes) {
   const int64_t busy = 64 * at::get_num_threads() / std::max<int64_t>(rows, 1) + 1;
   const int64_t small = (int64_t{4} << 20) / std::max<int64_t>(bytes, 1);

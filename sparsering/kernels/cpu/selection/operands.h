@@ -1,4 +1,4 @@
-// Queries, summaries of blocks and keys as operands of the products of shares.h.
+// Operands of the products in shares.h: queries, summaries of blocks, and keys.
 
 #pragma once
 
@@ -6,12 +6,12 @@
 
 namespace sparsering::cpu {
 
-// What a query's features are, by the names of estimates.py: itself, or two sets of D.
+// Kinds of query features, named as in estimates.py: the query itself, or two sets of D numbers.
 enum class Features { kMean, kGauss, kBounds };
 
-// Queries [B, Hq, Nq, D], features [entries, slots, blocks, F] of parts of blocks and keys
-// [entries, own blocks, block, D], those of `first_own` and later blocks; an entry is a batch entry
-// and kv head. Both are multiplied with `scale`, but for features that have it from the query.
+// Queries [B, Hq, Nq, D]; features [entries, slots, blocks, F] of parts of blocks; and keys
+// [entries, own blocks, block, D], of block `first_own` and later ones. An entry is a batch entry
+// and kv head. `scale` multiplies the keys, and the features unless the query's features have it.
 struct Operands {
   Operands(const Tensor& query_, const Tensor& feature_, const Tensor& key_, int64_t kind_,
            float scale_, int64_t first_own_, int64_t first_query_)
@@ -55,8 +55,8 @@ struct Operands {
   }
 };
 
-// Rows [count, width], `stride` apart, as columns [width, padded] times a factor, `ld` apart: zeros
-// behind them, to a multiple of 16.
+// Transposes rows [count, width], `stride` apart, times a factor, to rows `ld` apart [width,
+// padded]: count is padded with zeros to a multiple of 16.
 inline void turn(const float* from, int64_t stride, int64_t count, int64_t width, float factor,
                  float* to, int64_t ld) {
   const int64_t whole = width / kLanes * kLanes, padded = round_up(count, 16);
@@ -73,8 +73,8 @@ inline void turn(const float* from, int64_t stride, int64_t count, int64_t width
   }
 }
 
-// The features of the first `blocks` blocks as right operands: [F, columns] for each panel of so
-// many blocks of an entry and slot.
+// Features of the first `blocks` blocks as right operands: one panel [F, columns] for every
+// `columns` blocks of an entry and slot.
 class Panels {
  public:
   static constexpr int64_t kColumns = 128;
@@ -99,7 +99,7 @@ class Panels {
     return columns_;
   }
 
-  // That of an entry and slot which has block `first`, a multiple of `columns`.
+  // Panel of an entry and slot that begins at block `first`, a multiple of `columns`.
   const float* of(int64_t entry, int64_t slot, int64_t first) const {
     return data_.get() + ((entry * slots_ + slot) * count_ + first / columns_) * size_;
   }
@@ -109,7 +109,7 @@ class Panels {
   Buffer<float> data_;
 };
 
-// Queries `first` and following of an entry as rows [count, D], all heads of a place together.
+// Reads queries of an entry from `first` on, as rows [count, D], ordered by token, then by head.
 inline void read_queries(const Operands& x, int64_t entry, int64_t first, int64_t count,
                          float* to) {
   with_type(x.query.type, [&](auto value) {
@@ -123,7 +123,7 @@ inline void read_queries(const Operands& x, int64_t entry, int64_t first, int64_
   });
 }
 
-// Features [count, 2 D] of queries [count, D], where they are not the queries themselves.
+// Writes features [count, 2 D] of queries [count, D], for kinds other than kMean.
 inline void write_features(const Operands& x, const float* query, int64_t count, float* to) {
   const float half = static_cast<float>(double(x.scale) * x.scale / 2);
   for (int64_t i = 0; i < count; ++i, query += x.D, to += x.F) {
@@ -136,7 +136,7 @@ inline void write_features(const Operands& x, const float* query, int64_t count,
   }
 }
 
-// Keys of block `own` of an entry as a right operand [D, ld].
+// Packs the keys of block `own` of an entry as a right operand [D, ld].
 inline void turn_keys(const Operands& x, int64_t entry, int64_t own, int64_t count, float* to,
                       int64_t ld) {
   turn(x.key.rows<float>(entry, own - x.first_own, 0), x.key.strides[2], count, x.D, x.scale, to,

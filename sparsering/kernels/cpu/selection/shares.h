@@ -8,8 +8,8 @@
 
 namespace sparsering::cpu {
 
-// Of `count` runs of `width` queries each, the first in block `first`, at place `offset` there, the
-// others in the blocks that follow; `row` of them, in all heads, make a row of the result.
+// Shares of `count` runs of `width` queries. The first run begins at token `offset` of block
+// `first`, each later run is in the next block. `row` queries, of all heads, form a result row.
 struct Shares {
   Shares(const Operands& of, const std::optional<Tensor>& last_, float log_part_, int64_t blocks_,
          int64_t length, int64_t first_, int64_t offset_, int64_t count_, int64_t width_,
@@ -39,13 +39,13 @@ struct Shares {
                       "sparsering cpu: shares lack blocks that queries see");
   }
 
-  // How many blocks queries of block `own` see as estimates.
+  // Number of blocks that queries of block `own` see by estimates; its own keys are exact.
   int64_t seen(int64_t own) const {
     return causal ? std::clamp<int64_t>(own, 0, blocks) : blocks;
   }
 
   Operands operands;
-  const float* last;  // [slots] of the last block, the tokens of a part over those of a whole one
+  const float* last;  // [slots] share of a whole part's tokens that the last block's parts have
   float log_part;
   int64_t blocks, Nk, first, offset, count, width, row;
   bool causal;
@@ -58,9 +58,9 @@ inline float least_of_lanes(Vec x) {
   return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::minimum(a, b); }, x);
 }
 
-// The highest of the numbers, or of some where one is NaN: their powers will tell.
+// Returns the maximum. It may skip NaN, but the exponential of a NaN still reaches the sum.
 inline Vec highest_of(const float* from, int64_t size, Vec top) {
-  Vec tops[4] = {top, top, top, top};  // that no maximum waits for the one before
+  Vec tops[4] = {top, top, top, top};  // four independent maxima hide the latency of each
   int64_t j = 0;
   for (; j + 4 * kLanes <= size; j += 4 * kLanes) {
     for (int64_t k = 0; k < 4; ++k) {
@@ -73,7 +73,7 @@ inline Vec highest_of(const float* from, int64_t size, Vec top) {
   return at::vec::maximum(at::vec::maximum(tops[0], tops[1]), at::vec::maximum(tops[2], tops[3]));
 }
 
-// Replaces numbers by their powers of e, and returns the sum of these.
+// Replaces each x by exp(x - base), and returns the sum.
 inline float exponentiate(float* x, int64_t size, float base) {
   Vec total(0.f);
   for (int64_t j = 0; j < size; j += kLanes) {
@@ -84,7 +84,7 @@ inline float exponentiate(float* x, int64_t size, float base) {
   return sum_of_lanes(total);
 }
 
-// Writes logs of numbers; whether one was 0.
+// Writes logs of numbers. Returns true if one of the numbers was 0.
 inline bool write_logs(const float* from, int64_t size, float* to) {
   Vec least(kInf);
   for (int64_t j = 0; j < size; j += kLanes) {
@@ -96,8 +96,8 @@ inline bool write_logs(const float* from, int64_t size, float* to) {
   return least_of_lanes(least) == 0.f;
 }
 
-// Writes logs of the shares of every block, `result` [entries, rows, blocks]; -inf for those not
-// visible. Returns whether a share was too small for a number.
+// Writes the log share of every block to `result` [entries, rows, blocks]; -inf for blocks that are
+// not visible. Returns true if a share was too small for float.
 inline bool block_shares(const Shares& x, Tensor& result) {
   TORCH_CHECK_VALUE(
       result.device().is_cpu() && result.scalar_type() == at::kFloat &&
@@ -108,13 +108,13 @@ inline bool block_shares(const Shares& x, Tensor& result) {
   float* const out = result.data_ptr<float>();
   const int64_t of_entry = result.stride(0), of_row = result.stride(1);
   std::atomic<bool> lost{false};
-  constexpr int64_t kQueries = 64;  // at a time
+  constexpr int64_t kQueries = 64;  // per product
   const Operands& from = x.operands;
   const int64_t group = from.group, slots = from.slots, D = from.D, F = from.F;
   const int64_t per_run = x.width * group, per_row = x.row * group;
   const int64_t most = round_up(x.seen(x.first + x.count - 1), 16);
   const int64_t near_most = round_up(from.block, 16);
-  const bool same = from.kind == Features::kMean;  // features and queries
+  const bool same = from.kind == Features::kMean;  // features are the queries themselves
   const Panels panels(from, x.seen(x.first + x.count - 1));
   struct Scratch {
     Buffer<float> query, feature, key, logits, near, sums;
@@ -134,7 +134,7 @@ inline bool block_shares(const Shares& x, Tensor& result) {
     }
   };
   const auto work = [&](Scratch& s, int64_t item) {
-    item = from.entries * x.count - 1 - item;  // the longest first
+    item = from.entries * x.count - 1 - item;  // longest items first, for an even load
     const int64_t e = item % from.entries, run = item / from.entries, own = x.first + run;
     const int64_t seen = x.seen(own), wide = round_up(seen, 16), columns = slots * wide;
     const bool has_own = x.causal && own >= 0 && own < x.blocks;
@@ -145,7 +145,7 @@ inline bool block_shares(const Shares& x, Tensor& result) {
     }
     for (int64_t q = 0; q < per_run; q += kQueries) {
       const int64_t count = std::min(kQueries, per_run - q);
-      const int64_t place = x.offset + (q + count - 1) / group;  // the last
+      const int64_t place = x.offset + (q + count - 1) / group;  // last token of these queries
       const int64_t near_wide = round_up(std::min(keys, place + 1), 16);
       const float *query = s.query.get(), *feature = same ? query : s.feature.get();
       read_queries(from, e, run * per_run + q, count, s.query.get());
@@ -158,7 +158,7 @@ inline bool block_shares(const Shares& x, Tensor& result) {
                   panels.columns(), s.logits.get() + c * wide + j, columns);
         }
       }
-      // In few widths, for each is compiled.
+      // Few distinct widths, because brgemm compiles a kernel for each.
       for (int64_t j = 0; j < near_wide; j += Panels::kColumns) {
         product(count, std::min(Panels::kColumns, near_wide - j), D, query, s.key.get() + j,
                 near_most, s.near.get() + j, near_wide);

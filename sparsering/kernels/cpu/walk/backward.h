@@ -1,5 +1,5 @@
-// The backward pass by key tile: gathered rows against one key tile, whose dK and dV are sums of
-// them, and a chunk's dQ in memory.
+// Backward pass by key tile: gathered rows add to the dK and dV of one key tile, and to the dQ of
+// their chunk, which is in memory.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace sparsering::cpu {
 template <typename T>
 class WalkBackward {
  public:
-  // What is read of all rows, and where the gradient of the block bias goes, or nullptr.
+  // Input of all rows, and the gradient of the block bias, or nullptr.
   struct Rows {
     const Source& dout;
     const float *lse, *delta;
@@ -48,7 +48,7 @@ class WalkBackward {
     Visits visits;
     Buffer<T> spare, k, kt, v, gathered, q, qt, dout, dout_t, p, ds, ds_paired;
     Buffer<float> scores, dscores, dq_t, dq, lse, delta, totals;
-    // Of a chunk.
+    // Rows of a whole chunk.
     Buffer<T> all_q, all_dout;
     Buffer<float> all_lse, all_delta, all_dq;
   };
@@ -63,7 +63,7 @@ class WalkBackward {
         width_(pairs.width()),
         value_width_(pairs.value_width()) {}
 
-  // All of a kv head; `dk` and `dv` have room for its key tiles.
+  // Computes a whole kv head; `dk` and `dv` have room for all its key tiles.
   void run_head(int64_t kv, float* dk, float* dv, const Gradients& sums) const {
     const std::vector<Chunk> chunks = walk_.chunks(kv, 1);
     add_chunks(chunks, 0, chunks.size(), dk, dv, sums);
@@ -73,8 +73,8 @@ class WalkBackward {
     }
   }
 
-  // Some kv heads: the chunks of each in groups, as many as have room for dK and dV of their own,
-  // the same for any number of threads.
+  // Computes some kv heads. The chunks of each form groups with dK and dV of their own, as many as
+  // there is room for; groups do not depend on the number of threads.
   void run_wave(int64_t first, int64_t count, const Gradients& sums) const {
     const int64_t size = walk_.pass.columns * x_.block * (width_ + value_width_);
     const int64_t room = kRoom / std::max<int64_t>(1, size);
@@ -89,7 +89,7 @@ class WalkBackward {
   }
 
  private:
-  static constexpr int64_t kRoom = 1 << 26;  // values, but for what two groups need
+  static constexpr int64_t kRoom = 1 << 26;  // values of dK and dV; two groups may exceed it
 
   void run_groups(int64_t first, int64_t count, int64_t groups, int64_t size, float* parts,
                   const Gradients& sums) const {
@@ -125,7 +125,7 @@ class WalkBackward {
     }
   }
 
-  // dQ of some chunks of a kv head, and their dK and dV by key tile.
+  // Computes dQ of some chunks of a kv head, and their dK and dV by key tile.
   void add_chunks(const std::vector<Chunk>& chunks, int64_t begin, int64_t end, float* dk,
                   float* dv, const Gradients& sums) const {
     Scratch s(x_, pairs_, walk_);
@@ -170,7 +170,7 @@ class WalkBackward {
     }
   }
 
-  // lse and delta of a chunk's rows.
+  // Reads lse and delta of a chunk's rows.
   void read_sums(const Scratch& s, const Chunk& chunk, float* lse, float* delta) const {
     for (int64_t row = chunk.begin; row < chunk.end; ++row) {
       const Tile tile = walk_.pass.query_tile(walk_.axis(chunk.head), row);
@@ -184,7 +184,7 @@ class WalkBackward {
     }
   }
 
-  // A gathered tile's rows and their transpose as right operands; zeros past its end.
+  // Packs a gathered tile's rows and their transpose as right operands; zeros past its end.
   const T* operands(Scratch& s, const T* all, int64_t heads, int64_t count, int64_t width, T* to,
                     T* transposed) const {
     const int64_t size = s.tile.size * heads;
@@ -269,7 +269,7 @@ class WalkBackward {
     }
   }
 
-  // Scores and dP to P^T and dS^T, as operands, and each row's sum of dS: see Pairs.
+  // Turns scores and dP into P^T and dS^T, as operands, and sums dS of each row; see Pairs.
   void weigh(Scratch& s, int64_t keys, int64_t padded, int64_t rows) const {
     constexpr int W = kPaired<T> ? 2 : 1;
     float *scores = s.scores.get(), *dscores = s.dscores.get();
@@ -288,7 +288,7 @@ class WalkBackward {
             const int64_t at = (j + row) * rows + c + w * kLanes;
             p[row][w] = ds[row][w] = Vec(0.f);
             if (j + row < keys) {
-              // At most 1, but for the rounding of a large lse.
+              // P is at most 1 but for the rounding of a large lse; the clamp avoids an overflow.
               const Vec x = at::vec::fmadd(Vec::loadu(scores + at), scale, lse[w]);
               p[row][w] = exp_of(at::vec::clamp_max(x, Vec(44.f)));
               ds[row][w] = p[row][w] * (Vec::loadu(dscores + at) - delta[w]);

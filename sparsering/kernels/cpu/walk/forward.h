@@ -1,4 +1,4 @@
-// The forward pass by key tile: a chunk of rows keeps its running softmax and sums in memory.
+// Forward pass by key tile: a chunk of rows keeps its running softmax and sums in memory.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace sparsering::cpu {
 
-// A key tile as right operands: K^T, and V where it is wanted. Scores are [rows, keys] here: the
-// small key tile is transposed, once for many rows.
+// Right operands of a key tile: K^T, and V if needed. Scores are [rows, keys] here, not transposed:
+// the small key tile is transposed instead, once for many rows.
 template <typename T>
 class RowKeys {
  public:
@@ -28,7 +28,7 @@ class RowKeys {
     return width_;
   }
 
-  // Whether any of the tile's keys is seen.
+  // Reads a key tile. Returns false if it has no unmasked key.
   bool read_keys(const Pass& pass, int64_t b, int64_t kv_head, int64_t column) {
     tile = pass.key_tile(kv_head * pass.axes / x_.Hkv, column);
     padded = round_up(tile.count, kQueryUnit<T>);
@@ -53,7 +53,7 @@ class RowKeys {
     v = pack(rows, padded, x_.Dv, v_.get());
   }
 
-  // Products of a gathered tile's rows with the keys, -inf where there is no pair.
+  // Computes the products of a gathered tile's rows with the keys; -inf where there is no pair.
   void score(const Walk& walk, const Chunk& chunk, const Gathered& rows, const T* q,
              float* scores) const {
     const int64_t count = rows.size * chunk.heads;
@@ -90,7 +90,7 @@ class RowKeys {
   Buffer<T> tile_, kt_, v_;
 };
 
-// The bias of each row of a gathered tile, or none.
+// Reads the bias of each row of a gathered tile, if there is a bias.
 inline void read_biases(const Problem& x, const Chunk& chunk, const Gathered& tile, int64_t number,
                         float* to) {
   for (int64_t h = 0; x.bias && h < chunk.heads; ++h) {
@@ -176,7 +176,7 @@ class WalkForward {
     }
   }
 
-  // A softmax step of up to kLanes rows from `first` on: see softmax_step.
+  // One softmax step of up to kLanes rows from `first` on; see softmax_step.
   void weigh(Scratch& s, int64_t heads, int64_t first, int64_t count, T* weights) const {
     const int64_t padded = s.keys.padded;
     const float* scores = s.scores.get() + first * padded;

@@ -1,10 +1,10 @@
-// A walk by key tile, for passes whose query tiles are short: the rows that visit a key tile, be
-// they anywhere, are gathered into tiles that are worth a matrix product. No row meets a key tile
-// that it does not visit, and none is padded, however the rows choose.
+// Walk by key tile, for passes whose query tiles are short: gathers the rows that visit a key tile,
+// wherever they are, into tiles that are large enough for a matrix product. No row is computed with
+// a key tile that it does not visit, and short query tiles are not padded one by one.
 //
-// A row is a query of a head. Rows lie in a chunk by token, then by head: the heads that share a
-// table are gathered at once. Chunks depend on the layout alone, entries of a chunk are sorted by
-// key tile, and each row sees its key tiles in ascending order, whoever computes it.
+// A row is a query of a head. A chunk stores its rows by token, then by head, because heads that
+// share a table are gathered together. Chunks depend only on the layout. The entries of a chunk are
+// sorted by key tile, so that each row sees its key tiles in ascending order on any thread.
 //
 // Source: FSA (arXiv 2508.18224) and FlashMoBA (2511.11571) walk selections by key block.
 
@@ -18,9 +18,9 @@
 
 namespace sparsering::cpu {
 
-constexpr int64_t kGathered = 64;  // rows to a gathered tile, where a token's heads are no more
-// Rows of a chunk: as many as bring a key tile `kMuch` rows on average, but no more than stay near
-// a core where `kEnough` come then.
+constexpr int64_t kGathered = 64;  // rows per gathered tile, unless one token has more heads
+// The rows of a chunk are chosen so that a key tile has `kMuch` visiting rows on average. A chunk
+// is limited to `kNearRows`, which stay in a core's cache, if that leaves at least `kEnough`.
 constexpr int64_t kMuch = 256, kEnough = 64, kLeastRows = 1024, kNearRows = 4096;
 
 // Query tiles `begin` to `end` for some heads that share a table.
@@ -28,15 +28,15 @@ struct Chunk {
   int64_t batch, head, heads, begin, end;
 };
 
-// What a walk knows of its pass.
+// Walk over a pass: the sizes of its gathered tiles, and its chunks.
 struct Walk {
   Walk(const Problem& problem, const Pass& pass_) : x(problem), pass(pass_) {
-    heads = std::gcd(x.group, x.Hq / pass.tables);  // of a group, that share a table
+    heads = std::gcd(x.group, x.Hq / pass.tables);  // heads of a group that share a table
     tokens = std::max<int64_t>(1, kGathered / heads);
     rows = round_up(tokens * heads, 32);
   }
 
-  // The chunks of some kv heads, counted through the batch.
+  // Lists the chunks of some kv heads, counted through the batch.
   std::vector<Chunk> chunks(int64_t first_kv, int64_t count) const {
     std::vector<Chunk> result;
     for (int64_t kv = first_kv; kv < first_kv + count; ++kv) {
@@ -75,8 +75,8 @@ struct Walk {
   }
 };
 
-// A gathered tile: of each token its place in the chunk, its entry, and its place in its query
-// tile, that is in the bitmap.
+// A gathered tile: for each token its index in the chunk, its entry, and its index in its query
+// tile, which is its bitmap row.
 struct Gathered {
   explicit Gathered(const Walk& walk)
       : token(walk.tokens), entry(walk.tokens), place(walk.tokens) {}
@@ -88,7 +88,7 @@ struct Gathered {
   }
 };
 
-// The entries of a chunk, sorted by key tile.
+// Entries of a chunk, sorted by key tile.
 class Visits {
  public:
   void sort(const Walk& walk, const Chunk& chunk) {
@@ -119,7 +119,7 @@ class Visits {
   int64_t tokens() const {
     return first_token_.back();
   }
-  // Place in the chunk of the first token of its `i`th query tile.
+  // Index in the chunk of the first token of query tile `i`.
   int64_t first_token(int64_t i) const {
     return first_token_[i];
   }
@@ -127,7 +127,7 @@ class Visits {
     return begin_[column] < begin_[column + 1];
   }
 
-  // Calls f() for each gathered tile of a key tile's visitors, in `tile`.
+  // Gathers the rows that visit a key tile into `tile`, and calls f() for each full or last one.
   template <typename F>
   void for_tiles(int64_t column, Gathered& tile, const F& f) const {
     const int64_t most = tile.token.size();
@@ -159,7 +159,7 @@ class Visits {
   std::vector<Visit> of_tile_;
 };
 
-// Copies the rows of a chunk's tokens to where they lie by token and head, `width` values each.
+// Copies the rows of a chunk to `to`, by token and then by head, with `width` values each.
 template <typename T>
 void read_chunk(const Walk& walk, const Chunk& chunk, const Visits& visits, const Source& from,
                 int64_t width, T* to) {
@@ -185,7 +185,8 @@ void read_chunk(const Walk& walk, const Chunk& chunk, const Visits& visits, cons
   }
 }
 
-// Rows of a gathered tile, in `to` or where they lie; those past its end are any.
+// Returns the rows of a gathered tile, in place if they are adjacent, else copied to `to`. Rows
+// past its end have any values.
 template <typename T>
 const T* gather(const Gathered& tile, const T* rows, int64_t width, T* to) {
   if (tile.lies_together()) {
@@ -197,7 +198,7 @@ const T* gather(const Gathered& tile, const T* rows, int64_t width, T* to) {
   return to;
 }
 
-// The largest lane of each vector, in its lane.
+// Returns a vector whose lane i is the largest lane of x[i].
 inline Vec highest_of_lanes(Vec (&x)[kLanes]) {
 #pragma GCC unroll 4
   for (int64_t n = kLanes / 2; n > 0; n /= 2) {
