@@ -35,7 +35,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise ValueError(
             "query, key and value must be [batch, heads, tokens, head dim], got "
-            f"{_shapes(query, key, value)}; unsqueeze what lacks"
+            f"{_shapes(query, key, value)}; add a missing dim with unsqueeze()"
         )
     wanted = (query.shape[0], query.shape[3], *key.shape[:3])
     if (given := (key.shape[0], key.shape[3], *value.shape[:3])) != wanted:
@@ -181,7 +181,7 @@ def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Ten
     check_tensor(name, index, "[n] of integers")
     if index.is_meta:
         raise ValueError(f"{name} needs integers [n], got a tensor on the meta device")
-    chosen = index.cpu()
+    chosen = in_memory(index).cpu()
     whole = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1
     if not whole or (len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < entries):
         raise ValueError(
@@ -209,10 +209,10 @@ def expanded_bias(block_bias: Tensor, query: Tensor, block_size: int | None) -> 
             f"block_bias must be [{batch} or 1, {heads} or 1, num_blocks], got "
             f"{tuple(block_bias.shape)}; see pattern.layout(...).num_blocks"
         )
-    if not block_bias.is_floating_point() or block_bias.device != query.device:
+    if block_bias.dtype not in DTYPES or block_bias.device != query.device:
         raise ValueError(
-            f"block_bias must hold floating point numbers on {query.device}, got "
-            f"{block_bias.dtype} on {block_bias.device}; cast or move it with .to()"
+            f"block_bias must hold floating point numbers on {query.device}, of 16 bits or more, "
+            f"got {block_bias.dtype} on {block_bias.device}; cast or move it with .to()"
         )
     return in_memory(block_bias).expand(batch, heads, -1)
 
@@ -238,16 +238,16 @@ def checked_rows(name: str, x: Tensor, query: Tensor, broadcasts: bool = True) -
     if not fits or x.device != query.device:
         raise ValueError(
             f"{name} must be floating point [{', '.join(outer)}, {shape[2]}] on {query.device}, "
-            f"got {x.dtype} {tuple(x.shape)} on {x.device}; unsqueeze what lacks"
+            f"got {x.dtype} {tuple(x.shape)} on {x.device}; add a missing dim with unsqueeze()"
         )
     return in_memory(x.detach()).to(sum_dtype(query))
 
 
-def refuse_meta(*tensors: Tensor) -> None:
+def refuse_meta(*tensors: Tensor, named: str = "tensors") -> None:
     """Raises ValueError where the numbers of a tensor are asked for, and it has none."""
     if any(x.is_meta for x in tensors):
         raise ValueError(
-            "expected tensors with numbers, got some on the meta device; attention alone takes "
+            f"expected {named} with numbers, got some on the meta device; attention alone takes "
             "those, for shapes"
         )
 
