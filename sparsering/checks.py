@@ -17,6 +17,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from .layouts.cache import place_of
 from .layouts.layout import BlockLayout
 from .numerics import autocasting, sum_dtype
 from .patterns.algebra import Pattern
@@ -151,6 +152,11 @@ def checked_scale(scale: object, query: Tensor) -> float:
         got = shortened(repr(scale))
         raise ValueError(f"scale must be a finite float, got {got}; None is D ** -0.5")
     return float(scale)
+
+
+def checked_device(device: torch.device | str | None) -> torch.device | None:
+    """None, or the device that tensors made there are on; ValueError where none can be."""
+    return None if device is None else place_of(device)
 
 
 def check_integer_or_none(name: str, number: object) -> None:

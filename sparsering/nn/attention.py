@@ -14,9 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import DTYPES, check_module, check_pattern, check_tensor, checked_scale, refuse_meta
+from ..checks import (
+    DTYPES,
+    check_module,
+    check_pattern,
+    check_tensor,
+    checked_device,
+    checked_scale,
+    refuse_meta,
+)
 from ..functional import attention
-from ..layouts.cache import place_of
 from ..numerics import autocasting, merge_attention
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import (
@@ -99,7 +106,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             checked_number("dropout", dropout, 0, 1),
             kdim=None if kdim is None else checked_integer("kdim", kdim, 0),
             vdim=None if vdim is None else checked_integer("vdim", vdim, 0),
-            device=None if device is None else place_of(device),
+            device=checked_device(device),
             dtype=checked_dtype("dtype", dtype),
             **{name: checked_flag(name, value) for name, value in flags.items()},
         )

@@ -105,6 +105,28 @@ def value_of(source: str, given: Given, name: str) -> Any:
     )
 
 
+def flat(x: Any) -> list[Any]:
+    """Tensors, numbers and texts of a result."""
+    if isinstance(x, type):
+        return []
+    if isinstance(x, tuple | list):
+        return [found for part in x for found in flat(part)]
+    if isinstance(x, dict):
+        return flat(list(x.values()))
+    if isinstance(x, sr.BlockLayout):
+        return [str(x), x.num_pairs]
+    if isinstance(x, sr.BlockWeights):
+        return [x.values]
+    if hasattr(x, "__dataclass_fields__") and not isinstance(x, sr.Pattern):
+        return flat(list(vars(x).values()))
+    return [x]
+
+
+def is_large(x: Any) -> bool:
+    """Whether it is a number of millions, or has one."""
+    return any(isinstance(part, int) and 1 << 20 <= part <= 1 << 53 for part in flat(x))
+
+
 def _legal(name: str) -> Iterator[tuple[str, str, int]]:
     """All (argument, kind, number) of which there is a value."""
     torch.manual_seed(0)
@@ -170,10 +192,8 @@ class Hostile:
         assert not different, f"after that call the right one gives {different}"
 
     def asks_much(self, bad: Given) -> bool:
-        """Whether it may take long: lengths of millions, or as long as this machine can hold."""
-        return is_large(list(bad.values())) or (
-            self.name == "longest_sequence" and bad.get("memory") is None
-        )
+        """Whether it may take long: lengths of millions, given or looked for."""
+        return self.name == "longest_sequence" or is_large(list(bad.values()))
 
     def sane(self) -> tuple[Callable[..., Any], Given]:
         torch.manual_seed(0)
@@ -256,28 +276,6 @@ def guarded(is_small: bool) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, known)
-
-
-def flat(x: Any) -> list[Any]:
-    """Tensors, numbers and texts of a result."""
-    if isinstance(x, type):
-        return []
-    if isinstance(x, tuple | list):
-        return [found for part in x for found in flat(part)]
-    if isinstance(x, dict):
-        return flat(list(x.values()))
-    if isinstance(x, sr.BlockLayout):
-        return [str(x), x.num_pairs]
-    if isinstance(x, sr.BlockWeights):
-        return [x.values]
-    if hasattr(x, "__dataclass_fields__") and not isinstance(x, sr.Pattern):
-        return flat(list(vars(x).values()))
-    return [x]
-
-
-def is_large(x: Any) -> bool:
-    """Whether it is a number of millions, or has one."""
-    return any(isinstance(part, int) and 1 << 20 <= part <= 1 << 53 for part in flat(x))
 
 
 def is_finite(x: Any) -> bool:
