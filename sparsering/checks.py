@@ -17,6 +17,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from .layouts.cache import place_of
 from .layouts.layout import BlockLayout
 from .numerics import autocasting, sum_dtype
 from .patterns.algebra import Pattern
@@ -35,7 +36,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise ValueError(
             "query, key and value must be [batch, heads, tokens, head dim], got "
-            f"{_shapes(query, key, value)}; unsqueeze what lacks"
+            f"{_shapes(query, key, value)}; add a missing dim with unsqueeze()"
         )
     wanted = (query.shape[0], query.shape[3], *key.shape[:3])
     if (given := (key.shape[0], key.shape[3], *value.shape[:3])) != wanted:
@@ -153,6 +154,11 @@ def checked_scale(scale: object, query: Tensor) -> float:
     return float(scale)
 
 
+def checked_device(device: torch.device | str | None) -> torch.device | None:
+    """None, or the device that tensors made there are on; ValueError where none can be."""
+    return None if device is None else place_of(device)
+
+
 def check_integer_or_none(name: str, number: object) -> None:
     """Raises ValueError if an argument is neither an int nor None."""
     if number is None or isinstance(number, torch.SymInt):
@@ -181,7 +187,7 @@ def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Ten
     check_tensor(name, index, "[n] of integers")
     if index.is_meta:
         raise ValueError(f"{name} needs integers [n], got a tensor on the meta device")
-    chosen = index.cpu()
+    chosen = in_memory(index).cpu()
     if chosen.shape == (0,):  # torch.tensor([]) is float32, but an empty index is valid
         return chosen.long()
     whole = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1
@@ -211,10 +217,10 @@ def expanded_bias(block_bias: Tensor, query: Tensor, block_size: int | None) -> 
             f"block_bias must be [{batch} or 1, {heads} or 1, num_blocks], got "
             f"{tuple(block_bias.shape)}; see pattern.layout(...).num_blocks"
         )
-    if not block_bias.is_floating_point() or block_bias.device != query.device:
+    if block_bias.dtype not in DTYPES or block_bias.device != query.device:
         raise ValueError(
-            f"block_bias must hold floating point numbers on {query.device}, got "
-            f"{block_bias.dtype} on {block_bias.device}; cast or move it with .to()"
+            f"block_bias must hold floating point numbers on {query.device}, of 16 bits or more, "
+            f"got {block_bias.dtype} on {block_bias.device}; cast or move it with .to()"
         )
     return in_memory(block_bias).expand(batch, heads, -1)
 
@@ -240,16 +246,16 @@ def checked_rows(name: str, x: Tensor, query: Tensor, broadcasts: bool = True) -
     if not fits or x.device != query.device:
         raise ValueError(
             f"{name} must be floating point [{', '.join(outer)}, {shape[2]}] on {query.device}, "
-            f"got {x.dtype} {tuple(x.shape)} on {x.device}; unsqueeze what lacks"
+            f"got {x.dtype} {tuple(x.shape)} on {x.device}; add a missing dim with unsqueeze()"
         )
     return in_memory(x.detach()).to(sum_dtype(query))
 
 
-def refuse_meta(*tensors: Tensor) -> None:
+def refuse_meta(*tensors: Tensor, named: str = "tensors") -> None:
     """Raises ValueError if a tensor is on the meta device, where it has no numbers."""
     if any(x.is_meta for x in tensors):
         raise ValueError(
-            "expected tensors with numbers, got some on the meta device; attention alone takes "
+            f"expected {named} with numbers, got some on the meta device; attention alone takes "
             "those, for shapes"
         )
 

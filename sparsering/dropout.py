@@ -129,7 +129,7 @@ def checked_probability(p: object) -> float:
     """Returns the share to drop as a float; ValueError unless it is a number with 0 <= p < 1."""
     number = isinstance(p, Real) and not isinstance(p, bool)
     if not number or not 0 <= p < 1:  # type: ignore[operator]
-        got = f"a tensor {tuple(p.shape)}" if isinstance(p, Tensor) else shortened(repr(p))
+        got = "a tensor" if isinstance(p, Tensor) else shortened(repr(p))
         raise ValueError(f"dropout_p must be a number with 0 <= p < 1, got {got}; 0.0 drops none")
     return float(p)  # type: ignore[arg-type]
 
@@ -152,12 +152,14 @@ def checked_seed(seed: object) -> Tensor:
 
 
 def _checked_numbers(name: str, x: object) -> Tensor:
-    if isinstance(x, Tensor) and x.dtype == torch.int64:
+    if isinstance(x, Tensor) and x.dtype == torch.int64 and not (x.is_nested or x.is_meta):
         return x
     if (number := _as_integer(x)) is not None:
         return torch.tensor(number, device="cpu")
-    got = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else shortened(repr(x))
-    raise ValueError(f"{name} must be an int or an int64 tensor, got {got}; cast with .long()")
+    got = f"one of {x.dtype} on {x.device}" if isinstance(x, Tensor) else shortened(repr(x))
+    raise ValueError(
+        f"{name} must be an int or a dense int64 tensor of numbers, got {got}; cast with .long()"
+    )
 
 
 def _as_integer(x: object) -> int | None:

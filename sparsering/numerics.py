@@ -33,6 +33,12 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         >>> out, lse = merge_attention((out_1, out_2), (lse_1, lse_2))
     """
     given: list[Any] = [outs, lses]
+    nested = [isinstance(x, Tensor) and x.is_nested for x in given]
+    if any(nested):
+        raise ValueError(
+            "merge_attention needs outs and lses that are sequences of dense tensors, got nested "
+            "ones; pad them with .to_padded_tensor(0.0)"
+        )
     is_list = [isinstance(x, Iterable) and getattr(x, "ndim", 1) > 0 for x in given]
     parts = [list(x) if many else [x] for x, many in zip(given, is_list, strict=True)]
     if kinds := {type(x).__name__ for some in parts for x in some if not isinstance(x, Tensor)}:

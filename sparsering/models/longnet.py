@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_pattern, check_tensor
+from ..checks import check_pattern, check_tensor, refuse_meta
 from ..decoding import KVCache
 from ..functional import attention
 from ..nn.rope import rotary_table
@@ -254,8 +254,15 @@ class LongNetLM(nn.Module):
                 f"generate needs prompts int64 [B, N] of at least one token, got {got}; a newline "
                 "will do"
             )
+        vocabulary = self.embedding.num_embeddings
+        refuse_meta(tokens, named="tokens")
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+            raise ValueError(
+                f"tokens must be from 0 to {vocabulary - 1}, got some from {int(tokens.min())} to "
+                f"{int(tokens.max())}; vocab_size says how many a model knows"
+            )
         if stop is not None:
-            stop = checked_integers("stop", stop, 0, self.embedding.num_embeddings - 1)
+            stop = checked_integers("stop", stop, 0, vocabulary - 1)
             if not stop:
                 raise ValueError("stop must be at least one token, got none; None never stops")
         on_host = isinstance(generator, torch.Generator) and generator.device.type == "cpu"

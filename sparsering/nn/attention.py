@@ -14,7 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import DTYPES, check_module, check_pattern, check_tensor, checked_scale
+from ..checks import (
+    DTYPES,
+    check_module,
+    check_pattern,
+    check_tensor,
+    checked_device,
+    checked_scale,
+    refuse_meta,
+)
 from ..functional import attention
 from ..numerics import autocasting, merge_attention
 from ..patterns.algebra import Pattern
@@ -49,7 +57,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     `is_causal` means `& Causal()`, with a mask or without. No fused path of torch bypasses the
     pattern: `TransformerEncoderLayer` calls this module in eval mode too.
 
-    Raises: ValueError or TypeError for invalid sizes, flags, scale or pattern.
+    Raises: ValueError or TypeError for invalid sizes, flags, scale or pattern, or if embed_dim is no
+        multiple of num_heads.
 
     Cost: the projections, and `attention` at the cost of the pattern. Masks of bools, or of floats
     0 and -inf, keep that cost. Other float masks and `need_weights=True` take O(N^2) memory, up to
@@ -99,7 +108,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             checked_number("dropout", dropout, 0, 1),
             kdim=None if kdim is None else checked_integer("kdim", kdim, 0),
             vdim=None if vdim is None else checked_integer("vdim", vdim, 0),
-            device=device,
+            device=checked_device(device),
             dtype=checked_dtype("dtype", dtype),
             **{name: checked_flag(name, value) for name, value in flags.items()},
         )
@@ -146,15 +155,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises: ValueError where shapes or masks do not fit, or there would be more than 2^26
             weights.
         """
-        is_nested = False
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            is_nested |= isinstance(x, Tensor) and x.is_nested
-            if not is_nested:
+        nested = [isinstance(x, Tensor) and x.is_nested for x in (query, key, value)]
+        if not all(nested):
+            for name, x in (("query", query), ("key", key), ("value", value)):
                 check_tensor(name, x, "[batch, tokens, width]")
         need_weights = checked_flag("need_weights", need_weights)
         average_attn_weights = checked_flag("average_attn_weights", average_attn_weights)
         is_causal = checked_flag("is_causal", is_causal)
-        if is_nested:
+        if all(nested):
             if attn_mask is not None or key_padding_mask is not None or not self.batch_first:
                 raise ValueError(
                     "nested tensors are batch_first and come without masks, for their lengths say "
@@ -387,6 +395,7 @@ def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
             f"{name} must be bool, True for what is blocked, or floats that are added to scores, "
             f"got {mask.dtype}; .bool() converts it"
         )
+    refuse_meta(mask, named=name)
     if tuple(mask.shape) not in shapes:
         raise ValueError(
             f"{name} must be {' or '.join(map(str, shapes))} here, got "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..checks import check_integer_or_none, check_tensor
 from ..functional import attention
+from ..numerics import autocasting
 from ..patterns.algebra import Mask
 from ..patterns.arguments import checked_flag, checked_integer, shortened
 from ..patterns.positions import Causal, Full, PooledCausal, SlidingWindow
@@ -135,7 +136,7 @@ class SelectedAttention(nn.Module):
                 f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {kv_heads}; "
                 "1 shares keys among all heads"
             )
-        if scorer not in (*METHODS, "pooled", "learned"):
+        if not isinstance(scorer, str) or scorer not in (*METHODS, "pooled", "learned"):
             raise ValueError(
                 f"scorer must be one of {', '.join(METHODS)}, pooled, learned, got "
                 f"{shortened(repr(scorer))}"
@@ -146,7 +147,7 @@ class SelectedAttention(nn.Module):
             raise ValueError(
                 "scorer='pooled' needs a pooled branch, got pooled=None; pooled=(32, 16) is NSA's"
             )
-        if gate not in GATES:
+        if not isinstance(gate, str) or gate not in GATES:
             raise ValueError(f"gate must be one of {', '.join(GATES)}, got {shortened(repr(gate))}")
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
@@ -280,9 +281,11 @@ class SelectedAttention(nn.Module):
         if not wanted or not x.is_floating_point():
             raise ValueError(
                 f"x must be floating point [B, N, {self.q_proj.in_features}], got {x.dtype} "
-                f"{tuple(x.shape)}; unsqueeze "
-                "what lacks"
+                f"{tuple(x.shape)}; add a missing dim with unsqueeze()"
             )
+        own = self.q_proj.weight.dtype
+        if x.dtype != own and not autocasting(x):
+            raise ValueError(f"x must be of {own}, got {x.dtype}; cast with .to()")
         if checked_flag("return_loss", return_loss) and self.block_scorer is None:
             raise ValueError(
                 f"return_loss=True needs scorer='learned', got {self.scorer!r}, which has no loss "

@@ -160,11 +160,11 @@ class Pattern(Operand):
         """
         # Layouts import patterns, so this and the next two methods import them only when called.
         from ..cost.choice import block_size as chosen
-        from ..layouts.cache import layout_cache, place_of
+        from ..layouts.cache import layout_cache, table_place
 
         frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
-        size = chosen(self, frame, place_of(device)) if block_size is None else block_size
-        return layout_cache.layout(self, frame, size, place_of(device))
+        size = chosen(self, frame, table_place(device)) if block_size is None else block_size
+        return layout_cache.layout(self, frame, size, table_place(device))
 
     def live_keys(
         self,
@@ -348,8 +348,8 @@ class Mixture(Pattern):
     def __and__(self, other: object) -> "Mixture":
         if isinstance(other, Mixture):
             raise TypeError(
-                "& of two mixtures has no meaning: a mixture counts pairs; use & of each with a "
-                "mask, or + of both"
+                "& needs a pattern that is a mask on one side, got two mixtures: a mixture counts "
+                "pairs; use & of each with a mask, or + of both"
             )
         if not isinstance(other, Mask):
             return super().__and__(other)

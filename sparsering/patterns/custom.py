@@ -59,7 +59,8 @@ def register_pattern(cls: type[Own]) -> type[Own]:
         return cls
     if inherited := [base.__name__ for base in cls.__mro__ if base in _LAID_OUT_BY_CLASS]:
         raise TypeError(
-            f"{name} must not derive from {inherited[0]}, which is laid out by rules of its own; "
+            f"register_pattern needs another class: {name} must not derive from {inherited[0]}, "
+            "which is laid out by rules of its own; "
             f"derive from Mask, and combine the two with &, or ask {inherited[0]}(...).holds"
         )
     if cls.holds is Mask.holds:

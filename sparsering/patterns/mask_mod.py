@@ -22,6 +22,7 @@ from torch import Tensor
 from .algebra import Frame, Mask
 from .arguments import checked_integer, digest_of, shortened
 from .expression import add_constructor
+from .frame import MOST_HEADS
 
 MaskModFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -59,7 +60,7 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
             f"{shortened(repr(mask_mod))}; Dense(mask) takes a bool tensor"
         )
     if batch_size is not None:
-        batch_size = checked_integer("batch_size", batch_size, 0)
+        batch_size = checked_integer("batch_size", batch_size, 0, MOST_HEADS)
     zero = torch.zeros((), dtype=torch.int64)
     try:
         result = mask_mod(zero, zero, zero, zero)

@@ -173,6 +173,11 @@ def estimate(
     frame = Frame.build(tokens, tokens, num_heads, num_kv_heads, 0)
     if not frame.num_kv_heads:
         raise ValueError("num_kv_heads must be at least 1, got 0; leave it out for num_heads")
+    if batch_size * num_heads * tokens * head_dim >= 1 << 60:
+        raise ValueError(
+            "batch_size, num_heads, tokens and head_dim must be of fewer than 2^60 numbers, got "
+            f"{batch_size} * {num_heads} * {tokens} * {head_dim}; no machine holds them"
+        )
     like = torch.empty(1, dtype=dtype).expand(batch_size, num_heads, tokens, head_dim)
     chosen = _backend(backend, found, like)
     if block_size is None and found is not None and found.kind == "gpu":

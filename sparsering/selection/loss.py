@@ -95,6 +95,6 @@ def _checked_weight(weight: Tensor, rows: Tensor) -> Tensor:
     if weight.dim() > 3 or not all(n in (1, m) for n, m in sizes):
         raise ValueError(
             f"row_weight must broadcast to {tuple(rows.shape)}, one for each row of the scores, "
-            f"got {tuple(weight.shape)}; unsqueeze what lacks"
+            f"got {tuple(weight.shape)}; add a missing dim with unsqueeze()"
         )
     return weight.detach().to(rows.dtype)

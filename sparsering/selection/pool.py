@@ -38,7 +38,7 @@ def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
     if x.dim() != 4 or not x.is_floating_point():
         raise ValueError(
             "x must be floating point [batch, heads, tokens, head dim], got "
-            f"{x.dtype} {tuple(x.shape)}; unsqueeze what lacks"
+            f"{x.dtype} {tuple(x.shape)}; add a missing dim with unsqueeze()"
         )
     size = checked_integer("size", size, 1)
     stride = size if stride is None else checked_integer("stride", stride, 1)

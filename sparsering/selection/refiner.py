@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import check_group
+from ..checks import check_group, refuse_meta
 from ..patterns.arguments import checked_integer, digest_of, is_finite, shortened
 from .slots import checked_mass, checked_slots, counted
 
@@ -128,8 +128,10 @@ class PatternRefiner:
         Cost: O(B H R m), on the CPU; waits for the device of the mass, if it is another.
         """
         heads, rows, blocks = self.shape
-        mass = checked_mass(mass, heads, rows).double().cpu()
-        indices = checked_slots(indices, mass.shape).cpu()
+        mass = checked_mass(mass, heads, rows).double()
+        indices = checked_slots(indices, mass.shape)
+        refuse_meta(mass, indices, named="mass and indices")
+        mass, indices = mass.cpu(), indices.cpu()
         seen = counted(indices, blocks)
         mass = torch.where(seen, mass, 0.0)
         if not bool((mass >= 0).all() & (mass < 1 << 20).all()):

@@ -38,7 +38,7 @@ class Schedule:
     kind: str = "linear"
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             got = shortened(repr(self.kind))
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {got}")
         points = self.points

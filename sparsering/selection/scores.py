@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_inputs, check_integer_or_none, checked_scale
+from ..checks import check_inputs, check_integer_or_none, checked_scale, in_memory
 from ..kernels import cpu
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag
@@ -85,7 +85,7 @@ def block_scores(
     Source: sums of probabilities over heads: NSA (arXiv 2502.11089), equation 10.
     """
     check_inputs(query, key, key, Full())
-    checked_blocks(query_block, block_size)
+    query_block, block_size = checked_blocks(query_block, block_size)
     part = checked_method(method, parts, block_size, query_block)
     checked_flag("causal", causal)
     scale = checked_scale(scale, query)
@@ -174,7 +174,8 @@ class _Compiled(NamedTuple):
             blocks = estimate.num_blocks
             count = counts(estimate.length, blocks, estimate.block_size, estimate.part)
             last = (count[-1] / estimate.part).float()
-        return cls(query, estimate, last)
+        feature, keys = in_memory(estimate.feature), in_memory(estimate.keys)
+        return cls(in_memory(query), estimate._replace(feature=feature, keys=keys), last)
 
     def scores(self, span: Span, causal: bool, scale: float, out: Tensor) -> bool:
         """Writes the scores of a span; returns False if shares underflowed."""

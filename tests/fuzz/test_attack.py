@@ -89,6 +89,7 @@ class Failing:
         return self.call.script()
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", KINDS)
 def test_an_attack_of_some_seconds_finds_nothing(name):
     coverage = attack(import_module(f"fuzz.{name}"), 60 / len(KINDS), seed="make test")

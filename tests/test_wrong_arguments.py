@@ -1,5 +1,6 @@
 """Arguments of a wrong kind: a ValueError or TypeError that names them, wherever they come in."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ PATTERN = sr.Causal() & sr.SlidingWindow(9)
 META = torch.tensor(3, device="meta")
 SEVERAL = torch.randn(3)
 NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+with warnings.catch_warnings(action="ignore"):  # of what torch calls a prototype
+    STRIDED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
 def qkv(tokens: int = 8) -> list[Tensor]:
@@ -38,6 +41,26 @@ def generated(**given: Any) -> Any:
     return model.generate(**{"tokens": torch.arange(5)[None], "num_tokens": 1, **given})
 
 
+def selected(**given: Any) -> Any:
+    return nn.SelectedAttention(16, 2, block_size=16, k=2, **given)
+
+
+def kept(**given: Any) -> Tensor:
+    places = {"query_positions": torch.arange(3), "key_positions": 2}
+    return sr.dropout_kept(**{"seed": 3, "p": 0.5, "batch": 1, "head": 0, **places, **given})
+
+
+def biased(block_bias: Tensor) -> Tensor:
+    query, key, _ = qkv()
+    weights = sr.attention_weights(query, key, PATTERN, block_size=16, block_bias=block_bias)
+    return weights.values
+
+
+def observed(mass: Tensor, indices: Tensor) -> Any:
+    return selection.PatternRefiner(2, 3, 3, 2).observe(mass, indices)
+
+
+SLOTS = torch.zeros(1, 2, 3, 2, dtype=torch.int64)
 PLAN = RingPlan.build(PATTERN, 32, 2)
 WIDTHS: dict[str, Any] = {"head_dim": 8, "dtype": torch.float32}
 SCHEDULE = selection.Schedule(((0, 1.0), (9, 0.0)))
@@ -110,6 +133,31 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: generated(temperature=None), "temperature must be a finite number"),
     (lambda: generated(generator=[1]), "generator must be of the CPU"),
     (lambda: generated(caches=[-1]), "caches must be one for each"),
+    (lambda: generated(tokens=torch.tensor([[3, 11]])), "tokens must be from 0 to 10"),
+    (lambda: generated(tokens=torch.tensor([[-1]])), "tokens must be from 0 to 10"),
+    (lambda: generated(tokens=torch.zeros(1, 2).long().to("meta")), "expected tokens with numbers"),
+    (lambda: selection.Schedule(((0, 1.0),), SEVERAL.numpy()), "kind must be one of"),
+    (lambda: selected(scorer=SEVERAL.numpy()), "scorer must be one of"),
+    (lambda: selected(gate=SEVERAL.numpy()), "gate must be one of"),
+    (lambda: selected()(torch.ones(8, 16)), "add a missing dim with unsqueeze()"),
+    (lambda: nn.MultiheadAttention(16, 2, device="x"), "device must be one that"),
+    (lambda: nn.MultiheadAttention(16, 2, device=2**64), "device must be one that"),
+    (lambda: attended(value=NESTED), "value must be a dense tensor"),
+    (lambda: attended(query=NESTED), "query must be a dense tensor"),
+    (lambda: PATTERN.layout(8, device="meta"), "device must be one that holds"),
+    (lambda: (PATTERN + PATTERN) & (PATTERN + PATTERN), "& needs a pattern that is a mask"),
+    (lambda: sr.from_mask_mod(lambda b, h, q, k: q > b, batch_size=2**31), "batch_size must be"),
+    (lambda: kept(p=STRIDED), "dropout_p must be a number"),
+    (lambda: kept(head=META), "head must be an int or a dense int64 tensor"),
+    (lambda: kept(query_positions=NESTED.long()), "query_positions must be an int or a dense"),
+    (lambda: observed(torch.rand(1, 2, 3, 2, device="meta"), SLOTS), "expected mass and"),
+    (lambda: sr.merge_attention(STRIDED, [SEVERAL]), "sequences of dense tensors, got nested"),
+    (lambda: sr.estimate(PATTERN, tokens=64, batch_size=2**53), "fewer than 2^60 numbers"),
+    (lambda: sr.longest_sequence(PATTERN, memory="1GB", head_dim=2**53), "fewer than 2^60"),
+    (lambda: biased(torch.zeros(1, 1, 1).to(torch.float8_e4m3fn)), "of 16 bits or more"),
+    (lambda: attended(attn_mask=torch.ones(8, 8, device="meta").bool()), "expected attn_mask with"),
+    (lambda: selected()(torch.ones(1, 8, 16).double()), "x must be of torch.float32, got"),
+    (lambda: observed(torch.rand(1, 2, 3, 2), SLOTS.to("meta")), "expected mass and"),
 ]
 
 
@@ -130,6 +178,7 @@ def test_an_argument_of_a_wrong_kind_is_named(number: int) -> None:
         lambda x: sr.estimate(PATTERN, tokens=64, dtype=x),
         lambda x: sr.estimate(PATTERN, tokens=64, machine=x),
         lambda x: sr.Hierarchical(x, 16),
+        lambda x: PATTERN.layout(8, device=x),
     ],
 )
 def test_a_long_text_is_quoted_in_part(call: Callable[[str], Any]) -> None:
@@ -164,6 +213,31 @@ def test_lazily_negated_tensors_in_a_cache(which: int) -> None:
     ]
     expected = sr.attention(*x, PATTERN, distance_bias=table, backend="reference")
     torch.testing.assert_close(torch.cat(parts, 2), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_lazily_negated_positions_of_loaded_keys() -> None:
+    x = qkv(40)
+    expected = sr.attention(*x, PATTERN, backend="reference")[:, :, 30:]
+    held = sr.KVCache(PATTERN, 1, 2, 8)
+    held.load(*[y[:, :, :30] for y in x[1:]], lazily_negated(torch.arange(30)))
+    found = held.attend(*[y[:, :, 30:] for y in x])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["sub", "exact"])
+@pytest.mark.parametrize("which", range(2))
+def test_lazily_negated_tensors_in_block_scores(method: str, which: int) -> None:
+    x = qkv(80)[:2]
+    given = [lazily_negated(y) if i == which else y for i, y in enumerate(x)]
+    found = selection.block_scores(*given, 16, method=method)
+    expected = selection.block_scores(*[y.double() for y in x], 16, method=method)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_query_block_of_torch_in_block_scores() -> None:
+    x = qkv(40)[:2]
+    found = selection.block_scores(*x, 16, query_block=torch.tensor(8))
+    torch.testing.assert_close(found, selection.block_scores(*x, 16, query_block=8))
 
 
 def test_lazily_negated_tensors_in_key_mass() -> None:
