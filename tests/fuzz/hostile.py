@@ -1,6 +1,7 @@
-"""Hostile values: every public name, called with one or two arguments that it does not expect.
+"""Hostile values: calls every public name with one or two arguments that it does not expect.
 
-A call is right, or refused by an error that names the argument; then all it was given still works.
+A call either works, or raises an error that names the argument. Afterwards, the valid call must
+still work.
 """
 
 import faulthandler
@@ -37,7 +38,7 @@ class Subclass(Tensor):
 
 
 LONG = "'x' * 100000"
-VALUES = {  # sources of values; x is the one that fits, `others` are those of the other arguments
+VALUES = {  # sources of values; x is the valid value, `others` are the other arguments' values
     "none": "None",
     "bool": "True; False; np.True_; torch.tensor(True)",
     "text": f"''; 'x'; b'x'; {LONG}; '1'; '\\0'; 'cpu'; 'meta'; str(x)[:99]",
@@ -60,7 +61,7 @@ VALUES = {  # sources of values; x is the one that fits, `others` are those of t
     "list(x); torch.tensor(list(x)); np.array(list(x)); Text(x)",
     "another": "others[0]; others[1]; others[2]; others[-1]; others[-2]",
     "missing": "MISSING",
-    # of tensors
+    # kinds that apply only to tensors
     "dims": "x[None]; x[0]; x.flatten(); x[..., None]; x.sum(); x[None, None]; x.movedim(0, -1)",
     "shape": "torch.cat([x, x]); torch.cat([x, x], -1); x.mT.contiguous(); x[..., :-1]; x[:1]; "
     "x[..., :1]; torch.cat([x, x], 1); x[:, :1]; x[:, :-1]; torch.cat([x, x], -2)",
@@ -97,7 +98,7 @@ def _compiled(source: str) -> Any:
 
 
 def value_of(source: str, given: Given, name: str) -> Any:
-    """What a source says, of an argument."""
+    """Evaluates a source of `VALUES` for an argument."""
     others = [other for key, other in given.items() if key != name]
     return eval(
         _compiled(source),
@@ -106,7 +107,7 @@ def value_of(source: str, given: Given, name: str) -> Any:
 
 
 def _legal(name: str) -> Iterator[tuple[str, str, int]]:
-    """All (argument, kind, number) of which there is a value."""
+    """Yields every (argument, kind, number) whose source evaluates without an error."""
     torch.manual_seed(0)
     _, given = SANE[name]()
     for argument, x in given.items():
@@ -179,7 +180,7 @@ class Hostile:
         return _expected(self.name, self.backend)
 
     def judge(self, error: Exception) -> None:
-        """An error is told in the caller's words."""
+        """Checks that an error message is short and names the argument."""
         text = str(error)
         assert text and text.isascii() and len(text) < 2000, f"such a message: {text[:500]!r}"
         if len(self.replaced) > 1 or self.replaced[0][1] in ("missing", "unknown"):
@@ -224,7 +225,7 @@ STATEFUL = ("nn", "KVCache", "SelectedCache", "BlockSummaries", "PatternRefiner"
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Ends what takes too long or too much memory."""
+    """Limits the time and memory of a call."""
 
     def late(*_: Any) -> None:
         raise AssertionError(f"still at it after {SECONDS:g} seconds")
@@ -245,7 +246,7 @@ def guarded() -> Iterator[None]:
 
 
 def flat(x: Any) -> list[Any]:
-    """Tensors, numbers and texts of a result."""
+    """Flattens a result to tensors, numbers and texts."""
     if isinstance(x, type):
         return []
     if isinstance(x, tuple | list):
@@ -262,7 +263,7 @@ def flat(x: Any) -> list[Any]:
 
 
 def is_finite(x: Any) -> bool:
-    """Whether numbers of sums stay finite with it."""
+    """Whether a value is so small that sums stay finite."""
     if isinstance(x, tuple | list):
         return all(map(is_finite, x))
     if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_meta and not x.is_nested:
@@ -279,7 +280,7 @@ def nan_in(x: Any) -> bool:
 
 
 def differs(a: Any, b: Any) -> str:
-    """How two results differ, "" where they do not."""
+    """Describes the first difference of two results; "" if they agree."""
     a, b = flat(a), flat(b)
     if len(a) != len(b):
         return f"{len(a)} results instead of {len(b)}"
@@ -306,7 +307,7 @@ def _expected(name: str, backend: str | None) -> Any:
 
 @st.composite
 def cases(draw: st.DrawFn, cell: Cell) -> Hostile:
-    """Calls with a value of the cell's kind for its argument, maybe another beside."""
+    """Draws calls with a value of the cell's kind for its argument, sometimes with a second one."""
     name, legal = cell.backend, LEGAL[cell.backend]
     numbers = [entry for entry in legal if entry[:2] == (cell.pattern, cell.option)]
     replaced = (draw(st.sampled_from(numbers)),)
