@@ -45,7 +45,7 @@ from .measure import (
 )
 
 TOKENS, HEADS, WIDTH = 16384, 4, 64
-SHARD = 4096  # tokens of a rank, where memory is compared
+SHARD = 4096  # tokens per rank in the memory comparison
 WORLDS = (1, 2, 4, 8)
 ROUNDS = 3
 

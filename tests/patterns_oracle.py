@@ -299,7 +299,7 @@ def is_batched(spec: Spec) -> bool:
 
 def build(spec: Spec) -> Any:
     """Builds the library's pattern of a spec, by the constructor or operator of that name."""
-    import sparsering as sr  # here, so that the oracle can be tested without the library
+    import sparsering as sr  # imported here, to test the oracle without the library
 
     name, *args = spec
     if name == "&":

@@ -34,7 +34,7 @@ PATTERNS: dict[str, Mask | Mixture] = {
     & Causal(),
 }
 FIXED = "attention, one length"
-MOST_OF_ALL, MOST_HELD = 1 << 16, 1 << 26  # tokens of `Causal()`; numbers in a cache of everything
+MOST_OF_ALL, MOST_HELD = 1 << 16, 1 << 26  # limits: tokens of Causal(), numbers in a full cache
 
 Name = TypeVar("Name")
 Step = Callable[[int, Sequence[Tensor]], Tensor]  # (position, its query, key and value) -> out

@@ -82,7 +82,7 @@ BARS = [
     Bar("overhead of a call on the host", "us", 60, None,
         _worst("overhead", "us", backend="ours", case="forward"), at_most=True),
 ]  # fmt: skip
-"""The main shape: 10% random blocks of 128, 16 heads of 128, 32768 tokens, bfloat16."""
+"""The bars. The main shape: 10% random blocks of 128, 16 heads of 128, 32768 tokens, bfloat16."""
 
 
 def bars(record: Record) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ TABLES: dict[str, Any] = PRIOR["tables"]
 
 
 def beside(table: str, call: str, tokens: int | None) -> str:
-    """Returns the prior figure for a row of ours, "" where there is none."""
+    """Returns the prior documents' figure for a row of ours, "" if there is none."""
     if call.endswith((", with gradients", ", bfloat16")) and table != "chosen":
         return ""  # the prior figures are forward passes; one row of ours shows them
     for start, length, figure in TABLES[table]["beside"] if table in TABLES else ():

@@ -72,7 +72,8 @@ def lengths(quick: bool, budget: Budget) -> list[Row]:
     for place, exponent in enumerate(exponents):
         tokens = 1 << exponent
         heads = (8 if tokens <= EIGHT_HEADS else 1) if not quick else 2
-        share = max(budget.left, 0) / (len(exponents) - place) * 1.6  # short ones use little
+        # More than an even share of the time left, since short lengths use only a part of theirs.
+        share = max(budget.left, 0) / (len(exponents) - place) * 1.6
         cases: list[Case] = []
         predicted = 0.0
         held = tokens * heads * 64 * 4 * 10  # inputs, results, and the error check in float64

@@ -30,7 +30,7 @@ from .ranks import ALONE, Ranks
 from .recipe import Recipe
 
 FORMAT = "sparsering checkpoint 2"
-OLDER_FORMAT = "sparsering checkpoint 1"  # one file as now, or a folder written through pickle
+OLDER_FORMAT = "sparsering checkpoint 1"  # one safetensors file, or a folder of pickled tensors
 MOST_JSON_BYTES = 16 << 20
 
 _FILE_NAME = re.compile(r"checkpoint-[0-9a-z-]{1,80}\.safetensors")
@@ -249,7 +249,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_kinds(about: About, found: dict[str, Kind]) -> None:
-    """Raises ValueError at the first tensor that the recipe's model has not or has otherwise."""
+    """Raises ValueError at the first difference from the tensors of the recipe's model."""
     left = found.keys() - {"rng"}  # older checkpoints also store torch's random state
     for name, kind in _expected_kinds(about):
         if name not in found:

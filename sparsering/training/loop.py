@@ -215,8 +215,8 @@ def training_step(
 ) -> tuple[float, float, float]:
     """Runs forward, backward, update; returns loss (nats per byte), gradient norm, learning rate.
 
-    On several ranks, each passes the whole step's tokens and targets, and gets the loss and norm
-    summed over all ranks.
+    On several ranks, each passes all tokens and targets of the step, and gets the loss and the norm
+    of the whole step.
     """
     rate = recipe.learning_rate_at(step)
     for group in optimizer.param_groups:
@@ -316,7 +316,7 @@ def _same_run(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recipe:
 
 
 def _refuse_to_overwrite(out: Path, command: str) -> None:
-    """A folder with a checkpoint is left alone, other than a demo's by another demo."""
+    """Raises FileExistsError if the folder has a checkpoint; a demo may replace a demo's."""
     if not (out / "checkpoint.json").exists():
         return
     if command == "demo" and load_checkpoint(out).command == "demo":

@@ -39,7 +39,7 @@ class TimedAttention:
     """Attention with a stopwatch: `seconds` sums the time of its forward and backward.
 
     Backward is timed from the gradient of the output to the first gradient of query, key or value.
-    That covers all of it: attention is one node of autograd's graph, which the CPU runs at once.
+    That is all of it: attention is one node of autograd's graph, which the CPU runs in one go.
     """
 
     def __init__(self, attend: Attend) -> None:

@@ -34,7 +34,7 @@ SECONDS, MEMORY = 5.0, 2 << 30
 
 
 class Subclass(Tensor):
-    """A tensor of another class."""
+    """A subclass of Tensor, as a hostile value."""
 
 
 LONG = "'x' * 100000"
@@ -84,7 +84,7 @@ MISSING = object()
 
 
 class Text(str):
-    """A str of another class."""
+    """A subclass of str, as a hostile value."""
 
 
 def inference(x: Tensor) -> Tensor:
