@@ -61,7 +61,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    require_matplotlib()  # a missing one should show now, not after minutes
+    require_matplotlib()  # fails now rather than after minutes of measuring
     gpu = None
     if arguments.gpu_record.exists():
         gpu = json.loads(arguments.gpu_record.read_bytes())

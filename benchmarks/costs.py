@@ -1,15 +1,15 @@
-"""What calls cost, told and measured: `sr.estimate` beside 60 drawn calls on this machine.
+"""Compares the costs that `sr.estimate` predicts with 60 measured calls on this machine.
 
     sparsering calibrate
     python -m benchmarks.costs --out benchmarks/records
 
-`costs.json`: of each drawn (pattern, length, heads, head dim, dtype, batch, backward or not) the
-peak of resident memory of a fresh process, beyond what it held before its inputs were made, and
-the median seconds of the call with its layout cached; beside them what was told. What was measured
-is kept case by case: `--seconds` ends a run in time, and the same command goes on.
+`costs.json` has a row for each drawn case (pattern, length, heads, head dim, dtype, batch, with or
+without backward). It has the peak resident memory of a fresh process beyond what it used before
+its inputs, and the median seconds of the call with its layout cached, both next to the estimates.
+Each case is saved when it is done: `--seconds` limits a run, and the same command continues it.
 
-Cases are drawn by a fixed seed; drawn again are those of less than 32 MiB, where stacks of threads
-and what an allocator keeps would be measured, and those that are told to take more than a second.
+A fixed seed draws the cases. Cases of less than 32 MiB are drawn again, since thread stacks and
+freed memory would dominate their peak; so are cases estimated to take more than a second.
 """
 
 import argparse
@@ -37,11 +37,11 @@ ROUNDS, MOST_ROUNDS = 5, 25
 
 
 def drawn() -> list[dict[str, Any]]:
-    """The cases."""
+    """Draws the cases."""
     draw, cases = random.Random(SEED), []
     while len(cases) < CASES:
         case = _case(draw)
-        tensors = 4 if case["backward"] else 2  # of the query's size, beside keys and values
+        tensors = 4 if case["backward"] else 2  # as large as the query; keys and values come on top
         tokens = case["tokens"] * (tensors * case["num_heads"] + 2 * case["num_kv_heads"])
         size = getattr(torch, case["dtype"]).itemsize
         most = case["batch_size"] * tokens * case["head_dim"] * size
@@ -51,7 +51,7 @@ def drawn() -> list[dict[str, Any]]:
 
 
 def _rough_seconds(case: dict[str, Any]) -> float:
-    """By one head, and rates that no calibration changes: the same cases wherever it is drawn."""
+    """Estimates seconds by fixed rates, so that every machine draws the same cases."""
     told = told_of({**case, "num_heads": 1, "num_kv_heads": 1, "batch_size": 1})
     flops = told.flops.value * case["num_heads"] * case["batch_size"]
     return flops / (4e11 if case["dtype"] == "bfloat16" else 1.2e11)
@@ -104,14 +104,14 @@ def _pattern(draw: random.Random, tokens: int) -> str:
 
 
 def told_of(case: dict[str, Any]) -> "sr.Estimate":
-    """What is told of a case."""
+    """Returns `sr.estimate` of a case."""
     arguments = {name: value for name, value in case.items() if name not in ("pattern", "dtype")}
     dtype = getattr(torch, case["dtype"])
     return sr.estimate(sr.parse(case["pattern"]), dtype=dtype, **arguments)
 
 
 def call(case: dict[str, Any], inputs: list[Tensor]) -> object:
-    """The call, and its backward pass where the case has one."""
+    """Runs the call, and its backward pass if the case has one."""
     query, key, value, *gradient = inputs
     out = sr.attention(query, key, value, sr.parse(case["pattern"]))
     if gradient:
@@ -120,7 +120,7 @@ def call(case: dict[str, Any], inputs: list[Tensor]) -> object:
 
 
 def inputs_of(case: dict[str, Any]) -> list[Tensor]:
-    """Query, key, value, and with backward the gradient of the result."""
+    """Draws query, key, value, and with backward the gradient of the result."""
     backward, dtype = case["backward"], getattr(torch, case["dtype"])
     shapes = [
         (case["batch_size"], heads, case["tokens"], case["head_dim"])
@@ -131,7 +131,7 @@ def inputs_of(case: dict[str, Any]) -> list[Tensor]:
 
 
 def peak_bytes(case: dict[str, Any]) -> int:
-    """Peak resident memory of a fresh process, beyond what it holds before there are inputs."""
+    """Peak resident memory of a fresh process beyond what it uses before it draws its inputs."""
     return peak_extra_bytes(_measured, case)
 
 
@@ -144,10 +144,10 @@ def _measured(case: dict[str, Any]) -> Iterator[None]:
 
 
 def median_seconds(case: dict[str, Any]) -> float | None:
-    """Of some calls in this process, after one that is not counted, with the machine its own.
+    """Median seconds of several calls in this process after a warm-up, on an idle machine.
 
-    A call during which other processes computed is made again, and None is returned where they go
-    on: the case is left for another run. Whether a call counts never depends on how long it took.
+    A call during which other processes computed is repeated. Returns None if they keep computing:
+    the case is left for another run. Whether a call counts does not depend on its own time.
     """
     inputs, found = inputs_of(case), []
     call(case, inputs)
@@ -155,7 +155,7 @@ def median_seconds(case: dict[str, Any]) -> float | None:
         start, others = time.perf_counter(), _seconds_of_others()
         call(case, inputs)
         took = time.perf_counter() - start
-        if _seconds_of_others() - others <= 0.05 * took + 0.02:  # the clock of others has ticks
+        if _seconds_of_others() - others <= 0.05 * took + 0.02:  # 0.02 s: /proc/stat counts ticks
             found.append(took)
         if len(found) == ROUNDS:
             break
@@ -163,7 +163,7 @@ def median_seconds(case: dict[str, Any]) -> float | None:
 
 
 def _seconds_of_others() -> float:
-    """Processor seconds that all but this process have used."""
+    """Processor seconds that all other processes have used."""
     user, nice, system, _, _, irq, soft, *_ = (
         int(ticks) for ticks in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     )
@@ -171,7 +171,7 @@ def _seconds_of_others() -> float:
 
 
 def row_of(case: dict[str, Any], measured: dict[str, float]) -> Row:
-    """A case, what was told of it and what was measured."""
+    """Builds the row of a case: the estimates and the measurements."""
     told = told_of(case)
     return {
         **case,
@@ -189,7 +189,7 @@ def row_of(case: dict[str, Any], measured: dict[str, float]) -> Row:
 
 
 def summary(rows: list[Row]) -> Row:
-    """How many of the cases are told within the floors."""
+    """Shares of the cases whose estimates are within the bounds, and the extreme ratios."""
     peaks, seconds = (
         torch.tensor([row[name] for row in rows], dtype=torch.float64)
         for name in ("told_over_peak", "told_over_seconds")
@@ -206,7 +206,7 @@ def summary(rows: list[Row]) -> Row:
 
 
 def main() -> None:
-    """The command."""
+    """Measures the cases that are missing; writes the record when none is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the record")
     parser.add_argument("--kept", type=Path, default=Path("runs/costs.json"), help="what is done")

@@ -1,15 +1,15 @@
-"""Where memory ends: the batch and the length that the planner names fit, 15% more do not.
+"""Checks the planner's memory limits: its largest batch or length fits, and 15% more does not.
 
     python -m benchmarks.edges --out benchmarks/records
 
 `edges.json`: for each pattern, forward alone and with backward, `choose_batch_size` and
-`longest_sequence` name the most that fits in a memory. A fresh process whose heap may grow by that
-memory and no more (RLIMIT_DATA, from what it holds before its inputs are made) then runs that call,
-and another one a call 15% beyond, which must end for want of memory. Results at the edge are
-compared with float64 once the limit is lifted.
+`longest_sequence` give the largest size that fits in a memory. A fresh process runs that call; its
+heap may grow by that memory and no more (RLIMIT_DATA, set before the inputs are made). Another
+process runs a call 15% larger, which must run out of memory. After the limit is lifted, the results
+of the first are compared with float64.
 
-RLIMIT_DATA counts what a process has reserved, so it is stricter than memory in use: a buffer with
-room that is never touched counts. That is why the planner leaves a part of a memory free.
+RLIMIT_DATA counts reserved memory, also a buffer that is never touched, so it is stricter than a
+limit on memory in use. That is why the planner leaves a part of the memory free.
 """
 
 import argparse
@@ -40,7 +40,7 @@ BEYOND = 1.15
 
 
 class Case(NamedTuple):
-    """A call whose batch is asked for (`tokens` given), or its length (None)."""
+    """A call; the planner chooses its batch (`tokens` given) or its length (`tokens` None)."""
 
     pattern: str
     tokens: int | None
@@ -66,7 +66,7 @@ CASES = (
 
 
 def edge_of(case: Case, backward: bool) -> int:
-    """The batch or the length that the planner says fits."""
+    """Largest batch or length that fits, by the planner."""
     options: dict[str, Any] = {
         "memory": case.memory,
         "num_heads": case.num_heads,
@@ -82,25 +82,25 @@ def edge_of(case: Case, backward: bool) -> int:
 
 
 def beyond(case: Case, edge: int) -> int:
-    """15% more, to the next whole batch or 128 tokens."""
+    """Size 15% beyond the edge, rounded up to a whole batch or to 128 tokens."""
     if case.tokens is not None:
         return math.ceil(BEYOND * edge)
     return -(-math.ceil(BEYOND * edge) // 128) * 128
 
 
 def run_within(case: Case, size: int, backward: bool) -> tuple[str, float]:
-    """("fits", error) of a call under the memory limit, or ("too large", what the process said)."""
+    """Runs a call under the memory limit: ("fits", error) or ("too large", NaN)."""
     try:
         error = peak_and_figures(_attended, case, size, backward)[1]
-    except RuntimeError:  # killed where C++ found no memory
+    except RuntimeError:  # a failed allocation in C++ kills the process
         error = None
     return ("too large", math.nan) if error is None else ("fits", error)
 
 
 def _attended(case: Case, size: int, backward: bool) -> Iterator[float | None]:
-    """Yields before and after the call, and then its error, None where memory was too little."""
+    """Yields before and after the call, and then its error, None if it ran out of memory."""
     batch, tokens = (size, case.tokens) if case.tokens is not None else (1, size)
-    _call(case._replace(pattern="Causal()"), 2, 64, backward)  # threads and buffers of their own
+    _call(case._replace(pattern="Causal()"), 2, 64, backward)  # starts threads, fills buffers
     give_back_freed()
     yield None
     limit = parse_bytes(case.memory)
@@ -114,7 +114,7 @@ def _attended(case: Case, size: int, backward: bool) -> Iterator[float | None]:
 
 
 def _call(case: Case, batch: int, tokens: int, backward: bool) -> tuple[Tensor, ...]:
-    """A call with its inputs, and with backward its gradients, all held to the end."""
+    """Runs a call, and its backward; keeps all tensors until the end, so that they count."""
     dtype = getattr(torch, case.dtype)
     heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads)
     shapes = [(batch, number, tokens, case.head_dim) for number in heads]
@@ -128,7 +128,7 @@ def _call(case: Case, batch: int, tokens: int, backward: bool) -> tuple[Tensor, 
 
 
 def rows() -> list[Row]:
-    """A row of each case, forward and with backward."""
+    """Measures each case, forward and with backward."""
     found: list[Row] = []
     for case in CASES:
         for backward in (False, True):
@@ -145,11 +145,11 @@ def rows() -> list[Row]:
 
 
 def main() -> None:
-    """Writes the record; fails where an edge is wrong, once it is written."""
+    """Writes the record, then fails if an edge is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the record")
     arguments = parser.parse_args()
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # what is given back leaves the process
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # freed memory leaves the process
     found = rows()
     write_record(arguments.out, "edges", found)
     wrong = [r for r in found if (r["at_edge"], r["past_edge"]) != ("fits", "too large")]

@@ -1,4 +1,4 @@
-"""Compiled FlexAttention as a peer: on the very blocks of a pattern, or on a causal window."""
+"""Compiled FlexAttention as a peer: on a pattern's own blocks, or on a causal window."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ BLOCK = 128
 
 
 def flex_call(inputs: Sequence[Tensor], pattern: Pattern, block: int) -> Callable[[], Tensor]:
-    """Compiles FlexAttention on the very blocks of a pattern, all of them full."""
+    """Compiles FlexAttention on a pattern's own blocks, all of them full."""
     mask = block_mask(inputs[0], pattern, block)
     return _compiled(inputs, mask, kernel_options(block, inputs[0].device.type))
 
@@ -24,7 +24,7 @@ def flex_window_call(inputs: Sequence[Tensor], window: int) -> Callable[[], Tens
 
 
 def block_mask(query: Tensor, pattern: Pattern, block: int) -> Any:
-    """FlexAttention's mask of a pattern of whole blocks, which has one pass."""
+    """Builds FlexAttention's BlockMask of a pattern of whole blocks and one pass."""
     from torch.nn.attention.flex_attention import BlockMask
 
     heads, length = query.shape[1:3]
@@ -47,7 +47,7 @@ def block_mask(query: Tensor, pattern: Pattern, block: int) -> Any:
 
 
 def window_mask(window: int, length: int) -> Any:
-    """FlexAttention's own mask of a causal window."""
+    """Builds a causal window with FlexAttention's own `create_block_mask`."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     inside = causal_window(window)
@@ -55,7 +55,7 @@ def window_mask(window: int, length: int) -> Any:
 
 
 def causal_window(window: int) -> Callable[..., Tensor]:
-    """The mask_mod of a query that sees itself and the `window` keys before it."""
+    """Builds a mask_mod: a query sees itself and the `window` keys before it."""
 
     def inside(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q - k >= 0) & (q - k <= window)
@@ -66,7 +66,7 @@ def causal_window(window: int) -> Callable[..., Tensor]:
 def _compiled(inputs: Sequence[Tensor], mask: Any, options: Any = None) -> Callable[[], Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.reset()  # past a number of cases it would run uncompiled
+    torch._dynamo.reset()  # dynamo stops compiling after a number of cases
     compiled = torch.compile(flex_attention)
     query, key, value = inputs
     return lambda: compiled(query, key, value, block_mask=mask, kernel_options=options)

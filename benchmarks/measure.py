@@ -1,4 +1,4 @@
-"""The harness of all measurements: calls in turn, errors against float64, peaks, ranks, records.
+"""The harness of all measurements: interleaved timing, errors, peak memory, ranks, records.
 
 times = interleaved({"ours": call, "dense": peer}, rounds=7)  # median milliseconds
 error = sampled_error(call(), query, key, value, pattern)  # raises where the output is wrong
@@ -36,14 +36,14 @@ Result = TypeVar("Result")
 
 
 class Budget:
-    """Seconds that a table may take, from now on."""
+    """A deadline, in seconds from now."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.perf_counter() + seconds
 
     @property
     def left(self) -> float:
-        """Seconds that are left; below 0 where more were taken."""
+        """Seconds left; negative past the deadline."""
         return self._end - time.perf_counter()
 
 
@@ -70,7 +70,7 @@ def gradient_of(out: Tensor) -> Tensor:
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """Runs a call, and returns how long it took."""
+    """Runs a call and returns its time in milliseconds."""
     begin = time.perf_counter()
     call()
     return (time.perf_counter() - begin) * 1e3
@@ -94,8 +94,8 @@ def interleaved_times(
     """Milliseconds of each call in each round, all calls in turn.
 
     Args:
-        rounds: at most so many.
-        seconds: for the timed rounds, by the time of an untimed one; `least` are run in any case.
+        rounds: largest number of timed rounds.
+        seconds: time for the timed rounds, estimated from an untimed one; at least `least` run.
         clock: runs a call and returns its milliseconds.
         warm: whether all calls ran before, so that no untimed round is needed.
     """
@@ -111,7 +111,7 @@ def interleaved_times(
 
 
 def spread_of(times: Sequence[float]) -> Row:
-    """Median, least and most of some milliseconds, and how many there are."""
+    """Median, minimum, maximum and number of some times in milliseconds."""
     return {
         "ms": statistics.median(times), "least_ms": min(times), "most_ms": max(times),
         "rounds": len(times),
@@ -127,9 +127,9 @@ def sampled_error(
     rows: int = 32,
     heads: int | None = None,
 ) -> float:
-    """Largest error of some query rows, of all heads or of some, against float64 softmax.
+    """Largest error of some query rows, in all or some heads, against float64 softmax.
 
-    Relative to the largest exact output. Raises where the output is all zeros or wrong.
+    Relative to the largest exact output. Raises RuntimeError if the output is all zeros or wrong.
     """
     (num_heads, q_len), (kv_heads, kv_len) = query.shape[1:3], key.shape[1:3]
     chosen = torch.linspace(0, num_heads - 1, min(heads or num_heads, num_heads)).long()
@@ -155,7 +155,7 @@ def error_of_rows(
 ) -> float:
     """Largest error of some rows of `out` [B, H, N, Dv] against `exact_row(row)` [B, heads, 1, Dv].
 
-    Relative to the largest exact output. Raises where the output is all zeros or wrong.
+    Relative to the largest exact output. Raises RuntimeError if the output is all zeros or wrong.
     """
     if not out.any():
         raise RuntimeError("the timed function returned zeros")
@@ -172,7 +172,7 @@ def error_of_rows(
 
 
 def distance_of(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Largest difference of tensors in pairs, each relative to the largest exact number."""
+    """Largest difference over pairs of tensors, each relative to its largest exact number."""
     distances = [
         float((a.double() - b).abs().max() / b.abs().max())
         for a, b in zip(found, exact, strict=True)
@@ -181,10 +181,10 @@ def distance_of(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def peak_extra_bytes(work: Callable[..., Iterator[Any]], *arguments: object) -> int:
-    """Peak resident memory of `work` beyond what its generator form holds at its first `yield`.
+    """Peak resident memory of `work`, beyond its memory at its first `yield`.
 
-    `work` is a generator function in a module, run in a fresh process: up to its `yield` it makes
-    its inputs and warms up, after it comes the call that is measured.
+    `work` is a generator function of a module and runs in a fresh process. Before its `yield` it
+    makes its inputs and warms up; after it, it runs the call that is measured.
     """
     return peak_and_figures(work, *arguments)[0]
 
@@ -192,11 +192,12 @@ def peak_extra_bytes(work: Callable[..., Iterator[Any]], *arguments: object) -> 
 def peak_and_figures(
     work: Callable[..., Iterator[Any]], *arguments: object, start: str = "spawn"
 ) -> tuple[int, Any]:
-    """Peak memory as `peak_extra_bytes`, up to a second `yield`; and what a third one yields.
+    """Returns peak memory as `peak_extra_bytes`, and the value of a later `yield` of `work`.
 
-    `start`: how its process starts; "forkserver" spares the seconds of importing.
+    The peak is taken from the first `yield` to the second; the third one yields the value.
+    `start`: how the process starts; "forkserver" saves the seconds of importing.
 
-    Raises: RuntimeError where `work` does.
+    Raises: RuntimeError if `work` fails.
     """
     context: Any = multiprocessing.get_context(start)
     receive, send = context.Pipe(duplex=False)
@@ -222,19 +223,19 @@ def _measure_peak(
 
 
 def peak_of(call: Callable[[], object]) -> int:
-    """Peak resident bytes of a call, in this process, beyond what there was."""
+    """Peak resident bytes of a call in this process, beyond those before it."""
     before = restart_peak()
     call()
     return memory("VmHWM") - before
 
 
 def memory(name: str) -> int:
-    """A figure of this process alone; getrusage's peak may be that of the one it was started by."""
+    """Reads a figure of this process; getrusage's peak may be that of its parent process."""
     return _bytes_in("/proc/self/status", name)
 
 
 def available_bytes() -> int:
-    """Memory that a process could still take on this machine."""
+    """Memory that a process could still allocate on this machine."""
     return _bytes_in("/proc/meminfo", "MemAvailable")
 
 
@@ -244,22 +245,22 @@ def _bytes_in(path: str, name: str) -> int:
 
 
 def restart_peak() -> int:
-    """Has this process's peak, "VmHWM", begin anew; returns the bytes that are resident now."""
+    """Resets this process's peak, "VmHWM", and returns the bytes that are resident now."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 
 
 def give_back_freed() -> None:
-    """Gives the system what was freed but is held by the allocator, which a peak would not show."""
+    """Returns freed memory from the allocator to the system; reused, it would hide a peak."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def within_memory(limit: int, work: Callable[[], Result]) -> Result | None:
-    """Result of `work` while the process may take `limit` bytes more; None where they were too few.
+    """Runs `work` while the process may take `limit` more bytes; None if it runs out of memory.
 
-    The system keeps the limit, on what the process reserves (RLIMIT_DATA).
+    The system enforces the limit, on the memory that the process reserves (RLIMIT_DATA).
     """
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (memory("VmData") + limit, most))
@@ -278,10 +279,10 @@ def within_memory(limit: int, work: Callable[[], Result]) -> Result | None:
 def of_ranks(
     work: Callable[..., Result], world: int, *arguments: object, start: str = "spawn"
 ) -> Result:
-    """Result of rank 0 where `world` processes of one thread run `work(rank, world, *arguments)`.
+    """Runs `work(rank, world, *arguments)` in `world` processes; returns the result of rank 0.
 
-    `start`: how they start, as for `peak_and_figures`. Raises where one fails. The result goes
-    through a pipe that nobody reads yet: 64 KiB at most.
+    Each process has one thread. `start`: as for `peak_and_figures`. Raises if a process fails. The
+    result must be at most 64 KiB: it fills a pipe that is read after the processes end.
     """
     results = torch_multiprocessing.get_context(start).SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
@@ -313,7 +314,7 @@ def _rank(
 
 
 def of_slowest(number: float, world: int) -> float:
-    """The largest of the ranks' numbers; all have arrived when it returns."""
+    """Largest of the ranks' numbers; also a barrier."""
     x = torch.tensor(float(number), dtype=torch.float64)
     if world > 1:
         dist.all_reduce(x, dist.ReduceOp.MAX)
@@ -321,13 +322,13 @@ def of_slowest(number: float, world: int) -> float:
 
 
 def slowest_milliseconds(call: Callable[[], object], world: int) -> float:
-    """Milliseconds of the slowest rank, where all begin together."""
+    """Milliseconds of the slowest rank; all begin together."""
     of_slowest(0.0, world)
     return of_slowest(milliseconds(call), world)
 
 
 def environment() -> Row:
-    """What a figure depends on: versions, processor, threads, commit (None without a history)."""
+    """Conditions of a measurement: versions, processor, threads, commit (None without git)."""
     commit = _git("rev-parse", "HEAD") or None
     sources = ":(top,exclude)benchmarks/records"
     changes = ("status", "--porcelain", "--untracked-files=no", "--", sources)

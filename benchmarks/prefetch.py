@@ -1,14 +1,15 @@
-"""Steps of training whose pattern changes, with and without layouts built ahead.
+"""Times training steps whose pattern changes, with and without prefetching layouts.
 
     python -m benchmarks.prefetch --out benchmarks/records [--only CASE ...]
 
-`prefetch.json`: milliseconds of a step (forward and backward of one attention), medians of runs
-that take turns. "without": the call builds its layout. "prefetch": a thread builds the next step's
-while this one computes; what it has not finished at the end counts. "kept": all layouts were built
-before, the least that there is. On one thread, which leaves a core to the other, and on two, which
-leave none; and for a ring of two processes of one thread, each with its plan and layouts: there
-also what agreeing costs, which no prefetch takes away. `cores`: what two threads computed at once,
-for a thread beside a call needs a core of its own. Cases that are not run keep their rows.
+`prefetch.json`: milliseconds of a step (forward and backward of one attention), medians of
+interleaved runs. "without": the call builds its layout. "prefetch": a thread builds the next step's
+layout while this step computes; the time to finish the last one counts. "kept": all layouts are
+already built, the lower bound. Measured with one thread, which leaves a core for the prefetch, and
+with two, which leave none. Also for a ring of two processes of one thread, each with its plan and
+layouts; there `agreement_ms` is the cost of agreement, which prefetching cannot save. `cores`: the
+speedup of two threads over one, since a prefetch needs a core of its own. Cases that are not run
+keep their rows.
 """
 
 import argparse
@@ -45,7 +46,7 @@ from .measure import (
 )
 
 HEADS, WIDTH = 4, 64
-STEPS = 3  # of a run
+STEPS = 3  # steps of a run
 METHODS = ("without", "prefetch", "kept")
 
 Patterns = Iterator[sr.Pattern]
@@ -53,14 +54,14 @@ Ahead = Callable[[sr.Pattern], Future[Any]]
 
 
 def random_blocks(density: float) -> Callable[[int], Patterns]:
-    """Another draw of blocks at each step, of each head its own."""
+    """Builds a stream of patterns: new random blocks at each step, different for each head."""
     return lambda tokens: (
         sr.RandomBlocks(density, 128, seed=seed) & sr.Causal() for seed in itertools.count()
     )
 
 
 def documents(tokens: int) -> Patterns:
-    """Documents of other lengths at each step, some 500 tokens each."""
+    """Yields documents of new lengths at each step, some 500 tokens each."""
     generator = torch.Generator().manual_seed(0)
     while True:
         cuts = torch.randperm(tokens - 1, generator=generator)[: tokens // 512 - 1].sort()[0] + 1
@@ -69,7 +70,7 @@ def documents(tokens: int) -> Patterns:
 
 
 def selected(tokens: int) -> Patterns:
-    """Blocks that were selected beside a window: a union, which is laid out on the host."""
+    """Yields unions of selected blocks and a window; the host builds the layout of a union."""
     generator, blocks = torch.Generator().manual_seed(0), tokens // 64
     while True:
         indices = torch.randint(blocks, (2, blocks, 8), generator=generator)
@@ -89,7 +90,7 @@ RINGS = ("random blocks 10%", "documents")
 def run(
     method: str, patterns: list[sr.Pattern], step: Callable[..., object], ahead: Ahead
 ) -> float:
-    """Milliseconds of a step, mean of those of a run; the last pattern is only prefetched."""
+    """Mean milliseconds of a step in one run; the last pattern is only prefetched."""
     sr.layout_cache.clear()
     now = {"without": [], "prefetch": patterns[:1], "kept": patterns[:-1]}[method]
     for pattern in now:
@@ -105,13 +106,13 @@ def run(
 
 
 def in_turns(of_method: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of the methods in each round, each by its own clock."""
+    """Times all methods in turn: milliseconds of a step, by method and round."""
     runs = {method: partial(of_method, method) for method in METHODS}
     return interleaved_times(runs, rounds, clock=lambda run: run(), warm=True)
 
 
 def alone(name: str, threads: int, rounds: int) -> list[Row]:
-    """A case in this process, by every method."""
+    """Measures a case in this process, by every method."""
     torch.set_num_threads(threads)
     drawn, tokens = CASES[name]
     patterns, (query, key, value) = drawn(tokens), inputs(tokens)
@@ -140,7 +141,7 @@ def alone(name: str, threads: int, rounds: int) -> list[Row]:
 def rows_of(
     name: str, ranks: int, threads: int, times: dict[str, list[float]], told: Row
 ) -> list[Row]:
-    """A row of each method."""
+    """Builds one row for each method."""
     return [
         {
             "pattern": name, "ranks": ranks, "threads": threads, "method": method,
@@ -151,7 +152,7 @@ def rows_of(
 
 
 def cores(rounds: int) -> Row:
-    """What two threads compute at once, over what one does: the cores that there really are."""
+    """Measures the speedup of two threads over one: the number of cores really available."""
     torch.set_num_threads(1)
     x = torch.randn(512, 512)
 
@@ -172,17 +173,17 @@ def cores(rounds: int) -> Row:
 
 
 def inputs(tokens: int) -> list[Tensor]:
-    """Query, key and value of a whole sequence, of 4 heads on 2."""
+    """Draws query, key and value of a whole sequence: 4 query heads, 2 kv heads."""
     return inputs_of(HEADS, tokens, WIDTH, kv_heads=2)
 
 
 def rings(rank: int, world: int, rounds: int) -> list[Row]:
-    """What a ring of two processes measures."""
+    """Measures all cases of the ring, on each of its ranks."""
     return [row for name in RINGS for row in ring(name, rounds)]
 
 
 def ring(name: str, rounds: int) -> list[Row]:
-    """A case over the ranks, by every method; times of the slower rank."""
+    """Measures a case over the ranks, by every method; times are those of the slower rank."""
     drawn, tokens = CASES[name]
     patterns, whole = drawn(tokens), inputs(tokens)
     leaves = [shard(x).requires_grad_() for x in whole]
@@ -218,7 +219,7 @@ def ring(name: str, rounds: int) -> list[Row]:
 
 
 def agreement(times: int) -> float:
-    """Milliseconds of the message that a call begins with, of the slower rank; median."""
+    """Median milliseconds of the ranks' agreement at the start of a call, on the slower rank."""
     exchange, found = Exchange(dist.group.WORLD, None), []
     for number in range(times):
         dist.barrier()

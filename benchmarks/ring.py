@@ -1,12 +1,12 @@
-"""Ring attention over processes, and plans of what no machine here could run.
+"""Measures ring attention over processes, and plans rings that are too large to run here.
 
     python -m benchmarks.ring --out benchmarks/records
 
-`ring.json`: time and bytes of a forward and backward pass over P processes of one
-thread each, beside a ring that passes every key on (the same kernels and messages, with every key
-counted as needed) and beside gathering all keys on every rank. Methods take turns, and what is
-wrong is not timed. `ring-memory.json`: peak memory at shards of one length. `ring-plans.json`:
-figures of plans, arithmetic with nothing run. `ring.png` draws the first.
+`ring.json`: time and bytes of a forward and backward pass over P processes of one thread each. Two
+peers: a ring that sends every key to every rank (the same kernels and messages, every key counted
+as needed), and an all-gather of the keys. Methods take turns; wrong results raise before timing.
+`ring-memory.json`: peak memory at a fixed shard length. `ring-plans.json`: figures of plans,
+arithmetic with nothing run. `ring.png` plots the first two.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from .measure import (
 )
 
 TOKENS, HEADS, WIDTH = 16384, 4, 64
-SHARD = 4096  # tokens of a rank, where memory is compared
+SHARD = 4096  # tokens per rank in the memory comparison
 WORLDS = (1, 2, 4, 8)
 ROUNDS = 3
 
@@ -53,7 +53,7 @@ Call = Callable[[list[Tensor], Tensor], list[Tensor]]
 
 
 def patterns(tokens: int, own: int) -> dict[str, tuple[sr.Pattern, str]]:
-    """Patterns and shardings by name; LongNet's segments lie within `own` tokens, or not."""
+    """Patterns and shardings by name; one LongNet's segments lie within shards of `own` tokens."""
     documents = torch.tensor([1, 4, 2, 3, 1, 5]) * tokens // 16
     within = sr.LongNet((own // 4, own), (1, 4))
     return {
@@ -67,7 +67,7 @@ def patterns(tokens: int, own: int) -> dict[str, tuple[sr.Pattern, str]]:
 
 
 def full_ring(plan: RingPlan) -> RingPlan:
-    """A plan that computes the same and moves every key to every rank."""
+    """Builds a plan with the same computation that moves every key to every rank."""
     owners = [owner for owner in chunk_owners(plan.sharding, plan.world_size) for _ in range(2)]
     pieces = [
         (receiver * plan.world_size + sender, start, stop - 1)
@@ -77,14 +77,14 @@ def full_ring(plan: RingPlan) -> RingPlan:
         if sender != receiver
     ]
     every = Runs(1, *torch.tensor(pieces, dtype=torch.int64).view(-1, 3).T.contiguous())
-    name = "chunks:" + ",".join(map(str, owners))  # the same ranges: kept apart in the cache
+    name = "chunks:" + ",".join(map(str, owners))  # same ranges under a name of its own: cache key
     need_of = ((0,) * plan.frame.num_kv_heads,)
     return replace(plan, needs=(every,), need_of=need_of, travellers=(), sharding=name)
 
 
 @contextmanager
 def planned_as(plan: RingPlan) -> Iterator[None]:
-    """Has `ring_attention` take this plan."""
+    """Makes `ring_attention` use this plan."""
 
     class Planned:
         build = staticmethod(lambda *arguments, **options: plan)
@@ -97,7 +97,7 @@ def planned_as(plan: RingPlan) -> Iterator[None]:
 
 
 def methods(pattern: sr.Pattern, plan: RingPlan, rank: int) -> dict[str, Call]:
-    """(out, dq, dk, dv) of a rank's shards, by name of the method."""
+    """Methods by name; each returns (out, dq, dk, dv) of a rank's shards."""
     world = plan.world_size
 
     def needed(own: list[Tensor], grad: Tensor) -> list[Tensor]:
@@ -135,13 +135,13 @@ def methods(pattern: sr.Pattern, plan: RingPlan, rank: int) -> dict[str, Call]:
 
 
 def inputs(tokens: int) -> list[Tensor]:
-    """Query, key, value and the gradient of the output, of the whole sequence."""
+    """Draws query, key, value and the gradient of the output for the whole sequence."""
     whole = inputs_of(HEADS, tokens, WIDTH)
     return [*whole, gradient_of(whole[0])]
 
 
 def measured(rank: int, world: int, name: str, rounds: int) -> list[Row]:
-    """One pattern by every method, times of the slowest rank. Raises where a result is wrong."""
+    """Measures a pattern by every method; times of the slowest rank. Raises on a wrong result."""
     pattern, sharding = patterns(TOKENS, TOKENS // max(WORLDS))[name]
     plan = RingPlan.build(pattern, TOKENS, world, num_heads=HEADS, sharding=sharding)
     whole = inputs(TOKENS)
@@ -172,8 +172,8 @@ def measured(rank: int, world: int, name: str, rounds: int) -> list[Row]:
 
 
 def received(method: str, own: list[Tensor], world: int) -> list[float]:
-    """Bytes that the last call brought the rank that received most, forward and backward."""
-    if method == "all-gather":  # if its collectives move no more than they must
+    """Most bytes that a rank received in the last call, forward and backward."""
+    if method == "all-gather":  # its traffic is not counted: this is the least it can move
         return [2.0 * (world - 1) * own[1].nbytes] * 2
     found = (ring_attention.last_traffic(backward=backward) for backward in (False, True))
     return [of_slowest(traffic.received_bytes, world) for traffic in found]
@@ -184,7 +184,7 @@ def errors_of(
 ) -> tuple[float, float]:
     """Errors of the output against float64, and of the gradients against one process.
 
-    Raises where the results are wrong.
+    Raises RuntimeError if the results are wrong.
     """
     out, *grads = results
     query, key, value, grad = whole
@@ -198,7 +198,7 @@ def errors_of(
 
 
 def memory_of_shards(rank: int, world: int, name: str) -> list[Row]:
-    """Peak memory at a fixed length of shard, by method."""
+    """Measures peak memory at a fixed shard length, by method."""
     tokens = SHARD * world
     pattern, sharding = patterns(tokens, SHARD)[name]
     sharding = "contiguous" if sharding == "auto" else sharding
@@ -206,7 +206,7 @@ def memory_of_shards(rank: int, world: int, name: str) -> list[Row]:
     own = [torch.randn(1, HEADS, num_tokens(plan.ranges[rank]), WIDTH) for _ in range(4)]
     rows: list[Row] = []
     for method, call in methods(pattern, plan, rank).items():
-        call(own[:3], own[3])  # layouts are made and kept
+        call(own[:3], own[3])  # warm-up: builds and caches the layouts
         of_slowest(0.0, world)
         peak = of_slowest(peak_of(partial(call, own[:3], own[3])), world)
         rows.append(
@@ -219,9 +219,9 @@ def memory_of_shards(rank: int, world: int, name: str) -> list[Row]:
 
 
 def plans() -> list[Row]:
-    """What plans say of 64 to 1024 ranks and a million to a billion tokens.
+    """Plans 64 to 1024 ranks and a million to a billion tokens; arithmetic, nothing is run.
 
-    8 kv heads of 128 in bfloat16, forward and per layer. Arithmetic: nothing of this was run.
+    8 kv heads of 128 in bfloat16; bytes of one layer's forward pass.
     """
     rows: list[Row] = []
     for tokens, world in ((1 << 20, 64), (1 << 24, 256), (1 << 27, 512), (1 << 30, 1024)):
@@ -258,7 +258,7 @@ def plans() -> list[Row]:
 
 
 def plot(times: list[Row], memories: list[Row], path: Path) -> None:
-    """Bytes, peak memory and time of each pattern by method, as bars; written to a PNG file."""
+    """Plots bytes, peak memory and time of each pattern by method as bars, to a PNG file."""
     from matplotlib.figure import Figure
 
     colours = {"needed keys": "#1f6f8b", "full ring": "#d1603d", "all-gather": "#8a8f98"}
@@ -299,7 +299,7 @@ def plot(times: list[Row], memories: list[Row], path: Path) -> None:
 
 
 def work(rank: int, world: int, rounds: int) -> list[Row]:
-    """A measured part (of memory: 0 rounds), in a process of each rank."""
+    """Measures all patterns on one rank: times, or with 0 rounds the peak memory."""
     rows: list[Row] = []
     for name in patterns(TOKENS, TOKENS):
         if rounds:
@@ -323,7 +323,7 @@ def main() -> int:
     times = [row for world in WORLDS for row in of_ranks(work, world, arguments.rounds)]
     write_record(arguments.out, "ring", times)
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
-        os.environ[name] = "65536"  # what is freed goes back, so that peaks are those of a call
+        os.environ[name] = "65536"  # freed memory leaves the process, so peaks are those of a call
     memories = [row for world in WORLDS[1:] for row in of_ranks(work, world, 0)]
     write_record(arguments.out, "ring-memory", memories)
     write_record(arguments.out, "ring-plans", plans())

@@ -1,13 +1,13 @@
-"""Resident memory over 1,000 training steps whose lengths, patterns and batch sizes change.
+"""Tracks memory over 1,000 training steps whose lengths, patterns and batch sizes change.
 
     python -m benchmarks.steps_memory --out benchmarks/records
 
-`steps-memory.json`: every 50 steps what is resident, what malloc has handed out, and the bytes of
-the layout cache, whose limit is set so low that it is full early; and the trend after the first
-quarter, megabytes in 1,000 steps with a bound of 95%. Beside it the same steps with torch's dense
-attention in the place of ours: what the model and the allocator do on their own. Both once as they
-are, and once with oneDNN's cache of primitives held at 16: it keeps one for each shape of a matrix
-product, up to 1,024, and heaps that these lie in give nothing back.
+`steps-memory.json`: every 50 steps the resident memory, the bytes allocated through malloc, and the
+bytes of the layout cache, whose limit is so low that it fills early. Also the trend after the first
+quarter of the steps: megabytes in 1,000 steps with its 95% interval. The same steps with torch's
+dense attention show the share of the model and the allocator. Both run with the default settings
+and again with oneDNN's cache of primitives limited to 16: by default it keeps up to 1,024, one for
+each shape of a matrix product, and they keep the heap around them from shrinking.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from sparsering.selection import block_scores, select_blocks
 from .measure import Row, memory, write_record
 
 STEPS, EVERY = 1000, 50
-LIMIT = 2 << 20  # of the layout cache
+LIMIT = 2 << 20  # bytes of the layout cache
 WIDTH, HEADS = 64, 2
 LENGTHS, BATCHES = (64, 768), (1, 4)
 
@@ -39,7 +39,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Layer(nn.Module):
-    """Attention and a perceptron, each added to what it was given."""
+    """Attention and a perceptron, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,13 +55,13 @@ class Layer(nn.Module):
 
 
 def documents(length: int, draw: random.Random) -> tuple[int, ...]:
-    """Lengths of documents that fill a sequence."""
+    """Draws lengths of documents that fill a sequence."""
     cuts = sorted(draw.sample(range(1, length), 3))
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, length], strict=True))
 
 
 def drawn(step: int, length: int, batch: int, draw: random.Random) -> Attend:
-    """The attention of a step: one of ten kinds, with arguments of its own."""
+    """Draws the attention of a step: one of ten kinds, with new arguments."""
     causal, segment = sr.Causal(), draw.choice((64, 96, 128, 256))
     patterns: list[sr.Pattern] = [
         causal,
@@ -88,7 +88,7 @@ def drawn(step: int, length: int, batch: int, draw: random.Random) -> Attend:
 
 
 def handed_out() -> int:
-    """Bytes that malloc has given and not got back, of all arenas and maps; 0 without glibc."""
+    """Bytes allocated through malloc and not freed, in all arenas and maps; 0 without glibc."""
 
     class Info(ctypes.Structure):
         _fields_ = [(name, ctypes.c_size_t) for name in (
@@ -105,7 +105,7 @@ def handed_out() -> int:
 
 
 def trained(ours: bool, steps: int, every: int, limit: int = LIMIT) -> list[Row]:
-    """What is held every so many steps of training, in this process."""
+    """Trains in this process and records its memory every `every` steps."""
     torch.manual_seed(0)
     draw = random.Random(0)
     sr.layout_cache.set_limit(limit)
@@ -142,9 +142,9 @@ def trained(ours: bool, steps: int, every: int, limit: int = LIMIT) -> list[Row]
 
 
 def trend(rows: list[Row], figure: str, first: int) -> tuple[float, float]:
-    """(slope, half width of its 95% interval) of a figure after a step, in 1,000 steps.
+    """Fits a trend to a figure after step `first`: (slope, half width of its 95% interval).
 
-    Least squares, the remainders taken to be independent.
+    Both are per 1,000 steps, by least squares with independent residuals.
     """
     points = [(float(r["step"]), r[figure]) for r in rows if r["step"] > first]
     x, y = torch.tensor(points, dtype=torch.float64).T / torch.tensor([[1000.0], [1.0]])
@@ -152,7 +152,7 @@ def trend(rows: list[Row], figure: str, first: int) -> tuple[float, float]:
     slope = (off * y).sum() / off.square().sum()
     rest = y - y.mean() - slope * off
     spread = (rest.square().sum() / (len(x) - 2) / off.square().sum()).sqrt()
-    return slope.item(), 2.1 * spread.item()  # Student's t of some 15 points
+    return slope.item(), 2.1 * spread.item()  # Student's t for some 15 points
 
 
 def main() -> int:
@@ -165,7 +165,7 @@ def main() -> int:
     for primitives in (None, "16"):
         if primitives is not None:
             os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = primitives
-        with multiprocessing.get_context("spawn").Pool(2) as pool:  # a process of its own for each
+        with multiprocessing.get_context("spawn").Pool(2) as pool:  # one process for each attention
             told = [(ours, arguments.steps, EVERY) for ours in (True, False)]
             of_both = pool.starmap(trained, told, chunksize=1)
         for found in of_both:

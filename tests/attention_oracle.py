@@ -1,8 +1,8 @@
-"""Attention by definition, one query at a time; scenes, inputs and patterns for the operator tests.
+"""Attention by definition, one query at a time; cases, inputs and patterns for operator tests.
 
 `attend_by_rows` repeats each key as often as the pattern counts it and takes one softmax over that
-list: no mask, no log of a count, no -inf. It shares nothing with the library. `PATTERNS` holds
-every pattern of the contract, and expressions of them, as functions of a `Case`.
+list: no mask, no log of a count, no -inf. It shares no code with the library. `PATTERNS` has every
+pattern of the contract, and expressions of them, as functions of a `Case`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,13 +15,13 @@ from torch import Tensor
 
 import sparsering as sr
 
-if TYPE_CHECKING:  # it needs hypothesis, which a machine with a GPU may lack
+if TYPE_CHECKING:  # `strategies` needs hypothesis, which a GPU machine may not have
     from strategies import Scene
 
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes of one call; `arrange` names how the inputs lie in memory."""
+    """Shapes of one call; `arrange` names the memory layout of the inputs."""
 
     batch: int = 2
     num_heads: int = 2
@@ -42,7 +42,7 @@ class Case:
         value_dim: int,
         block_size: int | None,
     ) -> "Case":
-        """A drawn scene with these widths."""
+        """Builds a case from a drawn scene and widths."""
         return cls(
             scene.batch,
             scene.num_heads,
@@ -80,7 +80,7 @@ def attend_by_rows(
     scale: float | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of softmax attention over each query's multiset of keys; differentiable.
+    """Computes (out, lse) of softmax attention over each query's multiset of keys; differentiable.
 
     `counts` and `bias` (per pair, optional) broadcast to [B, Hq, Nq, Nk].
     """
@@ -102,13 +102,13 @@ def attend_by_rows(
                     score = score + bias.expand(counts.shape)[b, h, i, keys]
                 outs.append(score.softmax(0) @ value[b, h // group, keys])
                 lses.append(score.logsumexp(0))
-    of_all = 0 * (query.sum() + key.sum() + value.sum())  # where no row has a key: gradients of 0
+    of_all = 0 * (query.sum() + key.sum() + value.sum())  # gives zero gradients if no row has keys
     out = torch.stack(outs).view(batch, heads, q_len, -1) + of_all
     return out, torch.stack(lses).view(batch, heads, q_len) + of_all
 
 
 def dense_counts(pattern: sr.Pattern, case: Case) -> Tensor:
-    """The pattern's counts, int64 [B, Hq, Nq, Nk]."""
+    """Returns the pattern's counts, int64 [B, Hq, Nq, Nk]."""
     dense = pattern.to_dense(**case.heads).long()
     dense = dense if dense.dim() == 4 else dense[None]
     return dense.expand(case.batch, case.num_heads, case.q_len, case.kv_len)
@@ -122,7 +122,7 @@ def eager_attention(
     scale: float | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What anybody writes down: dense scores, softmax and matmul in the inputs' own dtype."""
+    """Plain dense attention: scores, softmax and matmul in the inputs' dtype."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     scale = query.shape[3] ** -0.5 if scale is None else scale
@@ -136,9 +136,9 @@ def eager_attention(
 
 
 def arranged(shape: tuple[int, int, int, int], arrange: str, dtype: torch.dtype) -> Tensor:
-    """Random numbers of a [B, H, N, D] shape that lie in memory as told."""
+    """Draws random numbers of a [B, H, N, D] shape with the memory layout `arrange`."""
     batch, heads, tokens, width = shape
-    if arrange == "tokens before heads":  # what a projection gives
+    if arrange == "tokens before heads":  # the layout of a projection's output
         return torch.randn(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
     if arrange == "one head expanded":
         return torch.randn(batch, 1, tokens, width, dtype=dtype).expand(shape)
@@ -156,7 +156,7 @@ def arranged(shape: tuple[int, int, int, int], arrange: str, dtype: torch.dtype)
 def inputs(
     case: Case, dtype: torch.dtype = torch.float64, requires_grad: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value; leaves of the autograd graph, with the strides of the case."""
+    """Draws query, key and value: leaves of the autograd graph, with the strides of the case."""
     shapes = (
         (case.batch, case.num_heads, case.q_len, case.head_dim),
         (case.batch, case.num_kv_heads, case.kv_len, case.head_dim),
@@ -170,7 +170,7 @@ def inputs(
 
 
 def gradients(results: Sequence[Tensor], wrt: Sequence[Tensor], seed: int = 1) -> list[Tensor]:
-    """Gradients of `wrt` for random gradients of every result, lse of empty rows included."""
+    """Gradients of `wrt` for random gradients of every result, including lse of empty rows."""
     generator = torch.Generator().manual_seed(seed)
     grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
     grads = [grad.to(x.dtype) for grad, x in zip(grads, results, strict=True)]
@@ -179,9 +179,9 @@ def gradients(results: Sequence[Tensor], wrt: Sequence[Tensor], seed: int = 1) -
 
 
 def assert_close(got: Tensor, expected: Tensor, tolerance: float, what: str = "") -> None:
-    """Same shape and dtype, the same infinities, no NaN, and the largest error bounded.
+    """Asserts equal shape, dtype and infinities, no NaN, and a bounded largest error.
 
-    The error is relative to the largest expected number, where that is above 1.
+    The error is relative to the largest expected number if that is above 1.
     """
     assert got.shape == expected.shape, f"{what}: shape {got.shape}, expected {expected.shape}"
     assert got.dtype == expected.dtype, f"{what}: {got.dtype}, expected {expected.dtype}"
@@ -204,7 +204,7 @@ def assert_same_attention(
     forward: float = 1e-12,
     backward: float = 1e-10,
 ) -> None:
-    """(out, lse) agree, and so do the gradients through both of them."""
+    """Asserts that (out, lse) agree, and the gradients through both of them."""
     got, expected = list(got), list(expected)
     for name, a, b in zip(("out", "lse"), got, expected, strict=True):
         assert_close(a.detach(), b.detach(), forward, name)
@@ -216,7 +216,7 @@ def assert_same_attention(
 
 
 def errors(got: Tensor, exact: Tensor) -> tuple[float, float]:
-    """(root mean square, largest) difference on what is finite; infinities must agree."""
+    """(root mean square, largest) difference of the finite numbers; infinities must agree."""
     finite = exact.isfinite()
     assert torch.equal(got.isfinite(), finite), "not finite in the same places"
     difference = (got.double() - exact)[finite]
@@ -235,7 +235,7 @@ def workspace(limit: int) -> Iterator[None]:
 
 
 def random_table(*shape: int) -> Tensor:
-    """Bools, the first row all False and the second all True where there is one."""
+    """Draws bools; the first row is all False, and the second (if any) all True."""
     table = torch.rand(*shape, generator=torch.Generator().manual_seed(5)) < 0.4
     table[..., 0, :] = False
     table[..., 1:2, :] = True
@@ -243,7 +243,7 @@ def random_table(*shape: int) -> Tensor:
 
 
 def _parts(total: int) -> tuple[int, ...]:
-    """Three documents and an empty one that sum to `total`."""
+    """Lengths of three documents and an empty one that sum to `total`."""
     first, second = total // 5, total // 2
     return (first, 0, second, total - first - second)
 
@@ -263,7 +263,7 @@ def _blocks(case: Case, *outer: int, block_size: int = 24) -> sr.Pattern:
 
 def _dense(case: Case, *outer: int) -> sr.Pattern:
     table = random_table(*outer, case.q_len, case.kv_len)
-    table[..., -1:] = False  # a key that nobody sees
+    table[..., -1:] = False  # a key that no query sees
     return sr.Dense(table)
 
 

@@ -1,6 +1,6 @@
-"""Blocks chosen by content, by definition: scores, choices, pooled keys and losses in float64.
+"""Block selection by definition: scores, selections, pooled keys and losses in float64.
 
-Plain torch, so that autograd gives the gradients; nothing here comes from the library.
+It is plain torch, so that autograd gives the gradients; it shares no code with the library.
 """
 
 import math
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 LARGEST = torch.finfo(torch.float32).max
-NEVER = -1e300  # the logit of what is hidden: finite, so that it has a derivative
+NEVER = -1e300  # logit of a hidden key or block: finite, so that it has a derivative
 
 
 def log_masses(query: Tensor, keys: Tensor, method: str, parts: int, scale: float) -> Tensor:
-    """[..., N] estimated log mass of one block of keys [..., n, D] for queries [..., N, D]."""
+    """Estimates the log mass [..., N] of one block of keys [..., n, D] for queries [..., N, D]."""
     many, mean = math.log(keys.shape[-2]), keys.mean(-2, keepdim=True)
     if method == "sub":
         each = [log_masses(query, part, "mean", 1, scale) for part in keys.split(parts, -2)]
@@ -31,7 +31,7 @@ def log_masses(query: Tensor, keys: Tensor, method: str, parts: int, scale: floa
 
 
 def antidiagonals(query: Tensor, keys: Tensor, stride: int, scale: float, start: int) -> Tensor:
-    """Like `log_masses`, for strides of queries that are cut by position."""
+    """Like `log_masses`, by the antidiagonal method; strides of queries are cut by position."""
     length, count = query.shape[-2], keys.shape[-2]
     first = (start + torch.arange(length)) // stride * stride - start
     products, found = scale * query @ keys.mT, []
@@ -56,7 +56,7 @@ def block_scores(
     scale: float,
     q_start: int | None,
 ) -> Tensor:
-    """[B, Hkv, R, Nb] scores, -inf for what is not visible."""
+    """Computes scores [B, Hkv, R, Nb], -inf for blocks that are not visible."""
     (batch, heads, length, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     start = kv_len - length if q_start is None else q_start
     position, blocks = start + torch.arange(length), -(-kv_len // block_size)
@@ -100,7 +100,7 @@ def select_blocks(
     causal: bool,
     q_start: int,
 ) -> Tensor:
-    """[..., R, k] the choice of each row of scores [..., R, Nb]."""
+    """Selects blocks [..., R, k] for each row of scores [..., R, Nb]."""
     *outer, rows, _ = scores.shape
     options = {"top_p": top_p, "sink": sink, "local": local, "causal": causal}
     chosen = [
@@ -123,7 +123,7 @@ def chosen_blocks(
     local: int = 1,
     causal: bool = True,
 ) -> list[int]:
-    """The choice of one row whose queries lie in block `current`."""
+    """Selects the blocks of one row whose queries lie in block `current`."""
     last = min(current, len(scores) - 1)
     numbers = [b for b in range(len(scores)) if not causal or b <= last]
     score = [-math.inf if math.isnan(x) else x for x in scores]
@@ -144,7 +144,7 @@ def chosen_blocks(
 
 
 def pool_blocks(x: Tensor, size: int, stride: int) -> Tensor:
-    """Means of windows of tokens [B, H, N, D], 0 where there are none."""
+    """Computes means of windows of tokens [B, H, N, D], 0 for an empty window."""
     count = -(-max(0, x.shape[2] - size) // stride) + 1
     windows = [x[:, :, c * stride : c * stride + size] for c in range(count)]
     return torch.stack([w.sum(2) / max(1, w.shape[2]) for w in windows], 2)
@@ -157,7 +157,7 @@ def selection_loss(
     *,
     row_weight: Tensor | None = None,
 ) -> Tensor:
-    """Mean over rows of KL(share of the mass || softmax(scores)), row by row."""
+    """Computes the mean over rows of KL(share of the mass || softmax(scores)), row by row."""
     batch, heads, rows, blocks = scores.shape
     mass = mass.unflatten(1, (heads, -1)).sum(2)
     if indices is None:

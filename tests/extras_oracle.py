@@ -1,6 +1,7 @@
-"""Attention with the extras of a call, by their formulas, in dense float64; shares no code with it.
+"""Attention with the extras of a call, by their formulas, in dense float64.
 
-Every branch of a mixture is written out by itself, as dropout sees it.
+Only patterns and `dropout_kept` come from the library. Each branch of a mixture has a table of its
+own, since dropout treats branches separately.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ import sparsering as sr
 
 
 def kept_by_formula(seed: int, p: float, batch: int, head: int, query: int, key: int, branch: int):
-    """Whether a pair is kept, in Python's own integers."""
+    """Whether dropout keeps a pair: the hash in Python's integers."""
     whole, word = 2**64 - 1, 2**32 - 1
 
     def signed_shift(x: int, bits: int) -> int:
@@ -42,7 +43,7 @@ def kept_by_formula(seed: int, p: float, batch: int, head: int, query: int, key:
 
 
 def branches_of(pattern: sr.Pattern, batch: int, **heads: Any) -> Tensor:
-    """[branches, B, H, Nq, Nk] which pairs each branch of a pattern has."""
+    """Returns the pairs of each branch of a pattern, [branches, B, H, Nq, Nk]."""
     shape = (batch, heads["num_heads"], heads["q_len"], heads["kv_len"])
     return torch.stack([branch.to_dense(**heads).expand(shape) for branch in pattern.branches])
 
@@ -62,7 +63,7 @@ def attend_with_extras(
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) in float64; `bias` [branches or 1, B, H, Nq, Nk] is that of each pair's block."""
+    """Computes (out, lse) in float64; `bias` [branches or 1, B, H, Nq, Nk] is the blocks' bias."""
     batch, heads, q_len, width = query.shape
     group = heads // key.shape[1]
     q = query.double()
@@ -79,7 +80,7 @@ def attend_with_extras(
     if bias is not None:
         score = score + bias.double()
     score = score.masked_fill(~branches, -torch.inf)  # [branches, B, H, Nq, Nk]
-    rows = score.movedim(0, -2).flatten(-2)  # all that a query sees, side by side
+    rows = score.movedim(0, -2).flatten(-2)  # [B, H, Nq, branches * Nk]
     if sink is None:
         sink = torch.full((heads,), -torch.inf, dtype=torch.float64)
     sink = (sink[None, :, None] if sink.dim() == 1 else sink).double()

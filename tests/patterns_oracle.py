@@ -2,8 +2,8 @@
 
 A *spec* is a nested tuple that reads like the constructor call: `("SlidingWindow", 4, 0, 2)`,
 `("&", ("Causal",), ("Documents", (3, 4)))`. `build(spec)` calls the library; `counts(spec, ...)`
-asks the rules below once for each (batch entry, head, query, key). The rules are copied from the
-table of the contract, not from the library, and know nothing of how the library computes.
+evaluates the rules below for each (batch entry, head, query, key). The rules come from the table
+of the contract, not from the library's code.
 """
 
 import functools
@@ -20,9 +20,9 @@ OPERATORS = ("&", "|", "+")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a pair is looked at: everything besides the two positions that a rule may ask."""
+    """Everything that a rule may read besides the two positions of a pair."""
 
-    row: int  # index of the query, which `Dense` reads
+    row: int  # index of the query, which `Dense` and `MaskMod` read
     batch: int
     head: int  # query head
     num_heads: int
@@ -35,7 +35,7 @@ class Place:
 
 
 def block_of(p: int, block_size: int) -> int | None:
-    """Block of a position; a negative position is in none."""
+    """Number of the block with a position; None for a negative position."""
     return p // block_size if p >= 0 else None
 
 
@@ -120,7 +120,7 @@ def hierarchical(at: Place, p: int, k: int, levels: tuple, block_size: int) -> i
 
 
 def document_of(x: int, lengths: tuple[int, ...]) -> tuple[int, int] | None:
-    """(number, first position) of the document that holds position `x`."""
+    """(number, first position) of the document with position `x`; None if there is none."""
     first = 0
     for number, length in enumerate(lengths):
         if first <= x < first + length:
@@ -130,7 +130,7 @@ def document_of(x: int, lengths: tuple[int, ...]) -> tuple[int, int] | None:
 
 
 def documents_of(at: Place, lengths: tuple) -> tuple[int, ...]:
-    """Those of the batch entry, where each has its own."""
+    """Document lengths of the batch entry, or those that all entries share."""
     return lengths[at.batch] if lengths and isinstance(lengths[0], tuple) else lengths
 
 
@@ -165,7 +165,7 @@ def table_depth(table: Any) -> int:
 
 
 def head_of_table(at: Place, num_tables: int) -> int:
-    """Which of 1, Hkv or Hq tables a query head reads."""
+    """Number of the table, of 1, Hkv or Hq tables, that a query head reads."""
     return {1: 0, at.num_kv_heads: at.kv_head, at.num_heads: at.head}[num_tables]
 
 
@@ -199,7 +199,7 @@ def selected_blocks(
     return k // block_size in indices[p // query_block - first_row]
 
 
-MASK_MODS = {  # FlexAttention's functions, of query indices; plain Python runs them on ints too
+MASK_MODS = {  # FlexAttention's mask functions take query indices; they also work on plain ints
     "near": "lambda b, h, q, k: abs(q - k) < 4",
     "of heads": "lambda b, h, q, k: (q + h) % 3 == k % 3",
     "of entries": "lambda b, h, q, k: (q + k + b) % 4 != 0",
@@ -233,11 +233,11 @@ RULES = {
 
 
 def pair_count(spec: Spec, at: Place, p: int, k: int) -> int:
-    """How often the pattern holds the pair of query position `p` and key position `k`."""
+    """Multiplicity of the pair of query position `p` and key position `k` in the pattern."""
     name, *args = spec
     if name == "+":
         return pair_count(args[0], at, p, k) + pair_count(args[1], at, p, k)
-    if name == "&":  # a pair of a mixture keeps its count where the mask has it
+    if name == "&":  # one side is a mask (0 or 1), so a mixture's pair keeps its count or vanishes
         return pair_count(args[0], at, p, k) * pair_count(args[1], at, p, k)
     if name == "|":
         return max(pair_count(args[0], at, p, k), pair_count(args[1], at, p, k))
@@ -254,7 +254,7 @@ def counts(
     q_start: int | None = None,
     batch: int = 1,
 ) -> Tensor:
-    """Int64 counts [batch, num_heads, q_len, kv_len] of the spec, every entry computed alone."""
+    """Computes int64 counts [batch, num_heads, q_len, kv_len] of the spec, pair by pair."""
     kv_len = q_len if kv_len is None else kv_len
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     q_start = kv_len - q_len if q_start is None else q_start
@@ -271,7 +271,7 @@ def counts(
 
 
 def leaves(spec: Spec) -> list[Spec]:
-    """The constructor calls of a spec, those inside `Packed` included."""
+    """Returns the constructor calls of a spec, including those inside `Packed`."""
     name, *args = spec
     if name in OPERATORS:
         return leaves(args[0]) + leaves(args[1])
@@ -279,7 +279,7 @@ def leaves(spec: Spec) -> list[Spec]:
 
 
 def is_mixture(spec: Spec) -> bool:
-    """Whether the spec is a multiset by its form, whatever its counts turn out to be."""
+    """Whether the spec has the form of a mixture, even if all its counts are 0 or 1."""
     name, *args = spec
     if name == "Packed":
         return is_mixture(args[1])
@@ -298,8 +298,8 @@ def is_batched(spec: Spec) -> bool:
 
 
 def build(spec: Spec) -> Any:
-    """The library's pattern for a spec: the constructor or operator of that name."""
-    import sparsering as sr  # here, so that the oracle can be tested without the library
+    """Builds the library's pattern of a spec, by the constructor or operator of that name."""
+    import sparsering as sr  # imported here, to test the oracle without the library
 
     name, *args = spec
     if name == "&":
@@ -327,7 +327,7 @@ def _mask_mod(name: str, batch: int | None) -> Any:
 
 
 def matrix(drawing: str) -> Tensor:
-    """Counts [B, H, Nq, Nk] as drawn: `.` is 0, `|` stands between heads, `---` between batches.
+    """Parses drawn counts [B, H, Nq, Nk]: `.` is 0, `|` separates heads, `---` batch entries.
 
     >>> matrix('''
     ...     1 . | 2 1

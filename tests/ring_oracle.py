@@ -1,4 +1,4 @@
-"""What ranks own, need and compute, by definition: from the dense counts of a pattern."""
+"""Shards, needed keys and loads of ranks by definition, from the dense counts of a pattern."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from sparsering.distributed import RingPlan
 
 
 def owned(sharding: str, length: int, world: int) -> list[list[int]]:
-    """Each rank's positions in local order, by the definition of the shardings."""
+    """Positions of each rank in local order, by the definition of the shardings."""
     if sharding == "contiguous":
         c = -(-length // world)
         return [list(range(length))[r * c : (r + 1) * c] for r in range(world)]
@@ -27,7 +27,7 @@ def owned(sharding: str, length: int, world: int) -> list[list[int]]:
 
 
 def plan_of(pattern: sr.Pattern, case: Case, world: int, sharding: str) -> RingPlan:
-    """The plan for a case's heads."""
+    """Builds the plan for a case."""
     return RingPlan.build(
         pattern,
         case.kv_len,
@@ -41,7 +41,7 @@ def plan_of(pattern: sr.Pattern, case: Case, world: int, sharding: str) -> RingP
 def visited(pattern: sr.Pattern, case: Case, away: list[int]) -> Tensor:
     """[B, Hkv, Nq, Nk] bool: whether a query of the kv head's group visits a key.
 
-    Rows that are `away` visit none.
+    Rows in `away` are False: these queries travel to the ranks of their keys.
     """
     counts = dense_counts(pattern, case) > 0
     counts = counts.unflatten(1, (case.num_kv_heads, -1)).any(2)
@@ -60,7 +60,7 @@ def assert_plan_is_exact(
     sharding: str,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """What a plan says of shards, needed tokens, bytes and loads, against the dense counts."""
+    """Asserts that a plan's shards, needed tokens, bytes and loads agree with the dense counts."""
     plan = plan_of(pattern, case, world, sharding)
     shards = owned(plan.sharding, case.kv_len, world)
     away = travelling(plan)

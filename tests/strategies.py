@@ -19,7 +19,7 @@ HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 3))  # (query heads, kv hea
 
 @dataclass(frozen=True)
 class Scene:
-    """What `to_dense` and `layout` are asked for; `batch` is that of the batch-dependent masks."""
+    """Arguments of `to_dense` and `layout`, and the batch size of batch-dependent masks."""
 
     q_len: int
     kv_len: int
@@ -59,7 +59,7 @@ def scenes(draw: st.DrawFn, max_length: int = 70, min_length: int = 0, max_heads
 
 @st.composite
 def partitions(draw: st.DrawFn, total: int) -> tuple[int, ...]:
-    """Document lengths that sum to `total`, some of them 0."""
+    """Draws document lengths that sum to `total`, some of them 0."""
     cuts = sorted(draw(st.lists(st.integers(0, total), max_size=4)))
     edges = [0, *cuts, total]
     return tuple(b - a for a, b in pairwise(edges))
@@ -67,7 +67,7 @@ def partitions(draw: st.DrawFn, total: int) -> tuple[int, ...]:
 
 @st.composite
 def tables(draw: st.DrawFn, *shape: int) -> Any:
-    """Nested tuples of booleans: each entry, whole rows, or nearly all of them drawn."""
+    """Draws nested tuples of booleans; a row is all False, all True, or random."""
     *outer, rows, columns = shape
     if outer:
         return tuple(draw(tables(*outer[1:], rows, columns)) for _ in range(outer[0]))
@@ -80,12 +80,12 @@ def tables(draw: st.DrawFn, *shape: int) -> Any:
 
 
 def distances(scene: Scene) -> st.SearchStrategy[int]:
-    """Window sides, counts, segment lengths: short ones, and ones past the end."""
+    """Strategy of window sides, counts and segment lengths: short ones, and ones past the end."""
     longest = max(scene.q_len, scene.kv_len)
     return st.one_of(st.integers(0, 9), st.integers(0, longest + 5))
 
 
-# Sizes of a pattern's own blocks: off, below and above those of the layout.
+# Sizes of a pattern's own blocks: below, above, and not dividing those of the layout.
 PATTERN_BLOCK_SIZES = st.sampled_from((1, 2, 3, 5, 8, 16, 24, 32, 64, 128))
 
 
@@ -147,7 +147,7 @@ def hierarchicals(draw: st.DrawFn, scene: Scene) -> Spec:
 
 
 def document_lengths(scene: Scene) -> st.SearchStrategy[Any]:
-    """Document lengths: for all batch entries, or for each of them."""
+    """Strategy of document lengths, shared by all batch entries or different for each."""
     one = partitions(scene.kv_len)
     each = st.lists(one, min_size=scene.batch, max_size=scene.batch).map(tuple)
     return st.one_of(one, one, each)
@@ -167,7 +167,7 @@ def key_paddings(draw: st.DrawFn, scene: Scene) -> Spec:
 
 @st.composite
 def key_masks(draw: st.DrawFn, scene: Scene) -> Spec:
-    """For all batch entries or for each, some rows all True or all False."""
+    """Draws key masks, shared by all batch entries or different for each."""
     if draw(st.booleans()):
         return ("KeyMask", draw(tables(1, scene.kv_len))[0])
     return ("KeyMask", draw(tables(scene.batch, scene.kv_len)))
@@ -201,7 +201,7 @@ def random_blocks(draw: st.DrawFn, scene: Scene) -> Spec:
 
 @st.composite
 def selected_blocks(draw: st.DrawFn, scene: Scene) -> Spec:
-    """Rows that cover the queries, from the first query's row or an earlier one on."""
+    """Draws selected blocks; their rows cover the queries and may begin before the first."""
     query_block = draw(st.sampled_from((1, 2, 4, 16)))
     block_size = query_block * draw(st.sampled_from((1, 2, 8) if query_block == 16 else (2, 4, 8)))
     first = max(0, scene.first_position) // query_block
@@ -234,9 +234,9 @@ def mask_mods(draw: st.DrawFn, scene: Scene) -> Spec:
 
 @st.composite
 def packed(draw: st.DrawFn, scene: Scene, inner: Any) -> Spec:
-    """`inner(inside)` in documents, `inside` being a scene that holds the longest of them.
+    """Draws `Packed` around `inner(inside)`; the scene `inside` is as long as the longest document.
 
-    Patterns whose own lengths must sum to the document's go into documents of one length.
+    Patterns that fix the length of their sequence go into documents of equal length.
     """
     lengths = draw(document_lengths(scene))
     longest = max(max(entry) if isinstance(entry, tuple) else entry for entry in lengths)
@@ -250,7 +250,7 @@ def packed(draw: st.DrawFn, scene: Scene, inner: Any) -> Spec:
 
 
 def leaf_masks(scene: Scene, with_random: bool) -> st.SearchStrategy[Spec]:
-    """Masks that hold at any length, so that they may stand inside `Packed` too."""
+    """Strategy of masks that fit any length, so that they may also stand inside `Packed`."""
     kinds = [windows, pooled, global_tokens, dilated, block_dilated, block_windows, hierarchicals]
     kinds += [key_paddings, block_tables] + [random_blocks] * with_random
     fixed = st.sampled_from((("Full",), ("Causal",)))
@@ -260,13 +260,13 @@ def leaf_masks(scene: Scene, with_random: bool) -> st.SearchStrategy[Spec]:
 def masks(
     scene: Scene, depth: int = 2, with_random: bool = False, nested: bool = False
 ) -> st.SearchStrategy[Spec]:
-    """Masks joined by `&` and `|`, at most `depth` operators deep."""
+    """Strategy of masks joined by `&` and `|`, at most `depth` operators deep."""
 
     def inner(inside: Scene) -> st.SearchStrategy[Spec]:
         return masks(inside, 1, with_random, nested=True)
 
     simple = leaf_masks(scene, with_random)
-    if not nested and 0 < scene.q_len <= 70 and scene.kv_len <= 70:  # a table of () has no width
+    if not nested and 0 < scene.q_len <= 70 and scene.kv_len <= 70:  # an empty tuple has no width
         simple = st.one_of(simple, dense_masks(scene))
     if not nested:
         simple = st.one_of(simple, documents(scene), key_masks(scene), packed(scene, inner))
@@ -280,7 +280,7 @@ def masks(
 def mixtures(
     scene: Scene, depth: int = 1, with_random: bool = False, nested: bool = False
 ) -> st.SearchStrategy[Spec]:
-    """Sums of masks, LongNets, mixtures under a mask on either side, packed mixtures."""
+    """Strategy of mixtures: sums of masks, LongNets, mixtures under a mask, packed mixtures."""
     mask = masks(scene, 1, with_random, nested)
 
     def inner(inside: Scene) -> st.SearchStrategy[Spec]:
@@ -302,7 +302,7 @@ def mixtures(
 
 
 def specs(scene: Scene, with_random: bool = False) -> st.SearchStrategy[Spec]:
-    """Any pattern expression that is legal in the scene; a mask or a mixture."""
+    """Strategy of all pattern expressions that are legal in the scene, masks and mixtures."""
     return st.one_of(masks(scene, 2, with_random), mixtures(scene, 1, with_random))
 
 
@@ -314,6 +314,6 @@ def cases(
     max_heads: int = 6,
     with_random: bool = False,
 ) -> tuple[Spec, Scene]:
-    """A spec and its scene. `with_random` adds `RandomBlocks`, for which there is no oracle."""
+    """Draws a spec and its scene. `with_random` adds `RandomBlocks`, which has no oracle."""
     scene = draw(scenes(max_length, min_length, max_heads))
     return draw(specs(scene, with_random)), scene

@@ -1,7 +1,7 @@
 """torchscale's dilated attention by its contract: dense, branch by branch, in the inputs' dtype.
 
-Segments are filled up with zero keys, a head's rows and keys taken off its grid, one softmax each,
-and the branches mixed by their lse. Shares no code with the library, nor with torchscale.
+Segments are padded with zero keys. Each head takes the rows and keys on its grid, with one softmax
+a segment, and lse merges the branches. Shares no code with the library, nor with torchscale.
 """
 
 import math
@@ -22,10 +22,10 @@ def attend_over_segments(
     zeros: bool = False,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """[B, H, N, D] of query, key, value of that shape.
+    """Computes dilated attention [B, H, N, D] of query, key and value of that shape.
 
-    `zeros`: segments are filled up with zero keys, which are seen; else they are not. `valid`
-    [B, N]: keys that may be seen.
+    `zeros`: whether queries see the zero keys that pad a segment. `valid` [B, N]: keys that may
+    be seen.
     """
     B, H, N, D = query.shape
     valid = torch.ones(B, N, dtype=torch.bool) if valid is None else valid
@@ -71,7 +71,7 @@ def slice_of(batch: int) -> Tensor:
 
 
 def turn(x: Tensor, scale: Tensor, base: float, offset: int, total: int, up: bool) -> Tensor:
-    """By the formula of xPos: x [B, H, n, D], of tokens from `offset` of `total`."""
+    """Rotates and scales x [B, H, n, D], tokens from `offset` of `total`, by xPos's formula."""
     out = torch.zeros_like(x)
     for n in range(x.shape[2]):
         p = n + offset
@@ -108,7 +108,10 @@ class XPOS(nn.Module):
 
 
 class DilatedAttention(nn.Module):
-    """The parts and the results of torchscale's class of this name; `zeros` as it has them."""
+    """Module with the parameters and results of torchscale's DilatedAttention.
+
+    `zeros`: queries see padding keys, as in torchscale.
+    """
 
     zeros = True
 

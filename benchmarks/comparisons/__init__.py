@@ -1,4 +1,4 @@
-"""Comparisons of attention with its peers, interleaved in one process, with an error column.
+"""Comparisons of attention with its peers: interleaved times in one process, and errors.
 
 Run them with `python -m benchmarks bench --out DIR`; each writes one JSON record.
 """
@@ -51,11 +51,11 @@ CASES = {
 
 
 def main(out: str | Path, quick: bool = False, only: str | None = None) -> list[Path]:
-    """Runs every comparison, or the one named, and writes one record each into `out`.
+    """Runs all comparisons, or `only` one, and writes a record of each into `out`.
 
     `quick` takes small lengths.
 
-    Returns: the files written, the records and a picture of the sweeps.
+    Returns: paths of the records and of the plot of the sweeps.
     """
     paths = []
     for name in list(CASES) if only is None else [only]:

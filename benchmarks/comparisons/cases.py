@@ -1,4 +1,4 @@
-"""The comparisons: what is timed, beside which peer, and how its output is checked.
+"""Basic comparisons: timed calls, their peers, and the checks of their outputs.
 
 Rates count visited blocks: 4 * H * blocks * block^2 * D for a forward pass, 3.5 times that with
 backward. `error` is the largest error of sampled rows against float64, relative to the largest
@@ -40,7 +40,7 @@ LONGNET = ((2048, 4096, 8192), (1, 2, 4))
 
 
 def layouts(quick: bool) -> list[Row]:
-    """Time and memory of compiling patterns at 2^20 tokens, and of FlexAttention's mask at 16K."""
+    """Times compiling patterns at 2^20 tokens (with memory), and FlexAttention's mask at 16K."""
     length = 1 << (14 if quick else 20)
     cases: dict[str, tuple[Pattern, int]] = {
         "SlidingWindow(4096)": (SlidingWindow(4096), length),
@@ -77,7 +77,7 @@ def layouts(quick: bool) -> list[Row]:
 
 
 def random_blocks(quick: bool) -> list[Row]:
-    """10% random blocks (and the diagonal), B1 H8: FlexAttention and dense SDPA."""
+    """10% random blocks (and the diagonal), B1 H8, against FlexAttention and dense SDPA."""
     length = 2048 if quick else 16384
     rows: list[Row] = []
     for dtype, width, block in (
@@ -109,7 +109,7 @@ def compare(
     quick: bool,
     rounds: int = 7,
 ) -> list[Row]:
-    """A row for each call; "dense" attends to all pairs, every other one to the pattern."""
+    """Measures a row for each call; "dense" attends to all pairs, the others to the pattern."""
     query = inputs[0]
     batch, heads, length, width = query.shape
     ms = interleaved(calls, 3 if quick else rounds)
@@ -130,7 +130,7 @@ def compare(
 def _trainable_calls(
     inputs: Sequence[Tensor], pattern: RandomBlocks, block: int
 ) -> dict[str, Callable[[], Tensor]]:
-    """Those that have a backward on a CPU: all but FlexAttention."""
+    """Calls with a backward pass on a CPU: all but FlexAttention."""
     return {
         "cpu": ours(inputs, pattern, block),
         "gather": ours(inputs, pattern, block, "gather"),
@@ -170,7 +170,7 @@ def exact_gradients(inputs: Sequence[Tensor], pattern: Pattern, grad: Tensor) ->
 
 
 def longnet_branches(quick: bool) -> list[Row]:
-    """LongNet (2048, 4096, 8192) / (1, 2, 4), B1 H8 N16384 D64: SDPA per branch and residue."""
+    """LongNet (2048, 4096, 8192) / (1, 2, 4), B1 H8 N16384 D64, against SDPA per branch."""
     length = 8192 if quick else 16384
     pattern = LongNet(*LONGNET)
     query, key, value = inputs_of(8, length, 64, torch.float32)
@@ -192,7 +192,7 @@ def longnet_branches(quick: bool) -> list[Row]:
 
 
 def per_branch_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The peer: torch's own CPU flash kernel on strided views, merged by lse.
+    """LongNet with torch's own CPU flash kernel, per branch and residue class, merged by lse.
 
     Segment lengths divide the sequence and are multiples of their rates, so views suffice.
     """
@@ -215,7 +215,7 @@ def per_branch_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def window(quick: bool) -> list[Row]:
-    """A causal window of 512 at 262144 tokens, H4 D64; dense SDPA at 8192 tells the dense rate."""
+    """A causal window of 512 at 262144 tokens, H4 D64; dense SDPA at 8192 for its rate."""
     rows: list[Row] = []
     pattern = Causal() & SlidingWindow(512)
     for dtype in (torch.float32, torch.bfloat16):
@@ -229,9 +229,9 @@ def window(quick: bool) -> list[Row]:
 
 
 def small(quick: bool) -> list[Row]:
-    """Short sequences, where the cost of a call shows: dense SDPA.
+    """Short sequences against dense SDPA, where the overhead of a call shows.
 
-    The shapes of batches are heads and head dim of common models; 8 x 12 x 32 is MiniLM.
+    Shapes are (batch, heads, head dim) of common models; (8, 12, 32) is MiniLM.
     """
     rows: list[Row] = []
     shapes = ((1, 8, 64), (1, 8, 128), (1, 12, 32), (8, 12, 32), (32, 12, 32), (8, 12, 64))
@@ -247,10 +247,10 @@ def small(quick: bool) -> list[Row]:
 
 
 def decode(quick: bool) -> list[Row]:
-    """One query against cached keys, window and global tokens or all: the time to read them once.
+    """One query against cached keys, and the time to read the keys once.
 
-    Several caches take turns, as those of a model's layers do, so that none stays in the
-    processor's.
+    The query sees a window and global tokens, or all keys. Several caches take turns, like the
+    layers of a model, so that none stays in the processor's cache.
     """
     length = 1 << (12 if quick else 17)
     rows: list[Row] = []
@@ -285,7 +285,7 @@ def decode(quick: bool) -> list[Row]:
 
 
 def memory(quick: bool) -> list[Row]:
-    """Peak extra memory of one call against length, forward and with backward, H1 D64 float32."""
+    """Peak extra memory of one call at growing lengths, forward and with backward, H1 D64."""
     rows: list[Row] = []
     for length in (8192, 16384) if quick else (65536, 131072, 262144):
         for backward in (False, True):
@@ -333,7 +333,7 @@ def _one_call(length: int, backward: bool) -> Iterator[None]:
 
 
 def ragged(count: int, total: int) -> tuple[int, ...]:
-    """`count` lengths whose sum is `total`, of up to twice the mean, the same at every call."""
+    """Draws `count` lengths whose sum is `total`, up to twice the mean, the same at every call."""
     weights = torch.rand(count, generator=torch.Generator().manual_seed(0)) + 1e-3
     ends = (weights.cumsum(0) / weights.sum() * total).round().long()
     ends[-1] = total
@@ -353,13 +353,13 @@ def _each(calls: Sequence[Callable[[], object]]) -> None:
 def ours(
     inputs: Sequence[Tensor], pattern: Pattern, block: int = BLOCK, backend: str = "cpu"
 ) -> Callable[[], Tensor]:
-    """Our attention on one backend."""
+    """Call of our attention on one backend."""
     query, key, value = inputs
     return partial(attention, query, key, value, pattern, block_size=block, backend=backend)
 
 
 def dense(inputs: Sequence[Tensor], causal: bool = False) -> Callable[[], Tensor]:
-    """Torch's own attention to all pairs, or to those of `Causal()`."""
+    """Call of torch's own attention to all pairs, or to the causal ones."""
     query, key, value = inputs
     grouped = query.shape[1] != key.shape[1]
     return partial(

@@ -1,8 +1,8 @@
-"""Decoding with `KVCache`: a token's time and the bytes held, beside caches that keep everything.
+"""Decoding with `KVCache`: time and bytes per token, against caches that keep everything.
 
-All that is compared takes turns token by token, as the layers of a model do, so that no cache
-stays in the processor's. Measured are the tokens up to a length, most often a power of 2: there
-the segments of a LongNet end, and its cache is at its fullest.
+All calls take turns token by token, like the layers of a model, so that no cache stays in the
+processor's cache. The measured tokens are the last ones before a length, mostly a power of 2:
+there the segments of a LongNet end and its cache is largest.
 """
 
 import statistics
@@ -34,17 +34,17 @@ PATTERNS: dict[str, Mask | Mixture] = {
     & Causal(),
 }
 FIXED = "attention, one length"
-MOST_OF_ALL, MOST_HELD = 1 << 16, 1 << 26  # tokens of `Causal()`; numbers in a cache of everything
+MOST_OF_ALL, MOST_HELD = 1 << 16, 1 << 26  # limits: tokens of Causal(), numbers in a full cache
 
 Name = TypeVar("Name")
 Step = Callable[[int, Sequence[Tensor]], Tensor]  # (position, its query, key and value) -> out
 
 
 def decoding(quick: bool) -> list[Row]:
-    """A token after 1K to 1M cached ones.
+    """One token after 1K to 1M cached tokens.
 
-    Beside it: dense SDPA and `attention` on a cache of everything, up to 2^26 numbers of it (128K
-    tokens of one entry).
+    The peers are dense SDPA and `attention` on a cache that keeps everything, up to 2^26 numbers in
+    it (128K tokens of one batch entry).
     """
     pages, rows = 1 if quick else 3, []
     for dtype in (torch.float32, torch.bfloat16):
@@ -55,7 +55,7 @@ def decoding(quick: bool) -> list[Row]:
 
 
 def batches(quick: bool) -> list[Row]:
-    """Sequences of 32 lengths in one cache, and in a cache each; prompts in parts."""
+    """32 sequences of different lengths, in one cache and in one cache each; prompts in parts."""
     rows: list[Row] = []
     pages = 1 if quick else 3
     for dtype in (torch.float32, torch.bfloat16):
@@ -74,11 +74,11 @@ def tokens_after(
     patterns: Mapping[str, Mask | Mixture],
     pages: int,
 ) -> list[Row]:
-    """The tokens of some pages up to each length, in caches that grow from one to the next."""
+    """Measures the last pages of tokens before each length; the caches grow between lengths."""
     sequences, patterns = _Sequences(batch, dtype), {**patterns, EVERYTHING: Causal()}
     caches = {name: _cache(pattern, batch) for name, pattern in patterns.items()}
     most = max((n for n in lengths if batch * HEADS * n * WIDTH <= MOST_HELD), default=0)
-    everything = {  # each its own, as each cache has: what is shared stays near the processor
+    everything = {  # own copies, as a shared one would stay in the processor's cache
         name: [x.clone() for x in sequences.tokens(0, most)[1:]] for name in patterns
     }
     in_dense = [x.clone() for x in everything[EVERYTHING]]
@@ -123,7 +123,7 @@ def of_many_lengths(
     pattern: Mask | Mixture,
     pages: int,
 ) -> list[Row]:
-    """Sequences of different lengths in one cache, a call for all; and in a cache each."""
+    """Measures sequences of different lengths in one cache (one call), and in one cache each."""
     batch = len(lengths)
     sequences, together = _Sequences(batch, dtype), _cache(pattern, batch)
     alone = [_cache(pattern, 1) for _ in lengths]
@@ -173,7 +173,7 @@ def prompts_in_parts(
     pattern: Mask | Mixture,
     rounds: int,
 ) -> list[Row]:
-    """A prompt as long as the largest part, in parts of each size."""
+    """Measures a prompt as long as the largest part, in parts of each size."""
     sequences, length = _Sequences(1, dtype), max(parts)
     times: dict[int, list[float]] = {part: [] for part in parts}
     outs: dict[int, Tensor] = {}
@@ -200,9 +200,9 @@ def prompts_in_parts(
 
 
 class _Sequences:
-    """Entries of a batch, of any length: the same tokens over and over, in each from elsewhere.
+    """Batch of sequences of any length: a pool of tokens, repeated, with an offset per entry.
 
-    A prime number of them, so that a key in another's place is another key.
+    The pool's size is prime, so a cache that mixes up positions reads a different key.
     """
 
     PERIOD = 8191
@@ -214,7 +214,7 @@ class _Sequences:
         self._offset = 977 * torch.arange(batch)[:, None]
 
     def tokens(self, start: int | Sequence[int], count: int) -> tuple[Tensor, ...]:
-        """Query, key and value of tokens from `start` on (of each entry), [B, H, count, D]."""
+        """Query, key and value [B, H, count, D] of tokens from `start` (one, or one per entry)."""
         position = torch.as_tensor(start).view(-1, 1) + torch.arange(count)
         place = (position + self._offset) % self.PERIOD  # [B, count]
         return self._pool[:, :, place].transpose(1, 2).contiguous().unbind()
@@ -222,7 +222,7 @@ class _Sequences:
     def error(self, out: Tensor, pattern: Pattern, starts: Sequence[int], rows: int = 8) -> float:
         """Largest error of some rows of `out` against float64 softmax over the visible keys.
 
-        Relative to the largest; raises where it is wrong. Rows begin at `starts` of each entry.
+        Relative to the largest value; raises if wrong. `out` begins at position `starts[entry]`.
         """
 
         def exact_row(row: int) -> Tensor:
@@ -250,7 +250,7 @@ def _cache(pattern: Mask | Mixture, batch: int) -> KVCache:
 
 
 def _prefill(cache: KVCache, sequences: _Sequences, length: int) -> None:
-    """Up to some length, in parts, at the cost of the pattern."""
+    """Fills a cache up to a length, in parts."""
     for start in range(cache.length, length, PART):
         cache.attend(*sequences.tokens(start, min(PART, length - start)))
 
@@ -258,7 +258,7 @@ def _prefill(cache: KVCache, sequences: _Sequences, length: int) -> None:
 def _note_held(
     held: dict[str, tuple[int, int]], caches: Mapping[str, KVCache], position: int
 ) -> None:
-    """The most keys and bytes that each cache had after any token so far."""
+    """Updates the largest number of keys and bytes of each cache so far."""
     for name, cache in caches.items():
         kept, size = held.get(name, (0, 0))
         held[name] = max(kept, cache.kept), max(size, cache.nbytes)
@@ -269,13 +269,13 @@ def _cached(cache: KVCache) -> Step:
 
 
 def _same_length(pattern: Pattern, everything: Sequence[Tensor], length: int) -> Step:
-    """`attention` of a query after `length` keys, the same number in every call."""
+    """Step that calls `attention` on the first `length` keys, the same number in every call."""
     key, value = (x[:, :, :length] for x in everything)
     return lambda _, tokens: attention(tokens[0], key, value, pattern)
 
 
 def _dense(everything: Sequence[Tensor]) -> Step:
-    """Torch's own attention over a cache that has room for all from the beginning."""
+    """Step of torch's own attention over a preallocated cache of all keys."""
 
     def step(position: int, tokens: Sequence[Tensor]) -> Tensor:
         for held, x in zip(everything, tokens[1:], strict=True):
@@ -293,9 +293,9 @@ def token_turns(
     untimed: int,
     watch: Callable[[int], None] = lambda position: None,
 ) -> tuple[dict[Name, list[float]], dict[Name, list[Tensor]]]:
-    """Milliseconds and outputs of steps in turn, token by token, after some untimed tokens.
+    """Runs steps in turn, token by token; milliseconds and outputs after `untimed` tokens.
 
-    `tokens_at` gives query, key and value of a position; `watch` sees it after each token.
+    `tokens_at(position)` returns query, key and value; `watch(position)` runs after each token.
     """
     times: dict[Name, list[float]] = {name: [] for name in steps}
     outs: dict[Name, list[Tensor]] = {name: [] for name in steps}
@@ -312,7 +312,7 @@ def token_turns(
 
 
 def _told(times: Sequence[float], batch: int) -> Row:
-    """Of one token: the median; the mean, evictions included; the slowest of a page."""
+    """Times of one token: median; mean, which includes evictions; median of each page's slowest."""
     slowest = [max(times[i : i + PAGE]) for i in range(0, len(times), PAGE)]
     mean = statistics.fmean(times)
     return {

@@ -1,4 +1,4 @@
-"""What extras of a call cost: each beside the same call without, interleaved, with errors."""
+"""Cost of a call's extras: each is timed against the same call without it, with errors."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +112,7 @@ def _differentiated(
 
 
 def _key_masks(length: int, dtype: torch.dtype, quick: bool) -> list[Row]:
-    """Another mask in every call, on a pattern whose layout is kept."""
+    """Measures a new key mask in every call, on a pattern whose layout is cached."""
     inputs, pattern = inputs_of(HEADS, length, WIDTH, dtype), RandomBlocks(0.1, BLOCK)
     generator = torch.Generator().manual_seed(4)
 
@@ -142,7 +142,7 @@ def _key_masks(length: int, dtype: torch.dtype, quick: bool) -> list[Row]:
 
 
 def _varlen_layouts(quick: bool) -> list[Row]:
-    """Layouts of `attention_varlen`: 256 documents in 65,536 tokens, of as many lengths."""
+    """Times layouts of `attention_varlen`: 256 documents of different lengths, 65,536 tokens."""
     tokens = 4096 if quick else 65536
     lengths, rows = ragged(256, tokens), []
     for inner in (Full(), Causal()):
@@ -159,7 +159,7 @@ def _varlen_layouts(quick: bool) -> list[Row]:
 
 
 def _cap_error() -> Row:
-    """The cap of scores from 1e-6 to 1e3, read off the lse of a single key, relative."""
+    """Relative error of softcap for scores from 1e-6 to 1e3: with one key, lse is the score."""
     scores = torch.logspace(-6, 3, 1 << 16)
     one = torch.ones(1, 1, 1, 1)
     query = scores[None, None, :, None]
@@ -172,7 +172,7 @@ def _cap_error() -> Row:
 def _ratios(
     calls: Mapping[str, Callable[[], object]], rounds: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds, and medians of each call's time over that without, round by round."""
+    """Median milliseconds of each call, and its median ratio to the call without extras."""
     times = interleaved_times(calls, rounds)
     ms = {name: statistics.median(values) for name, values in times.items()}
     pairs = {name: zip(values, times[WITHOUT], strict=True) for name, values in times.items()}
@@ -194,7 +194,7 @@ def _row(
 def _error(
     out: Tensor, inputs: Sequence[Tensor], pattern: Pattern, options: Mapping[str, Any]
 ) -> float:
-    """Largest error of sampled rows against float64 mathematics, relative; raises where wrong."""
+    """Largest relative error of sampled rows against the float64 reference; raises if wrong."""
     query, key, value = (x.double() for x in inputs)
 
     def exact_row(row: int) -> Tensor:

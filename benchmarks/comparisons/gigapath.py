@@ -1,4 +1,4 @@
-"""An encoder of the size of Prov-GigaPath's: time, memory and error at the lengths of slides."""
+"""An encoder as large as Prov-GigaPath: time, memory and error at the lengths of slides."""
 
 import time
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from ..measure import Row, available_bytes, peak_and_figures, sampled_error
 
 WIDTH, HEADS, TILE_WIDTH = 768, 16, 1536
 SEGMENTS, RATES = (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16)
-MOST_TRAINED = 10_000  # tiles; more take many minutes
+MOST_TRAINED = 10_000  # tiles; training on more takes many minutes
 PATTERN = LongNet(SEGMENTS, RATES, offset="block")
 
 
 def gigapath(quick: bool) -> list[Row]:
-    """12 layers of 16 heads of 48 channels at 10,000 and 45,680 tiles, float32, in processes alone.
+    """12 layers, 16 heads of 48, float32, at 10,000 and 45,680 tiles, each in a fresh process.
 
-    Training runs each layer again in backward, and is measured at 10,000, where memory will do.
+    Training recomputes each layer in backward; it is measured at 10,000 tiles if memory suffices.
     """
     layers = 2 if quick else 12
     return [_row(tiles, layers) for tiles in ((300, 1100) if quick else (10_000, 45_680))]
@@ -43,9 +43,9 @@ def _row(tiles: int, layers: int) -> Row:
 
 
 def training_bytes(tiles: int, layers: int) -> int:
-    """About what forward and backward hold: states between layers and in one, and gradients.
+    """Estimates the bytes of training: states between layers and inside one, and gradients.
 
-    At 10,000 tiles and 12 layers 2.9 GB were measured, of 3.2 told here.
+    At 10,000 tiles and 12 layers it returns 3.2 GB; 2.9 GB were measured.
     """
     of_state = 4 * WIDTH * (tiles + 1)
     return (layers + 80) * of_state + 4 * layers * 12 * WIDTH**2
@@ -54,7 +54,7 @@ def training_bytes(tiles: int, layers: int) -> int:
 def encoded(
     tiles: int, layers: int, threads: int, trains: bool, rows: int
 ) -> Iterator[tuple[float, float | None] | None]:
-    """Yields before and after a pass, and then (milliseconds, error of some rows of attention)."""
+    """Runs a pass for `peak_and_figures`; yields (milliseconds, error of some rows) at the end."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = LongNetEncoder(
@@ -69,7 +69,7 @@ def encoded(
     side = int(tiles**0.5) + 1
     grid = torch.stack((torch.arange(tiles) // side, torch.arange(tiles) % side), -1)
     queries = torch.randn(1, HEADS, tiles + 1, WIDTH // HEADS)
-    attention(queries, queries, queries, PATTERN)  # its layout, and the kernel compiled
+    attention(queries, queries, queries, PATTERN)  # builds the layout and compiles the kernel
     del queries
     yield None
     start = time.perf_counter()
@@ -87,7 +87,7 @@ def encoded(
 
 @torch.no_grad()
 def _error(model: LongNetEncoder, x: Tensor, grid: Tensor, rows: int) -> float:
-    """Of the first block's attention, in some rows."""
+    """Error of the first block's attention, in some rows."""
     worst = 0.0
 
     def measured(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

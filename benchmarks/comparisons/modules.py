@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` beside what it is made of: two projections and a call of `attention`."""
+"""Overhead of `nn.MultiheadAttention` over its parts: two projections and `attention`."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ EMBED_DIM, HEADS = 512, 8
 
 
 def modules(quick: bool) -> list[Row]:
-    """A window of 511 keys over self-attention of one sequence, float32; forward."""
+    """Self-attention of one sequence over a window of 511 keys, forward, float32."""
     rows: list[Row] = []
     for tokens in (512, 1024) if quick else (1024, 4096, 16384):
         torch.manual_seed(0)

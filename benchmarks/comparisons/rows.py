@@ -1,4 +1,7 @@
-"""Rows that choose their blocks, on the CPU: the walk by key tile beside tiles of their union."""
+"""Rows that select their own blocks, on the CPU: the walk by key tile against 64-query tiles.
+
+A tile of 64 queries visits the union of its rows' blocks.
+"""
 
 import statistics
 from collections.abc import Callable
@@ -20,13 +23,13 @@ from ..measure import Row, gradient_of, inputs_of, interleaved_times, sampled_er
 from .cases import dense
 
 HEADS, KV_HEADS, WIDTH, BLOCK, CHOSEN = 8, 2, 64, 64, 16
-_LONGEST_UNION = 16384  # whose bitmaps, of each pair of tiles its own, still fit
+_LONGEST_UNION = 16384  # tokens; beyond, one bitmap for each pair of tiles takes too much memory
 
 
 def rows(quick: bool) -> list[Row]:
-    """16 blocks of 64 for rows of 64, 16 and 1 queries, drawn at random; attention alone.
+    """16 random blocks of 64 for rows of 64, 16 and 1 queries; times attention alone.
 
-    `share`: of a row's blocks, how many its neighbour lists too: none but by chance, or 90%.
+    `share`: part of a row's blocks that its neighbour also lists: 0 (only by chance) or 90%.
     """
     found: list[Row] = []
     for length in (512,) if quick else (4096, 16384, 65536):
@@ -37,7 +40,7 @@ def rows(quick: bool) -> list[Row]:
 
 
 def drawn(length: int, tokens: int, share: float) -> SelectedBlocks:
-    """The first block, the own one and others; a row keeps each with probability `share`."""
+    """Draws each row's blocks: first, own, and others that repeat the row before with P `share`."""
     generator = torch.Generator().manual_seed(0)
     shape = KV_HEADS, length // tokens, CHOSEN
     current = torch.arange(shape[1])[:, None] * tokens // BLOCK
@@ -50,9 +53,9 @@ def drawn(length: int, tokens: int, share: float) -> SelectedBlocks:
 
 
 def in_tiles(layout: BlockLayout) -> BlockLayout:
-    """The same pairs in tiles of 64 queries, which visit what any of them lists.
+    """Rebuilds a layout with tiles of 64 queries, which visit the union of their rows' blocks.
 
-    Each pair of tiles has a bitmap of its own.
+    The pairs stay the same; each pair of tiles has its own bitmap.
     """
     (p,) = layout.passes
     tiles, columns = -(-p.query_start.shape[1] // BLOCK), p.key_start.shape[1]

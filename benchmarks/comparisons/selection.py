@@ -1,4 +1,4 @@
-"""What choosing costs: scores, selection and attention as one call, beside dense attention."""
+"""Cost of block selection: scores, selection and attention together, against dense attention."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ HEADS, KV_HEADS, WIDTH, BLOCK, CHOSEN = 8, 2, 64, 64, 16
 
 
 def selection(quick: bool) -> list[Row]:
-    """16 blocks of 64, rows of 64 queries and of 1: the whole, its parts, and dense attention."""
+    """16 blocks of 64, for rows of 64 queries and of 1: the whole, its parts, dense attention."""
     rows: list[Row] = []
     for length in (1024,) if quick else (4096, 16384):
         for dtype in (torch.float32, torch.bfloat16):
             for alike, backward in ((False, False), (True, False), (False, True)):
                 rows += _rows(length, dtype, alike, backward, 2 if quick else 3)
-    if not quick:  # minutes of dense attention
+    if not quick:  # dense attention takes minutes here
         for dtype, backward in (
             (torch.float32, False), (torch.bfloat16, False), (torch.float32, True),
         ):  # fmt: skip
@@ -37,7 +37,7 @@ def selection(quick: bool) -> list[Row]:
 
 
 def selection_scores(quick: bool) -> list[Row]:
-    """Scores as a part of scoring, selecting and attending, in rows of 64 queries and of 1."""
+    """Share of scoring in score + select + attend, for rows of 64 queries and of 1."""
     rows: list[Row] = []
     for length in (1024,) if quick else (4096, 16384):
         for dtype in (torch.float32, torch.bfloat16):
@@ -77,7 +77,7 @@ def _parts_of_whole(length: int, dtype: torch.dtype, rounds: int) -> list[Row]:
 
 
 def _inputs(length: int, dtype: torch.dtype, alike: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values; `alike`: they drift, so that neighbours choose alike."""
+    """Draws queries, keys and values; with `alike` they drift, so neighbours select alike."""
     query, key, value = inputs_of(HEADS, length, WIDTH, kv_heads=KV_HEADS)
     if alike:
         query, key = (_drifting(x) for x in (query, key))
@@ -85,7 +85,7 @@ def _inputs(length: int, dtype: torch.dtype, alike: bool) -> tuple[Tensor, Tenso
 
 
 def _drifting(x: Tensor, tokens: int = 128) -> Tensor:
-    """Half of each vector's variance is its own, half is shared with as many neighbours."""
+    """Mixes each vector with the mean of `tokens` neighbours: half of its variance is shared."""
     total = torch.nn.functional.pad(x.double().cumsum(2), (0, 0, tokens, 0))
     slow = (total[:, :, tokens:] - total[:, :, :-tokens]) / tokens**0.5
     return ((x + slow.float()) * 0.5**0.5).contiguous()
@@ -109,7 +109,7 @@ def _rows(length: int, dtype: torch.dtype, alike: bool, backward: bool, rounds: 
         parts[f"{name}: score"] = partial(_scores, query, key, tokens)
         parts[f"{name}: select"] = partial(_chosen, scores, tokens)
     if backward and length > 30000:
-        del calls["Causal()"]  # minutes, as dense SDPA
+        del calls["Causal()"]  # takes minutes, as dense SDPA does
     last: dict[str, Tensor] = {}
     timed: dict[str, Callable[[], object]] = {
         name: partial(_kept, last, name, call, leaves, grad) for name, call in calls.items()
@@ -166,7 +166,7 @@ def _kept(
 
 
 def _described(pattern: Pattern, length: int) -> Row:
-    """Pairs over visible pairs, and how many more blocks 64 queries list than one of their rows."""
+    """Density among causal pairs; inflation: blocks that 64 queries list, over those of one row."""
     pairs = pattern.layout(length, num_heads=HEADS, num_kv_heads=KV_HEADS).num_pairs
     told: Row = {"density": pairs / (length * (length + 1) / 2)}
     for selected in selections_of(pattern):
@@ -175,7 +175,7 @@ def _described(pattern: Pattern, length: int) -> Row:
 
 
 def selection_decoding(quick: bool) -> list[Row]:
-    """One new token beside many: scores, selection and attention, and dense attention to all."""
+    """One new token after many: selection (scores included) and attention, against dense."""
     length, steps, chosen = (4096, 8, 16) if quick else (131072, 256, 64)
     total = length + 2 * steps
     query, key, value = inputs_of(HEADS, total, WIDTH, kv_heads=KV_HEADS)
@@ -201,7 +201,7 @@ def selection_decoding(quick: bool) -> list[Row]:
     errors = {
         name: sampled_error(torch.cat(outs[name], 2), timed, key, value, Causal(), rows=8)
         for name in times
-        if name != "SelectedCache"  # which attends to what its own scores say
+        if name != "SelectedCache"  # it attends to blocks that its own scores select
     }
     return [
         {

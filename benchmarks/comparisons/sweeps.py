@@ -1,4 +1,4 @@
-"""How time goes with density, length and block size: ours beside FlexAttention and dense SDPA."""
+"""Time by density, length and block size: ours against FlexAttention and dense SDPA."""
 
 import torch
 
@@ -11,10 +11,10 @@ from .cases import BLOCK, compare, dense, ours
 
 
 def sweeps(quick: bool) -> list[Row]:
-    """Forward float32, H4 D64, over the density, the length and the block size.
+    """Sweeps density, block size and length; forward float32, H4 D64.
 
-    Random blocks of 1% to 100%, and of 16 to 256 tokens; a causal window of 2048 from 1K to 1M
-    tokens.
+    Random blocks of 1% to 100% density and of 16 to 256 tokens; a causal window of 2048 from 1K to
+    1M tokens.
     """
     length = 2048 if quick else 8192
     rows: list[Row] = []

@@ -1,8 +1,8 @@
-"""Models of transformers on "sparsering", beside "sdpa" and "eager": times, peaks, and distances.
+"""Hugging Face models with "sparsering" attention, against "sdpa" and "eager".
 
 Weights are random. `error` compares with "sdpa" on the model's own mask, relative to the largest
-logit; `from_dense` says how far a pattern's logits are from the dense model's: not an error, but
-what replacing a mask changes in a model that was not trained with it.
+logit. `from_dense` is the distance of a sparse pattern's logits from the dense model's. It is not
+an error: a model that was not trained with the pattern changes that much.
 """
 
 import statistics
@@ -23,11 +23,11 @@ OURS, OVERRIDE = "sparsering", "sparsering, window + global"
 PEERS = ("sdpa", "eager")
 WINDOW, GLOBAL = 512, 16
 MOST = {"eager": 4096, "sdpa, llama": 65536, "sdpa, modernbert": 16384}
-"""Tokens whose masks of all pairs a small machine can hold; a causal one "sdpa" need not have."""
+"""Longest sequences whose dense masks fit a small machine; "sdpa" needs none if causal."""
 
 
 def transformers(quick: bool) -> list[Row]:
-    """A prompt, a training step, and tokens after 16K, of a small Llama and a small ModernBERT."""
+    """Measures prompts and training of a small Llama and ModernBERT, and Llama's generation."""
     rounds_of = {1024: 1} if quick else {4096: 5, 16384: 3, 65536: 1}
     rows: list[Row] = []
     for kind in ("llama", "modernbert"):
@@ -39,7 +39,7 @@ def transformers(quick: bool) -> list[Row]:
 
 
 def prefill(kind: str, length: int, rounds: int) -> list[Row]:
-    """One pass over a sequence, without gradients; peaks in processes of their own."""
+    """Measures one pass over a sequence without gradients; peak memory in fresh processes."""
     names = _names(kind, length)
     models = {name: made(kind, name, length) for name in names}
     tokens = _tokens(length)
@@ -63,7 +63,7 @@ def prefill(kind: str, length: int, rounds: int) -> list[Row]:
 
 
 def training(kind: str, length: int, rounds: int) -> list[Row]:
-    """Forward and backward of a batch of one."""
+    """Measures forward and backward of one sequence."""
     names = _names(kind, length)
     models = {name: made(kind, name, length).train() for name in names}
     tokens = _tokens(length)
@@ -87,7 +87,7 @@ def training(kind: str, length: int, rounds: int) -> list[Row]:
 
 
 def generation(length: int, new: int) -> list[Row]:
-    """Tokens after a prompt, greedily: caches of everything, and of live keys."""
+    """Measures greedy decoding after a prompt, with caches of all keys and of live keys only."""
     from transformers import DynamicCache
 
     from sparsering.integrations import transformers as hf
@@ -111,7 +111,7 @@ def generation(length: int, new: int) -> list[Row]:
 
 
 def made(kind: str, name: str, length: int) -> Any:
-    """A small model of about 3M parameters, the same weights for every name."""
+    """Builds a small model of about 3M parameters, with equal weights for every `name`."""
     from transformers import LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel
 
     from sparsering.integrations import transformers as hf
@@ -137,7 +137,7 @@ def made(kind: str, name: str, length: int) -> Any:
 
 
 def forward(model: Any, kind: str, tokens: Tensor) -> Tensor:
-    """Logits of the last token, or the states of an encoder."""
+    """Returns logits of the last 64 tokens, or the states of an encoder."""
     with torch.no_grad():
         if kind == "llama":
             out: Tensor = model(tokens, use_cache=False, logits_to_keep=64).logits
@@ -147,7 +147,7 @@ def forward(model: Any, kind: str, tokens: Tensor) -> Tensor:
 
 
 def train_step(model: Any, kind: str, tokens: Tensor) -> float:
-    """One backward pass; the norm of all gradients."""
+    """Runs forward and backward; returns the norm of all gradients."""
     model.zero_grad()
     if kind == "llama":
         model(tokens, labels=tokens, use_cache=False).loss.backward()
@@ -157,7 +157,7 @@ def train_step(model: Any, kind: str, tokens: Tensor) -> float:
 
 
 def prefill_once(kind: str, name: str, length: int) -> Iterator[None]:
-    """For `peak_extra_bytes`."""
+    """Warms up, yields, and runs one forward pass for `peak_extra_bytes`."""
     model, tokens = made(kind, name, length), _tokens(length)
     forward(model, kind, tokens[:, :512])
     yield
@@ -165,7 +165,7 @@ def prefill_once(kind: str, name: str, length: int) -> Iterator[None]:
 
 
 def train_once(kind: str, name: str, length: int) -> Iterator[None]:
-    """For `peak_extra_bytes`."""
+    """Warms up, yields, and runs one training step for `peak_extra_bytes`."""
     model, tokens = made(kind, name, length).train(), _tokens(length)
     train_step(model, kind, tokens[:, :512])
     yield
@@ -179,7 +179,7 @@ def _override(kind: str) -> Pattern:
 
 
 def _names(kind: str, length: int) -> list[str]:
-    """What can hold its masks at a length."""
+    """Names of the attentions whose masks fit in memory at a length."""
     limits = {"sdpa": MOST[f"sdpa, {kind}"], "eager": MOST["eager"]}
     return [OURS, OVERRIDE, *(name for name in PEERS if length <= limits[name])]
 
@@ -189,7 +189,7 @@ def _tokens(length: int) -> Tensor:
 
 
 def _distances(name: str, outs: dict[str, Tensor]) -> Row:
-    """How far a name's results are from the dense model's, relative to the largest."""
+    """Distance of an attention's results from the dense model's, relative to the largest."""
     dense = outs.get("sdpa", outs[OURS])
     distance = distance_of([outs[name]], [dense])
     if name == OVERRIDE:
@@ -201,7 +201,7 @@ def _distances(name: str, outs: dict[str, Tensor]) -> Row:
 
 @torch.no_grad()
 def _greedy(model: Any, tokens: Tensor, cache: Any, new: int, stamps: list[float]) -> list[int]:
-    """The most likely tokens, one by one; when each was there."""
+    """Decodes `new` tokens greedily; appends the time of each to `stamps`."""
     found, ids = [], tokens
     for _ in range(new):
         ids = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)

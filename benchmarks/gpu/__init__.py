@@ -1,5 +1,5 @@
-"""Everything that is claimed of a GPU, measured: `python -m benchmarks.gpu --out DIR`.
+"""Measures every GPU claim of the project: `python -m benchmarks.gpu --out DIR`.
 
-`parts` lists what is measured, in order; `running` runs it in processes of its own and keeps the
-record; `device` is where a GPU differs from the interpreter that tries all of this out without one.
+`parts` lists the measurements in order. `running` runs them in separate processes and writes the
+record. `device` has all that differs between a GPU and a rehearsal in Triton's interpreter.
 """

@@ -1,11 +1,11 @@
-"""Measures everything that is claimed of a GPU, in calls of under nine minutes that go on.
+"""Measures every GPU claim, in calls of less than nine minutes that continue one another.
 
     python -m benchmarks.gpu --out DIR            # writes DIR/gpu.json and DIR/gpu.png
-    python -m benchmarks.gpu --out DIR --table    # lines for README and docs, of what is there
+    python -m benchmarks.gpu --out DIR --table    # prints the record as lines for README and docs
     python -m benchmarks.gpu --list               # the parts, in order, with seconds
 
-The same call again measures what is missing. Without a GPU, under TRITON_INTERPRET=1, all parts run
-on small shapes, to be tried out.
+Repeating the call measures what is missing. Without a GPU, TRITON_INTERPRET=1 rehearses all parts
+on small shapes.
 """
 
 import argparse
@@ -24,7 +24,7 @@ RECORDS = Path("benchmarks/records")
 
 
 def main() -> int:
-    """Exit code 1 where a case failed or is missing, 2 where nothing could be measured."""
+    """Runs the command; exit code 1 if a case failed or is missing, 2 if it could not measure."""
     arguments = _arguments()
     if arguments.list:
         for line in _listed():
@@ -48,7 +48,7 @@ def main() -> int:
     except OSError as error:
         print(f"benchmarks.gpu: {error}; name another --out", file=sys.stderr)
         return 2
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # processes share the host's cores
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # less spinning: processes share the cores
     session = running.Session(out, given, arguments.commit, arguments.keep)
     try:
         for line in running.run(session, arguments.only, arguments.budget, arguments.processes):
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _summary(session: running.Session, only: list[str]) -> int:
-    """Says what is missing and how the bars stand."""
+    """Prints the failed cases and the bars; returns 1 if cases are missing or failed."""
     missing = 0
     for name in only or parts.PARTS:
         for case in parts.PARTS[name].cases:

@@ -1,4 +1,4 @@
-"""What was asked of a GPU, and whether the record meets it."""
+"""Performance bars for a GPU, and whether the record meets them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ MAIN = "D 128, blocks of 128"
 
 
 class Bar(NamedTuple):
-    """A figure with a floor and, for some, an aim; `at_most`: whether less is better."""
+    """A figure with a floor and, for some, an aim; `at_most`: smaller is better."""
 
     name: str
     unit: str
@@ -20,7 +20,7 @@ class Bar(NamedTuple):
 
 
 def rows_of(record: Record, part: str, **wanted: object) -> list[dict[str, Any]]:
-    """The rows of a part that have these values, without those that were left out or failed."""
+    """Rows of a part with these values, without rows that were left out or failed."""
     rows = record.get("parts", {}).get(part, {}).get("rows", [])
     return [
         row for row in rows
@@ -29,13 +29,13 @@ def rows_of(record: Record, part: str, **wanted: object) -> list[dict[str, Any]]
 
 
 def rate(record: Record, case: str) -> float | None:
-    """TFLOP/s of ours at the main shape."""
+    """TFLOP/s of our kernels at the main shape."""
     found = rows_of(record, "main shapes", setting=MAIN, case=case, backend="ours")
     return found[0]["tflops"] if found else None
 
 
 def _times(case: str, *peers: str) -> Callable[[Record], float | None]:
-    """How many times as long the fastest of the peers takes as ours, at the main shape."""
+    """Speedup over the fastest peer at the main shape."""
 
     def found(record: Record) -> float | None:
         rows = rows_of(record, "main shapes", setting=MAIN, case=case)
@@ -55,7 +55,7 @@ def _worst(part: str, key: str, **wanted: object) -> Callable[[Record], float | 
 
 
 def _wrong(record: Record) -> float | None:
-    """Cases of correctness that failed; None where some were not tried."""
+    """Number of correctness cases that failed; None if some were not tried."""
     states = [
         state for name, part in record.get("parts", {}).items() if name.endswith("right")
         for state in part["cases"].values()
@@ -82,11 +82,11 @@ BARS = [
     Bar("overhead of a call on the host", "us", 60, None,
         _worst("overhead", "us", backend="ours", case="forward"), at_most=True),
 ]  # fmt: skip
-"""The main shape: 10% random blocks of 128, 16 heads of 128, 32768 tokens, bfloat16."""
+"""The bars. The main shape: 10% random blocks of 128, 16 heads of 128, 32768 tokens, bfloat16."""
 
 
 def bars(record: Record) -> list[dict[str, Any]]:
-    """Each bar with what was found, None where nothing was, and whether floor and aim are met."""
+    """Compares each bar with the record: its figure or None, and whether floor and aim are met."""
     return list(_judged(record))
 
 

@@ -1,6 +1,6 @@
-"""Whether what calls can be is right on a GPU: graphs, compilation, no waits, extras, modules.
+"""Checks kinds of calls on a GPU: graphs, compilation, no waits, extras, modules.
 
-Compared with the reference backend in float64, on the same device.
+Results are compared with the reference backend in float64, on the same device.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,11 +20,11 @@ from .correctness import DTYPES, TF32, products_of
 from .device import DEVICE, GPU, HALF, captured, inputs, sized, synchronize, waits_are_errors
 from .timing import largest, relative
 
-BOUND = 0.02 if GPU else 1e-5  # of errors of half precision, relative to the norm
+BOUND = 0.02 if GPU else 1e-5  # largest error in half precision, relative to the norm
 
 
 def exact(args: list[Tensor], pattern: sr.Pattern, grad: Tensor, **options: Any) -> list[Tensor]:
-    """Out and gradients in float64."""
+    """Computes out and gradients in float64."""
     own = [x.detach().double().requires_grad_() for x in args]
     given = {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
              for k, x in options.items()}  # fmt: skip
@@ -33,7 +33,7 @@ def exact(args: list[Tensor], pattern: sr.Pattern, grad: Tensor, **options: Any)
 
 
 def graphs() -> Iterator[Row]:
-    """CUDA graphs, forward and with backward: captured, then replayed on new inputs."""
+    """Captures CUDA graphs, forward and with backward, and replays them on new inputs."""
     heads, length, width = sized((4, 1024, 128), (1, 48, 16))
     patterns = {
         "random blocks": sr.RandomBlocks(0.2, sized(128, 16)),
@@ -70,7 +70,7 @@ def graphs() -> Iterator[Row]:
 
 
 def graph_of_selected() -> Iterator[Row]:
-    """A graph whose blocks are chosen anew at each replay: scores, choice and attention inside."""
+    """Replays a graph that selects new blocks each time: scores, selection, attention inside."""
     heads, length, width = sized((4, 1024, 64), (2, 96, 16))
     block, k = sized((64, 4), (16, 2))
     args = inputs(heads, length, width)
@@ -99,7 +99,7 @@ def graph_of_selected() -> Iterator[Row]:
 
 
 def compiled() -> Iterator[Row]:
-    """`torch.compile(mode="reduce-overhead")`, forward and backward, and that graphs were taken."""
+    """Checks `torch.compile(mode="reduce-overhead")`, forward and backward; counts graph skips."""
     from torch._dynamo.utils import counters
 
     heads, length, width = sized((4, 1024, 64), (2, 48, 16))
@@ -127,9 +127,9 @@ def compiled() -> Iterator[Row]:
 
 
 def without_waiting() -> Iterator[Row]:
-    """No wait for the GPU: a pattern that is cached, selected blocks, and the layer that selects.
+    """Checks that calls never wait for the GPU: a cached pattern, selected blocks, and the layer.
 
-    The first call of each compiles kernels and may wait.
+    The first two calls of each compile kernels and fill caches, so they may wait.
     """
     heads, length, width = sized((4, 2048, 64), (1, 64, 16))
     block, k = sized((64, 8), (16, 2))
@@ -158,7 +158,7 @@ def without_waiting() -> Iterator[Row]:
         for attempt in range(3):
             args = [x.requires_grad_() for x in inputs(heads, length, width, seed=attempt)]
             synchronize()
-            if attempt < 2:  # the second meets what the first left in the caches
+            if attempt < 2:  # the second call takes the path with filled caches
                 call(args).sum().backward()
                 continue
             with waits_are_errors():
@@ -174,7 +174,7 @@ EXTRAS = ("softcap", "distance bias", "sink", "dropout", "masked keys", "all")
 
 
 def extras(dtype: str, name: str) -> Iterator[Row]:
-    """One of the extras of a call, or all of them together, with the gradients of tables."""
+    """Checks one extra of a call, or all together, with the gradients of its tables."""
     batch, heads, kv_heads, length, width = sized((2, 4, 2, 300, 64), (1, 2, 1, 40, 16))
     kind = DTYPES[dtype] if GPU else torch.float32
     unit = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[kind]
@@ -203,7 +203,7 @@ def extras(dtype: str, name: str) -> Iterator[Row]:
 
 
 def _error_of_extras(args: list[Tensor], pattern: sr.Pattern, given: dict[str, Any]) -> float:
-    """Largest relative error of out, lse and all gradients against float64."""
+    """Largest error of out, lse and all gradients against float64, relative to the largest."""
     results = []
     for kind, backend in ((None, "triton"), (torch.float64, "reference")):
         own = [x.detach().to(kind or x.dtype).requires_grad_() for x in args]
@@ -229,7 +229,7 @@ def _error_of_extras(args: list[Tensor], pattern: sr.Pattern, given: dict[str, A
 
 
 def offloaded_ring() -> Iterator[Row]:
-    """`simulate_ring(offload=True)`: the sequence on the host, one rank's part on the GPU."""
+    """Checks `simulate_ring(offload=True)`: sequence on the host, one rank's part on the GPU."""
     heads, length, width = sized((4, 4096, 64), (2, 96, 16))
     for name, pattern in {
         "window": sr.Causal() & sr.SlidingWindow(sized(700, 30)),
@@ -250,7 +250,7 @@ def offloaded_ring() -> Iterator[Row]:
 
 
 def decoding() -> Iterator[Row]:
-    """`KVCache` and `SelectedCache`: a prompt, then token by token, against the whole sequence."""
+    """Checks `KVCache` and `SelectedCache`: a prompt, then single tokens, against one call."""
     heads, kv_heads, length, width = sized((8, 2, 700, 64), (2, 1, 60, 16))
     prompt = length - sized(40, 5)
     for name, pattern in {
@@ -265,7 +265,7 @@ def decoding() -> Iterator[Row]:
         yield {"pattern": name, "tokens": length, "kept": cache.kept,
                "error": largest([relative(out, want)], BOUND, f"decoding of {name}")}  # fmt: skip
     args = inputs(heads, length, width, kv_heads=kv_heads)
-    block, k = sized((32, 64), (16, 8))  # all blocks, so that a rounded score decides nothing
+    block, k = sized((32, 64), (16, 8))  # selects all blocks, so that rounding cannot change them
     chosen = sr.SelectedCache(1, kv_heads, width, k=k, block_size=block, num_heads=heads)
     out = _step_by_step(chosen, args, prompt)
     want = sr.attention(*(x.double() for x in args), sr.Causal(), backend="reference")
@@ -285,10 +285,10 @@ MODULES = ("MultiheadAttention", "SelectedAttention", "SelectedAttention.nsa",
 
 
 def module(name: str) -> Iterator[Row]:
-    """A module or the language model, forward and backward in float32, and under autocast.
+    """Checks a module or the language model, forward and backward, in float32 and under autocast.
 
-    Against itself in float64, which another backend computes; a layer that selects takes all
-    blocks, so that a rounded score decides nothing.
+    It is compared with itself in float64, which another backend computes. A layer that selects
+    takes all blocks, so that rounding of scores cannot change the selection.
     """
     length, width, heads = sized((256, 256, 4), (40, 32, 2))
     block = sized(64, 16)
@@ -315,7 +315,7 @@ def module(name: str) -> Iterator[Row]:
 def _beside_float64(
     name: str, module: torch.nn.Module, run: Callable[[Any, Tensor], Tensor], x: Tensor
 ) -> Iterator[Row]:
-    """Errors of the output and of all weights' gradients, in float32 and under autocast."""
+    """Yields errors of the output and of all weights' gradients, in float32 and under autocast."""
     import copy
 
     results = []
@@ -337,7 +337,7 @@ def _beside_float64(
 
 
 def others() -> Iterator[Row]:
-    """Packed documents, keys' masses, attention weights, `torch.func`: once each."""
+    """Checks `attention_varlen`, `key_mass` and `torch.func.grad`, once each."""
     heads, width = sized((4, 64), (2, 16))
     lengths = sized((100, 3, 0, 250), (20, 3, 0, 30))
     total, places = sum(lengths), torch.tensor([0, *lengths]).cumsum(0).tolist()

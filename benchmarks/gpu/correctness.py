@@ -1,7 +1,7 @@
-"""Whether the kernels are right on the GPU at hand: patterns, dtypes, shapes, backends.
+"""Checks the kernels on this GPU: patterns, dtypes, shapes, backends.
 
-Everything is compared with dense float64; what is allowed is twice the error of dense attention in
-the inputs' own dtype. What calls can be beside that is in `calls`.
+Everything is compared with dense float64. An error may be twice that of dense attention in the
+inputs' dtype. `calls` checks graphs, compilation, modules and other kinds of calls.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from ..measure import Row
 from .device import DEVICE, GPU, HALF, inputs, poisoned, sized
 from .timing import largest, relative
 
-# Of the largest number, what is allowed beyond twice the error of dense attention: kernels take
-# powers of two, whose rounding differs from that of exp.
+# Allowance beyond twice the error of dense attention, relative to the largest number: kernels
+# compute powers of two, which round differently from exp.
 _GRANT = {torch.float32: 2e-6, torch.bfloat16: 8e-5, torch.float16: 1e-5}
 
 TF32 = "float32, tf32"
@@ -34,7 +34,7 @@ DTYPES = {
 
 @cache
 def oracle() -> Any:
-    """The oracle of the tests."""
+    """Imports the oracle of the tests."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
     import attention_oracle
 
@@ -43,7 +43,7 @@ def oracle() -> Any:
 
 @contextlib.contextmanager
 def products_of(name: str) -> Iterator[None]:
-    """Within it float32 is multiplied as tf32 where the name of `DTYPES` says so."""
+    """Enables tf32 products inside the block if `name` is `TF32`, and disables them otherwise."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "tf32" if name == TF32 else "ieee"
@@ -54,7 +54,7 @@ def products_of(name: str) -> Iterator[None]:
 
 
 def main_shapes(width: int, block: int) -> Iterator[Row]:
-    """The shapes whose speed is measured, on few tokens: out, lse and gradients through both."""
+    """Checks the measured shapes on few tokens: out, lse, and gradients through both."""
     length = sized(2048, 4 * block)
     case = oracle().Case(1, sized(4, 2), sized(4, 2), length, length, width, width, block)
     patterns = {
@@ -67,7 +67,7 @@ def main_shapes(width: int, block: int) -> Iterator[Row]:
 
 
 def every_pattern(dtype: str, share: int, shares: int) -> Iterator[Row]:
-    """The patterns of the tests, one of so many shares of them, forward and backward."""
+    """Checks one of `shares` parts of the tests' patterns, forward and backward."""
     patterns = oracle().PATTERNS
     case = oracle().Case(2, 4, 2, 450, 450, 128, 128, 128)
     if not GPU:
@@ -79,7 +79,7 @@ def every_pattern(dtype: str, share: int, shares: int) -> Iterator[Row]:
 
 
 def head_dim(width: int) -> Iterator[Row]:
-    """Causal attention of one head dim; values of another one too."""
+    """Checks causal attention of one head dim, also with a different value dim."""
     for value_dim in dict.fromkeys((width, max(32, width // 2))):
         case = oracle().Case(1, 2, 1, 300, 300, width, value_dim, 64)
         if not GPU:
@@ -88,14 +88,14 @@ def head_dim(width: int) -> Iterator[Row]:
 
 
 def block_size(block: int) -> Iterator[Row]:
-    """Plain tiles and strided ones of one block size, over a ragged length."""
+    """Checks plain and strided tiles of one block size, at a ragged length."""
     case = oracle().Case(1, 2, 1, *sized((300, 300, 64, 64), (60, 60, 16, 16)), block)
     make = oracle().PATTERNS["union of steps"]
     yield against_eager(make(case), case, HALF, "union of steps")
 
 
 def strides() -> Iterator[Row]:
-    """Ways in which inputs lie in memory, and few queries of many keys."""
+    """Checks memory layouts of the inputs, and few queries on many keys."""
     patterns, case_of = oracle().PATTERNS, oracle().Case
     ways = ("tokens before heads", "one head expanded", "width before tokens",
             "every other of a larger tensor")  # fmt: skip
@@ -108,7 +108,7 @@ def strides() -> Iterator[Row]:
 
 
 def backend(name: str, dtype: str) -> Iterator[Row]:
-    """One backend on this device, forward and backward; what it refuses is told."""
+    """Checks one backend on this device, forward and backward; a row names what it refuses."""
     case = oracle().Case(1, 4, 2, *sized((384, 384, 64, 64, 64), (40, 40, 16, 16, 16)))
     if name == "flash":
         case = oracle().Case(1, 4, 4, *sized((1024, 1024), (128, 128)), 64, 64, 128)
@@ -117,7 +117,7 @@ def backend(name: str, dtype: str) -> Iterator[Row]:
         "blocks": sr.RandomBlocks(0.3, case.block_size),
     }  # fmt: skip
     if name == "flex":
-        # A compilation each, of many seconds; and on Hopper its backward takes no blocks of 64.
+        # Each case compiles for many seconds. On Hopper its backward refuses blocks of 64.
         case = dataclasses.replace(case, block_size=sized(128, 16))
         some.pop("causal" if dtype == "bfloat16" else "blocks")
     with products_of(dtype):
@@ -137,7 +137,7 @@ def against_eager(
     dtype_name: str = "",
     backend: str = "triton",
 ) -> Row:
-    """Errors of out, lse and gradients; they may be twice those of dense attention so typed."""
+    """Errors of out, lse and gradients; at most twice those of dense attention in this dtype."""
     torch.manual_seed(0)
     args = [x.detach().to(DEVICE).requires_grad_() for x in oracle().inputs(case, dtype, False)]
     exact_args = [x.detach().double().requires_grad_() for x in args]
@@ -174,7 +174,7 @@ def against_eager(
 
 
 def biased_selection() -> Iterator[Row]:
-    """Selected blocks with a bias for each, and its gradient, beside that through lse."""
+    """Checks selected blocks with a bias for each, and its gradient together with that of lse."""
     block, length = sized((64, 512), (16, 64))
     indices = torch.randint(0, length // block, (1, 2, length // block, 3))
     pattern = sr.SelectedBlocks(indices.to(DEVICE), block)
@@ -198,7 +198,7 @@ def biased_selection() -> Iterator[Row]:
 
 
 def beyond_int32() -> Iterator[Row]:
-    """B * H * N * D just above 2^31: the last tokens of the last head, forward and backward."""
+    """Checks B * H * N * D just above 2^31: last tokens of the last head, forward and backward."""
     heads, width = sized((16, 128), (2, 16))
     length = sized((1 << 31) // (heads * width) + 128, 320)
     args = [x.requires_grad_() for x in inputs(heads, length, width)]
@@ -209,7 +209,7 @@ def beyond_int32() -> Iterator[Row]:
     grads = torch.autograd.grad(out, args, grad)
     tail = [x[:, -1:, -reach:].detach().double().requires_grad_() for x in args]
     exact = sr.attention(*tail, pattern, backend="reference")
-    last = reach - window - 1  # whose queries see no key before the tail
+    last = reach - window - 1  # these queries see no key before the tail
     kept = [x[:, -1:, -last:] for x in (out, *grads)]
     expected = [exact, *torch.autograd.grad(exact, tail, grad[:, -1:, -reach:].double())]
     errors = [relative(a, b[:, :, -last:]) for a, b in zip(kept, expected, strict=True)]

@@ -1,7 +1,7 @@
-"""The device that is measured: a GPU, or the CPU under TRITON_INTERPRET=1, to try things out.
+"""The measured device: a GPU, or the CPU under TRITON_INTERPRET=1 for a rehearsal.
 
-All that only a GPU has is here (graphs, events, its own memory, waits that are errors), each with
-what stands for it without one, so that every part runs to its end in a rehearsal.
+GPU features (graphs, events, memory statistics, errors on waits) are wrapped here. Each has a
+substitute without a GPU, so that a rehearsal runs every part to its end.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ Size = TypeVar("Size")
 
 
 def sized(on_gpu: Size, rehearsed: Size) -> Size:
-    """The size for a GPU, or the one to try things out with."""
+    """Returns the size for a GPU, or the size for a rehearsal."""
     return on_gpu if GPU else rehearsed
 
 
@@ -36,7 +36,7 @@ def inputs(
     kv_heads: int | None = None,
     seed: int = 0,
 ) -> list[Tensor]:
-    """Query, key and value of one batch entry, random, the same at every call."""
+    """Draws query, key and value of one batch entry, the same at every call."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     own = (heads, kv_heads or heads, kv_heads or heads)
     return [
@@ -46,13 +46,13 @@ def inputs(
 
 
 def synchronize() -> None:
-    """Waits for all work; raises what an earlier launch did wrong."""
+    """Waits for the GPU; raises errors of earlier launches."""
     if GPU:
         torch.cuda.synchronize()
 
 
 def is_alive() -> bool:
-    """Whether the GPU still computes: after an illegal access all that follows is an error."""
+    """Whether the GPU still works: after an illegal access every later call fails."""
     try:
         synchronize()
         return float(torch.ones(8, device=DEVICE).sum()) == 8.0
@@ -61,13 +61,13 @@ def is_alive() -> bool:
 
 
 def free_memory() -> int | None:
-    """Bytes of the GPU's memory that are free now, None where there is no GPU."""
+    """Free bytes of the GPU's memory; None without a GPU."""
     return torch.cuda.mem_get_info()[0] if GPU else None
 
 
 @contextlib.contextmanager
 def waits_are_errors() -> Iterator[None]:
-    """Within it a wait for the GPU raises."""
+    """Makes every wait for the GPU raise inside the block."""
     if not GPU:
         yield
         return
@@ -80,9 +80,10 @@ def waits_are_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Within it what torch allocates from Python holds NaN until it is written.
+    """Fills torch's uninitialized tensors with NaN inside the block, to expose unwritten results.
 
-    What compiled code allocates is not filled; for that, freed memory was filled before.
+    This covers allocations from Python only. For those of compiled code, freed memory is filled
+    with NaN before.
     """
     if GPU:
         room = min(1 << 30, torch.cuda.mem_get_info()[0] // 4)
@@ -117,9 +118,9 @@ Results = tuple[Tensor, ...]
 
 
 def captured(call: Callable[[], Results]) -> Callable[[], Results]:
-    """The call as a CUDA graph, to be replayed into the same results; the call itself without one.
+    """Captures the call as a CUDA graph; a replay writes the same results. Without a GPU: the call.
 
-    It is warmed up on a stream of its own first, as graphs want it.
+    The call first warms up on a side stream, as CUDA graphs require.
     """
     if not GPU:
         return call
@@ -141,7 +142,7 @@ def captured(call: Callable[[], Results]) -> Callable[[], Results]:
 
 
 def peak_beyond(call: Callable[[], object]) -> int:
-    """Most bytes that the call had allocated beyond what there was before; 0 without a GPU."""
+    """Peak GPU bytes allocated by the call, beyond those before it; 0 without a GPU."""
     if not GPU:
         call()
         return 0
@@ -154,7 +155,7 @@ def peak_beyond(call: Callable[[], object]) -> int:
 
 
 def spin_up(seconds: float = 0.3) -> None:
-    """Keeps the GPU at matrix products for a while, so that its clock is not an idle one's."""
+    """Runs matrix products for a while, so that the GPU leaves its idle clock."""
     if not GPU:
         return
     x = torch.randn(4096, 4096, device=DEVICE, dtype=HALF)
@@ -170,7 +171,7 @@ _ASKED = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "tempera
 
 
 def state() -> dict[str, str] | None:
-    """Driver, clocks, temperature and power of the GPU as `nvidia-smi` reads them, if it can."""
+    """Driver, clocks, temperature and power of the GPU from `nvidia-smi`; None without it."""
     if not GPU:
         return None
     query = f"--query-gpu={','.join(_ASKED)}"

@@ -1,8 +1,8 @@
-"""What is measured, part by part, in the order of what matters most.
+"""The measurements, part by part, the most important first.
 
-`seconds` are estimates for an H100, by counting: a Triton kernel takes 1.5 s to compile, a
-FlexAttention 8 s forward and 10 s with backward, a timed call 0.3 s (5 turns of 60 ms), a process
-5 s to start; what is not timed runs in six processes at once.
+`seconds` are estimates for an H100: a Triton kernel compiles in 1.5 s, FlexAttention in 8 s forward
+and 10 s with backward; a timed call takes 0.3 s (5 turns of 60 ms), the start of a process 5 s.
+Parts that are not timed run in six processes at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,14 +17,14 @@ Case = Callable[[], Iterator[Row]]
 
 
 class Part(NamedTuple):
-    """Some cases that are told together.
+    """A group of cases with a common description.
 
     Attributes:
-        about: what is in it, for a reader.
-        cases: each yields rows; it is whole, failed or left, on its own.
-        seconds: what all of it takes on an H100, estimated.
-        bound: seconds after which no further case of it starts.
-        timed: whether it has the GPU to itself; others share it, several cases at once.
+        about: description for the reader of the report.
+        cases: functions that yield rows; each case succeeds, fails or is left out on its own.
+        seconds: estimated time of the whole part on an H100.
+        bound: seconds after which no further case of the part starts.
+        timed: whether the part needs the GPU to itself; cases of other parts run concurrently.
     """
 
     about: str
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     @property
     def module(self) -> str:
-        """Where its cases are written."""
+        """Name of the module that defines its cases."""
         case = next(iter(self.cases.values()))
         return getattr(case, "func", case).__module__
 
@@ -202,4 +202,4 @@ PARTS: dict[str, Part] = {
         _grid(sized(1 << 20, 256), False), 60, 110,
     ),
 }  # fmt: skip
-"""By name, in the order in which they run."""
+"""Parts by name, in the order in which they run."""

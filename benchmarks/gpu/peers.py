@@ -1,4 +1,4 @@
-"""What is timed beside ours: FlexAttention, FlashAttention-4, dense cuDNN and flash."""
+"""Peers of our kernels: FlexAttention, FlashAttention-4, dense cuDNN and dense flash."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ from .timing import Call
 
 
 def ours(args: Sequence[Tensor], pattern: sr.Pattern, block: int) -> Callable[[], Tensor]:
-    """Our call, of a named block size."""
+    """Call of our attention with a given block size."""
     return partial(sr.attention, *args, pattern, block_size=block, backend="triton")
 
 
 def dense(args: Sequence[Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """Torch's attention to all pairs, by each of its implementations that may run."""
+    """Calls of torch's dense attention, one for each implementation."""
     wanted = {"dense cudnn": SDPBackend.CUDNN_ATTENTION, "dense flash": SDPBackend.FLASH_ATTENTION}
     if not GPU:
         wanted = {"dense": SDPBackend.MATH}
@@ -40,7 +40,7 @@ def dense(args: Sequence[Tensor]) -> dict[str, Callable[[], Tensor]]:
 def sparse(
     args: Sequence[Tensor], pattern: sr.Pattern, block: int, flex: "Flex | None"
 ) -> dict[str, Callable[[], Tensor]]:
-    """FlexAttention, where one is given, and FlashAttention-4, where it is installed."""
+    """Calls of FlexAttention, if given, and of FlashAttention-4, if installed."""
     calls: dict[str, Callable[[], Tensor]] = {}
     if flex is not None:
         calls["flex"] = flex.call(args, pattern, block)
@@ -52,19 +52,19 @@ def sparse(
 
 
 class Flex:
-    """Compiled FlexAttention, on the very blocks of a pattern, all of them full.
+    """Compiled FlexAttention on a pattern's own blocks, all of them full.
 
-    One compilation serves the calls of one shape.
+    One compilation serves all calls of one shape.
     """
 
     def __init__(self) -> None:
         from torch.nn.attention.flex_attention import flex_attention
 
-        torch._dynamo.reset()  # past a number of shapes it would run uncompiled
+        torch._dynamo.reset()  # dynamo stops compiling after a number of shapes
         self._run: Any = torch.compile(flex_attention, dynamic=False)
 
     def call(self, args: Sequence[Tensor], pattern: sr.Pattern, block: int) -> Callable[[], Tensor]:
-        """The call; its mask is made when it first runs, apart from what is timed."""
+        """Builds the call; its first run builds the mask, before anything is timed."""
         made: list[Any] = []
 
         def run() -> Tensor:
@@ -78,12 +78,12 @@ class Flex:
 
 
 def flops(heads: int, pairs: float, width: int, backward: bool) -> float:
-    """Of the visited pairs of each head: two products forward, five more backward."""
+    """FLOP of the visited pairs of each head: two products forward, five more backward."""
     return (14 if backward else 4) * heads * pairs * width
 
 
 def checked(name: str, call: Call, check: Callable[[Any], float], errors: dict[str, float]) -> Call:
-    """The call, once what it returns is known to be right; its error is kept by its name."""
+    """Runs the call, checks its result, stores the error in `errors`, and returns the call."""
     with poisoned() if name.startswith("ours") else contextlib.nullcontext():
         got = call()
     with torch.no_grad():

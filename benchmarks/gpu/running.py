@@ -1,8 +1,7 @@
-"""Runs parts in processes of their own, and keeps what they find: `gpu.json`, whole at any moment.
+"""Runs the parts in separate processes and writes `gpu.json`, which is complete at any moment.
 
-A case that fails is recorded and the next goes on; one that kills its process, or does not answer
-in time, costs that process alone. What a record has already, of the same sources and the same GPU,
-is not measured again.
+A failing case is recorded, and the next one runs. A case that crashes its process or exceeds its
+time costs only that process. Cases already on record, of the same sources and GPU, are skipped.
 """
 
 import gc
@@ -30,15 +29,15 @@ from . import bars, device, parts, tuned
 
 Record = dict[str, Any]
 
-LONGEST_CASE = device.sized(90.0, 300.0)  # seconds, after which a case is taken to hang
-_START = 120.0  # seconds that a process may take until it answers
-_SHARED = ("__init__", "device", "timing", "peers", "parts")  # modules that every figure goes by
+LONGEST_CASE = device.sized(90.0, 300.0)  # seconds after which a case counts as hanging
+_START = 120.0  # seconds that a process may take to start
+_SHARED = ("__init__", "device", "timing", "peers", "parts")  # modules that affect every figure
 
 
 def work(connection: Connection, folder: str) -> None:
-    """A worker: tells what machine it is on, then runs the cases that it is sent, one by one."""
+    """Worker process: sends its environment, then runs the cases it receives, one by one."""
     os.environ[tuned.FOLDER] = str(Path(folder) / "tuned")
-    if device.GPU:  # what was tuned on this machine before is no default
+    if device.GPU:  # an empty cache: earlier tuning on this machine must not replace defaults
         os.environ["SPARSERING_CACHE"] = str(Path(folder) / "plain")
     connection.send(("ready", {**environment(), "gpu_state": device.state()}))
     while (asked := _received(connection)) is not None:
@@ -49,13 +48,13 @@ def work(connection: Connection, folder: str) -> None:
                 connection.send(("row", row))
             device.synchronize()
             connection.send(("done", device.state() if parts.PARTS[name].timed else None))
-        except BrokenPipeError:  # nobody listens any more
+        except BrokenPipeError:  # the parent process has gone
             return
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             told = f"{type(error).__name__}: {error}"[:600]
             told += f" ({Path(where.filename).name}:{where.lineno})"
-            error.__traceback__ = None  # which holds tensors
+            error.__traceback__ = None  # its frames keep tensors alive
             connection.send(("failed" if device.is_alive() else "broken", told))
         _forget()
 
@@ -69,7 +68,7 @@ def _received(connection: Connection) -> tuple[str, str, int] | None:
 
 
 def _forget() -> None:
-    """Frees what a case left behind."""
+    """Frees the caches and memory that a case leaves behind."""
     sr.layout_cache.clear()
     gc.collect()
     if device.GPU:
@@ -77,7 +76,7 @@ def _forget() -> None:
 
 
 class Worker:
-    """A process that runs cases; it starts at once, and answers when it is ready."""
+    """Handle of a process that runs cases; it reports when it is ready."""
 
     def __init__(self, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -92,24 +91,24 @@ class Worker:
         self.began = 0.0
 
     def begin(self, part: str, case: str, seconds: float, threads: int) -> None:
-        """Sends a case, which has so many seconds, and threads of the host."""
+        """Sends a case, with its time limit and its number of CPU threads."""
         self.case, self.rows = (part, case), []
         self.began = time.perf_counter()
         self.until = self.began + seconds
         self.connection.send((part, case, threads))
 
     def end(self) -> str:
-        """Ends the process, and says how it had ended if it had."""
+        """Ends the process; returns whether it had already died, and its exit code, as text."""
         self._process.join(0.5)
         code = self._process.exitcode
         self._process.kill()
-        self._process.join(5)  # no longer: a hanging GPU keeps even killed processes
+        self._process.join(5)  # a limit, as a hanging GPU keeps even killed processes
         self.connection.close()
         return f"its process died (exit code {code})" if code is not None else "it was ended"
 
 
 class Session:
-    """One call of the benchmark: what is on record, what is to do, and how long there is."""
+    """One call of the benchmark, with its record."""
 
     def __init__(self, out: Path, given: Record | None, commit: str, keep: bool) -> None:
         self.out, self.path = out, out / "gpu.json"
@@ -119,11 +118,11 @@ class Session:
 
     @property
     def spent(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the session began."""
         return time.perf_counter() - self._began
 
     def starts_on(self, place: dict[str, Any]) -> str:
-        """Takes over what earlier calls found, if it is of this GPU; returns what it did."""
+        """Takes over the cases of an earlier record of this GPU; returns a description."""
         place = {**place, "sources": sources()}
         if not place["commit"]:
             place["commit"], place["uncommitted_changes"] = self._commit or None, None
@@ -151,18 +150,18 @@ class Session:
         return told
 
     def state(self, part: str, case: str) -> dict[str, Any] | None:
-        """What is on record of a case."""
+        """State of a case on record; None if it never began."""
         found: dict[str, Any] | None = self.record["parts"].get(part, {}).get("cases", {}).get(case)
         return found
 
     def adds(self, part: str, case: str, row: dict[str, Any] | None, **state: Any) -> None:
-        """Puts a row of a case on record, and how the case stands."""
+        """Adds a row of a case to the record, and sets the state of the case."""
         own = self.record["parts"].setdefault(
             part, {"about": parts.PARTS[part].about, "cases": {}, "rows": []}
         )
         before = own["cases"].get(case)
         if row is None and "left" in state and before is not None and "left" not in before:
-            return  # it was tried: what is known of it stays
+            return  # an earlier result of the case stays on record
         if state.pop("first", False):
             own["rows"] = [x for x in own["rows"] if x["setting"] != case]
         if row is not None:
@@ -171,7 +170,7 @@ class Session:
         own["cases"][case] = {"run": run, "sources": sources(parts.PARTS[part].module), **state}
 
     def write(self) -> None:
-        """The record, with the bars as they stand."""
+        """Writes the record, with the current bars."""
         self.record["parts"] = {
             name: self.record["parts"][name] for name in parts.PARTS if name in self.record["parts"]
         }
@@ -180,12 +179,12 @@ class Session:
 
 
 def run(session: Session, only: list[str], budget: float, processes: int) -> Iterator[str]:
-    """Measures what is missing, part by part; yields what was done, a line each."""
+    """Measures the missing cases, part by part; yields a line of text for each."""
     pool = _Pool(session, budget, processes)
     try:
         yield pool.first()
         names = list(only or parts.PARTS)
-        for again in (False, True):  # what failed before comes last
+        for again in (False, True):  # cases that failed in earlier calls run last
             for phase in _phases(names):
                 yield from pool.phase(_missing(session, phase, again))
     finally:
@@ -193,7 +192,7 @@ def run(session: Session, only: list[str], budget: float, processes: int) -> Ite
 
 
 def _phases(names: list[str]) -> Iterator[list[str]]:
-    """Parts that are not timed and follow each other run together, the others alone."""
+    """Groups consecutive parts that are not timed, to run together; timed parts run alone."""
     together: list[str] = []
     for name in names:
         if parts.PARTS[name].timed:
@@ -223,7 +222,7 @@ def _missing(session: Session, names: list[str], again: bool) -> list[tuple[str,
 
 
 class _Pool:
-    """The workers of a session: one, or as many as run cases that are not timed."""
+    """The workers of a session: one for timed parts, several for the others."""
 
     def __init__(self, session: Session, budget: float, processes: int) -> None:
         self._session, self._budget, self._processes = session, budget, processes
@@ -231,7 +230,7 @@ class _Pool:
         self._died = 0
 
     def first(self) -> str:
-        """Starts a worker, which says where it is."""
+        """Starts the first worker, and the record with its environment; returns a description."""
         worker = Worker(self._session.out)
         self._workers.append(worker)
         if not worker.connection.poll(_START):
@@ -245,7 +244,7 @@ class _Pool:
         return f"{place['gpu'] or 'no GPU: a rehearsal'}, torch {place['torch']}: {told}"
 
     def phase(self, cases: list[tuple[str, str]]) -> Iterator[str]:
-        """Runs cases, all of parts that are timed or all of parts that are not."""
+        """Runs cases; their parts are either all timed or all not timed."""
         if not cases:
             return
         timed = parts.PARTS[cases[0][0]].timed
@@ -260,7 +259,7 @@ class _Pool:
     def _begin(
         self, worker: Worker, cases: list[tuple[str, str]], began: dict[str, float]
     ) -> Iterator[str]:
-        """Gives a worker the next case for which there is time."""
+        """Sends a worker the next case that fits in the time; records the cases left out."""
         while cases:
             name, case = cases.pop(0)
             part, spent = parts.PARTS[name], self._session.spent
@@ -280,14 +279,14 @@ class _Pool:
             threads = max(1, (os.cpu_count() or 1) // len(self._workers))
             try:
                 worker.begin(name, case, seconds, threads)
-            except OSError:  # it died while it had nothing to do
+            except OSError:  # the worker died while it was idle
                 worker.case = None
                 cases.insert(0, (name, case))
                 yield from self._lost(worker, worker.end())
             return
 
     def _listen(self) -> Iterator[str]:
-        """Waits for what a worker says, or for the end of its time."""
+        """Waits for a message from a worker, or for the end of a worker's time."""
         busy = [w for w in self._workers if w.case or not w.ready]
         if not busy:
             return
@@ -334,7 +333,7 @@ class _Pool:
             yield "the GPU answered that process no more: another one goes on"
 
     def _lost(self, worker: Worker, why: str) -> Iterator[str]:
-        """A worker is gone: what its case had found stays, and another takes its place."""
+        """Replaces a worker that died; the rows of its case stay on record."""
         self._workers.remove(worker)
         if worker.case is None:
             self._died += 1
@@ -364,7 +363,10 @@ class _Pool:
 
 @cache
 def sources(module: str = "") -> str:
-    """A digest of the library, of what measures, and of a module of parts: commits may lack."""
+    """Digest of the sources of the library, the harness and a module of parts.
+
+    It identifies measured sources even without a commit.
+    """
     root = Path(__file__).resolve().parents[2]
     files = [
         path for path in sorted((root / "sparsering").rglob("*"))
@@ -378,7 +380,7 @@ def sources(module: str = "") -> str:
 
 
 def read(path: Path) -> Record | None:
-    """A record, None where there is none, or what is there is none of this benchmark's."""
+    """Reads a record; None if the file is missing or is no record of this benchmark."""
     try:
         found: Record = json.loads(path.read_bytes())
     except (OSError, json.JSONDecodeError):

@@ -1,7 +1,7 @@
-"""The figures with floors: attention over blocks, LongNet of a million tokens, layouts, overhead.
+"""Timed parts: attention over blocks, LongNet at a million tokens, layouts, overhead, memory.
 
-Each timed call stands beside its peers, measured in turns, with the density and an error against
-float64; what is wrong is not timed.
+Calls and their peers are timed in turns. Each row has the density and an error against float64;
+wrong results raise before timing.
 """
 
 import itertools
@@ -46,7 +46,7 @@ MAIN_TOKENS = sized(32768, 256)
 
 
 def ceilings() -> Iterator[Row]:
-    """What this GPU can at most: a large matrix product, and a copy, on random numbers."""
+    """Measures the GPU's peaks with a large matrix product and a copy, on random numbers."""
     n = sized(8192, 64)
     a, b = (torch.randn(n, n, device=DEVICE, dtype=HALF) for _ in range(2))
     source = torch.randn(sized(1 << 30, 1 << 12), device=DEVICE, dtype=HALF)
@@ -70,16 +70,16 @@ def ceilings() -> Iterator[Row]:
 
 
 def main_shape(width: int, block: int) -> Iterator[Row]:
-    """B1 H16 on 32768 tokens, 10% random blocks: forward, and forward and backward."""
+    """Times B1 H16 on 32768 tokens with 10% random blocks: forward, and forward and backward."""
     yield from over_blocks(width, block, MAIN_TOKENS, 0.1, Flex(), with_dense=True, exactly=True)
 
 
 def grid(width: int, block: int, tokens: int, with_flex: bool) -> Iterator[Row]:
-    """Densities from 2% to 50%, 10% first; dense attention once, FlexAttention compiled once.
+    """Times densities from 2% to 50%, 10% first; dense attention only beside the first.
 
-    Heads share a table, which for each of them would take long to draw.
+    All heads share one table, since drawing one for each head would take long.
     """
-    sr.layout_cache.set_limit(2 << 30)  # tables of many tokens are larger than it keeps by itself
+    sr.layout_cache.set_limit(2 << 30)  # tables of many tokens exceed the default limit
     flex = Flex() if with_flex else None
     for number, share in enumerate(DENSITIES if GPU else DENSITIES[:2]):
         if flops(HEADS, share * tokens**2, width, False) > 2e14:
@@ -99,7 +99,7 @@ def over_blocks(
     with_dense: bool,
     exactly: bool,
 ) -> Iterator[Row]:
-    """Rows of one shape over random blocks, of ours and of the peers."""
+    """Times ours and the peers at one shape over random blocks."""
     sr.layout_cache.clear()
     pattern = sr.RandomBlocks(share, block, per_head=exactly)
     args = inputs(HEADS, tokens, width)
@@ -133,9 +133,9 @@ def _checked(
     pattern: sr.Pattern,
     errors: dict[str, float],
 ) -> Call:
-    """The call, some rows of its output compared with float64."""
+    """Returns the call after comparing some rows of its output with float64."""
     own = sr.Full() if name.startswith("dense") else pattern
-    rows = 8 if args[0].shape[2] <= MAIN_TOKENS else 3  # of a million tokens one takes a second
+    rows = 8 if args[0].shape[2] <= MAIN_TOKENS else 3  # a row over a million tokens takes 1 s
     return checked(name, call, partial(error_of_rows, args=args, pattern=own, rows=rows), errors)
 
 
@@ -149,7 +149,7 @@ def _with_gradients_checked(
     grad: Tensor,
     exact: Sequence[Tensor],
 ) -> Call:
-    """The call with its gradients: their sums, and where there are exact ones, the first head's."""
+    """Returns the call with gradients after checking their sums and, against `exact`, one head."""
 
     def error(got: Sequence[Tensor]) -> float:
         found = [_sums(args, grad, got, call)]
@@ -168,7 +168,7 @@ def _sums(
 
 
 def founding_table() -> Iterator[Row]:
-    """B1 H8 D64 float16, 4096 tokens, 90% sparse and local: by events, and as a replayed graph."""
+    """Times B1 H8 D64 float16, 4096 tokens, a 90% sparse window: from Python and as a graph."""
     heads, length, width = sized((8, 4096, 64), (1, 128, 16))
     kind = sized(torch.float16, torch.float32)
     pattern = sr.BlockWindow(1, sized(128, 16))
@@ -194,7 +194,7 @@ def founding_table() -> Iterator[Row]:
 
 
 def longnet() -> Iterator[Row]:
-    """LongNet at a million tokens, forward and backward, beside dense attention's rate per pair."""
+    """Times LongNet at a million tokens, forward and backward, and dense attention's rate."""
     heads, width, length = sized((16, 64, 1 << 20), (2, 16, 128))
     segments = sized((2048, 4096, 8192, 16384, 32768), (16, 32))
     pattern = sr.LongNet(segments, sized((1, 2, 4, 6, 12), (1, 2)))
@@ -238,9 +238,9 @@ def longnet() -> Iterator[Row]:
 
 
 def layouts() -> Iterator[Row]:
-    """Milliseconds to lay 2^20 tokens out on the host and copy that, nothing cached.
+    """Times building layouts of 2^20 tokens on the host and copying them, uncached.
 
-    What is selected is laid out on the GPU.
+    The layout of selected blocks is built on the GPU.
     """
     length, heads, block = sized(1 << 20, 1 << 12), HEADS, 128
     blocks = length // block
@@ -270,7 +270,7 @@ def layouts() -> Iterator[Row]:
 
 
 def overhead() -> Iterator[Row]:
-    """What a tiny call costs the host, its layout cached, not waited for; torch's own beside it."""
+    """Times a tiny call on the host, layout cached, without waiting; and torch's own call."""
     args = inputs(1, sized(128, 32), sized(64, 16))
     pattern = sr.Causal()
     call = partial(sr.attention, *args, pattern, backend="triton")
@@ -297,7 +297,7 @@ def overhead() -> Iterator[Row]:
 
 
 def window() -> Iterator[Row]:
-    """A causal window of 4096: most of its time is in whole blocks, two in 33 are masked."""
+    """Times a causal window of 4096; two in 33 of its blocks are masked, the rest are whole."""
     heads, length, width = sized((16, 65536, 128), (1, 256, 16))
     pattern = sr.Causal() & sr.SlidingWindow(sized(4096, 64))
     args = inputs(heads, length, width)
@@ -319,7 +319,7 @@ def window() -> Iterator[Row]:
 
 
 def decoding() -> Iterator[Row]:
-    """One query against 131072 keys of 8 kv heads: the time beside reading them once."""
+    """Times one query against 131072 keys of 8 kv heads, and reading the keys once."""
     length, width = sized((131072, 128), (256, 16))
     heads, kv_heads = sized((32, 8), (4, 2))
     query, key, value = inputs(heads, length, width, kv_heads=kv_heads)
@@ -344,7 +344,7 @@ def decoding() -> Iterator[Row]:
 
 
 def memory() -> Iterator[Row]:
-    """Peak memory at a million tokens beyond inputs, outputs, lse and gradients."""
+    """Measures peak memory at a million tokens beyond inputs, outputs, lse and gradients."""
     heads, width, length = sized((16, 64, 1 << 20), (1, 16, 128))
     cases = {
         "longnet": sr.LongNet(*sized(((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)),
@@ -367,7 +367,7 @@ def memory() -> Iterator[Row]:
 
             extra = peak_beyond(run) - (sum(x.nbytes for x in kept) if GPU else 0)
             whole = sum(x.nbytes for x in (*args, *kept)) + grad.nbytes * backward
-            if attempt:  # the first one laid the pattern out
+            if attempt:  # the first attempt also built the layout
                 yield {"pattern": name, "case": "forward+backward" if backward else "forward",
                        "tokens": length, "heads": heads, "head_dim": width, "extra_bytes": extra,
                        "share_of_inputs_and_outputs": extra / whole,

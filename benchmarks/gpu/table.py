@@ -1,4 +1,4 @@
-"""The record as text: lines for README and docs, and a picture."""
+"""The GPU record as Markdown lines for README and docs, and as a plot."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ Record = dict[str, Any]
 
 
 def markdown(record: Record) -> Iterator[str]:
-    """Lines of Markdown: where it was measured, the bars, and a table for each kind of figure."""
+    """Yields lines of Markdown: the environment, the bars, and a table for each kind of figure."""
     place = record["environment"]
     yield (
         f"{place['gpu'] or 'A rehearsal without a GPU: these figures mean nothing'}, torch "
@@ -45,7 +45,7 @@ def _bars(record: Record) -> Iterator[str]:
 
 
 def _main(record: Record) -> Iterator[str]:
-    """Ours beside the peers at the main shapes, and the share of the matrix product's rate."""
+    """Yields ours and the peers at the main shapes, with the share of a matrix product's rate."""
     ceiling = rows_of(record, "ceilings", backend="matmul")
     best = ceiling[0]["tflops"] if ceiling else None
     peers = ("flex", "flash-attn-4", "dense cudnn", "dense flash", "dense")
@@ -90,7 +90,7 @@ def _others(record: Record) -> Iterator[str]:
 
 
 def _densities(record: Record) -> Iterator[str]:
-    """TFLOP/s of ours over length, shape and density: forward; with backward."""
+    """Yields TFLOP/s of ours by length, shape and density: forward; with backward."""
     rows = [row for name in record["parts"] if name.startswith("grid")
             for row in rows_of(record, name, backend="ours")]  # fmt: skip
     shares = sorted({row["drawn"] for row in rows})
@@ -119,7 +119,7 @@ def _ms(row: dict[str, Any]) -> str:
 
 
 def plot(record: Record, path: Path) -> None:
-    """Bars of TFLOP/s on visited blocks, of all parts but the grids that have them."""
+    """Plots TFLOP/s on visited blocks as bars, for all parts but the grids and the ceilings."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Times: medians of calls that take turns, with the spread beside, and guards of what is timed."""
+"""Timing of interleaved calls (median and spread), and checks of their results."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Call = Callable[[], Tensor | tuple[Tensor, ...]]
 
 
 def taken(calls: dict[str, Call], rounds: int = ROUNDS) -> dict[str, Row]:
-    """Each call's time: in every round each has its turn, the median of many runs by events.
+    """Times calls in turn; each turn is the median of many runs, measured by CUDA events.
 
     The L2 cache is emptied before each run, so that small inputs come from memory too. Calls of
     20 ms and more run once a turn.
@@ -44,9 +44,9 @@ def _turn(call: Call) -> float:
 
 
 def replayed(calls: Sequence[Call], rounds: int = ROUNDS) -> Row:
-    """One call's time without what it costs the host: all of them in one CUDA graph, replayed.
+    """Times a call without its overhead on the host: a CUDA graph of all `calls`, replayed.
 
-    `calls` are the same but for their inputs, so many that the L2 cache cannot hold these.
+    `calls` differ only in their inputs, which together exceed the L2 cache.
     """
     if not GPU:
         return spread_of([_turn(call) for call in calls])
@@ -71,7 +71,7 @@ def replayed(calls: Sequence[Call], rounds: int = ROUNDS) -> Row:
 
 
 def on_the_host(call: Call, calls: int = 200, rounds: int = 15) -> Row:
-    """Milliseconds of the host for a call that is not waited for; its work on the GPU is tiny."""
+    """Host milliseconds of a call that launches tiny work on the GPU and does not wait for it."""
     calls, rounds = (calls, rounds) if GPU else (2, 2)
     for _ in range(min(20, calls)):
         call()
@@ -89,9 +89,9 @@ def on_the_host(call: Call, calls: int = 200, rounds: int = 15) -> Row:
 def prepared(
     calls: dict[str, Call], prepare: Callable[[str, Call], Call]
 ) -> tuple[dict[str, Call], list[Row]]:
-    """What `prepare` makes of each call, once it ran, and a row for each peer that cannot run.
+    """Checks and warms up calls by `prepare`; also returns a row for each peer that cannot run.
 
-    `prepare` checks what a call returns; what is wrong of ours raises.
+    `prepare` checks a call's result and returns the call to time. An error of ours raises.
     """
     spin_up()
     running, failed = {}, []
@@ -100,7 +100,7 @@ def prepared(
             running[name] = prepare(name, call)
             running[name]()
             synchronize()
-        except Exception as error:  # a peer's: said, not hidden
+        except Exception as error:  # a failing peer is reported, not hidden
             running.pop(name, None)
             if name.startswith("ours"):
                 raise
@@ -109,20 +109,20 @@ def prepared(
 
 
 def with_gradients(call: Callable[[], Tensor], args: Sequence[Tensor], grad: Tensor) -> Call:
-    """The gradients of all three, forward included."""
+    """Builds a call that runs forward and returns the gradients of query, key and value."""
     for x in args:
         x.requires_grad_()
     return lambda: torch.autograd.grad(call(), list(args), grad)
 
 
 def relative(got: Tensor, exact: Tensor) -> float:
-    """The norm of the difference over that of what is exact."""
+    """Relative error: norm of the difference over the norm of `exact`."""
     got, exact = got.detach().double(), exact.detach()
     return float((got - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
 def largest(errors: Sequence[float], bound: float, what: str) -> float:
-    """The largest error. Raises where it is above the bound, or no number."""
+    """Returns the largest error. Raises RuntimeError if it exceeds the bound or is NaN."""
     worst = float(torch.tensor(errors, dtype=torch.float64).max())
     if not worst <= bound:
         raise RuntimeError(f"{what} is wrong: errors {[f'{x:.3g}' for x in errors]}")
@@ -132,7 +132,7 @@ def largest(errors: Sequence[float], bound: float, what: str) -> float:
 def error_of_rows(
     out: Tensor, args: Sequence[Tensor], pattern: sr.Pattern, rows: int = 8, heads: int = 2
 ) -> float:
-    """`sampled_error` of some rows of some heads."""
+    """Computes `sampled_error` of some rows and heads."""
     query, key, value = args
     return sampled_error(out, query, key, value, pattern, rows, heads)
 
@@ -140,9 +140,10 @@ def error_of_rows(
 def exact_gradients(
     args: Sequence[Tensor], pattern: sr.Pattern, block: int, grad: Tensor
 ) -> list[Tensor]:
-    """Out and the three gradients of the first head in float64, by their formulas.
+    """Computes out and the three gradients of the first head in float64, by their formulas.
 
-    [1, 1, N, D] each; a part of the queries at a time. The pattern is of whole blocks, one pass.
+    [1, 1, N, D] each, a part of the queries at a time. The pattern must be of whole blocks and one
+    pass.
     """
     q, k, v = (x[0, 0].detach().double() for x in args)
     g = grad[0, 0].double()
@@ -171,9 +172,9 @@ def exact_gradients(
 def error_of_gradients(
     out: Tensor, grads: Sequence[Tensor], args: Sequence[Tensor], grad: Tensor
 ) -> float:
-    """Largest error of what holds of gradients whatever the pattern, of each head.
+    """Largest error of two identities of gradients that hold for any pattern, over all heads.
 
-    Where every query sees a key: `sum_k dV_k = sum_q dO_q`, `sum dQ Q = sum dK K`.
+    If every query sees a key: `sum_k dV_k = sum_q dO_q`, `sum dQ Q = sum dK K`.
     """
     dq, dk, dv = (x.detach() for x in grads)
     query, key, _ = (x.detach() for x in args)

@@ -1,8 +1,8 @@
-"""`sparsering tune` for the main shapes, and these measured again with what it chose.
+"""Runs `sparsering tune` for the main shapes and times them again with its choices.
 
-Every candidate is compiled ahead, by several processes at once, which the disk keeps; then the
-measuring runs without waiting for compilers. Choices lie in the folder of the record, apart from
-those of the machine, so that all other parts have the defaults.
+First, several processes compile every candidate; Triton caches the results on disk, so that tuning
+does not wait for compilers. The choices are stored in the folder of the record, apart from those of
+the machine, so that all other parts use the defaults.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ FOLDER = "SPARSERING_TUNED"  # names the folder of the choices in a worker's env
 
 
 def pattern_of(block: int) -> sr.Pattern:
-    """The main shape's: whole blocks of `block`."""
+    """Pattern of the main shape: 10% of random blocks."""
     return sr.RandomBlocks(0.1, block)
 
 
 def compile_ahead(width: int, block: int, share: int, shares: int) -> Iterator[Row]:
-    """Runs one share of the candidates once each, on few tokens, and says which are no good."""
+    """Runs each candidate of one share once, on few tokens; yields its difference or its error."""
     heads, length = sized((4, 2048), (2, 4 * block))
     args = inputs(heads, length, width)
     layout = pattern_of(block).layout(length, num_heads=heads, block_size=block, device=DEVICE)
@@ -59,14 +59,14 @@ def compile_ahead(width: int, block: int, share: int, shares: int) -> Iterator[R
                 found = [relative(a, b.double()) for a, b in
                          zip(run(kernel), expected[kernel], strict=True)]  # fmt: skip
                 synchronize()
-            except Exception as error:  # a compiler's, or too much shared memory: `tune` skips it
+            except Exception as error:  # compiler error or too much shared memory: `tune` skips it
                 yield row | {"cannot": f"{type(error).__name__}: {error}".split("\n")[0][:120]}
                 continue
         yield row | {"differs": max(found)}
 
 
 def measured(width: int, block: int) -> Iterator[Row]:
-    """The choice for one shape: the config of each kernel, chosen beside the default."""
+    """Tunes one shape: yields each kernel's chosen config and its default."""
     with _own_folder():
         yield from _measured(width, block)
 
@@ -90,7 +90,7 @@ def _measured(width: int, block: int) -> Iterator[Row]:
 
 
 def beside_default(width: int, block: int) -> Iterator[Row]:
-    """The main shape with the defaults and with the choices, in turns."""
+    """Times the main shape with the default configs and with the chosen ones, in turns."""
     with _own_folder():
         yield from _beside_default(width, block)
 
@@ -145,7 +145,7 @@ def _beside_default(width: int, block: int) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def _own_folder() -> Iterator[None]:
-    """Within it choices are kept in, and come from, the folder beside the record."""
+    """Makes tuning store and read its choices in the record's folder, inside the block."""
     before = os.environ.get("SPARSERING_CACHE")
     os.environ["SPARSERING_CACHE"] = os.environ[FOLDER]
     tuning._tuned.cache_clear()

@@ -1,1 +1,1 @@
-"""The page of the tables: what was measured, beside what the prior documents said."""
+"""The report page: measured tables next to the prior documents' figures."""

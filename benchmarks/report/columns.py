@@ -1,4 +1,4 @@
-"""The columns of the report's tables: what a measured row says, as text."""
+"""Columns of the report's tables: each formats a figure of a measured row as text."""
 
 import html
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +11,14 @@ NOT_MEASURED = "not measured"
 
 
 class Column(NamedTuple):
-    """A heading, and the text of a row under it; "" where the row has nothing to say."""
+    """A heading, and a function that returns a row's text; "" for rows without the figure."""
 
     heading: str
     text: Callable[[Row], str]
 
 
 def rows_html(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """A table; on a narrow screen each row becomes a card, whose figures name themselves."""
+    """Builds an HTML table; on a narrow screen each row becomes a card with labelled figures."""
     heads = "".join(f"<th>{html.escape(column.heading)}</th>" for column in columns)
     body = []
     for row in rows:
@@ -41,7 +41,7 @@ def rows_html(rows: Sequence[Row], columns: Sequence[Column]) -> str:
 
 
 def columns_of(table: str, gpu: Mapping[str, Any] | None) -> list[Column]:
-    """What every table has, what this one adds, and the prior figure beside it."""
+    """Columns of a table: the common ones, its own, GPU and prior figures."""
     common = [
         Column("call", lambda row: row["call"]),
         Column("density", lambda row: share(row.get("density"))),
@@ -57,21 +57,21 @@ def columns_of(table: str, gpu: Mapping[str, Any] | None) -> list[Column]:
 
 
 def milliseconds(row: Row) -> str:
-    """Such as "2.31 (2.29 - 2.40)"."""
+    """Formats median and range as "2.31 (2.29 - 2.40)"."""
     if "ms" not in row:
         return ""
     return f"{short(row['ms'])} ({short(row['least_ms'])} - {short(row['most_ms'])})"
 
 
 def short(number: float) -> str:
-    """Three digits that count, thousands apart."""
+    """Formats a number with two or three significant digits and thousands separators."""
     if number >= 100:
         return f"{number:,.0f}"
     return f"{number:.1f}" if number >= 10 else f"{number:.2g}" if number < 1 else f"{number:.2f}"
 
 
 def share(number: float | None) -> str:
-    """Such as 7.67%; of the pairs of all queries and keys."""
+    """Formats a share of all (query, key) pairs, such as 7.67%."""
     if number is None:
         return ""
     percent = 100 * number
@@ -79,7 +79,7 @@ def share(number: float | None) -> str:
 
 
 def error(number: float | None) -> str:
-    """Such as 3e-7, relative to the largest exact output."""
+    """Formats an error relative to the largest exact output, such as 3e-7."""
     if number is None:
         return ""
     mantissa, exponent = f"{number:.0e}".split("e")
@@ -87,16 +87,16 @@ def error(number: float | None) -> str:
 
 
 def size(number: float | None) -> str:
-    """Bytes as MB or GB, of powers of ten."""
+    """Formats bytes as decimal MB or GB."""
     if number is None:
         return ""
     return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{short(number / 1e6)} MB"
 
 
 def gpu_figure(gpu: Mapping[str, Any] | None, table: str, row: Row) -> str:
-    """What the record of `python -m benchmarks.gpu` has for a row, or that nothing was measured.
+    """Text of the GPU record's figure for a row, or "not measured".
 
-    Of forward calls of as many tokens; their heads are told, which may be others than the row's.
+    It is of a forward call with as many tokens; the text names its heads if they differ.
     """
     part, start, name = _ON_GPU.get((table, row["call"].split(",")[0]), ("", "", ""))
     if gpu is None or gpu["environment"]["gpu"] is None or not row["call"].startswith(start):
@@ -120,7 +120,7 @@ _ON_GPU = {
     ("lengths", "dense SDPA"): ("founding table", "", "dense flash"),
     ("lengths", "LongNet"): ("longnet", "", "ours"),
 }
-"""Part of the GPU record, start of the call, backend there; its rows must be of as many tokens."""
+"""(Table, call) -> (part of the GPU record, start of the call, backend in that part)."""
 
 
 def _count(name: str) -> Callable[[Row], str]:

@@ -1,4 +1,4 @@
-"""The report's pictures: drawn from its rows, inlined, each with what it shows in words."""
+"""The report's inlined plots, drawn from its rows, each with a description in words."""
 
 import html
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from .columns import share, short, size
 
 
 def lengths_html(rows: Sequence[Row], column: str) -> list[str]:
-    """A line for each call over the length, of time or of memory."""
+    """Plots time or memory over the length, a line for each call."""
     drawn = [row for row in rows if row.get(column) is not None]
     if not drawn:
         return []
@@ -27,7 +27,7 @@ def lengths_html(rows: Sequence[Row], column: str) -> list[str]:
 
 
 def picture_html(png: bytes, caption: str) -> str:
-    """A picture with its caption."""
+    """Builds a picture with its caption."""
     image = image_html(png, caption)
     return (
         f'<figure class="picture">{image}<figcaption>{html.escape(caption)}</figcaption></figure>'
@@ -35,7 +35,7 @@ def picture_html(png: bytes, caption: str) -> str:
 
 
 def roofline_html(rows: Sequence[Row]) -> str:
-    """Calls below the roof that this machine's own peaks make."""
+    """Plots calls below the roofline of this machine's measured peaks."""
     peaks = {row["dtype"]: row["gflops"] for row in rows if row["call"].startswith("matrix")}
     bandwidth = next(row["gb_per_s"] for row in rows if "gb_per_s" in row) * 1e9
     points = [
@@ -52,7 +52,7 @@ def roofline_html(rows: Sequence[Row]) -> str:
 
 
 def gallery_html(rows: Sequence[Row]) -> str:
-    """A small picture of each pattern, with its density, time and memory."""
+    """Draws a small picture of each pattern, with its density, time and memory."""
     dense = next((row for row in rows if row["call"].startswith("dense")), None)
     cards = []
     for row in rows:
@@ -71,7 +71,7 @@ def gallery_html(rows: Sequence[Row]) -> str:
 
 
 def ring_html(rows: Sequence[Row]) -> list[str]:
-    """Who sends what to whom: the measured ring of most ranks, and the first planned one."""
+    """Draws the traffic between ranks: the largest measured ring, and the first planned one."""
     found = []
     measured = [row for row in rows if row.get("known") == "measured" and row["ranks"] > 1]
     planned = [row for row in rows if row.get("known") == "planned"]

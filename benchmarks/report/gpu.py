@@ -1,4 +1,4 @@
-"""The report's section on a GPU: what the record of `python -m benchmarks.gpu` holds, as tables."""
+"""The report's GPU section: the record of `python -m benchmarks.gpu` as tables."""
 
 import html
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +24,11 @@ _KNOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "share_of_inputs_and_outputs": ("of inputs and outputs", share),
     "differs": ("differs by", error),
 }
-"""Headings and texts of what rows may have; the rest is told by its own name."""
+"""Headings and formats of known figures; other figures show under their own names."""
 
 
 def gpu_html(gpu: Record | None) -> list[str]:
-    """All that the GPU record holds, or that there is none."""
+    """Lines of HTML with the whole GPU record, or a note that there is none."""
     lines = ['<h2 id="gpu">On a GPU</h2>']
     if gpu is None:
         text = (
@@ -51,7 +51,7 @@ def gpu_html(gpu: Record | None) -> list[str]:
 
 
 def _bars(bars: Sequence[Row]) -> list[str]:
-    """What was asked, what was found, and whether that is enough."""
+    """Builds a table of the GPU's performance targets, with figures and verdicts."""
     if not bars:
         return []
 
@@ -76,7 +76,7 @@ def _bars(bars: Sequence[Row]) -> list[str]:
 
 
 def _part(name: str, part: Record) -> str:
-    """A part's rows, what is the same in all of them above, and what is missing."""
+    """Builds the section of a part: missing cases, values common to all rows, and the rows."""
     said = [f"<p>{html.escape(part['about'])}</p>"] if part.get("about") else []
     missing = {case: how for case, how in part.get("cases", {}).items() if _why(how)}
     for case, how in missing.items():
@@ -107,13 +107,13 @@ def _why(state: Record) -> str:
 
 
 def _told(row: Row) -> Row:
-    """The row; why it has no figures, where it has none, under one name."""
+    """Adds `left_out` to a row without figures: the reason, whatever its key was."""
     why = next((row[name] for name in _REASONS if row.get(name)), None)
     return row if why is None else {**row, "left_out": str(why)}
 
 
 def _columns(name: str, rows: Sequence[Row], keys: Sequence[str]) -> list[Column]:
-    """What a row is called, its time where there is one, and a column for each key."""
+    """Columns of a part: the row's name, its time if any row has one, and each key."""
     differ = [key for key in _NAMES if len({row.get(key) for row in rows}) > 1]
 
     def called(row: Row) -> str:

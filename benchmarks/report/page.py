@@ -1,8 +1,8 @@
-"""The report: one page of every table, with the prior documents' figures beside ours.
+"""The report: one page with all tables, next to the prior documents' figures.
 
     page = report_page(records, gpu=None)      # self-contained HTML: nothing is loaded
 
-`records` are what `benchmarks.tables.measure_tables` returns, or its JSON files.
+`records` is the result of `benchmarks.tables.measure_tables`, or its JSON files.
 """
 
 import html
@@ -120,11 +120,11 @@ TITLES: dict[str, tuple[str, str]] = {
 
 
 def report_page(records: Mapping[str, Record], gpu: Record | None = None) -> str:
-    """Draws the page.
+    """Builds the report page.
 
     Args:
-        records: of the tables, by name; those that are missing or failed are said to be so.
-        gpu: the record of `python -m benchmarks.gpu`, None where there is none.
+        records: records of the tables, by name; the page names those that are missing or failed.
+        gpu: the record of `python -m benchmarks.gpu`, or None.
 
     Raises: ImportError without matplotlib.
     """
@@ -148,7 +148,7 @@ def report_page(records: Mapping[str, Record], gpu: Record | None = None) -> str
 
 
 def described(record: Record) -> str:
-    """Where, when and of which sources a table was measured."""
+    """Describes when, where and at which commit a table was measured."""
     place = record["environment"]
     changed = " with uncommitted changes" if place["uncommitted_changes"] else ""
     commit = (place["commit"] or "unknown")[:10]
@@ -161,7 +161,7 @@ def described(record: Record) -> str:
 
 
 def _section(name: str, record: Record, gpu: Record | None) -> list[str]:
-    """The rows of a table, and its pictures."""
+    """Builds the rows of a table and its plots."""
     rows: Sequence[Row] = record["rows"]
     columns = columns_of(name, gpu)
     if name == "lengths":
@@ -182,7 +182,7 @@ MEMORY_LENGTHS = (256, 4096, 8192, 16384, 32768, 65536, 1 << 20)
 
 
 def _by_length(rows: Sequence[Row], gpu: Record | None) -> list[str]:
-    """A part for each length; the first and the last are open."""
+    """Builds a folded table for each length; the first and the last are open."""
     columns = columns_of("lengths", gpu)
     tokens = sorted({row["tokens"] for row in rows})
     parts = []
@@ -199,7 +199,7 @@ def _folded(title: str, content: str, is_open: bool = False) -> str:
 
 
 def _prior(name: str) -> list[str]:
-    """What the prior document said of this table, and why ours differs."""
+    """Builds the prior document's figures for this table, and why ours differ."""
     prior = PRIOR["tables"][name]
     why = html.escape(prior["why"])
     cells = "".join(
@@ -213,7 +213,7 @@ def _prior(name: str) -> list[str]:
 
 
 def _summary(records: Mapping[str, Record]) -> list[str]:
-    """What a reader takes along, from this run's own figures."""
+    """Builds the introduction and the main results of this run."""
     found = []
     rows = {row["call"]: row for row in records.get("comparison", {}).get("rows", [])}
     dense = rows.get("all pairs, dense SDPA")
@@ -245,7 +245,7 @@ def _summary(records: Mapping[str, Record]) -> list[str]:
 
 
 def _crossover(rows: Sequence[Row]) -> list[str]:
-    """From which length on each pattern was faster than dense attention."""
+    """Names the length from which each pattern was faster than dense attention."""
     dense = {row["tokens"]: row["ms"] for row in rows if row["call"].startswith("dense")}
     if not dense:
         return []

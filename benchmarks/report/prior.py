@@ -1,6 +1,6 @@
 """Figures of a prior library's documents (dilated-attention-pytorch, 2025), from `prior.json`.
 
-All of it on a GTX 1080 of 8 GB, float16, forward, not causal; "memory" is the peak less the inputs.
+All on a GTX 1080 with 8 GB, float16, forward, not causal; "memory" is the peak minus the inputs.
 """
 
 import json
@@ -13,9 +13,9 @@ TABLES: dict[str, Any] = PRIOR["tables"]
 
 
 def beside(table: str, call: str, tokens: int | None) -> str:
-    """Returns the prior figure for a row of ours, "" where there is none."""
+    """Returns the prior documents' figure for a row of ours, "" if there is none."""
     if call.endswith((", with gradients", ", bfloat16")) and table != "chosen":
-        return ""  # the prior rows are of a forward pass, told once
+        return ""  # the prior figures are forward passes; one row of ours shows them
     for start, length, figure in TABLES[table]["beside"] if table in TABLES else ():
         if call.startswith(start) and length in (None, tokens):
             return str(figure)

@@ -1,4 +1,4 @@
-"""The prior documents' tables, run again: measured beside each other, with densities and errors.
+"""Measures the tables of the prior library's documents again, with densities and errors.
 
 `python -m benchmarks report` runs them and draws the page (`benchmarks.report.page`).
 """
@@ -31,7 +31,7 @@ TABLES: dict[str, tuple[Callable[[bool, Budget], list[Row]], float]] = {
     "longest": (longest, 0.11),
     "lengths": (lengths, 0.30),
 }
-"""What measures each table, and its share of the time."""
+"""The function that measures each table, and the table's share of the time."""
 
 
 def measure_tables(
@@ -45,13 +45,13 @@ def measure_tables(
     """Measures every table and writes `out/NAME.json` for each as it is done.
 
     Args:
-        quick: tiny sizes, to see that all of it works; its figures mean nothing.
-        resume: takes a table that is in `out` already, of whatever commit: the record names it.
-        seconds: for all of them; a table leaves out what would not fit in its share, and says so.
-        say: told of each table.
+        quick: tiny sizes, to try everything out; the figures mean nothing.
+        resume: reuse a table that is already in `out`, of any commit: its record names the commit.
+        seconds: time for all tables; calls that do not fit are left out, and their rows say so.
+        say: called with a line for each table.
 
-    Returns: the records by name: environment, seconds, rows; or "failed" in the place of rows,
-        where a call was wrong or broke down, so that the others still run.
+    Returns: the records by name: environment, seconds, rows. A table with a wrong or failed call
+        has "failed" in place of rows; the other tables still run.
     """
     records: dict[str, dict[str, Any]] = {}
     for name, (measure, share) in TABLES.items():
@@ -66,7 +66,7 @@ def measure_tables(
             with warnings.catch_warnings():
                 ignore_known_warnings()
                 record["rows"] = measure(quick, Budget((30 if quick else seconds) * share))
-        except Exception as error:  # recorded, so that the other tables still run
+        except Exception as error:  # recorded, because the other tables must still run
             record["failed"] = f"{type(error).__name__}: {error}"
         record["seconds"] = time.perf_counter() - begin
         replace_file(path, json.dumps(record, indent=1).encode())
@@ -76,7 +76,7 @@ def measure_tables(
 
 
 def _on_record(path: Path, quick: bool) -> dict[str, Any] | None:
-    """A table's record of an earlier run, None where there is none that is whole."""
+    """Reads a table's record of an earlier run; None if it is missing or incomplete."""
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError):

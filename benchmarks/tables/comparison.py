@@ -1,4 +1,4 @@
-"""The tables at one length: backends beside dense and torch.sparse, densities, the gallery."""
+"""Tables at one length: backends against dense attention, densities, gallery, roofline."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,14 +33,14 @@ from .measured import (
 )
 
 FOUNDING = BlockWindow(2, 64)
-"""What the founding table ran: a window of 256 in blocks of 64, 7.7% of the pairs at 4,096."""
+"""Pattern of the prior documents' founding table: 5 blocks of 64, 7.7% of the pairs at 4,096."""
 
 
 ORACLE = "not timed: dense mathematics that forms every pair, for tests to compare with"
 
 
 def comparison(quick: bool, budget: Budget) -> list[Row]:
-    """4,096 tokens, B1 H8 D64, in each backend that runs here: 90% sparse, and as it was really."""
+    """Measures every backend that runs here: 4,096 tokens, B1 H8 D64, window and 10% of blocks."""
     tokens = 256 if quick else 4096
     geometries: dict[str, Pattern] = {
         "window of 256": FOUNDING if not quick else BlockWindow(1, 32),
@@ -96,10 +96,10 @@ def comparison(quick: bool, budget: Budget) -> list[Row]:
 
 
 def _unless_late(case: Case, budget: Budget) -> list[Row]:
-    """A row of a backend that is there to compare with, if what it takes is left.
+    """Measures a slow backend if its predicted time fits in the budget.
 
-    That is told by a quarter of the tokens, and by the pairs: all of them for FlexAttention, which
-    forms all where it is not compiled.
+    The prediction scales a call on a quarter of the tokens by the number of pairs. Uncompiled
+    FlexAttention computes all pairs, so its time grows 16 times.
     """
     few = replace(case, tokens=case.tokens // 4)
     most, least = (x.pattern.layout(x.tokens, num_heads=x.heads).num_pairs for x in (case, few))
@@ -113,7 +113,7 @@ def _unless_late(case: Case, budget: Budget) -> list[Row]:
 
 
 def _compiled_flex(case: Case, quick: bool, budget: Budget) -> list[Row]:
-    """FlexAttention compiled, on the very same blocks; compiling takes it half a minute."""
+    """Measures compiled FlexAttention on the same blocks; it compiles for half a minute."""
     if quick or budget.left < 45:
         return [left_out(case, "no time left to compile it")]
     inputs = case.inputs()
@@ -121,7 +121,7 @@ def _compiled_flex(case: Case, quick: bool, budget: Budget) -> list[Row]:
     try:
         call = flex_call(inputs, case.pattern, 64)
         out = call()
-    except Exception as error:  # a peer's: said, not hidden
+    except Exception as error:  # a failing peer is reported, not hidden
         return [left_out(case, f"failed: {type(error).__name__}: {error}"[:200])]
     layout = case.pattern.layout(case.tokens, num_heads=case.heads, block_size=64)
     pairs = layout.num_pairs
@@ -137,12 +137,12 @@ def _compiled_flex(case: Case, quick: bool, budget: Budget) -> list[Row]:
 
 
 def _spread(call: Callable[[], object], rounds: int) -> Row:
-    """Times of a call alone, in two seconds."""
+    """Times a single call for about two seconds."""
     return spread_of(interleaved_times({"": call}, rounds, seconds=2, least=3)[""])
 
 
 def sparsity(quick: bool, budget: Budget) -> list[Row]:
-    """2,048 tokens in blocks of 32 at 10, 25, 50%; the densities of the prior's own; and dense."""
+    """2,048 tokens in blocks of 32: random 10, 25, 50%, the prior's real densities, and dense."""
     tokens = 256 if quick else 2048
     cases = [Case("all pairs, dense SDPA", Full(), tokens, DENSE)]
     for share in (10, 25, 50):
@@ -156,7 +156,7 @@ def sparsity(quick: bool, budget: Budget) -> list[Row]:
 
 
 def gallery(quick: bool, budget: Budget) -> list[Row]:
-    """Patterns, one head, with what a call costs."""
+    """Measures a call of each pattern in the gallery, with one head."""
     tokens = 256 if quick else 4096
     scale = tokens // 256
     patterns: tuple[tuple[str, Pattern], ...] = (
@@ -179,7 +179,7 @@ def gallery(quick: bool, budget: Budget) -> list[Row]:
 
 
 def roofline(quick: bool, budget: Budget) -> list[Row]:
-    """What this machine can do at best: torch's matrix product, and a copy of much memory."""
+    """Measures the machine's peaks (a matrix product and a large copy), and calls below them."""
     size = 256 if quick else 2048
     rows: list[Row] = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -209,7 +209,7 @@ def roofline(quick: bool, budget: Budget) -> list[Row]:
 
 
 def _points(quick: bool, budget: Budget) -> list[Row]:
-    """Calls of little and of much work for each byte that goes in and out."""
+    """Measures calls of low and of high arithmetic intensity."""
     tokens = 256 if quick else 4096
     patterns: tuple[tuple[str, Pattern], ...] = (
         ("window of 16", SlidingWindow(8, 8)),
@@ -225,7 +225,7 @@ def _points(quick: bool, budget: Budget) -> list[Row]:
         ]
         cases.append(Case(f"dense SDPA, {dtype}", Full(), tokens, DENSE, dtype=dtype))
         found = rows_of(cases, min(budget.left / 4, 3))
-        for row in found:  # 4 D FLOP a pair, over D numbers of query, key, value and result
+        for row in found:  # FLOP per byte: 4 D FLOP a pair; query, key, value, out of D a token
             row["intensity"] = row["pairs"] / tokens / getattr(torch, dtype).itemsize
         rows += found
         if budget.left < 0:

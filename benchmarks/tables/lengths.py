@@ -1,4 +1,4 @@
-"""The tables over lengths: 4K to 1M tokens by pattern, and the longest that a memory holds."""
+"""Tables over lengths: 4K to 1M tokens by pattern, and the longest sequence in a memory."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -34,7 +34,7 @@ from .measured import (
 )
 from .planned import planned_longest
 
-EIGHT_HEADS = 65536  # the longest that the prior documents timed; beyond it a call has one head
+EIGHT_HEADS = 65536  # the prior documents' longest sequence; longer calls have one head
 STEP = 4096
 
 
@@ -53,29 +53,30 @@ def patterns() -> dict[str, tuple[Pattern, str | None, int]]:
 
 
 def case_of(name: str, tokens: int, heads: int) -> Case:
-    """The case of a pattern by its name."""
+    """Builds the case of a pattern by its name."""
     pattern, backend, block = patterns()[name]
     return Case(name, pattern, tokens, backend or own_backend(), heads, block_size=block)
 
 
 def lengths(quick: bool, budget: Budget) -> list[Row]:
-    """Time and memory of each pattern at 4,096 tokens and at each doubling, to 1M.
+    """Measures each pattern at 4,096 tokens and at each doubling, up to 1M.
 
-    What is predicted to take too long, by the pairs of a head at the two lengths before and the
-    time of one, is left out, and so is what memory would not hold: the row says which. Nothing is
-    laid out for that: the layout of a tenth of 2^40 pairs takes more memory than there is.
+    Calls that would take too long or too much memory are left out; their rows say why. The
+    prediction extrapolates the pairs of the two lengths before, and the time of one pair. It builds
+    no layout: that of a tenth of 2^40 pairs would exceed the memory.
     """
     exponents = range(8, 10) if quick else range(12, 21)
-    rates: dict[str, float] = {}  # milliseconds of a pair
-    pairs: dict[str, list[float]] = {name: [] for name in patterns()}  # of a head, by length
+    rates: dict[str, float] = {}  # milliseconds of a pair, by pattern
+    pairs: dict[str, list[float]] = {name: [] for name in patterns()}  # pairs of a head, by length
     rows: list[Row] = []
     for place, exponent in enumerate(exponents):
         tokens = 1 << exponent
         heads = (8 if tokens <= EIGHT_HEADS else 1) if not quick else 2
-        share = max(budget.left, 0) / (len(exponents) - place) * 1.6  # most is left to long ones
+        # More than an even share of the time left, since short lengths use only a part of theirs.
+        share = max(budget.left, 0) / (len(exponents) - place) * 1.6
         cases: list[Case] = []
         predicted = 0.0
-        held = tokens * heads * 64 * 4 * 10  # inputs, results, the sums of errors in float64
+        held = tokens * heads * 64 * 4 * 10  # inputs, results, and the error check in float64
         for name in patterns():
             case = case_of(name, tokens, heads)
             if len(pairs[name]) <= place:
@@ -98,17 +99,16 @@ def lengths(quick: bool, budget: Budget) -> list[Row]:
 
 
 def _next(pairs: list[float]) -> float:
-    """Pairs at twice the length: by the step before, four times where there was none."""
+    """Predicts the pairs at twice the length from the last two lengths; four times from one."""
     if len(pairs) < 2:
         return 4.0 * pairs[-1] if pairs else 0.0
     return pairs[-1] ** 2 / pairs[-2]
 
 
 def longest(quick: bool, budget: Budget) -> list[Row]:
-    """The most tokens that a call takes within a limit of memory, found by running it.
+    """Searches the longest sequence that runs within a memory limit; 4,096 tokens more do not fit.
 
-    Inputs, layout and result count; a step of 4,096 tokens more did not fit. The limit is the
-    kernel's, on the data of a process.
+    Inputs, layout and result count. The operating system enforces the limit (RLIMIT_DATA).
     """
     limit = (1 << 26) if quick else (1 << 30)
     step = 1024 if quick else STEP
@@ -149,7 +149,7 @@ def longest(quick: bool, budget: Budget) -> list[Row]:
 
 
 def _fits(case: Case, limit: int) -> bool:
-    """Whether a call runs within a limit. A process that breaks down for want of memory did not."""
+    """Whether a call runs within a limit; a process that crashes ran out of memory."""
     try:
         return bool(in_new_process(_within, case, limit, False, torch.get_num_threads())[1])
     except RuntimeError:
@@ -157,7 +157,7 @@ def _fits(case: Case, limit: int) -> bool:
 
 
 def _within(case: Case, limit: int, measured: bool, threads: int) -> Iterator[object]:
-    """Runs a call under a limit; yields whether it could, or, once it has, its row."""
+    """Runs a call under a limit; last yields whether it succeeded, or its row if `measured`."""
     torch.set_num_threads(threads)
     warm_up(case)
     give_back_freed()
@@ -185,6 +185,6 @@ def _within(case: Case, limit: int, measured: bool, threads: int) -> Iterator[ob
 
 
 def _attended(case: Case) -> tuple[list[Tensor], Tensor]:
-    """The inputs and the output of a call, made here."""
+    """Draws the inputs and runs the call: (inputs, output)."""
     inputs = case.inputs()
     return inputs, call_of(case, inputs)()

@@ -1,4 +1,4 @@
-"""A call of a table, measured: its error first, then times in turns, then its peak memory."""
+"""Measures the calls of a table: errors first, then interleaved times, then peak memory."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,20 +32,20 @@ from ..measure import (
 
 DENSE = "dense SDPA"
 CHOSEN_BLOCKS = 16
-CALLS = 6  # of a case: its error, an untimed and three timed rounds, and the one for its peak
+CALLS = 6  # calls of a case: error check, one untimed and three timed rounds, peak memory
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call: a row of a table once it is measured.
+    """One call, which becomes a row of a table.
 
     Attributes:
-        call: its name, of one row in its table.
+        call: its name, unique in its table.
         backend: one of ours, or `DENSE`, torch's own attention to all pairs.
-        block_size: of the layout; None for the backend's choice.
-        backward: whether gradients of query, key and value are taken too.
-        chooses: how the blocks of keys are scored that the call then selects and attends to, "sub"
-            (means of parts) or "scorer" (learned projections); None where the pattern says all.
+        block_size: block size of the layout; None for the backend's choice.
+        backward: whether to compute gradients of query, key and value too.
+        chooses: scores by which the call selects key blocks, "sub" (means of parts) or "scorer"
+            (learned projections); None if it attends to `pattern`.
     """
 
     call: str
@@ -60,26 +60,26 @@ class Case:
     chooses: str | None = None
 
     def inputs(self) -> list[Tensor]:
-        """Query, key and value, [1, heads, tokens, head_dim], the same at every call."""
+        """Draws query, key and value, [1, heads, tokens, head_dim], the same at every call."""
         return inputs_of(self.heads, self.tokens, self.head_dim, getattr(torch, self.dtype))
 
 
 def own_backend() -> str:
-    """The kernel that the tables call ours: the compiled one, or without a compiler `gather`."""
+    """Backend that the tables call ours: the C++ kernel, or `gather` without a compiler."""
     return "gather" if BACKENDS["cpu"].reasons() else "cpu"
 
 
 def rows_of(
     cases: Sequence[Case], seconds: float, *, rows: int = 16, least: int = 3, most: int = 15
 ) -> list[Row]:
-    """Measures calls side by side: what is wrong raises, before anything is timed.
+    """Measures calls in turn; wrong results raise before anything is timed.
 
     Args:
-        cases: calls that take turns; those of one shape and dtype get the same inputs.
-        seconds: what the timed rounds may take; `least` rounds are run in any case.
-        rows: query rows whose error against float64 is taken.
+        cases: calls that take turns; calls of one shape and dtype get the same inputs.
+        seconds: time for the timed rounds; from `least` to `most` rounds run.
+        rows: query rows whose error against float64 is computed.
 
-    Raises: RuntimeError where a call returns zeros, or what is no number, or what is wrong.
+    Raises: RuntimeError if a call returns zeros, NaN, infinity or wrong results.
     """
     if not cases:
         return []
@@ -96,7 +96,7 @@ def rows_of(
         row |= spread_of(times[case.call])
         flops = 4 * (3.5 if case.backward else 1) * case.heads * case.head_dim
         row["gflops"] = flops * row["pairs"] / row["ms"] / 1e6
-    calls.clear()  # what is no longer needed makes room for the processes that follow
+    calls.clear()  # frees memory for the processes that follow
     inputs.clear()
     del x
     for case, row in zip(cases, found, strict=True):
@@ -105,7 +105,7 @@ def rows_of(
 
 
 def left_out(case: Case, reason: str) -> Row:
-    """The row of a call that was not measured, and why."""
+    """Builds the row of a call that was not measured, with the reason."""
     return {
         "call": case.call, "backend": case.backend, "pattern": str(case.pattern),
         "tokens": case.tokens, "heads": case.heads, "dtype": case.dtype, "left_out": reason,
@@ -113,7 +113,7 @@ def left_out(case: Case, reason: str) -> Row:
 
 
 def call_of(case: Case, inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """The forward call of a case on its inputs."""
+    """Builds the forward call of a case on its inputs."""
     query, key, value = inputs
     if case.backend == DENSE:
         return dense(inputs, causal=case.pattern == Causal())
@@ -127,7 +127,7 @@ def call_of(case: Case, inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
 
 
 def chosen_pattern(case: Case, query: Tensor, key: Tensor) -> Pattern:
-    """The pattern that a call which chooses its blocks comes to, on these queries and keys."""
+    """Selects blocks by the case's scores and returns them as a causal pattern."""
     size = case.block_size or 64
     with torch.no_grad():
         if case.chooses == "scorer":
@@ -140,14 +140,14 @@ def chosen_pattern(case: Case, query: Tensor, key: Tensor) -> Pattern:
 
 @cache
 def _scorer(head_dim: int, heads: int, size: int) -> BlockScorer:
-    """Learned projections as they begin; training does not change what they cost."""
+    """Builds an untrained scorer; training does not change its cost."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return BlockScorer(head_dim, heads, size, query_block=size)
 
 
 def _described(case: Case, inputs: Sequence[Tensor], rows: int) -> Row:
-    """What a row says of its call, once the output of the call is known to be right."""
+    """Checks the output of a call and returns its row without times. Raises if it is wrong."""
     query, key, value = inputs
     pattern = case.pattern if case.chooses is None else chosen_pattern(case, query, key)
     layout = pattern.layout(case.tokens, num_heads=case.heads, block_size=case.block_size or 128)
@@ -170,7 +170,7 @@ def _gradients(case: Case, inputs: Sequence[Tensor]) -> Callable[[], tuple[Tenso
 
 
 def _gradient_error(case: Case, inputs: Sequence[Tensor]) -> float:
-    """Largest error of the first head's gradients against float64. Raises where they are wrong."""
+    """Largest error of the first head's gradients against float64. Raises if they are wrong."""
     exact = [x[:, :1].double().requires_grad_() for x in inputs]
     out = attention(exact[0], exact[1], exact[2], case.pattern, backend="reference")
     expected = torch.autograd.grad(out, exact, gradient_of(inputs[0])[:, :1].double())
@@ -181,12 +181,12 @@ def _gradient_error(case: Case, inputs: Sequence[Tensor]) -> float:
 
 
 def peak_bytes(case: Case) -> int:
-    """Peak memory of one call beyond its inputs, layout and result included, in a new process."""
+    """Peak memory of one call beyond its inputs, in a new process; includes layout and result."""
     return in_new_process(_once, case, torch.get_num_threads())[0]
 
 
 def in_new_process(work: Callable[..., Iterator[Any]], *arguments: object) -> tuple[int, Any]:
-    """`peak_and_figures` by a process that need not import."""
+    """Runs `peak_and_figures` in a forked process, which has torch already imported."""
     get_context("forkserver").set_forkserver_preload(["torch", "benchmarks.tables"])
     return peak_and_figures(work, *arguments, start="forkserver")
 
@@ -205,7 +205,7 @@ def _once(case: Case, threads: int) -> Iterator[None]:
 
 
 def warm_up(case: Case) -> None:
-    """Starts threads and loads kernels: what a process pays once, whatever the length."""
+    """Starts threads and loads kernels: costs that a process pays once, at any length."""
     few = Case("", Full(), 256, case.backend, 1, case.head_dim, case.dtype)
     inputs = [x.requires_grad_(case.backward) for x in few.inputs()]
     out = call_of(few, inputs)()
@@ -214,6 +214,6 @@ def warm_up(case: Case) -> None:
 
 
 def ignore_known_warnings() -> None:
-    """Keeps to itself what torch says of the peers that are slow here; their rows say it too."""
+    """Silences torch's warnings about slow peers; their rows show it."""
     for known in ("flex_attention called without torch.compile", "Sparse CSR tensor support"):
         warnings.filterwarnings("ignore", message=known)

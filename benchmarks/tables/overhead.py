@@ -1,4 +1,4 @@
-"""What a call costs beside its arithmetic: dispatches, layouts and their cache, choosing."""
+"""Costs of a call beyond its arithmetic: dispatch, layouts and their cache, block selection."""
 
 import statistics
 from dataclasses import replace
@@ -21,10 +21,10 @@ from .measured import DENSE, Case, call_of, own_backend, rows_of
 
 
 def launches(quick: bool, budget: Budget) -> list[Row]:
-    """What a warm call of 2,048 tokens dispatches: torch operators, and kernels on a GPU.
+    """Counts the torch operators that a warm call of 2,048 tokens dispatches.
 
-    `outermost` counts the operators that nothing but Python called; `operators` also those that
-    they called in turn. The profile that the prior documents print is of this length.
+    `outermost` counts operators called from Python; `operators` also those that they call in turn.
+    The prior documents profile this length.
     """
     tokens = 256 if quick else 2048
     names = ["gather", "torch_sparse"]
@@ -43,7 +43,7 @@ def launches(quick: bool, budget: Budget) -> list[Row]:
 
 
 def _dispatched(case: Case) -> Row:
-    """Operators, outermost operators, and kernels of one warm call."""
+    """Counts operators, outermost operators, and GPU kernels of one warm call."""
     inputs = [x.requires_grad_(case.backward) for x in case.inputs()]
     call = call_of(case, inputs)
     grad = torch.ones_like(inputs[0])
@@ -60,15 +60,15 @@ def _dispatched(case: Case) -> Row:
     return {
         "operators": len(events),
         "outermost": sum(event.cpu_parent is None for event in events),
-        "kernels": None,  # there are none on a CPU
+        "kernels": None,  # a CPU launches none
     }
 
 
 def layouts(quick: bool, budget: Budget) -> list[Row]:
-    """What a pattern costs on its first call, and what the cache then spares.
+    """Measures the cost of a pattern's first call, and the savings by the layout cache.
 
-    `layout_ms`: compiling it alone, cold. `first_ms`: the first call, that included. 200 further
-    calls take turns over three patterns, so that each asks the cache anew.
+    `layout_ms`: compiling the layout, uncached. `first_ms`: the first call, including the layout.
+    200 further calls alternate between three patterns, so that each looks into the cache.
     """
     sizes = ((256, 2),) if quick else ((4096, 8), (65536, 1))
     rows: list[Row] = []
@@ -102,7 +102,7 @@ def layouts(quick: bool, budget: Budget) -> list[Row]:
 
 
 def _hits(quick: bool, budget: Budget) -> list[Row]:
-    """Calls that take turns over three patterns: how many layouts were built."""
+    """Counts the layouts built by calls that alternate between three patterns."""
     tokens, calls = 256 if quick else 1024, 20 if quick else 200
     cases = [
         Case(f"pattern {number}", pattern, tokens, heads=2)
@@ -122,10 +122,10 @@ def _hits(quick: bool, budget: Budget) -> list[Row]:
 
 
 def chosen(quick: bool, budget: Budget) -> list[Row]:
-    """Hierarchical blocks, and blocks chosen by content: scores and selection included.
+    """Measures hierarchical blocks, and blocks selected by content with scoring included.
 
-    16 blocks of 64 keys for each 64 queries; both dtypes, since the prior's failed on one. `learns`
-    says how many of a scorer's parameters one step of its loss gives a gradient.
+    16 blocks of 64 keys for each 64 queries. Both dtypes, since the prior library failed on one.
+    `learns`: how many of the scorer's parameters get a gradient from its loss.
     """
     rows: list[Row] = []
     for tokens in (256,) if quick else (4096, 16384):
@@ -149,7 +149,7 @@ def chosen(quick: bool, budget: Budget) -> list[Row]:
 
 
 def _learning(case: Case) -> str:
-    """Such as "6 of 6": a scorer's parameters that get a gradient which is not zero."""
+    """Counts the scorer's parameters that get a nonzero gradient, as in "6 of 6"."""
     query, key, _ = case.inputs()
     scorer = BlockScorer(case.head_dim, case.heads, 16, query_block=16).to(query.dtype)
     scores = scorer(query, key)

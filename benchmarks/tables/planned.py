@@ -1,4 +1,4 @@
-"""What named GPUs would hold, planned: arithmetic on their published memory, nothing run."""
+"""Plans the longest sequences of some GPUs from their published memory; nothing is run."""
 
 import torch
 
@@ -16,10 +16,10 @@ LENGTHS = (32768, 65536, 131072)
 
 
 def planned_longest(quick: bool) -> list[Row]:
-    """Most tokens of a forward pass on named GPUs, 8 heads of 64 in float16, by `sr.estimate`.
+    """Most tokens of a forward pass on some GPUs, 8 heads of 64 in float16, by `sr.estimate`.
 
-    Peaks of three lengths, which are linear in the tokens and in the entries of a layout, are gone
-    on with to what fits: laying out tens of millions of tokens would take longer than it tells.
+    The peak memory at three lengths is extrapolated by a parabola: it is linear in the tokens and
+    in the entries of the layout. A layout of tens of millions of tokens would take too long.
     """
     patterns: tuple[tuple[str, Pattern], ...] = (
         ("all pairs", Full()),
@@ -51,8 +51,8 @@ def planned_longest(quick: bool) -> list[Row]:
 
 
 def most_tokens(peaks: list[float], limit: float) -> int:
-    """The largest multiple of 4,096 tokens whose peak, by `through`, is within a limit."""
-    low, high = 0, 1 << 20  # in steps
+    """Largest multiple of 4,096 tokens whose extrapolated peak is within a limit."""
+    low, high = 0, 1 << 20  # in steps of 4,096 tokens
     while high - low > 1:
         middle = (low + high) // 2
         if through(peaks, middle * STEP) <= limit:
@@ -63,7 +63,7 @@ def most_tokens(peaks: list[float], limit: float) -> int:
 
 
 def through(values: list[float], tokens: int) -> float:
-    """The parabola through the values at `LENGTHS`, at another length."""
+    """Evaluates at `tokens` the parabola through the values at `LENGTHS`."""
     total = 0.0
     for place, value in enumerate(values):
         share = 1.0

@@ -1,4 +1,4 @@
-"""The ring against the number of ranks: processes on this machine, and plans beyond them."""
+"""Ring attention by number of ranks: measured processes on this machine, and larger plans."""
 
 import time
 from functools import partial
@@ -29,12 +29,12 @@ PLANNED = (8, 16, 64, 256)
 
 
 def pattern_of(tokens: int) -> Any:
-    """LongNet whose longest branch spans the whole sequence: every rank needs the others."""
+    """LongNet whose longest branch spans the whole sequence, so every rank needs the others."""
     return LongNet((tokens // 64, tokens), (1, 32)) & Causal()
 
 
 def rings(quick: bool, budget: Budget) -> list[Row]:
-    """131,072 tokens over 1, 2 and 4 processes of one thread; and plans for more, not run."""
+    """Measures 131,072 tokens over 1, 2 and 4 processes of one thread, and plans more ranks."""
     tokens = 2048 if quick else 131072
     pattern = pattern_of(tokens)
     rows: list[Row] = []
@@ -54,7 +54,7 @@ def rings(quick: bool, budget: Budget) -> list[Row]:
 
 
 def _measured(rank: int, world: int, tokens: int) -> Row:
-    """The row of a ring, on its rank 0. Raises where the result is wrong."""
+    """Measures one ring; rank 0 checks the result and raises if it is wrong."""
     pattern = pattern_of(tokens)
     plan = RingPlan.build(pattern, tokens, world, num_heads=HEADS, sharding="auto")
     whole = inputs_of(HEADS, tokens, WIDTH, torch.float32)
@@ -91,7 +91,7 @@ def _measured(rank: int, world: int, tokens: int) -> Row:
 
 
 def _planned(world: int, tokens: int) -> Row:
-    """What the plan says of more ranks than are run: arithmetic."""
+    """Plans a ring of more ranks than are run; arithmetic only."""
     pattern = pattern_of(tokens)
     plan = RingPlan.build(pattern, tokens, world, num_heads=HEADS, sharding="auto")
     received = max(

@@ -57,8 +57,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     `is_causal` means `& Causal()`, with a mask or without. No fused path of torch bypasses the
     pattern: `TransformerEncoderLayer` calls this module in eval mode too.
 
-    Raises: ValueError or TypeError for invalid sizes, flags, scale or pattern, or if embed_dim is no
-        multiple of num_heads.
+    Raises: ValueError or TypeError for invalid sizes, flags, scale or pattern; ValueError if
+        embed_dim is no multiple of num_heads.
 
     Cost: the projections, and `attention` at the cost of the pattern. Masks of bools, or of floats
     0 and -inf, keep that cost. Other float masks and `need_weights=True` take O(N^2) memory, up to

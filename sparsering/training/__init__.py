@@ -3,7 +3,7 @@
 Example:
     recipe = Recipe(pattern="LongNet((256, 1024), (1, 4)) & Causal()", context=4096, steps=500)
     train(recipe, Path("runs/mine"))
-    train(recipe, Path("runs/mine"), resume=True)  # goes on where it stopped, to the same losses
+    train(recipe, Path("runs/mine"), resume=True)  # continues a stopped run; the losses are equal
 """
 
 from .checkpoint import load_model

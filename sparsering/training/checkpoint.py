@@ -1,15 +1,15 @@
-"""Checkpoints: `checkpoint.json`, which names safetensors files beside it by their hashes.
+"""Checkpoints: `checkpoint.json` names safetensors files in its folder, with their hashes.
 
     save_checkpoint(folder, model, optimizer, step=100, recipe=recipe, ...)
     checkpoint = load_checkpoint(folder)
 
-The tensors are written under new names first; the rename of `checkpoint.json` over the old one is
-the moment at which the new checkpoint replaces the old. Whatever happens before it leaves the old
-one whole. Each process writes one file (`parts`), and any number of processes reads them.
+Saving first writes the tensors to files with new names, then renames the new `checkpoint.json`
+over the old one. A failure before the rename leaves the old checkpoint whole. Each process writes
+one file (`parts`), and any number of processes can read them.
 
-A checkpoint may be a stranger's: nothing in it is executed or unpickled, and what `checkpoint.json`
-says is checked against the files' headers, and both against the recipe's model, before memory is
-taken for tensors. The hashes come from the same stranger: they tell damage, not forgery.
+A checkpoint may come from a stranger, so nothing in it is executed or unpickled. `checkpoint.json`
+is checked against the files' headers, and both against the recipe's model, before memory is
+allocated for tensors. The hashes come from the same stranger: they detect damage, not forgery.
 """
 
 import json
@@ -30,7 +30,7 @@ from .ranks import ALONE, Ranks
 from .recipe import Recipe
 
 FORMAT = "sparsering checkpoint 2"
-OLDER_FORMAT = "sparsering checkpoint 1"  # one file as now, or a folder written through pickle
+OLDER_FORMAT = "sparsering checkpoint 1"  # one safetensors file, or a folder of pickled tensors
 MOST_JSON_BYTES = 16 << 20
 
 _FILE_NAME = re.compile(r"checkpoint-[0-9a-z-]{1,80}\.safetensors")
@@ -38,16 +38,16 @@ _FILE_NAME = re.compile(r"checkpoint-[0-9a-z-]{1,80}\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class About:
-    """What `checkpoint.json` says.
+    """Contents of a `checkpoint.json`.
 
     Attributes:
-        folder: where it was read.
+        folder: the checkpoint's folder.
         step: optimizer steps done.
-        command: which subcommand wrote it, "train" or "demo".
-        recipe: what the run depends on.
-        fingerprint: of the text.
-        launch: which processes of torchrun wrote it; None for one process by itself.
-        files: with the tensors.
+        command: the subcommand that wrote it, "train" or "demo".
+        recipe: the run's settings.
+        fingerprint: hash of the text (`Text.fingerprint`).
+        launch: name of the torchrun launch that wrote it; None for a single process.
+        files: size and hash of each file of tensors, by name.
     """
 
     folder: Path
@@ -61,7 +61,7 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint(About):
-    """A run as it was after `step` steps.
+    """A run's state after `step` steps.
 
     Attributes:
         parts: weights `model.*` and, after the first step, optimizer state `optimizer.*`.
@@ -70,7 +70,7 @@ class Checkpoint(About):
     parts: Parts
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Puts weights and optimizer state back, into the recipe's model."""
+        """Copies the saved weights and optimizer state into a model of the recipe."""
         room: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
             weight = room[f"model.{name}"] = parameter.detach()
@@ -97,20 +97,21 @@ def save_checkpoint(
     launch: str | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Replaces the folder's checkpoint as a whole.
+    """Replaces the folder's checkpoint atomically.
 
     Args:
         step, recipe, fingerprint, command, launch: as in `About`.
-        ranks: each of which calls this and writes what it has, to a folder that all of them see.
+        ranks: the processes that train together. Each calls this function and writes its own
+            share, to a folder that all of them see.
 
-    Raises: OSError on all ranks where one cannot write, with the old checkpoint untouched;
+    Raises: OSError on all ranks if one cannot write; the old checkpoint stays untouched.
     ImportError without safetensors.
     """
     tensors = named_tensors(model, optimizer)
     written: Files = {}
     try:
         ranks.together(lambda: written.update(write_parts(folder, step, tensors, ranks)))
-    except Exception:  # on all ranks, so that nobody will name these files
+    except Exception:  # all ranks raise, so no checkpoint.json will name these files
         _remove(folder, written.keys() - _named_files(folder))
         raise
     files = {name: about for share in ranks.gather(written) for name, about in share.items()}
@@ -130,7 +131,7 @@ def save_checkpoint(
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights `model.*` and optimizer state `optimizer.*`, as they are on this process."""
+    """Returns weights `model.*` and optimizer state `optimizer.*` of this process, by name."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors[f"model.{name}"] = parameter.detach()
@@ -140,14 +141,14 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def load_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Checkpoint:
-    """Reads and verifies a checkpoint, but for the values of its tensors.
+    """Reads and verifies a checkpoint without loading its tensors.
 
     Args:
-        ranks: each of which verifies some of the files, without waiting for the others: see
-            `Ranks.together`.
+        ranks: the processes that train together. Each verifies some of the files and does not
+            wait for the others: see `Ranks.together`.
 
-    Raises: FileNotFoundError where there is none; ValueError where it is damaged or not one of
-    ours; ImportError without safetensors.
+    Raises: FileNotFoundError if there is no checkpoint; ValueError if it is damaged or from another
+    program; ImportError without safetensors.
     """
     about = read_about(folder)
     try:
@@ -163,7 +164,7 @@ def load_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Checkpoint:
 
 
 def read_about(folder: Path) -> About:
-    """What the folder's `checkpoint.json` says; the tensors stay unread.
+    """Reads the folder's `checkpoint.json`, but no tensors.
 
     Raises: as `load_checkpoint`.
     """
@@ -187,7 +188,7 @@ def read_about(folder: Path) -> About:
 
 
 def load_model(folder: str | Path) -> LongNetLM:
-    """The model of a checkpoint, ready to `sample`. Raises as `load_checkpoint`."""
+    """Returns a checkpoint's model in eval mode. Raises as `load_checkpoint`."""
     checkpoint = load_checkpoint(Path(folder))
     model = checkpoint.recipe.build_model()
     checkpoint.restore(model)
@@ -195,7 +196,7 @@ def load_model(folder: str | Path) -> LongNetLM:
 
 
 def _about(folder: Path, about: Any) -> About:
-    """Takes the content of `checkpoint.json` apart; ValueError where it is not as we write it."""
+    """Parses `checkpoint.json`; ValueError if it is not as `save_checkpoint` writes it."""
     if not isinstance(about, dict) or about.get("format") not in (FORMAT, OLDER_FORMAT):
         raise ValueError(f"a format other than {FORMAT!r}")
     tensors = _value(about, "tensors", dict)
@@ -248,8 +249,8 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_kinds(about: About, found: dict[str, Kind]) -> None:
-    """Raises ValueError where the tensors are not those of the recipe's model, at the first one."""
-    left = found.keys() - {"rng"}  # which older checkpoints have: torch's random state
+    """Raises ValueError at the first difference from the tensors of the recipe's model."""
+    left = found.keys() - {"rng"}  # older checkpoints also store torch's random state
     for name, kind in _expected_kinds(about):
         if name not in found:
             raise ValueError(f"no tensor {name}, which the recipe's model has")
@@ -261,20 +262,20 @@ def _check_kinds(about: About, found: dict[str, Kind]) -> None:
 
 
 def _expected_kinds(about: About) -> Iterator[tuple[str, Kind]]:
-    """What a checkpoint of this recipe and step holds."""
+    """Yields name and kind of each tensor in a checkpoint of this recipe and step."""
     for name, shape in about.recipe.parameter_shapes():
         kind = Kind(tuple(shape))
         yield f"model.{name}", kind
-        if about.step:  # what AdamW has for each parameter
+        if about.step:  # before its first step AdamW has no state
             yield f"optimizer.{name}.step", Kind(())
             yield f"optimizer.{name}.exp_avg", kind
             yield f"optimizer.{name}.exp_avg_sq", kind
 
 
 def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
-    """Makes the checkpoint of these files the folder's, and removes all others.
+    """Makes these files the folder's checkpoint, and removes the files of all others.
 
-    Raises: OSError where that cannot be written; then these files are removed.
+    Raises: OSError if `checkpoint.json` cannot be written; then it removes these files.
     """
     try:
         replace_file(folder / "checkpoint.json", json.dumps(about, indent=2).encode() + b"\n")
@@ -282,11 +283,11 @@ def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
         _remove(folder, files.keys() - _named_files(folder))
         raise
     lying = (*folder.glob("checkpoint-*.safetensors"), *folder.glob(".checkpoint*.part"))
-    _remove(folder, {path.name for path in lying} - files.keys())  # also what a killed process left
+    _remove(folder, {path.name for path in lying} - files.keys())  # a killed process leaves files
 
 
 def _named_files(folder: Path) -> set[str]:
-    """Which files the folder's checkpoint needs, as far as it can be read."""
+    """Names of the files that the folder's checkpoint needs; empty if it cannot be read."""
     try:
         return set(read_about(folder).files)
     except (OSError, ValueError):

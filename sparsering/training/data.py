@@ -1,10 +1,10 @@
-"""Text as bytes: reading a file or a folder, splitting it by file, and cutting windows out of it.
+"""Text as bytes: reads a file or folder, splits it by file and cuts windows out of it.
 
     text = read_text("corpus/", context=16384, seed=0)
     tokens, targets = training_window(text.train, context=16384, batch_size=1, seed=0, step=7)
 
-Files are joined by one NUL byte, which no text file holds. What a step sees is a function of (seed,
-step) alone, so a resumed run sees what the uninterrupted one would have.
+Files are joined by one NUL byte, which no text file contains. A step's windows depend on (seed,
+step) alone, so a resumed run sees the same windows as an uninterrupted one.
 """
 
 import hashlib
@@ -22,13 +22,13 @@ _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycach
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Bytes to train on and bytes to validate on, from different files.
+    """Training bytes and validation bytes, from different files.
 
     Attributes:
         train, validation: uint8 [bytes].
         train_files, validation_files: names relative to the folder; for a single file, its name
             with the span of bytes.
-        fingerprint: sha256 over all names and bytes, and which side each is on.
+        fingerprint: sha256 over the names of both sides and all bytes.
     """
 
     train: Tensor
@@ -53,12 +53,12 @@ def read_text(
             Default: the sources of Python's standard library on this machine, `*.py` without its
             tests.
         context: tokens per training window; each side needs context + 1 bytes.
-        seed: which files go to validation.
-        glob: which names of a folder are read.
-        validation_share: of the bytes, about. A single file gives its end.
+        seed: decides which files go to validation.
+        glob: file names to read in a folder.
+        validation_share: approximate share of bytes for validation. Of a single file, its end.
 
     Raises:
-        FileNotFoundError: there is no such path.
+        FileNotFoundError: the path does not exist.
         ValueError: no file in the folder, a binary file (a NUL byte), or too little text.
     """
     files = _standard_library() if path is None else _files_of(Path(path), glob)
@@ -102,7 +102,7 @@ def read_text(
 def training_window(
     train: Tensor, *, context: int, batch_size: int, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """The int64 tokens and targets [batch_size, context] of a step, drawn from (seed, step)."""
+    """Draws a step's int64 tokens and targets [batch_size, context] from (seed, step)."""
     draw = random.Random(f"{seed}:{step}")
     starts = [draw.randrange(len(train) - context) for _ in range(batch_size)]
     windows = torch.stack([train[start : start + context + 1] for start in starts]).long()
@@ -112,7 +112,7 @@ def training_window(
 def validation_windows(
     validation: Tensor, *, context: int, count: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Up to `count` disjoint windows, spread evenly: int64 tokens and targets [1, context]."""
+    """Cuts up to `count` disjoint, evenly spread windows: int64 tokens and targets [1, context]."""
     count = max(1, min(count, (len(validation) - 1) // context))
     gap = (len(validation) - 1 - context) // max(count - 1, 1)
     windows = [validation[i * gap : i * gap + context + 1].long()[None] for i in range(count)]
@@ -120,14 +120,14 @@ def validation_windows(
 
 
 def unigram_loss(train: Tensor, windows: list[tuple[Tensor, Tensor]]) -> float:
-    """Nats per byte of the targets under the byte frequencies of `train`, each count plus one."""
+    """Nats per target byte under the byte frequencies of `train`, each count plus one."""
     counts = torch.bincount(train, minlength=256).double() + 1
     log_share = (counts / counts.sum()).log()
     return -float(torch.cat([log_share[targets].flatten() for _, targets in windows]).mean())
 
 
 def bigram_loss(train: Tensor, windows: list[tuple[Tensor, Tensor]]) -> float:
-    """Nats per byte under the frequencies of byte pairs in `train`, each count plus one."""
+    """Nats per target byte under the byte-pair frequencies of `train`, each count plus one."""
     pairs = train[:-1].long() * 256 + train[1:]
     counts = torch.bincount(pairs, minlength=256 * 256).view(256, 256).double() + 1
     log_share = (counts / counts.sum(1, keepdim=True)).log()
@@ -137,7 +137,7 @@ def bigram_loss(train: Tensor, windows: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def _standard_library() -> dict[str, Path]:
-    """The library without its tests, which some systems leave out."""
+    """Files of the standard library without its tests, which some systems leave out."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = sorted(folder.rglob("*.py"))
     return {
@@ -184,7 +184,7 @@ def _read(file: Path) -> bytes:
 
 
 def _held_out(sizes: dict[str, int], wanted: int, seed: int) -> list[str]:
-    """Files in random order until they hold `wanted` bytes, passing over what is more than half."""
+    """Picks files at random until they have `wanted` bytes, but never more than half of all."""
     order = sorted(sizes)
     random.Random(f"{seed}:validation").shuffle(order)
     most = sum(sizes.values()) // 2

@@ -1,4 +1,4 @@
-"""The demo: trains a small LongNet model on real text at 16,384 bytes of context and measures it.
+"""Demo: trains a small LongNet model on real text at 16,384 bytes of context and measures it.
 
 Run as `sparsering demo --out runs/demo`.
 """
@@ -25,24 +25,24 @@ from .measure import (
 )
 from .recipe import Recipe
 
-RECIPE = Recipe(steps=300, num_layers=2)  # a smaller model takes more steps in the time
+RECIPE = Recipe(steps=300, num_layers=2)  # a small model, for more steps in the same time
 PROMPT_BYTES, SAMPLE_BYTES = 200, 300
 
 
 def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
-    """Trains, times the step beside dense attention, and writes pictures and `report.html`.
+    """Trains, times a step with sparse and with dense attention, writes plots and `report.html`.
 
     Args:
-        out: the folder; an earlier demo's files in it are replaced.
-        recipe: what to train; the default takes about four minutes on two cores.
-        resume: go on with an interrupted demo.
+        out: the output folder; files of an earlier demo in it are replaced.
+        recipe: the training settings; the default takes about four minutes on two cores.
+        resume: continue an interrupted demo.
 
-    Returns: 0; 1 where the model does not beat the bigram baseline; 128 + n where signal n stopped
-    the training.
+    Returns: 0; 1 if the model does not beat the bigram baseline; 128 + n if signal n stopped the
+    training.
 
-    Raises: as `train`; ImportError where matplotlib is missing, before any work.
+    Raises: as `train`; ImportError if matplotlib is missing, before any work.
     """
-    require_matplotlib()  # a missing one should show now, not after the training
+    require_matplotlib()  # fails now rather than after the training
     began = time.perf_counter()
     pattern = parse(recipe.pattern)
     pairs, dense_pairs = (
@@ -113,7 +113,7 @@ def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
 def _rows(
     run: Run, sparse: StepTime, dense: StepTime, baselines: dict[str, float], memory: int | None
 ) -> list[tuple[str, str]]:
-    """The figures, as (name, value)."""
+    """Rows (name, value) of the report's table."""
     parameters = sum(p.numel() for p in run.model.parameters())
     seconds = [record["seconds"] for record in run.metrics if "seconds" in record]
     rows = [
@@ -157,7 +157,7 @@ def _generation_rows(generation: GenerationTime) -> list[tuple[str, str]]:
 def _pictures(
     run: Run, sparse: StepTime, dense: StepTime, baselines: dict[str, float]
 ) -> dict[str, bytes]:
-    """PNG bytes by file name."""
+    """Draws the report's plots: PNG bytes by file name."""
     pattern = parse(run.recipe.pattern)
     length, num_heads = run.recipe.context, run.recipe.num_heads
     return {

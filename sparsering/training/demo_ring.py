@@ -1,4 +1,4 @@
-"""The demo of training over ranks: the demo's model, its windows in shards, and what moved.
+"""Demo of sequence-parallel training: the demo's model over several ranks, with bytes moved.
 
 Run as `torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring --out runs/demo-ring`.
 """
@@ -27,18 +27,19 @@ from .torchrun import ranks_of_torchrun
 RECIPE = Recipe(steps=60, num_layers=2, dtype="float32")
 COMPARED_STEPS = 10
 TOLERANCE = 1e-4
-"""Largest relative difference from one process's losses, for rounding in another order."""
-_TIMEOUT_S = 300.0  # the others wait while one process trains alone
+"""Largest relative difference from the losses of one process; sums round in another order."""
+_TIMEOUT_S = 300.0  # the ranks wait while rank 0 trains alone for the comparison
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank had and did. Bytes are received in one layer's attention.
+    """Work, traffic and memory of one rank.
 
     Attributes:
         pairs: (query, key) pairs of its queries, with multiplicity, over all heads.
-        forward, backward: (counted, by the plan, by a plan that needs every key).
-        peak_bytes: its largest resident memory in training; None where the system does not tell.
+        forward, backward: bytes received by one layer's attention: (counted, planned, planned if
+            every rank needed every key).
+        peak_bytes: its largest resident memory in training; None if the system does not say.
     """
 
     tokens: int
@@ -49,15 +50,16 @@ class RankFigures:
 
 
 def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
-    """Trains with each window's tokens in shards over all ranks, and compares with one process.
+    """Trains with each window's tokens sharded over all ranks, and compares with one process.
 
     Args:
-        out: the folder; an earlier demo's files in it are replaced.
-        recipe: what to train; the default takes about a minute with four ranks on two cores.
+        out: the output folder; files of an earlier demo in it are replaced.
+        recipe: the training settings; the default takes about a minute with four ranks on two
+            cores.
 
-    Returns: 0; 1 where losses or bytes are not as expected; 128 + n where signal n stopped it.
+    Returns: 0; 1 if losses or bytes are not as expected; 128 + n if signal n stopped it.
 
-    Raises: as `train`; ValueError where torchrun did not start it; ImportError without matplotlib.
+    Raises: as `train`; ValueError if torchrun did not start it; ImportError without matplotlib.
     """
     require_matplotlib()
     if not dist.is_torchelastic_launched():
@@ -94,7 +96,7 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
 
 
 def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> RankFigures:
-    """This rank's, after training; bytes are counted in one more window, forward and backward."""
+    """Figures of this rank, after training. One more forward and backward counts the bytes."""
     assert ranks.mesh is not None
     memory = peak_memory_bytes()
     with autocast(run.recipe.dtype, ranks.device.type):
@@ -119,7 +121,7 @@ def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> RankFigures:
 
 
 def _full_ring(plan: RingPlan) -> RingPlan:
-    """As if each query saw every key."""
+    """Plan of the same shards if each query saw every key."""
     return RingPlan.build(
         Full(),
         plan.frame.kv_len,
@@ -130,7 +132,7 @@ def _full_ring(plan: RingPlan) -> RingPlan:
 
 
 def _report(out: Path, run: Run, plan: RingPlan, rows: list[RankFigures]) -> int:
-    """Prints and draws what the ranks had and did; returns 1 where something is not as expected."""
+    """Prints and draws the ranks' figures; returns 1 if losses or bytes are not as expected."""
     print("Training the first steps again in one process ...", flush=True)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         alone, peak = pool.submit(_losses_alone, run.recipe, COMPARED_STEPS).result()
@@ -184,7 +186,7 @@ def _report(out: Path, run: Run, plan: RingPlan, rows: list[RankFigures]) -> int
 
 
 def _losses_alone(recipe: Recipe, steps: int) -> tuple[list[float], int | None]:
-    """The first losses of one process that trains by itself, and its peak memory."""
+    """Trains in one process: returns the first losses and the peak memory."""
     text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
     model = recipe.build_model()
     optimizer = adamw(model, recipe)
@@ -202,7 +204,7 @@ def _losses_alone(recipe: Recipe, steps: int) -> tuple[list[float], int | None]:
 
 
 def _row_bytes(run: Run) -> int:
-    """What the key and value of one token and head take on the wire."""
+    """Bytes on the wire of one token's key and value, for one head."""
     return 2 * run.recipe.width // run.recipe.num_heads * DTYPES[run.recipe.dtype].itemsize
 
 

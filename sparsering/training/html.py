@@ -1,6 +1,6 @@
-"""The demo's report: one self-contained HTML page, and the same figures for the terminal.
+"""The demo's report as one self-contained HTML page, and its table as text for the terminal.
 
-`benchmarks/report` draws its page of the same parts.
+`benchmarks/report` builds its page from the same functions.
 """
 
 import base64
@@ -31,7 +31,7 @@ def report_html(
     images: Mapping[str, bytes],
     texts: Mapping[str, str],
 ) -> str:
-    """Writes the page.
+    """Builds the demo's report page.
 
     Args:
         title: the heading.
@@ -59,7 +59,7 @@ def report_html(
 
 
 def page_html(title: str, body: Sequence[str], style: str = "") -> str:
-    """A whole page of lines of HTML, which loads nothing; `style` is added to the looks."""
+    """Builds a self-contained HTML page from lines of its body; `style` is additional CSS."""
     return "\n".join(
         [
             "<!doctype html>",
@@ -73,22 +73,22 @@ def page_html(title: str, body: Sequence[str], style: str = "") -> str:
 
 
 def image_html(png: bytes, alt: str) -> str:
-    """A picture inlined, with what it shows in words."""
+    """Builds an inlined picture, with a description `alt` in words."""
     data = base64.b64encode(png).decode()
     return f'<img alt="{html.escape(alt, quote=True)}" src="data:image/png;base64,{data}">'
 
 
 def table(rows: Rows) -> str:
-    """The rows as lines of text, names left and values right."""
+    """Formats rows as lines of text, names on the left and values on the right."""
     names, values = (max(len(row[side]) for row in rows) for side in (0, 1))
     return "\n".join(f"  {name:<{names}}  {value:>{values}}" for name, value in rows)
 
 
 def readable(content: bytes) -> str:
-    """Text as it can be shown: what is not printable becomes a replacement mark."""
+    """Decodes UTF-8 text; what is not printable becomes a replacement mark."""
     return printable(content.decode("utf-8", errors="replace"))
 
 
 def printable(text: str) -> str:
-    """The text, with a replacement mark for each character that is not printable."""
+    """Replaces each character that is not printable with a replacement mark."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

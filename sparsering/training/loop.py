@@ -1,10 +1,10 @@
-"""The training loop: AdamW, warm-up and cosine, autocast, checkpoints, and stopping when told to.
+"""The training loop: AdamW, warm-up and cosine, autocast, checkpoints, and stopping on signals.
 
     run = train(Recipe(steps=200), Path("runs/mine"))
 
 Everything random in a step is a function of (seed, step), so a run that was stopped and resumed
-goes through the same losses as one that was not. SIGINT and SIGTERM let the current step finish,
-save and return.
+has the same losses as an uninterrupted one. On SIGINT or SIGTERM, training finishes the current
+step, saves and returns.
 """
 
 import json
@@ -39,14 +39,14 @@ MOST_METRICS_BYTES = 256 << 20
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What `train` leaves in memory.
+    """Result of `train`: the trained model with its text and metrics.
 
     Attributes:
-        recipe: with the dtype that "auto" became.
-        step: steps done; fewer than recipe.steps where the run was told to stop.
-        stopped_by: the signal's number, or None.
+        recipe: the settings, with "auto" replaced by the dtype in use.
+        windows: validation windows, (tokens, targets) each.
+        step: steps done; fewer than recipe.steps if the run was stopped.
+        stopped_by: number of the signal that stopped the run, or None.
         metrics: the records of `metrics.jsonl`.
-        windows: of validation.
     """
 
     recipe: Recipe
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def validation_loss(self) -> float:
-        """The last one, in nats per byte; NaN before the first."""
+        """The last validation loss in nats per byte; NaN before the first."""
         losses = [
             record["validation_loss"] for record in self.metrics if "validation_loss" in record
         ]
@@ -81,23 +81,23 @@ def train(
     """Trains a byte-level LongNet model and writes `metrics.jsonl` and checkpoints to a folder.
 
     Args:
-        recipe: what the losses depend on.
-        out: the folder; it must not hold a checkpoint, other than with `resume`, or one of an
-            earlier demo for a demo.
-        resume: go on from the folder's checkpoint. Records of later steps are cut from
+        recipe: the settings that the losses depend on.
+        out: the output folder. Without `resume` it must not contain a checkpoint; a demo may
+            replace that of an earlier demo.
+        resume: continue from the folder's checkpoint. Records of later steps are cut from
             `metrics.jsonl`.
         command: "train" or "demo", noted in the checkpoint.
-        save_every, validate_every: steps; both also happen at the end.
+        save_every, validate_every: interval in steps; both also happen at the end.
         num_validation_windows: non-overlapping windows of the validation bytes, always the same.
         stop_after: stop as if interrupted when this many steps are done.
-        ranks: the processes that train together, each of which calls this; see `ranks`. The first
-            one alone prints and writes metrics. A signal to one of them stops all at the same step.
+        ranks: the processes that train together, each of which calls this; see `ranks`. Only rank 0
+            prints and writes metrics. A signal to one of them stops all at the same step.
 
-    Returns: the run as it stands at the end, also when it was told to stop.
+    Returns: the run, whether finished or stopped early.
 
     Raises:
-        FileExistsError: the folder holds a checkpoint and `resume` was not asked for.
-        FileNotFoundError, ValueError: no such text or checkpoint, or an unusable one.
+        FileExistsError: the folder contains a checkpoint and `resume` is false.
+        FileNotFoundError, ValueError: the text or checkpoint is missing or unusable.
         OSError: a file could not be written; the last checkpoint is whole.
         FloatingPointError: the loss is not finite.
         RingError, RuntimeError: another rank died or does not answer.
@@ -137,7 +137,7 @@ def train(
         )
 
     if checkpoint is None:
-        save()  # a folder that cannot be written shows now, and nothing is lost yet
+        save()  # an unwritable folder fails here, before any training is lost
     until = None if checkpoint is None else step
     metrics = ranks.together(lambda: _kept_metrics(out, until) if ranks.leads else [])
     metrics = ranks.from_leader(metrics)
@@ -213,9 +213,10 @@ def training_step(
     *,
     attend: Attend | None = None,
 ) -> tuple[float, float, float]:
-    """Forward, backward, update; returns loss (nats per byte), gradient norm and learning rate.
+    """Runs forward, backward, update; returns loss (nats per byte), gradient norm, learning rate.
 
-    On several ranks all give the whole step's tokens and targets, and get what all have summed.
+    On several ranks, each passes all tokens and targets of the step, and gets the loss and the norm
+    of the whole step.
     """
     rate = recipe.learning_rate_at(step)
     for group in optimizer.param_groups:
@@ -237,7 +238,7 @@ def validation_loss(
     stop: Callable[[], int | None] = lambda: None,
     ranks: Ranks = ALONE,
 ) -> float | None:
-    """Mean nats per byte over the windows; None where `stop` asked to give up."""
+    """Mean nats per byte over the windows; None if `stop()` returned a signal."""
     losses = []
     for tokens, targets in windows:
         if stop() is not None:
@@ -248,7 +249,7 @@ def validation_loss(
 
 
 def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW with decay on the matrices alone."""
+    """Builds AdamW with weight decay on the matrices only."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
@@ -259,16 +260,16 @@ def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def autocast(dtype: str, device_type: str = "cpu") -> AbstractContextManager[Any]:
-    """Torch's autocast, off for float32."""
+    """Autocast to bfloat16, disabled for float32."""
     return torch.autocast(device_type, DTYPES["bfloat16"], enabled=dtype == "bfloat16")
 
 
 @contextmanager
 def stop_signal() -> Iterator[Callable[[], int | None]]:
-    """Yields a function that tells which of SIGINT, SIGTERM has come, or None.
+    """Yields a function that returns the number of the SIGINT or SIGTERM received so far, or None.
 
-    A second one has its usual effect at once. Outside the main thread, where handlers cannot be
-    set, it is always None.
+    A second signal has its usual effect at once. Outside the main thread handlers cannot be set, so
+    there the function always returns None.
     """
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -292,12 +293,12 @@ def stop_signal() -> Iterator[Callable[[], int | None]]:
 
 @contextmanager
 def _silence() -> Iterator[Show]:
-    """In place of `live_progress` on all ranks but the leader."""
+    """Replaces `live_progress` on all ranks but the leader: it shows nothing."""
     yield lambda step, loss, tokens_per_s: None
 
 
 def _same_run(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recipe:
-    """The recipe with the checkpoint's dtype for "auto"; ValueError where losses would differ."""
+    """Replaces dtype "auto" by the checkpoint's; ValueError if losses would differ from its run."""
     if recipe.dtype == "auto":
         recipe = replace(recipe, dtype=checkpoint.recipe.dtype)
     if differing := recipe.differences(checkpoint.recipe):
@@ -315,7 +316,7 @@ def _same_run(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recipe:
 
 
 def _refuse_to_overwrite(out: Path, command: str) -> None:
-    """A folder with a checkpoint is left alone, other than a demo's by another demo."""
+    """Raises FileExistsError if the folder has a checkpoint; a demo may replace a demo's."""
     if not (out / "checkpoint.json").exists():
         return
     if command == "demo" and load_checkpoint(out).command == "demo":
@@ -327,7 +328,7 @@ def _refuse_to_overwrite(out: Path, command: str) -> None:
 
 
 def _kept_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
-    """The records up to a checkpoint's step, which become the file; none for a fresh run (None)."""
+    """Cuts `metrics.jsonl` to the records up to `step` (None: to none), and returns them."""
     path = out / "metrics.jsonl"
     kept: list[dict[str, Any]] = []
     try:
@@ -339,7 +340,7 @@ def _kept_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):  # the last line of a killed run may be torn
+        except (ValueError, RecursionError):  # a killed run may leave its last line incomplete
             continue
         if not _is_record(record):
             raise _no_records(out, f"other JSON in line {number} of {path.name}")
@@ -357,7 +358,7 @@ def _no_records(out: Path, what: str) -> ValueError:
 
 
 def _is_record(record: object) -> bool:
-    """Whether this is a line of `metrics.jsonl`, which may come with a stranger's checkpoint."""
+    """Whether this is a metrics record; the file may come with a stranger's checkpoint."""
     return (
         isinstance(record, dict)
         and type(record.get("step")) is int

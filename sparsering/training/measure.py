@@ -1,4 +1,4 @@
-"""Measuring a run: training steps, sparse and dense, with attention's share; generation; memory."""
+"""Measures a run: time of sparse and dense training steps, generation speed, memory."""
 
 import copy
 import statistics
@@ -17,12 +17,12 @@ from .loop import Run, adamw, training_step
 
 @dataclass(frozen=True)
 class StepTime:
-    """Medians over a few training steps (forward, backward, update).
+    """Median times of a few training steps (forward, backward, update).
 
     Attributes:
-        seconds: of a step.
-        attention_seconds: of these, in attention's forward and backward.
-        tokens_per_s: tokens of a step over `seconds`.
+        seconds: time of a step.
+        attention_seconds: the part of it in attention's forward and backward.
+        tokens_per_s: tokens of a step divided by `seconds`.
     """
 
     seconds: float
@@ -31,16 +31,15 @@ class StepTime:
 
     @property
     def attention_share(self) -> float:
-        """Of the step's time, 0 to 1."""
+        """Attention's share of the step's time, 0 to 1."""
         return self.attention_seconds / self.seconds
 
 
 class TimedAttention:
-    """Attention with a stopwatch: `seconds` sums its forward and backward.
+    """Attention with a stopwatch: `seconds` sums the time of its forward and backward.
 
-    Backward is timed from the arrival of the output's gradient to the first gradient that leaves
-    for query, key or value; attention is one node of autograd's graph, which the CPU runs from
-    start to end.
+    Backward is timed from the gradient of the output to the first gradient of query, key or value.
+    That is all of it: attention is one node of autograd's graph, which the CPU runs in one go.
     """
 
     def __init__(self, attend: Attend) -> None:
@@ -70,8 +69,8 @@ class TimedAttention:
 def step_times(run: Run, *, repeats: int = 3) -> tuple[StepTime, StepTime]:
     """Times training steps of a copy of the model: with its pattern, and with dense attention.
 
-    The two alternate after one step each to warm up, on the same windows and the same weights; the
-    run is not changed.
+    After one warm-up step each the two alternate, on the same windows and the same model. The run
+    itself is not changed.
 
     Returns: (sparse, dense).
     """
@@ -107,12 +106,12 @@ def step_times(run: Run, *, repeats: int = 3) -> tuple[StepTime, StepTime]:
 
 
 class TimedTokens:
-    """Tokens as `LongNetLM.generate` yields them, with a stopwatch.
+    """Iterator over the tokens of `LongNetLM.generate`, with a stopwatch.
 
     Attributes:
-        num_tokens: that came.
-        prompt_seconds: until the first of them.
-        seconds: from the first to the last.
+        num_tokens: tokens so far.
+        prompt_seconds: time until the first token.
+        seconds: time from the first token to the last.
     """
 
     def __init__(self, tokens: Iterable[Tensor]) -> None:
@@ -132,20 +131,20 @@ class TimedTokens:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the tokens after the first; None where there are none."""
+        """Rate of the tokens after the first; None without any."""
         return (self.num_tokens - 1) / self.seconds if self.num_tokens > 1 else None
 
 
 @dataclass(frozen=True)
 class GenerationTime:
-    """Generation after a long prompt.
+    """Time and memory of generation after a long prompt.
 
     Attributes:
-        prompt_tokens: of the prompt.
-        prompt_seconds: that reading it took, and drawing the first token.
-        tokens_per_s: of the tokens after the first; None where there is but one.
-        cache_bytes: the most that the caches held while tokens came.
-        full_cache_bytes: that caches of all keys and values would hold at the end.
+        prompt_tokens: length of the prompt.
+        prompt_seconds: time to read it and to draw the first token.
+        tokens_per_s: rate of the tokens after the first; None with only one token.
+        cache_bytes: peak size of the caches during generation.
+        full_cache_bytes: size at the end of caches with all keys and values.
     """
 
     prompt_tokens: int
@@ -156,7 +155,7 @@ class GenerationTime:
 
 
 def generation_time(run: Run, num_tokens: int) -> GenerationTime:
-    """Generates tokens up to the end of a context that begins as the validation text does."""
+    """Generates `num_tokens` after a prompt of validation text; together they fill one context."""
     most = max(run.recipe.context - num_tokens, 1)
     prompt = run.text.validation[:most].long()[None]
     caches = run.model.caches(max_length=prompt.shape[1] + num_tokens)
@@ -172,9 +171,9 @@ def generation_time(run: Run, num_tokens: int) -> GenerationTime:
 
 
 def peak_memory_bytes() -> int | None:
-    """The largest resident set of this process so far; None where the system does not tell.
+    """Largest resident set of this process so far; None if the system does not say.
 
-    Linux tells it of the program alone; `getrusage` also knows of what forked before it began.
+    On Linux VmHWM counts this program alone; `getrusage` also counts the process that forked it.
     """
     try:
         with open("/proc/self/status") as status:

@@ -1,14 +1,14 @@
-"""A checkpoint's tensors in safetensors files: a rank writes what it has and reads what it needs.
+"""Reads and writes a checkpoint's tensors in safetensors files, one file per rank.
 
     files = write_parts(folder, step, tensors, ranks)  # this rank's file, by name
     parts = read_parts(folder, files_of_all_ranks)     # headers alone
     parts.verify(ranks)
     parts.fill(room)
 
-A whole tensor is stored under its name. One that FSDP2 shards is stored in parts, each under its
-name and rows, `model.norm.weight[64:128]`: the files say by themselves what is in them, and ranks
-that share the rows differently read those they need. Nothing is unpickled, and what a file says is
-checked before memory is taken for it.
+A whole tensor is stored under its name. A tensor that FSDP2 shards is stored in parts, each named
+with its rows, as in `model.norm.weight[64:128]`. So the files describe themselves, and any number
+of ranks can each read the rows they need. Nothing is unpickled, and headers are checked before
+memory is allocated.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor, Shard
 from ..files import file_size, replace_file
 from .ranks import Ranks
 
-MOST_HEADER_BYTES = 16 << 20  # a hundred thousand tensors; reading them takes ten times as much
+MOST_HEADER_BYTES = 16 << 20  # some 100,000 tensors; parsing them takes ten times these bytes
 
 Files = dict[str, dict[str, Any]]
-"""Of each file, by name: its "bytes" and "sha256"."""
+"""Size and hash of each file, by name: {"bytes": ..., "sha256": ...}."""
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16,
            "F16": torch.float16, "I64": torch.int64, "U8": torch.uint8}  # fmt: skip
@@ -39,7 +39,7 @@ _ROWS = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
 
 @dataclass(frozen=True)
 class Kind:
-    """What a tensor is but for its values."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -50,7 +50,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows `first` to `stop` of a tensor, which a file has under the name `key`."""
+    """Rows `first` to `stop` of a tensor, stored in a file under the name `key`."""
 
     path: Path
     key: str
@@ -61,12 +61,12 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The tensors of some files, unread.
+    """Index of the tensors in some files; their values are not loaded.
 
     Attributes:
-        kinds: of the whole tensors, by name.
-        parts: of each, in the order of rows.
-        digests: sha256 by path.
+        kinds: shape and dtype of each whole tensor, by name.
+        parts: the stored parts of each tensor, ordered by rows.
+        digests: sha256 of each file, by path.
     """
 
     kinds: dict[str, Kind]
@@ -74,9 +74,9 @@ class Parts:
     digests: dict[Path, str]
 
     def verify(self, ranks: Ranks) -> None:
-        """Compares files with their digests; of several ranks each takes some of the files.
+        """Compares files with their digests; each rank checks a share of the files.
 
-        Raises: ValueError where one is not as it was written.
+        Raises: ValueError if a file has changed since it was written.
         """
         for path in sorted(self.digests)[ranks.rank :: ranks.world_size]:
             with open(path, "rb") as file:
@@ -85,7 +85,7 @@ class Parts:
                 raise ValueError(f"{path.name} with another sha256 than when it was written")
 
     def fill(self, room: Mapping[str, Tensor]) -> None:
-        """Overwrites tensors of these names and kinds, sharded ones by their own rows alone."""
+        """Loads values into the tensors of `room`, by name; of a sharded one only its own rows."""
         with ExitStack() as stack:
             files: dict[Path, Any] = {}
             for name, x in room.items():
@@ -108,11 +108,11 @@ class Parts:
 def write_parts(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks: Ranks) -> Files:
     """Writes this rank's share of the tensors to a file named after its content.
 
-    What several ranks have is written by one of them, so that their files are about as large.
+    One rank alone writes a tensor that several ranks have; the shares are about equal in size.
 
-    Returns: the file; none where nothing is left to this rank.
+    Returns: the file; none if this rank has no share.
 
-    Raises: OSError where it cannot be written; ImportError without safetensors.
+    Raises: OSError if it cannot be written; ImportError without safetensors.
     """
     save = _safetensors().torch.save
     if not (share := _own_share(tensors, ranks)):
@@ -125,10 +125,10 @@ def write_parts(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks: R
 
 
 def read_parts(folder: Path, files: Files) -> Parts:
-    """Reads which tensors some files hold, from their headers.
+    """Reads the headers of files and indexes their tensors.
 
-    Raises: FileNotFoundError; ValueError where a file is not safetensors, or the parts of a tensor
-    do not make a whole; ImportError without safetensors.
+    Raises: FileNotFoundError; ValueError if a file is not safetensors, or if parts of a tensor are
+    missing or overlap; ImportError without safetensors.
     """
     found: dict[str, list[Part]] = {}
     for file_name, about in files.items():
@@ -136,7 +136,7 @@ def read_parts(folder: Path, files: Files) -> Parts:
         if (size := file_size(path)) != about["bytes"]:
             raise ValueError(f"{file_name} of {size} bytes, not those that were written")
         with _opened(path) as file:
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
+            for key in file.keys():  # noqa: SIM118 - the file is not a mapping
                 header = file.get_slice(key)
                 name, part = _part(path, key, header.get_shape(), header.get_dtype())
                 found.setdefault(name, []).append(part)
@@ -145,7 +145,7 @@ def read_parts(folder: Path, files: Files) -> Parts:
 
 
 def _part(path: Path, key: str, shape: list[int], dtype: str) -> tuple[str, Part]:
-    """A tensor of a file as a part of the one it is named after."""
+    """Returns name and rows of the whole tensor that a stored tensor belongs to."""
     if dtype not in _DTYPES:
         raise ValueError(f"{path.name} with {key!r} of dtype {dtype}")
     kind = Kind(tuple(shape), _DTYPES[dtype])
@@ -158,7 +158,7 @@ def _part(path: Path, key: str, shape: list[int], dtype: str) -> tuple[str, Part
 
 
 def _joined(name: str, parts: list[Part]) -> Kind:
-    """Sorts parts by rows, and tells what they make together."""
+    """Sorts parts by rows and returns the kind of the whole tensor; ValueError at a gap."""
     parts.sort(key=lambda part: (part.first, part.stop))
     first, rest = parts[0], parts[1:]
     if not rest and first.key == name:
@@ -173,10 +173,10 @@ def _joined(name: str, parts: list[Part]) -> Kind:
 
 
 def _own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """What this rank writes, by the names under which files have it.
+    """Tensors that this rank writes, by their names in the file.
 
-    Ranks along "sp" have the same of everything and deal it out by size. Those along "dp" have
-    different rows of what is sharded; the first of them writes what is not.
+    Ranks along "sp" have identical tensors and split the work by size. Ranks along "dp" have
+    different rows of sharded tensors; the first of them writes the tensors that are not sharded.
     """
     share: dict[str, Tensor] = {}
     written = [0] * ranks.size("sp")
@@ -196,7 +196,7 @@ def _own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]
 
 
 def _own_rows(x: Tensor) -> tuple[Tensor, int]:
-    """What this rank has of a tensor, and the first row of it; FSDP2 shards as torch.chunk does."""
+    """Returns this rank's rows of a tensor and the first row's number, as torch.chunk splits it."""
     if not isinstance(x, DTensor):
         return x, 0
     assert tuple(x.placements) == (Shard(0),), x.placements
@@ -213,7 +213,7 @@ def _num_rows(shape: tuple[int, ...] | list[int] | torch.Size) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, mapped, not read; what is wrong with it is a ValueError."""
+    """Opens a safetensors file without loading tensors; ValueError if it is malformed."""
     safetensors = _safetensors()
     with open(path, "rb") as start:
         if (length := int.from_bytes(start.read(8), "little")) > MOST_HEADER_BYTES:

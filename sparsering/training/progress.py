@@ -1,4 +1,4 @@
-"""What is seen while steps run: a live bar on a terminal (with rich), plain lines elsewhere."""
+"""Progress of the training steps: a live bar on a terminal (with rich), plain lines elsewhere."""
 
 import sys
 import time
@@ -13,8 +13,8 @@ def live_progress(steps: int, done: int) -> Iterator[Show]:
     """Yields `show(step, loss, tokens_per_s)`, to be called after each step.
 
     Args:
-        steps: of the whole run.
-        done: steps that an earlier part of the run has done.
+        steps: steps of the whole run.
+        done: steps done before the run was resumed.
     """
     if sys.stdout.isatty():
         try:
@@ -69,7 +69,7 @@ def _plain_lines(steps: int, every_s: float = 5.0) -> Show:
 
 
 class _TimeLeft:
-    """Steps to come x the mean pace so far, validation and saving included."""
+    """Estimates the time left: remaining steps x mean time per step, with validation and saves."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps

@@ -1,13 +1,13 @@
-"""Training over ranks: a step's windows and the tokens of each are shared out over a mesh.
+"""Distributed training: splits a step's windows, and the tokens of each window, over a mesh.
 
     torchrun --nproc-per-node 8 -m sparsering train --sequence-parallel 4 --batch-size 2 --out out
 
     with ranks_of_torchrun(sequence_parallel=4) as ranks:
         train(recipe, Path("runs/x"), ranks=ranks)
 
-The mesh has two axes. Ranks along "sp" have one sequence in shards and attend by `ring_attention`;
-those along "dp" have different windows, and parameters that FSDP2 shards over them. Losses and
-gradients are summed, not averaged: a rank's part is divided by the number of all targets.
+The mesh has two axes. Ranks along "sp" share one sequence in shards and attend by `ring_attention`.
+Ranks along "dp" have different windows, and FSDP2 shards the parameters over them. Losses and
+gradients are summed, not averaged: each rank divides its part by the number of all targets.
 """
 
 from collections.abc import Callable
@@ -36,13 +36,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The processes that train together; without a mesh one process by itself.
+    """Processes that train together; a single process without a mesh.
 
     Every rank calls the same methods in the same order.
 
     Attributes:
-        mesh: with the axes "dp" and "sp".
-        sharding: of a sequence over "sp", as for `RingPlan`; "auto" is judged by the model's
+        mesh: device mesh with the axes "dp" and "sp".
+        sharding: how "sp" ranks divide a sequence, as for `RingPlan`; "auto" depends on the model's
             pattern.
         timeout: seconds that a rank waits for its peers at each step of a ring.
     """
@@ -58,16 +58,16 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return 1 if self.mesh is None else self.mesh.size()
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the one that prints and writes metrics."""
+        """Whether this process is rank 0, which prints and writes metrics."""
         return self.rank == 0
 
     def start(self, command: str) -> str:
-        """How such processes are told a command."""
+        """Returns the shell line that runs `sparsering COMMAND` on as many processes."""
         if self.mesh is None:
             return f"sparsering {command}"
         world, sp = self.mesh.size(), self.size("sp")
@@ -76,20 +76,20 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of this rank's model."""
         on_gpu = self.mesh is not None and self.mesh.device_type == "cuda"
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def size(self, axis: str) -> int:
-        """Ranks along "dp" or "sp"."""
+        """Number of ranks along "dp" or "sp"."""
         return 1 if self.mesh is None else self.mesh[axis].size()
 
     def place_along(self, axis: str) -> int:
-        """This process's number along "dp" or "sp"."""
+        """Index of this process along "dp" or "sp"."""
         return 0 if self.mesh is None else self.mesh[axis].get_local_rank()
 
     def check(self, recipe: Recipe) -> None:
-        """Raises ValueError where the windows of a step cannot be shared out evenly."""
+        """Raises ValueError if the windows of a step do not divide evenly over "dp"."""
         if recipe.batch_size % self.size("dp"):
             dp, sp = self.size("dp"), self.size("sp")
             raise ValueError(
@@ -100,11 +100,11 @@ class Ranks:
             )
 
     def dtype(self) -> str:
-        """What "auto" becomes: the leader's choice, on all ranks."""
+        """Resolves dtype "auto": the leader chooses for all ranks."""
         return self.from_leader("bfloat16" if self.device.type == "cuda" else best_dtype())
 
     def from_leader(self, value: T) -> T:
-        """The leader's value, on all ranks."""
+        """Broadcasts the leader's value to all ranks."""
         if self.mesh is None:
             return value
         values = [value]
@@ -112,17 +112,17 @@ class Ranks:
         return values[0]
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on all ranks."""
+        """Returns the values of all ranks, on all ranks."""
         values = [value] * self.world_size
         if self.mesh is not None:
             dist.all_gather_object(values, value)
         return values
 
     def together(self, do: Callable[[], T]) -> T:
-        """What `do` returns, where it raises on no rank; else all ranks raise.
+        """Runs `do` on all ranks and returns its result; if it raises on any, all ranks raise.
 
-        A rank that raised has its own error, the others that of the first one. `do` calls nothing
-        that waits for other ranks: those may have raised.
+        A rank where `do` raised raises that error; the others raise the error of the first rank
+        that failed. `do` must not wait for other ranks, as those may have failed.
         """
         if self.mesh is None:
             return do()
@@ -142,7 +142,7 @@ class Ranks:
         return result
 
     def agree(self, what: str, value: object) -> None:
-        """Raises ValueError on all ranks where they have not the same."""
+        """Raises ValueError on all ranks if their values differ."""
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -152,7 +152,7 @@ class Ranks:
                 )
 
     def agreed(self, stop: Callable[[], int | None]) -> Callable[[], int | None]:
-        """`stop`, which on all ranks tells the signal that has come to any."""
+        """Wraps `stop`: on all ranks the result is the signal that any rank has received."""
         if self.mesh is None:
             return stop
 
@@ -164,7 +164,7 @@ class Ranks:
         return agreed
 
     def place(self, model: LongNetLM) -> None:
-        """Moves the model to this rank's device, and shards its parameters over "dp"."""
+        """Moves the model to this rank's device and shards its parameters over "dp"."""
         model.to(self.device)
         if self.mesh is None or self.size("dp") == 1:
             return
@@ -176,7 +176,7 @@ class Ranks:
         register_fsdp_forward_method(model, "loss")
 
     def plan(self, model: LongNetLM, length: int) -> RingPlan:
-        """Of the model's attention over a sequence of `length` tokens."""
+        """Plans the model's ring attention over a sequence of `length` tokens."""
         return RingPlan.build(
             model.pattern,
             length,
@@ -189,10 +189,10 @@ class Ranks:
     def loss(
         self, model: LongNetLM, tokens: Tensor, targets: Tensor, attend: Attend | None = None
     ) -> Tensor:
-        """This rank's part of the mean loss of windows [B, N] that every rank has whole.
+        """This rank's part of the mean loss over windows [B, N], which every rank passes whole.
 
-        Windows that cannot be dealt out evenly over "dp" are computed by all along it, each of
-        which then counts for its share.
+        If the windows do not divide evenly over "dp", every rank along it computes all of them and
+        counts 1 / dp of the loss.
         """
         if self.mesh is None:
             return model.loss(tokens, targets, attend=attend)
@@ -223,16 +223,16 @@ class Ranks:
         )
 
     def total(self, part: Tensor) -> float:
-        """The sum of the ranks' parts of a loss."""
+        """Sums a loss over the ranks."""
         if self.mesh is not None:
             part = part.detach().double()
             dist.all_reduce(part)
         return part.item()
 
     def clip_gradients(self, model: nn.Module, largest: float) -> float:
-        """Sums the gradients over the ranks and cuts their norm, which it returns.
+        """Sums the gradients over "sp", clips their norm, and returns the norm before clipping.
 
-        Those of a sharded parameter are already summed over "dp", by FSDP's backward.
+        FSDP's backward has already summed the gradients of sharded parameters over "dp".
         """
         if self.size("sp") > 1:
             assert self.mesh is not None
@@ -251,14 +251,14 @@ ALONE = Ranks()
 def arrange(
     sequence_parallel: int, *, sharding: str = "contiguous", timeout: float = TIMEOUT_S
 ) -> Ranks:
-    """The ranks of the default process group; all of them call it.
+    """Arranges the default process group as `Ranks`; every process calls it.
 
     Args:
-        sequence_parallel: ranks that share one sequence; the windows of a step are dealt out to as
-            many groups of them as there are.
-        sharding, timeout: of the `Ranks`.
+        sequence_parallel: number of ranks that share one sequence. Groups of this size divide the
+            windows of a step among them.
+        sharding, timeout: as in `Ranks`.
 
-    Raises: ValueError where the number of processes is not a multiple of sequence_parallel.
+    Raises: ValueError if the number of processes is not a multiple of sequence_parallel.
     """
     world = dist.get_world_size()
     if world % sequence_parallel:

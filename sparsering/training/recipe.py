@@ -1,4 +1,4 @@
-"""A recipe: everything that the losses of a run depend on. It travels with each checkpoint."""
+"""A recipe: all settings that a run's losses depend on. Each checkpoint contains it."""
 
 import math
 import warnings
@@ -13,7 +13,7 @@ from ..patterns.expression import parse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LONGEST_PATTERN = 1000
-"""Characters; a longer text takes long to read, and a recipe may be a stranger's."""
+"""Characters. Parsing a longer text takes long, and a recipe may come from a stranger."""
 
 _TOKENS = (1, 1 << 40)
 _CHANNELS = (1, 1 << 24)
@@ -25,29 +25,30 @@ _RANGES = {
     "num_layers": _CHANNELS,
     "num_heads": _CHANNELS,
     "warmup_steps": (0, _TOKENS[1]),
-    "seed": (-(1 << 63), (1 << 64) - 1),  # what torch takes
+    "seed": (-(1 << 63), (1 << 64) - 1),  # the range of torch.manual_seed
 }
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Two runs of one recipe on one machine have the same losses, bit for bit.
+    """Settings of a run. Two runs of one recipe on one machine have bitwise equal losses.
 
     Attributes:
-        pattern: the Python expression of the attention pattern; `Causal()` is added where missing.
+        pattern: the attention pattern as a Python expression; `Causal()` is added if missing.
         data: path of a text file or folder, None for the standard library's sources.
-        glob: which names of a folder are read.
+        glob: file names to read in a folder.
         context: tokens per window.
         batch_size: windows per step.
         steps: optimizer steps of the whole run; the learning rate's cosine ends there.
-        width, num_layers, num_heads: of the model.
+        width, num_layers, num_heads: size of the model.
         learning_rate: the peak, after `warmup_steps`; it falls to a tenth by a half cosine.
-        weight_decay: of the weight matrices (AdamW).
-        clip_norm: the gradient's norm is cut to this.
-        seed: of the weights, the split into files and the order of windows.
-        dtype: "float32", "bfloat16" (autocast) or "auto": bfloat16 where the CPU multiplies it in
-            hardware.
-        checkpoint_layers: save memory by running each block's forward twice.
+        warmup_steps: steps of linear warm-up.
+        weight_decay: AdamW's weight decay, applied to the weight matrices only.
+        clip_norm: largest norm of the gradient; a larger gradient is scaled down.
+        seed: decides the weights, the validation files and the order of windows.
+        dtype: "float32", "bfloat16" (autocast) or "auto": bfloat16 if the CPU multiplies it in
+            hardware, and on GPUs.
+        checkpoint_layers: saves memory by running each block's forward twice.
     """
 
     pattern: str = "LongNet((256, 1024, 4096, 16384), (1, 4, 16, 64)) & Causal()"
@@ -83,14 +84,14 @@ class Recipe:
                 "write it shorter"
             )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's parser may warn of what is no pattern anyway
+            warnings.simplefilter("ignore")  # Python may warn of text that `parse` rejects anyway
             parse(self.pattern)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Recipe":
-        """The recipe of a checkpoint, which may be a stranger's.
+        """Builds the recipe of a checkpoint, which may come from a stranger.
 
-        Raises: ValueError where names are missing or unknown, or values of another type.
+        Raises: ValueError if names are missing or unknown, or values have a wrong type.
         """
         kinds = {field.name: field.type for field in fields(cls)}
         if values.keys() != kinds.keys():
@@ -102,23 +103,23 @@ class Recipe:
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values by name."""
+        """Returns the fields as JSON values, by name."""
         return asdict(self)
 
     def differences(self, other: "Recipe") -> list[str]:
-        """Names of what differs, but for where the text lies: that is judged by its fingerprint."""
+        """Names of differing fields, except `data` and `glob`: the text's fingerprint counts."""
         mine, theirs = asdict(self), asdict(other)
         return [
             name for name in mine if mine[name] != theirs[name] and name not in ("data", "glob")
         ]
 
     def build_model(self) -> LongNetLM:
-        """A model with weights drawn from the seed."""
+        """Builds a model with weights drawn from the seed."""
         torch.manual_seed(self.seed)
         return self._model()
 
     def parameter_shapes(self) -> Iterator[tuple[str, torch.Size]]:
-        """Names and shapes of the model's parameters, one by one; takes no memory for them."""
+        """Yields names and shapes of the model's parameters without allocating them."""
         with torch.device("meta"):
             model = replace(self, num_layers=1)._model()
         for name, parameter in model.named_parameters():
@@ -146,7 +147,7 @@ class Recipe:
 
 
 def _is_of(kind: Any, value: object) -> bool:
-    """Whether a value of JSON is of a field's type; a float may be written without a point."""
+    """Whether a JSON value has a field's type; a float may be written as an integer."""
     if kind is float:
         return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[arg-type]
     return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)

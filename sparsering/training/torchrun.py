@@ -1,4 +1,4 @@
-"""Joining the processes that torchrun starts, and starts again after one of them died.
+"""Joins the processes that torchrun starts, also when it restarts them after a failure.
 
 Example:
     with ranks_of_torchrun(sequence_parallel=4) as ranks:
@@ -27,17 +27,17 @@ def ranks_of_torchrun(
     sharding: str | None = None,
     timeout: float | None = None,
 ) -> Iterator[Ranks]:
-    """Joins the processes that torchrun started, gloo on CPUs and NCCL on GPUs.
+    """Joins the processes that torchrun started, with gloo on CPUs and NCCL on GPUs.
 
     Args:
-        sequence_parallel: ranks that share one sequence; the number of processes is a multiple of
-            it, and the windows of a step are dealt out to that many groups. Default 1.
+        sequence_parallel: number of ranks that share one sequence; it divides the number of
+            processes. Groups of this size divide the windows of a step. Default 1.
         sharding: as for `RingPlan`; default "contiguous".
         timeout: seconds that a rank waits for its peers; default TIMEOUT_S.
 
-    Yields: the ranks; one process by itself where torchrun is not there.
+    Yields: the ranks; a single process without torchrun.
 
-    Raises: ValueError where the processes cannot be arranged so.
+    Raises: ValueError if the processes cannot be arranged so.
     """
     if not dist.is_torchelastic_launched():
         if (sequence_parallel or 1) > 1 or sharding is not None or timeout is not None:
@@ -55,7 +55,7 @@ def ranks_of_torchrun(
     if not seconds > 0:
         raise ValueError(f"--timeout must be above 0 seconds, got {timeout}; leave it out for 60")
     limit = timedelta(seconds=seconds)
-    start = max(seconds, TIMEOUT_S)  # processes do not all start at once
+    start = max(seconds, TIMEOUT_S)  # processes start at different times, whatever the timeout
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=start)))
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -65,18 +65,18 @@ def ranks_of_torchrun(
         timeout=limit,
     )
     yield arrange(sequence_parallel or 1, sharding=sharding or "contiguous", timeout=seconds)
-    dist.destroy_process_group()  # not after an error: peers may be gone
+    dist.destroy_process_group()  # skipped after an error, because peers may be gone
 
 
 def starts_again(ranks: Ranks, folder: Path) -> bool:
-    """Whether torchrun has started these processes again, and a checkpoint of theirs is there.
+    """Whether torchrun has restarted these processes and the folder has a checkpoint of theirs.
 
-    One of another launch is not: who starts anew beside it has made a mistake.
+    A checkpoint of another launch does not count: starting anew in its folder is a mistake.
     """
     if ranks.mesh is None:
         return False
     restarts = torch.tensor(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), device=ranks.device)
-    dist.all_reduce(restarts, dist.ReduceOp.MAX)  # on many hosts not all count alike
+    dist.all_reduce(restarts, dist.ReduceOp.MAX)  # hosts may count restarts differently
     found = False
     if ranks.leads and restarts > 0:
         with suppress(OSError, ValueError):
@@ -85,7 +85,7 @@ def starts_again(ranks: Ranks, folder: Path) -> bool:
 
 
 def launch() -> str | None:
-    """What tells torchrun's launches apart, the same after it restarts the processes."""
+    """Identifies this torchrun launch; a restart of its processes does not change it."""
     if not dist.is_torchelastic_launched():
         return None
     name = os.environ["TORCHELASTIC_RUN_ID"]
@@ -93,11 +93,12 @@ def launch() -> str | None:
 
 
 def _fresh_store(store: dist.Store, rank: int, world: int, timeout: float) -> dist.Store:
-    """A part of torchrun's store that these processes alone have.
+    """Returns a namespace of torchrun's store that only these processes use.
 
     torchrun keeps its store over a restart, with the addresses of dead processes in it, and
-    `init_process_group` connects to whichever it finds first. So rank 0 names a part anew, and the
-    others take a name once rank 0 has seen what they alone can have written there.
+    `init_process_group` connects to whichever it finds first. So rank 0 picks a random namespace,
+    and every other rank writes a random greeting there. Rank 0 publishes the greetings it has seen;
+    a rank that finds its own among them knows that the namespace is not a dead process's.
     """
     name = secrets.token_hex(8)
     if rank == 0:

@@ -1,7 +1,7 @@
-"""`python -m fuzz --seconds 3600`: attack by several processes, print what was covered.
+"""Runs `python -m fuzz --seconds 3600`: attacks in several processes, and prints the coverage.
 
-Run it from the repository with `tests` on PYTHONPATH, as `make fuzz` does. Exit status 1: a case
-failed. Its script is printed, and the seed draws it again.
+Run it from the repository with `tests` on PYTHONPATH, as `make fuzz` does. Exit status 1 means
+that a case failed: its script is printed, and the same seed draws it again.
 """
 
 import argparse
@@ -19,7 +19,7 @@ KINDS = ("calls", "caches", "selections", "rings", "hostile")
 
 
 def main() -> int:
-    """Attack each kind for some seconds; 1 where a case failed."""
+    """Attacks each kind for some seconds; returns 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="for each kind (default 60)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def report(name: str, coverage: Coverage) -> str:
-    """What was covered, as text."""
+    """Formats the coverage as text."""
     cells, empty = len(coverage.right), len(coverage.empty())
     lines = [
         f"\n## {name}: {coverage.cases} cases in {coverage.seconds:.0f} processor seconds; of "

@@ -1,7 +1,7 @@
 """Draws cases where coverage is least, checks them, and shrinks the first that fails.
 
-A kind of case is a module with `CELLS`, all combinations that may be asked for, and `cases(cell)`,
-a hypothesis strategy of cases that cover the cell. A case has `cells()`, `check()` and `script()`.
+A kind of case is a module with `CELLS`, all combinations to test, and `cases(cell)`, a hypothesis
+strategy of cases that cover the cell. A case has `cells()`, `check()` and `script()`.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import torch
 
 
 class Cell(NamedTuple):
-    """One combination: an option or a step, a class of patterns, a backend and a dtype."""
+    """A combination to test: an option or a step, a class of patterns, a backend and a dtype."""
 
     option: str
     pattern: str
@@ -33,13 +33,13 @@ class Case(Protocol):
     """One drawn case."""
 
     def cells(self) -> Sequence[Cell]:
-        """All combinations that it covers."""
+        """Returns all combinations that the case covers."""
 
     def check(self) -> None:
-        """Raise `Refused` where the library refuses by name, AssertionError where it is wrong."""
+        """Raises `Refused` if the library refuses the case, AssertionError if it is wrong."""
 
     def script(self) -> str:
-        """A few lines of Python that show the case without the attacker."""
+        """Returns a few lines of Python that reproduce the case."""
 
 
 class Kind(Protocol):
@@ -48,37 +48,37 @@ class Kind(Protocol):
     CELLS: Sequence[Cell]
 
     def cases(self, cell: Cell) -> st.SearchStrategy[Case]:
-        """Cases that cover the cell."""
+        """Strategy of cases that cover the cell."""
 
 
-class Refused(Exception):  # noqa: N818, it is no error
-    """The library refused a case by name, as it may."""
+class Refused(Exception):  # noqa: N818, a refusal is not an error
+    """The library refused a case with an error that its contract allows."""
 
 
-class Fault(Exception):  # noqa: N818, the library has it
-    """A case that fails, shrunk; its text is the script that shows it, and what went wrong."""
+class Fault(Exception):  # noqa: N818, the error is in the library
+    """A failing case, shrunk; the text has its script and its traceback."""
 
     coverage: "Coverage"
 
 
 class Coverage:
-    """How often each cell was right, and how often it was refused."""
+    """Counts of correct and of refused cases, by cell."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         self.right: Counter[Cell] = Counter(dict.fromkeys(cells, 0))
         self.refused: Counter[Cell] = Counter()
         self.reasons: dict[Cell, str] = {}
-        self.cases, self.seconds = 0, 0.0  # of processor time
+        self.cases, self.seconds = 0, 0.0  # seconds of processor time
 
     def emptiest(self, count: int, seed: str) -> list[Cell]:
-        """The cells that were looked at least, ties in an order that the seed shuffles."""
+        """Returns the cells with the fewest cases; the seed shuffles ties."""
         return sorted(self.right, key=lambda cell: (self.seen(cell), _digest(seed, *cell)))[:count]
 
     def seen(self, cell: Cell) -> int:
         return self.right[cell] + self.refused[cell]
 
     def add(self, case: Case, cell: Cell, refused: str = "") -> None:
-        """Count a case: all its cells where it was right, the one that was asked for otherwise."""
+        """Counts a case: for all its cells if it was correct, only for `cell` if it was refused."""
         if refused:
             self.refused[cell] += 1
             self.reasons[cell] = refused
@@ -88,13 +88,14 @@ class Coverage:
                 self.right[covered] += 1
 
     def empty(self) -> list[Cell]:
-        """Cells that were neither right nor refused so far."""
+        """Returns the cells without any case so far."""
         return [cell for cell in self.right if not self.seen(cell)]
 
     def table(self) -> str:
-        """Rows of backend and dtype, columns of options: the least count over pattern classes.
+        """Formats a table: the least count over pattern classes, by (backend, dtype) and option.
 
-        `3` is three right cases at least, `3-` three with some classes refused, `no` all refused.
+        `3`: each class has at least three correct cases; `3-`: some classes were always refused;
+        `no`: all classes were refused.
         """
         rows = sorted({(cell.backend, cell.dtype) for cell in self.right})
         options = list(dict.fromkeys(cell.option for cell in self.right))
@@ -122,16 +123,16 @@ def attack(
     under_way: Path | None = None,
     backends: Sequence[str] | None = None,
 ) -> Coverage:
-    """Check cases of a kind for some seconds.
+    """Checks cases of a kind for some seconds.
 
     Args:
         kind: the module of cases.
-        seconds: how long cases are drawn.
-        seed: the same draws the same cases, as far as time reaches.
-        under_way: a file that holds the case that runs, for when the process dies.
-        backends: the cells that are asked for, default those of every backend.
+        seconds: time for drawing cases.
+        seed: the same seed draws the same cases, as far as the time allows.
+        under_way: a file with the case that is running, in case the process dies.
+        backends: the backends to test, default all.
 
-    Raises: Fault for the first case that fails, after it was shrunk.
+    Raises: Fault for the first case that fails, after shrinking it.
     """
     cells = [c for c in kind.CELLS if backends is None or c.backend.split()[-1] in backends]
     coverage, end, number = Coverage(cells), time.monotonic() + seconds, 0
@@ -152,7 +153,7 @@ def attack_by_name(
     under_way: Path | None = None,
     backends: Sequence[str] | None = None,
 ) -> tuple[Coverage, str]:
-    """What `attack` covers in a process of its own, and the text of a fault or ""."""
+    """Runs `attack` in a worker process; returns its coverage, and the text of a fault or ""."""
     prepare()
     kind: Any = import_module(f"fuzz.{name}")
     try:
@@ -162,7 +163,7 @@ def attack_by_name(
 
 
 def prepare() -> None:
-    """One thread; memory that torch leaves unwritten is NaN; Triton's kernels are interpreted."""
+    """Sets one thread, NaN in torch's uninitialized memory, and Triton's interpreter."""
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -209,7 +210,7 @@ def _round(kind: Kind, coverage: Coverage, end: float, seed: str, under_way: Pat
     try:
         examine()
     except Exception as error:
-        if not failed:  # the attacker itself
+        if not failed:  # the error is in the fuzzer itself, not in a case
             raise
         cell, case, trace = failed
         text = f"{' / '.join(cell)}\n\n{case.script()}\n\n{trace}"

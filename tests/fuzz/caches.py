@@ -1,4 +1,4 @@
-"""Caches of decoding: random steps of `KVCache` and `SelectedCache` against one whole sequence."""
+"""Decoding caches: random steps of `KVCache` and `SelectedCache` against one pass by the oracle."""
 
 import copy
 import itertools
@@ -41,7 +41,7 @@ STEPS = (
 )
 OF_CACHE = ("page_size", "max_length", "rollback", "groups", "strides", "large scores", "autocast")
 EXTRAS = ("scale", "block_size", "softcap", "distance_bias", "sink", "dropout", "half tables")
-SELECTED = "SelectedCache"  # stands where a class of patterns does
+SELECTED = "SelectedCache"  # takes the place of a class of patterns in a cell
 CELLS = [
     Cell(option, *rest)
     for option, *rest in product(
@@ -68,12 +68,12 @@ WRONG = (
 )
 
 Step = tuple[Any, ...]
-"""(kind, numbers that `_Run` fits to the lengths at hand), so that any list of steps is legal."""
+"""(kind, numbers): `_Run` fits the numbers to the current lengths, so any steps are legal."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What a `SelectedCache` has in place of a pattern."""
+    """Options of a `SelectedCache`, in place of a pattern."""
 
     k: int
     block_size: int
@@ -85,7 +85,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Steps of one cache; tensors are drawn from `seed`. What an option is not in use is None."""
+    """Steps of one cache; tensors are drawn from `seed`. An option that is not in use is None."""
 
     spec: Spec
     steps: tuple[Step, ...]
@@ -108,7 +108,7 @@ class Decoding:
     scale: float | None = None
     block_size: int | None = None
     softcap: float | None = None
-    distance_bias: tuple[int, bool] | None = None  # radius, whether of each head
+    distance_bias: tuple[int, bool] | None = None  # radius, whether each head has its own
     sink: str | None = None
     dropout: tuple[float, int] | None = None
     half_tables: bool = False
@@ -148,7 +148,7 @@ class Decoding:
         )
 
     def keywords(self) -> dict[str, Any]:
-        """Arguments of the cache."""
+        """Keyword arguments of the cache."""
         return {
             "num_heads": self.num_heads,
             "value_dim": self.value_dim,
@@ -161,19 +161,19 @@ class Decoding:
         return torch.bfloat16 if self.autocast else DTYPES[self.dtype]
 
     def call(self, with_options: bool, spec: Spec) -> Call:
-        """One pass over the whole sequence."""
+        """Returns the call that computes the whole sequence in one pass."""
         names = ("scale", "softcap", "distance_bias", "sink", "dropout", "half_tables")
         given = {name: getattr(self, name) for name in names if with_options}
         dims = self.seed, self.head_dim, self.value_dim
         return Call(spec, self.scene, "", self.dtype, *dims, autocast=self.autocast, **given)
 
     def check(self) -> None:
-        """Compare every row of every step with the oracle's, and what is held with what lives."""
+        """Compares every row of every step with the oracle, and the cached keys with live keys."""
         self.done.clear()
         _Run(self).run()
 
     def script(self) -> str:
-        """The steps up to the one that failed, each compared with one pass."""
+        """Returns the steps up to the failing one, each compared with one pass."""
         run = _Run(self)
         try:
             run.run()
@@ -183,12 +183,12 @@ class Decoding:
 
 
 class _Run:
-    """A cache, and beside it the whole sequences of its entries, padded with zeros."""
+    """Runs the steps on a cache, and records the whole sequences of its entries, zero-padded."""
 
     def __init__(self, case: Decoding) -> None:
         torch.manual_seed(case.seed)
         self.case, self.batch = case, case.batch
-        self.refusal = ""  # why a step that was asked for is not taken, by contract
+        self.refusal = ""  # why the contract refuses a step
         self.lengths, self.highest = [0] * case.batch, [0] * case.batch
         heads, dtype = case.num_heads, case.precision()
         self.widths = {"query": case.head_dim, "key": case.head_dim, "value": case.value_dim}
@@ -274,7 +274,7 @@ class _Run:
             "        print((out[b, :, :m] - of_step).abs().amax((0, 2)))",
         ]
 
-    # Steps. Each fits its numbers to the lengths, writes its line of the script, and runs.
+    # Each step fits its numbers to the lengths, adds its line to the script, and runs.
 
     def _attend(
         self, n: int, cut: tuple[int, ...] | None, stored: bool, plain: bool, with_lse: bool
@@ -340,7 +340,7 @@ class _Run:
             self._refused(lambda: self.cache.crop(target))
             self._did("refused step", True)
             return
-        if target < max(self.highest) - case.rollback:  # no promise
+        if target < max(self.highest) - case.rollback:  # the contract allows either outcome
             before = self._state()
             try:
                 self.cache.crop(target)
@@ -407,9 +407,9 @@ class _Run:
         self._did("load", True)
 
     def _copy(self, by_pickle: bool) -> None:
-        """Goes on with a copy, after the cache that it was copied from went on by itself."""
+        """Continues with a copy, after a step of the original, which must not change the copy."""
         first = self.cache
-        by_pickle = by_pickle and "MaskMod" not in str(self.case.spec)  # it holds a lambda
+        by_pickle = by_pickle and "MaskMod" not in str(self.case.spec)  # a lambda has no pickle
         self.cache = pickle.loads(pickle.dumps(first)) if by_pickle else copy.deepcopy(first)
         said = "pickle.loads(pickle.dumps(cache))" if by_pickle else "copy.deepcopy(cache)"
         self.lines.append(f"import copy, pickle; first, cache = cache, {said}; # first goes on")
@@ -420,7 +420,7 @@ class _Run:
         self._did("copy", True)
 
     def _wrong(self, which: str) -> None:
-        """A step that must raise, and change nothing."""
+        """Runs a step that must raise and leave the cache unchanged."""
         case, cache, inputs = self.case, self.cache, self._inputs(1)
         longest, dtype = max(self.lengths, default=0), case.precision()
         key, value = inputs["key"], inputs["value"]
@@ -473,7 +473,7 @@ class _Run:
         assert self._state() == before, f"a refused step changed the cache: {which}"
         self._did("refused step", True)
 
-    # What steps share.
+    # Helpers of the steps.
 
     def _did(self, name: str, really: Any) -> None:
         if really:
@@ -493,7 +493,7 @@ class _Run:
         return found
 
     def _options(self, n: int, plain: bool) -> tuple[dict[str, Any], Tensor | None]:
-        """Options of `attend`, and the sink of each new token."""
+        """Returns options of `attend`, and the sink of each new token."""
         case = self.case
         if plain:
             return {}, None
@@ -538,7 +538,7 @@ class _Run:
         return out, lse
 
     def _refused(self, step: Callable[[], Any]) -> str:
-        """Why the cache refuses a step, which changes nothing."""
+        """Runs a step that must be refused and change nothing; returns the error message."""
         self.lines.append("# the line before is refused")
         before = self._state()
         try:
@@ -554,12 +554,12 @@ class _Run:
             cache.positions(head, entry).tolist()
             for entry, head in product(range(len(cache.lengths)), range(self.case.num_kv_heads))
         ]
-        # A step that raises may leave room for summaries of blocks behind, which hold nothing.
+        # A step that raises may leave empty memory for block summaries allocated.
         nbytes = cache.nbytes if self.case.selection is None else 0
         return cache.lengths, cache.length, cache.kept, nbytes, repr(cache), held
 
     def _check_held(self) -> None:
-        """Every key that some later query visits is held, and at most a page more."""
+        """Checks that the cache has all keys that later queries visit, and at most a page more."""
         case, cache = self.case, self.cache
         assert cache.lengths == self.lengths, f"lengths {cache.lengths}, not {self.lengths}"
         assert cache.length == max(self.lengths, default=0)
@@ -588,7 +588,7 @@ class _Run:
         assert cache.nbytes >= least, f"nbytes {cache.nbytes} below {least}"
 
     def _visited(self, head: int, length: int) -> list[int]:
-        """Keys below a length that a query at that length or later visits, by the oracle."""
+        """Returns the keys below a length that later queries visit, by the oracle."""
         case = self.case
         if case.selection is not None:
             return list(range(length)) if length < case.total else []
@@ -597,7 +597,7 @@ class _Run:
         return np.nonzero(present[..., length:, :length].any((0, 1, 2, 3)))[0].tolist()
 
     def _most_live(self, length: int) -> int:
-        """Of any head, by the library: it knows of queries beyond the total."""
+        """Most live keys of a head, by the library, since it includes queries beyond `total`."""
         case = self.case
         if case.selection is not None:
             return length
@@ -609,7 +609,7 @@ class _Run:
         return self.live[length]
 
     def _verify(self) -> None:
-        """Compare all rows since the last time."""
+        """Compares all rows since the last comparison."""
         case, fresh = self.case, self.rows["fresh"]
         for with_options in (True, False):
             variant = (1, 2) if with_options else (3, 4)
@@ -641,7 +641,7 @@ class _Run:
         self.rows["fresh"] = torch.zeros_like(fresh)
 
     def _selected(self, scale: float | None) -> tuple[Spec, Tensor]:
-        """What each token chooses, and of which tokens rounding does not decide that."""
+        """Returns the selected blocks, and the tokens whose selection rounding cannot change."""
         chosen = self.case.selection
         assert chosen is not None
         query, key = self.rows["query"], self.rows["key"]
@@ -667,7 +667,7 @@ def _tuples(x: Tensor) -> Any:
 
 
 def _with(call: Call, batch: int) -> Call:
-    """The call of as many entries as there are now."""
+    """Replaces a call's batch size."""
     values = {f.name: getattr(call, f.name) for f in fields(call)}
     scene = call.scene
     values["scene"] = Scene(
@@ -676,7 +676,7 @@ def _with(call: Call, batch: int) -> Call:
     return Call(**values)
 
 
-SLOW = ("triton", "torch_sparse", "flex")  # the last compiles each pattern
+SLOW = ("triton", "torch_sparse", "flex")  # flex compiles each pattern
 CUTS = st.lists(st.integers(0, 20), min_size=1, max_size=3).map(tuple)
 NUMBERS = st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple)
 EVER, STORED, NOT_CUT = st.booleans(), st.just(True), st.none()
@@ -694,7 +694,7 @@ def attends(
 
 @st.composite
 def fewer(draw: st.DrawFn) -> Step:
-    """All entries have as many new tokens, and fewer than are given."""
+    """Draws a step in which every entry takes the same number of the given tokens, not all."""
     n = draw(st.integers(2, 12))
     return draw(attends(st.just(n), st.integers(0, n - 1).map(lambda m: (m,))))
 
@@ -718,10 +718,10 @@ BY_NAME: dict[str, st.SearchStrategy[Step]] = {
 
 @st.composite
 def cases(draw: st.DrawFn, cell: Cell) -> Decoding:
-    """Steps with the option, class of patterns, backend and dtype of a cell, and others beside."""
+    """Draws steps with a cell's option, class of patterns, backend and dtype, and other options."""
     slow = cell.backend in SLOW
     option = cell.option
-    # Steps are drawn first, so that fewer of them is what shrinking tries first.
+    # Steps are drawn first, so that shrinking first tries fewer steps.
     likely = ["chunks", "chunks", "single tokens", "single tokens", "return_lse", "copy"]
     unlikely = ["no tokens", "unlike lengths", "fewer than given", "refused step", "crop"]
     unlikely += ["stored=False"] * (cell.pattern != SELECTED)
@@ -770,7 +770,7 @@ def cases(draw: st.DrawFn, cell: Cell) -> Decoding:
         given["page_size"] = draw(st.sampled_from((16, 32, 48)))
     names_used = {leaf[0] for leaf in leaves(spec)}
     needs = bool(names_used & {"RandomBlocks", "MaskMod", "Hierarchical"})
-    needs |= names_used >= {"Blocks", "SelectedBlocks"}  # whose own length is rounded up
+    needs |= names_used >= {"Blocks", "SelectedBlocks"}  # their own lengths are rounded up
     given["has_max_length"] = needs or option == "max_length" or draw(st.booleans())
     if option in ("crop", "rollback") or draw(st.booleans()):
         given["rollback"] = draw(st.sampled_from((1, 4, 20)))

@@ -1,4 +1,4 @@
-"""Calls of `attention`: expressions x options x shapes x dtypes x backends, with every gradient."""
+"""Random calls of `attention`: patterns, options, shapes, dtypes, backends, with all gradients."""
 
 import functools
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-BACKENDS = ("default", *(name for name in sr.backends() if name != "flash"))  # it needs a GPU
+BACKENDS = ("default", *(name for name in sr.backends() if name != "flash"))  # flash needs a GPU
 OPTIONS = (
     "none",
     "scale",
@@ -62,7 +62,7 @@ CELLS = [
 
 @dataclass(frozen=True)
 class Call:
-    """One call; tensors are drawn from `seed`. What an option is not in use is None."""
+    """One call; tensors are drawn from `seed`. An option that is not in use is None."""
 
     spec: Spec
     scene: Scene
@@ -77,16 +77,16 @@ class Call:
     magnitude: float = 1.0
     autocast: bool = False
     softcap: float | None = None
-    distance_bias: tuple[int, bool] | None = None  # radius, whether of each head
-    block_bias: tuple[bool, bool, bool] | None = None  # of each entry, of each head, with -inf
-    slot_bias: tuple[bool, bool] | None = None  # of each entry, of each head
+    distance_bias: tuple[int, bool] | None = None  # radius, whether each head has its own
+    block_bias: tuple[bool, bool, bool] | None = None  # per batch entry, per head, with -inf
+    slot_bias: tuple[bool, bool] | None = None  # per batch entry, per head
     sink: str | None = None
     dropout: tuple[float, int] | None = None
     half_tables: bool = False
     function: ClassVar[str] = "sr.attention"
 
     def options(self) -> list[str]:
-        """The names of the options in use."""
+        """Returns the names of the options in use."""
         scene = self.scene
         used = {
             "scale": self.scale is not None,
@@ -107,7 +107,7 @@ class Call:
         return [Cell(o, c, self.backend, self.dtype) for o in self.options() for c in classes]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Query, key, value and the tables of extras, as leaves of the graph."""
+        """Draws query, key, value and the tables of extras, as leaves of the graph."""
         torch.manual_seed(self.seed)
         scene, dtype = self.scene, DTYPES[self.dtype]
         batch, heads, kv_heads = scene.batch, scene.num_heads, scene.num_kv_heads
@@ -146,7 +146,7 @@ class Call:
         return build(self.spec).layout(**self.scene.arguments, block_size=self.block_size)
 
     def keywords(self) -> dict[str, Any]:
-        """Arguments of `attention` that are no tensors of the graph."""
+        """Returns the arguments of `attention` that are not tensors."""
         found: dict[str, Any] = {"return_lse": True}
         given = {
             "scale": self.scale,
@@ -161,7 +161,7 @@ class Call:
         return found
 
     def check(self) -> None:
-        """Compare out, lse and every gradient with the oracle's, number by number."""
+        """Compares every number of out, lse and the gradients with the oracle's."""
         tensors = self.tensors()
         generator = torch.Generator().manual_seed(self.seed)
         differentiable = self.backend != "flex"  # FlexAttention has no backward on the CPU
@@ -205,7 +205,7 @@ class Call:
     def expected(
         self, tensors: dict[str, Tensor], grad_out: Tensor, grad_lse: Tensor
     ) -> oracle.Results:
-        """What the oracle says of the numbers as the call reads them."""
+        """Runs the oracle on the inputs, rounded to the dtype in which the call reads them."""
         scene = self.scene
         rounded = {name: x.detach() for name, x in tensors.items()}
         for name in ("query", "key", "value"):
@@ -215,7 +215,7 @@ class Call:
         first, q_len, kv_len = scene.first_position, scene.q_len, scene.kv_len
         positions, keys = np.arange(first, first + q_len), np.arange(kv_len)
         bias: Any = np.zeros((1, 1, 1, 1, 1))
-        places: dict[str, Any] = {}  # of each pair, where its bias stands in the table
+        places: dict[str, Any] = {}  # index of each pair's bias in its table
         if self.distance_bias is not None:
             radius, each = self.distance_bias
             distance = (keys - positions[:, None]).clip(-radius, radius) + radius
@@ -275,7 +275,7 @@ class Call:
         return results
 
     def script(self) -> str:
-        """The call in a few lines, its numbers drawn anew."""
+        """Returns the call in a few lines, with new random numbers."""
         tensors = self.tensors()
         draws = [
             f"{name} = torch.randn({tuple(x.shape)}, dtype={x.dtype}, requires_grad=True)"
@@ -303,9 +303,9 @@ class Call:
 
 @functools.lru_cache(maxsize=8)
 def present_pairs(spec: Spec, scene: Scene) -> np.ndarray:
-    """[J, B, Hq, Nq, Nk] the pairs of each branch.
+    """[J, B, Hq, Nq, Nk] whether each branch has a pair.
 
-    Small ones are told by the plain rules, pair by pair; larger ones by `to_dense`.
+    Small cases evaluate the oracle's rules pair by pair; larger ones use `to_dense`.
     """
     shape = (scene.batch, scene.num_heads, scene.q_len, scene.kv_len)
     branches = specs.branches(spec)
@@ -318,14 +318,14 @@ def present_pairs(spec: Spec, scene: Scene) -> np.ndarray:
 
 
 def by_entry(call: Call, present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs of each pass of the layout, and the number of the entry that has each pair."""
+    """Returns the pairs of each pass of the layout, and the number of each pair's entry."""
     number = call.layout().entry_of_pairs(call.scene.batch).numpy()
     assert np.array_equal((number >= 0).sum(0), present.sum(0)), "the layout has other pairs"
     return number >= 0, number
 
 
 def branch_numbers(call: Call, present: np.ndarray) -> list[int]:
-    """The branch that each of `present` is of."""
+    """Returns the branch of each table in `present`."""
     if call.block_bias is None:
         return list(range(len(present)))
     return [p.branch for p in call.layout().passes]
@@ -338,14 +338,14 @@ def places_of_heads(shape: Sequence[int], scene: Scene, number: np.ndarray) -> t
 
 
 def places_of_slots(shape: Sequence[int], scene: Scene, number: np.ndarray) -> tuple:
-    """Like `places_of_heads`; a bias of kv heads is that of all their query heads."""
+    """Like `places_of_heads`, but query heads share the bias of their kv head."""
     entry = np.arange(scene.batch).reshape(-1, 1, 1, 1) % shape[0]
     heads = np.arange(scene.num_heads).reshape(-1, 1, 1)
     return entry, heads * shape[1] // max(1, scene.num_heads), number
 
 
 def summed_to(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """A gradient of what was broadcast from `shape`."""
+    """Sums a gradient over the dims in which `shape` was broadcast."""
     wide = (1, shape[0], 1) if len(shape) == 1 else tuple(shape)
     dims = tuple(i for i, size in enumerate(wide) if size == 1)
     return x.sum(dims, keepdims=True).reshape(shape)
@@ -354,11 +354,11 @@ def summed_to(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 def compare(
     got: dict[str, Tensor], expected: oracle.Results, dtype: torch.dtype, coarse: bool = False
 ) -> None:
-    """Assert that every number differs by rounding alone.
+    """Asserts that every number differs by rounding alone.
 
-    Rounding is bounded by the magnitude of the sums, the precision of inputs and results, and by
-    the largest score, whose error in the sums' precision multiplies a weight. `coarse` sums are
-    those of torch's own kernels in half precision.
+    The bound grows with the magnitude of the sums, the precision of inputs and results, and the
+    largest score, whose rounding error multiplies a weight. `coarse`: torch's own kernels, whose
+    sums in half precision are less exact.
     """
     largest = expected.largest_score
     for name, tensor in got.items():
@@ -371,11 +371,11 @@ def compare(
             unit = 2.0**-52 if dtype == torch.float64 else 2.0**-23
         elif tensor.dtype != dtype and name not in ("out", "query", "key", "value"):
             unit = max(unit, torch.finfo(tensor.dtype).eps)
-        sums = 2.0**-50 if dtype == torch.float64 else 2.0**-20  # of exponentials, in few terms
+        sums = 2.0**-50 if dtype == torch.float64 else 2.0**-20  # for sums of few exponentials
         if coarse and dtype in (torch.bfloat16, torch.float16):
             sums = 2.0**-15
         relative = 4 * unit + 8 * sums + 8 * sums / 4 * largest
-        is_small = torch.float16 in (dtype, tensor.dtype)  # its numbers end at 2 ** -24
+        is_small = torch.float16 in (dtype, tensor.dtype)  # smallest number: 2 ** -24
         least = 2.0**-18 if is_small else 1e-30
         infinite = np.isinf(exact)
         assert np.array_equal(number[infinite], exact[infinite]), f"{name}: other infinities"
@@ -393,7 +393,7 @@ def compare(
 
 @st.composite
 def cases(draw: st.DrawFn, cell: Cell, scene: Scene | None = None) -> Call:
-    """Calls with the option, class of patterns, backend and dtype of a cell, and others beside."""
+    """Draws calls with a cell's option, class of patterns, backend and dtype, and other options."""
     slow = cell.backend in ("triton", "torch_sparse")
     if scene is None:
         scene = draw(scenes(max_length=24 if slow else 50, max_heads=2 if slow else 6))

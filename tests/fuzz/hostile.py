@@ -1,6 +1,7 @@
-"""Hostile values: every public name, called with one or two arguments that it does not expect.
+"""Hostile values: calls every public name with one or two arguments that it does not expect.
 
-A call is right, or refused by an error that names the argument; then all it was given still works.
+A call either works, or raises an error that names the argument. Afterwards, the valid call must
+still work.
 """
 
 import faulthandler
@@ -33,11 +34,11 @@ SECONDS, MEMORY = 5.0, 2 << 30
 
 
 class Subclass(Tensor):
-    """A tensor of another class."""
+    """A subclass of Tensor, as a hostile value."""
 
 
 LONG = "'x' * 100000"
-VALUES = {  # sources of values; x is the one that fits, `others` are those of the other arguments
+VALUES = {  # sources of values; x is the valid value, `others` are the other arguments' values
     "none": "None",
     "bool": "True; False; np.True_; torch.tensor(True)",
     "text": f"''; 'x'; b'x'; {LONG}; '1'; '\\0'; 'cpu'; 'meta'; str(x)[:99]",
@@ -60,7 +61,7 @@ VALUES = {  # sources of values; x is the one that fits, `others` are those of t
     "list(x); torch.tensor(list(x)); np.array(list(x)); Text(x)",
     "another": "others[0]; others[1]; others[2]; others[-1]; others[-2]",
     "missing": "MISSING",
-    # of tensors
+    # kinds that apply only to tensors
     "dims": "x[None]; x[0]; x.flatten(); x[..., None]; x.sum(); x[None, None]; x.movedim(0, -1)",
     "shape": "torch.cat([x, x]); torch.cat([x, x], -1); x.mT.contiguous(); x[..., :-1]; x[:1]; "
     "x[..., :1]; torch.cat([x, x], 1); x[:, :1]; x[:, :-1]; torch.cat([x, x], -2)",
@@ -83,7 +84,7 @@ MISSING = object()
 
 
 class Text(str):
-    """A str of another class."""
+    """A subclass of str, as a hostile value."""
 
 
 def inference(x: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def _compiled(source: str) -> Any:
 
 
 def value_of(source: str, given: Given, name: str) -> Any:
-    """What a source says, of an argument."""
+    """Evaluates a source of `VALUES` for an argument."""
     others = [other for key, other in given.items() if key != name]
     return eval(
         _compiled(source),
@@ -106,7 +107,7 @@ def value_of(source: str, given: Given, name: str) -> Any:
 
 
 def flat(x: Any) -> list[Any]:
-    """Tensors, numbers and texts of a result."""
+    """Returns the tensors, numbers and texts inside a result."""
     if isinstance(x, type):
         return []
     if isinstance(x, tuple | list):
@@ -123,12 +124,12 @@ def flat(x: Any) -> list[Any]:
 
 
 def is_large(x: Any) -> bool:
-    """Whether it is a number of millions, or has one."""
+    """Whether x is, or contains, an int from 2 ** 20 to 2 ** 53."""
     return any(isinstance(part, int) and 1 << 20 <= part <= 1 << 53 for part in flat(x))
 
 
 def _legal(name: str) -> Iterator[tuple[str, str, int]]:
-    """All (argument, kind, number) of which there is a value."""
+    """Yields every (argument, kind, number) whose source evaluates without an error."""
     torch.manual_seed(0)
     _, given = SANE[name]()
     for argument, x in given.items():
@@ -206,7 +207,7 @@ class Hostile:
         return _expected(self.name, self.backend)
 
     def judge(self, error: Exception) -> None:
-        """An error is told in the caller's words."""
+        """Checks that an error message is short and names the argument."""
         text = str(error)
         assert text and text.isascii() and len(text) < 2000, f"such a message: {text[:500]!r}"
         if len(self.replaced) > 1 or self.replaced[0][1] in ("missing", "unknown"):
@@ -257,7 +258,7 @@ STATEFUL = ("nn", "KVCache", "SelectedCache", "BlockSummaries", "PatternRefiner"
 
 @contextmanager
 def guarded(is_small: bool) -> Iterator[None]:
-    """Ends what takes too much processor time or memory: a fault of what is small."""
+    """Limits the processor time and memory of a call; it is a fault if a small call exceeds them."""
 
     def late(*_: Any) -> None:
         error = AssertionError if is_small else Refused
@@ -274,12 +275,14 @@ def guarded(is_small: bool) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
         faulthandler.cancel_dump_traceback_later()
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, known)
+
+
+def guarded(is_small: bool) -> Iterator[None]:
+    """Limits the processor time and memory of a call; it is a fault if a small call exceeds them."""
 
 
 def is_finite(x: Any) -> bool:
-    """Whether numbers of sums stay finite with it."""
+    """Whether a value is so small that sums stay finite."""
     if isinstance(x, tuple | list):
         return all(map(is_finite, x))
     if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_meta and not x.is_nested:
@@ -296,7 +299,7 @@ def nan_in(x: Any) -> bool:
 
 
 def differs(a: Any, b: Any) -> str:
-    """How two results differ, "" where they do not."""
+    """Describes the first difference of two results; "" if they agree."""
     a, b = flat(a), flat(b)
     if len(a) != len(b):
         return f"{len(a)} results instead of {len(b)}"
@@ -323,7 +326,7 @@ def _expected(name: str, backend: str | None) -> Any:
 
 @st.composite
 def cases(draw: st.DrawFn, cell: Cell) -> Hostile:
-    """Calls with a value of the cell's kind for its argument, maybe another beside."""
+    """Draws calls with a value of the cell's kind for its argument, sometimes with a second one."""
     name, legal = cell.backend, LEGAL[cell.backend]
     numbers = [entry for entry in legal if entry[:2] == (cell.pattern, cell.option)]
     replaced = (draw(st.sampled_from(numbers)),)

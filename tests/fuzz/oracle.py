@@ -1,7 +1,7 @@
-"""Attention with all extras of a call, forward and backward, in float64 numpy: a few formulas.
+"""Attention with all extras of a call, forward and backward, by its formulas in float64 numpy.
 
-It shares nothing with the library. Beside each result stands its magnitude: the same sums with
-every term by its absolute value. An error that is small beside the magnitude is rounding.
+It shares no code with the library. Each result comes with its magnitude: the same sums over the
+absolute values of their terms. An error that is small relative to the magnitude is rounding.
 """
 
 from dataclasses import dataclass
@@ -35,15 +35,15 @@ def attend(
     sink: Array | None = None,
     keep: Array | float = 1.0,
 ) -> Results:
-    """Out, lse and every gradient of one call.
+    """Computes out, lse and every gradient of one call.
 
     Args:
         query: [B, Hq, Nq, D]; key, value: [B, Hkv, Nk, D] and [.., Dv].
-        present: [J, B, Hq, Nq, Nk] the pairs of each branch of a mixture.
+        present: [J, B, Hq, Nq, Nk] whether each branch of a mixture has a pair.
         grad_out: [B, Hq, Nq, Dv]; grad_lse: [B, Hq, Nq].
-        bias: [J or 1, B, Hq, Nq, Nk], the sum of all biases of a pair; -inf takes the pair away.
+        bias: [J or 1, B, Hq, Nq, Nk], the sum of all biases of a pair; -inf removes the pair.
         sink: [B, Hq, Nq], the logit of a key whose value is zero.
-        keep: like bias, what dropout multiplies the weight of a pair with.
+        keep: dropout's factor of each pair's weight, in the shape of bias.
 
     Returns: `out`, `lse`, `query`, `key`, `value`, `bias` [J, B, Hq, Nq, Nk] and `sink`.
     """
@@ -68,11 +68,11 @@ def attend(
     weight, of_sink = weight / total[..., None], of_sink / total
     used = weight * keep
 
-    def summed(x: Array) -> Array:  # over the query heads of a kv head
+    def summed(x: Array) -> Array:  # sums over the query heads of a kv head
         return x.reshape(batch, key.shape[1], group, *x.shape[2:]).sum(2)
 
     def results(sign: bool, q: Array, k: Array, v: Array, dout: Array, dlse: Array) -> dict:
-        minus = 1 if sign else -1  # magnitudes add what gradients subtract
+        minus = 1 if sign else -1  # magnitudes add the terms that gradients subtract
         dweight = dout @ v.swapaxes(2, 3) * keep
         delta = (weight * dweight).sum((0, 4)) + minus * -dlse
         dscore = weight * (dweight - minus * delta[..., None])
@@ -130,7 +130,7 @@ def kept(
 
 
 def _state(seed: int, entry: int) -> int:
-    """62 bits of a seed and a batch entry, in Python's own integers."""
+    """Hashes a seed and a batch entry to 62 bits, in Python's integers."""
     whole, state = 2**64 - 1, 0
     for part in (seed, entry):
         state = part + state * 31 + 0x9E3779B9 & whole
@@ -141,5 +141,5 @@ def _state(seed: int, entry: int) -> int:
 
 
 def _shifted(x: int, bits: int) -> int:
-    """An arithmetic shift of 64 bits, sign and all."""
+    """Arithmetic right shift of a 64-bit integer; extends the sign."""
     return (x - 2**64 if x >> 63 else x) >> bits & 2**64 - 1

@@ -1,4 +1,4 @@
-"""Rings of ranks in one process: `simulate_ring` and its plan, with every option that it takes."""
+"""Rings of ranks in one process: cases of `simulate_ring` and its plan, with all its options."""
 
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -30,7 +30,7 @@ CELLS = [
 
 @dataclass(frozen=True)
 class Ring(calls.Call):
-    """One call of `simulate_ring`, and the plan that it goes by."""
+    """One call of `simulate_ring`, and its plan."""
 
     world_size: int = 1
     sharding: str = "contiguous"
@@ -49,7 +49,7 @@ class Ring(calls.Call):
         return given
 
     def check(self) -> None:
-        """Compare the plan with the dense counts, and the call's numbers with the oracle's."""
+        """Compares the plan with the dense counts, and the call's results with the oracle's."""
         super().check()
         case = Case.of(self.scene, self.head_dim, self.value_dim, None)
         of_dtype = calls.DTYPES[self.dtype]
@@ -60,7 +60,7 @@ class Ring(calls.Call):
 
 @st.composite
 def cases(draw: st.DrawFn, cell: Cell) -> Ring:
-    """Rings with the option, class of patterns and dtype of a cell."""
+    """Draws rings with the option, class of patterns and dtype of a cell."""
     few = cell.option == "more ranks than tokens"
     scene = draw(scenes(max_length=8 if few else 40, max_heads=4))
     scene = replace(scene, q_len=scene.kv_len, q_start=None)

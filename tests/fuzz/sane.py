@@ -1,4 +1,4 @@
-"""A call of every public name that is right, as a function and its keyword arguments."""
+"""A valid call of every public name: a function and its keyword arguments."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ FIRST = sr.Causal() & sr.SlidingWindow(9)
 
 
 def used(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a pattern, or joins two, and attends it by layout and densely."""
+    """Wraps a constructor or operator: builds a pattern, and compares its layout with dense."""
 
     def call(**given: Any) -> Any:
         pattern = make(**given)
@@ -74,7 +74,7 @@ def filled(kind: type = sr.KVCache) -> Any:
 
 
 def of_cache(name: str, kind: type, **given: Any) -> tuple[Callable[..., Any], Given]:
-    """A method of a filled cache, and what the cache then is."""
+    """Builds a call of a method of a filled cache; it also returns the cache's new state."""
     held = filled(kind)
 
     def call(**given: Any) -> Any:
@@ -113,7 +113,7 @@ def summaries(name: str, **given: Any) -> tuple[Callable[..., Any], Given]:
 
 
 def module(make: Callable[..., Any], forward: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Makes a module of seeded weights and runs it."""
+    """Wraps a constructor: builds a module with seeded weights and runs it."""
 
     def call(**given: Any) -> Any:
         torch.manual_seed(0)
@@ -146,7 +146,7 @@ def hugging_face(name: str, **given: Any) -> tuple[Callable[..., Any], Given]:
 
 
 def reset(setter: Callable[..., Any], limit: int) -> Callable[..., Any]:
-    """Sets a limit, and then the one that was."""
+    """Wraps a setter: sets a limit, and restores the old one."""
 
     def call(**given: Any) -> Any:
         try:

@@ -1,6 +1,7 @@
-"""Blocks chosen by content: scores, choices, pooled keys, masses, losses, and attention to them.
+"""Blocks selected by content: scores, selection, pooled keys, masses, losses, and attention.
 
-In the table a row is a function; its classes of patterns are methods where it takes no pattern.
+In the coverage table a row is a function. Methods take the place of classes of patterns for
+functions without a pattern.
 """
 
 import random
@@ -30,7 +31,7 @@ JOINS = ("SelectedBlocks", *specs.OPERATORS)
 LENGTHS = ("one token", "no token")
 ROWS = ("q_start", "query_block", "not causal", "ragged last block", *LENGTHS)
 OF_CALLS = ("scale", "strides", "groups", "large scores")
-OPTIONS: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # and classes, by function
+OPTIONS: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # function: (options, classes)
     "block_scores": ((*ROWS, *OF_CALLS, "gradients"), METHODS),
     "select_blocks": (
         (
@@ -61,7 +62,7 @@ CELLS = [
 
 @dataclass(frozen=True)
 class Function:
-    """One call of a function of `sparsering.selection`, beside its definition."""
+    """One call of a function of `sparsering.selection`, compared with its definition."""
 
     dtype: str
     seed: int
@@ -79,23 +80,23 @@ class Function:
         return [name for name in OPTIONS[self.function][0] if used.get(name)] or ["none"]
 
     def used(self) -> dict[str, bool]:
-        """Which options are in use."""
+        """Returns whether each option is in use."""
         raise NotImplementedError
 
     def inputs(self) -> dict[str, Any]:
-        """Tensors by the names of their arguments; leaves of the graph."""
+        """Draws tensors, as leaves of the graph, by the names of their arguments."""
         raise NotImplementedError
 
     def given(self) -> dict[str, Any]:
-        """All other arguments."""
+        """Returns all other arguments."""
         raise NotImplementedError
 
     def largest(self, **exact: Any) -> float:
-        """The largest number whose rounding results inherit, besides themselves."""
+        """Largest number whose rounding error the results inherit, besides their own."""
         return max((x.detach().abs().max().item() for x in exact.values() if x.numel()), default=0)
 
     def check(self) -> None:
-        """Compare the result, and the gradients of leaves, with the definition's."""
+        """Compares the result and the gradients with those of the definition."""
         inputs = {name: x for name, x in self.inputs().items() if x is not None}
         exact = {
             name: x.detach().double().requires_grad_(x.requires_grad)
@@ -124,7 +125,7 @@ class Function:
             assert_close(f"gradient of {name}", a, b, sums * largest * largest, most)
 
     def script(self) -> str:
-        """The call and its definition in a few lines."""
+        """Returns the call and its definition in a few lines."""
         draws = []
         for name, x in self.inputs().items():
             drawn = f"torch.randn({tuple(x.shape)})" if x.numel() > 256 else f"torch.{x.detach()!r}"
@@ -145,7 +146,7 @@ class Function:
 def assert_close(
     name: str, found: Tensor, expected: Tensor, relative: float, beside: float
 ) -> None:
-    """Assert that numbers differ by the rounding of sums and of the result's dtype."""
+    """Asserts that numbers differ only by the rounding of sums and of the result's dtype."""
     assert found.shape == expected.shape, f"{name}: shape {tuple(found.shape)}"
     number, exact = found.detach().double(), expected.detach().double()
     assert not number.isnan().any(), f"{name}: NaN"
@@ -160,7 +161,7 @@ def assert_close(
 
 @dataclass(frozen=True)
 class Scores(Function):
-    """`block_scores` of a method; `call` has the query and key."""
+    """A call of `block_scores` with a method; `call` has the query and key."""
 
     call: calls.Call
     method: str
@@ -210,7 +211,7 @@ class Scores(Function):
 
 @dataclass(frozen=True)
 class Choice(Function):
-    """`select_blocks` of scores of some kind."""
+    """A call of `select_blocks` on scores of some kind."""
 
     shape: tuple[int, ...]
     kind: str
@@ -248,7 +249,7 @@ class Choice(Function):
         return {name: getattr(self, name) for name in names}
 
     def check(self) -> None:
-        """Compare choices; where a share is within rounding of top_p, either is right."""
+        """Compares selections; if a share is within rounding of top_p, either one is right."""
         scores, given = self.inputs()["scores"], self.given()
         found = sr.selection.select_blocks(scores, **given)
         either = [given]
@@ -261,7 +262,7 @@ class Choice(Function):
 
 @dataclass(frozen=True)
 class Pool(Function):
-    """`pool_blocks` of drawn numbers."""
+    """A call of `pool_blocks` on random numbers."""
 
     shape: tuple[int, int, int, int]
     arrange: str
@@ -290,12 +291,12 @@ class Pool(Function):
 
 @dataclass(frozen=True)
 class Loss(Function):
-    """`selection_loss` of all blocks, or of drawn slots."""
+    """A call of `selection_loss` on all blocks, or on random slots."""
 
     shape: tuple[int, int, int, int]
     kind: str
     group: int
-    indices: tuple[int, tuple[int, ...]] | None  # slots, and the dims before rows
+    indices: tuple[int, tuple[int, ...]] | None  # number of slots, dims before the rows
     row_weight: tuple[int, ...] | None
     function: ClassVar[str] = "selection_loss"
 
@@ -331,7 +332,7 @@ class Loss(Function):
 
 
 def drawn_scores(shape: Sequence[int], kind: str, dtype: str, seed: int) -> Tensor:
-    """Scores of a kind: numbers with few values, infinite ones, NaN."""
+    """Draws scores of a kind: with ties, infinities, NaN, or plain."""
     torch.manual_seed(seed)
     scores = 2 * torch.randn(tuple(shape))
     if kind == "ties":
@@ -344,10 +345,10 @@ def drawn_scores(shape: Sequence[int], kind: str, dtype: str, seed: int) -> Tens
 
 @dataclass(frozen=True)
 class Mass(calls.Call):
-    """`block_mass`: the gradient that the call's lse gives to a bias of each slot."""
+    """A call of `block_mass`, which equals the gradient of lse by a bias of each slot."""
 
     given_lse: bool = False
-    weight: tuple[int, int] | None = None  # its dims before queries
+    weight: tuple[int, int] | None = None  # dims of `weight` before the queries
 
     def cells(self) -> list[Cell]:
         names = ["lse"] * self.given_lse + ["weight"] * (self.weight is not None)
@@ -356,7 +357,7 @@ class Mass(calls.Call):
         return [Cell(o, f, "block_mass", self.dtype) for o in names or ["none"] for f in forms]
 
     def check(self) -> None:
-        """Compare every slot's mass with the sum of its pairs' weights."""
+        """Compares every slot's mass with the sum of its pairs' weights."""
         tensors = self.tensors()
         query, key = tensors["query"], tensors["key"]
         (selection,) = specs.selections(self.spec)
@@ -390,7 +391,7 @@ class Mass(calls.Call):
 
 @dataclass(frozen=True)
 class Chosen(calls.Call):
-    """Attention to blocks as `select_blocks` chooses them, each with a bias, or to pooled keys."""
+    """Attention to blocks as `select_blocks` selects them, with slot biases, or to pooled keys."""
 
     chosen_by: tuple[str, ...] = ()
 
@@ -402,7 +403,7 @@ class Chosen(calls.Call):
 
 
 def plain_call(draw: st.DrawFn, cell: Cell, scene: Scene, backend: str = "default") -> calls.Call:
-    """A call of a cell's dtype with options that every function of queries and keys takes."""
+    """Draws a call of a cell's dtype, with options that all functions of queries and keys take."""
 
     def used(name: str) -> bool:
         return cell.option == name or draw(st.integers(0, 5)) == 5
@@ -427,7 +428,7 @@ def plain_call(draw: st.DrawFn, cell: Cell, scene: Scene, backend: str = "defaul
 
 
 def scene_of(draw: st.DrawFn, option: str, max_length: int = 70) -> Scene:
-    """A scene with as many tokens, or a first position, as an option asks for."""
+    """Draws a scene with the number of tokens or the first position that an option needs."""
     scene = draw(scenes(max_length=max_length, max_heads=4))
     if option == "one token":
         scene = replace(scene, q_len=1)
@@ -440,7 +441,7 @@ def scene_of(draw: st.DrawFn, option: str, max_length: int = 70) -> Scene:
 
 @st.composite
 def scores(draw: st.DrawFn, cell: Cell) -> Scores:
-    """Calls of `block_scores`."""
+    """Draws calls of `block_scores`."""
     scene = scene_of(draw, cell.option)
     method = cell.pattern
     row = draw(st.sampled_from((1, 2, 4, 8)[cell.option == "query_block" :]))
@@ -459,7 +460,7 @@ def scores(draw: st.DrawFn, cell: Cell) -> Scores:
 
 @st.composite
 def choices(draw: st.DrawFn, cell: Cell) -> Choice:
-    """Calls of `select_blocks`."""
+    """Draws calls of `select_blocks`."""
     option, ints = cell.option, st.integers
     rows = 0 if option == "no row" else draw(ints(0, 12))
     blocks = 0 if option == "no block" else draw(ints(0, 12))
@@ -480,7 +481,7 @@ def choices(draw: st.DrawFn, cell: Cell) -> Choice:
     start = draw(st.one_of(st.just(0), ints(-20, 60)))
     if option == "q_start":
         start = draw(ints(1, 60))
-    if option == "ragged last block":  # than which rows reach less far
+    if option == "ragged last block":  # adds blocks that no row reaches
         blocks = max(blocks, (start + rows) // size + 1)
         k = max(k, min(sink + local, blocks))
     shape = (*outer, rows, blocks)
@@ -490,7 +491,7 @@ def choices(draw: st.DrawFn, cell: Cell) -> Choice:
 
 @st.composite
 def pools(draw: st.DrawFn, cell: Cell) -> Pool:
-    """Calls of `pool_blocks`."""
+    """Draws calls of `pool_blocks`."""
     option, ints = cell.option, st.integers
     size, stride = draw(ints(1, 9)), draw(ints(1, 9))
     size, stride = {
@@ -510,7 +511,7 @@ def pools(draw: st.DrawFn, cell: Cell) -> Pool:
 
 @st.composite
 def losses(draw: st.DrawFn, cell: Cell) -> Loss:
-    """Calls of `selection_loss`."""
+    """Draws calls of `selection_loss`."""
     option, ints = cell.option, st.integers
     batch, heads = draw(ints(1, 2)), draw(ints(1, 3))
     rows = 0 if option == "no row" else draw(ints(0, 6))
@@ -530,7 +531,7 @@ def losses(draw: st.DrawFn, cell: Cell) -> Loss:
 
 @st.composite
 def masses(draw: st.DrawFn, cell: Cell) -> Mass:
-    """Calls of `block_mass`."""
+    """Draws calls of `block_mass`."""
     call = plain_call(draw, cell, scene_of(draw, cell.option, 40))
     given = with_selection(draw, cell, call)[0]
     batch, heads = call.scene.batch, call.scene.num_heads
@@ -543,7 +544,7 @@ def masses(draw: st.DrawFn, cell: Cell) -> Mass:
 
 @st.composite
 def attended(draw: st.DrawFn, cell: Cell) -> Chosen:
-    """Calls of `attention` with chosen blocks, or pooled keys."""
+    """Draws calls of `attention` with selected blocks, or pooled keys."""
     backend, ints = cell.backend.removeprefix("attention "), st.integers
     scene = scene_of(draw, cell.option, 24 if backend in ("triton", "torch_sparse") else 50)
     call = plain_call(draw, cell, scene, backend)
@@ -566,12 +567,12 @@ def attended(draw: st.DrawFn, cell: Cell) -> Chosen:
 def with_selection(
     draw: st.DrawFn, cell: Cell, call: calls.Call
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The fields of a call with a chosen selection, alone or joined, and the options in use."""
+    """Draws a call's fields with selected blocks, alone or joined; also the options in use."""
     scene, option = call.scene, cell.option
     if scene.first_position < 0:
         scene = replace(scene, q_start=0)
     row = draw(st.sampled_from((1, 2, 4, 16)[option == "query_block" :]))
-    size = draw(st.sampled_from((16, 32, 16, row, 4 * row)))  # others than 16 n have no slot bias
+    size = draw(st.sampled_from((16, 32, 16, row, 4 * row)))  # a slot bias needs multiples of 16
     if option == "ragged last block":
         size = max(size, 16)
         scene = replace(scene, kv_len=scene.kv_len + (scene.kv_len % size == 0))
@@ -592,7 +593,7 @@ def with_selection(
 
 @st.composite
 def selections(draw: st.DrawFn, scene: Scene, size: int, row: int, top_p: float | None) -> Spec:
-    """A `SelectedBlocks` that the definition of `select_blocks` chooses for drawn scores."""
+    """Draws a `SelectedBlocks` that the definition of `select_blocks` gives for random scores."""
     first, blocks = scene.first_position // row, -(-scene.kv_len // size)
     rows = max(1, -(-(scene.first_position + scene.q_len) // row) - first)
     sink, local = draw(st.integers(0, 2)), draw(st.integers(0, 2))
@@ -614,7 +615,7 @@ def selections(draw: st.DrawFn, scene: Scene, size: int, row: int, top_p: float 
 
 
 def cases(cell: Cell) -> st.SearchStrategy[Any]:
-    """Cases of a cell's function."""
+    """Strategy of cases of a cell's function."""
     kinds = {
         "block_scores": scores,
         "select_blocks": choices,

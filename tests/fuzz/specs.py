@@ -1,4 +1,4 @@
-"""Pattern expressions for the attacker: a class of patterns joined with others; specs as source.
+"""Pattern expressions for the fuzzer: draws specs with a given class, and prints them as source.
 
 A spec is a nested tuple as in `patterns_oracle`.
 """
@@ -33,18 +33,19 @@ LEAVES = {
     "MaskMod": drawn.mask_mods,
 }
 CLASSES = (*LEAVES, "Packed", *OPERATORS)
-OF_WHOLE_ROWS = ("Documents", "KeyMask", "Dense", "SelectedBlocks", "MaskMod")  # not in `Packed`
+# Masks over the whole sequence (its length or row numbers) are not put inside `Packed`.
+OF_WHOLE_ROWS = ("Documents", "KeyMask", "Dense", "SelectedBlocks", "MaskMod")
 
 
 def classes_of(spec: Spec) -> list[str]:
-    """Every class and operator of a spec."""
+    """Returns every class and operator of a spec."""
     name, *args = spec
     inner = args if name in OPERATORS else args[1:] if name == "Packed" else []
     return sorted({name, *(found for part in inner for found in classes_of(part))})
 
 
 def branches(spec: Spec) -> list[Spec]:
-    """The masks of a mixture, in the order in which the pattern has them."""
+    """Splits a mixture into its masks, in the pattern's order."""
     name, *args = spec
     if name == "+":
         return branches(args[0]) + branches(args[1])
@@ -59,7 +60,7 @@ def branches(spec: Spec) -> list[Spec]:
 
 
 def selections(spec: Spec) -> list[Spec]:
-    """Every `SelectedBlocks` of every branch; those inside `Packed` have no slots."""
+    """Returns every `SelectedBlocks` of every branch; those inside `Packed` have no slots."""
     name, *args = spec
     if name in OPERATORS:
         parts = branches(spec) if is_mixture(spec) else args
@@ -68,7 +69,7 @@ def selections(spec: Spec) -> list[Spec]:
 
 
 def slots(spec: Spec, scene: Scene, positions: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """[J, B, H, Nq, Nk] the slot of each pair's block, R * k where none lists it."""
+    """[J, B, H, Nq, Nk] slot of each pair's block; R * k if no slot lists it."""
     shape = (scene.batch, scene.num_heads, len(positions), len(keys))
     found = []
     for branch in branches(spec):
@@ -100,9 +101,9 @@ def _slots(selection: Spec, scene: Scene, positions: np.ndarray, keys: np.ndarra
 def specs_with(
     draw: st.DrawFn, kind: str, scene: Scene, *, selected: bool = False
 ) -> tuple[Spec, Scene]:
-    """A spec that has a class or operator, and the scene that it fits.
+    """Draws a spec that contains a class or operator, and a scene that fits it.
 
-    With `selected` exactly one branch has exactly one `SelectedBlocks`.
+    With `selected`, exactly one branch has exactly one `SelectedBlocks`.
     """
     if scene.first_position < 0 and (selected or kind == "SelectedBlocks"):
         scene = replace(scene, q_start=0)
@@ -140,7 +141,7 @@ def specs_with(
 
 
 def source(spec: Spec) -> str:
-    """The spec as Python source."""
+    """Formats the spec as Python source."""
     name, *args = spec
     if name in OPERATORS:
         return f"({source(args[0])} {name} {source(args[1])})"
@@ -156,6 +157,6 @@ def source(spec: Spec) -> str:
 
 
 def is_bound(spec: Spec) -> bool:
-    """Whether the pattern knows the length of the sequence."""
+    """Whether the pattern fixes the length of the sequence."""
     bound = ("Documents", "Packed", "KeyMask", "Blocks", "Dense", "SelectedBlocks")
     return any(leaf[0] in bound for leaf in leaves(spec))

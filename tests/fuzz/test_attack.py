@@ -1,4 +1,4 @@
-"""The attacker itself, and some seconds of each kind of attack; `make fuzz` goes on for longer."""
+"""Tests of the fuzzer itself, and some seconds of each kind of attack; `make fuzz` runs longer."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,7 +14,7 @@ from .attack import Cell, Fault, Refused, attack
 
 @dataclass(frozen=True)
 class Number:
-    """A case that is wrong from 1000 on, and refused below 3."""
+    """A case that fails from 1000 on, and is refused below 3."""
 
     cell: Cell
     number: int
@@ -65,8 +65,8 @@ def test_the_same_seed_draws_the_same_cases(monkeypatch):
     assert texts[0] == texts[1]
 
 
-class calls_that_fail:  # noqa: N801, it stands for a module
-    """Calls; a sink beside grouped heads counts as wrong."""
+class calls_that_fail:  # noqa: N801, it takes the place of a module
+    """Calls that fail if they have a sink and grouped heads."""
 
     CELLS = calls.CELLS
 
@@ -89,7 +89,7 @@ class Failing:
         return self.call.script()
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore")  # of torch's own kernels, once a process
 @pytest.mark.parametrize("name", KINDS)
 def test_an_attack_of_some_seconds_finds_nothing(name):
     coverage = attack(import_module(f"fuzz.{name}"), 60 / len(KINDS), seed="make test")

@@ -1,4 +1,4 @@
-"""Defects planted in kernels, layouts, caches and rings, each of which a minute of attack finds."""
+"""Plants defects in kernels, layouts, caches and rings; a minute of attack must find each."""
 
 import os
 import shutil
@@ -68,7 +68,7 @@ def test_a_minute_of_attack_finds_a_planted_defect(name, tmp_path):
     planted.write_text(text.replace(right, wrong))
     path = os.pathsep.join([str(tmp_path / "tests"), str(tmp_path)])
     environment = os.environ | {"PYTHONPATH": path}
-    if file.endswith(".h"):  # compiled before the minute begins, and not kept
+    if file.endswith(".h"):  # compile before the minute begins, into a temporary cache
         environment["SPARSERING_CACHE"] = str(tmp_path / "cache")
         build = [sys.executable, "-m", "sparsering", "build"]
         subprocess.run(build, cwd=tmp_path, env=environment, check=True, capture_output=True)
