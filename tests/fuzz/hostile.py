@@ -107,7 +107,7 @@ def value_of(source: str, given: Given, name: str) -> Any:
 
 
 def flat(x: Any) -> list[Any]:
-    """Returns the tensors, numbers and texts inside a result."""
+    """Tensors, numbers and texts of a result."""
     if isinstance(x, type):
         return []
     if isinstance(x, tuple | list):
@@ -258,7 +258,7 @@ STATEFUL = ("nn", "KVCache", "SelectedCache", "BlockSummaries", "PatternRefiner"
 
 @contextmanager
 def guarded(is_small: bool) -> Iterator[None]:
-    """Limits the processor time and memory of a call; it is a fault if a small call exceeds them."""
+    """Limits the processor time and memory of a call; a small call that exceeds them is a fault."""
 
     def late(*_: Any) -> None:
         error = AssertionError if is_small else Refused
@@ -275,10 +275,8 @@ def guarded(is_small: bool) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
         faulthandler.cancel_dump_traceback_later()
-
-
-def guarded(is_small: bool) -> Iterator[None]:
-    """Limits the processor time and memory of a call; it is a fault if a small call exceeds them."""
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, known)
 
 
 def is_finite(x: Any) -> bool:
