@@ -53,7 +53,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     outs = [query.new_zeros(*query.shape[:3], value.shape[3])]
     lses = [query.new_full(query.shape[:3], -torch.inf, dtype=kind)]
     for p in layout.passes:
-        if 0 in (p.query_start.shape[1], p.key_tile.shape[2]):
+        if 0 in (p.query_start.shape[1], p.key_tile.shape[2], key.shape[2]):
             continue
         queries, keys = (
             _positions(start, stop, p.step, layout.block_size)

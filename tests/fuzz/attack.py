@@ -19,6 +19,9 @@ import hypothesis
 import hypothesis.strategies as st
 import torch
 
+SLOW = ("triton", "torch_sparse", "flex")  # interpreted, or ten times slower than other backends
+SLOW_ROUNDS = 6  # one round in so many is theirs
+
 
 class Cell(NamedTuple):
     """A combination to test: an option or a step, a class of patterns, a backend and a dtype."""
@@ -70,9 +73,11 @@ class Coverage:
         self.reasons: dict[Cell, str] = {}
         self.cases, self.seconds = 0, 0.0  # seconds of processor time
 
-    def emptiest(self, count: int, seed: str) -> list[Cell]:
-        """Returns the cells with the fewest cases; the seed shuffles ties."""
-        return sorted(self.right, key=lambda cell: (self.seen(cell), _digest(seed, *cell)))[:count]
+    def emptiest(self, count: int, seed: str, slow: bool) -> list[Cell]:
+        """The least covered cells of slow or of other backends; the seed shuffles ties."""
+        cells = [cell for cell in self.right if (cell.backend.split()[-1] in SLOW) == slow]
+        cells = cells or list(self.right)
+        return sorted(cells, key=lambda cell: (self.seen(cell), _digest(seed, *cell)))[:count]
 
     def seen(self, cell: Cell) -> int:
         return self.right[cell] + self.refused[cell]
@@ -139,7 +144,8 @@ def attack(
     begin = time.process_time()
     try:
         while cells and time.monotonic() < end:
-            _round(kind, coverage, end, f"{seed} {number}", under_way)
+            slow = number % SLOW_ROUNDS == SLOW_ROUNDS - 1
+            _round(kind, coverage, end, f"{seed} {number}", under_way, slow)
             number += 1
     finally:
         coverage.seconds = time.process_time() - begin
@@ -170,8 +176,10 @@ def prepare() -> None:
     warnings.simplefilter("ignore")
 
 
-def _round(kind: Kind, coverage: Coverage, end: float, seed: str, under_way: Path | None) -> None:
-    cells = coverage.emptiest(32, seed)
+def _round(
+    kind: Kind, coverage: Coverage, end: float, seed: str, under_way: Path | None, slow: bool
+) -> None:
+    cells = coverage.emptiest(32, seed, slow)
     failed: list[Any] = []
 
     @hypothesis.settings(
