@@ -144,7 +144,6 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: nn.MultiheadAttention(16, 2, device=2**64), "device must be one that"),
     (lambda: attended(value=NESTED), "value must be a dense tensor"),
     (lambda: attended(query=NESTED), "query must be a dense tensor"),
-    (lambda: PATTERN.layout(8, device="meta"), "device must be one that holds"),
     (lambda: (PATTERN + PATTERN) & (PATTERN + PATTERN), "& needs a pattern that is a mask"),
     (lambda: sr.from_mask_mod(lambda b, h, q, k: q > b, batch_size=2**31), "batch_size must be"),
     (lambda: kept(p=STRIDED), "dropout_p must be a number"),

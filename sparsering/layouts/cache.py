@@ -142,7 +142,7 @@ class LayoutCache:
                 f"no layout is kept of {what}, got {frame.q_len} queries of "
                 f"{shortened(str(pattern))}; leave prefetch out, the call waits for no other"
             )
-        place = table_place(device)  # adds the index of the device
+        place = place_of(device)  # adds the index of the device
 
         def work() -> BlockLayout:
             from ..cost.choice import block_size as chosen  # it imports layouts; choosing is slow
@@ -356,14 +356,6 @@ def place_of(device: torch.device | str) -> torch.device:
             f"device must be one that this torch and machine have, got {shortened(repr(device))} "
             f"({shortened(str(error).splitlines()[0])}); leave it out for the CPU"
         ) from None
-
-
-def table_place(device: torch.device | str) -> torch.device:
-    """The device that tables are on; ValueError where numbers cannot be."""
-    place = place_of(device)
-    if place.type == "meta":
-        raise ValueError("device must be one that holds numbers, got meta; the CPU does")
-    return place
 
 
 def _nbytes(made: object) -> int:

@@ -160,11 +160,11 @@ class Pattern(Operand):
         """
         # Layouts import patterns, so this and the next two methods import them only when called.
         from ..cost.choice import block_size as chosen
-        from ..layouts.cache import layout_cache, table_place
+        from ..layouts.cache import layout_cache, place_of
 
         frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
-        size = chosen(self, frame, table_place(device)) if block_size is None else block_size
-        return layout_cache.layout(self, frame, size, table_place(device))
+        size = chosen(self, frame, place_of(device)) if block_size is None else block_size
+        return layout_cache.layout(self, frame, size, place_of(device))
 
     def live_keys(
         self,

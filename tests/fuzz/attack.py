@@ -127,6 +127,7 @@ def attack(
     seed: int | str = 0,
     under_way: Path | None = None,
     backends: Sequence[str] | None = None,
+    rounds: int | None = None,
 ) -> Coverage:
     """Checks cases of a kind for some seconds.
 
@@ -137,13 +138,15 @@ def attack(
         under_way: a file with the case that is running, in case the process dies.
         backends: the backends to test, default all.
 
+        rounds: how many rounds of up to 64 cases, default as many as there is time for.
+
     Raises: Fault for the first case that fails, after shrinking it.
     """
     cells = [c for c in kind.CELLS if backends is None or c.backend.split()[-1] in backends]
     coverage, end, number = Coverage(cells), time.monotonic() + seconds, 0
     begin = time.process_time()
     try:
-        while cells and time.monotonic() < end:
+        while cells and time.monotonic() < end and number != rounds:
             slow = number % SLOW_ROUNDS == SLOW_ROUNDS - 1
             _round(kind, coverage, end, f"{seed} {number}", under_way, slow)
             number += 1

@@ -115,7 +115,8 @@ def flat(x: Any) -> list[Any]:
     if isinstance(x, dict):
         return flat(list(x.values()))
     if isinstance(x, sr.BlockLayout):
-        return [str(x), x.num_pairs]
+        on_meta = any(t.is_meta for p in x.passes for t in p.tensors())
+        return [] if on_meta else [str(x), x.num_pairs]  # tables on meta have shapes alone
     if isinstance(x, sr.BlockWeights):
         return [x.values]
     if hasattr(x, "__dataclass_fields__") and not isinstance(x, sr.Pattern):

@@ -89,8 +89,12 @@ class Failing:
         return self.call.script()
 
 
+ROUNDS = {"calls": 8, "caches": 4, "selections": 8, "rings": 3, "hostile": 8}  # a minute in all
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch's own kernels, once a process
 @pytest.mark.parametrize("name", KINDS)
 def test_an_attack_of_some_seconds_finds_nothing(name):
-    coverage = attack(import_module(f"fuzz.{name}"), 60 / len(KINDS), seed="make test")
+    kind = import_module(f"fuzz.{name}")
+    coverage = attack(kind, 600.0, seed="make test", rounds=ROUNDS[name])
     assert coverage.right.total()
