@@ -12,6 +12,7 @@ from ..checks import (
     check_inputs,
     check_pattern,
     check_tensor,
+    checked_device,
     checked_index,
     checked_scale,
     described,
@@ -19,7 +20,6 @@ from ..checks import (
 )
 from ..dispatch import choose
 from ..functional import checked_call
-from ..layouts.cache import place_of
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.lifetimes import last_visits, own_length
 from ..patterns.algebra import Pattern, check_fits
@@ -109,7 +109,7 @@ class KVCache:
         if total is not None:
             check_fits(pattern, self._held.frame(0, 0))
         self._dims = dims
-        self._asked = checked_dtype("dtype", dtype), None if device is None else place_of(device)
+        self._asked = checked_dtype("dtype", dtype), checked_device(device)
         with torch.inference_mode(False):
             self._clock = register(self)
 
