@@ -14,7 +14,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_oracle import (
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from oracles.attention_oracle import (
     PATTERNS,
     Case,
     arranged,
@@ -29,10 +31,8 @@ from attention_oracle import (
     random_table,
     workspace,
 )
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
-from patterns_oracle import Spec, build
-from strategies import Scene, cases
+from oracles.patterns_oracle import Spec, build
+from oracles.strategies import Scene, cases
 from torch import Tensor
 
 import sparsering as sr

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracle import (
+from oracles.attention_oracle import (
     PATTERNS,
     Case,
     assert_close,
@@ -12,7 +12,7 @@ from attention_oracle import (
     gradients,
     inputs,
 )
-from extras_oracle import attend_with_extras, branches_of
+from oracles.extras_oracle import attend_with_extras, branches_of
 from torch import Tensor
 
 import sparsering as sr

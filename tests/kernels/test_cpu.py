@@ -19,12 +19,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_oracle import PATTERNS, Case, assert_close, dense_counts, gradients, inputs
 from forked import run
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from patterns_oracle import Spec, build
-from strategies import Scene, cases
+from oracles.attention_oracle import PATTERNS, Case, assert_close, dense_counts, gradients, inputs
+from oracles.patterns_oracle import Spec, build
+from oracles.strategies import Scene, cases
 from torch import Tensor
 
 import sparsering as sr

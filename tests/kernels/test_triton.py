@@ -11,7 +11,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_oracle import (
+from forked import run
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from oracles.attention_oracle import (
     PATTERNS,
     Case,
     assert_close,
@@ -21,11 +24,8 @@ from attention_oracle import (
     gradients,
     inputs,
 )
-from forked import run
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from patterns_oracle import build
-from strategies import cases
+from oracles.patterns_oracle import build
+from oracles.strategies import cases
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

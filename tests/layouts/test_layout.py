@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from patterns_oracle import Spec, build, is_mixture, leaves
-from strategies import LAYOUT_BLOCK_SIZES, Scene, cases
+from oracles.patterns_oracle import Spec, build, is_mixture, leaves
+from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene, cases
 from torch import Tensor
 
 import sparsering as sr

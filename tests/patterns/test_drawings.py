@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from every_pattern import expanded
 from hypothesis import HealthCheck, given, settings
-from patterns_oracle import Spec, build, counts, is_batched, is_mixture, matrix
-from strategies import Scene, cases
+from oracles.every_pattern import expanded
+from oracles.patterns_oracle import Spec, build, counts, is_batched, is_mixture, matrix
+from oracles.strategies import Scene, cases
 from torch import Tensor
 
 import sparsering as sr

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from patterns_oracle import Spec, counts, is_batched, is_mixture, matrix
-from strategies import Scene, cases
+from oracles.patterns_oracle import Spec, counts, is_batched, is_mixture, matrix
+from oracles.strategies import Scene, cases
 from test_drawings import DRAWINGS, Drawing
 
 
