@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from extras_oracle import attend_with_extras, branches_of
+from oracles.extras_oracle import attend_with_extras, branches_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsering as sr

@@ -11,9 +11,9 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import torch
-from attention_oracle import arranged
-from patterns_oracle import Spec, build, is_batched, leaves
-from strategies import LAYOUT_BLOCK_SIZES, Scene
+from oracles.attention_oracle import arranged
+from oracles.patterns_oracle import Spec, build, is_batched, leaves
+from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene
 from torch import Tensor
 
 import sparsering as sr

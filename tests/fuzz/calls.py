@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import hypothesis.strategies as st
 import numpy as np
 import torch
-from attention_oracle import arranged
-from patterns_oracle import Spec, build, counts, leaves
-from strategies import LAYOUT_BLOCK_SIZES, Scene, scenes
+from oracles.attention_oracle import arranged
+from oracles.patterns_oracle import Spec, build, counts, leaves
+from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene, scenes
 from torch import Tensor
 
 import sparsering as sr

@@ -11,13 +11,13 @@ from itertools import product
 from math import inf, nan
 from typing import Any, ClassVar
 
-import blocks_oracle
 import hypothesis.strategies as st
-import strategies as drawn
 import torch
-from attention_oracle import arranged
-from patterns_oracle import Spec, build
-from strategies import HEADS, Scene, scenes
+from oracles import blocks_oracle
+from oracles import strategies as drawn
+from oracles.attention_oracle import arranged
+from oracles.patterns_oracle import Spec, build
+from oracles.strategies import HEADS, Scene, scenes
 from torch import Tensor
 
 import sparsering as sr
@@ -133,7 +133,7 @@ class Function:
         arguments = ", ".join([*(f"{n}={n}" for n in self.inputs()), f"**{self.given()!r}"])
         return "\n".join(
             [
-                "import torch, sparsering.selection, blocks_oracle  # the latter from tests",
+                "import torch, sparsering.selection; from oracles import blocks_oracle  # of tests",
                 "from torch import inf, nan",
                 *draws,
                 f"print(sparsering.selection.{self.function}({arguments}))",

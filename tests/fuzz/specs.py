@@ -8,9 +8,9 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
-import strategies as drawn
-from patterns_oracle import OPERATORS, Spec, is_mixture, leaves
-from strategies import Scene
+from oracles import strategies as drawn
+from oracles.patterns_oracle import OPERATORS, Spec, is_mixture, leaves
+from oracles.strategies import Scene
 
 LEAVES = {
     "Full": lambda scene: st.just(("Full",)),
