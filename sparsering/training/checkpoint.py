@@ -248,17 +248,17 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _check_kinds(about: About, found: dict[str, Kind]) -> None:
+def _check_kinds(about: About, kinds: dict[str, Kind]) -> None:
     """Raises ValueError at the first difference from the tensors of the recipe's model."""
-    left = found.keys() - {"rng"}  # older checkpoints also store torch's random state
+    unexpected = kinds.keys() - {"rng"}  # older checkpoints also store torch's random state
     for name, kind in _expected_kinds(about):
-        if name not in found:
+        if name not in kinds:
             raise ValueError(f"no tensor {name}, which the recipe's model has")
-        if found[name] != kind:
-            raise ValueError(f"{name} of {found[name]}, not {kind}")
-        left.discard(name)
-    if left:
-        raise ValueError(f"tensors of another model ({', '.join(sorted(left)[:3])})")
+        if kinds[name] != kind:
+            raise ValueError(f"{name} of {kinds[name]}, not {kind}")
+        unexpected.discard(name)
+    if unexpected:
+        raise ValueError(f"tensors of another model ({', '.join(sorted(unexpected)[:3])})")
 
 
 def _expected_kinds(about: About) -> Iterator[tuple[str, Kind]]:
@@ -303,5 +303,5 @@ def _remove(folder: Path, names: set[str]) -> None:
 def _damaged(folder: Path, what: str) -> ValueError:
     return ValueError(
         f"expected a sparsering checkpoint in {folder}, got a damaged or foreign one: {what}; "
-        "train anew with another --out"
+        "start a new run with another --out"
     )

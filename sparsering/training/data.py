@@ -81,8 +81,8 @@ def read_text(
         held_out = _held_out(
             {name: len(content) for name, content in contents.items()}, wanted, seed
         )
-    kept = [name for name in contents if name not in set(held_out)]
-    train = SEPARATOR.join(contents[name] for name in kept)
+    training = [name for name in contents if name not in set(held_out)]
+    train = SEPARATOR.join(contents[name] for name in training)
     validation = SEPARATOR.join(contents[name] for name in held_out)
     for side, joined in (("training", train), ("validation", validation)):
         if len(joined) < context + 1:
@@ -91,11 +91,11 @@ def read_text(
                 f"{len(joined)} (the {total} bytes of {source} are split by file); give more "
                 "files, or a smaller --context"
             )
-    digest = hashlib.sha256(f"{kept}{held_out}".encode())
+    digest = hashlib.sha256(f"{training}{held_out}".encode())
     digest.update(train)
     digest.update(validation)
     return Text(
-        _tensor(train), _tensor(validation), tuple(kept), tuple(held_out), digest.hexdigest()
+        _tensor(train), _tensor(validation), tuple(training), tuple(held_out), digest.hexdigest()
     )
 
 
@@ -139,10 +139,10 @@ def bigram_loss(train: Tensor, windows: list[tuple[Tensor, Tensor]]) -> float:
 def _standard_library() -> dict[str, Path]:
     """Files of the standard library without its tests, which some systems leave out."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    found = sorted(folder.rglob("*.py"))
+    files = sorted(folder.rglob("*.py"))
     return {
         name.as_posix(): file
-        for file in found
+        for file in files
         if not _NOT_THE_LIBRARY & set((name := file.relative_to(folder)).parts)
     }
 
@@ -189,11 +189,11 @@ def _held_out(sizes: dict[str, int], wanted: int, seed: int) -> list[str]:
     random.Random(f"{seed}:validation").shuffle(order)
     most = sum(sizes.values()) // 2
     taken: list[str] = []
-    held = 0
+    size = 0
     for name in order:
-        if held < wanted and held + sizes[name] <= most:
+        if size < wanted and size + sizes[name] <= most:
             taken.append(name)
-            held += sizes[name]
+            size += sizes[name]
     return taken
 
 

@@ -140,14 +140,14 @@ def _rows(
 
 
 def _generation_rows(generation: GenerationTime) -> list[tuple[str, str]]:
-    held, full = generation.cache_bytes, generation.full_cache_bytes
+    most, full = generation.cache_bytes, generation.full_cache_bytes
     rows = [
         (
             f"to read a prompt of {generation.prompt_tokens:,} bytes",
             f"{generation.prompt_seconds:.2f} s",
         ),
-        ("keys and values held, at most", f"{held / 1e6:.2f} MB"),
-        ("full caches would hold", f"{full / 1e6:.2f} MB, {full / held:.1f} x"),
+        ("keys and values held, at most", f"{most / 1e6:.2f} MB"),
+        ("full caches would hold", f"{full / 1e6:.2f} MB, {full / most:.1f} x"),
     ]
     if generation.tokens_per_s is not None:
         rows.insert(1, ("tokens/s, generating after it", f"{generation.tokens_per_s:,.0f}"))

@@ -179,9 +179,9 @@ def _report(out: Path, run: Run, plan: RingPlan, rows: list[RankFigures]) -> int
         row.forward[0] == row.forward[1] and row.backward[0] == row.backward[1] for row in rows
     )
     if not exact:
-        print("The bytes counted are not those of the plan.")
+        print("The counted bytes differ from the plan.")
     if not largest <= TOLERANCE:
-        print("The losses are not those of one process.")
+        print("The losses differ from a single process's.")
     return int(not (exact and largest <= TOLERANCE))
 
 

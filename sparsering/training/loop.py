@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -102,17 +102,113 @@ def train(
         FloatingPointError: the loss is not finite.
         RingError, RuntimeError: another rank died or does not answer.
     """
+    run = _prepared(recipe, out, command, resume, ranks)
+    windows = validation_windows(
+        run.text.validation, context=run.recipe.context, count=num_validation_windows
+    )
+    stop_at = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
+    with (
+        stop_signal() as own_stop,
+        live_progress(recipe.steps, run.step) if ranks.leads else _silence() as show,
+        open(out / "metrics.jsonl", "a") if ranks.leads else nullcontext() as run.file,
+    ):
+        stop = ranks.agreed(own_stop)
+        while True:
+            if run.step % validate_every == 0 or run.step == recipe.steps:
+                run.validate(windows, stop)
+            if run.step >= stop_at or stop() is not None:
+                break
+            run.advance(show)
+            if run.step % save_every == 0:
+                run.save()
+        if run.saved_at != run.step:
+            run.save()
+    return Run(run.recipe, run.model, run.text, windows, run.step, stop(), run.metrics)
 
-    def read() -> tuple[Recipe, Text, Checkpoint | None]:
-        ranks.check(recipe)
-        checkpoint = load_checkpoint(out, ranks) if resume else None
-        text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
-        if checkpoint is not None:
-            return _same_run(recipe, text, checkpoint), text, checkpoint
-        _refuse_to_overwrite(out, command)
-        return recipe, text, None
 
-    recipe, text, checkpoint = ranks.together(read)
+@dataclass(eq=False)
+class _RunInProgress:
+    """The state of a run between two steps, with what its steps need."""
+
+    recipe: Recipe
+    text: Text
+    model: LongNetLM
+    optimizer: torch.optim.Optimizer
+    out: Path
+    command: str
+    ranks: Ranks
+    step: int
+    saved_at: int  # step of the last checkpoint
+    metrics: list[dict[str, Any]]
+    file: TextIO | None = None  # `metrics.jsonl`, on the leader
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step."""
+        save_checkpoint(
+            self.out,
+            self.model,
+            self.optimizer,
+            step=self.step,
+            recipe=self.recipe,
+            fingerprint=self.text.fingerprint,
+            command=self.command,
+            launch=launch(),
+            ranks=self.ranks,
+        )
+        self.saved_at = self.step
+
+    def validate(self, windows: Windows, stop: Callable[[], int | None]) -> None:
+        """Logs the validation loss of this step, unless it is on record or a signal comes."""
+        if any(r["step"] == self.step and "validation_loss" in r for r in self.metrics):
+            return
+        loss = validation_loss(self.model, windows, self.recipe.dtype, stop, self.ranks)
+        if loss is not None:
+            self._log(step=self.step, validation_loss=loss)
+
+    def advance(self, show: Show) -> None:
+        """Trains one step, logs and shows it; FloatingPointError if its loss is not finite."""
+        recipe = self.recipe
+        began = time.perf_counter()
+        tokens, targets = training_window(
+            self.text.train,
+            context=recipe.context,
+            batch_size=recipe.batch_size,
+            seed=recipe.seed,
+            step=self.step,
+        )
+        loss, norm, rate = training_step(
+            self.model, self.optimizer, recipe, self.step, tokens, targets, self.ranks
+        )
+        seconds = time.perf_counter() - began
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise FloatingPointError(
+                f"expected a finite loss and gradient, got {loss} and {norm} at step {self.step}; "
+                f"the checkpoint of step {self.saved_at} is whole; start a new run with a smaller "
+                "--learning-rate"
+            )
+        self.step += 1
+        self._log(
+            step=self.step,
+            loss=loss,
+            learning_rate=rate,
+            grad_norm=norm,
+            tokens=tokens.numel(),
+            seconds=seconds,
+        )
+        show(self.step, loss, tokens.numel() / seconds)
+
+    def _log(self, **record: Any) -> None:
+        self.metrics.append(record)
+        if self.file is not None:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+
+
+def _prepared(
+    recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks
+) -> _RunInProgress:
+    """Builds the run at its first step, from the folder's checkpoint if `resume`."""
+    recipe, text, checkpoint = ranks.together(partial(_inputs, recipe, out, command, resume, ranks))
     recipe = recipe if recipe.dtype != "auto" else replace(recipe, dtype=ranks.dtype())
     step = 0 if checkpoint is None else checkpoint.step
     ranks.agree("recipe, text and checkpoint", (recipe, text.fingerprint, step))
@@ -122,84 +218,26 @@ def train(
     optimizer = adamw(model, recipe)
     if checkpoint is not None:
         ranks.together(partial(checkpoint.restore, model, optimizer))
-
-    def save() -> None:
-        save_checkpoint(
-            out,
-            model,
-            optimizer,
-            step=step,
-            recipe=recipe,
-            fingerprint=text.fingerprint,
-            command=command,
-            launch=launch(),
-            ranks=ranks,
-        )
-
+    run = _RunInProgress(recipe, text, model, optimizer, out, command, ranks, step, step, [])
     if checkpoint is None:
-        save()  # an unwritable folder fails here, before any training is lost
-    until = None if checkpoint is None else step
-    metrics = ranks.together(lambda: _kept_metrics(out, until) if ranks.leads else [])
-    metrics = ranks.from_leader(metrics)
-    saved_at = step
-    windows = validation_windows(
-        text.validation, context=recipe.context, count=num_validation_windows
-    )
-    stop_at = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
+        run.save()  # an unwritable folder fails here, before any training is lost
+    last = None if checkpoint is None else step
+    metrics = ranks.together(lambda: _cut_metrics(out, last) if ranks.leads else [])
+    run.metrics = ranks.from_leader(metrics)
+    return run
 
-    with (
-        stop_signal() as own_stop,
-        live_progress(recipe.steps, step) if ranks.leads else _silence() as show,
-        open(out / "metrics.jsonl", "a") if ranks.leads else nullcontext() as file,
-    ):
-        stop = ranks.agreed(own_stop)
 
-        def log(**record: Any) -> None:
-            metrics.append(record)
-            if file is not None:
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-
-        while True:
-            due = step % validate_every == 0 or step == recipe.steps
-            if due and not any(r["step"] == step and "validation_loss" in r for r in metrics):
-                loss = validation_loss(model, windows, recipe.dtype, stop, ranks)
-                if loss is not None:
-                    log(step=step, validation_loss=loss)
-            if step >= stop_at or stop() is not None:
-                break
-            began = time.perf_counter()
-            tokens, targets = training_window(
-                text.train,
-                context=recipe.context,
-                batch_size=recipe.batch_size,
-                seed=recipe.seed,
-                step=step,
-            )
-            loss, norm, rate = training_step(model, optimizer, recipe, step, tokens, targets, ranks)
-            seconds = time.perf_counter() - began
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise FloatingPointError(
-                    f"expected a finite loss and gradient, got {loss} and {norm} at step {step}; "
-                    f"the checkpoint of step {saved_at} is whole; train anew with a smaller "
-                    "--learning-rate"
-                )
-            step += 1
-            log(
-                step=step,
-                loss=loss,
-                learning_rate=rate,
-                grad_norm=norm,
-                tokens=tokens.numel(),
-                seconds=seconds,
-            )
-            show(step, loss, tokens.numel() / seconds)
-            if step % save_every == 0:
-                save()
-                saved_at = step
-        if saved_at != step:
-            save()
-    return Run(recipe, model, text, windows, step, stop(), metrics)
+def _inputs(
+    recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks
+) -> tuple[Recipe, Text, Checkpoint | None]:
+    """Reads the text and the checkpoint, and refuses them if they cannot be this run's."""
+    ranks.check(recipe)
+    checkpoint = load_checkpoint(out, ranks) if resume else None
+    text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
+    if checkpoint is not None:
+        return _same_run(recipe, text, checkpoint), text, checkpoint
+    _refuse_to_overwrite(out, command)
+    return recipe, text, None
 
 
 def training_step(
@@ -305,12 +343,12 @@ def _same_run(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recipe:
         theirs = ", ".join(f"{name} {getattr(checkpoint.recipe, name)!r}" for name in differing)
         raise ValueError(
             f"expected the recipe of the checkpoint in {checkpoint.folder}, which has {theirs}; "
-            "leave these out, or train anew with another --out"
+            "leave these out, or start a new run with another --out"
         )
     if text.fingerprint != checkpoint.fingerprint:
         raise ValueError(
             f"expected the text that the checkpoint in {checkpoint.folder} was trained on, got "
-            "another (files or bytes changed); restore it, or train anew with another --out"
+            "another (files or bytes changed); restore it, or start a new run with another --out"
         )
     return recipe
 
@@ -327,10 +365,10 @@ def _refuse_to_overwrite(out: Path, command: str) -> None:
     )
 
 
-def _kept_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
+def _cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
     """Cuts `metrics.jsonl` to the records up to `step` (None: to none), and returns them."""
     path = out / "metrics.jsonl"
-    kept: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     try:
         lines = [] if step is None else read_file(path, MOST_METRICS_BYTES).splitlines()
     except FileNotFoundError:
@@ -345,9 +383,9 @@ def _kept_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
         if not _is_record(record):
             raise _no_records(out, f"other JSON in line {number} of {path.name}")
         if record["step"] <= step:
-            kept.append(record)
-    replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-    return kept
+            records.append(record)
+    replace_file(path, "".join(json.dumps(record) + "\n" for record in records).encode())
+    return records
 
 
 def _no_records(out: Path, what: str) -> ValueError:

@@ -160,12 +160,12 @@ def generation_time(run: Run, num_tokens: int) -> GenerationTime:
     prompt = run.text.validation[:most].long()[None]
     caches = run.model.caches(max_length=prompt.shape[1] + num_tokens)
     tokens = TimedTokens(run.model.generate(prompt, num_tokens, caches=caches, temperature=0))
-    held = max(run.model.cache_bytes(caches)[0] for _ in tokens)
+    most_bytes = max(run.model.cache_bytes(caches)[0] for _ in tokens)
     return GenerationTime(
         prompt.shape[1],
         tokens.prompt_seconds,
         tokens.tokens_per_s,
-        held,
+        most_bytes,
         run.model.cache_bytes(caches)[1],
     )
 

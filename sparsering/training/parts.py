@@ -130,7 +130,7 @@ def read_parts(folder: Path, files: Files) -> Parts:
     Raises: FileNotFoundError; ValueError if a file is not safetensors, or if parts of a tensor are
     missing or overlap; ImportError without safetensors.
     """
-    found: dict[str, list[Part]] = {}
+    parts: dict[str, list[Part]] = {}
     for file_name, about in files.items():
         path = folder / file_name
         if (size := file_size(path)) != about["bytes"]:
@@ -139,9 +139,9 @@ def read_parts(folder: Path, files: Files) -> Parts:
             for key in file.keys():  # noqa: SIM118 - the file is not a mapping
                 header = file.get_slice(key)
                 name, part = _part(path, key, header.get_shape(), header.get_dtype())
-                found.setdefault(name, []).append(part)
-    kinds = {name: _joined(name, parts) for name, parts in found.items()}
-    return Parts(kinds, found, {folder / name: about["sha256"] for name, about in files.items()})
+                parts.setdefault(name, []).append(part)
+    kinds = {name: _joined(name, rows) for name, rows in parts.items()}
+    return Parts(kinds, parts, {folder / name: about["sha256"] for name, about in files.items()})
 
 
 def _part(path: Path, key: str, shape: list[int], dtype: str) -> tuple[str, Part]:

@@ -136,9 +136,9 @@ class Ranks:
         errors = self.gather(None if failure is None else (kind, str(failure)))
         if failure is not None:
             raise failure
-        for rank, found in enumerate(errors):
-            if found is not None:
-                raise found[0](f"rank {rank}: {found[1]}")
+        for rank, failed in enumerate(errors):
+            if failed is not None:
+                raise failed[0](f"rank {rank}: {failed[1]}")
         return result
 
     def agree(self, what: str, value: object) -> None:

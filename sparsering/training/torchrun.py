@@ -71,17 +71,17 @@ def ranks_of_torchrun(
 def starts_again(ranks: Ranks, folder: Path) -> bool:
     """Whether torchrun has restarted these processes and the folder has a checkpoint of theirs.
 
-    A checkpoint of another launch does not count: starting anew in its folder is a mistake.
+    A checkpoint of another launch does not count: a new run in its folder is a mistake.
     """
     if ranks.mesh is None:
         return False
     restarts = torch.tensor(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), device=ranks.device)
     dist.all_reduce(restarts, dist.ReduceOp.MAX)  # hosts may count restarts differently
-    found = False
+    same_launch = False
     if ranks.leads and restarts > 0:
         with suppress(OSError, ValueError):
-            found = read_about(folder).launch == launch()
-    return ranks.from_leader(found)
+            same_launch = read_about(folder).launch == launch()
+    return ranks.from_leader(same_launch)
 
 
 def launch() -> str | None:

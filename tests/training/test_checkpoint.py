@@ -103,7 +103,7 @@ def test_a_folder_written_through_pickle_is_never_read(run, tmp_path, format_):
     write_about(run, about(run) | {"format": format_, "tensors": tensors})
     if format_ == OLDER_FORMAT:
         assert_refused(run, "written through pickle by an early version")
-        assert_refused(run, "train anew with another --out")
+        assert_refused(run, "start a new run with another --out")
     assert_refused(run)
     assert not (tmp_path / "owned").exists()
 
