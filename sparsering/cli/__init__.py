@@ -39,14 +39,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 2 for errors of use, 128 + n after signal n."""
-    parser, given = build_parser(), sys.argv[1:] if argv is None else argv
-    if given and given[0] in MOVED:
+    parser, words = build_parser(), sys.argv[1:] if argv is None else argv
+    if words and words[0] in MOVED:
         parser.exit(
             2,
-            f"sparsering: {given[0]} is not in the package any more; in a clone of the repository "
-            f"run `python -m benchmarks {given[0]}`\n",
+            f"sparsering: {words[0]} is not in the package any more; in a clone of the repository "
+            f"run `python -m benchmarks {words[0]}`\n",
         )
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(words)
     try:
         return int(arguments.run(arguments))
     except KeyboardInterrupt:
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"sparsering: {_in_one_line(str(error) or type(error).__name__)}", file=sys.stderr)
         return 2
     except TOO_LARGE as error:
-        told = _in_one_line(f"{type(error).__name__} {error}")
-        print(f"sparsering: too large a number or size for this machine: {told}", file=sys.stderr)
+        text = _in_one_line(f"{type(error).__name__} {error}")
+        print(f"sparsering: too large a number or size for this machine: {text}", file=sys.stderr)
         return 2
 
 

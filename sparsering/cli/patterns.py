@@ -13,7 +13,7 @@ def add_commands(commands: Commands) -> None:
     plot.add_argument("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
     plot.add_argument("--length", type=positive, required=True, help="tokens")
     plot.add_argument("--out", type=Path, required=True, help="PNG file to write")
-    plot.add_argument("--block-size", type=positive, default=128, help="of the layout")
+    plot.add_argument("--block-size", type=positive, default=128, help="tokens of a block")
     plot.add_argument(
         "--heads", type=positive, default=1, help="heads of the layout, up to 4 drawn"
     )
@@ -24,7 +24,7 @@ def add_commands(commands: Commands) -> None:
     tune.set_defaults(run=_tune)
     tune.add_argument("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
     tune.add_argument(
-        "--tokens", type=positive, help="of the sequence (default: 32768 on a GPU, else 8192)"
+        "--tokens", type=positive, help="sequence length (default: 32768 on a GPU, else 8192)"
     )
     tune.add_argument("--heads", type=positive, help="query heads (default: 16 on a GPU, else 8)")
     tune.add_argument("--kv-heads", type=positive, help="key and value heads (default: --heads)")
@@ -36,18 +36,18 @@ def add_commands(commands: Commands) -> None:
     tune.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
-        help="of inputs (default: bfloat16 on a GPU, else float32)",
+        help="dtype of inputs (default: bfloat16 on a GPU, else float32)",
     )
     tune.add_argument(
         "--block-sizes",
         type=positive,
         nargs="+",
-        help="to choose from (default: 64 and 128, without a GPU 32 too)",
+        help="sizes to measure (default: 64 and 128, without a GPU 32 too)",
     )
     tune.add_argument(
         "--backend",
         choices=("cpu", "triton"),
-        help="whose (default: triton where there is a GPU, else cpu)",
+        help="backend to tune (default: triton if there is a GPU, else cpu)",
     )
 
 

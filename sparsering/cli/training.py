@@ -20,7 +20,7 @@ _RECIPE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("warmup-steps", int, "steps of linear warm-up"),
     ("weight-decay", float, "AdamW's decay of the weight matrices"),
     ("clip-norm", float, "largest norm of the gradient"),
-    ("seed", int, "of weights, split and order"),
+    ("seed", int, "seed of weights, split and order"),
 )
 
 
@@ -55,7 +55,7 @@ def add_commands(commands: Commands) -> None:
     train.add_argument(
         "--sequence-parallel",
         type=positive,
-        help="under torchrun: processes that share one window's tokens; the others take windows",
+        help="under torchrun: number of processes that share the tokens of a window",
     )
     train.add_argument(
         "--sharding",
@@ -80,13 +80,13 @@ def add_commands(commands: Commands) -> None:
     )
 
     generate = commands.add_parser(
-        "generate", help="continue a text with a trained model, as it comes"
+        "generate", help="continue a text with a trained model, printed as it is generated"
     )
     generate.set_defaults(run=_generate)
     generate.add_argument("checkpoint", type=Path, help="folder that train or demo wrote")
     generate.add_argument("--prompt", default="\n", help="text to continue")
     generate.add_argument("--num-bytes", type=positive, default=300, help="bytes to add at most")
-    generate.add_argument("--stop", metavar="TEXT", help="end with this text, once it has come")
+    generate.add_argument("--stop", metavar="TEXT", help="end after this text")
     generate.add_argument(
         "--temperature", type=float, default=0.7, help="0 takes the likeliest byte"
     )
@@ -97,7 +97,7 @@ def add_commands(commands: Commands) -> None:
         metavar="P",
         help="draw from the fewest likeliest bytes whose chances sum to P",
     )
-    generate.add_argument("--seed", type=int, default=0, help="of the draws")
+    generate.add_argument("--seed", type=int, default=0, help="seed of the draws")
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -108,9 +108,9 @@ def _train(arguments: argparse.Namespace) -> int:
     from ..training.recipe import Recipe
     from ..training.torchrun import ranks_of_torchrun, starts_again
 
-    given = {f.name: getattr(arguments, f.name) for f in fields(Recipe) if f.name in arguments}
-    if given.get("data") is not None:
-        given["data"] = str(Path(given["data"]).resolve())
+    settings = {f.name: getattr(arguments, f.name) for f in fields(Recipe) if f.name in arguments}
+    if settings.get("data") is not None:
+        settings["data"] = str(Path(settings["data"]).resolve())
     with ranks_of_torchrun(
         arguments.sequence_parallel, sharding=arguments.sharding, timeout=arguments.timeout
     ) as ranks:
@@ -119,7 +119,7 @@ def _train(arguments: argparse.Namespace) -> int:
         if resume:
             base = ranks.together(lambda: read_about(arguments.out).recipe)
         run = train(
-            replace(base, **given),
+            replace(base, **settings),
             arguments.out,
             resume=resume,
             save_every=arguments.save_every,
@@ -187,11 +187,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     except BaseException:
         print(flush=True)  # the error message starts a new line
         raise
-    held, full = model.cache_bytes(caches)
+    live, full = model.cache_bytes(caches)
     pace = f", then {tokens.tokens_per_s:,.0f} tokens/s" if tokens.tokens_per_s else ""
     print(
         f"{len(prompt):,} bytes read in {tokens.prompt_seconds:.2f} s{pace}; keys and values of "
-        f"{caches[0].length:,} bytes: {held:,} bytes held, {full:,} in a full cache",
+        f"{caches[0].length:,} bytes: {live:,} bytes held, {full:,} in a full cache",
         file=sys.stderr,
     )
     return 0
