@@ -4,7 +4,7 @@
     states = model(tiles, coordinates)             # [B, N, 1536], [B, N, 2] -> [B, 1 + N, 768]
     slide = states[:, 0]                           # what the class token has seen
 
-The blocks are those of `LongNetLM`; tokens attend in both directions, as the pattern says.
+The blocks equal `LongNetLM`'s; tokens attend in both directions, as the pattern says.
 """
 
 from collections.abc import Sequence
@@ -190,7 +190,7 @@ class LongNetEncoder(nn.Module):
             dims = "".join(f", {n}" for n in of_token)
             raise ValueError(
                 f"coordinates must be [{N}{dims}] or [{B}, {N}{dims}] of {self.axes} axes, got "
-                f"{got}; those of tiles are their pixels // the tile's size"
+                f"{got}; a tile's coordinates are its pixels // the tile's size"
             )
         place = coordinates.to(self.norm.weight.device, torch.float32)
         return place if of_token else place[..., None]
@@ -212,5 +212,5 @@ class LongNetEncoder(nn.Module):
         if not self.training or not self.drop_path:
             return [None] * depth
         rate = torch.linspace(0, self.drop_path, depth)[:, None, None]
-        kept = torch.rand(depth, 2, len(x)) >= rate  # on the CPU: one seed, one draw on all ranks
-        return list((kept / (1 - rate)).to(x.device, x.dtype))
+        alive = torch.rand(depth, 2, len(x)) >= rate  # on the CPU: one seed, one draw on all ranks
+        return list((alive / (1 - rate)).to(x.device, x.dtype))

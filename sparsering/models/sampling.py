@@ -72,7 +72,7 @@ class Sampling:
         if not math.isfinite(logits.sum()):
             raise FloatingPointError(
                 "expected finite scores of the next token, got infinity or NaN; the model's "
-                "weights are unusable: take those of another checkpoint"
+                "weights are unusable: load another checkpoint"
             )
         if self.temperature == 0:
             return logits.argmax(1)
