@@ -10,7 +10,7 @@ from .figure import DENSE, GREY, SPARSE, new_figure, png, wrapped
 from .patterns import short_count
 
 _COLORS = (SPARSE, "#5aa469", "#8e6bbf", "#c99a2e", "#4a4e57")
-_KEPT, _FORGOTTEN = torch.tensor([0.12, 0.44, 0.55]), torch.tensor([0.91, 0.92, 0.93])
+_LIVE, _DROPPED = torch.tensor([0.12, 0.44, 0.55]), torch.tensor([0.91, 0.92, 0.93])
 
 
 def decoding_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes:
@@ -82,7 +82,7 @@ def kept_png(
         heads = pattern.live_keys(length, num_heads=num_heads)
         share = torch.stack([_share(live, most, cells) for live in heads])
         there = _share(torch.arange(length), most, cells).expand(num_heads, -1)
-        shade = share.sqrt()[..., None] * _KEPT + (1 - share.sqrt())[..., None] * _FORGOTTEN
+        shade = share.sqrt()[..., None] * _LIVE + (1 - share.sqrt())[..., None] * _DROPPED
         axes.imshow(
             torch.where(there[..., None] > 0, shade, 1).numpy(),
             aspect="auto",
@@ -90,9 +90,9 @@ def kept_png(
             interpolation="nearest",
         )
         counts = sorted({len(live) for live in heads})
-        kept = " or ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
+        sizes = " or ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
         axes.set_title(
-            f"after {length:,} tokens: {kept} kept of each head", fontsize=8, loc="left", pad=3
+            f"after {length:,} tokens: {sizes} kept of each head", fontsize=8, loc="left", pad=3
         )
         axes.hlines(
             [head + 0.5 for head in range(num_heads - 1)], 0, most, color="white", linewidth=1.5
@@ -117,5 +117,5 @@ def _bytes(size: int) -> str:
 def _share(positions: torch.Tensor, most: int, cells: int) -> torch.Tensor:
     """Returns [cells]: the share of each cell's positions below `most` that `positions` has."""
     cell = torch.arange(most) * cells // most
-    found = torch.bincount(cell[positions], minlength=cells)
-    return found / torch.bincount(cell, minlength=cells)
+    counts = torch.bincount(cell[positions], minlength=cells)
+    return counts / torch.bincount(cell, minlength=cells)

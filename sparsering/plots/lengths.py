@@ -23,10 +23,10 @@ def lengths_png(rows: Sequence[Mapping[str, Any]], column: str) -> bytes:
     for row in rows:
         if row.get(column) is not None:
             lines.setdefault(row["call"], []).append(row)
-    others = iter(zip(_COLORS, _MARKS, strict=True))
+    styles = iter(zip(_COLORS, _MARKS, strict=True))
     for name, line in lines.items():
         dense = name.startswith("dense")
-        color, mark = (DENSE, "s") if dense else next(others, (GREY, "o"))
+        color, mark = (DENSE, "s") if dense else next(styles, (GREY, "o"))
         unit = 1 if column == "ms" else 2**20
         axes.plot(
             [row["tokens"] for row in line],
