@@ -225,13 +225,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             if self.bias_k is None:
                 out = attention(q, k, v, pattern, dropout_p=dropout, **options)
             else:
-                found = attention(q, k, v, pattern, dropout_p=dropout, return_lse=True, **options)
-                lse = scale * (q * self._bias_row(self.bias_k, k)).sum(-1).to(found[1].dtype)
-                of_bias = self._bias_row(self.bias_v, v).expand_as(found[0])
+                out, lse = attention(
+                    q, k, v, pattern, dropout_p=dropout, return_lse=True, **options
+                )
+                bias_lse = scale * (q * self._bias_row(self.bias_k, k)).sum(-1).to(lse.dtype)
+                of_bias = self._bias_row(self.bias_v, v).expand_as(out)
                 if dropout:
-                    of_bias = of_bias * F.dropout(torch.ones_like(lse), dropout)[..., None]
-                parts = found[0], of_bias.to(found[0].dtype)
-                out, _ = merge_attention(parts, (found[1], lse))
+                    of_bias = of_bias * F.dropout(torch.ones_like(bias_lse), dropout)[..., None]
+                out, _ = merge_attention((out, of_bias.to(out.dtype)), (lse, bias_lse))
         joined = out.transpose(1, 2).flatten(2)  # [B, L, E]
         return self.out_proj(joined), weights if need_weights else None
 
@@ -291,21 +292,21 @@ class MultiheadAttention(nn.MultiheadAttention):
         added: list[Tensor] = []
         if key_padding_mask is not None:
             _check_mask("key_padding_mask", key_padding_mask, [(batch, keys)])
-            seen = _seen(key_padding_mask)
-            if seen is None:
+            allowed = _allowed(key_padding_mask)
+            if allowed is None:
                 added.append(key_padding_mask[:, None, None])
             else:
-                pattern = pattern & KeyMask(seen)
+                pattern = pattern & KeyMask(allowed)
         if attn_mask is not None:
             fit = [(length, keys), (batch * heads, length, keys)]
             _check_mask("attn_mask", attn_mask, fit)
             if attn_mask.dim() == 3:
                 attn_mask = attn_mask.view(batch, heads, length, keys)
-            seen = _seen(attn_mask)
-            if seen is None:
+            allowed = _allowed(attn_mask)
+            if allowed is None:
                 added.append(attn_mask if attn_mask.dim() == 4 else attn_mask[None, None])
             else:
-                pattern = pattern & _pairs(seen)
+                pattern = pattern & _pairs(allowed)
         return pattern, sum(added[1:], added[0]) if added else None
 
     def _of_nested(
@@ -353,39 +354,39 @@ def convert(module: nn.Module, pattern: Pattern) -> list[str]:
     check_module("module", module)
     if type(module) is nn.MultiheadAttention:
         raise ValueError(
-            "convert replaces modules below the one it is given, got a MultiheadAttention itself; "
+            "convert replaces modules below its argument, got a MultiheadAttention itself; "
             "make sparsering.nn.MultiheadAttention and load its state_dict"
         )
-    made: dict[int, MultiheadAttention] = {}
+    converted: dict[int, MultiheadAttention] = {}
     names = []
     for parent_name, parent in list(module.named_modules()):
         for name, child in list(parent._modules.items()):
             if type(child) is not nn.MultiheadAttention:
                 continue
-            if id(child) not in made:
-                made[id(child)] = _converted(child, pattern)
-            setattr(parent, name, made[id(child)])
+            if id(child) not in converted:
+                converted[id(child)] = _converted(child, pattern)
+            setattr(parent, name, converted[id(child)])
             names.append(f"{parent_name}.{name}" if parent_name else name)
     return names
 
 
 def _converted(torchs: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAttention:
     """Builds a module over a pattern that shares all parameters and hooks with torch's."""
-    made = MultiheadAttention.__new__(MultiheadAttention)
+    converted = MultiheadAttention.__new__(MultiheadAttention)
     for name, x in vars(torchs).items():
-        vars(made)[name] = copy.copy(x) if isinstance(x, dict | set) else x
-    made._attend_by(pattern, None)
-    return made
+        vars(converted)[name] = copy.copy(x) if isinstance(x, dict | set) else x
+    converted._attend_by(pattern, None)
+    return converted
 
 
 def _called(module: nn.Module, inputs: Any) -> None:
     """Hook that does nothing: torch's fused layers do not bypass a module that has a hook."""
 
 
-def _each(change: Callable[[Tensor], Tensor], *given: Tensor) -> list[Tensor]:
+def _each(change: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
     """Applies `change` to tensors; arguments that are one tensor give one tensor."""
-    changed = {id(x): change(x) for x in given}
-    return [changed[id(x)] for x in given]
+    changed = {id(x): change(x) for x in tensors}
+    return [changed[id(x)] for x in tensors]
 
 
 def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
@@ -403,7 +404,7 @@ def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
         )
 
 
-def _seen(mask: Tensor) -> Tensor | None:
+def _allowed(mask: Tensor) -> Tensor | None:
     """Converts torch's mask to True for pairs that attend; None if it adds numbers to scores."""
     if mask.dtype == torch.bool:
         return ~mask
@@ -412,8 +413,8 @@ def _seen(mask: Tensor) -> Tensor | None:
     return None if learns or not bool((blocked | (mask == 0)).all()) else ~blocked
 
 
-def _pairs(seen: Tensor) -> Pattern:
+def _pairs(allowed: Tensor) -> Pattern:
     """Pattern of a table of pairs; `Causal()` where the table is lower triangular."""
-    if seen.dim() == 2 and bool((seen == torch.ones_like(seen).tril()).all()):
+    if allowed.dim() == 2 and bool((allowed == torch.ones_like(allowed).tril()).all()):
         return Causal()
-    return Dense(seen)
+    return Dense(allowed)

@@ -27,10 +27,10 @@ def gated_pool(gate: Tensor, x: Tensor, size: int, stride: int) -> Tensor:
     """
     length = x.shape[2]
     count = -(-max(0, length - size) // stride) + 1
-    lack = (count - 1) * stride + size - length
-    gate = pad(gate.to(sum_dtype(gate)), (0, lack), value=torch.finfo(gate.dtype).min)
+    missing = (count - 1) * stride + size - length
+    gate = pad(gate.to(sum_dtype(gate)), (0, missing), value=torch.finfo(gate.dtype).min)
     weight = gate.unfold(2, size, stride).softmax(3).to(x.dtype)  # [B, H, Np, size]
-    windows = pad(x, (0, 0, 0, lack)).unfold(2, size, stride)  # [B, H, Np, D, size]
+    windows = pad(x, (0, 0, 0, missing)).unfold(2, size, stride)  # [B, H, Np, D, size]
     pooled: Tensor = (windows @ weight[..., None])[..., 0]
     return pooled
 

@@ -164,10 +164,10 @@ class SelectedAttention(nn.Module):
         self.k_proj = nn.Linear(embed_dim, shared, bias=False)
         self.v_proj = nn.Linear(embed_dim, shared, bias=False)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
-        others = (window is not None) + (pooled is not None)
+        branches = (window is not None) + (pooled is not None)
         self.gate_proj: nn.Linear | None = None
-        if others:
-            self.gate_proj = nn.Linear(embed_dim, num_heads * (others + (gate == "sigmoid")))
+        if branches:
+            self.gate_proj = nn.Linear(embed_dim, num_heads * (branches + (gate == "sigmoid")))
             nn.init.zeros_(self.gate_proj.weight)
             nn.init.zeros_(self.gate_proj.bias)
         self.pool_gate: nn.Parameter | None = None
@@ -239,8 +239,8 @@ class SelectedAttention(nn.Module):
     def extra_repr(self) -> str:
         """Arguments of the constructor, for `repr`."""
         names = ("block_size", "k", "query_block", "scorer", "window", "sink", "local", "pooled")
-        told = [f"{name}={getattr(self, name)!r}" for name in (*names, "dense_below", "causal")]
-        return f"{self.num_heads} heads on {self.num_kv_heads}, {', '.join(told)}"
+        parts = [f"{name}={getattr(self, name)!r}" for name in (*names, "dense_below", "causal")]
+        return f"{self.num_heads} heads on {self.num_kv_heads}, {', '.join(parts)}"
 
     @overload
     def forward(

@@ -315,7 +315,7 @@ def test_modules_are_converted_once_and_shared_ones_stay_shared():
     assert not shared._forward_pre_hooks  # which is as it was
     assert convert(model, sr.Full()) == []
     assert made.pattern == WINDOW
-    with pytest.raises(ValueError, match="below the one"):
+    with pytest.raises(ValueError, match="below its argument"):
         convert(shared, WINDOW)
     with pytest.raises(TypeError, match="pattern must be"):
         convert(model, "SlidingWindow(3)")
