@@ -131,8 +131,8 @@ class _Ranked(NamedTuple):
         mass = (scores.clamp(max=_FINITE[1]) - highest).exp()
         each = mass.gather(-1, chosen.clamp(min=0)).double()
         before = each.cumsum(-1) - each
-        kept = forced | (before < float(top_p) * mass.sum(-1, keepdim=True, dtype=torch.float64))
-        return torch.where(kept, chosen, -1)
+        within = forced | (before < float(top_p) * mass.sum(-1, keepdim=True, dtype=torch.float64))
+        return torch.where(within, chosen, -1)
 
 
 _LAST = (1 << _BLOCK_BITS) - 1

@@ -67,7 +67,7 @@ def selection_loss(
     if mass.shape[0] != batch or (indices is None and mass.shape[3] != blocks):
         raise ValueError(
             f"mass must be of the {batch} batch entries and {blocks} blocks of the scores, got "
-            f"{tuple(mass.shape)}; of selected blocks pass their indices beside it"
+            f"{tuple(mass.shape)}; with selected blocks, pass their indices too"
         )
     score = scores.to(dtype)
     if not blocks:

@@ -57,7 +57,7 @@ class PatternRefiner:
         >>> pattern = SelectedBlocks(refiner.table, 64)
         >>> chosen = torch.rand(64) < 0.1  # rows to look at, whole
         >>> every = torch.where(chosen[:, None], torch.arange(64), -1)
-        >>> mass = block_scores(  # of rows of many queries, exact: the log of their shares' sum
+        >>> mass = block_scores(  # exact; for rows of many queries, logs of summed shares
         ...     query, key, 64, query_block=64, method="exact", causal=False
         ... ).exp()
         >>> refiner.observe(mass, every)
@@ -132,19 +132,19 @@ class PatternRefiner:
         indices = checked_slots(indices, mass.shape)
         refuse_meta(mass, indices, named="mass and indices")
         mass, indices = mass.cpu(), indices.cpu()
-        seen = counted(indices, blocks)
-        mass = torch.where(seen, mass, 0.0)
+        valid = counted(indices, blocks)
+        mass = torch.where(valid, mass, 0.0)
         if not bool((mass >= 0).all() & (mass < 1 << 20).all()):
             raise ValueError(
                 "observed masses must be at least 0 and below 2^20, the sum of a row's softmax "
                 f"weights, got some from {mass.min().item()} to {mass.max().item()}; pass -1 as "
                 "the index of what is not to be observed"
             )
-        slot = torch.where(seen, indices, 0)
+        slot = torch.where(valid, indices, 0)
         units = (mass * UNIT).round().long()
         for entry in range(len(mass)):
             self._sums.scatter_add_(2, slot[entry], units[entry])
-            self._counts.scatter_add_(2, slot[entry], seen[entry].long())
+            self._counts.scatter_add_(2, slot[entry], valid[entry].long())
 
     def update(self, group: dist.ProcessGroup | None = None) -> bool:
         """Swaps blocks by the mass observed since the last update.
@@ -211,9 +211,11 @@ class PatternRefiner:
         if group is None:
             return self._sums, self._counts
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        told = torch.tensor((self.ema, self.margin, self.swaps, self.cooldown), dtype=torch.float64)
-        held = (told, self._protected, *(getattr(self, name) for name in AGREED))
-        own = torch.tensor([digested(x) for x in held])
+        settings = torch.tensor(
+            (self.ema, self.margin, self.swaps, self.cooldown), dtype=torch.float64
+        )
+        state = (settings, self._protected, *(getattr(self, name) for name in AGREED))
+        own = torch.tensor([digested(x) for x in state])
         extremes = torch.cat((own, ~own)).to(device)  # max(~x) is ~min(x): one MAX gives both
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         most, least = extremes.cpu().chunk(2)

@@ -101,16 +101,16 @@ def _rest(
 
 
 def _pooled(
-    query: Tensor, key: Tensor, value: Tensor, log_tokens: Tensor, seen: Tensor
+    query: Tensor, key: Tensor, value: Tensor, log_tokens: Tensor, visible: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention (out, lse) to pooled keys, in their dtype; `seen`: [B or 1, H or 1, n, Nb]."""
+    """Attention (out, lse) to pooled keys, in their dtype; `visible`: [B or 1, H or 1, n, Nb]."""
     kv_heads = key.shape[1]
     query = query.to(key.dtype).unflatten(1, (kv_heads, -1))  # [B, Hkv, G, n, D]
-    heads = seen.shape[1]
-    seen = seen.unflatten(1, (kv_heads, -1) if heads % kv_heads == 0 else (1, 1))
-    none = ~seen.any(-1, keepdim=True)
+    heads = visible.shape[1]
+    visible = visible.unflatten(1, (kv_heads, -1) if heads % kv_heads == 0 else (1, 1))
+    none = ~visible.any(-1, keepdim=True)
     logits = query @ key[:, :, None].mT + log_tokens
-    lse = logits.masked_fill(~(seen | none), -torch.inf).logsumexp(-1, keepdim=True)
-    weight = torch.where(seen, (logits - lse).exp(), 0.0)
+    lse = logits.masked_fill(~(visible | none), -torch.inf).logsumexp(-1, keepdim=True)
+    weight = torch.where(visible, (logits - lse).exp(), 0.0)
     lse = lse.masked_fill(none, -torch.inf)[..., 0]
     return (weight @ value[:, :, None]).flatten(1, 2), lse.flatten(1, 2)

@@ -74,8 +74,8 @@ class SelectionReport:
                 shares = (captured.mean, captured.p05, captured.least)
                 numbers = [report.density, *(x.clamp(max=1.0) for x in shares), report.error]
                 numbers += [report.recall, report.inflation]
-                told = "".join(f"{float(x.mean()):>10.3f}" for x in numbers)
-                lines.append(f"{name:>10}{told}")
+                figures = "".join(f"{float(x.mean()):>10.3f}" for x in numbers)
+                lines.append(f"{name:>10}{figures}")
         wide = float(self.captured.interval.max())
         lines.append(f"{self.rows} rows; captured +- {wide:.3f} (probability 0.999)")
         lines.append(
@@ -144,8 +144,8 @@ def selection_report(
         listed = looked.listed()
         count = listed.sum(-1, keepdim=True)
         of_rank, whole = looked.ranks(seed), len(drawn) == total
-        others = {name: looked.report(rank < count, None, whole) for name, rank in of_rank.items()}
-        return looked.report(listed, others, True)
+        reports = {name: looked.report(rank < count, None, whole) for name, rank in of_rank.items()}
+        return looked.report(listed, reports, True)
 
 
 def _selection(pattern: Pattern) -> tuple[SelectedBlocks, bool]:
@@ -194,8 +194,8 @@ class _Looked:
         self.heads = max(heads, key.shape[1])  # number of heads that have their own lists
         self.blocks = -(-key.shape[2] // selected.block_size)
         block = torch.arange(self.blocks, device=query.device) * selected.block_size
-        seen = self.position[:, None] + 1 if causal else torch.full_like(block[:1], key.shape[2])
-        keys = (seen.clamp(max=key.shape[2]) - block).clamp(0, selected.block_size).double()
+        limit = self.position[:, None] + 1 if causal else torch.full_like(block[:1], key.shape[2])
+        keys = (limit.clamp(max=key.shape[2]) - block).clamp(0, selected.block_size).double()
         keys = keys.expand(len(self.place), -1)
         # [rows, Nb] visible keys of a block, summed over a row's queries
         self.visible = keys.new_zeros(len(drawn), self.blocks).index_add(0, self.row, keys)
@@ -250,14 +250,14 @@ class _Looked:
         noise = torch.where(block == own[:, None], 2.0, noise.to(self.query.device))
         latest = torch.where(block <= own[:, None], block, -1 - block).double()
         wanted = {"random": noise, "window": latest.expand_as(noise), "oracle": self.mass.double()}
-        found = {}
+        ranks = {}
         for name, score in wanted.items():
             score = torch.where(self.visible > 0, score, -torch.inf)
-            found[name] = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
-        return found
+            ranks[name] = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        return ranks
 
     def report(
-        self, listed: Tensor, others: dict[str, SelectionReport] | None, whole: bool
+        self, listed: Tensor, baselines: dict[str, SelectionReport] | None, whole: bool
     ) -> SelectionReport:
         """Reports on the selection of the blocks where `listed` [B, H, rows, Nb] is true."""
         kv_heads, group = self.key.shape[1], self.query.shape[1] // self.key.shape[1]
@@ -274,7 +274,7 @@ class _Looked:
         density = (listed * self.visible).sum((0, 2, 3)) / self.visible.sum() / len(self.query)
         inflation = torch.full((kv_heads,), torch.nan, dtype=torch.float64)
         if whole:
-            table = self.selected if others is not None else self._table(listed)
+            table = self.selected if baselines is not None else self._table(listed)
             tokens = self.selected.block_size
             inflation = table.inflation(tokens, self.key.shape[2]).double()
         return SelectionReport(
@@ -284,7 +284,7 @@ class _Looked:
             recall=self._of_kv_heads(hits.nanmean((0, 2))),
             inflation=self._of_kv_heads(inflation).to(density.device),
             rows=len(self.drawn),
-            **(others or {}),
+            **(baselines or {}),
         )
 
     def _table(self, listed: Tensor) -> SelectedBlocks:

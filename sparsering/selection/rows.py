@@ -42,15 +42,15 @@ def spans(q_start: int, q_len: int, query_block: int, block_size: int) -> list[S
     cuts = {end}
     for size in (query_block, block_size):
         cuts |= {-(-q_start // size) * size, end // size * size}
-    found, start = [], q_start
+    pieces, start = [], q_start
     for stop in sorted(cut for cut in cuts if q_start < cut <= end):
         whole = start % block_size == stop % block_size == 0
         width = block_size if whole else stop - start
         row = query_block if start % query_block == stop % query_block == 0 else width
         block, offset = start // block_size, start % block_size  # Dynamo has no divmod of SymInts
-        found.append(Span(start - q_start, block, (stop - start) // width, width, row, offset))
+        pieces.append(Span(start - q_start, block, (stop - start) // width, width, row, offset))
         start = stop
-    return found
+    return pieces
 
 
 def num_rows(q_start: int, q_len: int, query_block: int) -> int:

@@ -63,9 +63,9 @@ class Schedule:
 
     def __call__(self, step: float) -> float:
         """Value at a step, which may be any number but NaN (ValueError)."""
-        given, step = step, as_float(step)
+        argument, step = step, as_float(step)
         if math.isnan(step):
-            got = shortened(repr(given))
+            got = shortened(repr(argument))
             raise ValueError(f"step must be a number, got {got}; count steps from 0")
         passed = sum(x <= step for x, _ in self.points)
         if passed in (0, len(self.points)):

@@ -104,8 +104,8 @@ class BlockScorer(nn.Module):
         check_inputs(query, key, key, Full())
         if key.shape[1] != self.num_kv_heads or key.shape[3] != self.head_dim:
             raise ValueError(
-                f"expected keys [B, {self.num_kv_heads}, Nk, {self.head_dim}], as this scorer was "
-                f"made for, got {tuple(key.shape)}; make another BlockScorer"
+                f"expected keys [B, {self.num_kv_heads}, Nk, {self.head_dim}], the sizes of "
+                f"this scorer, got {tuple(key.shape)}; make another BlockScorer"
             )
         check_integer_or_none("q_start", q_start)
         first = key.shape[2] - query.shape[2] if q_start is None else q_start
@@ -148,17 +148,17 @@ class BlockScorer(nn.Module):
         dtype, (batch, heads, q_len) = query.dtype, query.shape[:3]
         size, kv_heads, blocks = self.block_size, key.shape[1], pooled.shape[2]
         project = self.project_key.to(dtype).mT  # [Hkv, D, index_dim]
-        asked = query.unflatten(1, (kv_heads, heads // kv_heads))
-        asked = asked @ self.project_query.to(dtype).mT[:, None]
-        asked = asked * project.shape[2] ** -0.5  # [B, Hkv, G, Nq, index_dim]
+        query = query.unflatten(1, (kv_heads, heads // kv_heads))
+        query = query @ self.project_query.to(dtype).mT[:, None]
+        query = query * project.shape[2] ** -0.5  # [B, Hkv, G, Nq, index_dim]
         own = None
         if self.causal and q_len and blocks:  # pool each query's own block up to the query
             begin = min(first // size, blocks - 1)
             end = min((first + q_len - 1) // size, blocks - 1) + 1
             some = key[:, :, (begin - before) * size : (end - before) * size]
             keys, real = _in_blocks(some, size)
-            held = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
-            up_to = held & real[:, None]
+            triangle = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
+            up_to = triangle & real[:, None]
             each = _pooled(self._gate(keys)[:, :, :, None], keys, up_to).flatten(2, 3)
             place = first - begin * size + torch.arange(q_len, device=key.device)
             own = each[:, :, place.clamp(max=each.shape[2] - 1)] @ project
@@ -168,34 +168,34 @@ class BlockScorer(nn.Module):
         cuts = [0, *(start - first for start in starts[1:]), q_len]
         parts = []
         for i, j in pairwise(cuts):
-            given = asked[:, :, :, i:j], pooled, None if own is None else own[:, :, i:j], first + i
+            chunk = query[:, :, :, i:j], pooled, None if own is None else own[:, :, i:j], first + i
             if len(starts) == 1 or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-                parts.append(self._rows(*given))
+                parts.append(self._rows(*chunk))
             else:
-                part = checkpoint(self._rows, *given, use_reentrant=False, preserve_rng_state=False)
+                part = checkpoint(self._rows, *chunk, use_reentrant=False, preserve_rng_state=False)
                 parts.append(part)
         return torch.cat(parts, 2)
 
-    def _rows(self, asked: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
+    def _rows(self, query: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
         """Scores [B, Hkv, R, Nb] of some rows: log of the sum of their queries' softmaxes."""
-        q_len, blocks, step = asked.shape[3], pooled.shape[2], self.query_block
-        lowest = torch.finfo(asked.dtype).min
-        score = asked @ pooled.mT[:, :, None]  # [B, Hkv, G, Nq, Nb]
-        seen = torch.ones(q_len, blocks, dtype=torch.bool, device=asked.device)
+        q_len, blocks, step = query.shape[3], pooled.shape[2], self.query_block
+        lowest = torch.finfo(query.dtype).min
+        score = query @ pooled.mT[:, :, None]  # [B, Hkv, G, Nq, Nb]
+        visible = torch.ones(q_len, blocks, dtype=torch.bool, device=query.device)
         if own is not None:
-            block = torch.arange(blocks, device=asked.device)
-            mine = (first + torch.arange(q_len, device=asked.device))[:, None] // self.block_size
-            own_score = (asked * own[:, :, None]).sum(-1, keepdim=True)
+            block = torch.arange(blocks, device=query.device)
+            mine = (first + torch.arange(q_len, device=query.device))[:, None] // self.block_size
+            own_score = (query * own[:, :, None]).sum(-1, keepdim=True)
             score = torch.where(block == mine, own_score, score)
-            seen = block <= mine
+            visible = block <= mine
         rows = num_rows(first, q_len, step)
         before = first % step if rows else 0
         margin = (0, 0, before, rows * step - before - q_len)
-        share = torch.where(seen, score, lowest).log_softmax(4)
-        share = F.pad(torch.where(seen, share, lowest), margin, value=lowest)
+        share = torch.where(visible, score, lowest).log_softmax(4)
+        share = F.pad(torch.where(visible, share, lowest), margin, value=lowest)
         together = share.unflatten(3, (rows, step)).transpose(2, 3).flatten(3, 4).logsumexp(3)
-        visible = F.pad(seen, margin, value=False).unflatten(0, (rows, step)).any(1)
-        return torch.where(visible, together, -torch.inf)
+        row_visible = F.pad(visible, margin, value=False).unflatten(0, (rows, step)).any(1)
+        return torch.where(row_visible, together, -torch.inf)
 
 
 def _in_blocks(key: Tensor, size: int) -> tuple[Tensor, Tensor]:

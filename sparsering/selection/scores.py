@@ -130,9 +130,9 @@ def scores_of(
     out, row = estimate.feature.new_empty(shape), 0
     compiled = _Compiled.of(query, estimate) if q_len * group >= _MANY else None
     for span in spans(q_start, q_len, query_block, estimate.block_size):
-        found = out[:, row : row + span.rows]
-        if compiled is None or not compiled.scores(span, causal, scale, found):
-            _uncompiled(span, every, estimate, causal, scale, found)
+        scores = out[:, row : row + span.rows]
+        if compiled is None or not compiled.scores(span, causal, scale, scores):
+            _uncompiled(span, every, estimate, causal, scale, scores)
         row += span.rows
     return out.unflatten(0, (batch, kv_heads))
 
@@ -195,11 +195,11 @@ def _cut(span: Span, heads: int, estimate: Estimate, causal: bool) -> Iterator[S
     done = 0
     while done < span.blocks:
         block = span.block + done
-        room, seen = _AT_A_TIME // (heads * span.width * estimate.slots), estimate.num_blocks
-        if causal and block + math.isqrt(room) < seen:  # solves count * (block + count) = room
+        room, blocks = _AT_A_TIME // (heads * span.width * estimate.slots), estimate.num_blocks
+        if causal and block + math.isqrt(room) < blocks:  # solves count * (block + count) = room
             count = (math.isqrt(block * block + 4 * room) - block) // 2
         else:
-            count = room // seen
+            count = room // blocks
         count = max(1, min(count, span.blocks - done))
         yield span._replace(first=span.first + done * span.width, block=block, blocks=count)
         done += count
@@ -215,25 +215,25 @@ def _again_in_backward(
     tensors = every, estimate.feature, estimate.keys
     if torch.compiler.is_compiling():  # the compiler decides what to recompute
         return compute(*tensors)
-    found: Tensor = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
-    return found
+    scores: Tensor = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
+    return scores
 
 
 def _of_span(span: Span, every: Tensor, estimate: Estimate, causal: bool, scale: float) -> Tensor:
     """Scores [entries, rows, Nb] of a span's rows."""
     blocks = estimate.num_blocks
     query = every[:, span.first : span.first + span.queries].to(estimate.feature.dtype)
-    seen = min(blocks, max(1, span.block + span.blocks - 1)) if causal else blocks
+    num_past = min(blocks, max(1, span.block + span.blocks - 1)) if causal else blocks
     own = _own_mass(span, query, estimate, scale) if causal else None
-    past, own_share = _shares(span, query, estimate, seen, own, scale)
+    past, own_share = _shares(span, query, estimate, num_past, own, scale)
     current = current_blocks(0, span.blocks, 1, 1) + span.block  # [count]
     current = current.repeat_interleave(span.rows // span.blocks).to(query.device)[:, None]
     column = torch.arange(blocks, device=query.device)
     visible = column < current if causal else (column < blocks).expand(span.rows, -1)
-    found = torch.where(visible, pad(past, (0, blocks - seen)), -torch.inf)
+    scores = torch.where(visible, pad(past, (0, blocks - num_past)), -torch.inf)
     if own_share is None:
-        return found
-    return torch.where(column == current, own_share[..., None], found)
+        return scores
+    return torch.where(column == current, own_share[..., None], scores)
 
 
 def _own_mass(span: Span, query: Tensor, estimate: Estimate, scale: float) -> Tensor:
@@ -242,8 +242,8 @@ def _own_mass(span: Span, query: Tensor, estimate: Estimate, scale: float) -> Te
     first, stop = max(span.block, 0), min(span.block + span.blocks, estimate.num_blocks)
     blocks = max(0, stop - first)
     keys = estimate.keys[:, first - estimate.first_own :][:, :blocks]
-    lack = (first - span.block) * (blocks > 0)  # blocks of the span before the first key
-    query = query.unflatten(1, (span.blocks, span.width))[:, lack : lack + blocks]
+    before = (first - span.block) * (blocks > 0)  # blocks of the span before the first key
+    query = query.unflatten(1, (span.blocks, span.width))[:, before : before + blocks]
     logits = query.flatten(2, 3) @ (keys.mT * scale)
     logits = logits.unflatten(2, (span.width, group))
     place = torch.arange(estimate.block_size, device=query.device)
@@ -254,7 +254,7 @@ def _own_mass(span: Span, query: Tensor, estimate: Estimate, scale: float) -> Te
         past_end = block * estimate.block_size + place >= estimate.length
         logits = logits.masked_fill(past_end, NEVER)
     mass = logits.logsumexp(-1)  # [entries, blocks, width, G]
-    room = (0, 0, 0, 0, lack, span.blocks - blocks - lack)
+    room = (0, 0, 0, 0, before, span.blocks - blocks - before)
     return pad(mass, room, value=NEVER).flatten(1, 2)
 
 
@@ -265,22 +265,22 @@ def _future(span: Span, first: int, stop: int, device: torch.device) -> Tensor:
 
 
 def _shares(
-    span: Span, query: Tensor, estimate: Estimate, seen: int, own: Tensor | None, scale: float
+    span: Span, query: Tensor, estimate: Estimate, num_past: int, own: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Log shares: [entries, rows, seen] of past blocks (all if no `own`), and of the own block."""
+    """Log shares: [entries, rows, num_past] of past blocks (all if no `own`), and of the own."""
     (_, n, group, _), stride = query.shape, estimate.stride
     front, present = span.offset % stride, None
     back = -(front + n) % stride
     if front or back:
         present = pad(torch.ones(n, dtype=torch.bool), (front, back)).view(-1, stride)
-    of_query, of_key = estimate.of_queries(query, scale, front), estimate.feature[:, :, :seen]
+    of_query, of_key = estimate.of_queries(query, scale, front), estimate.feature[:, :, :num_past]
     logits = (of_query[:, None] @ of_key.mT).unflatten(2, (-1, group))
     if stride > 1:
-        logits = logits * estimate.products(seen, present)
-    # [entries, slots, n / stride, G, seen] -> [entries, n / stride, G, seen]
-    logits = (logits + estimate.log_counts(seen)[:, None, None]).logsumexp(1)
+        logits = logits * estimate.products(num_past, present)
+    # [entries, slots, n / stride, G, num_past] -> [.., n / stride, G, num_past]
+    logits = (logits + estimate.log_counts(num_past)[:, None, None]).logsumexp(1)
     if own is not None:
-        hidden = _future(span, 0, seen, query.device)[:, None, None]
+        hidden = _future(span, 0, num_past, query.device)[:, None, None]
         logits = logits.unflatten(1, (span.blocks, -1)).masked_fill(hidden, NEVER).flatten(1, 2)
     total = logits.logsumexp(-1)
     own_share = None
@@ -293,8 +293,8 @@ def _shares(
         apart = own - total[:, :, None]  # [entries, n / stride, stride, G]
         of_past, of_own = logsigmoid(-apart), logsigmoid(apart)
         if present is not None:
-            lack = ~present.to(query.device)[..., None]
-            of_past, of_own = (x.masked_fill(lack, NEVER) for x in (of_past, of_own))
+            absent = ~present.to(query.device)[..., None]
+            of_past, of_own = (x.masked_fill(absent, NEVER) for x in (of_past, of_own))
         weight = of_past.logsumexp(2)
         own_share = of_own.flatten(1, 2).unflatten(1, (span.rows, -1)).logsumexp((2, 3))
     share = logits + (weight - total)[..., None]

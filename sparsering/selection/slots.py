@@ -39,7 +39,7 @@ def checked_slots(indices: Tensor, shape: torch.Size) -> Tensor:
     if not fits:
         raise ValueError(
             f"indices must be int64 that broadcast to {tuple(shape)}, the slots that mass is of, "
-            f"got {indices.dtype} {tuple(indices.shape)}; pass those of the SelectedBlocks whose "
-            "mass it is"
+            f"got {indices.dtype} {tuple(indices.shape)}; pass the indices of the "
+            "SelectedBlocks that the mass is of"
         )
     return indices.expand(shape)

@@ -31,7 +31,7 @@ class BlockSummaries:
 
     Example:
         >>> summaries = BlockSummaries(64)
-        >>> scores = summaries.scores(query, keys)  # of the last tokens, over all keys so far
+        >>> scores = summaries.scores(query, keys)  # for the last tokens, over all keys so far
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class BlockSummaries:
     @property
     def nbytes(self) -> int:
         """Bytes of the summaries."""
-        held = self._feature
-        return 0 if held is None else held.numel() * held.element_size()
+        x = self._feature
+        return 0 if x is None else x.numel() * x.element_size()
 
     @torch.no_grad()
     def scores(self, query: Tensor, key: Tensor, *, scale: float | None = None) -> Tensor:
@@ -140,24 +140,24 @@ class BlockSummaries:
 
 def _check_scorer(scorer: BlockScorer, block_size: int) -> None:
     """Raises ValueError if the scorer cannot score tokens that come one by one."""
-    made = f"blocks of {scorer.block_size}, rows of {scorer.query_block}, causal={scorer.causal}"
+    own = f"blocks of {scorer.block_size}, rows of {scorer.query_block}, causal={scorer.causal}"
     if (scorer.block_size, scorer.query_block, scorer.causal) != (block_size, 1, True):
         raise ValueError(
             f"expected a causal BlockScorer of blocks of {block_size} and rows of 1, got one of "
-            f"{shortened(made)}; pass block_size={scorer.block_size}, or make such a scorer"
+            f"{shortened(own)}; pass block_size={scorer.block_size}, or make such a scorer"
         )
 
 
-def _with_room(held: Tensor | None, new: Tensor, first: int) -> Tensor:
+def _with_room(buffer: Tensor | None, new: Tensor, first: int) -> Tensor:
     """Buffer that keeps the first blocks, with room for the new ones and one more.
 
     A full buffer grows by half.
     """
     whole = first + new.shape[3]
-    if held is not None and held.shape[3] > whole:
-        return held
-    room = whole if held is None else max(whole, first + first // 2)
+    if buffer is not None and buffer.shape[3] > whole:
+        return buffer
+    room = whole if buffer is None else max(whole, first + first // 2)
     grown = new.new_zeros(*new.shape[:3], room + 1, new.shape[4])
-    if held is not None:
-        grown[:, :, :, :first] = held[:, :, :, :first]
+    if buffer is not None:
+        grown[:, :, :, :first] = buffer[:, :, :, :first]
     return grown
