@@ -206,18 +206,18 @@ def convert(model: nn.Module, *, zero_padding: str = "torchscale") -> list[str]:
         ['encoder.layers.0.self_attn', 'encoder.layers.1.self_attn', ...]
     """
     _checked_padding(zero_padding)
-    found = {name: module for name, module in model.named_modules() if _is_torchscales(module)}
-    patterns = [checked_pattern(module.args, zero_padding) for module in found.values()]
-    for name, module in found.items():
+    modules = {name: module for name, module in model.named_modules() if _is_torchscales(module)}
+    patterns = [checked_pattern(module.args, zero_padding) for module in modules.values()]
+    for name, module in modules.items():
         if "forward" in vars(module):
             raise ValueError(
                 f"expected the class of {name or 'the model'} to have its forward, got one that is "
                 "set on the instance, as checkpoint wrappers do; convert before wrapping"
             )
-    for module, pattern in zip(found.values(), patterns, strict=True):
+    for module, pattern in zip(modules.values(), patterns, strict=True):
         module.__class__ = DilatedAttention
         module.pattern, module.zero_padding = pattern, zero_padding
-    return list(found)
+    return list(modules)
 
 
 _PARTS = (
@@ -252,24 +252,24 @@ _LIST = rf"\s*{_INTEGER}(?:\s*,\s*{_INTEGER})*\s*,?\s*"
 _INTEGERS = re.compile(rf"\s*(?:\[{_LIST}\]|\({_LIST}\)|{_LIST})\s*")
 
 
-def integers(given: object, name: str) -> tuple[int, ...]:
+def integers(sizes: object, name: str) -> tuple[int, ...]:
     """Reads ints from a sequence, an array, or text such as "[1024, 5792]", "[np.int64(1024)]"."""
-    if isinstance(given, str):
-        if len(given) > 1000 or not _INTEGERS.fullmatch(given):
+    if isinstance(sizes, str):
+        if len(sizes) > 1000 or not _INTEGERS.fullmatch(sizes):
             raise ValueError(
                 f"args.{name} must be ints, or text of ints between brackets, got "
-                f"{shortened(repr(given))}; [1024, 4096] is one"
+                f"{shortened(repr(sizes))}; [1024, 4096] is one"
             )
-        return tuple(int(x) for x in re.findall(r"(?<![\w.])\d+", given))
-    given = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(given, int):
-        return (given,)
-    if not isinstance(given, Sequence):
+        return tuple(int(x) for x in re.findall(r"(?<![\w.])\d+", sizes))
+    sizes = sizes.tolist() if hasattr(sizes, "tolist") else sizes
+    if isinstance(sizes, int):
+        return (sizes,)
+    if not isinstance(sizes, Sequence):
         raise ValueError(
-            f"args.{name} must be a sequence of ints, got {shortened(repr(given))}; [1024, 4096] "
+            f"args.{name} must be a sequence of ints, got {shortened(repr(sizes))}; [1024, 4096] "
             "is one"
         )
-    return tuple(given)
+    return tuple(sizes)
 
 
 def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Tensor | None:

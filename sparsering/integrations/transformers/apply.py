@@ -56,7 +56,7 @@ def _telling(check: Callable[..., Any]) -> Callable[..., Any]:
             keep_parsed(stored)
         if stored is not None and chosen != NAME:
             warnings.warn(
-                f"the config of this {type(self).__name__} holds the pattern {_told(stored)}, "
+                f"the config of this {type(self).__name__} holds the pattern {_as_text(stored)}, "
                 f"which {chosen!r} attention does not follow; load it with "
                 f'attn_implementation="{NAME}"',
                 stacklevel=4,
@@ -93,8 +93,8 @@ def apply(model: Any, pattern: Patterns) -> None:
     if not modules:
         raise NotImplementedError(
             f"{type(model).__name__} computes attention in classes of its own and does not ask "
-            "transformers' attention interface, so that no pattern would reach it; families that "
-            "do are those for which attn_implementation can be set"
+            "transformers' attention interface, so that no pattern would reach it; use a "
+            "family for which attn_implementation can be set"
         )
     text = written(pattern)
     keep_parsed(text)
@@ -121,8 +121,8 @@ def _check_keys(pattern: Mapping[Any, Any], modules: list[Any]) -> None:
             indices.add(index)
         kinds.update(types_of(module.config) or ["full_attention"])
     for key in pattern:
-        known = key in indices if type(key) is int else key in kinds
-        if not known or isinstance(key, bool):
+        valid = key in indices if type(key) is int else key in kinds
+        if not valid or isinstance(key, bool):
             span = f"0 to {max(indices)}" if indices else "none, for this family has no numbers"
             raise ValueError(
                 f"apply needs layer indices ({span}) or layer types ({', '.join(sorted(kinds))}), "
@@ -143,8 +143,8 @@ def explain(model: Any) -> str:
     running = config._attn_implementation
     if running != NAME:
         stored = stored_in(config)
-        held = f"; the pattern {_told(stored)} in its config is not in force" if stored else ""
-        return f"{type(model).__name__} runs {running!r}, not {NAME!r}{held}"
+        note = f"; the pattern {_as_text(stored)} in its config is not in force" if stored else ""
+        return f"{type(model).__name__} runs {running!r}, not {NAME!r}{note}"
     causal = any(
         getattr(module, "is_causal", True) and not is_cross_attention(module)
         for _, module in dispatching(model)
@@ -171,5 +171,5 @@ def _backend(model: Any, heads: int, kv_heads: int) -> str:
     return explain_call(query, key, key, Full()).split(",")[0].removeprefix("runs: ")
 
 
-def _told(stored: Any) -> str:
+def _as_text(stored: Any) -> str:
     return stored if isinstance(stored, str) else ", ".join(f"{k}: {v}" for k, v in stored.items())

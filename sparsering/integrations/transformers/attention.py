@@ -55,7 +55,7 @@ def attention_function(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-    **others: Any,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Computes what eager attention computes, over the model's mask or the layer's pattern.
 
@@ -70,7 +70,7 @@ def attention_function(
 
     Raises: NotImplementedError for a keyword that changes the result and is not supported.
     """
-    _check_others(others)
+    _check_keywords(keywords)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         attention_mask = _with_documents(attention_mask, cu_seq_lens_q, cu_seq_lens_k, query, key)
     extras: dict[str, Any] = {
@@ -120,13 +120,13 @@ def _attend_masked(
     if compiling and isinstance(mask.q_start, Tensor):
         if pattern is not None:
             raise NotImplementedError(
-                "a pattern of a layer's own beside a static cache cannot be compiled, for the "
-                "length is known on the device alone; generate with the default cache, or with "
+                "a pattern of a layer's own with a static cache cannot be compiled, because only "
+                "the device knows the length; generate with the default cache, or with "
                 "past_key_values=SparseCache(model)"
             )
-        if mask.seen_by_last is None or bias is not None:
+        if mask.last_sees is None or bias is not None:
             return _attend_all_pairs(inputs, mask.dense(), bias, "a compiled static cache", extras)
-        return attention(*inputs, KeyMask(mask.seen_by_last), q_start=0, **extras)
+        return attention(*inputs, KeyMask(mask.last_sees), q_start=0, **extras)
     q_start = int(mask.q_start)
     if bias is not None and goes_by_distance(bias, module):
         extras, bias = {**extras, "distance_bias": distance_table(bias, q_start)}, None
@@ -138,7 +138,7 @@ def _attend_masked(
             "in apply(model, {...})"
         )
     if mask.said is None or bias is not None:
-        why = "a bias of pairs" if bias is not None else "a mask that is no known one"
+        why = "a bias of pairs" if bias is not None else "an unknown mask"
         return _attend_all_pairs(inputs, mask.once("dense", mask.dense), bias, why, extras)
     query, key, value = inputs
     stop = q_start + query.shape[2]
@@ -192,8 +192,8 @@ def _attend_unmasked(
             "a pattern of a layer's own goes with biases of distances, got a bias of pairs; name "
             "the layers that have none in apply(model, {...})"
         )
-    seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device)
-    allowed = seen.tril(q_start)[None, None] if causal else None
+    all_pairs = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device)
+    allowed = all_pairs.tril(q_start)[None, None] if causal else None
     return _attend_all_pairs(inputs, allowed, bias, "a bias of pairs", extras)
 
 
@@ -204,9 +204,9 @@ def _attend_all_pairs(
     return dense_attention(*inputs, allowed, bias, **extras)
 
 
-def _check_others(others: dict[str, Any]) -> None:
+def _check_keywords(keywords: dict[str, Any]) -> None:
     """Refuses keywords that change the result; warns of unknown ones."""
-    for name, value in others.items():
+    for name, value in keywords.items():
         if value is None or value is False or name in _HARMLESS:
             continue
         if name in _REFUSED:
@@ -217,10 +217,10 @@ def _check_others(others: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             continue
         if name == "output_attentions":
-            told = "gives no attention weights; sparsering.attention_weights computes them"
+            text = "gives no attention weights; sparsering.attention_weights computes them"
         else:
-            told = f"does not know the keyword {name}, and leaves it out"
-        warnings.warn(f'"sparsering" attention {told}', stacklevel=3)
+            text = f"does not know the keyword {name}, and leaves it out"
+        warnings.warn(f'"sparsering" attention {text}', stacklevel=3)
 
 
 def _check_lengths(mask: ModelMask, query: Tensor, key: Tensor) -> None:
@@ -271,7 +271,7 @@ def _warn_of_lost_packing(mask: ModelMask, position_ids: Tensor | None) -> None:
         back = back & real[:, 1:] & real[:, :-1]
     if bool(back.any()):
         warnings.warn(
-            "position_ids restart, but the model's mask knows of no documents: packing is seen "
+            "position_ids restart, but the model's mask has no documents: packing is detected "
             "only without a cache and without attention_mask; pass use_cache=False and no mask",
             stacklevel=4,
         )

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_KNOWN = "_sparsering_by_distance"
+_ANSWERS = "_sparsering_by_distance"
 
 
 def is_nothing(bias: Tensor) -> bool:
@@ -43,8 +43,8 @@ def distance_table(bias: Tensor, q_start: int) -> Tensor:
 
 def _once(bias: Tensor, what: str, ask: Any) -> bool:
     """Returns `ask()`, computed once for a tensor that layers share."""
-    known: dict[str, bool] = getattr(bias, _KNOWN, None) or {}
-    if what not in known:
-        known = {**known, what: ask()}
-        setattr(bias, _KNOWN, known)
-    return known[what]
+    answers: dict[str, bool] = getattr(bias, _ANSWERS, None) or {}
+    if what not in answers:
+        answers = {**answers, what: ask()}
+        setattr(bias, _ANSWERS, answers)
+    return answers[what]

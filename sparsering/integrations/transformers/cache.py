@@ -36,11 +36,11 @@ class SparseLayer(CacheLayerMixin):
         super().__init__()
         self.pattern = pattern
         self.rollback = rollback
-        self.held: KVCache | None = None
+        self.kv_cache: KVCache | None = None
         self.columns = 0  # number of tokens so far, with padding
 
     def __repr__(self) -> str:
-        return f"SparseLayer({self.held if self.held is not None else self.pattern})"
+        return f"SparseLayer({self.kv_cache if self.kv_cache is not None else self.pattern})"
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -64,8 +64,8 @@ class SparseLayer(CacheLayerMixin):
         extras: dict[str, Any],
     ) -> Tensor:
         """Attends with the first `lengths[b]` new tokens of each row b; returns [B, Hq, n, Dv]."""
-        if self.held is None:
-            self.held = KVCache(
+        if self.kv_cache is None:
+            self.kv_cache = KVCache(
                 self.pattern,
                 len(key),
                 key.shape[1],
@@ -76,9 +76,9 @@ class SparseLayer(CacheLayerMixin):
             )
         defaults = {"scale": query.shape[3] ** -0.5, "dropout_p": 0.0}
         # Defaults are left out because `KVCache` checks steps without options only once.
-        asked = {k: x for k, x in extras.items() if k not in defaults or x != defaults[k]}
-        options = {k: x for k, x in asked.items() if x is not None}
-        return self.held.attend(query, key, value, lengths=lengths, **options)
+        changed = {k: x for k, x in extras.items() if k not in defaults or x != defaults[k]}
+        options = {k: x for k, x in changed.items() if x is not None}
+        return self.kv_cache.attend(query, key, value, lengths=lengths, **options)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.columns + query_length, 0
@@ -96,29 +96,29 @@ class SparseLayer(CacheLayerMixin):
         raise NotImplementedError("a SparseCache stays on its device; it is small as it is")
 
     def reset(self) -> None:
-        self.held, self.columns = None, 0
+        self.kv_cache, self.columns = None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.held is not None:
-            self.held.reorder(beam_idx)
+        if self.kv_cache is not None:
+            self.kv_cache.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.held is not None:
-            self.held.repeat(repeats)
+        if self.kv_cache is not None:
+            self.kv_cache.repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.held is not None:
-            self.held.select(indices)
+        if self.kv_cache is not None:
+            self.kv_cache.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens; their number is given as a negative number."""
+        """Removes the last tokens; their number is negative."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes how many tokens to remove, as a negative number, got "
                 f"{tokens_to_remove}; -1 removes the last"
             )
-        if tokens_to_remove and self.held is not None:
-            self.held.crop(self.held.length + tokens_to_remove)
+        if tokens_to_remove and self.kv_cache is not None:
+            self.kv_cache.crop(self.kv_cache.length + tokens_to_remove)
             self.columns += tokens_to_remove
 
 
@@ -212,9 +212,9 @@ class SparseCache(Cache):
     @property
     def kept(self) -> list[int]:
         """Number of keys that each layer stores: the maximum over kv heads and rows."""
-        return [0 if layer.held is None else layer.held.kept for layer in self.layers]
+        return [0 if layer.kv_cache is None else layer.kv_cache.kept for layer in self.layers]
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and their positions, over all layers."""
-        return sum(0 if layer.held is None else layer.held.nbytes for layer in self.layers)
+        return sum(0 if layer.kv_cache is None else layer.kv_cache.nbytes for layer in self.layers)

@@ -47,17 +47,17 @@ def decoder_patterns(model: Any) -> list[Pattern]:
 def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
     """Returns each layer's stored or own pattern; None for layer types that have no pattern."""
     stored = stored_in(config)
-    found: list[Pattern | None] = []
+    patterns: list[Pattern | None] = []
     for index, kind in enumerate(types_of(config)):
         text = (
             stored if stored is None or isinstance(stored, str) else text_for(stored, index, kind)
         )
         if text is None:
-            found.append(_own(config, kind, causal))
+            patterns.append(_own(config, kind, causal))
         else:
             pattern = parse(text)
-            found.append(pattern & Causal() if causal else pattern)
-    return found
+            patterns.append(pattern & Causal() if causal else pattern)
+    return patterns
 
 
 def _own(config: Any, kind: str, causal: bool) -> Mask | None:

@@ -31,7 +31,7 @@ class ModelMask:
         documents: [B or 1, keys] numbers of packed documents; None if there is only one.
         runs: [B or 1, keys] numbers of documents and chunks together; None if there is only one.
         padding: [B, all keys] True where a token is real; None if all are.
-        seen_by_last: [B, keys] True where a single query sees a key; set if `q_start` is a tensor.
+        last_sees: [B, keys] True where a single query sees a key; set if `q_start` is a tensor.
     """
 
     ndim = 4
@@ -48,7 +48,7 @@ class ModelMask:
         runs: Tensor | None,
         padding: Tensor | None,
         dense: Callable[[], Tensor],
-        seen_by_last: Tensor | None = None,
+        last_sees: Tensor | None = None,
     ) -> None:
         self.shape = shape
         self.q_start = q_start
@@ -58,9 +58,9 @@ class ModelMask:
         self.runs = runs
         self.padding = padding
         self.dense = dense
-        self.seen_by_last = seen_by_last
+        self.last_sees = last_sees
         self.checked = False  # the search for ignored packing runs once per step
-        self.known: dict[Any, Any] = {}  # results that the layers share through `once`
+        self.results: dict[Any, Any] = {}  # results that the layers share through `once`
 
     def __repr__(self) -> str:
         batch, _, q_len, kv_len = self.shape
@@ -115,7 +115,7 @@ class ModelMask:
         """Returns this mask restricted to documents, given by their numbers [1, keys]."""
         documents = ids if self.documents is None else joined(ids, self.documents)
         runs = documents if self.runs is None else joined(documents, self.runs)
-        rest = self.padding, self.dense, self.seen_by_last
+        rest = self.padding, self.dense, self.last_sees
         place = self.shape, self.q_start, self.kv_start
         return ModelMask(*place, self.said, documents, runs, *rest)
 
@@ -123,9 +123,9 @@ class ModelMask:
         """Returns `make()`, computed once for all layers that share the mask."""
         if torch.compiler.is_compiling():
             return make()
-        if what not in self.known:
-            self.known[what] = make()
-        return self.known[what]
+        if what not in self.results:
+            self.results[what] = make()
+        return self.results[what]
 
 
 def _of_distances(said: Said) -> Mask:
@@ -165,7 +165,7 @@ def mask_interface(
     local_size: int | None = None,
     config: Any = None,
     device: torch.device | str = "cpu",
-    **asked: Any,
+    **keywords: Any,
 ) -> ModelMask:
     """Builds the `ModelMask` of a step, with the arguments of transformers' mask interfaces.
 
@@ -190,12 +190,12 @@ def mask_interface(
         mask_function=mask_function,
         attention_mask=attention_mask,
         device=device,
-        use_vmap=asked.get("use_vmap", False),
+        use_vmap=keywords.get("use_vmap", False),
     )
-    seen_by_last = dense()[:, 0, 0] if isinstance(q_offset, Tensor) and q_length == 1 else None
+    last_sees = dense()[:, 0, 0] if isinstance(q_offset, Tensor) and q_length == 1 else None
     keys = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset}
     if torch.compiler.is_compiling():
-        said = read_inside_compile(mask_function, local_size, config, asked)
+        said = read_inside_compile(mask_function, local_size, config, keywords)
         documents = runs = None
         may_be_packed = attention_mask is None and q_length == kv_length
         if said is not None and (said.chunked or (may_be_packed and said.joined)):
@@ -206,7 +206,7 @@ def mask_interface(
         documents, runs = (None, None) if said is None else _runs(said, **keys, device=device)
     shape = (batch_size, 1, q_length, kv_length)
     q_start = q_offset - kv_offset
-    return ModelMask(shape, q_start, kv_offset, said, documents, runs, padding, dense, seen_by_last)
+    return ModelMask(shape, q_start, kv_offset, said, documents, runs, padding, dense, last_sees)
 
 
 def _dense(**arguments: Any) -> Tensor:

@@ -44,16 +44,16 @@ def attend_pattern(
     if q_start + mask.kv_start > 0:
         check_decodes(pattern)
     if mask.kv_start > 0:
-        _check_kept(inner, mask.kv_start, q_start, query.shape[1], key.shape[1])
+        _check_cached(inner, mask.kv_start, q_start, query.shape[1], key.shape[1])
     if mask.said.chunked:
         raise NotImplementedError(
-            "inside torch.compile the documents of a layer with chunks cannot be told from its "
-            "chunks, so that a pattern cannot replace them; leave these layers out of apply"
+            "inside torch.compile the documents of a layer with chunks look like its chunks, "
+            "so that a pattern cannot replace them; leave these layers out of apply"
         )
     valid = mask.once(("valid", kv_len), lambda: mask.valid(kv_len))
     if by_distance_alone(inner):
-        made = inner if mask.documents is None else inner & Runs(mask.documents)
-        return _attend(made, inputs, valid, q_start, extras)
+        restricted = inner if mask.documents is None else inner & Runs(mask.documents)
+        return _attend(restricted, inputs, valid, q_start, extras)
     ids = mask.once(("rows", kv_len), lambda: _row_runs(mask, kv_len))
     if ids is None:
         return _attend(inner, inputs, valid, q_start, extras)
@@ -65,14 +65,14 @@ def attend_pattern(
 
 def looking_back(pattern: Pattern) -> Pattern:
     """Returns `pattern & Causal()`, built once for all layers and steps."""
-    return _causal(pattern) if torch.compiler.is_compiling() else _known_causal(pattern)
+    return _causal(pattern) if torch.compiler.is_compiling() else _cached_causal(pattern)
 
 
 def _causal(pattern: Pattern) -> Pattern:
     return pattern & Causal()
 
 
-_known_causal = lru_cache(256)(_causal)
+_cached_causal = lru_cache(256)(_causal)
 
 
 def _attend(
@@ -91,8 +91,8 @@ def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
     """Numbers the runs in which positions restart: [B or 1, keys]; None for a single run."""
     ids = [] if mask.documents is None else [mask.documents[:, :kv_len]]
     if mask.padding is not None:
-        seen = mask.padding[:, mask.kv_start : mask.kv_start + kv_len].cumsum(1) > 0
-        ids.append(seen.long())  # left padding is run 0
+        begun = mask.padding[:, mask.kv_start : mask.kv_start + kv_len].cumsum(1) > 0
+        ids.append(begun.long())  # left padding is run 0
     if not ids:
         return None
     runs = joined(*ids)
@@ -154,7 +154,7 @@ def check_decodes(pattern: Pattern) -> None:
         )
 
 
-def _check_kept(
+def _check_cached(
     pattern: Pattern, dropped: int, q_start: int, num_heads: int, num_kv_heads: int
 ) -> None:
     """Raises ValueError if the cache has dropped keys that the pattern needs."""

@@ -78,40 +78,40 @@ def _collect(function: MaskFunction, positions: Tensor | None, said: Said) -> bo
         return True
     code = getattr(function, "__code__", None)
     cells = getattr(function, "__closure__", None) or ()
-    held = (
+    captured = (
         dict(zip(code.co_freevars, (x.cell_contents for x in cells), strict=True)) if code else {}
     )
     if code is _AND:
-        return all(_collect(part, positions, said) for part in held["mask_functions"])
-    if code is _WINDOW and held["sliding_window"] > 0:
-        said.within(held["sliding_window"] - 1)
+        return all(_collect(part, positions, said) for part in captured["mask_functions"])
+    if code is _WINDOW and captured["sliding_window"] > 0:
+        said.within(captured["sliding_window"] - 1)
     elif code is _BOTH_WAYS:
-        said.within(held["sliding_window"], held["sliding_window"])
+        said.within(captured["sliding_window"], captured["sliding_window"])
     elif code is _CHUNKS:
-        said.chunks.append((held["chunk_size"], held["left_padding"], positions))
+        said.chunks.append((captured["chunk_size"], captured["left_padding"], positions))
     elif code is _PACKED:
-        said.documents.append(held["packed_sequence_mask"])
+        said.documents.append(captured["packed_sequence_mask"])
     elif code is _REMAPPED and positions is None:
-        return _collect(held["mask_function"], held["position_ids"], said)
+        return _collect(captured["mask_function"], captured["position_ids"], said)
     else:
         return False
     return True
 
 
 def read_inside_compile(
-    mask_function: MaskFunction, local_size: int | None, config: Any, asked: dict[str, Any]
+    mask_function: MaskFunction, local_size: int | None, config: Any, keywords: dict[str, Any]
 ) -> Said | None:
-    """Reads a mask from the arguments of its request, which do not tell where runs end.
+    """Reads a mask from the arguments of its request, which do not say where runs end.
 
-    `asked`: the keywords that only some of transformers' functions pass to a mask interface.
+    `keywords`: the keywords that only some of transformers' functions pass to a mask interface.
     """
     if mask_function is _CAUSAL:
         return Said(causal=True)
     if mask_function is _BIDIRECTIONAL:
         return Said()
-    if asked.get("use_vmap") or mask_function.__code__ is not _AND:
+    if keywords.get("use_vmap") or mask_function.__code__ is not _AND:
         return None  # the model adds a mask function of its own
-    said = Said(causal="allow_is_bidirectional_skip" not in asked, joined=True)
+    said = Said(causal="allow_is_bidirectional_skip" not in keywords, joined=True)
     if local_size is None:
         return said
     window = getattr(config, "sliding_window", None)
@@ -136,6 +136,6 @@ def runs_by_neighbours(
     key = torch.arange(kv_length, device=device) + kv_offset
     before = (key - 1).clamp(min=0)
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
-    seen = mask_function(batch, head, key[None, None, None], before[None, None, None])
-    begins = ~seen.expand(batch_size, 1, 1, kv_length)[:, 0, 0]
+    sees_previous = mask_function(batch, head, key[None, None, None], before[None, None, None])
+    begins = ~sees_previous.expand(batch_size, 1, 1, kv_length)[:, 0, 0]
     return torch.cat((torch.zeros_like(begins[:, :1]), begins[:, 1:]), 1).cumsum(1)
