@@ -19,7 +19,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    bench = commands.add_parser("bench", help="time the backends beside dense and FlexAttention")
+    bench = commands.add_parser(
+        "bench", help="time the backends, dense attention and FlexAttention"
+    )
     bench.set_defaults(run=_bench)
     bench.add_argument("--out", type=Path, required=True, help="folder of the record")
     bench.add_argument("--quick", action="store_true", help="small sizes, few repeats")
@@ -37,13 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--resume", action="store_true", help="take the tables that --out has from an earlier run"
     )
     report.add_argument(
-        "--seconds", type=positive, default=480, help="for all tables (default: %(default)s)"
+        "--seconds", type=positive, default=480, help="time for all tables (default: %(default)s)"
     )
     report.add_argument(
         "--gpu-record",
         type=Path,
         default=Path("benchmarks/records/gpu.json"),
-        help="what `python -m benchmarks.gpu` wrote (default: %(default)s, where it is there)",
+        help="record of `python -m benchmarks.gpu` (default: %(default)s, if it exists)",
     )
     return parser
 

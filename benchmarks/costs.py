@@ -52,8 +52,8 @@ def drawn() -> list[dict[str, Any]]:
 
 def _rough_seconds(case: dict[str, Any]) -> float:
     """Estimates seconds by fixed rates, so that every machine draws the same cases."""
-    told = told_of({**case, "num_heads": 1, "num_kv_heads": 1, "batch_size": 1})
-    flops = told.flops.value * case["num_heads"] * case["batch_size"]
+    estimate = estimate_of({**case, "num_heads": 1, "num_kv_heads": 1, "batch_size": 1})
+    flops = estimate.flops.value * case["num_heads"] * case["batch_size"]
     return flops / (4e11 if case["dtype"] == "bfloat16" else 1.2e11)
 
 
@@ -103,7 +103,7 @@ def _pattern(draw: random.Random, tokens: int) -> str:
     return f"Dilated({draw.choice((1024, 4096))}, {draw.choice((2, 4, 8))})"
 
 
-def told_of(case: dict[str, Any]) -> "sr.Estimate":
+def estimate_of(case: dict[str, Any]) -> "sr.Estimate":
     """Returns `sr.estimate` of a case."""
     arguments = {name: value for name, value in case.items() if name not in ("pattern", "dtype")}
     dtype = getattr(torch, case["dtype"])
@@ -126,8 +126,8 @@ def inputs_of(case: dict[str, Any]) -> list[Tensor]:
         (case["batch_size"], heads, case["tokens"], case["head_dim"])
         for heads in (case["num_heads"], case["num_kv_heads"], case["num_kv_heads"])
     ]
-    found = [torch.empty(s, dtype=dtype).normal_().requires_grad_(backward) for s in shapes]
-    return [*found, torch.empty(shapes[0], dtype=dtype).normal_()] if backward else found
+    tensors = [torch.empty(s, dtype=dtype).normal_().requires_grad_(backward) for s in shapes]
+    return [*tensors, torch.empty(shapes[0], dtype=dtype).normal_()] if backward else tensors
 
 
 def peak_bytes(case: dict[str, Any]) -> int:
@@ -149,17 +149,17 @@ def median_seconds(case: dict[str, Any]) -> float | None:
     A call during which other processes computed is repeated. Returns None if they keep computing:
     the case is left for another run. Whether a call counts does not depend on its own time.
     """
-    inputs, found = inputs_of(case), []
+    inputs, times = inputs_of(case), []
     call(case, inputs)
     for _ in range(MOST_ROUNDS):
         start, others = time.perf_counter(), _seconds_of_others()
         call(case, inputs)
         took = time.perf_counter() - start
         if _seconds_of_others() - others <= 0.05 * took + 0.02:  # 0.02 s: /proc/stat counts ticks
-            found.append(took)
-        if len(found) == ROUNDS:
+            times.append(took)
+        if len(times) == ROUNDS:
             break
-    return statistics.median(found) if len(found) == ROUNDS else None
+    return statistics.median(times) if len(times) == ROUNDS else None
 
 
 def _seconds_of_others() -> float:
@@ -172,19 +172,19 @@ def _seconds_of_others() -> float:
 
 def row_of(case: dict[str, Any], measured: dict[str, float]) -> Row:
     """Builds the row of a case: the estimates and the measurements."""
-    told = told_of(case)
+    estimate = estimate_of(case)
     return {
         **case,
-        "backend": told.backend,
-        "block_size": told.block_size,
-        "density": told.density,
+        "backend": estimate.backend,
+        "block_size": estimate.block_size,
+        "density": estimate.density,
         "peak_bytes": measured["peak_bytes"],
-        "told_peak_bytes": told.peak_bytes.value,
-        "told_over_peak": told.peak_bytes.value / measured["peak_bytes"],
+        "told_peak_bytes": estimate.peak_bytes.value,
+        "told_over_peak": estimate.peak_bytes.value / measured["peak_bytes"],
         "seconds": measured["seconds"],
-        "told_seconds": told.seconds.value,
-        "told_over_seconds": told.seconds.value / measured["seconds"],
-        "seconds_known": told.seconds.known,
+        "told_seconds": estimate.seconds.value,
+        "told_over_seconds": estimate.seconds.value / measured["seconds"],
+        "seconds_known": estimate.seconds.known,
     }
 
 
@@ -209,32 +209,36 @@ def main() -> None:
     """Measures the cases that are missing; writes the record when none is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the record")
-    parser.add_argument("--kept", type=Path, default=Path("runs/costs.json"), help="what is done")
-    parser.add_argument("--only", choices=("draw", "peak_bytes", "seconds"), help="one kind")
-    parser.add_argument("--seconds", type=float, default=1e9, help="to stop after")
+    parser.add_argument(
+        "--kept", type=Path, default=Path("runs/costs.json"), help="file of finished measurements"
+    )
+    parser.add_argument(
+        "--only", choices=("draw", "peak_bytes", "seconds"), help="run only this part"
+    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after this time")
     arguments, start = parser.parse_args(), time.perf_counter()
-    kept = json.loads(arguments.kept.read_text()) if arguments.kept.exists() else []
-    if not kept:
-        kept = [{"case": case, "measured": {}} for case in drawn()]
-        _keep(arguments.kept, kept)
+    cases = json.loads(arguments.kept.read_text()) if arguments.kept.exists() else []
+    if not cases:
+        cases = [{"case": case, "measured": {}} for case in drawn()]
+        _keep(arguments.kept, cases)
     kinds = {"peak_bytes": peak_bytes, "seconds": median_seconds}
     for name, measure in kinds.items():
-        for one in kept if arguments.only in (None, name) else []:
+        for one in cases if arguments.only in (None, name) else []:
             late = time.perf_counter() - start > arguments.seconds
             if late or name in one["measured"]:
                 continue
-            found = measure(one["case"])
-            if found is not None:
-                one["measured"][name] = found
-                _keep(arguments.kept, kept)
-    if all(one["measured"].keys() == kinds.keys() for one in kept):
-        rows = [row_of(one["case"], one["measured"]) for one in kept]
+            figure = measure(one["case"])
+            if figure is not None:
+                one["measured"][name] = figure
+                _keep(arguments.kept, cases)
+    if all(one["measured"].keys() == kinds.keys() for one in cases):
+        rows = [row_of(one["case"], one["measured"]) for one in cases]
         write_record(arguments.out, "costs", [summary(rows), *rows])
 
 
-def _keep(path: Path, kept: list[dict[str, Any]]) -> None:
+def _keep(path: Path, cases: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(kept, indent=1).encode())
+    replace_file(path, json.dumps(cases, indent=1).encode())
 
 
 if __name__ == "__main__":

@@ -104,12 +104,12 @@ def _attended(case: Case, size: int, backward: bool) -> Iterator[float | None]:
     give_back_freed()
     yield None
     limit = parse_bytes(case.memory)
-    found = within_memory(limit, partial(_call, case, batch, tokens, backward))
+    tensors = within_memory(limit, partial(_call, case, batch, tokens, backward))
     yield None
-    if found is None:
+    if tensors is None:
         yield None
         return
-    query, key, value, out = (x[:1].detach() for x in found)
+    query, key, value, out = (x[:1].detach() for x in tensors)
     yield sampled_error(out, query, key, value, sr.parse(case.pattern), rows=4)
 
 
@@ -129,7 +129,7 @@ def _call(case: Case, batch: int, tokens: int, backward: bool) -> tuple[Tensor, 
 
 def rows() -> list[Row]:
     """Measures each case, forward and with backward."""
-    found: list[Row] = []
+    results: list[Row] = []
     for case in CASES:
         for backward in (False, True):
             edge = edge_of(case, backward)
@@ -140,8 +140,8 @@ def rows() -> list[Row]:
             row |= {"backward": backward, "edge": edge, "at_edge": at_edge, "error": error}
             row |= {"beyond": more, "past_edge": past}
             print(row, flush=True)
-            found.append(row)
-    return found
+            results.append(row)
+    return results
 
 
 def main() -> None:
@@ -150,11 +150,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the record")
     arguments = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # freed memory leaves the process
-    found = rows()
-    write_record(arguments.out, "edges", found)
-    wrong = [r for r in found if (r["at_edge"], r["past_edge"]) != ("fits", "too large")]
+    results = rows()
+    write_record(arguments.out, "edges", results)
+    wrong = [r for r in results if (r["at_edge"], r["past_edge"]) != ("fits", "too large")]
     if wrong:
-        raise SystemExit(f"{len(wrong)} of {len(found)} edges are wrong: {wrong}")
+        raise SystemExit(f"{len(wrong)} of {len(results)} edges are wrong: {wrong}")
 
 
 if __name__ == "__main__":

@@ -171,11 +171,11 @@ def error_of_rows(
     return worst / largest
 
 
-def distance_of(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+def distance_of(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Largest difference over pairs of tensors, each relative to its largest exact number."""
     distances = [
         float((a.double() - b).abs().max() / b.abs().max())
-        for a, b in zip(found, exact, strict=True)
+        for a, b in zip(results, exact, strict=True)
     ]
     return float(torch.tensor(distances, dtype=torch.float64).max())  # NaN stays NaN
 
@@ -205,12 +205,12 @@ def peak_and_figures(
     process.start()
     send.close()
     try:
-        found: tuple[int, Any] = receive.recv()
+        result: tuple[int, Any] = receive.recv()
     except EOFError:
         raise RuntimeError(f"{work.__name__}{arguments} failed; its process says why") from None
     finally:
         process.join()
-    return found
+    return result
 
 
 def _measure_peak(
@@ -290,8 +290,8 @@ def of_ranks(
             _rank, (world, f"file://{folder}/meet", results, work, arguments), world,
             start_method=start,
         )  # fmt: skip
-    found: Result = results.get()
-    return found
+    result: Result = results.get()
+    return result
 
 
 def _rank(
@@ -305,9 +305,9 @@ def _rank(
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
-    found = work(rank, world, *arguments)
+    result = work(rank, world, *arguments)
     if rank == 0:
-        results.put(found)
+        results.put(result)
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()

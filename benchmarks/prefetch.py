@@ -134,18 +134,18 @@ def alone(name: str, threads: int, rounds: int) -> list[Row]:
     build = (time.perf_counter() - begin) * 1e3
     with torch.no_grad():
         error = sampled_error(sr.attention(*leaves, pattern), *leaves, pattern, rows=8)
-    told = {"tokens": tokens, "density": layout.density, "layout_ms": build, "error": error}
-    return rows_of(name, 1, threads, times, told)
+    figures = {"tokens": tokens, "density": layout.density, "layout_ms": build, "error": error}
+    return rows_of(name, 1, threads, times, figures)
 
 
 def rows_of(
-    name: str, ranks: int, threads: int, times: dict[str, list[float]], told: Row
+    name: str, ranks: int, threads: int, times: dict[str, list[float]], figures: Row
 ) -> list[Row]:
     """Builds one row for each method."""
     return [
         {
             "pattern": name, "ranks": ranks, "threads": threads, "method": method,
-            "ms": statistics.median(times[method]), "least_ms": min(times[method]), **told,
+            "ms": statistics.median(times[method]), "least_ms": min(times[method]), **figures,
         }
         for method in METHODS
     ]  # fmt: skip
@@ -167,9 +167,9 @@ def cores(rounds: int) -> Row:
         for thread in threads:
             thread.join()
 
-    found = interleaved({"one": work, "both": both}, 4 * rounds)
+    times = interleaved({"one": work, "both": both}, 4 * rounds)
     return {"pattern": "none: two threads at once", "ranks": 1,
-            "cores": 2 * found["one"] / found["both"]}  # fmt: skip
+            "cores": 2 * times["one"] / times["both"]}  # fmt: skip
 
 
 def inputs(tokens: int) -> list[Tensor]:
@@ -206,25 +206,25 @@ def ring(name: str, rounds: int) -> list[Row]:
     planned = milliseconds(partial(RingPlan.build, pattern, tokens, 2, **heads, block_size=128))
     begin = time.perf_counter()
     plan = ahead(pattern).result()
-    laid = (time.perf_counter() - begin) * 1e3
+    layout_ms = (time.perf_counter() - begin) * 1e3
     with torch.no_grad():
         out = unshard(ring_attention(*leaves, pattern))
     error = sampled_error(out, *whole, pattern, rows=8)
     density = sum(plan.load(rank) for rank in range(2)) / (HEADS * tokens**2)
-    told: Row = {
-        "tokens": tokens, "density": density, "plan_ms": planned, "layout_ms": laid,
+    figures: Row = {
+        "tokens": tokens, "density": density, "plan_ms": planned, "layout_ms": layout_ms,
         "agreement_ms": agreeing, "error": error,
     }  # fmt: skip
-    return rows_of(name, 2, 1, times, told)
+    return rows_of(name, 2, 1, times, figures)
 
 
 def agreement(times: int) -> float:
     """Median milliseconds of the ranks' agreement at the start of a call, on the slower rank."""
-    exchange, found = Exchange(dist.group.WORLD, None), []
+    exchange, durations = Exchange(dist.group.WORLD, None), []
     for number in range(times):
         dist.barrier()
-        found.append(milliseconds(partial(exchange.agree, [number, 0, 0, 0])))
-    return of_slowest(statistics.median(found), 2)
+        durations.append(milliseconds(partial(exchange.agree, [number, 0, 0, 0])))
+    return of_slowest(statistics.median(durations), 2)
 
 
 def main() -> int:
@@ -235,8 +235,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[*CASES, "ring"], help="names of cases")
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     arguments = parser.parse_args()
-    kept, rows = arguments.out / "prefetch.json", []
-    for row in json.loads(kept.read_text())["rows"] if kept.exists() else ():
+    earlier, rows = arguments.out / "prefetch.json", []
+    for row in json.loads(earlier.read_text())["rows"] if earlier.exists() else ():
         name = row["pattern"] if row["ranks"] == 1 else "ring"
         rows += [row] if name not in arguments.only and "cores" not in row else []
     rows.append(cores(arguments.rounds))

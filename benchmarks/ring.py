@@ -126,12 +126,12 @@ def methods(pattern: sr.Pattern, plan: RingPlan, rank: int) -> dict[str, Call]:
             )
         return [out.detach(), dq, *grads]
 
-    found: dict[str, Call] = {"needed keys": needed}
+    calls: dict[str, Call] = {"needed keys": needed}
     if world > 1:
-        found["full ring"] = every
+        calls["full ring"] = every
         if plan.sharding == "contiguous":
-            found["all-gather"] = gathered
-    return found
+            calls["all-gather"] = gathered
+    return calls
 
 
 def inputs(tokens: int) -> list[Tensor]:
@@ -175,8 +175,8 @@ def received(method: str, own: list[Tensor], world: int) -> list[float]:
     """Most bytes that a rank received in the last call, forward and backward."""
     if method == "all-gather":  # its traffic is not counted: this is the least it can move
         return [2.0 * (world - 1) * own[1].nbytes] * 2
-    found = (ring_attention.last_traffic(backward=backward) for backward in (False, True))
-    return [of_slowest(traffic.received_bytes, world) for traffic in found]
+    traffics = (ring_attention.last_traffic(backward=backward) for backward in (False, True))
+    return [of_slowest(traffic.received_bytes, world) for traffic in traffics]
 
 
 def errors_of(

@@ -100,8 +100,8 @@ def handed_out() -> int:
     if mallinfo is None:
         return 0
     mallinfo.restype = Info
-    found = mallinfo()
-    return int(found.uordblks + found.hblkhd)
+    usage = mallinfo()
+    return int(usage.uordblks + usage.hblkhd)
 
 
 def trained(ours: bool, steps: int, every: int, limit: int = LIMIT) -> list[Row]:
@@ -166,15 +166,15 @@ def main() -> int:
         if primitives is not None:
             os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = primitives
         with multiprocessing.get_context("spawn").Pool(2) as pool:  # one process for each attention
-            told = [(ours, arguments.steps, EVERY) for ours in (True, False)]
-            of_both = pool.starmap(trained, told, chunksize=1)
-        for found in of_both:
-            rows += [{"onednn_primitives": primitives, **row} for row in found]
+            runs = [(ours, arguments.steps, EVERY) for ours in (True, False)]
+            of_both = pool.starmap(trained, runs, chunksize=1)
+        for steps in of_both:
+            rows += [{"onednn_primitives": primitives, **row} for row in steps]
             for figure in ("resident_mb", "handed_out_mb"):
-                slope, bound = trend(found, figure, arguments.steps // 4)
+                slope, bound = trend(steps, figure, arguments.steps // 4)
                 rows.append(
                     {
-                        "onednn_primitives": primitives, "attention": found[0]["attention"],
+                        "onednn_primitives": primitives, "attention": steps[0]["attention"],
                         "trend_of": figure, "after_step": arguments.steps // 4,
                         "mb_in_1000_steps": slope, "bound_95": bound,
                     }

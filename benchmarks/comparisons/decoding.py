@@ -95,8 +95,8 @@ def tokens_after(
                 steps[FIXED, name] = _same_length(patterns[name], everything[name], length)
         if length <= most:
             steps["dense", EVERYTHING] = _dense(in_dense)
-        held: dict[str, tuple[int, int]] = {}
-        watch = partial(_note_held, held, caches)
+        largest: dict[str, tuple[int, int]] = {}
+        watch = partial(_note_largest, largest, caches)
         each = partial(sequences.tokens, count=1)
         times, outs = token_turns(steps, each, range(first, length), PAGE, watch)
         for (backend, name), taken in times.items():
@@ -104,13 +104,14 @@ def tokens_after(
             if backend == FIXED:
                 out, start = out[:, :, -1:], length - 1
             everywhere = length, 2 * batch * HEADS * length * WIDTH * dtype.itemsize
-            kept, size = held[name] if backend == "cache" else everywhere
+            keys, size = largest[name] if backend == "cache" else everywhere
             counts = pattern.to_dense(1, length, num_heads=HEADS, q_start=length - 1)
             rows.append({
                 "case": "one token", "pattern": name, "backend": backend, "dtype": str(dtype)[6:],
                 "batch": batch, "tokens": length, "heads": HEADS, "head_dim": WIDTH,
-                "pairs": float(counts.expand(HEADS, 1, -1).sum() / HEADS), "kept": kept,
-                "bound": pattern.cache_bound(num_heads=HEADS), "bytes": size, **_told(taken, batch),
+                "pairs": float(counts.expand(HEADS, 1, -1).sum() / HEADS), "kept": keys,
+                "bound": pattern.cache_bound(num_heads=HEADS), "bytes": size,
+                **_timing(taken, batch),
                 "error": sequences.error(out, pattern, [start] * batch),
             })  # fmt: skip
     return rows
@@ -149,14 +150,17 @@ def of_many_lengths(
         return sequences.tokens([length + position for length in lengths], 1)
 
     times, outs = token_turns(steps, tokens_at, range((pages + 1) * PAGE), PAGE)
-    held = {"one cache": together.nbytes, "a cache each": sum(cache.nbytes for cache in alone)}
+    sizes = {
+        "one cache": together.nbytes,
+        "a cache each": sum(cache.nbytes for cache in alone),
+    }
     mean = statistics.fmean(times["a cache each"])
     return [
         {
             "case": "many lengths", "pattern": name, "backend": backend,
             "dtype": str(dtype)[6:], "batch": batch, "shortest": min(lengths),
-            "longest": max(lengths), "heads": HEADS, "head_dim": WIDTH, "bytes": held[backend],
-            "prompt_ms": prompt[backend], **_told(taken, batch),
+            "longest": max(lengths), "heads": HEADS, "head_dim": WIDTH, "bytes": sizes[backend],
+            "prompt_ms": prompt[backend], **_timing(taken, batch),
             "times_separate": mean / statistics.fmean(taken),
             "error": sequences.error(
                 torch.cat(outs[backend], 2), pattern, [length + PAGE for length in lengths], rows=3
@@ -180,13 +184,13 @@ def prompts_in_parts(
     tokens = sequences.tokens(0, length)
     for number in range(rounds + 1):
         for part in parts:
-            cache, found = _cache(pattern, 1), []
+            cache, results = _cache(pattern, 1), []
             start = time.perf_counter()
             for chunk in zip(*(x.split(part, 2) for x in tokens), strict=True):
-                found.append(cache.attend(*chunk))
+                results.append(cache.attend(*chunk))
             if number:
                 times[part].append((time.perf_counter() - start) * 1e3)
-            outs[part] = torch.cat(found, 2)
+            outs[part] = torch.cat(results, 2)
     whole = statistics.median(times[length])
     return [
         {
@@ -235,12 +239,12 @@ class _Sequences:
         counts = pattern.to_dense(1, position + 1, num_heads=HEADS, q_start=position)
         outs = []
         for head, count in enumerate(counts.expand(HEADS, 1, -1)[:, 0]):
-            seen = count.nonzero()[:, 0]
+            visible = count.nonzero()[:, 0]
             place = (
-                torch.cat((torch.tensor([position]), seen)) + self._offset[entry]
+                torch.cat((torch.tensor([position]), visible)) + self._offset[entry]
             ) % self.PERIOD
             query, key, value = self._pool[:, head, place].double()
-            score = key[1:] @ query[0] * WIDTH**-0.5 + count[seen].double().log()
+            score = key[1:] @ query[0] * WIDTH**-0.5 + count[visible].double().log()
             outs.append(torch.softmax(score, 0) @ value[1:])
         return torch.stack(outs)[:, None]
 
@@ -255,13 +259,13 @@ def _prefill(cache: KVCache, sequences: _Sequences, length: int) -> None:
         cache.attend(*sequences.tokens(start, min(PART, length - start)))
 
 
-def _note_held(
-    held: dict[str, tuple[int, int]], caches: Mapping[str, KVCache], position: int
+def _note_largest(
+    largest: dict[str, tuple[int, int]], caches: Mapping[str, KVCache], position: int
 ) -> None:
     """Updates the largest number of keys and bytes of each cache so far."""
     for name, cache in caches.items():
-        kept, size = held.get(name, (0, 0))
-        held[name] = max(kept, cache.kept), max(size, cache.nbytes)
+        keys, size = largest.get(name, (0, 0))
+        largest[name] = max(keys, cache.kept), max(size, cache.nbytes)
 
 
 def _cached(cache: KVCache) -> Step:
@@ -278,8 +282,8 @@ def _dense(everything: Sequence[Tensor]) -> Step:
     """Step of torch's own attention over a preallocated cache of all keys."""
 
     def step(position: int, tokens: Sequence[Tensor]) -> Tensor:
-        for held, x in zip(everything, tokens[1:], strict=True):
-            held[:, :, position : position + 1] = x
+        for cache, x in zip(everything, tokens[1:], strict=True):
+            cache[:, :, position : position + 1] = x
         key, value = (x[:, :, : position + 1] for x in everything)
         return F.scaled_dot_product_attention(tokens[0], key, value)
 
@@ -311,7 +315,7 @@ def token_turns(
     return times, outs
 
 
-def _told(times: Sequence[float], batch: int) -> Row:
+def _timing(times: Sequence[float], batch: int) -> Row:
     """Times of one token: median; mean, which includes evictions; median of each page's slowest."""
     slowest = [max(times[i : i + PAGE]) for i in range(0, len(times), PAGE)]
     mean = statistics.fmean(times)

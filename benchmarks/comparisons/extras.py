@@ -92,8 +92,8 @@ def _with_backward(pattern: Pattern, length: int, dtype: torch.dtype, quick: boo
     for name, call in calls.items():
         exact = [x.detach().double().requires_grad_() for x in leaves[name]]
         tables = dict(_options()[name])
-        given = iter(exact[3:])
-        tables = {k: next(given) if isinstance(x, Tensor) else x for k, x in tables.items()}
+        in_float64 = iter(exact[3:])
+        tables = {k: next(in_float64) if isinstance(x, Tensor) else x for k, x in tables.items()}
         expected = _differentiated(exact[:3], pattern, tables, exact, grad.double())()
         row = _row("forward and backward", pattern, inputs, name, ms[name], ratio[name])
         rows.append(row | {"error": distance_of(call(), expected)})

@@ -31,12 +31,12 @@ def rows(quick: bool) -> list[Row]:
 
     `share`: part of a row's blocks that its neighbour also lists: 0 (only by chance) or 90%.
     """
-    found: list[Row] = []
+    results: list[Row] = []
     for length in (512,) if quick else (4096, 16384, 65536):
         for share in (0.0, 0.9):
             for dtype in (torch.float32, torch.bfloat16):
-                found += _rows(length, share, dtype, quick)
-    return found
+                results += _rows(length, share, dtype, quick)
+    return results
 
 
 def drawn(length: int, tokens: int, share: float) -> SelectedBlocks:
@@ -44,9 +44,9 @@ def drawn(length: int, tokens: int, share: float) -> SelectedBlocks:
     generator = torch.Generator().manual_seed(0)
     shape = KV_HEADS, length // tokens, CHOSEN
     current = torch.arange(shape[1])[:, None] * tokens // BLOCK
-    anew = torch.rand(shape, generator=generator) >= share
-    anew[:, 0] = True
-    row = torch.where(anew, torch.arange(shape[1])[:, None], 0).cummax(1).values
+    redrawn = torch.rand(shape, generator=generator) >= share
+    redrawn[:, 0] = True
+    row = torch.where(redrawn, torch.arange(shape[1])[:, None], 0).cummax(1).values
     blocks = (torch.rand(shape, generator=generator) * (current + 1)).long().gather(1, row)
     blocks[..., 0], blocks[..., 1] = 0, current[:, 0]
     return SelectedBlocks(blocks, BLOCK, tokens)
@@ -107,7 +107,7 @@ def _rows(length: int, share: float, dtype: torch.dtype, quick: bool) -> list[Ro
     if length <= _LONGEST_UNION:
         calls["dense SDPA: forward"] = peer = dense((query, key, value), causal=True)
     times = interleaved_times(calls, 2 if quick or length > 30000 else 4)
-    told: list[Row] = []
+    rows: list[Row] = []
     for name, x in problems.items():
         (p,) = x.layout.passes
         row: Row = {
@@ -118,14 +118,14 @@ def _rows(length: int, share: float, dtype: torch.dtype, quick: bool) -> list[Ro
             of_call = times[f"{name}: {part}"]
             row |= {f"{part}_ms": statistics.median(of_call), f"{part}_least": min(of_call)}
         row["error"] = sampled_error(results[name][0], query, key, value, patterns[name])
-        told.append(row)
+        rows.append(row)
     if length <= _LONGEST_UNION:
         of_call = times["dense SDPA: forward"]
-        told.append(
+        rows.append(
             {
                 "call": "dense SDPA", "tokens": length, "dtype": str(dtype)[6:], "shared": share,
                 "forward_ms": statistics.median(of_call), "forward_least": min(of_call),
                 "error": sampled_error(peer(), query, key, value, Causal()),
             }
         )  # fmt: skip
-    return told
+    return rows

@@ -57,13 +57,13 @@ def _parts_of_whole(length: int, dtype: torch.dtype, rounds: int) -> list[Row]:
         calls[f"{tokens}: score"] = partial(_scores, query, key, tokens)
         calls[f"{tokens}: select"] = partial(_chosen, scores, tokens)
         last[f"{tokens}: chosen"] = calls[f"{tokens}: select"]()
-    timed = {name: partial(_kept, last, name, call, (), query) for name, call in calls.items()}
+    timed = {name: partial(_note, last, name, call, (), query) for name, call in calls.items()}
     times = interleaved_times(timed, rounds)
-    found: list[Row] = []
+    rows: list[Row] = []
     for tokens in (BLOCK, 1):
         whole, score, select = (times[f"{tokens}: {part}"] for part in ("whole", "score", "select"))
         pattern = SelectedBlocks(last[f"{tokens}: chosen"], BLOCK, tokens) & Causal()
-        found.append(
+        rows.append(
             {
                 "rows_of": tokens, "tokens": length, "dtype": str(dtype)[6:], "pass": "forward",
                 "ms": statistics.median(whole), "least": min(whole), "most": max(whole),
@@ -73,7 +73,7 @@ def _parts_of_whole(length: int, dtype: torch.dtype, rounds: int) -> list[Row]:
                 "error": sampled_error(last[f"{tokens}: whole"], *inputs, pattern, rows=8),
             }
         )  # fmt: skip
-    return found
+    return rows
 
 
 def _inputs(length: int, dtype: torch.dtype, alike: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,12 +112,12 @@ def _rows(length: int, dtype: torch.dtype, alike: bool, backward: bool, rounds: 
         del calls["Causal()"]  # takes minutes, as dense SDPA does
     last: dict[str, Tensor] = {}
     timed: dict[str, Callable[[], object]] = {
-        name: partial(_kept, last, name, call, leaves, grad) for name, call in calls.items()
+        name: partial(_note, last, name, call, leaves, grad) for name, call in calls.items()
     }
     timed |= {} if backward else parts
     with torch.set_grad_enabled(backward):
         times = interleaved_times(timed, rounds)
-        found = [
+        rows = [
             {
                 "call": name, "pass": "forward and backward" if backward else "forward",
                 "tokens": length, "dtype": str(dtype)[6:],
@@ -131,11 +131,11 @@ def _rows(length: int, dtype: torch.dtype, alike: bool, backward: bool, rounds: 
             for name in calls
         ]  # fmt: skip
     if not backward:
-        for row in found:
+        for row in rows:
             for part in ("score", "select"):
                 if f"{row['call']}: {part}" in times:
                     row[f"{part}_ms"] = statistics.median(times[f"{row['call']}: {part}"])
-    return found
+    return rows
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ def _whole(query: Tensor, key: Tensor, value: Tensor, tokens: int) -> Tensor:
     return attention(query, key, value, SelectedBlocks(chosen, BLOCK, tokens) & Causal())
 
 
-def _kept(
+def _note(
     last: dict[str, Tensor],
     name: str,
     call: Callable[[], Tensor],
@@ -168,10 +168,10 @@ def _kept(
 def _described(pattern: Pattern, length: int) -> Row:
     """Density among causal pairs; inflation: blocks that 64 queries list, over those of one row."""
     pairs = pattern.layout(length, num_heads=HEADS, num_kv_heads=KV_HEADS).num_pairs
-    told: Row = {"density": pairs / (length * (length + 1) / 2)}
+    row: Row = {"density": pairs / (length * (length + 1) / 2)}
     for selected in selections_of(pattern):
-        told["inflation"] = float(selected.inflation(BLOCK, length).mean())
-    return told
+        row["inflation"] = float(selected.inflation(BLOCK, length).mean())
+    return row
 
 
 def selection_decoding(quick: bool) -> list[Row]:

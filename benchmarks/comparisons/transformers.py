@@ -41,7 +41,7 @@ def transformers(quick: bool) -> list[Row]:
 def prefill(kind: str, length: int, rounds: int) -> list[Row]:
     """Measures one pass over a sequence without gradients; peak memory in fresh processes."""
     names = _names(kind, length)
-    models = {name: made(kind, name, length) for name in names}
+    models = {name: model_of(kind, name, length) for name in names}
     tokens = _tokens(length)
     outs: dict[str, Tensor] = {}
 
@@ -65,7 +65,7 @@ def prefill(kind: str, length: int, rounds: int) -> list[Row]:
 def training(kind: str, length: int, rounds: int) -> list[Row]:
     """Measures forward and backward of one sequence."""
     names = _names(kind, length)
-    models = {name: made(kind, name, length).train() for name in names}
+    models = {name: model_of(kind, name, length).train() for name in names}
     tokens = _tokens(length)
     norms: dict[str, float] = {}
 
@@ -94,15 +94,15 @@ def generation(length: int, new: int) -> list[Row]:
 
     tokens, rows, texts = _tokens(length), list[Row](), {}
     for name in ("sdpa", OURS, OVERRIDE, f"{OVERRIDE}, SparseCache"):
-        model = made("llama", name.removesuffix(", SparseCache"), length + new)
+        model = model_of("llama", name.removesuffix(", SparseCache"), length + new)
         cache: Any = hf.SparseCache(model) if name.endswith("SparseCache") else DynamicCache()
         stamps: list[float] = []
         texts[name] = _greedy(model, tokens, cache, new, stamps)
         taken = [(b - a) * 1e3 for a, b in pairwise(stamps)]
-        held = cache.nbytes if name.endswith("SparseCache") else _nbytes(cache)
+        cache_bytes = cache.nbytes if name.endswith("SparseCache") else _nbytes(cache)
         rows.append({
             "case": "generate", "model": "llama", "attention": name, "tokens": length, "new": new,
-            "ms_a_token": statistics.median(taken), "cache_bytes": held,
+            "ms_a_token": statistics.median(taken), "cache_bytes": cache_bytes,
         })  # fmt: skip
     for ours, theirs in ((OURS, "sdpa"), (f"{OVERRIDE}, SparseCache", OVERRIDE)):
         if texts[ours] != texts[theirs]:
@@ -110,7 +110,7 @@ def generation(length: int, new: int) -> list[Row]:
     return rows
 
 
-def made(kind: str, name: str, length: int) -> Any:
+def model_of(kind: str, name: str, length: int) -> Any:
     """Builds a small model of about 3M parameters, with equal weights for every `name`."""
     from transformers import LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel
 
@@ -158,7 +158,7 @@ def train_step(model: Any, kind: str, tokens: Tensor) -> float:
 
 def prefill_once(kind: str, name: str, length: int) -> Iterator[None]:
     """Warms up, yields, and runs one forward pass for `peak_extra_bytes`."""
-    model, tokens = made(kind, name, length), _tokens(length)
+    model, tokens = model_of(kind, name, length), _tokens(length)
     forward(model, kind, tokens[:, :512])
     yield
     forward(model, kind, tokens)
@@ -166,7 +166,7 @@ def prefill_once(kind: str, name: str, length: int) -> Iterator[None]:
 
 def train_once(kind: str, name: str, length: int) -> Iterator[None]:
     """Warms up, yields, and runs one training step for `peak_extra_bytes`."""
-    model, tokens = made(kind, name, length).train(), _tokens(length)
+    model, tokens = model_of(kind, name, length).train(), _tokens(length)
     train_step(model, kind, tokens[:, :512])
     yield
     train_step(model, kind, tokens)
@@ -202,12 +202,12 @@ def _distances(name: str, outs: dict[str, Tensor]) -> Row:
 @torch.no_grad()
 def _greedy(model: Any, tokens: Tensor, cache: Any, new: int, stamps: list[float]) -> list[int]:
     """Decodes `new` tokens greedily; appends the time of each to `stamps`."""
-    found, ids = [], tokens
+    decoded, ids = [], tokens
     for _ in range(new):
         ids = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
-        found.append(int(ids))
+        decoded.append(int(ids))
         stamps.append(time.perf_counter())
-    return found
+    return decoded
 
 
 def _nbytes(cache: Any) -> int:

@@ -31,13 +31,13 @@ def main() -> int:
             print(line)
         return 0
     out: Path = arguments.out
-    given = running.read(out / "gpu.json") or running.read(arguments.resume / "gpu.json")
+    record = running.read(out / "gpu.json") or running.read(arguments.resume / "gpu.json")
     if arguments.table:
-        if given is None:
+        if record is None:
             print(f"benchmarks.gpu: there is no record in {out}", file=sys.stderr)
             return 2
-        print(*table.markdown(given), sep="\n")
-        table.plot(given, out / "gpu.png")
+        print(*table.markdown(record), sep="\n")
+        table.plot(record, out / "gpu.png")
         return 0
     if reasons := triton.reasons():
         print(f"benchmarks.gpu: {'; '.join(reasons)}", file=sys.stderr)
@@ -49,7 +49,7 @@ def main() -> int:
         print(f"benchmarks.gpu: {error}; name another --out", file=sys.stderr)
         return 2
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # less spinning: processes share the cores
-    session = running.Session(out, given, arguments.commit, arguments.keep)
+    session = running.Session(out, record, arguments.commit, arguments.keep)
     try:
         for line in running.run(session, arguments.only, arguments.budget, arguments.processes):
             print(f"{session.spent:4.0f} s  {line}", flush=True)
@@ -70,10 +70,10 @@ def _summary(session: running.Session, only: list[str]) -> int:
             if "failed" in state:
                 print(f"FAILED  {name} | {case}: {state['failed']}")
     for bar in session.record["bars"]:
-        found = "not measured" if bar["found"] is None else f"{bar['found']:.4g} {bar['unit']}"
+        value = "not measured" if bar["found"] is None else f"{bar['found']:.4g} {bar['unit']}"
         met = {None: "", True: "met", False: "NOT MET"}[bar["floor_met"]]
         aim = f", aim {bar['aim']:g}" if bar["aim"] is not None else ""
-        print(f"{bar['bar']}: {found} (floor {bar['floor']:g}{aim}) {met}")
+        print(f"{bar['bar']}: {value} (floor {bar['floor']:g}{aim}) {met}")
     print(f"{missing} cases are missing or failed; {session.spent:.0f} s; {session.path}")
     return int(missing > 0)
 
@@ -81,8 +81,8 @@ def _summary(session: running.Session, only: list[str]) -> int:
 def _listed() -> Iterator[str]:
     for name, part in parts.PARTS.items():
         kind = "timed" if part.timed else "shared"
-        told = f"{part.seconds:4.0f} s (bound {part.bound:3.0f})  {kind:6}  {name}"
-        yield f"{told}: {len(part.cases)} cases"
+        line = f"{part.seconds:4.0f} s (bound {part.bound:3.0f})  {kind:6}  {name}"
+        yield f"{line}: {len(part.cases)} cases"
     yield f"{sum(part.seconds for part in parts.PARTS.values()):4.0f} s in all, estimated"
 
 
@@ -103,7 +103,7 @@ def _arguments() -> argparse.Namespace:
         choices=list(parts.PARTS),
         default=[],
         metavar="PART",
-        help="these parts",
+        help="run only these parts",
     )
     add(
         "--budget",
@@ -115,16 +115,16 @@ def _arguments() -> argparse.Namespace:
         "--processes",
         type=int,
         default=6 if (os.cpu_count() or 1) >= 8 else 2,
-        help="that share what is not timed (default: %(default)s)",
+        help="processes that run the untimed cases (default: %(default)s)",
     )
-    add("--commit", default="", help="of the sources, where they lie without their history")
+    add("--commit", default="", help="commit of the sources, if they are no git checkout")
     add(
         "--keep",
         action="store_true",
-        help="also keep what other sources gave; each case tells its own",
+        help="also keep the results of other sources; each case names its own",
     )
-    add("--table", action="store_true", help="print what is on record as Markdown, and draw it")
-    add("--list", action="store_true", help="print the parts in their order, with estimates")
+    add("--table", action="store_true", help="print the record as Markdown, and draw it")
+    add("--list", action="store_true", help="print the parts in order, with their estimated times")
     arguments = parser.parse_args()  # fmt: skip
     if not re.fullmatch(r"[0-9a-f]{7,40}|", arguments.commit):
         parser.error(f"--commit must be the digits of a commit, got {arguments.commit!r}")

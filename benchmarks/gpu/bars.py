@@ -15,7 +15,7 @@ class Bar(NamedTuple):
     unit: str
     floor: float
     aim: float | None
-    found: Callable[[Record], float | None]
+    measure: Callable[[Record], float | None]
     at_most: bool = False
 
 
@@ -30,28 +30,28 @@ def rows_of(record: Record, part: str, **wanted: object) -> list[dict[str, Any]]
 
 def rate(record: Record, case: str) -> float | None:
     """TFLOP/s of our kernels at the main shape."""
-    found = rows_of(record, "main shapes", setting=MAIN, case=case, backend="ours")
-    return found[0]["tflops"] if found else None
+    rows = rows_of(record, "main shapes", setting=MAIN, case=case, backend="ours")
+    return rows[0]["tflops"] if rows else None
 
 
 def _times(case: str, *peers: str) -> Callable[[Record], float | None]:
     """Speedup over the fastest peer at the main shape."""
 
-    def found(record: Record) -> float | None:
+    def speedup(record: Record) -> float | None:
         rows = rows_of(record, "main shapes", setting=MAIN, case=case)
         ms = {row["backend"]: row["ms"] for row in rows}
         theirs = [ms[peer] for peer in peers if peer in ms]
         return min(theirs) / ms["ours"] if theirs and "ours" in ms else None
 
-    return found
+    return speedup
 
 
 def _worst(part: str, key: str, **wanted: object) -> Callable[[Record], float | None]:
-    def found(record: Record) -> float | None:
+    def worst(record: Record) -> float | None:
         rows = rows_of(record, part, **wanted)
         return max(row[key] for row in rows) if rows else None
 
-    return found
+    return worst
 
 
 def _wrong(record: Record) -> float | None:
@@ -92,13 +92,13 @@ def bars(record: Record) -> list[dict[str, Any]]:
 
 def _judged(record: Record) -> Iterator[dict[str, Any]]:
     for bar in BARS:
-        found = bar.found(record)
+        value = bar.measure(record)
 
-        def met(limit: float | None, bar: Bar = bar, found: float | None = found) -> bool | None:
-            if found is None or limit is None:
+        def met(limit: float | None, bar: Bar = bar, value: float | None = value) -> bool | None:
+            if value is None or limit is None:
                 return None
-            return found <= limit if bar.at_most else found >= limit
+            return value <= limit if bar.at_most else value >= limit
 
         yield {"bar": bar.name, "unit": bar.unit, "at_most": bar.at_most, "floor": bar.floor,
-               "aim": bar.aim, "found": found, "floor_met": met(bar.floor),
+               "aim": bar.aim, "found": value, "floor_met": met(bar.floor),
                "aim_met": met(bar.aim)}  # fmt: skip

@@ -26,9 +26,9 @@ BOUND = 0.02 if GPU else 1e-5  # largest error in half precision, relative to th
 def exact(args: list[Tensor], pattern: sr.Pattern, grad: Tensor, **options: Any) -> list[Tensor]:
     """Computes out and gradients in float64."""
     own = [x.detach().double().requires_grad_() for x in args]
-    given = {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+    in_float64 = {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
              for k, x in options.items()}  # fmt: skip
-    out = sr.attention(*own, pattern, backend="reference", **given)
+    out = sr.attention(*own, pattern, backend="reference", **in_float64)
     return [out.detach(), *torch.autograd.grad(out, own, grad.double())]
 
 
@@ -180,15 +180,15 @@ def extras(dtype: str, name: str) -> Iterator[Row]:
     unit = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[kind]
     unit = max(unit, 1e-3 if dtype == TF32 else 0.0)
     torch.manual_seed(0)
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if name in ("softcap", "all"):
-        given["softcap"] = 0.7
+        options["softcap"] = 0.7
     if name in ("distance bias", "all"):
-        given["distance_bias"] = torch.randn(heads, 35, device=DEVICE)
+        options["distance_bias"] = torch.randn(heads, 35, device=DEVICE)
     if name in ("sink", "all"):
-        given["sink"] = torch.randn(batch, heads, length, device=DEVICE)
+        options["sink"] = torch.randn(batch, heads, length, device=DEVICE)
     if name in ("dropout", "all"):
-        given |= {"dropout_p": 0.3, "dropout_seed": 11}
+        options |= {"dropout_p": 0.3, "dropout_seed": 11}
     bases = {"causal": sr.Causal(), "longnet": sr.LongNet((16, 91), (1, 3)) & sr.Causal()}
     for label, pattern in bases.items():
         if name in ("masked keys", "all"):
@@ -196,19 +196,19 @@ def extras(dtype: str, name: str) -> Iterator[Row]:
         args = [torch.randn(batch, h, length, width, device=DEVICE, dtype=kind)
                 for h in (heads, kv_heads, kv_heads)]  # fmt: skip
         with products_of(dtype):
-            error = _error_of_extras(args, pattern, given)
+            error = _error_of_extras(args, pattern, options)
         what = f"{name} over {label} in {dtype}"
         yield {"pattern": label, "extra": name, "dtype": dtype,
                "error": largest([error], 4 * unit, what)}  # fmt: skip
 
 
-def _error_of_extras(args: list[Tensor], pattern: sr.Pattern, given: dict[str, Any]) -> float:
+def _error_of_extras(args: list[Tensor], pattern: sr.Pattern, extras: dict[str, Any]) -> float:
     """Largest error of out, lse and all gradients against float64, relative to the largest."""
     results = []
     for kind, backend in ((None, "triton"), (torch.float64, "reference")):
         own = [x.detach().to(kind or x.dtype).requires_grad_() for x in args]
         options = {k: x.detach().to(kind or x.dtype).requires_grad_() if isinstance(x, Tensor)
-                   else x for k, x in given.items()}  # fmt: skip
+                   else x for k, x in extras.items()}  # fmt: skip
         both = sr.attention(
             *own, pattern, block_size=sized(64, 16), backend=backend, return_lse=True, **options
         )
@@ -216,8 +216,8 @@ def _error_of_extras(args: list[Tensor], pattern: sr.Pattern, given: dict[str, A
         grads = [torch.randn_like(x, dtype=torch.float32).to(x.dtype) for x in both]
         grads[1] = torch.where(both[1].isfinite(), grads[1], 0.0)
         leaves = [*own, *(x for x in options.values() if isinstance(x, Tensor))]
-        found = torch.autograd.grad(list(both), leaves, grads)
-        results.append([x.detach() for x in (*both, *found)])
+        gradients = torch.autograd.grad(list(both), leaves, grads)
+        results.append([x.detach() for x in (*both, *gradients)])
     errors = []
     for a, b in zip(*results, strict=True):
         finite = b.isfinite()
@@ -321,11 +321,11 @@ def _beside_float64(
     results = []
     for kind in (torch.float64, torch.float32, HALF):
         own = copy.deepcopy(module).to(DEVICE).to(torch.float64 if kind == torch.float64 else None)
-        given = x.to(DEVICE)
+        sample = x.to(DEVICE)
         if x.is_floating_point():
-            given = given.double() if kind == torch.float64 else given.float()
+            sample = sample.double() if kind == torch.float64 else sample.float()
         with torch.autocast(DEVICE, kind, enabled=kind == torch.bfloat16):
-            out = run(own, given)
+            out = run(own, sample)
         torch.manual_seed(1)
         (out * torch.randn(out.shape, dtype=torch.float64).to(out)).sum().backward()
         grads = [p.grad for p in own.parameters() if p.grad is not None]

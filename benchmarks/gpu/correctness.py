@@ -125,8 +125,8 @@ def backend(name: str, dtype: str) -> Iterator[Row]:
             try:
                 yield against_eager(pattern, case, DTYPES[dtype], label, dtype, name)
             except (NotImplementedError, ImportError) as refusal:
-                told = f"{refusal}".partition("\n")[0][:160]
-                yield {"backend": name, "pattern": label, "dtype": dtype, "refused": told}
+                reason = f"{refusal}".partition("\n")[0][:160]
+                yield {"backend": name, "pattern": label, "dtype": dtype, "refused": reason}
 
 
 def against_eager(
@@ -147,11 +147,11 @@ def against_eager(
     grads = [torch.randn_like(x).nan_to_num() for x in exact]
 
     def all_of(results: Sequence[Tensor], wrt: list[Tensor]) -> list[Tensor]:
-        given = [grad.to(x) for grad, x in zip(grads, results, strict=True)]
-        given[1] = torch.where(results[1].isfinite(), given[1], 0.0)
+        cotangents = [grad.to(x) for grad, x in zip(grads, results, strict=True)]
+        cotangents[1] = torch.where(results[1].isfinite(), cotangents[1], 0.0)
         options = {"materialize_grads": True}
         return [x.detach() for x in results] + list(
-            torch.autograd.grad(list(results), wrt, given, **options)
+            torch.autograd.grad(list(results), wrt, cotangents, **options)
         )
 
     true = all_of(exact, exact_args)
@@ -166,9 +166,9 @@ def against_eager(
         mine, bound = (oracle().errors(x, c)[0] for x in (ours, theirs))
         ratios.append(mine / (bound + _GRANT[dtype] * size))
         worst = max(worst, oracle().errors(ours, c)[1] / size)
-    told = dtype_name or str(dtype)[6:]
-    ratio = largest(ratios, 2.0, f"{name} of {backend} in {told}, head dim {case.head_dim}")
-    return {"backend": backend, "pattern": name, "dtype": told, "head_dim": case.head_dim,
+    label = dtype_name or str(dtype)[6:]
+    ratio = largest(ratios, 2.0, f"{name} of {backend} in {label}, head dim {case.head_dim}")
+    return {"backend": backend, "pattern": name, "dtype": label, "head_dim": case.head_dim,
             "value_dim": case.value_dim, "block_size": case.block_size, "error": worst,
             "error_over_dense": ratio}  # fmt: skip
 
@@ -190,10 +190,10 @@ def biased_selection() -> Iterator[Row]:
             *own[:3], pattern, block_bias=own[3], block_size=block, backend=backend,
             return_lse=True,
         )  # fmt: skip
-        given = [grad.to(x) for grad, x in zip(grads, both, strict=True)]
-        results.append([*both, *torch.autograd.grad(list(both), own, given)])
-    found = [relative(a, b) for a, b in zip(*results, strict=True)]
-    worst = largest(found, 0.02 if GPU else 1e-5, "a block bias")
+        cotangents = [grad.to(x) for grad, x in zip(grads, both, strict=True)]
+        results.append([*both, *torch.autograd.grad(list(both), own, cotangents)])
+    errors = [relative(a, b) for a, b in zip(*results, strict=True)]
+    worst = largest(errors, 0.02 if GPU else 1e-5, "a block bias")
     yield {"pattern": "SelectedBlocks with a bias", "dtype": str(HALF)[6:], "error": worst}
 
 
@@ -210,8 +210,8 @@ def beyond_int32() -> Iterator[Row]:
     tail = [x[:, -1:, -reach:].detach().double().requires_grad_() for x in args]
     exact = sr.attention(*tail, pattern, backend="reference")
     last = reach - window - 1  # these queries see no key before the tail
-    kept = [x[:, -1:, -last:] for x in (out, *grads)]
+    tail_rows = [x[:, -1:, -last:] for x in (out, *grads)]
     expected = [exact, *torch.autograd.grad(exact, tail, grad[:, -1:, -reach:].double())]
-    errors = [relative(a, b[:, :, -last:]) for a, b in zip(kept, expected, strict=True)]
+    errors = [relative(a, b[:, :, -last:]) for a, b in zip(tail_rows, expected, strict=True)]
     worst = largest(errors, 0.02, "what lies beyond 2^31 elements")
     yield {"elements": args[0].numel(), "tokens": length, "heads": heads, "error": worst}

@@ -166,7 +166,7 @@ def spin_up(seconds: float = 0.3) -> None:
         synchronize()
 
 
-_ASKED = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu",
+_FIELDS = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu",
           "power.draw", "power.limit")  # fmt: skip
 
 
@@ -174,13 +174,13 @@ def state() -> dict[str, str] | None:
     """Driver, clocks, temperature and power of the GPU from `nvidia-smi`; None without it."""
     if not GPU:
         return None
-    query = f"--query-gpu={','.join(_ASKED)}"
+    query = f"--query-gpu={','.join(_FIELDS)}"
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             ["nvidia-smi", query, "--format=csv,noheader", "--id=0"],
             capture_output=True, text=True, timeout=10, check=True,
         ).stdout  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
-    values = [value.strip() for value in told.splitlines()[0].split(",")] if told else []
-    return dict(zip(_ASKED, values, strict=False))
+    values = [value.strip() for value in output.splitlines()[0].split(",")] if output else []
+    return dict(zip(_FIELDS, values, strict=False))

@@ -152,7 +152,7 @@ PARTS: dict[str, Part] = {
         30, 90, timed=False,
     ),
     "backends are right": Part(
-        "Each backend that runs on this device, named; what one refuses is told.",
+        "Each backend that runs on this device, named, or the reason why it refuses.",
         {
             f"{name}, {dtype}": partial(correctness.backend, name, dtype)
             for name in BACKENDS for dtype in ("bfloat16", "float32")
@@ -160,7 +160,7 @@ PARTS: dict[str, Part] = {
         45, 100, timed=False,
     ),
     "tuning, compiled": Part(
-        "Every candidate of `sparsering tune` run once, beside the default.",
+        "Every candidate of `sparsering tune` and the default, run once.",
         {
             _named(*shape, f"share {n + 1} of 4"): partial(tuned.compile_ahead, *shape, n, 4)
             for shape in MAIN for n in range(sized(4, 1))
@@ -184,8 +184,8 @@ PARTS: dict[str, Part] = {
         {"131072 keys": speed.decoding}, 10, 30,
     ),
     "memory": Part(
-        "Peak memory of a call at a million tokens, 16 heads of 64, beyond what it is given and "
-        "returns.",
+        "Peak memory of a call at a million tokens, 16 heads of 64, beyond its arguments and "
+        "result.",
         {"2^20 tokens": speed.memory}, 10, 40,
     ),
     "grid, 32K tokens": Part(

@@ -65,13 +65,13 @@ class Flex:
 
     def call(self, args: Sequence[Tensor], pattern: sr.Pattern, block: int) -> Callable[[], Tensor]:
         """Builds the call; its first run builds the mask, before anything is timed."""
-        made: list[Any] = []
+        masks: list[Any] = []
 
         def run() -> Tensor:
-            if not made:
-                made.append(block_mask(args[0], pattern, block))
+            if not masks:
+                masks.append(block_mask(args[0], pattern, block))
             options = kernel_options(block, DEVICE)
-            out: Tensor = self._run(*args, block_mask=made[0], kernel_options=options)
+            out: Tensor = self._run(*args, block_mask=masks[0], kernel_options=options)
             return out
 
         return run

@@ -40,8 +40,8 @@ def work(connection: Connection, folder: str) -> None:
     if device.GPU:  # an empty cache: earlier tuning on this machine must not replace defaults
         os.environ["SPARSERING_CACHE"] = str(Path(folder) / "plain")
     connection.send(("ready", {**environment(), "gpu_state": device.state()}))
-    while (asked := _received(connection)) is not None:
-        name, case, threads = asked
+    while (request := _received(connection)) is not None:
+        name, case, threads = request
         torch.set_num_threads(threads)
         try:
             for row in parts.PARTS[name].cases[case]():
@@ -52,19 +52,19 @@ def work(connection: Connection, folder: str) -> None:
             return
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            told = f"{type(error).__name__}: {error}"[:600]
-            told += f" ({Path(where.filename).name}:{where.lineno})"
+            message = f"{type(error).__name__}: {error}"[:600]
+            message += f" ({Path(where.filename).name}:{where.lineno})"
             error.__traceback__ = None  # its frames keep tensors alive
-            connection.send(("failed" if device.is_alive() else "broken", told))
+            connection.send(("failed" if device.is_alive() else "broken", message))
         _forget()
 
 
 def _received(connection: Connection) -> tuple[str, str, int] | None:
     try:
-        asked: tuple[str, str, int] = connection.recv()
+        request: tuple[str, str, int] = connection.recv()
     except EOFError:
         return None
-    return asked
+    return request
 
 
 def _forget() -> None:
@@ -110,9 +110,9 @@ class Worker:
 class Session:
     """One call of the benchmark, with its record."""
 
-    def __init__(self, out: Path, given: Record | None, commit: str, keep: bool) -> None:
+    def __init__(self, out: Path, record: Record | None, commit: str, keep: bool) -> None:
         self.out, self.path = out, out / "gpu.json"
-        self._given, self._commit, self._keep = given, commit, keep
+        self._earlier, self._commit, self._keep = record, commit, keep
         self.record: Record = {"name": "gpu", "environment": {}, "runs": [], "parts": {}}
         self._began = time.perf_counter()
 
@@ -126,33 +126,33 @@ class Session:
         place = {**place, "sources": sources()}
         if not place["commit"]:
             place["commit"], place["uncommitted_changes"] = self._commit or None, None
-        found, told = self._given or {}, "a new record"
-        theirs = found.get("environment", {}).get("gpu")
-        if found and theirs != place["gpu"]:
-            found, told = {}, f"a new record: the one that was there is of {theirs}"
-        for name, part in found.get("parts", {}).items():
+        earlier, summary = self._earlier or {}, "a new record"
+        theirs = earlier.get("environment", {}).get("gpu")
+        if earlier and theirs != place["gpu"]:
+            earlier, summary = {}, f"a new record: the one that was there is of {theirs}"
+        for name, part in earlier.get("parts", {}).items():
             if name not in parts.PARTS:
                 continue
-            kept = {
+            cases = {
                 case: state for case, state in part["cases"].items()
                 if case in parts.PARTS[name].cases
                 and (self._keep or state.get("sources") == sources(parts.PARTS[name].module))
             }  # fmt: skip
-            if kept:
-                rows = [row for row in part["rows"] if row["setting"] in kept]
-                self.record["parts"][name] = {"about": part["about"], "cases": kept, "rows": rows}
-        if found:
+            if cases:
+                rows = [row for row in part["rows"] if row["setting"] in cases]
+                self.record["parts"][name] = {"about": part["about"], "cases": cases, "rows": rows}
+        if earlier:
             number = sum(len(part["cases"]) for part in self.record["parts"].values())
-            told = f"{number} cases are on record"
-        self.record["runs"] = [*found.get("runs", []), place]
+            summary = f"{number} cases are on record"
+        self.record["runs"] = [*earlier.get("runs", []), place]
         self.record["environment"] = place
         self.write()
-        return told
+        return summary
 
     def state(self, part: str, case: str) -> dict[str, Any] | None:
         """State of a case on record; None if it never began."""
-        found: dict[str, Any] | None = self.record["parts"].get(part, {}).get("cases", {}).get(case)
-        return found
+        state: dict[str, Any] | None = self.record["parts"].get(part, {}).get("cases", {}).get(case)
+        return state
 
     def adds(self, part: str, case: str, row: dict[str, Any] | None, **state: Any) -> None:
         """Adds a row of a case to the record, and sets the state of the case."""
@@ -207,7 +207,7 @@ def _phases(names: list[str]) -> Iterator[list[str]]:
 
 
 def _missing(session: Session, names: list[str], again: bool) -> list[tuple[str, str]]:
-    found = []
+    missing = []
     for name in names:
         for case in parts.PARTS[name].cases:
             state = session.state(name, case)
@@ -217,8 +217,8 @@ def _missing(session: Session, names: list[str], again: bool) -> list[tuple[str,
                 failed and state is not None and state["run"] < len(session.record["runs"]) - 1
             )
             if (new and not again) or (again and current):
-                found.append((name, case))
-    return found
+                missing.append((name, case))
+    return missing
 
 
 class _Pool:
@@ -240,8 +240,8 @@ class _Pool:
         except EOFError:
             raise RuntimeError(f"a process could not start: {worker.end()}") from None
         worker.ready = place
-        told = self._session.starts_on(place)
-        return f"{place['gpu'] or 'no GPU: a rehearsal'}, torch {place['torch']}: {told}"
+        summary = self._session.starts_on(place)
+        return f"{place['gpu'] or 'no GPU: a rehearsal'}, torch {place['torch']}: {summary}"
 
     def phase(self, cases: list[tuple[str, str]]) -> Iterator[str]:
         """Runs cases; their parts are either all timed or all not timed."""
@@ -324,8 +324,8 @@ class _Pool:
         self._session.adds(name, case, None, **state)
         self._session.write()
         worker.case = None
-        told = f"{len(worker.rows)} rows" if kind == "done" else f"failed, {content}"
-        yield f"{name} | {case}: {told}, {seconds:.1f} s"
+        outcome = f"{len(worker.rows)} rows" if kind == "done" else f"failed, {content}"
+        yield f"{name} | {case}: {outcome}, {seconds:.1f} s"
         if kind == "broken":
             worker.end()
             self._workers.remove(worker)
@@ -382,8 +382,8 @@ def sources(module: str = "") -> str:
 def read(path: Path) -> Record | None:
     """Reads a record; None if the file is missing or is no record of this benchmark."""
     try:
-        found: Record = json.loads(path.read_bytes())
+        record: Record = json.loads(path.read_bytes())
     except (OSError, json.JSONDecodeError):
         return None
-    whole = isinstance(found, dict) and found.get("name") == "gpu" and "runs" in found
-    return found if whole else None
+    whole = isinstance(record, dict) and record.get("name") == "gpu" and "runs" in record
+    return record if whole else None

@@ -152,10 +152,10 @@ def _with_gradients_checked(
     """Returns the call with gradients after checking their sums and, against `exact`, one head."""
 
     def error(got: Sequence[Tensor]) -> float:
-        found = [_sums(args, grad, got, call)]
+        distances = [_sums(args, grad, got, call)]
         if not name.startswith("dense"):
-            found += [relative(x[:, :1], y) for x, y in zip(got, exact, strict=False)]
-        return largest(found, 0.05, f"the gradient of {name}")
+            distances += [relative(x[:, :1], y) for x, y in zip(got, exact, strict=False)]
+        return largest(distances, 0.05, f"the gradient of {name}")
 
     return checked(name, with_gradients(call, args, grad), error, errors)
 
@@ -262,8 +262,8 @@ def layouts() -> Iterator[Row]:
         return picked
 
     for name, pattern in patterns.items():
-        made = pattern.layout(length, num_heads=heads, block_size=block, device=DEVICE)
-        pairs = float(made.num_pairs)
+        layout = pattern.layout(length, num_heads=heads, block_size=block, device=DEVICE)
+        pairs = float(layout.num_pairs)
         time = on_the_host(partial(build, pattern), calls=1, rounds=9)
         yield {"pattern": name, "tokens": length, "heads": heads, "pairs": pairs,
                **time}  # fmt: skip
@@ -355,18 +355,18 @@ def memory() -> Iterator[Row]:
         args = [x.requires_grad_() for x in inputs(heads, length, width)]
         grad = torch.randn_like(args[0])
         for backward, attempt in itertools.product((False, True), (0, 1)):
-            kept: list[Tensor] = []
+            results: list[Tensor] = []
 
             def run(
                 args: list[Tensor] = args, pattern: sr.Pattern = pattern, grad: Tensor = grad,
-                backward: bool = backward, kept: list[Tensor] = kept,
+                backward: bool = backward, results: list[Tensor] = results,
             ) -> None:  # fmt: skip
-                kept += sr.attention(*args, pattern, backend="triton", return_lse=True)
+                results += sr.attention(*args, pattern, backend="triton", return_lse=True)
                 if backward:
-                    kept += torch.autograd.grad(kept[0], args, grad)
+                    results += torch.autograd.grad(results[0], args, grad)
 
-            extra = peak_beyond(run) - (sum(x.nbytes for x in kept) if GPU else 0)
-            whole = sum(x.nbytes for x in (*args, *kept)) + grad.nbytes * backward
+            extra = peak_beyond(run) - (sum(x.nbytes for x in results) if GPU else 0)
+            whole = sum(x.nbytes for x in (*args, *results)) + grad.nbytes * backward
             if attempt:  # the first attempt also built the layout
                 yield {"pattern": name, "case": "forward+backward" if backward else "forward",
                        "tokens": length, "heads": heads, "head_dim": width, "extra_bytes": extra,

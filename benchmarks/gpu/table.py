@@ -38,10 +38,10 @@ def _bars(record: Record) -> Iterator[str]:
         unit = f" {bar['unit']}" if bar["unit"] else ""
         sign = "at most " if bar["at_most"] else ""
         aim = "" if bar["aim"] is None else f"{bar['aim']:g}{unit}"
-        found = "not measured" if bar["found"] is None else f"{bar['found']:.3g}{unit}"
+        value = "not measured" if bar["found"] is None else f"{bar['found']:.3g}{unit}"
         met = {None: "", True: "floor", False: "no"}[bar["floor_met"]]
         met = "aim" if bar["aim_met"] else met
-        yield f"| {bar['bar']} | {sign}{bar['floor']:g}{unit} | {aim} | {found} | {met} |"
+        yield f"| {bar['bar']} | {sign}{bar['floor']:g}{unit} | {aim} | {value} | {met} |"
 
 
 def _main(record: Record) -> Iterator[str]:
@@ -61,9 +61,11 @@ def _main(record: Record) -> Iterator[str]:
             f"{ours['tflops'] / best:.0%}" if best else "",
         ]
         for peer in there:
-            found = rows_of(record, "main shapes", backend=peer, **same)
+            of_peer = rows_of(record, "main shapes", backend=peer, **same)
             cells.append(
-                f"{_ms(found[0])}, {found[0]['ms'] / ours['ms']:.2f} x" if found else "cannot run"
+                f"{_ms(of_peer[0])}, {of_peer[0]['ms'] / ours['ms']:.2f} x"
+                if of_peer
+                else "cannot run"
             )
         yield f"| {' | '.join(cells)} |"
 
@@ -77,12 +79,12 @@ def _others(record: Record) -> Iterator[str]:
                 continue
             named = [part, row.get("backend"), row.get("pattern"), row.get("case")]
             named += [row["setting"]] if part == "tuned shapes" else []
-            told = [f"{row[key]:.3g} {unit}" for key, unit in
+            figures = [f"{row[key]:.3g} {unit}" for key, unit in
                     (("tflops", "TFLOP/s"), ("gb_per_s", "GB/s"), ("density", "dense"))
                     if row.get(key) is not None]  # fmt: skip
-            told += [f"{row['error']:.0e}"] if row.get("error") is not None else []
+            figures += [f"{row['error']:.0e}"] if row.get("error") is not None else []
             name = ", ".join(str(x) for x in named if x and x != "ours")
-            yield f"| {name} | {_ms(row)} | {', '.join(told)} |"
+            yield f"| {name} | {_ms(row)} | {', '.join(figures)} |"
     for row in record["parts"].get("memory", {}).get("rows", []):
         name = f"memory, {row['pattern']}, {row['case']}, {row['tokens']} tokens"
         share = row["share_of_inputs_and_outputs"]
@@ -135,8 +137,8 @@ def plot(record: Record, path: Path) -> None:
         for row in rows:
             color = "#c0504d" if str(row["backend"]).startswith("ours") else "#8c8c8c"
             axes.barh(place, row["tflops"], color=color)
-            told = [name, row["setting"] if name != row["setting"] else "", row.get("case", "")]
-            labels.append((place, ", ".join(filter(None, (*told, row["backend"])))))
+            words = [name, row["setting"] if name != row["setting"] else "", row.get("case", "")]
+            labels.append((place, ", ".join(filter(None, (*words, row["backend"])))))
             place += 1
     axes.set_yticks([at for at, _ in labels], [text for _, text in labels], fontsize=6)
     axes.invert_yaxis()

@@ -158,8 +158,8 @@ def exact_gradients(
     out, dq, dk, dv = (torch.zeros_like(x) for x in (v, q, k, v))
     for tiles in torch.arange(length // block, device=g.device).split(max(1, 2048 // block)):
         some = slice(int(tiles[0]) * block, (int(tiles[-1]) + 1) * block)
-        seen = visited[tiles].repeat_interleave(block, 0).repeat_interleave(block, 1)
-        p = (q[some] @ k.mT * scale).masked_fill_(~seen, -torch.inf).softmax(-1)
+        visible = visited[tiles].repeat_interleave(block, 0).repeat_interleave(block, 1)
+        p = (q[some] @ k.mT * scale).masked_fill_(~visible, -torch.inf).softmax(-1)
         out[some] = p @ v
         ds = g[some] @ v.mT
         ds = (ds - (out[some] * g[some]).sum(-1, keepdim=True)).mul_(p).mul_(scale)

@@ -56,13 +56,13 @@ def compile_ahead(width: int, block: int, share: int, shares: int) -> Iterator[R
                     "config": str(tuple(config))}  # fmt: skip
         with tuning.trial({key: config}, args[0].device):
             try:
-                found = [relative(a, b.double()) for a, b in
+                errors = [relative(a, b.double()) for a, b in
                          zip(run(kernel), expected[kernel], strict=True)]  # fmt: skip
                 synchronize()
             except Exception as error:  # compiler error or too much shared memory: `tune` skips it
                 yield row | {"cannot": f"{type(error).__name__}: {error}".split("\n")[0][:120]}
                 continue
-        yield row | {"differs": max(found)}
+        yield row | {"differs": max(errors)}
 
 
 def measured(width: int, block: int) -> Iterator[Row]:
@@ -72,15 +72,15 @@ def measured(width: int, block: int) -> Iterator[Row]:
 
 
 def _measured(width: int, block: int) -> Iterator[Row]:
-    told: list[str] = []
+    lines: list[str] = []
     tune.tune(
         pattern_of(block), tokens=sized(MAIN_TOKENS, 2 * block), num_heads=HEADS,
-        num_kv_heads=HEADS, head_dim=width, dtype=HALF, block_sizes=(block,), say=told.append,
+        num_kv_heads=HEADS, head_dim=width, dtype=HALF, block_sizes=(block,), say=lines.append,
     )  # fmt: skip
     like = inputs(1, 16, width)[0]
     for kernel in tuning.KERNELS:
         key = tuning.config_key(kernel, HALF, width, block)
-        tried = [line.removeprefix(f"{key} ") for line in told if line.startswith(key)]
+        tried = [line.removeprefix(f"{key} ") for line in lines if line.startswith(key)]
         yield {
             "kernel": kernel, "head_dim": width, "block_size": block, "dtype": str(HALF)[6:],
             "default": str(tuple(tuning.default(kernel, like, width, block))),
@@ -129,8 +129,8 @@ def _beside_default(width: int, block: int) -> Iterator[Row]:
         calls = {"ours": with_configs(plain, run), "ours, tuned": with_configs(chosen, run)}
         calls, _ = prepared(calls, lambda name, call: call)
         first, second = (x if isinstance(x, tuple) else (x,) for x in (c() for c in calls.values()))
-        found = [relative(a, b.double()) for a, b in zip(second, first, strict=True)]
-        error = largest(found, 0.02, "what was tuned")
+        errors = [relative(a, b.double()) for a, b in zip(second, first, strict=True)]
+        error = largest(errors, 0.02, "what was tuned")
         if not backward:
             error = error_of_rows(second[0], args, pattern)
         for name, time in taken(calls).items():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..measure import Row
-from .prior import TABLES, beside
+from .prior import TABLES, prior_figure
 
 NOT_MEASURED = "not measured"
 
@@ -52,7 +52,9 @@ def columns_of(table: str, gpu: Mapping[str, Any] | None) -> list[Column]:
     on_gpu = Column("on a GPU", lambda row: gpu_figure(gpu, table, row))
     if table not in TABLES:
         return [*common, *_MORE.get(table, []), on_gpu]
-    prior = Column("prior document", lambda row: beside(table, row["call"], row.get("tokens")))
+    prior = Column(
+        "prior document", lambda row: prior_figure(table, row["call"], row.get("tokens"))
+    )
     return [*common, *_MORE.get(table, []), on_gpu, prior]
 
 
@@ -104,12 +106,12 @@ def gpu_figure(gpu: Mapping[str, Any] | None, table: str, row: Row) -> str:
     for figures in gpu["parts"].get(part, {}).get("rows", ()):
         fits = figures.get("backend") == name and figures.get("tokens") == row.get("tokens")
         if fits and "ms" in figures and figures.get("case", "forward") == "forward":
-            told = [f"{short(figures['ms'])} ms"]
+            parts = [f"{short(figures['ms'])} ms"]
             if figures.get("density") is not None:
-                told.append(f"density {share(figures['density'])}")
+                parts.append(f"density {share(figures['density'])}")
             if figures.get("heads") not in (None, row.get("heads")):
-                told.append(f"{figures['heads']} heads")
-            return ", ".join([*told, *([figures["dtype"]] if "dtype" in figures else [])])
+                parts.append(f"{figures['heads']} heads")
+            return ", ".join([*parts, *([figures["dtype"]] if "dtype" in figures else [])])
     return NOT_MEASURED
 
 

@@ -72,7 +72,7 @@ def gallery_html(rows: Sequence[Row]) -> str:
 
 def ring_html(rows: Sequence[Row]) -> list[str]:
     """Draws the traffic between ranks: the largest measured ring, and the first planned one."""
-    found = []
+    pictures = []
     measured = [row for row in rows if row.get("known") == "measured" and row["ranks"] > 1]
     planned = [row for row in rows if row.get("known") == "planned"]
     for row in (*measured[-1:], *planned[:1]):
@@ -85,5 +85,5 @@ def ring_html(rows: Sequence[Row]) -> list[str]:
         row_bytes = 2 * row["head_dim"] * torch.float32.itemsize
         alt = f"Who sends what to whom, {row['known']}: {caption}; senders down, receivers right."
         png = traffic_png([(caption, plan.tokens, row_bytes)], panel_width=3.8)
-        found.append(picture_html(png, alt))
-    return found
+        pictures.append(picture_html(png, alt))
+    return pictures

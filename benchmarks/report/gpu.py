@@ -14,7 +14,7 @@ _REASONS = ("left_out", "failed", "refused", "cannot")
 _HIDDEN = {*_NAMES, *_REASONS, "ms", "least_ms", "most_ms", "rounds", "tried", "us", "free_bytes"}
 _OPEN = ("main shapes", "founding table", "longnet")
 
-_KNOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
+_FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "density": ("density", share),
     "tflops": ("TFLOP/s", lambda x: short(x)),
     "gb_per_s": ("GB/s", lambda x: short(x)),
@@ -34,7 +34,7 @@ def gpu_html(gpu: Record | None) -> list[str]:
         text = (
             f"{NOT_MEASURED.capitalize()}: there is no record of a GPU. On one, <code>python -m "
             "benchmarks.gpu --out benchmarks/records</code> writes it, and this page then has its "
-            "figures here and beside the rows that it fits."
+            "figures here and in the rows that it fits."
         )
         return [*lines, f"<p>{text}</p>"]
     place = gpu["environment"]
@@ -42,8 +42,8 @@ def gpu_html(gpu: Record | None) -> list[str]:
         lines.append('<p class="why">A rehearsal without a GPU: its figures mean nothing.</p>')
     commit = (place.get("commit") or "unknown")[:10]
     software = [f"{name} {place[name]}" for name in ("torch", "triton", "cuda") if place.get(name)]
-    told = ", ".join([str(place["gpu"] or "no GPU"), f"commit {commit}", *software])
-    lines.append(f"<p>{html.escape(told)}.</p>")
+    summary = ", ".join([str(place["gpu"] or "no GPU"), f"commit {commit}", *software])
+    lines.append(f"<p>{html.escape(summary)}.</p>")
     lines += _bars(gpu.get("bars", ()))
     for name, part in gpu["parts"].items():
         lines.append(_part(name, part))
@@ -83,13 +83,13 @@ def _part(name: str, part: Record) -> str:
         said.append(f"<p><strong>{html.escape(f'{case}: {_why(how)}')}</strong></p>")
     if "failed" in part:
         said.append(f"<p><strong>{html.escape('failed, ' + str(part['failed']))}</strong></p>")
-    rows = [_told(row) for row in part.get("rows", ())]
+    rows = [_with_reason(row) for row in part.get("rows", ())]
     if rows:
         measured = [row for row in rows if "left_out" not in row] or rows
         keys = list(dict.fromkeys(key for row in measured for key in row if key not in _HIDDEN))
         same = {
             key: measured[0][key] for key in keys
-            if key not in _KNOWN and len(measured) > 1
+            if key not in _FIGURES and len(measured) > 1
             and all(key in row and row[key] == measured[0][key] for row in measured)
         }  # fmt: skip
         if same:
@@ -106,7 +106,7 @@ def _why(state: Record) -> str:
     return next((f"{how}, {state[how]}" for how in ("failed", "left") if how in state), "")
 
 
-def _told(row: Row) -> Row:
+def _with_reason(row: Row) -> Row:
     """Adds `left_out` to a row without figures: the reason, whatever its key was."""
     why = next((row[name] for name in _REASONS if row.get(name)), None)
     return row if why is None else {**row, "left_out": str(why)}
@@ -127,7 +127,7 @@ def _columns(name: str, rows: Sequence[Row], keys: Sequence[str]) -> list[Column
 
 
 def _heading(key: str) -> str:
-    return _KNOWN[key][0] if key in _KNOWN else key.replace("_", " ")
+    return _FIGURES[key][0] if key in _FIGURES else key.replace("_", " ")
 
 
 def _cell(key: str) -> Callable[[Row], str]:
@@ -135,8 +135,8 @@ def _cell(key: str) -> Callable[[Row], str]:
 
 
 def _text(key: str, value: Any) -> str:
-    if key in _KNOWN:
-        return _KNOWN[key][1](value)
+    if key in _FIGURES:
+        return _FIGURES[key][1](value)
     if isinstance(value, float):
         return short(value)
     return f"{value:,}" if isinstance(value, int) else str(value)

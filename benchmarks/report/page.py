@@ -167,8 +167,8 @@ def _section(name: str, record: Record, gpu: Record | None) -> list[str]:
     if name == "lengths":
         return [*lengths_html(rows, "ms"), *_by_length(rows, gpu)]
     if name == "memory":
-        kept = [row for row in rows if "peak_bytes" in row and row["tokens"] in MEMORY_LENGTHS]
-        return [*lengths_html(rows, "peak_bytes"), _folded("Rows", rows_html(kept, columns))]
+        drawn = [row for row in rows if "peak_bytes" in row and row["tokens"] in MEMORY_LENGTHS]
+        return [*lengths_html(rows, "peak_bytes"), _folded("Rows", rows_html(drawn, columns))]
     if name == "gallery":
         return [gallery_html(rows), _folded("All figures", rows_html(rows, columns_of("", gpu)))]
     if name == "roofline":
@@ -214,12 +214,12 @@ def _prior(name: str) -> list[str]:
 
 def _summary(records: Mapping[str, Record]) -> list[str]:
     """Builds the introduction and the main results of this run."""
-    found = []
+    sentences = []
     rows = {row["call"]: row for row in records.get("comparison", {}).get("rows", [])}
     dense = rows.get("all pairs, dense SDPA")
     ours = next((r for c, r in rows.items() if c.startswith("window of 256, ours")), None)
     if dense and ours:
-        found.append(
+        sentences.append(
             f"{ours['tokens']:,} tokens at a density of {share(ours['density'])}: "
             f"{short(ours['ms'])} ms, dense attention {short(dense['ms'])} ms, "
             f"{dense['ms'] / ours['ms']:.1f} times as long. Error against float64: "
@@ -229,12 +229,12 @@ def _summary(records: Mapping[str, Record]) -> list[str]:
     if measured:
         most = max(row["tokens"] for row in measured)
         for row in [r for r in measured if r["tokens"] == most and r["call"] == "LongNet"]:
-            found.append(
+            sentences.append(
                 f"{most:,} tokens, LongNet, one head: {short(row['ms'] / 1e3)} s and "
                 f"{size(row['peak_bytes'])} beyond the inputs."
             )
-        found += _crossover(measured)
-    items = "".join(f"<li>{html.escape(text)}</li>" for text in found)
+        sentences += _crossover(measured)
+    items = "".join(f"<li>{html.escape(text)}</li>" for text in sentences)
     intro = (
         "The tables that a prior library published, run again: each figure with the density of "
         "the pairs that attend, its error against float64 on sampled rows, the median of warm "
@@ -249,15 +249,15 @@ def _crossover(rows: Sequence[Row]) -> list[str]:
     dense = {row["tokens"]: row["ms"] for row in rows if row["call"].startswith("dense")}
     if not dense:
         return []
-    told = []
+    parts = []
     for call in dict.fromkeys(row["call"] for row in rows if not row["call"].startswith("dense")):
         own = {row["tokens"]: row["ms"] for row in rows if row["call"] == call}
         faster = [n for n in sorted(dense) if n in own and own[n] < dense[n]]
         if not faster:
-            told.append(f"{call}: not up to {max(dense):,}")
+            parts.append(f"{call}: not up to {max(dense):,}")
         elif faster[0] > min(dense):
-            told.append(f"{call}: from {faster[0]:,} on")
-    rest = "; ".join(told)
+            parts.append(f"{call}: from {faster[0]:,} on")
+    rest = "; ".join(parts)
     return [
         f"Faster than dense attention at {min(dense):,} tokens already: every pattern"
         + (f", but for {rest}." if rest else ".")

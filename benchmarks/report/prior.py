@@ -12,7 +12,7 @@ PRIOR: dict[str, Any] = json.loads(_RECORD.read_bytes())
 TABLES: dict[str, Any] = PRIOR["tables"]
 
 
-def beside(table: str, call: str, tokens: int | None) -> str:
+def prior_figure(table: str, call: str, tokens: int | None) -> str:
     """Returns the prior documents' figure for a row of ours, "" if there is none."""
     if call.endswith((", with gradients", ", bfloat16")) and table != "chosen":
         return ""  # the prior figures are forward passes; one row of ours shows them

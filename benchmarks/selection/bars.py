@@ -11,16 +11,16 @@ from ..measure import Row
 def bar(
     name: str, values: Iterable[float], *, least: float | None = None, most: float | None = None
 ) -> Row:
-    """One bar: the worst value beside what it has to reach."""
-    found = list(values)
-    worst = (min if most is None else max)(found, default=float("nan"))
+    """One bar: the worst value and the limit that it has to meet."""
+    numbers = list(values)
+    worst = (min if most is None else max)(numbers, default=float("nan"))
     met = worst >= least if most is None else worst <= most
-    asked = {"at_least": least} if most is None else {"at_most": most}
-    return {"bar": name, **asked, "worst": worst, "runs": len(found), "met": bool(met)}
+    limit = {"at_least": least} if most is None else {"at_most": most}
+    return {"bar": name, **limit, "worst": worst, "runs": len(numbers), "met": bool(met)}
 
 
 def _column(rows: Sequence[Row], column: str, **where: object) -> list[float]:
-    """The numbers of a column where others hold what is asked."""
+    """Numbers of a column in the rows whose other columns have these values."""
     return [
         row[column]
         for row in rows
@@ -30,34 +30,34 @@ def _column(rows: Sequence[Row], column: str, **where: object) -> list[float]:
 
 def flagged(rows: Sequence[Row]) -> list[Row]:
     """Of flagged facts: trained scorers answer, everything that ignores content does not."""
-    found = []
+    bars = []
     for size, low in (("small", 0.25), ("hard", 0.15)):
         at = {"experiment": size}
         for arm in ("kl", "pooled", "bias")[: 3 if size == "small" else 2]:
             accuracy = _column(rows, "accuracy", arm=arm, **at)
-            found.append(bar(f"{size}: {arm}, accuracy", accuracy, least=0.95))
+            bars.append(bar(f"{size}: {arm}, accuracy", accuracy, least=0.95))
             recall = _column(rows, "recall", arm=arm, **at)
-            found.append(bar(f"{size}: {arm}, recall", recall, least=0.98))
+            bars.append(bar(f"{size}: {arm}, recall", recall, least=0.98))
             shuffled = _column(rows, "shuffled", arm=arm, **at)
-            found.append(bar(f"{size}: {arm}, scores shuffled, accuracy", shuffled, most=low))
+            bars.append(bar(f"{size}: {arm}, scores shuffled, accuracy", shuffled, most=low))
         for arm in ("frozen", "random", "window")[: 3 if size == "small" else 2]:
             accuracy = _column(rows, "accuracy", arm=arm, **at)
-            found.append(bar(f"{size}: {arm}, accuracy", accuracy, most=low))
+            bars.append(bar(f"{size}: {arm}, accuracy", accuracy, most=low))
         mean = _column(rows, "accuracy", arm="mean", **at)
-        found.append(bar(f"{size}: mean, accuracy", mean, most=0.5 if size == "small" else 0.3))
+        bars.append(bar(f"{size}: mean, accuracy", mean, most=0.5 if size == "small" else 0.3))
         pairs = [
             row["density"] / (64 / row["tokens"])
             for row in rows
             if row["experiment"] == size and row["arm"] != "full"
         ]
-        found.append(bar(f"{size}: pairs over those of 4 blocks a question", pairs, most=1.02))
+        bars.append(bar(f"{size}: pairs over those of 4 blocks a question", pairs, most=1.02))
     straight = _column(rows, "accuracy", arm="straight-through", experiment="small")
-    return [*found, bar("small: straight-through, accuracy", straight, most=0.25)]
+    return [*bars, bar("small: straight-through, accuracy", straight, most=0.25)]
 
 
 def lengths(rows: Sequence[Row]) -> list[Row]:
     """Of lengths: no answer is lost where full attention dilutes."""
-    found = []
+    bars = []
     for tokens in (4096, 16384):
         full = {
             row["seed"]: row["accuracy"]
@@ -67,15 +67,13 @@ def lengths(rows: Sequence[Row]) -> list[Row]:
         for arm in ("kl", "pooled"):
             at = [row for row in rows if row["arm"] == arm and row["tokens"] == tokens]
             values = [row["accuracy"] for row in at]
-            found.append(bar(f"{tokens}: {arm}, accuracy", values, least=0.97))
+            bars.append(bar(f"{tokens}: {arm}, accuracy", values, least=0.97))
             above = [row["accuracy"] - full[row["seed"]] for row in at]
-            found.append(
-                bar(f"{tokens}: {arm}, accuracy less full attention's", above, least=-0.01)
-            )
+            bars.append(bar(f"{tokens}: {arm}, accuracy less full attention's", above, least=-0.01))
         for arm, most in (("mean", 0.15), ("window", 0.06)):
             values = _column(rows, "accuracy", arm=arm, tokens=tokens)
-            found.append(bar(f"{tokens}: {arm}, accuracy", values, most=most))
-    return found
+            bars.append(bar(f"{tokens}: {arm}, accuracy", values, most=most))
+    return bars
 
 
 def schedules(rows: Sequence[Row]) -> list[Row]:
@@ -119,23 +117,23 @@ def recall(rows: Sequence[Row]) -> list[Row]:
 def language(rows: Sequence[Row]) -> list[Row]:
     """Of the byte model: what far copies cost."""
     table = {(row["arm"], row.get("block_size"), row["seed"]): row for row in rows}
-    found, seeds = [], {row["seed"] for row in rows}
+    bars, seeds = [], {row["seed"] for row in rows}
     for way, size in (("learned", 32), ("learned", 16), ("exact", 32)):
-        worse, kept, lost = [], [], []
+        worse, recovered, lost = [], [], []
         for seed in seeds:
             full, window = table["full", 0, seed], table["window", 32, seed]
             chosen = table[way, size, seed]
             worse.append(chosen["bits_per_byte"] - full["bits_per_byte"])
             gap = window["far_copies"] - full["far_copies"]
-            kept.append((window["far_copies"] - chosen["far_copies"]) / gap)
+            recovered.append((window["far_copies"] - chosen["far_copies"]) / gap)
             if way == "learned":
                 lost.append((chosen["shuffled_far_copies"] - chosen["far_copies"]) / gap)
         name = f"{way}, blocks of {size}"
-        found.append(bar(f"{name}: bits per byte above full attention's", worse, most=0.02))
-        found.append(bar(f"{name}: share of window - full kept, far copies", kept, least=0.7))
+        bars.append(bar(f"{name}: bits per byte above full attention's", worse, most=0.02))
+        bars.append(bar(f"{name}: share of window - full kept, far copies", recovered, least=0.7))
         if lost:
-            found.append(bar(f"{name}: share that shuffled scores lose", lost, least=0.5))
-    return found
+            bars.append(bar(f"{name}: share that shuffled scores lose", lost, least=0.5))
+    return bars
 
 
 def captured(rows: Sequence[Row]) -> list[Row]:
@@ -145,27 +143,27 @@ def captured(rows: Sequence[Row]) -> list[Row]:
         if row["experiment"] == "captured":
             place = tuple(row[x] for x in ("seed", "layer", "block_size", "query_block", "k"))
             table.setdefault(place, {})[row["way"]] = row
-    found = []
+    bars = []
     for better, worse, by in (
         ("mean", "random", 0.0), ("exact", "mean", 0.0), ("exact", "sub", 0.0),
         ("sub", "mean", -0.005), ("learned", "sub", -0.02),
     ):  # fmt: skip
         gains = [x[better]["captured"] - x[worse]["captured"] for x in table.values()]
-        found.append(bar(f"captured: {better} less {worse}", gains, least=by))
+        bars.append(bar(f"captured: {better} less {worse}", gains, least=by))
     pairs = [
         (1 - row["captured"], row["error"]) for ways in table.values() for row in ways.values()
     ]
     if pairs:
-        found.append(bar("rank correlation of error and lost mass", [_ranked(pairs)], least=0.9))
+        bars.append(bar("rank correlation of error and lost mass", [_ranked(pairs)], least=0.9))
     fitted = [row for row in rows if row["experiment"] == "fitted"]
     gains = [row["recall_learned"] - row["recall_frozen"] for row in fitted]
-    found.append(bar("fitted: recall, learned less frozen", gains, least=0.4))
+    bars.append(bar("fitted: recall, learned less frozen", gains, least=0.4))
     gains = [row["recall_learned"] - row["recall_mean"] for row in fitted]
-    found.append(bar("fitted: recall, learned less mean", gains, least=0.0))
+    bars.append(bar("fitted: recall, learned less mean", gains, least=0.0))
     falls = [max(b - a for a, b in pairwise(row["divergence_of_quarters"])) for row in fitted]
-    found.append(bar("fitted: rise of the divergence from a quarter to the next", falls, most=0.0))
+    bars.append(bar("fitted: rise of the divergence from a quarter to the next", falls, most=0.0))
     equal = [row["model_bit_equal"] for row in fitted]
-    return [*found, bar("fitted: the model's bits stay", equal, least=1)]
+    return [*bars, bar("fitted: the model's bits stay", equal, least=1)]
 
 
 def _ranked(pairs: Sequence[tuple[float, float]]) -> float:
@@ -178,9 +176,9 @@ def _ranked(pairs: Sequence[tuple[float, float]]) -> float:
 
 def refined(rows: Sequence[Row]) -> list[Row]:
     """Of refinement."""
-    found, moved = (_column(rows, x, probes=True) for x in ("found", "found_after_move"))
+    recovered, moved = (_column(rows, x, probes=True) for x in ("found", "found_after_move"))
     return [
-        bar("planted blocks found", found, least=0.95),
+        bar("planted blocks found", recovered, least=0.95),
         bar("found again after they moved", moved, least=0.95),
         bar(
             "found without looking at what is not visited",

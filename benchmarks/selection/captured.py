@@ -31,17 +31,17 @@ from .models import dense
 
 WAYS = ("exact", "sub", "mean", "gauss", "bounds", "antidiagonal", "learned", "window", "random")
 ROWS = ((32, 1), (32, 8), (32, 32), (16, 1))  # tokens of a block, queries that share a choice
-SLOTS = (2, 3, 5, 8, 12, 20)  # of blocks of 32; twice as many of 16
+SLOTS = (2, 3, 5, 8, 12, 20)  # numbers of blocks of 32; twice as many of 16
 
 
 @torch.no_grad()
 def inputs_of_layers(model: torch.nn.Module, tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Query, key and value of each layer of the dense model."""
-    x, found = model.tokens(tokens), []
+    x, heads = model.tokens(tokens), []
     for layer in model.layers:
-        found.append(layer.heads_of(x))
+        heads.append(layer.heads_of(x))
         x = layer(x, dense)
-    return found
+    return heads
 
 
 @torch.no_grad()
@@ -84,9 +84,9 @@ def union(choice: Choice) -> float:
     """Blocks that 32 neighbouring queries choose together, over those of one of them; mean."""
     blocks = TOKENS // choice.size
     listed = choice.indices.repeat_interleave(choice.query_block, 2)
-    seen = torch.zeros(*listed.shape[:3], blocks + 1).scatter_(3, listed % (blocks + 1), 1.0)
-    seen = seen[..., :-1].unflatten(2, (-1, 32))
-    return (seen.amax(3).sum(3) / seen.sum(4).mean(3)).mean().item()
+    chosen = torch.zeros(*listed.shape[:3], blocks + 1).scatter_(3, listed % (blocks + 1), 1.0)
+    chosen = chosen[..., :-1].unflatten(2, (-1, 32))
+    return (chosen.amax(3).sum(3) / chosen.sum(4).mean(3)).mean().item()
 
 
 def fitted(seed: int) -> list[Row]:
@@ -95,12 +95,12 @@ def fitted(seed: int) -> list[Row]:
     model, scorers = dense_model(seed), new_scorers(seed, 32)
     before = [p.detach().clone() for p in model.parameters()]
     inputs = inputs_of_layers(model, held_out()[0][:4])
-    found = {"frozen": recall(inputs, lambda i, q, k: scorers[i](q, k))}
+    recalls = {"frozen": recall(inputs, lambda i, q, k: scorers[i](q, k))}
     losses = warmed(model, scorers, seed)
-    found["learned"] = recall(inputs, lambda i, q, k: scorers[i](q, k))
-    found["shuffled"] = recall(inputs, lambda i, q, k: shuffle(scorers[i](q, k)))
+    recalls["learned"] = recall(inputs, lambda i, q, k: scorers[i](q, k))
+    recalls["shuffled"] = recall(inputs, lambda i, q, k: shuffle(scorers[i](q, k)))
     for method in ("mean", "sub"):
-        found[method] = recall(inputs, lambda i, q, k, m=method: block_scores(q, k, 32, method=m))
+        recalls[method] = recall(inputs, lambda i, q, k, m=method: block_scores(q, k, 32, method=m))
     quarter = len(losses) // 4
     smooth = [statistics.mean(losses[i : i + quarter]) for i in range(0, len(losses), quarter)]
     pairs = zip(before, model.parameters(), strict=True)
@@ -109,7 +109,7 @@ def fitted(seed: int) -> list[Row]:
             "experiment": "fitted",
             "seed": seed,
             "steps": len(losses),
-            **{f"recall_{name}": value for name, value in found.items()},
+            **{f"recall_{name}": value for name, value in recalls.items()},
             "divergence_of_quarters": smooth,
             "model_bit_equal": all(torch.equal(a, b) for a, b in pairs),
             "seconds": time.perf_counter() - start,
@@ -120,15 +120,15 @@ def fitted(seed: int) -> list[Row]:
 @torch.no_grad()
 def recall(inputs: list, scores_of) -> float:
     """Share of the 8 past blocks of most exact mass among the 8 best by score; late queries."""
-    found = []
+    hits = []
     for layer, (q, k, _) in enumerate(inputs):
         best = [
             select_blocks(scores, 8, block_size=32, sink=0, local=0)[:, :, TOKENS // 2 :]
             for scores in (block_scores(q, k, 32, method="exact"), scores_of(layer, q, k))
         ]
         hit = (best[0][..., None] == best[1][..., None, :]).any(-1)
-        found.append(hit.float().mean().item())
-    return statistics.mean(found)
+        hits.append(hit.float().mean().item())
+    return statistics.mean(hits)
 
 
 @torch.no_grad()

@@ -79,8 +79,8 @@ def embedding(seed: int) -> list[Row]:
         return torch.nn.functional.normalize(model(tokens).last_hidden_state.mean(1), dim=-1)
 
     wanted = embedded(Choosing("full", 0, 1))
-    others = wanted @ wanted.T
-    between = others[~torch.eye(TEXTS, dtype=torch.bool)].mean().item()
+    overlap = wanted @ wanted.T
+    between = overlap[~torch.eye(TEXTS, dtype=torch.bool)].mean().item()
     rows: list[Row] = []
     for way in ("exact", "sub", "mean", "bounds", "window", "random"):
         for query_block in (1, 16):

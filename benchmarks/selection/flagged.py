@@ -90,11 +90,11 @@ class Reader:
     def step(self, k: int) -> float:
         """One step at k blocks a question (all of them: dense attention); the loss of answers."""
         facts = flagged_facts(self.size.batch, self.size.blocks, self.size.num_keys, self.random)
-        seen = Seen(self, facts, k, train=True)
-        logits = self.model(facts, seen)
+        attend = FactAttention(self, facts, k, train=True)
+        logits = self.model(facts, attend)
         loss = cross_entropy(logits, facts.answers)
         self.optimizer.zero_grad()
-        (loss + seen.side_loss).backward()
+        (loss + attend.side_loss).backward()
         self.optimizer.step()
         right = (logits.argmax(-1) == facts.answers).float().mean().item()
         self.accuracy += 0.02 * (right - self.accuracy)
@@ -110,25 +110,25 @@ class Reader:
         """
         blocks = blocks or self.size.blocks
         random, batch = generator(10_000), max(1, 256 // blocks)
-        right, found, density = [], [], []
+        right, hits, density = [], [], []
         for _ in range(64 // batch):
             facts = flagged_facts(batch, blocks, self.size.num_keys, random)
-            seen = Seen(self, facts, k, train=False, shuffled=shuffled)
-            logits = self.model(facts, seen)
+            attend = FactAttention(self, facts, k, train=False, shuffled=shuffled)
+            logits = self.model(facts, attend)
             right.append((logits.argmax(-1) == facts.answers).float().mean().item())
-            density.append(seen.density)
-            if seen.indices is not None:
-                hit = seen.indices[:, 0] == facts.blocks[..., None]
-                found.append(hit.any(-1).float().mean().item())
+            density.append(attend.density)
+            if attend.indices is not None:
+                hit = attend.indices[:, 0] == facts.blocks[..., None]
+                hits.append(hit.any(-1).float().mean().item())
         return {
             "tokens": blocks * FACTS,
             "accuracy": statistics.mean(right),
-            "recall": statistics.mean(found) if found else None,
+            "recall": statistics.mean(hits) if hits else None,
             "density": statistics.mean(density),
         }
 
 
-class Seen:
+class FactAttention:
     """Attention of one batch, as the model calls it; what was chosen and what it costs to train."""
 
     def __init__(self, reader: Reader, facts: Facts, k: int, *, train: bool, shuffled: str = ""):

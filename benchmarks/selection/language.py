@@ -132,8 +132,8 @@ def new_model(seed: int) -> TokenModel:
 def new_scorers(seed: int, size: int) -> torch.nn.ModuleList:
     """An untrained scorer for each layer."""
     torch.manual_seed(seed)
-    made = (BlockScorer(WIDTH // HEADS, KV_HEADS, size, index_dim=64) for _ in range(LAYERS))
-    return torch.nn.ModuleList(made)
+    scorers = (BlockScorer(WIDTH // HEADS, KV_HEADS, size, index_dim=64) for _ in range(LAYERS))
+    return torch.nn.ModuleList(scorers)
 
 
 def train(
@@ -213,7 +213,7 @@ def warmed(
     """Trains the scorers alone; the divergence at each step, mean over layers."""
     attends = [Warm(scorer) for scorer in scorers]
     optimizer = torch.optim.Adam(scorers.parameters(), 3e-3)
-    random, found = generator(1000 + seed), []
+    random, divergences = generator(1000 + seed), []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (steps - step) / (steps / 2))
@@ -224,8 +224,8 @@ def warmed(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        divergences.append(loss.item())
+    return divergences
 
 
 def of_layers(model: TokenModel, attends: list[Warm], tokens: Tensor) -> list[Tensor]:

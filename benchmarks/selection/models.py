@@ -28,10 +28,10 @@ class FactReader(nn.Module):
 
     def forward(self, facts: Facts, attend: Attend) -> Tensor:
         """Logits [B, 64, 32] of the values."""
-        known = self.key_tokens(facts.keys) + self.value_tokens(facts.values)
-        known = known + facts.flags[..., None] * self.flag
-        asked = self.key_tokens(facts.asked) + self.question
-        inputs = (asked, known, known)
+        fact_states = self.key_tokens(facts.keys) + self.value_tokens(facts.values)
+        fact_states = fact_states + facts.flags[..., None] * self.flag
+        questions = self.key_tokens(facts.questions) + self.question
+        inputs = (questions, fact_states, fact_states)
         q, k, v = (p(x)[:, None] for p, x in zip(self.projections, inputs, strict=True))
         return self.head(attend(q, k, v)[:, 0])
 

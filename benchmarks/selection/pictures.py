@@ -43,7 +43,7 @@ def drawn(axes, rows: Iterable[Row], arm: str, x: str, y: str, ways: Sequence[st
         if not points:
             continue
         line = sorted(
-            tuple(map(statistics.mean, zip(*found, strict=True))) for found in points.values()
+            tuple(map(statistics.mean, zip(*values, strict=True))) for values in points.values()
         )
         label, color, style = STYLES[way]
         axes.plot(

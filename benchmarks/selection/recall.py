@@ -119,8 +119,8 @@ def train(model: TokenModel, choice: Choice, steps: int, seed: int, *, bar: floa
         optimizer.zero_grad()
         (cross_entropy(logits, choice.pairs.targets) + choice.loss).backward()
         optimizer.step()
-        asked = choice.pairs.targets >= 0
-        right = (logits.argmax(-1) == choice.pairs.targets)[asked].float().mean().item()
+        is_answer = choice.pairs.targets >= 0
+        right = (logits.argmax(-1) == choice.pairs.targets)[is_answer].float().mean().item()
         accuracy += 0.1 * (right - accuracy)
         if accuracy >= bar:
             break
@@ -133,10 +133,10 @@ def evaluate(model: TokenModel, choice: Choice, batches: int = 4) -> Row:
     random, right, far = generator(10_000), [], []
     for _ in range(batches):
         choice.pairs = recall_pairs(16, TOKENS, PAIRS, VOCABULARY, random)
-        asked = choice.pairs.targets >= 0
+        is_answer = choice.pairs.targets >= 0
         said = model(choice.pairs.tokens, (near, choice)).argmax(-1)
-        right.append((said == choice.pairs.targets)[asked])
-        far.append(choice.pairs.distances[asked] > FAR)
+        right.append((said == choice.pairs.targets)[is_answer])
+        far.append(choice.pairs.distances[is_answer] > FAR)
     hit, is_far = torch.cat(right), torch.cat(far)
     return {
         "accuracy": hit.float().mean().item(),

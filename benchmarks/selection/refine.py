@@ -26,11 +26,11 @@ def example(plant: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
     The score of a needed key is 4 on average, that of another 0; noise has a deviation of about 1.
     """
     codes = torch.linalg.qr(torch.randn(HEADS, ROWS, WIDTH, generator=generator(0)))[0]
-    held = torch.zeros(HEADS, BLOCKS, WIDTH)
+    means = torch.zeros(HEADS, BLOCKS, WIDTH)
     for slot in range(K):
-        held.scatter_add_(1, plant[..., slot, None].expand(-1, -1, WIDTH), codes)
+        means.scatter_add_(1, plant[..., slot, None].expand(-1, -1, WIDTH), codes)
     shape = (HEADS, BLOCKS, SIZE, WIDTH)
-    key = held[:, :, None] + 0.25 * torch.randn(shape, generator=random)
+    key = means[:, :, None] + 0.25 * torch.randn(shape, generator=random)
     query = 4.0 * codes[:, :, None] + 0.25 * torch.randn(shape, generator=random)
     return tuple(x.flatten(1, 2)[None] * WIDTH**0.25 for x in (query, key))
 
@@ -49,13 +49,13 @@ def observe(refiner: PatternRefiner, query: Tensor, key: Tensor, probe: Tensor |
         refiner.observe(mass, refiner.table)
     else:
         every = block_scores(query, key, SIZE, query_block=SIZE, method="exact", causal=False).exp()
-        asked = torch.where(probe[:, None], torch.arange(BLOCKS), -1)
-        refiner.observe(every, asked)
+        probed = torch.where(probe[:, None], torch.arange(BLOCKS), -1)
+        refiner.observe(every, probed)
         refiner.observe(mass, torch.where(probe[:, None], -1, refiner.table))
     return mass.sum().item() / (HEADS * ROWS * SIZE)
 
 
-def share_found(table: Tensor, plant: Tensor) -> float:
+def recovered(table: Tensor, plant: Tensor) -> float:
     """Of the planted blocks, how many the table lists."""
     return (plant[..., None] == table[..., None, :]).any(-1).float().mean().item()
 
@@ -64,7 +64,7 @@ def followed(seed: int, *, probes: bool, moves: bool) -> Row:
     """Updates of a refiner, after which the plant moves and as many follow."""
     start, random = time.perf_counter(), generator(1000 + seed)
     refiner = PatternRefiner(HEADS, ROWS, BLOCKS, K, ema=0.5, sink=0, local=0, seed=seed)
-    found, mass, sizes = [], [], set()
+    hits, mass, sizes = [], [], set()
     for _ in range(1 + moves):
         plant = planted(random)
         for _ in range(UPDATES):
@@ -74,11 +74,11 @@ def followed(seed: int, *, probes: bool, moves: bool) -> Row:
                 mass.append(observe(refiner, query, key, probe if probes else None))
             refiner.update()
             sizes.add(tuple(refiner.table.shape))
-            found.append(share_found(refiner.table, plant))
+            hits.append(recovered(refiner.table, plant))
     return {
         "experiment": "refined", "seed": seed, "probes": probes, "updates": UPDATES,
-        "found": found[UPDATES - 1], "found_after_move": found[-1] if moves else None,
-        "found_at_updates": found, "captured_first": mass[0], "captured": mass[UPDATES * STEPS - 1],
+        "found": hits[UPDATES - 1], "found_after_move": hits[-1] if moves else None,
+        "found_at_updates": hits, "captured_first": mass[0], "captured": mass[UPDATES * STEPS - 1],
         "captured_at_updates": mass[::STEPS], "one_size": len(sizes) == 1,
         "density": sr.SelectedBlocks(refiner.table, SIZE).layout(ROWS * SIZE, num_heads=HEADS,
             q_start=0, block_size=SIZE).num_pairs / (ROWS * SIZE) ** 2,

@@ -3,9 +3,9 @@
     python -m benchmarks.selection.run --out benchmarks/records --jobs 2
     python -m benchmarks.selection.run --only small hard --seeds 0
 
-What a part has found lies in `runs/selection` and is not run again: delete it to start anew. A
+The results of a part lie in `runs/selection`, and it is not run again: delete them to repeat it. A
 record `selection-NAME.json` has the rows of all its parts and seeds, then a row for each bar: what
-was asked for, what came, whether it was met.
+is required, the worst value, and whether it is met.
 """
 
 import argparse
@@ -53,7 +53,7 @@ RECORDS = {
 def run_part(name: str, seed: int) -> None:
     """Runs a part with a seed, or finds it done."""
     torch.set_num_threads(1)
-    sr.layout_cache.set_limit(16 << 20)  # each step chooses anew: a layout is used once
+    sr.layout_cache.set_limit(16 << 20)  # each step chooses other blocks: a layout is used once
     path = WORK / f"{name}-{seed}.json"
     if path.exists():
         return
@@ -63,13 +63,13 @@ def run_part(name: str, seed: int) -> None:
     start, start_of_cpu = time.perf_counter(), time.process_time()
     rows = PARTS[name](seed)
     WORK.mkdir(parents=True, exist_ok=True)
-    found = {
+    result = {
         "rows": rows,
         "seconds": time.perf_counter() - start,
         "cpu_seconds": time.process_time() - start_of_cpu,
         "environment": environment(),
     }
-    path.write_text(json.dumps(found, indent=1))
+    path.write_text(json.dumps(result, indent=1))
     print(f"{name}, seed {seed}: {time.perf_counter() - start:.0f} s", flush=True)
 
 
@@ -78,9 +78,9 @@ def write(name: str, out: Path) -> None:
     rows: list[Row] = []
     for part in RECORDS[name]:
         for path in sorted(WORK.glob(f"{part}-*.json")):
-            found = json.loads(path.read_text())
-            commit = {"commit": found["environment"]["commit"][:7]}
-            rows += [row | commit for row in found["rows"]]
+            result = json.loads(path.read_text())
+            commit = {"commit": result["environment"]["commit"][:7]}
+            rows += [row | commit for row in result["rows"]]
     write_record(out, f"selection-{name}", rows + bars.of(name, rows))
 
 

@@ -18,12 +18,12 @@ def generator(seed: int) -> Generator:
 
 @dataclass(frozen=True)
 class Facts:
-    """A batch of flagged facts: in each block, one fact that may be asked for.
+    """A batch of flagged facts: in each block, one fact that a question may be about.
 
     Attributes:
         keys, values: int64 [B, N], a fact each.
         flags: bool [B, N], one to a block.
-        asked: int64 [B, 64], the key of a flagged fact each.
+        questions: int64 [B, 64], the key of a flagged fact each.
         answers: int64 [B, 64], its value.
         blocks: int64 [B, 64], the block that it lies in.
     """
@@ -31,7 +31,7 @@ class Facts:
     keys: Tensor
     values: Tensor
     flags: Tensor
-    asked: Tensor
+    questions: Tensor
     answers: Tensor
     blocks: Tensor
 
@@ -126,8 +126,8 @@ def standard_library(held_out: tuple[str, ...] = ("asyncio", "email", "unittest"
 def windows(text: Tensor, tokens: int, batch: int, random: Generator) -> tuple[Tensor, Tensor]:
     """Bytes int64 [B, N] from random places of a text, and the bytes after each."""
     starts = torch.randint(len(text) - tokens, (batch, 1), generator=random)
-    found = text[starts + torch.arange(tokens + 1)].long()
-    return found[:, :-1], found[:, 1:]
+    pieces = text[starts + torch.arange(tokens + 1)].long()
+    return pieces[:, :-1], pieces[:, 1:]
 
 
 def far_copies(tokens: Tensor, beyond: int, width: int = 12) -> Tensor:
@@ -139,11 +139,11 @@ def far_copies(tokens: Tensor, beyond: int, width: int = 12) -> Tensor:
 
     Returns: bool [B, N]: the byte that follows is one that only a far look can copy.
     """
-    found = torch.zeros_like(tokens, dtype=torch.bool)
+    copies = torch.zeros_like(tokens, dtype=torch.bool)
     for row, line in enumerate(tokens.tolist()):
         latest: dict[tuple[int, ...], int] = {}
         for end in range(width, len(line) + 1):
             words = tuple(line[end - width : end])
-            found[row, end - 1] = words in latest and end - latest[words] > beyond
+            copies[row, end - 1] = words in latest and end - latest[words] > beyond
             latest[words] = end
-    return found
+    return copies

@@ -56,8 +56,8 @@ def measure_tables(
     records: dict[str, dict[str, Any]] = {}
     for name, (measure, share) in TABLES.items():
         path = out / f"{name}.json"
-        if resume and (found := _on_record(path, quick)) is not None:
-            records[name] = found
+        if resume and (earlier := _on_record(path, quick)) is not None:
+            records[name] = earlier
             say(f"{name}: on record")
             continue
         begin = time.perf_counter()
@@ -78,7 +78,7 @@ def measure_tables(
 def _on_record(path: Path, quick: bool) -> dict[str, Any] | None:
     """Reads a table's record of an earlier run; None if it is missing or incomplete."""
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
+        record: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return found if found.get("quick") == quick and "rows" in found else None
+    return record if record.get("quick") == quick and "rows" in record else None

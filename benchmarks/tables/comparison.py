@@ -149,9 +149,9 @@ def sparsity(quick: bool, budget: Budget) -> list[Row]:
         cases.append(
             Case(f"{share}% of random blocks", RandomBlocks(share / 100, 32), tokens, block_size=32)
         )
-    for told, radius in (("19.3%", 6), ("44.9%", 16), ("75.8%", 32)):
+    for percent, radius in (("19.3%", 6), ("44.9%", 16), ("75.8%", 32)):
         pattern = BlockWindow(radius, 32)
-        cases.append(Case(f"window of {told}", pattern, tokens, block_size=32))
+        cases.append(Case(f"window of {percent}", pattern, tokens, block_size=32))
     return rows_of(cases, min(budget.left / 3, 6))
 
 
@@ -224,10 +224,10 @@ def _points(quick: bool, budget: Budget) -> list[Row]:
             for name, pattern in patterns
         ]
         cases.append(Case(f"dense SDPA, {dtype}", Full(), tokens, DENSE, dtype=dtype))
-        found = rows_of(cases, min(budget.left / 4, 3))
-        for row in found:  # FLOP per byte: 4 D FLOP a pair; query, key, value, out of D a token
+        results = rows_of(cases, min(budget.left / 4, 3))
+        for row in results:  # FLOP per byte: 4 D FLOP a pair; query, key, value, out of D a token
             row["intensity"] = row["pairs"] / tokens / getattr(torch, dtype).itemsize
-        rows += found
+        rows += results
         if budget.left < 0:
             break
     return rows

@@ -76,25 +76,25 @@ def lengths(quick: bool, budget: Budget) -> list[Row]:
         share = max(budget.left, 0) / (len(exponents) - place) * 1.6
         cases: list[Case] = []
         predicted = 0.0
-        held = tokens * heads * 64 * 4 * 10  # inputs, results, and the error check in float64
+        needed = tokens * heads * 64 * 4 * 10  # inputs, results, and the error check in float64
         for name in patterns():
             case = case_of(name, tokens, heads)
             if len(pairs[name]) <= place:
                 pairs[name].append(_next(pairs[name]))
             seconds = rates.get(name, 0) * heads * pairs[name][place] / 1e3
-            if held > available_bytes() / 2:
-                rows.append(left_out(case, f"no room: {held / 1e9:,.0f} GB with the check of it"))
+            if needed > available_bytes() / 2:
+                rows.append(left_out(case, f"no room: {needed / 1e9:,.0f} GB with the check of it"))
             elif CALLS * seconds > share / 2 or predicted + CALLS * seconds > share:
                 rows.append(left_out(case, f"no time: a call would take about {seconds:,.1f} s"))
                 rows[-1]["predicted_seconds"] = seconds
             else:
                 cases.append(case)
                 predicted += CALLS * seconds
-        found = rows_of(cases, min(share / 3, 2), rows=8)
-        for row in found:
+        results = rows_of(cases, min(share / 3, 2), rows=8)
+        for row in results:
             rates[row["call"]] = row["ms"] / heads / row["pairs"]
             pairs[row["call"]][place] = row["pairs"]
-        rows += found
+        rows += results
     return rows
 
 
@@ -162,12 +162,12 @@ def _within(case: Case, limit: int, measured: bool, threads: int) -> Iterator[ob
     warm_up(case)
     give_back_freed()
     yield None
-    found = within_memory(limit, partial(_attended, case))
+    tensors = within_memory(limit, partial(_attended, case))
     yield None
-    if found is None:
+    if tensors is None:
         yield False
         return
-    inputs, out = found
+    inputs, out = tensors
     if not measured:
         yield bool(out.any()) and bool(out[:, :, ::STEP].isfinite().all())
         return

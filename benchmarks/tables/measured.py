@@ -85,23 +85,23 @@ def rows_of(
         return []
     inputs: dict[tuple[object, ...], list[Tensor]] = {}
     calls: dict[str, Callable[[], object]] = {}
-    found: list[Row] = []
+    results: list[Row] = []
     for case in cases:
         shape = case.tokens, case.heads, case.head_dim, case.dtype
         x = inputs.setdefault(shape, case.inputs() if shape not in inputs else [])
-        found.append(_described(case, x, rows))
+        results.append(_described(case, x, rows))
         calls[case.call] = _gradients(case, x) if case.backward else call_of(case, x)
     times = interleaved_times(calls, most, seconds=seconds, least=least)
-    for case, row in zip(cases, found, strict=True):
+    for case, row in zip(cases, results, strict=True):
         row |= spread_of(times[case.call])
         flops = 4 * (3.5 if case.backward else 1) * case.heads * case.head_dim
         row["gflops"] = flops * row["pairs"] / row["ms"] / 1e6
     calls.clear()  # frees memory for the processes that follow
     inputs.clear()
     del x
-    for case, row in zip(cases, found, strict=True):
+    for case, row in zip(cases, results, strict=True):
         row["peak_bytes"] = peak_bytes(case)
-    return found
+    return results
 
 
 def left_out(case: Case, reason: str) -> Row:
@@ -215,5 +215,5 @@ def warm_up(case: Case) -> None:
 
 def ignore_known_warnings() -> None:
     """Silences torch's warnings about slow peers; their rows show it."""
-    for known in ("flex_attention called without torch.compile", "Sparse CSR tensor support"):
-        warnings.filterwarnings("ignore", message=known)
+    for message in ("flex_attention called without torch.compile", "Sparse CSR tensor support"):
+        warnings.filterwarnings("ignore", message=message)

@@ -54,9 +54,9 @@ def _dispatched(case: Case) -> Row:
             torch.autograd.grad(out, inputs, grad)
 
     work()
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
         work()
-    events = [event for event in found.events() if not event.name.startswith("[")]
+    events = [event for event in profiled.events() if not event.name.startswith("[")]
     return {
         "operators": len(events),
         "outermost": sum(event.cpu_parent is None for event in events),
@@ -83,8 +83,8 @@ def layouts(quick: bool, budget: Budget) -> list[Row]:
             Case(f"{name}, {tokens:,} tokens", pattern, tokens, heads=heads)
             for name, pattern in patterns.items()
         ]
-        found = rows_of(cases, min(budget.left / 6, 4), rows=8)
-        for case, row in zip(cases, found, strict=True):
+        results = rows_of(cases, min(budget.left / 6, 4), rows=8)
+        for case, row in zip(cases, results, strict=True):
             inputs = case.inputs()
             call = call_of(case, inputs)
             cold, first = [], []
@@ -97,7 +97,7 @@ def layouts(quick: bool, budget: Budget) -> list[Row]:
                 first.append(milliseconds(call))
             row["layout_ms"], row["first_ms"] = statistics.median(cold), statistics.median(first)
             row["layout_bytes"] = layout_cache.info().bytes
-        rows += found
+        rows += results
     return rows + _hits(quick, budget)
 
 
@@ -141,10 +141,10 @@ def chosen(quick: bool, budget: Budget) -> list[Row]:
                 replace(causal, call=f"chosen by means, {what}", chooses="sub"),
                 replace(causal, call=f"chosen by a scorer, {what}", chooses="scorer"),
             ]  # fmt: skip
-            found = rows_of(cases, min(budget.left / 6, 5), rows=8)
+            results = rows_of(cases, min(budget.left / 6, 5), rows=8)
             if tokens == 256 or tokens == 4096:
-                found[-1]["learns"] = _learning(Case("", Causal(), 256, heads=2, dtype=dtype))
-            rows += found
+                results[-1]["learns"] = _learning(Case("", Causal(), 256, heads=2, dtype=dtype))
+            rows += results
     return rows
 
 

@@ -30,7 +30,7 @@ def planned_longest(quick: bool) -> list[Row]:
     for name in MACHINES[: 1 if quick else None]:
         machine = named(name)
         for what, pattern in patterns:
-            told = [
+            estimates = [
                 estimate(
                     pattern, tokens=tokens, num_heads=HEADS, head_dim=WIDTH, dtype=torch.float16,
                     machine=machine,
@@ -38,13 +38,13 @@ def planned_longest(quick: bool) -> list[Row]:
                 for tokens in LENGTHS
             ]  # fmt: skip
             assert machine.memory_bytes is not None
-            peaks = [x.peak_bytes.value for x in told]
+            peaks = [x.peak_bytes.value for x in estimates]
             tokens = most_tokens(peaks, machine.memory_bytes)
-            seconds = through([x.seconds.value for x in told], tokens)
+            seconds = through([x.seconds.value for x in estimates], tokens)
             rows.append({
                 "call": f"{name}, {what}", "known": "planned", "pattern": str(pattern),
                 "dtype": "float16", "tokens": tokens, "heads": HEADS, "head_dim": WIDTH,
-                "density": through([x.pairs for x in told], tokens) / HEADS / tokens**2,
+                "density": through([x.pairs for x in estimates], tokens) / HEADS / tokens**2,
                 "limit_bytes": machine.memory_bytes, "at_least_seconds": seconds,
             })  # fmt: skip
     return rows

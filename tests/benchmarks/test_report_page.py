@@ -8,7 +8,7 @@ import pytest
 from benchmarks.measure import environment
 from benchmarks.report.columns import columns_of, rows_html
 from benchmarks.report.page import TITLES, report_page
-from benchmarks.report.prior import PRIOR, TABLES, beside
+from benchmarks.report.prior import PRIOR, TABLES, prior_figure
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 
@@ -142,12 +142,12 @@ def test_the_prior_figures_are_those_that_were_printed():
 
 
 def test_a_prior_figure_stands_beside_the_row_of_its_length_alone():
-    assert beside("lengths", "window in blocks", 16384) == "90.79 ms"
-    assert beside("lengths", "window in blocks", 131072) == ""
-    assert beside("lengths", "hierarchical", 32768) == "OOM"
-    assert beside("comparison", "window of 256, ours (cpu)", 4096).startswith("28.23 ms")
-    assert beside("comparison", "window of 256, ours (cpu), with gradients", 4096) == ""
-    assert beside("roofline", "copy", None) == ""
+    assert prior_figure("lengths", "window in blocks", 16384) == "90.79 ms"
+    assert prior_figure("lengths", "window in blocks", 131072) == ""
+    assert prior_figure("lengths", "hierarchical", 32768) == "OOM"
+    assert prior_figure("comparison", "window of 256, ours (cpu)", 4096).startswith("28.23 ms")
+    assert prior_figure("comparison", "window of 256, ours (cpu), with gradients", 4096) == ""
+    assert prior_figure("roofline", "copy", None) == ""
     for prior in TABLES.values():
         printed = " ".join(figure for _, figure in prior["said"])
         for *_, figure in prior["beside"]:

@@ -17,7 +17,7 @@ def test_one_fact_of_a_block_is_flagged_and_flagged_keys_differ():
         flagged_keys = facts.keys[row][facts.flags[row]].tolist()
         assert len(set(flagged_keys)) == 8
         for key, answer, block in zip(
-            *(x[row].tolist() for x in (facts.asked, facts.answers, facts.blocks)), strict=True
+            *(x[row].tolist() for x in (facts.questions, facts.answers, facts.blocks)), strict=True
         ):
             place = flagged_keys.index(key)
             assert place == block
