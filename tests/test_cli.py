@@ -2,6 +2,7 @@
 
 import io
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -251,16 +252,10 @@ def test_build_prints_all_that_a_failing_compiler_says(tmp_path, capsys, monkeyp
     assert "one error" in told and "and its context" in told
 
 
-def test_the_parser_loads_no_optional_package():
-    code = (
-        "import sys; from sparsering.cli import build_parser; build_parser();"
-        "print({'matplotlib', 'rich', 'safetensors'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-
-
-def test_python_dash_m_runs_the_command():
-    done = subprocess.run([sys.executable, "-m", "sparsering"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "COMMAND" in done.stderr and done.stderr.count("\n") == 1
+def test_the_module_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sparsering"])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_module("sparsering", run_name="__main__")
+    assert exit.value.code == 2
+    said = capsys.readouterr().err
+    assert "COMMAND" in said and said.count("\n") == 1

@@ -43,13 +43,20 @@ EXTRAS = [
     "sink_of_rows",
     "sink_of_entries",
     "dropout",
-    "softcap distance_bias sink_of_rows dropout",
+    ALL,
 ]
 
 
-@pytest.mark.parametrize("backend", ["reference", "gather"])
-@pytest.mark.parametrize("extras", EXTRAS)
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    ("name", "extras", "backend"),
+    [
+        pytest.param(name, extras, backend, marks=() if fast else pytest.mark.slow)
+        for i, name in enumerate(SOME)
+        for j, extras in enumerate(EXTRAS)
+        for k, backend in enumerate(("gather", "reference"))
+        for fast in [(i + j) % 4 == 2 * k or (extras == ALL and backend == "gather")]
+    ],
+)
 def test_float64_equals_the_formulas(name: str, extras: str, backend: str):
     case, pattern = CASE, PATTERNS[name](CASE)
     x, options = inputs(case), extras_of(case, extras)
@@ -59,10 +66,17 @@ def test_float64_equals_the_formulas(name: str, extras: str, backend: str):
     assert_same_attention(got, expected, leaves)
 
 
-@pytest.mark.parametrize("threads_of_call", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("extras", EXTRAS)
-@pytest.mark.parametrize("name", ["causal", "longnet", "mixture under masks", "dilated window"])
+@pytest.mark.parametrize(
+    ("name", "extras", "dtype", "threads_of_call"),
+    [
+        pytest.param(name, extras, dtype, n, marks=() if fast else pytest.mark.slow)
+        for i, name in enumerate(("causal", "longnet", "mixture under masks", "dilated window"))
+        for j, extras in enumerate(EXTRAS)
+        for k, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16))
+        for n in (1, 3)
+        for fast in [(i + j + k + n) % 4 in (0, 1)]
+    ],
+)
 def test_the_cpu_kernel_is_as_exact_as_eager_mathematics(
     name: str, extras: str, dtype: torch.dtype, threads_of_call: int, threads: None
 ):
@@ -94,9 +108,15 @@ PART_OF_THE_QUERIES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("extras", ["sink", "sink_of_rows", "sink_of_entries"])
-@pytest.mark.parametrize("name", PART_OF_THE_QUERIES)
+@pytest.mark.parametrize(
+    ("name", "extras", "dtype"),
+    [
+        pytest.param(name, extras, dtype, marks=() if (i + j + k) % 2 else pytest.mark.slow)
+        for i, name in enumerate(PART_OF_THE_QUERIES)
+        for j, extras in enumerate(("sink", "sink_of_rows", "sink_of_entries"))
+        for k, dtype in enumerate((torch.bfloat16, torch.float16))
+    ],
+)
 def test_a_sink_where_some_queries_have_no_tile(
     name: str, extras: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
@@ -195,14 +215,14 @@ NOT_FINITE = {
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets Triton
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-@pytest.mark.parametrize("value", [torch.inf, torch.nan, -torch.inf])
 @pytest.mark.parametrize(
-    ("name", "backend"),
+    ("name", "backend", "value"),
     [
-        pytest.param(name, backend, marks=pytest.mark.slow if long else ())
+        pytest.param(name, backend, value, marks=pytest.mark.slow if long else ())
         for name in NOT_FINITE
         for backend in ("reference", "gather", "cpu", "triton", "torch_sparse")
-        for long in [backend == "triton" and name in ("block_bias", "distance_bias")]
+        for value in (torch.inf, torch.nan, -torch.inf)
+        for long in [backend == "triton" and (name[-9:] != "one query" or value == torch.inf)]
         if (backend, name) != ("triton", "slot_bias, rows of one query")  # slow in its interpreter
         and (backend != "torch_sparse" or "distance" not in name)
     ],

@@ -41,8 +41,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("name", "case", "backend"),
+    [
+        pytest.param(name, case, backend, marks=() if fast else pytest.mark.slow)
+        for i, name in enumerate(PATTERNS)
+        for j, case in enumerate(CASES)
+        for k, backend in enumerate(BACKENDS)
+        for fast in [(i + j) % 3 == k]
+    ],
+    indirect=["backend"],
+)
 def test_column_sums_of_every_pattern(name, case, backend):
     case = CASES[case]
     pattern = PATTERNS[name](case)

@@ -118,7 +118,13 @@ def test_attention_passes_opcheck(name, backend):
     torch.library.opcheck(torch.ops.sparsering.attention.default, args)
 
 
-@pytest.mark.parametrize(("name", "backend"), BACKENDS_OPCHECKED)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if i % 2 else ())
+        for i, case in enumerate(BACKENDS_OPCHECKED)
+    ],
+)
 def test_attention_backward_passes_opcheck(name, backend):
     case, pattern, dtype, with_bias, *rest = OPCHECKED[name]
     rest = [*(rest or [16]), False, backend, "extra" in name]
@@ -425,15 +431,49 @@ CALL = """
 """
 
 
-def test_importing_loads_no_optional_package():
-    loaded = run_fresh(f"""
-        import sys
-        import torch
-        before = set(sys.modules)
-        import sparsering as sr
-        {textwrap.indent(textwrap.dedent(CALL), " " * 8).strip()}
+DIGEST = """
+    import hashlib
+    drawn = sr.RandomBlocks(0.5, 16, seed=3)
+    rand = sr.attention(query, key, value, drawn, block_size=16)
+    results = (out, query.grad, key.grad, value.grad, rand, drawn.to_dense(40).float())
+    data = b"".join(bytes(x.detach().contiguous().view(torch.uint8).flatten().tolist())
+                    for x in results)
+    print(hashlib.sha256(data).hexdigest())
+"""
+
+
+def test_fresh_processes_load_no_optional_package_and_compute_the_same_bits():
+    """One where all packages can be imported, and one where none can."""
+    call = textwrap.dedent(CALL) + textwrap.dedent(DIGEST)
+    first, *loaded = run_fresh(
+        "import sys, torch\nbefore = set(sys.modules)\nimport sparsering as sr\n"
+        + call
+        + textwrap.dedent("""
         print(*sorted(set(sys.modules) - before))
-    """).split()
+        import importlib  # again registers nothing again
+        registered = torch.ops.sparsering.attention.default
+        importlib.import_module("sparsering.ops")
+        assert torch.ops.sparsering.attention.default is registered
+        from sparsering.cli import build_parser
+        build_parser()
+        assert not {"matplotlib", "rich", "safetensors"} & set(sys.modules)
+        """)
+    ).split()
+    second, *_ = run_fresh(
+        textwrap.dedent(f"""
+        import sys
+        for name in {(*OPTIONAL, "numpy")!r}:
+            sys.modules[name] = None  # import raises ImportError
+        import warnings
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        import sparsering as sr
+        """)
+        + call
+        + textwrap.dedent("""
+        assert "gather: usable" in sr.explain(query, key, value, pattern)
+        print(sr.Causal().layout(64))
+        """)
+    ).split()
     tops = {name.partition(".")[0] for name in loaded}
     assert "sparsering" in tops
     # numpy and triton are torch's own choice: it loads them where they are there
@@ -441,44 +481,7 @@ def test_importing_loads_no_optional_package():
     unneeded = {"models", "training", "cli", "plots", "nn", "distributed", "integrations"}
     unneeded |= {"kernels.triton.forward", "kernels.triton.backward", "kernels.triton.tune"}
     assert not {f"sparsering.{name}" for name in unneeded} & set(loaded)
-
-
-def test_everything_runs_where_no_optional_package_is_installed():
-    run_fresh(f"""
-        import sys
-        for name in {(*OPTIONAL, "numpy")!r}:
-            sys.modules[name] = None  # import raises ImportError
-        import warnings
-        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-        import sparsering as sr
-        {textwrap.indent(textwrap.dedent(CALL), " " * 8).strip()}
-        assert "gather: usable" in sr.explain(query, key, value, pattern)
-        print(sr.Causal().layout(64))
-    """)
-
-
-def test_importing_twice_registers_once():
-    run_fresh("""
-        import importlib, torch
-        import sparsering as sr
-        first = torch.ops.sparsering.attention.default
-        importlib.import_module("sparsering.ops")
-        assert torch.ops.sparsering.attention.default is first
-    """)
-
-
-def test_results_do_not_change_from_process_to_process():
-    program = f"""
-        import hashlib, sys
-        import sparsering as sr
-        {textwrap.indent(textwrap.dedent(CALL), " " * 8).strip()}
-        rand = sr.attention(query, key, value, sr.RandomBlocks(0.5, 16, seed=3), block_size=16)
-        data = b"".join(bytes(x.detach().contiguous().view(torch.uint8).flatten().tolist())
-                        for x in (out, query.grad, key.grad, value.grad, rand))
-        print(hashlib.sha256(data).hexdigest())
-    """
-    first, second = (run_fresh(program) for _ in range(2))
-    assert len(first.strip()) == 64 and first == second
+    assert len(first) == 64 and first == second
 
 
 def test_every_public_name_is_listed_once_and_documented():

@@ -6,10 +6,9 @@ import importlib
 import inspect
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from sparsering import Mask, Pattern
 
@@ -30,7 +29,22 @@ def public_names(module: str) -> list[str]:
 
 
 PUBLIC = [(module, name) for module in MODULES for name in public_names(module)]
-each_name = pytest.mark.parametrize(("module", "name"), PUBLIC, ids=map(".".join, PUBLIC))
+
+
+def of_each_name(check: Callable[[str, str], None]) -> Callable[[], None]:
+    """Makes one test of a check of every public name; it tells all the names that fail."""
+
+    def test() -> None:
+        failures = []
+        for module, name in PUBLIC:
+            try:
+                check(module, name)
+            except AssertionError as error:
+                failures.append(f"{module}.{name}: {error}")
+        assert not failures, "\n".join(failures)
+
+    return test
+
 
 ABSTRACT = (Mask, Pattern)  # that only refuse to be made
 
@@ -58,7 +72,7 @@ def own_doc(value: Any) -> str:
     return inspect.cleandoc(value.__doc__ or "")
 
 
-@each_name
+@of_each_name
 def test_name_is_listed_with_its_first_sentence(module, name):
     first = own_doc(value_of(module, name)).split("\n")[0]
     expected = f"- `{name}`: {first}"
@@ -69,7 +83,7 @@ def test_nothing_else_is_listed():
     assert set(listed()) <= set(PUBLIC)
 
 
-@each_name
+@of_each_name
 def test_first_line_is_a_sentence(module, name):
     first, _, rest = own_doc(value_of(module, name)).partition("\n")
     assert first.endswith((".", ").")) and (not rest or rest.startswith("\n"))
@@ -84,7 +98,7 @@ def described(doc: str) -> str:
     return doc
 
 
-@each_name
+@of_each_name
 def test_every_argument_is_described(module, name):
     value = value_of(module, name)
     if not callable(value) or (inspect.isclass(value) and issubclass(value, BaseException)):
@@ -100,7 +114,7 @@ def test_every_argument_is_described(module, name):
     assert not missing, f"the docstring of {module}.{name} does not name {missing}"
 
 
-@each_name
+@of_each_name
 def test_result_is_described(module, name):
     """By "Returns", or by a first sentence that names a value: "The mask of ..."."""
     value = value_of(module, name)
@@ -123,14 +137,14 @@ def raises(value: Any) -> bool:
     return any(isinstance(node, ast.Raise) and node.exc is not None for node in ast.walk(tree))
 
 
-@each_name
+@of_each_name
 def test_errors_are_described(module, name):
     value = value_of(module, name)
     if raises(value):
         assert re.search(r"\b[Rr]aises?\b", own_doc(value)), f"{module}.{name} lacks what it raises"
 
 
-@each_name
+@of_each_name
 def test_methods_have_docstrings(module, name):
     value = value_of(module, name)
     if not inspect.isclass(value):

@@ -1,8 +1,11 @@
 """Calls that run on the backend of a fixture: see `each_backend` in conftest.py."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
 from oracles.attention_oracle import (
     Case,
@@ -26,6 +29,25 @@ def below_float64(backend: str) -> Iterator[None]:
     yield
     for dtype in lower:
         del BACKEND_OF[dtype]
+
+
+def each_call(
+    dtypes: Sequence[torch.dtype], *values: Sequence[Any], fast: Callable[..., bool]
+) -> list[Any]:
+    """Lists (backend, dtype, *values) of the calls that differ; those not `fast` are slow tests.
+
+    float64 runs on gather whatever the backend.
+    """
+    calls = []
+    for backend, dtype, *rest in itertools.product(("gather", "cpu", "triton"), dtypes, *values):
+        if dtype == torch.float64 and backend != "gather":
+            continue
+        if dtype == torch.bfloat16 and backend == "triton":
+            continue
+        marks = () if fast(backend, dtype, *rest) else pytest.mark.slow
+        name = "-".join(map(str, (backend, dtype, *rest)))
+        calls.append(pytest.param(backend, dtype, *rest, marks=marks, id=name))
+    return calls
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, pattern: sr.Pattern, **options):

@@ -40,8 +40,14 @@ BIASED = {
 }
 
 
-@pytest.mark.parametrize("outer", ["full", "one batch entry", "one head", "one of both"])
-@pytest.mark.parametrize("name", BIASED)
+@pytest.mark.parametrize(
+    ("name", "outer"),
+    [
+        pytest.param(name, outer, marks=() if (i + j) % 4 == 0 else pytest.mark.slow)
+        for i, name in enumerate(BIASED)
+        for j, outer in enumerate(("full", "one batch entry", "one head", "one of both"))
+    ],
+)
 def test_block_bias_adds_to_the_scores_of_each_entry_in_the_order_of_entries(name, outer):
     case = BIASED[name]
     pattern = PATTERNS[name](case)
@@ -66,22 +72,27 @@ def test_block_bias_adds_to_the_scores_of_each_entry_in_the_order_of_entries(nam
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "limit"),
     [
-        "full",
-        "longnet",
-        "longnet, offset of each head",
-        "longnet, every rate above 1",
-        "union of steps",
-        "mixture with overlap",
-        "branch twice",
-        "mixture under masks",
-        "packed longnet",
-        "dilated window",
-        "nothing",
+        pytest.param(name, limit, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+        for i, name in enumerate(
+            (
+                "full",
+                "longnet",
+                "longnet, offset of each head",
+                "longnet, every rate above 1",
+                "union of steps",
+                "mixture with overlap",
+                "branch twice",
+                "mixture under masks",
+                "packed longnet",
+                "dilated window",
+                "nothing",
+            )
+        )
+        for j, limit in enumerate((1, 64 << 20))
     ],
 )
-@pytest.mark.parametrize("limit", [1, 64 << 20])
 def test_block_bias_is_the_reference_s(name, limit):
     case = Case(2, 4, 2, 75, 75, 8, 6, 16)
     pattern = PATTERNS[name](case)
@@ -145,7 +156,6 @@ def test_a_block_bias_of_minus_inf_takes_its_block_out():
             assert not gradients(got, [bias])[0].isnan().any()
 
 
-@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("backend", ["gather", "reference"])
 @pytest.mark.parametrize("surplus", [-1, 1, 7])
 def test_a_block_bias_of_another_number_of_blocks_raises(backend, surplus):

@@ -125,14 +125,24 @@ def generated(model, ids: Tensor, mask: Tensor, **options) -> Tensor:
     return found[:, ids.shape[1] :]
 
 
+WAYS = {
+    "greedy": {},
+    "static": {"cache_implementation": "static"},
+    "beams": {"num_beams": 3},
+    "no-cache": {"use_cache": False},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"cache_implementation": "static"}, {"num_beams": 3}, {"use_cache": False}],
-    ids=["greedy", "static", "beams", "no-cache"],
+    ("family", "way"),
+    [
+        pytest.param(family, way, marks=() if (i + j) % 2 else pytest.mark.slow)
+        for i, family in enumerate(DECODERS)
+        for j, way in enumerate(WAYS)
+    ],
 )
-@each_decoder
-def test_generates_token_for_token(family, options):
-    eager, ours = pair(family)
+def test_generates_token_for_token(family, way):
+    (eager, ours), options = pair(family), WAYS[way]
     ids, mask = tokens(length=9), padded("left", 9, (9, 5))
     got, wanted = generated(ours, ids, mask, **options), generated(eager, ids, mask, **options)
     assert got.tolist() == wanted.tolist()
@@ -199,8 +209,14 @@ def gradients(model, **inputs) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["kept", "again", "reentrant"])
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize(
+    ("family", "checkpointing"),
+    [
+        pytest.param(family, checkpointing, marks=() if (i + j) % 2 else pytest.mark.slow)
+        for i, family in enumerate(EVERY)
+        for j, checkpointing in enumerate((None, False, True))
+    ],
+)
 def test_gradients_of_every_parameter(family, checkpointing):
     eager, ours = pair(family)
     inputs = inputs_of(family)

@@ -16,11 +16,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from oracles.attention_oracle import PATTERNS, Case, assert_close, dense_counts, gradients, inputs
 from oracles.patterns_oracle import Spec, build
-from oracles.strategies import Scene, cases
+from oracles.strategies import Scene, cases, examples
 from torch import Tensor
 
 import sparsering as sr
@@ -97,7 +97,7 @@ SHAPES = {
         for i, name in enumerate(PATTERNS)
         for j, shape in enumerate(SHAPES)
         for k, sweep in enumerate(SWEEPS)
-        for fast in [(i + j + k) % 2 and (j - i) % len(SHAPES) in (0, 3, 7)]
+        for fast in [(i + j + k) % 2 and (j - i) % len(SHAPES) in (0, 3)]
     ],
     indirect=["sweep"],
 )
@@ -106,8 +106,9 @@ def test_is_the_reference_forward_and_backward(name, shape):
     assert_is_exact(PATTERNS[name](SHAPES[shape]), SHAPES[shape])
 
 
-@settings(max_examples=80, suppress_health_check=list(HealthCheck))
-@given(
+@examples(
+    20,
+    200,
     cases(max_length=300, max_heads=4, with_random=True),
     st.sampled_from((1, 16, 17, 64)),
     st.sampled_from((1, 32, 33)),
@@ -128,7 +129,7 @@ def test_is_the_reference_for_any_expression(
 @pytest.mark.parametrize(
     "block_size",
     [
-        pytest.param(n, marks=() if n in (16, 48, 64, 128, 256) else pytest.mark.slow)
+        pytest.param(n, marks=() if n in (16, 48, 256) else pytest.mark.slow)
         for n in range(16, 257, 16)
     ],
 )
@@ -138,8 +139,14 @@ def test_every_block_size(length, block_size, sweep):
     assert_is_exact(pattern, Case(1, 2, 1, length, length, 24, 16, block_size))
 
 
-@pytest.mark.parametrize("name", ["causal", "longnet", "blocks of each head", "key padding"])
-@pytest.mark.parametrize("q_len", [1, 2, 75])
+@pytest.mark.parametrize(
+    ("name", "q_len"),
+    [
+        pytest.param(name, q_len, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+        for i, name in enumerate(("causal", "longnet", "blocks of each head", "key padding"))
+        for j, q_len in enumerate((1, 75, 2))
+    ],
+)
 def test_block_bias_and_its_gradient(name, q_len, sweep):
     case = Case(2, 4, 2, q_len, 75, 20, 12, 32)
     pattern = PATTERNS[name](case)

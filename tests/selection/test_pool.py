@@ -10,10 +10,14 @@ from sparsering.selection import block_scores, pool_blocks, remainder_attention,
 from sparsering.selection import remainder as remainder_module
 
 
-@pytest.mark.parametrize("stride", [None, 1, 2, 3, 4, 6, 8, 11])
 @pytest.mark.parametrize("size", [1, 4, 6])
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 24, 37])
-def test_means_of_windows(length, size, stride):
+def test_means_of_windows(size):
+    for length in (1, 3, 4, 5, 24, 37):
+        for stride in (None, 1, 2, 3, 4, 6, 8, 11):
+            assert_means_of_windows(length, size, stride)
+
+
+def assert_means_of_windows(length, size, stride):
     x = torch.randn(2, 3, length, 5, dtype=torch.float64, requires_grad=True)
     found, step = pool_blocks(x, size, stride), stride or size
     count = -(-max(0, length - size) // step) + 1

@@ -391,28 +391,6 @@ def assert_taken_or_refused(run: Path) -> None:
         assert_one_line(code, said)
 
 
-@settings(max_examples=150)
-@given(changes=edits)
-def test_any_edit_of_the_json_is_taken_or_one_line(whole, changes):
-    with copied(whole) as run:
-        path = run / "checkpoint.json"
-        path.write_bytes(edited(path.read_bytes(), changes))
-        assert_taken_or_refused(run)
-
-
-@settings(max_examples=150)
-@given(changes=edits, in_header=st.booleans())
-def test_any_edit_of_a_file_is_taken_or_one_line(whole, changes, in_header):
-    with copied(whole) as run:
-        content = tensor_file(run).read_bytes()
-        if in_header:
-            head, data = content[8 : -len(header(content)[1])], header(content)[1]
-            seal(run, with_header(edited(head, changes), data))
-        else:
-            seal(run, edited(content, changes))
-        assert_taken_or_refused(run)
-
-
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (
@@ -422,11 +400,48 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=150)
-@given(data=st.data(), new=anything)
-def test_any_value_at_any_place_is_taken_or_one_line(whole, data, new):
-    with copied(whole) as run:
-        values = about(run)
-        at = data.draw(st.sampled_from(list(places(values))))
-        write_about(run, put(values, at, new))
-        assert_taken_or_refused(run)
+few_and_many = pytest.mark.parametrize("count", [40, pytest.param(150, marks=pytest.mark.slow)])
+
+
+@few_and_many
+def test_any_edit_of_the_json_is_taken_or_one_line(whole, count):
+    @settings(max_examples=count)
+    @given(changes=edits)
+    def check(changes):
+        with copied(whole) as run:
+            path = run / "checkpoint.json"
+            path.write_bytes(edited(path.read_bytes(), changes))
+            assert_taken_or_refused(run)
+
+    check()
+
+
+@few_and_many
+def test_any_edit_of_a_file_is_taken_or_one_line(whole, count):
+    @settings(max_examples=count)
+    @given(changes=edits, in_header=st.booleans())
+    def check(changes, in_header):
+        with copied(whole) as run:
+            content = tensor_file(run).read_bytes()
+            if in_header:
+                head, data = content[8 : -len(header(content)[1])], header(content)[1]
+                seal(run, with_header(edited(head, changes), data))
+            else:
+                seal(run, edited(content, changes))
+            assert_taken_or_refused(run)
+
+    check()
+
+
+@few_and_many
+def test_any_value_at_any_place_is_taken_or_one_line(whole, count):
+    @settings(max_examples=count)
+    @given(data=st.data(), new=anything)
+    def check(data, new):
+        with copied(whole) as run:
+            values = about(run)
+            at = data.draw(st.sampled_from(list(places(values))))
+            write_about(run, put(values, at, new))
+            assert_taken_or_refused(run)
+
+    check()
