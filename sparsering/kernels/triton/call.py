@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..problem import Gradients, Problem, dense_rows, sink_gradient
 from . import extras
+from .configs import Config, config_for
 from .launch import launch, padded, power_of_2, processors, strides
 from .operands import MOST_HEAD_DIM, Part, of_inputs, of_tiles, streamed
-from .tuning import Config, config_for
 from .walk import Walk, walk
 
 EXTRAS = frozenset(

@@ -13,8 +13,8 @@ from torch import Tensor
 from ...layouts.layout import BlockLayout
 from ..problem import Problem
 from . import extras
+from .configs import Config
 from .launch import line, matrix, padded, precision
-from .tuning import Config
 from .walk import Walk
 
 MOST_HEAD_DIM = 256
