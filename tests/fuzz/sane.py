@@ -22,6 +22,8 @@ def used(make: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(**given: Any) -> Any:
         pattern = make(**given)
+        if not isinstance(pattern, sr.Pattern):  # `True | True` does not reach the library
+            return pattern
         counts = pattern.to_dense(N, num_heads=HQ, num_kv_heads=H)
         layout = pattern.layout(N, num_heads=HQ, num_kv_heads=H, block_size=16)
         pairs = float(counts.double().sum((-1, -2)).mean()) if counts.numel() else 0.0
