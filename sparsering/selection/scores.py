@@ -15,7 +15,7 @@ from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag
 from ..patterns.positions import Full
 from .estimates import NEVER, BlockEstimate, checked_method, counts
-from .rows import Span, checked_blocks, current_blocks, num_rows, spans
+from .query_rows import Span, checked_blocks, current_blocks, num_rows, spans
 
 _AT_A_TIME = 1 << 22  # logits computed at a time where no fused kernel runs
 _MANY = 64  # queries from which the C++ kernel pays, as it copies the keys first

@@ -12,7 +12,7 @@ from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Full
 from .estimates import BlockEstimate, checked_method, counts, features, query_features
-from .rows import checked_blocks
+from .query_rows import checked_blocks
 from .scorer import BlockScorer
 from .scores import scores_of
 
