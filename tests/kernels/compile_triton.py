@@ -27,8 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import sparsering as sr
 from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call as backend
-from sparsering.kernels.triton import configs
-from sparsering.kernels.triton import extras as triton_extras
+from sparsering.kernels.triton import configs, extra_arguments
 from sparsering.kernels.triton import launch as triton_launch
 from sparsering.layouts.layout import Pass
 
@@ -51,7 +50,7 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
     def catch(kernel, programs, config, arguments) -> None:
         caught.append((kernel, config, {name: arguments[name] for name in kernel.arg_names}))
 
-    for module in (backend, triton_extras):
+    for module in (backend, extra_arguments):
         module.launch = catch
         module.processors = lambda device: 132
     configs.generation = lambda device: capability or 80

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...numerics import finite_or_zero, sum_dtype
 from ...patterns.arguments import checked_integer
 from ..problem import Gradients, Problem, sink_gradient
-from .extras import Extras
+from .chunk_extras import Extras
 from .units import Chunk, chunks, plan
 
 EXTRAS = frozenset(
