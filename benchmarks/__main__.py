@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparsering.cli.arguments import positive
+from sparsering.cli.argument_types import positive
 from sparsering.files import replace_file
 from sparsering.plots import require_matplotlib
 

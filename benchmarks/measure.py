@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
 from torch import Tensor
 
-from sparsering.kernels.tuned import processor_name
+from sparsering.kernels.tuning_file import processor_name
 from sparsering.patterns.algebra import Pattern
 
 Row = dict[str, Any]

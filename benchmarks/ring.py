@@ -27,7 +27,7 @@ from torch import Tensor
 import sparsering as sr
 from sparsering.distributed import RingPlan, ring_attention, shard, unshard
 from sparsering.distributed import rank as rank_module
-from sparsering.distributed.needs import Runs
+from sparsering.distributed.needs import TokenRanges
 from sparsering.distributed.sharding import chunk_owners, num_tokens
 
 from .measure import (
@@ -76,7 +76,7 @@ def full_ring(plan: RingPlan) -> RingPlan:
         for start, stop in ranges
         if sender != receiver
     ]
-    every = Runs(1, *torch.tensor(pieces, dtype=torch.int64).view(-1, 3).T.contiguous())
+    every = TokenRanges(1, *torch.tensor(pieces, dtype=torch.int64).view(-1, 3).T.contiguous())
     name = "chunks:" + ",".join(map(str, owners))  # same ranges under a name of its own: cache key
     need_of = ((0,) * plan.frame.num_kv_heads,)
     return replace(plan, needs=(every,), need_of=need_of, travellers=(), sharding=name)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .cost import choice
 from .kernels import cpu, flash, flex, gather, reference, sdpa, torch_sparse, triton
-from .kernels.cpu import tune as cpu_tuning
+from .kernels.cpu import block_sizes
 from .kernels.problem import Gradients, Problem
-from .kernels.triton import tuning as triton_tuning
+from .kernels.triton import configs
 from .layouts.layout import BlockLayout
 from .patterns.algebra import Frame, Pattern
 from .patterns.arguments import shortened
@@ -184,8 +184,8 @@ def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -
     of `choice.block_size`.
     """
     measured = _MEASURED.get(backend)
-    size = None if measured is None else measured(pattern.expression, query)
+    size = None if measured is None else measured.block_size(pattern.expression, query)
     return size or choice.block_size(pattern, frame, query.device)
 
 
-_MEASURED = {"cpu": cpu_tuning.block_size, "triton": triton_tuning.block_size}
+_MEASURED = {"cpu": block_sizes.measured, "triton": configs.measured}

@@ -42,7 +42,7 @@ ROOMS = {
     "decoding": "selection functional ops dispatch checks kernels layouts patterns numerics",
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
     "patterns numerics rows streams",
-    "nn": "functional selection decoding checks patterns numerics",
+    "nn": "functional selection decoding checks kernels patterns numerics",
     "models": "checks nn functional decoding patterns",
     "integrations": "nn functional selection decoding checks patterns numerics",
     "planner": "cost dispatch distributed checks layouts patterns numerics",

@@ -479,7 +479,7 @@ def test_fresh_processes_load_no_optional_package_and_compute_the_same_bits():
     # numpy and triton are torch's own choice: it loads them where they are there
     assert not tops & set(OPTIONAL) - {"triton"}
     unneeded = {"models", "training", "cli", "plots", "nn", "distributed", "integrations"}
-    unneeded |= {"kernels.triton.forward", "kernels.triton.backward", "kernels.triton.tune"}
+    unneeded |= {"kernels.triton.forward", "kernels.triton.backward", "kernels.tune"}
     assert not {f"sparsering.{name}" for name in unneeded} & set(loaded)
     assert len(first) == 64 and first == second
 

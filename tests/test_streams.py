@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import sparsering as sr
 from sparsering import streams as module
-from sparsering.distributed import steps
+from sparsering.distributed import rank_layouts
 from sparsering.kernels.triton.walk import walk
 from sparsering.layouts.compile import build_layout
 from sparsering.layouts.layout import BlockLayout
@@ -92,8 +92,8 @@ def test_tables_of_a_ring_are_copied_pinned_and_wait_for_their_stream(gpu, monke
     plan = sr.distributed.RingPlan.build(sr.Causal() & W(40), 256, 4, block_size=16)
     sr.layout_cache.clear()
     with gpu:
-        steps.local_step(plan, 1, GPU)
-        arriving = steps.round_step(plan, 1, 0, 1, GPU)
+        rank_layouts.local_step(plan, 1, GPU)
+        arriving = rank_layouts.round_step(plan, 1, 0, 1, GPU)
     assert len(gpu.copies) > 15 and events == [GPU, GPU]
     assert arriving.layout is not None and "first_entry" in vars(arriving.layout)
     sr.layout_cache.clear()
@@ -225,12 +225,12 @@ def test_other_streams_wait_for_a_layout_and_its_walks_and_the_host_for_nothing(
 def test_other_streams_wait_for_the_tables_of_a_ring(streams):
     log, use = streams
     plan = sr.distributed.RingPlan.build(sr.Causal() & W(40), 256, 4, block_size=16)
-    step = steps.local_step(plan, 1, META)
+    step = rank_layouts.local_step(plan, 1, META)
     assert log == ["first done"]
     use()
-    assert steps.local_step(plan, 1, META) is step and log == []
+    assert rank_layouts.local_step(plan, 1, META) is step and log == []
     use("second")
-    assert steps.local_step(plan, 1, META) is step
+    assert rank_layouts.local_step(plan, 1, META) is step
     assert log[0] == "second waits for first" and log.count("held") > 8
 
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import torch
 
 import sparsering as sr
+from sparsering.kernels import tune
 from sparsering.kernels.problem import Problem
-from sparsering.kernels.triton import call, tune, tuning
+from sparsering.kernels.triton import call, configs
 
 from ..measure import Row
 from .device import DEVICE, HALF, inputs, sized, synchronize
@@ -47,14 +48,14 @@ def compile_ahead(width: int, block: int, share: int, shares: int) -> Iterator[R
     expected["key"] = expected["query"]
     every = [
         (kernel, config)
-        for kernel in tuning.KERNELS
-        for config in tuning.candidates(kernel, args[0], width, block)
+        for kernel in configs.KERNELS
+        for config in configs.candidates(kernel, args[0], width, block)
     ]
     for kernel, config in every[share::shares][: sized(None, 1)]:
-        key = tuning.config_key(kernel, HALF, width, block)
+        key = configs.config_key(kernel, HALF, width, block)
         row: Row = {"kernel": kernel, "head_dim": width, "block_size": block,
                     "config": str(tuple(config))}  # fmt: skip
-        with tuning.trial({key: config}, args[0].device):
+        with configs.trial({key: config}, args[0].device):
             try:
                 errors = [relative(a, b.double()) for a, b in
                          zip(run(kernel), expected[kernel], strict=True)]  # fmt: skip
@@ -74,17 +75,17 @@ def measured(width: int, block: int) -> Iterator[Row]:
 def _measured(width: int, block: int) -> Iterator[Row]:
     lines: list[str] = []
     tune.tune(
-        pattern_of(block), tokens=sized(MAIN_TOKENS, 2 * block), num_heads=HEADS,
+        "triton", pattern_of(block), tokens=sized(MAIN_TOKENS, 2 * block), num_heads=HEADS,
         num_kv_heads=HEADS, head_dim=width, dtype=HALF, block_sizes=(block,), say=lines.append,
     )  # fmt: skip
     like = inputs(1, 16, width)[0]
-    for kernel in tuning.KERNELS:
-        key = tuning.config_key(kernel, HALF, width, block)
+    for kernel in configs.KERNELS:
+        key = configs.config_key(kernel, HALF, width, block)
         tried = [line.removeprefix(f"{key} ") for line in lines if line.startswith(key)]
         yield {
             "kernel": kernel, "head_dim": width, "block_size": block, "dtype": str(HALF)[6:],
-            "default": str(tuple(tuning.default(kernel, like, width, block))),
-            "tuned": str(tuple(tuning.config_for(kernel, like, width, block))),
+            "default": str(tuple(configs.default(kernel, like, width, block))),
+            "tuned": str(tuple(configs.config_for(kernel, like, width, block))),
             "tried": tried,
         }  # fmt: skip
 
@@ -101,13 +102,14 @@ def _beside_default(width: int, block: int) -> Iterator[Row]:
     grad = torch.randn_like(args[0])
     chosen = {
         key: config
-        for kernel in tuning.KERNELS
-        for key in [tuning.config_key(kernel, HALF, width, block)]
-        for config in [tuning.config_for(kernel, args[0], width, block)]
+        for kernel in configs.KERNELS
+        for key in [configs.config_key(kernel, HALF, width, block)]
+        for config in [configs.config_for(kernel, args[0], width, block)]
     }
     plain = {
-        tuning.config_key(kernel, HALF, width, block): tuning.default(kernel, args[0], width, block)
-        for kernel in tuning.KERNELS
+        key: configs.default(kernel, args[0], width, block)
+        for kernel in configs.KERNELS
+        for key in [configs.config_key(kernel, HALF, width, block)]
     }
     if all(tuple(chosen[key]) == tuple(plain[key]) for key in plain):
         why = "nothing was faster than the defaults, or nothing was tuned"
@@ -115,9 +117,9 @@ def _beside_default(width: int, block: int) -> Iterator[Row]:
         return
     density = pattern.layout(MAIN_TOKENS, num_heads=HEADS, block_size=block).density
 
-    def with_configs(configs: dict[str, tuning.Config], run: Call) -> Call:
+    def with_configs(of_kernels: dict[str, configs.Config], run: Call) -> Call:
         def call() -> torch.Tensor | tuple[torch.Tensor, ...]:
-            with tuning.trial(configs, args[0].device):
+            with configs.trial(of_kernels, args[0].device):
                 return run()
 
         return call
@@ -148,11 +150,11 @@ def _own_folder() -> Iterator[None]:
     """Makes tuning store and read its choices in the record's folder, inside the block."""
     before = os.environ.get("SPARSERING_CACHE")
     os.environ["SPARSERING_CACHE"] = os.environ[FOLDER]
-    tuning._tuned.cache_clear()
+    configs.measured.forget()
     try:
         yield
     finally:
         os.environ.pop("SPARSERING_CACHE")
         if before is not None:
             os.environ["SPARSERING_CACHE"] = before
-        tuning._tuned.cache_clear()
+        configs.measured.forget()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from sparsering.plots.figure import DENSE, GREY, SPARSE, new_figure, png
-from sparsering.plots.patterns import short_count
+from sparsering.plots.visible_keys import short_count
 
 from ..measure import Row
 

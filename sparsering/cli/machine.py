@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from .arguments import Commands
+from .argument_types import Commands
 
 
 def add_commands(commands: Commands) -> None:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .arguments import Commands, positive
+from .argument_types import Commands, positive
 
 
 def add_commands(commands: Commands) -> None:
@@ -73,13 +73,13 @@ def _plot(arguments: argparse.Namespace) -> int:
 def _tune(arguments: argparse.Namespace) -> int:
     import torch
 
-    from ..kernels.cpu.tune import tune as tune_cpu
-    from ..kernels.triton.tune import tune as tune_triton
+    from ..kernels.tune import tune
     from ..patterns.expression import parse
 
     gpu = (arguments.backend or ("triton" if torch.cuda.is_available() else "cpu")) == "triton"
     heads = arguments.heads or (16 if gpu else 8)
-    path = (tune_triton if gpu else tune_cpu)(
+    path = tune(
+        "triton" if gpu else "cpu",
         parse(arguments.pattern),
         tokens=arguments.tokens or (32768 if gpu else 8192),
         num_heads=heads,

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from .arguments import Commands, positive
+from .argument_types import Commands, positive
 
 
 def add_commands(commands: Commands) -> None:

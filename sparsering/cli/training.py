@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from .arguments import Commands, positive
+from .argument_types import Commands, positive
 
 _RECIPE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("pattern", str, "attention pattern, as a Python expression of the pattern names"),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..files import read_file, replace_file
-from ..kernels import cpu, gather, tuned
+from ..kernels import cpu, gather, tuning_file
 from ..kernels.problem import Problem
 from ..layouts.cache import layout_cache
 from ..layouts.compile import default_block_size
@@ -196,7 +196,7 @@ def _path() -> Path:
     features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     processor = features.get("cpu_name") or platform.machine()
     name = f"{processor} {torch.backends.cpu.get_cpu_capability()}"
-    return tuned.file_of("costs", name, f"{torch.get_num_threads()}-{torch.__version__}")
+    return tuning_file.file_of("costs", name, f"{torch.get_num_threads()}-{torch.__version__}")
 
 
 @cache

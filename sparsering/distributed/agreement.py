@@ -21,7 +21,7 @@ _VERSION = 2
 _BUDGET = 0.01
 
 
-class Call(NamedTuple):
+class RingCall(NamedTuple):
     """Arguments that must be equal on all ranks, except a drawn `seed`: all ranks use rank 0's."""
 
     backward: bool
@@ -50,7 +50,7 @@ _HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)
 
 
 def agree_on_call(
-    exchange: Exchange, call: Call, query: Tensor, key: Tensor, value: Tensor
+    exchange: Exchange, call: RingCall, query: Tensor, key: Tensor, value: Tensor
 ) -> Agreed:
     """Checks that all ranks make the same call, and picks the wire format of "auto".
 

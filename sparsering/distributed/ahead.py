@@ -21,9 +21,9 @@ from ..layouts.compile import default_block_size
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer
 from .plan import RingPlan
+from .rank_layouts import Step, guest_step, local_step, round_step
 from .ring import resolve_group
 from .sharding import check_is_text, chunk_owners
-from .steps import Step, guest_step, local_step, round_step
 
 
 def prefetch(

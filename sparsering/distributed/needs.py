@@ -67,7 +67,7 @@ def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ())
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class TokenRanges:
     """Sets of tokens, as disjoint progressions start, start + step, ..., last.
 
     Attributes:
@@ -101,7 +101,9 @@ class Runs:
         return start[run] + self.step * place
 
 
-def needed_keys(masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int) -> Runs:
+def needed_keys(
+    masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int
+) -> TokenRanges:
     """Key tokens that the queries of each label visit and another rank owns.
 
     The set for a label and an owner of keys has number `label * world + owner`.
@@ -252,7 +254,7 @@ def _part(tiles: Axis, number: Tensor, size: int) -> Axis:
     return Axis(tiles.step, tiles.residue, start, last + 1, last)
 
 
-def union(parts: list[Progressions], length: int) -> Runs:
+def union(parts: list[Progressions], length: int) -> TokenRanges:
     """Joins progressions of tokens below `length` into disjoint ones with one common step."""
     steps = sorted({part[3] for part in parts if len(part[0])})
     if len(steps) <= 1:
@@ -264,7 +266,7 @@ def union(parts: list[Progressions], length: int) -> Runs:
     return _merged([_as_tokens(runs) for runs in of_step], 1, length)
 
 
-def _merged(parts: list[Progressions], step: int, length: int) -> Runs:
+def _merged(parts: list[Progressions], step: int, length: int) -> TokenRanges:
     """Joins progressions of one step, as spans on a line for each set and residue class."""
     reach = length // step + 2  # a gap after each line: spans of two lines never touch
     begin, end = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
@@ -275,10 +277,10 @@ def _merged(parts: list[Progressions], step: int, length: int) -> Runs:
     spans = Spans(torch.cat(begin), torch.cat(end))
     line = spans.begin // reach
     start = spans.begin % reach * step + line % step
-    return Runs(step, line // step, start, start + (spans.end - spans.begin - 1) * step)
+    return TokenRanges(step, line // step, start, start + (spans.end - spans.begin - 1) * step)
 
 
-def _of_multiple(runs: Runs, step: int) -> Progressions:
+def _of_multiple(runs: TokenRanges, step: int) -> Progressions:
     """Splits each progression into several with a multiple of its step."""
     lines = step // runs.step
     number, start, last = (x.repeat_interleave(lines) for x in (runs.number, runs.start, runs.last))
@@ -286,7 +288,7 @@ def _of_multiple(runs: Runs, step: int) -> Progressions:
     return number, start, last, step  # empty if start is after last
 
 
-def _as_tokens(runs: Runs) -> Progressions:
+def _as_tokens(runs: TokenRanges) -> Progressions:
     run, place = expand_counts(runs.count)
     token = runs.start[run] + runs.step * place
     return runs.number[run], token, token, 1

@@ -27,7 +27,7 @@ from ..patterns.arguments import (
     shortened,
 )
 from .balance import PAIRS_PER_TOKEN, balanced
-from .needs import Runs, count_pairs, cut, needed_keys
+from .needs import TokenRanges, count_pairs, cut, needed_keys
 from .sharding import check_is_text, num_tokens, overlap, owned_ranges
 from .travel import Traveller, choose_travellers, global_rows
 from .wire import wire_format
@@ -54,7 +54,7 @@ class RingPlan:
     block_size: int
     sharding: str
     ranges: tuple[Ranges, ...]
-    needs: tuple[Runs, ...]
+    needs: tuple[TokenRanges, ...]
     need_of: tuple[tuple[int, ...], ...]
     travellers: tuple[Traveller, ...]
 
@@ -327,7 +327,7 @@ def _build(
         (rank, [row]) for rank, owned in enumerate(ranges) for row in overlap(owned, rows)
     ]
     queries, keys = cut(ranges, candidates), cut(ranges)
-    needs: list[Runs] = []
+    needs: list[TokenRanges] = []
     need_of: list[list[int]] = [[0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)]
     for masks, places in distinct_kv_heads(pattern, frame).items():
         for batch, head in places:

@@ -21,8 +21,8 @@ from ..numerics import add_sink, merge_into
 from ..patterns.algebra import Pattern
 from ..patterns.keys import key_mask, without_key_masks
 from .plan import RingPlan
+from .rank_layouts import Step, guest_step, local_step, round_step
 from .sharding import local_index, positions
-from .steps import Step, guest_step, local_step, round_step
 from .wire import Wire
 
 

@@ -24,7 +24,7 @@ from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_flag, is_finite, shortened
 from ..patterns.expression import parse
-from .agreement import Call, agree_on_call, check_lengths, error_budget, tell_failure
+from .agreement import RingCall, agree_on_call, check_lengths, error_budget, tell_failure
 from .exchange import Exchange, Traffic
 from .network import Network
 from .rank import Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
@@ -292,7 +292,7 @@ def _begin(
     """Starts a call: agrees with all ranks, then builds the plan and this rank's part."""
     of_rows = sink is not None and sink.shape[2] > 1
     seed = 0 if dropout_seed is None or not len(dropout_seed) else int(dropout_seed[0])
-    call = Call(
+    call = RingCall(
         backward,
         tuple(tensors),
         pattern,

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import And, Frame, Mask, Or, Pattern
 from ..patterns.positions import GlobalTokens, Packed, entries_of
-from .needs import Runs, union
+from .needs import TokenRanges, union
 from .sharding import num_tokens
 
 
@@ -56,13 +56,13 @@ def _global_rows(mask: Mask, length: int) -> list[tuple[int, int]]:
 
 
 def choose_travellers(
-    needs: list[Runs],
+    needs: list[TokenRanges],
     uses: list[int],
     candidates: list[tuple[int, Ranges]],
     frame: Frame,
     world: int,
     most: int,
-) -> tuple[tuple[Traveller, ...], list[Runs]]:
+) -> tuple[tuple[Traveller, ...], list[TokenRanges]]:
     """Chooses query rows that cost clearly less to send than to fetch the keys only they visit.
 
     A row leaves as a query and returns as a partial output in float32. Per query head, forward and
@@ -102,7 +102,9 @@ def choose_travellers(
     return tuple(travellers), rest
 
 
-def _relabelled(runs: Runs, kept: Tensor, home: list[int], world: int, length: int) -> Runs:
+def _relabelled(
+    runs: TokenRanges, kept: Tensor, home: list[int], world: int, length: int
+) -> TokenRanges:
     """Assigns the `kept` needs to the rank that is home to their label; -1 drops them."""
     receiver = torch.tensor(home)[runs.number // world]
     kept = kept & (receiver >= 0)

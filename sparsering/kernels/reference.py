@@ -49,22 +49,26 @@ def reference_attention(
     score = torch.where(pairs, score + torch.where(pairs, log_counts.to(dtype), 0.0), -torch.inf)
     if sink is not None:  # the sink is one more key of each row
         score = torch.cat((score, sink.to(dtype).expand(q.shape[:3])[..., None]), -1)
-    if score.shape[-1] == 0:
-        zero = q.sum(-1) * 0  # keeps results in the autograd graph
-        out = zero[..., None] + q.new_zeros(*q.shape[:3], v.shape[3])
-        return out.to(query.dtype), zero - torch.inf
-    pairs = score != -torch.inf  # a NaN counts as a pair: it makes its row NaN
-    highest = finite_or_zero(score.detach().amax(-1, keepdim=True))
-    weight = torch.where(pairs, (score - highest).exp(), 0.0)
-    total = weight.sum(-1, keepdim=True)
-    empty = ~pairs.any(-1, keepdim=True)
-    total = torch.where(empty, 1.0, total)
-    weight, pairs = weight[..., : k.shape[2]], pairs[..., : k.shape[2]]
+    weight, total, lse = dense_softmax(score)
+    weight, pairs = weight[..., : k.shape[2]], score[..., : k.shape[2]] != -torch.inf
     weight = weight if kept is None else weight * kept
     finite = v.isfinite()
     # 0 * NaN is NaN, so non-finite values are added only to rows that have their key
     reached = pairs.to(dtype) @ (~finite).to(dtype) > 0
-    out = torch.where(empty, 0.0, weight @ torch.where(finite, v, 0.0) / total)
-    out = torch.where(reached, torch.nan, out)
-    lse = torch.where(empty, -torch.inf, highest + total.log())[..., 0]
-    return out.to(query.dtype), lse
+    out = weight @ torch.where(finite, v, 0.0) / total
+    out = torch.where(lse[..., None] == -torch.inf, 0.0, out)
+    return torch.where(reached, torch.nan, out).to(query.dtype), lse
+
+
+def dense_softmax(score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the parts of a softmax over the last dim; scores of -inf are no pairs.
+
+    Returns: weights `e^{s - max s}` [..., n], their sum [..., 1] and lse [...]; 0, 1 and -inf in
+        rows without pairs, whose gradients are 0.
+    """
+    pairs = score != -torch.inf  # a NaN counts as a pair: it makes its row NaN
+    highest = finite_or_zero(score.detach().amax(-1, keepdim=True)) if score.shape[-1] else 0.0
+    weight = torch.where(pairs, (score - highest).exp(), 0.0)
+    empty = ~pairs.any(-1, keepdim=True)
+    total = torch.where(empty, 1.0, weight.sum(-1, keepdim=True))
+    return weight, total, torch.where(empty, -torch.inf, highest + total.log())[..., 0]

@@ -32,7 +32,7 @@ from ..patterns.arguments import (
     shortened,
 )
 from ..patterns.positions import Causal
-from .sampling import Sampling
+from .next_token import Sampling
 
 READOUT_TOKENS = 4096  # logits exist for this many tokens at a time
 

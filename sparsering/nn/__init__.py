@@ -1,6 +1,6 @@
 """Modules: torch's attention over a pattern, attention to selected blocks, a transformer block."""
 
-from .attention import MultiheadAttention, convert
-from .selected import SelectedAttention
+from .multihead import MultiheadAttention, convert
+from .selected_attention import SelectedAttention
 
 __all__ = ["MultiheadAttention", "SelectedAttention", "convert"]

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..numerics import finite_or_zero, sum_dtype
+from ..kernels.reference import dense_softmax
+from ..numerics import sum_dtype
 from ..patterns.algebra import Pattern
 
 MOST_WEIGHTS = 1 << 26
@@ -58,9 +59,6 @@ def weighted_attention(
     key, value = torch.where(seen, key, 0.0), torch.where(seen, value, 0.0)
     score = scale * (query @ key.mT).to(dtype) + F.pad(bias, (0, extra_keys))
     score = torch.where(there, score, -torch.inf)
-    highest = finite_or_zero(score.detach().amax(-1, keepdim=True)) if score.shape[-1] else 0.0
-    weight = (score - highest).exp()
-    total = weight.sum(-1, keepdim=True)
-    weights = (weight / torch.where(total > 0, total, 1.0)).to(query.dtype)
-    weights = F.dropout(weights, dropout)
+    weight, total, _ = dense_softmax(score)
+    weights = F.dropout((weight / total).to(query.dtype), dropout)
     return weights @ value, weights

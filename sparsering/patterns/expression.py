@@ -49,7 +49,7 @@ BUILT_IN: dict[str, Callable[..., Pattern]] = {
 }
 _constructors = dict(BUILT_IN)
 # Only the library writes these names, so no error message suggests them.
-_UNTOLD = ("MaskMod", "Varlen", "Runs", "InRuns")
+_UNTOLD = ("MaskMod", "Varlen", "SameRun", "InRuns")
 
 _EXPECTED = "a pattern is an expression such as 'LongNet((2048, 4096), (1, 2)) & Causal()'"
 

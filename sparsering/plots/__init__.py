@@ -9,10 +9,10 @@ from ..layouts.drawing import pair_shares
 from .decoding import decoding_png, kept_png
 from .figure import require_matplotlib
 from .lengths import lengths_png, roofline_png, thumbnail_png
-from .patterns import draw_pattern, pattern_png, patterns_png
+from .losses import loss_png, speed_png
 from .rings import traffic_png
 from .sweeps import sweeps_png
-from .training import loss_png, speed_png
+from .visible_keys import draw_pattern, pattern_png, patterns_png
 
 __all__ = [
     "decoding_png",

@@ -7,7 +7,7 @@ import torch
 
 from ..patterns.algebra import Pattern
 from .figure import DENSE, GREY, SPARSE, new_figure, png, wrapped
-from .patterns import short_count
+from .visible_keys import short_count
 
 _COLORS = (SPARSE, "#5aa469", "#8e6bbf", "#c99a2e", "#4a4e57")
 _LIVE, _DROPPED = torch.tensor([0.12, 0.44, 0.55]), torch.tensor([0.91, 0.92, 0.93])

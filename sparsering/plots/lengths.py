@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .figure import DENSE, GREY, SPARSE, new_figure, png
-from .patterns import short_count
+from .visible_keys import short_count
 
 _COLORS = (SPARSE, "#5aa469", "#8e6bbf", "#c99a2e", "#4a4e57", "#3aa6b9", "#b06f9c")
 _MARKS = "osv^Dpx"
@@ -97,7 +97,7 @@ def roofline_png(
 
 def thumbnail_png(layout: Any) -> bytes:
     """Draws one head of a layout in a small square, without axes: queries down, keys right."""
-    from .patterns import draw_pattern
+    from .visible_keys import draw_pattern
 
     figure = new_figure(2.2, 2.2)
     axes = figure.add_subplot()

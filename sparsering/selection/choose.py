@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from ..checks import check_tensor
 from ..patterns.arguments import checked_flag, checked_integer, is_finite, shortened
-from .rows import checked_blocks, current_blocks
+from .query_rows import checked_blocks, current_blocks
 
 _AT_A_TIME = 1 << 17  # scores ranked at a time on a CPU, so that they fit its cache
 _BLOCK_BITS = 30

@@ -32,7 +32,7 @@ def checked_method(method: str, parts: int, block_size: int, query_block: int = 
     return parts if method == "antidiagonal" else block_size // parts
 
 
-class Estimate(NamedTuple):
+class BlockEstimate(NamedTuple):
     """Keys cut into blocks, and the features of their parts.
 
     Attributes:
@@ -53,7 +53,7 @@ class Estimate(NamedTuple):
     first_own: int = 0
 
     @classmethod
-    def of(cls, key: Tensor, block_size: int, method: str, part: int) -> "Estimate":
+    def of(cls, key: Tensor, block_size: int, method: str, part: int) -> "BlockEstimate":
         """Builds the estimate for all keys [B, Hkv, Nk, D]."""
         length = key.shape[2]
         blocks = -(-length // block_size)
@@ -89,7 +89,7 @@ class Estimate(NamedTuple):
         """Whether the last block has fewer tokens."""
         return self.length % self.block_size > 0
 
-    def entries(self, first: int, count: int) -> "Estimate":
+    def entries(self, first: int, count: int) -> "BlockEstimate":
         """Takes a slice of the first dim, into which B and Hkv were flattened."""
         feature, keys = (x[first : first + count] for x in (self.feature, self.keys))
         return self._replace(feature=feature, keys=keys)

@@ -12,7 +12,7 @@ from ..patterns.arguments import checked_flag
 from ..patterns.positions import Causal, Full
 from ..patterns.selected import SelectedBlocks
 from .pool import pool_blocks
-from .rows import checked_blocks, current_blocks
+from .query_rows import checked_blocks, current_blocks
 
 _AT_A_TIME = 1 << 24  # logits
 

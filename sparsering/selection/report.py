@@ -13,7 +13,7 @@ from ..patterns.algebra import And, Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Causal
 from ..patterns.selected import SelectedBlocks
-from .rows import num_rows
+from .query_rows import num_rows
 
 _AT_A_TIME = 1 << 23  # logits
 _RISK = 1e-3  # probability that the mean of all rows lies outside the interval

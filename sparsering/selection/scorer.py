@@ -11,7 +11,7 @@ from ..checks import check_inputs, check_integer_or_none
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag, checked_integer
 from ..patterns.positions import Full
-from .rows import checked_blocks, num_rows
+from .query_rows import checked_blocks, num_rows
 
 _AT_A_TIME = 1 << 24  # scores that are computed at a time, of all query heads
 

@@ -14,8 +14,8 @@ from ..kernels import cpu
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag
 from ..patterns.positions import Full
-from .estimates import NEVER, Estimate, checked_method, counts
-from .rows import Span, checked_blocks, current_blocks, num_rows, spans
+from .estimates import NEVER, BlockEstimate, checked_method, counts
+from .query_rows import Span, checked_blocks, current_blocks, num_rows, spans
 
 _AT_A_TIME = 1 << 22  # logits computed at a time where no fused kernel runs
 _MANY = 64  # queries from which the C++ kernel pays, as it copies the keys first
@@ -93,13 +93,13 @@ def block_scores(
     start = key.shape[2] - query.shape[2] if q_start is None else q_start
     with without_autocast(query):
         dtype = sum_dtype(query)
-        estimate = Estimate.of(key.to(dtype), block_size, method, part)
+        estimate = BlockEstimate.of(key.to(dtype), block_size, method, part)
         return scores_of(query, estimate, query_block, causal, scale, start).float()
 
 
 def scores_of(
     query: Tensor,
-    estimate: Estimate,
+    estimate: BlockEstimate,
     query_block: int,
     causal: bool,
     scale: float,
@@ -138,7 +138,7 @@ def scores_of(
 
 
 def _uncompiled(
-    span: Span, every: Tensor, estimate: Estimate, causal: bool, scale: float, out: Tensor
+    span: Span, every: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
 ) -> None:
     """Writes the scores of a span into `out`, some batch entries and blocks at a time."""
     most = span.width * every.shape[2] * estimate.slots * estimate.num_blocks
@@ -160,11 +160,11 @@ class _Compiled(NamedTuple):
     """
 
     query: Tensor
-    estimate: Estimate
+    estimate: BlockEstimate
     last: Tensor | None
 
     @classmethod
-    def of(cls, query: Tensor, estimate: Estimate) -> "_Compiled | None":
+    def of(cls, query: Tensor, estimate: BlockEstimate) -> "_Compiled | None":
         """Returns the inputs of the kernel, or None where it does not run."""
         compiling = torch.compiler.is_compiling() or estimate.feature.dtype != torch.float32
         if compiling or estimate.stride > 1 or cpu.reasons(query, estimate.feature):
@@ -190,7 +190,7 @@ class _Compiled(NamedTuple):
         return not lost
 
 
-def _cut(span: Span, heads: int, estimate: Estimate, causal: bool) -> Iterator[Span]:
+def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Iterator[Span]:
     """Cuts a span into parts of about _AT_A_TIME logits each."""
     done = 0
     while done < span.blocks:
@@ -206,7 +206,7 @@ def _cut(span: Span, heads: int, estimate: Estimate, causal: bool) -> Iterator[S
 
 
 def _again_in_backward(
-    span: Span, every: Tensor, estimate: Estimate, causal: bool, scale: float
+    span: Span, every: Tensor, estimate: BlockEstimate, causal: bool, scale: float
 ) -> Tensor:
     def compute(query: Tensor, feature: Tensor, keys: Tensor) -> Tensor:
         same = estimate._replace(feature=feature, keys=keys)
@@ -219,7 +219,9 @@ def _again_in_backward(
     return scores
 
 
-def _of_span(span: Span, every: Tensor, estimate: Estimate, causal: bool, scale: float) -> Tensor:
+def _of_span(
+    span: Span, every: Tensor, estimate: BlockEstimate, causal: bool, scale: float
+) -> Tensor:
     """Scores [entries, rows, Nb] of a span's rows."""
     blocks = estimate.num_blocks
     query = every[:, span.first : span.first + span.queries].to(estimate.feature.dtype)
@@ -236,7 +238,7 @@ def _of_span(span: Span, every: Tensor, estimate: Estimate, causal: bool, scale:
     return torch.where(column == current, own_share[..., None], scores)
 
 
-def _own_mass(span: Span, query: Tensor, estimate: Estimate, scale: float) -> Tensor:
+def _own_mass(span: Span, query: Tensor, estimate: BlockEstimate, scale: float) -> Tensor:
     """Exact log mass [entries, n, G] of the visible keys in each query's own block."""
     group = query.shape[2]
     first, stop = max(span.block, 0), min(span.block + span.blocks, estimate.num_blocks)
@@ -265,7 +267,12 @@ def _future(span: Span, first: int, stop: int, device: torch.device) -> Tensor:
 
 
 def _shares(
-    span: Span, query: Tensor, estimate: Estimate, num_past: int, own: Tensor | None, scale: float
+    span: Span,
+    query: Tensor,
+    estimate: BlockEstimate,
+    num_past: int,
+    own: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor | None]:
     """Log shares: [entries, rows, num_past] of past blocks (all if no `own`), and of the own."""
     (_, n, group, _), stride = query.shape, estimate.stride

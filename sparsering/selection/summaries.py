@@ -11,8 +11,8 @@ from ..checks import check_inputs, checked_index, checked_scale
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Full
-from .estimates import Estimate, checked_method, counts, features, query_features
-from .rows import checked_blocks
+from .estimates import BlockEstimate, checked_method, counts, features, query_features
+from .query_rows import checked_blocks
 from .scorer import BlockScorer
 from .scores import scores_of
 
@@ -92,7 +92,7 @@ class BlockSummaries:
             if query.shape[2] == 1 and query.shape[1]:
                 return self._of_one(query.to(dtype), feature[:, :, :, : start // size], own, scale)
             own = pad(own, (0, 0, 0, -length % size)).unflatten(2, (-1, size))
-            estimate = Estimate(self._method, length, self._part, feature, own, start // size)
+            estimate = BlockEstimate(self._method, length, self._part, feature, own, start // size)
             return scores_of(query, estimate, 1, True, scale, start).float()
 
     def _of_one(self, query: Tensor, feature: Tensor, own: Tensor, scale: float) -> Tensor:

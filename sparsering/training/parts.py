@@ -49,7 +49,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredRows:
     """Rows `first` to `stop` of a tensor, stored in a file under the name `key`."""
 
     path: Path
@@ -70,7 +70,7 @@ class Parts:
     """
 
     kinds: dict[str, Kind]
-    parts: dict[str, list[Part]]
+    parts: dict[str, list[StoredRows]]
     digests: dict[Path, str]
 
     def verify(self, ranks: Ranks) -> None:
@@ -130,7 +130,7 @@ def read_parts(folder: Path, files: Files) -> Parts:
     Raises: FileNotFoundError; ValueError if a file is not safetensors, or if parts of a tensor are
     missing or overlap; ImportError without safetensors.
     """
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[StoredRows]] = {}
     for file_name, about in files.items():
         path = folder / file_name
         if (size := file_size(path)) != about["bytes"]:
@@ -144,20 +144,20 @@ def read_parts(folder: Path, files: Files) -> Parts:
     return Parts(kinds, parts, {folder / name: about["sha256"] for name, about in files.items()})
 
 
-def _part(path: Path, key: str, shape: list[int], dtype: str) -> tuple[str, Part]:
+def _part(path: Path, key: str, shape: list[int], dtype: str) -> tuple[str, StoredRows]:
     """Returns name and rows of the whole tensor that a stored tensor belongs to."""
     if dtype not in _DTYPES:
         raise ValueError(f"{path.name} with {key!r} of dtype {dtype}")
     kind = Kind(tuple(shape), _DTYPES[dtype])
     if (rows := _ROWS.fullmatch(key)) is None:
-        return key, Part(path, key, 0, _num_rows(shape), kind)
+        return key, StoredRows(path, key, 0, _num_rows(shape), kind)
     first, stop = int(rows[2]), int(rows[3])
     if not shape or stop - first != shape[0]:
         raise ValueError(f"{path.name} with {key!r} of shape {shape}")
-    return rows[1], Part(path, key, first, stop, kind)
+    return rows[1], StoredRows(path, key, first, stop, kind)
 
 
-def _joined(name: str, parts: list[Part]) -> Kind:
+def _joined(name: str, parts: list[StoredRows]) -> Kind:
     """Sorts parts by rows and returns the kind of the whole tensor; ValueError at a gap."""
     parts.sort(key=lambda part: (part.first, part.stop))
     first, rest = parts[0], parts[1:]

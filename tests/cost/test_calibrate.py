@@ -11,13 +11,13 @@ from sparsering.cost.calibrate import _fitted, calibrated, why_not
 from sparsering.cost.memory import Call, takes_heads
 from sparsering.cost.seconds import KINDS, amounts, parts_of, seconds_of
 from sparsering.cost.work import work_of
-from sparsering.kernels import tuned
+from sparsering.kernels import tuning_file
 from sparsering.patterns.algebra import Frame
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuned, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuning_file, "cache_folder", lambda: tmp_path)
     module._read.cache_clear()
     yield tmp_path
     module._read.cache_clear()

@@ -25,7 +25,7 @@ DEFECTS = {
     ),
     "gather takes the bias of another entry": (
         "calls",
-        "kernels/gather/extras.py",
+        "kernels/gather/chunk_extras.py",
         "added = self.bias[entries].gather(-1, slots)",
         "added = self.bias[entries].gather(-1, slots.flip(-1))",
     ),

@@ -298,7 +298,7 @@ def test_a_query_that_a_mask_of_pairs_leaves_nothing_is_0_and_learns_nothing():
 def test_masks_that_only_models_say_are_told_to_nobody():
     with pytest.raises(ValueError, match="is no part of a pattern") as found:
         sr.parse("Causal() & Unknown(3)")
-    assert "SlidingWindow" in str(found.value) and "Runs" not in str(found.value)
+    assert "SlidingWindow" in str(found.value) and "SameRun" not in str(found.value)
 
 
 @pytest.mark.parametrize("stored", [3, ["Full()"], True, 2.5, sr.Causal(), {"0": 3}, {0: "Full()"}])

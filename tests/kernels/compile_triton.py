@@ -27,9 +27,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import sparsering as sr
 from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call as backend
-from sparsering.kernels.triton import extras as triton_extras
+from sparsering.kernels.triton import configs, extra_arguments
 from sparsering.kernels.triton import launch as triton_launch
-from sparsering.kernels.triton import tuning
 from sparsering.layouts.layout import Pass
 
 AMD = 0  # in place of a compute capability: an MI300, with the configs of 80
@@ -51,10 +50,10 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
     def catch(kernel, programs, config, arguments) -> None:
         caught.append((kernel, config, {name: arguments[name] for name in kernel.arg_names}))
 
-    for module in (backend, triton_extras):
+    for module in (backend, extra_arguments):
         module.launch = catch
         module.processors = lambda device: 132
-    tuning.generation = lambda device: capability or 80
+    configs.generation = lambda device: capability or 80
     dtype = getattr(torch, case.get("dtype", "bfloat16"))
     head_dim, tile = case.get("head_dim", 128), case.get("block_size", 128)
     heads, kv_heads, length = case.get("heads", 2), case.get("kv_heads", 2), case.get("tokens", 512)

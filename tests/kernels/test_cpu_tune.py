@@ -9,22 +9,23 @@ import torch
 
 import sparsering as sr
 from sparsering.cli import main
-from sparsering.kernels import tuned
-from sparsering.kernels.cpu import call, tune
+from sparsering.kernels import tune
+from sparsering.kernels.cpu import call
+from sparsering.kernels.cpu.block_sizes import measured
 
 
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     call.reasons()  # the kernel is compiled where it always is
     monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
-    tune._tuned.cache_clear()
+    measured.forget()
     yield tmp_path
-    tune._tuned.cache_clear()
+    measured.forget()
 
 
 def test_the_fastest_that_is_right_is_kept_and_used(own_cache, monkeypatch):
     pattern, seconds = sr.SlidingWindow(9), {16: 3.0, 48: 1.0, 80: 2.0}
-    monkeypatch.setattr(tune, "_milliseconds", lambda runs: {x: seconds[x] for x in runs})
+    monkeypatch.setattr(tune, "_milliseconds", lambda runs, device: {x: seconds[x] for x in runs})
     forward, said = call.forward, []
 
     def sabotaged(problem):
@@ -33,7 +34,7 @@ def test_the_fastest_that_is_right_is_kept_and_used(own_cache, monkeypatch):
 
     monkeypatch.setattr(call, "forward", sabotaged)
     path = tune.tune(
-        pattern, tokens=100, num_heads=2, num_kv_heads=1, head_dim=8, dtype=torch.float32,
+        "cpu", pattern, tokens=100, num_heads=2, num_kv_heads=1, head_dim=8, dtype=torch.float32,
         block_sizes=(16, 48, 80), say=said.append,
     )  # fmt: skip
     monkeypatch.undo()
@@ -41,9 +42,9 @@ def test_the_fastest_that_is_right_is_kept_and_used(own_cache, monkeypatch):
     assert path.parent == own_cache and path.name.startswith("cpu-")
     assert any("48: left out, its results differ by 0.01" in line for line in said)
     like = torch.zeros(1, 1, 1, 8)
-    assert tune.block_size(pattern.expression, like) == 80
-    assert tune.block_size(pattern.expression, like.bfloat16()) is None
-    assert tune.block_size(sr.Causal().expression, like) is None
+    assert measured.block_size(pattern.expression, like) == 80
+    assert measured.block_size(pattern.expression, like.bfloat16()) is None
+    assert measured.block_size(sr.Causal().expression, like) is None
     query = torch.randn(1, 2, 300, 8)
     assert "cpu, blocks of 80" in sr.explain(query, query, query, pattern)
     out = sr.attention(query, query, query, pattern)
@@ -58,18 +59,18 @@ def test_a_tiny_tuning_from_the_command_line(own_cache, capsys):
     told = capsys.readouterr().out
     assert "block size 16: " in told and "block size 32: " in told and "Wrote " in told
     like = torch.zeros(1, 1, 1, 8)
-    assert tune.block_size(sr.SlidingWindow(9).expression, like) in (16, 32)
-    tune.keep(sr.Causal().expression, like, 48)
-    assert tune.block_size(sr.Causal().expression, like) == 48
-    assert tune.block_size(sr.SlidingWindow(9).expression, like) in (16, 32)
+    assert measured.block_size(sr.SlidingWindow(9).expression, like) in (16, 32)
+    measured.keep({}, {sr.Causal().expression: 48}, like)
+    assert measured.block_size(sr.Causal().expression, like) == 48
+    assert measured.block_size(sr.SlidingWindow(9).expression, like) in (16, 32)
 
 
 def test_results_differ_by_the_largest_error_on_what_is_finite():
     whole, empty = torch.tensor([3.0, 4.0]), torch.tensor([-torch.inf, 1.0])
-    assert tuned.error_of((whole, empty), (whole, empty)) == 0
-    assert tuned.error_of((whole, empty + 0.25), (whole, empty)) == 0.25
-    assert tuned.error_of((whole * 0.5, empty), (whole, empty)) == 0.5
-    assert tuned.error_of((whole, whole), (whole, empty)) == torch.inf
+    assert tune.error_of((whole, empty), (whole, empty)) == 0
+    assert tune.error_of((whole, empty + 0.25), (whole, empty)) == 0.25
+    assert tune.error_of((whole * 0.5, empty), (whole, empty)) == 0.5
+    assert tune.error_of((whole, whole), (whole, empty)) == torch.inf
 
 
 _GOOD = {"configs": {}, "block_sizes": {}}
@@ -131,11 +132,11 @@ _FOREIGN = {
 def test_a_file_that_is_not_as_it_was_written_is_named_once_and_ignored(own_cache, kind):
     if kind == "unreadable" and os.geteuid() == 0:
         pytest.skip("root reads any file")
-    _FOREIGN[kind](path := tune._path())
+    _FOREIGN[kind](path := measured.path(torch.device("cpu")))
     like = torch.randn(1, 1, 40, 8)
     with pytest.warns(UserWarning) as said:
         for _ in range(2):
-            assert tune.block_size("x", like) is None
+            assert measured.block_size("x", like) is None
     assert len(said) == 1
     assert str(path) in str(said[0].message)
     expected = sr.attention(like, like, like, sr.Causal(), backend="reference")
@@ -146,8 +147,8 @@ def test_a_file_that_is_not_as_it_was_written_is_named_once_and_ignored(own_cach
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a permission there")
 def test_a_link_to_a_file_that_was_written_is_read(own_cache):
     like = torch.zeros(1, 1, 1, 8)
-    path = tune.keep("x", like, 48)
+    path = measured.keep({}, {"x": 48}, like)
     path.rename(moved := path.with_name("moved.json"))
     path.symlink_to(moved)
-    tune._tuned.cache_clear()
-    assert tune.block_size("x", like) == 48
+    measured.forget()
+    assert measured.block_size("x", like) == 48

@@ -30,12 +30,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsering as sr
+from sparsering.kernels import tune
 from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call as backend
-from sparsering.kernels.triton import operands, tune
-from sparsering.kernels.triton import tuning as triton_tuning
+from sparsering.kernels.triton import configs, operands
 from sparsering.kernels.triton import walk as triton_walk
-from sparsering.kernels.triton.tuning import Config
+from sparsering.kernels.triton.configs import Config
 from sparsering.layouts.compile import build_layout
 from sparsering.patterns.algebra import Frame
 
@@ -185,7 +185,7 @@ def test_steps_of_16_tokens_read_their_own_bits(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [{"kv_len": 0}, {"q_len": 0}, {"num_heads": 0}], ids=str)
 def test_dims_of_size_0_on_hopper(sizes, monkeypatch):
-    monkeypatch.setattr(triton_tuning, "generation", lambda device: 90)
+    monkeypatch.setattr(configs, "generation", lambda device: 90)
     case = replace(Case(1, 1, 1, 20, 20, 16, 16), **sizes)
     args = inputs(case, torch.float16)
     out, lse = attend(*args, sr.Full(), q_start=0)
@@ -403,10 +403,10 @@ def test_a_walk_over_selected_blocks_never_reads_a_value_from_the_device():
 
 def test_configs_fit_their_tiles():
     for kernel, width, tile, dtype in itertools.product(
-        triton_tuning.KERNELS, (16, 64, 80, 128, 256), range(16, 257, 16), (2, 4)
+        configs.KERNELS, (16, 64, 80, 128, 256), range(16, 257, 16), (2, 4)
     ):
         like = torch.zeros(1, dtype=torch.float16 if dtype == 2 else torch.float32)
-        for config in triton_tuning.candidates(kernel, like, width, tile):
+        for config in configs.candidates(kernel, like, width, tile):
             for tokens in (config.rows, config.streamed):
                 assert tokens >= 16 and tokens & (tokens - 1) == 0
                 assert -(-tile // tokens) * tokens < 2 * max(16, tile)
@@ -415,20 +415,18 @@ def test_configs_fit_their_tiles():
 
 def test_measured_choices_are_kept_and_used(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
-    triton_tuning._tuned.cache_clear()
-    device = torch.device("cpu")
+    configs.measured.forget()
     args = inputs(Case(1, 1, 1, 40, 40, 16, 16), torch.float32, requires_grad=False)
-    expected = triton_tuning.default("forward", args[0], 16, 32)
-    assert triton_tuning.config_for("forward", args[0], 16, 32) == expected
-    assert triton_tuning.block_size(sr.Causal().expression, args[0]) is None
+    expected = configs.default("forward", args[0], 16, 32)
+    assert configs.config_for("forward", args[0], 16, 32) == expected
+    assert configs.measured.block_size(sr.Causal().expression, args[0]) is None
     own = expected._replace(streamed=16)
-    key = triton_tuning.config_key("forward", args[0].dtype, 16, 32)
-    triton_tuning.keep({key: own}, {}, device)
-    chosen = triton_tuning.block_key(sr.Causal().expression, args[0])
-    path = triton_tuning.keep({}, {chosen: 48}, device)
+    key = configs.config_key("forward", args[0].dtype, 16, 32)
+    configs.measured.keep({key: own}, {}, args[0])
+    path = configs.measured.keep({}, {sr.Causal().expression: 48}, args[0])
     assert path.parent == tmp_path
-    assert triton_tuning.config_for("forward", args[0], 16, 32) == own
-    assert triton_tuning.block_size(sr.Causal().expression, args[0]) == 48
+    assert configs.config_for("forward", args[0], 16, 32) == own
+    assert configs.measured.block_size(sr.Causal().expression, args[0]) == 48
     sizes = []
     note = triton_walk._walk
     monkeypatch.setattr(
@@ -438,16 +436,16 @@ def test_measured_choices_are_kept_and_used(tmp_path, monkeypatch):
     attend(*args, sr.Full())
     attend(*args, sr.Causal(), block_size=16)
     assert sizes == [48, 64, 16]
-    triton_tuning._tuned.cache_clear()
+    configs.measured.forget()
 
 
 @pytest.mark.slow
 def test_tune_keeps_the_fastest_that_is_right(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
-    triton_tuning._tuned.cache_clear()
+    configs.measured.forget()
     good = Config(32, 32, 4, 2)
     slow, wrong, broken = (good._replace(stages=n) for n in (3, 4, 5))
-    monkeypatch.setattr(triton_tuning, "candidates", lambda *rest: [slow, good, wrong, broken])
+    monkeypatch.setattr(configs, "candidates", lambda *rest: [slow, good, wrong, broken])
     forward = backend._forward_pass
 
     def sabotaged(part, number, out, lse) -> None:
@@ -460,23 +458,21 @@ def test_tune_keeps_the_fastest_that_is_right(tmp_path, monkeypatch):
 
     seconds = {slow: 2.0, good: 1.0}
     monkeypatch.setattr(backend, "_forward_pass", sabotaged)
-    monkeypatch.setattr(tune, "_milliseconds", lambda run: seconds.get(_in_use("forward", 16), 3.0))
+    monkeypatch.setattr(
+        tune, "_milliseconds", lambda runs, device: {x: seconds.get(x, 3.0) for x in runs}
+    )
     said = []
     path = tune.tune(
-        sr.Causal(), tokens=40, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32,
-        block_sizes=(32, 48), say=said.append,
+        "triton", sr.Causal(), tokens=40, num_heads=2, num_kv_heads=1, head_dim=16,
+        dtype=torch.float32, block_sizes=(32, 48), say=said.append,
     )  # fmt: skip
     assert path.parent == tmp_path
     like = torch.zeros(1, 1, 1, 16)
-    assert triton_tuning.config_for("forward", like, 16, 32) == good
-    assert triton_tuning.block_size(sr.Causal().expression, like) in (32, 48)
+    assert configs.config_for("forward", like, 16, 32) == good
+    assert configs.measured.block_size(sr.Causal().expression, like) in (32, 48)
     assert any("its results differ by 0.01" in line for line in said)
     assert any("RuntimeError: out of shared memory" in line for line in said)
-    triton_tuning._tuned.cache_clear()
-
-
-def _in_use(kernel: str, width: int) -> Config:
-    return triton_tuning.config_for(kernel, torch.zeros(1), width, 32)
+    configs.measured.forget()
 
 
 def test_reasons_name_what_is_wrong():

@@ -17,8 +17,8 @@ import sparsering as sr
 from sparsering.dropout import batch_seeds, kept_pairs
 from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call as backend
-from sparsering.kernels.triton import extras as triton_extras
-from sparsering.kernels.triton.tuning import Config
+from sparsering.kernels.triton import extra_arguments
+from sparsering.kernels.triton.configs import Config
 
 
 def dense_attention(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -260,7 +260,7 @@ def test_heads_that_share_memory_for_diagonals_get_the_bits_of_all_at_once(launc
         return list(backend.backward(problem, out, lse, out.cos(), lse.cos()))
 
     whole = run()
-    monkeypatch.setattr(triton_extras, "_DIAGONAL_BYTES", 0)
+    monkeypatch.setattr(extra_arguments, "_DIAGONAL_BYTES", 0)
     launched.clear()
     parts = run()
     assert launched.count("query_kernel") == 2 * 2

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import sparsering as sr
 from sparsering.models import LongNetLM, longnet
 from sparsering.models.longnet import dense_causal_attention
-from sparsering.models.sampling import Sampling
+from sparsering.models.next_token import Sampling
 from sparsering.nn.rope import rotary_table, rotate
 
 PATTERN = sr.LongNet((16, 64), (1, 4))

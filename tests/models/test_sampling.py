@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsering.models.sampling import Sampling
+from sparsering.models.next_token import Sampling
 
 SCORES = st.lists(st.integers(-12, 12), min_size=1, max_size=6)  # ties among them
 

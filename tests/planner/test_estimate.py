@@ -5,14 +5,14 @@ import torch
 
 import sparsering as sr
 from sparsering.distributed import RingPlan
-from sparsering.kernels import tuned
+from sparsering.kernels import tuning_file
 
 LONGNET = sr.LongNet((64, 256), (1, 4)) & sr.Causal()
 
 
 @pytest.fixture(autouse=True)
 def no_calibration(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuned, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuning_file, "cache_folder", lambda: tmp_path)
 
 
 def nbytes(*tensors: torch.Tensor) -> int:

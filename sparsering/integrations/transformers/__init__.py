@@ -24,6 +24,6 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 4)
     )
 
 from .apply import apply, explain, register
-from .cache import SparseCache
+from .sparse_cache import SparseCache
 
 __all__ = ["SparseCache", "apply", "explain", "register"]

@@ -11,10 +11,10 @@ from ...patterns.algebra import Pattern
 from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Full
 from .bias import distance_table, goes_by_distance, is_nothing
-from .cache import attend_cached, cached_by
 from .dense import as_set, check_mask, check_size, dense_attention
 from .masks import ModelMask
 from .override import attend_pattern, check_own_keys
+from .sparse_cache import attend_cached, cached_by
 from .stored import pattern_of
 
 Inputs = tuple[Tensor, Tensor, Tensor]

@@ -17,7 +17,7 @@ from ...patterns.algebra import Mask
 from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Dilated, Full, SlidingWindow
 from .reading import Said, read, read_inside_compile, runs_by_neighbours
-from .runs import Runs, joined
+from .runs import SameRun, joined
 
 
 class ModelMask:
@@ -98,7 +98,7 @@ class ModelMask:
             same = runs[:, :kv_len] == runs[:, q_start : q_start + 1]  # one query needs no runs
             valid = same if valid is None else valid & same
         elif runs is not None:
-            mask = mask & Runs(runs[:, :kv_len])
+            mask = mask & SameRun(runs[:, :kv_len])
         return mask if valid is None else mask & KeyMask(valid)
 
     def own_causal(self) -> Mask | None:

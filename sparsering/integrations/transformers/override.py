@@ -17,7 +17,7 @@ from ...patterns.blocks import RandomBlocks
 from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Full, SlidingWindow
 from .masks import ModelMask
-from .runs import InRuns, Runs, joined
+from .runs import InRuns, SameRun, joined
 from .stored import parts_of
 
 
@@ -52,7 +52,7 @@ def attend_pattern(
         )
     valid = mask.once(("valid", kv_len), lambda: mask.valid(kv_len))
     if by_distance_alone(inner):
-        restricted = inner if mask.documents is None else inner & Runs(mask.documents)
+        restricted = inner if mask.documents is None else inner & SameRun(mask.documents)
         return _attend(restricted, inputs, valid, q_start, extras)
     ids = mask.once(("rows", kv_len), lambda: _row_runs(mask, kv_len))
     if ids is None:

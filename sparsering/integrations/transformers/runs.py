@@ -1,4 +1,4 @@
-"""`Runs` and `InRuns`: masks of a model's documents and chunks, given as a tensor.
+"""`SameRun` and `InRuns`: masks of a model's documents and chunks, given as a tensor.
 
 The tensor numbers the tokens that belong together. It is a field of the mask, so that it reaches
 the operator under torch.compile too. The operator can read its numbers, and replaces the mask by
@@ -40,7 +40,7 @@ class _OfRuns(TensorMask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Runs(_OfRuns):
+class SameRun(_OfRuns):
     """Lets a query see the keys of its own run."""
 
     ids: Tensor
@@ -75,7 +75,7 @@ class InRuns(_OfRuns):
         return Packed(self.lengths_of(batch), self.pattern.at(batch, head, frame))
 
 
-add_constructor("Runs", Runs)
+add_constructor("SameRun", SameRun)
 add_constructor("InRuns", InRuns)
 
 

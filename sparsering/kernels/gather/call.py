@@ -14,8 +14,8 @@ from torch import Tensor
 from ...numerics import finite_or_zero, sum_dtype
 from ...patterns.arguments import checked_integer
 from ..problem import Gradients, Problem, sink_gradient
-from .extras import Extras
-from .plan import Chunk, chunks, plan
+from .chunk_extras import Extras
+from .units import Chunk, chunks, plan
 
 EXTRAS = frozenset(
     ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")

@@ -23,7 +23,7 @@ from .device import (
     visible,
 )
 from .distances import store_diagonals
-from .scores import apart, bias_at, capped, kept_pairs, words_of
+from .tile_scores import apart, bias_at, capped, kept_pairs, words_of
 from .walk import UNIT
 
 _UNIT = tl.constexpr(UNIT)

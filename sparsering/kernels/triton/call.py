@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..problem import Gradients, Problem, dense_rows, sink_gradient
-from . import extras
+from . import extra_arguments
+from .configs import Config, config_for
 from .launch import launch, padded, power_of_2, processors, strides
 from .operands import MOST_HEAD_DIM, Part, of_inputs, of_tiles, streamed
-from .tuning import Config, config_for
 from .walk import Walk, walk
 
 EXTRAS = frozenset(
@@ -94,7 +94,7 @@ def backward(
     rows = _prepared(grad_out, grad_lse, out, lse, 1.0 if bias is not None else math.log2(math.e))
     in_turn, at_most = _in_turn(problem), None
     if table is not None:
-        at_most = extras.kv_heads_at_a_time(problem, _config_for("query", problem))
+        at_most = extra_arguments.kv_heads_at_a_time(problem, _config_for("query", problem))
     dq = _blank(problem, problem.query.shape, overwritten=in_turn)
     dk, dv = (_blank(problem, x.shape, by_key=True) for x in (problem.key, problem.value))
     dbias, dtable = (
@@ -207,7 +207,7 @@ def _query_pass(
         of_steps = dbias.new_zeros(*dbias.shape, steps)
         arguments |= {"grad_bias": of_steps, "num_blocks": dbias.shape[2]}
     if dtable is not None:
-        room = extras.room_for_diagonals(part.problem, w, rows, config)
+        room = extra_arguments.room_for_diagonals(part.problem, w, rows, config)
         arguments |= room
     of_keys = {"key": part.key, "value": part.value}
     arguments |= streamed(part, number, config, arguments["ALIGN"], {}, **of_keys)
@@ -216,7 +216,7 @@ def _query_pass(
     if dbias is not None:
         dbias += of_steps.sum(-1)
     if dtable is not None:
-        extras.add_diagonals(dtable, room, part.layout.passes[number].step)
+        extra_arguments.add_diagonals(dtable, room, part.layout.passes[number].step)
 
 
 def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...numerics import power_of_2
-from .tuning import Config
+from .configs import Config
 
 
 def launch(kernel: Any, programs: int, config: Config | None, arguments: dict[str, Any]) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ...layouts.layout import BlockLayout
 from ..problem import Problem
-from . import extras
+from . import extra_arguments
+from .configs import Config
 from .launch import line, matrix, padded, precision
-from .tuning import Config
 from .walk import Walk
 
 MOST_HEAD_DIM = 256
@@ -72,7 +72,8 @@ def of_tiles(part: Part, number: int, w: Walk, config: Config, *, by_key: bool) 
     masked = config.masked or config.streamed
     word = 32 if tile % 32 == 0 and masked >= 32 else 16
     return {
-        **w._asdict(), **extras.arguments(part.problem, number, w, part.heads.start, by_key=by_key),
+        **w._asdict(),
+        **extra_arguments.arguments(part.problem, number, w, part.heads.start, by_key=by_key),
         "tile_start": starts.contiguous(), "tile_stop": stops.contiguous(),
         "words": w.bitmaps.contiguous().view(torch.int32 if word == 32 else torch.int16),
         "step": p.step, "num_units": w.units.shape[2], "num_entries": w.start.shape[2],

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...dropout import kept_pairs
 from ..problem import Problem
-from .plan import Chunk, Places
+from .units import Chunk, Places
 
 Unit = int | slice
 """Index of the units of a chunk that are computed together: one unit, or all."""

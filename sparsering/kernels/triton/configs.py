@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ...numerics import power_of_2
-from .. import tuned
-from ..tuned import block_key as block_key
+from ..tuning_file import TuningFile, file_of
 
 KERNELS = ("forward", "query", "key")
 
@@ -64,7 +63,7 @@ _SINGLE = {
 
 def config_for(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
     """Config of kernel "forward", "query" or "key"; `head_dim` is the larger of D and Dv."""
-    tuned = _tuned(like.device)["configs"]
+    tuned = measured.choices(like.device)["configs"]
     if (found := tuned.get(config_key(kernel, like.dtype, head_dim, tile))) is not None:
         return Config(*found)
     return default(kernel, like, head_dim, tile)
@@ -102,22 +101,10 @@ def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[
     yield from dict.fromkeys(fitting)
 
 
-def block_size(expression: str, like: Tensor) -> int | None:
-    """Measured block size of a pattern on tensors like this one, or None."""
-    return _tuned(like.device)["block_sizes"].get(block_key(expression, like))
-
-
-def keep(configs: dict[str, Config], block_sizes: dict[str, int], device: torch.device) -> Path:
-    """Adds measured choices to those on disk, atomically; returns the file."""
-    path = tuned.add(_path(device), configs, block_sizes)
-    _tuned.cache_clear()
-    return path
-
-
 @contextlib.contextmanager
 def trial(configs: dict[str, Config], device: torch.device) -> Iterator[None]:
     """Uses these configs inside the context, on top of those measured before."""
-    known = _tuned(device)["configs"]
+    known = measured.choices(device)["configs"]
     before = dict(known)
     known |= configs
     try:
@@ -177,10 +164,7 @@ def _path(device: torch.device) -> Path:
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
-    return tuned.file_of("triton", name, triton.__version__)
+    return file_of("triton", name, triton.__version__)
 
 
-@cache
-def _tuned(device: torch.device) -> tuned.Choices:
-    """Measured choices of this GPU, read once; only `trial` changes them."""
-    return tuned.read(_path(device))
+measured = TuningFile(_path)

@@ -1,13 +1,10 @@
-"""Results of `sparsering tune` on disk: one file for each processor and kernel.
-
-Also the processor's name, and the error that results of a tuned kernel may have.
-"""
+"""Results of `sparsering tune` on disk: one file for each processor and kernel."""
 
 import json
 import os
 import platform
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +20,47 @@ Choices = dict[str, dict[str, Any]]
 
 _MOST_BYTES = 4 << 20
 
-AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Upper bound of `error_of` for the results of a candidate, by dtype."""
+
+class TuningFile:
+    """The measured choices of one backend, read once for each device."""
+
+    def __init__(self, path: Callable[[torch.device], Path]) -> None:
+        self.path = path
+        self._choices: dict[torch.device, Choices] = {}
+
+    def choices(self, device: torch.device) -> Choices:
+        """Returns the choices measured for a device."""
+        if device not in self._choices:
+            self._choices[device] = read(self.path(device))
+        return self._choices[device]
+
+    def block_size(self, expression: str, like: Tensor) -> int | None:
+        """Returns the measured block size of a pattern on tensors like this one, or None."""
+        sizes = self.choices(like.device)["block_sizes"]
+        return sizes.get(_key(expression, like)) if sizes else None
+
+    def keep(self, configs: dict[str, Any], block_sizes: dict[str, int], like: Tensor) -> Path:
+        """Adds choices for tensors like this one, in one step; returns the file.
+
+        Args:
+            configs: configs of kernels by `config_key`.
+            block_sizes: block sizes by expression of a pattern.
+        """
+        path = self.path(like.device)
+        known = read(path)
+        known["configs"] |= configs
+        known["block_sizes"] |= {_key(x, like): size for x, size in block_sizes.items()}
+        replace_file(path, json.dumps(known, indent=1).encode())
+        self.forget()
+        return path
+
+    def forget(self) -> None:
+        """Makes the next call read the file again."""
+        self._choices.clear()
+
+
+def _key(expression: str, like: Tensor) -> str:
+    return f"{expression} {str(like.dtype).removeprefix('torch.')} head dim {like.shape[-1]}"
 
 
 def processor_name() -> str:
@@ -86,33 +122,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key stands twice")
     return found
-
-
-def add(path: Path, configs: dict[str, Any], block_sizes: dict[str, int]) -> Path:
-    """Adds measured choices to those on disk, in one step; returns the file."""
-    known = read(path)
-    known["configs"] |= configs
-    known["block_sizes"] |= block_sizes
-    replace_file(path, json.dumps(known, indent=1).encode())
-    return path
-
-
-def block_key(expression: str, like: Tensor) -> str:
-    """Returns the key of a measured block size: expression, dtype and head dim."""
-    return f"{expression} {str(like.dtype).removeprefix('torch.')} head dim {like.shape[-1]}"
-
-
-def error_of(got: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """Returns the largest relative error of several results: norm of the difference over norm.
-
-    Only finite expected numbers count; infinite if the two are finite in different places.
-    """
-    return max(_error(a, b) for a, b in zip(got, expected, strict=True))
-
-
-def _error(got: Tensor, expected: Tensor) -> float:
-    finite = expected.isfinite()
-    if not torch.equal(got.isfinite(), finite):
-        return torch.inf
-    difference = (got.float() - expected.float())[finite].norm()
-    return float(difference / expected.float()[finite].norm().clamp(min=1e-30))

@@ -28,7 +28,7 @@ from ..selection import (
     selection_loss,
 )
 from ..selection.estimates import METHODS, checked_method
-from ..selection.rows import checked_blocks
+from ..selection.query_rows import checked_blocks
 from .pooled import gated_pool, pooled_scores
 from .rope import check_rope, rotate
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...dropout import threshold
 from ..problem import Problem
+from .configs import Config
 from .launch import launch, power_of_2, processors
-from .tuning import Config
 from .walk import Walk
 
 _FAR = 1 << 30  # a distance beyond every table

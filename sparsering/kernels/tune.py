@@ -1,0 +1,183 @@
+"""Measures a backend's choices on this machine: `sparsering tune`.
+
+For each block size, the Triton kernels first search their configs one coordinate at a time: the
+forward kernel, then the two backward ones. Then the block sizes are compared, by a training step. A
+choice counts only if its results agree with those of the first one. The fastest are saved to disk,
+and every later process uses them. A call never measures anything, so its results do not depend on
+the timing of a run.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..layouts.cache import layout_cache
+from ..patterns.algebra import Frame, Pattern
+from .cpu import block_sizes as cpu_sizes
+from .cpu import call as cpu
+from .problem import Problem
+from .triton import call as triton
+from .triton import configs
+from .triton.configs import Config
+
+Run = Callable[[], tuple[Tensor, ...]]
+_Choice = TypeVar("_Choice", int, Config)
+
+_BACKENDS = {"cpu": (cpu, cpu_sizes.measured), "triton": (triton, configs.measured)}
+_SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 3.0, 3, 40
+
+AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Upper bound of `error_of` for the results of a candidate, by dtype."""
+
+
+def tune(
+    backend: str,
+    pattern: Pattern,
+    *,
+    tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    block_sizes: Sequence[int],
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Measures candidates and saves the fastest to disk; returns the file.
+
+    Args:
+        backend: "cpu" or "triton".
+        pattern: pattern of a training step on `tokens` tokens, one batch entry.
+        block_sizes: candidates for the pattern's block size, for calls that do not name one. A
+            single one is saved only if the backend has nothing else to choose.
+        say: receives a line of text for each measurement.
+
+    Raises: NotImplementedError if the kernels cannot run. ValueError if the pattern does not fit.
+    """
+    kernel, measured = _BACKENDS[backend]
+    if reasons := kernel.reasons():
+        raise NotImplementedError(f"{backend}: {'; '.join(reasons)}")
+    gpu = backend == "triton" and not triton.interpreting()
+    device = torch.device("cuda" if gpu else "cpu")
+    torch.manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(1, heads, tokens, head_dim, device=device, dtype=dtype)
+        for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    )
+    if reasons := kernel.reasons(query, key, value):
+        raise NotImplementedError(f"{backend}: {'; '.join(reasons)}")
+    frame = Frame.build(tokens, tokens, num_heads, num_kv_heads, 0)
+    chosen: dict[str, Config] = {}
+    steps: dict[int, Run] = {}
+    for size in block_sizes:
+        layout = layout_cache.layout(pattern, frame, size, device)
+        problem = Problem(layout, query, key, value, head_dim**-0.5)
+        if backend == "triton":
+            _choose_configs(problem, grad, chosen, say)
+        steps[size] = _step(kernel, problem, grad)
+    with configs.trial(chosen, device) if chosen else nullcontext():
+        best = _fastest("block size", steps, device, say)
+    sizes = {} if chosen and len(steps) == 1 else {pattern.expression: best}
+    return measured.keep(chosen, sizes, query)
+
+
+def _step(kernel: ModuleType, problem: Problem, grad: Tensor) -> Run:
+    """Returns a function that runs forward and backward, like a training step."""
+
+    def run() -> tuple[Tensor, ...]:
+        out, lse = kernel.forward(problem)
+        return out, *kernel.backward(problem, out, lse, grad, torch.zeros_like(lse))[:3]
+
+    return run
+
+
+def _choose_configs(
+    problem: Problem, grad: Tensor, chosen: dict[str, Config], say: Callable[[str], None]
+) -> None:
+    """Adds the fastest config of each Triton kernel; those chosen before are in use meanwhile."""
+    query, size = problem.query, problem.layout.block_size
+    out, lse = triton.forward(problem)
+    no_grad = torch.zeros_like(lse)
+
+    def run(kernel: str, key: str, config: Config) -> tuple[Tensor, ...]:
+        with configs.trial({**chosen, key: config}, query.device):
+            if kernel == "forward":
+                return triton.forward(problem)
+            return tuple(triton.backward(problem, out, lse, grad, no_grad)[:3])
+
+    for kernel in configs.KERNELS:
+        key = configs.config_key(kernel, query.dtype, query.shape[3], size)
+        candidates = configs.candidates(kernel, query, query.shape[3], size)
+        runs = {config: partial(run, kernel, key, config) for config in candidates}
+        chosen[key] = _fastest(key, runs, query.device, say)
+
+
+def _fastest(
+    title: str, runs: Mapping[_Choice, Run], device: torch.device, say: Callable[[str], None]
+) -> _Choice:
+    """Returns the fastest of the choices whose results agree with those of the first."""
+    expected = next(iter(runs.values()))()
+    right: dict[_Choice, Run] = {}
+    for choice, run in runs.items():
+        try:
+            error = error_of(run(), expected)
+            if error <= AGREEMENT[expected[0].dtype]:  # False for NaN
+                right[choice] = run
+            else:
+                say(f"{title} {choice}: left out, its results differ by {error:.2g}")
+        except Exception as problem:  # compiler errors, or too much shared memory
+            first_line = str(problem).partition("\n")[0][:80]
+            say(f"{title} {choice}: left out, {type(problem).__name__}: {first_line}")
+    times = _milliseconds(right, device)
+    for choice, milliseconds in times.items():
+        say(f"{title} {choice}: {milliseconds:.3f} ms")
+    return min(times, key=lambda choice: times[choice])
+
+
+def _milliseconds(runs: Mapping[_Choice, Run], device: torch.device) -> dict[_Choice, float]:
+    """Returns the median milliseconds of each run; runs take turns for a few seconds."""
+    times: dict[_Choice, list[float]] = {choice: [] for choice in runs}
+    begin = time.perf_counter()
+    for number in range(_MOST_ROUNDS):
+        if number >= _LEAST_ROUNDS and time.perf_counter() - begin > _SECONDS:
+            break
+        for choice, run in runs.items():
+            times[choice].append(_timed(run, device))
+    return {choice: statistics.median(measured) for choice, measured in times.items()}
+
+
+def _timed(run: Run, device: torch.device) -> float:
+    """Runs once and returns the milliseconds, on a GPU those of its stream."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+    begin = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def error_of(got: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """Returns the largest relative error of several results: norm of the difference over norm.
+
+    Only finite expected numbers count; infinite if the two are finite in different places.
+    """
+    return max(_error(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def _error(got: Tensor, expected: Tensor) -> float:
+    finite = expected.isfinite()
+    if not torch.equal(got.isfinite(), finite):
+        return torch.inf
+    difference = (got.float() - expected.float())[finite].norm()
+    return float(difference / expected.float()[finite].norm().clamp(min=1e-30))
