@@ -17,9 +17,7 @@ from .dispatch import (
     block_size_of,
     choose,
     is_default,
-    or_dense,
     reasons_against,
-    settled,
 )
 from .extras import checked_extras, checked_slots
 from .ops import attend, attend_again
@@ -128,7 +126,7 @@ def attention(
         dropout_seed: int or int64 tensor without dims; default drawn from torch's generator.
         return_lse: also return the natural log of each row's softmax denominator.
         backend: a name from `backends()`, which then runs or raises; default the first that can
-            run, or torch's dense kernel if the pattern is dense or small and that is faster.
+            run.
 
     Returns:
         out [B, Hq, Nq, Dv] in the query's dtype (the autocast dtype under autocast), and with
@@ -170,9 +168,7 @@ def attention(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
     )
-    chosen = choose(backend, inputs, options)
-    if backend is None and block_size is None:
-        chosen = or_dense(chosen, inputs, options)
+    chosen = choose(backend, inputs, options, pattern, call["q_start"])
     out, lse = attend(chosen, *inputs, pattern, **call, options=options, asked=asked)
     return (out, lse) if return_lse else out
 
@@ -245,12 +241,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     frame = Frame(q_len, kv_len, heads, kv_heads, call["q_start"])
     check_fits(pattern, frame)
     chosen = choose(None, inputs, only_some)
-    if call["block_size"] is None:
-        chosen = settled(or_dense(chosen, inputs, only_some), pattern, frame, inputs[0])
     size = call["block_size"] or block_size_of(chosen, pattern, inputs[0], frame)
-    blocks = f"blocks of {size}" if BACKENDS[chosen].lay is None else "no blocks"
     lines = [
-        f"runs: {chosen}, {blocks}; batch {batch}, {heads} heads of {q_len} queries, "
+        f"runs: {chosen}, blocks of {size}; batch {batch}, {heads} heads of {q_len} queries, "
         f"{kv_heads} heads of {kv_len} keys"
     ]
     for selection in selections_of(pattern):
@@ -262,9 +255,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
             + "; a row's choice may see its later queries"
             * (tokens > 1)
         )
-    for name, backend in BACKENDS.items():
-        told = reasons_against(name, inputs, only_some)
-        told += [] if backend.refuses is None else backend.refuses(pattern, frame)
+    for name in BACKENDS:
+        told = reasons_against(name, inputs, only_some, pattern, frame.q_start)
         state = "; ".join(told) or "usable"
         lines.append(f"{name}: {state}" + (" (only when named)" * (not is_default(name))))
     return "\n".join(lines)

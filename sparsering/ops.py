@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .checks import check_batch, check_bias, refuse_forward_mode, watched
 from .differentiable import differentiable, transforming
-from .dispatch import BACKENDS, Backend, block_size_of, first_of, settled
+from .dispatch import BACKENDS, Backend, block_size_of
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
 from .layouts.cache import layout_cache
@@ -62,13 +62,11 @@ def attend(
         **options,
     }
     spelt: dict[str, Any] = {"tensors": pattern.tensors, "pattern": pattern.expression}
-    if first_of(backend).backward is not None:
+    how = BACKENDS[backend]
+    if how.backward is not None:
         refuse_forward_mode(*call.values())
         if watched(*call.values(), *pattern.tensors):
             return _attention(**call, **spelt)
-    frame = frame_of(query, key, q_start)
-    backend = call["backend"] = settled(backend, pattern, frame, query)
-    how = BACKENDS[backend]
     if how.forward is not None and transforming():
         raise NotImplementedError(
             f"{backend} does not run under torch.func (grad, vmap); name another backend or none"
@@ -108,7 +106,7 @@ def attend_again(asked: Hashable, query: Tensor, key: Tensor, value: Tensor) -> 
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    how, problem = _settled_problem(**dict(zip(_NAMES, arguments, strict=True)))
+    how, problem = _parsed_problem(**dict(zip(_NAMES, arguments, strict=True)))
     assert how.forward is not None
     with without_autocast(problem.query):
         return how.forward(problem)
@@ -117,7 +115,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     *given, out, lse, grad_out, grad_lse, wanted = arguments
     call = dict(zip(_NAMES, given, strict=True))
-    how, problem = _settled_problem(**call)
+    how, problem = _parsed_problem(**call)
     assert how.backward is not None
     problem = problem._replace(learns_distances=wanted[_NAMES.index("distance_bias")])
     with without_autocast(problem.query):
@@ -236,14 +234,11 @@ _attention = differentiable(
 )
 
 
-def _settled_problem(
+def _parsed_problem(
     *, tensors: Sequence[Tensor], pattern: str, backend: str, **call: Any
 ) -> tuple[Backend, Problem]:
     """Turns the operator's arguments into the backend that runs the call, and its `Problem`."""
-    value, query = parse(pattern, tensors), call["query"]
-    frame = frame_of(query, call["key"], call["q_start"])
-    backend = settled(backend, value, frame, query)
-    return BACKENDS[backend], _problem(value, backend=backend, **call)
+    return BACKENDS[backend], _problem(parse(pattern, tensors), backend=backend, **call)
 
 
 def _problem(
@@ -319,10 +314,9 @@ def _layout(
     backend: str, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]]:
     """Returns a layout from the cache, and for each pass the bitmap row of the first query."""
-    if (lay := BACKENDS[backend].lay) is not None:
-        key = (pattern, frame, device, backend)
-        return layout_cache.keep(key, lambda: lay(pattern, frame, block_size, device)), ()
-    found = last_query_layout(pattern, frame, block_size, device) if frame.q_len == 1 else None
+    found = None
+    if frame.q_len == 1 and BACKENDS[backend].refuses is None:  # such a backend takes no page
+        found = last_query_layout(pattern, frame, block_size, device)
     return found or (layout_cache.layout(pattern, frame, block_size, device), ())
 
 

@@ -330,7 +330,7 @@ class KVCache:
         most = given if lengths is None else max(new, default=0)
         inputs, call, extras = checked_call(query, key, value, held.pattern, **options)
         check_dtype(self._dtype, inputs[1])
-        chosen = choose(backend, inputs, extras)
+        chosen = choose(backend, inputs, extras, held.pattern, self.length)
         if not stored and len(set(zip(self.lengths, new, strict=True))) > 1:
             raise ValueError(
                 "stored=False needs entries of one length, got "

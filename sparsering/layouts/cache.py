@@ -23,6 +23,7 @@ from ..patterns.arguments import checked_integer, shortened
 from ..patterns.keys import without_key_masks
 from ..patterns.selected import selections_of
 from ..streams import capturing
+from .block_size import block_size as chosen
 from .compile import build_layout, check_block_size
 from .layout import BlockLayout
 
@@ -145,8 +146,6 @@ class LayoutCache:
         place = place_of(device)  # adds the index of the device
 
         def work() -> BlockLayout:
-            from ..cost.choice import block_size as chosen  # it imports layouts; choosing is slow
-
             size = chosen(pattern, frame, place) if block_size is None else block_size
 
             def build() -> BlockLayout:
