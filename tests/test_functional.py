@@ -25,6 +25,7 @@ from sparsering.dispatch import BACKENDS, reasons_against
 from sparsering.distributed import ring_attention, simulate_ring
 from sparsering.extras import NAMES
 from sparsering.ops import attend
+from sparsering.recipe import Recipe
 
 CASE = Case(2, 4, 2, 40, 40, 8, 6)
 SHAPES = "batch 2, 4 heads of 40 queries, 2 heads of 40 keys"
@@ -161,17 +162,14 @@ def test_a_number_of_tokens_beyond_any_length_raises_value_error(name, number):
 def test_an_option_is_computed_or_refused_by_name_and_never_ignored(option):
     """The next option, too: what no kernel computes, and what its schema does not know."""
     args = tensors()
-    call = {"scale": 1.0, "q_start": 0, "block_size": 16}
     bias = torch.zeros(2, 4, 6)  # of Causal() at 40 tokens
     for name, backend in BACKENDS.items():
         reasons = " ".join(reasons_against(name, tuple(args.values()), {option: bias}))
         assert (f"it has no {option}" in reasons) == (option not in backend.extras)
         if option == "logit_cap" and name not in ("flash", "triton"):
             with pytest.raises((TypeError, AssertionError), match="logit_cap"):
-                attend(
-                    name, *args.values(), sr.Causal(), **call,
-                    options={**dict.fromkeys(NAMES), "logit_cap": 5.0},
-                )  # fmt: skip
+                options = {**dict.fromkeys(NAMES), "logit_cap": 5.0}
+                attend(Recipe(name, 1.0, 0, 16), *args.values(), sr.Causal(), options)
 
 
 @pytest.mark.parametrize("part", ["outs", "lses"])

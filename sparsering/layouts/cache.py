@@ -75,6 +75,11 @@ class LayoutCache:
         """
         check_block_size(block_size)
         key = (pattern, frame, block_size, device)
+        if not pattern.tensors:
+            with self._lock:
+                found: BlockLayout | None = self._find(key)
+            if found is not None:
+                return found.ready()
         is_kept = _is_kept(pattern, frame)
         if is_kept and capturing(device):
             with self._lock:
