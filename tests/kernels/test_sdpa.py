@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from attention_oracle import Case, assert_close, assert_same_attention, gradients, inputs
+from oracles.attention_oracle import Case, assert_close, assert_same_attention, gradients, inputs
 
 import sparsering as sr
 from sparsering import KVCache

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracle import Case, assert_close, gradients, inputs
+from oracles.attention_oracle import Case, assert_close, gradients, inputs
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
