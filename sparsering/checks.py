@@ -1,7 +1,8 @@
 """Checks of the arguments of a call, and their default values."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from .patterns.algebra import Pattern
 from .patterns.arguments import MOST_TOKENS, checked_integers, shortened
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_PLAIN = (Tensor, Parameter)
+_PLAIN, _STRIDED = (Tensor, Parameter), torch.strided
 MOST_SCALE = torch.finfo(torch.float64).max
 
 
@@ -287,8 +288,8 @@ def in_memory(x: Tensor) -> Tensor:
     return x if torch.compiler.is_compiling() or not x.is_neg() else x.resolve_neg()
 
 
-def watched(*values: object) -> bool:
-    """True if autograd needs to see the operator, or `observed` is true of the values."""
+def needs_operator(*values: object) -> bool:
+    """True if autograd records one of the values, or `observed` is true of them."""
     if torch.compiler.is_compiling():
         return True
     tensors = [x for x in values if isinstance(x, Tensor)]
@@ -310,33 +311,34 @@ def observed(*values: object) -> bool:
     )
 
 
-def described(query: Tensor, key: Tensor, value: Tensor) -> Hashable:
-    """Returns shapes, dtype and device: all that the checks depend on, as a key for caches.
+def kind_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...] | None:
+    """Returns all that checks of three tensors depend on: shapes, dtype, device, autograd's record.
 
-    None if the checks depend on more than that, or if torch must see the operator.
+    None if the checks depend on more than that, or if something besides autograd observes the call.
     """
     if torch.compiler.is_compiling() or _looked_on():
         return None
     if forward_ad._current_level >= 0 or _is_any_autocast_enabled():
         return None
-    differentiating = torch.is_grad_enabled()
     for x in (query, key, value):
-        if type(x) not in _PLAIN or x.is_nested or x.layout is not torch.strided:
+        if type(x) not in _PLAIN or x.is_nested or x.layout is not _STRIDED:
             return None
-        if (differentiating and x.requires_grad) or x.is_neg() or x._is_zerotensor():
+        if x.is_neg() or x._is_zerotensor() or x.is_meta:
             return None
     dtype, device = query.dtype, query.device
-    if not (dtype == key.dtype == value.dtype and device == key.device == value.device):
+    if not (dtype is key.dtype is value.dtype and device == key.device == value.device):
         return None
-    return query.shape, key.shape, value.shape, dtype, device
+    learns = query.requires_grad or key.requires_grad or value.requires_grad
+    learns = learns and torch.is_grad_enabled()
+    return query.shape, key.shape, value.shape, dtype, device, learns
 
 
 def _looked_on() -> bool:
-    watched: bool = (
+    found: bool = (
         _are_functorch_transforms_active()
         or _len_torch_dispatch_stack() > 0
         or _len_torch_function_stack() > 0
         or _get_tracing_state() is not None
         or _profiler_enabled()
     )
-    return watched
+    return found

@@ -4,15 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from .cost import choice
 from .kernels import cpu, flash, flex, gather, reference, sdpa, torch_sparse, triton
 from .kernels.cpu import block_sizes
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import configs
-from .layouts.layout import BlockLayout
+from .layouts.block_size import block_size as estimated
 from .patterns.algebra import Frame, Pattern
 from .patterns.arguments import shortened
 
@@ -30,9 +28,8 @@ class Backend(NamedTuple):
             None if the gradient of that bias is used instead.
         only_named: True if it runs only when the caller names it.
         package, extra: the package that it needs, and the pip extra that installs it.
-        lay: builds its own layout, without tiles, for patterns that `refuses` accepts; None if it
-            runs the usual tiles, which any pattern has.
-        refuses: returns why it cannot run a pattern on some lengths; None if it runs any pattern.
+        refuses: returns why it cannot run a pattern from a first query position on; None if it runs
+            any pattern.
     """
 
     reasons: Callable[..., list[str]]
@@ -43,13 +40,12 @@ class Backend(NamedTuple):
     package: str = ""
     extra: str = ""
     entry_mass: Callable[[Problem, Tensor, Tensor], Tensor] | None = None
-    lay: Callable[[Pattern, Frame, int, torch.device], BlockLayout] | None = None
-    refuses: Callable[[Pattern, Frame], list[str]] | None = None
+    refuses: Callable[[Pattern, int], list[str]] | None = None
 
     @property
     def runs_any_layout(self) -> bool:
         """True if it computes any pass, forward and backward, as ring attention needs."""
-        return self.backward is not None and not self.only_named and self.lay is None
+        return self.backward is not None and not self.only_named
 
 
 def _no_reason(*tensors: Tensor) -> list[str]:
@@ -64,14 +60,14 @@ BACKENDS: dict[str, Backend] = {
         triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",
         extra="triton",
     ),
-    "sdpa": Backend(
-        sdpa.reasons, sdpa.forward, sdpa.backward, sdpa.EXTRAS, lay=sdpa.lay,
-        refuses=sdpa.reasons_against_pattern,
-    ),
     "gather": Backend(
         _no_reason, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass
     ),
     "reference": Backend(_no_reason, None, None, reference.EXTRAS),
+    "sdpa": Backend(
+        sdpa.reasons, sdpa.forward, sdpa.backward, sdpa.EXTRAS, only_named=True,
+        refuses=sdpa.refuses,
+    ),
     "flex": Backend(flex.reasons, flex.forward, None, flex.EXTRAS, only_named=True),
     "flash": Backend(
         flash.reasons, flash.forward, triton.backward, flash.EXTRAS, only_named=True,
@@ -90,13 +86,18 @@ def backends() -> dict[str, list[str]]:
 
 
 def choose(
-    backend: str | None, tensors: Sequence[Tensor], options: Mapping[str, Any] | None = None
+    backend: str | None,
+    tensors: Sequence[Tensor],
+    options: Mapping[str, Any] | None = None,
+    pattern: Pattern | None = None,
+    q_start: int = 0,
 ) -> str:
-    """Returns the named backend, or the first default one that can run the call with any pattern.
+    """Returns the named backend, or the first default one that can run the call.
 
     Args:
         tensors: query, key and value.
         options: the options that only some backends compute, None for an unused one.
+        pattern, q_start: given if the call runs the pattern as a whole.
 
     Raises: ValueError for an unknown name, ImportError if the named backend's package is missing,
         NotImplementedError with every reason otherwise.
@@ -106,42 +107,14 @@ def choose(
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {got}")
     refused = []
     for name in BACKENDS if backend is None else [backend]:
-        if backend is None and (not is_default(name) or BACKENDS[name].lay is not None):
+        if backend is None and not is_default(name):
             continue
-        if not (reasons := reasons_against(name, tensors, options)):
+        if not (reasons := reasons_against(name, tensors, options, pattern, q_start)):
             return name
         refused.append(f"{name}: {', '.join(reasons)}")
     if backend is not None and (lacking := _missing_package(BACKENDS[backend])):
         raise ImportError(f"backend {backend!r} needs {lacking}")
     raise NotImplementedError("; ".join(refused))
-
-
-def or_dense(
-    chosen: str, tensors: Sequence[Tensor], options: Mapping[str, Any] | None = None
-) -> str:
-    """Adds " or sdpa" to a chosen backend if torch's dense kernel can run the tensors too.
-
-    `settled` decides between the two inside the operator, where lengths are concrete numbers.
-    """
-    if chosen not in choice.BESIDE_DENSE or reasons_against("sdpa", tensors, options):
-        return chosen
-    return f"{chosen}{_OR}sdpa"
-
-
-_OR = " or "
-
-
-def first_of(backend: str) -> Backend:
-    """Returns the first backend of a name from `or_dense`; its properties hold for both."""
-    return BACKENDS[backend.partition(_OR)[0]]
-
-
-def settled(backend: str, pattern: Pattern, frame: Frame, query: Tensor) -> str:
-    """Returns the cheaper of the backends that a name from `or_dense` allows for this call."""
-    kernel, _, dense = backend.partition(_OR)
-    if not dense or not choice.prefers_dense(kernel, pattern, frame, query.device):
-        return kernel
-    return dense
 
 
 def _missing_package(backend: Backend) -> str:
@@ -156,15 +129,21 @@ def is_default(name: str) -> bool:
 
 
 def reasons_against(
-    name: str, tensors: Sequence[Tensor], options: Mapping[str, Any] | None = None
+    name: str,
+    tensors: Sequence[Tensor],
+    options: Mapping[str, Any] | None = None,
+    pattern: Pattern | None = None,
+    q_start: int = 0,
 ) -> list[str]:
-    """Returns why a backend cannot run a call; [] if it can."""
+    """Returns why a backend cannot run a call, with arguments as `choose` has; [] if it can."""
     backend = BACKENDS[name]
     lacks = [
         f"it has no {option} ({', '.join(_computing(option))} have it)"
         for option, given in (options or {}).items()
         if given is not None and _computed_as(option) not in backend.extras
     ]
+    if pattern is not None and backend.refuses is not None:
+        lacks += backend.refuses(pattern, q_start)
     return backend.reasons(*tensors) + lacks
 
 
@@ -181,11 +160,11 @@ def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -
     """Returns the block size of a call that names none.
 
     It is the one that `sparsering tune` measured for the pattern on this machine, else the estimate
-    of `choice.block_size`.
+    of `layouts.block_size`.
     """
     measured = _MEASURED.get(backend)
     size = None if measured is None else measured.block_size(pattern.expression, query)
-    return size or choice.block_size(pattern, frame, query.device)
+    return size or estimated(pattern, frame, query.device)
 
 
 _MEASURED = {"cpu": block_sizes.measured, "triton": configs.measured}

@@ -16,7 +16,8 @@ from .patterns.arguments import checked_integer, shortened
 from .patterns.selected import selections_of
 
 NAMES = ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed")
-_NONE: dict[str, Any] = dict.fromkeys(NAMES)
+NO_EXTRAS: dict[str, Any] = dict.fromkeys(NAMES)
+"""Fields of `Problem` for a call without extras."""
 
 
 def alibi(slopes: Tensor, radius: int) -> Tensor:
@@ -52,16 +53,16 @@ def checked_extras(query: Tensor, pattern: Pattern, block_size: int | None, **gi
 
     Adds the batch dim to tables and sinks. Raises ValueError if something does not fit.
     """
-    unknown = given.keys() - _NONE.keys()
+    unknown = given.keys() - NO_EXTRAS.keys()
     if unknown:
         raise TypeError(f"attention has no option {', '.join(sorted(unknown))}")
     p = given.pop("dropout_p", 0.0)
     seed = given.pop("dropout_seed", None)
     in_use = {name: x for name, x in given.items() if x is not None}
     if type(p) is float and p == 0.0 and not in_use and seed is None:
-        return _NONE
+        return NO_EXTRAS
     bias = in_use.pop("block_bias", None)
-    extras = {**_NONE, **{name: _CHECKS[name](x, query) for name, x in in_use.items()}}
+    extras = {**NO_EXTRAS, **{name: _CHECKS[name](x, query) for name, x in in_use.items()}}
     if bias is not None:
         extras["block_bias"] = expanded_bias(bias, query, block_size)
     seed = None if seed is None else checked_seed(seed)

@@ -4,28 +4,13 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from .checks import (
-    autocast_inputs,
-    check_batch,
-    check_inputs,
-    check_integer_or_none,
-    checked_scale,
-    described,
-)
-from .dispatch import (
-    BACKENDS,
-    block_size_of,
-    choose,
-    is_default,
-    or_dense,
-    reasons_against,
-    settled,
-)
-from .extras import checked_extras, checked_slots
-from .ops import attend, attend_again
+from .checks import check_batch
+from .dispatch import BACKENDS, block_size_of, choose, is_default, reasons_against
+from .ops import attend
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.arguments import checked_flag
 from .patterns.selected import selections_of
+from .recipe import checked_call, recipe_of
 
 
 @overload
@@ -128,7 +113,7 @@ def attention(
         dropout_seed: int or int64 tensor without dims; default drawn from torch's generator.
         return_lse: also return the natural log of each row's softmax denominator.
         backend: a name from `backends()`, which then runs or raises; default the first that can
-            run, or torch's dense kernel if the pattern is dense or small and that is faster.
+            run.
 
     Returns:
         out [B, Hq, Nq, Dv] in the query's dtype (the autocast dtype under autocast), and with
@@ -146,76 +131,23 @@ def attention(
         >>> out = attention(query, key, value, LongNet((2048, 4096), (1, 2)) & Causal())
     """
     return_lse = checked_flag("return_lse", return_lse)
-    asked = None
+    extras: dict[str, Any] = {}
     plain = block_bias is slot_bias is distance_bias is sink is None
     plain = plain and softcap is None and dropout_seed is None
-    if plain and type(dropout_p) is float and dropout_p == 0.0:
-        asked = _asked(query, key, value, pattern, scale, q_start, block_size, backend)
-    if asked is not None and (again := attend_again(asked, query, key, value)) is not None:
-        out, lse = again
-        return (out, lse) if return_lse else out
-    inputs, call, options = checked_call(
-        query,
-        key,
-        value,
-        pattern,
-        scale=scale,
-        q_start=q_start,
-        block_size=block_size,
-        block_bias=block_bias,
-        slot_bias=slot_bias,
-        softcap=softcap,
-        distance_bias=distance_bias,
-        sink=sink,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-    )
-    chosen = choose(backend, inputs, options)
-    if backend is None and block_size is None:
-        chosen = or_dense(chosen, inputs, options)
-    out, lse = attend(chosen, *inputs, pattern, **call, options=options, asked=asked)
+    if not (plain and type(dropout_p) is float and dropout_p == 0.0):
+        extras = {
+            "block_bias": block_bias,
+            "slot_bias": slot_bias,
+            "softcap": softcap,
+            "distance_bias": distance_bias,
+            "sink": sink,
+            "dropout_p": dropout_p,
+            "dropout_seed": dropout_seed,
+        }
+    given = backend, scale, q_start, block_size
+    recipe, inputs, options = recipe_of(query, key, value, pattern, given, extras)
+    out, lse = attend(recipe, *inputs, pattern, options)
     return (out, lse) if return_lse else out
-
-
-def _asked(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *options: object) -> Any:
-    """Returns a cache key of a call without extras; None if its arguments cannot be compared."""
-    if not isinstance(pattern, Pattern) or pattern.tensors:
-        return None
-    kinds = tuple(map(type, options))
-    if not _COMPARED.issuperset(kinds) or (tensors := described(query, key, value)) is None:
-        return None
-    return pattern, tensors, options, kinds  # types too, because 1 == 1.0 == True
-
-
-_COMPARED = frozenset((type(None), int, float, str))
-
-
-def checked_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    *,
-    scale: float | None = None,
-    q_start: int | None = None,
-    block_size: int | None = None,
-    **extras: Any,
-) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], dict[str, Any]]:
-    """Checks a call; returns (query, key, value), the options of all backends, and the extras."""
-    check_inputs(query, key, value, pattern)
-    if (slots := extras.pop("slot_bias", None)) is not None:
-        slots = checked_slots(slots, query, key, pattern, extras.get("block_bias"))
-    scale = checked_scale(scale, query)
-    check_integer_or_none("q_start", q_start)
-    check_integer_or_none("block_size", block_size)
-    query, key, value = autocast_inputs(query, key, value)
-    call = {
-        "scale": scale,
-        "q_start": key.shape[2] - query.shape[2] if q_start is None else q_start,
-        "block_size": block_size,
-    }
-    options = checked_extras(query, pattern, block_size, **extras)
-    return (query, key, value), call, options if slots is None else {**options, "slot_bias": slots}
 
 
 def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **options: Any) -> str:
@@ -245,12 +177,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     frame = Frame(q_len, kv_len, heads, kv_heads, call["q_start"])
     check_fits(pattern, frame)
     chosen = choose(None, inputs, only_some)
-    if call["block_size"] is None:
-        chosen = settled(or_dense(chosen, inputs, only_some), pattern, frame, inputs[0])
     size = call["block_size"] or block_size_of(chosen, pattern, inputs[0], frame)
-    blocks = f"blocks of {size}" if BACKENDS[chosen].lay is None else "no blocks"
     lines = [
-        f"runs: {chosen}, {blocks}; batch {batch}, {heads} heads of {q_len} queries, "
+        f"runs: {chosen}, blocks of {size}; batch {batch}, {heads} heads of {q_len} queries, "
         f"{kv_heads} heads of {kv_len} keys"
     ]
     for selection in selections_of(pattern):
@@ -262,9 +191,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
             + "; a row's choice may see its later queries"
             * (tokens > 1)
         )
-    for name, backend in BACKENDS.items():
-        told = reasons_against(name, inputs, only_some)
-        told += [] if backend.refuses is None else backend.refuses(pattern, frame)
+    for name in BACKENDS:
+        told = reasons_against(name, inputs, only_some, pattern, frame.q_start)
         state = "; ".join(told) or "usable"
         lines.append(f"{name}: {state}" + (" (only when named)" * (not is_default(name))))
     return "\n".join(lines)

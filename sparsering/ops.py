@@ -5,16 +5,16 @@ graph holds no Python objects. On the other side the call becomes a `Problem` ov
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .checks import check_batch, check_bias, refuse_forward_mode, watched
+from .checks import check_batch, check_bias, needs_operator, refuse_forward_mode
 from .differentiable import differentiable, transforming
-from .dispatch import BACKENDS, Backend, block_size_of, first_of, settled
+from .dispatch import BACKENDS, Backend, block_size_of
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
 from .layouts.cache import layout_cache
@@ -22,93 +22,80 @@ from .layouts.layout import BlockLayout, stretched
 from .layouts.pages import last_query_layout
 from .numerics import entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .pairs import distances_op, frame_of, kept_by_branch, pair_counts_op, slots_op
-from .patterns.algebra import Frame, Pattern
+from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.expression import parse
 from .patterns.keys import check_key_masks, key_mask, without_key_masks
 from .patterns.selected import selections_of
-
-_Laid = tuple[str, Pattern, Frame, int, torch.device]
+from .recipe import Laid, Recipe
 
 
 def attend(
-    backend: str,
+    recipe: Recipe,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     pattern: Pattern,
-    *,
-    scale: float,
-    q_start: int,
-    block_size: int | None,
     options: Mapping[str, Any],
-    asked: Hashable = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of a checked call on a backend that supports its options.
+    """Computes (out, lse) of a call that `recipe_of` checked.
 
     A backend with a `backward` runs as a torch operator, which calls `_forward` and `_backward`.
     The operator costs a good part of a small call's time, so it is skipped if nothing needs to see
-    it. Such a call is stored under the key `asked`, for `attend_again`. A backend without
-    `backward` runs as plain torch.
+    it. A backend without `backward` runs as plain torch.
     """
+    how = BACKENDS[recipe.backend]
+    if recipe.direct and recipe.laid is not None and how.forward is not None:
+        layout, slots = _layout(*recipe.laid)
+        problem = Problem(layout, query, key, value, recipe.scale, slots=slots)
+        return how.forward(problem if recipe.backend == "cpu" else problem.in_first_slots())
+    if recipe.plain and recipe.laid is None and how.backward is not None and not pattern.tensors:
+        _complete(recipe, query, key, pattern, options)
     call = {
         "query": query,
         "key": key,
         "value": value,
-        "scale": scale,
-        "q_start": q_start,
-        "block_size": block_size,
-        "backend": backend,
+        "scale": recipe.scale,
+        "q_start": recipe.q_start,
+        "block_size": recipe.block_size if recipe.laid is None else recipe.laid[3],
+        "backend": recipe.backend,
         "slot_bias": None,
         **options,
     }
     spelt: dict[str, Any] = {"tensors": pattern.tensors, "pattern": pattern.expression}
-    if first_of(backend).backward is not None:
-        refuse_forward_mode(*call.values())
-        if watched(*call.values(), *pattern.tensors):
+    if how.backward is not None:
+        seen = [x for x in (*options.values(), *pattern.tensors) if isinstance(x, Tensor)]
+        if not recipe.plain:
+            seen += [query, key, value]
+            refuse_forward_mode(*seen)
+        if recipe.learns or (seen and needs_operator(*seen)):
             return _attention(**call, **spelt)
-    frame = frame_of(query, key, q_start)
-    backend = call["backend"] = settled(backend, pattern, frame, query)
-    how = BACKENDS[backend]
-    if how.forward is not None and transforming():
+    if how.forward is not None and not recipe.plain and transforming():
         raise NotImplementedError(
-            f"{backend} does not run under torch.func (grad, vmap); name another backend or none"
+            f"{recipe.backend} does not run under torch.func (grad, vmap); name another backend or "
+            "none"
         )
     with without_autocast(query):
         if how.forward is None:
             return _reference(**call, **spelt)
-        if asked is not None and how.backward is not None:
-            laid = _laid(pattern, query, key, q_start, block_size, backend)
-            if len(_known) >= _MOST_KNOWN:
-                for oldest in list(_known)[:1]:
-                    _known.pop(oldest, None)
-            _known[asked] = how, laid, scale
         return how.forward(_problem(pattern, **call))
 
 
-_MOST_KNOWN = 256
-_known: dict[Hashable, tuple[Backend, _Laid, float]] = {}
-"""Recipes (backend, layout arguments, scale) of recent calls, by their arguments."""
-
-
-def attend_again(asked: Hashable, query: Tensor, key: Tensor, value: Tensor) -> Any:
-    """Runs a recent call again, unchecked, on new numbers: (out, lse), or None for a new call.
-
-    `asked` has everything that the checks, the choice of a backend and the layout depend on.
-    """
-    known = _known.get(asked)
-    if known is None:
-        return None
-    how, laid, scale = known
-    backend, forward = laid[0], how.forward
-    if BACKENDS[backend] is not how or forward is None:
-        return None
-    layout, slots = _layout(*laid)
-    problem = Problem(layout, query, key, value, scale, slots=slots)
-    return forward(problem if backend == "cpu" else problem.in_first_slots())
+def _complete(
+    recipe: Recipe, query: Tensor, key: Tensor, pattern: Pattern, options: Mapping[str, Any]
+) -> None:
+    """Adds the layout's key to a recipe, for all calls that share it."""
+    check_batch(pattern, query.shape[0])
+    as_data = "key_mask" in BACKENDS[recipe.backend].extras and options["block_bias"] is None
+    rest, masks = without_key_masks(pattern) if as_data else (pattern, ())
+    laid = _laid(rest, query, key, recipe.q_start, recipe.block_size, recipe.backend)
+    check_fits(rest, laid[2])
+    unused = all(x is None for x in options.values())
+    recipe.direct = unused and not masks and not recipe.learns
+    recipe.laid = laid
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    how, problem = _settled_problem(**dict(zip(_NAMES, arguments, strict=True)))
+    how, problem = _parsed_problem(**dict(zip(_NAMES, arguments, strict=True)))
     assert how.forward is not None
     with without_autocast(problem.query):
         return how.forward(problem)
@@ -117,7 +104,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     *given, out, lse, grad_out, grad_lse, wanted = arguments
     call = dict(zip(_NAMES, given, strict=True))
-    how, problem = _settled_problem(**call)
+    how, problem = _parsed_problem(**call)
     assert how.backward is not None
     problem = problem._replace(learns_distances=wanted[_NAMES.index("distance_bias")])
     with without_autocast(problem.query):
@@ -236,14 +223,11 @@ _attention = differentiable(
 )
 
 
-def _settled_problem(
+def _parsed_problem(
     *, tensors: Sequence[Tensor], pattern: str, backend: str, **call: Any
 ) -> tuple[Backend, Problem]:
     """Turns the operator's arguments into the backend that runs the call, and its `Problem`."""
-    value, query = parse(pattern, tensors), call["query"]
-    frame = frame_of(query, call["key"], call["q_start"])
-    backend = settled(backend, value, frame, query)
-    return BACKENDS[backend], _problem(value, backend=backend, **call)
+    return BACKENDS[backend], _problem(parse(pattern, tensors), backend=backend, **call)
 
 
 def _problem(
@@ -307,7 +291,7 @@ def _laid(
     q_start: int,
     block_size: int | None,
     backend: str,
-) -> _Laid:
+) -> Laid:
     """Returns the arguments of `_layout`, with the block size filled in."""
     frame = frame_of(query, key, q_start)
     if block_size is None:
@@ -319,10 +303,9 @@ def _layout(
     backend: str, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]]:
     """Returns a layout from the cache, and for each pass the bitmap row of the first query."""
-    if (lay := BACKENDS[backend].lay) is not None:
-        key = (pattern, frame, device, backend)
-        return layout_cache.keep(key, lambda: lay(pattern, frame, block_size, device)), ()
-    found = last_query_layout(pattern, frame, block_size, device) if frame.q_len == 1 else None
+    found = None
+    if frame.q_len == 1 and BACKENDS[backend].refuses is None:  # such a backend takes no page
+        found = last_query_layout(pattern, frame, block_size, device)
     return found or (layout_cache.layout(pattern, frame, block_size, device), ())
 
 

@@ -29,17 +29,19 @@ ROOMS = {
     "dropout": "patterns rows",
     "kernels": "layouts patterns dropout numerics files rows streams",
     "cost": "layouts patterns files numerics rows kernels",
-    "dispatch": "kernels layouts patterns cost",
+    "dispatch": "kernels layouts patterns",
     "checks": "layouts patterns numerics",
     "extras": "checks dropout patterns",
     "differentiable": "checks patterns numerics",
     "pairs": "differentiable checks dropout patterns",
-    "ops": "pairs dispatch differentiable checks kernels layouts patterns numerics",
-    "functional": "ops extras dispatch checks patterns",
+    "recipe": "dispatch extras checks kernels patterns",
+    "ops": "recipe pairs dispatch differentiable extras checks kernels layouts patterns numerics",
+    "functional": "ops recipe dispatch checks patterns",
     "varlen": "functional checks patterns",
-    "weights": "functional ops dispatch checks layouts patterns numerics",
-    "selection": "weights functional ops dispatch checks kernels layouts patterns numerics rows",
-    "decoding": "selection functional ops dispatch checks kernels layouts patterns numerics",
+    "weights": "ops recipe dispatch checks layouts patterns numerics",
+    "selection": "weights functional ops recipe dispatch checks kernels layouts patterns numerics "
+    "rows",
+    "decoding": "selection functional ops recipe dispatch checks kernels layouts patterns numerics",
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
     "patterns numerics rows streams",
     "nn": "functional selection decoding checks kernels patterns numerics",
@@ -53,10 +55,9 @@ ROOMS = {
 ANYTHING = ("cli", "__init__", "__main__")
 
 # Layouts stand on patterns; `Pattern.layout`, `live_keys` and `cache_bound` are conveniences the
-# other way. What `prefetch` builds ahead is of the block size that the call will choose.
+# other way.
 EXCEPTIONS = {
-    "patterns/algebra.py": ("cost/choice.py", "layouts/cache.py", "layouts/lifetimes.py"),
-    "layouts/cache.py": ("cost/choice.py",),
+    "patterns/algebra.py": ("layouts/block_size.py", "layouts/cache.py", "layouts/lifetimes.py"),
 }
 
 # Backends never import one another, nor does a file another's neighbours in a folder below.

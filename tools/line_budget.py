@@ -2,7 +2,7 @@
 
 Run as `python tools/line_budget.py`, or through `make lint`. Modules are Python and C++ files, and
 every physical line counts, because every line is read. A file longer than 450 lines hides a second
-subject; a folder of more than 16 modules, a second room. The sources
+subject; a folder of more than 17 modules, a second room. The sources
 are `sparsering/` and `benchmarks/`.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("sparsering", "benchmarks")
 MAX_LINES = 450
-MAX_MODULES = 16
+MAX_MODULES = 17
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from sparsering.dispatch import BACKENDS, is_default
-from sparsering.patterns.algebra import Frame, Pattern
+from sparsering.patterns.algebra import Pattern
 from sparsering.patterns.blocks import BlockDilated, BlockWindow, Hierarchical, RandomBlocks
 from sparsering.patterns.expression import parse
 from sparsering.patterns.positions import Causal, Full, LongNet, SlidingWindow
@@ -58,8 +58,7 @@ def comparison(quick: bool, budget: Budget) -> list[Row]:
             interpreted = name == "triton" and not is_default(name)
             reasons = ["its kernels need a GPU"] if interpreted else backend.reasons()
             if backend.refuses is not None:
-                frame = Frame(tokens, tokens, case.heads, case.heads, 0)
-                reasons = reasons + backend.refuses(pattern, frame)
+                reasons = reasons + backend.refuses(pattern, 0)
             if name == "reference":
                 refused.append(left_out(case, ORACLE))
             elif reasons:

@@ -14,12 +14,8 @@ from ..checks import (
     check_tensor,
     checked_device,
     checked_index,
-    checked_scale,
-    described,
     refuse_meta,
 )
-from ..dispatch import choose
-from ..functional import checked_call
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.lifetimes import last_visits, own_length
 from ..patterns.algebra import Pattern, check_fits
@@ -30,9 +26,10 @@ from ..patterns.arguments import (
     checked_integer,
     shortened,
 )
+from ..recipe import recipe_of
 from .arguments import check_dtype, checked_lengths, nothing_new, with_padding
 from .compiled import attend_op, register, spelt
-from .held import Held, Row, looking_back
+from .held import Held, Row, keeping_tensors, looking_back
 from .steps import attend_page, attend_spans, fits_page, laid_page, of_first
 
 _REFUSED = {
@@ -222,20 +219,15 @@ class KVCache:
         Raises: ValueError where arguments do not fit; the cache is then unchanged.
         """
         stored, return_lse = checked_flag("stored", stored), checked_flag("return_lse", return_lse)
-        if lengths is None and stored and not options:
-            again = self._attend_again(query, key, value)
-            if again is not None:
-                return again if return_lse else again[0]
-        for name, why in _REFUSED.items():
-            if name in options:
-                raise ValueError(f"attend takes no {name}, for {why}; leave it out")
-        given = (query, key, value, *options.values())
-        learns = any(isinstance(x, Tensor) and x.requires_grad for x in given)
-        if learns and torch.is_grad_enabled():
-            raise ValueError(
-                "attend keeps no gradients, got tensors that require them; call it under "
-                "torch.no_grad(), or attention() on whole sequences to train"
-            )
+        for name in _REFUSED.keys() & options.keys() if options else ():
+            raise ValueError(f"attend takes no {name}, for {_REFUSED[name]}; leave it out")
+        if torch.is_grad_enabled():
+            given = (query, key, value, *options.values())
+            if any(isinstance(x, Tensor) and x.requires_grad for x in given):
+                raise ValueError(
+                    "attend keeps no gradients, got tensors that require them; call it under "
+                    "torch.no_grad(), or attention() on whole sequences to train"
+                )
         if torch.compiler.is_compiling():
             if lengths is not None or not stored or return_lse:
                 raise ValueError(
@@ -245,8 +237,7 @@ class KVCache:
             inputs = autocast_inputs(query, key, value)
             out: Tensor = attend_op(*inputs, self._clock, **spelt(options))
             return out
-        with torch.inference_mode(False), torch.no_grad():
-            found = self._attend(query, key, value, lengths, stored, **options)
+        found = self._attend(query, key, value, lengths, stored, **options)
         return found if return_lse else found[0]
 
     def load(
@@ -271,6 +262,7 @@ class KVCache:
         n = key.shape[2] if key.dim() == 4 else 0
         shape = len(self.lengths), self._held.heads, n, self._dims[0]
         query = torch.empty(shape, dtype=key.dtype, device=key.device)
+        check_inputs(query, key, value, self._held.pattern)
         self._check(query, key, value)
         places = torch.arange(n)
         if positions is not None:
@@ -289,29 +281,8 @@ class KVCache:
                 f"positions must be {key.shape[2]} ascending ones, of each key, got "
                 f"{shortened(str(places.tolist()))}; sort both"
             )
-        with torch.inference_mode(False), torch.no_grad():
+        with keeping_tensors():
             self._held = self._held.loaded(key, value, places, length)
-
-    def _attend_again(
-        self, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Fast path of `_attend` that reuses the checks, backend and layout of an earlier step.
-
-        Returns None unless the tokens are like those of that step, and fit the same page.
-        """
-        held = self._held
-        checked, backend = held.steps.checked
-        if checked is None or described(query, key, value) != checked:
-            return None
-        n = query.shape[2]
-        layout, length = held.steps.layouts.get(n), self.length
-        ends = held.total is not None and length + n > held.total
-        if layout is None or ends or held.since + n >= held.limit:
-            return None
-        inputs, scale = (query, key, value), checked_scale(None, query)
-        found = attend_page(held, layout, backend, inputs, scale, {})
-        self._held = held.advanced([n] * len(held.rows), held.since + n)
-        return found
 
     def _attend(
         self,
@@ -322,15 +293,18 @@ class KVCache:
         stored: bool = True,
         *,
         backend: str | None = None,
+        scale: float | None = None,
+        block_size: int | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        self._check(query, key, value)
-        held, given = self._held, query.shape[2]
+        held, asked = self._held, (backend, scale, None, block_size)
+        recipe, inputs, extras = recipe_of(query, key, value, held.pattern, asked, options)
+        if held.steps.checked is not recipe:
+            self._check(query, key, value)
+            check_dtype(self._dtype, inputs[1])
+        given = query.shape[2]
         new = self._new_tokens(lengths, given)
         most = given if lengths is None else max(new, default=0)
-        inputs, call, extras = checked_call(query, key, value, held.pattern, **options)
-        check_dtype(self._dtype, inputs[1])
-        chosen = choose(backend, inputs, extras)
         if not stored and len(set(zip(self.lengths, new, strict=True))) > 1:
             raise ValueError(
                 "stored=False needs entries of one length, got "
@@ -341,21 +315,24 @@ class KVCache:
         if not stored:
             last = range(self.length, self.length + most)
             held = held.changed(elsewhere=(*held.elsewhere, *last))
-        part, of_part = of_first(most, inputs, extras)
-        if fits_page(held, chosen, new, of_part):
-            layout = laid_page(held, most)
-            found = attend_page(held, layout, chosen, part, call["scale"], of_part)
+        part, of_part = (inputs, extras) if most == given else of_first(most, inputs, extras)
+        if fits_page(held, recipe.backend, new, of_part):
+            layout = held.steps.layouts.get(most)
+            if layout is None:
+                with keeping_tensors():
+                    layout = laid_page(held, most)
+            found = attend_page(held, layout, recipe, part, of_part)
+            held.steps.checked = recipe if recipe.plain else None
             after = held.advanced(new, held.since + most)
-            after = after.evicted() if after.since >= after.limit else after
+            if after.since >= after.limit:
+                with keeping_tensors():
+                    after = after.evicted()
         else:
-            del call["q_start"]
-            found = attend_spans(held, chosen, part, new, call, of_part)
-            after = held.advanced(new, held.since).evicted(*part[1:])
-        if backend is None and not options:
-            after.steps.checked = described(query, key, value), chosen
-        found = with_padding(found, given - most)
+            with keeping_tensors():
+                found = attend_spans(held, recipe, part, new, of_part)
+                after = held.advanced(new, held.since).evicted(*part[1:])
         self._held = after
-        return found
+        return with_padding(found, given - most)
 
     def crop(self, length: int) -> None:
         """Forgets the tokens from `length` on, as speculative decoding does with wrong guesses.
@@ -375,7 +352,7 @@ class KVCache:
                 f"crop takes a cache of {self.length} tokens and rollback={self._held.rollback} "
                 f"back to {least} at least, got {length}; give KVCache a larger rollback"
             )
-        with torch.inference_mode(False), torch.no_grad():
+        with keeping_tensors():
             self._held = self._held.cropped(length)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
@@ -399,7 +376,7 @@ class KVCache:
         self._take(self._checked_index("select", index))
 
     def _take(self, entries: Tensor) -> None:
-        with torch.inference_mode(False), torch.no_grad():
+        with keeping_tensors():
             self._held = self._held.taken(entries.clone())  # may be an inference tensor
 
     def _checked_index(self, name: str, index: Tensor | Sequence[int]) -> Tensor:
@@ -411,7 +388,6 @@ class KVCache:
         return checked_index(name, index, len(self.lengths))
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        check_inputs(query, key, value, self._held.pattern)
         refuse_meta(query, key, value)
         batch, new, (width, value_width) = len(self.lengths), query.shape[2], self._dims
         wanted = (
@@ -419,12 +395,12 @@ class KVCache:
             (batch, self._held.kv_heads, new, width),
             (batch, self._held.kv_heads, new, value_width),
         )
-        given = tuple(tuple(x.shape) for x in (query, key, value))
+        given = query.shape, key.shape, value.shape
         if given != wanted:
             raise ValueError(
                 "attend needs query, key and value of as many new tokens, "
-                f"{', '.join(map(str, wanted))} here, got {', '.join(map(str, given))}; the cache "
-                "has those before"
+                f"{', '.join(map(str, wanted))} here, got "
+                f"{', '.join(str(tuple(x)) for x in given)}; the cache has those before"
             )
         if (device := self._device) not in (None, key.device):
             raise ValueError(
@@ -432,10 +408,12 @@ class KVCache:
             )
 
     def _new_tokens(self, lengths: Sequence[int] | Tensor | None, most: int) -> list[int]:
-        entries, total = len(self.lengths), self._held.total
+        entries, total = len(self._held.rows), self._held.total
         new = [most] * entries if lengths is None else checked_lengths(lengths, entries, most)
+        if total is None:
+            return new
         for length, n in zip(self.lengths, new, strict=True):
-            if total is not None and length + n > total:
+            if length + n > total:
                 raise ValueError(
                     f"the cache is for {total} tokens, got {n} more after {length}; give KVCache a "
                     "larger max_length (and the pattern as many tokens)"

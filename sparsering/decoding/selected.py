@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..checks import autocast_inputs, check_tensor
+from ..checks import autocast_inputs, check_inputs, check_tensor
 from ..functional import attention
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Causal
@@ -16,7 +16,7 @@ from ..selection.scorer import BlockScorer
 from ..selection.summaries import BlockSummaries
 from .arguments import check_dtype, nothing_new
 from .cache import KVCache
-from .held import Held
+from .held import Held, keeping_tensors
 
 
 class SelectedCache(KVCache):
@@ -88,11 +88,7 @@ class SelectedCache(KVCache):
         """Selects blocks by rows of scores, with this cache's k, sink, local and top_p."""
         return select_blocks(scores, self._k, q_start=q_start, **self._selection)
 
-    def _attend_again(
-        self, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        return None  # no fast path: each step chooses other blocks
-
+    @keeping_tensors()
     def _attend(
         self,
         query: Tensor,
@@ -104,6 +100,7 @@ class SelectedCache(KVCache):
         backend: str | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
+        check_inputs(query, key, value, self._held.pattern)
         self._check(query, key, value)
         held, n, begin = self._held, query.shape[2], self.length
         query, key, value = autocast_inputs(query, key, value)

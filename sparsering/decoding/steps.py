@@ -25,9 +25,9 @@ from ..numerics import sum_dtype, without_autocast
 from ..ops import attend
 from ..patterns.algebra import Frame, Mask
 from ..patterns.keys import KeyMask
+from ..recipe import Recipe
 from .held import Held, Row
 
-_BY_POSITION = ("distance_bias", "dropout_p")  # extras that depend on key positions
 _CPU = torch.device("cpu")
 
 Options = Mapping[str, Any]
@@ -41,7 +41,7 @@ def fits_page(held: Held, backend: str, new: list[int], extras: Options) -> bool
         and held.since + new[0] <= held.page
         and BACKENDS[backend].forward is not None
         and not (held.elsewhere and "key_mask" not in BACKENDS[backend].extras)
-        and all(extras[name] is None for name in _BY_POSITION)
+        and extras["distance_bias"] is extras["dropout_p"] is None  # both need key positions
     )
 
 
@@ -89,9 +89,8 @@ def laid_page(held: Held, queries: int) -> BlockLayout:
 def attend_page(
     held: Held,
     layout: BlockLayout,
-    backend: str,
+    recipe: Recipe,
     inputs: Sequence[Tensor],
-    scale: float,
     extras: Options,
 ) -> tuple[Tensor, Tensor]:
     """Writes the new keys into their slots and attends; `layout` is for this number of queries."""
@@ -105,21 +104,20 @@ def attend_page(
         here = torch.ones(1, held.keys.shape[2], dtype=torch.bool)
         here = here.index_fill(1, place, False).to(query.device)
     problem = Problem(
-        layout, query, held.keys, held.values, scale, slots=slot, key_mask=here, **extras
+        layout, query, held.keys, held.values, recipe.scale, slots=slot, key_mask=here, **extras
     )
-    if backend == "cpu":  # its kernel writes the new keys itself
+    if recipe.backend == "cpu":  # its kernel writes the new keys itself
         return cpu.forward(problem, (key, value, first))
     for slots, new in ((held.keys, key), (held.values, value)):
         slots.narrow(2, first, new.shape[2]).copy_(new)
-    return _run(backend, problem)
+    return _run(recipe.backend, problem)
 
 
 def attend_spans(
     held: Held,
-    backend: str,
+    recipe: Recipe,
     inputs: Sequence[Tensor],
     new: list[int],
-    call: Options,
     extras: Options,
 ) -> tuple[Tensor, Tensor]:
     """Attends from `new` tokens of each entry over spans, one group of equal entries at a time."""
@@ -128,10 +126,10 @@ def attend_spans(
         groups.setdefault((id(row), n), []).append(entry)
     query, _, value = inputs
     if len(groups) == 1:
-        return _Alike(held, held.rows[0], None).attend(backend, inputs, call, extras)
+        return _Alike(held, held.rows[0], None).attend(recipe, inputs, extras)
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=sum_dtype(query))
-    whole = not _runs_spans(held, backend) and held.pattern.num_batches() is not None
+    whole = not _runs_spans(held, recipe.backend) and held.pattern.num_batches() is not None
     every = torch.arange(len(query), device=query.device)
     for (_, n), entries in groups.items():
         if not n:
@@ -140,7 +138,7 @@ def attend_spans(
         taken = every if whole else index
         part, of_part = of_first(n, *_of_entries(taken, inputs, extras))
         alike = _Alike(held, held.rows[entries[0]], taken)
-        found = alike.attend(backend, part, call, of_part)
+        found = alike.attend(recipe, part, of_part)
         out[index, :, :n], lse[index, :, :n] = (x[index] if whole else x for x in found)
     return out, lse
 
@@ -177,18 +175,18 @@ class _Alike:
         self._held, self._row, self._entries = held, row, entries
 
     def attend(
-        self, backend: str, inputs: Sequence[Tensor], call: Options, extras: Options
+        self, recipe: Recipe, inputs: Sequence[Tensor], extras: Options
     ) -> tuple[Tensor, Tensor]:
         query, pattern, begin = inputs[0], self._held.pattern, self._row.length
         frame = self._held.frame(query.shape[2], begin)
         elsewhere = self._held.elsewhere
         apart = self._entries is not None and pattern.num_batches() is not None
         if begin == 0 and frame.kv_len == query.shape[2] and not elsewhere and not apart:
-            options = {**call, "q_start": 0, "options": extras}
-            return attend(backend, query, inputs[1], inputs[2], pattern, **options)
-        if not _runs_spans(self._held, backend):
-            return self._attend_whole(backend, inputs, frame, call, extras)
-        layout, slots = self._layout(query.shape[2], frame, call["block_size"])
+            whole = Recipe(recipe.backend, recipe.scale, 0, recipe.block_size)
+            return attend(whole, query, inputs[1], inputs[2], pattern, extras)
+        if not _runs_spans(self._held, recipe.backend):
+            return self._attend_whole(recipe, inputs, frame, extras)
+        layout, slots = self._layout(query.shape[2], frame, recipe.block_size)
         if apart:
             entries = cast(Tensor, self._entries).cpu()
             layout = replace(layout, passes=tuple(p.of_entries(entries) for p in layout.passes))
@@ -199,9 +197,9 @@ class _Alike:
         here = self._here(query.shape[2], spanned)
         here = None if here is None else here.to(query.device)
         problem = Problem(
-            moved, query, keys, values, call["scale"], slots=slots, key_mask=here, **extras
+            moved, query, keys, values, recipe.scale, slots=slots, key_mask=here, **extras
         )
-        return _run(backend, problem)
+        return _run(recipe.backend, problem)
 
     def _here(self, new: int, spanned: Spanned) -> Tensor | None:
         """Mask [1, tokens] of the spans' positions whose keys are stored here; None for all.
@@ -257,12 +255,7 @@ class _Alike:
         return results
 
     def _attend_whole(
-        self,
-        backend: str,
-        inputs: Sequence[Tensor],
-        frame: Frame,
-        call: Options,
-        extras: Options,
+        self, recipe: Recipe, inputs: Sequence[Tensor], frame: Frame, extras: Options
     ) -> tuple[Tensor, Tensor]:
         """Attends over all positions, evicted keys as zeros, on a backend without layouts."""
         query, begin, pattern = inputs[0], self._row.length, self._held.pattern
@@ -274,10 +267,10 @@ class _Alike:
         extras, sink = dict(extras), extras["sink"]
         if sink is not None and sink.shape[2] > 1:
             extras["sink"] = torch.nn.functional.pad(sink, (first, frame.q_len - first - n))
-        options = {**call, "q_start": frame.q_start, "options": extras}
+        whole = Recipe(recipe.backend, recipe.scale, frame.q_start, recipe.block_size)
         if (here := self._here(n, everything)) is not None:
             pattern = cast(Mask, pattern) & KeyMask(here[0])
-        out, lse = attend(backend, every, keys, values, pattern, **options)
+        out, lse = attend(whole, every, keys, values, pattern, extras)
         return out[:, :, first : first + n], lse[:, :, first : first + n]
 
 

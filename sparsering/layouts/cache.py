@@ -23,6 +23,7 @@ from ..patterns.arguments import checked_integer, shortened
 from ..patterns.keys import without_key_masks
 from ..patterns.selected import selections_of
 from ..streams import capturing
+from .block_size import block_size as chosen
 from .compile import build_layout, check_block_size
 from .layout import BlockLayout
 
@@ -74,6 +75,11 @@ class LayoutCache:
         """
         check_block_size(block_size)
         key = (pattern, frame, block_size, device)
+        if not pattern.tensors:
+            with self._lock:
+                found: BlockLayout | None = self._find(key)
+            if found is not None:
+                return found.ready()
         is_kept = _is_kept(pattern, frame)
         if is_kept and capturing(device):
             with self._lock:
@@ -145,8 +151,6 @@ class LayoutCache:
         place = place_of(device)  # adds the index of the device
 
         def work() -> BlockLayout:
-            from ..cost.choice import block_size as chosen  # it imports layouts; choosing is slow
-
             size = chosen(pattern, frame, place) if block_size is None else block_size
 
             def build() -> BlockLayout:

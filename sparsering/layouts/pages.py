@@ -30,7 +30,7 @@ def last_query_layout(
     if not last or pattern.tensors or not _positions_decide(pattern):
         return None
     first = frame.q_start // PAGE * PAGE
-    laid = frame._replace(q_len=PAGE, kv_len=first + PAGE, q_start=first)
+    laid = Frame(PAGE, first + PAGE, frame.num_heads, frame.num_kv_heads, first)
     key = (pattern, laid, block_size, device, "page")
 
     def build() -> _Page:

@@ -77,8 +77,7 @@ class Pattern(Operand):
         if "_hash" not in vars(self):
             content = (digest_of(tensor) for tensor in self.tensors)
             object.__setattr__(self, "_hash", hash((type(self), self.expression, *content)))
-        known: int = vars(self)["_hash"]
-        return known
+        return int(vars(self)["_hash"])
 
     def __bool__(self) -> NoReturn:
         raise TypeError(
@@ -153,12 +152,13 @@ class Pattern(Operand):
         Cost: O(visited blocks) time and memory.
         """
         # Layouts import patterns, so this and the next two methods import them only when called.
-        from ..cost.choice import block_size as chosen
+        from ..layouts.block_size import block_size as chosen
         from ..layouts.cache import layout_cache, place_of
 
         frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
-        size = chosen(self, frame, place_of(device)) if block_size is None else block_size
-        return layout_cache.layout(self, frame, size, place_of(device))
+        place = place_of(device)
+        size = chosen(self, frame, place) if block_size is None else block_size
+        return layout_cache.layout(self, frame, size, place)
 
     def live_keys(
         self,

@@ -1,18 +1,16 @@
-"""Chooses the cheaper way to run a call: torch's dense kernel or tiles, and the tile size.
+"""Chooses the tokens per tile of a call that names none, by the share of pairs that tiles waste.
 
-The rules use counts of the layout, with constants that were measured on CPUs. They measure nothing.
+The rule counts pairs in a sample of the layout; its constants were measured on CPUs.
 """
 
 from functools import lru_cache
 
 import torch
 
-from ..kernels import sdpa
-from ..layouts.compile import compile_passes, default_block_size, terms
-from ..numerics import round_up
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.blocks import blockwise_masks
 from ..patterns.keys import without_key_masks
+from .compile import compile_passes, default_block_size, terms
 
 _SAMPLE = 2048  # number of query positions that are counted to estimate all
 _LEAST_KEYS = 128  # a shorter sequence has too few tiles for a choice to matter
@@ -22,35 +20,6 @@ _MOST_KEYS = 2048  # with more keys per query, the tiles at a pattern's edges ar
 # its tiles contain at most this share of the pairs in the tiles of the next larger size.
 _LARGEST = 128
 _SMALLER = ((64, 0.92), (32, 0.6))
-
-BESIDE_DENSE = frozenset({"gather"})
-"""Backends that torch's dense kernel may replace; the compiled kernel is faster than it."""
-
-_DENSE_SHARE = 0.5  # if tiles contain this share of all pairs, a dense mask is cheaper
-
-
-def prefers_dense(backend: str, pattern: Pattern, frame: Frame, device: torch.device) -> bool:
-    """Whether torch's dense kernel is cheaper for a call than the backend that would run it.
-
-    It is for a full or causal pattern, and for a short call whose tiles contain a large share of
-    all pairs. Cost: as `block_size`.
-    """
-    if backend not in BESIDE_DENSE or device.type != "cpu":
-        return False
-    kind = sdpa.form(pattern, frame)
-    if kind != "masked":
-        return kind is not None
-    if pattern.tensors or pattern.restarts is not None or not frame.q_len or not frame.num_heads:
-        return False
-    return _share_held(pattern, frame) >= _DENSE_SHARE
-
-
-@lru_cache(1024)
-def _share_held(pattern: Pattern, frame: Frame) -> float:
-    check_fits(pattern, frame)
-    size = default_block_size(pattern, frame.kv_len)
-    queries = frame.q_start, frame.q_start + frame.q_len
-    return _held(pattern, frame, size, queries) / max(1, frame.kv_len)
 
 
 def block_size(pattern: Pattern, frame: Frame, device: torch.device) -> int:
@@ -96,7 +65,7 @@ def _held(pattern: Pattern, frame: Frame, size: int, queries: tuple[int, int]) -
     found = 0.0
     for compiled in compile_passes(pattern, frame, size, queries=[queries]):
         axes = zip(compiled.queries, compiled.keys, strict=True)
-        rounded = [tuple(round_up(axis.count.clamp(min=0), 16) for axis in pair) for pair in axes]
+        rounded = [[-(-axis.count.clamp(min=0) // 16) * 16 for axis in pair] for pair in axes]
         tables = [table for row in compiled.tables for table in row]
         for number, table in enumerate(tables):
             rows, columns = rounded[number * len(rounded) // len(tables)]

@@ -1,0 +1,170 @@
+"""Checks a call and decides how it runs, once for all calls of one kind.
+
+The decision, a `Recipe`, depends on shapes, dtypes, device, pattern and options, and never on the
+numbers in a tensor: equal calls share it, with gradients or without.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import (
+    autocast_inputs,
+    check_inputs,
+    check_integer_or_none,
+    checked_scale,
+    kind_of,
+)
+from .dispatch import BACKENDS, Backend, choose
+from .extras import NO_EXTRAS, checked_extras, checked_slots
+from .kernels.triton import interpreting
+from .patterns.algebra import Frame, Pattern
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+Laid = tuple[str, Pattern, Frame, int, torch.device]
+"""Key of a layout: backend, pattern without key masks, frame, block size, device."""
+
+
+@dataclass(slots=True, eq=False)
+class Recipe:
+    """Decision of a call.
+
+    Attributes:
+        backend: name of the backend that runs it.
+        scale: factor of the scores.
+        q_start: position of the first query.
+        block_size: tokens per tile, as in the call; `laid` has the default for None.
+        plain: whether query, key and value are tensors that nothing but autograd observes.
+        learns: whether autograd records one of them.
+        laid: key of the layout, of all calls with this recipe; None until the first run adds it.
+        direct: whether a kernel can run the layout without extras, key masks and gradients.
+        table: all backends at the time of the decision.
+    """
+
+    backend: str
+    scale: float
+    q_start: int
+    block_size: int | None = None
+    plain: bool = False
+    learns: bool = False
+    laid: Laid | None = None
+    direct: bool = False
+    table: tuple[Backend, ...] = ()
+
+
+_MOST = 256
+_recipes: dict[Hashable, Recipe] = {}
+"""Recipes of recent calls, by all that their checks and choices depend on."""
+
+
+def recipe_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    given: tuple[Any, Any, Any, Any],
+    extras: Mapping[str, Any],
+) -> tuple[Recipe, Inputs, Mapping[str, Any]]:
+    """Checks a call and decides how it runs: (recipe, (query, key, value), extras).
+
+    A call like an earlier one takes its recipe. Extras are checked in each call.
+
+    Args:
+        given: backend, scale, q_start and block_size, as `attention` has them.
+        extras: all other options of the call, {} if none is in use.
+
+    Raises: as `attention`.
+    """
+    kind = _kind(query, key, value, pattern, given, extras)
+    recipe = None if kind is None else _recipes.get(kind)
+    backend, scale, q_start, block_size = given
+    if recipe is not None and recipe.table == tuple(BACKENDS.values()):
+        if not extras:
+            return recipe, (query, key, value), NO_EXTRAS
+        options = _checked_options(query, key, pattern, block_size, **extras)
+        return recipe, (query, key, value), options
+    call = {"scale": scale, "q_start": q_start, "block_size": block_size}
+    inputs, checked, options = checked_call(query, key, value, pattern, **call, **extras)
+    recipe = Recipe(choose(backend, inputs, options, pattern, checked["q_start"]), **checked)
+    if kind is not None:
+        recipe.plain, recipe.learns, recipe.table = True, kind[0][-1], tuple(BACKENDS.values())
+        if len(_recipes) >= _MOST:
+            for oldest in list(_recipes)[:1]:  # another thread may be faster
+                _recipes.pop(oldest, None)
+        _recipes[kind] = recipe
+    return recipe, inputs, options
+
+
+def _kind(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: object,
+    given: tuple[Any, ...],
+    extras: Mapping[str, Any],
+) -> tuple[Any, ...] | None:
+    """Returns all that a recipe depends on, or None where that cannot be compared.
+
+    Tensors of a pattern are left out: they decide the layout alone, which is looked up each time.
+    """
+    types = tuple(map(type, given))
+    if not isinstance(pattern, Pattern) or not _COMPARED.issuperset(types):
+        return None
+    tensors = kind_of(query, key, value)
+    if tensors is None:
+        return None
+    in_use: tuple[str, ...] = ()
+    if extras:
+        if type(p := extras.get("dropout_p")) not in _COMPARED:
+            return None
+        unused = None if p else "dropout_p"
+        in_use = tuple(name for name, x in extras.items() if x is not None and name != unused)
+    interpreted = (given[0] == "triton" or tensors[4].type != "cpu") and interpreting()
+    decided_by = type(pattern) if pattern.tensors else pattern
+    return tensors, decided_by, given, types, in_use, interpreted  # types, as 1 == 1.0 == True
+
+
+_COMPARED = frozenset((type(None), int, float, str))
+
+
+def checked_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    scale: float | None = None,
+    q_start: int | None = None,
+    block_size: int | None = None,
+    **extras: Any,
+) -> tuple[Inputs, dict[str, Any], dict[str, Any]]:
+    """Checks a call; returns (query, key, value), the options of all backends, and the extras."""
+    check_inputs(query, key, value, pattern)
+    scale = checked_scale(scale, query)
+    check_integer_or_none("q_start", q_start)
+    check_integer_or_none("block_size", block_size)
+    query, key, value = autocast_inputs(query, key, value)
+    call = {
+        "scale": scale,
+        "q_start": key.shape[2] - query.shape[2] if q_start is None else q_start,
+        "block_size": block_size,
+    }
+    return (query, key, value), call, _checked_options(query, key, pattern, block_size, **extras)
+
+
+def _checked_options(
+    query: Tensor,
+    key: Tensor,
+    pattern: Pattern,
+    block_size: int | None,
+    slot_bias: Tensor | None = None,
+    **extras: Any,
+) -> dict[str, Any]:
+    """Returns the extras of a call as fields of `Problem`, and the slot bias if there is one."""
+    if slot_bias is not None:
+        slot_bias = checked_slots(slot_bias, query, key, pattern, extras.get("block_bias"))
+    options: dict[str, Any] = checked_extras(query, pattern, block_size, **extras)
+    return options if slot_bias is None else {**options, "slot_bias": slot_bias}

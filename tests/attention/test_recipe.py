@@ -1,0 +1,202 @@
+"""One decision for all calls of a kind: it is shared by equal calls, and by no others."""
+
+from typing import Any
+
+import pytest
+import torch
+from oracles.attention_oracle import Case, assert_close, gradients, inputs
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import sparsering as sr
+from sparsering import recipe
+from sparsering.dispatch import BACKENDS
+
+CASE = Case(2, 4, 2, 40, 40, 8, 8)
+
+
+def drawn(requires_grad: bool = False, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return inputs(CASE, dtype, requires_grad)
+
+
+def exact(args: list[Tensor], pattern: sr.Pattern, **options: Any) -> Tensor:
+    return sr.attention(
+        *(x.detach().double() for x in args), pattern, backend="reference", **options
+    )
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by an item for each call whose arguments are checked in full."""
+    seen: list[int] = []
+    real = recipe.check_inputs
+    monkeypatch.setattr(recipe, "check_inputs", lambda *x: (seen.append(1), real(*x)))
+    recipe._recipes.clear()
+    return seen
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        sr.Causal(),
+        sr.Causal() & sr.KeyPadding((3, 40)),
+        sr.Causal() & sr.KeyMask(torch.arange(40) % 3 > 0),
+        sr.LongNet((8, 16), (1, 2)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("extras", [{}, {"softcap": 3.0, "sink": torch.zeros(4)}])
+def test_later_calls_are_not_checked_again_and_compute_the_same(
+    pattern, requires_grad, extras, checks
+):
+    args = drawn(requires_grad)
+    first = sr.attention(*args, pattern, return_lse=True, **extras)
+    again = [sr.attention(*args, pattern, return_lse=True, **extras) for _ in range(2)]
+    assert len(checks) == 1
+    for found in again:
+        assert all(map(torch.equal, found, first))
+        if requires_grad:
+            assert all(map(torch.equal, gradients(found, args), gradients(first, args)))
+    assert_close(first[0].double(), exact(args, pattern, **extras), 3e-6)
+
+
+def test_numbers_that_compare_equal_are_not_confused():
+    args = drawn()
+    for good, name in ((1, "scale"), (0, "q_start"), (16, "block_size")):
+        sr.attention(*args, sr.Causal(), **{name: good})
+        for bad in (bool(good), float(good), str(good)):
+            if name == "scale" and type(bad) is float:
+                continue
+            with pytest.raises(ValueError, match=f"{name} must be"):
+                sr.attention(*args, sr.Causal(), **{name: bad})
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_gradients_and_their_absence_share_no_run():
+    args, pattern = drawn(True), sr.SlidingWindow(5)
+    with torch.no_grad():
+        for _ in range(2):
+            assert not sr.attention(*args, pattern).requires_grad
+            sr.attention(*args, pattern, backend="flex")
+    for _ in range(2):
+        out = sr.attention(*args, pattern)
+        assert all(x.abs().sum() > 0 for x in gradients([out], args))
+        with pytest.raises(NotImplementedError, match="no backward on the CPU"):
+            sr.attention(*args, pattern, backend="flex")
+    value = args[2].detach().requires_grad_()
+    out = sr.attention(args[0].detach(), args[1].detach(), value, pattern)
+    assert gradients([out], [value])[0].abs().sum() > 0
+    table = torch.zeros(1, 3, requires_grad=True)
+    for _ in range(2):
+        out = sr.attention(*(x.detach() for x in args), pattern, distance_bias=table)
+        assert gradients([out], [table])[0].abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_modes_and_transforms_are_seen_after_plain_calls():
+    args, pattern = drawn(), sr.Causal()
+    plain = [sr.attention(*args, pattern) for _ in range(2)][1]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sr.attention(*args, pattern).dtype == torch.bfloat16
+    with FlopCounterMode(display=False) as counter:
+        sr.attention(*args, pattern)
+    assert counter.get_total_flops() > 0
+    loss = torch.func.grad(lambda x: sr.attention(x, *args[1:], pattern).sum())
+    assert loss(args[0]).abs().sum() > 0
+    mapped = torch.func.vmap(lambda x: sr.attention(x, *args[1:], pattern))
+    assert_close(mapped(torch.stack([args[0]] * 2))[1], plain, 1e-6)
+    compiled = torch.compile(sr.attention, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*args, pattern), plain)
+    negative = torch._neg_view(args[0])
+    assert_close(
+        sr.attention(negative, *args[1:], pattern), sr.attention(-args[0], *args[1:], pattern), 1e-6
+    )
+    meta = [x.to("meta") for x in args]
+    assert sr.attention(*meta, pattern, backend="gather").is_meta
+    with torch.inference_mode():
+        assert torch.equal(sr.attention(*args, pattern), plain)
+    with pytest.raises(ValueError, match="must share a dtype"):
+        sr.attention(args[0], args[1].double(), args[2], pattern)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(args[0], args[0])
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            sr.attention(dual, *args[1:], pattern)
+
+
+def test_a_changed_table_of_backends_is_a_new_decision(monkeypatch):
+    args = drawn()
+    compiled = sr.attention(*args, sr.Causal())
+    gathered = sr.attention(*args, sr.Causal(), backend="gather")
+    assert not torch.equal(compiled, gathered)  # else nothing is shown
+    with monkeypatch.context() as patch:
+        cannot = BACKENDS["cpu"]._replace(reasons=lambda *_: ["no compiler"])
+        patch.setitem(BACKENDS, "cpu", cannot)
+        for _ in range(2):
+            assert torch.equal(sr.attention(*args, sr.Causal()), gathered)
+    assert torch.equal(sr.attention(*args, sr.Causal()), compiled)
+
+
+def test_tensors_of_a_pattern_count_by_their_content():
+    args = drawn()
+    for shift in range(3):
+        valid = torch.arange(40) % 3 != shift
+        for pattern in (sr.KeyMask(valid), sr.Dense(valid.expand(40, -1))):
+            assert_close(sr.attention(*args, pattern).double(), exact(args, pattern), 3e-6)
+
+
+def test_extras_are_checked_in_each_call():
+    args, pattern = drawn(), sr.Causal()
+    out = sr.attention(*args, pattern)
+    for _ in range(2):
+        sink = torch.zeros(4)
+        found = sr.attention(*args, pattern, sink=sink)
+        assert_close(found.double(), exact(args, pattern, sink=sink.double()), 3e-6)
+        with pytest.raises(ValueError, match="sink must be"):
+            sr.attention(*args, pattern, sink=torch.zeros(3))
+        with pytest.raises(ValueError, match="dropout_p must be"):
+            sr.attention(*args, pattern, dropout_p=1.5)
+        assert torch.equal(sr.attention(*args, pattern, dropout_p=0, dropout_seed=3), out)
+        dropped = [sr.attention(*args, pattern, dropout_p=0.5, dropout_seed=s) for s in (1, 1, 2)]
+        assert torch.equal(dropped[0], dropped[1]) and not torch.equal(dropped[1], dropped[2])
+        with pytest.raises(NotImplementedError, match="sdpa: it has no softcap"):
+            sr.attention(*args, pattern, softcap=1.0, backend="sdpa")
+
+
+def test_strides_and_threads_change_no_decision():
+    args = drawn()
+    out = sr.attention(*args, sr.Causal())
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in args]
+    assert torch.equal(sr.attention(*strided, sr.Causal()), out)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(sr.attention(*args, sr.Causal()), out)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_few_recipes_are_kept(checks):
+    for length in range(1, 300):
+        x = torch.zeros(1, 1, length, 1)
+        sr.attention(x, x, x, sr.Full(), block_size=16)
+    assert len(recipe._recipes) == recipe._MOST < len(checks) == 299
+
+
+def test_steps_of_a_cache_share_a_recipe_and_a_call_of_their_shapes_changes_none(checks):
+    args, pattern = drawn(), sr.SlidingWindow(9) & sr.Causal()
+    caches = [sr.KVCache(pattern, 2, 2, 8, num_heads=4, page_size=16) for _ in range(2)]
+    parts = [
+        [x[:, :, i : i + n] for x in args] for i, n in ((0, 20), *((i, 1) for i in range(20, 40)))
+    ]
+    outs = [[cache.attend(*part) for part in parts] for cache in caches[:1]]
+    assert len(checks) <= 4  # prompt and step, and the attention of the prompt
+    recipe._recipes.clear()
+    for part in parts:
+        sr.attention(*part, pattern)
+    outs.append([caches[1].attend(*part) for part in parts])
+    assert all(map(torch.equal, *outs))
+    with pytest.raises(ValueError, match=r"the cache holds torch\.float32, got keys of"):
+        caches[0].attend(*(x.double() for x in parts[-1]))
+    with pytest.raises(ValueError, match="as many new tokens"):
+        caches[0].attend(*(x[:1] for x in parts[-1]))
