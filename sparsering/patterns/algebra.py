@@ -76,8 +76,7 @@ class Pattern(Operand):
         if "_hash" not in vars(self):
             content = (digest_of(tensor) for tensor in self.tensors)
             object.__setattr__(self, "_hash", hash((type(self), self.expression, *content)))
-        known: int = vars(self)["_hash"]
-        return known
+        return vars(self)["_hash"]
 
     def __bool__(self) -> NoReturn:
         raise TypeError(
@@ -121,18 +120,14 @@ class Pattern(Operand):
         k = torch.arange(frame.kv_len)[None, :]
         batch, tables = self.num_batches(), num_heads if self.num_tables(frame) > 1 else 1
         batches = 1 if batch is None else batch
-        counts = [
-            self._dense_table(p, k, frame, b, h) for b in range(batches) for h in range(tables)
-        ]
+        held = [self._dense_table(p, k, frame, b, h) for b in range(batches) for h in range(tables)]
         shape = (batches, tables, frame.q_len, frame.kv_len)
-        dense = torch.stack(counts).view(shape) if counts else torch.zeros(shape, dtype=torch.bool)
+        dense = torch.stack(held).view(shape) if held else torch.zeros(shape, dtype=torch.bool)
         return dense if batch is not None else dense[0]
 
     def _dense_table(self, p: Tensor, k: Tensor, frame: Frame, batch: int, head: int) -> Tensor:
-        held = [
-            m.at(batch, head, frame).holds(p, k, frame).expand(frame.q_len, frame.kv_len)
-            for m in self.branches
-        ]
+        masks = [mask.at(batch, head, frame) for mask in self.branches]
+        held = [mask.holds(p, k, frame).expand(frame.q_len, frame.kv_len) for mask in masks]
         return held[0] if isinstance(self, Mask) else torch.stack(held).sum(0)
 
     def layout(
@@ -234,6 +229,11 @@ class Pattern(Operand):
     def _made_of(self) -> "tuple[Mask, ...]":
         """The masks that the pattern is made of, if any."""
         return ()
+
+    @property
+    def own_length(self) -> int | None:
+        """The least length, in tokens, that a part of the pattern is made for; None for any."""
+        return min((n for x in self._made_of() if (n := x.own_length) is not None), default=None)
 
     @property
     def restarts(self) -> "Restarts | None":
