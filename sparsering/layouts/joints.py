@@ -174,12 +174,8 @@ class InBlocks(Condition):
 
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
         size = self.mask.block_size
-        own, block = k // size, x // size
-        if self.rule is not None:
-            found = self.rule.before(own, block, frame)
-        else:
-            found = self._last_listed(own, block, frame)
-        return torch.minimum(x, found * size + (size - 1))
+        step = self._last_listed if self.rule is None else self.rule.before
+        return torch.minimum(x, step(k // size, x // size, frame) * size + (size - 1))
 
     def _last_listed(self, own: Tensor, block: Tensor, frame: Frame) -> Tensor:
         """The last query block <= `block` that is listed with key block `own`, or a negative one.

@@ -83,7 +83,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Linear(Condition):
-    """a * p + b * k >= c, a one of -1, 0 and 1."""
+    """a * p + b * k >= c, where a is -1, 0 or 1."""
 
     a: int
     b: int
@@ -151,12 +151,9 @@ class InKeys(Condition):
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
         """Tiles between the first and the last valid key; holes are rarely whole tiles."""
-        valid = torch.nonzero(self.below.diff())[:, 0]
-        rows = torch.arange(len(queries))
-        if not len(valid):
-            return with_any_key(queries, keys, rows[:0])
-        begin, end = origin.start + valid[0], origin.start + valid[-1]
-        return spans_of_positions(queries, keys, rows, begin, end)
+        first, last = ((self.below <= x).sum() - 1 for x in (0, self.below[-1] - 1))
+        begin, end = origin.start + first, origin.start + last
+        return spans_of_positions(queries, keys, torch.arange(len(queries)), begin, end)
 
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return None, torch.where(self.below[k + 1] > self.below[k], FOREVER, -1)

@@ -7,6 +7,7 @@ For a sequence without end, queries are examined until the keys that they see re
 visited within one such period is visited forever.
 """
 
+import itertools
 from collections.abc import Iterator
 from functools import reduce
 from typing import NamedTuple
@@ -227,12 +228,10 @@ def _sequence(
             if kv_head < len(masks):
                 masks[kv_head].update(dict.fromkeys(seen))
     sequence = _Sequence(pattern, length, frame, [list(found) for found in masks], {})
-    for found in masks:
-        for mask in found:
-            if length is None and mask.asks_frame:
-                raise sequence.needs_length("one that depends on the sequence's length")
-            if mask not in sequence.rules:
-                sequence.rules[mask] = condition(mask, frame)
+    for mask in dict.fromkeys(itertools.chain(*masks)):
+        if length is None and mask.asks_frame:
+            raise sequence.needs_length("one that depends on the sequence's length")
+        sequence.rules[mask] = condition(mask, frame)
     return sequence
 
 
