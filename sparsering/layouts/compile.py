@@ -20,7 +20,7 @@ from ..patterns.blocks import blockwise_masks
 from ..patterns.selected import selections_of
 from ..rows import distinct_rows, number_rows
 from .bitmaps import count_pairs, pack
-from .ground import Ground, ground_of, laid_in_documents
+from .documents import Ground, ground_of, laid_in_documents
 from .layout import BlockLayout, Pass
 from .leaves import EMPTY, FULL, Condition
 from .lower import condition
