@@ -27,7 +27,7 @@ from .terms import distinct_kv_heads
 from .tiles import Axis, TilePairs
 
 _KEYS_AT_A_TIME = 1 << 16
-_TILE, _SPLIT = 1 << 8, 1 << 12  # keys of the smallest tiles, and parts that a tile is split into
+_TILE, _SPLIT = 1 << 10, 1 << 10  # keys of the smallest tiles, and parts that a tile is split into
 _MOST_POSITION = 1 << 60
 _MOST_PERIOD = 1 << 40  # longest period, in queries, of the visits to a key
 _MOST_SHIFT = 1 << 26  # positions examined for the bound of an endless sequence
