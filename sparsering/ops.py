@@ -18,8 +18,8 @@ from .dispatch import BACKENDS, Backend, block_size_of
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
 from .layouts.cache import layout_cache
+from .layouts.last_query import last_query_layout
 from .layouts.layout import BlockLayout, stretched
-from .layouts.pages import last_query_layout
 from .numerics import entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .pairs import distances_op, frame_of, kept_by_branch, pair_counts_op, slots_op
 from .patterns.algebra import Frame, Pattern, check_fits

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..layouts.compile import compile_table, terms, tokens_of_tile
-from ..layouts.conditions import FULL, VARIES
-from ..layouts.ground import Ground, ground_of, laid_in_documents
-from ..layouts.lowering import condition
+from ..layouts.documents import Ground, ground_of, laid_in_documents
+from ..layouts.leaves import FULL, VARIES
+from ..layouts.lower import condition
 from ..layouts.tiles import Axis, Origin, Spans, TilePairs
 from ..patterns.algebra import And, Frame, Mask, Not, Or, Pattern
 

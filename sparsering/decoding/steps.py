@@ -18,9 +18,9 @@ from ..kernels import cpu
 from ..kernels.problem import Problem
 from ..layouts.cache import layout_cache
 from ..layouts.compile import assemble, compile_passes, default_block_size
-from ..layouts.kept import Spanned, page_over
+from ..layouts.gathered_keys import Spanned, page_over
+from ..layouts.last_query import last_query_layout
 from ..layouts.layout import BlockLayout
-from ..layouts.pages import last_query_layout
 from ..numerics import sum_dtype, without_autocast
 from ..ops import attend
 from ..patterns.algebra import Frame, Mask

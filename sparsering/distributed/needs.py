@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..layouts.bitmaps import unpack
 from ..layouts.compile import evaluate, terms
-from ..layouts.conditions import EMPTY, FULL, Condition, Origin, TilePairs
-from ..layouts.lowering import condition
+from ..layouts.leaves import EMPTY, FULL, Condition, Origin, TilePairs
+from ..layouts.lower import condition
 from ..layouts.tiles import Axis, Grid, Ranges, Spans
 from ..patterns.algebra import And, Frame, Mask, Not, Or
 from ..patterns.blocks import blockwise_masks

@@ -3,8 +3,9 @@
 1. `terms` splits a mask into a union of masks that each fit one grid of tiles: plain, dilated or
    per document.
 2. Each term becomes one pass, without the pairs of earlier passes, so that passes are disjoint.
-3. For each distinct mask of a head and batch entry, `conditions` finds the pairs of tiles and their
-   status. Where that varies, the mask's definition is evaluated once per distinct signature.
+3. For each distinct mask of a head and batch entry, its condition (`lower`) finds the pairs of
+   tiles and their status. Where that varies, the mask's definition is evaluated once per distinct
+   signature.
 """
 
 import math
@@ -19,10 +20,10 @@ from ..patterns.blocks import blockwise_masks
 from ..patterns.selected import selections_of
 from ..rows import distinct_rows, number_rows
 from .bitmaps import count_pairs, pack
-from .conditions import EMPTY, FULL, Condition
-from .ground import Ground, ground_of, laid_in_documents
+from .documents import Ground, ground_of, laid_in_documents
 from .layout import BlockLayout, Pass
-from .lowering import condition
+from .leaves import EMPTY, FULL, Condition
+from .lower import condition
 from .selected_on_device import selected_layout, with_slots
 from .terms import terms as terms
 from .tiles import Axis, Grid, Origin, Ranges, Spans, TilePairs

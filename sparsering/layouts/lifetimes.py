@@ -7,7 +7,9 @@ For a sequence without end, queries are examined until the keys that they see re
 visited within one such period is visited forever.
 """
 
+import itertools
 from collections.abc import Iterator
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -15,53 +17,17 @@ from torch import Tensor
 
 from ..patterns.algebra import And, Frame, Mask, Mixture, Or, Pattern, check_fits
 from ..patterns.arguments import MOST_TOKENS, checked_integer, shortened
-from ..patterns.blocks import (
-    BlockDilated,
-    Blocks,
-    BlockWindow,
-    BlockwiseMask,
-    Dense,
-    Hierarchical,
-)
-from ..patterns.keys import KeyMask
-from ..patterns.positions import (
-    Causal,
-    Dilated,
-    Documents,
-    Full,
-    GlobalTokens,
-    Packed,
-    PooledCausal,
-    SlidingWindow,
-    entries_of,
-)
+from ..patterns.positions import Full, Packed
 from ..patterns.selected import SelectedBlocks
-from ..patterns.varlen import Varlen
-from ..rows import expand_counts
-from .descents import (
-    AllOf,
-    AnyOf,
-    Asked,
-    AtDistances,
-    Descent,
-    FirstKeys,
-    FirstQueries,
-    InDocuments,
-    InSegment,
-    ListedBlocks,
-    Near,
-    NearBlocks,
-    Pooled,
-    Repeats,
-    ValidKeys,
-)
+from .joints import AnyOf
+from .leaves import EMPTY, Condition, Repeats
+from .leaves import FOREVER as FOREVER
+from .lower import condition
 from .terms import distinct_kv_heads
-from .tiles import Ranges
-
-FOREVER = 1 << 62
-"""Value of the last visit of a key that is visited without end."""
+from .tiles import Axis, TilePairs
 
 _KEYS_AT_A_TIME = 1 << 16
+_TILE, _SPLIT = 1 << 10, 1 << 10  # keys of the smallest tiles, and parts that a tile is split into
 _MOST_POSITION = 1 << 60
 _MOST_PERIOD = 1 << 40  # longest period, in queries, of the visits to a key
 _MOST_SHIFT = 1 << 26  # positions examined for the bound of an endless sequence
@@ -92,12 +58,8 @@ def last_visits(
     stop = checked_integer("stop", stop, start)
     sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
     sequence.check_position("stop", stop)
-    of_mask = {
-        mask: sequence.last(descent, start, stop, start)
-        for mask, descent in sequence.descents.items()
-    }
-    nothing = torch.full((stop - start,), -1, dtype=torch.int64)
-    return [_latest([of_mask[mask] for mask in masks], nothing) for masks in sequence.masks]
+    of_mask = {mask: sequence.last(rule, start, stop) for mask, rule in sequence.rules.items()}
+    return [_latest([of_mask[mask] for mask in masks], stop - start) for masks in sequence.masks]
 
 
 def live_keys(
@@ -108,10 +70,10 @@ def live_keys(
     sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
     sequence.check_position("length", length)
     of_mask = {}
-    for mask, descent in sequence.descents.items():
+    for mask, rule in sequence.rules.items():
         parts = [torch.zeros(0, dtype=torch.int64)]
-        for key in _keys(descent.keys(length, length)):
-            parts.append(key[sequence.last_of(descent, key, length, length) >= 0])
+        for key in sequence.keys_seen_after(length, rule):
+            parts.append(key[sequence.last_of(rule, key, length) >= 0])
         of_mask[mask] = torch.cat(parts)
     return [_union([of_mask[mask] for mask in masks]) for masks in sequence.masks]
 
@@ -123,13 +85,10 @@ def cache_bound(
     sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
     repeats = sequence.shifted() if sequence.length is None else Repeats(sequence.length, 0)
     stop = repeats.first + repeats.period
-    nothing = torch.full((stop,), -1, dtype=torch.int64)
-    of_mask = {
-        mask: sequence.last(descent, 0, stop, 0) for mask, descent in sequence.descents.items()
-    }
+    of_mask = {mask: sequence.last(rule, 0, stop) for mask, rule in sequence.rules.items()}
     most = 0
     for masks in sequence.masks:
-        last = _latest([of_mask[mask] for mask in masks], nothing)
+        last = _latest([of_mask[mask] for mask in masks], stop)
         bound = sequence.most_ever(last, repeats) if repeats.period else _most_live(last)
         if bound is None:
             return None
@@ -143,14 +102,16 @@ class _Sequence(NamedTuple):
     Attributes:
         pattern: the pattern, for error messages.
         length: in tokens; None: without end.
+        frame: lengths and heads, of the most tokens where there is no end.
         masks: for each kv head, the masks whose union its queries see.
-        descents: the descent of each of these masks.
+        rules: the condition of each of these masks.
     """
 
     pattern: Pattern
     length: int | None
+    frame: Frame
     masks: list[list[Mask]]
-    descents: dict[Mask, Descent]
+    rules: dict[Mask, Condition]
 
     def check_position(self, name: str, position: int) -> None:
         """Raises ValueError where the position is past the end."""
@@ -167,34 +128,63 @@ class _Sequence(NamedTuple):
             f"most tokens that there will be, for {shortened(str(self.pattern))}"
         )
 
-    def last(self, descent: Descent, start: int, stop: int, first_query: int) -> Tensor:
-        """Last query at `first_query` or later that visits each key in [start, stop), or -1."""
-        found = torch.full((stop - start,), -1, dtype=torch.int64)
-        ranges = [(max(low, start), high) for low, high in descent.keys(first_query, stop)]
-        for key in _keys(ranges):
-            low = int(key[0]) - start
-            found[low : low + len(key)] = self.last_of(descent, key, stop, first_query)
+    def last(self, rule: Condition, start: int, stop: int) -> Tensor:
+        """Last query at `start` or later that visits each key in [start, stop), or -1."""
+        found = torch.arange(start, stop)
+        for part in found.split(_KEYS_AT_A_TIME) if len(found) else ():
+            part.copy_(self.last_of(rule, part, start))
         return found
 
-    def last_of(self, descent: Descent, k: Tensor, stop: int, first_query: int) -> Tensor:
-        """Last query at `first_query` or later that visits each of the keys k < stop, or -1."""
+    def last_of(self, rule: Condition, k: Tensor, first_query: int) -> Tensor:
+        """Last query at `first_query` or later that visits each key, or -1."""
         if self.length is not None:
-            return _descend(descent, k, self.length - 1, first_query)
-        repeats = descent.future(stop)
+            return self._descend(rule, k, self.length - 1, first_query)
+        repeats = rule.future(int(k[-1]) + 1)
         if repeats is None:
             raise self.needs_length("a mask of which that is not known")
         first, period, empty = repeats
         if first > _MOST_POSITION or period > _MOST_PERIOD:
             raise self.needs_length(f"one of period {period} from {first} on")
         if empty:
-            return _descend(descent, k, first - 1, first_query)
+            return self._descend(rule, k, first - 1, first_query)
         first = max(first, first_query)
-        last = _descend(descent, k, first + period - 1, first_query)
+        last = self._descend(rule, k, first + period - 1, first_query)
         return last.masked_fill_(last >= first, FOREVER)
+
+    def _descend(self, rule: Condition, k: Tensor, most: int, least: int) -> Tensor:
+        """Last query in [least, most] that pairs with each key, or -1."""
+        found = rule.before(k, torch.full_like(k, most), self.frame)
+        going = torch.nonzero((found < most) & (found >= least) & (not rule.settled))[:, 0]
+        while len(going):
+            above, key = found[going], k[going]
+            below = rule.before(key, above, self.frame)
+            found[going] = below
+            going = going[(below < above) & (below >= least)]
+        return found.masked_fill_(found < least, -1)
+
+    def keys_seen_after(self, length: int, rule: Condition) -> Iterator[Tensor]:
+        """Yields the keys below `length` in tiles that later queries may visit, in chunks."""
+        end = FOREVER if self.length is None else self.length
+        begin, size = torch.zeros(min(1, length, end - length), dtype=torch.int64), _TILE
+        while size < length:
+            size *= _SPLIT
+        while size > _TILE and len(begin):
+            size //= _SPLIT
+            begin = (begin[:, None] + size * torch.arange(_SPLIT)).flatten()
+            begin = begin[begin < length]
+            none, stop = torch.zeros_like(begin), (begin + size).clamp(max=length)
+            queries = Axis(1, none, none + length, none + end, none + (end - 1))
+            keys = Axis(1, none, begin, stop, stop - 1)
+            status = rule.status(TilePairs.of_sequence(queries, keys, self.frame.kv_len))
+            begin = begin[status != EMPTY]
+        for tiles in begin.split(_KEYS_AT_A_TIME // _TILE):
+            key = (tiles[:, None] + torch.arange(_TILE)).flatten()
+            if len(key := key[key < length]):
+                yield key
 
     def shifted(self) -> Repeats:
         """How pairs repeat when both positions are shifted alike."""
-        found = AnyOf(self.descents.values()).shifted() if self.descents else Repeats(0, 1)
+        found = AnyOf(self.rules.values()).shifted()
         if found is None:
             raise self.needs_length("a mask of which that is not known")
         if found.first + found.period > _MOST_SHIFT:
@@ -227,7 +217,7 @@ class _Sequence(NamedTuple):
 def _sequence(
     pattern: Pattern, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> _Sequence:
-    """Checks a pattern and lowers its masks to descents."""
+    """Checks a pattern and lowers its masks to conditions."""
     laid = _without_selection(pattern)
     length = own_length(laid, max_length)
     frame = Frame.build(MOST_TOKENS if length is None else length, None, num_heads, num_kv_heads, 0)
@@ -237,13 +227,11 @@ def _sequence(
         for _, kv_head in places:
             if kv_head < len(masks):
                 masks[kv_head].update(dict.fromkeys(seen))
-    sequence = _Sequence(pattern, length, [list(found) for found in masks], {})
-    for found in masks:
-        for mask in found:
-            if length is None and mask.asks_frame:
-                raise sequence.needs_length("one that depends on the sequence's length")
-            if mask not in sequence.descents:
-                sequence.descents[mask] = descent(mask, frame)
+    sequence = _Sequence(pattern, length, frame, [list(found) for found in masks], {})
+    for mask in dict.fromkeys(itertools.chain(*masks)):
+        if length is None and mask.asks_frame:
+            raise sequence.needs_length("one that depends on the sequence's length")
+        sequence.rules[mask] = condition(mask, frame)
     return sequence
 
 
@@ -263,111 +251,11 @@ def own_length(pattern: Pattern, max_length: int | None = None) -> int | None:
     """Length of a sequence: `max_length`, else the least that the pattern implies; None: no end."""
     if max_length is not None:
         return checked_integer("max_length", max_length, 0)
-    return min(_own_lengths(pattern), default=None)
+    return pattern.own_length
 
 
-def _own_lengths(pattern: Pattern) -> set[int]:
-    """Lengths in tokens that the parts of a pattern are made for."""
-    match pattern:
-        case Documents(lengths) | Packed(lengths, _):
-            return {sum(entry) for entry in entries_of(lengths)}
-        case Varlen(_, kv_lengths, _):
-            return {sum(kv_lengths)}
-        case KeyMask(table) | Dense(table):
-            return {table.shape[-1]}
-        case Blocks(active, block_size):
-            return {min(active.shape[-2:]) * block_size}
-        case And(masks) | Or(masks) | Mixture(masks):
-            return {length for mask in masks for length in _own_lengths(mask)}
-    return set()
-
-
-def descent(mask: Mask, frame: Frame) -> Descent:
-    """Lowers the mask of one head and batch entry (`Mask.at`) to a descent."""
-    match mask:
-        case Full():
-            return Near(None, None, 1)
-        case Causal():
-            return Near(None, 0, 1)
-        case PooledCausal(size, stride):
-            return Pooled(size, stride)
-        case SlidingWindow(left, right, dilation):
-            return Near(left, right, dilation)
-        case GlobalTokens(count, rows, columns):
-            keys = FirstKeys(count if columns else 0)
-            return AnyOf((FirstQueries(count), keys)) if rows else keys
-        case Dilated(length, rate, _):
-            return InSegment(length, rate, mask.offset_of(0, 1))
-        case BlockDilated(rates, size):
-            return AtDistances(size, tuple(sorted({0, *rates, *(-rate for rate in rates)})))
-        case BlockWindow(radius, size):
-            return NearBlocks(size, 1, radius)
-        case Hierarchical():
-            levels = mask.in_blocks()
-            return AnyOf(NearBlocks(mask.block_size, *level) for level in levels)
-        case Documents():
-            return _in_documents(mask, Full(), frame)
-        case Packed(_, inner):
-            return _in_documents(mask.documents, inner, frame)
-        case KeyMask(valid):
-            return ValidKeys(valid)
-        case And(masks):
-            return AllOf(descent(part, frame) for part in masks)
-        case Or(masks):
-            return AnyOf(descent(part, frame) for part in masks)
-        case BlockwiseMask():
-            return _listed(mask, frame)
-    return Asked(mask, frame)
-
-
-def _in_documents(documents: Documents, inner: Mask, frame: Frame) -> Descent:
-    (lengths,) = entries_of(documents.lengths)
-    starts = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-    distinct = list(dict.fromkeys(lengths)) if inner.asks_frame else [0]
-    frames = (frame._replace(q_len=length, kv_len=length, q_start=0) for length in distinct)
-    number = {length: number for number, length in enumerate(distinct)}
-    kinds = torch.tensor([number.get(length, 0) for length in lengths], dtype=torch.int64)
-    return InDocuments(starts, kinds, tuple(descent(inner, of_kind) for of_kind in frames))
-
-
-def _listed(mask: BlockwiseMask, frame: Frame) -> Descent:
-    rows = -(-frame.q_len // mask.block_size)
-    if not rows:
-        return FirstKeys(0)
-    row, first, last = mask.spans(torch.arange(rows), frame.kv_len)
-    last = last.clamp(max=rows - 1)  # there are as many key blocks as query blocks
-    span, number = expand_counts((last - first + 1).clamp(min=0))
-    row, column = row[span], first[span] + number
-    held = mask.blocks_hold(row, column, frame.kv_len)
-    return ListedBlocks(mask.block_size, rows, (column * rows + row)[held].unique())
-
-
-def _descend(descent: Descent, k: Tensor, most: int, least: int) -> Tensor:
-    """Last query in [least, most] that pairs with each key, or -1."""
-    found = descent.before(k, torch.full_like(k, most))
-    if descent.settled:
-        return found.masked_fill_(found < least, -1)
-    going = torch.nonzero((found < most) & (found >= least))[:, 0]
-    while len(going):
-        above, key = found[going], k[going]
-        below = descent.before(key, above)
-        found[going] = below
-        going = going[(below < above) & (below >= least)]
-    return found.masked_fill_(found < least, -1)
-
-
-def _keys(ranges: Ranges) -> Iterator[Tensor]:
-    """Yields the keys of ranges in chunks."""
-    for low, high in ranges:
-        for begin in range(low, high, _KEYS_AT_A_TIME):
-            yield torch.arange(begin, min(high, begin + _KEYS_AT_A_TIME))
-
-
-def _latest(parts: list[Tensor], nothing: Tensor) -> Tensor:
-    latest = nothing.clone()
-    for part in parts:
-        torch.maximum(latest, part, out=latest)
-    return latest
+def _latest(parts: list[Tensor], keys: int) -> Tensor:
+    return reduce(torch.maximum, parts, torch.full((keys,), -1, dtype=torch.int64))
 
 
 def _union(parts: list[Tensor]) -> Tensor:
@@ -382,7 +270,5 @@ def _most_live(last: Tensor) -> int:
     key = torch.arange(len(last))
     living = last > key
     born, dead = key[living] + 1, last[living].clamp(max=len(last)) + 1
-    change = torch.bincount(born, minlength=len(last) + 2) - torch.bincount(
-        dead, minlength=len(last) + 2
-    )
-    return int(change.cumsum(0)[:-1].max())
+    born, dead = (torch.bincount(x, minlength=len(last) + 2) for x in (born, dead))
+    return int((born - dead).cumsum(0)[:-1].max())

@@ -230,6 +230,11 @@ class Pattern(Operand):
         return ()
 
     @property
+    def own_length(self) -> int | None:
+        """The least length, in tokens, that a part of the pattern is made for; None for any."""
+        return min((n for x in self._made_of() if (n := x.own_length) is not None), default=None)
+
+    @property
     def restarts(self) -> "Restarts | None":
         """Lengths of documents in which positions restart; None without, or if parts disagree."""
         masks = self.masks if isinstance(self, Mixture | _SetOperation) else ()

@@ -322,6 +322,10 @@ class Dense(TensorMask):
                 f"got shape {tuple(self.mask.shape)}"
             )
 
+    @property
+    def own_length(self) -> int:
+        return self.mask.shape[-1]
+
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         return lookup(self.mask, p - frame.q_start, k)
 
@@ -371,6 +375,10 @@ class Blocks(TensorMask, BlockwiseMask):
                 f"position, got shape {tuple(self.active.shape)}; for cross attention pass "
                 "q_start=0"
             )
+
+    @property
+    def own_length(self) -> int:
+        return min(self.active.shape[-2:]) * self.block_size
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
         return lookup(self.active, q_block, k_block)

@@ -82,6 +82,10 @@ class KeyMask(TensorMask):
     def num_tables(self, frame: Frame) -> int:
         return 1
 
+    @property
+    def own_length(self) -> int:
+        return self.valid.shape[-1]
+
     def check(self, frame: Frame) -> None:
         self.check_length(frame.kv_len)
 

@@ -246,6 +246,10 @@ class Documents(Mask):
     def check(self, frame: Frame) -> None:
         _check_sums(self, self.lengths, frame)
 
+    @property
+    def own_length(self) -> int:
+        return min(map(sum, entries_of(self.lengths)))
+
     def ends(self) -> Tensor:
         """Exclusive end position of each document of the one batch entry, [documents]."""
         return torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
@@ -282,6 +286,10 @@ class Packed(Mask):
                 f"{type(self.pattern).__name__}; Causal() is one"
             )
         _freeze_lengths(self)
+
+    @property
+    def own_length(self) -> int:
+        return self.documents.own_length
 
     @property
     def documents(self) -> Documents:

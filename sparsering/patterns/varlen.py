@@ -52,6 +52,10 @@ class Varlen(Mask):
             )
 
     @property
+    def own_length(self) -> int:
+        return sum(self.kv_lengths)
+
+    @property
     def restarts(self) -> Restarts:
         return self.q_lengths, self.kv_lengths
 

@@ -50,6 +50,16 @@ class LateEcho(sr.Mask):
         return q_first - frame.kv_len // 2, q_last - frame.kv_len // 2
 
 
+@sr.register_pattern
+class Backwards(sr.Mask):
+    """A mask of a user's own that takes another one, made for one length."""
+
+    inner: sr.Mask
+
+    def holds(self, p, k, frame):
+        return (k <= p) & self.inner.holds(p, k, frame)
+
+
 def visited(pattern: Any, queries: int, keys: int, heads: int, kv_heads: int) -> Tensor:
     """[kv heads, queries, keys] whether any batch entry and query head of a kv head visits."""
     shape = {"q_len": queries, "kv_len": keys, "q_start": 0}
@@ -259,11 +269,21 @@ def test_literal_bounds():
     assert (causal & sr.GlobalTokens(7) & sr.SlidingWindow(4)).cache_bound() == 4
     assert (causal & sr.SlidingWindow(None, 0, 3)).cache_bound() is None
     assert (sr.KeyPadding((3, 9)) & causal).cache_bound() == 9
+    assert sr.PooledCausal(4, 1).cache_bound() is None
+    assert (sr.PooledCausal(4, 1) & sr.Dilated(16, 2)).cache_bound() == 6
+
+
+def test_a_custom_mask_has_the_length_of_its_argument():
+    pattern = Backwards(sr.Documents((3, 4)))
+    assert own_length(pattern) == 7
+    assert lists(pattern.live_keys(5)) == [[3, 4]]
+    assert pattern.cache_bound() == 3
 
 
 def test_no_heads_and_no_batch_entries():
     assert sr.Causal().live_keys(3, num_heads=0) == []
-    assert sr.Causal().live_keys(3, num_heads=4, num_kv_heads=0) == []
+    with pytest.raises(ValueError, match="num_kv_heads"):
+        sr.Causal().live_keys(3, num_heads=4, num_kv_heads=0)
     assert lists(sr.Causal().live_keys(3, num_heads=0, num_kv_heads=2)) == [[], []]
     assert sr.KeyPadding(()).cache_bound(num_heads=2) == 0
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import sparsering as sr
 from sparsering.distributed import RingPlan, simulate_ring
 from sparsering.layouts import compile as compiler
-from sparsering.layouts.conditions import FULL
+from sparsering.layouts.leaves import FULL
 from sparsering.patterns import mask_mod as mask_mods
 
 

@@ -17,9 +17,9 @@ from ..patterns.algebra import And, Frame, Mask, Or, Pattern
 from ..patterns.arguments import MOST_TOKENS
 from ..patterns.positions import Causal, Dilated, Full
 from .bitmaps import pack, transposed
-from .conditions import EMPTY, FULL, VARIES
 from .layout import BlockLayout, Pass
-from .lowering import condition
+from .leaves import EMPTY, FULL, VARIES
+from .lower import condition
 from .tiles import Axis, Spans, TilePairs
 
 _MOST_CELLS = 1 << 21  # cells evaluated at a time, to bound memory

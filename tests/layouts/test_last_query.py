@@ -6,7 +6,7 @@ from oracles.attention_oracle import PATTERNS, Case, assert_close
 
 import sparsering as sr
 from sparsering.layouts.cache import layout_cache
-from sparsering.layouts.pages import PAGE, last_query_layout
+from sparsering.layouts.last_query import PAGE, last_query_layout
 from sparsering.patterns.algebra import Frame
 
 CASE = Case(num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8)

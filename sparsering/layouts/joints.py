@@ -1,0 +1,346 @@
+"""Conditions made of others: parts joined by and, or, not; a rule within documents; a custom mask.
+
+Parts are joined by Kleene logic: a pair of tiles that varies in one part may be decided by another.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..patterns.algebra import Frame, Mask
+from ..patterns.blocks import BlockwiseMask
+from ..rows import expand_counts
+from .leaves import FULL, VARIES, Condition, Repeats, SameDocument, with_any_key
+from .tiles import Axis, Origin, Spans, TilePairs, spans_of_positions
+
+# Where a pair of tiles spans more mask blocks than this, they are not looked up one by one.
+_MOST_SUB_BLOCKS = 1024
+_LOOKED_AT = 64  # queries of a key for which a custom mask is evaluated at a time
+_LEAPS = (1 << 14, 1 << 10)  # queries that a custom mask may rule out at once
+
+
+class _Joint(Condition):
+    """Several conditions joined; a part that does not vary adds nothing to the signature."""
+
+    extreme: ClassVar[Any]  # joins the statuses of the parts
+    join: ClassVar[Any]  # joins the candidates of the parts
+
+    def __init__(self, parts: Iterable[Condition]) -> None:
+        self.parts = tuple(parts)
+        self.settled = all(part.settled for part in self.parts)
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        return reduce(type(self).extreme, (part.status(pairs) for part in self.parts))
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        columns = []
+        for part in self.parts:
+            varies = part.status(pairs) == VARIES
+            columns.append(varies.long())
+            if varies.any():
+                columns += [torch.where(varies, x, 0) for x in part.signature(pairs)]
+        return columns
+
+    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        spans = (part.candidates(queries, keys, origin) for part in self.parts)
+        return reduce(type(self).join, spans)
+
+    def future(self, stop: int) -> Repeats | None:
+        return _together([part.future(stop) for part in self.parts])
+
+    def shifted(self) -> Repeats | None:
+        return _together([part.shifted() for part in self.parts])
+
+
+class AllOf(_Joint):
+    """Every part holds."""
+
+    extreme = staticmethod(torch.minimum)
+    join = Spans.__and__
+
+    def __init__(self, parts: Iterable[Condition]) -> None:
+        super().__init__(parts)
+        self.moving = [part for part in self.parts if not part.convex]
+        self.convex = not self.moving
+        self.settled = self.settled and len(self.moving) <= 1  # two may step past each other
+
+    def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        found = [part.queries(k) for part in self.parts if part.convex]
+        firsts = [first for first, _ in found if first is not None]
+        lasts = [last for _, last in found if last is not None]
+        return (
+            reduce(torch.maximum, firsts) if firsts else None,
+            reduce(torch.minimum, lasts) if lasts else None,
+        )
+
+    def future(self, stop: int) -> Repeats | None:
+        ends = [told for part in self.parts if (told := part.future(stop)) and told.empty]
+        return min(ends) if ends else super().future(stop)
+
+
+class AnyOf(_Joint):
+    """Some part holds."""
+
+    extreme = staticmethod(torch.maximum)
+    join = Spans.__or__
+
+    def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
+        return reduce(torch.maximum, (part.before(k, x, frame) for part in self.parts))
+
+
+@dataclass(frozen=True, eq=False)
+class Negated(Condition):
+    """The part does not hold."""
+
+    part: Condition
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        return FULL - self.part.status(pairs)
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        return self.part.signature(pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class InBlocks(Condition):
+    """A blockwise mask, looked up for every pair of mask blocks that a pair of tiles spans.
+
+    Attributes:
+        rule: condition on the blocks of query and key, None where a table or a draw lists them.
+    """
+
+    mask: BlockwiseMask
+    rule: Condition | None = None
+    _listed: dict[int, Tensor] = field(default_factory=dict)  # pairs of blocks, by kv_len
+
+    def _sides(self, pairs: TilePairs) -> list[tuple[Tensor, Tensor, int]]:
+        """First and last position of queries and of keys, and the size of their blocks."""
+        q0, q1, k0, k1 = pairs.edges()
+        return [(q0, q1, self.mask.row_size), (k0, k1, self.mask.block_size)]
+
+    def _cells(self, pairs: TilePairs) -> tuple[Tensor, Tensor] | None:
+        """(holds, valid) of each pair's mask blocks, [sub-blocks, pairs]; None if too many."""
+        (q0, q1), (k0, k1) = (
+            (first // size, last // size) for first, last, size in self._sides(pairs)
+        )
+        if not len(q0):
+            return None
+        rows, columns = (max(0, int(x.max())) + 1 for x in (q1 - q0, k1 - k0))  # tiles may be empty
+        if rows * columns > _MOST_SUB_BLOCKS:
+            return None
+        at = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+        q_block, k_block = q0 + at[:, :1], k0 + at[:, 1:]
+        valid = (q_block <= q1) & (k_block <= k1)
+        kv_len = pairs.origin.kv_len
+        holds = self.mask.blocks_hold(q_block.clamp(min=0), k_block.clamp(min=0), kv_len)
+        return holds & (q_block >= 0) & valid, valid
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        if (cells := self._cells(pairs)) is None:
+            if self.rule is None:
+                return torch.full_like(pairs.q.start, VARIES, dtype=torch.int8)
+            sides = [(first // size, last // size) for first, last, size in self._sides(pairs)]
+            q, k = (Axis(1, first * 0, first, last + 1, last) for first, last in sides)
+            return self.rule.status(TilePairs.of_sequence(q, k, 0))
+        holds, valid = cells
+        return holds.any(0).to(torch.int8) + (holds | ~valid).all(0).to(torch.int8)
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        if (cells := self._cells(pairs)) is None:
+            if not self.mask.by_distance:
+                return [torch.arange(len(pairs))]
+            (q, _, of_query), (k, _, size) = self._sides(pairs)
+            return [q % of_query, k % size, q // of_query - k // size, q.clamp(max=0)]
+        words = [
+            (word.long() << torch.arange(len(word))[:, None]).sum(0) for word in cells[0].split(62)
+        ]
+        return [*(first % size for first, _, size in self._sides(pairs)), *words]
+
+    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        size, of_query = self.mask.block_size, self.mask.row_size
+        first, last = ((x - origin.start) // of_query for x in (queries.start, queries.last))
+        first = first.clamp(min=0)
+        row, number = expand_counts((last - first + 1).clamp(min=0))
+        index, low, high = self.mask.spans(first[row] + number, origin.kv_len[row])
+        row, most = row[index], (1 << 62) // size
+        low, high = low.clamp(-most, most), high.clamp(-most, most)  # products then fit in 64 bits
+        begin, end = origin.start[row] + low * size, origin.start[row] + high * size + size - 1
+        return spans_of_positions(queries, keys, row, begin, end)
+
+    def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
+        size = self.mask.block_size
+        step = self._last_listed if self.rule is None else self.rule.before
+        return torch.minimum(x, step(k // size, x // size, frame) * size + (size - 1))
+
+    def _last_listed(self, own: Tensor, block: Tensor, frame: Frame) -> Tensor:
+        """The last query block <= `block` that is listed with key block `own`, or a negative one.
+
+        A pair is listed as key block * rows + query block, ascending.
+        """
+        rows = -(-frame.kv_len // self.mask.block_size)  # as many key blocks as query blocks
+        if frame.kv_len not in self._listed:
+            row, first, last = self.mask.spans(torch.arange(rows), frame.kv_len)
+            span, number = expand_counts((last.clamp(max=rows - 1) - first + 1).clamp(min=0))
+            row, column = row[span], first[span] + number
+            holds = self.mask.blocks_hold(row, column, frame.kv_len)
+            self._listed[frame.kv_len] = (column * rows + row)[holds].unique()
+        listed = torch.nn.functional.pad(self._listed[frame.kv_len], (1, 0), value=-1)
+        most = own * rows + block.clamp(max=rows - 1)
+        return listed[torch.searchsorted(listed, most, right=True) - 1] - own * rows
+
+    def future(self, stop: int) -> Repeats | None:
+        blocks = -(-stop // self.mask.block_size)
+        return self._in_tokens(self.rule.future(blocks) if self.rule else None)
+
+    def shifted(self) -> Repeats | None:
+        return self._in_tokens(self.rule.shifted() if self.rule else None)
+
+    def _in_tokens(self, blocks: Repeats | None) -> Repeats | None:
+        size = self.mask.block_size
+        return blocks and Repeats(blocks.first * size, blocks.period * size, blocks.empty)
+
+
+@dataclass(frozen=True, eq=False)
+class PerDocument(Condition):
+    """`inner`, with positions counted from the start of the document that holds both tiles.
+
+    Attributes:
+        asks_length: whether `inner` depends on the length of the document.
+    """
+
+    same: SameDocument
+    inner: Condition
+    asks_length: bool
+
+    @property
+    def settled(self) -> bool:  # type: ignore[override]
+        return self.inner.settled
+
+    def _document(self, first: Tensor, last: Tensor, origin: Origin) -> tuple[Tensor, Origin]:
+        """Whether first and last are in one document, and that document as an origin."""
+        starts = self.same.starts
+        number = self.same.document_of(first - origin.start)
+        inside = (number == self.same.document_of(last - origin.start)) & (number < len(starts) - 1)
+        place = number.clamp(0, max(0, len(starts) - 2))
+        start, end = starts[place], starts[(place + 1).clamp(max=len(starts) - 1)]
+        return inside & (number >= 0), Origin(origin.start + start, end - start, end - start)
+
+    def _in_documents(self, pairs: TilePairs) -> tuple[Tensor, TilePairs]:
+        q, k = pairs.q, pairs.k
+        first, last = torch.minimum(q.start, k.start), torch.maximum(q.last, k.last)
+        inside, document = self._document(first, last, pairs.origin)
+        return inside, TilePairs(q, k, document)
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        inside, in_document = self._in_documents(pairs)
+        # Tiles that reach over several documents are VARIES if they share one of them, else EMPTY.
+        return torch.where(inside, self.inner.status(in_document), self.same.status(pairs))
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        inside, in_document = self._in_documents(pairs)
+        columns = self.inner.signature(in_document)
+        several = torch.where(inside, 0, 1 + torch.arange(len(inside)))
+        return [several, *(torch.where(inside, column, 0) for column in columns)]
+
+    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        inside, document = self._document(queries.start, queries.last, origin)
+        anywhere = with_any_key(queries, keys, torch.nonzero(~inside)[:, 0])
+        found = self.inner.candidates(queries, keys, document) | anywhere
+        return found & self.same.candidates(queries, keys, origin)
+
+    def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
+        begin, last = self.same.queries(k)
+        k, x = k - begin, torch.minimum(x, last) - begin
+        kind = last - begin + 1 if self.asks_length else torch.zeros_like(k)
+        found = torch.full_like(x, -1)
+        for length in kind.unique().tolist():
+            which = torch.nonzero((kind == length) & (x >= 0))[:, 0]
+            document = frame._replace(q_len=length, kv_len=length, q_start=0)
+            if len(which):
+                found[which] = self.inner.before(k[which], x[which], document)
+        return torch.where(found >= 0, found + begin, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Declared(Condition):
+    """A custom mask, by its own `Mask.status` and `Mask.candidates` where it defines them.
+
+    Attributes:
+        in_document: whether each origin is a document, which is a whole sequence to the mask.
+    """
+
+    mask: Mask
+    frame: Frame
+    in_document: bool
+    settled = False
+
+    def _frames(self, origin: Origin) -> Iterable[tuple[Tensor, Frame]]:
+        """(tile indices, frame) for each distinct frame: the sequence, or a length of document."""
+        if self.in_document:
+            return origin.frames(self.frame)
+        return [(torch.arange(len(origin.start)), self.frame)]
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        status = torch.full_like(pairs.q.start, VARIES, dtype=torch.int8)
+        for which, frame in self._frames(pairs.origin):
+            q0, q1, k0, k1 = pairs[which].edges()
+            q1 = q1.clamp(max=frame.q_start + frame.q_len - 1)  # queries of lifetimes may not end
+            told = self.mask.status(q0, q1, k0, k1, frame)
+            if told is not None:
+                status[which] = told.to(torch.int8)
+        return status
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        return [torch.arange(len(pairs))]
+
+    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        found = with_any_key(queries, keys, torch.arange(0))
+        for which, frame in self._frames(origin):
+            start = origin.start[which]
+            first, last = queries.start[which] - start, queries.last[which] - start
+            reach = self.mask.candidates(first, last, frame)
+            if reach is None:
+                found = found | with_any_key(queries, keys, which)
+            else:
+                low, high = (start + x for x in reach)
+                found = found | spans_of_positions(queries, keys, which, low, high)
+        return found
+
+    def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
+        """Evaluates the mask at some queries of each key at a time; it may rule out many."""
+        found = torch.full_like(x, -1)
+        asked = torch.nonzero(x >= 0)[:, 0]
+        k, x = k[asked], x[asked]
+        passed = torch.zeros_like(x)  # number of queries, from x downwards, of which none pairs
+        for leap in _LEAPS:
+            passed = torch.where(passed == 0, leap * self._is_empty(k, x, leap, frame), passed)
+        near = torch.nonzero(passed == 0)[:, 0]
+        p = x[near, None] - torch.arange(_LOOKED_AT)
+        held = self.mask.holds(p.clamp(min=0), k[near, None], frame).expand(p.shape)
+        passed[near] = torch.where(held.any(1), held.to(torch.int8).argmax(1), _LOOKED_AT)
+        found[asked] = (x - passed).clamp(min=-1)
+        return found
+
+    def _is_empty(self, k: Tensor, x: Tensor, leap: int, frame: Frame) -> Tensor:
+        """Whether the mask rules out all queries in (x - leap, x]."""
+        empty, first = torch.zeros_like(x, dtype=torch.bool), (x - leap + 1).clamp(min=0)
+        if (reach := self.mask.candidates(first, x, frame)) is not None:
+            empty = (k < reach[0]) | (k > reach[1])
+        if (told := self.mask.status(first, x, k, k, frame)) is not None:
+            empty = empty | (told == 0)
+        return empty
+
+
+def _together(found: list[Repeats | None]) -> Repeats | None:
+    """Combines the periods of several parts; None where one is unknown."""
+    known = [repeats for repeats in found if repeats is not None]
+    if len(known) < len(found):
+        return None
+    first = max((repeats.first for repeats in known), default=0)
+    period = math.lcm(*(repeats.period for repeats in known if not repeats.empty))
+    return Repeats(first, period, empty=all(repeats.empty for repeats in known))

@@ -1,0 +1,332 @@
+"""Conditions on a query and a key position: the facts of one kind of mask, without its pairs.
+
+A mask is lowered (`lower`) to a few kinds of condition. For tiles, each computes three things for
+many pairs of tiles at once. `status`: no pair holds, all hold, or it varies. `signature`: integers;
+two varying pairs of tiles with equal signatures hold at the same cells. `candidates`: the pairs of
+tiles where any pair may hold. The cells always come from the mask's own definition (`Mask.holds`).
+For the lifetimes of keys, `before` steps from a query down to the next that may pair with a key;
+`future` and `shifted` say how pairs repeat in a sequence without end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..patterns.algebra import Frame
+from .tiles import Axis, Origin, Spans, TilePairs, spans_of_positions
+
+EMPTY, VARIES, FULL = 0, 1, 2
+FOREVER = 1 << 62
+"""A position past all others: of the last query where queries do not end."""
+
+
+class Repeats(NamedTuple):
+    """From `first` on, pairs repeat every `period` positions; `empty`: there are none."""
+
+    first: int
+    period: int
+    empty: bool = False
+
+
+class Condition:
+    """Condition on p - origin.start and k - origin.start, p a query and k a key position.
+
+    Attributes:
+        convex: whether the queries that pair with a key are neighbours, without a gap.
+        moving: parts of the condition that are not convex, and that `queries` leaves out.
+        settled: whether `before` is exact; otherwise it is a bound from which to ask again.
+    """
+
+    convex: bool = False
+    moving: "Sequence[Condition]" = ()
+    settled: bool = True
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        """EMPTY, VARIES or FULL for each pair of tiles."""
+        raise NotImplementedError
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        """Integer columns; VARIES tile pairs of one step with equal columns have equal cells."""
+        raise NotImplementedError
+
+    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        """A superset of the pairs of tiles that are not EMPTY; `origin` is per query tile."""
+        return with_any_key(queries, keys, torch.arange(len(queries)))
+
+    def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """First and last query that pair with each key, where `convex`; None without a bound."""
+        raise NotImplementedError
+
+    def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
+        """Upper bound of the last query <= x that pairs with key k (exact where `settled`).
+
+        It is x itself where x pairs with k, and negative where no query does. The frame is that of
+        the sequence, or of the document, from whose start positions count.
+        """
+        first, last = self.queries(k)
+        x = x if last is None else torch.minimum(x, last)
+        for part in self.moving:
+            x = part.before(k, x, frame)
+        return x if first is None else torch.where(x >= first, x, -1)
+
+    def future(self, stop: int) -> Repeats | None:
+        """How visits to keys below `stop` repeat in the far future; None where that is unknown."""
+        return None
+
+    def shifted(self) -> Repeats | None:
+        """How pairs repeat when both positions are shifted alike; None where that is unknown."""
+        return None
+
+
+@dataclass(frozen=True)
+class Linear(Condition):
+    """a * p + b * k >= c, where a is -1, 0 or 1."""
+
+    a: int
+    b: int
+    c: int
+    convex = True
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        q0, q1, k0, k1 = pairs.edges()
+        of_q, of_k = (self.a * q0, self.a * q1), (self.b * k0, self.b * k1)
+        low = torch.minimum(*of_q) + torch.minimum(*of_k)
+        high = torch.maximum(*of_q) + torch.maximum(*of_k)
+        return (low >= self.c).to(torch.int8) + (high >= self.c)
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        q0, _, k0, _ = pairs.edges()
+        return [self.a * q0 + self.b * k0]
+
+    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        rows = torch.arange(len(queries))
+        first, last = (self.a * (x - origin.start) for x in (queries.start, queries.last))
+        room = torch.maximum(first, last) - self.c
+        if self.b > 0:  # k >= origin.start - room / b
+            far = rows * 0 + _end(keys)
+            return spans_of_positions(queries, keys, rows, origin.start - room // self.b, far)
+        if self.b < 0:  # k <= origin.start + room / -b
+            most = origin.start + room // -self.b
+            return spans_of_positions(queries, keys, rows, rows * 0, most)
+        return with_any_key(queries, keys, rows[room >= 0])
+
+    def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if self.a == 0:
+            return None, torch.where(self.b * k >= self.c, FOREVER, -1)
+        product = k if self.b == 1 else self.b * k
+        return (self.c - product, None) if self.a > 0 else (None, product - self.c)
+
+    def future(self, stop: int) -> Repeats:
+        low, high = sorted((0, self.b * (stop - 1)))
+        if self.a > 0:
+            return Repeats(max(0, self.c - low), 1)
+        first = max(0, high - self.c + 1) if self.a else 0
+        return Repeats(first, 1, empty=self.a < 0 or high < self.c)
+
+    def shifted(self) -> Repeats | None:
+        if self.a and self.b:
+            return Repeats(0, 1) if self.a + self.b == 0 else None
+        sign = self.a + self.b  # pairs change at one position of queries or of keys, if at all
+        return Repeats(max(0, self.c // sign + (sign < 0)) if sign else 0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class InKeys(Condition):
+    """valid[k]; `below[k]` counts the valid keys below k, [kv_len + 1]."""
+
+    below: Tensor
+    convex = True
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        _, _, first, last = pairs.edges()
+        most = len(self.below) - 1
+        held = self.below[(last + 1).clamp(0, most)] - self.below[first.clamp(0, most)]
+        return (held > 0).to(torch.int8) + (held == last - first + 1).to(torch.int8)
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        return [pairs.edges()[2]]
+
+    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        """Tiles between the first and the last valid key; holes are rarely whole tiles."""
+        first, last = ((self.below <= x).sum() - 1 for x in (0, self.below[-1] - 1))
+        begin, end = origin.start + first, origin.start + last
+        return spans_of_positions(queries, keys, torch.arange(len(queries)), begin, end)
+
+    def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return None, torch.where(self.below[k + 1] > self.below[k], FOREVER, -1)
+
+
+@dataclass(frozen=True)
+class Congruent(Condition):
+    """(p - k) % modulus == 0."""
+
+    modulus: int
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        if pairs.q.step % self.modulus:
+            return torch.full_like(pairs.q.start, VARIES, dtype=torch.int8)
+        return (self.signature(pairs)[0] == 0).to(torch.int8) * FULL
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        return [(pairs.q.start - pairs.k.start) % self.modulus]
+
+    def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
+        return x - _remainder(x - k, self.modulus)
+
+    def future(self, stop: int) -> Repeats:
+        return Repeats(0, self.modulus)
+
+    def shifted(self) -> Repeats:
+        return Repeats(0, 1)
+
+
+@dataclass(frozen=True)
+class OnGrid(Condition):
+    """x % segment % rate == residue, x the query (`of_query`) or the key position."""
+
+    of_query: bool
+    segment: int
+    rate: int
+    residue: int
+
+    def _place(self, pairs: TilePairs) -> tuple[Tensor, Tensor]:
+        """Place of a tile's first position in its segment, and whether the tile ends there too."""
+        tile = pairs.q if self.of_query else pairs.k
+        first = (tile.start - pairs.origin.start) % self.segment
+        return first, first + tile.last - tile.start < self.segment
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        first, inside = self._place(pairs)
+        fixed = torch.zeros_like(inside)  # whether all positions share the first one's residue
+        if pairs.q.step % self.rate == 0:
+            fixed = inside | (self.segment % self.rate == 0)
+        hit = (first % self.rate == self.residue).to(torch.int8) * FULL
+        return torch.where(fixed, hit, VARIES).to(torch.int8)
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        first, inside = self._place(pairs)
+        return [torch.where(inside, first % self.rate, first), inside.long()]
+
+    @property
+    def convex(self) -> bool:  # type: ignore[override]
+        return not self.of_query
+
+    def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hit = _remainder(_remainder(k, self.segment), self.rate) == self.residue
+        return None, torch.where(hit, FOREVER, -1)
+
+    def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
+        if not self.of_query:
+            return super().before(k, x, frame)
+        if self.residue >= self.segment:
+            return torch.full_like(x, -1)
+        end = (
+            self.segment - (self.segment - 1 - self.residue) % self.rate
+        )  # past the last of a grid
+        place = _remainder(x, self.segment) - self.residue
+        near, far = _remainder(place, self.rate), place + (self.residue + 1 + self.segment - end)
+        return x - torch.where(place >= 0, near, far)
+
+    def future(self, stop: int) -> Repeats:
+        return Repeats(0, self.segment if self.of_query else 1)
+
+    def shifted(self) -> Repeats:
+        return Repeats(0, self.segment)
+
+
+@dataclass(frozen=True)
+class SameSegment(Condition):
+    """p and k lie in one of the segments of equal length that begin at 0."""
+
+    length: int
+    convex = True
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        q0, q1, k0, k1 = (x // self.length for x in pairs.edges())
+        meet = (q0 <= k1) & (k0 <= q1)
+        one = meet & (q0 == q1) & (k0 == k1)
+        return meet.to(torch.int8) + one.to(torch.int8)
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        q0, _, k0, _ = pairs.edges()
+        apart = q0 // self.length - k0 // self.length
+        return [q0 % self.length, k0 % self.length, apart]
+
+    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        first, last = ((x - origin.start) // self.length for x in (queries.start, queries.last))
+        begin, end = first * self.length, (last + 1) * self.length - 1
+        rows = torch.arange(len(queries))
+        return spans_of_positions(queries, keys, rows, origin.start + begin, origin.start + end)
+
+    def queries(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        begin = k - _remainder(k, self.length)
+        return begin, begin + (self.length - 1)
+
+    def future(self, stop: int) -> Repeats:
+        return Repeats(-(-stop // self.length) * self.length, 1, empty=True)
+
+    def shifted(self) -> Repeats:
+        return Repeats(0, self.length)
+
+
+@dataclass(frozen=True, eq=False)
+class SameDocument(Condition):
+    """p and k lie in one document; document d holds [starts[d], starts[d + 1])."""
+
+    starts: Tensor
+    convex = True
+
+    def document_of(self, position: Tensor) -> Tensor:
+        """Document number; -1 before the first document, len(starts) - 1 past the last."""
+        return torch.searchsorted(self.starts, position, right=True) - 1
+
+    def status(self, pairs: TilePairs) -> Tensor:
+        q0, q1, k0, k1 = map(self.document_of, pairs.edges())
+        meet = (q0 <= k1) & (k0 <= q1)
+        one = meet & (q0 == q1) & (k0 == k1) & (q0 >= 0) & (q0 < len(self.starts) - 1)
+        return meet.to(torch.int8) + one.to(torch.int8)
+
+    def signature(self, pairs: TilePairs) -> list[Tensor]:
+        """Rows and columns of the one document that both tiles touch.
+
+        Pairs of tiles that touch several common documents get a unique number instead.
+        """
+        q0, q1, k0, k1 = map(self.document_of, pairs.edges())
+        low, high = torch.maximum(q0, k0), torch.minimum(q1, k1)
+        begin = self.starts[low.clamp(min=0)] + pairs.origin.start
+        end = self.starts[(low + 1).clamp(max=len(self.starts) - 1)] + pairs.origin.start
+        sides = [
+            ((edge - tile.start).clamp(min=0) + tile.step - 1) // tile.step
+            for tile in (pairs.q, pairs.k)
+            for edge in (begin, torch.minimum(end, tile.last + tile.step))
+        ]
+        several = torch.where(high > low, 1 + torch.arange(len(low)), 0)
+        return [several, *(torch.where(high > low, 0, side) for side in sides)]
+
+    def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        first, last = (self.document_of(x - origin.start) for x in (queries.start, queries.last))
+        most = len(self.starts) - 1
+        begin = self.starts[first.clamp(0, most)] + origin.start
+        end = self.starts[(last + 1).clamp(0, most)] + origin.start
+        return spans_of_positions(queries, keys, torch.arange(len(queries)), begin, end - 1)
+
+    def queries(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        number = self.document_of(k)
+        return self.starts[number], self.starts[number + 1] - 1
+
+
+def with_any_key(queries: Axis, keys: Axis, rows: Tensor) -> Spans:
+    """Pairs of the given query tiles with all key tiles of their residue."""
+    return spans_of_positions(queries, keys, rows, rows * 0, rows * 0 + _end(keys))
+
+
+def _end(axis: Axis) -> int:
+    return int(axis.stop.max()) if len(axis) else 0
+
+
+def _remainder(x: Tensor, modulus: int) -> Tensor:
+    """The remainder x % modulus, by bits for powers of two: ten times as fast as a division."""
+    return x % modulus if modulus & (modulus - 1) else x & (modulus - 1)

@@ -1,0 +1,81 @@
+"""Lowers masks to conditions, which say what holds of whole tiles and when keys are last seen."""
+
+from collections.abc import Sequence
+
+from torch.nn.functional import pad
+
+from ..patterns.algebra import And, Frame, Mask, Not, Or
+from ..patterns.blocks import BlockDilated, BlockWindow, BlockwiseMask, Hierarchical
+from ..patterns.keys import KeyMask
+from ..patterns.positions import (
+    Causal,
+    Dilated,
+    Documents,
+    Full,
+    GlobalTokens,
+    Packed,
+    PooledCausal,
+    SlidingWindow,
+)
+from .joints import AllOf, AnyOf, Declared, InBlocks, Negated, PerDocument
+from .leaves import Condition, Congruent, InKeys, Linear, OnGrid, SameDocument, SameSegment
+
+
+def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
+    """Lowers the mask of one head and batch entry (`Mask.at`) to a condition.
+
+    `in_document`: whether the mask applies inside documents, each a whole sequence to it.
+    """
+    match mask:
+        case Full():
+            return Linear(0, 0, 0)
+        case Causal():
+            return Linear(1, -1, 0)
+        case PooledCausal(size, stride):
+            return Linear(1, -stride, size - 1)
+        case SlidingWindow(left, right, dilation):
+            parts = [*([Congruent(dilation)] if dilation > 1 else []), *_near(left, right)]
+            return AllOf(parts) if parts else Linear(0, 0, 0)
+        case GlobalTokens(count, rows, columns):
+            queries = AllOf((Linear(1, 0, 0), Linear(-1, 0, 1 - count)))
+            keys = Linear(0, -1, 1 - count if columns else 1)
+            return AnyOf((queries, keys)) if rows else keys
+        case Dilated(length, rate, _):
+            segment, residue = SameSegment(length), mask.offset_of(0, 1)
+            grids = (OnGrid(of_query, length, rate, residue) for of_query in (True, False))
+            return AllOf((segment, *grids)) if rate > 1 else segment
+        case Documents():
+            return SameDocument(pad(mask.ends(), (1, 0)))
+        case Packed(_, inner):
+            same = SameDocument(pad(mask.documents.ends(), (1, 0)))
+            return PerDocument(same, condition(inner, frame, True), inner.asks_frame)
+        case And(masks):
+            return AllOf(condition(part, frame, in_document) for part in masks)
+        case Or(masks):
+            return AnyOf(condition(part, frame, in_document) for part in masks)
+        case Not(part):
+            return Negated(condition(part, frame, in_document))
+        case BlockDilated(rates, _):
+            distances = {0, *rates, *(-rate for rate in rates)}
+            return _in_blocks(mask, [_near(distance, -distance) for distance in distances])
+        case BlockWindow(radius, _):
+            return _in_blocks(mask, [_near(radius, radius)])
+        case Hierarchical():
+            levels = [(OnGrid(True, n, n, 0), *_near(r, r)) for n, r in mask.in_blocks()]
+            return _in_blocks(mask, levels)
+        case BlockwiseMask():
+            return InBlocks(mask)
+        case KeyMask(valid):
+            return InKeys(pad(valid.cumsum(0), (1, 0)))
+    return Declared(mask, frame, in_document)
+
+
+def _near(left: int | None, right: int | None) -> list[Condition]:
+    """Conditions for p - left <= k <= p + right; None: unbounded on that side."""
+    parts: list[Condition] = [] if left is None else [Linear(-1, 1, -left)]
+    return parts if right is None else [*parts, Linear(1, -1, -right)]
+
+
+def _in_blocks(mask: BlockwiseMask, levels: Sequence[Sequence[Condition]]) -> Condition:
+    """A blockwise mask that holds where every condition of some level holds for the blocks."""
+    return InBlocks(mask, AllOf((Linear(1, 0, 0), AnyOf(map(AllOf, levels)))))
