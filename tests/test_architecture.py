@@ -45,8 +45,8 @@ ROOMS = {
     "nn": "functional selection decoding checks patterns numerics",
     "models": "checks nn functional decoding patterns",
     "integrations": "nn functional selection decoding checks patterns numerics",
-    "planner": "cost dispatch distributed checks layouts patterns numerics",
-    "plots": "planner layouts patterns",
+    "planning": "dispatch distributed checks kernels layouts patterns files numerics",
+    "plots": "planning layouts patterns",
     "training": "distributed models nn plots layouts patterns files",
     "cli": "",  # the command line takes what a command needs
 }

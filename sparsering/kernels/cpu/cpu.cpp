@@ -20,6 +20,7 @@
 #include <algorithm>
 #include <array>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -348,6 +349,49 @@ Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& wei
   return result;
 }
 
+// Bytes of the buffers of a call, from counts of its passes (planning/memory.py), without running
+// it. Meta tensors give the shapes.
+int64_t workspace_bytes(const Tensor& query, const Tensor& key, const Tensor& value, int64_t block,
+                        at::ArrayRef<double> counts, bool backward, bool by_head) {
+  constexpr size_t kCounts = 11;
+  std::vector<Pass> passes;
+  std::vector<Counts> of_passes;
+  TORCH_CHECK_VALUE(counts.size() % kCounts == 0, "sparsering cpu: malformed counts of passes");
+  for (size_t i = 0; i < counts.size(); i += kCounts) {
+    const double* of = counts.data() + i;
+    const auto whole = [&](int j) { return static_cast<int64_t>(of[j]); };
+    passes.emplace_back(whole(0), block, whole(1), whole(2), whole(3), whole(4), whole(5) != 0);
+    of_passes.push_back({of[6], of[7], of[8], of[9], of[10]});
+  }
+  const Tensor none = at::empty({0}, at::kFloat),
+               first_entry = at::zeros({static_cast<int64_t>(passes.size()), 1, 1}, at::kLong);
+  const Problem x(query, key, value, {}, Extras(), first_entry, passes.size(), block, 1.);
+  const auto bytes = [&](auto type) {
+    using T = decltype(type);
+    if (!backward) {
+      return Forward<T>(x, passes).workspace(of_passes, query);
+    }
+    const Delta delta_of(x, query, query, none);
+    return Backward<T>(x, passes, delta_of, query, none, none, query, key, value, none, none)
+        .workspace(of_passes, by_head);
+  };
+  return x.q.type == at::kBFloat16 && has_bfloat16_products() ? bytes(BFloat16()) : bytes(float());
+}
+
+// Pieces that the forward pass cuts rows with these numbers of entries into, and the backward pass
+// key tiles.
+int64_t pieces(const Tensor& entries, bool by_key) {
+  const int64_t* of_tile = values_of<int64_t>(entries);
+  const int64_t tiles = entries.numel();
+  const int64_t longest = longest_piece(std::accumulate(of_tile, of_tile + tiles, int64_t{0}),
+                                        tiles, by_key ? 1 : kLeastRowsCut);
+  int64_t sum = 0;
+  for (int64_t i = 0; i < tiles; ++i) {
+    sum += of_tile[i] > longest ? (of_tile[i] + longest - 1) / longest : 0;
+  }
+  return sum;
+}
+
 bool shares(const Tensor& query, const Tensor& feature, const Tensor& key,
             const std::optional<Tensor>& last, Tensor& out, int64_t kind, double scale,
             double log_part, int64_t blocks, int64_t length, int64_t first_own, int64_t first_query,
@@ -396,6 +440,11 @@ TORCH_LIBRARY(sparsering_cpu, m) {
   m.def("mass(" SPARSERING_SCHEMA(
             "Tensor key", "Tensor value") "Tensor lse, Tensor? weight, int blocks) -> Tensor",
         mass);
+  m.def(
+      "workspace_bytes(Tensor query, Tensor key, Tensor value, int block, float[] counts, "
+      "bool backward, bool by_head) -> int",
+      workspace_bytes);
+  m.def("pieces(Tensor entries, bool by_key) -> int", pieces);
   m.def(
       "shares(Tensor query, Tensor feature, Tensor key, Tensor? last, Tensor(a!) out, int kind, "
       "float scale, float log_part, int blocks, int length, int first_own, int first_query, "
