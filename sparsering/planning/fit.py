@@ -215,9 +215,12 @@ def largest_that_fits(
     """Finds n <= most with `peak(n) <= limit < peak(n + 1)`; returns 0 if 1 is too large.
 
     Peaks are almost quadratic in n, so the next guess is where the parabola through three known
-    points crosses the limit. Every fifth guess halves the bracket, which bounds the search.
+    points crosses the limit. The first point is left out once there are two others: constant
+    buffers dominate the peak of a small size. Where five guesses leave more than a sixteenth of the
+    bracket, the next one halves it, which bounds the search.
     """
     low, high = 0, most + 1  # low fits, high does not
+    wide = high
     known: dict[int, float] = {}
     guess = start
     while high - low > 1:
@@ -227,7 +230,10 @@ def largest_that_fits(
             low = guess
         else:
             high = guess
-        guess = (low + high) // 2 if len(known) % 5 == 0 else _crossing(known, limit)
+        guess = _crossing({n: known[n] for n in list(known)[len(known) > 2 :]}, limit)
+        if len(known) % 5 == 0:
+            guess = (low + high) // 2 if high - low > wide // 16 else guess
+            wide = high - low
         if high > most:  # two points give a slope; before, a guess may be far too large
             guess = min(max(guess, 2 * low), 64 * low if len(known) < 2 else most)
     return low

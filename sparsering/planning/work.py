@@ -344,8 +344,11 @@ def _samples(
                 if grid.anchor is not None:
                     offset = grid.anchor.offset_of(kv_head, frame.num_kv_heads)
                 if (number, offset) not in axes:
-                    queries = ground.queries(grid, tokens, offset)
                     keys = ground.keys(grid, block_size, offset)
+                    alike = tokens == block_size and frame.q_len == frame.kv_len
+                    queries = keys
+                    if not alike or pattern.restarts is not None:
+                        queries = ground.queries(grid, tokens, offset)
                     key_tokens = keys.count.clamp(min=0)
                     runs = keys.runs(_RUN)
                     axes[number, offset] = _Tiles(

@@ -8,7 +8,8 @@
 #include <vector>
 
 #include "machine/threads.h"
-#include "pairs.h"
+#include "packed.h"
+#include "plan/counts.h"
 #include "results.h"
 #include "walk/backward.h"
 
@@ -68,7 +69,7 @@ class Backward {
                      [&](int64_t begin, int64_t end) { delta_of_.of_rows(begin, end, delta_); });
     const int64_t num_kv = x_.B * x_.Hkv;
     const int64_t wave = this->wave();
-    Packed keys;
+    PackedKeys<T> keys(x_, pairs_);
     Gradients::Room room;
     for (int64_t first = 0; first < num_kv; first += wave) {
       const int64_t count = std::min(wave, num_kv - first);
@@ -90,7 +91,7 @@ class Backward {
   int64_t workspace(const std::vector<Counts>& counts, bool by_head) const {
     const int64_t threads = at::get_num_threads(), heads = by_head ? 1 : wave();
     int64_t items = 0, parts = 0, walks = 0;
-    Packed keys;
+    PackedKeys<T> keys(x_, pairs_);
     const int64_t of_heads = bytes_of([&] {
       Gradients::Room room;
       Part(dq_, 0, heads * x_.group, passes_.size() == 1, room.q);
@@ -106,7 +107,7 @@ class Backward {
           parts = std::max(parts, walked(pass, i).workspace(heads, counts[i].entries));
           continue;
         }
-        keys.reserve(*this, heads * pass.columns,
+        keys.reserve(heads * pass.columns,
                      number(counts[i].copied(pass.columns, pairs_.in_place(pass))));
         items =
             std::max<int64_t>(items, heads * (pass.rows * x_.group + pass.columns) * sizeof(Item));
@@ -132,24 +133,15 @@ class Backward {
   using Pair = typename Pairs<T>::Pair;
   using Scratch = typename Pairs<T>::Scratch;
 
-  // Packed operands of key tiles, by slot; copies of K and V only where they cannot stay in place.
-  struct Packed {
-    void reserve(const Backward& f, int64_t slots, int64_t copied) {
-      transposed.at_least(slots * f.x_.block * f.pairs_.width());
-      copies.at_least(copied * f.column_size());
-    }
-    Buffer<T> transposed, copies;
-    std::vector<Keys> tiles;
-    std::vector<int64_t> copy;  // number of the slot's copy, -1 for none
-  };
   // Memory of a thread of run_heads.
   struct OfThread {
     explicit OfThread(const Backward& f)
         : scratch(f.pairs_),
+          keys(f.x_, f.pairs_),
           dk(f.most_columns_ * f.x_.block * f.pairs_.width()),
           dv(f.most_columns_ * f.x_.block * f.pairs_.value_width()) {}
     Scratch scratch;
-    Packed keys;
+    PackedKeys<T> keys;
     Buffer<float> dk, dv;
     Gradients::Room sums;
   };
@@ -197,35 +189,12 @@ class Backward {
     return wave_of(x_.B * x_.Hkv, rows_, bytes);
   }
 
-  // Makes room for the key tiles of some kv heads.
-  void reserve(const Pass& pass, int64_t first, int64_t count, Packed& keys) const {
-    const int64_t slots = count * pass.columns;
-    int64_t copied = 0;
-    keys.copy.resize(slots);
-    for (int64_t i = 0; i < slots; ++i) {
-      const int64_t kv = first + i / pass.columns;
-      const bool copies = pairs_.is_copied(pass, kv / x_.Hkv, kv % x_.Hkv, i % pass.columns);
-      keys.copy[i] = copies ? copied++ : -1;
-    }
-    keys.tiles.assign(slots, Keys{});
-    keys.reserve(*this, slots, copied);
-  }
-
-  void pack_slot(Scratch& s, const Pass& pass, int64_t kv, int64_t column, Packed& keys,
-                 int64_t slot) const {
-    T* kt = keys.transposed.get() + slot * row_size();
-    T* k = keys.copy[slot] < 0 ? nullptr : keys.copies.get() + keys.copy[slot] * column_size();
-    T* v = k ? k + row_size() : nullptr;
-    keys.tiles[slot] =
-        pairs_.pack_keys(s.pairs.get(), pass, kv / x_.Hkv, kv % x_.Hkv, column, k, kt, v);
-  }
-
-  void run_head(const Pass& pass, int64_t number, int64_t kv, Scratch& s, Packed& keys, float* dk,
-                float* dv, const Gradients& sums) const {
+  void run_head(const Pass& pass, int64_t number, int64_t kv, Scratch& s, PackedKeys<T>& keys,
+                float* dk, float* dv, const Gradients& sums) const {
     const int64_t dk_size = row_size(), dv_size = column_size() - dk_size;
-    reserve(pass, kv, 1, keys);
+    keys.reserve(pass, kv, 1);
     for (int64_t column = 0; column < pass.columns; ++column) {
-      pack_slot(s, pass, kv, column, keys, column);
+      keys.pack(s.pairs.get(), pass, kv, column, column);
     }
     std::fill_n(dk, pass.columns * dk_size, 0.f);
     std::fill_n(dv, pass.columns * dv_size, 0.f);
@@ -243,17 +212,17 @@ class Backward {
     }
   }
 
-  void pack_wave(const Pass& pass, int64_t first, int64_t count, Packed& keys) const {
-    reserve(pass, first, count, keys);
+  void pack_wave(const Pass& pass, int64_t first, int64_t count, PackedKeys<T>& keys) const {
+    keys.reserve(pass, first, count);
     const auto make = [&] { return Scratch(pairs_); };
     share_out<Scratch>(count * pass.columns, 4, make, [&](Scratch& s, int64_t i) {
-      pack_slot(s, pass, first + i / pass.columns, i % pass.columns, keys, i);
+      keys.pack(s.pairs.get(), pass, first + i / pass.columns, i % pass.columns, i);
     });
   }
 
   // Computes dQ of a wave.
   void sweep_rows(const Pass& pass, int64_t number, int64_t first, int64_t count,
-                  const Packed& keys, const Gradients& sums) const {
+                  const PackedKeys<T>& keys, const Gradients& sums) const {
     const int64_t heads = count * x_.group, size = row_size();
     Items items;
     std::vector<int64_t> begins;  // first item of each head
@@ -296,7 +265,7 @@ class Backward {
 
   // Computes dK and dV of a wave.
   void sweep_columns(const Pass& pass, const Transpose& by_key, int64_t number, int64_t first,
-                     int64_t count, const Packed& keys, const Gradients& sums) const {
+                     int64_t count, const PackedKeys<T>& keys, const Gradients& sums) const {
     const int64_t dk_size = row_size(), size = column_size();
     Items items;
     for (int64_t kv = first; kv < first + count; ++kv) {

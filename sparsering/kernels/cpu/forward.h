@@ -8,6 +8,7 @@
 
 #include "attend.h"
 #include "machine/threads.h"
+#include "plan/counts.h"
 #include "results.h"
 #include "walk/forward.h"
 

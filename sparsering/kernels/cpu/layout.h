@@ -190,17 +190,6 @@ inline int64_t longest_piece(int64_t entries, int64_t rows, int64_t at_least) {
   return std::max<int64_t>(16, 2 * entries / std::max<int64_t>(rows, at_least));
 }
 
-// Counts of a pass of a plan, means over heads, as in planning/work.py: entries, key tiles that a
-// group visits, key tiles whose length is no multiple of 16, and pieces of cut rows and columns.
-struct Counts {
-  double entries, seen, ragged, pieces, pieces_by_key;
-
-  // Key tiles of which a copy is packed, of `tiles`.
-  double copied(double tiles, bool in_place) const {
-    return in_place ? std::min(ragged, tiles) : tiles;
-  }
-};
-
 // Table of a pass by key tile: the query tiles that visit each key tile.
 struct Transpose {
   static constexpr int kTensors = 3;
