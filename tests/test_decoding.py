@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracle import PATTERNS, Case, assert_close, inputs
+from oracles.attention_oracle import PATTERNS, Case, assert_close, inputs
 from torch import Tensor
 
 import sparsering as sr

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from attention_oracle import assert_close
-from extras_oracle import kept_by_formula
+from oracles.attention_oracle import assert_close
+from oracles.extras_oracle import kept_by_formula
 
 import sparsering as sr
 

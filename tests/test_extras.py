@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracle import (
+from oracles.attention_oracle import (
     PATTERNS,
     Case,
     assert_close,
@@ -12,7 +12,7 @@ from attention_oracle import (
     gradients,
     inputs,
 )
-from extras_oracle import attend_with_extras, branches_of
+from oracles.extras_oracle import ALL, expected_of, extras_of
 from torch import Tensor
 
 import sparsering as sr
@@ -33,29 +33,6 @@ SOME = [
     "key padding",
     "nothing",
 ]
-SEED = 11
-
-
-def extras_of(case: Case, names: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """Arguments of a call, with gradients where they have some; `names` separated by spaces."""
-    heads, made = case.num_heads, {}
-    for name in names.split():
-        if name == "softcap":
-            made["softcap"] = 0.7
-        elif name == "distance_bias":
-            made["distance_bias"] = torch.randn(heads, 2 * 17 + 1, dtype=dtype)
-        elif name == "far_distance_bias":
-            made["distance_bias"] = torch.randn(1, 2 * 200 + 1, dtype=dtype)
-        elif name == "sink":
-            made["sink"] = torch.randn(heads, dtype=dtype)
-        elif name == "sink_of_rows":
-            made["sink"] = torch.randn(case.batch, heads, case.q_len, dtype=dtype)
-        elif name == "sink_of_entries":
-            made["sink"] = torch.randn(case.batch, heads, 1, dtype=dtype)
-        else:
-            assert name == "dropout"
-            made |= {"dropout_p": 0.3, "dropout_seed": SEED}
-    return {k: x.requires_grad_() if isinstance(x, Tensor) else x for k, x in made.items()}
 
 
 EXTRAS = [
@@ -68,12 +45,6 @@ EXTRAS = [
     "dropout",
     "softcap distance_bias sink_of_rows dropout",
 ]
-
-
-def expected_of(pattern, case: Case, x: tuple[Tensor, ...], options: dict[str, Any], **more: Any):
-    heads = {**case.heads, "q_start": case.kv_len - case.q_len}
-    branches = branches_of(pattern, case.batch, **heads)
-    return attend_with_extras(*x, branches, q_start=heads["q_start"], **options, **more)
 
 
 @pytest.mark.parametrize("backend", ["reference", "gather"])
@@ -151,9 +122,6 @@ def test_a_sink_where_some_queries_have_no_tile(
     grads = zip(gradients(got, leaves), gradients(expected, leaves), strict=True)
     for number, (a, b) in enumerate(grads):
         assert_close(a.double(), b.double(), 4 * unit, f"gradient {number}")
-
-
-ALL = "softcap distance_bias sink_of_rows dropout"
 
 
 def bias_of_pairs(bias: Tensor, pattern: sr.Pattern, layout: Any, case: Case) -> Tensor:
@@ -311,221 +279,7 @@ def test_rows_that_are_cut_in_pieces_have_their_sink_once():
         assert_close(a.detach().double(), b.detach(), 3e-6, name)
 
 
-# Key masks as data
-
-
-def masked_pattern(valid: Tensor) -> sr.Pattern:
-    return sr.LongNet((16, 91), (1, 3)) & sr.KeyMask(valid)
-
-
-@pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])
-def test_masked_keys_reach_nothing_whatever_they_hold(backend: str):
-    """NaN and infinities; entries whose keys are all masked give 0, and 0 to all gradients."""
-    case = CASE
-    valid = torch.rand(case.batch, case.kv_len) < 0.6
-    valid[1] = False
-    x = [t.detach() for t in inputs(case, torch.float32)]
-    sink = extras_of(case, "sink", torch.float32)["sink"].detach()
-    for options in ({}, {"sink": sink, "softcap": 2.0, "dropout_p": 0.2, "dropout_seed": 3}):
-        clean = [t.clone().requires_grad_() for t in x]
-        dirty = [t.clone() for t in x]
-        for t, bad in zip(dirty[1:], (torch.nan, torch.inf), strict=True):
-            t.masked_fill_(~valid[:, None, :, None], bad)
-        dirty = [t.requires_grad_() for t in dirty]
-        pattern = masked_pattern(valid)
-        got, expected = (
-            sr.attention(*t, pattern, backend=backend, return_lse=True, **options)
-            for t in (dirty, clean)
-        )
-        assert_close(got[0], expected[0], 1e-6)
-        assert_close(got[1], expected[1], 1e-6)
-        assert not got[0][1].any()
-        lse_of_none = sink[:, None] if options else torch.tensor(-torch.inf)
-        assert torch.equal(got[1][1], lse_of_none.expand_as(got[1][1]))
-        weights = torch.randn_like(got[0])
-        for a, b in zip(
-            torch.autograd.grad((got[0] * weights).sum(), dirty),
-            torch.autograd.grad((expected[0] * weights).sum(), clean),
-            strict=True,
-        ):
-            assert_close(a, b, 1e-5)
-            assert not a[1].any()
-
-
-@pytest.mark.parametrize("backend", ["gather", "cpu"])
-def test_another_key_mask_needs_no_other_layout(backend: str):
-    case = CASE
-    x = inputs(case, torch.float32, requires_grad=False)
-    sr.layout_cache.clear()
-    made = []
-    for number in range(3):
-        valid = torch.rand(case.kv_len) < 0.5
-        padding = sr.KeyPadding((40 + number, 60))
-        for keys in (sr.KeyMask(valid), padding, padding & sr.KeyMask(valid)):
-            pattern = sr.Causal() & keys
-            got = sr.attention(*x, pattern, backend=backend)
-            assert_close(got, sr.attention(*x, pattern, backend="reference"), 1e-6)
-        made.append(sr.layout_cache.info().misses)
-    assert made == [1, 1, 1]  # that of Causal() alone
-
-
-def test_a_key_mask_has_the_results_of_its_pattern_laid_out_whole():
-    """Where blocks have a bias the mask is part of the layout, else data: the same attention."""
-    case = CASE
-    x = inputs(case, torch.float32, requires_grad=False)
-    pattern = masked_pattern(torch.rand(case.batch, case.kv_len) < 0.6)
-    blocks = pattern.layout(**case.heads, block_size=32).num_blocks
-    call = {"block_size": 32, "backend": "cpu", "return_lse": True}
-    whole = sr.attention(*x, pattern, block_bias=torch.zeros(1, 1, blocks), **call)
-    for a, b in zip(sr.attention(*x, pattern, **call), whole, strict=True):
-        assert_close(a, b, 1e-6)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "gather", "reference", "torch_sparse"])
-def test_a_key_mask_of_other_sizes_is_told(backend: str):
-    x = inputs(CASE, torch.float32, requires_grad=False)
-    with pytest.raises(ValueError, match="91"):
-        sr.attention(*x, sr.Causal() & sr.KeyMask(torch.ones(90).bool()), backend=backend)
-    with pytest.raises(ValueError, match="3 batch entries, got a query of 2"):
-        sr.attention(*x, sr.Causal() & sr.KeyMask(torch.ones(3, 91).bool()), backend=backend)
-
-
-# What torch makes of a call
-
-
-def call_with_all(query, key, value, table, sink, seed=SEED):
-    return sr.attention(
-        query, key, value, sr.LongNet((16, 91), (1, 3)) & sr.Causal(), softcap=0.8,
-        distance_bias=table, sink=sink, dropout_p=0.3, dropout_seed=seed, return_lse=True,
-    )  # fmt: skip
-
-
-def leaves_of(dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    options = extras_of(CASE, "distance_bias sink", dtype)
-    return [*inputs(CASE, dtype), *options.values()]
-
-
-def test_all_extras_compile_to_one_graph():
-    torch.compiler.reset()
-    leaves = leaves_of()
-    compiled = torch.compile(call_with_all, fullgraph=True, backend="aot_eager")
-    assert_same_attention(compiled(*leaves), call_with_all(*leaves), leaves)
-    seed = torch.tensor(5)
-    assert_same_attention(compiled(*leaves, seed), call_with_all(*leaves, 5), leaves)
-
-
-def test_a_seed_that_torch_draws_compiles_and_differs_from_call_to_call():
-    torch.compiler.reset()
-    leaves = [x.detach() for x in leaves_of()]
-    compiled = torch.compile(call_with_all, fullgraph=True, backend="aot_eager")
-    first, second = (compiled(*leaves, None)[0] for _ in range(2))
-    assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_replays_the_same_dropout(use_reentrant: bool):
-    from torch.utils.checkpoint import checkpoint
-
-    leaves = leaves_of(torch.float32)
-    grads = []
-    for run in (
-        lambda: call_with_all(*leaves, None),
-        lambda: checkpoint(call_with_all, *leaves, None, use_reentrant=use_reentrant),
-    ):
-        torch.manual_seed(7)
-        out, lse = run()
-        for x in leaves:
-            x.grad = None
-        (out.sum() + lse.sum()).backward()
-        grads.append([out, lse, *(x.grad for x in leaves)])
-    for a, b in zip(*grads, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_tables_keep_their_dtype_under_autocast_and_beside_half_precision():
-    leaves = leaves_of(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        out, lse = call_with_all(*leaves)
-    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-    low = [x.detach().bfloat16() for x in leaves[:3]]
-    assert torch.equal(out, call_with_all(*low, *leaves[3:])[0])
-    assert [x.dtype for x in gradients((out, lse), leaves)] == [torch.float32] * 5
-    small = [x.detach().bfloat16().requires_grad_() for x in leaves[3:]]
-    of_small = gradients(call_with_all(*leaves[:3], *small), small)
-    assert [x.dtype for x in of_small] == [torch.bfloat16] * 2
-
-
-@pytest.mark.parametrize("backend", ["gather", "cpu", "reference"])
-def test_vmap_over_tables_and_sinks_is_a_loop(backend: str):
-    query, key, value, _, _ = (x.detach().float() for x in leaves_of())
-    table, sink = torch.randn(3, 4, 9), torch.randn(3, 4)
-    pattern = sr.Causal()
-
-    def call(table: Tensor, sink: Tensor) -> Tensor:
-        options = {"distance_bias": table, "sink": sink, "dropout_p": 0.2, "dropout_seed": 4}
-        if backend == "reference":
-            options = {"distance_bias": table, "sink": sink}
-        return sr.attention(query, key, value, pattern, softcap=3.0, backend=backend, **options)
-
-    got = torch.func.vmap(call)(table, sink)
-    for i in range(3):
-        assert_close(got[i], call(table[i], sink[i]), 1e-6)
-    of_sum = torch.func.grad(lambda t, s: call(t, s).sin().sum(), (0, 1))
-    leaves = [table[0].clone().requires_grad_(), sink[0].clone().requires_grad_()]
-    expected = torch.autograd.grad(call(*leaves).sin().sum(), leaves)
-    for a, b in zip(of_sum(table[0], sink[0]), expected, strict=True):
-        assert_close(a, b, 1e-5)
-
-
-def test_the_reference_differentiates_the_extras_twice():
-    case = Case(1, 2, 1, 4, 5, 3, 2)
-    x, options = inputs(case), extras_of(case, "distance_bias sink")
-
-    def call(*leaves: Tensor) -> Any:
-        return sr.attention(
-            *leaves[:3], sr.Causal(), softcap=1.3, distance_bias=leaves[3], sink=leaves[4],
-            dropout_p=0.3, dropout_seed=2, backend="reference", return_lse=True,
-        )  # fmt: skip
-
-    assert torch.autograd.gradgradcheck(call, (*x, *options.values()))
-
-
-@pytest.mark.parametrize("backend", ["gather", "cpu"])
-def test_a_table_that_learns_nothing_changes_no_other_gradient(backend: str):
-    leaves = leaves_of(torch.float32)
-    call = {"sink": leaves[4], "softcap": 1.5, "backend": backend}
-    fixed = sr.attention(*leaves[:3], sr.Causal(), distance_bias=leaves[3].detach(), **call)
-    learned = sr.attention(*leaves[:3], sr.Causal(), distance_bias=leaves[3], **call)
-    others = [*leaves[:3], leaves[4]]
-    for a, b in zip(gradients([fixed], others), gradients([learned], others), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_flops_of_extras_are_those_of_the_pattern():
-    from torch.utils.flop_counter import FlopCounterMode
-
-    totals = []
-    for options in ({}, extras_of(CASE, ALL, torch.float32)):
-        with FlopCounterMode(display=False) as counter:
-            out = sr.attention(*inputs(CASE, torch.float32), sr.Causal(), **options)
-            out.sum().backward()
-        totals.append(counter.get_total_flops())
-    assert totals[0] == totals[1] > 0
-
-
 # Bits, bounds and refusals
-
-
-@pytest.mark.parametrize("threads_of_call", [1, 2])
-def test_the_same_call_has_the_same_bits(threads_of_call: int, threads: None):
-    torch.set_num_threads(threads_of_call)
-    leaves = leaves_of(torch.float32)
-    runs = []
-    for _ in range(2):
-        got = call_with_all(*leaves)
-        runs.append([*got, *gradients(got, leaves)])
-    for a, b in zip(*runs, strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e4, 1e30])
@@ -651,119 +405,6 @@ def test_alibi_is_the_slope_times_the_distance():
             sr.alibi(bad, 3)
     with pytest.raises(ValueError, match="radius must be at least 0"):
         sr.alibi(slopes, -1)
-
-
-# What looks at a call sees the operator
-
-
-def watched_by(name: str, call: Any) -> list[str]:
-    """Names of the operators that a watcher of torch's sees in a call."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen: list[str] = []
-    if name == "dispatch mode":
-
-        class Watch(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                seen.append(str(func))
-                return func(*args, **(kwargs or {}))
-
-        with Watch():
-            call()
-    elif name == "profiler":
-        with torch.profiler.profile() as profile:
-            call()
-        seen += [event.name for event in profile.events()]
-    elif name == "make_fx":
-        from torch.fx.experimental.proxy_tensor import make_fx
-
-        graph = make_fx(call)()
-        seen += [str(node.target) for node in graph.graph.nodes]
-    return seen
-
-
-@pytest.mark.parametrize("watcher", ["dispatch mode", "profiler", "make_fx"])
-@pytest.mark.parametrize("backend", ["gather", "cpu"])
-def test_watchers_see_the_operator_where_no_gradient_is_wanted(backend: str, watcher: str):
-    x = inputs(CASE, torch.float32, requires_grad=False)
-    sr.layout_cache.clear()
-    seen = watched_by(watcher, lambda: sr.attention(*x, sr.Causal(), backend=backend))
-    assert any("sparsering" in name and name.split("::")[-1].split(".")[-2:-1] != ["forward"]
-               and "attention" in name for name in seen)  # fmt: skip
-
-
-@pytest.mark.parametrize("backend", ["gather", "cpu"])
-def test_a_transform_leaves_no_tensor_of_its_own_in_a_layout(backend: str):
-    x = inputs(CASE, torch.float32, requires_grad=False)
-    sr.layout_cache.clear()
-    call = lambda *x: sr.attention(*x, sr.Causal(), backend=backend)  # noqa: E731
-    got = torch.func.functionalize(call)(*x)
-    assert torch.equal(call(*x), got)
-
-
-def test_lazily_negated_tensors_are_what_they_stand_for():
-    query, key, value = inputs(CASE, torch.float32, requires_grad=False)
-    negated = torch._neg_view(query)
-    assert negated.is_neg()
-    assert torch.equal(
-        sr.attention(negated, key, value, sr.Causal(), backend="cpu"),
-        sr.attention(-query, key, value, sr.Causal(), backend="cpu"),
-    )
-
-
-def test_calls_that_nothing_watches_skip_the_operator(monkeypatch: pytest.MonkeyPatch):
-    from sparsering import ops
-
-    def never(**call: Any) -> None:
-        raise AssertionError("the operator ran")
-
-    monkeypatch.setattr(ops, "_attention", never)
-    x = inputs(CASE, torch.float32, requires_grad=False)
-    sr.attention(*x, sr.Causal())
-    with torch.no_grad():
-        sr.attention(*(t.requires_grad_() for t in x), sr.Causal())
-    with pytest.raises(AssertionError, match="the operator ran"):
-        sr.attention(*x, sr.Causal())
-
-
-@pytest.mark.parametrize("backend", ["gather", "cpu"])
-def test_masked_keys_reach_nothing_beside_a_block_bias(backend: str):
-    query, key, value = inputs(CASE, torch.float32, requires_grad=False)
-    valid = torch.arange(91) % 3 > 0
-    pattern = sr.Causal() & sr.KeyMask(valid)
-    blocks = pattern.layout(**CASE.heads, block_size=16).num_blocks
-    call = {"block_bias": torch.randn(1, 4, blocks), "block_size": 16, "backend": backend}
-    hidden = [x.masked_fill(~valid[:, None], torch.nan) for x in (key, value)]
-    got = sr.attention(query, *hidden, pattern, **call)
-    assert_close(got, sr.attention(query, key, value, pattern, **call), 1e-6)
-
-
-def test_masked_keys_reach_nothing_in_a_ring():
-    from sparsering.distributed import simulate_ring
-
-    whole = [x.detach() for x in inputs(Case(1, 4, 2, 75, 75, 8, 8), torch.float32)]
-    valid = torch.arange(75) % 3 > 0
-    pattern = (sr.Causal() | sr.GlobalTokens(5)) & sr.KeyMask(valid)
-    dirty = [whole[0], *(x.masked_fill(~valid[:, None], torch.nan) for x in whole[1:])]
-    for world in (1, 2, 3, 5):
-        dirty = [x.detach().requires_grad_() for x in dirty]
-        clean = [x.detach().requires_grad_() for x in whole]
-        got, expected = (simulate_ring(*x, pattern, world_size=world) for x in (dirty, clean))
-        assert_close(got, expected, 1e-6)
-        found = torch.autograd.grad(got.sin().sum(), dirty)
-        for a, b in zip(found, torch.autograd.grad(expected.sin().sum(), clean), strict=True):
-            assert_close(a, b, 1e-5)
-
-
-def test_vmap_of_calls_of_one_batch_entry_drops_as_each_would():
-    x = torch.randn(3, 3, 1, 4, 30, 16)
-
-    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return sr.attention(query, key, value, sr.Causal(), dropout_p=0.3, dropout_seed=3)
-
-    got = torch.func.vmap(call)(*x)
-    for i in range(3):
-        assert_close(got[i], call(*(t[i] for t in x)), 1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from attention_oracle import PATTERNS, Case, assert_close, dense_counts, inputs
-from extras_oracle import attend_with_extras, branches_of
+from oracles.attention_oracle import PATTERNS, Case, assert_close, dense_counts, inputs
+from oracles.extras_oracle import attend_with_extras, branches_of
 
 import sparsering as sr
 from sparsering import weights

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracle import workspace
+from oracles.attention_oracle import workspace
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from attention_oracle import (
+from oracles.attention_oracle import (
     Case,
     assert_close,
     assert_same_attention,

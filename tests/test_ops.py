@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracle import (
+from oracles.attention_oracle import (
     PATTERNS,
     Case,
     assert_close,

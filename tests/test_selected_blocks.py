@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from extras_oracle import attend_with_extras, branches_of
+from oracles.extras_oracle import attend_with_extras, branches_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsering as sr
@@ -238,6 +238,10 @@ def test_where_there_is_nothing_of_something(missing, joined, backend):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-5)
     mass = block_mass(leaves[0], leaves[1], pattern, q_start=first)
     assert mass.shape == indices.shape
+    layout = pattern.layout(queries, keys, num_heads=heads, q_start=first, block_size=16)
+    counts = pattern.to_dense(queries, keys, num_heads=heads, q_start=first)
+    pairs = counts.expand(batch, heads, queries, keys).sum((-1, -2)).double()
+    assert layout.num_pairs == (float(pairs.mean()) if pairs.numel() else 0)
 
 
 def test_nothing_is_read_from_the_device():

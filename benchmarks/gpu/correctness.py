@@ -36,7 +36,7 @@ DTYPES = {
 def oracle() -> Any:
     """Imports the oracle of the tests."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-    import attention_oracle
+    from oracles import attention_oracle
 
     return attention_oracle
 

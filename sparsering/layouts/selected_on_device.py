@@ -84,7 +84,8 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
         longest=(slots * parts, len(tile)),
         slot=slot,
     )
-    return BlockLayout(frame, block_size, (p,), pairs.sum(2).double().mean())
+    mean = pairs.sum().double() / max(1, pairs.shape[:2].numel())
+    return BlockLayout(frame, block_size, (p,), mean)
 
 
 def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int) -> Pass:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import reduce
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -110,8 +111,8 @@ class Pattern(Operand):
             q_start: position of the first query, default `kv_len - q_len`.
 
         Returns:
-            [H or 1, Nq, Nk], or [B, H or 1, Nq, Nk] where the pattern depends on the batch entry:
-            bool for a mask, int64 counts for a mixture.
+            [H or 1, Nq, Nk], or [B, H or 1, Nq, Nk] if it depends on the batch entry: bool for a
+            mask, int64 counts for a mixture.
 
         Cost: O(B H Nq Nk) time and memory; for tests and small inputs.
         """
@@ -119,21 +120,14 @@ class Pattern(Operand):
         check_fits(self, frame)
         p = torch.arange(frame.q_start, frame.q_start + frame.q_len)[:, None]
         k = torch.arange(frame.kv_len)[None, :]
-        batch, tables = self.num_batches(), num_heads if self.num_tables(frame) > 1 else 1
+        batch = self.num_batches()
+        tables = min(1, num_heads) if self.num_tables(frame) == 1 else num_heads
         batches = 1 if batch is None else batch
-        counts = [
-            self._dense_table(p, k, frame, b, h) for b in range(batches) for h in range(tables)
-        ]
         shape = (batches, tables, frame.q_len, frame.kv_len)
-        dense = torch.stack(counts).view(shape) if counts else torch.zeros(shape, dtype=torch.bool)
+        dense = torch.zeros(shape, dtype=torch.bool if isinstance(self, Mask) else torch.int64)
+        for b, h, mask in product(range(batches), range(tables), self.branches):
+            dense[b, h] += mask.at(b, h, frame).holds(p, k, frame)
         return dense if batch is not None else dense[0]
-
-    def _dense_table(self, p: Tensor, k: Tensor, frame: Frame, batch: int, head: int) -> Tensor:
-        held = [
-            m.at(batch, head, frame).holds(p, k, frame).expand(frame.q_len, frame.kv_len)
-            for m in self.branches
-        ]
-        return held[0] if isinstance(self, Mask) else torch.stack(held).sum(0)
 
     def layout(
         self,

@@ -39,7 +39,7 @@ class Frame(NamedTuple):
             checked_integer(name, value, 0, MOST_HEADS if "heads" in name else MOST_TOKENS)
             for name, value in zip(cls._fields, given, strict=False)
         )
-        if num_kv_heads and num_heads % num_kv_heads:
+        if num_heads % num_kv_heads if num_kv_heads else num_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got {num_heads} and "
                 f"{num_kv_heads}; each key/value head serves an equal group of query heads"

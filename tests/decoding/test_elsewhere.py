@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_oracle import assert_close
+from oracles.attention_oracle import assert_close
 
 import sparsering as sr
 

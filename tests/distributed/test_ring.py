@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import patterns_oracle
 import pytest
 import torch
-from attention_oracle import PATTERNS, Case, assert_same_attention, gradients, inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_oracle import plan_of
+from oracles import patterns_oracle
+from oracles.attention_oracle import PATTERNS, Case, assert_same_attention, gradients, inputs
+from oracles.ring_oracle import plan_of
+from oracles.strategies import scenes, specs
 from ring_workers import MAX_WORLD, Workers, groups
-from strategies import scenes, specs
 from torch import Tensor
 
 import sparsering as sr

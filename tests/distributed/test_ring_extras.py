@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracle import PATTERNS, Case, assert_close, assert_same_attention, inputs
-from extras_oracle import attend_with_extras, branches_of
+from oracles.attention_oracle import PATTERNS, Case, assert_close, assert_same_attention, inputs
+from oracles.extras_oracle import attend_with_extras, branches_of
 from ring_workers import MAX_WORLD, Workers, groups
 from torch import Tensor
 

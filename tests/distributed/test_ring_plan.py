@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-import patterns_oracle
 import pytest
 import torch
-from attention_oracle import PATTERNS, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_oracle import assert_plan_is_exact, owned
-from strategies import scenes, specs
+from oracles import patterns_oracle
+from oracles.attention_oracle import PATTERNS, Case
+from oracles.ring_oracle import assert_plan_is_exact, owned
+from oracles.strategies import scenes, specs
 
 import sparsering as sr
 from sparsering.distributed import RingPlan

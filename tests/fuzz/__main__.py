@@ -5,6 +5,7 @@ that a case failed: its script is printed, and the same seed draws it again.
 """
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ def main() -> int:
     cores = os.cpu_count() or 1
     parser.add_argument("--jobs", type=int, default=cores, help="processes (default all cores)")
     parser.add_argument("--out", type=Path, default=Path("runs/fuzz"), help="cases under way")
+    parser.add_argument("--record", type=Path, help="JSON file to add the coverage to")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     print(f"seed {given.seed}, {given.jobs} processes", flush=True)
@@ -48,6 +50,8 @@ def main() -> int:
                 print("\n## A process died; the cases under way:", *under_way, sep="\n\n")
                 return 1
             print(report(name, coverage), flush=True)
+            if given.record is not None:
+                keep(given.record, name, coverage, fault, f"{given.seconds:g} s, seed {given.seed}")
             if fault:
                 failed = True
                 print(f"\n## FAULT in {name}\n\n{fault}", flush=True)
@@ -65,6 +69,25 @@ def report(name: str, coverage: Coverage) -> str:
         *sorted({f"- {reason[:160]}" for reason in coverage.reasons.values()}),
     ]
     return "\n\n".join(lines[:2]) + "\n\n" + "\n".join(lines[2:])
+
+
+def keep(record: Path, name: str, coverage: Coverage, fault: str, attack: str) -> None:
+    """Replaces the results of one kind of attack in a JSON record."""
+    from benchmarks.measure import environment
+
+    kinds = json.loads(record.read_text())["kinds"] if record.exists() else {}
+    kinds[name] = {
+        "attack": attack,
+        "cases": coverage.cases,
+        "processor_seconds": round(coverage.seconds),
+        "combinations": len(coverage.right),
+        "never_drawn": len(coverage.empty()),
+        "fault": fault,
+        "table": coverage.table().splitlines(),
+        "refusals": sorted(set(coverage.reasons.values())),
+        "environment": environment(),
+    }
+    record.write_text(json.dumps({"name": "fuzz", "kinds": kinds}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

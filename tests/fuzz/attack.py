@@ -20,7 +20,7 @@ import hypothesis.strategies as st
 import torch
 
 SLOW = ("triton", "torch_sparse", "flex")  # interpreted, or ten times slower than other backends
-SLOW_ROUNDS = 6  # one round in so many is theirs
+SLOW_ROUNDS = 6  # one round in so many is theirs, and every round once only their cells are empty
 
 
 class Cell(NamedTuple):
@@ -75,7 +75,7 @@ class Coverage:
 
     def emptiest(self, count: int, seed: str, slow: bool) -> list[Cell]:
         """The least covered cells of slow or of other backends; the seed shuffles ties."""
-        cells = [cell for cell in self.right if (cell.backend.split()[-1] in SLOW) == slow]
+        cells = [cell for cell in self.right if _is_slow(cell) == slow]
         cells = cells or list(self.right)
         return sorted(cells, key=lambda cell: (self.seen(cell), _digest(seed, *cell)))[:count]
 
@@ -147,7 +147,8 @@ def attack(
     begin = time.process_time()
     try:
         while cells and time.monotonic() < end and number != rounds:
-            slow = number % SLOW_ROUNDS == SLOW_ROUNDS - 1
+            empty = {_is_slow(cell) for cell in coverage.empty()}
+            slow = number % SLOW_ROUNDS == SLOW_ROUNDS - 1 or empty == {True}
             _round(kind, coverage, end, f"{seed} {number}", under_way, slow)
             number += 1
     finally:
@@ -228,6 +229,10 @@ def _round(
         fault = Fault(text)
         fault.coverage = coverage
         raise fault from error
+
+
+def _is_slow(cell: Cell) -> bool:
+    return cell.backend.split()[-1] in SLOW
 
 
 def _digest(*parts: str) -> str:

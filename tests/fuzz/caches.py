@@ -1,27 +1,20 @@
 """Decoding caches: random steps of `KVCache` and `SelectedCache` against one pass by the oracle."""
 
-import copy
-import itertools
-import pickle
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import torch
-from attention_oracle import arranged
-from patterns_oracle import Spec, build, is_batched, leaves
-from strategies import LAYOUT_BLOCK_SIZES, Scene
-from torch import Tensor
+from oracles.patterns_oracle import Spec, build, is_batched, leaves
+from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene
 
 import sparsering as sr
-from sparsering.selection import block_scores, select_blocks
 
-from . import oracle, specs
-from .attack import Cell, Refused
-from .calls import ARRANGES, BACKENDS, DTYPES, HALF_ALONE, Call, compare, present_pairs
+from . import specs
+from .attack import Cell
+from .cache_steps import Run
+from .calls import BACKENDS, DTYPES, HALF_ALONE, Call, shared_options, with_half_tables
 
 STEPS = (
     "chunks",
@@ -68,7 +61,7 @@ WRONG = (
 )
 
 Step = tuple[Any, ...]
-"""(kind, numbers): `_Run` fits the numbers to the current lengths, so any steps are legal."""
+"""(kind, numbers): `Run` fits the numbers to the current lengths, so any steps are legal."""
 
 
 @dataclass(frozen=True)
@@ -160,520 +153,27 @@ class Decoding:
     def precision(self) -> torch.dtype:
         return torch.bfloat16 if self.autocast else DTYPES[self.dtype]
 
-    def call(self, with_options: bool, spec: Spec) -> Call:
+    def call(self, with_options: bool, spec: Spec, batch: int) -> Call:
         """Returns the call that computes the whole sequence in one pass."""
         names = ("scale", "softcap", "distance_bias", "sink", "dropout", "half_tables")
         given = {name: getattr(self, name) for name in names if with_options}
         dims = self.seed, self.head_dim, self.value_dim
-        return Call(spec, self.scene, "", self.dtype, *dims, autocast=self.autocast, **given)
+        scene = replace(self.scene, batch=batch)
+        return Call(spec, scene, "", self.dtype, *dims, autocast=self.autocast, **given)
 
     def check(self) -> None:
         """Compares every row of every step with the oracle, and the cached keys with live keys."""
         self.done.clear()
-        _Run(self).run()
+        Run(self).run()
 
     def script(self) -> str:
         """Returns the steps up to the failing one, each compared with one pass."""
-        run = _Run(self)
+        run = Run(self)
         try:
             run.run()
         except Exception as error:
             run.lines.append(f"# {type(error).__name__}: {str(error).splitlines()[0][:150]}")
         return "\n".join([*run.lines, f"# {self}"])
-
-
-class _Run:
-    """Runs the steps on a cache, and records the whole sequences of its entries, zero-padded."""
-
-    def __init__(self, case: Decoding) -> None:
-        torch.manual_seed(case.seed)
-        self.case, self.batch = case, case.batch
-        self.refusal = ""  # why the contract refuses a step
-        self.lengths, self.highest = [0] * case.batch, [0] * case.batch
-        heads, dtype = case.num_heads, case.precision()
-        self.widths = {"query": case.head_dim, "key": case.head_dim, "value": case.value_dim}
-        shapes = {name: (heads if name == "query" else case.num_kv_heads, case.total, width)
-                  for name, width in self.widths.items()}  # fmt: skip
-        shapes |= {"out": (heads, case.total, case.value_dim)}
-        self.rows = {name: torch.zeros(case.batch, *shape, dtype=dtype)
-                     for name, shape in shapes.items()}  # fmt: skip
-        of_sums = torch.float64 if dtype == torch.float64 else torch.float32
-        for name in ("lse", "sink"):
-            self.rows[name] = torch.zeros(case.batch, heads, case.total, dtype=of_sums)
-        self.rows["fresh"] = torch.zeros(case.batch, case.total, dtype=torch.int64)
-        self.here = [True] * case.total
-        self.tables = self._tables()
-        self.lines = self._opening()
-        self.cache = case.cache()
-        self.live: dict[int, int] = {}
-
-    def run(self) -> None:
-        self._check_held()
-        for kind, *numbers in self.case.steps:
-            getattr(self, f"_{kind}")(*numbers)
-            self._check_held()
-        self._verify()
-        if self.refusal:
-            raise Refused(self.refusal)
-
-    def _tables(self) -> dict[str, Tensor]:
-        case = self.case
-        dtype = torch.bfloat16 if case.half_tables else torch.float32
-        self.table_dtype = torch.float64 if case.dtype == "float64" else dtype
-        found = {}
-        if case.distance_bias is not None:
-            radius, each = case.distance_bias
-            table = torch.randn(case.num_heads if each else 1, 2 * radius + 1)
-            found["distance_bias"] = table.to(self.table_dtype)
-        if case.sink is not None and case.sink != "[B, H, N]":
-            shape = (1, case.num_heads, 1) if case.sink == "[1, H, 1]" else (case.num_heads,)
-            sink = torch.randn(shape).to(self.table_dtype)
-            found["sink"] = torch.full_like(sink, -torch.inf) if case.sink == "none" else sink
-        return found
-
-    def _opening(self) -> list[str]:
-        case = self.case
-        given = ", ".join(f"{name}={x!r}" for name, x in case.keywords().items())
-        if case.selection is None:
-            pattern, made = specs.source(case.spec), "sr.KVCache(pattern"
-        else:
-            chosen = ", ".join(f"{name}={x!r}" for name, x in vars(case.selection).items())
-            pattern, given, made = "sr.Full()", f"{chosen}, {given}", "sr.SelectedCache("
-        made = f"{made}, {case.batch}, {case.num_kv_heads}, {case.head_dim}".replace("(, ", "(")
-        options = [f"{name}={x!r}" for name in ("scale", "softcap") if (x := getattr(case, name))]
-        options += [f"{name}=torch.randn({tuple(x.shape)}, dtype={x.dtype})"
-                    for name, x in self.tables.items()]  # fmt: skip
-        if case.dropout is not None:
-            options.append("dropout_p={}, dropout_seed={}".format(*case.dropout))
-        shapes = [
-            f"(B, {case.num_heads}, n, {case.head_dim})",
-            f"(B, {case.num_kv_heads}, n, {case.head_dim})",
-            f"(B, {case.num_kv_heads}, n, {case.value_dim})",
-        ]
-        backend = None if case.backend == "default" else case.backend
-        block = f", block_size={case.block_size}" if case.block_size else ""
-        return [
-            "import torch, sparsering as sr",
-            f"pattern, options = {pattern}, dict({', '.join(options)})",
-            f"cache = {made}, {given})",
-            f"B, T, rows = {case.batch}, {case.total}, [[] for _ in range({case.batch})]",
-            "def whole(b, i):  # query, key or value of an entry's tokens so far, padded",
-            "    x = torch.stack([token[i] for token in rows[b]], 1)",
-            "    return torch.nn.functional.pad(x, (0, 0, 0, T - x.shape[1]))",
-            "def step(n, lengths=None, options=options, **more):",
-            f"    new = [torch.randn(s, dtype={case.precision()}) for s in [{', '.join(shapes)}]]",
-            "    for b, m in enumerate(lengths or [n] * B):",
-            "        rows[b] = rows[b] + [[x[b, :, j] for x in new] for j in range(m)]",
-            "    out = cache.attend(*new, lengths=lengths, "
-            f"backend={backend!r}{block}, **options, **more)",
-            "    every = [torch.stack([whole(b, i) for b in range(B)]) for i in range(3)]",
-            "    expected = sr.attention(*every, pattern & sr.Causal(), backend='reference', "
-            "**options)",
-            "    for b, m in enumerate(lengths or [n] * B):",
-            "        of_step = expected[b, :, len(rows[b]) - m : len(rows[b])]",
-            "        print((out[b, :, :m] - of_step).abs().amax((0, 2)))",
-        ]
-
-    # Each step fits its numbers to the lengths, adds its line to the script, and runs.
-
-    def _attend(
-        self, n: int, cut: tuple[int, ...] | None, stored: bool, plain: bool, with_lse: bool
-    ) -> None:
-        case = self.case
-        rest = [case.total - length for length in self.lengths]
-        asked, n = n, min([n, *rest]) if cut is None else min(n, max(rest, default=0))
-        if asked and not n:
-            return
-        new = [n] * self.batch
-        if cut is not None and self.batch:
-            new = [min(cut[b % len(cut)] % (n + 1), rest[b]) for b in range(self.batch)]
-        stored = stored or len(set(zip(self.lengths, new, strict=True))) > 1
-        given: dict[str, Any] = {} if stored else {"stored": False}
-        if cut is not None:
-            given["lengths"] = torch.tensor(new, dtype=torch.int64) if case.seed % 2 else new
-        said = "".join(f", lengths={new}" for _ in [cut] if cut is not None)
-        said += ", stored=False" * (not stored) + ", options={}" * plain
-        self.lines.append(f"step({n}{said})")
-        inputs = self._inputs(n)
-        options, sink = self._options(n, plain)
-        refused = case.selection is not None and (not stored or set(new) - {n})
-        if refused:
-            self.refusal = self._refused(lambda: self._call(inputs, **given, **options))
-            return
-        out, lse = self._call(inputs, **given, **options, with_lse=with_lse)
-        for b, (length, m) in enumerate(zip(self.lengths, new, strict=True)):
-            place = slice(length, length + m)
-            of_entry = {"out": out, "lse": lse, "sink": sink, **inputs}
-            for name, x in of_entry.items():
-                if x is not None:
-                    self.rows[name][b, :, place] = x[b, :, :m].to(self.rows[name].dtype)
-            self.rows["fresh"][b, place] = (1 + 2 * plain) + (lse is None)
-            assert not out[b, :, m:].any(), "rows that are not new are not 0"
-            assert lse is None or (lse[b, :, m:] == -torch.inf).all(), "lse of rows not new"
-        if not stored and new:
-            place = range(self.lengths[0], self.lengths[0] + new[0])
-            self.here = [x and i not in place for i, x in enumerate(self.here)]
-        self.lengths = [length + m for length, m in zip(self.lengths, new, strict=True)]
-        self.highest = [max(x) for x in zip(self.highest, self.lengths, strict=True)]
-        self._did("no tokens", n == 0)
-        self._did("chunks", n > 1)
-        self._did("return_lse", with_lse and n > 0)
-        self._did("stored=False", not stored and n > 0)
-        self._did("unlike lengths", len(set(self.lengths)) > 1)
-        self._did("fewer than given", cut is not None and set(new) - {n})
-
-    def _tokens(self, count: int, plain: bool, with_lse: bool) -> None:
-        for _ in range(count):
-            before = list(self.lengths)
-            self._attend(1, None, True, plain, with_lse)
-            assert self.cache.lengths == self.lengths
-            self._did("single tokens", before != self.lengths)
-
-    def _crop(self, back: int) -> None:
-        if not self.batch or len(set(self.lengths)) > 1:
-            return
-        self._verify()
-        length, case = self.lengths[0], self.case
-        target = max(0, length - back)
-        self.lines.append(f"cache.crop({target}); rows = [row[:{target}] for row in rows]")
-        if target < length - case.rollback:
-            self._refused(lambda: self.cache.crop(target))
-            self._did("refused step", True)
-            return
-        if target < max(self.highest) - case.rollback:  # the contract allows either outcome
-            before = self._state()
-            try:
-                self.cache.crop(target)
-            except ValueError:
-                assert self._state() == before, "a refused crop changed the cache"
-                self.lines.pop()
-                return
-        else:
-            self.cache.crop(target)
-        self.lengths = [target] * self.batch
-        self.rows["fresh"][:, target:] = 0
-        self.here = [x or i >= target for i, x in enumerate(self.here)]
-        self._did("crop", target < length)
-
-    def _take(self, kind: str, numbers: tuple[int, ...]) -> None:
-        if not self.batch:
-            return
-        self._verify()
-        if kind == "repeat":
-            n = 1 + numbers[0] % 2
-            index, argument = [b for b in range(self.batch) for _ in range(n)], str(n)
-        else:
-            cycle = itertools.islice(itertools.cycle(numbers), self.batch)
-            listed = list(cycle) if kind == "reorder" else list(numbers)
-            index = [i % self.batch for i in listed]
-            argument = str(index)
-        self.lines.append(f"cache.{kind}({argument}); rows = [rows[i] for i in {index}]")
-        self.lines[-1] += f"; B = {len(index)}" if len(index) != self.batch else ""
-        take = getattr(self.cache, kind)
-        given: Any = int(argument) if kind == "repeat" else index
-        given = torch.tensor(index) if kind != "repeat" and self.case.seed % 2 else given
-        if build(self.case.spec).num_batches() is not None:
-            self.refusal = self._refused(lambda: take(given))
-            return
-        take(given)
-        self.batch = len(index)
-        self.rows = {name: x[index] for name, x in self.rows.items()}
-        self.lengths, self.highest = ([x[i] for i in index] for x in (self.lengths, self.highest))
-        self._did(kind, True)
-
-    def _load(self, n: int, missing: tuple[int, ...], more: int) -> None:
-        case = self.case
-        if any(self.lengths) or not self.batch:
-            return
-        n = min(n, case.total)
-        length = min(n + more, case.total)
-        inputs = self._inputs(length)
-        gone = {i % n for i in missing} if n else set()
-        here = [i for i in range(n) if i not in gone]
-        self.lines.append(f"# cache.load(key, value, {here}, length={length}) of new tokens")
-        key, value = (inputs[name].to(case.precision()) for name in ("key", "value"))
-        if case.selection is not None and len(here) < length:
-            load = lambda: self.cache.load(key[:, :, here], value[:, :, here], here, length=length)  # noqa: E731
-            self.refusal = self._refused(load)
-            return
-        if len(here) == length:
-            self.cache.load(key, value)
-        else:
-            self.cache.load(key[:, :, here], value[:, :, here], torch.tensor(here), length=length)
-        for name, x in inputs.items():
-            self.rows[name][:, :, :length] = x.to(self.rows[name].dtype)
-        self.here = [i in here or i >= length for i in range(case.total)]
-        self.lengths, self.highest = [length] * self.batch, [length] * self.batch
-        self._did("load", True)
-
-    def _copy(self, by_pickle: bool) -> None:
-        """Continues with a copy, after a step of the original, which must not change the copy."""
-        first = self.cache
-        by_pickle = by_pickle and "MaskMod" not in str(self.case.spec)  # a lambda has no pickle
-        self.cache = pickle.loads(pickle.dumps(first)) if by_pickle else copy.deepcopy(first)
-        said = "pickle.loads(pickle.dumps(cache))" if by_pickle else "copy.deepcopy(cache)"
-        self.lines.append(f"import copy, pickle; first, cache = cache, {said}; # first goes on")
-        before = self._state()
-        n = min([3, *(self.case.total - length for length in self.lengths)])
-        self._call(self._inputs(n), cache=first)
-        assert self._state() == before, "a copy shares its state"
-        self._did("copy", True)
-
-    def _wrong(self, which: str) -> None:
-        """Runs a step that must raise and leave the cache unchanged."""
-        case, cache, inputs = self.case, self.cache, self._inputs(1)
-        longest, dtype = max(self.lengths, default=0), case.precision()
-        key, value = inputs["key"], inputs["value"]
-        attend: Callable[..., Any] = lambda **given: lambda: self._call(inputs, **given)  # noqa: E731
-        other = torch.float32 if dtype != torch.float32 else torch.float64
-        step: Any
-        match which:
-            case "lengths too large":
-                step = attend(lengths=[2] * self.batch) if self.batch else None
-            case "lengths of too few entries":
-                step = attend(lengths=[1] * (self.batch + 1))
-            case "crop forwards":
-                step = lambda: cache.crop(longest + 1)  # noqa: E731
-            case "crop too far":
-                step = lambda: cache.crop(longest - case.rollback - 1)  # noqa: E731
-            case "keys of another dtype":
-                inputs["key"] = key.to(other)
-                step = None if case.autocast else attend()
-            case "keys of another width":
-                inputs["key"] = torch.cat((key, key), 3)
-                step = attend()
-            case "more keys than queries":
-                inputs["key"], inputs["value"] = (torch.cat((x, x), 2) for x in (key, value))
-                step = attend()
-            case "unknown backend":
-                step = lambda: cache.attend(*inputs.values(), backend="none")  # noqa: E731
-            case "negative softcap":
-                step = attend(softcap=-1.0)
-            case "q_start":
-                step = attend(q_start=longest)
-            case "sink of another shape":
-                step = attend(sink=torch.zeros(case.num_heads + 1, dtype=self.table_dtype))
-            case "index out of range":
-                step = lambda: cache.select([self.batch])  # noqa: E731
-            case "past max_length":
-                many = self._inputs(case.total - longest + 1)
-                step = (lambda: self._call(many)) if case.has_max_length and self.batch else None
-            case "load after tokens":
-                step = (lambda: cache.load(key, value)) if longest else None
-        if step is None:
-            return
-        self.lines.append(f"# a refused step: {which}")
-        before = self._state()
-        try:
-            step()
-        except (ValueError, NotImplementedError):
-            pass
-        else:
-            raise AssertionError(f"no error: {which}")
-        assert self._state() == before, f"a refused step changed the cache: {which}"
-        self._did("refused step", True)
-
-    # Helpers of the steps.
-
-    def _did(self, name: str, really: Any) -> None:
-        if really:
-            self.case.done.add(name)
-
-    def _inputs(self, n: int) -> dict[str, Tensor]:
-        case = self.case
-        found = {}
-        for name, width in self.widths.items():
-            heads = case.num_heads if name == "query" else case.num_kv_heads
-            arrange = case.arrange
-            if arrange == "one head expanded" and (name == "query" or not heads):
-                arrange = "contiguous"
-            x = arranged((self.batch, heads, n, width), arrange, DTYPES[case.dtype])
-            found[name] = x
-        found["query"] = found["query"] * case.magnitude if case.magnitude > 1 else found["query"]
-        return found
-
-    def _options(self, n: int, plain: bool) -> tuple[dict[str, Any], Tensor | None]:
-        """Returns options of `attend`, and the sink of each new token."""
-        case = self.case
-        if plain:
-            return {}, None
-        names = ("scale", "softcap", "block_size")
-        found = {name: x for name in names if (x := getattr(case, name)) is not None}
-        found |= self.tables
-        if case.dropout is not None:
-            found["dropout_p"], found["dropout_seed"] = case.dropout
-        if case.sink is None:
-            return found, None
-        if case.sink == "[B, H, N]":
-            found["sink"] = torch.randn(self.batch, case.num_heads, n).to(self.table_dtype)
-            return found, found["sink"]
-        return found, found["sink"].view(1, -1, 1).expand(self.batch, -1, n)
-
-    def _call(
-        self,
-        inputs: dict[str, Tensor],
-        cache: Any = None,
-        with_lse: bool = False,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        case, cache = self.case, self.cache if cache is None else cache
-        if case.backend != "default":
-            options["backend"] = case.backend
-        if with_lse:
-            options["return_lse"] = True
-        before = self._state()
-        try:
-            with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
-                found = cache.attend(*inputs.values(), **options)
-        except (NotImplementedError, ImportError) as refusal:
-            assert self._state() == before, "a refused step changed the cache"
-            missing = isinstance(refusal, ImportError)
-            assert case.backend not in ("default", "reference") or missing, refusal
-            raise Refused(str(refusal)) from None
-        out, lse = found if with_lse else (found, None)
-        n = inputs["query"].shape[2]
-        assert out.dtype == case.precision(), out.dtype
-        assert out.shape == (self.batch, case.num_heads, n, case.value_dim), out.shape
-        assert lse is None or lse.shape == out.shape[:3], lse
-        return out, lse
-
-    def _refused(self, step: Callable[[], Any]) -> str:
-        """Runs a step that must be refused and change nothing; returns the error message."""
-        self.lines.append("# the line before is refused")
-        before = self._state()
-        try:
-            step()
-        except ValueError as error:
-            assert self._state() == before, f"a refused step changed the cache: {error}"
-            return str(error)
-        raise AssertionError("a step was taken that must be refused")
-
-    def _state(self) -> tuple[Any, ...]:
-        cache = self.cache
-        held = [
-            cache.positions(head, entry).tolist()
-            for entry, head in product(range(len(cache.lengths)), range(self.case.num_kv_heads))
-        ]
-        # A step that raises may leave empty memory for block summaries allocated.
-        nbytes = cache.nbytes if self.case.selection is None else 0
-        return cache.lengths, cache.length, cache.kept, nbytes, repr(cache), held
-
-    def _check_held(self) -> None:
-        """Checks that the cache has all keys that later queries visit, and at most a page more."""
-        case, cache = self.case, self.cache
-        assert cache.lengths == self.lengths, f"lengths {cache.lengths}, not {self.lengths}"
-        assert cache.length == max(self.lengths, default=0)
-        most = 0
-        for entry, length in enumerate(self.lengths):
-            for head in range(case.num_kv_heads):
-                found = cache.positions(head, entry).tolist()
-                assert found == sorted(set(found)), f"positions {found}"
-                assert all(0 <= k < length for k in found), f"positions {found}"
-                least = {k for k in self._visited(head, length) if self.here[k]}
-                assert least <= set(found), f"evicted, yet visited: {sorted(least - set(found))}"
-                gone = [k for k in found if not self.here[k]]
-                assert not gone, f"held, yet stored elsewhere: {gone}"
-                most = max(most, len(found))
-        assert cache.kept == most, f"kept {cache.kept}, positions {most}"
-        if not self.lengths:
-            return
-        back = case.rollback + case.page_size // 8
-        first = max(0, min(self.lengths) - back)
-        bound = max(self._most_live(x) for x in range(first, cache.length + 1)) + case.page_size
-        assert cache.kept <= bound + case.rollback, f"kept {cache.kept} of at most {bound}"
-        slot = (case.head_dim + case.value_dim) * torch.empty(
-            0, dtype=case.precision()
-        ).element_size()
-        least = self.batch * case.num_kv_heads * cache.kept * slot
-        assert cache.nbytes >= least, f"nbytes {cache.nbytes} below {least}"
-
-    def _visited(self, head: int, length: int) -> list[int]:
-        """Returns the keys below a length that later queries visit, by the oracle."""
-        case = self.case
-        if case.selection is not None:
-            return list(range(length)) if length < case.total else []
-        group = case.num_heads // case.num_kv_heads
-        present = present_pairs(case.causal, case.scene)[:, :, head * group : (head + 1) * group]
-        return np.nonzero(present[..., length:, :length].any((0, 1, 2, 3)))[0].tolist()
-
-    def _most_live(self, length: int) -> int:
-        """Most live keys of a head, by the library, since it includes queries beyond `total`."""
-        case = self.case
-        if case.selection is not None:
-            return length
-        if length not in self.live:
-            max_length = self.case.total if case.has_max_length else None
-            heads = {"num_heads": case.num_heads, "num_kv_heads": case.num_kv_heads}
-            found = build(case.spec).live_keys(length, **heads, max_length=max_length)
-            self.live[length] = max((len(x) for x in found), default=0)
-        return self.live[length]
-
-    def _verify(self) -> None:
-        """Compares all rows since the last comparison."""
-        case, fresh = self.case, self.rows["fresh"]
-        for with_options in (True, False):
-            variant = (1, 2) if with_options else (3, 4)
-            asked = (fresh == variant[0]) | (fresh == variant[1])
-            if not asked.any():
-                continue
-            spec = case.causal
-            scale = case.scale if with_options else None
-            if case.selection is not None:
-                spec, stable = self._selected(scale)
-                asked &= stable
-            if not all(self.here):
-                spec = ("&", spec, ("KeyMask", tuple(self.here)))
-            call = _with(case.call(with_options, spec), self.batch)
-            tensors = {name: self.rows[name] for name in ("query", "key", "value")}
-            if with_options:
-                tensors |= self.tables | ({"sink": self.rows["sink"]} if case.sink else {})
-            nothing = [torch.zeros_like(self.rows[name]) for name in ("out", "lse")]
-            whole = call.expected(tensors, *nothing)
-            with_lse = asked & (fresh == variant[0])
-            for name, rows in (("out", asked), ("lse", with_lse)):
-                chosen = rows.numpy()
-                got = {name: self.rows[name].transpose(1, 2)[rows]}
-                exact, magnitude = (
-                    {name: x[name].swapaxes(1, 2)[chosen]} for x in (whole.exact, whole.magnitude)
-                )
-                part = oracle.Results(exact, magnitude, whole.largest_score)
-                compare(got, part, case.precision())
-        self.rows["fresh"] = torch.zeros_like(fresh)
-
-    def _selected(self, scale: float | None) -> tuple[Spec, Tensor]:
-        """Returns the selected blocks, and the tokens whose selection rounding cannot change."""
-        chosen = self.case.selection
-        assert chosen is not None
-        query, key = self.rows["query"], self.rows["key"]
-        scores = block_scores(query, key, chosen.block_size, method=chosen.method, scale=scale)
-        found = []
-        rules = {"top_p": chosen.top_p, "sink": chosen.sink, "local": chosen.local}
-        for noise in (0.0, 1e-4, 1e-4, 1e-4):
-            near = scores + noise * torch.randn(scores.shape) * (
-                1 + scores.abs().nan_to_num(0, 0, 0)
-            )
-            found.append(select_blocks(near, chosen.k, block_size=chosen.block_size, **rules))
-        sets = [x.sort(-1).values for x in found]
-        stable = torch.stack([(x == sets[0]).all(-1).all(1) for x in sets]).all(0)
-        table = _tuples(found[0])
-        return ("&", ("SelectedBlocks", table, chosen.block_size, 1, 0), ("Causal",)), stable
-
-
-def _tuples(x: Tensor) -> Any:
-    def nested(part: Any) -> Any:
-        return tuple(map(nested, part)) if isinstance(part, list) else part
-
-    return nested(x.tolist())
-
-
-def _with(call: Call, batch: int) -> Call:
-    """Replaces a call's batch size."""
-    values = {f.name: getattr(call, f.name) for f in fields(call)}
-    scene = call.scene
-    values["scene"] = Scene(
-        scene.q_len, scene.kv_len, scene.num_heads, scene.num_kv_heads, 0, batch
-    )
-    return Call(**values)
 
 
 SLOW = ("triton", "torch_sparse", "flex")  # flex compiles each pattern
@@ -774,29 +274,10 @@ def cases(draw: st.DrawFn, cell: Cell) -> Decoding:
     given["has_max_length"] = needs or option == "max_length" or draw(st.booleans())
     if option in ("crop", "rollback") or draw(st.booleans()):
         given["rollback"] = draw(st.sampled_from((1, 4, 20)))
-    if used("scale"):
-        given["scale"] = draw(st.sampled_from((0.3, 1.0, -0.5, 0.0)))
     if used("block_size"):
         given["block_size"] = draw(st.sampled_from(LAYOUT_BLOCK_SIZES))
-    if used("strides"):
-        given["arrange"] = draw(st.sampled_from(ARRANGES[1:]))
-    if used("large scores"):
-        given["magnitude"] = draw(st.sampled_from((10.0, 60.0)))
-    if cell.dtype != "float64" and used("autocast"):
-        given["autocast"] = True
-    if used("softcap"):
-        given["softcap"] = draw(st.sampled_from((2.0, 0.5, 50.0)))
-    if used("distance_bias"):
-        given["distance_bias"] = draw(st.tuples(st.sampled_from((0, 1, 7, 100)), st.booleans()))
-    if used("sink"):
-        given["sink"] = draw(st.sampled_from(("[H]", "[1, H, 1]", "[B, H, N]", "none")))
-    if used("dropout"):
-        given["dropout"] = draw(st.sampled_from(((0.5, 3), (0.1, 2**61 + 5), (0.9, 0))))
-    has_tables = {"distance_bias", "sink"} & given.keys()
-    if option == "half tables" and not has_tables:
-        given["sink"], has_tables = "[H]", {"sink"}
-    if cell.dtype != "float64" and has_tables and used("half tables"):
-        given["half_tables"] = True
+    given |= shared_options(draw, cell, used)
+    with_half_tables(cell, used, given)
     widths = st.sampled_from((8, 8, 16, 5, 32, 1))
     return Decoding(
         spec,

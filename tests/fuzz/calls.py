@@ -1,7 +1,7 @@
 """Random calls of `attention`: patterns, options, shapes, dtypes, backends, with all gradients."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import hypothesis.strategies as st
 import numpy as np
 import torch
-from attention_oracle import arranged
-from patterns_oracle import Spec, build, counts, leaves
-from strategies import LAYOUT_BLOCK_SIZES, Scene, scenes
+from oracles.attention_oracle import arranged
+from oracles.patterns_oracle import Spec, build, counts, leaves
+from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene, scenes
 from torch import Tensor
 
 import sparsering as sr
@@ -391,6 +391,46 @@ def compare(
             )
 
 
+Used = Callable[[str], bool]
+
+
+def input_options(draw: st.DrawFn, used: Used) -> dict[str, Any]:
+    """Draws the scale of the scores, and how query, key and value lie in memory."""
+    given: dict[str, Any] = {}
+    if used("scale"):
+        given["scale"] = draw(st.sampled_from((0.3, 1.0, -0.5, 0.0)))
+    if used("strides"):
+        given["arrange"] = draw(st.sampled_from(ARRANGES[1:]))
+    if used("large scores"):
+        given["magnitude"] = draw(st.sampled_from((10.0, 60.0)))
+    return given
+
+
+def shared_options(draw: st.DrawFn, cell: Cell, used: Used) -> dict[str, Any]:
+    """Draws the options that calls and caches have, apart from tables of blocks."""
+    given = input_options(draw, used)
+    if cell.dtype != "float64" and used("autocast"):
+        given["autocast"] = True
+    if used("softcap"):
+        given["softcap"] = draw(st.sampled_from((2.0, 0.5, 50.0)))
+    if used("distance_bias"):
+        given["distance_bias"] = draw(st.tuples(st.sampled_from((0, 1, 7, 100)), st.booleans()))
+    if used("sink"):
+        given["sink"] = draw(st.sampled_from(("[H]", "[1, H, 1]", "[B, H, N]", "none")))
+    if used("dropout"):
+        given["dropout"] = draw(st.sampled_from(((0.5, 3), (0.1, 2**61 + 5), (0.9, 0))))
+    return given
+
+
+def with_half_tables(cell: Cell, used: Used, given: dict[str, Any]) -> None:
+    """Decides whether the tables of a call are in half precision; draws a sink if none is there."""
+    has_tables = {"distance_bias", "block_bias", "slot_bias", "sink"} & given.keys()
+    if cell.option == "half tables" and not has_tables:
+        given["sink"], has_tables = "[H]", {"sink"}
+    if cell.dtype != "float64" and has_tables and used("half tables"):
+        given["half_tables"] = True
+
+
 @st.composite
 def cases(draw: st.DrawFn, cell: Cell, scene: Scene | None = None) -> Call:
     """Draws calls with a cell's option, class of patterns, backend and dtype, and other options."""
@@ -414,31 +454,12 @@ def cases(draw: st.DrawFn, cell: Cell, scene: Scene | None = None) -> Call:
     given: dict[str, Any] = {"block_size": None}
     if used("block_size") or option == "block_bias":
         given["block_size"] = draw(st.sampled_from(LAYOUT_BLOCK_SIZES))
-    if used("scale"):
-        given["scale"] = draw(st.sampled_from((0.3, 1.0, -0.5, 0.0)))
-    if used("strides"):
-        given["arrange"] = draw(st.sampled_from(ARRANGES[1:]))
-    if used("large scores"):
-        given["magnitude"] = draw(st.sampled_from((10.0, 60.0)))
-    if cell.dtype != "float64" and used("autocast"):
-        given["autocast"] = True
-    if used("softcap"):
-        given["softcap"] = draw(st.sampled_from((2.0, 0.5, 50.0)))
-    if used("distance_bias"):
-        given["distance_bias"] = draw(st.tuples(st.sampled_from((0, 1, 7, 100)), st.booleans()))
+    given |= shared_options(draw, cell, used)
     if len(selections) == 1 and used("slot_bias"):
         given["slot_bias"] = draw(st.tuples(st.booleans(), st.booleans()))
     elif given["block_size"] is not None and used("block_bias"):
         given["block_bias"] = draw(st.tuples(*[st.booleans()] * 3))
-    if used("sink"):
-        given["sink"] = draw(st.sampled_from(("[H]", "[1, H, 1]", "[B, H, N]", "none")))
-    if used("dropout"):
-        given["dropout"] = draw(st.sampled_from(((0.5, 3), (0.1, 2**61 + 5), (0.9, 0))))
-    has_tables = {"distance_bias", "block_bias", "slot_bias", "sink"} & given.keys()
-    if option == "half tables" and not has_tables:
-        given["sink"], has_tables = "[H]", {"sink"}
-    if cell.dtype != "float64" and has_tables and used("half tables"):
-        given["half_tables"] = True
+    with_half_tables(cell, used, given)
     return Call(
         spec,
         scene,

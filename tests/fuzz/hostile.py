@@ -268,7 +268,7 @@ def guarded(is_small: bool) -> Iterator[None]:
     known = signal.signal(signal.SIGPROF, late)
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS, 0.5)  # again, if a callback swallows the error
     faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, before[1]))
     try:

@@ -5,10 +5,10 @@ from itertools import product
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
-import ring_oracle
-from attention_oracle import Case
-from patterns_oracle import build
-from strategies import scenes
+from oracles import ring_oracle
+from oracles.attention_oracle import Case
+from oracles.patterns_oracle import build
+from oracles.strategies import scenes
 
 from . import calls, specs
 from .attack import Cell

@@ -4,20 +4,19 @@ In the coverage table a row is a function. Methods take the place of classes of 
 functions without a pattern.
 """
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import inf, nan
 from typing import Any, ClassVar
 
-import blocks_oracle
 import hypothesis.strategies as st
-import strategies as drawn
 import torch
-from attention_oracle import arranged
-from patterns_oracle import Spec, build
-from strategies import HEADS, Scene, scenes
+from oracles import blocks_oracle
+from oracles import strategies as drawn
+from oracles.attention_oracle import arranged
+from oracles.patterns_oracle import build
+from oracles.strategies import HEADS, Scene, scenes
 from torch import Tensor
 
 import sparsering as sr
@@ -133,7 +132,7 @@ class Function:
         arguments = ", ".join([*(f"{n}={n}" for n in self.inputs()), f"**{self.given()!r}"])
         return "\n".join(
             [
-                "import torch, sparsering.selection, blocks_oracle  # the latter from tests",
+                "import torch, sparsering.selection; from oracles import blocks_oracle  # of tests",
                 "from torch import inf, nan",
                 *draws,
                 f"print(sparsering.selection.{self.function}({arguments}))",
@@ -421,9 +420,7 @@ def plain_call(draw: st.DrawFn, cell: Cell, scene: Scene, backend: str = "defaul
         draw(st.integers(0, 99)),
         draw(st.sampled_from((16, 8, 5, 32, 1))),
         draw(st.sampled_from((16, 8, 5, 32, 1))),
-        scale=draw(st.sampled_from((0.3, 1.0, -0.5, 0.0))) if used("scale") else None,
-        arrange=draw(st.sampled_from(calls.ARRANGES[1:])) if used("strides") else "contiguous",
-        magnitude=draw(st.sampled_from((10.0, 60.0))) if used("large scores") else 1.0,
+        **calls.input_options(draw, used),
     )
 
 
@@ -577,7 +574,7 @@ def with_selection(
         size = max(size, 16)
         scene = replace(scene, kv_len=scene.kv_len + (scene.kv_len % size == 0))
     top_p = 0.6 if option == "top_p" or draw(st.booleans()) else None
-    spec = draw(selections(scene, size, row, top_p))
+    spec = draw(specs.chosen_blocks(scene, size, row, top_p))
     if cell.pattern != "SelectedBlocks":
         other = draw(drawn.masks(scene, 0))
         spec = (cell.pattern, *((spec, other) if draw(st.booleans()) else (other, spec)))
@@ -589,29 +586,6 @@ def with_selection(
     }
     fitting = vars(call) | {"spec": spec, "scene": scene}
     return fitting, tuple(name for name, is_used in used.items() if is_used)
-
-
-@st.composite
-def selections(draw: st.DrawFn, scene: Scene, size: int, row: int, top_p: float | None) -> Spec:
-    """Draws a `SelectedBlocks` that the definition of `select_blocks` gives for random scores."""
-    first, blocks = scene.first_position // row, -(-scene.kv_len // size)
-    rows = max(1, -(-(scene.first_position + scene.q_len) // row) - first)
-    sink, local = draw(st.integers(0, 2)), draw(st.integers(0, 2))
-    k = max(1, sink + local + draw(st.integers(0, 3)))
-    options = {"top_p": top_p, "sink": sink, "local": local, "causal": draw(st.booleans())}
-    numbers = random.Random(draw(st.integers(0, 99)))
-
-    def chosen(number: int) -> tuple[int, ...]:
-        scores = [numbers.gauss(0, 2) for _ in range(blocks)]
-        current = (first + number) * row // size
-        return tuple(blocks_oracle.chosen_blocks(scores, k, current, **options))
-
-    heads = draw(st.sampled_from((1, scene.num_kv_heads, scene.num_heads)))
-    table: Any = [
-        tuple(tuple(map(chosen, range(rows))) for _ in range(heads)) for _ in range(scene.batch)
-    ]
-    table = tuple(table) if draw(st.booleans()) else table[0]
-    return ("SelectedBlocks", table, size, row, first)
 
 
 def cases(cell: Cell) -> st.SearchStrategy[Any]:

@@ -3,14 +3,16 @@
 A spec is a nested tuple as in `patterns_oracle`.
 """
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
-import strategies as drawn
-from patterns_oracle import OPERATORS, Spec, is_mixture, leaves
-from strategies import Scene
+from oracles import blocks_oracle
+from oracles import strategies as drawn
+from oracles.patterns_oracle import OPERATORS, Spec, is_mixture, leaves
+from oracles.strategies import Scene
 
 LEAVES = {
     "Full": lambda scene: st.just(("Full",)),
@@ -160,3 +162,26 @@ def is_bound(spec: Spec) -> bool:
     """Whether the pattern fixes the length of the sequence."""
     bound = ("Documents", "Packed", "KeyMask", "Blocks", "Dense", "SelectedBlocks")
     return any(leaf[0] in bound for leaf in leaves(spec))
+
+
+@st.composite
+def chosen_blocks(draw: st.DrawFn, scene: Scene, size: int, row: int, top_p: float | None) -> Spec:
+    """Draws a `SelectedBlocks` that the definition of `select_blocks` gives for random scores."""
+    first, blocks = scene.first_position // row, -(-scene.kv_len // size)
+    rows = max(1, -(-(scene.first_position + scene.q_len) // row) - first)
+    sink, local = draw(st.integers(0, 2)), draw(st.integers(0, 2))
+    k = max(1, sink + local + draw(st.integers(0, 3)))
+    options = {"top_p": top_p, "sink": sink, "local": local, "causal": draw(st.booleans())}
+    numbers = random.Random(draw(st.integers(0, 99)))
+
+    def chosen(number: int) -> tuple[int, ...]:
+        scores = [numbers.gauss(0, 2) for _ in range(blocks)]
+        current = (first + number) * row // size
+        return tuple(blocks_oracle.chosen_blocks(scores, k, current, **options))
+
+    heads = draw(st.sampled_from((1, scene.num_kv_heads, scene.num_heads)))
+    table: Any = [
+        tuple(tuple(map(chosen, range(rows))) for _ in range(heads)) for _ in range(scene.batch)
+    ]
+    table = tuple(table) if draw(st.booleans()) else table[0]
+    return ("SelectedBlocks", table, size, row, first)

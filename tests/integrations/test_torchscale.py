@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torchscale_oracle as oracle
+from oracles import torchscale_oracle as oracle
 from torch import nn
 
 import sparsering as sr

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from attention_oracle import (
+from oracles.attention_oracle import (
     PATTERNS,
     Case,
     assert_close,

@@ -1,30 +1,26 @@
 """The CPU kernel against float64: every pattern and shape, both ways to sum dK and dV.
 
-And any number of threads; layouts that lie; a library that cannot be built, is broken, or is built
-twice at once. What all backends share (precision beside dense attention, NaN, empty rows,
-determinism) is tested in test_attention, for each of them.
+And any number of threads, and layouts that lie. `test_cpu_library` is about the build. What all
+backends share (precision beside dense attention, NaN, empty rows, determinism) is tested in
+tests/attention, for each of them.
 """
 
 import copy
-import hashlib
 import itertools
 import os
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from attention_oracle import PATTERNS, Case, assert_close, dense_counts, gradients, inputs
-from forked import run
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from patterns_oracle import Spec, build
-from strategies import Scene, cases
+from oracles.attention_oracle import PATTERNS, Case, assert_close, dense_counts, gradients, inputs
+from oracles.patterns_oracle import Spec, build
+from oracles.strategies import Scene, cases
 from torch import Tensor
 
 import sparsering as sr
@@ -455,139 +451,7 @@ def test_too_few_biases_raise():
         forward(Problem(layout, *args, 0.25, torch.zeros(1, 2, layout.num_blocks - 1)))
 
 
-# The library
-
-
-ATTEND = """
-import torch, sparsering as sr
-args = torch.randn(3, 1, 2, 40, 16)
-for _ in range(2):
-    out = sr.attention(*args, sr.Causal())
-exact = sr.attention(*args, sr.Causal(), backend="reference")
-assert (out - exact).abs().max() < 1e-5
-print(sr.backends()["cpu"])
-"""
-
-
-def fallen_back(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("falls back to the slower 'gather'") == 1
-    for word in words:
-        assert word in done.stderr and word in done.stdout
-
-
-def fake_compiler(folder: Path, script: str) -> dict[str, str]:
-    path = folder / "compiler"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return {"CXX": str(path), "SPARSERING_CACHE": str(folder / "cache")}
-
-
-def test_without_a_library_for_lack_of_a_compiler_gather_runs_with_one_warning(tmp_path):
-    fallen_back(run(ATTEND, PATH=str(tmp_path), SPARSERING_CACHE=str(tmp_path)), "no C++ compiler")
-
-
-def test_what_a_compiler_of_the_library_says_is_quoted(tmp_path):
-    broken = fake_compiler(tmp_path, "echo 'cpu.cpp:1: error: I am tired' >&2; exit 1")
-    fallen_back(run(ATTEND, **broken), "I am tired")
-    assert not list((tmp_path / "cache").glob("*.so"))
-
-
-def test_a_library_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").touch()
-    fallen_back(run(ATTEND, SPARSERING_CACHE=str(tmp_path / "file" / "cache")), "Not a directory")
-
-
-def test_a_killed_compiler_leaves_no_library_behind(tmp_path):
-    killed = fake_compiler(
-        tmp_path, 'while [ "$1" != -o ]; do shift; done; echo x > $2; kill -9 $$'
-    )
-    fallen_back(run(ATTEND, **killed), "failed")
-    assert not list((tmp_path / "cache").glob("*.so"))
-
-
-def test_a_named_backend_without_a_library_raises(tmp_path):
-    code = ATTEND.replace("sr.Causal())\nexact", "sr.Causal(), backend='cpu')\nexact")
-    done = run(code, PATH=str(tmp_path), SPARSERING_CACHE=str(tmp_path))
-    assert done.returncode == 1
-    assert "cpu: its kernel could not be built or loaded: no C++ compiler" in done.stderr
-
-
-def copying_compiler(tmp_path: Path) -> dict[str, str]:
-    """Instead of half a minute of compiling: copies this process's own library, and counts."""
-    whole = cpu.build().read_bytes()[:-32]
-    (tmp_path / "made.so").write_bytes(whole)
-    script = (
-        f"echo once >> {tmp_path}/count; sleep 1\n"
-        f'while [ "$1" != -o ]; do shift; done; cp {tmp_path}/made.so "$2"'
-    )
-    return fake_compiler(tmp_path, script)
-
-
-def test_a_truncated_library_is_built_again(tmp_path):
-    environment = copying_compiler(tmp_path)
-    for length in (None, 0, 100, 100_000):
-        if length is not None:
-            (library,) = (tmp_path / "cache").glob("*.so")
-            library.write_bytes(library.read_bytes()[:length])
-        done = run(ATTEND, **environment)
-        assert done.returncode == 0 and done.stdout == "[]\n", done.stderr
-    assert (tmp_path / "count").read_text() == "once\n" * 4
-
-
-def test_a_built_library_needs_no_compiler(tmp_path):
-    environment = copying_compiler(tmp_path)
-    assert run(ATTEND, **environment).stdout == "[]\n"
-    done = run(ATTEND, **{**environment, "CXX": "", "PATH": str(tmp_path)})
-    assert done.stdout == "[]\n" and not done.stderr
-
-
-def test_a_library_that_does_not_load_is_built_again(tmp_path):
-    environment = copying_compiler(tmp_path)
-    assert run(ATTEND, **environment).stdout == "[]\n"
-    (library,) = (tmp_path / "cache").glob("*.so")
-    foreign = b"the library of another system"
-    library.write_bytes(foreign + hashlib.sha256(foreign).digest())
-    assert run(ATTEND, **environment).stdout == "[]\n"
-    assert (tmp_path / "count").read_text() == "once\n" * 2
-
-
-@pytest.mark.parametrize("mode", [0o775, 0o757, 0o666])
-def test_a_library_that_others_may_write_is_built_again(tmp_path, mode):
-    environment = copying_compiler(tmp_path)
-    assert run(ATTEND, **environment).stdout == "[]\n"
-    (library,) = (tmp_path / "cache").glob("*.so")
-    library.chmod(mode)
-    for _ in range(2):
-        assert run(ATTEND, **environment).stdout == "[]\n"
-        assert library.stat().st_mode & 0o777 == 0o755
-    assert (tmp_path / "count").read_text() == "once\n" * 2
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="gives a file away")
-def test_a_library_of_another_user_is_refused_and_named(tmp_path):
-    environment = copying_compiler(tmp_path)
-    assert run(ATTEND, **environment).stdout == "[]\n"
-    (library,) = (tmp_path / "cache").glob("*.so")
-    os.chown(library, 12345, -1)
-    fallen_back(
-        run(ATTEND, **environment), "belongs to another user (uid 12345)", "SPARSERING_CACHE"
-    )
-
-
-def test_two_processes_build_one_library_once(tmp_path):
-    environment = copying_compiler(tmp_path)
-    results = []
-    workers = [
-        threading.Thread(target=lambda: results.append(run(ATTEND, **environment)))
-        for _ in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert [done.stdout for done in results] == ["[]\n"] * 2, [done.stderr for done in results]
-    assert (tmp_path / "count").read_text() == "once\n"
+# Reasons, and narrower vectors
 
 
 def test_reasons_name_what_the_kernel_does_not_do():
@@ -596,9 +460,6 @@ def test_reasons_name_what_the_kernel_does_not_do():
         "it computes in float32; float64 stays with gather"
     ]
     assert cpu.reasons(torch.zeros(1, device="meta")) == ["it runs on the CPU alone"]
-
-
-# Narrower vectors
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_oracle import PATTERNS, Case, assert_close, gradients, inputs
+from oracles.attention_oracle import PATTERNS, Case, assert_close, gradients, inputs
 from torch import Tensor
 
 import sparsering as sr

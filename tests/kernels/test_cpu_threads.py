@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracle import PATTERNS, Case, inputs
+from oracles.attention_oracle import PATTERNS, Case, inputs
 from torch import Tensor
 
 import sparsering as sr

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_oracle import (
+from hypothesis import HealthCheck, given, settings
+from oracles.attention_oracle import (
     PATTERNS,
     Case,
     assert_close,
@@ -21,9 +22,8 @@ from attention_oracle import (
     gradients,
     inputs,
 )
-from hypothesis import HealthCheck, given, settings
-from patterns_oracle import Spec, build, counts
-from strategies import Scene, cases
+from oracles.patterns_oracle import Spec, build, counts
+from oracles.strategies import Scene, cases
 from torch import Tensor
 
 import sparsering as sr

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from attention_oracle import (
+from oracles.attention_oracle import (
     PATTERNS,
     Case,
     assert_close,

@@ -12,11 +12,11 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from attention_oracle import PATTERNS, Case
-from every_pattern import INDICES, NAMES, one_of_each
 from hypothesis import HealthCheck, assume, given, settings
-from patterns_oracle import Spec, build, leaves
-from strategies import HEADS, Scene, head_offsets, specs
+from oracles.attention_oracle import PATTERNS, Case
+from oracles.every_pattern import INDICES, NAMES, one_of_each
+from oracles.patterns_oracle import Spec, build, leaves
+from oracles.strategies import HEADS, Scene, head_offsets, specs
 from torch import Tensor
 
 import sparsering as sr

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_oracle import PATTERNS, Case, assert_close
+from oracles.attention_oracle import PATTERNS, Case, assert_close
 
 import sparsering as sr
 from sparsering.layouts.cache import layout_cache

@@ -7,8 +7,8 @@ from concurrent.futures import CancelledError
 
 import pytest
 import torch
-from every_pattern import INDICES, NAMES, one_of_each
 from forked import run
+from oracles.every_pattern import INDICES, NAMES, one_of_each
 
 import sparsering as sr
 from sparsering.layouts import cache as cache_module

@@ -11,8 +11,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from patterns_oracle import Spec, build, counts, is_batched
-from strategies import HEADS, Scene, leaf_masks, longnets, masks, mixtures
+from oracles.patterns_oracle import Spec, build, counts, is_batched
+from oracles.strategies import HEADS, Scene, leaf_masks, longnets, masks, mixtures
 from torch import Tensor
 
 import sparsering as sr

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracle import assert_close
+from oracles.attention_oracle import assert_close
 from torch import Tensor, nn
 
 import sparsering as sr

@@ -7,7 +7,7 @@ from dataclasses import field
 
 import pytest
 import torch
-from attention_oracle import assert_close
+from oracles.attention_oracle import assert_close
 from torch import Tensor
 
 import sparsering as sr

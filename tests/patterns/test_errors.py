@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_pattern import INDICES, NAMES, TABLE, one_of_each
+from oracles.every_pattern import INDICES, NAMES, TABLE, one_of_each
 
 import sparsering as sr
 from sparsering.distributed import RingPlan

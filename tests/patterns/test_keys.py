@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from patterns_oracle import build, counts
-from strategies import Scene, key_masks, key_paddings, masks, mixtures, scenes
+from oracles.patterns_oracle import build, counts
+from oracles.strategies import Scene, key_masks, key_paddings, masks, mixtures, scenes
 
 import sparsering as sr
 from sparsering.patterns.keys import check_key_masks, key_mask, without_key_masks

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from every_pattern import INDICES, NAMES, TABLE, expanded, one_of_each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from patterns_oracle import build
-from strategies import Scene, masks, mixtures, scenes
+from oracles.every_pattern import INDICES, NAMES, TABLE, expanded, one_of_each
+from oracles.patterns_oracle import build
+from oracles.strategies import Scene, masks, mixtures, scenes
 from torch import Tensor
 
 import sparsering as sr

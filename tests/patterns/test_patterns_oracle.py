@@ -3,9 +3,9 @@
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from patterns_oracle import Spec, counts, is_batched, is_mixture, matrix
-from strategies import Scene, cases
-from test_drawings import DRAWINGS, Drawing
+from oracles.drawings import DRAWINGS, Drawing
+from oracles.patterns_oracle import Spec, counts, is_batched, is_mixture, matrix
+from oracles.strategies import Scene, cases
 
 
 @pytest.mark.parametrize("drawn", DRAWINGS, ids=lambda drawn: drawn.behaviour)

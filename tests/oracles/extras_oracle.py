@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
+from oracles.attention_oracle import Case
+
+SEED = 11
+ALL = "softcap distance_bias sink_of_rows dropout"  # for `extras_of`
 
 
 def kept_by_formula(seed: int, p: float, batch: int, head: int, query: int, key: int, branch: int):
@@ -96,3 +100,32 @@ def attend_with_extras(
         kept = sr.dropout_kept(dropout_seed, dropout_p, entry, head, p, j, shape)
         weight = weight * kept / (1 - dropout_p)
     return weight.sum(0) @ v, lse
+
+
+def extras_of(case: Case, names: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """Draws the arguments of a call that `names` lists, separated by spaces."""
+    heads, made = case.num_heads, {}
+    for name in names.split():
+        if name == "softcap":
+            made["softcap"] = 0.7
+        elif name == "distance_bias":
+            made["distance_bias"] = torch.randn(heads, 2 * 17 + 1, dtype=dtype)
+        elif name == "far_distance_bias":
+            made["distance_bias"] = torch.randn(1, 2 * 200 + 1, dtype=dtype)
+        elif name == "sink":
+            made["sink"] = torch.randn(heads, dtype=dtype)
+        elif name == "sink_of_rows":
+            made["sink"] = torch.randn(case.batch, heads, case.q_len, dtype=dtype)
+        elif name == "sink_of_entries":
+            made["sink"] = torch.randn(case.batch, heads, 1, dtype=dtype)
+        else:
+            assert name == "dropout"
+            made |= {"dropout_p": 0.3, "dropout_seed": SEED}
+    return {k: x.requires_grad_() if isinstance(x, Tensor) else x for k, x in made.items()}
+
+
+def expected_of(pattern, case: Case, x: tuple[Tensor, ...], options: dict[str, Any], **more: Any):
+    """Computes (out, lse) of a call by the formulas of its options."""
+    heads = {**case.heads, "q_start": case.kv_len - case.q_len}
+    branches = branches_of(pattern, case.batch, **heads)
+    return attend_with_extras(*x, branches, q_start=heads["q_start"], **options, **more)

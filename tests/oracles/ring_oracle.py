@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from attention_oracle import Case, dense_counts
 from torch import Tensor
 
 import sparsering as sr
+from oracles.attention_oracle import Case, dense_counts
 from sparsering.distributed import RingPlan
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import sparsering as sr
 
 if TYPE_CHECKING:  # `strategies` needs hypothesis, which a GPU machine may not have
-    from strategies import Scene
+    from oracles.strategies import Scene
 
 
 @dataclass(frozen=True)

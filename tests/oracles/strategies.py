@@ -11,7 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 import hypothesis.strategies as st
-from patterns_oracle import MASK_MODS, Spec
+
+from oracles.patterns_oracle import MASK_MODS, Spec
 
 LAYOUT_BLOCK_SIZES = (16, 32, 64, 128)
 HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 3))  # (query heads, kv heads)

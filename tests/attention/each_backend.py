@@ -1,0 +1,46 @@
+"""Calls that run on the backend of a fixture: see `each_backend` in conftest.py."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from oracles.attention_oracle import (
+    Case,
+    assert_same_attention,
+    inputs,
+)
+from torch import Tensor
+
+import sparsering as sr
+
+BACKEND_OF = {torch.float64: "gather"}  # of each dtype; those that are not here run on gather too
+
+
+@contextmanager
+def below_float64(backend: str) -> Iterator[None]:
+    """Lower precisions run on this backend, where it can have them."""
+    lower = [torch.float32, torch.bfloat16, torch.float16]
+    if backend == "triton":  # its interpreter gets bfloat16 products wrong
+        lower.remove(torch.bfloat16)
+    BACKEND_OF.update(dict.fromkeys(lower, backend))
+    yield
+    for dtype in lower:
+        del BACKEND_OF[dtype]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, pattern: sr.Pattern, **options):
+    backend = BACKEND_OF.get(query.dtype, "gather")
+    return sr.attention(
+        query, key, value, pattern, **{"backend": backend, "return_lse": True, **options}
+    )
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, pattern: sr.Pattern, **options):
+    return attend(query, key, value, pattern, **options, backend="reference")
+
+
+def assert_is_the_reference(pattern: sr.Pattern, case: Case, **options) -> None:
+    args = inputs(case)
+    options = {"q_start": case.q_start, "block_size": case.block_size, **options}
+    got = attend(*args, pattern, **options)
+    assert_same_attention(got, reference(*args, pattern, **options), args)

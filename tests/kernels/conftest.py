@@ -1,0 +1,34 @@
+"""How the triton backend cuts its work, and which kernels it launches."""
+
+from collections.abc import Iterator
+
+import pytest
+
+import sparsering as sr
+
+
+@pytest.fixture
+def cut_tiles(monkeypatch) -> Iterator[None]:
+    """Tiles of more than one entry are cut into pieces."""
+    from sparsering.kernels.triton import call, walk
+
+    monkeypatch.setattr(walk, "_LEAST_ENTRIES", 1)
+    monkeypatch.setattr(call, "processors", lambda device: 1000)
+    sr.layout_cache.clear()
+    yield
+    sr.layout_cache.clear()
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[str]:
+    """Names of the kernels that a test launches, in their order."""
+    from sparsering.kernels.triton import call
+
+    names, launch = [], call.launch
+
+    def note(kernel, *rest) -> None:
+        names.append(kernel.fn.__name__)
+        launch(kernel, *rest)
+
+    monkeypatch.setattr(call, "launch", note)
+    return names

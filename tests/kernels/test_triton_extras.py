@@ -1,0 +1,280 @@
+"""Extras of the triton backend against their formulas; its kernels are interpreted."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from oracles.attention_oracle import (
+    PATTERNS,
+    Case,
+    assert_close,
+    inputs,
+)
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.dropout import batch_seeds, kept_pairs
+from sparsering.kernels.problem import Problem
+from sparsering.kernels.triton import call as backend
+from sparsering.kernels.triton import extras as triton_extras
+from sparsering.kernels.triton.tuning import Config
+
+
+def dense_attention(problem: Problem) -> tuple[Tensor, Tensor]:
+    """(out, lse) in float64 by the definition of each extra, every pass a copy of all the keys."""
+    query, key, value = (x.double() for x in (problem.query, problem.key, problem.value))
+    batch, heads, q_len, _ = query.shape
+    key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
+    there = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool)
+    if problem.key_mask is not None:
+        there = problem.key_mask[:, None, None]
+        key, value = (torch.where(there.mT, x, 0.0) for x in (key, value))
+    score = problem.scale * query @ key.mT
+    if problem.softcap is not None:
+        score = problem.softcap * torch.tanh(score / problem.softcap)
+    numbers = problem.layout.entry_of_pairs(batch)
+    scores, kept = [], []
+    for number, p in zip(numbers, problem.layout.passes, strict=True):
+        q_position, k_position, stream = positions(problem.layout, p)
+        of_pass = score
+        if (table := problem.distance_bias) is not None:
+            reach = table.shape[2] // 2
+            distance = (k_position[:, None] - q_position[:, :, None]).clamp(-reach, reach)
+            distance = (distance + reach).flatten(1).expand(batch, -1, -1)
+            of_pass = of_pass + table.double().gather(2, distance).view(score.shape)
+        if (bias := problem.block_bias) is not None and bias.numel():
+            of_entry = bias.double().gather(2, number.clamp(min=0).flatten(2))
+            of_pass = of_pass + of_entry.view(score.shape)
+        scores.append(of_pass.masked_fill((number < 0) | ~there, -torch.inf))
+        if problem.dropout_p is not None:
+            pairs = (torch.arange(heads)[:, None, None], q_position[..., None], k_position[:, None])
+            seed = problem.dropout_seed[:, stream][..., None]
+            kept.append(kept_pairs(seed, problem.dropout_p, *pairs, p.branch))
+    sink = torch.full((1, 1, 1), -torch.inf) if problem.sink is None else problem.sink.double()
+    scores.append(sink[..., None].expand(batch, heads, q_len, 1))
+    scores = torch.cat(scores, -1)
+    lse = scores.masked_fill((empty := (scores == -torch.inf).all(-1))[..., None], 0).logsumexp(-1)
+    lse = torch.where(empty, -torch.inf, lse)
+    weights = (scores - torch.where(empty, 0.0, lse)[..., None]).exp()[..., :-1]
+    if kept:
+        weights = weights * torch.cat(kept, -1) / (1 - problem.dropout_p)
+    return weights @ torch.cat([value] * len(numbers), 2), lse
+
+
+def positions(layout, p) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a pass, by head: [H, Nq] positions of queries, [H, Nk] of keys, [H, Nq] streams."""
+    frame = layout.frame
+    found = []
+    for length, start, stop, origin in (
+        (frame.q_len, p.query_start, p.query_stop, p.query_origin),
+        (frame.kv_len, p.key_start, p.key_stop, p.key_origin),
+        (frame.q_len, p.query_start, p.query_stop, p.stream),
+    ):
+        of_heads = torch.zeros(frame.num_heads, length, dtype=torch.int64)
+        for h, tile in itertools.product(range(frame.num_heads), range(start.shape[1])):
+            axis = h * len(start) // frame.num_heads
+            tokens = range(int(start[axis, tile]), int(stop[axis, tile]), p.step)
+            for i, token in enumerate(tokens[: layout.block_size]):
+                if origin is None:
+                    of_heads[h, token] = token + (frame.q_start if not found else 0)
+                else:
+                    of_heads[h, token] = origin[axis, tile] + i * p.step * (len(found) < 2)
+        found.append(of_heads)
+    return found[0], found[1], found[2] if p.stream is not None else torch.zeros_like(found[2])
+
+
+def extras_of(names: str, case: Case, layout, reach: int = 7) -> dict[str, object]:
+    """Some extras for a case, as the fields of a `Problem`."""
+    batch, heads = case.batch, case.num_heads
+    masked = torch.rand(batch, case.kv_len) < 0.8
+    masked[0] &= torch.arange(case.kv_len) > 15  # rows that lose all their keys
+    every = {
+        "softcap": 1.5,
+        "distance_bias": torch.randn(batch, heads, 2 * reach + 1),
+        "block_bias": torch.randn(batch, heads, layout.num_blocks),
+        "sink": torch.randn(batch, heads, case.q_len),
+        "dropout_p": 0.3,
+        "dropout_seed": batch_seeds(torch.tensor(-7), batch)[:, None],
+        "key_mask": masked,
+    }
+    return {name: x for name, x in every.items() if name.split("_")[0] in names}
+
+
+def assert_follows_the_formulas(
+    pattern: sr.Pattern | None, case: Case, given, *, layout=None, dtype=torch.float32, bound=4e-6
+) -> None:
+    """Forward and every gradient; `given`: the extras, or which. Masked keys hold no numbers."""
+    layout = layout or pattern.layout(**case.heads, block_size=case.block_size)
+    given = extras_of(given, case, layout) if isinstance(given, str) else given
+    args = inputs(case, dtype, requires_grad=False)
+    if (mask := given.get("key_mask")) is not None:
+        for x, bad in zip(args[1:], (torch.nan, torch.inf), strict=True):
+            x.masked_fill_(~mask[:, None, :, None], bad)
+    problem = Problem(layout, *args, 0.3 * case.head_dim**-0.25, **given)
+    names = ["query", "key", "value", "block_bias", "distance_bias", "sink"]
+    names = [name for name in names if getattr(problem, name) is not None]
+    leaves = {name: getattr(problem, name).double().requires_grad_() for name in names}
+    exact = dense_attention(problem._replace(**leaves))
+    out, lse = backend.forward(problem)
+    loose = bound / 2 if dtype == torch.float32 else bound
+    assert_close(out, exact[0].detach().to(dtype), loose, "out")
+    assert_close(lse, exact[1].detach().float(), loose, "lse")
+    grad_out = torch.randn(out.shape).to(dtype)
+    grad_lse = torch.randn(lse.shape)
+    expected = torch.autograd.grad(
+        exact, list(leaves.values()), (grad_out.double(), grad_lse.double()), allow_unused=True
+    )
+    got = backend.backward(problem, out, lse, grad_out, grad_lse)._asdict()
+    for name, x in zip(names, expected, strict=True):
+        like = getattr(problem, name)
+        x = torch.zeros_like(like) if x is None else x.to(like.dtype)
+        assert_close(got.pop(name), x, bound, f"gradient of {name}")
+    assert all(x is None for x in got.values())
+
+
+def mixture(case: Case) -> sr.Pattern:
+    return sr.LongNet((16, 64), (1, 2)) & sr.Causal()
+
+
+SMALL = Case(1, 2, 1, 20, 30, 8, 12)
+EVERY = "softcap distance block sink dropout key"
+
+
+@pytest.mark.parametrize("name", EVERY.split())
+def test_an_extra_alone_follows_its_formula(name):
+    assert_follows_the_formulas(mixture(SMALL), SMALL, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dilated window",
+        "blocks of each head",
+        "mixture with overlap",
+        "dilated, offset of each head",
+        "nothing",
+    ],
+)
+def test_all_extras_together_follow_their_formulas(name):
+    case = Case(1, 2, 1, 18, 30, 24, 8, q_start=5)
+    assert_follows_the_formulas(PATTERNS[name](case), case, EVERY)
+
+
+@pytest.mark.usefixtures("cut_tiles")
+def test_all_extras_of_cut_tiles_follow_their_formulas(launched):
+    case = Case(1, 2, 1, 10, 40, 8, 12)
+    pattern = sr.Causal() + sr.SlidingWindow(5, 3)
+    assert_follows_the_formulas(pattern, case, EVERY)
+    assert {"merge_kernel", "sum_kernel"} <= set(launched)
+
+
+@pytest.mark.parametrize("tma", [False, True])
+def test_all_extras_of_steps_over_part_of_a_tile_follow_their_formulas(tma, monkeypatch):
+    case = Case(1, 1, 1, 30, 60, 16, 16, 48)
+    for rows, streamed in ((32, 32), (64, 16)):
+        config = Config(rows, 2 * streamed, 4, 2, tma)  # halved where pairs have biases
+        monkeypatch.setattr(backend, "config_for", lambda *rest, config=config: config)
+        assert_follows_the_formulas(sr.SlidingWindow(30, 9), case, EVERY)
+
+
+def test_few_tokens_of_a_packed_group_have_extras():
+    case = Case(1, 5, 1, 3, 40, 8, 8, 32)
+    assert_follows_the_formulas(sr.Causal(), case, EVERY)
+
+
+def test_extras_of_float16_follow_their_formulas():
+    case = replace(SMALL, head_dim=16)
+    assert_follows_the_formulas(mixture(case), case, EVERY, dtype=torch.float16, bound=4e-3)
+
+
+def test_rows_without_keys_have_their_sink_or_nothing():
+    case = Case(2, 2, 1, 20, 20, 8, 8, 32, q_start=-10)
+    layout = sr.Causal().layout(**case.heads, block_size=32)
+    sink = torch.randn(2, 2, 1)
+    sink[0, 0] = -torch.inf
+    for some in (sink, torch.full((1, 1, 1), -torch.inf).expand(2, 2, 1)):
+        assert_follows_the_formulas(None, case, {"sink": some}, layout=layout)
+    nothing = torch.zeros(2, 20, dtype=torch.bool)
+    assert_follows_the_formulas(None, case, {"key_mask": nothing}, layout=layout)
+    assert_follows_the_formulas(None, case, {"key_mask": nothing, "sink": sink}, layout=layout)
+    assert_follows_the_formulas(None, case, {"key_mask": nothing[:1]}, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "reach", [0, 20, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 300))]
+)
+def test_a_table_of_any_reach_that_heads_share(reach):
+    case = Case(2, 2, 1, 20, 40, 8, 8, 32)
+    table = torch.randn(1, 1, 2 * reach + 1).expand(2, 2, -1)
+    given = {"distance_bias": table}
+    assert_follows_the_formulas(sr.Full() + sr.Dilated(32, 4), case, given)
+
+
+def test_a_distance_of_minus_inf_is_no_pair():
+    case = Case(1, 2, 2, 20, 20, 8, 8)
+    table = torch.zeros(1, 2, 11)
+    table[:, 0, :3] = -torch.inf
+    table[:, 1] = -torch.inf
+    assert_follows_the_formulas(sr.Full(), case, {"distance_bias": table})
+
+
+@pytest.mark.parametrize("far", [0, 1 << 33])
+def test_positions_are_those_that_tiles_tell(far):
+    """Tiles lie anywhere in memory, as in a ring or among documents; each has a stream."""
+    case = Case(2, 2, 2, 20, 30, 8, 8)
+    layout = mixture(case).layout(**case.heads, block_size=16)
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(start: Tensor, most: int) -> Tensor:
+        return torch.randint(0, most, start.shape, generator=generator)
+
+    passes = [
+        replace(
+            p,
+            query_origin=moved(p.query_start, 60) + far,
+            key_origin=moved(p.key_start, 60) + (far and far + 20),
+            stream=moved(p.query_start, 3),
+        )
+        for p in layout.passes
+    ]
+    layout = replace(layout, passes=tuple(passes))
+    given = extras_of("softcap distance dropout", case, layout, reach=30)
+    given["dropout_seed"] = batch_seeds(torch.tensor(1), 6).view(2, 3)
+    assert_follows_the_formulas(None, case, given, layout=layout)
+
+
+def test_distances_past_32_bits_have_the_ends_of_a_table():
+    case = Case(1, 1, 1, 20, 20, 8, 8, q_start=(1 << 33) - 10)
+    assert_follows_the_formulas(sr.Full(), case, "distance dropout")
+
+
+def test_heads_that_share_memory_for_diagonals_get_the_bits_of_all_at_once(launched, monkeypatch):
+    case = Case(1, 2, 2, 20, 30, 8, 8)
+    layout = mixture(case).layout(**case.heads, block_size=16)
+    args = inputs(case, torch.float32, requires_grad=False)
+    problem = Problem(layout, *args, 1.0, **extras_of(EVERY, case, layout))
+    out, lse = backend.forward(problem)
+
+    def run() -> list[Tensor]:
+        return list(backend.backward(problem, out, lse, out.cos(), lse.cos()))
+
+    whole = run()
+    monkeypatch.setattr(triton_extras, "_DIAGONAL_BYTES", 0)
+    launched.clear()
+    parts = run()
+    assert launched.count("query_kernel") == 2 * 2
+    for a, b in zip(parts, whole, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.1, 2.0, 40.0])
+def test_a_capped_score_is_right_to_its_last_bits(size):
+    key = torch.linspace(-1, 1, 400)[None, None, :, None]
+    problem = Problem(
+        sr.SlidingWindow(0).layout(400, 400, block_size=64),
+        *(torch.ones_like(key), key, key), size, softcap=5.0,
+    )  # fmt: skip
+    expected = 5.0 * torch.tanh(torch.tensor(size).double() * key.double() / 5.0)[..., 0]
+    _, lse = backend.forward(problem)  # of one key: its score
+    assert ((lse - expected).abs() <= 4e-7 * expected.abs() + 1e-30).all()

@@ -1,0 +1,6 @@
+"""Results by definition, in code that shares none with the library, and the patterns to test.
+
+`attention_oracle`, `blocks_oracle`, `extras_oracle`, `patterns_oracle`, `ring_oracle` and
+`torchscale_oracle` compute what tests expect. `drawings` has matrices drawn by hand. `strategies`
+draws patterns and shapes for hypothesis; `every_pattern` lists one pattern of each constructor.
+"""

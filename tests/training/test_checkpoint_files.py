@@ -1,0 +1,432 @@
+"""A stranger's checkpoint: whatever is wrong with its files is one line.
+
+Each test changes a copy of a whole checkpoint and gives it to the command line.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+from stranger import (
+    about,
+    assert_one_line,
+    assert_refused,
+    command,
+    generate,
+    header,
+    places,
+    put,
+    seal,
+    tensor_file,
+    with_header,
+    write_about,
+)
+
+from sparsering.files import replace_file
+from sparsering.training import load_model
+from sparsering.training.checkpoint import OLDER_FORMAT
+
+# The files of tensors
+
+
+EMBEDDING = "model.embedding.weight"
+
+
+def changed_entry(**values: object) -> Callable[[bytes], bytes]:
+    def change(content: bytes) -> bytes:
+        head, data = header(content)
+        return with_header(head | {EMBEDDING: head[EMBEDDING] | values}, data)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: b"",
+        lambda content: b"abc",
+        lambda content: content[:-1],
+        lambda content: content[: len(content) // 2],
+        lambda content: content + b"\0",
+        lambda content: b"\0" * len(content),
+        lambda content: struct.pack("<Q", 2**63) + content[8:],
+        lambda content: struct.pack("<Q", 99_999_999) + content[8:],
+        lambda content: struct.pack("<Q", 1) + content[8:],
+        lambda content: struct.pack("<Q", 0) + content[8:],
+        *(
+            lambda content, head=head: with_header(head, content)
+            for head in (
+                [],
+                5,
+                None,
+                "x",
+                b"",
+                b"{",
+                b"[" * 100_000,
+                b'{"a":' * 50_000,
+                b'{"\xff":1}',
+            )
+        ),
+        lambda content: with_header({"__metadata__": 5, **header(content)[0]}, header(content)[1]),
+        lambda content: with_header(
+            json.dumps(header(content)[0]).encode() + b" " * (17 << 20), header(content)[1]
+        ),
+        *(
+            changed_entry(shape=shape)
+            for shape in ([], [8, 256], [2048], [256, 8, 1], [-256, -8], [2**62, 2**62], "x", [0.5])
+        ),
+        *(changed_entry(dtype=dtype) for dtype in ("F64", "I32", "F16", "F4", "", 5, "O")),
+        *(
+            changed_entry(data_offsets=offsets)
+            for offsets in ([0, 0], [-1, 8], [8, 0], [2**62, 2**62 + 8192], [0], "x", None)
+        ),
+    ],
+)
+def test_a_file_with_a_wrong_header_is_refused(run, change):
+    content = tensor_file(run).read_bytes()
+    seal(run, change(content))
+    assert tensor_file(run).read_bytes() != content
+    assert_refused(run)
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
+    return lambda tensors: [{new if n == old else n: x for n, x in tensors.items()}]
+
+
+def in_parts(*rows: str) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
+    """The embedding [256, 8] as parts of these rows, in files of their own."""
+
+    def cut(tensors: dict[str, Any]) -> list[dict[str, Any]]:
+        rest = dict(tensors)
+        embedding = rest.pop(EMBEDDING)
+        files = [rest]
+        for text in rows:
+            first, stop = (max(0, int(x)) for x in text.split(":"))
+            files.append({f"{EMBEDDING}[{text}]": embedding[first:stop] + len(files)})
+        return files
+
+    return cut
+
+
+def without(name: str) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
+    return lambda tensors: [{n: x for n, x in tensors.items() if n != name}]
+
+
+def replaced(name: str, by: torch.Tensor) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
+    return lambda tensors: [{**tensors, name: by}]
+
+
+STEP = "optimizer.embedding.weight.step"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        renamed(EMBEDDING, "model.embedding.weights"),
+        renamed(EMBEDDING, "embedding.weight"),
+        renamed(EMBEDDING, "\x1b]0;owned\x07\u2028"),
+        renamed(EMBEDDING, f"{EMBEDDING}[0:255]"),
+        renamed(EMBEDDING, f"{EMBEDDING}[1:257]"),
+        renamed(EMBEDDING, f"{EMBEDDING}[-256:0]"),
+        renamed(EMBEDDING, f"{EMBEDDING}[256:0]"),
+        renamed(EMBEDDING, f"{EMBEDDING}[0:{'9' * 5000}]"),
+        renamed(EMBEDDING, f"{EMBEDDING}[0:\u0662\u0665\u0666]"),
+        renamed(EMBEDDING, f"{EMBEDDING}[0:256][0:256]"),
+        renamed(STEP, f"{STEP}[0:1]"),
+        lambda tensors: [
+            *without(EMBEDDING)(tensors),
+            {f"{EMBEDDING}[0:256]": torch.ones(128, 8)},
+        ],
+        lambda tensors: [
+            {**tensors, EMBEDDING: torch.ones(2, 8), f"{EMBEDDING}[2:256]": torch.ones(254, 8)}
+        ],
+        without(EMBEDDING),
+        without(STEP),
+        without("model.norm.weight"),
+        lambda tensors: [{**tensors, "optimizer.embedding.weight.more": torch.ones(3)}],
+        lambda tensors: [{**tensors, "model.blocks.1.norm.weight": torch.ones(8)}],
+        lambda tensors: [{**tensors, f"{EMBEDDING}[0:256]": torch.ones(256, 8)}],
+        lambda tensors: [tensors, {f"{EMBEDDING}[0:256]": torch.ones(256, 8)}],
+        lambda tensors: [{}],
+        lambda tensors: [],
+        replaced(EMBEDDING, torch.ones(256, 8, dtype=torch.float64)),
+        replaced(EMBEDDING, torch.ones(256, 8, dtype=torch.bool)),
+        replaced(EMBEDDING, torch.ones(256, 8, dtype=torch.complex64)),
+        replaced(EMBEDDING, torch.ones(8, 256)),
+        replaced(EMBEDDING, torch.ones(0, 8)),
+        replaced(EMBEDDING, torch.ones(0, 2**40)),
+        replaced(EMBEDDING, torch.ones(())),
+        replaced(STEP, torch.ones(1)),
+        in_parts("0:128"),
+        in_parts("128:256"),
+        in_parts("0:128", "129:256"),
+        in_parts("0:128", "100:256"),
+        in_parts("0:128", "0:128", "128:256"),
+        in_parts("0:256", "0:256"),
+        in_parts("0:128", "128:256", "256:300"),
+        in_parts("-128:0", "0:256"),
+        lambda tensors: [
+            *in_parts("0:128")(tensors),
+            {f"{EMBEDDING}[128:256]": torch.ones(128, 7)},
+        ],
+        lambda tensors: [
+            *in_parts("0:128")(tensors),
+            {f"{EMBEDDING}[128:256]": torch.ones(128, 8, dtype=torch.float64)},
+        ],
+        lambda tensors: [*in_parts("0:128")(tensors), {f"{EMBEDDING}[128:256]": torch.ones(128)}],
+    ],
+)
+def test_tensors_that_are_not_those_of_the_model_are_refused(run, change):
+    seal(run, *map(save, change(load(tensor_file(run).read_bytes()))))
+    assert_refused(run)
+
+
+def test_parts_that_make_a_whole_are_taken(run, whole):
+    change = in_parts("0:1", "1:100", "100:100", "100:256")
+    seal(run, *map(save, change(load(tensor_file(run).read_bytes()))))
+    expected = dict(load_model(whole).named_parameters())
+    expected["embedding.weight"] = expected["embedding.weight"].clone()
+    for number, (first, stop) in enumerate([(0, 1), (1, 100), (100, 100), (100, 256)], 1):
+        expected["embedding.weight"][first:stop] += number  # by which `in_parts` tells them apart
+    assert all(torch.equal(x, expected[name]) for name, x in load_model(run).named_parameters())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_without_a_finite_score_are_one_line(run, value):
+    tensors = load(tensor_file(run).read_bytes())
+    for name in tensors:
+        if name.startswith("model."):
+            tensors[name] = torch.full_like(tensors[name], value)
+    seal(run, save(tensors))
+    for argv in (
+        ("generate", run, "--num-bytes", 1),
+        ("generate", run, "--num-bytes", 1, "--temperature", 0),
+        ("train", "--out", run, "--resume"),
+    ):
+        code, said = command(*argv)
+        assert_one_line(code, said)
+        assert "expected" in said and "finite" in said
+
+
+@pytest.mark.parametrize("key", ["bytes", "sha256"])
+def test_a_file_other_than_the_one_that_was_written_is_refused(run, key):
+    values = about(run)
+    (sealed,) = values["tensors"]["files"].values()
+    sealed[key] = sealed[key] + 1 if key == "bytes" else "0" * 64
+    write_about(run, values)
+    assert_refused(run)
+
+
+# What stands where a file should be
+
+
+def folder_in_place(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def link_in_place(path: Path) -> None:
+    """To the right file, outside."""
+    path.symlink_to(path.rename(path.parent.parent / path.name))
+
+
+def pipe_in_place(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device_in_place(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def nothing_in_place(path: Path) -> None:
+    path.unlink()
+
+
+def huge_in_place(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        folder_in_place,
+        link_in_place,
+        pipe_in_place,
+        device_in_place,
+        nothing_in_place,
+        huge_in_place,
+    ],
+)
+@pytest.mark.parametrize("name", ["checkpoint.json", "tensors", "metrics.jsonl"])
+def test_only_plain_files_are_opened(run, place, name):
+    place(tensor_file(run) if name == "tensors" else run / name)
+    if name != "metrics.jsonl":
+        assert_refused(run, "checkpoint")
+    elif place is nothing_in_place:
+        assert command("train", "--out", run, "--resume") == (0, "")
+    else:
+        assert_one_line(*command("train", "--out", run, "--resume"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("5", "[]", "null", '"x"', "{}", '{"step": "1"}', '{"step": true}', '{"step": 1.0}'),
+        *(
+            '{"step": 1, "loss": "x"}',
+            '{"step": 1, "loss": [1]}',
+            '{"step": 1, "loss": 1' + "0" * 400,
+        ),
+    ],
+)
+def test_metrics_that_are_no_records_are_one_line(run, line):
+    (run / "metrics.jsonl").write_text(line + ("}\n" if line.endswith("0") else "\n"))
+    code, said = command("train", "--out", run, "--resume")
+    assert_one_line(code, said)
+    assert "metrics.jsonl" in said
+
+
+def test_nothing_outside_the_folder_is_written_or_removed(run, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
+    (run / "checkpoint-link.safetensors").symlink_to(outside / "kept")
+    (run / "checkpoint-folder.safetensors").symlink_to(outside)
+    (run / "checkpoint-own.safetensors").mkdir()
+    for name in ("checkpoint.json", "metrics.jsonl"):
+        (run / f".{name}.{os.getpid()}.part").symlink_to(outside / "kept")
+    assert command("train", "--out", run, "--resume") == (0, "")
+    assert (outside / "kept").read_text() == "kept"
+    assert about(run)["step"] == 4
+
+
+def test_a_link_in_place_of_a_file_is_replaced(tmp_path):
+    (tmp_path / "outside").write_text("kept")
+    (tmp_path / "file").symlink_to(tmp_path / "outside")
+    replace_file(tmp_path / "file", b"new")
+    assert (tmp_path / "outside").read_text() == "kept"
+    assert (tmp_path / "file").read_text() == "new" and not (tmp_path / "file").is_symlink()
+
+
+# Checkpoints of the first format
+
+
+def first_format(run: Path, random_state: torch.Tensor) -> None:
+    """Makes it what one process wrote before, torch's random state included."""
+    path = tensor_file(run)
+    content = save({**load(path.read_bytes()), "rng": random_state})
+    digest = hashlib.sha256(content).hexdigest()
+    path.unlink()
+    tensors = {
+        "file": f"checkpoint-000001-{digest[:12]}.safetensors",
+        "bytes": len(content),
+        "sha256": digest,
+    }
+    (run / tensors["file"]).write_bytes(content)
+    values = about(run) | {"format": OLDER_FORMAT, "tensors": tensors}
+    del values["launch"]
+    write_about(run, values)
+
+
+@pytest.mark.parametrize("size", [5056, 3])
+def test_one_file_of_the_first_format_goes_on(run, whole, tmp_path, size):
+    other = Path(shutil.copytree(whole, tmp_path / "other"))
+    first_format(run, torch.full((size,), 255, dtype=torch.uint8))  # which torch would not take
+    for folder in (run, other):
+        assert generate(folder)[0] == 0
+        assert command("train", "--out", folder, "--resume") == (0, "")
+    assert tensor_file(run).read_bytes() == tensor_file(other).read_bytes()
+    assert about(run) == about(other)
+
+
+# Whatever else
+
+
+@contextlib.contextmanager
+def copied(whole: Path) -> Iterator[Path]:
+    copy_ = whole.with_name("copy")
+    shutil.copytree(whole, copy_)
+    try:
+        yield copy_
+    finally:
+        shutil.rmtree(copy_)
+
+
+edits = st.lists(
+    st.tuples(
+        st.integers(0, 10**6),  # where
+        st.integers(0, 4),  # how many bytes go
+        st.binary(max_size=4)
+        | st.sampled_from([b"\0", b"[", b"]", b"{", b'"', b"-", b"9" * 30, b":"]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def edited(content: bytes, changes: list[tuple[int, int, bytes]]) -> bytes:
+    for place, removed, added in changes:
+        place %= len(content) + 1
+        content = content[:place] + added + content[place + removed :]
+    return content
+
+
+def assert_taken_or_refused(run: Path) -> None:
+    code, said = generate(run)
+    if code:
+        assert_one_line(code, said)
+
+
+@settings(max_examples=150)
+@given(changes=edits)
+def test_any_edit_of_the_json_is_taken_or_one_line(whole, changes):
+    with copied(whole) as run:
+        path = run / "checkpoint.json"
+        path.write_bytes(edited(path.read_bytes(), changes))
+        assert_taken_or_refused(run)
+
+
+@settings(max_examples=150)
+@given(changes=edits, in_header=st.booleans())
+def test_any_edit_of_a_file_is_taken_or_one_line(whole, changes, in_header):
+    with copied(whole) as run:
+        content = tensor_file(run).read_bytes()
+        if in_header:
+            head, data = content[8 : -len(header(content)[1])], header(content)[1]
+            seal(run, with_header(edited(head, changes), data))
+        else:
+            seal(run, edited(content, changes))
+        assert_taken_or_refused(run)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150)
+@given(data=st.data(), new=anything)
+def test_any_value_at_any_place_is_taken_or_one_line(whole, data, new):
+    with copied(whole) as run:
+        values = about(run)
+        at = data.draw(st.sampled_from(list(places(values))))
+        write_about(run, put(values, at, new))
+        assert_taken_or_refused(run)
