@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.planner.batch import longest_sequence
-from sparsering.planner.sizes import parse_bytes
+from sparsering.planning.fit import longest_sequence
+from sparsering.planning.sizes import parse_bytes
 
 from .measure import (
     Row,

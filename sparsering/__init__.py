@@ -45,8 +45,8 @@ from .patterns import (
     parse,
     register_pattern,
 )
-from .planner.batch import choose_batch_size, longest_sequence
-from .planner.estimate import Estimate, Figure, estimate
+from .planning.estimate import Estimate, Figure, estimate
+from .planning.fit import choose_batch_size, longest_sequence
 from .varlen import attention_varlen
 from .weights import BlockWeights, attention_weights, key_mass
 

@@ -28,7 +28,6 @@ ROOMS = {
     "layouts": "patterns rows streams",
     "dropout": "patterns rows",
     "kernels": "layouts patterns dropout numerics files rows streams",
-    "cost": "layouts patterns files numerics rows kernels",
     "dispatch": "kernels layouts patterns",
     "checks": "layouts patterns numerics",
     "extras": "checks dropout patterns",
@@ -47,8 +46,8 @@ ROOMS = {
     "nn": "functional selection decoding checks kernels patterns numerics",
     "models": "checks nn functional decoding patterns",
     "integrations": "nn functional selection decoding checks patterns numerics",
-    "planner": "cost dispatch distributed checks layouts patterns numerics",
-    "plots": "planner layouts patterns",
+    "planning": "dispatch distributed checks kernels layouts patterns files numerics",
+    "plots": "planning layouts patterns",
     "training": "distributed models nn plots layouts patterns files",
     "cli": "",  # the command line takes what a command needs
 }

@@ -2,11 +2,11 @@
 
 import torch
 
-from sparsering.cost.machines import named
 from sparsering.patterns.algebra import Pattern
 from sparsering.patterns.blocks import RandomBlocks
 from sparsering.patterns.positions import Full, LongNet
-from sparsering.planner.estimate import estimate
+from sparsering.planning.estimate import estimate
+from sparsering.planning.machines import named
 
 from ..measure import Row
 

@@ -75,7 +75,7 @@ def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> str:
 
     Memory of another node is slower to read. docs/planning.md shows how to bind ranks to a node.
     """
-    from ..planner.sizes import show_bytes
+    from ..planning.sizes import show_bytes
 
     nodes = []
     for node in sorted(folder.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):

@@ -48,10 +48,10 @@ def add_commands(commands: Commands) -> None:
 
 
 def _size(parser: str) -> Callable[[str], int]:
-    """Turns a function of `planner.sizes` into an argument type that imports it when called."""
+    """Turns a function of `planning.sizes` into an argument type that imports it when called."""
 
     def parse(text: str) -> int:
-        from ..planner import sizes
+        from ..planning import sizes
 
         try:
             return int(getattr(sizes, parser)(text))
@@ -65,8 +65,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     import torch
 
     from ..patterns.expression import parse
-    from ..planner.screen import Asked, screen
+    from ..planning.fit import Asked
+    from ..planning.machines import named
+    from ..planning.screen import screen
 
+    on_gpu = arguments.machine is not None and named(arguments.machine).kind == "gpu"
     asked = Asked(
         parse(arguments.pattern),
         arguments.tokens,
@@ -77,19 +80,18 @@ def _plan(arguments: argparse.Namespace) -> int:
         num_heads=arguments.heads,
         num_kv_heads=arguments.kv_heads,
         head_dim=arguments.head_dim,
-        dtype=None if arguments.dtype is None else getattr(torch, arguments.dtype),
+        dtype=getattr(torch, arguments.dtype or ("bfloat16" if on_gpu else "float32")),
         batch_size=arguments.batch_size,
         backward=arguments.backward,
         backend=arguments.backend,
         block_size=arguments.block_size,
-        text=arguments.pattern,
     )
-    print(screen(asked))
+    print(screen(asked, arguments.pattern))
     return 0
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from ..cost.calibrate import calibrate
+    from ..planning.calibrate import calibrate
 
     found, path = calibrate()
     error = f"{100 * found.error:.0f}%"

@@ -422,7 +422,7 @@ SANE |= {
         {"pattern": sr.SlidingWindow(9, 9), "in_width": 16, "width": 16, "num_layers": 1,
          "num_heads": 2, "mlp_ratio": 2, "class_token": True, "axes": 1, "drop_path": 0.0,
          "rope_base": 100.0, "checkpoint_layers": False}),
-    # planner
+    # planning
     "estimate": lambda: (sr.estimate, {**planned(), "tokens": 64, "batch_size": B}),
     "choose_batch_size": lambda: (
         sr.choose_batch_size, {**planned(), "tokens": 64, "memory": "100MB"}),

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <vector>
 
 #include "machine/threads.h"
-#include "pairs.h"
+#include "packed.h"
+#include "plan/counts.h"
 #include "results.h"
 #include "walk/backward.h"
 
@@ -44,20 +46,8 @@ class Backward {
   // Computes five products per pair of tiles: each thread takes whole kv heads, and sums dK and dV
   // in the same sweep as dQ.
   void run_heads() const {
-    struct OfThread {
-      Scratch scratch;
-      Packed keys;
-      Buffer<float> dk, dv;
-      Gradients::Room sums;
-    };
-    const int64_t tokens = most_columns_ * x_.block, rows = x_.group * x_.Nq;
-    const auto make = [&] {
-      return OfThread{Scratch(pairs_),
-                      Packed(*this, columns_),
-                      Buffer<float>(tokens * pairs_.width()),
-                      Buffer<float>(tokens * pairs_.value_width()),
-                      {}};
-    };
+    const int64_t rows = x_.group * x_.Nq;
+    const auto make = [&] { return OfThread(*this); };
     share_out<OfThread>(x_.B * x_.Hkv, 1, make, [&](OfThread& mine, int64_t kv) {
       delta_of_.of_rows(kv * rows, (kv + 1) * rows, delta_);
       Gradients sums(x_, dq_, dk_, dv_, kv, 1, passes_.size() == 1, mine.sums);
@@ -78,8 +68,8 @@ class Backward {
     at::parallel_for(0, x_.B * x_.Hq * x_.Nq, 1024,
                      [&](int64_t begin, int64_t end) { delta_of_.of_rows(begin, end, delta_); });
     const int64_t num_kv = x_.B * x_.Hkv;
-    const int64_t wave = wave_of(num_kv, rows_, Packed::size(*this) * columns_ * sizeof(T));
-    Packed keys(*this, wave * columns_);
+    const int64_t wave = this->wave();
+    PackedKeys<T> keys(x_, pairs_);
     Gradients::Room room;
     for (int64_t first = 0; first < num_kv; first += wave) {
       const int64_t count = std::min(wave, num_kv - first);
@@ -97,22 +87,63 @@ class Backward {
     }
   }
 
+  // Bytes of all buffers of run_heads (`by_head`) or run_tiles, for passes of a plan.
+  int64_t workspace(const std::vector<Counts>& counts, bool by_head) const {
+    const int64_t threads = at::get_num_threads(), heads = by_head ? 1 : wave();
+    int64_t items = 0, parts = 0, walks = 0;
+    PackedKeys<T> keys(x_, pairs_);
+    const int64_t of_heads = bytes_of([&] {
+      Gradients::Room room;
+      Part(dq_, 0, heads * x_.group, passes_.size() == 1, room.q);
+      Part(dk_, 0, heads, passes_.size() == 1, room.k);
+      Part(dv_, 0, heads, passes_.size() == 1, room.v);
+      for (size_t i = 0; i < passes_.size(); ++i) {
+        const Pass& pass = passes_[i];
+        const auto number = [&](double of_head) {
+          return static_cast<int64_t>(std::ceil(heads * of_head));
+        };
+        if (pass.walked) {
+          walks = std::max(walks, walked(pass, i).scratch(counts[i].entries));
+          parts = std::max(parts, walked(pass, i).workspace(heads, counts[i].entries));
+          continue;
+        }
+        keys.reserve(heads * pass.columns,
+                     number(counts[i].copied(pass.columns, pairs_.in_place(pass))));
+        items =
+            std::max<int64_t>(items, heads * (pass.rows * x_.group + pass.columns) * sizeof(Item));
+        parts = std::max(parts, bytes_of([&] {
+                           Buffer<float>(number(counts[i].pieces * x_.group) * row_size());
+                         }));
+        parts = std::max(parts, bytes_of([&] {
+                           Buffer<float>(number(counts[i].pieces_by_key) * column_size());
+                         }));
+      }
+    });
+    if (by_head) {
+      const int64_t own = bytes_of([&] { const OfThread mine(*this); });
+      return std::min(threads, x_.B * x_.Hkv) * (own + of_heads + walks);
+    }
+    return of_heads + items + parts +
+           threads * (bytes_of([&] { const Scratch s(pairs_); }) + walks);
+  }
+
  private:
   using Keys = typename Pairs<T>::Keys;
   using Queries = typename Pairs<T>::Queries;
   using Pair = typename Pairs<T>::Pair;
   using Scratch = typename Pairs<T>::Scratch;
 
-  // Packed operands of key tiles, by slot.
-  struct Packed {
-    static int64_t size(const Backward& f) {
-      return f.x_.block * (2 * f.pairs_.width() + f.pairs_.value_width());
-    }
-    Packed(const Backward& f, int64_t slots)
-        : places(slots * size(f)), tiles(slots, Keys{}), of_tile(size(f)) {}
-    Buffer<T> places;
-    std::vector<Keys> tiles;
-    int64_t of_tile;
+  // Memory of a thread of run_heads.
+  struct OfThread {
+    explicit OfThread(const Backward& f)
+        : scratch(f.pairs_),
+          keys(f.x_, f.pairs_),
+          dk(f.most_columns_ * f.x_.block * f.pairs_.width()),
+          dv(f.most_columns_ * f.x_.block * f.pairs_.value_width()) {}
+    Scratch scratch;
+    PackedKeys<T> keys;
+    Buffer<float> dk, dv;
+    Gradients::Room sums;
   };
 
   // Entries `begin` to `end` of a query tile, or of a key tile: those of all heads of its kv head,
@@ -146,19 +177,24 @@ class Backward {
     return WalkBackward<T>(x_, pairs_, pass, number, {dout_, lse_, delta_, dbias_});
   }
 
-  void pack_slot(Scratch& s, const Pass& pass, int64_t kv, int64_t column, Packed& keys,
-                 int64_t slot) const {
-    T* k = keys.places.get() + slot * keys.of_tile;
-    T *kt = k + x_.block * pairs_.width(), *v = kt + x_.block * pairs_.width();
-    keys.tiles[slot] =
-        pairs_.pack_keys(s.pairs.get(), pass, kv / x_.Hkv, kv % x_.Hkv, column, k, kt, v);
+  // Values of dQ of a query tile, and of dK and dV, or K and V, of a key tile.
+  int64_t row_size() const {
+    return x_.block * pairs_.width();
+  }
+  int64_t column_size() const {
+    return x_.block * (pairs_.width() + pairs_.value_width());
+  }
+  int64_t wave() const {
+    const int64_t bytes = columns_ * (row_size() + column_size()) * sizeof(T);
+    return wave_of(x_.B * x_.Hkv, rows_, bytes);
   }
 
-  void run_head(const Pass& pass, int64_t number, int64_t kv, Scratch& s, Packed& keys, float* dk,
-                float* dv, const Gradients& sums) const {
-    const int64_t dk_size = x_.block * pairs_.width(), dv_size = x_.block * pairs_.value_width();
+  void run_head(const Pass& pass, int64_t number, int64_t kv, Scratch& s, PackedKeys<T>& keys,
+                float* dk, float* dv, const Gradients& sums) const {
+    const int64_t dk_size = row_size(), dv_size = column_size() - dk_size;
+    keys.reserve(pass, kv, 1);
     for (int64_t column = 0; column < pass.columns; ++column) {
-      pack_slot(s, pass, kv, column, keys, column);
+      keys.pack(s.pairs.get(), pass, kv, column, column);
     }
     std::fill_n(dk, pass.columns * dk_size, 0.f);
     std::fill_n(dv, pass.columns * dv_size, 0.f);
@@ -176,17 +212,18 @@ class Backward {
     }
   }
 
-  void pack_wave(const Pass& pass, int64_t first, int64_t count, Packed& keys) const {
+  void pack_wave(const Pass& pass, int64_t first, int64_t count, PackedKeys<T>& keys) const {
+    keys.reserve(pass, first, count);
     const auto make = [&] { return Scratch(pairs_); };
     share_out<Scratch>(count * pass.columns, 4, make, [&](Scratch& s, int64_t i) {
-      pack_slot(s, pass, first + i / pass.columns, i % pass.columns, keys, i);
+      keys.pack(s.pairs.get(), pass, first + i / pass.columns, i % pass.columns, i);
     });
   }
 
   // Computes dQ of a wave.
   void sweep_rows(const Pass& pass, int64_t number, int64_t first, int64_t count,
-                  const Packed& keys, const Gradients& sums) const {
-    const int64_t heads = count * x_.group, size = x_.block * pairs_.width();
+                  const PackedKeys<T>& keys, const Gradients& sums) const {
+    const int64_t heads = count * x_.group, size = row_size();
     Items items;
     std::vector<int64_t> begins;  // first item of each head
     for (int64_t head = first * x_.group; head < (first + count) * x_.group; ++head) {
@@ -228,9 +265,8 @@ class Backward {
 
   // Computes dK and dV of a wave.
   void sweep_columns(const Pass& pass, const Transpose& by_key, int64_t number, int64_t first,
-                     int64_t count, const Packed& keys, const Gradients& sums) const {
-    const int64_t dk_size = x_.block * pairs_.width();
-    const int64_t size = dk_size + x_.block * pairs_.value_width();
+                     int64_t count, const PackedKeys<T>& keys, const Gradients& sums) const {
+    const int64_t dk_size = row_size(), size = column_size();
     Items items;
     for (int64_t kv = first; kv < first + count; ++kv) {
       std::vector<int64_t> entries(pass.columns, 0);

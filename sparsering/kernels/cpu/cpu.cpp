@@ -26,32 +26,12 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "plan/workspace.h"
 #include "selection/shares.h"
 #include "walk/mass.h"
 
 namespace sparsering::cpu {
 namespace {
-
-// True if brgemm multiplies bfloat16 on this processor; where it cannot, it throws.
-bool has_bfloat16_products() {
-  if (!at::globalContext().userEnabledMkldnn()) {
-    return false;
-  }
-  static const bool has = [] {
-    Buffer<BFloat16> a(16 * 32), b(32 * 16);
-    Buffer<float> c(16 * 16);
-    std::fill_n(a.get(), 16 * 32, BFloat16(1));
-    std::fill_n(b.get(), 32 * 16, BFloat16(1));
-    try {
-      multiply<BFloat16>(16, 16, 32, a.get(), 32, b.get(), c.get(), false);
-      at::native::cpublas::brgemm_release();
-      return c.get()[0] == 32.f;
-    } catch (const c10::Error&) {
-      return false;
-    }
-  }();
-  return has;
-}
 
 // Makes x contiguous in the head dim, as all loops need it; copies only if it is not.
 Tensor dense_rows(const Tensor& x) {
@@ -396,6 +376,11 @@ TORCH_LIBRARY(sparsering_cpu, m) {
   m.def("mass(" SPARSERING_SCHEMA(
             "Tensor key", "Tensor value") "Tensor lse, Tensor? weight, int blocks) -> Tensor",
         mass);
+  m.def(
+      "workspace_bytes(Tensor query, Tensor key, Tensor value, int block, float[] counts, "
+      "bool backward, bool by_head) -> int",
+      workspace_bytes);
+  m.def("pieces(Tensor entries, bool by_key) -> int", pieces);
   m.def(
       "shares(Tensor query, Tensor feature, Tensor key, Tensor? last, Tensor(a!) out, int kind, "
       "float scale, float log_part, int blocks, int length, int first_own, int first_query, "

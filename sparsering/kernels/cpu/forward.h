@@ -2,11 +2,13 @@
 
 #pragma once
 
+#include <cmath>
 #include <optional>
 #include <vector>
 
 #include "attend.h"
 #include "machine/threads.h"
+#include "plan/counts.h"
 #include "results.h"
 #include "walk/forward.h"
 
@@ -33,18 +35,53 @@ class Forward {
   // `fresh`: the first pass has every query in a tile, so that it writes all rows.
   void run(bool fresh, const Tensor& out, const Tensor& lse) const {
     const int64_t num_kv = x_.B * x_.Hkv;
-    const int64_t bytes = columns_ * x_.block * (width_ + x_.Dv) * sizeof(T);  // of a kv head
-    if (columns_ && bytes <= kNear && shares_evenly(num_kv)) {
+    if (alone()) {
       share_out<Wave>(
           num_kv, 1, [] { return Wave{true}; },
           [&](Wave& w, int64_t kv) { run_wave(w, kv, 1, fresh, out, lse); });
       return;
     }
-    const int64_t most = columns_ ? wave_of(num_kv, rows_, bytes) : num_kv;
+    const int64_t most = wave();
     Wave w{false};
     for (int64_t first = 0; first < num_kv; first += most) {
       run_wave(w, first, std::min(most, num_kv - first), fresh, out, lse);
     }
+  }
+
+  // Bytes of all buffers, for passes of a plan. `out` has the result's shape and type.
+  int64_t workspace(const std::vector<Counts>& counts, const Tensor& out) const {
+    const int64_t threads = at::get_num_threads(), heads = alone() ? 1 : wave();
+    const bool any_few = std::find(few_.begin(), few_.end(), true) != few_.end();
+    int64_t items = 0, parts = 0, scratch = 0;
+    Wave w{alone()};
+    const int64_t of_wave = bytes_of([&] {
+      Part(out, 0, heads * x_.group, passes_.size() == 1, w.sums);
+      for (size_t i = 0; i < passes_.size(); ++i) {
+        const Pass& pass = passes_[i];
+        const auto number = [&](double of_head) {
+          return static_cast<int64_t>(std::ceil(heads * of_head));
+        };
+        if (pass.walked) {
+          scratch = std::max(scratch, bytes_of([&] {
+                               const Walk walk(x_, pass);
+                               typename WalkForward<T>::Scratch s(x_, walk);
+                               s.reserve(x_, walk, walk.most_rows(counts[i].entries));
+                             }));
+          continue;
+        }
+        if (!few_[i]) {
+          reserve_keys(w, number(counts[i].copied(counts[i].seen, in_place(pass))));
+          reserve_values(w, number(counts[i].seen));
+        }
+        items = std::max<int64_t>(items, heads * pass.rows * x_.group * sizeof(Item) +
+                                             heads * pass.columns * sizeof(Operands));
+        parts = std::max(parts, bytes_of([&] { Parts(x_, number(counts[i].pieces * x_.group)); }));
+        scratch = std::max(scratch, bytes_of([&] {
+                             Scratch(attend_, w.alone || !few_[i], w.alone ? any_few : few_[i]);
+                           }));
+      }
+    });
+    return (w.alone ? threads : 1) * (of_wave + items + parts) + threads * scratch;
   }
 
  private:
@@ -61,6 +98,12 @@ class Forward {
   struct Spare {
     Buffer<T> tile, pairs;
   };
+  // Results of the pieces of cut rows.
+  struct Parts {
+    Parts(const Problem& x, int64_t pieces)
+        : rows(pieces * x.block * x.Dv), lses(pieces * x.block) {}
+    Buffer<float> rows, lses;
+  };
   // Kv heads that are packed together and then computed, by one thread (`alone`) or by all.
   struct Wave {
     bool alone;
@@ -74,6 +117,29 @@ class Forward {
     std::optional<Spare> spare = {};
     std::optional<Scratch> scratch = {};
   };
+
+  int64_t bytes_of_head() const {
+    return columns_ * x_.block * (width_ + x_.Dv) * sizeof(T);
+  }
+  // True if each thread packs and computes kv heads of its own.
+  bool alone() const {
+    return columns_ && bytes_of_head() <= kNear && shares_evenly(x_.B * x_.Hkv);
+  }
+  int64_t wave() const {
+    const int64_t num_kv = x_.B * x_.Hkv;
+    return columns_ ? wave_of(num_kv, rows_, bytes_of_head()) : num_kv;
+  }
+
+  T* reserve_keys(Wave& w, int64_t tiles) const {
+    return w.keys.at_least(tiles * x_.block * width_);
+  }
+  T* reserve_values(Wave& w, int64_t tiles) const {
+    return w.values.at_least(tiles * x_.block * x_.Dv);
+  }
+  // True if keys of whole tiles are read where they lie.
+  bool in_place(const Pass& pass) const {
+    return pass.step == 1 && x_.k.template lies_as<T>(width_);
+  }
 
   void run_wave(Wave& w, int64_t first, int64_t count, bool fresh, const Tensor& out,
                 const Tensor& lse) const {
@@ -109,7 +175,7 @@ class Forward {
         pieces = list_items(pass, b, head + i, heads, fresh, pieces, w.items, w.splits);
       }
     }
-    Buffer<float> parts(pieces * x_.block * x_.Dv), part_lses(pieces * x_.block);
+    const Parts parts(x_, pieces);
     // A thread that works alone uses one scratch for all passes.
     const bool any_few = std::find(few_.begin(), few_.end(), true) != few_.end();
     const auto make = [&] { return Scratch(attend_, w.alone || !few, w.alone ? any_few : few); };
@@ -123,15 +189,15 @@ class Forward {
         put(pass, item, tile, s.rows.get(), s.lse.get(), fresh, out);
       } else {
         const int64_t rows = item.heads * tile.count;
-        std::copy_n(s.rows.get(), rows * x_.Dv, parts.get() + item.piece * x_.block * x_.Dv);
-        std::copy_n(s.lse.get(), rows, part_lses.get() + item.piece * x_.block);
+        std::copy_n(s.rows.get(), rows * x_.Dv, parts.rows.get() + item.piece * x_.block * x_.Dv);
+        std::copy_n(s.lse.get(), rows, parts.lses.get() + item.piece * x_.block);
       }
     });
     std::optional<int> nothing;
     share_out(
         w.alone ? &nothing : nullptr, w.splits.size(), few ? 64 : 4, [] { return 0; },
         [&](int, int64_t i) {
-          merge_pieces(pass, w.splits[i], parts.get(), part_lses.get(), fresh, out);
+          merge_pieces(pass, w.splits[i], parts.rows.get(), parts.lses.get(), fresh, out);
         });
   }
 
@@ -147,6 +213,9 @@ class Forward {
   }
 
   int64_t most_queries(const Pass& pass) const {
+    if (pass.longest >= 0) {
+      return pass.longest;
+    }
     int64_t most = 0;
     for (int64_t axis = 0; axis < pass.axes; ++axis) {
       for (int64_t row = 0; row < pass.rows && most * x_.group <= kFewQueries; ++row) {
@@ -161,7 +230,7 @@ class Forward {
                      int64_t pieces, std::vector<Item>& items, std::vector<Split>& splits) const {
     const int64_t axis = head * pass.axes / x_.Hq;
     const int32_t* row_ptr = pass.row_ptr(pass.table(b, head, x_.Hq));
-    const int64_t longest = longest_piece(row_ptr[pass.rows], pass.rows, 64);
+    const int64_t longest = longest_piece(row_ptr[pass.rows], pass.rows, kLeastRowsCut);
     for (int64_t row = 0; row < pass.rows; ++row) {
       const int64_t begin = row_ptr[row], end = row_ptr[row + 1];
       if ((begin == end && !fresh) || pass.query_tile(axis, row).count == 0) {
@@ -212,7 +281,6 @@ class Forward {
   void pack_keys(Wave& w, const Pass& pass) const {
     const int64_t first = w.first, count = w.count;
     const int64_t columns = pass.columns, block = x_.block;
-    const bool in_place = pass.step == 1 && x_.k.template lies_as<T>(width_);
     w.key_slot.assign(count * columns, -1);
     w.value_slot.assign(count * columns, -1);
     int64_t num_keys = 0, num_values = 0;
@@ -225,13 +293,13 @@ class Forward {
           if (w.value_slot[at] < 0) {
             w.value_slot[at] = num_values++;
             const int64_t size = pass.key_tile(head * pass.axes / x_.Hq, column).count;
-            w.key_slot[at] = in_place && size % 16 == 0 ? -1 : num_keys++;
+            w.key_slot[at] = in_place(pass) && size % 16 == 0 ? -1 : num_keys++;
           }
         }
       }
     }
-    T* keys = w.keys.at_least(num_keys * block * width_);
-    T* values = w.values.at_least(num_values * block * x_.Dv);
+    T* keys = reserve_keys(w, num_keys);
+    T* values = reserve_values(w, num_values);
     w.operands.resize(count * columns);
     const auto make = [&] {
       return Spare{Buffer<T>(block * x_.Dv), Buffer<T>(kPaired<T> ? block * x_.Dv : 0)};

@@ -113,6 +113,19 @@ struct Pass {
         key_origin_(places.empty() ? nullptr : values_of<int64_t>(places[1])),
         stream_(places.empty() || !places[2].numel() ? nullptr : values_of<int64_t>(places[2])) {}
 
+  // A pass of a plan: sizes without tables. `longest`: queries of its longest tile.
+  Pass(int64_t step_, int64_t block_, int64_t rows_, int64_t columns_, int64_t tables_,
+       int64_t longest_, bool walked_)
+      : step(step_),
+        block(block_),
+        axes(1),
+        rows(rows_),
+        columns(columns_),
+        batches(1),
+        tables(tables_),
+        longest(longest_),
+        walked(walked_) {}
+
   Tile query_tile(int64_t axis, int64_t row) const {
     return tile(query_start[axis * rows + row], query_stop[axis * rows + row]);
   }
@@ -149,16 +162,18 @@ struct Pass {
     return rows_of_bits_ + (number * block + slot + i) * (block / 8);
   }
 
-  int64_t step, block, axes, rows, columns, batches, tables, entries;
-  const int64_t *query_start, *query_stop, *key_start, *key_stop;
-  const int32_t *row_ptr_, *key_tile_, *bitmap_;
-  int64_t num_bitmaps;
-  const uint8_t* bitmaps;        // one row per key, whose bits are queries
-  const uint8_t* rows_of_bits_;  // one row per query, whose bits are keys
-  int64_t branch;
-  bool walked = false;  // true for the walk by key tile, see walk/visits.h
-  int64_t slot = 0;     // bitmap row of a tile's first query
-  const int64_t *query_origin_, *key_origin_, *stream_;
+  int64_t step, block, axes, rows, columns, batches, tables, entries = 0;
+  const int64_t *query_start = nullptr, *query_stop = nullptr, *key_start = nullptr,
+                *key_stop = nullptr;
+  const int32_t *row_ptr_ = nullptr, *key_tile_ = nullptr, *bitmap_ = nullptr;
+  int64_t num_bitmaps = 0;
+  const uint8_t* bitmaps = nullptr;        // one row per key, whose bits are queries
+  const uint8_t* rows_of_bits_ = nullptr;  // one row per query, whose bits are keys
+  int64_t branch = 0;
+  int64_t longest = -1;  // of a plan alone
+  bool walked = false;   // true for the walk by key tile, see walk/visits.h
+  int64_t slot = 0;      // bitmap row of a tile's first query
+  const int64_t *query_origin_ = nullptr, *key_origin_ = nullptr, *stream_ = nullptr;
 
  private:
   Tile tile(int64_t start, int64_t stop) const {
@@ -166,6 +181,8 @@ struct Pass {
     return {start, std::min(count, block)};
   }
 };
+
+constexpr int64_t kLeastRowsCut = 64;  // in the forward pass, rows are cut as if of so many
 
 // Rows (or columns) with more entries than this are cut into pieces. It is twice the mean of the
 // rows, but counts at least `at_least` rows. Depends only on the table, not on threads.

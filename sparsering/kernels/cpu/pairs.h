@@ -78,8 +78,19 @@ class Pairs {
     return value_width_;
   }
 
-  // Packs a key tile; K and V may stay in their tensors. `k` and `kt` have room for block * width
-  // values, `v` for block * value_width; `spare`, for bfloat16 only, for the larger of these.
+  // True if K and V of whole key tiles are read where they lie.
+  bool in_place(const Pass& pass) const {
+    return pass.step == 1 && x_.k.template lies_as<T>(width_) &&
+           x_.v.template lies_as<T>(value_width_);
+  }
+  bool is_copied(const Pass& pass, int64_t b, int64_t kv_head, int64_t column) const {
+    return !in_place(pass) || x_.extras.key_mask(b) ||
+           pass.key_tile(kv_head * pass.axes / x_.Hkv, column).count % 16;
+  }
+
+  // Packs a key tile; K and V stay in their tensors unless the tile `is_copied`. `kt` and, for
+  // copies, `k` have room for block * width values, `v` for block * value_width; `spare`, for
+  // bfloat16 only, for the larger of these.
   Keys pack_keys(T* spare, const Pass& pass, int64_t b, int64_t kv_head, int64_t column, T* k,
                  T* kt, T* v) const {
     const Tile tile = pass.key_tile(kv_head * pass.axes / x_.Hkv, column);

@@ -1,9 +1,11 @@
-// Memory: access to a tensor's values, and buffers.
+// Memory: access to a tensor's values, buffers, and the bytes that buffers would take.
 
 #pragma once
 
 #include <ATen/ATen.h>
 #include <c10/core/CPUAllocator.h>
+
+#include <algorithm>
 
 namespace sparsering::cpu {
 
@@ -17,15 +19,53 @@ const T* values_of(const at::Tensor& x) {
   return static_cast<const T*>(x.const_data_ptr());
 }
 
+// While it exists, buffers of its thread get no memory, and it adds up their bytes. A plan thus
+// asks the code that allocates.
+class Meter {
+ public:
+  Meter() : outer_(current()) {
+    current() = this;
+  }
+  ~Meter() {
+    current() = outer_;
+  }
+  Meter(const Meter&) = delete;
+  static Meter*& current() {
+    static thread_local Meter* meter = nullptr;
+    return meter;
+  }
+  int64_t bytes = 0;
+
+ private:
+  Meter* outer_;
+};
+
+// Returns the bytes of the buffers that f() makes.
+template <typename F>
+int64_t bytes_of(const F& f) {
+  Meter meter;
+  f();
+  return meter.bytes;
+}
+
 // Uninitialised memory from torch's allocator, which aligns it and lets profilers see it.
 template <typename T>
 class Buffer {
  public:
   explicit Buffer(int64_t size = 0) {
     if (size > 0) {
-      data_ = c10::GetCPUAllocator()->allocate(size * sizeof(T));
       size_ = size;
+      if (Meter* meter = Meter::current()) {
+        meter->bytes += size * static_cast<int64_t>(sizeof(T));
+      } else {
+        data_ = c10::GetCPUAllocator()->allocate(size * sizeof(T));
+      }
     }
+  }
+  static Buffer zeros(int64_t size) {
+    Buffer result(size);
+    std::fill_n(result.get(), result.get() ? size : 0, T(0));
+    return result;
   }
   T* get() const {
     return static_cast<T*>(data_.get());
@@ -33,6 +73,9 @@ class Buffer {
   // Returns room for `size` values; if it must grow, the old values are lost.
   T* at_least(int64_t size) {
     if (size > size_) {
+      if (Meter* meter = Meter::current()) {
+        meter->bytes -= size_ * static_cast<int64_t>(sizeof(T));
+      }
       *this = Buffer();
       *this = Buffer(size);
     }

@@ -84,7 +84,10 @@ inline float exponentiate(float* x, int64_t size, float base) {
   return sum_of_lanes(total);
 }
 
-// Writes logs of numbers. Returns true if one of the numbers was 0.
+// In a smaller share, terms may matter that the exponential rounds to 0.
+constexpr float kLeastShare = 0x1p-96f;
+
+// Writes logs of numbers. Returns true if one of the numbers was less than kLeastShare.
 inline bool write_logs(const float* from, int64_t size, float* to) {
   Vec least(kInf);
   for (int64_t j = 0; j < size; j += kLanes) {
@@ -93,11 +96,11 @@ inline bool write_logs(const float* from, int64_t size, float* to) {
     least = at::vec::clamp_max(there == kLanes ? x : Vec::set(Vec(kInf), x, there), least);
     x.log().store(to + j, there);
   }
-  return least_of_lanes(least) == 0.f;
+  return least_of_lanes(least) < kLeastShare;
 }
 
 // Writes the log share of every block to `result` [entries, rows, blocks]; -inf for blocks that are
-// not visible. Returns true if a share was too small for float.
+// not visible. Returns true if a share was too small for sums of floats.
 inline bool block_shares(const Shares& x, Tensor& result) {
   TORCH_CHECK_VALUE(
       result.device().is_cpu() && result.scalar_type() == at::kFloat &&
@@ -195,13 +198,13 @@ inline bool block_shares(const Shares& x, Tensor& result) {
         if ((q + i + 1) % per_row == 0) {
           const int64_t row = (run * per_run + q + i) / per_row;
           float* to = out + e * of_entry + row * of_row;
-          bool none = write_logs(sums, seen, to);
+          bool small = write_logs(sums, seen, to);
           std::fill(to + seen, to + x.blocks, -kInf);
           if (has_own) {
             to[own] = std::log(sums[wide]);
-            none |= sums[wide] == 0.f;
+            small |= sums[wide] < kLeastShare;
           }
-          if (none) {
+          if (small) {
             lost = true;
           }
         }

@@ -21,9 +21,9 @@ class WalkBackward {
   };
 
   struct Scratch {
-    Scratch(const Problem& x, const Pairs<T>& pairs, const Walk& walk) : tile(walk) {
-      const int64_t keys = round_up(x.block, 32), width = pairs.width(),
-                    value_width = pairs.value_width(), wide = std::max(width, value_width);
+    Scratch(const Problem& x, const Pairs<T>& pairs, const Walk& walk)
+        : tile(walk), width(pairs.width()), value_width(pairs.value_width()) {
+      const int64_t keys = round_up(x.block, 32), wide = std::max(width, value_width);
       spare = Buffer<T>(kPaired<T> ? keys * wide : 0);
       k = Buffer<T>(keys * width);
       kt = Buffer<T>(keys * width);
@@ -44,7 +44,16 @@ class WalkBackward {
       delta = Buffer<float>(walk.rows);
       totals = Buffer<float>(walk.rows);
     }
+    // Makes room for a chunk of so many rows.
+    void reserve(int64_t rows) {
+      all_q.at_least(rows * width);
+      all_dout.at_least(rows * value_width);
+      all_lse.at_least(rows);
+      all_delta.at_least(rows);
+      all_dq.at_least(rows * width);
+    }
     Gathered tile;
+    int64_t width, value_width;
     Visits visits;
     Buffer<T> spare, k, kt, v, gathered, q, qt, dout, dout_t, p, ds, ds_paired;
     Buffer<float> scores, dscores, dq_t, dq, lse, delta, totals;
@@ -76,20 +85,37 @@ class WalkBackward {
   // Computes some kv heads. The chunks of each form groups with dK and dV of their own, as many as
   // there is room for; groups do not depend on the number of threads.
   void run_wave(int64_t first, int64_t count, const Gradients& sums) const {
-    const int64_t size = walk_.pass.columns * x_.block * (width_ + value_width_);
-    const int64_t room = kRoom / std::max<int64_t>(1, size);
-    const int64_t chunks = std::max<int64_t>(1, walk_.chunks(0, 1).size());
-    const int64_t groups =
-        std::clamp<int64_t>(std::min(room, chunks), std::min<int64_t>(2, chunks), 8);
-    const int64_t most = std::clamp<int64_t>(room / groups, 1, count);
-    Buffer<float> parts(most * groups * size);
-    for (int64_t kv = first; kv < first + count; kv += most) {
-      run_groups(kv, std::min(most, first + count - kv), groups, size, parts.get(), sums);
+    const Groups of(*this, count, walk_.chunks(0, 1).size());
+    for (int64_t kv = first; kv < first + count; kv += of.heads) {
+      run_groups(kv, std::min(of.heads, first + count - kv), of.groups, of.size, of.parts.get(),
+                 sums);
     }
+  }
+
+  // Bytes of `run_wave` for a pass of a plan, without scratch; and of the scratch of a thread.
+  int64_t workspace(int64_t count, double entries) const {
+    return bytes_of([&] { Groups(*this, count, walk_.num_chunks(entries)); });
+  }
+  int64_t scratch(double entries) const {
+    return bytes_of([&] { Scratch(x_, pairs_, walk_).reserve(walk_.most_rows(entries)); });
   }
 
  private:
   static constexpr int64_t kRoom = 1 << 26;  // values of dK and dV; two groups may exceed it
+
+  // Rooms for dK and dV: `heads` kv heads at a time, in `groups` each, of `size` values.
+  struct Groups {
+    Groups(const WalkBackward& f, int64_t count, int64_t num_chunks)
+        : size(f.walk_.pass.columns * f.x_.block * (f.width_ + f.value_width_)) {
+      const int64_t room = kRoom / std::max<int64_t>(1, size);
+      const int64_t chunks = std::max<int64_t>(1, num_chunks);
+      groups = std::clamp<int64_t>(std::min(room, chunks), std::min<int64_t>(2, chunks), 8);
+      heads = std::clamp<int64_t>(room / groups, 1, count);
+      parts = Buffer<float>(heads * groups * size);
+    }
+    int64_t size, groups, heads;
+    Buffer<float> parts;
+  };
 
   void run_groups(int64_t first, int64_t count, int64_t groups, int64_t size, float* parts,
                   const Gradients& sums) const {
@@ -142,11 +168,11 @@ class WalkBackward {
     const int64_t kv_head = chunk.head / x_.group, heads = chunk.heads;
     s.visits.sort(walk_, chunk);
     const int64_t rows = s.visits.tokens() * heads;
-    read_chunk(walk_, chunk, s.visits, x_.q, width_, s.all_q.at_least(rows * width_));
-    read_chunk(walk_, chunk, s.visits, rows_.dout, value_width_,
-               s.all_dout.at_least(rows * value_width_));
-    read_sums(s, chunk, s.all_lse.at_least(rows), s.all_delta.at_least(rows));
-    std::fill_n(s.all_dq.at_least(rows * width_), rows * width_, 0.f);
+    s.reserve(rows);
+    read_chunk(walk_, chunk, s.visits, x_.q, width_, s.all_q.get());
+    read_chunk(walk_, chunk, s.visits, rows_.dout, value_width_, s.all_dout.get());
+    read_sums(s, chunk, s.all_lse.get(), s.all_delta.get());
+    std::fill_n(s.all_dq.get(), rows * width_, 0.f);
     for (int64_t column = 0; column < pass.columns; ++column) {
       const Tile keys = pass.key_tile(walk_.axis(chunk.head), column);
       if (!s.visits.any(column) || !keys.count || !x_.extras.sees(chunk.batch, keys, pass.step)) {

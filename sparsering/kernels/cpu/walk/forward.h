@@ -107,15 +107,20 @@ class WalkForward {
   struct Scratch {
     Scratch(const Problem& x, const Walk& walk) : keys(x), tile(walk) {
       const int64_t width = keys.width(), most_keys = round_up(x.block, 32);
-      gathered = Buffer<T>(walk.rows * width);
-      std::fill_n(gathered.get(), walk.rows * width, T(0));
+      gathered = Buffer<T>::zeros(walk.rows * width);
       scores = Buffer<float>(walk.rows * most_keys);
       weights = Buffer<T>(kPaired<T> ? walk.rows * most_keys : 0);
       part = Buffer<float>(walk.rows * x.Dv);
-      for (Buffer<float>* of_rows : {&bias, &factor}) {
-        *of_rows = Buffer<float>(walk.rows);
-        std::fill_n(of_rows->get(), walk.rows, 0.f);
-      }
+      bias = Buffer<float>::zeros(walk.rows);
+      factor = Buffer<float>::zeros(walk.rows);
+    }
+    // Makes room for a chunk of so many rows.
+    void reserve(const Problem& x, const Walk& walk, int64_t rows) {
+      const int64_t room = rows + walk.rows;
+      q.at_least(room * keys.width());
+      sums.at_least(rows * x.Dv);
+      highest.at_least(room);
+      total.at_least(room);
     }
     RowKeys<T> keys;
     Gathered tile;
@@ -132,12 +137,13 @@ class WalkForward {
     const int64_t kv_head = chunk.head / x_.group, width = s.keys.width();
     s.visits.sort(walk_, chunk);
     const int64_t rows = s.visits.tokens() * chunk.heads, room = rows + walk_.rows;
-    T* q = s.q.at_least(room * width);
+    s.reserve(x_, walk_, rows);
+    T* q = s.q.get();
     read_chunk(walk_, chunk, s.visits, x_.q, width, q);
     std::fill_n(q + rows * width, walk_.rows * width, T(0));
-    std::fill_n(s.sums.at_least(rows * x_.Dv), rows * x_.Dv, 0.f);
-    std::fill_n(s.highest.at_least(room), room, -kInf);
-    std::fill_n(s.total.at_least(room), room, 0.f);
+    std::fill_n(s.sums.get(), rows * x_.Dv, 0.f);
+    std::fill_n(s.highest.get(), room, -kInf);
+    std::fill_n(s.total.get(), room, 0.f);
     for (int64_t column = 0; column < pass.columns; ++column) {
       if (s.visits.any(column) && s.keys.read_keys(pass, chunk.batch, kv_head, column)) {
         s.keys.read_values(chunk.batch, kv_head);

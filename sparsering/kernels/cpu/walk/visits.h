@@ -41,7 +41,8 @@ struct Walk {
     std::vector<Chunk> result;
     for (int64_t kv = first_kv; kv < first_kv + count; ++kv) {
       for (int64_t i = 0; i < x.group; i += heads) {
-        const int64_t b = kv / x.Hkv, head = kv % x.Hkv * x.group + i, most = chunk_tokens(b, head);
+        const int64_t b = kv / x.Hkv, head = kv % x.Hkv * x.group + i;
+        const int64_t most = chunk_tokens(pass.row_ptr(pass.table(b, head, x.Hq))[pass.rows]);
         for (int64_t begin = 0, end = 0; begin < pass.rows; begin = end) {
           for (int64_t size = 0; end < pass.rows; ++end) {
             size += pass.query_tile(axis(head), end).count;
@@ -64,11 +65,19 @@ struct Walk {
   const Pass& pass;
   int64_t heads, tokens, rows;  // of a gathered tile: heads, tokens at most, rows padded
 
+  // Number of chunks of a kv head, and rows of the longest, for a pass of a plan.
+  int64_t num_chunks(double entries) const {
+    const int64_t most = most_rows(entries) / heads;
+    return (pass.rows * pass.longest + most - 1) / most * (x.group / heads);
+  }
+  int64_t most_rows(double entries) const {
+    const int64_t all = std::max<int64_t>(1, pass.rows * pass.longest);
+    return heads * std::min(all, std::max(chunk_tokens(entries), pass.longest));
+  }
+
  private:
-  int64_t chunk_tokens(int64_t b, int64_t head) const {
-    const int32_t* row_ptr = pass.row_ptr(pass.table(b, head, x.Hq));
-    const int64_t entries = std::max(1, row_ptr[pass.rows]);
-    const double most = static_cast<double>(pass.columns) * pass.rows / entries;
+  int64_t chunk_tokens(double entries) const {
+    const double most = static_cast<double>(pass.columns) * pass.rows / std::max(1., entries);
     const auto rows_for = [&](int64_t visits) { return static_cast<int64_t>(visits * most); };
     const int64_t wanted = std::max(std::min(rows_for(kMuch), kNearRows), rows_for(kEnough));
     return std::max<int64_t>(1, std::max(wanted, kLeastRows) / heads);

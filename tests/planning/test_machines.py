@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from sparsering.cost.machines import MACHINES, named
+from sparsering.planning.machines import MACHINES, named
 
 # As data sheets print them: GB, TB/s, TFLOP/s of float32, and of half precision *with* sparsity.
 PRINTED = {

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import sparsering as sr
-from sparsering.cost import calibrate as module
-from sparsering.cost.calibrate import _fitted, calibrated, why_not
-from sparsering.cost.memory import Call, takes_heads
-from sparsering.cost.seconds import KINDS, amounts, parts_of, seconds_of
-from sparsering.cost.work import work_of
 from sparsering.kernels import tuning_file
 from sparsering.patterns.algebra import Frame
+from sparsering.planning import calibrate as module
+from sparsering.planning.calibrate import _fitted, calibrated, why_not
+from sparsering.planning.memory import Call, takes_heads
+from sparsering.planning.seconds import KINDS, amounts, parts_of, seconds_of
+from sparsering.planning.work import work_of
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_a_file_is_read_and_used_by_estimate():
     told = sr.estimate(sr.Causal(), tokens=1024, backend="cpu")
     found = calibrated()
     assert found is not None and told.seconds.known == "measured here" and not told.hint
-    call = Call(1, 64, torch.float32, torch.get_num_threads())
+    call = Call(1, 64, torch.float32)
     of_work = work_of(sr.Causal(), Frame.build(1024, 1024, 8, 8, 0), told.block_size)
     expected = 1e-9 * sum(amounts("cpu float32 forward", of_work, call))
     assert told.seconds.value == pytest.approx(expected)
@@ -88,7 +88,7 @@ def test_rates_that_made_the_seconds_are_found():
 
 
 def test_more_work_takes_more_seconds():
-    call = Call(1, 64, torch.float32, 2)
+    call = Call(1, 64, torch.float32)
     rates = {
         f"cpu float32 {part}": dict.fromkeys(KINDS, 1e-9)
         for part in ("forward", "backward by heads", "backward by tiles")
@@ -100,8 +100,9 @@ def test_more_work_takes_more_seconds():
     assert seconds_of("cpu", long, call, False, rates) < seconds_of("cpu", long, call, True, rates)
 
 
-def test_parts_follow_how_the_kernel_shares_its_work():
-    call = Call(1, 64, torch.float32, 2)
+def test_parts_follow_how_the_kernel_shares_its_work(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    call = Call(1, 64, torch.float32)
     assert takes_heads(work(kv_heads=4), call) and not takes_heads(work(kv_heads=1), call)
     assert parts_of("cpu", work(kv_heads=1), call, True)[1] == "cpu float32 backward by tiles"
     assert parts_of("cpu", work(kv_heads=4), call, True)[1] == "cpu float32 backward by heads"

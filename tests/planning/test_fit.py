@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsering as sr
-from sparsering.cost.machines import MACHINES
-from sparsering.planner.batch import (
+from sparsering.planning.fit import (
     about_largest,
     largest_that_fits,
     memory_here,
     memory_of,
     usable,
 )
-from sparsering.planner.sizes import show_bytes
+from sparsering.planning.machines import MACHINES
+from sparsering.planning.sizes import show_bytes
 
 WINDOW = sr.SlidingWindow(256) & sr.Causal()
 

@@ -11,14 +11,18 @@ memory, `SPARE`, stays free.
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..cost.machines import Machine, named
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_integer
-from .estimate import estimate
+from .estimate import Estimate, estimate
+from .machines import Machine, named
+from .memory import Memory
 from .sizes import parse_bytes, parse_tokens, show_bytes
 
 SPARE = 0.08
@@ -27,6 +31,60 @@ also count reserved memory, such as the untouched part of buffers.
 """
 MOST = 1 << 40
 """Upper bound of a search: larger batches and longer sequences fit nowhere."""
+_FIRST = 4096  # tokens of the first estimate of a search for the longest sequence
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Arguments of a plan: those of `estimate`, and the memory of one device."""
+
+    pattern: Pattern
+    tokens: int = _FIRST
+    memory: int | str | None = None
+    machine: Machine | str | None = None
+    ranks: int = 1
+    sharding: str = "auto"
+    num_heads: int = 8
+    num_kv_heads: int | None = None
+    head_dim: int = 64
+    dtype: torch.dtype = torch.float32
+    batch_size: int = 1
+    backward: bool = False
+    backend: str | None = None
+    block_size: int | None = None
+
+    @property
+    def device(self) -> Machine | None:
+        """The named machine; None for this one."""
+        return named(self.machine) if isinstance(self.machine, str) else self.machine
+
+    @property
+    def limit(self) -> int:
+        """Bytes of the given memory, else of the machine's; ValueError if neither is known."""
+        return memory_of(self.machine, self.memory)
+
+    def estimate(self, **changes: Any) -> Estimate:
+        """Estimates the call, with some arguments changed."""
+        options = vars(self) | changes
+        pattern, _ = options.pop("pattern"), options.pop("memory")
+        return estimate(pattern, **options)
+
+    def largest(self, name: str, start: int, unit: int = 1) -> int:
+        """Finds the largest batch_size or tokens (`name`) of a call that fits, as a count of units.
+
+        The search begins with `start` units. Returns 0 if not even one unit fits.
+        """
+        room = usable(self.limit)
+
+        @cache
+        def memory(count: int) -> Memory:
+            return self.estimate(**{name: count * unit}).memory
+
+        # Tensors alone grow in proportion, which bounds the search. Each of the three parts may
+        # have been rounded up by a byte.
+        inputs, results, saved, _, _ = memory(start)
+        most = start * room // max(1, inputs + results + saved - 3)
+        return largest_that_fits(lambda n: memory(n).peak, room, start, min(MOST, most))
 
 
 def choose_batch_size(
@@ -77,31 +135,17 @@ def choose_batch_size(
         >>> choose_batch_size(SlidingWindow(256), tokens="4K", memory="1GB", num_heads=2)
         108
     """
-    length, limit = parse_tokens(tokens), memory_of(machine, memory)
-
-    def peak(batch_size: int) -> float:
-        return estimate(
-            pattern,
-            tokens=length,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            batch_size=batch_size,
-            backward=backward,
-            machine=machine,
-            ranks=ranks,
-            sharding=sharding,
-            backend=backend,
-            block_size=block_size,
-        ).peak_bytes.value
-
-    if found := largest_that_fits(peak, usable(limit), 1):
+    asked = Asked(
+        pattern, parse_tokens(tokens), memory, machine, ranks, sharding, num_heads, num_kv_heads,
+        head_dim, dtype, backward=backward, backend=backend, block_size=block_size,
+    )  # fmt: skip
+    if found := asked.largest("batch_size", 1):
         return found
     raise ValueError(
-        f"memory must hold one entry of {length:,} tokens, which needs {show_bytes(peak(1))}, got "
-        f"{show_bytes(limit)}, of which {SPARE:.0%} stay free; take fewer tokens (longest_sequence "
-        "says how many fit), a smaller dtype, or more ranks"
+        f"memory must hold one entry of {asked.tokens:,} tokens, which needs "
+        f"{show_bytes(asked.estimate().peak_bytes.value)}, got {show_bytes(asked.limit)}, of which "
+        f"{SPARE:.0%} stay free; take fewer tokens (longest_sequence says how many fit), a smaller "
+        "dtype, or more ranks"
     )
 
 
@@ -151,43 +195,32 @@ def longest_sequence(
     Cost: the layouts of about six lengths, the longest slightly longer than the result: seconds if
     millions of tokens fit.
     """
-    limit = memory_of(machine, memory)
-
-    def peak(units: int) -> float:
-        return estimate(
-            pattern,
-            tokens=units * multiple_of,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            batch_size=batch_size,
-            backward=backward,
-            machine=machine,
-            ranks=ranks,
-            sharding=sharding,
-            backend=backend,
-            block_size=block_size,
-        ).peak_bytes.value
-
     multiple_of = checked_integer("multiple_of", multiple_of, 1)
-    start = max(1, 4096 // multiple_of)
-    if found := largest_that_fits(peak, usable(limit), start):
+    asked = Asked(
+        pattern, multiple_of, memory, machine, ranks, sharding, num_heads, num_kv_heads,
+        head_dim, dtype, batch_size, backward, backend, block_size,
+    )  # fmt: skip
+    if found := asked.largest("tokens", max(1, _FIRST // multiple_of), multiple_of):
         return found * multiple_of
     raise ValueError(
-        f"memory must hold {multiple_of} tokens, which need {show_bytes(peak(1))}, got "
-        f"{show_bytes(limit)}, of which {SPARE:.0%} stay free; take fewer heads or entries, a "
-        "smaller dtype, or more memory"
+        f"memory must hold {multiple_of} tokens, which need "
+        f"{show_bytes(asked.estimate().peak_bytes.value)}, got {show_bytes(asked.limit)}, of which "
+        f"{SPARE:.0%} stay free; take fewer heads or entries, a smaller dtype, or more memory"
     )
 
 
-def largest_that_fits(peak: Callable[[int], float], limit: float, start: int) -> int:
-    """Finds n with `peak(n) <= limit < peak(n + 1)`; returns 0 if 1 is too large.
+def largest_that_fits(
+    peak: Callable[[int], float], limit: float, start: int, most: int = MOST
+) -> int:
+    """Finds n <= most with `peak(n) <= limit < peak(n + 1)`; returns 0 if 1 is too large.
 
     Peaks are almost quadratic in n, so the next guess is where the parabola through three known
-    points crosses the limit. Every third guess halves the bracket, which bounds the search.
+    points crosses the limit. The first point is left out once there are two others: constant
+    buffers dominate the peak of a small size. Where five guesses leave more than a sixteenth of the
+    bracket, the next one halves it, which bounds the search.
     """
-    low, high = 0, MOST + 1  # low fits, high does not
+    low, high = 0, most + 1  # low fits, high does not
+    wide = high
     known: dict[int, float] = {}
     guess = start
     while high - low > 1:
@@ -197,12 +230,12 @@ def largest_that_fits(peak: Callable[[int], float], limit: float, start: int) ->
             low = guess
         else:
             high = guess
-        if len(known) % 3 == 0 and high <= MOST:
-            guess = (low + high) // 2
-        else:
-            guess = _crossing(known, limit)
-        if high > MOST:
-            guess = min(max(guess, 2 * low), 64 * low)
+        guess = _crossing({n: known[n] for n in list(known)[len(known) > 2 :]}, limit)
+        if len(known) % 5 == 0:
+            guess = (low + high) // 2 if high - low > wide // 16 else guess
+            wide = high - low
+        if high > most:  # two points give a slope; before, a guess may be far too large
+            guess = min(max(guess, 2 * low), 64 * low if len(known) < 2 else most)
     return low
 
 
@@ -254,13 +287,13 @@ def memory_of(machine: Machine | str | None, memory: int | str | None) -> int:
         return parse_bytes(memory)
     if machine is None:
         return memory_here()
-    found = machine if isinstance(machine, Machine) else named(machine)
-    if found.memory_bytes is None:
+    device = machine if isinstance(machine, Machine) else named(machine)
+    if device.memory_bytes is None:
         raise ValueError(
-            f"memory must be given for {found.name}, which has what its owner put in; such as "
+            f"memory must be given for {device.name}, which has what its owner put in; such as "
             "memory='256GB'"
         )
-    return found.memory_bytes
+    return device.memory_bytes
 
 
 def memory_here() -> int:

@@ -6,8 +6,10 @@
 dtype and part of the call. Nothing is measured here. The layout counts as cached.
 """
 
+import torch
+
 from ..numerics import round_up
-from .memory import Call, is_walked, multiplies_bfloat16, takes_heads
+from .memory import Call, is_walked, takes_heads
 from .work import Work, flops
 
 Rates = dict[str, float]
@@ -56,7 +58,7 @@ def amounts(part: str, work: Work, call: Call) -> list[float]:
     results = [heads * frame.q_len * size]
     if "backward" in part:
         results += 2 * [kv_heads * frame.kv_len * size]
-        uneven = _unevenness(kv_heads, call.threads) if "heads" in part else 1.0
+        uneven = _unevenness(kv_heads) if "heads" in part else 1.0
         cells, entries, masked = cells * uneven, entries * uneven, masked * uneven
     return [
         1.0, heads * cells, heads * cells * d, heads * entries, heads * masked, rows * d,
@@ -65,9 +67,16 @@ def amounts(part: str, work: Work, call: Call) -> list[float]:
     ]  # fmt: skip
 
 
-def _unevenness(kv_heads: int, threads: int) -> float:
+def multiplies_bfloat16(dtype: torch.dtype) -> bool:
+    """Whether this machine multiplies a dtype in bfloat16."""
+    features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    able = torch.backends.mkldnn.is_available() and features.get("avx512_f")
+    return dtype == torch.bfloat16 and bool(able)
+
+
+def _unevenness(kv_heads: int) -> float:
     """Ratio of the busiest thread's work to the mean, where each thread takes whole kv heads."""
-    return round_up(kv_heads, threads) / max(1, kv_heads)
+    return round_up(kv_heads, torch.get_num_threads()) / max(1, kv_heads)
 
 
 def seconds_of(
@@ -90,7 +99,7 @@ def default_seconds(work: Work, call: Call, backward: bool) -> float:
     """Guesses seconds without measurements, from modest rates per core."""
     peak = 40e9 * (2.5 if multiplies_bfloat16(call.dtype) else 1.0)
     cells = amounts("cpu float32 forward", work, call)[1]
-    return 1e-4 + flops(cells, call.head_dim, backward) / (peak * call.threads)
+    return 1e-4 + flops(cells, call.head_dim, backward) / (peak * torch.get_num_threads())
 
 
 def is_modelled(backend: str, work: Work) -> bool:

@@ -12,15 +12,16 @@ from typing import NamedTuple
 import torch
 
 from ..checks import check_pattern
-from ..cost.calibrate import calibrated, why_not
-from ..cost.machines import Machine, named
-from ..cost.memory import MEMORY, Call, Memory
-from ..cost.seconds import default_seconds, is_modelled, seconds_of
-from ..cost.work import Work, flops, work_of
 from ..dispatch import block_size_of, choose
+from ..kernels.cpu.build import build_failure
 from ..layouts.compile import default_block_size
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import checked_flag, checked_integer, shortened
+from .calibrate import calibrated, why_not
+from .machines import Machine, named
+from .memory import MEMORY, Call, Memory
+from .seconds import default_seconds, is_modelled, seconds_of
+from .work import Work, flops, work_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STACKS = 4 << 20  # bytes of thread stacks, and of leftovers from the allocator and first layout
@@ -184,8 +185,9 @@ def estimate(
         block_size = default_block_size(pattern, tokens)
     elif block_size is None:
         block_size = block_size_of(chosen, pattern, like, frame)
-    work = work_of(pattern, frame, block_size)
-    call = Call(batch_size, head_dim, dtype, torch.get_num_threads())
+    cut = chosen == "cpu" and not build_failure()
+    work = work_of(pattern, frame, block_size, cut=cut)
+    call = Call(batch_size, head_dim, dtype)
     pairs = work.pairs * num_heads * batch_size
     rest = "" if work.known == "arithmetic" else f", {work.known}"
     shares = _shares(pattern, frame, call, backward, found, ranks, sharding, block_size)

@@ -104,7 +104,7 @@ def calibrate() -> tuple[Calibration, Path]:
     """
     threads = torch.get_num_threads()
     rows: dict[str, list[tuple[list[float], float]]] = {}
-    for part, amount, seconds in _measured(threads):
+    for part, amount, seconds in _measured():
         rows.setdefault(part, []).append((amount, seconds))
     rates, errors = {}, []
     for part, found in rows.items():
@@ -118,7 +118,7 @@ def calibrate() -> tuple[Calibration, Path]:
     return Calibration(rates, threads, error), path
 
 
-def _measured(threads: int) -> Iterator[tuple[str, list[float], float]]:
+def _measured() -> Iterator[tuple[str, list[float], float]]:
     """Yields (part, its amounts, its seconds) for every probe."""
     backends: list[tuple[str, Any, torch.dtype]] = []
     if not cpu.reasons():
@@ -126,20 +126,21 @@ def _measured(threads: int) -> Iterator[tuple[str, list[float], float]]:
     backends.append(("gather", gather, torch.float32))
     for name, module, dtype in backends:
         for probe in _probes() if name == "cpu" else _probes()[:10:2]:
-            yield from _of_probe(name, module, dtype, probe, threads)
-            if name == "cpu" and probe.tokens > 128:  # threads must share one kv head
+            yield from _of_probe(name, module, dtype, probe)
+            # Several threads share one kv head, which is another kind of backward pass.
+            if name == "cpu" and probe.tokens > 128 and torch.get_num_threads() > 1:
                 alone = probe._replace(heads=max(1, probe.heads // 2), kv_heads=1)
-                yield from _of_probe(name, module, dtype, alone, threads)
+                yield from _of_probe(name, module, dtype, alone)
 
 
 def _of_probe(
-    name: str, module: Any, dtype: torch.dtype, probe: _Probe, threads: int
+    name: str, module: Any, dtype: torch.dtype, probe: _Probe
 ) -> Iterator[tuple[str, list[float], float]]:
     frame = Frame.build(probe.tokens, probe.tokens, probe.heads, probe.kv_heads, 0)
     size = default_block_size(probe.pattern, probe.tokens)
     work = work_of(probe.pattern, frame, size)
     layout = layout_cache.layout(probe.pattern, frame, size, torch.device("cpu"))
-    call = Call(1, probe.head_dim, dtype, threads)
+    call = Call(1, probe.head_dim, dtype)
     query, key, value = (
         torch.randn(1, heads, probe.tokens, probe.head_dim).to(dtype)
         for heads in (probe.heads, probe.kv_heads, probe.kv_heads)

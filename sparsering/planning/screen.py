@@ -3,17 +3,14 @@
 Times on named machines are bounds by published peaks, and say so. Nothing is measured here.
 """
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..cost.machines import Machine, named
 from ..patterns import Causal
-from ..patterns.algebra import Pattern
 from ..patterns.arguments import shortened
-from .batch import about_largest, choose_batch_size, memory_of, usable
-from .estimate import Estimate, Figure, estimate
+from .estimate import Estimate, Figure
+from .fit import Asked, about_largest, usable
 from .sizes import show_bytes, show_seconds, show_tokens
 
 WIDTH = 100
@@ -22,54 +19,19 @@ MOST_SEARCHED = 1 << 22
 """Tokens of the longest call that is estimated; longer ones are extrapolated."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Arguments of a plan: those of `estimate`, and the memory of one device.
+def screen(asked: Asked, text: str = "") -> str:
+    """Returns the plan as text of at most 24 lines and 100 columns.
 
     `text` is the pattern as the user wrote it, for the first line.
-    """
-
-    pattern: Pattern
-    tokens: int
-    memory: int | str | None = None
-    machine: str | None = None
-    ranks: int = 1
-    sharding: str = "auto"
-    num_heads: int = 8
-    num_kv_heads: int | None = None
-    head_dim: int = 64
-    dtype: torch.dtype | None = None
-    batch_size: int = 1
-    backward: bool = False
-    backend: str | None = None
-    block_size: int | None = None
-    text: str = ""
-
-    @property
-    def found(self) -> Machine | None:
-        """The named machine; None for this one."""
-        return None if self.machine is None else named(self.machine)
-
-    def options(self) -> dict[str, Any]:
-        """Returns `estimate`'s arguments without tokens and batch; GPUs default to bfloat16."""
-        on_gpu = self.found is not None and self.found.kind == "gpu"
-        names = "num_heads num_kv_heads head_dim backward machine ranks sharding backend block_size"
-        options = {name: getattr(self, name) for name in names.split()}
-        return options | {"dtype": self.dtype or (torch.bfloat16 if on_gpu else torch.float32)}
-
-
-def screen(asked: Asked) -> str:
-    """Returns the plan as text of at most 24 lines and 100 columns.
 
     Raises: ValueError as `estimate`, for a machine, size or pattern that is not possible.
 
     Cost: a few seconds for 2^20 tokens; the layout and the plans of one length.
     """
-    options = asked.options()
-    found = estimate(asked.pattern, tokens=asked.tokens, batch_size=asked.batch_size, **options)
+    found = asked.estimate()
     limit = _limit(asked)
     lines = [
-        shortened(asked.text or str(asked.pattern), WIDTH - 10),
+        shortened(text or str(asked.pattern), WIDTH - 10),
         _call_line(asked, found),
         "",
         _row("runs", f"{found.backend}, blocks of {found.block_size}"),
@@ -97,7 +59,7 @@ def _call_line(asked: Asked, found: Estimate) -> str:
     heads = f"{found.num_heads} heads"
     if found.num_kv_heads not in (None, found.num_heads):
         heads += f" ({found.num_kv_heads} of keys)"
-    device = "this machine" if asked.found is None else asked.found.name
+    device = "this machine" if found.machine is None else found.machine.name
     return (
         f"{asked.tokens:,} tokens, {heads} of {found.head_dim}, {_name(found.dtype)}, batch "
         f"{found.batch_size}, {'forward and backward' if found.backward else 'forward'}, on "
@@ -174,24 +136,23 @@ def _memory_rows(found: Estimate, limit: int | None) -> list[str]:
 
 
 def _limit(asked: Asked) -> int | None:
-    if asked.memory is None and asked.found is not None and asked.found.memory_bytes is None:
-        return None
-    return memory_of(asked.machine, asked.memory)
+    device = asked.device
+    unknown = asked.memory is None and device is not None and device.memory_bytes is None
+    return None if unknown else asked.limit
 
 
 def _what_fits(asked: Asked, limit: int | None) -> str:
     if limit is None:
         return "with --memory: the largest batch and the longest sequence"
     try:
-        batch = choose_batch_size(
-            asked.pattern, tokens=asked.tokens, memory=limit, **asked.options()
-        )
-        told = f"a batch of {batch:,} at this length"
-    except ValueError:
-        told = "not even a batch of 1 at this length"
+        batch = asked.largest("batch_size", 1)
+    except ValueError:  # a batch of 1 does not suit the pattern, which has a batch of its own
+        batch = 0
+    told = f"a batch of {batch:,}" if batch else "not even a batch of 1"
+    told += " at this length"
     try:
         tokens = about_largest(
-            lambda n: _with(replace(asked, tokens=n)).peak_bytes.value,
+            lambda n: asked.estimate(tokens=n).peak_bytes.value,
             usable(limit),
             4096,
             MOST_SEARCHED,
@@ -211,7 +172,7 @@ def _rounded(tokens: float) -> int:
 def _rank_rows(asked: Asked, found: Estimate) -> list[str]:
     if asked.ranks == 1:
         return []
-    alone = _with(asked, ranks=1)
+    alone = asked.estimate(ranks=1)
     rows = [_row("alone", f"one device: {_least(alone)}, {_peak(alone)}")]
     if not any(found.received_bytes) and found.balance.value == 1:
         told = f"{found.sharding}: nothing moves, loads are even; no other sharding is better"
@@ -220,7 +181,7 @@ def _rank_rows(asked: Asked, found: Estimate) -> list[str]:
     titles = ("most received", "link time", "busiest / mean", "time")
     rows.append(f"{'  sharding':<14}" + "".join(f"{title:>18}" for title in titles))
     for name in names:
-        one = _with(asked, sharding=name)
+        one = asked.estimate(sharding=name)
         cells = (
             show_bytes(max(one.received_bytes)),
             "unknown" if one.link_seconds is None else show_seconds(one.link_seconds.value),
@@ -230,12 +191,6 @@ def _rank_rows(asked: Asked, found: Estimate) -> list[str]:
         mark = "*" if one.sharding == found.sharding else " "
         rows.append(f"{mark} {name[:11]:<12}" + "".join(f"{cell:>18}" for cell in cells))
     return rows
-
-
-def _with(asked: Asked, **changes: Any) -> Estimate:
-    """Estimates the same call with some arguments changed."""
-    options = replace(asked, **changes).options()
-    return estimate(asked.pattern, tokens=asked.tokens, batch_size=asked.batch_size, **options)
 
 
 def _least(found: Estimate) -> str:

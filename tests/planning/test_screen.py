@@ -8,8 +8,8 @@ import torch
 import sparsering as sr
 from sparsering.cli import main
 from sparsering.distributed import RingPlan
-from sparsering.planner import batch, screen
-from sparsering.planner.sizes import show_bytes, show_seconds
+from sparsering.planning import fit
+from sparsering.planning.sizes import show_bytes, show_seconds
 
 FOUNDING = "LongNet((2048, 32768), (1, 12)) & Causal()"
 
@@ -86,8 +86,7 @@ def test_the_longest_sequence_is_about_right_by_few_long_estimates(capsys, monke
         asked.append(options["tokens"])
         return sr.estimate(mask, **options)
 
-    monkeypatch.setattr(batch, "estimate", counted)
-    monkeypatch.setattr(screen, "estimate", counted)
+    monkeypatch.setattr(fit, "estimate", counted)
     _, said = plan(capsys, pattern, "--tokens", 200, "--memory", "3GB")
     assert len([n for n in asked if n > 1 << 17]) <= 3
     exact = sr.longest_sequence(sr.parse(pattern), memory="3GB")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsering.planner.sizes import (
+from sparsering.planning.sizes import (
     parse_bytes,
     parse_tokens,
     show_bytes,

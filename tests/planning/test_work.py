@@ -3,13 +3,12 @@
 import pytest
 
 import sparsering as sr
-from sparsering.cost import sampling
-from sparsering.cost import work as work_module
-from sparsering.cost.work import counted, flops, work_of
 from sparsering.layouts import compile as compile_module
 from sparsering.layouts.compile import compile_table, evaluate
 from sparsering.layouts.layout import tile_counts
 from sparsering.patterns.algebra import Frame
+from sparsering.planning import work as work_module
+from sparsering.planning.work import counted, flops, work_of
 
 PATTERNS = [
     sr.Causal(),
@@ -87,7 +86,7 @@ WITH_RUNS = [
 @pytest.mark.parametrize("pattern", WITH_RUNS, ids=str)
 def test_counts_by_all_query_tiles_are_those_of_the_layout(pattern):
     exact = counted(pattern.layout(5000, num_heads=4, num_kv_heads=2, block_size=16))
-    found = work_module._sampled(pattern, frame_of(5000), 16, 1 << 20, 4)
+    found = work_module._sampled(pattern, frame_of(5000), 16, 1 << 20, 4, {})
     assert found.pairs == exact.pairs
     for a, b in zip(found.passes, exact.passes, strict=True):
         for name in ("entries", "masked", "cells", "wide_cells", "rows"):
@@ -103,8 +102,8 @@ def test_tiles_that_are_seen_whole_are_counted_without_a_list(pattern, monkeypat
         listed.append(len(made[0].key_tile))
         return made
 
-    monkeypatch.setattr(sampling, "compile_table", compiled)
-    found = work_module._sampled(pattern, frame_of(1 << 18), 16, 96, 1)
+    monkeypatch.setattr(work_module, "compile_table", compiled)
+    found = work_module._sampled(pattern, frame_of(1 << 18), 16, 96, 1, {})
     of_row = found.passes[0].entries / found.passes[0].query_tiles
     assert sum(listed) <= 100 * 2 * 64 < 100 * of_row / 5  # at most a run at each end
 

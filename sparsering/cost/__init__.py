@@ -1,1 +1,0 @@
-"""Costs of a call: counts, bytes and seconds, by arithmetic and by calibration."""

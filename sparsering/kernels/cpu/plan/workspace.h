@@ -1,0 +1,78 @@
+// Bytes of the buffers of a call, for plans: the code that allocates them runs under a meter.
+
+#pragma once
+
+#include <numeric>
+#include <vector>
+
+#include "../backward.h"
+#include "../forward.h"
+
+namespace sparsering::cpu {
+
+// True if brgemm multiplies bfloat16 on this processor; where it cannot, it throws.
+inline bool has_bfloat16_products() {
+  if (!at::globalContext().userEnabledMkldnn()) {
+    return false;
+  }
+  static const bool has = [] {
+    Buffer<BFloat16> a(16 * 32), b(32 * 16);
+    Buffer<float> c(16 * 16);
+    std::fill_n(a.get(), 16 * 32, BFloat16(1));
+    std::fill_n(b.get(), 32 * 16, BFloat16(1));
+    try {
+      multiply<BFloat16>(16, 16, 32, a.get(), 32, b.get(), c.get(), false);
+      at::native::cpublas::brgemm_release();
+      return c.get()[0] == 32.f;
+    } catch (const c10::Error&) {
+      return false;
+    }
+  }();
+  return has;
+}
+
+// Bytes of the buffers of a call, from counts of its passes (planning/memory.py), without running
+// it. Meta tensors give the shapes.
+inline int64_t workspace_bytes(const Tensor& query, const Tensor& key, const Tensor& value,
+                               int64_t block, at::ArrayRef<double> counts, bool backward,
+                               bool by_head) {
+  constexpr size_t kCounts = 11;
+  std::vector<Pass> passes;
+  std::vector<Counts> of_passes;
+  TORCH_CHECK_VALUE(counts.size() % kCounts == 0, "sparsering cpu: malformed counts of passes");
+  for (size_t i = 0; i < counts.size(); i += kCounts) {
+    const double* of = counts.data() + i;
+    const auto whole = [&](int j) { return static_cast<int64_t>(of[j]); };
+    passes.emplace_back(whole(0), block, whole(1), whole(2), whole(3), whole(4), whole(5) != 0);
+    of_passes.push_back({of[6], of[7], of[8], of[9], of[10]});
+  }
+  const Tensor none = at::empty({0}, at::kFloat),
+               first_entry = at::zeros({static_cast<int64_t>(passes.size()), 1, 1}, at::kLong);
+  const Problem x(query, key, value, {}, Extras(), first_entry, passes.size(), block, 1.);
+  const auto bytes = [&](auto type) {
+    using T = decltype(type);
+    if (!backward) {
+      return Forward<T>(x, passes).workspace(of_passes, query);
+    }
+    const Delta delta_of(x, query, query, none);
+    return Backward<T>(x, passes, delta_of, query, none, none, query, key, value, none, none)
+        .workspace(of_passes, by_head);
+  };
+  return x.q.type == at::kBFloat16 && has_bfloat16_products() ? bytes(BFloat16()) : bytes(float());
+}
+
+// Pieces that the forward pass cuts rows with these numbers of entries into, and the backward pass
+// key tiles.
+inline int64_t pieces(const Tensor& entries, bool by_key) {
+  const int64_t* of_tile = values_of<int64_t>(entries);
+  const int64_t tiles = entries.numel();
+  const int64_t longest = longest_piece(std::accumulate(of_tile, of_tile + tiles, int64_t{0}),
+                                        tiles, by_key ? 1 : kLeastRowsCut);
+  int64_t sum = 0;
+  for (int64_t i = 0; i < tiles; ++i) {
+    sum += of_tile[i] > longest ? (of_tile[i] + longest - 1) / longest : 0;
+  }
+  return sum;
+}
+
+}  // namespace sparsering::cpu

@@ -1,1 +1,0 @@
-"""Plans before a run: the costs of a call, also over ranks, and the sizes that fit in memory."""

@@ -1,0 +1,171 @@
+"""Machines by name, with their makers' published figures: memory, bandwidth, FLOP/s, links.
+
+    machine = named("H200")
+    machine.peak("bfloat16")          # FLOP/s without structured sparsity
+
+A published peak is never reached: a time that follows from it is a bound ("at least"), not a
+measurement. Figures of GPUs are for dense products; data sheets that double them for 2:4 sparsity
+are halved here. float32 is IEEE float32, not TF32, which torch disables by default.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from ..patterns.arguments import shortened
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One accelerator, or one CPU socket, as its maker describes it or as it was measured.
+
+    Attributes:
+        name: The name that `named` accepts.
+        kind: "gpu" or "cpu".
+        memory_bytes: Memory of the device; None for server CPUs, whose owners choose it.
+        bandwidth: Of that memory, in bytes/s.
+        peaks: FLOP/s of dense products by dtype name; empty where the maker publishes neither
+            rates nor clocks.
+        link_bandwidth: Bytes/s that one device receives from its peers, one direction; None if it
+            depends on the network.
+        source: Publication that the figures come from.
+        known: "published" or "measured here".
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int | None
+    bandwidth: float
+    peaks: dict[str, float] = field(hash=False)
+    link_bandwidth: float | None
+    source: str
+    known: str = "published"
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of dense products in a dtype, such as "float32".
+
+        Infinite where no figure is published: memory alone then bounds the time.
+        """
+        return self.peaks.get(dtype, math.inf)
+
+
+# Memory in GB, bandwidth in GB/s, TFLOP/s of float32 and of half precision with float32 sums, and
+# GB/s of a link in one direction. Makers state NVLink and PCIe as the sum of both directions, so a
+# device receives half of it. They state half precision with sparsity, twice the rate: 1,979 (H100
+# SXM, H200), 1,513 (H100 PCIe), 624 (A100), 242 (L4).
+_GPUS = {
+    "H200": (141, 4800, 67, 989.5, 450, "NVIDIA H200 data sheet (SXM; NVLink 900 GB/s)"),
+    "H100 SXM": (80, 3350, 67, 989.5, 450, "NVIDIA H100 data sheet (SXM; NVLink 900 GB/s)"),
+    "H100 PCIe": (
+        80, 2000, 51, 756.5, 64, "NVIDIA H100 data sheet (PCIe Gen5 128 GB/s, no NVLink bridge)"
+    ),
+    "A100 80GB": (80, 2039, 19.5, 312, 300, "NVIDIA A100 data sheet (SXM; NVLink 600 GB/s)"),
+    "A100 40GB": (40, 1555, 19.5, 312, 300, "NVIDIA A100 data sheet (SXM; NVLink 600 GB/s)"),
+    "L4": (24, 300, 30.3, 121, 32, "NVIDIA L4 data sheet (PCIe Gen4 x16 64 GB/s)"),
+    "RTX 4090": (
+        24, 1008, 82.6, 165.2, 32,
+        "NVIDIA Ada GPU architecture white paper (PCIe Gen4 x16 64 GB/s)",
+    ),
+}  # fmt: skip
+
+# Apple's chips in their largest configuration: memory in GB, bandwidth in GB/s. Apple publishes no
+# rates or clocks of the CPU.
+_APPLE = {
+    "M2 Ultra": (192, 800, "Apple, announcement of M2 Ultra (June 2023): up to 192 GB, 800 GB/s"),
+    "M3 Max": (128, 400, "Apple, announcement of M3 Max (October 2023): up to 128 GB, 400 GB/s"),
+    "M4 Max": (128, 546, "Apple, announcement of M4 Max (October 2024): up to 128 GB, 546 GB/s"),
+}
+
+# One socket with every core at its highest clock, so that no call can be faster: channels of memory
+# of 8 bytes, their 10^6 transfers/s, cores, GHz, and FLOP of a core in a cycle by dtype.
+_SOCKETS: dict[str, tuple[int, int, int, float, dict[str, int], str]] = {
+    # AVX-512: two units of 16 lanes; AVX512-FP16 twice as many; AMX as Intel states it.
+    "Xeon 8480+": (
+        8, 4800, 56, 3.8, {"float32": 64, "float16": 128, "bfloat16": 1024},
+        "Intel, Xeon Platinum 8480+ specifications and AMX brief; one socket",
+    ),
+    # Zen 4: AVX-512 over two 256-bit units; float16 is computed in float32.
+    "EPYC 9654": (
+        12, 4800, 96, 3.7, {"float32": 32, "float16": 32, "bfloat16": 64},
+        "AMD, EPYC 9004 series specifications (Genoa); one socket",
+    ),
+    # Zen 5: two full 512-bit units.
+    "EPYC 9755": (
+        12, 6400, 128, 4.1, {"float32": 64, "float16": 64, "bfloat16": 128},
+        "AMD, EPYC 9005 series specifications (Turin); one socket",
+    ),
+    # AWS publishes neither rates nor clocks.
+    "Graviton4": (
+        12, 5600, 0, 0.0, {},
+        "AWS, announcement of Graviton4 (November 2023): 12 channels of DDR5-5600",
+    ),
+}  # fmt: skip
+
+
+def _gpu(
+    name: str, memory: int, bandwidth: float, single: float, half: float, link: float, source: str
+) -> Machine:
+    peaks = {"float32": single * 1e12, "bfloat16": half * 1e12, "float16": half * 1e12}
+    return Machine(name, "gpu", memory * 10**9, bandwidth * 1e9, peaks, link * 1e9, source)
+
+
+def _socket(
+    name: str,
+    channels: int,
+    transfers: int,
+    cores: int,
+    gigahertz: float,
+    per_cycle: dict[str, int],
+    source: str,
+) -> Machine:
+    peaks = {dtype: cores * gigahertz * 1e9 * flop for dtype, flop in per_cycle.items()}
+    return Machine(name, "cpu", None, channels * 8 * transfers * 1e6, peaks, None, source)
+
+
+MACHINES: dict[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        *(_gpu(name, *figures) for name, figures in _GPUS.items()),
+        *(
+            Machine(name, "cpu", memory * 10**9, bandwidth * 1e9, {}, None, source)
+            for name, (memory, bandwidth, source) in _APPLE.items()
+        ),
+        *(_socket(name, *figures) for name, figures in _SOCKETS.items()),
+    )
+}
+
+# Other common names of the machines above.
+_OTHER_NAMES = {
+    "h100": "H100 SXM",
+    "a100": "A100 80GB",
+    "4090": "RTX 4090",
+    "sapphire rapids": "Xeon 8480+",
+    "genoa": "EPYC 9654",
+    "turin": "EPYC 9755",
+}
+
+
+def _plain(name: str) -> str:
+    """Returns a name without case, spaces, dashes and underscores."""
+    return "".join(character for character in name.lower() if character not in " -_")
+
+
+_BY_PLAIN_NAME = {_plain(name): machine for name, machine in MACHINES.items()} | {
+    _plain(other): MACHINES[name] for other, name in _OTHER_NAMES.items()
+}
+
+
+def named(name: str) -> Machine:
+    """Returns the machine of a name, in any case, with or without spaces: "h200", "A100 80GB".
+
+    "H100" alone means the SXM card, "A100" alone the card with 80 GB.
+
+    Raises:
+        ValueError: No machine has this name; the message lists all names.
+    """
+    machine = _BY_PLAIN_NAME.get(_plain(name)) if isinstance(name, str) else None
+    if machine is None:
+        raise ValueError(
+            f"machine must be one of {', '.join(MACHINES)}, got "
+            f"{shortened(repr(name))}; for this machine leave it out and run `sparsering calibrate`"
+        )
+    return machine

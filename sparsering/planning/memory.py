@@ -1,0 +1,156 @@
+"""Computes the bytes of a call by arithmetic: inputs, results, saved tensors, workspace, layout.
+
+The compiled CPU kernel itself says how much workspace it takes. The formulas of the others follow
+their buffers: gather's accumulators and workspace, and the sums of the GPU kernels.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.cpu.build import build_failure, library
+from ..kernels.cpu.call import is_walked_shape, takes_whole_heads
+from ..kernels.gather import set_workspace
+from ..numerics import sum_dtype
+from ..patterns.algebra import Frame
+from .work import PassWork, Work
+
+
+class Memory(NamedTuple):
+    """Bytes of a call.
+
+    Attributes:
+        inputs: query, key and value; with backward also the gradient of the result.
+        results: the result; with backward also the three gradients.
+        saved: lse, which the forward pass returns and backward needs.
+        workspace: largest size of temporary buffers, in addition to the others.
+        layout: tables and bitmaps, which the layout cache stores.
+    """
+
+    inputs: int
+    results: int
+    saved: int
+    workspace: int
+    layout: int
+
+    @property
+    def peak(self) -> int:
+        """Sum of all parts: the most memory in use at once."""
+        return sum(self)
+
+
+class Call(NamedTuple):
+    """Sizes of a call's tensors; this process's number of threads computes it."""
+
+    batch_size: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+class Tensors(NamedTuple):
+    """Bytes of a call's tensors: query, key and value together; the result; lse."""
+
+    inputs: int
+    out: int
+    lse: int
+
+    def memory(self, forward: int, layout: int, later: int | None = None) -> Memory:
+        """Builds the `Memory` of a call with `forward` bytes of workspace, and `later` in backward.
+
+        Backward allocates the gradients, as large as the inputs, only after forward is done.
+        """
+        if later is None:
+            return Memory(self.inputs, self.out, self.lse, forward, layout)
+        workspace = max(forward - self.inputs, later)
+        return Memory(self.inputs + self.out, self.out + self.inputs, self.lse, workspace, layout)
+
+
+def tensors_of(frame: Frame, call: Call) -> Tensors:
+    """Returns the bytes of a call's tensors, which do not depend on the pattern."""
+    of_token = call.batch_size * call.head_dim * call.dtype.itemsize
+    out = of_token * frame.num_heads * frame.q_len
+    lse = call.batch_size * frame.num_heads * frame.q_len * sum_dtype(call.dtype).itemsize
+    return Tensors(out + 2 * of_token * frame.num_kv_heads * frame.kv_len, out, lse)
+
+
+def cpu_memory(work: Work, call: Call, backward: bool) -> Memory:
+    """Bytes of a call of the compiled CPU kernel, which answers for its own buffers.
+
+    Where it cannot be built, `attention` runs gather on CPUs: the bytes are then those of gather,
+    also for a named machine.
+    """
+    if build_failure():
+        return gather_memory(work, call, backward)
+    sizes = tensors_of(work.frame, call)
+    forward = _cpu_workspace(work, call, False)
+    layout = work.layout_bytes + work.bitmap_bytes
+    if not backward:
+        return sizes.memory(forward, layout)
+    if not takes_heads(work, call):
+        layout += sum(4 * p.num_tables * int(2 * p.entries + p.key_tiles + 1) for p in work.passes)
+    return sizes.memory(forward, layout, 2 * sizes.lse + _cpu_workspace(work, call, True))
+
+
+def _cpu_workspace(work: Work, call: Call, backward: bool) -> int:
+    """Asks the kernel for the bytes of its buffers in the forward or the backward pass."""
+    frame = work.frame
+    query, key = (
+        torch.empty(call.batch_size, heads, length, call.head_dim, dtype=call.dtype, device="meta")
+        for heads, length in ((frame.num_heads, frame.q_len), (frame.num_kv_heads, frame.kv_len))
+    )
+    group = frame.num_heads // max(1, frame.num_kv_heads)
+    counts = [
+        float(x)
+        for p in work.passes
+        for x in (
+            p.step, p.query_tiles, p.key_tiles, p.tables, p.longest[0], is_walked(p, group),
+            p.entries, p.key_tiles_seen, p.ragged, p.pieces, p.pieces_by_key,
+        )
+    ]  # fmt: skip
+    by_head = takes_heads(work, call)
+    block = work.block_size
+    return int(library().workspace_bytes(query, key, key, block, counts, backward, by_head))
+
+
+def gather_memory(work: Work, call: Call, backward: bool) -> Memory:
+    """Bytes of a call of the portable backend."""
+    sizes = tensors_of(work.frame, call)
+    limit = set_workspace(1)
+    set_workspace(limit)
+    scale = sum_dtype(call.dtype).itemsize // call.dtype.itemsize
+    plans = int(48 * sum(p.entries * p.num_tables for p in work.passes))
+    forward = limit + (sizes.out * scale if scale > 1 else 0)
+    layout = work.layout_bytes + plans
+    if not backward:
+        return sizes.memory(forward, layout)
+    sums = sizes.inputs * scale if scale > 1 else 0
+    product = sizes.out * scale * (3 if scale > 1 else 1)
+    return sizes.memory(forward, layout, 3 * sizes.lse + max(product, sums + limit))
+
+
+def triton_memory(work: Work, call: Call, backward: bool) -> Memory:
+    """Bytes of a call of the GPU kernels, with float32 sums of several passes and table walks."""
+    sizes = tensors_of(work.frame, call)
+    layout = work.layout_bytes
+    walks = int(sum(p.num_tables * (16 * p.entries + 20 * p.query_tiles) for p in work.passes))
+    half = call.dtype.itemsize < 4 and len(work.passes) > 1
+    forward = 2 * sizes.out if half else 0
+    if not backward:
+        return sizes.memory(forward, layout + walks)
+    layout += int(sum(4 * p.num_tables * (2 * p.entries + p.key_tiles) for p in work.passes))
+    sums = 4 // call.dtype.itemsize * sizes.inputs if len(work.passes) > 1 else 0
+    return sizes.memory(forward, layout + 2 * walks, 3 * sizes.lse + sums)
+
+
+MEMORY = {"cpu": cpu_memory, "gather": gather_memory, "triton": triton_memory}
+"""Functions that compute the bytes of a call, by backend."""
+
+
+def takes_heads(work: Work, call: Call) -> bool:
+    """Whether threads of the CPU kernel's backward pass take whole kv heads."""
+    return takes_whole_heads(call.batch_size * work.frame.num_kv_heads, torch.get_num_threads())
+
+
+def is_walked(p: PassWork, group: float) -> bool:
+    """Whether the CPU kernel computes a pass key tile by key tile."""
+    return is_walked_shape(p.longest, (p.query_tiles, p.key_tiles), p.entries, group)
