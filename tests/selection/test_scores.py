@@ -192,6 +192,20 @@ def test_shares_too_small_for_a_number_are_told_apart(learns, dtype):
     assert float(expected[~expected.isneginf()].min()) < -500
 
 
+@pytest.mark.parametrize("method", ["mean", "sub"])
+def test_tiny_shares_are_as_exact_as_large_ones(method):
+    """The kernel's exponential is off by 2^-126, which is much of e^-85."""
+    logits = torch.zeros(64)
+    logits[-4:] = -82.0
+    key = torch.nn.functional.pad(logits[:, None], (0, 15))
+    query = torch.eye(16)[:1].expand(64, 16)
+    scores = block_scores(
+        query[None, None], key[None, None], 4, scale=1.0, method=method, causal=False
+    )
+    expected = logits.double().unflatten(0, (16, 4)).logsumexp(-1).log_softmax(-1)
+    assert close(scores[0, 0].double(), expected.expand(64, 16), 1e-5)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_are_those_of_the_definition(method):
     shape = (13, 13, 4, 4, 2, None)

@@ -84,7 +84,7 @@ inline float exponentiate(float* x, int64_t size, float base) {
   return sum_of_lanes(total);
 }
 
-// In a smaller share, terms may matter that the exponential rounds to 0.
+// A smaller share is computed again from logs: exp_of is off by 2^-126.
 constexpr float kLeastShare = 0x1p-96f;
 
 // Writes logs of numbers. Returns true if one of the numbers was less than kLeastShare.
