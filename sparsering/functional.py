@@ -4,13 +4,13 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from .call_recipe import checked_call, recipe_of
 from .checks import check_batch
 from .dispatch import BACKENDS, block_size_of, choose, is_default, reasons_against
 from .ops import attend
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.arguments import checked_flag
 from .patterns.selected import selections_of
-from .recipe import checked_call, recipe_of
 
 
 @overload

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .call_recipe import CallRecipe, Laid
 from .checks import check_batch, check_bias, needs_operator, refuse_forward_mode
 from .differentiable import differentiable, transforming
 from .dispatch import BACKENDS, Backend, block_size_of
@@ -26,11 +27,10 @@ from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.expression import parse
 from .patterns.keys import check_key_masks, key_mask, without_key_masks
 from .patterns.selected import selections_of
-from .recipe import Laid, Recipe
 
 
 def attend(
-    recipe: Recipe,
+    recipe: CallRecipe,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -81,7 +81,7 @@ def attend(
 
 
 def _complete(
-    recipe: Recipe, query: Tensor, key: Tensor, pattern: Pattern, options: Mapping[str, Any]
+    recipe: CallRecipe, query: Tensor, key: Tensor, pattern: Pattern, options: Mapping[str, Any]
 ) -> None:
     """Adds the layout's key to a recipe, for all calls that share it."""
     check_batch(pattern, query.shape[0])

@@ -12,7 +12,7 @@ from .functional import attention
 from .patterns.algebra import Pattern
 from .patterns.arguments import shortened
 from .patterns.positions import Full
-from .patterns.varlen import Varlen
+from .patterns.varlen_mask import Varlen
 
 _REFUSED = {
     "q_start": "each document's last query is aligned with its last key",

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .call_recipe import CallRecipe, checked_call
 from .checks import checked_rows, refuse_forward_mode, refuse_meta
 from .dispatch import choose
 from .layouts.layout import BlockLayout
 from .numerics import capped, entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .ops import attend, value_gradient
 from .patterns.algebra import Pattern
-from .recipe import Recipe, checked_call
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -89,7 +89,9 @@ def attention_weights(
     refuse_meta(query, key)
     query, key, _ = inputs
     with without_autocast(query):
-        _, lse = attend(Recipe(choose(None, inputs, options), **call), *inputs, pattern, options)
+        _, lse = attend(
+            CallRecipe(choose(None, inputs, options), **call), *inputs, pattern, options
+        )
         layout = pattern.layout(
             query.shape[2],
             key.shape[2],
@@ -197,7 +199,7 @@ def key_mass(
     group = heads // max(1, kv_heads)
     backend = choose(None, (query, key, key), options)
     if lse is None:
-        _, lse = attend(Recipe(backend, **call), query, key, key[..., :1], pattern, options)
+        _, lse = attend(CallRecipe(backend, **call), query, key, key[..., :1], pattern, options)
     options = {**options, "sink": None}
     lse = checked_rows("lse", lse, query, broadcasts=False)
     each = query.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)

@@ -33,14 +33,16 @@ ROOMS = {
     "extras": "checks dropout patterns",
     "differentiable": "checks patterns numerics",
     "pairs": "differentiable checks dropout patterns",
-    "recipe": "dispatch extras checks kernels patterns",
-    "ops": "recipe pairs dispatch differentiable extras checks kernels layouts patterns numerics",
-    "functional": "ops recipe dispatch checks patterns",
+    "call_recipe": "dispatch extras checks kernels patterns",
+    "ops": "call_recipe pairs dispatch differentiable extras checks kernels layouts patterns "
+    "numerics",
+    "functional": "ops call_recipe dispatch checks patterns",
     "varlen": "functional checks patterns",
-    "weights": "ops recipe dispatch checks layouts patterns numerics",
-    "selection": "weights functional ops recipe dispatch checks kernels layouts patterns numerics "
-    "rows",
-    "decoding": "selection functional ops recipe dispatch checks kernels layouts patterns numerics",
+    "weights": "ops call_recipe dispatch checks layouts patterns numerics",
+    "selection": "weights functional ops call_recipe dispatch checks kernels layouts patterns "
+    "numerics rows",
+    "decoding": "selection functional ops call_recipe dispatch checks kernels layouts patterns "
+    "numerics",
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
     "patterns numerics rows streams",
     "nn": "functional selection decoding checks kernels patterns numerics",

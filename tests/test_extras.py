@@ -16,7 +16,7 @@ from oracles.extras_oracle import ALL, expected_of, extras_of
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.patterns.varlen import Varlen
+from sparsering.patterns.varlen_mask import Varlen
 
 CASE = Case(num_heads=4, num_kv_heads=2, q_len=75, kv_len=91, head_dim=12, value_dim=20)
 SOME = [

@@ -18,11 +18,11 @@ from oracles.attention_oracle import (
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.call_recipe import CallRecipe
 from sparsering.dispatch import BACKENDS, reasons_against
 from sparsering.distributed import ring_attention, simulate_ring
 from sparsering.extras import NAMES
 from sparsering.ops import attend
-from sparsering.recipe import Recipe
 
 CASE = Case(2, 4, 2, 40, 40, 8, 6)
 SHAPES = "batch 2, 4 heads of 40 queries, 2 heads of 40 keys"
@@ -166,7 +166,7 @@ def test_an_option_is_computed_or_refused_by_name_and_never_ignored(option):
         if option == "logit_cap" and name not in ("flash", "triton"):
             with pytest.raises((TypeError, AssertionError), match="logit_cap"):
                 options = {**dict.fromkeys(NAMES), "logit_cap": 5.0}
-                attend(Recipe(name, 1.0, 0, 16), *args.values(), sr.Causal(), options)
+                attend(CallRecipe(name, 1.0, 0, 16), *args.values(), sr.Causal(), options)
 
 
 @pytest.mark.parametrize("part", ["outs", "lses"])

@@ -15,7 +15,7 @@ from sparsering.patterns.algebra import Pattern
 from sparsering.patterns.blocks import RandomBlocks
 from sparsering.patterns.keys import KeyMask, KeyPadding
 from sparsering.patterns.positions import Causal, Full, SlidingWindow
-from sparsering.patterns.varlen import Varlen
+from sparsering.patterns.varlen_mask import Varlen
 
 from ..measure import (
     Row,

@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..call_recipe import CallRecipe
 from ..layouts.cache import layout_cache
 from ..layouts.layout import BlockLayout
 from ..layouts.lifetimes import FOREVER, last_visits
 from ..patterns.algebra import And, Frame, Mask, Pattern
 from ..patterns.positions import Causal
-from ..recipe import Recipe
 from ..selection.summaries import BlockSummaries
 
 _LIFETIMES = 1024  # tokens whose last visits are computed at a time
@@ -81,7 +81,7 @@ class Steps:
     """
 
     layouts: dict[int, BlockLayout] = field(default_factory=dict)
-    checked: Recipe | None = None
+    checked: CallRecipe | None = None
     written: int = 0
 
 

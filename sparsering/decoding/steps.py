@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..call_recipe import CallRecipe
 from ..dispatch import BACKENDS
 from ..kernels import cpu
 from ..kernels.problem import Problem
@@ -25,7 +26,6 @@ from ..numerics import sum_dtype, without_autocast
 from ..ops import attend
 from ..patterns.algebra import Frame, Mask
 from ..patterns.keys import KeyMask
-from ..recipe import Recipe
 from .held import Held, Row
 
 _CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def laid_page(held: Held, queries: int) -> BlockLayout:
 def attend_page(
     held: Held,
     layout: BlockLayout,
-    recipe: Recipe,
+    recipe: CallRecipe,
     inputs: Sequence[Tensor],
     extras: Options,
 ) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ def attend_page(
 
 def attend_spans(
     held: Held,
-    recipe: Recipe,
+    recipe: CallRecipe,
     inputs: Sequence[Tensor],
     new: list[int],
     extras: Options,
@@ -175,14 +175,14 @@ class _Alike:
         self._held, self._row, self._entries = held, row, entries
 
     def attend(
-        self, recipe: Recipe, inputs: Sequence[Tensor], extras: Options
+        self, recipe: CallRecipe, inputs: Sequence[Tensor], extras: Options
     ) -> tuple[Tensor, Tensor]:
         query, pattern, begin = inputs[0], self._held.pattern, self._row.length
         frame = self._held.frame(query.shape[2], begin)
         elsewhere = self._held.elsewhere
         apart = self._entries is not None and pattern.num_batches() is not None
         if begin == 0 and frame.kv_len == query.shape[2] and not elsewhere and not apart:
-            whole = Recipe(recipe.backend, recipe.scale, 0, recipe.block_size)
+            whole = CallRecipe(recipe.backend, recipe.scale, 0, recipe.block_size)
             return attend(whole, query, inputs[1], inputs[2], pattern, extras)
         if not _runs_spans(self._held, recipe.backend):
             return self._attend_whole(recipe, inputs, frame, extras)
@@ -255,7 +255,7 @@ class _Alike:
         return results
 
     def _attend_whole(
-        self, recipe: Recipe, inputs: Sequence[Tensor], frame: Frame, extras: Options
+        self, recipe: CallRecipe, inputs: Sequence[Tensor], frame: Frame, extras: Options
     ) -> tuple[Tensor, Tensor]:
         """Attends over all positions, evicted keys as zeros, on a backend without layouts."""
         query, begin, pattern = inputs[0], self._row.length, self._held.pattern
@@ -267,7 +267,7 @@ class _Alike:
         extras, sink = dict(extras), extras["sink"]
         if sink is not None and sink.shape[2] > 1:
             extras["sink"] = torch.nn.functional.pad(sink, (first, frame.q_len - first - n))
-        whole = Recipe(recipe.backend, recipe.scale, frame.q_start, recipe.block_size)
+        whole = CallRecipe(recipe.backend, recipe.scale, frame.q_start, recipe.block_size)
         if (here := self._here(n, everything)) is not None:
             pattern = cast(Mask, pattern) & KeyMask(here[0])
         out, lse = attend(whole, every, keys, values, pattern, extras)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..patterns.algebra import And, Frame, Mask, Or, Restarts
-from ..patterns.varlen import Varlen
+from ..patterns.varlen_mask import Varlen
 from .tiles import Axis, Grid, Origin, Ranges
 
 

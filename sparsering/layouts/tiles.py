@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..patterns.algebra import Frame
 from ..patterns.positions import Dilated
-from ..patterns.varlen import document_frame
+from ..patterns.varlen_mask import document_frame
 from ..rows import expand_counts, number_rows
 
 Ranges = Sequence[tuple[int, int]]

@@ -37,7 +37,7 @@ from .positions import (
     SlidingWindow,
 )
 from .selected import SelectedBlocks
-from .varlen import Varlen
+from .varlen_mask import Varlen
 
 BUILT_IN: dict[str, Callable[..., Pattern]] = {
     constructor.__name__: constructor

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
+from ..call_recipe import CallRecipe, checked_call
 from ..checks import checked_rows, refuse_forward_mode, refuse_meta
 from ..dispatch import choose
 from ..ops import attend, slot_mass
 from ..patterns.algebra import Pattern
 from ..patterns.selected import selections_of
-from ..recipe import Recipe, checked_call
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def block_mass(
     query, key, _ = inputs
     backend = choose(None, (query, key, key), {"slot_bias": True})
     if lse is None:
-        _, lse = attend(Recipe(backend, **call), query, key, key[..., :1], pattern, options)
+        _, lse = attend(CallRecipe(backend, **call), query, key, key[..., :1], pattern, options)
     lse = checked_rows("lse", lse, query, broadcasts=False)
     each = lse.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)
     each = each.expand(lse.shape)

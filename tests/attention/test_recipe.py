@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparsering as sr
-from sparsering import recipe
+from sparsering import call_recipe
 from sparsering.dispatch import BACKENDS
 
 CASE = Case(2, 4, 2, 40, 40, 8, 8)
@@ -29,9 +29,9 @@ def exact(args: list[Tensor], pattern: sr.Pattern, **options: Any) -> Tensor:
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by an item for each call whose arguments are checked in full."""
     seen: list[int] = []
-    real = recipe.check_inputs
-    monkeypatch.setattr(recipe, "check_inputs", lambda *x: (seen.append(1), real(*x)))
-    recipe._recipes.clear()
+    real = call_recipe.check_inputs
+    monkeypatch.setattr(call_recipe, "check_inputs", lambda *x: (seen.append(1), real(*x)))
+    call_recipe._recipes.clear()
     return seen
 
 
@@ -180,7 +180,7 @@ def test_few_recipes_are_kept(checks):
     for length in range(1, 300):
         x = torch.zeros(1, 1, length, 1)
         sr.attention(x, x, x, sr.Full(), block_size=16)
-    assert len(recipe._recipes) == recipe._MOST < len(checks) == 299
+    assert len(call_recipe._recipes) == call_recipe._MOST < len(checks) == 299
 
 
 def test_steps_of_a_cache_share_a_recipe_and_a_call_of_their_shapes_changes_none(checks):
@@ -191,7 +191,7 @@ def test_steps_of_a_cache_share_a_recipe_and_a_call_of_their_shapes_changes_none
     ]
     outs = [[cache.attend(*part) for part in parts] for cache in caches[:1]]
     assert len(checks) <= 4  # prompt and step, and the attention of the prompt
-    recipe._recipes.clear()
+    call_recipe._recipes.clear()
     for part in parts:
         sr.attention(*part, pattern)
     outs.append([caches[1].attend(*part) for part in parts])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import sparsering as sr
 from sparsering.layouts.lifetimes import FOREVER, last_visits, own_length
-from sparsering.patterns.varlen import Varlen
+from sparsering.patterns.varlen_mask import Varlen
 
 
 @sr.register_pattern

@@ -18,7 +18,7 @@ import sparsering as sr
 from sparsering.layouts import compile as compiler
 from sparsering.layouts.layout import BlockLayout
 from sparsering.patterns.algebra import Frame
-from sparsering.patterns.varlen import Varlen
+from sparsering.patterns.varlen_mask import Varlen
 
 Lengths = tuple[int, ...]
 

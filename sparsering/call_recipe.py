@@ -1,7 +1,7 @@
 """Checks a call and decides how it runs, once for all calls of one kind.
 
-The decision, a `Recipe`, depends on shapes, dtypes, device, pattern and options, and never on the
-numbers in a tensor: equal calls share it, with gradients or without.
+The decision, a `CallRecipe`, depends on shapes, dtypes, device, pattern and options, and never on
+the numbers in a tensor: equal calls share it, with gradients or without.
 """
 
 from collections.abc import Hashable, Mapping
@@ -29,7 +29,7 @@ Laid = tuple[str, Pattern, Frame, int, torch.device]
 
 
 @dataclass(slots=True, eq=False)
-class Recipe:
+class CallRecipe:
     """Decision of a call.
 
     Attributes:
@@ -56,7 +56,7 @@ class Recipe:
 
 
 _MOST = 256
-_recipes: dict[Hashable, Recipe] = {}
+_recipes: dict[Hashable, CallRecipe] = {}
 """Recipes of recent calls, by all that their checks and choices depend on."""
 
 
@@ -67,7 +67,7 @@ def recipe_of(
     pattern: Pattern,
     given: tuple[Any, Any, Any, Any],
     extras: Mapping[str, Any],
-) -> tuple[Recipe, Inputs, Mapping[str, Any]]:
+) -> tuple[CallRecipe, Inputs, Mapping[str, Any]]:
     """Checks a call and decides how it runs: (recipe, (query, key, value), extras).
 
     A call like an earlier one takes its recipe. Extras are checked in each call.
@@ -88,7 +88,7 @@ def recipe_of(
         return recipe, (query, key, value), options
     call = {"scale": scale, "q_start": q_start, "block_size": block_size}
     inputs, checked, options = checked_call(query, key, value, pattern, **call, **extras)
-    recipe = Recipe(choose(backend, inputs, options, pattern, checked["q_start"]), **checked)
+    recipe = CallRecipe(choose(backend, inputs, options, pattern, checked["q_start"]), **checked)
     if kind is not None:
         recipe.plain, recipe.learns, recipe.table = True, kind[0][-1], tuple(BACKENDS.values())
         if len(_recipes) >= _MOST:

@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ..call_recipe import recipe_of
 from ..checks import (
     autocast_inputs,
     check_batch,
@@ -26,10 +27,9 @@ from ..patterns.arguments import (
     checked_integer,
     shortened,
 )
-from ..recipe import recipe_of
-from .arguments import check_dtype, checked_lengths, nothing_new, with_padding
 from .compiled import attend_op, register, spelt
 from .held import Held, Row, keeping_tensors, looking_back
+from .new_tokens import check_dtype, checked_lengths, nothing_new, with_padding
 from .steps import attend_page, attend_spans, fits_page, laid_page, of_first
 
 _REFUSED = {

@@ -14,9 +14,9 @@ from ..patterns.selected import SelectedBlocks
 from ..selection.choose import select_blocks
 from ..selection.scorer import BlockScorer
 from ..selection.summaries import BlockSummaries
-from .arguments import check_dtype, nothing_new
-from .cache import KVCache
 from .held import Held, keeping_tensors
+from .kv_cache import KVCache
+from .new_tokens import check_dtype, nothing_new
 
 
 class SelectedCache(KVCache):
