@@ -120,7 +120,7 @@ def attend_spans(
     new: list[int],
     extras: Options,
 ) -> tuple[Tensor, Tensor]:
-    """Attends from `new` tokens of each entry over spans, one group of equal entries at a time."""
+    """Attends from each entry's last `new` tokens to cached keys; equal entries go together."""
     groups: dict[tuple[int, int], list[int]] = {}
     for entry, (row, n) in enumerate(zip(held.rows, new, strict=True)):
         groups.setdefault((id(row), n), []).append(entry)

@@ -75,7 +75,7 @@ def prefetch(
     if world == 1:
         return layout_cache.prefetch(pattern, seq_len, **heads, device=device, backward=backward)
     check_fits(pattern, Frame.build(seq_len, seq_len, num_heads, num_kv_heads, 0))
-    place = place_of(device)  # with the index of the device, as in the keys of the cache
+    place = place_of(device)  # "cuda:0", not "cuda": the layout cache looks devices up by number
 
     def build() -> RingPlan:
         size = default_block_size(pattern, seq_len)

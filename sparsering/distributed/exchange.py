@@ -1,4 +1,4 @@
-"""Messages between the ranks of a process group: agreement first, then payload; waits time out.
+"""Exchanges messages between ranks, after they agreed on the call; every wait has a timeout.
 
 If two ranks expect different sizes of a message, gloo aborts a process or corrupts memory. So
 nothing is posted before all ranks agree on the call. A dead or silent peer raises `RingError`.

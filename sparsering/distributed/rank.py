@@ -219,7 +219,7 @@ class Rank:
     def _answer_gradients(
         self, guests: Tensor, key: Tensor, value: Tensor, dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of guest rows [B, Hq, rows, D] and of the rank's keys and values."""
+        """Gradients of query rows of other ranks [B, Hq, rows, D], and of own keys and values."""
         step = guest_step(self.plan, self.rank, key.device)
         width, value_width = key.shape[3], value.shape[3]
         dq = guests.new_zeros(*guests.shape[:3], width)
@@ -278,7 +278,7 @@ class Rank:
         return Problem(step.layout, query, key, value, self.scale, in_float32=exact, **extras)
 
     def _own_key_mask(self, device: torch.device) -> Tensor | None:
-        """Key mask of the rank's own keys: numbers of masked keys must not reach any result."""
+        """Key mask of the rank's own keys: NaN in a masked key must not reach any result."""
         _, masks = without_key_masks(self.plan.pattern)
         if not masks:
             return None

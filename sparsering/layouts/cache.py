@@ -286,7 +286,7 @@ class _Ahead:
         return future
 
     def _started(self) -> bool:
-        """Starts the thread if needed; returns whether it runs, which fails as a process ends."""
+        """Starts the thread if needed; returns whether it runs: False if the process is ending."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="sparsering-prefetch", daemon=True)
             try:

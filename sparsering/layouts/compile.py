@@ -223,7 +223,7 @@ def _compile_pass(
 
 
 def tokens_of_tile(mask: Mask, grid: Grid, block_size: int) -> int:
-    """Most queries in a tile: no more than a row of a selection, so that they select alike."""
+    """Largest number of queries in a tile; all of them have one row of a selection."""
     rows = [x.row_size for x in selections_of(mask)] if grid == Grid(1, block_size) else []
     return math.gcd(block_size, *rows)
 

@@ -229,7 +229,7 @@ def _status(mask: Mask, first: Tensor, last: Tensor, k: Tensor, frame: Frame) ->
 
 @dataclass(frozen=True, eq=False)
 class Spanned:
-    """A layout over the spans of key positions that it visits, stored without gaps.
+    """A layout whose keys are the visited spans of positions alone, stored without gaps.
 
     Attributes:
         layout: layout with key tiles at their new places; `Pass.key_origin` has their positions.

@@ -280,7 +280,7 @@ class BlockLayout:
         return torch.cat(rows) if rows else torch.zeros(0, 4, dtype=torch.int64)
 
     def table(self, p: Pass, batch: int, head: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """(query tile, key tile, bitmap) of each entry of a head in a pass, and the head's axis."""
+        """Query tile, key tile and bitmap of each entry of a head; number of the head's axes."""
         b = batch if p.row_ptr.shape[0] > 1 else 0
         h = p.table_of(head, self.frame.num_heads)
         n = int(p.num_entries[b, h])

@@ -223,9 +223,8 @@ class OnGrid(Condition):
             return super().before(k, x, frame)
         if self.residue >= self.segment:
             return torch.full_like(x, -1)
-        end = (
-            self.segment - (self.segment - 1 - self.residue) % self.rate
-        )  # past the last of a grid
+        # One past the last position of a segment that is on the grid.
+        end = self.segment - (self.segment - 1 - self.residue) % self.rate
         place = _remainder(x, self.segment) - self.residue
         near, far = _remainder(place, self.rate), place + (self.residue + 1 + self.segment - end)
         return x - torch.where(place >= 0, near, far)

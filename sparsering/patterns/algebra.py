@@ -236,7 +236,7 @@ class Pattern(Operand):
 
     @property
     def restarts(self) -> "Restarts | None":
-        """Lengths of documents in which positions restart; None without, or if parts disagree."""
+        """Lengths of the documents at whose starts positions restart; None if there are none."""
         masks = self.masks if isinstance(self, Mixture | _SetOperation) else ()
         found = {mask.restarts for mask in masks}
         return found.pop() if len(found) == 1 else None

@@ -73,7 +73,8 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
     if not is_tensor or result.dtype != torch.bool or result.dim():
         got = f"{result.dtype} {tuple(result.shape)}" if is_tensor else type(result).__name__
         raise ValueError(
-            f"mask_mod must give one bool tensor () for index tensors (), got {got}; combine "
+            "mask_mod must return one bool tensor of shape () for indices of shape (), "
+            f"got {got}; combine "
             "comparisons with & and | (not `and`, `or`)"
         )
     try:

@@ -52,7 +52,7 @@ def _number(given: object, units: Mapping[str, int], expected: str) -> int:
 
 
 def show_bytes(size: float) -> str:
-    """Formats a size in bytes with three digits, in units of a thousand."""
+    """Formats a number of bytes with three digits and a decimal unit: B, kB, MB, GB, ..."""
     return _read(size, ("B", "kB", "MB", "GB", "TB", "PB"), 1000)
 
 

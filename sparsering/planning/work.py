@@ -175,7 +175,7 @@ class _Visits(NamedTuple):
 
 
 class _Tally(NamedTuple):
-    """Sums over the entries of some query tiles of one head, with the names of `PassWork`."""
+    """Work of some query tiles of one head; the fields mean the same as in `PassWork`."""
 
     entries: float
     masked: float

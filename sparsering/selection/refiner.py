@@ -39,7 +39,7 @@ class PatternRefiner:
         rows: rows of queries.
         blocks: key blocks.
         k: slots of a row, at least sink + local and at most blocks.
-        ema: weight of the old running mean, from 0 up to but not 1.
+        ema: weight of the old running mean, at least 0 and below 1.
         swaps: most swaps of a row in an update.
         margin: share by which a block must exceed the one that it replaces.
         sink, local: number of first and of local blocks that never leave.
@@ -94,8 +94,8 @@ class PatternRefiner:
             )
         if not (is_finite(ema) and 0 <= ema < 1 and is_finite(margin) and margin >= 0):
             raise ValueError(
-                "ema must be from 0 up to but not 1 and margin finite and at least 0, got "
-                f"{shortened(repr(ema))} and {shortened(repr(margin))}; ema=0 goes by the last "
+                "ema must be at least 0 and below 1, and margin finite and at least 0, got "
+                f"{shortened(repr(ema))} and {shortened(repr(margin))}; ema=0 uses the latest "
                 "observations alone"
             )
         seed = checked_integer("seed", seed, -(1 << 63), (1 << 63) - 1)

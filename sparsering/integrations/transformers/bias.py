@@ -16,7 +16,7 @@ def is_nothing(bias: Tensor) -> bool:
 
 
 def goes_by_distance(bias: Tensor, module: Any) -> bool:
-    """Whether a bias, and its gradient, depend only on the distance of query and key.
+    """Whether a bias depends on the distance alone, so that its gradient may be summed by distance.
 
     The values are compared exactly. If the bias needs a gradient, the module must also be known to
     gather it by distance: another may have a parameter for each pair, equal only by chance.

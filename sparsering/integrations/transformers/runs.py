@@ -54,7 +54,7 @@ class SameRun(_OfRuns):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class InRuns(_OfRuns):
-    """Applies a pattern inside each run, with positions from 0; a mixture gives a mixture."""
+    """Applies a pattern within each run of consecutive tokens, with positions from 0."""
 
     ids: Tensor
     pattern: Mask

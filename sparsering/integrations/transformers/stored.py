@@ -48,8 +48,8 @@ def _written(pattern: Pattern) -> str:
     if read_back != pattern or pattern.num_batches() is not None:
         raise ValueError(
             "a model's pattern must be one that its config can hold as text, for any batch, got "
-            f"{shortened(text)}; padding and documents are the model's own, masks of tensors or "
-            "functions go to sparsering.attention"
+            f"{shortened(text)}; the model finds padding and documents in its own inputs, and "
+            "sparsering.attention takes masks of tensors or functions"
         )
     return text
 

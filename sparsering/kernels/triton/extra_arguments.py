@@ -18,13 +18,13 @@ _FAR = 1 << 30  # a distance beyond every table
 _LINES, _DISTANCES = 16, 256  # per step and per program of `sum_diagonals_kernel`
 _PROGRAMS = 8  # programs per multiprocessor, for that kernel
 _MOST_SPLITS = 64  # most partial sums per head, which are added up afterwards
-_DIAGONAL_BYTES = 1 << 28  # bound of the sums along diagonals, if one kv head's fit
+_DIAGONAL_BYTES = 1 << 28  # limit of the sums along diagonals, unless one kv head needs more
 
 
 def arguments(
     problem: Problem, number: int, w: Walk, first_head: int, *, by_key: bool
 ) -> dict[str, Any]:
-    """Kernel arguments for pass `number`; the problem has a call's heads from `first_head` on."""
+    """Kernel arguments for a pass; the problem has the heads of a call from `first_head` on."""
     p, table, mask = problem.layout.passes[number], problem.distance_bias, problem.key_mask
     seed = problem.dropout_seed if problem.dropout_p else None
     placed = table is not None or seed is not None
