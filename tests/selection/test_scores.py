@@ -312,10 +312,7 @@ def test_the_kernel_reads_nothing_that_is_not_there():
 
 @pytest.mark.parametrize(
     "method",
-    [
-        pytest.param(x, marks=() if x == "sub" else pytest.mark.slow)
-        for x in METHODS
-    ],
+    [pytest.param(x, marks=() if x == "sub" else pytest.mark.slow) for x in METHODS],
 )
 def test_one_graph(method):
     query, key = drawn((40, 40), torch.float32)
