@@ -56,11 +56,12 @@ test-all: $(STAMP) ## run every test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What a sanitizer reports ends the run. Torch and Python are not compiled for one: leaks are not
-# looked for. Memory comes filled with NaN. The compiler runs first, for it is slow under a sanitizer.
+# looked for. Memory comes filled with NaN; too much of it is a MemoryError, as without a sanitizer. The
+# compiler runs first, for it is slow under one.
 BUILD := -c 'from sparsering.kernels.cpu.build import build; build()'
 ASAN_FLAGS := SPARSERING_CXXFLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 ASAN := $(ASAN_FLAGS) LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0:max_malloc_fill_size=268435456:malloc_fill_byte=255 \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_malloc_fill_size=268435456:malloc_fill_byte=255 \
 	UBSAN_OPTIONS=print_stacktrace=1
 ASAN_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_rows.py kernels/test_cpu_threads.py \
 	test_extras.py test_extras_in_torch.py test_key_masks.py test_decoding_selected.py test_selected_blocks.py test_key_mass.py selection/test_scores.py)
