@@ -269,7 +269,7 @@ def guarded(is_small: bool) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     signal.setitimer(signal.ITIMER_PROF, SECONDS, 0.5)  # again, if a callback swallows the error
-    faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)  # waits, not works
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, before[1]))
     try:
         yield
