@@ -5,7 +5,6 @@ attention(query, key, value, pattern)                    # runs while that layou
 """
 
 import atexit
-import contextlib
 import ctypes
 import os
 import sys
@@ -44,6 +43,14 @@ class CacheInfo(NamedTuple):
 Kept = TypeVar("Kept")
 
 
+class _Build:
+    """A build in progress: the builder has the lock, and the value is None until it is done."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self.value: Any = None
+
+
 class LayoutCache:
     """Least-recently-used cache of layouts and other values built from patterns, keyed by value.
 
@@ -55,9 +62,9 @@ class LayoutCache:
 
     def __init__(self, limit: int = 256 << 20) -> None:
         self._lock = threading.Lock()
-        self._building: dict[Hashable, Future[Any]] = {}
+        self._building: dict[Hashable, _Build] = {}
         self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # value, bytes
-        self._limit, self._held = limit, 0
+        self._limit = limit
         self._hits = self._misses = 0
         self._ahead = _Ahead()
 
@@ -170,64 +177,64 @@ class LayoutCache:
         """Returns the value cached under a key, or builds and caches it; threads share one build.
 
         Threads that ask during a build wait for its value, whether or not it stays in the cache.
-        If the build fails, the waiting threads try one after the other.
+        If the build fails or is interrupted, the waiting threads try one after the other.
         """
-        while True:
-            with self._lock:
-                if (found := self._find(key)) is not None:
-                    return found
-                under_way = self._building.get(key)
-                if under_way is None:
-                    own: Future[Kept] = Future()
-                    self._building[key] = own
-                    break
-            with contextlib.suppress(CancelledError):
-                made: Kept = under_way.result()
+        with self._lock:
+            if (value := self._find(key)) is not None:
+                return value
+            shared = self._building.setdefault(key, _Build())
+        with shared.turn:  # an interrupted builder leaves no lock behind
+            try:
+                if shared.value is None:
+                    shared.value = build()
+                    self._add(key, shared.value)
+                else:
+                    with self._lock:
+                        self._hits += 1
+                value = shared.value
+            finally:
                 with self._lock:
-                    self._hits += 1
-                return made
-        try:
-            made = build()
-            with self._lock:
-                self._misses += 1
-                if self._kept:  # measure the latest again: its backward may have added transposes
-                    latest = next(reversed(self._kept))
-                    self._put(latest, self._kept[latest][0])
-                self._put(key, made)
-                self._shrink()
-            own.set_result(made)
-        finally:
-            with self._lock:
-                self._building.pop(key, None)
-            own.cancel()  # after a failure, waiting threads build themselves; a set result stays
-        return made
+                    if self._building.get(key) is shared:
+                        del self._building[key]
+        return value
 
-    def _put(self, key: Hashable, made: Any) -> None:
+    def _add(self, key: Hashable, value: Any) -> None:
+        """Stores what was built, and drops what exceeds the limit."""
+        with self._lock:
+            self._misses += 1
+            if self._kept:  # measure the latest again: its backward may have added transposes
+                latest = next(reversed(self._kept))
+                self._put(latest, self._kept[latest][0])
+            self._put(key, value)
+            self._shrink()
+
+    def _put(self, key: Hashable, value: Any) -> None:
         """Stores a value with its current bytes, in place of an earlier one."""
-        size, before = _nbytes(made), self._kept.get(key, (None, 0))[1]
-        self._kept[key] = made, size
-        self._held += size - before
+        self._kept[key] = value, _nbytes(value)
+
+    def _bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self._kept.values())
 
     def info(self) -> CacheInfo:
         """Returns the counts; measures sizes again, since layouts grow with their transposes."""
         with self._lock:
-            for key, (made, _) in self._kept.items():
-                self._put(key, made)
+            for key, (value, _) in self._kept.items():
+                self._put(key, value)
             self._shrink()
-            return CacheInfo(self._hits, self._misses, len(self._kept), self._held, self._limit)
+            return CacheInfo(self._hits, self._misses, len(self._kept), self._bytes(), self._limit)
 
     def clear(self) -> None:
         """Drops every entry and resets the counts."""
         with self._lock:
             self._kept.clear()
-            self._hits = self._misses = self._held = 0
+            self._hits = self._misses = 0
 
     def invalidate(self, pattern: Pattern) -> int:
         """Drops what was built from one pattern; returns the number of dropped entries."""
         with self._lock:
             stale = [key for key in self._kept if pattern in key]  # type: ignore[operator]
             for key in stale:
-                self._drop(key)
+                del self._kept[key]
             return len(stale)
 
     def set_limit(self, limit: int) -> None:
@@ -246,22 +253,19 @@ class LayoutCache:
         self._kept.move_to_end(key)
         return found[0]
 
-    def _drop(self, key: Hashable) -> None:
-        self._held -= self._kept.pop(key)[1]
-
     def _shrink(self) -> None:
         """Drops entries that exceed the limit alone, then the oldest until the rest fits."""
-        if self._held <= self._limit:
+        excess = self._bytes() - self._limit
+        if excess <= 0:
             return
         for key in [key for key, (_, nbytes) in self._kept.items() if nbytes > self._limit]:
-            self._drop(key)
-        while self._held > self._limit:
-            self._drop(next(iter(self._kept)))
+            excess -= self._kept.pop(key)[1]
+        while excess > 0:
+            excess -= self._kept.popitem(last=False)[1][1]
 
     def _renew(self) -> None:
         """Resets locks and threads after a fork; they belong to the parent process."""
         self._lock, self._building = threading.Lock(), {}
-        self._held = sum(nbytes for _, nbytes in self._kept.values())
         self._ahead = _Ahead()
 
 

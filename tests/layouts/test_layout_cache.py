@@ -2,7 +2,9 @@
 
 import sys
 import threading
+from itertools import count
 from time import sleep
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -303,10 +305,60 @@ def test_bytes_stay_true_whatever_threads_do() -> None:
     finally:
         sys.setswitchinterval(switches)
     sr.layout_cache.prepare(lambda: None).result(60)  # what waits is done
-    held = sr.layout_cache._held
-    assert held == sum(size for _, size in sr.layout_cache._kept.values())
+    info, sizes = sr.layout_cache.info(), [size for _, size in sr.layout_cache._kept.values()]
+    assert (info.entries, info.bytes) == (len(sizes), sum(sizes)) and not sr.layout_cache._building
     sr.layout_cache.set_limit(0)
     assert (sr.layout_cache.info().entries, sr.layout_cache.info().bytes) == (0, 0)
+
+
+class Interrupt(BaseException):
+    """Is caught nowhere, like KeyboardInterrupt."""
+
+
+def test_an_interrupt_after_any_call_leaves_a_cache_that_answers() -> None:
+    """Later calls must not wait for a build that was cut short."""
+    for number in count(1):
+        cache = LayoutCache(100)
+        cache.keep("old", lambda: b"0" * 80)
+        if not interrupted(cache, number):
+            break
+        values: list[bytes] = []
+        ask = threading.Thread(
+            target=lambda: values.append(cache.keep("new", lambda: b"1" * 60)),  # noqa: B023
+            daemon=True,
+        )
+        ask.start()
+        ask.join(10)
+        assert values == [b"1" * 60], f"no answer after an interrupt at call {number}"
+        info = cache.info()
+        assert info.bytes == sum(size for _, size in cache._kept.values()) <= info.limit
+    assert number > 20
+
+
+def interrupted(cache: LayoutCache, number: int) -> bool:
+    """Builds a value; an error comes where Python handles signals, as the number says.
+
+    That is at the beginning of a Python function, and after each call.
+    """
+    calls = 0
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        own = frame.f_globals["__name__"] == "sparsering.layouts.cache"
+        if own and event in ("call", "return", "c_return"):
+            calls += 1
+            if calls == number:
+                raise Interrupt
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        cache.keep("new", lambda: b"1" * 60)
+    except Interrupt:
+        return True
+    finally:
+        sys.setprofile(before)
+    return False
 
 
 @pytest.mark.parametrize("limit", [-1, "a", 1.5])
