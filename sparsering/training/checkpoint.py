@@ -5,7 +5,7 @@
 
 Saving first writes the tensors to files with new names, then renames the new `checkpoint.json`
 over the old one. A failure before the rename leaves the old checkpoint whole. Each process writes
-one file (`parts`), and any number of processes can read them.
+one file (`tensor_files`), and any number of processes can read them.
 
 A checkpoint may come from a stranger, so nothing in it is executed or unpickled. `checkpoint.json`
 is checked against the files' headers, and both against the recipe's model, before memory is
@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from ..files import read_file, replace_file
 from ..models.longnet import LongNetLM
-from .parts import Files, Kind, Parts, read_parts, write_parts
 from .ranks import ALONE, Ranks
 from .recipe import Recipe
+from .tensor_files import Files, Kind, TensorIndex, read_index, write_tensors
 
 FORMAT = "sparsering checkpoint 2"
 OLDER_FORMAT = "sparsering checkpoint 1"  # one safetensors file, or a folder of pickled tensors
@@ -64,25 +64,25 @@ class Checkpoint(About):
     """A run's state after `step` steps.
 
     Attributes:
-        parts: weights `model.*` and, after the first step, optimizer state `optimizer.*`.
+        tensors: weights `model.*` and, after the first step, optimizer state `optimizer.*`.
     """
 
-    parts: Parts
+    tensors: TensorIndex
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Copies the saved weights and optimizer state into a model of the recipe."""
-        room: dict[str, Tensor] = {}
+        targets: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
-            weight = room[f"model.{name}"] = parameter.detach()
+            weight = targets[f"model.{name}"] = parameter.detach()
             if optimizer is not None and self.step:
                 state = {
                     "step": torch.zeros((), device=weight.device),
                     "exp_avg": torch.zeros_like(weight),
                     "exp_avg_sq": torch.zeros_like(weight),
                 }
-                room |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+                targets |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
                 optimizer.state[parameter] = state
-        self.parts.fill(room)
+        self.tensors.load(targets)
 
 
 def save_checkpoint(
@@ -108,18 +108,18 @@ def save_checkpoint(
     ImportError without safetensors.
     """
     tensors = named_tensors(model, optimizer)
-    written: Files = {}
+    own: Files = {}
     try:
-        ranks.together(lambda: written.update(write_parts(folder, step, tensors, ranks)))
+        ranks.together(lambda: own.update(write_tensors(folder, step, tensors, ranks)))
     except Exception:  # all ranks raise, so no checkpoint.json will name these files
-        _remove(folder, written.keys() - _named_files(folder))
+        _remove(folder, own.keys() - _named_files(folder))
         raise
-    files = {name: about for share in ranks.gather(written) for name, about in share.items()}
+    files = {name: file for share in ranks.gather(own) for name, file in share.items()}
     about = {
         "format": FORMAT,
         "command": command,
         "step": step,
-        "recipe": recipe.to_json(),
+        "recipe": asdict(recipe),
         "fingerprint": fingerprint,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -152,15 +152,15 @@ def load_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Checkpoint:
     """
     about = read_about(folder)
     try:
-        parts = read_parts(folder, about.files)
-        _check_kinds(about, parts.kinds)
-        parts.verify(ranks)
+        tensors = read_index(folder, about.files)
+        _check_kinds(about, tensors.kinds)
+        tensors.verify(ranks)
     except FileNotFoundError as error:
         missing = Path(error.filename or "file").name
         raise _damaged(folder, f"no {missing}, which checkpoint.json names") from None
     except ValueError as error:
         raise _damaged(folder, str(error)) from None
-    return Checkpoint(**vars(about), parts=parts)
+    return Checkpoint(**vars(about), tensors=tensors)
 
 
 def read_about(folder: Path) -> About:
@@ -178,11 +178,11 @@ def read_about(folder: Path) -> About:
     except ValueError as error:
         raise _damaged(folder, str(error)) from None
     try:
-        about = json.loads(text, object_pairs_hook=_pairs)
+        values = json.loads(text, object_pairs_hook=_dict_of_pairs)
     except (ValueError, RecursionError):
         raise _damaged(folder, "checkpoint.json that is not JSON") from None
     try:
-        return _about(folder, about)
+        return _about(folder, values)
     except ValueError as error:
         raise _damaged(folder, f"checkpoint.json with {error}") from None
 
@@ -195,12 +195,12 @@ def load_model(folder: str | Path) -> LongNetLM:
     return model.eval()
 
 
-def _about(folder: Path, about: Any) -> About:
-    """Parses `checkpoint.json`; ValueError if it is not as `save_checkpoint` writes it."""
-    if not isinstance(about, dict) or about.get("format") not in (FORMAT, OLDER_FORMAT):
+def _about(folder: Path, values: Any) -> About:
+    """Checks the values of `checkpoint.json`; ValueError if `save_checkpoint` never writes such."""
+    if not isinstance(values, dict) or values.get("format") not in (FORMAT, OLDER_FORMAT):
         raise ValueError(f"a format other than {FORMAT!r}")
-    tensors = _value(about, "tensors", dict)
-    if about["format"] == FORMAT:
+    tensors = _value(values, "tensors", dict)
+    if values["format"] == FORMAT:
         files = _value(tensors, "files", dict)
     elif "folder" not in tensors:
         files = {_value(tensors, "file", str): tensors}
@@ -216,20 +216,17 @@ def _about(folder: Path, about: Any) -> About:
             raise ValueError(f"{name!r} for a file of tensors")
         for key, kind in (("bytes", int), ("sha256", str)):
             _value(_value(files, name, dict), key, kind)
-    recipe = Recipe.from_json(_value(about, "recipe", dict))
-    step = _value(about, "step", int)
+    recipe = Recipe.from_json(_value(values, "recipe", dict))
+    step = _value(values, "step", int)
     if not 0 <= step <= recipe.steps:
         raise ValueError(f"step {step} of {recipe.steps}")
-    launch = about.get("launch")
-    if launch is not None:
-        launch = _value(about, "launch", str)
     return About(
         folder,
         step,
-        _value(about, "command", str),
+        _value(values, "command", str),
         recipe,
-        _value(about, "fingerprint", str),
-        launch,
+        _value(values, "fingerprint", str),
+        None if values.get("launch") is None else _value(values, "launch", str),
         files,
     )
 
@@ -241,7 +238,8 @@ def _value(values: dict[str, Any], name: str, kind: type) -> Any:
     return value
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Converts a JSON object to a dict; ValueError if a name stands in it twice."""
     values = dict(pairs)
     if len(values) != len(pairs):
         raise ValueError("a name twice")
@@ -282,8 +280,8 @@ def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
     except BaseException:
         _remove(folder, files.keys() - _named_files(folder))
         raise
-    lying = (*folder.glob("checkpoint-*.safetensors"), *folder.glob(".checkpoint*.part"))
-    _remove(folder, {path.name for path in lying} - files.keys())  # a killed process leaves files
+    on_disk = (*folder.glob("checkpoint-*.safetensors"), *folder.glob(".checkpoint*.part"))
+    _remove(folder, {path.name for path in on_disk} - files.keys())  # a killed process leaves some
 
 
 def _named_files(folder: Path) -> set[str]:
