@@ -80,11 +80,6 @@ class LongNetLM(nn.Module):
             width, num_heads, num_layers, mlp_ratio
         )
         vocab_size = checked_integer("vocab_size", vocab_size, 1)
-        if width % num_heads or width // num_heads % 2:
-            raise ValueError(
-                f"width must be num_heads times an even head dim, got width {width} and "
-                f"{num_heads} heads; width {num_heads * 64} gives heads of 64"
-            )
         self.pattern = without_lookahead(pattern)
         self.attend: Attend = partial(attention, pattern=self.pattern)
         self.num_heads = num_heads
@@ -152,8 +147,8 @@ class LongNetLM(nn.Module):
             tokens, targets: int64 [B, N]; `targets[b, i]` is the byte after `tokens[b, i]`.
             attend: as `forward`.
             positions: as `hidden`.
-            num_targets: divisor of the sum, default the size of `targets`. A rank that has a part
-                of a step's targets passes the number of all, so that losses add up to the mean.
+            num_targets: divisor of the sum, default the size of `targets`. A rank with a share of a
+                step's targets passes their total number, so that losses add up to the mean.
 
         Cost: READOUT_TOKENS x vocab_size logits at a time; backward computes them again.
         """
@@ -186,8 +181,8 @@ class LongNetLM(nn.Module):
     def cache_bytes(self, caches: Sequence[KVCache]) -> tuple[int, int]:
         """Bytes of the caches, and of all keys and values so far in the weights' dtype."""
         weight = self.embedding.weight
-        of_token = 2 * weight.shape[1] * weight.element_size()
-        full = sum(of_token * sum(cache.lengths) for cache in caches)
+        token_bytes = 2 * weight.shape[1] * weight.element_size()
+        full = sum(token_bytes * sum(cache.lengths) for cache in caches)
         return sum(cache.nbytes for cache in caches), full
 
     @torch.no_grad()
@@ -265,15 +260,15 @@ class LongNetLM(nn.Module):
             stop = checked_integers("stop", stop, 0, vocabulary - 1)
             if not stop:
                 raise ValueError("stop must be at least one token, got none; None never stops")
-        on_host = isinstance(generator, torch.Generator) and generator.device.type == "cpu"
-        if generator is not None and not on_host:
+        on_cpu = isinstance(generator, torch.Generator) and generator.device.type == "cpu"
+        if generator is not None and not on_cpu:
             got = shortened(repr(getattr(generator, "device", generator)))
             raise ValueError(f"generator must be of the CPU, got {got}; torch.Generator() is")
         if caches is None:
             caches = self.caches(tokens.shape[0], max_length=tokens.shape[1] + num_tokens)
-        each = isinstance(caches, Sequence) and all(isinstance(x, KVCache) for x in caches)
-        if not each or len(caches) != len(self.blocks):
-            got = str(len(caches)) if each else shortened(repr(caches))
+        is_list = isinstance(caches, Sequence) and all(isinstance(x, KVCache) for x in caches)
+        if not is_list or len(caches) != len(self.blocks):
+            got = str(len(caches)) if is_list else shortened(repr(caches))
             raise ValueError(
                 f"caches must be one for each of {len(self.blocks)} blocks, got {got}; "
                 "model.caches() makes them"
@@ -290,17 +285,17 @@ class LongNetLM(nn.Module):
         generator: torch.Generator | None,
         caches: Sequence[KVCache],
     ) -> Iterator[Tensor]:
-        going = torch.ones(tokens.shape[0], dtype=torch.bool)
+        active = torch.ones(tokens.shape[0], dtype=torch.bool)
         last: list[Tensor] = []
         for _ in range(num_tokens):
-            drawn = sampling.draw(self.next_logits(tokens, caches), generator)
-            yield drawn.where(going, -1)
-            tokens = drawn[:, None].to(tokens.device)
+            token = sampling.draw(self.next_logits(tokens, caches), generator)
+            yield token.where(active, -1)
+            tokens = token[:, None].to(tokens.device)
             if stop is not None:
-                last = [*last, drawn][-len(stop) :]
+                last = [*last, token][-len(stop) :]
                 if len(last) == len(stop):
-                    going &= (torch.stack(last, 1) != torch.tensor(stop)).any(1)
-                if not going.any():
+                    active &= (torch.stack(last, 1) != torch.tensor(stop)).any(1)
+                if not active.any():
                     return
 
     def _depends_on_length(self) -> bool:

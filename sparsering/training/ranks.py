@@ -125,12 +125,12 @@ class Ranks:
             failure = error
         kinds = (ValueError, OSError, ImportError, MemoryError)
         kind = next((kind for kind in kinds if isinstance(failure, kind)), RuntimeError)
-        errors = self.gather(None if failure is None else (kind, str(failure)))
+        failures = self.gather(None if failure is None else (kind, str(failure)))
         if failure is not None:
             raise failure
-        for rank, error in enumerate(errors):
-            if error is not None:
-                raise error[0](f"rank {rank}: {error[1]}")
+        for rank, other in enumerate(failures):
+            if other is not None:
+                raise other[0](f"rank {rank}: {other[1]}")
         return result
 
     def agree(self, what: str, value: object) -> None:
