@@ -11,6 +11,7 @@ sparsity.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -141,7 +142,7 @@ class LongNetLM(nn.Module):
         positions: Tensor | None = None,
         num_targets: int | None = None,
     ) -> Tensor:
-        """Mean cross-entropy in nats per byte, without ever holding all logits.
+        """Mean cross-entropy in nats per byte; the logits never exist all at once.
 
         Args:
             tokens, targets: int64 [B, N]; `targets[b, i]` is the byte after `tokens[b, i]`.
@@ -152,25 +153,21 @@ class LongNetLM(nn.Module):
 
         Cost: READOUT_TOKENS x vocab_size logits at a time; backward computes them again.
         """
-        hidden = self.hidden(tokens, attend=attend, positions=positions)
-        x = hidden.flatten(0, 1).split(READOUT_TOKENS)
-        y = targets.flatten().split(READOUT_TOKENS)
+        hidden = self.hidden(tokens, attend=attend, positions=positions).flatten(0, 1)
         weight = self.embedding.weight
-        sums = [
-            checkpoint(readout_loss, a, weight, b, use_reentrant=False)
-            for a, b in zip(x, y, strict=True)
-        ]
+        x, y = (tensor.split(READOUT_TOKENS) for tensor in (hidden, targets.flatten()))
+        pairs = zip(x, y, strict=True)
+        sums = [checkpoint(readout_loss, x, weight, y, use_reentrant=False) for x, y in pairs]
         return torch.stack(sums).sum() / (num_targets or targets.numel())
 
     def caches(self, batch_size: int = 1, *, max_length: int | None = None) -> list[KVCache]:
-        """Returns an empty `KVCache` over the model's pattern for each block.
+        """Returns an empty `KVCache` for `batch_size` texts, over the model's pattern, per block.
 
-        Args:
-            batch_size: number of texts.
-            max_length: most tokens of a text. A pattern that depends on the sequence's length takes
-                this length; other patterns ignore it and have no limit but their own.
+        A pattern that depends on the sequence's length takes `max_length`, in tokens, as this
+        length; other patterns ignore it and have no limit but their own.
         """
-        if not self._depends_on_length():
+        with suppress(ValueError):  # raised for patterns that depend on the sequence's length
+            self.pattern.live_keys(1, num_heads=self.num_heads)
             max_length = None
         head_dim = self.embedding.embedding_dim // self.num_heads
         return [
@@ -189,9 +186,7 @@ class LongNetLM(nn.Module):
     def next_logits(self, tokens: Tensor, caches: Sequence[KVCache]) -> Tensor:
         """Scores the token after the last, [B, vocab_size], and adds the tokens to the caches.
 
-        Args:
-            tokens: int64 [B, N], the tokens that follow those in the caches.
-            caches: as returned by `caches`.
+        Tokens are int64 [B, N] and follow those in the caches, which `self.caches` has returned.
 
         Cost: that of `forward` for N tokens; a single token costs as much as the keys it visits.
         """
@@ -273,7 +268,6 @@ class LongNetLM(nn.Module):
                 f"caches must be one for each of {len(self.blocks)} blocks, got {got}; "
                 "model.caches() makes them"
             )
-        tokens = tokens.to(self.embedding.weight.device)
         return self._generate(tokens, num_tokens, sampling, stop, generator, caches)
 
     def _generate(
@@ -288,23 +282,16 @@ class LongNetLM(nn.Module):
         active = torch.ones(tokens.shape[0], dtype=torch.bool)
         last: list[Tensor] = []
         for _ in range(num_tokens):
+            tokens = tokens.to(self.embedding.weight.device)
             token = sampling.draw(self.next_logits(tokens, caches), generator)
             yield token.where(active, -1)
-            tokens = token[:, None].to(tokens.device)
+            tokens = token[:, None]
             if stop is not None:
                 last = [*last, token][-len(stop) :]
                 if len(last) == len(stop):
                     active &= (torch.stack(last, 1) != torch.tensor(stop)).any(1)
                 if not active.any():
                     return
-
-    def _depends_on_length(self) -> bool:
-        """Whether the keys that a token sees depend on the final length of its sequence."""
-        try:
-            self.pattern.live_keys(1, num_heads=self.num_heads)
-        except ValueError:
-            return True
-        return False
 
 
 def readout_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -316,7 +303,5 @@ def readout_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def without_lookahead(pattern: Pattern) -> Pattern:
     """Returns `pattern & Causal()`, or the pattern itself if all its branches contain that mask."""
-    for branch in pattern.branches:
-        if not (branch == Causal() or (isinstance(branch, And) and Causal() in branch.masks)):
-            return pattern & Causal()
-    return pattern
+    masks = (x.masks if isinstance(x, And) else (x,) for x in pattern.branches)
+    return pattern if all(Causal() in x for x in masks) else pattern & Causal()

@@ -36,6 +36,7 @@ from ..patterns.arguments import (
 from ..patterns.blocks import Dense
 from ..patterns.keys import KeyMask, KeyPadding
 from ..patterns.positions import Causal, Full
+from .transformer import checked_heads
 from .weighted import weighted_attention
 
 
@@ -89,16 +90,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         pattern: Pattern | None = None,
         scale: float | None = None,
     ) -> None:
-        embed_dim = checked_integer("embed_dim", embed_dim, 1)
-        num_heads = checked_integer("num_heads", num_heads, 1)
-        if embed_dim % num_heads:
-            raise ValueError(
-                f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; each "
-                "head has embed_dim // num_heads channels"
-            )
         super().__init__(
-            embed_dim,
-            num_heads,
+            *checked_heads(embed_dim, num_heads),
             checked_number("dropout", dropout, 0, 1),
             checked_flag("bias", bias),
             checked_flag("add_bias_kv", add_bias_kv),
@@ -139,11 +132,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             key, value: [B, S, kdim] and [B, S, vdim], in the same form as the query.
             key_padding_mask: [B, S] (or [S]), True for keys that no query sees, or floats that are
                 added to the scores.
-            need_weights: also return the weights.
             attn_mask: [L, S] or [B * num_heads, L, S], True for pairs that do not attend, or floats
                 that are added to the scores.
-            average_attn_weights: return the mean of the weights over heads.
             is_causal: hide keys after the query's index.
+            need_weights, average_attn_weights: as torch's.
 
         Returns: out in the form of the query, and the weights after dropout: [B, L, S], or [B,
             num_heads, L, S] if not averaged, without B for inputs without a batch. An added bias
@@ -236,14 +228,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Raises ValueError where inputs [B, N, E] do not fit."""
         fits = query.dim() == key.dim() == value.dim() == 3 and len(query) == len(key) == len(value)
         widths = tuple(x.shape[-1] if fits else 0 for x in (query, key, value))
-        wanted = self.embed_dim, self.kdim, self.vdim
-        if not fits or widths != wanted or key.shape[1] != value.shape[1]:
+        E, kdim, vdim = self.embed_dim, self.kdim, self.vdim
+        if not fits or widths != (E, kdim, vdim) or key.shape[1] != value.shape[1]:
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
             raise ValueError(
-                "query, key and value must be [batch, tokens, {}], [batch, keys, {}] and [batch, "
-                "keys, {}], got {}, batch first; {} here".format(
-                    *wanted, shapes, f"batch_first={self.batch_first}"
-                )
+                f"query, key and value must be [batch, tokens, {E}], [batch, keys, {kdim}] and "
+                f"[batch, keys, {vdim}], got {shapes}, batch first; batch_first={self.batch_first} "
+                "here"
             )
         own = self.out_proj.weight.dtype
         for name, x in (("query", query), ("key", key), ("value", value)):

@@ -8,7 +8,7 @@ A call has five steps: score blocks, select, attend, merge branches, and train a
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +20,12 @@ from ..patterns.algebra import Mask
 from ..patterns.arguments import checked_flag, checked_integer, shortened
 from ..patterns.positions import Causal, Full, PooledCausal, SlidingWindow
 from ..patterns.selected import SelectedBlocks
-from ..selection import (
-    BlockScorer,
-    block_mass,
-    block_scores,
-    select_blocks,
-    selection_loss,
-)
+from ..selection import BlockScorer, block_mass, block_scores, select_blocks, selection_loss
 from ..selection.estimates import METHODS, checked_method
 from ..selection.query_rows import checked_blocks
 from .pooled import gated_pool, pooled_scores
 from .rope import check_rope, rotate
+from .transformer import checked_heads
 
 GATES = ("sigmoid", "zero")
 
@@ -125,34 +120,26 @@ class SelectedAttention(nn.Module):
         causal: bool = True,
     ) -> None:
         super().__init__()
+        embed_dim, num_heads = checked_heads(embed_dim, num_heads)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        embed_dim = checked_integer("embed_dim", embed_dim, 1)
-        num_heads = checked_integer("num_heads", num_heads, 1)
         kv_heads = checked_integer("num_kv_heads", kv_heads, 1)
         query_block, block_size = checked_blocks(query_block, block_size)
-        if embed_dim % num_heads:
-            raise ValueError(
-                f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; "
-                f"{num_heads * 64} gives heads of 64"
-            )
         if num_heads % kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {kv_heads}; "
                 "1 shares keys among all heads"
             )
-        if not isinstance(scorer, str) or scorer not in (*METHODS, "pooled", "learned"):
-            raise ValueError(
-                f"scorer must be one of {', '.join(METHODS)}, pooled, learned, got "
-                f"{shortened(repr(scorer))}"
-            )
+        scorers = (*METHODS, "pooled", "learned")
+        for name, value, choices in (("scorer", scorer, scorers), ("gate", gate, GATES)):
+            if not isinstance(value, str) or value not in choices:
+                got = shortened(repr(value))
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {got}")
         if scorer in METHODS:
             checked_method(scorer, 4, block_size, query_block)
         if scorer == "pooled" and pooled is None:
             raise ValueError(
                 "scorer='pooled' needs a pooled branch, got pooled=None; pooled=(32, 16) is NSA's"
             )
-        if not isinstance(gate, str) or gate not in GATES:
-            raise ValueError(f"gate must be one of {', '.join(GATES)}, got {shortened(repr(gate))}")
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
         self.block_size, self.query_block = block_size, query_block
@@ -232,26 +219,8 @@ class SelectedAttention(nn.Module):
         parts = [f"{name}={getattr(self, name)!r}" for name in (*names, "dense_below", "causal")]
         return f"{self.num_heads} heads on {self.num_kv_heads}, {', '.join(parts)}"
 
-    @overload
     def forward(
-        self,
-        x: Tensor,
-        *,
-        rope: tuple[Tensor, Tensor] | None = ...,
-        return_loss: Literal[False] = ...,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None = ..., return_loss: Literal[True]
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        rope: tuple[Tensor, Tensor] | None = None,
-        return_loss: bool = False,
+        self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None = None, return_loss: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Computes self-attention on x.
 

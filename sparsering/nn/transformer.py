@@ -12,6 +12,18 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps (query, key, value), each [B, H, N, D], to [B, H, N, D]."""
 
 
+def checked_heads(embed_dim: int, num_heads: int) -> tuple[int, int]:
+    """Returns both as ints; TypeError or ValueError names the one that is wrong."""
+    embed_dim = checked_integer("embed_dim", embed_dim, 1)
+    num_heads = checked_integer("num_heads", num_heads, 1)
+    if embed_dim % num_heads:
+        raise ValueError(
+            f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; "
+            f"{num_heads * 64} gives heads of 64"
+        )
+    return embed_dim, num_heads
+
+
 def checked_sizes(
     width: int, num_heads: int, num_layers: int, mlp_ratio: int, axes: int = 1
 ) -> tuple[int, int, int, int]:

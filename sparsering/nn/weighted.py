@@ -28,10 +28,8 @@ def weighted_attention(
     """Softmax attention over a pattern, and its weights.
 
     Args:
-        query: [B, H, Nq, D], at positions from 0 on.
-        key, value: [B, H, Nk, D].
+        query, key, value: [B, H, N, D], as for `attention`; queries stand at positions from 0 on.
         pattern: covers all keys but the last `extra_keys`, which every query sees.
-        scale: factor of the scores.
         bias: numbers that are added to the scores; broadcasts to [B, H, Nq, Nk - extra_keys].
         dropout: share of the weights that is dropped; the others are divided by 1 - dropout.
 

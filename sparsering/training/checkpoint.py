@@ -14,7 +14,6 @@ allocated for tensors. The hashes come from the same stranger: they detect damag
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,13 +37,10 @@ _FILE_NAME = re.compile(r"checkpoint-[0-9a-z-]{1,80}\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class About:
-    """Contents of a `checkpoint.json`.
+    """Contents of a `checkpoint.json`: a run after `step` optimizer steps.
 
     Attributes:
-        folder: the checkpoint's folder.
-        step: optimizer steps done.
         command: the subcommand that wrote it, "train" or "demo".
-        recipe: the run's settings.
         fingerprint: hash of the text (`Text.fingerprint`).
         launch: name of the torchrun launch that wrote it; None for a single process.
         files: size and hash of each file of tensors, by name.
@@ -61,28 +57,17 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint(About):
-    """A run's state after `step` steps.
-
-    Attributes:
-        tensors: weights `model.*` and, after the first step, optimizer state `optimizer.*`.
-    """
+    """A checkpoint with its tensors: weights `model.*`, optimizer state `optimizer.*`."""
 
     tensors: TensorIndex
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Copies the saved weights and optimizer state into a model of the recipe."""
-        targets: dict[str, Tensor] = {}
-        for name, parameter in model.named_parameters():
-            weight = targets[f"model.{name}"] = parameter.detach()
-            if optimizer is not None and self.step:
-                state = {
-                    "step": torch.zeros((), device=weight.device),
-                    "exp_avg": torch.zeros_like(weight),
-                    "exp_avg_sq": torch.zeros_like(weight),
-                }
-                targets |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
-                optimizer.state[parameter] = state
-        self.tensors.load(targets)
+        if optimizer is not None and self.step:
+            for weight in model.parameters():
+                moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[weight] = {"step": torch.zeros((), device=weight.device), **moments}
+        self.tensors.load(named_tensors(model, optimizer))
 
 
 def save_checkpoint(
@@ -97,12 +82,9 @@ def save_checkpoint(
     launch: str | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Replaces the folder's checkpoint atomically.
+    """Replaces the folder's checkpoint atomically; the arguments are as in `About`.
 
-    Args:
-        step, recipe, fingerprint, command, launch: as in `About`.
-        ranks: the processes that train together. Each calls this function and writes its own
-            share, to a folder that all of them see.
+    All ranks call this function, and each writes its share to a folder that all of them see.
 
     Raises: OSError on all ranks if one cannot write; the old checkpoint stays untouched.
     ImportError without safetensors.
@@ -130,12 +112,12 @@ def save_checkpoint(
     ranks.together(lambda: _point_to(folder, files, about) if ranks.leads else None)
 
 
-def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Returns weights `model.*` and optimizer state `optimizer.*` of this process, by name."""
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        tensors[f"model.{name}"] = parameter.detach()
-        for key, value in optimizer.state[parameter].items():
+    for name, weight in model.named_parameters():
+        tensors[f"model.{name}"] = weight.detach()
+        for key, value in optimizer.state[weight].items() if optimizer else ():
             tensors[f"optimizer.{name}.{key}"] = value
     return tensors
 
@@ -143,9 +125,7 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 def load_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Checkpoint:
     """Reads and verifies a checkpoint without loading its tensors.
 
-    Args:
-        ranks: the processes that train together. Each verifies some of the files and does not
-            wait for the others: see `Ranks.together`.
+    Each rank verifies some of the files and does not wait for the others: see `Ranks.together`.
 
     Raises: FileNotFoundError if there is no checkpoint; ValueError if it is damaged or from another
     program; ImportError without safetensors.
@@ -164,10 +144,7 @@ def load_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Checkpoint:
 
 
 def read_about(folder: Path) -> About:
-    """Reads the folder's `checkpoint.json`, but no tensors.
-
-    Raises: as `load_checkpoint`.
-    """
+    """Reads the folder's `checkpoint.json`, but no tensors. Raises as `load_checkpoint`."""
     try:
         text = read_file(folder / "checkpoint.json", MOST_JSON_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -196,7 +173,7 @@ def load_model(folder: str | Path) -> LongNetLM:
 
 
 def _about(folder: Path, values: Any) -> About:
-    """Checks the values of `checkpoint.json`; ValueError if `save_checkpoint` never writes such."""
+    """Checks values of `checkpoint.json`; ValueError where `save_checkpoint` writes otherwise."""
     if not isinstance(values, dict) or values.get("format") not in (FORMAT, OLDER_FORMAT):
         raise ValueError(f"a format other than {FORMAT!r}")
     tensors = _value(values, "tensors", dict)
@@ -249,25 +226,21 @@ def _dict_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_kinds(about: About, kinds: dict[str, Kind]) -> None:
     """Raises ValueError at the first difference from the tensors of the recipe's model."""
     unexpected = kinds.keys() - {"rng"}  # older checkpoints also store torch's random state
-    for name, kind in _expected_kinds(about):
-        if name not in kinds:
-            raise ValueError(f"no tensor {name}, which the recipe's model has")
-        if kinds[name] != kind:
-            raise ValueError(f"{name} of {kinds[name]}, not {kind}")
-        unexpected.discard(name)
+    for parameter, shape in about.recipe.parameter_shapes():
+        kind = Kind(tuple(shape))
+        expected = {f"model.{parameter}": kind}
+        if about.step:  # before its first step AdamW has no state
+            expected[f"optimizer.{parameter}.step"] = Kind(())
+            expected[f"optimizer.{parameter}.exp_avg"] = kind
+            expected[f"optimizer.{parameter}.exp_avg_sq"] = kind
+        for name, kind in expected.items():
+            if name not in kinds:
+                raise ValueError(f"no tensor {name}, which the recipe's model has")
+            if kinds[name] != kind:
+                raise ValueError(f"{name} of {kinds[name]}, not {kind}")
+        unexpected -= expected.keys()
     if unexpected:
         raise ValueError(f"tensors of another model ({', '.join(sorted(unexpected)[:3])})")
-
-
-def _expected_kinds(about: About) -> Iterator[tuple[str, Kind]]:
-    """Yields name and kind of each tensor in a checkpoint of this recipe and step."""
-    for name, shape in about.recipe.parameter_shapes():
-        kind = Kind(tuple(shape))
-        yield f"model.{name}", kind
-        if about.step:  # before its first step AdamW has no state
-            yield f"optimizer.{name}.step", Kind(())
-            yield f"optimizer.{name}.exp_avg", kind
-            yield f"optimizer.{name}.exp_avg_sq", kind
 
 
 def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:

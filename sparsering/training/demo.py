@@ -26,10 +26,7 @@ PROMPT_BYTES, SAMPLE_BYTES = 200, 300
 def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
     """Trains, times a step with sparse and with dense attention, writes plots and `report.html`.
 
-    Args:
-        out: the output folder; files of an earlier demo in it are replaced.
-        recipe: the training settings; the default takes about four minutes on two cores.
-        resume: continue an interrupted demo.
+    It takes about four minutes on two cores. Files of an earlier demo are replaced.
 
     Returns: 0; 1 if the model does not beat the bigram baseline; 128 + n if signal n stopped the
     training.
@@ -44,10 +41,9 @@ def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
     )
     print(
         f"Training {recipe.num_layers} layers of width {recipe.width} at {recipe.context:,} bytes "
-        "of context,"
-    )
-    print(
-        f"attention by {recipe.pattern}: {pairs / dense_pairs:.1%} of the causal pairs.", flush=True
+        f"of context,\nattention by {recipe.pattern}: {pairs / dense_pairs:.1%} of the causal "
+        "pairs.",
+        flush=True,
     )
     run = train(recipe, out, resume=resume, command="demo", save_every=50, validate_every=50)
     if run.stopped_by is not None:
@@ -68,13 +64,14 @@ def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
     tokens = run.model.generate(
         torch.tensor([list(prompt)]), SAMPLE_BYTES, generator=torch.Generator().manual_seed(0)
     )
-    sample = _text(bytes(int(token) for token in tokens))
-    generation_rows = _generation_rows(run)
-
+    prompt_text, sample = (
+        printable(text.decode("utf-8", errors="replace"))
+        for text in (prompt, bytes(int(token) for token in tokens))
+    )
     images = _images(run, times, baselines)
     for name, png in zip(("loss", "speed", "patterns"), images.values(), strict=True):
         replace_file(out / f"{name}.png", png)
-    rows = _training_rows(run, times, baselines, memory) + generation_rows
+    rows = _training_rows(run, times, baselines, memory) + _generation_rows(run)
     rows.append(("wall time of the demo", f"{time.perf_counter() - began:.0f} s"))
     num_bytes = run.step * recipe.batch_size * recipe.context
     summary = (
@@ -82,7 +79,7 @@ def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
         + (recipe.data or "Python's standard library")
         + f" in windows of {recipe.context:,}. Every figure below was measured in this run."
     )
-    texts = {"Prompt (validation text)": _text(prompt), "The model goes on": sample}
+    texts = {"Prompt (validation text)": prompt_text, "The model goes on": sample}
     page = report_html("sparsering demo", summary, rows, images, texts)
     replace_file(out / "report.html", page.encode())
     print(table(rows))
@@ -97,15 +94,8 @@ def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
     return 0
 
 
-def _text(content: bytes) -> str:
-    return printable(content.decode("utf-8", errors="replace"))
-
-
 def _training_rows(
-    run: Run,
-    times: tuple[StepTime, StepTime],
-    baselines: dict[str, float],
-    memory: int | None,
+    run: Run, times: tuple[StepTime, StepTime], baselines: dict[str, float], memory: int | None
 ) -> list[tuple[str, str]]:
     """Rows (name, value) of the report's table."""
     sparse, dense = times

@@ -6,9 +6,9 @@ Run as `torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring --out r
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -31,31 +31,26 @@ TOLERANCE = 1e-4
 TIMEOUT_S = 300.0  # the ranks wait while rank 0 trains alone for the comparison
 
 
-@dataclass(frozen=True)
-class RankFigures:
+class RankFigures(NamedTuple):
     """Work, traffic and memory of one rank.
 
     Attributes:
         pairs: (query, key) pairs of its queries, with multiplicity, over all heads.
-        forward, backward: bytes that one layer's attention receives: (counted, planned, planned if
-            every rank needed every key).
+        received: bytes for one layer's attention: (counted, planned, planned if every rank needed
+            every key) in forward, then the same in backward.
         peak_bytes: largest resident memory in training; None if the system does not say.
     """
 
     tokens: int
     pairs: int | float
-    forward: tuple[int | float, ...]
-    backward: tuple[int | float, ...]
+    received: list[int | float]
     peak_bytes: int | None
 
 
 def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
     """Trains with each window's tokens sharded over all ranks, and compares with one process.
 
-    Args:
-        out: the output folder; files of an earlier demo in it are replaced.
-        recipe: the training settings; the default takes about a minute with four ranks on two
-            cores.
+    It takes about a minute with four ranks on two cores. Files of an earlier demo are replaced.
 
     Returns: 0; 1 if losses or bytes are not as expected; 128 + n if signal n stopped it.
 
@@ -76,13 +71,9 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
                 f"{recipe.pattern}.",
                 flush=True,
             )
+        every = recipe.steps  # saves and validates at the end alone
         run = train(
-            recipe,
-            out,
-            command="demo",
-            save_every=recipe.steps,
-            validate_every=recipe.steps,
-            ranks=ranks,
+            recipe, out, command="demo", save_every=every, validate_every=every, ranks=ranks
         )
         if run.stopped_by is not None:
             return 128 + run.stopped_by
@@ -99,18 +90,15 @@ def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> RankFigures:
     memory = peak_memory_bytes()
     with autocast(run.recipe.dtype, ranks.device.type):
         ranks.loss(run.model, *run.windows[0]).backward()
-    rank, plans = ranks.place_along("sp"), (plan, _full_ring(plan))
-
-    def received(backward: bool) -> tuple[int | float, ...]:
-        head_dim, dtype = run.recipe.width // run.recipe.num_heads, DTYPES[run.recipe.dtype]
-        planned = (
-            p.bytes_received(rank, head_dim=head_dim, dtype=dtype, backward=backward) for p in plans
-        )
-        return last_traffic(backward=backward).received_bytes, *planned
-
-    return RankFigures(
-        num_tokens(plan.ranges[rank]), plan.load(rank), received(False), received(True), memory
-    )
+    rank = ranks.place_along("sp")
+    head_dim, dtype = run.recipe.width // run.recipe.num_heads, DTYPES[run.recipe.dtype]
+    received: list[int | float] = []
+    for backward in (False, True):
+        received.append(last_traffic(backward=backward).received_bytes)
+        for p in (plan, _full_ring(plan)):
+            planned = p.bytes_received(rank, head_dim=head_dim, dtype=dtype, backward=backward)
+            received.append(planned)
+    return RankFigures(num_tokens(plan.ranges[rank]), plan.load(rank), received, memory)
 
 
 def _full_ring(plan: RingPlan) -> RingPlan:
@@ -144,12 +132,12 @@ def _report(out: Path, run: Run, plan: RingPlan, figures: list[RankFigures]) -> 
     headings = ("counted", "planned", "full ring")
     _print_row(widths, "rank", "tokens", "pairs", *headings, *headings, "peak memory")
     for rank, row in enumerate(figures):
-        sizes = map(_size, (*row.forward, *row.backward, row.peak_bytes))
+        sizes = map(_size, (*row.received, row.peak_bytes))
         _print_row(widths, rank, f"{row.tokens:,}", f"{row.pairs:,}", *sizes)
     loads = [row.pairs for row in figures]
     print(f"Load: the busiest rank has {max(loads) / (sum(loads) / len(loads)):.3f} x the mean.")
     counted, planned, full = (
-        [n for row in figures for n in (row.forward[i], row.backward[i])] for i in range(3)
+        [size for row in figures for size in row.received[i::3]] for i in range(3)
     )
     share = f"{sum(counted) / sum(full):.3%}" if sum(full) else "all"
     print(f"Attention moved {share} of what a full ring of the same shards does.")

@@ -25,11 +25,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; backgro
 
 
 def report_html(
-    title: str,
-    summary: str,
-    rows: Rows,
-    images: Mapping[str, bytes],
-    texts: Mapping[str, str],
+    title: str, summary: str, rows: Rows, images: Mapping[str, bytes], texts: Mapping[str, str]
 ) -> str:
     """Builds the demo's page: a table of (name, value), PNGs and preformatted texts by caption."""
     body = [f"<h1>{escape(title)}</h1>", f"<p>{escape(summary)}</p>", "<h2>Measured</h2>"]

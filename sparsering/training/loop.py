@@ -252,11 +252,7 @@ def training_step(
     of the whole step.
     """
     tokens, targets = training_window(
-        train,
-        context=recipe.context,
-        batch_size=recipe.batch_size,
-        seed=recipe.seed,
-        step=step,
+        train, context=recipe.context, batch_size=recipe.batch_size, seed=recipe.seed, step=step
     )
     rate = recipe.learning_rate_at(step)
     for group in optimizer.param_groups:
@@ -354,20 +350,16 @@ def _cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
 
 
 def _records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
+    """Parses metrics records, which may come with a stranger's checkpoint; else ValueError."""
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):  # a killed run may leave its last line incomplete
             continue
-        if not _is_record(record):
+        if (
+            not isinstance(record, dict)
+            or type(record.get("step")) is not int
+            or any(type(x) not in (int, float) or abs(x) > 1e300 for x in record.values())
+        ):
             raise ValueError(f"JSON that is no record in line {number} of metrics.jsonl")
         yield record
-
-
-def _is_record(record: object) -> bool:
-    """Whether this is a metrics record; the file may come with a stranger's checkpoint."""
-    return (
-        isinstance(record, dict)
-        and type(record.get("step")) is int
-        and all(type(x) in (int, float) and not abs(x) > 1e300 for x in record.values())
-    )

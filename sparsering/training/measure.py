@@ -15,12 +15,7 @@ from .loop import Run, adamw, training_step
 
 
 class StepTime(NamedTuple):
-    """Median times of a few training steps (forward, backward, update).
-
-    Attributes:
-        seconds: time of a step.
-        attention_seconds: the part of it in attention's forward and backward.
-    """
+    """Time of a training step (forward, backward, update), and attention's part of it."""
 
     seconds: float
     attention_seconds: float
@@ -63,7 +58,7 @@ def step_times(run: Run, *, repeats: int = 3) -> tuple[StepTime, StepTime]:
     After one warm-up step each the two alternate, on the same windows and the same model. The run
     itself is not changed.
 
-    Returns: (sparse, dense).
+    Returns: the medians, (sparse, dense).
     """
     model = copy.deepcopy(run.model)
     optimizer = adamw(model, run.recipe)
@@ -75,20 +70,14 @@ def step_times(run: Run, *, repeats: int = 3) -> tuple[StepTime, StepTime]:
             began = time.perf_counter()
             training_step(model, optimizer, run.recipe, step, run.text.train, attend=timer)
             timer_times.append(StepTime(time.perf_counter() - began, timer.seconds))
-    sparse, dense = (
-        StepTime(*map(statistics.median, zip(*timer_times[1:], strict=True)))
-        for timer_times in times
-    )
+    sparse, dense = (StepTime(*map(statistics.median, zip(*x[1:], strict=True))) for x in times)
     return sparse, dense
 
 
 class TimedTokens:
     """Iterator over the tokens of `LongNetLM.generate`, with a stopwatch.
 
-    Attributes:
-        num_tokens: tokens so far.
-        prompt_seconds: time until the first token.
-        seconds: time from the first token to the last.
+    `prompt_seconds` is the time until the first token, `seconds` from there to the last.
     """
 
     def __init__(self, tokens: Iterable[Tensor]) -> None:

@@ -13,12 +13,7 @@ LINE_EVERY_S = 5.0
 
 @contextmanager
 def live_progress(steps: int, done: int) -> Iterator[Show]:
-    """Yields `show(step, loss, tokens_per_s)`, to be called after each step.
-
-    Args:
-        steps: steps of the whole run.
-        done: steps done before the run was resumed.
-    """
+    """Yields `show(step, loss, tokens_per_s)`, to be called after each step that follows `done`."""
     first: tuple[int, float] | None = None
 
     def time_left(step: int) -> str:

@@ -236,12 +236,8 @@ def arrange(
 ) -> Ranks:
     """Arranges the default process group as `Ranks`; every process calls it.
 
-    Args:
-        sequence_parallel: number of ranks that share one sequence. Groups of this size divide the
-            windows of a step among them.
-        sharding, timeout: as in `Ranks`.
-
-    Raises: ValueError if the number of processes is not a multiple of sequence_parallel.
+    `sequence_parallel` ranks share one sequence. Groups of this size divide the windows of a step
+    among them. ValueError if the number of processes is not a multiple of it.
     """
     world = dist.get_world_size()
     if world % sequence_parallel:

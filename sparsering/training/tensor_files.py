@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -33,24 +32,20 @@ MOST_HEADER_BYTES = 16 << 20  # some 100,000 tensors; parsing them takes ten tim
 Files = dict[str, dict[str, Any]]
 """Size and hash of each file, by name: {"bytes": ..., "sha256": ...}."""
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16,
-           "F16": torch.float16, "I64": torch.int64, "U8": torch.uint8}  # fmt: skip
 _ROWS = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Shape and dtype of a tensor."""
+class Kind(NamedTuple):
+    """Shape and dtype of a tensor, as safetensors names it."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
+    dtype: str = "F32"
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        return f"{self.dtype} {list(self.shape)}"
 
 
-@dataclass(frozen=True)
-class StoredRows:
+class StoredRows(NamedTuple):
     """Rows `first` to `stop` of a tensor, stored in a file under the name `key`."""
 
     path: Path
@@ -105,11 +100,9 @@ class TensorIndex:
 
 
 def write_tensors(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks: Ranks) -> Files:
-    """Writes this rank's share of the tensors to a file named after its content.
+    """Writes this rank's share of the tensors to a file named after its content, if there is any.
 
     One rank alone writes a tensor that several ranks have; the shares are about equal in size.
-
-    Returns: the file; none if this rank has no share.
 
     Raises: OSError if it cannot be written; ImportError without safetensors.
     """
@@ -146,9 +139,7 @@ def read_index(folder: Path, files: Files) -> TensorIndex:
 
 def _stored_rows(path: Path, key: str, shape: list[int], dtype: str) -> tuple[str, StoredRows]:
     """Returns name and rows of the whole tensor that a stored tensor belongs to."""
-    if dtype not in _DTYPES:
-        raise ValueError(f"{path.name} with {key!r} of dtype {dtype}")
-    kind = Kind(tuple(shape), _DTYPES[dtype])
+    kind = Kind(tuple(shape), dtype)
     if (match := _ROWS.fullmatch(key)) is None:
         return key, StoredRows(path, key, 0, _num_rows(shape), kind)
     first, stop = int(match[2]), int(match[3])

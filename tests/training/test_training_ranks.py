@@ -185,7 +185,7 @@ def counting(opened: Any, read: list[int], path: Path) -> Iterator[Any]:
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole."""
     index = load_checkpoint(folder).tensors
-    room = {n: torch.zeros(kind.shape, dtype=kind.dtype) for n, kind in index.kinds.items()}
+    room = {name: torch.zeros(kind.shape) for name, kind in index.kinds.items()}
     index.load(room)
     return room
 
