@@ -2,7 +2,7 @@
 
     model = LongNetEncoder(LongNet((1024, 4096), (1, 4)), in_width=1536, width=768, axes=2)
     states = model(tiles, coordinates)             # [B, N, 1536], [B, N, 2] -> [B, 1 + N, 768]
-    slide = states[:, 0]                           # what the class token has seen
+    slide = states[:, 0]                           # state of the class token
 
 The blocks equal `LongNetLM`'s; tokens attend in both directions, as the pattern says.
 """
@@ -119,8 +119,6 @@ class LongNetEncoder(nn.Module):
         Returns: the normalised residual stream [B, 1 + N, width], the class token first ([B, N,
             width] without one, and where positions are given). With `all_layer_embed`, a list of
             num_layers + 1 of them, whose last is the usual result.
-
-        Cost: with `all_layer_embed`, memory for all of them.
         """
         x, place = self._with_class_token(x, coordinates, positions)
         cos, sin = self._rotation(place, x.device)
@@ -197,7 +195,7 @@ class LongNetEncoder(nn.Module):
             rotary_table(0, head_dim // self.axes, self.rope_base, device, positions)
             for positions in place.unbind(-1)
         ]
-        cos, sin = (torch.cat(parts, -1) for parts in zip(*tables, strict=True))
+        cos, sin = (torch.cat(axes, -1) for axes in zip(*tables, strict=True))
         return cos, sin
 
     def _shares(self, x: Tensor) -> list[Tensor | None]:
@@ -207,5 +205,5 @@ class LongNetEncoder(nn.Module):
             return [None] * depth
         rate = torch.linspace(0, self.drop_path, depth)[:, None, None]
         # drawn on the CPU, so that all ranks with one seed drop the same paths
-        runs = torch.rand(depth, 2, len(x)) >= rate
-        return list((runs / (1 - rate)).to(x.device, x.dtype))
+        alive = torch.rand(depth, 2, len(x)) >= rate
+        return list((alive / (1 - rate)).to(x.device, x.dtype))

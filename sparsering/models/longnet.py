@@ -146,8 +146,7 @@ class LongNetLM(nn.Module):
 
         Args:
             tokens, targets: int64 [B, N]; `targets[b, i]` is the byte after `tokens[b, i]`.
-            attend: as `forward`.
-            positions: as `hidden`.
+            attend, positions: as `hidden`.
             num_targets: divisor of the sum, default the size of `targets`. A rank with a share of a
                 step's targets passes their total number, so that losses add up to the mean.
 

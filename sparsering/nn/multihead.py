@@ -268,10 +268,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
     ) -> tuple[Pattern, Tensor | None]:
-        """Returns the pattern without blocked pairs, and the sum of float masks, a bias of scores.
-
-        The bias broadcasts to [B, H, L, S].
-        """
+        """Returns the pattern without blocked pairs, and the sum of float masks or None."""
         (batch, length), keys, heads = query.shape[:2], key.shape[1], self.num_heads
         biases: list[Tensor] = []
         if key_padding_mask is not None:
@@ -334,11 +331,8 @@ def _converted(module: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAtte
     return converted
 
 
-def _called(module: nn.Module, inputs: Any) -> None:
-    """Hook that does nothing: torch's fused layers do not bypass a module that has a hook.
-
-    Pickled modules contain its name.
-    """
+def _called(module: nn.Module, inputs: Any) -> None:  # pickled modules contain this name
+    """Hook that does nothing: torch's fused layers do not bypass a module that has a hook."""
 
 
 def _nested_like(query: Tensor, out: Tensor) -> Tensor:

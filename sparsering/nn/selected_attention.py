@@ -259,7 +259,10 @@ class SelectedAttention(nn.Module):
             query, key = rotate(query, *rope), rotate(key, *rope)
         if self.is_dense(x.shape[1]):
             out = attention(query, key, value, Causal() if self.causal else Full())
-            loss = self._dense_loss(query, key) if return_loss else None
+            loss = None
+            if return_loss:  # on the mass of every block, whose log the "exact" scores are
+                mass = self._estimates(query, key, "exact").exp()
+                loss = selection_loss(self.scores(query, key), mass)
         else:
             out, loss = self._attend_selected(query, key, value, return_loss)
         branches = [out]
@@ -323,11 +326,6 @@ class SelectedAttention(nn.Module):
             return out, None
         mass = block_mass(query, key, pattern, lse)
         return out, selection_loss(scores, mass, indices)
-
-    def _dense_loss(self, query: Tensor, key: Tensor) -> Tensor:
-        """Loss on the mass of every block; the "exact" scores are the log of that mass."""
-        mass = self._estimates(query, key, "exact").exp()
-        return selection_loss(self.scores(query, key), mass)
 
     def _gated_sum(self, x: Tensor, branches: list[Tensor]) -> Tensor:
         """Sum of the branches [B, H, N, D], each times its gate."""

@@ -170,14 +170,10 @@ def train(
     last = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
     leads = ranks.leads
     with (
-        stop_signal() as own_signal,
+        stop_signal(ranks) as stop,
         live_progress(recipe.steps, run.step) if leads else nullcontext(lambda *_: None) as show,
         open(out / "metrics.jsonl", "a") if leads else nullcontext() as run.file,
     ):
-
-        def stop() -> int | None:
-            return ranks.any_signal(own_signal())
-
         while True:
             if run.step % validate_every == 0 or run.step == recipe.steps:
                 run.validate(stop)
@@ -283,17 +279,16 @@ def autocast(dtype: str, device_type: str = "cpu") -> AbstractContextManager[Any
 
 
 @contextmanager
-def stop_signal() -> Iterator[Callable[[], int | None]]:
-    """Yields a function that returns the number of the SIGINT or SIGTERM received so far, or None.
+def stop_signal(ranks: Ranks) -> Iterator[Callable[[], int | None]]:
+    """Yields a function that returns the number of a SIGINT or SIGTERM to any rank, or None.
 
-    A second signal has its usual effect at once. Outside the main thread handlers cannot be set, so
-    there the function always returns None.
+    All ranks call it together. A second signal has its usual effect at once. Outside the main
+    thread handlers cannot be set, so there signals keep their usual effect.
     """
     numbers: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    stopping = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
+    handlers = {number: signal.getsignal(number) for number in stopping}
 
     def restore() -> None:
         for number, handler in handlers.items():
@@ -306,7 +301,7 @@ def stop_signal() -> Iterator[Callable[[], int | None]]:
     for number in handlers:
         signal.signal(number, note)
     try:
-        yield lambda: numbers[0] if numbers else None
+        yield lambda: ranks.any_signal(numbers[0] if numbers else None)
     finally:
         restore()
 

@@ -5,6 +5,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch import Tensor
@@ -106,11 +107,8 @@ def peak_memory_bytes() -> int | None:
 
     On Linux VmHWM counts this program alone; `getrusage` also counts the process that forked it.
     """
-    try:
-        with open("/proc/self/status") as status:
-            return 1024 * next(int(x.split()[1]) for x in status if x.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        pass
+    with suppress(OSError, StopIteration), open("/proc/self/status") as status:
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
     try:
         import resource
     except ImportError:

@@ -70,9 +70,8 @@ class Ranks:
         """Returns the shell line that runs `sparsering COMMAND` on as many processes."""
         if self.mesh is None:
             return f"sparsering {command}"
-        world, sp = self.mesh.size(), self.size("sp")
-        torchrun = f"torchrun --nproc-per-node {world} -m sparsering {command}"
-        return f"{torchrun} --sequence-parallel {sp}"
+        torchrun = f"torchrun --nproc-per-node {self.world_size} -m sparsering {command}"
+        return f"{torchrun} --sequence-parallel {self.size('sp')}"
 
     @property
     def device(self) -> torch.device:

@@ -13,7 +13,7 @@ before memory is allocated.
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -88,7 +88,7 @@ class TensorIndex:
                 local, start = _own_rows(x)
                 for rows in self.rows[name]:
                     low = max(rows.first, start)
-                    high = min(rows.stop, start + _num_rows(local.shape))
+                    high = min(rows.stop, start + (len(local) if local.shape else 1))
                     if low >= high:
                         continue
                     file = opened(rows.path)
@@ -141,7 +141,7 @@ def _stored_rows(path: Path, key: str, shape: list[int], dtype: str) -> tuple[st
     """Returns name and rows of the whole tensor that a stored tensor belongs to."""
     kind = Kind(tuple(shape), dtype)
     if (match := _ROWS.fullmatch(key)) is None:
-        return key, StoredRows(path, key, 0, _num_rows(shape), kind)
+        return key, StoredRows(path, key, 0, shape[0] if shape else 1, kind)
     first, stop = int(match[2]), int(match[3])
     if not shape or stop - first != shape[0]:
         raise ValueError(f"{path.name} with {key!r} of shape {shape}")
@@ -191,14 +191,10 @@ def _own_rows(x: Tensor) -> tuple[Tensor, int]:
         return x, 0
     assert tuple(x.placements) == (Shard(0),), x.placements
     rows, local = len(x), x.to_local()
-    each = -(-rows // x.device_mesh.size())
-    first = min(each * x.device_mesh.get_local_rank(), rows)
-    assert len(local) == min(each, rows - first)
+    rows_per_rank = -(-rows // x.device_mesh.size())
+    first = min(rows_per_rank * x.device_mesh.get_local_rank(), rows)
+    assert len(local) == min(rows_per_rank, rows - first)
     return local, first
-
-
-def _num_rows(shape: Sequence[int]) -> int:
-    return shape[0] if shape else 1
 
 
 @contextmanager
