@@ -2,7 +2,7 @@
 
     model = LongNetEncoder(LongNet((1024, 4096), (1, 4)), in_width=1536, width=768, axes=2)
     states = model(tiles, coordinates)             # [B, N, 1536], [B, N, 2] -> [B, 1 + N, 768]
-    slide = states[:, 0]                           # what the class token has seen
+    slide = states[:, 0]                           # state of the class token
 
 The blocks equal `LongNetLM`'s; tokens attend in both directions, as the pattern says.
 """
@@ -71,15 +71,10 @@ class LongNetEncoder(nn.Module):
     ) -> None:
         super().__init__()
         check_pattern(pattern)
-        width, num_heads, num_layers, mlp_ratio = checked_sizes(
-            width, num_heads, num_layers, mlp_ratio
-        )
         axes = checked_integer("axes", axes, 1, 2)  # a line or a grid
-        if width % num_heads or width // num_heads % (2 * axes):
-            raise ValueError(
-                f"width must be num_heads times a head dim that is a multiple of {2 * axes}, got "
-                f"width {width} and {num_heads} heads; width {num_heads * 64} gives heads of 64"
-            )
+        width, num_heads, num_layers, mlp_ratio = checked_sizes(
+            width, num_heads, num_layers, mlp_ratio, axes
+        )
         drop_path = checked_number("drop_path", drop_path, 0, 1)
         if drop_path == 1:
             raise ValueError("drop_path must be from 0 to below 1, got 1.0; 0.0 is none")
@@ -124,11 +119,9 @@ class LongNetEncoder(nn.Module):
         Returns: the normalised residual stream [B, 1 + N, width], the class token first ([B, N,
             width] without one, and where positions are given). With `all_layer_embed`, a list of
             num_layers + 1 of them, whose last is the usual result.
-
-        Cost: with `all_layer_embed`, memory for all of them.
         """
-        x, place = self._placed(x, coordinates, positions)
-        cos, sin = self._turns(place, x.device)
+        x, place = self._with_class_token(x, coordinates, positions)
+        cos, sin = self._rotation(place, x.device)
         attend = attend or self.attend
         attends = [attend] * len(self.blocks) if callable(attend) else attend
         x = F.rms_norm(x, x.shape[-1:])
@@ -142,10 +135,10 @@ class LongNetEncoder(nn.Module):
                 states.append(x)
         return [self.norm(state) for state in states] if all_layer_embed else self.norm(x)
 
-    def _placed(
+    def _with_class_token(
         self, x: Tensor, coordinates: Tensor | None, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [B, N, width] with the class token, and their coordinates [.., N, axes]."""
+        """Returns tokens [B, N, width] with the class token, and coordinates [.., N, axes]."""
         width = self.norm.weight.shape[0] if self.project is None else self.project.in_features
         check_tensor("x", x, f"[B, N, {width}]")
         if x.dim() != 3 or x.shape[2] != width or not x.is_floating_point():
@@ -166,9 +159,9 @@ class LongNetEncoder(nn.Module):
         if positions is None:
             x = self._projected(x)
             return torch.cat((first.expand(B, 1, -1), x), 1), F.pad(place, (0, 0, 1, 0))
-        here = (positions.to(x.device) == 0)[:, None]
-        x = self._projected(torch.where(here, 0.0, x))  # a NaN there would spread to gradients
-        return torch.where(here, first, x), torch.where(here, 0.0, place)
+        is_first = (positions.to(x.device) == 0)[:, None]
+        x = self._projected(torch.where(is_first, 0.0, x))  # a NaN there would spread to gradients
+        return torch.where(is_first, first, x), torch.where(is_first, 0.0, place)
 
     def _projected(self, x: Tensor) -> Tensor:
         """Maps x to the residual stream, in the parameters' dtype even under autocast."""
@@ -183,34 +176,34 @@ class LongNetEncoder(nn.Module):
                 begin = int(self.class_token is not None)
                 positions = torch.arange(begin, begin + N)
             return positions.to(self.norm.weight.device, torch.float32)[:, None]
-        of_token = () if self.axes == 1 else (2,)
-        fits = coordinates is not None and coordinates.shape in {(N, *of_token), (B, N, *of_token)}
-        if coordinates is None or not fits:
+        dims = () if self.axes == 1 else (2,)
+        shapes = ((N, *dims), (B, N, *dims))
+        if coordinates is None or coordinates.shape not in shapes:
             got = "None" if coordinates is None else str(tuple(coordinates.shape))
-            dims = "".join(f", {n}" for n in of_token)
             raise ValueError(
-                f"coordinates must be [{N}{dims}] or [{B}, {N}{dims}] of {self.axes} axes, got "
-                f"{got}; a tile's coordinates are its pixels // the tile's size"
+                f"coordinates must be {list(shapes[0])} or {list(shapes[1])} of {self.axes} axes, "
+                f"got {got}; a tile's coordinates are its pixels // the tile's size"
             )
         place = coordinates.to(self.norm.weight.device, torch.float32)
-        return place if of_token else place[..., None]
+        return place if dims else place[..., None]
 
-    def _turns(self, place: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _rotation(self, place: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosine and sine [N, D / 2] or [B, 1, N, D / 2]; each axis has its share of channels."""
         head_dim = self.norm.weight.shape[0] // self.num_heads
-        place = place if place.dim() == 2 else place[:, None]  # the same for all heads
+        place = place if place.dim() == 2 else place[:, None]  # all heads rotate alike
         tables = [
-            rotary_table(0, head_dim // self.axes, self.rope_base, device, of_axis)
-            for of_axis in place.unbind(-1)
+            rotary_table(0, head_dim // self.axes, self.rope_base, device, positions)
+            for positions in place.unbind(-1)
         ]
-        cos, sin = (torch.cat(parts, -1) for parts in zip(*tables, strict=True))
+        cos, sin = (torch.cat(axes, -1) for axes in zip(*tables, strict=True))
         return cos, sin
 
     def _shares(self, x: Tensor) -> list[Tensor | None]:
-        """Factors [2, B] of each block's attention and MLP; None where none is dropped."""
+        """Factors [2, B] of each block's attention and MLP; None where no path is dropped."""
         depth = len(self.blocks)
         if not self.training or not self.drop_path:
             return [None] * depth
         rate = torch.linspace(0, self.drop_path, depth)[:, None, None]
-        alive = torch.rand(depth, 2, len(x)) >= rate  # on the CPU: one seed, one draw on all ranks
+        # drawn on the CPU, so that all ranks with one seed drop the same paths
+        alive = torch.rand(depth, 2, len(x)) >= rate
         return list((alive / (1 - rate)).to(x.device, x.dtype))

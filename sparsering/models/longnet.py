@@ -11,6 +11,7 @@ sparsity.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -80,11 +81,6 @@ class LongNetLM(nn.Module):
             width, num_heads, num_layers, mlp_ratio
         )
         vocab_size = checked_integer("vocab_size", vocab_size, 1)
-        if width % num_heads or width // num_heads % 2:
-            raise ValueError(
-                f"width must be num_heads times an even head dim, got width {width} and "
-                f"{num_heads} heads; width {num_heads * 64} gives heads of 64"
-            )
         self.pattern = without_lookahead(pattern)
         self.attend: Attend = partial(attention, pattern=self.pattern)
         self.num_heads = num_heads
@@ -146,36 +142,31 @@ class LongNetLM(nn.Module):
         positions: Tensor | None = None,
         num_targets: int | None = None,
     ) -> Tensor:
-        """Mean cross-entropy in nats per byte, without ever holding all logits.
+        """Mean cross-entropy in nats per byte; the logits never exist all at once.
 
         Args:
             tokens, targets: int64 [B, N]; `targets[b, i]` is the byte after `tokens[b, i]`.
-            attend: as `forward`.
-            positions: as `hidden`.
-            num_targets: divisor of the sum, default the size of `targets`. A rank that has a part
-                of a step's targets passes the number of all, so that losses add up to the mean.
+            attend, positions: as `hidden`.
+            num_targets: divisor of the sum, default the size of `targets`. A rank with a share of a
+                step's targets passes their total number, so that losses add up to the mean.
 
         Cost: READOUT_TOKENS x vocab_size logits at a time; backward computes them again.
         """
-        hidden = self.hidden(tokens, attend=attend, positions=positions)
-        x = hidden.flatten(0, 1).split(READOUT_TOKENS)
-        y = targets.flatten().split(READOUT_TOKENS)
+        hidden = self.hidden(tokens, attend=attend, positions=positions).flatten(0, 1)
         weight = self.embedding.weight
-        sums = [
-            checkpoint(readout_loss, a, weight, b, use_reentrant=False)
-            for a, b in zip(x, y, strict=True)
-        ]
+        x, y = (tensor.split(READOUT_TOKENS) for tensor in (hidden, targets.flatten()))
+        pairs = zip(x, y, strict=True)
+        sums = [checkpoint(readout_loss, x, weight, y, use_reentrant=False) for x, y in pairs]
         return torch.stack(sums).sum() / (num_targets or targets.numel())
 
     def caches(self, batch_size: int = 1, *, max_length: int | None = None) -> list[KVCache]:
-        """Returns an empty `KVCache` over the model's pattern for each block.
+        """Returns an empty `KVCache` for `batch_size` texts, over the model's pattern, per block.
 
-        Args:
-            batch_size: number of texts.
-            max_length: most tokens of a text. A pattern that depends on the sequence's length takes
-                this length; other patterns ignore it and have no limit but their own.
+        A pattern that depends on the sequence's length takes `max_length`, in tokens, as this
+        length; other patterns ignore it and have no limit but their own.
         """
-        if not self._depends_on_length():
+        with suppress(ValueError):  # raised for patterns that depend on the sequence's length
+            self.pattern.live_keys(1, num_heads=self.num_heads)
             max_length = None
         head_dim = self.embedding.embedding_dim // self.num_heads
         return [
@@ -186,17 +177,15 @@ class LongNetLM(nn.Module):
     def cache_bytes(self, caches: Sequence[KVCache]) -> tuple[int, int]:
         """Bytes of the caches, and of all keys and values so far in the weights' dtype."""
         weight = self.embedding.weight
-        of_token = 2 * weight.shape[1] * weight.element_size()
-        full = sum(of_token * sum(cache.lengths) for cache in caches)
+        token_bytes = 2 * weight.shape[1] * weight.element_size()
+        full = sum(token_bytes * sum(cache.lengths) for cache in caches)
         return sum(cache.nbytes for cache in caches), full
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor, caches: Sequence[KVCache]) -> Tensor:
         """Scores the token after the last, [B, vocab_size], and adds the tokens to the caches.
 
-        Args:
-            tokens: int64 [B, N], the tokens that follow those in the caches.
-            caches: as returned by `caches`.
+        Tokens are int64 [B, N] and follow those in the caches, which `self.caches` has returned.
 
         Cost: that of `forward` for N tokens; a single token costs as much as the keys it visits.
         """
@@ -265,20 +254,19 @@ class LongNetLM(nn.Module):
             stop = checked_integers("stop", stop, 0, vocabulary - 1)
             if not stop:
                 raise ValueError("stop must be at least one token, got none; None never stops")
-        on_host = isinstance(generator, torch.Generator) and generator.device.type == "cpu"
-        if generator is not None and not on_host:
+        on_cpu = isinstance(generator, torch.Generator) and generator.device.type == "cpu"
+        if generator is not None and not on_cpu:
             got = shortened(repr(getattr(generator, "device", generator)))
             raise ValueError(f"generator must be of the CPU, got {got}; torch.Generator() is")
         if caches is None:
             caches = self.caches(tokens.shape[0], max_length=tokens.shape[1] + num_tokens)
-        each = isinstance(caches, Sequence) and all(isinstance(x, KVCache) for x in caches)
-        if not each or len(caches) != len(self.blocks):
-            got = str(len(caches)) if each else shortened(repr(caches))
+        is_list = isinstance(caches, Sequence) and all(isinstance(x, KVCache) for x in caches)
+        if not is_list or len(caches) != len(self.blocks):
+            got = str(len(caches)) if is_list else shortened(repr(caches))
             raise ValueError(
                 f"caches must be one for each of {len(self.blocks)} blocks, got {got}; "
                 "model.caches() makes them"
             )
-        tokens = tokens.to(self.embedding.weight.device)
         return self._generate(tokens, num_tokens, sampling, stop, generator, caches)
 
     def _generate(
@@ -290,26 +278,19 @@ class LongNetLM(nn.Module):
         generator: torch.Generator | None,
         caches: Sequence[KVCache],
     ) -> Iterator[Tensor]:
-        going = torch.ones(tokens.shape[0], dtype=torch.bool)
+        active = torch.ones(tokens.shape[0], dtype=torch.bool)
         last: list[Tensor] = []
         for _ in range(num_tokens):
-            drawn = sampling.draw(self.next_logits(tokens, caches), generator)
-            yield drawn.where(going, -1)
-            tokens = drawn[:, None].to(tokens.device)
+            tokens = tokens.to(self.embedding.weight.device)
+            token = sampling.draw(self.next_logits(tokens, caches), generator)
+            yield token.where(active, -1)
+            tokens = token[:, None]
             if stop is not None:
-                last = [*last, drawn][-len(stop) :]
+                last = [*last, token][-len(stop) :]
                 if len(last) == len(stop):
-                    going &= (torch.stack(last, 1) != torch.tensor(stop)).any(1)
-                if not going.any():
+                    active &= (torch.stack(last, 1) != torch.tensor(stop)).any(1)
+                if not active.any():
                     return
-
-    def _depends_on_length(self) -> bool:
-        """Whether the keys that a token sees depend on the final length of its sequence."""
-        try:
-            self.pattern.live_keys(1, num_heads=self.num_heads)
-        except ValueError:
-            return True
-        return False
 
 
 def readout_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -321,7 +302,5 @@ def readout_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def without_lookahead(pattern: Pattern) -> Pattern:
     """Returns `pattern & Causal()`, or the pattern itself if all its branches contain that mask."""
-    for branch in pattern.branches:
-        if not (branch == Causal() or (isinstance(branch, And) and Causal() in branch.masks)):
-            return pattern & Causal()
-    return pattern
+    masks = (x.masks if isinstance(x, And) else (x,) for x in pattern.branches)
+    return pattern if all(Causal() in x for x in masks) else pattern & Causal()

@@ -11,13 +11,9 @@ from ..patterns.arguments import checked_number, is_finite, shortened
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rules for drawing a token: `temperature` applies first, then `top_k`, then `top_p`.
+    """Rules for drawing a token, as in `LongNetLM.generate`: `temperature`, then `top_k`, `top_p`.
 
-    Attributes:
-        temperature: divides the scores; 0 takes the most likely token.
-        top_k: keeps the k largest scores, None all. Of equal scores the lower token goes first.
-        top_p: keeps the fewest most likely tokens whose probabilities, after `temperature` and
-            `top_k`, sum to p or more; None keeps all.
+    Among equal scores, `top_k` and `top_p` keep the lower token first.
 
     Raises: ValueError for a temperature that is not finite or below 0, a top_k below 1, a top_p
         that is not above 0 and at most 1.

@@ -36,6 +36,7 @@ from ..patterns.arguments import (
 from ..patterns.blocks import Dense
 from ..patterns.keys import KeyMask, KeyPadding
 from ..patterns.positions import Causal, Full
+from .transformer import checked_heads
 from .weighted import weighted_attention
 
 
@@ -89,28 +90,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         pattern: Pattern | None = None,
         scale: float | None = None,
     ) -> None:
-        flags = {
-            "bias": bias,
-            "add_bias_kv": add_bias_kv,
-            "add_zero_attn": add_zero_attn,
-            "batch_first": batch_first,
-        }
-        embed_dim = checked_integer("embed_dim", embed_dim, 1)
-        num_heads = checked_integer("num_heads", num_heads, 1)
-        if embed_dim % num_heads:
-            raise ValueError(
-                f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; each "
-                "head has embed_dim // num_heads channels"
-            )
         super().__init__(
-            embed_dim,
-            num_heads,
+            *checked_heads(embed_dim, num_heads),
             checked_number("dropout", dropout, 0, 1),
-            kdim=None if kdim is None else checked_integer("kdim", kdim, 0),
-            vdim=None if vdim is None else checked_integer("vdim", vdim, 0),
-            device=checked_device(device),
-            dtype=checked_dtype("dtype", dtype),
-            **{name: checked_flag(name, value) for name, value in flags.items()},
+            checked_flag("bias", bias),
+            checked_flag("add_bias_kv", add_bias_kv),
+            checked_flag("add_zero_attn", add_zero_attn),
+            None if kdim is None else checked_integer("kdim", kdim, 0),
+            None if vdim is None else checked_integer("vdim", vdim, 0),
+            checked_flag("batch_first", batch_first),
+            checked_device(device),
+            checked_dtype("dtype", dtype),
         )
         self._attend_by(Full() if pattern is None else pattern, scale)
 
@@ -142,11 +132,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             key, value: [B, S, kdim] and [B, S, vdim], in the same form as the query.
             key_padding_mask: [B, S] (or [S]), True for keys that no query sees, or floats that are
                 added to the scores.
-            need_weights: also return the weights.
             attn_mask: [L, S] or [B * num_heads, L, S], True for pairs that do not attend, or floats
                 that are added to the scores.
-            average_attn_weights: return the mean of the weights over heads.
             is_causal: hide keys after the query's index.
+            need_weights, average_attn_weights: as torch's.
 
         Returns: out in the form of the query, and the weights after dropout: [B, L, S], or [B,
             num_heads, L, S] if not averaged, without B for inputs without a batch. An added bias
@@ -155,33 +144,37 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises: ValueError where shapes or masks do not fit, or there would be more than 2^26
             weights.
         """
-        nested = [isinstance(x, Tensor) and x.is_nested for x in (query, key, value)]
-        if not all(nested):
+        nested = all(isinstance(x, Tensor) and x.is_nested for x in (query, key, value))
+        if not nested:
             for name, x in (("query", query), ("key", key), ("value", value)):
                 check_tensor(name, x, "[batch, tokens, width]")
         need_weights = checked_flag("need_weights", need_weights)
         average_attn_weights = checked_flag("average_attn_weights", average_attn_weights)
         is_causal = checked_flag("is_causal", is_causal)
-        if all(nested):
+        pattern, original, batched = self.pattern, query, nested or query.dim() == 3
+        if nested:
             if attn_mask is not None or key_padding_mask is not None or not self.batch_first:
                 raise ValueError(
                     "nested tensors are batch_first and come without masks, for their lengths say "
                     "it; pad them with .to_padded_tensor(0.0) and pass key_padding_mask"
                 )
-            return self._of_nested(query, key, value, need_weights, average_attn_weights, is_causal)
-        batched = query.dim() == 3
-        if not batched:
+            pattern = pattern & KeyPadding(tuple(len(x) for x in key.unbind()))
+            query, key, value = _each(lambda x: x.to_padded_tensor(0.0), query, key, value)
+        elif not batched:
             query, key, value = _each(lambda x: x[None], query, key, value)
             if key_padding_mask is not None:
                 key_padding_mask = key_padding_mask[None]
         elif not self.batch_first:
             query, key, value = _each(lambda x: x.transpose(0, 1), query, key, value)
         self._check(query, key, value)
-        pattern = self.pattern & Causal() if is_causal else self.pattern
-        pattern, added = self._masked(pattern, query, key, key_padding_mask, attn_mask)
-        out, weights = self._attend(query, key, value, pattern, added, need_weights)
+        if is_causal:
+            pattern = pattern & Causal()
+        pattern, bias = self._masked(pattern, query, key, key_padding_mask, attn_mask)
+        out, weights = self._attend(query, key, value, pattern, bias, need_weights)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
+        if nested:
+            return _nested_like(original, out), weights
         if not batched:
             return out[0], None if weights is None else weights[0]
         return out if self.batch_first else out.transpose(0, 1), weights
@@ -192,53 +185,42 @@ class MultiheadAttention(nn.MultiheadAttention):
         key: Tensor,
         value: Tensor,
         pattern: Pattern,
-        added: Tensor | None,
+        bias: Tensor | None,
         need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attends with inputs [B, N, E]; `added` [B or 1, H or 1, L or 1, S] is added to scores."""
+        """Attends with inputs [B, N, E]; `bias`, if any, is added to the scores [B, H, L, S]."""
         q, k, v = self._projected(query, key, value)
         dropout = self.dropout if self.training else 0.0
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         weights = None
-        if need_weights or added is not None:
-            keys, values = [k], [v]
-            if self.bias_k is not None:
-                keys.append(self._bias_row(self.bias_k, k))
-                values.append(self._bias_row(self.bias_v, v))
+        extra: list[tuple[Tensor, Tensor]] = []  # keys and values that every query sees
+        if self.bias_k is not None and self.bias_v is not None:
+            extra.append((self._bias_row(self.bias_k, k), self._bias_row(self.bias_v, v)))
+        if need_weights or bias is not None:
             if self.add_zero_attn:
-                keys.append(torch.zeros_like(k[:, :, :1]))
-                values.append(torch.zeros_like(v[:, :, :1]))
-            k, v = torch.cat(keys, 2), torch.cat(values, 2)
+                extra.append((torch.zeros_like(k[:, :, :1]), torch.zeros_like(v[:, :, :1])))
+            k, v = (torch.cat(rows, 2) for rows in zip((k, v), *extra, strict=True))
             out, weights = weighted_attention(
-                q,
-                k,
-                v,
-                pattern,
-                scale=scale,
-                added=added,
-                extra_keys=len(keys) - 1,
-                dropout=dropout,
+                q, k, v, pattern, scale=scale, bias=bias, extra_keys=len(extra), dropout=dropout
             )
         else:
             sink = q.new_zeros(self.num_heads) if self.add_zero_attn else None
-            options: dict[str, Any] = {"scale": scale, "q_start": 0, "sink": sink}
-            if self.bias_k is None:
-                out = attention(q, k, v, pattern, dropout_p=dropout, **options)
+            options: Any = {"scale": scale, "q_start": 0, "sink": sink, "dropout_p": dropout}
+            if not extra:
+                out = attention(q, k, v, pattern, **options)
             else:
-                out, lse = attention(
-                    q, k, v, pattern, dropout_p=dropout, return_lse=True, **options
-                )
-                bias_lse = scale * (q * self._bias_row(self.bias_k, k)).sum(-1).to(lse.dtype)
-                of_bias = self._bias_row(self.bias_v, v).expand_as(out)
+                ((bias_key, bias_value),) = extra
+                out, lse = attention(q, k, v, pattern, return_lse=True, **options)
+                bias_lse = scale * (q * bias_key).sum(-1).to(lse.dtype)
+                bias_out = bias_value.expand_as(out)
                 if dropout:
-                    of_bias = of_bias * F.dropout(torch.ones_like(bias_lse), dropout)[..., None]
-                out, _ = merge_attention((out, of_bias.to(out.dtype)), (lse, bias_lse))
+                    bias_out = bias_out * F.dropout(torch.ones_like(bias_lse), dropout)[..., None]
+                out, _ = merge_attention((out, bias_out.to(out.dtype)), (lse, bias_lse))
         joined = out.transpose(1, 2).flatten(2)  # [B, L, E]
         return self.out_proj(joined), weights if need_weights else None
 
-    def _bias_row(self, bias: Tensor | None, like: Tensor) -> Tensor:
+    def _bias_row(self, bias: Tensor, like: Tensor) -> Tensor:
         """Expands a learned key or value to one row of each batch entry, [B, H, 1, D]."""
-        assert bias is not None
         row = bias.view(1, self.num_heads, 1, self.head_dim).to(like.dtype)
         return row.expand(len(like), -1, -1, -1)
 
@@ -246,14 +228,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Raises ValueError where inputs [B, N, E] do not fit."""
         fits = query.dim() == key.dim() == value.dim() == 3 and len(query) == len(key) == len(value)
         widths = tuple(x.shape[-1] if fits else 0 for x in (query, key, value))
-        wanted = self.embed_dim, self.kdim, self.vdim
-        if not fits or widths != wanted or key.shape[1] != value.shape[1]:
+        E, kdim, vdim = self.embed_dim, self.kdim, self.vdim
+        if not fits or widths != (E, kdim, vdim) or key.shape[1] != value.shape[1]:
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
             raise ValueError(
-                "query, key and value must be [batch, tokens, {}], [batch, keys, {}] and [batch, "
-                "keys, {}], got {}, batch first; {} here".format(
-                    *wanted, shapes, f"batch_first={self.batch_first}"
-                )
+                f"query, key and value must be [batch, tokens, {E}], [batch, keys, {kdim}] and "
+                f"[batch, keys, {vdim}], got {shapes}, batch first; batch_first={self.batch_first} "
+                "here"
             )
         own = self.out_proj.weight.dtype
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -268,8 +249,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
         elif query is key and key is value:
             x = F.linear(query, self.in_proj_weight, bias)
-            parts = x.unflatten(-1, (3, self.num_heads, self.head_dim))  # [B, N, 3, H, D]
-            return list(parts.permute(2, 0, 3, 1, 4).unbind())
+            qkv = x.unflatten(-1, (3, self.num_heads, self.head_dim))  # [B, N, 3, H, D]
+            return list(qkv.permute(2, 0, 3, 1, 4).unbind())
         else:
             weights = list(self.in_proj_weight.chunk(3))
         biases = [None] * 3 if bias is None else bias.chunk(3)
@@ -287,53 +268,24 @@ class MultiheadAttention(nn.MultiheadAttention):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
     ) -> tuple[Pattern, Tensor | None]:
-        """Returns the pattern without blocked pairs, and the numbers that masks add to scores."""
+        """Returns the pattern without blocked pairs, and the sum of float masks or None."""
         (batch, length), keys, heads = query.shape[:2], key.shape[1], self.num_heads
-        added: list[Tensor] = []
+        biases: list[Tensor] = []
         if key_padding_mask is not None:
             _check_mask("key_padding_mask", key_padding_mask, [(batch, keys)])
-            allowed = _allowed(key_padding_mask)
-            if allowed is None:
-                added.append(key_padding_mask[:, None, None])
+            if (allowed := _allowed(key_padding_mask)) is None:
+                biases.append(key_padding_mask[:, None, None])
             else:
                 pattern = pattern & KeyMask(allowed)
         if attn_mask is not None:
-            fit = [(length, keys), (batch * heads, length, keys)]
-            _check_mask("attn_mask", attn_mask, fit)
+            _check_mask("attn_mask", attn_mask, [(length, keys), (batch * heads, length, keys)])
             if attn_mask.dim() == 3:
                 attn_mask = attn_mask.view(batch, heads, length, keys)
-            allowed = _allowed(attn_mask)
-            if allowed is None:
-                added.append(attn_mask if attn_mask.dim() == 4 else attn_mask[None, None])
+            if (allowed := _allowed(attn_mask)) is None:
+                biases.append(attn_mask)
             else:
                 pattern = pattern & _pairs(allowed)
-        return pattern, sum(added[1:], added[0]) if added else None
-
-    def _of_nested(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        need_weights: bool,
-        average_attn_weights: bool,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attends with nested inputs by padding them; out is nested as the query is."""
-        lengths = [len(x) for x in query.unbind()]
-        valid = KeyPadding(tuple(len(x) for x in key.unbind()))
-        q, k, v = _each(lambda x: x.to_padded_tensor(0.0), query, key, value)
-        self._check(q, k, v)
-        pattern = self.pattern & valid
-        if is_causal:
-            pattern = pattern & Causal()
-        out, weights = self._attend(q, k, v, pattern, None, need_weights)
-        if weights is not None and average_attn_weights:
-            weights = weights.mean(1)
-        rows = [x[:n] for x, n in zip(out, lengths, strict=True)]
-        if query.layout is torch.jagged:
-            offsets = cast(Any, query).offsets()
-            return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets), weights
-        return torch.nested.as_nested_tensor(rows), weights
+        return pattern, sum(biases[1:], biases[0]) if biases else None
 
 
 def convert(module: nn.Module, pattern: Pattern) -> list[str]:
@@ -370,17 +322,26 @@ def convert(module: nn.Module, pattern: Pattern) -> list[str]:
     return names
 
 
-def _converted(torchs: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAttention:
+def _converted(module: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAttention:
     """Builds a module over a pattern that shares all parameters and hooks with torch's."""
     converted = MultiheadAttention.__new__(MultiheadAttention)
-    for name, x in vars(torchs).items():
+    for name, x in vars(module).items():
         vars(converted)[name] = copy.copy(x) if isinstance(x, dict | set) else x
     converted._attend_by(pattern, None)
     return converted
 
 
-def _called(module: nn.Module, inputs: Any) -> None:
+def _called(module: nn.Module, inputs: Any) -> None:  # pickled modules contain this name
     """Hook that does nothing: torch's fused layers do not bypass a module that has a hook."""
+
+
+def _nested_like(query: Tensor, out: Tensor) -> Tensor:
+    """Converts the padded out to the nested layout of the query."""
+    rows = [x[: len(entry)] for x, entry in zip(out, query.unbind(), strict=True)]
+    if query.layout is torch.jagged:
+        offsets = cast(Any, query).offsets()
+        return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets)
+    return torch.nested.as_nested_tensor(rows)
 
 
 def _each(change: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:

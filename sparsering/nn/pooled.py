@@ -13,13 +13,8 @@ _AT_A_TIME = 1 << 22  # weights that are computed at a time
 def gated_pool(gate: Tensor, x: Tensor, size: int, stride: int) -> Tensor:
     """Weighted means of windows of tokens, by a softmax of each token's gate over its window.
 
-    Window c covers tokens c * stride to c * stride + size - 1, as in `pool_blocks`. Equal gates
-    give plain means.
-
-    Args:
-        gate: [B, H, N].
-        x: [B, H, N, D].
-        size, stride: tokens of a window, and from one window to the next; stride <= size.
+    Gates are [B, H, N], x is [B, H, N, D]. Window c covers tokens c * stride to c * stride + size
+    - 1, as in `pool_blocks`; stride <= size. Equal gates give plain means.
 
     Returns: [B, H, Np, D] in x's dtype, Np = ceil(max(0, N - size) / stride) + 1.
 

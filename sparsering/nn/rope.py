@@ -10,11 +10,7 @@ from ..patterns.arguments import shortened
 
 
 def rotary_table(
-    length: int,
-    head_dim: int,
-    base: float,
-    device: torch.device,
-    positions: Tensor | None = None,
+    length: int, head_dim: int, base: float, device: torch.device, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine [..., N, D / 2] of position x frequency.
 

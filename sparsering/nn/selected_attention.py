@@ -8,7 +8,7 @@ A call has five steps: score blocks, select, attend, merge branches, and train a
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +20,12 @@ from ..patterns.algebra import Mask
 from ..patterns.arguments import checked_flag, checked_integer, shortened
 from ..patterns.positions import Causal, Full, PooledCausal, SlidingWindow
 from ..patterns.selected import SelectedBlocks
-from ..selection import (
-    BlockScorer,
-    block_mass,
-    block_scores,
-    select_blocks,
-    selection_loss,
-)
+from ..selection import BlockScorer, block_mass, block_scores, select_blocks, selection_loss
 from ..selection.estimates import METHODS, checked_method
 from ..selection.query_rows import checked_blocks
 from .pooled import gated_pool, pooled_scores
 from .rope import check_rope, rotate
+from .transformer import checked_heads
 
 GATES = ("sigmoid", "zero")
 
@@ -102,6 +97,10 @@ class SelectedAttention(nn.Module):
     Source: NSA (arXiv 2502.11089), MoBA (2502.13189), DeepSeek-V3.2 (2512.02556) for the loss.
     """
 
+    gate_proj: nn.Linear | None
+    pool_gate: nn.Parameter | None
+    block_scorer: BlockScorer | None
+
     def __init__(
         self,
         embed_dim: int,
@@ -121,34 +120,26 @@ class SelectedAttention(nn.Module):
         causal: bool = True,
     ) -> None:
         super().__init__()
+        embed_dim, num_heads = checked_heads(embed_dim, num_heads)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        embed_dim = checked_integer("embed_dim", embed_dim, 1)
-        num_heads = checked_integer("num_heads", num_heads, 1)
         kv_heads = checked_integer("num_kv_heads", kv_heads, 1)
         query_block, block_size = checked_blocks(query_block, block_size)
-        if embed_dim % num_heads:
-            raise ValueError(
-                f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; "
-                f"{num_heads * 64} gives heads of 64"
-            )
         if num_heads % kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {kv_heads}; "
                 "1 shares keys among all heads"
             )
-        if not isinstance(scorer, str) or scorer not in (*METHODS, "pooled", "learned"):
-            raise ValueError(
-                f"scorer must be one of {', '.join(METHODS)}, pooled, learned, got "
-                f"{shortened(repr(scorer))}"
-            )
+        scorers = (*METHODS, "pooled", "learned")
+        for name, value, choices in (("scorer", scorer, scorers), ("gate", gate, GATES)):
+            if not isinstance(value, str) or value not in choices:
+                got = shortened(repr(value))
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {got}")
         if scorer in METHODS:
             checked_method(scorer, 4, block_size, query_block)
         if scorer == "pooled" and pooled is None:
             raise ValueError(
                 "scorer='pooled' needs a pooled branch, got pooled=None; pooled=(32, 16) is NSA's"
             )
-        if not isinstance(gate, str) or gate not in GATES:
-            raise ValueError(f"gate must be one of {', '.join(GATES)}, got {shortened(repr(gate))}")
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
         self.block_size, self.query_block = block_size, query_block
@@ -159,26 +150,24 @@ class SelectedAttention(nn.Module):
         self.dense_below = dense_below
         self.window = None if window is None else checked_integer("window", window, 1)
         self.pooled = None if pooled is None else _checked_pooling(pooled)
-        shared = kv_heads * self.head_dim
+        kv_width = kv_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=False)
-        self.k_proj = nn.Linear(embed_dim, shared, bias=False)
-        self.v_proj = nn.Linear(embed_dim, shared, bias=False)
+        self.k_proj = nn.Linear(embed_dim, kv_width, bias=False)
+        self.v_proj = nn.Linear(embed_dim, kv_width, bias=False)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
-        branches = (window is not None) + (pooled is not None)
-        self.gate_proj: nn.Linear | None = None
-        if branches:
-            self.gate_proj = nn.Linear(embed_dim, num_heads * (branches + (gate == "sigmoid")))
+        self.gate_proj = self.pool_gate = self.block_scorer = None
+        if branches := (window is not None) + (pooled is not None):
+            gates = num_heads * (branches + (gate == "sigmoid"))
+            self.gate_proj = nn.Linear(embed_dim, gates)
             nn.init.zeros_(self.gate_proj.weight)
             nn.init.zeros_(self.gate_proj.bias)
-        self.pool_gate: nn.Parameter | None = None
         if pooled is not None:
             self.pool_gate = nn.Parameter(torch.zeros(kv_heads, self.head_dim))
-        self.block_scorer: BlockScorer | None = None
         if scorer == "learned":
             self.block_scorer = BlockScorer(
                 self.head_dim, kv_heads, block_size, query_block=query_block, causal=causal
             )
-        self._choose(torch.zeros(1, 1, 1, self.k + 1))  # validates k, sink and local early
+        self._select(torch.zeros(1, 1, 1, self.k + 1))  # validates k, sink and local early
 
     @classmethod
     def nsa(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
@@ -186,10 +175,7 @@ class SelectedAttention(nn.Module):
 
         Differences: pooled keys and values are weighted means, where NSA learns an MLP; and one
         projection of keys and values serves all three branches. NSA has 16 query heads per kv head.
-
-        Args:
-            embed_dim, num_heads: sizes of the layer.
-            options: arguments of `SelectedAttention`, which override the ones above.
+        `options` are arguments of `SelectedAttention`; they override the ones above.
         """
         preset = {"pooled": (32, 16), "scorer": "pooled", "window": 512, "local": 2}
         return cls(embed_dim, num_heads, **{**preset, **options})
@@ -199,11 +185,8 @@ class SelectedAttention(nn.Module):
         """Builds MoBA: 3 blocks of 512, with the query's own, scored by the mean of their keys.
 
         As in MoBA, each query head chooses for itself where num_kv_heads is num_heads. Here, query
-        heads that share keys share the choice.
-
-        Args:
-            embed_dim, num_heads: sizes of the layer.
-            options: arguments of `SelectedAttention`, which override the ones above.
+        heads that share keys share the choice. `options` are arguments of `SelectedAttention`; they
+        override the ones above.
         """
         preset = {"block_size": 512, "k": 3, "scorer": "mean", "sink": 0}
         return cls(embed_dim, num_heads, **{**preset, **options})
@@ -214,10 +197,7 @@ class SelectedAttention(nn.Module):
 
         In the adaptive attention of the prior library, no gradient reached any of the scorer's 17
         parameters. Here `forward(x, return_loss=True)` returns the loss that trains the scorer.
-
-        Args:
-            embed_dim, num_heads: sizes of the layer.
-            options: arguments of `SelectedAttention`.
+        `options` are arguments of `SelectedAttention`.
         """
         return cls(embed_dim, num_heads, **{"scorer": "learned", **options})
 
@@ -228,10 +208,7 @@ class SelectedAttention(nn.Module):
         It has a window of 256 tokens, means of every 64 tokens, and 8 blocks of 64 that the
         attention to these means chooses. The hierarchical attention of the prior library had levels
         at fixed positions: rows of blocks at strides, of which some saw all (`Hierarchical`).
-
-        Args:
-            embed_dim, num_heads: sizes of the layer.
-            options: arguments of `SelectedAttention`, which override the ones above.
+        `options` are arguments of `SelectedAttention`; they override the ones above.
         """
         preset = {"pooled": (64, 64), "scorer": "pooled", "window": 256, "k": 8}
         return cls(embed_dim, num_heads, **{**preset, **options})
@@ -242,26 +219,8 @@ class SelectedAttention(nn.Module):
         parts = [f"{name}={getattr(self, name)!r}" for name in (*names, "dense_below", "causal")]
         return f"{self.num_heads} heads on {self.num_kv_heads}, {', '.join(parts)}"
 
-    @overload
     def forward(
-        self,
-        x: Tensor,
-        *,
-        rope: tuple[Tensor, Tensor] | None = ...,
-        return_loss: Literal[False] = ...,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None = ..., return_loss: Literal[True]
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        rope: tuple[Tensor, Tensor] | None = None,
-        return_loss: bool = False,
+        self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None = None, return_loss: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Computes self-attention on x.
 
@@ -299,11 +258,14 @@ class SelectedAttention(nn.Module):
             check_rope(rope, x.shape[1], self.head_dim)
             query, key = rotate(query, *rope), rotate(key, *rope)
         if self.is_dense(x.shape[1]):
-            chosen = attention(query, key, value, Causal() if self.causal else Full())
-            loss = self._loss_of_dense(query, key) if return_loss else None
+            out = attention(query, key, value, Causal() if self.causal else Full())
+            loss = None
+            if return_loss:  # on the mass of every block, whose log the "exact" scores are
+                mass = self._estimates(query, key, "exact").exp()
+                loss = selection_loss(self.scores(query, key), mass)
         else:
-            chosen, loss = self._attend_chosen(query, key, value, return_loss)
-        branches = [chosen]
+            out, loss = self._attend_selected(query, key, value, return_loss)
+        branches = [out]
         if self.window is not None:
             ahead = 0 if self.causal else self.window - 1
             window = SlidingWindow(self.window - 1, ahead)
@@ -312,7 +274,7 @@ class SelectedAttention(nn.Module):
             coarse_key, coarse_value = self.pool(key, key), self.pool(key, value)
             coarse = PooledCausal(*self.pooled) if self.causal else Full()
             branches.append(attention(query, coarse_key, coarse_value, coarse, q_start=0))
-        out = self.out_proj(self._merged(x, branches).transpose(1, 2).flatten(2))
+        out = self.out_proj(self._gated_sum(x, branches).transpose(1, 2).flatten(2))
         return out if loss is None else (out, loss)
 
     def is_dense(self, length: int) -> bool:
@@ -326,27 +288,19 @@ class SelectedAttention(nn.Module):
             scores: Tensor = self.block_scorer(query, key)
             return scores
         if self.pooled is None or self.scorer != "pooled":
-            return self._estimated(query, key, self.scorer)
+            return self._estimates(query, key, self.scorer)
+        pooled_key, kv_len = self.pool(key, key), key.shape[2]
         return pooled_scores(
-            query,
-            self.pool(key, key),
-            self.block_size,
-            self.pooled,
-            key.shape[2],
-            query_block=self.query_block,
-            causal=self.causal,
+            query, pooled_key, self.block_size, self.pooled, kv_len, **self._row_options
         )
 
+    @property
+    def _row_options(self) -> dict[str, Any]:
+        return {"query_block": self.query_block, "causal": self.causal}
+
     @torch.no_grad()
-    def _estimated(self, query: Tensor, key: Tensor, method: str) -> Tensor:
-        return block_scores(
-            query,
-            key,
-            self.block_size,
-            query_block=self.query_block,
-            method=method,
-            causal=self.causal,
-        )
+    def _estimates(self, query: Tensor, key: Tensor, method: str) -> Tensor:
+        return block_scores(query, key, self.block_size, method=method, **self._row_options)
 
     def pool(self, key: Tensor, x: Tensor) -> Tensor:
         """Pools keys or values x into [B, Hkv, Np, D], by weights computed from the keys."""
@@ -354,23 +308,16 @@ class SelectedAttention(nn.Module):
         gate = (key * self.pool_gate[:, None]).sum(3)
         return gated_pool(gate, x, *self.pooled)
 
-    def _choose(self, scores: Tensor) -> Tensor:
-        return select_blocks(
-            scores,
-            self.k,
-            block_size=self.block_size,
-            query_block=self.query_block,
-            sink=self.sink,
-            local=self.local,
-            causal=self.causal,
-        )
+    def _select(self, scores: Tensor) -> Tensor:
+        options = {"block_size": self.block_size, **self._row_options}
+        return select_blocks(scores, self.k, sink=self.sink, local=self.local, **options)
 
-    def _attend_chosen(
+    def _attend_selected(
         self, query: Tensor, key: Tensor, value: Tensor, with_loss: bool
     ) -> tuple[Tensor, Tensor | None]:
         with torch.set_grad_enabled(torch.is_grad_enabled() and with_loss):
             scores = self.scores(query, key)
-        indices = self._choose(scores)
+        indices = self._select(scores)
         pattern: Mask = SelectedBlocks(indices, self.block_size, self.query_block)
         if self.causal:
             pattern = pattern & Causal()
@@ -380,22 +327,19 @@ class SelectedAttention(nn.Module):
         mass = block_mass(query, key, pattern, lse)
         return out, selection_loss(scores, mass, indices)
 
-    def _loss_of_dense(self, query: Tensor, key: Tensor) -> Tensor:
-        """Loss on the mass of every block; the "exact" scores are the log of that mass."""
-        mass = self._estimated(query, key, "exact").exp()
-        return selection_loss(self.scores(query, key), mass)
-
-    def _merged(self, x: Tensor, branches: list[Tensor]) -> Tensor:
+    def _gated_sum(self, x: Tensor, branches: list[Tensor]) -> Tensor:
         """Sum of the branches [B, H, N, D], each times its gate."""
         if self.gate_proj is None:
             return branches[0]
         gates = self.gate_proj(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        start: Any = 0
         if self.gate == "sigmoid":
-            each = gates.sigmoid().unbind(-1)  # [B, H, N]
-            return sum(g[..., None] * out for g, out in zip(each, branches, strict=True))
-        each = gates.unbind(-1)
-        added = (g[..., None] * out for g, out in zip(each, branches[1:], strict=True))
-        return sum(added, branches[0])
+            gates = gates.sigmoid()
+        else:  # the first branch has no gate
+            start, *branches = branches
+        pairs = zip(gates.unbind(-1), branches, strict=True)  # gates [B, H, N]
+        total: Tensor = sum((gate[..., None] * out for gate, out in pairs), start)
+        return total
 
 
 def _checked_pooling(pooled: Sequence[int]) -> tuple[int, int]:

@@ -12,16 +12,33 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps (query, key, value), each [B, H, N, D], to [B, H, N, D]."""
 
 
+def checked_heads(embed_dim: int, num_heads: int) -> tuple[int, int]:
+    """Returns both as ints; TypeError or ValueError names the one that is wrong."""
+    embed_dim = checked_integer("embed_dim", embed_dim, 1)
+    num_heads = checked_integer("num_heads", num_heads, 1)
+    if embed_dim % num_heads:
+        raise ValueError(
+            f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; "
+            f"{num_heads * 64} gives heads of 64"
+        )
+    return embed_dim, num_heads
+
+
 def checked_sizes(
-    width: int, num_heads: int, num_layers: int, mlp_ratio: int
+    width: int, num_heads: int, num_layers: int, mlp_ratio: int, axes: int = 1
 ) -> tuple[int, int, int, int]:
     """Returns the sizes of a model as ints; TypeError or ValueError names the one that is wrong."""
-    return (
-        checked_integer("width", width, 1),
-        checked_integer("num_heads", num_heads, 1),
-        checked_integer("num_layers", num_layers, 0),
-        checked_integer("mlp_ratio", mlp_ratio, 1),
-    )
+    width = checked_integer("width", width, 1)
+    num_heads = checked_integer("num_heads", num_heads, 1)
+    num_layers = checked_integer("num_layers", num_layers, 0)
+    mlp_ratio = checked_integer("mlp_ratio", mlp_ratio, 1)
+    if width % num_heads or width // num_heads % (2 * axes):
+        multiple = "even head dim" if axes == 1 else f"head dim that is a multiple of {2 * axes}"
+        raise ValueError(
+            f"width must be num_heads times a {multiple}, got width {width} and {num_heads} heads; "
+            f"width {num_heads * 64} gives heads of 64"
+        )
+    return width, num_heads, num_layers, mlp_ratio
 
 
 class Block(nn.Module):

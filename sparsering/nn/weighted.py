@@ -21,18 +21,16 @@ def weighted_attention(
     pattern: Pattern,
     *,
     scale: float,
-    added: Tensor | None = None,
+    bias: Tensor | None = None,
     extra_keys: int = 0,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over a pattern, and its weights.
 
     Args:
-        query: [B, H, Nq, D], at positions from 0 on.
-        key, value: [B, H, Nk, D].
+        query, key, value: [B, H, N, D], as for `attention`; queries stand at positions from 0 on.
         pattern: covers all keys but the last `extra_keys`, which every query sees.
-        scale: factor of the scores.
-        added: [B or 1, H or 1, Nq or 1, Nk - extra_keys], numbers that are added to the scores.
+        bias: numbers that are added to the scores; broadcasts to [B, H, Nq, Nk - extra_keys].
         dropout: share of the weights that is dropped; the others are divided by 1 - dropout.
 
     Returns: out [B, H, Nq, D] and the weights [B, H, Nq, Nk] after dropout, in the query's dtype;
@@ -43,7 +41,7 @@ def weighted_attention(
     Cost: O(B H Nq Nk) time and memory.
     """
     shape = *query.shape[:3], key.shape[2]
-    if shape[0] * shape[1] * shape[2] * shape[3] > MOST_WEIGHTS:
+    if query.shape[:3].numel() * key.shape[2] > MOST_WEIGHTS:
         raise ValueError(
             f"weights, and float masks of other numbers than 0 and -inf, take dense scores, up to "
             f"2^26 of them, got {' x '.join(map(str, shape))}; pass need_weights=False and bool "
@@ -52,13 +50,13 @@ def weighted_attention(
     heads, inner = query.shape[1], key.shape[2] - extra_keys
     counts = pattern.to_dense(query.shape[2], inner, num_heads=heads, q_start=0)
     dtype = sum_dtype(query)
-    bias = counts.to(query.device, dtype).log()
-    there = F.pad(bias > -torch.inf, (0, extra_keys), value=True)
-    bias = bias if added is None else bias + added.to(dtype)
-    seen = there.any(-2)[..., None]  # unseen keys may hold NaN
-    key, value = torch.where(seen, key, 0.0), torch.where(seen, value, 0.0)
+    log_counts = counts.to(query.device, dtype).log()
+    visible = F.pad(log_counts > -torch.inf, (0, extra_keys), value=True)
+    bias = log_counts if bias is None else log_counts + bias.to(dtype)
+    in_use = visible.any(-2)[..., None]  # a key that no query sees may hold NaN
+    key, value = torch.where(in_use, key, 0.0), torch.where(in_use, value, 0.0)
     score = scale * (query @ key.mT).to(dtype) + F.pad(bias, (0, extra_keys))
-    score = torch.where(there, score, -torch.inf)
+    score = torch.where(visible, score, -torch.inf)
     weight, total, _ = dense_softmax(score)
     weights = F.dropout((weight / total).to(query.dtype), dropout)
     return weights @ value, weights

@@ -5,7 +5,7 @@
 
 Saving first writes the tensors to files with new names, then renames the new `checkpoint.json`
 over the old one. A failure before the rename leaves the old checkpoint whole. Each process writes
-one file (`parts`), and any number of processes can read them.
+one file (`tensor_files`), and any number of processes can read them.
 
 A checkpoint may come from a stranger, so nothing in it is executed or unpickled. `checkpoint.json`
 is checked against the files' headers, and both against the recipe's model, before memory is
@@ -14,9 +14,8 @@ allocated for tensors. The hashes come from the same stranger: they detect damag
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from torch import Tensor, nn
 
 from ..files import read_file, replace_file
 from ..models.longnet import LongNetLM
-from .parts import Files, Kind, Parts, read_parts, write_parts
 from .ranks import ALONE, Ranks
 from .recipe import Recipe
+from .tensor_files import Files, Kind, TensorIndex, read_index, write_tensors
 
 FORMAT = "sparsering checkpoint 2"
 OLDER_FORMAT = "sparsering checkpoint 1"  # one safetensors file, or a folder of pickled tensors
@@ -38,13 +37,10 @@ _FILE_NAME = re.compile(r"checkpoint-[0-9a-z-]{1,80}\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class About:
-    """Contents of a `checkpoint.json`.
+    """Contents of a `checkpoint.json`: a run after `step` optimizer steps.
 
     Attributes:
-        folder: the checkpoint's folder.
-        step: optimizer steps done.
         command: the subcommand that wrote it, "train" or "demo".
-        recipe: the run's settings.
         fingerprint: hash of the text (`Text.fingerprint`).
         launch: name of the torchrun launch that wrote it; None for a single process.
         files: size and hash of each file of tensors, by name.
@@ -61,28 +57,17 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint(About):
-    """A run's state after `step` steps.
+    """A checkpoint with its tensors: weights `model.*`, optimizer state `optimizer.*`."""
 
-    Attributes:
-        parts: weights `model.*` and, after the first step, optimizer state `optimizer.*`.
-    """
-
-    parts: Parts
+    tensors: TensorIndex
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Copies the saved weights and optimizer state into a model of the recipe."""
-        room: dict[str, Tensor] = {}
-        for name, parameter in model.named_parameters():
-            weight = room[f"model.{name}"] = parameter.detach()
-            if optimizer is not None and self.step:
-                state = {
-                    "step": torch.zeros((), device=weight.device),
-                    "exp_avg": torch.zeros_like(weight),
-                    "exp_avg_sq": torch.zeros_like(weight),
-                }
-                room |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
-                optimizer.state[parameter] = state
-        self.parts.fill(room)
+        if optimizer is not None and self.step:
+            for weight in model.parameters():
+                moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[weight] = {"step": torch.zeros((), device=weight.device), **moments}
+        self.tensors.load(named_tensors(model, optimizer))
 
 
 def save_checkpoint(
@@ -97,29 +82,26 @@ def save_checkpoint(
     launch: str | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Replaces the folder's checkpoint atomically.
+    """Replaces the folder's checkpoint atomically; the arguments are as in `About`.
 
-    Args:
-        step, recipe, fingerprint, command, launch: as in `About`.
-        ranks: the processes that train together. Each calls this function and writes its own
-            share, to a folder that all of them see.
+    All ranks call this function, and each writes its share to a folder that all of them see.
 
     Raises: OSError on all ranks if one cannot write; the old checkpoint stays untouched.
     ImportError without safetensors.
     """
     tensors = named_tensors(model, optimizer)
-    written: Files = {}
+    own: Files = {}
     try:
-        ranks.together(lambda: written.update(write_parts(folder, step, tensors, ranks)))
+        ranks.together(lambda: own.update(write_tensors(folder, step, tensors, ranks)))
     except Exception:  # all ranks raise, so no checkpoint.json will name these files
-        _remove(folder, written.keys() - _named_files(folder))
+        _remove(folder, own.keys() - _named_files(folder))
         raise
-    files = {name: about for share in ranks.gather(written) for name, about in share.items()}
+    files = {name: file for share in ranks.gather(own) for name, file in share.items()}
     about = {
         "format": FORMAT,
         "command": command,
         "step": step,
-        "recipe": recipe.to_json(),
+        "recipe": asdict(recipe),
         "fingerprint": fingerprint,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -130,12 +112,12 @@ def save_checkpoint(
     ranks.together(lambda: _point_to(folder, files, about) if ranks.leads else None)
 
 
-def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Returns weights `model.*` and optimizer state `optimizer.*` of this process, by name."""
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        tensors[f"model.{name}"] = parameter.detach()
-        for key, value in optimizer.state[parameter].items():
+    for name, weight in model.named_parameters():
+        tensors[f"model.{name}"] = weight.detach()
+        for key, value in optimizer.state[weight].items() if optimizer else ():
             tensors[f"optimizer.{name}.{key}"] = value
     return tensors
 
@@ -143,31 +125,26 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 def load_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Checkpoint:
     """Reads and verifies a checkpoint without loading its tensors.
 
-    Args:
-        ranks: the processes that train together. Each verifies some of the files and does not
-            wait for the others: see `Ranks.together`.
+    Each rank verifies some of the files and does not wait for the others: see `Ranks.together`.
 
     Raises: FileNotFoundError if there is no checkpoint; ValueError if it is damaged or from another
     program; ImportError without safetensors.
     """
     about = read_about(folder)
     try:
-        parts = read_parts(folder, about.files)
-        _check_kinds(about, parts.kinds)
-        parts.verify(ranks)
+        tensors = read_index(folder, about.files)
+        _check_kinds(about, tensors.kinds)
+        tensors.verify(ranks)
     except FileNotFoundError as error:
         missing = Path(error.filename or "file").name
         raise _damaged(folder, f"no {missing}, which checkpoint.json names") from None
     except ValueError as error:
         raise _damaged(folder, str(error)) from None
-    return Checkpoint(**vars(about), parts=parts)
+    return Checkpoint(**vars(about), tensors=tensors)
 
 
 def read_about(folder: Path) -> About:
-    """Reads the folder's `checkpoint.json`, but no tensors.
-
-    Raises: as `load_checkpoint`.
-    """
+    """Reads the folder's `checkpoint.json`, but no tensors. Raises as `load_checkpoint`."""
     try:
         text = read_file(folder / "checkpoint.json", MOST_JSON_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -178,11 +155,11 @@ def read_about(folder: Path) -> About:
     except ValueError as error:
         raise _damaged(folder, str(error)) from None
     try:
-        about = json.loads(text, object_pairs_hook=_pairs)
+        values = json.loads(text, object_pairs_hook=_dict_of_pairs)
     except (ValueError, RecursionError):
         raise _damaged(folder, "checkpoint.json that is not JSON") from None
     try:
-        return _about(folder, about)
+        return _about(folder, values)
     except ValueError as error:
         raise _damaged(folder, f"checkpoint.json with {error}") from None
 
@@ -195,12 +172,12 @@ def load_model(folder: str | Path) -> LongNetLM:
     return model.eval()
 
 
-def _about(folder: Path, about: Any) -> About:
-    """Parses `checkpoint.json`; ValueError if it is not as `save_checkpoint` writes it."""
-    if not isinstance(about, dict) or about.get("format") not in (FORMAT, OLDER_FORMAT):
+def _about(folder: Path, values: Any) -> About:
+    """Checks values of `checkpoint.json`; ValueError where `save_checkpoint` writes otherwise."""
+    if not isinstance(values, dict) or values.get("format") not in (FORMAT, OLDER_FORMAT):
         raise ValueError(f"a format other than {FORMAT!r}")
-    tensors = _value(about, "tensors", dict)
-    if about["format"] == FORMAT:
+    tensors = _value(values, "tensors", dict)
+    if values["format"] == FORMAT:
         files = _value(tensors, "files", dict)
     elif "folder" not in tensors:
         files = {_value(tensors, "file", str): tensors}
@@ -216,20 +193,17 @@ def _about(folder: Path, about: Any) -> About:
             raise ValueError(f"{name!r} for a file of tensors")
         for key, kind in (("bytes", int), ("sha256", str)):
             _value(_value(files, name, dict), key, kind)
-    recipe = Recipe.from_json(_value(about, "recipe", dict))
-    step = _value(about, "step", int)
+    recipe = Recipe.from_json(_value(values, "recipe", dict))
+    step = _value(values, "step", int)
     if not 0 <= step <= recipe.steps:
         raise ValueError(f"step {step} of {recipe.steps}")
-    launch = about.get("launch")
-    if launch is not None:
-        launch = _value(about, "launch", str)
     return About(
         folder,
         step,
-        _value(about, "command", str),
+        _value(values, "command", str),
         recipe,
-        _value(about, "fingerprint", str),
-        launch,
+        _value(values, "fingerprint", str),
+        None if values.get("launch") is None else _value(values, "launch", str),
         files,
     )
 
@@ -241,7 +215,8 @@ def _value(values: dict[str, Any], name: str, kind: type) -> Any:
     return value
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Converts a JSON object to a dict; ValueError if a name stands in it twice."""
     values = dict(pairs)
     if len(values) != len(pairs):
         raise ValueError("a name twice")
@@ -251,25 +226,21 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_kinds(about: About, kinds: dict[str, Kind]) -> None:
     """Raises ValueError at the first difference from the tensors of the recipe's model."""
     unexpected = kinds.keys() - {"rng"}  # older checkpoints also store torch's random state
-    for name, kind in _expected_kinds(about):
-        if name not in kinds:
-            raise ValueError(f"no tensor {name}, which the recipe's model has")
-        if kinds[name] != kind:
-            raise ValueError(f"{name} of {kinds[name]}, not {kind}")
-        unexpected.discard(name)
+    for parameter, shape in about.recipe.parameter_shapes():
+        kind = Kind(tuple(shape))
+        expected = {f"model.{parameter}": kind}
+        if about.step:  # before its first step AdamW has no state
+            expected[f"optimizer.{parameter}.step"] = Kind(())
+            expected[f"optimizer.{parameter}.exp_avg"] = kind
+            expected[f"optimizer.{parameter}.exp_avg_sq"] = kind
+        for name, kind in expected.items():
+            if name not in kinds:
+                raise ValueError(f"no tensor {name}, which the recipe's model has")
+            if kinds[name] != kind:
+                raise ValueError(f"{name} of {kinds[name]}, not {kind}")
+        unexpected -= expected.keys()
     if unexpected:
         raise ValueError(f"tensors of another model ({', '.join(sorted(unexpected)[:3])})")
-
-
-def _expected_kinds(about: About) -> Iterator[tuple[str, Kind]]:
-    """Yields name and kind of each tensor in a checkpoint of this recipe and step."""
-    for name, shape in about.recipe.parameter_shapes():
-        kind = Kind(tuple(shape))
-        yield f"model.{name}", kind
-        if about.step:  # before its first step AdamW has no state
-            yield f"optimizer.{name}.step", Kind(())
-            yield f"optimizer.{name}.exp_avg", kind
-            yield f"optimizer.{name}.exp_avg_sq", kind
 
 
 def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
@@ -282,8 +253,8 @@ def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
     except BaseException:
         _remove(folder, files.keys() - _named_files(folder))
         raise
-    lying = (*folder.glob("checkpoint-*.safetensors"), *folder.glob(".checkpoint*.part"))
-    _remove(folder, {path.name for path in lying} - files.keys())  # a killed process leaves files
+    on_disk = (*folder.glob("checkpoint-*.safetensors"), *folder.glob(".checkpoint*.part"))
+    _remove(folder, {path.name for path in on_disk} - files.keys())  # a killed process leaves some
 
 
 def _named_files(folder: Path) -> set[str]:

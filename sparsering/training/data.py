@@ -1,4 +1,4 @@
-"""Text as bytes: reads a file or folder, splits it by file and cuts windows out of it.
+"""Text as bytes: reads a file or folder, splits it by file, and cuts windows out of it.
 
     text = read_text("corpus/", context=16384, seed=0)
     tokens, targets = training_window(text.train, context=16384, batch_size=1, seed=0, step=7)
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 SEPARATOR = b"\0"
-_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+Windows = list[tuple[Tensor, Tensor]]
+"""Pairs of (tokens, targets), each int64 [B, N]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +51,8 @@ def read_text(
 
     Args:
         path: a file or a folder (read recursively, without hidden names and `__pycache__`).
-            Default: the sources of Python's standard library on this machine, `*.py` without its
-            tests.
+            Default: Python's standard library on this machine: its `*.py` files without its tests,
+            which some systems omit.
         context: tokens per training window; each side needs context + 1 bytes.
         seed: decides which files go to validation.
         glob: file names to read in a folder.
@@ -61,7 +62,11 @@ def read_text(
         FileNotFoundError: the path does not exist.
         ValueError: no file in the folder, a binary file (a NUL byte), or too little text.
     """
-    files = _standard_library() if path is None else _files_of(Path(path), glob)
+    if path is None:
+        excluded = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+        files = _files_below(Path(sysconfig.get_paths()["stdlib"]), "*.py", excluded)
+    else:
+        files = _text_files(Path(path), glob)
     contents = {name: _read(file) for name, file in files.items()}
     total = sum(map(len, contents.values()))
     source = "the standard library" if path is None else str(path)
@@ -71,19 +76,17 @@ def read_text(
             f"each to train and to validate), got {total} in {source}; give more text or a "
             f"--context of at most {max(total // 2 - 1, 0)}"
         )
-    wanted = max(round(validation_share * total), context + 1)
+    target = max(round(validation_share * total), context + 1)
     if len(contents) == 1:
         ((name, content),) = contents.items()
-        cut = total - wanted
+        cut = total - target
         contents = {f"{name}[:{cut}]": content[:cut], f"{name}[{cut}:]": content[cut:]}
-        held_out = [f"{name}[{cut}:]"]
+        validation_files = [f"{name}[{cut}:]"]
     else:
-        held_out = _held_out(
-            {name: len(content) for name, content in contents.items()}, wanted, seed
-        )
-    training = [name for name in contents if name not in set(held_out)]
-    train = SEPARATOR.join(contents[name] for name in training)
-    validation = SEPARATOR.join(contents[name] for name in held_out)
+        validation_files = _validation_files(contents, target, seed)
+    train_files = [name for name in contents if name not in validation_files]
+    train = SEPARATOR.join(contents[name] for name in train_files)
+    validation = SEPARATOR.join(contents[name] for name in validation_files)
     for side, joined in (("training", train), ("validation", validation)):
         if len(joined) < context + 1:
             raise ValueError(
@@ -91,11 +94,15 @@ def read_text(
                 f"{len(joined)} (the {total} bytes of {source} are split by file); give more "
                 "files, or a smaller --context"
             )
-    digest = hashlib.sha256(f"{training}{held_out}".encode())
+    digest = hashlib.sha256(f"{train_files}{validation_files}".encode())
     digest.update(train)
     digest.update(validation)
     return Text(
-        _tensor(train), _tensor(validation), tuple(training), tuple(held_out), digest.hexdigest()
+        torch.frombuffer(bytearray(train), dtype=torch.uint8),
+        torch.frombuffer(bytearray(validation), dtype=torch.uint8),
+        tuple(train_files),
+        tuple(validation_files),
+        digest.hexdigest(),
     )
 
 
@@ -109,9 +116,7 @@ def training_window(
     return windows[:, :-1], windows[:, 1:]
 
 
-def validation_windows(
-    validation: Tensor, *, context: int, count: int
-) -> list[tuple[Tensor, Tensor]]:
+def validation_windows(validation: Tensor, *, context: int, count: int) -> Windows:
     """Cuts up to `count` disjoint, evenly spread windows: int64 tokens and targets [1, context]."""
     count = max(1, min(count, (len(validation) - 1) // context))
     gap = (len(validation) - 1 - context) // max(count - 1, 1)
@@ -119,35 +124,22 @@ def validation_windows(
     return [(window[:, :-1], window[:, 1:]) for window in windows]
 
 
-def unigram_loss(train: Tensor, windows: list[tuple[Tensor, Tensor]]) -> float:
+def unigram_loss(train: Tensor, windows: Windows) -> float:
     """Nats per target byte under the byte frequencies of `train`, each count plus one."""
     counts = torch.bincount(train, minlength=256).double() + 1
     log_share = (counts / counts.sum()).log()
     return -float(torch.cat([log_share[targets].flatten() for _, targets in windows]).mean())
 
 
-def bigram_loss(train: Tensor, windows: list[tuple[Tensor, Tensor]]) -> float:
+def bigram_loss(train: Tensor, windows: Windows) -> float:
     """Nats per target byte under the byte-pair frequencies of `train`, each count plus one."""
     pairs = train[:-1].long() * 256 + train[1:]
     counts = torch.bincount(pairs, minlength=256 * 256).view(256, 256).double() + 1
     log_share = (counts / counts.sum(1, keepdim=True)).log()
-    return -float(
-        torch.cat([log_share[tokens, targets].flatten() for tokens, targets in windows]).mean()
-    )
+    return -float(torch.cat([log_share[pair].flatten() for pair in windows]).mean())
 
 
-def _standard_library() -> dict[str, Path]:
-    """Files of the standard library without its tests, which some systems leave out."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(folder.rglob("*.py"))
-    return {
-        name.as_posix(): file
-        for file in files
-        if not _NOT_THE_LIBRARY & set((name := file.relative_to(folder)).parts)
-    }
-
-
-def _files_of(path: Path, glob: str) -> dict[str, Path]:
+def _text_files(path: Path, glob: str) -> dict[str, Path]:
     if not path.exists():
         raise FileNotFoundError(
             f"expected a text file or a folder at {path}, found nothing; check --data"
@@ -159,18 +151,22 @@ def _files_of(path: Path, glob: str) -> dict[str, Path]:
             f"expected a text file or a folder at {path}, got neither; copy the text to a file "
             "first"
         )
-    names = [file.relative_to(path) for file in sorted(path.rglob(glob)) if file.is_file()]
-    visible = [
-        n
-        for n in names
-        if not any(part.startswith(".") or part == "__pycache__" for part in n.parts)
-    ]
-    if not visible:
+    if not (files := _files_below(path, glob, {"__pycache__"})):
         raise ValueError(
             f"expected text files in the folder {path}, found none that match {glob!r}; check "
             "--data, --glob"
         )
-    return {name.as_posix(): path / name for name in visible}
+    return files
+
+
+def _files_below(folder: Path, glob: str, excluded: set[str]) -> dict[str, Path]:
+    """Files in a folder and its subfolders by name, without hidden and excluded names."""
+    names = [file.relative_to(folder) for file in sorted(folder.rglob(glob)) if file.is_file()]
+    return {
+        name.as_posix(): folder / name
+        for name in names
+        if not any(part.startswith(".") or part in excluded for part in name.parts)
+    }
 
 
 def _read(file: Path) -> bytes:
@@ -183,19 +179,15 @@ def _read(file: Path) -> bytes:
     return content
 
 
-def _held_out(sizes: dict[str, int], wanted: int, seed: int) -> list[str]:
-    """Picks files at random until they have `wanted` bytes, but never more than half of all."""
-    order = sorted(sizes)
+def _validation_files(contents: dict[str, bytes], target: int, seed: int) -> list[str]:
+    """Picks files at random until they have `target` bytes, but never more than half of all."""
+    order = sorted(contents)
     random.Random(f"{seed}:validation").shuffle(order)
-    most = sum(sizes.values()) // 2
-    taken: list[str] = []
+    most = sum(map(len, contents.values())) // 2
+    names: list[str] = []
     size = 0
     for name in order:
-        if size < wanted and size + sizes[name] <= most:
-            taken.append(name)
-            size += sizes[name]
-    return taken
-
-
-def _tensor(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if size < target and size + len(contents[name]) <= most:
+            names.append(name)
+            size += len(contents[name])
+    return names

@@ -14,15 +14,9 @@ from ..patterns.expression import parse
 from ..patterns.positions import Causal
 from ..plots import loss_png, patterns_png, require_matplotlib, speed_png
 from .data import SEPARATOR, bigram_loss, unigram_loss
-from .html import readable, report_html, table
+from .html import printable, report_html, table
 from .loop import Run, train
-from .measure import (
-    GenerationTime,
-    StepTime,
-    generation_time,
-    peak_memory_bytes,
-    step_times,
-)
+from .measure import StepTime, TimedTokens, peak_memory_bytes, step_times
 from .recipe import Recipe
 
 RECIPE = Recipe(steps=300, num_layers=2)  # a small model, for more steps in the same time
@@ -32,10 +26,7 @@ PROMPT_BYTES, SAMPLE_BYTES = 200, 300
 def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
     """Trains, times a step with sparse and with dense attention, writes plots and `report.html`.
 
-    Args:
-        out: the output folder; files of an earlier demo in it are replaced.
-        recipe: the training settings; the default takes about four minutes on two cores.
-        resume: continue an interrupted demo.
+    It takes about four minutes on two cores. Files of an earlier demo are replaced.
 
     Returns: 0; 1 if the model does not beat the bigram baseline; 128 + n if signal n stopped the
     training.
@@ -50,10 +41,9 @@ def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
     )
     print(
         f"Training {recipe.num_layers} layers of width {recipe.width} at {recipe.context:,} bytes "
-        "of context,"
-    )
-    print(
-        f"attention by {recipe.pattern}: {pairs / dense_pairs:.1%} of the causal pairs.", flush=True
+        f"of context,\nattention by {recipe.pattern}: {pairs / dense_pairs:.1%} of the causal "
+        "pairs.",
+        flush=True,
     )
     run = train(recipe, out, resume=resume, command="demo", save_every=50, validate_every=50)
     if run.stopped_by is not None:
@@ -65,60 +55,56 @@ def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
     memory = peak_memory_bytes()
 
     print("Timing the step with this pattern and with dense attention ...", flush=True)
-    sparse, dense = step_times(run)
-    unigram, bigram = (loss(run.text.train, run.windows) for loss in (unigram_loss, bigram_loss))
+    times = step_times(run)
+    baselines = {
+        "byte unigram": unigram_loss(run.text.train, run.windows),
+        "byte bigram": bigram_loss(run.text.train, run.windows),
+    }
     prompt = bytes(run.text.validation[:PROMPT_BYTES].tolist()).split(SEPARATOR)[0] or b"\n"
     tokens = run.model.generate(
         torch.tensor([list(prompt)]), SAMPLE_BYTES, generator=torch.Generator().manual_seed(0)
     )
-    sample = bytes(int(token) for token in tokens)
-    generation = generation_time(run, SAMPLE_BYTES)
-
-    baselines = {"byte unigram": unigram, "byte bigram": bigram}
-    images = _pictures(run, sparse, dense, baselines)
-    for name, png in images.items():
+    prompt_text, sample = (
+        printable(text.decode("utf-8", errors="replace"))
+        for text in (prompt, bytes(int(token) for token in tokens))
+    )
+    images = _images(run, times, baselines)
+    for name, png in zip(("loss", "speed", "patterns"), images.values(), strict=True):
         replace_file(out / f"{name}.png", png)
-    rows = _rows(run, sparse, dense, baselines, memory) + _generation_rows(generation)
+    rows = _training_rows(run, times, baselines, memory) + _generation_rows(run)
     rows.append(("wall time of the demo", f"{time.perf_counter() - began:.0f} s"))
+    num_bytes = run.step * recipe.batch_size * recipe.context
     summary = (
-        f"A byte-level LongNet language model read {_trained_bytes(run):,} bytes of {_source(run)} "
-        f"in windows of {recipe.context:,}. Every figure below was measured in this run."
+        f"A byte-level LongNet language model read {num_bytes:,} bytes of "
+        + (recipe.data or "Python's standard library")
+        + f" in windows of {recipe.context:,}. Every figure below was measured in this run."
     )
-    page = report_html(
-        "sparsering demo",
-        summary,
-        rows,
-        {
-            "Loss": images["loss"],
-            "One training step": images["speed"],
-            "What each query sees": images["patterns"],
-        },
-        {"Prompt (validation text)": readable(prompt), "The model goes on": readable(sample)},
-    )
+    texts = {"Prompt (validation text)": prompt_text, "The model goes on": sample}
+    page = report_html("sparsering demo", summary, rows, images, texts)
     replace_file(out / "report.html", page.encode())
     print(table(rows))
-    print(
-        f"\nThe model continues {prompt[-60:].decode('utf-8', 'replace')!r}:\n{readable(sample)}\n"
-    )
+    print(f"\nThe model continues {prompt[-60:].decode('utf-8', 'replace')!r}:\n{sample}\n")
     print(f"Report: {out / 'report.html'}")
-    if not run.validation_loss < bigram:
+    if not run.validation_loss < baselines["byte bigram"]:
         print(
             f"The model's validation loss {run.validation_loss:.3f} does not beat the bigram's "
-            f"{bigram:.3f}."
+            f"{baselines['byte bigram']:.3f}."
         )
         return 1
     return 0
 
 
-def _rows(
-    run: Run, sparse: StepTime, dense: StepTime, baselines: dict[str, float], memory: int | None
+def _training_rows(
+    run: Run, times: tuple[StepTime, StepTime], baselines: dict[str, float], memory: int | None
 ) -> list[tuple[str, str]]:
     """Rows (name, value) of the report's table."""
+    sparse, dense = times
     parameters = sum(p.numel() for p in run.model.parameters())
     seconds = [record["seconds"] for record in run.metrics if "seconds" in record]
+    tokens = run.recipe.batch_size * run.recipe.context
     rows = [
         ("parameters", f"{parameters:,}"),
-        ("steps x tokens", f"{run.step} x {run.recipe.batch_size * run.recipe.context:,}"),
+        ("steps x tokens", f"{run.step} x {tokens:,}"),
         ("autocast dtype", run.recipe.dtype),
         ("threads", str(torch.get_num_threads())),
         ("validation loss (nats per byte)", f"{run.validation_loss:.3f}"),
@@ -127,54 +113,43 @@ def _rows(
         ("training steps took", f"{sum(seconds):.0f} s"),
         ("a step, sparse", f"{sparse.seconds:.2f} s"),
         ("a step, dense causal attention", f"{dense.seconds:.2f} s"),
-        ("tokens/s, sparse", f"{sparse.tokens_per_s:,.0f}"),
-        ("tokens/s, dense", f"{dense.tokens_per_s:,.0f}"),
+        ("tokens/s, sparse", f"{tokens / sparse.seconds:,.0f}"),
+        ("tokens/s, dense", f"{tokens / dense.seconds:,.0f}"),
         ("the whole step is faster by", f"{dense.seconds / sparse.seconds:.1f} x"),
         ("attention is faster by", f"{dense.attention_seconds / sparse.attention_seconds:.1f} x"),
-        ("attention share of the step, sparse", f"{sparse.attention_share:.0%}"),
-        ("attention share of the step, dense", f"{dense.attention_share:.0%}"),
+        ("attention share of the step, sparse", f"{sparse.attention_seconds / sparse.seconds:.0%}"),
+        ("attention share of the step, dense", f"{dense.attention_seconds / dense.seconds:.0%}"),
     ]
     if memory is not None:
         rows.append(("peak memory of training (RSS)", f"{memory / 1e6:,.0f} MB"))
     return rows
 
 
-def _generation_rows(generation: GenerationTime) -> list[tuple[str, str]]:
-    most, full = generation.cache_bytes, generation.full_cache_bytes
-    rows = [
-        (
-            f"to read a prompt of {generation.prompt_tokens:,} bytes",
-            f"{generation.prompt_seconds:.2f} s",
-        ),
+def _generation_rows(run: Run) -> list[tuple[str, str]]:
+    """Generates after a prompt of validation text; together they fill one context."""
+    prompt = run.text.validation[: max(run.recipe.context - SAMPLE_BYTES, 1)].long()[None]
+    caches = run.model.caches(max_length=prompt.shape[1] + SAMPLE_BYTES)
+    tokens = TimedTokens(run.model.generate(prompt, SAMPLE_BYTES, caches=caches, temperature=0))
+    most = max(run.model.cache_bytes(caches)[0] for _ in tokens)
+    full = run.model.cache_bytes(caches)[1]
+    return [
+        (f"to read a prompt of {prompt.shape[1]:,} bytes", f"{tokens.prompt_seconds:.2f} s"),
+        ("tokens/s, generating after it", f"{tokens.tokens_per_s:,.0f}"),
         ("keys and values held, at most", f"{most / 1e6:.2f} MB"),
         ("full caches would hold", f"{full / 1e6:.2f} MB, {full / most:.1f} x"),
     ]
-    if generation.tokens_per_s is not None:
-        rows.insert(1, ("tokens/s, generating after it", f"{generation.tokens_per_s:,.0f}"))
-    return rows
 
 
-def _pictures(
-    run: Run, sparse: StepTime, dense: StepTime, baselines: dict[str, float]
+def _images(
+    run: Run, times: tuple[StepTime, StepTime], baselines: dict[str, float]
 ) -> dict[str, bytes]:
-    """Draws the report's plots: PNG bytes by file name."""
-    pattern = parse(run.recipe.pattern)
-    length, num_heads = run.recipe.context, run.recipe.num_heads
+    """Draws the report's plots: PNG bytes by caption."""
+    sparse, dense = times
+    pattern, length = parse(run.recipe.pattern), run.recipe.context
+    start = max(length // 16, 1)
     return {
-        "loss": loss_png(run.metrics, baselines),
-        "patterns": patterns_png(
-            [
-                ("dense attention: Causal()", Causal(), length),
-                (f"this model: {run.recipe.pattern}", pattern, length),
-                (
-                    f"the same, its first {max(length // 16, 1):,} bytes",
-                    pattern,
-                    max(length // 16, 1),
-                ),
-            ],
-            num_heads=num_heads,
-        ),
-        "speed": speed_png(
+        "Loss": loss_png(run.metrics, baselines),
+        "One training step": speed_png(
             {
                 "this pattern": (sparse.attention_seconds, sparse.seconds),
                 "dense": (dense.attention_seconds, dense.seconds),
@@ -182,12 +157,12 @@ def _pictures(
             title=f"{length:,} bytes of context, {run.recipe.dtype}, "
             f"{torch.get_num_threads()} threads",
         ),
+        "What each query sees": patterns_png(
+            [
+                ("dense attention: Causal()", Causal(), length),
+                (f"this model: {run.recipe.pattern}", pattern, length),
+                (f"the same, its first {start:,} bytes", pattern, start),
+            ],
+            num_heads=run.recipe.num_heads,
+        ),
     }
-
-
-def _source(run: Run) -> str:
-    return run.recipe.data or "Python's standard library"
-
-
-def _trained_bytes(run: Run) -> int:
-    return run.step * run.recipe.batch_size * run.recipe.context

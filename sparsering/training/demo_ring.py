@@ -6,9 +6,9 @@ Run as `torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring --out r
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -17,7 +17,7 @@ from ..distributed.sharding import num_tokens
 from ..files import replace_file
 from ..patterns.positions import Full
 from ..plots import require_matplotlib, traffic_png
-from .data import read_text, training_window
+from .data import read_text
 from .loop import Run, adamw, autocast, train, training_step
 from .measure import peak_memory_bytes
 from .ranks import Ranks
@@ -28,34 +28,29 @@ RECIPE = Recipe(steps=60, num_layers=2, dtype="float32")
 COMPARED_STEPS = 10
 TOLERANCE = 1e-4
 """Largest relative difference from the losses of one process; sums round in another order."""
-_TIMEOUT_S = 300.0  # the ranks wait while rank 0 trains alone for the comparison
+TIMEOUT_S = 300.0  # the ranks wait while rank 0 trains alone for the comparison
 
 
-@dataclass(frozen=True)
-class RankFigures:
+class RankFigures(NamedTuple):
     """Work, traffic and memory of one rank.
 
     Attributes:
         pairs: (query, key) pairs of its queries, with multiplicity, over all heads.
-        forward, backward: bytes received by one layer's attention: (counted, planned, planned if
-            every rank needed every key).
-        peak_bytes: its largest resident memory in training; None if the system does not say.
+        received: bytes for one layer's attention: (counted, planned, planned if every rank needed
+            every key) in forward, then the same in backward.
+        peak_bytes: largest resident memory in training; None if the system does not say.
     """
 
     tokens: int
     pairs: int | float
-    forward: tuple[int | float, ...]
-    backward: tuple[int | float, ...]
+    received: list[int | float]
     peak_bytes: int | None
 
 
 def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
     """Trains with each window's tokens sharded over all ranks, and compares with one process.
 
-    Args:
-        out: the output folder; files of an earlier demo in it are replaced.
-        recipe: the training settings; the default takes about a minute with four ranks on two
-            cores.
+    It takes about a minute with four ranks on two cores. Files of an earlier demo are replaced.
 
     Returns: 0; 1 if losses or bytes are not as expected; 128 + n if signal n stopped it.
 
@@ -68,7 +63,7 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
             "torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring"
         )
     began = time.perf_counter()
-    with ranks_of_torchrun(int(os.environ["WORLD_SIZE"]), timeout=_TIMEOUT_S) as ranks:
+    with ranks_of_torchrun(int(os.environ["WORLD_SIZE"]), timeout=TIMEOUT_S) as ranks:
         if ranks.leads:
             print(
                 f"Training {recipe.num_layers} layers of width {recipe.width}: {recipe.context:,} "
@@ -76,20 +71,15 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
                 f"{recipe.pattern}.",
                 flush=True,
             )
+        every = recipe.steps  # saves and validates at the end alone
         run = train(
-            recipe,
-            out,
-            command="demo",
-            save_every=recipe.steps,
-            validate_every=recipe.steps,
-            ranks=ranks,
+            recipe, out, command="demo", save_every=every, validate_every=every, ranks=ranks
         )
         if run.stopped_by is not None:
             return 128 + run.stopped_by
         plan = ranks.plan(run.model, recipe.context)
-        rows = [_figures(ranks, plan, run)] * plan.world_size
-        dist.all_gather_object(rows, rows[0])
-        code = _report(out, run, plan, rows) if ranks.leads else 0
+        figures = ranks.gather(_figures(ranks, plan, run))
+        code = _report(out, run, plan, figures) if ranks.leads else 0
         if ranks.leads:
             print(f"The demo took {time.perf_counter() - began:.0f} s. Written: {out}")
         return ranks.from_leader(code)
@@ -97,27 +87,18 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
 
 def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> RankFigures:
     """Figures of this rank, after training. One more forward and backward counts the bytes."""
-    assert ranks.mesh is not None
     memory = peak_memory_bytes()
     with autocast(run.recipe.dtype, ranks.device.type):
         ranks.loss(run.model, *run.windows[0]).backward()
-    rank = ranks.mesh["sp"].get_local_rank()
-    full = _full_ring(plan)
-    received = []
+    rank = ranks.place_along("sp")
+    head_dim, dtype = run.recipe.width // run.recipe.num_heads, DTYPES[run.recipe.dtype]
+    received: list[int | float] = []
     for backward in (False, True):
-        counted = last_traffic(backward=backward)
-        planned = (
-            p.bytes_received(
-                rank,
-                head_dim=run.recipe.width // run.recipe.num_heads,
-                dtype=DTYPES[run.recipe.dtype],
-                backward=backward,
-            )
-            for p in (plan, full)
-        )
-        received.append((counted.received_bytes, *planned))
-    forward, backward_ = received
-    return RankFigures(num_tokens(plan.ranges[rank]), plan.load(rank), forward, backward_, memory)
+        received.append(last_traffic(backward=backward).received_bytes)
+        for p in (plan, _full_ring(plan)):
+            planned = p.bytes_received(rank, head_dim=head_dim, dtype=dtype, backward=backward)
+            received.append(planned)
+    return RankFigures(num_tokens(plan.ranges[rank]), plan.load(rank), received, memory)
 
 
 def _full_ring(plan: RingPlan) -> RingPlan:
@@ -131,81 +112,67 @@ def _full_ring(plan: RingPlan) -> RingPlan:
     )
 
 
-def _report(out: Path, run: Run, plan: RingPlan, rows: list[RankFigures]) -> int:
+def _report(out: Path, run: Run, plan: RingPlan, figures: list[RankFigures]) -> int:
     """Prints and draws the ranks' figures; returns 1 if losses or bytes are not as expected."""
     print("Training the first steps again in one process ...", flush=True)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        alone, peak = pool.submit(_losses_alone, run.recipe, COMPARED_STEPS).result()
-    together = [record["loss"] for record in run.metrics if "loss" in record][: len(alone)]
-    largest = max(abs(a - b) / abs(b) for a, b in zip(together, alone, strict=True))
-
-    def line(*cells: object) -> None:
-        print(
-            "  " + "".join(f"{cell!s:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        )
+        alone, peak = pool.submit(_losses_alone, run.recipe).result()
+    losses = [record["loss"] for record in run.metrics if "loss" in record]
+    pairs = list(zip(losses, alone, strict=False))  # the first steps
+    largest = max(abs(a - b) / abs(b) for a, b in pairs)
 
     widths: tuple[int, ...] = (4, 16, 16, 14)
-    line("step", f"{plan.world_size} processes", "one process", "difference")
-    for step, (a, b) in enumerate(zip(together, alone, strict=True), 1):
-        line(step, f"{a:.7f}", f"{b:.7f}", f"{abs(a - b):.1e}")
+    _print_row(widths, "step", f"{plan.world_size} processes", "one process", "difference")
+    for step, (a, b) in enumerate(pairs, 1):
+        _print_row(widths, step, f"{a:.7f}", f"{b:.7f}", f"{abs(a - b):.1e}")
     print(f"Largest relative difference of the losses: {largest:.1e} (at most {TOLERANCE:g}).\n")
 
     widths = (4, 8, 14, 11, 11, 13, 11, 11, 13, 13)
     print(f"{'':37}received, one layer forward        received, one layer backward")
-    of_pass = ("counted", "planned", "full ring")
-    line("rank", "tokens", "pairs", *of_pass, *of_pass, "peak memory")
-    for rank, row in enumerate(rows):
-        moved = [_size(number) for number in (*row.forward, *row.backward)]
-        line(rank, f"{row.tokens:,}", f"{row.pairs:,}", *moved, _size(row.peak_bytes))
-    loads = [row.pairs for row in rows]
+    headings = ("counted", "planned", "full ring")
+    _print_row(widths, "rank", "tokens", "pairs", *headings, *headings, "peak memory")
+    for rank, row in enumerate(figures):
+        sizes = map(_size, (*row.received, row.peak_bytes))
+        _print_row(widths, rank, f"{row.tokens:,}", f"{row.pairs:,}", *sizes)
+    loads = [row.pairs for row in figures]
     print(f"Load: the busiest rank has {max(loads) / (sum(loads) / len(loads)):.3f} x the mean.")
-    counted, everything = (sum(row.forward[i] + row.backward[i] for row in rows) for i in (0, 2))
-    share = f"{counted / everything:.3%}" if everything else "all"
+    counted, planned, full = (
+        [size for row in figures for size in row.received[i::3]] for i in range(3)
+    )
+    share = f"{sum(counted) / sum(full):.3%}" if sum(full) else "all"
     print(f"Attention moved {share} of what a full ring of the same shards does.")
     parameters = sum(p.nbytes for p in run.model.parameters())
     print(f"Beside it, each step sums gradients of {_size(parameters)} over the ranks.")
     print(f"Peak memory of the one process: {_size(peak)}.")
-    row_bytes = _row_bytes(run)
-    replace_file(
-        out / "traffic.png",
-        traffic_png(
-            [
-                (f"needed keys: {run.recipe.pattern}", plan.tokens, row_bytes),
-                ("a full ring: every key to every rank", _full_ring(plan).tokens, row_bytes),
-            ]
-        ),
-    )
-    exact = all(
-        row.forward[0] == row.forward[1] and row.backward[0] == row.backward[1] for row in rows
-    )
-    if not exact:
+    key_and_value = 2 * run.recipe.width // run.recipe.num_heads  # numbers of a token and head
+    row_bytes = key_and_value * DTYPES[run.recipe.dtype].itemsize
+    drawings = [
+        (f"needed keys: {run.recipe.pattern}", plan.tokens, row_bytes),
+        ("a full ring: every key to every rank", _full_ring(plan).tokens, row_bytes),
+    ]
+    replace_file(out / "traffic.png", traffic_png(drawings))
+    if counted != planned:
         print("The counted bytes differ from the plan.")
     if not largest <= TOLERANCE:
         print("The losses differ from a single process's.")
-    return int(not (exact and largest <= TOLERANCE))
+    return int(counted != planned or not largest <= TOLERANCE)
 
 
-def _losses_alone(recipe: Recipe, steps: int) -> tuple[list[float], int | None]:
+def _losses_alone(recipe: Recipe) -> tuple[list[float], int | None]:
     """Trains in one process: returns the first losses and the peak memory."""
     text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
     model = recipe.build_model()
     optimizer = adamw(model, recipe)
-    losses = []
-    for step in range(min(steps, recipe.steps)):
-        window = training_window(
-            text.train,
-            context=recipe.context,
-            batch_size=recipe.batch_size,
-            seed=recipe.seed,
-            step=step,
-        )
-        losses.append(training_step(model, optimizer, recipe, step, *window)[0])
+    losses = [
+        training_step(model, optimizer, recipe, step, text.train)[0]
+        for step in range(min(COMPARED_STEPS, recipe.steps))
+    ]
     return losses, peak_memory_bytes()
 
 
-def _row_bytes(run: Run) -> int:
-    """Bytes on the wire of one token's key and value, for one head."""
-    return 2 * run.recipe.width // run.recipe.num_heads * DTYPES[run.recipe.dtype].itemsize
+def _print_row(widths: tuple[int, ...], *cells: object) -> None:
+    line = "".join(f"{cell!s:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    print(f"  {line}")
 
 
 def _size(number: float | None) -> str:

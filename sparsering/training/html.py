@@ -4,8 +4,8 @@
 """
 
 import base64
-import html
 from collections.abc import Mapping, Sequence
+from html import escape
 
 Rows = Sequence[tuple[str, str]]
 
@@ -25,36 +25,16 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; backgro
 
 
 def report_html(
-    title: str,
-    summary: str,
-    rows: Rows,
-    images: Mapping[str, bytes],
-    texts: Mapping[str, str],
+    title: str, summary: str, rows: Rows, images: Mapping[str, bytes], texts: Mapping[str, str]
 ) -> str:
-    """Builds the demo's report page.
-
-    Args:
-        title: the heading.
-        summary: a sentence or two below it.
-        rows: (name, value) of each measured figure.
-        images: PNG bytes by caption; they are inlined.
-        texts: preformatted text by caption.
-    """
-    body = [
-        f"<h1>{html.escape(title)}</h1>",
-        f"<p>{html.escape(summary)}</p>",
-        "<h2>Measured</h2>",
-        "<table>",
-    ]
-    body += [
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
-        for name, value in rows
-    ]
+    """Builds the demo's page: a table of (name, value), PNGs and preformatted texts by caption."""
+    body = [f"<h1>{escape(title)}</h1>", f"<p>{escape(summary)}</p>", "<h2>Measured</h2>"]
+    body += ["<table>", *(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in rows)]
     body.append("</table>")
     for caption, png in images.items():
-        body += [f"<h2>{html.escape(caption)}</h2>", image_html(png, caption)]
+        body += [f"<h2>{escape(caption)}</h2>", image_html(png, caption)]
     for caption, text in texts.items():
-        body += [f"<h2>{html.escape(caption)}</h2>", f"<pre>{html.escape(text)}</pre>"]
+        body += [f"<h2>{escape(caption)}</h2>", f"<pre>{escape(text)}</pre>"]
     return page_html(title, body)
 
 
@@ -65,7 +45,7 @@ def page_html(title: str, body: Sequence[str], style: str = "") -> str:
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{html.escape(title)}</title><style>{_STYLE}{style}</style></head><body>",
+            f"<title>{escape(title)}</title><style>{_STYLE}{style}</style></head><body>",
             *body,
             "</body></html>\n",
         ]
@@ -75,18 +55,13 @@ def page_html(title: str, body: Sequence[str], style: str = "") -> str:
 def image_html(png: bytes, alt: str) -> str:
     """Builds an inlined picture, with a description `alt` in words."""
     data = base64.b64encode(png).decode()
-    return f'<img alt="{html.escape(alt, quote=True)}" src="data:image/png;base64,{data}">'
+    return f'<img alt="{escape(alt)}" src="data:image/png;base64,{data}">'
 
 
 def table(rows: Rows) -> str:
     """Formats rows as lines of text, names on the left and values on the right."""
     names, values = (max(len(row[side]) for row in rows) for side in (0, 1))
     return "\n".join(f"  {name:<{names}}  {value:>{values}}" for name, value in rows)
-
-
-def readable(content: bytes) -> str:
-    """Decodes UTF-8 text; what is not printable becomes a replacement mark."""
-    return printable(content.decode("utf-8", errors="replace"))
 
 
 def printable(text: str) -> str:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -27,43 +27,107 @@ from ..files import read_file, replace_file
 from ..models.longnet import LongNetLM
 from ..nn.transformer import Attend
 from .checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from .data import Text, read_text, training_window, validation_windows
+from .data import Text, Windows, read_text, training_window, validation_windows
 from .progress import Show, live_progress
 from .ranks import ALONE, Ranks
-from .recipe import DTYPES, Recipe
+from .recipe import DTYPES, Recipe, best_dtype
 from .torchrun import launch
 
-Windows = list[tuple[Tensor, Tensor]]
 MOST_METRICS_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Run:
-    """Result of `train`: the trained model with its text and metrics.
+    """A training run: the state between two steps, and the result of `train`.
 
     Attributes:
         recipe: the settings, with "auto" replaced by the dtype in use.
         windows: validation windows, (tokens, targets) each.
-        step: steps done; fewer than recipe.steps if the run was stopped.
-        stopped_by: number of the signal that stopped the run, or None.
+        step: steps done; after `train` fewer than recipe.steps if the run was stopped.
+        saved_at: step of the last checkpoint.
         metrics: the records of `metrics.jsonl`.
+        stopped_by: number of the signal that stopped the run, or None.
+        file: `metrics.jsonl` while rank 0 trains.
     """
 
     recipe: Recipe
-    model: LongNetLM
     text: Text
     windows: Windows
+    model: LongNetLM
+    optimizer: torch.optim.Optimizer
+    out: Path
+    command: str
+    ranks: Ranks
     step: int
-    stopped_by: int | None
+    saved_at: int
     metrics: list[dict[str, Any]]
+    stopped_by: int | None = None
+    file: TextIO | None = None
 
     @property
     def validation_loss(self) -> float:
         """The last validation loss in nats per byte; NaN before the first."""
-        losses = [
-            record["validation_loss"] for record in self.metrics if "validation_loss" in record
-        ]
-        return losses[-1] if losses else math.nan
+        losses = [math.nan, *(r["validation_loss"] for r in self.metrics if "validation_loss" in r)]
+        return losses[-1]
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step."""
+        save_checkpoint(
+            self.out,
+            self.model,
+            self.optimizer,
+            step=self.step,
+            recipe=self.recipe,
+            fingerprint=self.text.fingerprint,
+            command=self.command,
+            launch=launch(),
+            ranks=self.ranks,
+        )
+        self.saved_at = self.step
+
+    @torch.no_grad()
+    def validate(self, stop: Callable[[], int | None]) -> None:
+        """Logs the mean validation loss of this step, unless it is on record or a signal comes."""
+        if any(r["step"] == self.step and "validation_loss" in r for r in self.metrics):
+            return
+        losses = []
+        for tokens, targets in self.windows:
+            if stop() is not None:
+                return
+            with autocast(self.recipe.dtype, self.ranks.device.type):
+                losses.append(self.ranks.total(self.ranks.loss(self.model, tokens, targets)))
+        self._log(step=self.step, validation_loss=sum(losses) / len(losses))
+
+    def advance(self, show: Show) -> None:
+        """Trains one step, logs and shows it; FloatingPointError if its loss is not finite."""
+        recipe, began = self.recipe, time.perf_counter()
+        loss, norm, rate = training_step(
+            self.model, self.optimizer, recipe, self.step, self.text.train, self.ranks
+        )
+        seconds = time.perf_counter() - began
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise FloatingPointError(
+                f"expected a finite loss and gradient, got {loss} and {norm} at step {self.step}; "
+                f"the checkpoint of step {self.saved_at} is whole; start a new run with a smaller "
+                "--learning-rate"
+            )
+        self.step += 1
+        tokens = recipe.batch_size * recipe.context
+        self._log(
+            step=self.step,
+            loss=loss,
+            learning_rate=rate,
+            grad_norm=norm,
+            tokens=tokens,
+            seconds=seconds,
+        )
+        show(self.step, loss, tokens / seconds)
+
+    def _log(self, **record: Any) -> None:
+        self.metrics.append(record)
+        if self.file is not None:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
 
 
 def train(
@@ -102,114 +166,36 @@ def train(
         FloatingPointError: the loss is not finite.
         RingError, RuntimeError: another rank died or does not answer.
     """
-    run = _prepared(recipe, out, command, resume, ranks)
-    windows = validation_windows(
-        run.text.validation, context=run.recipe.context, count=num_validation_windows
-    )
-    stop_at = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
+    run = _prepare(recipe, out, command, resume, ranks, num_validation_windows)
+    last = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
+    leads = ranks.leads
     with (
-        stop_signal() as own_stop,
-        live_progress(recipe.steps, run.step) if ranks.leads else _silence() as show,
-        open(out / "metrics.jsonl", "a") if ranks.leads else nullcontext() as run.file,
+        stop_signal(ranks) as stop,
+        live_progress(recipe.steps, run.step) if leads else nullcontext(lambda *_: None) as show,
+        open(out / "metrics.jsonl", "a") if leads else nullcontext() as run.file,
     ):
-        stop = ranks.agreed(own_stop)
         while True:
             if run.step % validate_every == 0 or run.step == recipe.steps:
-                run.validate(windows, stop)
-            if run.step >= stop_at or stop() is not None:
+                run.validate(stop)
+            if run.step >= last or stop() is not None:
                 break
             run.advance(show)
             if run.step % save_every == 0:
                 run.save()
         if run.saved_at != run.step:
             run.save()
-    return Run(run.recipe, run.model, run.text, windows, run.step, stop(), run.metrics)
+    run.stopped_by = stop()
+    return run
 
 
-@dataclass(eq=False)
-class _RunInProgress:
-    """The state of a run between two steps, with what its steps need."""
-
-    recipe: Recipe
-    text: Text
-    model: LongNetLM
-    optimizer: torch.optim.Optimizer
-    out: Path
-    command: str
-    ranks: Ranks
-    step: int
-    saved_at: int  # step of the last checkpoint
-    metrics: list[dict[str, Any]]
-    file: TextIO | None = None  # `metrics.jsonl`, on the leader
-
-    def save(self) -> None:
-        """Writes a checkpoint of this step."""
-        save_checkpoint(
-            self.out,
-            self.model,
-            self.optimizer,
-            step=self.step,
-            recipe=self.recipe,
-            fingerprint=self.text.fingerprint,
-            command=self.command,
-            launch=launch(),
-            ranks=self.ranks,
-        )
-        self.saved_at = self.step
-
-    def validate(self, windows: Windows, stop: Callable[[], int | None]) -> None:
-        """Logs the validation loss of this step, unless it is on record or a signal comes."""
-        if any(r["step"] == self.step and "validation_loss" in r for r in self.metrics):
-            return
-        loss = validation_loss(self.model, windows, self.recipe.dtype, stop, self.ranks)
-        if loss is not None:
-            self._log(step=self.step, validation_loss=loss)
-
-    def advance(self, show: Show) -> None:
-        """Trains one step, logs and shows it; FloatingPointError if its loss is not finite."""
-        recipe = self.recipe
-        began = time.perf_counter()
-        tokens, targets = training_window(
-            self.text.train,
-            context=recipe.context,
-            batch_size=recipe.batch_size,
-            seed=recipe.seed,
-            step=self.step,
-        )
-        loss, norm, rate = training_step(
-            self.model, self.optimizer, recipe, self.step, tokens, targets, self.ranks
-        )
-        seconds = time.perf_counter() - began
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise FloatingPointError(
-                f"expected a finite loss and gradient, got {loss} and {norm} at step {self.step}; "
-                f"the checkpoint of step {self.saved_at} is whole; start a new run with a smaller "
-                "--learning-rate"
-            )
-        self.step += 1
-        self._log(
-            step=self.step,
-            loss=loss,
-            learning_rate=rate,
-            grad_norm=norm,
-            tokens=tokens.numel(),
-            seconds=seconds,
-        )
-        show(self.step, loss, tokens.numel() / seconds)
-
-    def _log(self, **record: Any) -> None:
-        self.metrics.append(record)
-        if self.file is not None:
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
-
-
-def _prepared(
-    recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks
-) -> _RunInProgress:
+def _prepare(
+    recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks, num_windows: int
+) -> Run:
     """Builds the run at its first step, from the folder's checkpoint if `resume`."""
     recipe, text, checkpoint = ranks.together(partial(_inputs, recipe, out, command, resume, ranks))
-    recipe = recipe if recipe.dtype != "auto" else replace(recipe, dtype=ranks.dtype())
+    if recipe.dtype == "auto":  # the leader chooses for all ranks
+        dtype = "bfloat16" if ranks.device.type == "cuda" else best_dtype()
+        recipe = replace(recipe, dtype=ranks.from_leader(dtype))
     step = 0 if checkpoint is None else checkpoint.step
     ranks.agree("recipe, text and checkpoint", (recipe, text.fingerprint, step))
 
@@ -218,7 +204,8 @@ def _prepared(
     optimizer = adamw(model, recipe)
     if checkpoint is not None:
         ranks.together(partial(checkpoint.restore, model, optimizer))
-    run = _RunInProgress(recipe, text, model, optimizer, out, command, ranks, step, step, [])
+    windows = validation_windows(text.validation, context=recipe.context, count=num_windows)
+    run = Run(recipe, text, windows, model, optimizer, out, command, ranks, step, step, [])
     if checkpoint is None:
         run.save()  # an unwritable folder fails here, before any training is lost
     last = None if checkpoint is None else step
@@ -235,8 +222,13 @@ def _inputs(
     checkpoint = load_checkpoint(out, ranks) if resume else None
     text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
     if checkpoint is not None:
-        return _same_run(recipe, text, checkpoint), text, checkpoint
-    _refuse_to_overwrite(out, command)
+        return _resumed_recipe(recipe, text, checkpoint), text, checkpoint
+    exists = (out / "checkpoint.json").exists()
+    if exists and not (command == "demo" and load_checkpoint(out).command == "demo"):
+        raise FileExistsError(
+            f"expected no checkpoint in {out}, found one; add --resume to go on, or choose another "
+            "--out"
+        )
     return recipe, text, None
 
 
@@ -245,17 +237,19 @@ def training_step(
     optimizer: torch.optim.Optimizer,
     recipe: Recipe,
     step: int,
-    tokens: Tensor,
-    targets: Tensor,
+    train: Tensor,
     ranks: Ranks = ALONE,
     *,
     attend: Attend | None = None,
 ) -> tuple[float, float, float]:
-    """Runs forward, backward, update; returns loss (nats per byte), gradient norm, learning rate.
+    """Runs forward, backward and update on the step's windows of the training bytes.
 
-    On several ranks, each passes all tokens and targets of the step, and gets the loss and the norm
+    Returns: loss (nats per byte), gradient norm and learning rate. On several ranks they are those
     of the whole step.
     """
+    tokens, targets = training_window(
+        train, context=recipe.context, batch_size=recipe.batch_size, seed=recipe.seed, step=step
+    )
     rate = recipe.learning_rate_at(step)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -266,24 +260,6 @@ def training_step(
     norm = ranks.clip_gradients(model, recipe.clip_norm)
     optimizer.step()
     return ranks.total(loss), norm, rate
-
-
-@torch.no_grad()
-def validation_loss(
-    model: LongNetLM,
-    windows: Windows,
-    dtype: str,
-    stop: Callable[[], int | None] = lambda: None,
-    ranks: Ranks = ALONE,
-) -> float | None:
-    """Mean nats per byte over the windows; None if `stop()` returned a signal."""
-    losses = []
-    for tokens, targets in windows:
-        if stop() is not None:
-            return None
-        with autocast(dtype, ranks.device.type):
-            losses.append(ranks.total(ranks.loss(model, tokens, targets)))
-    return sum(losses) / len(losses)
 
 
 def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
@@ -298,52 +274,49 @@ def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def autocast(dtype: str, device_type: str = "cpu") -> AbstractContextManager[Any]:
-    """Autocast to bfloat16, disabled for float32."""
+    """Returns autocast to bfloat16, disabled for float32."""
     return torch.autocast(device_type, DTYPES["bfloat16"], enabled=dtype == "bfloat16")
 
 
 @contextmanager
-def stop_signal() -> Iterator[Callable[[], int | None]]:
-    """Yields a function that returns the number of the SIGINT or SIGTERM received so far, or None.
+def stop_signal(ranks: Ranks) -> Iterator[Callable[[], int | None]]:
+    """Yields a function that returns the number of a SIGINT or SIGTERM to any rank, or None.
 
-    A second signal has its usual effect at once. Outside the main thread handlers cannot be set, so
-    there the function always returns None.
+    All ranks call it together. A second signal has its usual effect at once. Outside the main
+    thread handlers cannot be set, so there signals keep their usual effect.
     """
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers: list[int] = []
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    stopping = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
+    handlers = {number: signal.getsignal(number) for number in stopping}
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        numbers.append(number)
+        restore()
 
-    for number in before:
+    for number in handlers:
         signal.signal(number, note)
     try:
-        yield lambda: came[0] if came else None
+        yield lambda: ranks.any_signal(numbers[0] if numbers else None)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore()
 
 
-@contextmanager
-def _silence() -> Iterator[Show]:
-    """Replaces `live_progress` on all ranks but the leader: it shows nothing."""
-    yield lambda step, loss, tokens_per_s: None
-
-
-def _same_run(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recipe:
+def _resumed_recipe(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recipe:
     """Replaces dtype "auto" by the checkpoint's; ValueError if losses would differ from its run."""
+    saved = checkpoint.recipe
     if recipe.dtype == "auto":
-        recipe = replace(recipe, dtype=checkpoint.recipe.dtype)
-    if differing := recipe.differences(checkpoint.recipe):
-        theirs = ", ".join(f"{name} {getattr(checkpoint.recipe, name)!r}" for name in differing)
+        recipe = replace(recipe, dtype=saved.dtype)
+    # the fingerprint stands for the text, wherever it lies now
+    ours, theirs = asdict(replace(recipe, data=saved.data, glob=saved.glob)), asdict(saved)
+    if differences := [f"{name} {theirs[name]!r}" for name in ours if ours[name] != theirs[name]]:
         raise ValueError(
-            f"expected the recipe of the checkpoint in {checkpoint.folder}, which has {theirs}; "
-            "leave these out, or start a new run with another --out"
+            f"expected the recipe of the checkpoint in {checkpoint.folder}, which has "
+            f"{', '.join(differences)}; leave these out, or start a new run with another --out"
         )
     if text.fingerprint != checkpoint.fingerprint:
         raise ValueError(
@@ -353,52 +326,35 @@ def _same_run(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recipe:
     return recipe
 
 
-def _refuse_to_overwrite(out: Path, command: str) -> None:
-    """Raises FileExistsError if the folder has a checkpoint; a demo may replace a demo's."""
-    if not (out / "checkpoint.json").exists():
-        return
-    if command == "demo" and load_checkpoint(out).command == "demo":
-        return
-    raise FileExistsError(
-        f"expected no checkpoint in {out}, found one; add --resume to go on, or choose another "
-        "--out"
-    )
-
-
 def _cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
     """Cuts `metrics.jsonl` to the records up to `step` (None: to none), and returns them."""
     path = out / "metrics.jsonl"
     records: list[dict[str, Any]] = []
     try:
         lines = [] if step is None else read_file(path, MOST_METRICS_BYTES).splitlines()
+        records = [r for r in _records(lines) if r["step"] <= step]
     except FileNotFoundError:
-        lines = []
+        pass
     except ValueError as error:
-        raise _no_records(out, str(error)) from None
+        raise ValueError(
+            f"expected numbers by name, the records of a run, in {path}, got {error}; remove it to "
+            "go on without them"
+        ) from None
+    replace_file(path, "".join(json.dumps(record) + "\n" for record in records).encode())
+    return records
+
+
+def _records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
+    """Parses metrics records, which may come with a stranger's checkpoint; else ValueError."""
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):  # a killed run may leave its last line incomplete
             continue
-        if not _is_record(record):
-            raise _no_records(out, f"JSON that is no record in line {number} of {path.name}")
-        if record["step"] <= step:
-            records.append(record)
-    replace_file(path, "".join(json.dumps(record) + "\n" for record in records).encode())
-    return records
-
-
-def _no_records(out: Path, what: str) -> ValueError:
-    return ValueError(
-        f"expected numbers by name, the records of a run, in {out / 'metrics.jsonl'}, got {what}; "
-        "remove it to go on without them"
-    )
-
-
-def _is_record(record: object) -> bool:
-    """Whether this is a metrics record; the file may come with a stranger's checkpoint."""
-    return (
-        isinstance(record, dict)
-        and type(record.get("step")) is int
-        and all(type(x) in (int, float) and not abs(x) > 1e300 for x in record.values())
-    )
+        if (
+            not isinstance(record, dict)
+            or type(record.get("step")) is not int
+            or any(type(x) not in (int, float) or abs(x) > 1e300 for x in record.values())
+        ):
+            raise ValueError(f"JSON that is no record in line {number} of metrics.jsonl")
+        yield record

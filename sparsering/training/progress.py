@@ -3,33 +3,38 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 
 Show = Callable[[int, float, float], None]
+Draw = Callable[[int, float, float, str], None]
+LINE_EVERY_S = 5.0
 
 
 @contextmanager
 def live_progress(steps: int, done: int) -> Iterator[Show]:
-    """Yields `show(step, loss, tokens_per_s)`, to be called after each step.
+    """Yields `show(step, loss, tokens_per_s)`, to be called after each step that follows `done`."""
+    first: tuple[int, float] | None = None
 
-    Args:
-        steps: steps of the whole run.
-        done: steps done before the run was resumed.
-    """
-    if sys.stdout.isatty():
-        try:
-            import rich.progress as rich
-        except ImportError:
-            pass
-        else:
-            with _rich_progress(rich, steps, done) as show:
-                yield show
-            return
-    yield _plain_lines(steps)
+    def time_left(step: int) -> str:
+        """Remaining steps x mean time per step so far, validation and checkpoints included."""
+        nonlocal first
+        now = time.monotonic()
+        if first is None:
+            first = (step, now)
+            return "?"
+        seconds = round((steps - step) * (now - first[1]) / max(step - first[0], 1))
+        return f"{seconds // 60}:{seconds % 60:02d}"
+
+    on_terminal = sys.stdout.isatty() and find_spec("rich") is not None
+    with _bar(steps, done) if on_terminal else nullcontext(_plain_lines(steps)) as draw:
+        yield lambda step, loss, speed: draw(step, loss, speed, time_left(step))
 
 
 @contextmanager
-def _rich_progress(rich, steps: int, done: int) -> Iterator[Show]:  # type: ignore[no-untyped-def]
+def _bar(steps: int, done: int) -> Iterator[Draw]:
+    import rich.progress as rich
+
     columns = (
         rich.TextColumn("step"),
         rich.MofNCompleteColumn(),
@@ -42,44 +47,22 @@ def _rich_progress(rich, steps: int, done: int) -> Iterator[Show]:  # type: igno
         task = progress.add_task(
             "train", total=steps, completed=done, loss=float("nan"), speed=0.0, left="?"
         )
-        left = _TimeLeft(steps)
-
-        def show(step: int, loss: float, speed: float) -> None:
-            progress.update(task, completed=step, loss=loss, speed=speed, left=left(step))
-
-        yield show
+        yield lambda step, loss, speed, left: progress.update(
+            task, completed=step, loss=loss, speed=speed, left=left
+        )
 
 
-def _plain_lines(steps: int, every_s: float = 5.0) -> Show:
-    left = _TimeLeft(steps)
-    shown_at = -every_s
+def _plain_lines(steps: int) -> Draw:
+    last = -LINE_EVERY_S
 
-    def show(step: int, loss: float, speed: float) -> None:
-        nonlocal shown_at
-        remaining = left(step)
+    def draw(step: int, loss: float, speed: float, left: str) -> None:
+        nonlocal last
         now = time.monotonic()
-        if step == steps or now - shown_at >= every_s:
-            shown_at = now
+        if step == steps or now - last >= LINE_EVERY_S:
+            last = now
             print(
-                f"step {step:>5}/{steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {remaining} left",
+                f"step {step:>5}/{steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left} left",
                 flush=True,
             )
 
-    return show
-
-
-class _TimeLeft:
-    """Estimates the time left: remaining steps x mean time per step, with validation and saves."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self.first: tuple[int, float] | None = None
-
-    def __call__(self, step: int) -> str:
-        now = time.monotonic()
-        if self.first is None:
-            self.first = (step, now)
-            return "?"
-        first_step, began = self.first
-        seconds = round((self.steps - step) * (now - began) / max(step - first_step, 1))
-        return f"{seconds // 60}:{seconds % 60:02d}"
+    return draw

@@ -27,7 +27,7 @@ from ..distributed import RingPlan, ring_attention, shard
 from ..layouts.compile import default_block_size
 from ..models.longnet import LongNetLM
 from ..nn.transformer import Attend
-from .recipe import Recipe, best_dtype
+from .recipe import Recipe
 
 TIMEOUT_S = 60.0
 
@@ -70,9 +70,8 @@ class Ranks:
         """Returns the shell line that runs `sparsering COMMAND` on as many processes."""
         if self.mesh is None:
             return f"sparsering {command}"
-        world, sp = self.mesh.size(), self.size("sp")
-        torchrun = f"torchrun --nproc-per-node {world} -m sparsering {command}"
-        return f"{torchrun} --sequence-parallel {sp}"
+        torchrun = f"torchrun --nproc-per-node {self.world_size} -m sparsering {command}"
+        return f"{torchrun} --sequence-parallel {self.size('sp')}"
 
     @property
     def device(self) -> torch.device:
@@ -99,17 +98,9 @@ class Ranks:
                 f"{dp * sp}"
             )
 
-    def dtype(self) -> str:
-        """Resolves dtype "auto": the leader chooses for all ranks."""
-        return self.from_leader("bfloat16" if self.device.type == "cuda" else best_dtype())
-
     def from_leader(self, value: T) -> T:
-        """Broadcasts the leader's value to all ranks."""
-        if self.mesh is None:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]
+        """Returns the leader's value on all ranks."""
+        return self.gather(value)[0]
 
     def gather(self, value: T) -> list[T]:
         """Returns the values of all ranks, on all ranks."""
@@ -133,12 +124,12 @@ class Ranks:
             failure = error
         kinds = (ValueError, OSError, ImportError, MemoryError)
         kind = next((kind for kind in kinds if isinstance(failure, kind)), RuntimeError)
-        errors = self.gather(None if failure is None else (kind, str(failure)))
+        failures = self.gather(None if failure is None else (kind, str(failure)))
         if failure is not None:
             raise failure
-        for rank, failed in enumerate(errors):
-            if failed is not None:
-                raise failed[0](f"rank {rank}: {failed[1]}")
+        for rank, other in enumerate(failures):
+            if other is not None:
+                raise other[0](f"rank {rank}: {other[1]}")
         return result
 
     def agree(self, what: str, value: object) -> None:
@@ -151,17 +142,13 @@ class Ranks:
                     f"{other} on rank {rank}; start every rank with the same arguments and files"
                 )
 
-    def agreed(self, stop: Callable[[], int | None]) -> Callable[[], int | None]:
-        """Wraps `stop`: on all ranks the result is the signal that any rank has received."""
+    def any_signal(self, number: int | None) -> int | None:
+        """Returns, on all ranks, a signal number that any rank passes; None if all pass None."""
         if self.mesh is None:
-            return stop
-
-        def agreed() -> int | None:
-            number = torch.tensor(stop() or 0, device=self.device)
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-            return int(number) or None
-
-        return agreed
+            return number
+        largest = torch.tensor(number or 0, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest) or None
 
     def place(self, model: LongNetLM) -> None:
         """Moves the model to this rank's device and shards its parameters over "dp"."""
@@ -201,23 +188,17 @@ class Ranks:
         if batch % dp:
             num_targets *= dp
         else:
-            first = self.mesh["dp"].get_local_rank() * (batch // dp)
+            first = self.place_along("dp") * (batch // dp)
             tokens, targets = (x[first : first + batch // dp] for x in (tokens, targets))
         sp, sharding = self.mesh["sp"], self.plan(model, length).sharding
         cut = partial(shard, mesh=sp, sharding=sharding)
-        if attend is None:
-            ring = partial(
-                ring_attention,
-                pattern=model.pattern,
-                mesh=sp,
-                sharding=sharding,
-                timeout=self.timeout,
-            )
-            attend = cast(Attend, ring)
+        ring = partial(
+            ring_attention, pattern=model.pattern, mesh=sp, sharding=sharding, timeout=self.timeout
+        )
         return model.loss(
             cut(tokens, dim=1).to(self.device),
             cut(targets, dim=1).to(self.device),
-            attend=attend,
+            attend=attend or cast(Attend, ring),
             positions=cut(torch.arange(length), dim=0).to(self.device),
             num_targets=num_targets,
         )
@@ -236,7 +217,8 @@ class Ranks:
         """
         if self.size("sp") > 1:
             assert self.mesh is not None
-            grads = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            grads = [x.to_local() if isinstance(x, DTensor) else x for x in grads]
             joined = torch.cat([grad.flatten() for grad in grads])
             dist.all_reduce(joined, group=self.mesh["sp"].get_group())
             for grad, part in zip(grads, joined.split([g.numel() for g in grads]), strict=True):
@@ -253,12 +235,8 @@ def arrange(
 ) -> Ranks:
     """Arranges the default process group as `Ranks`; every process calls it.
 
-    Args:
-        sequence_parallel: number of ranks that share one sequence. Groups of this size divide the
-            windows of a step among them.
-        sharding, timeout: as in `Ranks`.
-
-    Raises: ValueError if the number of processes is not a multiple of sequence_parallel.
+    `sequence_parallel` ranks share one sequence. Groups of this size divide the windows of a step
+    among them. ValueError if the number of processes is not a multiple of it.
     """
     world = dist.get_world_size()
     if world % sequence_parallel:
@@ -276,7 +254,3 @@ def arrange(
     device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
     mesh = DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("dp", "sp"))
     return Ranks(mesh, sharding, timeout)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

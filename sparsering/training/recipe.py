@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -13,18 +13,12 @@ from ..patterns.expression import parse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LONGEST_PATTERN = 1000
-"""Characters. Parsing a longer text takes long, and a recipe may come from a stranger."""
+"""Characters. Parsing takes longer than linear time, and a recipe may come from a stranger."""
 
-_TOKENS = (1, 1 << 40)
-_CHANNELS = (1, 1 << 24)
 _RANGES = {
-    "context": _TOKENS,
-    "batch_size": _TOKENS,
-    "steps": _TOKENS,
-    "width": _CHANNELS,
-    "num_layers": _CHANNELS,
-    "num_heads": _CHANNELS,
-    "warmup_steps": (0, _TOKENS[1]),
+    **dict.fromkeys(("context", "batch_size", "steps"), (1, 1 << 40)),
+    **dict.fromkeys(("width", "num_layers", "num_heads"), (1, 1 << 24)),
+    "warmup_steps": (0, 1 << 40),
     "seed": (-(1 << 63), (1 << 64) - 1),  # the range of torch.manual_seed
 }
 
@@ -70,8 +64,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
-            if not least <= getattr(self, name) <= most:
-                got = getattr(self, name)
+            if not least <= (got := getattr(self, name)) <= most:
                 raise ValueError(f"{name} must be from {least} to {most}, got {got}")
         for name in ("learning_rate", "clip_norm"):
             if not getattr(self, name) > 0:
@@ -98,25 +91,23 @@ class Recipe:
             odd = ", ".join(sorted(values.keys() ^ kinds.keys())[:3])
             raise ValueError(f"a recipe with other names than this version's: {odd}")
         for name, kind in kinds.items():
-            if not _is_of(kind, value := values[name]):
+            if not _has_type(kind, value := values[name]):
                 raise ValueError(f"{name} of the recipe that is an unusable {type(value).__name__}")
         return cls(**values)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, by name."""
-        return asdict(self)
-
-    def differences(self, other: "Recipe") -> list[str]:
-        """Names of differing fields, except `data` and `glob`: the text's fingerprint counts."""
-        mine, theirs = asdict(self), asdict(other)
-        return [
-            name for name in mine if mine[name] != theirs[name] and name not in ("data", "glob")
-        ]
 
     def build_model(self) -> LongNetLM:
         """Builds a model with weights drawn from the seed."""
         torch.manual_seed(self.seed)
         return self._model()
+
+    def _model(self) -> LongNetLM:
+        return LongNetLM(
+            parse(self.pattern),
+            width=self.width,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            checkpoint_layers=self.checkpoint_layers,
+        )
 
     def parameter_shapes(self) -> Iterator[tuple[str, torch.Size]]:
         """Yields names and shapes of the model's parameters without allocating them."""
@@ -129,15 +120,6 @@ class Recipe:
             if not block:
                 yield name, parameter.shape
 
-    def _model(self) -> LongNetLM:
-        return LongNetLM(
-            parse(self.pattern),
-            width=self.width,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            checkpoint_layers=self.checkpoint_layers,
-        )
-
     def learning_rate_at(self, step: int) -> float:
         """Linear warm-up, then a half cosine to a tenth of the peak at `steps`."""
         warm = min(1.0, (step + 1) / max(self.warmup_steps, 1))
@@ -146,7 +128,7 @@ class Recipe:
         return self.learning_rate * warm * (0.1 + 0.9 * cosine)
 
 
-def _is_of(kind: Any, value: object) -> bool:
+def _has_type(kind: Any, value: object) -> bool:
     """Whether a JSON value has a field's type; a float may be written as an integer."""
     if kind is float:
         return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[arg-type]

@@ -30,8 +30,7 @@ def ranks_of_torchrun(
     """Joins the processes that torchrun started, with gloo on CPUs and NCCL on GPUs.
 
     Args:
-        sequence_parallel: number of ranks that share one sequence; it divides the number of
-            processes. Groups of this size divide the windows of a step. Default 1.
+        sequence_parallel: number of ranks that share one sequence, as for `arrange`; default 1.
         sharding: as for `RingPlan`; default "contiguous".
         timeout: seconds that a rank waits for its peers; default TIMEOUT_S.
 
@@ -54,7 +53,6 @@ def ranks_of_torchrun(
     seconds = TIMEOUT_S if timeout is None else timeout
     if not seconds > 0:
         raise ValueError(f"--timeout must be above 0 seconds, got {timeout}; leave it out for 60")
-    limit = timedelta(seconds=seconds)
     start = max(seconds, TIMEOUT_S)  # processes start at different times, whatever the timeout
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=start)))
     dist.init_process_group(
@@ -62,7 +60,7 @@ def ranks_of_torchrun(
         store=_fresh_store(store, rank, world, start),
         rank=rank,
         world_size=world,
-        timeout=limit,
+        timeout=timedelta(seconds=seconds),
     )
     yield arrange(sequence_parallel or 1, sharding=sharding or "contiguous", timeout=seconds)
     dist.destroy_process_group()  # skipped after an error, because peers may be gone
@@ -75,10 +73,9 @@ def starts_again(ranks: Ranks, folder: Path) -> bool:
     """
     if ranks.mesh is None:
         return False
-    restarts = torch.tensor(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), device=ranks.device)
-    dist.all_reduce(restarts, dist.ReduceOp.MAX)  # hosts may count restarts differently
+    restarts = ranks.gather(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     same_launch = False
-    if ranks.leads and restarts > 0:
+    if ranks.leads and max(restarts) > 0:  # hosts may count restarts differently
         with suppress(OSError, ValueError):
             same_launch = read_about(folder).launch == launch()
     return ranks.from_leader(same_launch)
@@ -97,22 +94,23 @@ def _fresh_store(store: dist.Store, rank: int, world: int, timeout: float) -> di
 
     torchrun keeps its store over a restart, with the addresses of dead processes in it, and
     `init_process_group` connects to whichever it finds first. So rank 0 picks a random namespace,
-    and every other rank writes a random greeting there. Rank 0 publishes the greetings it has seen;
+    and every other rank writes a random greeting there. Rank 0 publishes the greetings it has read;
     a rank that finds its own among them knows that the namespace is not a dead process's.
     """
     name = secrets.token_hex(8)
     if rank == 0:
-        store.set("part", name)
-        greetings = [f"{name}/{other}" for other in range(1, world)]
-        store.wait(greetings, timedelta(seconds=timeout))
-        store.set(f"{name}/seen", " ".join(store.get(key).decode() for key in greetings))
+        store.set("namespace", name)
+        keys = [f"{name}/{other}" for other in range(1, world)]
+        store.wait(keys, timedelta(seconds=timeout))
+        store.set(f"{name}/greetings", " ".join(store.get(key).decode() for key in keys))
         return dist.PrefixStore(name, store)
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        part = store.get("part").decode()
-        store.set(f"{part}/{rank}", name)
-        if store.check([f"{part}/seen"]) and name in store.get(f"{part}/seen").decode():
-            return dist.PrefixStore(part, store)
+        namespace = store.get("namespace").decode()
+        store.set(f"{namespace}/{rank}", name)
+        greetings = f"{namespace}/greetings"
+        if store.check([greetings]) and name in store.get(greetings).decode():
+            return dist.PrefixStore(namespace, store)
         time.sleep(0.02)
     raise TimeoutError(
         f"rank {rank} has not met rank 0 within {timeout} s; pass a longer --timeout"

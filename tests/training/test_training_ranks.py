@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from sparsering.cli import main
 from sparsering.plots import traffic_png
-from sparsering.training import Recipe, load_model, loop, parts, train
+from sparsering.training import Recipe, load_model, loop, tensor_files, train
 from sparsering.training.checkpoint import load_checkpoint, named_tensors, save_checkpoint
 from sparsering.training.loop import adamw
 from sparsering.training.ranks import arrange
@@ -148,12 +148,13 @@ def copy_checkpoint(rank: int, recipe: Recipe, source: Path, target: Path, sp: i
     model = recipe.build_model()
     ranks.place(model)
     optimizer = adamw(model, recipe)
-    slices, parts._opened = parts._opened, partial(counting, parts._opened, read)
+    opened = tensor_files._opened
+    tensor_files._opened = partial(counting, opened, read)
     try:
         about = load_checkpoint(source, ranks)
         about.restore(model, optimizer)
     finally:
-        parts._opened = slices
+        tensor_files._opened = opened
     tensors = named_tensors(model, optimizer).values()
     local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
     save_checkpoint(
@@ -183,9 +184,9 @@ def counting(opened: Any, read: list[int], path: Path) -> Iterator[Any]:
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole."""
-    found = load_checkpoint(folder).parts
-    room = {n: torch.zeros(kind.shape, dtype=kind.dtype) for n, kind in found.kinds.items()}
-    found.fill(room)
+    index = load_checkpoint(folder).tensors
+    room = {name: torch.zeros(kind.shape) for name, kind in index.kinds.items()}
+    index.load(room)
     return room
 
 

@@ -1,14 +1,14 @@
-"""Reads and writes a checkpoint's tensors in safetensors files, one file per rank.
+"""Tensors of a checkpoint in safetensors files, one file per rank.
 
-    files = write_parts(folder, step, tensors, ranks)  # this rank's file, by name
-    parts = read_parts(folder, files_of_all_ranks)     # headers alone
-    parts.verify(ranks)
-    parts.fill(room)
+    files = write_tensors(folder, step, tensors, ranks)  # this rank's file, by name
+    index = read_index(folder, files_of_all_ranks)  # reads the headers alone
+    index.verify(ranks)
+    index.load(targets)
 
-A whole tensor is stored under its name. A tensor that FSDP2 shards is stored in parts, each named
-with its rows, as in `model.norm.weight[64:128]`. So the files describe themselves, and any number
-of ranks can each read the rows they need. Nothing is unpickled, and headers are checked before
-memory is allocated.
+A whole tensor is stored under its name. A tensor that FSDP2 shards is stored by ranges of rows,
+each under a name such as `model.norm.weight[64:128]`. So the files describe themselves, and any
+number of ranks can each read the rows they need. Nothing is unpickled, and headers are checked
+before memory is allocated.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -32,24 +32,20 @@ MOST_HEADER_BYTES = 16 << 20  # some 100,000 tensors; parsing them takes ten tim
 Files = dict[str, dict[str, Any]]
 """Size and hash of each file, by name: {"bytes": ..., "sha256": ...}."""
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16,
-           "F16": torch.float16, "I64": torch.int64, "U8": torch.uint8}  # fmt: skip
 _ROWS = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Shape and dtype of a tensor."""
+class Kind(NamedTuple):
+    """Shape and dtype of a tensor, as safetensors names it."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
+    dtype: str = "F32"
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        return f"{self.dtype} {list(self.shape)}"
 
 
-@dataclass(frozen=True)
-class StoredRows:
+class StoredRows(NamedTuple):
     """Rows `first` to `stop` of a tensor, stored in a file under the name `key`."""
 
     path: Path
@@ -60,17 +56,17 @@ class StoredRows:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class TensorIndex:
     """Index of the tensors in some files; their values are not loaded.
 
     Attributes:
         kinds: shape and dtype of each whole tensor, by name.
-        parts: the stored parts of each tensor, ordered by rows.
+        rows: the stored rows of each tensor, in order.
         digests: sha256 of each file, by path.
     """
 
     kinds: dict[str, Kind]
-    parts: dict[str, list[StoredRows]]
+    rows: dict[str, list[StoredRows]]
     digests: dict[Path, str]
 
     def verify(self, ranks: Ranks) -> None:
@@ -84,33 +80,29 @@ class Parts:
             if digest != self.digests[path]:
                 raise ValueError(f"{path.name} with another sha256 than when it was written")
 
-    def fill(self, room: Mapping[str, Tensor]) -> None:
-        """Loads values into the tensors of `room`, by name; of a sharded one only its own rows."""
+    def load(self, targets: Mapping[str, Tensor]) -> None:
+        """Copies values into tensors, by name; into a sharded one only this rank's rows."""
         with ExitStack() as stack:
-            files: dict[Path, Any] = {}
-            for name, x in room.items():
-                local, first = _own_rows(x)
-                for part in self.parts[name]:
-                    low = max(part.first, first)
-                    high = min(part.stop, first + _num_rows(local.shape))
+            opened = cache(lambda path: stack.enter_context(_opened(path)))
+            for name, x in targets.items():
+                local, start = _own_rows(x)
+                for rows in self.rows[name]:
+                    low = max(rows.first, start)
+                    high = min(rows.stop, start + (len(local) if local.shape else 1))
                     if low >= high:
                         continue
-                    if part.path not in files:
-                        files[part.path] = stack.enter_context(_opened(part.path))
-                    file = files[part.path]
-                    if not local.shape:
-                        local.copy_(file.get_tensor(part.key))
-                        continue
-                    read = file.get_slice(part.key)[low - part.first : high - part.first]
-                    local[low - first : high - first].copy_(read)
+                    file = opened(rows.path)
+                    if local.shape:
+                        values = file.get_slice(rows.key)[low - rows.first : high - rows.first]
+                        local[low - start : high - start].copy_(values)
+                    else:
+                        local.copy_(file.get_tensor(rows.key))
 
 
-def write_parts(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks: Ranks) -> Files:
-    """Writes this rank's share of the tensors to a file named after its content.
+def write_tensors(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks: Ranks) -> Files:
+    """Writes this rank's share of the tensors to a file named after its content, if there is any.
 
     One rank alone writes a tensor that several ranks have; the shares are about equal in size.
-
-    Returns: the file; none if this rank has no share.
 
     Raises: OSError if it cannot be written; ImportError without safetensors.
     """
@@ -124,13 +116,13 @@ def write_parts(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks: R
     return {name: {"bytes": len(content), "sha256": digest}}
 
 
-def read_parts(folder: Path, files: Files) -> Parts:
+def read_index(folder: Path, files: Files) -> TensorIndex:
     """Reads the headers of files and indexes their tensors.
 
-    Raises: FileNotFoundError; ValueError if a file is not safetensors, or if parts of a tensor are
+    Raises: FileNotFoundError; ValueError if a file is not safetensors, or if rows of a tensor are
     missing or overlap; ImportError without safetensors.
     """
-    parts: dict[str, list[StoredRows]] = {}
+    index: dict[str, list[StoredRows]] = {}
     for file_name, about in files.items():
         path = folder / file_name
         if (size := file_size(path)) != about["bytes"]:
@@ -138,38 +130,36 @@ def read_parts(folder: Path, files: Files) -> Parts:
         with _opened(path) as file:
             for key in file.keys():  # noqa: SIM118 - the file is not a mapping
                 header = file.get_slice(key)
-                name, part = _part(path, key, header.get_shape(), header.get_dtype())
-                parts.setdefault(name, []).append(part)
-    kinds = {name: _joined(name, rows) for name, rows in parts.items()}
-    return Parts(kinds, parts, {folder / name: about["sha256"] for name, about in files.items()})
+                name, rows = _stored_rows(path, key, header.get_shape(), header.get_dtype())
+                index.setdefault(name, []).append(rows)
+    kinds = {name: _whole_kind(name, rows) for name, rows in index.items()}
+    digests = {folder / name: about["sha256"] for name, about in files.items()}
+    return TensorIndex(kinds, index, digests)
 
 
-def _part(path: Path, key: str, shape: list[int], dtype: str) -> tuple[str, StoredRows]:
+def _stored_rows(path: Path, key: str, shape: list[int], dtype: str) -> tuple[str, StoredRows]:
     """Returns name and rows of the whole tensor that a stored tensor belongs to."""
-    if dtype not in _DTYPES:
-        raise ValueError(f"{path.name} with {key!r} of dtype {dtype}")
-    kind = Kind(tuple(shape), _DTYPES[dtype])
-    if (rows := _ROWS.fullmatch(key)) is None:
-        return key, StoredRows(path, key, 0, _num_rows(shape), kind)
-    first, stop = int(rows[2]), int(rows[3])
+    kind = Kind(tuple(shape), dtype)
+    if (match := _ROWS.fullmatch(key)) is None:
+        return key, StoredRows(path, key, 0, shape[0] if shape else 1, kind)
+    first, stop = int(match[2]), int(match[3])
     if not shape or stop - first != shape[0]:
         raise ValueError(f"{path.name} with {key!r} of shape {shape}")
-    return rows[1], StoredRows(path, key, first, stop, kind)
+    return match[1], StoredRows(path, key, first, stop, kind)
 
 
-def _joined(name: str, parts: list[StoredRows]) -> Kind:
-    """Sorts parts by rows and returns the kind of the whole tensor; ValueError at a gap."""
-    parts.sort(key=lambda part: (part.first, part.stop))
-    first, rest = parts[0], parts[1:]
-    if not rest and first.key == name:
-        return first.kind
-    stop = 0
-    for part in parts:
-        alike = part.kind.shape[1:] == first.kind.shape[1:] and part.kind.dtype == first.kind.dtype
+def _whole_kind(name: str, rows: list[StoredRows]) -> Kind:
+    """Sorts the rows and returns the kind of the whole tensor; ValueError at a gap."""
+    rows.sort(key=lambda part: (part.first, part.stop))
+    kind, stop = rows[0].kind, 0
+    if len(rows) == 1 and rows[0].key == name:
+        return kind
+    for part in rows:
+        alike = (part.kind.shape[1:], part.kind.dtype) == (kind.shape[1:], kind.dtype)
         if part.key == name or part.first != stop or not alike:
             raise ValueError(f"{part.path.name} with {part.key!r}, which leaves a gap or overlaps")
         stop = part.stop
-    return Kind((stop, *first.kind.shape[1:]), first.kind.dtype)
+    return Kind((stop, *kind.shape[1:]), kind.dtype)
 
 
 def _own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
@@ -179,7 +169,7 @@ def _own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]
     different rows of sharded tensors; the first of them writes the tensors that are not sharded.
     """
     share: dict[str, Tensor] = {}
-    written = [0] * ranks.size("sp")
+    share_bytes = [0] * ranks.size("sp")
     for name, x in tensors.items():
         local, first = _own_rows(x)
         if isinstance(x, DTensor):
@@ -188,9 +178,9 @@ def _own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]
             continue
         if not local.numel():
             continue
-        taker = written.index(min(written))
-        written[taker] += local.nbytes
-        if taker == ranks.place_along("sp"):
+        writer = share_bytes.index(min(share_bytes))
+        share_bytes[writer] += local.nbytes
+        if writer == ranks.place_along("sp"):
             share[name] = local.detach().contiguous()
     return share
 
@@ -201,14 +191,10 @@ def _own_rows(x: Tensor) -> tuple[Tensor, int]:
         return x, 0
     assert tuple(x.placements) == (Shard(0),), x.placements
     rows, local = len(x), x.to_local()
-    each = -(-rows // x.device_mesh.size())
-    first = min(each * x.device_mesh.get_local_rank(), rows)
-    assert len(local) == min(each, rows - first)
+    rows_per_rank = -(-rows // x.device_mesh.size())
+    first = min(rows_per_rank * x.device_mesh.get_local_rank(), rows)
+    assert len(local) == min(rows_per_rank, rows - first)
     return local, first
-
-
-def _num_rows(shape: tuple[int, ...] | list[int] | torch.Size) -> int:
-    return shape[0] if shape else 1
 
 
 @contextmanager
