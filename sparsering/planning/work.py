@@ -222,10 +222,11 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassWork:
                 pieces += library().pieces(of_row, False)
                 pieces_by_key += library().pieces(of_key, True)
         seen += float((by_key > 0).sum()) / groups / batches
-    means = [sum(x) / len(tallies) for x in zip(*tallies, strict=True)]
+    entries, masked, cells, wide, rows = (sum(x) / len(tallies) for x in zip(*tallies, strict=True))
     return PassWork(
-        p.step, queries.shape[1], keys.shape[1], _longest(queries, keys), *means, seen,
-        _ragged(keys), pieces / len(tallies), pieces_by_key / len(tallies), tables, batches,
+        p.step, queries.shape[1], keys.shape[1], _longest(queries, keys), entries, masked, cells,
+        wide, rows, seen, _ragged(keys), pieces / len(tallies), pieces_by_key / len(tallies),
+        tables, batches,
     )  # fmt: skip
 
 
