@@ -65,28 +65,28 @@ def _plan(arguments: argparse.Namespace) -> int:
     import torch
 
     from ..patterns.expression import parse
-    from ..planning.fit import Asked
-    from ..planning.machines import named
+    from ..planning.estimate import Scenario
+    from ..planning.machines import machine_of
     from ..planning.screen import screen
 
-    on_gpu = arguments.machine is not None and named(arguments.machine).kind == "gpu"
-    asked = Asked(
+    machine = machine_of(arguments.machine)
+    on_gpu = machine is not None and machine.kind == "gpu"
+    scenario = Scenario(
         parse(arguments.pattern),
         arguments.tokens,
-        memory=arguments.memory,
-        machine=arguments.machine,
-        ranks=arguments.ranks,
-        sharding=arguments.sharding,
         num_heads=arguments.heads,
         num_kv_heads=arguments.kv_heads,
         head_dim=arguments.head_dim,
         dtype=getattr(torch, arguments.dtype or ("bfloat16" if on_gpu else "float32")),
         batch_size=arguments.batch_size,
         backward=arguments.backward,
+        machine=machine,
+        ranks=arguments.ranks,
+        sharding=arguments.sharding,
         backend=arguments.backend,
         block_size=arguments.block_size,
     )
-    print(screen(asked, arguments.pattern))
+    print(screen(scenario, arguments.memory, arguments.pattern))
     return 0
 
 

@@ -6,6 +6,7 @@ Counts and bytes are arithmetic on the pattern. Seconds come from rates that `sp
 measured on this machine, or from the published peaks of a named machine. Each figure says which.
 """
 
+import contextlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from ..layouts.compile import default_block_size
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import checked_flag, checked_integer, shortened
 from .calibrate import calibrated, why_not
-from .machines import Machine, named
+from .machines import Machine, machine_of
 from .memory import MEMORY, Call, Memory
 from .seconds import default_seconds, is_modelled, seconds_of
 from .work import Work, flops, work_of
@@ -40,14 +41,67 @@ class Figure(NamedTuple):
     known: str
 
 
+@dataclass(frozen=True)
+class Scenario:
+    """A call, the machine that runs it, and the ranks that share it: the arguments of `estimate`.
+
+    Raises: TypeError or ValueError if an argument does not fit, or the pattern does not.
+    """
+
+    pattern: Pattern
+    tokens: int
+    num_heads: int
+    num_kv_heads: int | None
+    head_dim: int
+    dtype: torch.dtype
+    batch_size: int
+    backward: bool
+    machine: Machine | None
+    ranks: int
+    sharding: str
+    backend: str | None
+    block_size: int | None
+
+    def __post_init__(self) -> None:
+        check_pattern(self.pattern)
+        for name in ("tokens", "num_heads", "head_dim", "ranks", "batch_size"):
+            object.__setattr__(self, name, checked_integer(name, getattr(self, name), 1))
+        checked_flag("backward", self.backward)
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in _DTYPES:
+            raise ValueError(
+                f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got "
+                f"{shortened(repr(self.dtype))}; costs of others are not known"
+            )
+        batches = self.pattern.num_batches()
+        if batches not in (None, self.batch_size):
+            raise ValueError(
+                f"batch_size must be the pattern's own {batches}, got {self.batch_size}; pass "
+                f"batch_size={batches}"
+            )
+        object.__setattr__(self, "num_kv_heads", self._frame.num_kv_heads)
+        if not self.num_kv_heads:
+            raise ValueError("num_kv_heads must be at least 1, got 0; leave it out for num_heads")
+        if self.batch_size * self.num_heads * self.tokens * self.head_dim >= 1 << 60:
+            raise ValueError(
+                "batch_size, num_heads, tokens and head_dim must be of fewer than 2^60 numbers, "
+                f"got {self.batch_size} * {self.num_heads} * {self.tokens} * {self.head_dim}; no "
+                "machine holds them"
+            )
+
+    @property
+    def _frame(self) -> Frame:
+        return Frame.build(self.tokens, self.tokens, self.num_heads, self.num_kv_heads, 0)
+
+
 @dataclass(frozen=True, repr=False)
-class Estimate:
+class Estimate(Scenario):
     """Predicted costs of a call, with the arguments that they are for; `print` shows a table.
 
     Attributes:
         pattern, tokens, num_heads, num_kv_heads, head_dim, dtype, batch_size, backward, ranks: the
             arguments of `estimate`.
         machine: the machine whose published figures are used; None for this machine.
+        sharding: the rule for which rank owns which tokens.
         backend, block_size: those that the call would run with.
         density: share of pairs in visited blocks, as `BlockLayout.density`.
         pairs: (query, key) pairs of all heads and batch entries, with multiplicity.
@@ -59,20 +113,10 @@ class Estimate:
         received_bytes: bytes that each rank receives, those of the backward pass included.
         link_seconds: transfer time of the rank that receives most; None for an unknown link.
         balance: the largest number of pairs of a rank over the mean.
-        sharding: the rule for which rank owns which tokens.
         hint: a way to better figures, or "".
     """
 
-    pattern: Pattern
-    tokens: int
-    num_heads: int
     num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    batch_size: int
-    backward: bool
-    machine: Machine | None
-    ranks: int
     backend: str
     block_size: int
     density: float
@@ -84,11 +128,10 @@ class Estimate:
     received_bytes: tuple[int, ...]
     link_seconds: Figure | None
     balance: Figure
-    sharding: str
     hint: str = ""
 
     def __repr__(self) -> str:
-        told = [
+        lines = [
             f"Estimate of {shortened(str(self.pattern), 60)}, {self.tokens} tokens, backend "
             f"{self.backend}, blocks of {self.block_size}, density {self.density:.3g}",
             f"  seconds  {self.seconds.value:.3g} ({self.seconds.known})",
@@ -98,13 +141,17 @@ class Estimate:
         ]
         if self.ranks > 1:
             link = self.link_seconds
-            took = "" if link is None else f", {link.value:.3g} s ({link.known})"
-            told.append(
+            transfer = "" if link is None else f", {link.value:.3g} s ({link.known})"
+            lines.append(
                 f"  ranks    {self.ranks}, {shortened(self.sharding, 40)}: at most "
-                f"{_bytes(max(self.received_bytes))} received{took}, balance "
+                f"{_bytes(max(self.received_bytes))} received{transfer}, balance "
                 f"{self.balance.value:.3g}"
             )
-        return "\n".join([*told, f"  {self.hint}"] if self.hint else told)
+        return "\n".join([*lines, f"  {self.hint}"] if self.hint else lines)
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
 
 
 def estimate(
@@ -151,184 +198,124 @@ def estimate(
         >>> estimate(Causal(), tokens=4096, backward=True).peak_bytes
         Figure(value=78718212, known='arithmetic')
     """
-    check_pattern(pattern)
-    tokens, num_heads = (
-        checked_integer("tokens", tokens, 1),
-        checked_integer("num_heads", num_heads, 1),
-    )
-    head_dim, ranks = checked_integer("head_dim", head_dim, 1), checked_integer("ranks", ranks, 1)
-    batch_size = checked_integer("batch_size", batch_size, 1)
-    backward = checked_flag("backward", backward)
-    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
-        raise ValueError(
-            f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got "
-            f"{shortened(repr(dtype))}; costs of others are not known"
-        )
-    batches = pattern.num_batches()
-    if batches not in (None, batch_size):
-        raise ValueError(
-            f"batch_size must be the pattern's own {batches}, got {batch_size}; pass "
-            f"batch_size={batches}"
-        )
-    found = machine if machine is None or isinstance(machine, Machine) else named(machine)
-    frame = Frame.build(tokens, tokens, num_heads, num_kv_heads, 0)
-    if not frame.num_kv_heads:
-        raise ValueError("num_kv_heads must be at least 1, got 0; leave it out for num_heads")
-    if batch_size * num_heads * tokens * head_dim >= 1 << 60:
-        raise ValueError(
-            "batch_size, num_heads, tokens and head_dim must be of fewer than 2^60 numbers, got "
-            f"{batch_size} * {num_heads} * {tokens} * {head_dim}; no machine holds them"
-        )
-    like = torch.empty(1, dtype=dtype).expand(batch_size, num_heads, tokens, head_dim)
-    chosen = _backend(backend, found, like)
-    if block_size is None and found is not None and found.kind == "gpu":
-        block_size = default_block_size(pattern, tokens)
-    elif block_size is None:
-        block_size = block_size_of(chosen, pattern, like, frame)
-    cut = chosen == "cpu" and not build_failure()
-    work = work_of(pattern, frame, block_size, cut=cut)
-    call = Call(batch_size, head_dim, dtype)
-    pairs = work.pairs * num_heads * batch_size
-    rest = "" if work.known == "arithmetic" else f", {work.known}"
-    shares = _shares(pattern, frame, call, backward, found, ranks, sharding, block_size)
-    memory = _memory(chosen, work, call, backward, ranks, shares.received)
-    total = Figure(flops(pairs, head_dim, backward), "arithmetic" + rest)
-    seconds, hint = _seconds(chosen, work, call, backward, found, total.value, memory)
-    busiest = shares.balance.value / ranks
+    return estimate_of(Scenario(
+        pattern, tokens, num_heads, num_kv_heads, head_dim, dtype, batch_size, backward,
+        machine_of(machine), ranks, sharding, backend, block_size,
+    ))  # fmt: skip
+
+
+def estimate_of(scenario: Scenario) -> Estimate:
+    """Predicts the costs of a scenario; errors and cost are those of `estimate`."""
+    pattern, frame, machine = scenario.pattern, scenario._frame, scenario.machine
+    backend, block_size = _choices(scenario, frame)
+    work = work_of(pattern, frame, block_size, cut=backend == "cpu" and not build_failure())
+    extrapolated = "" if work.known == "arithmetic" else f", {work.known}"
+    pairs = work.pairs * scenario.num_heads * scenario.batch_size
+    products = flops(pairs, scenario.head_dim, scenario.backward)
+    sharding, balance, received = _shares(scenario, frame, block_size)
+    call = Call(scenario.batch_size, scenario.head_dim, scenario.dtype)
+    whole = MEMORY[backend](work, call, scenario.backward)
+    memory = Memory(*(-(-size // scenario.ranks) for size in whole))
+    memory = memory._replace(workspace=memory.workspace + max(received) + _STACKS)
+    link = None
+    if machine is None:
+        seconds, hint = _seconds_here(backend, work, call, scenario.backward)
+    else:
+        moved = memory.inputs + memory.results + memory.saved
+        peak = machine.peak(str(scenario.dtype).removeprefix("torch."))
+        seconds = Figure(max(products / peak, moved / machine.bandwidth), machine.known)
+        hint = "seconds are a bound by peaks: at least so long"
+        if machine.link_bandwidth is not None and scenario.ranks > 1:
+            link = Figure(max(received) / machine.link_bandwidth, machine.known)
+    arguments = vars(scenario) | {
+        "sharding": sharding, "backend": backend, "block_size": block_size
+    }  # fmt: skip
     return Estimate(
-        pattern=pattern,
-        tokens=tokens,
-        num_heads=num_heads,
-        num_kv_heads=frame.num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        batch_size=batch_size,
-        backward=backward,
-        machine=found,
-        ranks=ranks,
-        backend=chosen,
-        block_size=block_size,
+        **arguments,
         density=work.density,
         pairs=pairs,
-        seconds=Figure(seconds.value * busiest, seconds.known + rest),
-        peak_bytes=Figure(memory.peak, "arithmetic" + rest),
+        seconds=Figure(seconds.value * (balance / scenario.ranks), seconds.known + extrapolated),
+        peak_bytes=Figure(memory.peak, "arithmetic" + extrapolated),
         memory=memory,
-        flops=total,
-        received_bytes=shares.received,
-        link_seconds=shares.link,
-        balance=shares.balance,
-        sharding=shares.sharding,
+        flops=Figure(products, "arithmetic" + extrapolated),
+        received_bytes=received,
+        link_seconds=link,
+        balance=Figure(balance, "arithmetic"),
         hint=hint,
     )
 
 
-def _backend(backend: str | None, machine: Machine | None, like: torch.Tensor) -> str:
-    """Returns the backend that would run; raises ValueError if its costs are not known."""
+def _choices(scenario: Scenario, frame: Frame) -> tuple[str, int]:
+    """Returns the backend and the block size that would run.
+
+    Raises: ValueError if costs of the backend are not known.
+    """
+    pattern, machine, size = scenario.pattern, scenario.machine, scenario.block_size
+    shape = scenario.batch_size, scenario.num_heads, scenario.tokens, scenario.head_dim
+    query = torch.empty(1, dtype=scenario.dtype).expand(shape)
+    gpu = machine is not None and machine.kind == "gpu"
     if machine is None:
-        chosen = choose(backend, (like, like, like))
+        backend = choose(scenario.backend, (query, query, query))
     else:
-        chosen = backend or ("triton" if machine.kind == "gpu" else "cpu")
-    if chosen not in MEMORY:
+        backend = scenario.backend or ("triton" if gpu else "cpu")
+    if backend not in MEMORY:
         raise ValueError(
-            f"backend must be one whose costs are known, {', '.join(MEMORY)}, got {chosen!r}; "
+            f"backend must be one whose costs are known, {', '.join(MEMORY)}, got {backend!r}; "
             "leave it out for the one that would run"
         )
-    return chosen
-
-
-class _Shares(NamedTuple):
-    """Shares of the ranks: tokens they own, pairs they compute, bytes they receive."""
-
-    sharding: str
-    balance: Figure
-    received: tuple[int, ...]
-    link: Figure | None
+    if size is None and gpu:
+        size = default_block_size(pattern, scenario.tokens)
+    elif size is None:
+        size = block_size_of(backend, pattern, query, frame)
+    return backend, size
 
 
 def _shares(
-    pattern: Pattern,
-    frame: Frame,
-    call: Call,
-    backward: bool,
-    machine: Machine | None,
-    ranks: int,
-    sharding: str,
-    block_size: int,
-) -> _Shares:
-    """Returns the shares by the plan that `ring_attention` would follow."""
-    if ranks == 1:
-        if sharding not in ("auto", "contiguous", "zigzag", "balanced"):
+    scenario: Scenario, frame: Frame, block_size: int
+) -> tuple[str, float, tuple[int, ...]]:
+    """Returns the sharding, the balance of pairs, and the bytes that each rank receives.
+
+    They follow from the plan of `ring_attention`.
+    """
+    if scenario.ranks == 1:
+        if scenario.sharding not in ("auto", "balanced"):
             from ..distributed.sharding import chunk_owners
 
-            chunk_owners(sharding, 1)  # raises for unknown names
-        return _Shares("contiguous", Figure(1.0, "arithmetic"), (0,), None)
+            chunk_owners(scenario.sharding, 1)  # raises for unknown names
+        return "contiguous", 1.0, (0,)
     from ..distributed.plan import RingPlan  # `import sparsering` must not load it
 
     plan = RingPlan.build(
-        pattern,
-        frame.kv_len,
-        ranks,
+        scenario.pattern,
+        scenario.tokens,
+        scenario.ranks,
         num_heads=frame.num_heads,
         num_kv_heads=frame.num_kv_heads,
         block_size=block_size,
-        sharding=sharding,
+        sharding=scenario.sharding,
     )
-    loads = plan.loads
-    balance = Figure(float(loads.max() / loads.mean().clamp(min=1)), "arithmetic")
-    ways = (False, True) if backward else (False,)
-    received = tuple(
-        int(
-            call.batch_size
-            * sum(
-                plan.bytes_received(rank, head_dim=call.head_dim, dtype=call.dtype, backward=way)
-                for way in ways
+    balance = float(plan.loads.max() / plan.loads.mean().clamp(min=1))
+    received = []
+    for rank in range(scenario.ranks):
+        one_entry = sum(
+            plan.bytes_received(
+                rank, head_dim=scenario.head_dim, dtype=scenario.dtype, backward=backward
             )
+            for backward in {False, scenario.backward}
         )
-        for rank in range(ranks)
-    )
-    link = None
-    if machine is not None and machine.link_bandwidth is not None:
-        link = Figure(max(received) / machine.link_bandwidth, machine.known)
-    return _Shares(plan.sharding, balance, received, link)
+        received.append(int(scenario.batch_size * one_entry))
+    return plan.sharding, balance, tuple(received)
 
 
-def _memory(
-    backend: str, work: Work, call: Call, backward: bool, ranks: int, received: tuple[int, ...]
-) -> Memory:
-    """Returns the memory of the call, or of one rank: an even share plus the received bytes."""
-    whole = MEMORY[backend](work, call, backward)
-    if ranks == 1:
-        return whole._replace(workspace=whole.workspace + _STACKS)
-    inputs, results, saved, workspace, layout = (-(-size // ranks) for size in whole)
-    return Memory(inputs, results, saved, workspace + max(received) + _STACKS, layout)
-
-
-def _seconds(
-    backend: str,
-    work: Work,
-    call: Call,
-    backward: bool,
-    machine: Machine | None,
-    flops: float,
-    memory: Memory,
-) -> tuple[Figure, str]:
-    """Predicts the seconds of the whole call on one device; returns them with a hint."""
-    if machine is not None:
-        name = str(call.dtype).removeprefix("torch.")
-        moved = memory.inputs + memory.results + memory.saved
-        bound = max(flops / machine.peak(name), moved / machine.bandwidth)
-        return Figure(bound, machine.known), "seconds are a bound by peaks: at least so long"
-    kept = calibrated()
-    if kept is not None and is_modelled(backend, work):
-        try:
-            return Figure(
-                seconds_of(backend, work, call, backward, kept.rates), "measured here"
-            ), ""
-        except KeyError:  # the backend could not run during calibration
-            pass
-    hint = why_not() if kept is None else f"no rates of such calls of {backend} are measured"
+def _seconds_here(backend: str, work: Work, call: Call, backward: bool) -> tuple[Figure, str]:
+    """Predicts the seconds of a call on this machine; returns them with a hint."""
+    calibration = calibrated()
+    if calibration is None:
+        hint = why_not()
+    else:
+        hint = f"no rates of such calls of {backend} are measured"
+        if is_modelled(backend, work):
+            with contextlib.suppress(KeyError):  # the backend could not run during calibration
+                seconds = seconds_of(backend, work, call, backward, calibration.rates)
+                return Figure(seconds, "measured here"), ""
     return Figure(default_seconds(work, call, backward), "uncalibrated"), hint
-
-
-def _bytes(size: float) -> str:
-    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"

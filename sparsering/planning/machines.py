@@ -48,59 +48,6 @@ class Machine:
         return self.peaks.get(dtype, math.inf)
 
 
-# Memory in GB, bandwidth in GB/s, TFLOP/s of float32 and of half precision with float32 sums, and
-# GB/s of a link in one direction. Makers state NVLink and PCIe as the sum of both directions, so a
-# device receives half of it. They state half precision with sparsity, twice the rate: 1,979 (H100
-# SXM, H200), 1,513 (H100 PCIe), 624 (A100), 242 (L4).
-_GPUS = {
-    "H200": (141, 4800, 67, 989.5, 450, "NVIDIA H200 data sheet (SXM; NVLink 900 GB/s)"),
-    "H100 SXM": (80, 3350, 67, 989.5, 450, "NVIDIA H100 data sheet (SXM; NVLink 900 GB/s)"),
-    "H100 PCIe": (
-        80, 2000, 51, 756.5, 64, "NVIDIA H100 data sheet (PCIe Gen5 128 GB/s, no NVLink bridge)"
-    ),
-    "A100 80GB": (80, 2039, 19.5, 312, 300, "NVIDIA A100 data sheet (SXM; NVLink 600 GB/s)"),
-    "A100 40GB": (40, 1555, 19.5, 312, 300, "NVIDIA A100 data sheet (SXM; NVLink 600 GB/s)"),
-    "L4": (24, 300, 30.3, 121, 32, "NVIDIA L4 data sheet (PCIe Gen4 x16 64 GB/s)"),
-    "RTX 4090": (
-        24, 1008, 82.6, 165.2, 32,
-        "NVIDIA Ada GPU architecture white paper (PCIe Gen4 x16 64 GB/s)",
-    ),
-}  # fmt: skip
-
-# Apple's chips in their largest configuration: memory in GB, bandwidth in GB/s. Apple publishes no
-# rates or clocks of the CPU.
-_APPLE = {
-    "M2 Ultra": (192, 800, "Apple, announcement of M2 Ultra (June 2023): up to 192 GB, 800 GB/s"),
-    "M3 Max": (128, 400, "Apple, announcement of M3 Max (October 2023): up to 128 GB, 400 GB/s"),
-    "M4 Max": (128, 546, "Apple, announcement of M4 Max (October 2024): up to 128 GB, 546 GB/s"),
-}
-
-# One socket with every core at its highest clock, so that no call can be faster: channels of memory
-# of 8 bytes, their 10^6 transfers/s, cores, GHz, and FLOP of a core in a cycle by dtype.
-_SOCKETS: dict[str, tuple[int, int, int, float, dict[str, int], str]] = {
-    # AVX-512: two units of 16 lanes; AVX512-FP16 twice as many; AMX as Intel states it.
-    "Xeon 8480+": (
-        8, 4800, 56, 3.8, {"float32": 64, "float16": 128, "bfloat16": 1024},
-        "Intel, Xeon Platinum 8480+ specifications and AMX brief; one socket",
-    ),
-    # Zen 4: AVX-512 over two 256-bit units; float16 is computed in float32.
-    "EPYC 9654": (
-        12, 4800, 96, 3.7, {"float32": 32, "float16": 32, "bfloat16": 64},
-        "AMD, EPYC 9004 series specifications (Genoa); one socket",
-    ),
-    # Zen 5: two full 512-bit units.
-    "EPYC 9755": (
-        12, 6400, 128, 4.1, {"float32": 64, "float16": 64, "bfloat16": 128},
-        "AMD, EPYC 9005 series specifications (Turin); one socket",
-    ),
-    # AWS publishes neither rates nor clocks.
-    "Graviton4": (
-        12, 5600, 0, 0.0, {},
-        "AWS, announcement of Graviton4 (November 2023): 12 channels of DDR5-5600",
-    ),
-}  # fmt: skip
-
-
 def _gpu(
     name: str, memory: int, bandwidth: float, single: float, half: float, link: float, source: str
 ) -> Machine:
@@ -108,37 +55,72 @@ def _gpu(
     return Machine(name, "gpu", memory * 10**9, bandwidth * 1e9, peaks, link * 1e9, source)
 
 
+def _apple(name: str, memory: int, bandwidth: float, date: str) -> Machine:
+    source = f"Apple, announcement of {name} ({date}): up to {memory} GB, {bandwidth} GB/s"
+    return Machine(name, "cpu", memory * 10**9, bandwidth * 1e9, {}, None, source)
+
+
 def _socket(
-    name: str,
-    channels: int,
-    transfers: int,
-    cores: int,
-    gigahertz: float,
-    per_cycle: dict[str, int],
-    source: str,
+    name: str, channels: int, transfers: int, cycles: float, flop: dict[str, int], source: str
 ) -> Machine:
-    peaks = {dtype: cores * gigahertz * 1e9 * flop for dtype, flop in per_cycle.items()}
+    peaks = {dtype: cycles * count for dtype, count in flop.items()}
     return Machine(name, "cpu", None, channels * 8 * transfers * 1e6, peaks, None, source)
 
 
-MACHINES: dict[str, Machine] = {
-    machine.name: machine
-    for machine in (
-        *(_gpu(name, *figures) for name, figures in _GPUS.items()),
-        *(
-            Machine(name, "cpu", memory * 10**9, bandwidth * 1e9, {}, None, source)
-            for name, (memory, bandwidth, source) in _APPLE.items()
-        ),
-        *(_socket(name, *figures) for name, figures in _SOCKETS.items()),
-    )
-}
+_LIST = (
+    # Memory in GB, bandwidth in GB/s, TFLOP/s of float32 and of half precision with float32 sums,
+    # and GB/s of a link in one direction. Makers state NVLink and PCIe as the sum of both
+    # directions, so a device receives half of it. They state half precision with sparsity, twice
+    # the rate: 1,979 (H100 SXM, H200), 1,513 (H100 PCIe), 624 (A100), 242 (L4).
+    _gpu("H200", 141, 4800, 67, 989.5, 450, "NVIDIA H200 data sheet (SXM; NVLink 900 GB/s)"),
+    _gpu("H100 SXM", 80, 3350, 67, 989.5, 450, "NVIDIA H100 data sheet (SXM; NVLink 900 GB/s)"),
+    _gpu(
+        "H100 PCIe", 80, 2000, 51, 756.5, 64,
+        "NVIDIA H100 data sheet (PCIe Gen5 128 GB/s, no NVLink bridge)",
+    ),
+    _gpu("A100 80GB", 80, 2039, 19.5, 312, 300, "NVIDIA A100 data sheet (SXM; NVLink 600 GB/s)"),
+    _gpu("A100 40GB", 40, 1555, 19.5, 312, 300, "NVIDIA A100 data sheet (SXM; NVLink 600 GB/s)"),
+    _gpu("L4", 24, 300, 30.3, 121, 32, "NVIDIA L4 data sheet (PCIe Gen4 x16 64 GB/s)"),
+    _gpu(
+        "RTX 4090", 24, 1008, 82.6, 165.2, 32,
+        "NVIDIA Ada GPU architecture white paper (PCIe Gen4 x16 64 GB/s)",
+    ),
+    # Apple's chips in their largest configuration: memory in GB, bandwidth in GB/s. Apple publishes
+    # no rates or clocks of the CPU.
+    _apple("M2 Ultra", 192, 800, "June 2023"),
+    _apple("M3 Max", 128, 400, "October 2023"),
+    _apple("M4 Max", 128, 546, "October 2024"),
+    # One socket with every core at its highest clock, so that no call can be faster: channels of
+    # memory of 8 bytes, their 10^6 transfers/s, cores * Hz, and FLOP of a core in a cycle by dtype.
+    # AVX-512: two units of 16 lanes; AVX512-FP16 twice as many; AMX as Intel states it.
+    _socket(
+        "Xeon 8480+", 8, 4800, 56 * 3.8 * 1e9, {"float32": 64, "float16": 128, "bfloat16": 1024},
+        "Intel, Xeon Platinum 8480+ specifications and AMX brief; one socket",
+    ),
+    # Zen 4: AVX-512 over two 256-bit units; float16 is computed in float32.
+    _socket(
+        "EPYC 9654", 12, 4800, 96 * 3.7 * 1e9, {"float32": 32, "float16": 32, "bfloat16": 64},
+        "AMD, EPYC 9004 series specifications (Genoa); one socket",
+    ),
+    # Zen 5: two full 512-bit units.
+    _socket(
+        "EPYC 9755", 12, 6400, 128 * 4.1 * 1e9, {"float32": 64, "float16": 64, "bfloat16": 128},
+        "AMD, EPYC 9005 series specifications (Turin); one socket",
+    ),
+    # AWS publishes neither rates nor clocks.
+    _socket(
+        "Graviton4", 12, 5600, 0, {},
+        "AWS, announcement of Graviton4 (November 2023): 12 channels of DDR5-5600",
+    ),
+)  # fmt: skip
+MACHINES: dict[str, Machine] = {machine.name: machine for machine in _LIST}
 
-# Other common names of the machines above.
+# Other common names of the machines above, without spaces and dashes.
 _OTHER_NAMES = {
     "h100": "H100 SXM",
     "a100": "A100 80GB",
     "4090": "RTX 4090",
-    "sapphire rapids": "Xeon 8480+",
+    "sapphirerapids": "Xeon 8480+",
     "genoa": "EPYC 9654",
     "turin": "EPYC 9755",
 }
@@ -149,9 +131,13 @@ def _plain(name: str) -> str:
     return "".join(character for character in name.lower() if character not in " -_")
 
 
-_BY_PLAIN_NAME = {_plain(name): machine for name, machine in MACHINES.items()} | {
-    _plain(other): MACHINES[name] for other, name in _OTHER_NAMES.items()
-}
+_BY_PLAIN_NAME = {_plain(name): machine for name, machine in MACHINES.items()}
+_BY_PLAIN_NAME |= {other: MACHINES[name] for other, name in _OTHER_NAMES.items()}
+
+
+def machine_of(machine: Machine | str | None) -> Machine | None:
+    """Returns a machine, or the one of a name as `named` does; None stands for this machine."""
+    return machine if machine is None or isinstance(machine, Machine) else named(machine)
 
 
 def named(name: str) -> Machine:

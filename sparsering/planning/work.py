@@ -9,7 +9,6 @@ query tiles, and `known` says so.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -22,14 +21,14 @@ from ..layouts.documents import Ground, ground_of, laid_in_documents
 from ..layouts.layout import BlockLayout, Pass, tile_counts
 from ..layouts.leaves import FULL, VARIES
 from ..layouts.lower import condition
-from ..layouts.tiles import Axis, Origin, Spans, TilePairs
+from ..layouts.tiles import Axis, Grid, Origin, Spans, TilePairs
 from ..numerics import round_up
 from ..patterns.algebra import And, Frame, Mask, Not, Or, Pattern, check_fits
 from ..patterns.selected import selections_of
 
 MOST_ENTRIES = 1 << 21
 """Most visited blocks, over all tables, that are counted exactly; above, tiles are sampled."""
-_LOOKED_AT_FIRST = 16  # this many query tiles suffice to estimate a layout's size
+_FIRST_TILES = 16  # this many query tiles suffice to estimate a layout's size
 _TILES, _HEADS = 96, 2  # query tiles and heads that are sampled of a large layout
 _GOLDEN = 0.6180339887498949
 _EDGE = 2  # tiles at both ends are not extrapolated, because global tokens lie there
@@ -51,7 +50,7 @@ class PassWork(NamedTuple):
         key_tiles_seen: key tiles that any query head of a kv head visits; mean over kv heads.
         ragged: key tiles of a length that is no multiple of 16, which kernels copy.
         pieces, pieces_by_key: parts of query tiles, and of key tiles, with far more entries than
-            others; the CPU kernel cuts these and sums each part separately. 0 if not asked for.
+            others; the CPU kernel cuts these and sums each part separately. 0 without `cut`.
         tables: number of different tables of entries, over all heads.
         batches: number of batch entries with tables of their own.
     """
@@ -99,7 +98,7 @@ class Work:
     bitmap_bytes: int
     known: str = "arithmetic"
 
-    @cached_property
+    @property
     def entries(self) -> float:
         """Visited blocks per query head."""
         return sum(p.entries for p in self.passes)
@@ -107,8 +106,7 @@ class Work:
     @property
     def density(self) -> float:
         """Share of all pairs that lies in visited blocks, as `BlockLayout.density`."""
-        dense = self.frame.q_len * self.frame.kv_len
-        return self.entries * self.block_size**2 / dense if dense else 0.0
+        return self.entries * self.block_size**2 / (self.frame.q_len * self.frame.kv_len)
 
     @property
     def nbytes(self) -> int:
@@ -134,11 +132,11 @@ def work_of(pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = Fals
     check_fits(pattern, frame)
 
     def count() -> Work:
-        if not selections_of(pattern) and frame.num_heads and pattern.num_batches() != 0:
-            axes: _Axes = {}  # building the tiles of a long sequence takes most of the time
-            first = _sampled(pattern, frame, block_size, _LOOKED_AT_FIRST, 1, axes)
-            if sum(p.num_tables * p.entries for p in first.passes) > MOST_ENTRIES:
-                return _sampled(pattern, frame, block_size, _TILES, _HEADS, axes)
+        if not selections_of(pattern):
+            tiles: _TilesOfPass = {}  # building the tiles of a long sequence takes most of the time
+            rough = _sampled(pattern, frame, block_size, _FIRST_TILES, 1, tiles)
+            if sum(p.num_tables * p.entries for p in rough.passes) > MOST_ENTRIES:
+                return _sampled(pattern, frame, block_size, _TILES, _HEADS, tiles)
         layout = layout_cache.layout(pattern, frame, block_size, torch.device("cpu"))
         return counted(layout, cut=cut)
 
@@ -150,7 +148,7 @@ def counted(layout: BlockLayout, *, cut: bool = False) -> Work:
 
     Cost: O(visited blocks) of every table.
     """
-    passes = tuple(_of_pass(p, layout, cut) for p in layout.passes)
+    passes = tuple(_counted_pass(p, layout, cut) for p in layout.passes)
     tensors = [getattr(p, f.name) for p in layout.passes for f in fields(p)]
     size = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))
     bitmaps = sum(p.bitmaps.numel() for p in layout.passes)
@@ -164,54 +162,50 @@ class _Visits(NamedTuple):
         row: the query tile of each run.
         first, end: the first key tile of each run, and the one after its last.
         masked: True for a run of one tile that has a bitmap.
-        num_pairs: number of (query, key) pairs of all runs.
     """
 
     row: Tensor
     first: Tensor
     end: Tensor
     masked: Tensor
-    num_pairs: int
 
 
-class _Tally(NamedTuple):
-    """Work of some query tiles of one head; the fields mean the same as in `PassWork`."""
+def _tally(visits: _Visits, queries: Tensor, before: Tensor) -> tuple[int, ...]:
+    """Sums visits: the fields `entries`, `masked`, `cells`, `wide_cells`, `rows` of `PassWork`.
 
-    entries: float
-    masked: float
-    cells: float
-    wide_cells: float
-    rows: float
+    `queries`: tokens of each query tile; `before`: `_tokens_before` of the key tiles.
+    """
+    row, first, end, masked = visits
+    tokens = before[end] - before[first]
+    cells, wide_cells = ((round_up(queries, size)[row] * tokens).sum() for size in (16, 32))
+    sums = ((end - first).sum(), masked.sum(), cells, wide_cells, queries[row.unique()].sum())
+    return tuple(int(x) for x in sums)
 
 
-def _before(keys: Tensor) -> Tensor:
-    """Returns the padded tokens before each key tile, and of all; `keys` has those of each tile."""
+def _tokens_before(keys: Tensor) -> Tensor:
+    """Padded tokens before each key tile, and of all of them; `keys`: tokens of each tile."""
     return torch.nn.functional.pad(round_up(keys, 16).cumsum(0), (1, 0))
 
 
-def _tally(visits: _Visits, queries: Tensor, before: Tensor) -> _Tally:
-    """Sums the work of some visits; `queries`: number of tokens of each query tile."""
-    row, first, end, masked, _ = visits
-    up, wide = round_up(queries, 16)[row], round_up(queries, 32)[row]
-    tokens = before[end] - before[first]
-    return _Tally(
-        int((end - first).sum()),
-        int(masked.sum()),
-        int((up * tokens).sum()),
-        int((wide * tokens).sum()),
-        int(queries[row.unique()].sum()),
-    )
+def _longest(queries: Tensor, keys: Tensor) -> tuple[int, int]:
+    """Most tokens in a query tile and in a key tile, from the tokens of each tile."""
+    most_queries, most_keys = (int(x.max()) if x.numel() else 0 for x in (queries, keys))
+    return most_queries, most_keys
 
 
-def _of_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassWork:
-    frame, block = layout.frame, layout.block_size
+def _ragged(keys: Tensor) -> float:
+    """Counts the tiles of a length that 16 does not divide; mean over heads."""
+    return float((keys % 16 > 0).double().sum(-1).mean())
+
+
+def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassWork:
     queries, keys = (
-        tile_counts(start, stop, p.step, block)
+        tile_counts(start, stop, p.step, layout.block_size)
         for start, stop in ((p.query_start, p.query_stop), (p.key_start, p.key_stop))
     )
     (batches, tables), axes = p.row_ptr.shape[:2], len(queries)
     kinds = max(tables, axes)  # number of different heads
-    groups = min(kinds, max(1, frame.num_kv_heads))
+    groups = min(kinds, layout.frame.num_kv_heads)
     tallies, seen, pieces, pieces_by_key = [], 0.0, 0.0, 0.0
     for b in range(batches):
         by_key = torch.zeros(groups, keys.shape[1], dtype=torch.int64)
@@ -221,61 +215,19 @@ def _of_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassWork:
             of_row = p.row_ptr[b, table].long().diff()
             key, bitmap = (x[b, table, :count].long() for x in (p.key_tile, p.bitmap))
             of_key = torch.bincount(key, minlength=keys.shape[1])
-            row = torch.repeat_interleave(of_row)
-            visits = _Visits(row, key, key + 1, bitmap >= 0, 0)
-            tallies.append(_tally(visits, queries[axis], _before(keys[axis])))
+            visits = _Visits(torch.repeat_interleave(of_row), key, key + 1, bitmap >= 0)
+            tallies.append(_tally(visits, queries[axis], _tokens_before(keys[axis])))
             by_key[kind * groups // kinds] += of_key
             if cut:
                 pieces += library().pieces(of_row, False)
                 pieces_by_key += library().pieces(of_key, True)
         seen += float((by_key > 0).sum()) / groups / batches
     entries, masked, cells, wide, rows = (sum(x) / len(tallies) for x in zip(*tallies, strict=True))
-    longest_tiles = (
-        int(queries.max()) if queries.numel() else 0,
-        (int(keys.max()) if keys.numel() else 0),
-    )
     return PassWork(
-        p.step, queries.shape[1], keys.shape[1], longest_tiles, entries, masked, cells, wide, rows,
-        seen, _ragged(keys), pieces / len(tallies), pieces_by_key / len(tallies), tables, batches,
+        p.step, queries.shape[1], keys.shape[1], _longest(queries, keys), entries, masked, cells,
+        wide, rows, seen, _ragged(keys), pieces / len(tallies), pieces_by_key / len(tallies),
+        tables, batches,
     )  # fmt: skip
-
-
-def _ragged(tokens: Tensor) -> float:
-    """Counts the tiles of a length that 16 does not divide; mean over heads."""
-    return float((tokens % 16 > 0).double().sum(-1).mean())
-
-
-def _sampled(
-    pattern: Pattern, frame: Frame, block_size: int, tiles: int, heads: int, axes: "_Axes"
-) -> Work:
-    """Estimates the work from some query tiles of some heads of the first batch entry.
-
-    `axes` gets the tiles of each pass, and saves building them again.
-    """
-    passes: list[PassWork] = []
-    pairs = 0.0
-    size = 0.0
-    batches = pattern.num_batches() or 1
-    for sample in _samples(pattern, frame, block_size, tiles, heads, axes):
-        queries, keys = sample.queries.count.clamp(min=0), sample.tiles.key_tokens
-        tally = _tally(sample.visits, queries, sample.tiles.before)
-        if sample.number == len(passes):
-            most = tuple(int(x.max()) if len(x) else 0 for x in (queries, keys))
-            blank = PassWork(
-                sample.queries.step, len(sample.tiles.queries), len(keys), (most[0], most[1]),
-                0.0, 0.0, 0.0, 0.0, 0.0, float(len(keys)), _ragged(keys), 0.0, 0.0,
-                sample.tables, batches,
-            )  # fmt: skip
-            passes.append(blank)
-        old, w = passes[sample.number], sample.weight
-        sums = {name: getattr(old, name) + w * x for name, x in tally._asdict().items()}
-        passes[sample.number] = old._replace(**sums)
-        pairs += w * sample.visits.num_pairs
-    for p in passes:
-        size += p.num_tables * (8 * p.entries + 4 * p.query_tiles)
-        size += 16 * (p.query_tiles + p.key_tiles)
-    known = "extrapolated from some query tiles"
-    return Work(frame, block_size, pairs, tuple(passes), int(size), 0, known)
 
 
 class _Tiles(NamedTuple):
@@ -284,114 +236,126 @@ class _Tiles(NamedTuple):
     Attributes:
         queries, keys: the tiles.
         runs, joined: runs of `_RUN` key tiles, and whether each is one range of positions.
-        key_tokens, before: tokens of each key tile, and padded tokens of those before it.
+        before: `_tokens_before` of the key tiles.
     """
 
     queries: Axis
     keys: Axis
     runs: Axis
     joined: Tensor
-    key_tokens: Tensor
     before: Tensor
 
 
-_Axes = dict[tuple[int, int], _Tiles]
+_TilesOfPass = dict[tuple[int, int], _Tiles]
 """Tiles by the number of the pass and the offset of a head's first tile."""
 
 
-class _Sample(NamedTuple):
-    """Some query tiles of one head in one pass, and their visits.
+def _sampled(
+    pattern: Pattern,
+    frame: Frame,
+    block_size: int,
+    num_tiles: int,
+    num_heads: int,
+    tiles_of_pass: _TilesOfPass,
+) -> Work:
+    """Estimates the work from about `num_tiles` query tiles of up to `num_heads` heads.
 
-    Attributes:
-        number: number of the pass.
-        queries, tiles: the sampled query tiles, and all tiles.
-        weight: number of query tiles that each represents, divided by the number of sampled heads.
-        visits: visits of the sampled tiles.
-        tables: number of different tables over the heads.
+    They are those of the first batch entry. `tiles_of_pass` keeps all tiles for a second call.
+
+    Cost: laying out the sampled tiles.
     """
+    passes: list[PassWork] = []
+    pairs = 0.0
+    ground = ground_of(pattern.restarts, frame, None, None)
+    for number, (grid, mask) in enumerate(_terms(pattern, ground, block_size)):
+        tables = mask.num_tables(frame)
+        sampled_tables = sorted({i * tables // num_heads for i in range(num_heads)})
+        shapes = []
+        sums = [0.0] * 5
+        for table in sampled_tables:
+            head, offset = table * frame.num_heads // tables, 0
+            if grid.anchor is not None:
+                offset = grid.anchor.offset_of(frame.kv_head(head), frame.num_kv_heads)
+            key = number, offset
+            if key not in tiles_of_pass:
+                tiles_of_pass[key] = _tiles(ground, grid, mask, frame, block_size, offset)
+            tiles, mask_of_head = tiles_of_pass[key], mask.at(0, head, frame)
+            for places, weight in _draws(len(tiles.queries), num_tiles):
+                queries = tiles.queries[places]
+                tokens = queries.count.clamp(min=0)
+                visits, num_pairs = _visits(ground, mask_of_head, queries, tiles, frame, block_size)
+                weight /= len(sampled_tables)
+                tally = _tally(visits, tokens, tiles.before)
+                sums = [total + weight * x for total, x in zip(sums, tally, strict=True)]
+                pairs += weight * num_pairs
+                shapes.append((tokens, tiles))
+        tokens, tiles = shapes[0]
+        key_tokens = tiles.keys.count.clamp(min=0)
+        entries, masked, cells, wide_cells, rows = sums
+        passes.append(PassWork(
+            grid.step, len(tiles.queries), len(key_tokens), _longest(tokens, key_tokens), entries,
+            masked, cells, wide_cells, rows, float(len(key_tokens)), _ragged(key_tokens), 0.0, 0.0,
+            tables, pattern.num_batches() or 1,
+        ))  # fmt: skip
+    size = 0.0
+    for p in passes:
+        size += p.num_tables * (8 * p.entries + 4 * p.query_tiles)
+        size += 16 * (p.query_tiles + p.key_tiles)
+    known = "extrapolated from some query tiles"
+    return Work(frame, block_size, pairs, tuple(passes), int(size), 0, known)
 
-    number: int
-    queries: Axis
-    tiles: _Tiles
-    weight: float
-    visits: _Visits
-    tables: int
 
-
-def _samples(
-    pattern: Pattern, frame: Frame, block_size: int, tiles: int, heads: int, axes: _Axes
-) -> Iterator[_Sample]:
-    """Yields about `tiles` query tiles of up to `heads` heads of the first batch entry, by pass.
-
-    Cost: laying out these tiles.
-    """
-    number = -1
+def _terms(pattern: Pattern, ground: Ground, block_size: int) -> Iterator[tuple[Grid, Mask]]:
+    """Yields the grid and the mask of each pass, in the order of `compile_passes`."""
     for branch in pattern.branches:
-        ground = ground_of(pattern.restarts, frame, None, None)
-        laid = branch if pattern.restarts is None else laid_in_documents(branch)
         earlier: list[Mask] = []
-        for grid, term in terms(laid, block_size):
+        branch = laid_in_documents(branch) if ground.in_document else branch
+        for grid, term in terms(branch, block_size):
             mask = And((term, Not(Or(tuple(earlier))))) if earlier else term
+            yield ground.fitting(grid, block_size), mask
             earlier.append(term)
-            number += 1
-            grid = ground.fitting(grid, block_size)
-            tokens = tokens_of_tile(mask, grid, block_size)
-            tables = mask.num_tables(frame)
-            looked_at = dict.fromkeys(i * tables // heads for i in range(heads))
-            for table in looked_at:
-                head = table * frame.num_heads // tables
-                kv_head, offset = frame.kv_head(head), 0
-                if grid.anchor is not None:
-                    offset = grid.anchor.offset_of(kv_head, frame.num_kv_heads)
-                if (number, offset) not in axes:
-                    keys = ground.keys(grid, block_size, offset)
-                    alike = tokens == block_size and frame.q_len == frame.kv_len
-                    queries = keys
-                    if not alike or pattern.restarts is not None:
-                        queries = ground.queries(grid, tokens, offset)
-                    key_tokens = keys.count.clamp(min=0)
-                    runs = keys.runs(_RUN)
-                    axes[number, offset] = _Tiles(
-                        queries, keys, *runs, key_tokens, _before(key_tokens)
-                    )
-                of_head, seen = axes[number, offset], mask.at(0, head, frame)
-                for rows, weight in _drawn(len(of_head.queries), tiles):
-                    part = of_head.queries[rows]
-                    visits = _visits(ground, seen, part, of_head, frame, block_size)
-                    weight /= len(looked_at)
-                    yield _Sample(number, part, of_head, weight, visits, tables)
+
+
+def _tiles(
+    ground: Ground, grid: Grid, mask: Mask, frame: Frame, block_size: int, offset: int
+) -> _Tiles:
+    """Builds all tiles of a head whose first tile begins at `offset`."""
+    keys = ground.keys(grid, block_size, offset)
+    tokens = tokens_of_tile(mask, grid, block_size)
+    alike = tokens == block_size and frame.q_len == frame.kv_len and not ground.in_document
+    queries = keys if alike else ground.queries(grid, tokens, offset)
+    return _Tiles(queries, keys, *keys.runs(_RUN), _tokens_before(keys.count.clamp(min=0)))
 
 
 def _visits(
     ground: Ground, mask: Mask, queries: Axis, tiles: _Tiles, frame: Frame, block_size: int
-) -> _Visits:
-    """Returns the visits of some query tiles.
+) -> tuple[_Visits, int]:
+    """Returns the visits of some query tiles, and the number of their (query, key) pairs.
 
     Cost: laying out their masked tiles, and one test for each run of `_RUN` other key tiles.
     """
     rule, origin = condition(mask, frame, ground.in_document), ground.origin(queries)
-    keys, runs, joined = tiles.keys, tiles.runs, tiles.joined
-    among = rule.candidates(queries, keys, origin)
-    places = among.runs(len(keys), _RUN).expand()
+    keys, runs = tiles.keys, tiles.runs
+    candidates = rule.candidates(queries, keys, origin)
+    places = candidates.runs(len(keys), _RUN).expand()
     row, run = places // max(1, len(runs)), places % max(1, len(runs))
     pairs = TilePairs(queries[row], runs[run], Origin(*(x[row] for x in origin)))
-    status = torch.where(joined[run], rule.status(pairs), VARIES)
+    status = torch.where(tiles.joined[run], rule.status(pairs), VARIES)
     begin = (row * len(keys) + run * _RUN)[status != VARIES]
-    table, _ = compile_table(
-        ground, mask, queries, keys, frame, block_size, among - Spans(begin, begin + _RUN)
-    )
+    among = candidates - Spans(begin, begin + _RUN)
+    table, _ = compile_table(ground, mask, queries, keys, frame, block_size, among)
     full = (status == FULL) & (pairs.q.count > 0)
     first = run[full] * _RUN
-    return _Visits(
+    visits = _Visits(
         torch.cat((torch.repeat_interleave(table.row_ptr.diff()), row[full])),
         torch.cat((table.key_tile, first)),
         torch.cat((table.key_tile + 1, first + _RUN)),
         torch.nn.functional.pad(table.bitmap >= 0, (0, len(first))),
-        table.num_pairs + int((pairs.q.count * pairs.k.count)[full].sum()),
     )
+    return visits, table.num_pairs + int((pairs.q.count * pairs.k.count)[full].sum())
 
 
-def _drawn(count: int, most: int) -> Iterator[tuple[Tensor, float]]:
+def _draws(count: int, most: int) -> Iterator[tuple[Tensor, float]]:
     """Yields sampled tile numbers below `count` with their weight: both ends, and some between.
 
     The range between is cut into equal parts; each gives one tile, at places without a period.

@@ -8,7 +8,8 @@ import torch
 import sparsering as sr
 from sparsering.cli import main
 from sparsering.distributed import RingPlan
-from sparsering.planning import fit
+from sparsering.planning import screen
+from sparsering.planning.estimate import estimate_of
 from sparsering.planning.sizes import show_bytes, show_seconds
 
 FOUNDING = "LongNet((2048, 32768), (1, 12)) & Causal()"
@@ -80,15 +81,15 @@ def test_each_case_has_its_words(capsys, pattern, argv, line, expected):
 
 @pytest.mark.parametrize("pattern", ["Full()", "SlidingWindow(64)", "RandomBlocks(0.02, 64)"])
 def test_the_longest_sequence_is_about_right_by_few_long_estimates(capsys, monkeypatch, pattern):
-    asked = []
+    lengths = []
 
-    def counted(mask, **options):
-        asked.append(options["tokens"])
-        return sr.estimate(mask, **options)
+    def counted(scenario):
+        lengths.append(scenario.tokens)
+        return estimate_of(scenario)
 
-    monkeypatch.setattr(fit, "estimate", counted)
+    monkeypatch.setattr(screen, "estimate_of", counted)
     _, said = plan(capsys, pattern, "--tokens", 200, "--memory", "3GB")
-    assert len([n for n in asked if n > 1 << 17]) <= 3
+    assert lengths and len([n for n in lengths if n > 1 << 17]) <= 3
     exact = sr.longest_sequence(sr.parse(pattern), memory="3GB")
     told = re.search(r"about ([\d.]+)K tokens at this batch", said["fits"])
     assert float(told[1]) * 1024 == pytest.approx(exact, rel=0.05)
