@@ -11,7 +11,7 @@ from ..checks import check_inputs, checked_index, checked_scale
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Full
-from .estimates import BlockEstimate, checked_method, counts, features, query_features
+from .estimates import BlockEstimate, checked_method, query_features
 from .query_rows import checked_blocks
 from .scorer import BlockScorer
 from .scores import scores_of
@@ -131,11 +131,7 @@ class BlockSummaries:
         """Summaries [B, Hkv, slots, blocks, F] of keys in whole blocks."""
         if self._scorer is not None:
             return self._scorer.summaries(key)[:, :, None]
-        length, size, part = key.shape[2], self._size, self._part
-        blocks = length // size
-        keys = key.unflatten(2, (blocks, size // part, part))
-        count = counts(length, blocks, size, part).to(key.device)
-        return features(keys, count, self._method).transpose(2, 3)
+        return BlockEstimate.of(key, self._size, self._method, self._part).feature
 
 
 def _check_scorer(scorer: BlockScorer, block_size: int) -> None:
