@@ -97,7 +97,7 @@ class BlockEstimate(NamedTuple):
         logs = torch.where(count > 0, count.clamp(min=1).log(), NEVER).mT
         return logs.to(self.feature)
 
-    def of_queries(self, query: Tensor, scale: float, front: int = 0) -> Tensor:
+    def of_queries(self, query: Tensor, scale: float, front: int) -> Tensor:
         """Features [entries, n / stride * G, F] of queries [entries, n, G, D], times the scale.
 
         `front`: number of empty places before the first query in its stride.
@@ -115,9 +115,7 @@ class BlockEstimate(NamedTuple):
         A float where all sums are full, else [slots, n / stride, 1, blocks].
         `present`: mask [n / stride, stride] of the queries that exist, None for all.
         """
-        if self.stride == 1 or (
-            present is None and not (self.ragged and blocks == self.num_blocks)
-        ):
+        if present is None and not (self.ragged and blocks == self.num_blocks):
             return 1 / self.stride
         count = self.counts(blocks).mT.flatten()
         keys = (torch.arange(self.stride) < count[:, None]).to(self.feature)
@@ -144,14 +142,14 @@ def features(keys: Tensor, count: Tensor, method: str) -> Tensor:
         return keys.squeeze(-2)
     if method == "antidiagonal":
         return keys.flatten(-2)
-    real = torch.arange(keys.shape[-2], device=keys.device)[:, None] < count[..., None, None]
+    is_real = torch.arange(keys.shape[-2], device=keys.device)[:, None] < count[..., None, None]
     if method == "bounds":
-        highest = torch.where(real, keys, -torch.inf).amax(-2)
-        lowest = torch.where(real, keys, torch.inf).amin(-2)
+        highest = torch.where(is_real, keys, -torch.inf).amax(-2)
+        lowest = torch.where(is_real, keys, torch.inf).amin(-2)
         return torch.cat((highest, lowest), -1)
-    many = count.clamp(min=1).to(keys.dtype)[..., None]
-    mean = keys.sum(-2) / many
+    divisor = count.clamp(min=1).to(keys.dtype)[..., None]
+    mean = keys.sum(-2) / divisor
     if method != "gauss":
         return mean
-    centred = torch.where(real, keys - mean[..., None, :], 0.0)
-    return torch.cat((mean, centred.square().sum(-2) / many), -1)
+    centred = torch.where(is_real, keys - mean[..., None, :], 0.0)
+    return torch.cat((mean, centred.square().sum(-2) / divisor), -1)
