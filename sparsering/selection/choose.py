@@ -1,7 +1,6 @@
 """`select_blocks`: picks the key blocks that each row attends to, by their scores."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,59 +79,51 @@ def select_blocks(
         )
     current = current_blocks(q_start // query_block, rows, query_block, block_size)
     scores = scores.detach().reshape(math.prod(outer), rows, blocks)
-    rank = _Ranked(k, top_p, sink, local, causal)
+    limits = k, top_p, sink, local, causal
     if scores.device.type != "cpu" or torch.compiler.is_compiling() or not scores.numel():
-        chosen = rank.chosen(scores, current.to(scores.device))
+        chosen = _best_blocks(scores, current.to(scores.device), *limits)
     else:
-        chosen = torch.empty(*scores.shape[:2], k, dtype=torch.int64)
         step = max(1, _AT_A_TIME // (blocks * len(scores)))
-        for first in range(0, rows, step):
-            part = slice(first, first + step)
-            chosen[:, part] = rank.chosen(scores[:, part], current[part])
+        parts = zip(scores.split(step, 1), current.split(step), strict=True)
+        chosen = torch.cat([_best_blocks(*part, *limits) for part in parts], 1)
     return chosen.view(*outer, rows, k)
 
 
-class _Ranked(NamedTuple):
-    """Arguments of `select_blocks`, and the ranking that they define."""
-
-    k: int
-    top_p: float | None
-    sink: int
-    local: int
-    causal: bool
-
-    def chosen(self, scores: Tensor, current: Tensor) -> Tensor:
-        """Returns blocks [..., R, k] for scores [..., R, Nb]; `current` [R]: own blocks."""
-        blocks = scores.shape[-1]
-        block = torch.arange(blocks, device=scores.device)
-        last = current.clamp(max=blocks - 1)[:, None]
-        forced = (block < self.sink) | ((block <= last) & (block > last - self.local))
-        scores = scores.float() + 0.0  # -0.0 becomes 0.0: equal scores need equal bits
-        if self.causal:
-            hidden = block > last
-            forced = forced & ~hidden
-            scores = scores.masked_fill(hidden, -torch.inf)
-        scores = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
-        bits = scores.view(torch.int32)
-        rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ints that sort like the floats
-        rank = (rising.long() << _BLOCK_BITS) + (_LAST - block)  # no ties: the lower block wins
-        rank = torch.where(scores == -torch.inf, _NOT_CHOSEN, rank)
-        rank = torch.where(forced, _FORCED - block, rank)
-        best = rank.topk(min(self.k, blocks), -1).values
-        chosen = torch.where(best == _NOT_CHOSEN, -1, _LAST - (best & _LAST))
-        if self.top_p is not None and self.top_p < 1 and blocks:
-            chosen = self._most_of(self.top_p, scores, chosen, best > _LAST_SCORED)
-        return pad(chosen, (0, self.k - chosen.shape[-1]), value=-1)
-
-    @staticmethod
-    def _most_of(top_p: float, scores: Tensor, chosen: Tensor, forced: Tensor) -> Tensor:
-        """Replaces unforced blocks beyond the share top_p by -1."""
+def _best_blocks(
+    scores: Tensor,
+    current: Tensor,
+    k: int,
+    top_p: float | None,
+    sink: int,
+    local: int,
+    causal: bool,
+) -> Tensor:
+    """Returns blocks [..., R, k] for scores [..., R, Nb]; `current` [R]: each row's own block."""
+    blocks = scores.shape[-1]
+    block = torch.arange(blocks, device=scores.device)
+    last = current.clamp(max=blocks - 1)[:, None]
+    forced = (block < sink) | ((block <= last) & (block > last - local))
+    scores = scores.float() + 0.0  # -0.0 becomes 0.0: equal scores need equal bits
+    if causal:
+        hidden = block > last
+        forced = forced & ~hidden
+        scores = scores.masked_fill(hidden, -torch.inf)
+    scores = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    bits = scores.view(torch.int32)
+    sortable = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    rank = (sortable.long() << _BLOCK_BITS) + (_LAST - block)  # no ties: the lower block wins
+    rank = torch.where(scores == -torch.inf, _NOT_CHOSEN, rank)
+    rank = torch.where(forced, _FORCED - block, rank)
+    best = rank.topk(min(k, blocks), -1).values
+    chosen = torch.where(best == _NOT_CHOSEN, -1, _LAST - (best & _LAST))
+    if top_p is not None and top_p < 1 and blocks:
         highest = scores.amax(-1, keepdim=True).clamp(*_FINITE)
         mass = (scores.clamp(max=_FINITE[1]) - highest).exp()
         each = mass.gather(-1, chosen.clamp(min=0)).double()
         before = each.cumsum(-1) - each
-        within = forced | (before < float(top_p) * mass.sum(-1, keepdim=True, dtype=torch.float64))
-        return torch.where(within, chosen, -1)
+        limit = float(top_p) * mass.sum(-1, keepdim=True, dtype=torch.float64)
+        chosen = torch.where((best > _LAST_SCORED) | (before < limit), chosen, -1)
+    return pad(chosen, (0, k - chosen.shape[-1]), value=-1)
 
 
 _LAST = (1 << _BLOCK_BITS) - 1

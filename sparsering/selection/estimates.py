@@ -58,9 +58,10 @@ class BlockEstimate(NamedTuple):
         length = key.shape[2]
         blocks = -(-length // block_size)
         keys = pad(key, (0, 0, 0, blocks * block_size - length)).unflatten(2, (blocks, block_size))
-        count = counts(length, blocks, block_size, part).to(key.device)
-        feature = features(keys.unflatten(3, (block_size // part, part)), count, method)
-        return cls(method, length, part, feature.transpose(2, 3), keys)
+        estimate = cls(method, length, part, keys[..., :0], keys)
+        parts = keys.unflatten(3, (block_size // part, part))
+        feature = features(parts, estimate.counts().to(key.device), method)
+        return estimate._replace(feature=feature.transpose(2, 3))
 
     @property
     def block_size(self) -> int:
@@ -80,27 +81,23 @@ class BlockEstimate(NamedTuple):
         return self.part if self.method == "antidiagonal" else 1
 
     @property
-    def is_mean(self) -> bool:
-        """Whether a part's feature is the mean of its keys."""
-        return self.method in ("mean", "sub", "exact")
-
-    @property
     def ragged(self) -> bool:
         """Whether the last block has fewer tokens."""
         return self.length % self.block_size > 0
 
-    def entries(self, first: int, count: int) -> "BlockEstimate":
-        """Takes a slice of the first dim, into which B and Hkv were flattened."""
-        feature, keys = (x[first : first + count] for x in (self.feature, self.keys))
-        return self._replace(feature=feature, keys=keys)
+    def counts(self, blocks: int | None = None) -> Tensor:
+        """Number of real tokens of each part of the first blocks: [blocks, slots], float64."""
+        part, end = self.part, self.num_blocks * self.block_size
+        first = torch.arange(0, end, part).view(self.num_blocks, self.block_size // part)
+        return (self.length - first).clamp(0, part).double()[:blocks]
 
     def log_counts(self, blocks: int) -> Tensor:
         """Log of the number of real tokens of each part [slots, blocks]; NEVER where it is 0."""
-        count = counts(self.length, self.num_blocks, self.block_size, self.part)[:blocks]
+        count = self.counts(blocks)
         logs = torch.where(count > 0, count.clamp(min=1).log(), NEVER).mT
         return logs.to(self.feature)
 
-    def of_queries(self, query: Tensor, scale: float, front: int = 0) -> Tensor:
+    def of_queries(self, query: Tensor, scale: float, front: int) -> Tensor:
         """Features [entries, n / stride * G, F] of queries [entries, n, G, D], times the scale.
 
         `front`: number of empty places before the first query in its stride.
@@ -118,22 +115,13 @@ class BlockEstimate(NamedTuple):
         A float where all sums are full, else [slots, n / stride, 1, blocks].
         `present`: mask [n / stride, stride] of the queries that exist, None for all.
         """
-        if self.stride == 1 or (
-            present is None and not (self.ragged and blocks == self.num_blocks)
-        ):
+        if present is None and not (self.ragged and blocks == self.num_blocks):
             return 1 / self.stride
-        count = counts(self.length, self.num_blocks, self.block_size, self.part)[:blocks]
-        places = torch.arange(self.stride)
-        keys = (places < count.mT.flatten()[:, None]).to(self.feature)
+        count = self.counts(blocks).mT.flatten()
+        keys = (torch.arange(self.stride) < count[:, None]).to(self.feature)
         queries = torch.ones(1, self.stride) if present is None else present.flip(1)
         products = (queries.to(keys) @ keys.mT).clamp(min=1)
         return products.reciprocal().unflatten(1, (self.slots, blocks)).transpose(0, 1)[:, :, None]
-
-
-def counts(length: int, blocks: int, block_size: int, part: int) -> Tensor:
-    """Number of real tokens of each part: [blocks, slots], float64."""
-    first = torch.arange(0, blocks * block_size, part).view(blocks, block_size // part)
-    return (length - first).clamp(0, part).double()
 
 
 def query_features(query: Tensor, scale: float, method: str) -> Tensor:
@@ -154,14 +142,14 @@ def features(keys: Tensor, count: Tensor, method: str) -> Tensor:
         return keys.squeeze(-2)
     if method == "antidiagonal":
         return keys.flatten(-2)
-    real = torch.arange(keys.shape[-2], device=keys.device)[:, None] < count[..., None, None]
+    is_real = torch.arange(keys.shape[-2], device=keys.device)[:, None] < count[..., None, None]
     if method == "bounds":
-        highest = torch.where(real, keys, -torch.inf).amax(-2)
-        lowest = torch.where(real, keys, torch.inf).amin(-2)
+        highest = torch.where(is_real, keys, -torch.inf).amax(-2)
+        lowest = torch.where(is_real, keys, torch.inf).amin(-2)
         return torch.cat((highest, lowest), -1)
-    many = count.clamp(min=1).to(keys.dtype)[..., None]
-    mean = keys.sum(-2) / many
+    divisor = count.clamp(min=1).to(keys.dtype)[..., None]
+    mean = keys.sum(-2) / divisor
     if method != "gauss":
         return mean
-    centred = torch.where(real, keys - mean[..., None, :], 0.0)
-    return torch.cat((mean, centred.square().sum(-2) / many), -1)
+    centred = torch.where(is_real, keys - mean[..., None, :], 0.0)
+    return torch.cat((mean, centred.square().sum(-2) / divisor), -1)

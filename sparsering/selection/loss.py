@@ -85,16 +85,12 @@ def selection_loss(
     divergence = (share.xlogy(share) - share * torch.where(listed, log_share, 0.0)).sum(3)
     weight = (total > 0).to(dtype)
     if row_weight is not None:
-        weight = weight * _checked_weight(row_weight, total)
+        check_tensor("row_weight", row_weight, "[rows]")
+        sizes = zip(row_weight.shape[::-1], weight.shape[::-1], strict=False)
+        if row_weight.dim() > 3 or not all(n in (1, m) for n, m in sizes):
+            raise ValueError(
+                f"row_weight must broadcast to {tuple(weight.shape)}, one for each row of the "
+                f"scores, got {tuple(row_weight.shape)}; add a missing dim with unsqueeze()"
+            )
+        weight = weight * row_weight.detach().to(dtype)
     return (weight * divergence).sum() / torch.where(weight.sum() > 0, weight.sum(), 1.0)
-
-
-def _checked_weight(weight: Tensor, rows: Tensor) -> Tensor:
-    check_tensor("row_weight", weight, "[rows]")
-    sizes = zip(weight.shape[::-1], tuple(rows.shape)[::-1], strict=False)
-    if weight.dim() > 3 or not all(n in (1, m) for n, m in sizes):
-        raise ValueError(
-            f"row_weight must broadcast to {tuple(rows.shape)}, one for each row of the scores, "
-            f"got {tuple(weight.shape)}; add a missing dim with unsqueeze()"
-        )
-    return weight.detach().to(rows.dtype)

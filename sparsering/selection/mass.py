@@ -63,8 +63,8 @@ def block_mass(
     if lse is None:
         _, lse = attend(CallRecipe(backend, **call), query, key, key[..., :1], pattern, options)
     lse = checked_rows("lse", lse, query, broadcasts=False)
-    each = lse.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)
-    each = each.expand(lse.shape)
-    spelt = pattern.tensors, pattern.expression, call["scale"], call["q_start"]
-    mass: Tensor = slot_mass(query, key, lse, each, *spelt, backend)
+    weight = lse.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)
+    weight = weight.expand(lse.shape)
+    arguments = pattern.tensors, pattern.expression, call["scale"], call["q_start"]
+    mass: Tensor = slot_mass(query, key, lse, weight, *arguments, backend)
     return mass.unflatten(-1, selections[0].indices.shape[-2:])

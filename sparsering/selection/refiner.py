@@ -159,27 +159,27 @@ class PatternRefiner:
 
         Cost: O(H R blocks log(blocks)); with a group, an all-reduce of 16 H R blocks bytes.
         """
-        sums, counts = self._summed(group)
-        now = counts > 0
+        sums, counts = self._group_sums(group)
+        updated = counts > 0
         mean = sums.double() / counts.clamp(min=1) / UNIT
         running = self.ema * self._mass + (1 - self.ema) * mean
-        self._mass = torch.where(now, torch.where(self._observed, running, mean), self._mass)
-        self._observed = self._observed | now
+        self._mass = torch.where(updated, torch.where(self._observed, running, mean), self._mass)
+        self._observed = self._observed | updated
         self._sums, self._counts = torch.zeros_like(sums), torch.zeros_like(counts)
         self._updates = self._updates + 1
         inside = torch.zeros(self.shape, dtype=torch.bool).scatter_(2, self.table, True)
-        comes = self._observed & ~inside & (self._barred_until < self._updates)
-        goes = self._observed & inside & ~self._protected
+        can_enter = self._observed & ~inside & (self._barred_until < self._updates)
+        can_leave = self._observed & inside & ~self._protected
         most = min(self.swaps, self.k, self.shape[2])
-        new, into = _ordered(torch.where(comes, -self._mass, torch.inf), most)
-        old, out = _ordered(torch.where(goes, self._mass, torch.inf), most)
-        swapped = -new > (1 + self.margin) * old  # false for non-candidates: they are infinite
-        if not bool(swapped.any()):
+        enter_mass, entering = _least(torch.where(can_enter, -self._mass, torch.inf), most)
+        leave_mass, leaving = _least(torch.where(can_leave, self._mass, torch.inf), most)
+        swap = -enter_mass > (1 + self.margin) * leave_mass  # false for infinite, no candidates
+        if not bool(swap.any()):
             return False
-        slot = (self.table[..., None] == out[:, :, None]) & swapped[:, :, None]  # [H, R, k, swaps]
-        taken = (slot * into[:, :, None]).sum(3)
-        self.table = torch.where(slot.any(3), taken, self.table)
-        barred = torch.zeros(self.shape, dtype=torch.bool).scatter_(2, out, swapped)
+        slot = (self.table[..., None] == leaving[:, :, None]) & swap[:, :, None]  # [H, R, k, swaps]
+        block = (slot * entering[:, :, None]).sum(3)
+        self.table = torch.where(slot.any(3), block, self.table)
+        barred = torch.zeros(self.shape, dtype=torch.bool).scatter_(2, leaving, swap)
         until = self._updates + self.cooldown
         self._barred_until = torch.where(barred, until, self._barred_until)
         return True
@@ -205,7 +205,7 @@ class PatternRefiner:
         for name in STATE:
             setattr(self, name, state[name.lstrip("_")].detach().cpu().clone())
 
-    def _summed(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    def _group_sums(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
         """Sums and counts over the ranks of a group; ValueError if their states differ."""
         check_group(group)
         if group is None:
@@ -214,8 +214,9 @@ class PatternRefiner:
         settings = torch.tensor(
             (self.ema, self.margin, self.swaps, self.cooldown), dtype=torch.float64
         )
-        state = (settings, self._protected, *(getattr(self, name) for name in AGREED))
-        own = torch.tensor([digested(x) for x in state])
+        names = (name for name in STATE if name not in ("_sums", "_counts"))  # ranks differ there
+        state = settings, self._protected, *(getattr(self, name) for name in names)
+        own = torch.tensor([_digest(x) for x in state])
         extremes = torch.cat((own, ~own)).to(device)  # max(~x) is ~min(x): one MAX gives both
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         most, least = extremes.cpu().chunk(2)
@@ -224,22 +225,21 @@ class PatternRefiner:
                 "expected refiners with the same arguments and state on all ranks of the group, "
                 "got different ones; make them with one seed, and call update(group) on all"
             )
-        both = torch.stack((self._sums, self._counts)).to(device)
-        dist.all_reduce(both, group=group)
-        sums, counts = both.cpu().unbind()
+        totals = torch.stack((self._sums, self._counts)).to(device)
+        dist.all_reduce(totals, group=group)
+        sums, counts = totals.cpu().unbind()
         return sums, counts
 
 
 STATE = ("table", "_mass", "_observed", "_sums", "_counts", "_barred_until", "_updates")
-AGREED = ("table", "_mass", "_observed", "_barred_until", "_updates")
 
 
-def digested(x: Tensor) -> int:
+def _digest(x: Tensor) -> int:
     """Hash of the bits of a tensor."""
     return digest_of(x.contiguous().view(torch.int64) if x.dtype == torch.float64 else x.long())
 
 
-def _ordered(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _least(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Returns the `count` least values of each row and their blocks; ties go to the lower block."""
     least, block = value.sort(dim=2, stable=True)
     return least[..., :count], block[..., :count]

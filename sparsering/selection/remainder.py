@@ -1,5 +1,7 @@
 """Attention to all blocks: the selected ones exactly, each of the others as one pooled key."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -13,6 +15,7 @@ from ..patterns.positions import Causal, Full
 from ..patterns.selected import SelectedBlocks
 from .pool import pool_blocks
 from .query_rows import checked_blocks, current_blocks
+from .slots import listed_blocks
 
 _AT_A_TIME = 1 << 24  # logits
 
@@ -64,43 +67,31 @@ def remainder_attention(
     exact, lse = attention(query, key, value, pattern, scale=scale, q_start=start, return_lse=True)
     if not query.numel() or not key.shape[2]:
         return exact
-    rest = _rest(chosen.indices, key, block_size, query_block, first_row, causal)
+    rows, blocks = indices.shape[-2], -(-key.shape[2] // block_size)
+    block = torch.arange(blocks, device=key.device)
+    visible = ~listed_blocks(chosen.indices, blocks).to(key.device)  # [B or 1, H or 1, R, Nb]
+    if causal:
+        current = current_blocks(first_row, rows, query_block, block_size).to(key.device)
+        visible = visible & (block < current[:, None])
+    attend = _attend_pooled
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
     with without_autocast(query):
-        coarse = [pool_blocks(x.to(sum_dtype(x)), block_size) for x in (key, value)]
-        parts = []
-        row = (start + torch.arange(query.shape[2], device=query.device)) // query_block
-        row = row - first_row
-        step = max(1, _AT_A_TIME // (query.shape[0] * query.shape[1] * rest.shape[-1]))
-        tokens = key.shape[2] - torch.arange(rest.shape[-1], device=key.device) * block_size
-        log_tokens = tokens.clamp(max=block_size).to(coarse[0].dtype).log()
-        inputs = coarse[0] * checked_scale(scale, query), coarse[1], log_tokens
-        for first in range(0, query.shape[2], step):
-            span = slice(first, first + step)
-            each = query[:, :, span], *inputs, rest[:, :, row[span]]
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                part = checkpoint(_pooled, *each, use_reentrant=False, preserve_rng_state=False)
-                parts.append(part)
-            else:
-                parts.append(_pooled(*each))
-        out, rest_lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
-        return merge_attention((exact, out.to(exact.dtype)), (lse, rest_lse))[0]
+        keys, values = (pool_blocks(x.to(sum_dtype(x)), block_size) for x in (key, value))
+        keys = keys * checked_scale(scale, query)
+        log_tokens = (key.shape[2] - block * block_size).clamp(max=block_size).to(keys.dtype).log()
+        position = start + torch.arange(query.shape[2], device=query.device)
+        row = position // query_block - first_row
+        step = max(1, _AT_A_TIME // (query.shape[0] * query.shape[1] * blocks))
+        parts = [
+            attend(queries, keys, values, log_tokens, visible[:, :, row_of_query])
+            for queries, row_of_query in zip(query.split(step, 2), row.split(step), strict=True)
+        ]
+        out, pooled_lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+        return merge_attention((exact, out.to(exact.dtype)), (lse, pooled_lse))[0]
 
 
-def _rest(
-    indices: Tensor, key: Tensor, block_size: int, query_block: int, first_row: int, causal: bool
-) -> Tensor:
-    """Mask [B or 1, H or 1, R, Nb] of blocks that a row does not list, but sees whole."""
-    indices = indices.view((1,) * (4 - indices.dim()) + indices.shape)
-    rows, blocks = indices.shape[2], -(-key.shape[2] // block_size)
-    there = (indices >= 0) & (indices < blocks)
-    listed = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=key.device)
-    listed = listed.scatter(3, torch.where(there, indices, blocks), True)[..., :blocks]
-    current = current_blocks(first_row, rows, query_block, block_size).to(key.device)
-    before = torch.arange(blocks, device=key.device) < current[:, None]
-    return ~listed & before if causal else ~listed
-
-
-def _pooled(
+def _attend_pooled(
     query: Tensor, key: Tensor, value: Tensor, log_tokens: Tensor, visible: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention (out, lse) to pooled keys, in their dtype; `visible`: [B or 1, H or 1, n, Nb]."""
@@ -108,9 +99,9 @@ def _pooled(
     query = query.to(key.dtype).unflatten(1, (kv_heads, -1))  # [B, Hkv, G, n, D]
     heads = visible.shape[1]
     visible = visible.unflatten(1, (kv_heads, -1) if heads % kv_heads == 0 else (1, 1))
-    none = ~visible.any(-1, keepdim=True)
+    empty = ~visible.any(-1, keepdim=True)
     logits = query @ key[:, :, None].mT + log_tokens
-    lse = logits.masked_fill(~(visible | none), -torch.inf).logsumexp(-1, keepdim=True)
+    lse = logits.masked_fill(~(visible | empty), -torch.inf).logsumexp(-1, keepdim=True)
     weight = torch.where(visible, (logits - lse).exp(), 0.0)
-    lse = lse.masked_fill(none, -torch.inf)[..., 0]
+    lse = lse.masked_fill(empty, -torch.inf)[..., 0]
     return (weight @ value[:, :, None]).flatten(1, 2), lse.flatten(1, 2)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..checks import check_inputs, refuse_meta
 from ..functional import attention
@@ -14,6 +15,7 @@ from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Causal
 from ..patterns.selected import SelectedBlocks
 from .query_rows import num_rows
+from .slots import listed_blocks
 
 _AT_A_TIME = 1 << 23  # logits
 _RISK = 1e-3  # probability that the mean of all rows lies outside the interval
@@ -125,7 +127,7 @@ def selection_report(
     check_inputs(query, key, value, pattern)
     refuse_meta(query, key, value)
     selected, causal = _selection(pattern)
-    first = (start := key.shape[2] - query.shape[2]) // selected.row_size
+    start = key.shape[2] - query.shape[2]
     total = num_rows(start, query.shape[2], selected.row_size)
     if min(query.numel(), key.numel()) == 0 or start < 0:
         raise ValueError(
@@ -134,18 +136,18 @@ def selection_report(
         )
     check_fits(pattern, Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], start))
     seed = checked_integer("seed", seed, -(1 << 63), (1 << 63) - 1)
-    drawn = torch.arange(total)
+    sample = torch.arange(total)
     if rows is not None:
         rows = checked_integer("rows", rows, 1)
         order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-        drawn = order[:rows].sort().values
+        sample = order[:rows].sort().values
     with without_autocast(query):
-        looked = _Looked(query, key, value, selected, causal, drawn, first)
-        listed = looked.listed()
+        comparison = _Comparison(query, key, value, selected, causal, sample, total)
+        listed = comparison.listed()
         count = listed.sum(-1, keepdim=True)
-        of_rank, whole = looked.ranks(seed), len(drawn) == total
-        reports = {name: looked.report(rank < count, None, whole) for name, rank in of_rank.items()}
-        return looked.report(listed, reports, True)
+        ranks = comparison.ranks(seed).items()
+        baselines = {name: comparison.report(rank < count) for name, rank in ranks}
+        return comparison.report(listed, baselines)
 
 
 def _selection(pattern: Pattern) -> tuple[SelectedBlocks, bool]:
@@ -160,12 +162,16 @@ def _selection(pattern: Pattern) -> tuple[SelectedBlocks, bool]:
     return selections[0], causal
 
 
-class _Looked:
+class _Comparison:
     """Some rows of a selection, with the dense attention of their queries.
 
     Attributes:
-        place: [n] indices of the rows' queries.
-        row: [n] index of each query's row in `drawn`.
+        sample: [rows] indices of the examined rows, of `total` rows; `first_row` is the number of
+            the first of all.
+        query_index: [n] indices of the rows' queries.
+        position, row: [n] each query's position, and the index of its row in `sample`.
+        heads: number of heads that have their own lists, H.
+        visible: [rows, Nb] visible keys of each block, summed over a row's queries.
         lse, out: results of dense attention, [B, Hq, n] and [B, Hq, n, Dv].
         mass: [B, H, rows, Nb] exact softmax mass of each block, summed over a row's queries and the
             query heads that share its list.
@@ -178,112 +184,111 @@ class _Looked:
         value: Tensor,
         selected: SelectedBlocks,
         causal: bool,
-        drawn: Tensor,
-        first_row: int,
+        sample: Tensor,
+        total: int,
     ) -> None:
         self.query, self.key, self.value = query, key, value
-        self.selected, self.causal, self.first_row = selected, causal, first_row
-        self.drawn = drawn.to(query.device)
-        start, size = key.shape[2] - query.shape[2], selected.row_size
+        self.selected, self.causal, self.total = selected, causal, total
+        self.sample = sample.to(query.device)
+        size, start = selected.row_size, key.shape[2] - query.shape[2]
+        self.first_row = start // size
         position = start + torch.arange(query.shape[2], device=query.device)
-        local = torch.searchsorted(self.drawn, position // size - first_row)
-        local = local.clamp(max=len(drawn) - 1)
-        self.place = torch.nonzero(self.drawn[local] == position // size - first_row)[:, 0]
-        self.row, self.position = local[self.place], position[self.place]
+        row = position // size - self.first_row
+        self.query_index = torch.nonzero(torch.isin(row, self.sample))[:, 0]
+        self.position = position[self.query_index]
+        self.row = torch.searchsorted(self.sample, row[self.query_index])
         heads = selected.indices.shape[-3] if selected.indices.dim() > 2 else 1
-        self.heads = max(heads, key.shape[1])  # number of heads that have their own lists
+        self.heads = max(heads, key.shape[1])
         self.blocks = -(-key.shape[2] // selected.block_size)
         block = torch.arange(self.blocks, device=query.device) * selected.block_size
-        limit = self.position[:, None] + 1 if causal else torch.full_like(block[:1], key.shape[2])
-        keys = (limit.clamp(max=key.shape[2]) - block).clamp(0, selected.block_size).double()
-        keys = keys.expand(len(self.place), -1)
-        # [rows, Nb] visible keys of a block, summed over a row's queries
-        self.visible = keys.new_zeros(len(drawn), self.blocks).index_add(0, self.row, keys)
+        stop = self.position[:, None] + 1 if causal else torch.full_like(block[:1], key.shape[2])
+        keys = (stop.clamp(max=key.shape[2]) - block).clamp(0, selected.block_size).double()
+        keys = keys.expand(len(self.position), -1)
+        self.visible = keys.new_zeros(len(sample), self.blocks).index_add(0, self.row, keys)
         self._attend()
 
     def _attend(self) -> None:
         """Computes dense attention, some queries at a time."""
         dtype, size = sum_dtype(self.query), self.selected.block_size
         batch, heads, _, dim = self.query.shape
-        group, room = heads // self.key.shape[1], -self.key.shape[2] % size
+        group, kv_len = heads // self.key.shape[1], self.key.shape[2]
         keys, values = (x.to(dtype).repeat_interleave(group, 1) for x in (self.key, self.value))
-        key_place = torch.arange(keys.shape[2] + room, device=keys.device)
-        step = max(1, _AT_A_TIME // (batch * heads * len(key_place)))
-        self.mass = keys.new_zeros(batch, self.heads, len(self.drawn), self.blocks)
+        padded_len = self.blocks * size
+        key_position = torch.arange(padded_len, device=keys.device)
+        step = max(1, _AT_A_TIME // (batch * heads * padded_len))
+        self.mass = keys.new_zeros(batch, self.heads, len(self.sample), self.blocks)
         lses, outs = [], []
-        for first in range(0, len(self.place), step):
-            some = slice(first, first + step)
-            query = self.query[:, :, self.place[some]].to(dtype)
-            logits = torch.nn.functional.pad(dim**-0.5 * query @ keys.mT, (0, room))
-            hidden = key_place >= keys.shape[2]
-            if self.causal:
-                hidden = hidden | (key_place > self.position[some][:, None])
-            logits = logits.masked_fill(hidden, -torch.inf)
+        for index, position, row in zip(
+            *(x.split(step) for x in (self.query_index, self.position, self.row)), strict=True
+        ):
+            query = self.query[:, :, index].to(dtype)
+            logits = pad(dim**-0.5 * query @ keys.mT, (0, padded_len - kv_len))
+            last = position[:, None].clamp(max=kv_len - 1) if self.causal else kv_len - 1
+            logits = logits.masked_fill(key_position > last, -torch.inf)
             lse = logits.logsumexp(-1)
             share = (logits - lse[..., None]).exp()
-            outs.append(share[..., : keys.shape[2]] @ values)
+            outs.append(share[..., :kv_len] @ values)
             lses.append(lse)
             share = share.unflatten(-1, (self.blocks, size)).sum(-1)
-            share = share.unflatten(1, (self.heads, -1)).sum(2)
-            self.mass.index_add_(2, self.row[some], share)
+            self.mass.index_add_(2, row, share.unflatten(1, (self.heads, -1)).sum(2))
         self.lse, self.out = torch.cat(lses, 2), torch.cat(outs, 2)
 
     def listed(self) -> Tensor:
         """Mask [B, H, rows, Nb] of the visible blocks that the selection lists."""
-        indices = self.selected.indices.to(self.query.device)
-        indices = indices.view((1,) * (4 - indices.dim()) + indices.shape)
-        indices = indices[:, :, self.drawn + self.first_row - self.selected.first_row]
-        indices = indices.expand(len(self.query), self.heads, -1, -1)
-        there = (indices >= 0) & (indices < self.blocks)
-        listed = torch.zeros(*self.mass.shape[:3], self.blocks + 1, dtype=torch.bool)
-        listed = listed.to(indices.device)
-        listed.scatter_(3, torch.where(there, indices, self.blocks), True)
-        return listed[..., : self.blocks] & (self.visible > 0)
+        rows = self.sample + self.first_row - self.selected.first_row
+        indices = self.selected.indices.to(self.query.device)[..., rows, :]
+        return listed_blocks(indices, self.blocks).expand_as(self.mass) & (self.visible > 0)
 
     def ranks(self, seed: int) -> dict[str, Tensor]:
         """Rank [B, H, rows, Nb] of each block in every baseline: random, window, oracle."""
         block = torch.arange(self.blocks, device=self.query.device)
-        size = self.selected.row_size
-        own = (self.drawn + self.first_row) * size // self.selected.block_size
+        own = (self.sample + self.first_row) * self.selected.row_size // self.selected.block_size
         generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(self.mass.shape, generator=generator, dtype=torch.float64)
         noise = torch.where(block == own[:, None], 2.0, noise.to(self.query.device))
         latest = torch.where(block <= own[:, None], block, -1 - block).double()
-        wanted = {"random": noise, "window": latest.expand_as(noise), "oracle": self.mass.double()}
-        ranks = {}
-        for name, score in wanted.items():
-            score = torch.where(self.visible > 0, score, -torch.inf)
-            ranks[name] = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
-        return ranks
+        scores = {"random": noise, "window": latest.expand_as(noise), "oracle": self.mass.double()}
+        return {name: self._rank(score) for name, score in scores.items()}
+
+    def _rank(self, score: Tensor) -> Tensor:
+        """Rank of each block by descending score; blocks that a row does not see come last."""
+        score = torch.where(self.visible > 0, score, -torch.inf)
+        return score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
 
     def report(
-        self, listed: Tensor, baselines: dict[str, SelectionReport] | None, whole: bool
+        self, listed: Tensor, baselines: dict[str, SelectionReport] | None = None
     ) -> SelectionReport:
-        """Reports on the selection of the blocks where `listed` [B, H, rows, Nb] is true."""
-        kv_heads, group = self.key.shape[1], self.query.shape[1] // self.key.shape[1]
-        out, lse = self._attended(listed)
-        captured = (lse - self.lse).exp().unflatten(1, (kv_heads, group))  # [B, Hkv, G, n]
-        apart, exact = (
-            x.unflatten(1, (kv_heads, group)).double().square().sum((0, 2, 3, 4)).sqrt()
+        """Reports on the selection of the blocks where `listed` [B, H, rows, Nb] is true.
+
+        Without `baselines` it is the report on a baseline.
+        """
+        kv_heads = self.key.shape[1]
+        table = self._table(listed)
+        pattern = table & Causal() if self.causal else table
+        query, key, value = (x.to(self.out.dtype) for x in (self.query, self.key, self.value))
+        out, lse = attention(query, key, value, pattern, return_lse=True)
+        out, lse = out[:, :, self.query_index], lse[:, :, self.query_index]
+        captured = (lse - self.lse).exp().unflatten(1, (kv_heads, -1))  # [B, Hkv, G, n]
+        difference, norm = (
+            x.unflatten(1, (kv_heads, -1)).double().square().sum((0, 2, 3, 4)).sqrt()
             for x in (out - self.out, self.out)
         )
         count = listed.sum(-1, keepdim=True)
-        best = self.ranks(0)["oracle"] < count
+        best = self._rank(self.mass.double()) < count
         hits = (listed & best).sum(-1).double() / count[..., 0].clamp(min=1)
         hits = torch.where(count[..., 0] > 0, hits, torch.nan)
         density = (listed * self.visible).sum((0, 2, 3)) / self.visible.sum() / len(self.query)
         inflation = torch.full((kv_heads,), torch.nan, dtype=torch.float64)
-        if whole:
-            table = self.selected if baselines is not None else self._table(listed)
-            tokens = self.selected.block_size
-            inflation = table.inflation(tokens, self.key.shape[2]).double()
+        if baselines or len(self.sample) == self.total:
+            table = self.selected if baselines else table
+            inflation = table.inflation(table.block_size, key.shape[2]).double()
         return SelectionReport(
             density=self._of_kv_heads(density),
             captured=self._captured(captured),
-            error=apart / exact.clamp(min=1e-300),
+            error=difference / norm.clamp(min=1e-300),
             recall=self._of_kv_heads(hits.nanmean((0, 2))),
             inflation=self._of_kv_heads(inflation).to(density.device),
-            rows=len(self.drawn),
+            rows=len(self.sample),
             **(baselines or {}),
         )
 
@@ -291,33 +296,22 @@ class _Looked:
         """Builds a selection that lists these blocks in the examined rows, and none elsewhere."""
         most = int(listed.sum(-1).max())
         order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
-        chosen = torch.where(listed.gather(-1, order), order, -1)
-        start, size = self.key.shape[2] - self.query.shape[2], self.selected.row_size
-        rows = num_rows(start, self.query.shape[2], size)
-        table = chosen.new_full((*chosen.shape[:2], rows, most), -1)
-        table[:, :, self.drawn] = chosen
-        return SelectedBlocks(table, self.selected.block_size, size, self.first_row)
-
-    def _attended(self, listed: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention (out, lse) of the rows' queries to the listed blocks, in the sums' dtype."""
-        table = self._table(listed)
-        pattern = table & Causal() if self.causal else table
-        query, key, value = (x.to(self.out.dtype) for x in (self.query, self.key, self.value))
-        out, lse = attention(query, key, value, pattern, return_lse=True)
-        return out[:, :, self.place], lse[:, :, self.place]
+        table = order.new_full((*order.shape[:2], self.total, most), -1)
+        table[:, :, self.sample] = torch.where(listed.gather(-1, order), order, -1)
+        block_size, row_size = self.selected.block_size, self.selected.row_size
+        return SelectedBlocks(table, block_size, row_size, self.first_row)
 
     def _captured(self, share: Tensor) -> Captured:
         """Summarises the captured shares [B, Hkv, G, n]."""
-        each = share.double().transpose(0, 1).flatten(1).sort(-1).values  # [Hkv, B * G * n]
-        drawn, start = len(self.drawn), self.key.shape[2] - self.query.shape[2]
-        total = num_rows(start, self.query.shape[2], self.selected.row_size)
-        rest = (1 - (drawn - 1) / total) * (drawn < total)
-        half = math.sqrt(rest * math.log(2 / _RISK) / (2 * drawn))
+        shares = share.double().transpose(0, 1).flatten(1).sort(-1).values  # [Hkv, B * G * n]
+        rows = len(self.sample)
+        unseen = (1 - (rows - 1) / self.total) * (rows < self.total)
+        half = math.sqrt(unseen * math.log(2 / _RISK) / (2 * rows))
         return Captured(
-            mean=each.mean(-1),
-            p05=each[:, int(0.05 * (each.shape[1] - 1))],
-            least=each[:, 0],
-            interval=torch.full_like(each[:, 0], half),
+            mean=shares.mean(-1),
+            p05=shares[:, int(0.05 * (shares.shape[1] - 1))],
+            least=shares[:, 0],
+            interval=torch.full_like(shares[:, 0], half),
         )
 
     def _of_kv_heads(self, x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """`BlockScorer`: scores of key blocks by learned projections, trained by `selection_loss`."""
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -118,15 +120,13 @@ class BlockScorer(nn.Module):
             query, key = query.detach(), key.detach()
         dtype = sum_dtype(query)
         with without_autocast(query):
-            return self._scores(query.to(dtype), key.to(dtype), first)
-
-    def _scores(self, query: Tensor, key: Tensor, first: int) -> Tensor:
-        return self.scores_of(query, self.summaries(key), key, first)
+            query, key = query.to(dtype), key.to(dtype)
+            return self.scores_of(query, self.summaries(key), key, first)
 
     def summaries(self, key: Tensor) -> Tensor:
         """Projected, pooled keys [B, Hkv, Nb, index_dim] of each block of keys [B, Hkv, Nk, D]."""
-        keys, real = _in_blocks(key, self.block_size)
-        return _pooled(self._gate(keys), keys, real) @ self.project_key.to(key.dtype).mT
+        keys, is_real = _in_blocks(key, self.block_size)
+        return _pooled(self._gate(keys), keys, is_real) @ self.project_key.to(key.dtype).mT
 
     def _gate(self, keys: Tensor) -> Tensor:
         """Pooling logits [B, Hkv, Nb, size] of keys [B, Hkv, Nb, size, D]."""
@@ -155,28 +155,27 @@ class BlockScorer(nn.Module):
         if self.causal and q_len and blocks:  # pool each query's own block up to the query
             begin = min(first // size, blocks - 1)
             end = min((first + q_len - 1) // size, blocks - 1) + 1
-            some = key[:, :, (begin - before) * size : (end - before) * size]
-            keys, real = _in_blocks(some, size)
+            own_keys = key[:, :, (begin - before) * size : (end - before) * size]
+            keys, is_real = _in_blocks(own_keys, size)
             triangle = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
-            up_to = triangle & real[:, None]
-            each = _pooled(self._gate(keys)[:, :, :, None], keys, up_to).flatten(2, 3)
+            gate = self._gate(keys)[:, :, :, None]
+            prefixes = _pooled(gate, keys, triangle & is_real[:, None]).flatten(2, 3)
             place = first - begin * size + torch.arange(q_len, device=key.device)
-            own = each[:, :, place.clamp(max=each.shape[2] - 1)] @ project
+            own = prefixes[:, :, place.clamp(max=prefixes.shape[2] - 1)] @ project
         step = self.query_block
         length = max(step, _AT_A_TIME // max(1, batch * heads * blocks) // step * step)
         starts = [*range(first // step * step, first + q_len, length)] or [first]
         cuts = [0, *(start - first for start in starts[1:]), q_len]
-        parts = []
-        for i, j in pairwise(cuts):
-            chunk = query[:, :, :, i:j], pooled, None if own is None else own[:, :, i:j], first + i
-            if len(starts) == 1 or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-                parts.append(self._rows(*chunk))
-            else:
-                part = checkpoint(self._rows, *chunk, use_reentrant=False, preserve_rng_state=False)
-                parts.append(part)
+        score: Callable[..., Tensor] = self._score_rows
+        if len(starts) > 1 and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
+        parts = [
+            score(query[:, :, :, i:j], pooled, None if own is None else own[:, :, i:j], first + i)
+            for i, j in pairwise(cuts)
+        ]
         return torch.cat(parts, 2)
 
-    def _rows(self, query: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
+    def _score_rows(self, query: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
         """Scores [B, Hkv, R, Nb] of some rows: log of the sum of their queries' softmaxes."""
         q_len, blocks, step = query.shape[3], pooled.shape[2], self.query_block
         lowest = torch.finfo(query.dtype).min
@@ -184,31 +183,31 @@ class BlockScorer(nn.Module):
         visible = torch.ones(q_len, blocks, dtype=torch.bool, device=query.device)
         if own is not None:
             block = torch.arange(blocks, device=query.device)
-            mine = (first + torch.arange(q_len, device=query.device))[:, None] // self.block_size
+            position = first + torch.arange(q_len, device=query.device)
+            own_block = position[:, None] // self.block_size
             own_score = (query * own[:, :, None]).sum(-1, keepdim=True)
-            score = torch.where(block == mine, own_score, score)
-            visible = block <= mine
+            score = torch.where(block == own_block, own_score, score)
+            visible = block <= own_block
         rows = num_rows(first, q_len, step)
         before = first % step if rows else 0
         margin = (0, 0, before, rows * step - before - q_len)
         share = torch.where(visible, score, lowest).log_softmax(4)
         share = F.pad(torch.where(visible, share, lowest), margin, value=lowest)
-        together = share.unflatten(3, (rows, step)).transpose(2, 3).flatten(3, 4).logsumexp(3)
+        score = share.unflatten(3, (rows, step)).transpose(2, 3).flatten(3, 4).logsumexp(3)
         row_visible = F.pad(visible, margin, value=False).unflatten(0, (rows, step)).any(1)
-        return torch.where(row_visible, together, -torch.inf)
+        return torch.where(row_visible, score, -torch.inf)
 
 
 def _in_blocks(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Pads keys [.., Nk, D] to [.., Nb, size, D] by zeros; also the mask [Nb, size] of keys."""
+    """Returns keys [.., Nk, D] as [.., Nb, size, D], padded by zeros, and the mask of real keys."""
     length = key.shape[2]
     blocks = -(-length // size)
     keys = F.pad(key, (0, 0, 0, blocks * size - length)).unflatten(2, (blocks, size))
-    real = torch.arange(blocks * size, device=key.device).view(blocks, size) < length
-    return keys, real
+    return keys, torch.arange(blocks * size, device=key.device).view(blocks, size) < length
 
 
-def _pooled(gate: Tensor, keys: Tensor, real: Tensor) -> Tensor:
-    """Sums keys [.., Nb, size, D], weighted by the softmax of `gate` over the real ones."""
-    weight = torch.where(real, gate, torch.finfo(gate.dtype).min).softmax(-1)
-    weight = torch.where(real, weight, 0.0)
+def _pooled(gate: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+    """Sums keys [.., Nb, size, D], weighted by the softmax of `gate` over the keys of the mask."""
+    weight = torch.where(mask, gate, torch.finfo(gate.dtype).min).softmax(-1)
+    weight = torch.where(mask, weight, 0.0)
     return weight @ keys if weight.dim() == keys.dim() else (weight[..., None, :] @ keys)[..., 0, :]

@@ -1,8 +1,8 @@
 """`block_scores`: estimates how much attention each key block would get, without attending."""
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from ..kernels import cpu
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag
 from ..patterns.positions import Full
-from .estimates import NEVER, BlockEstimate, checked_method, counts
-from .query_rows import Span, checked_blocks, current_blocks, num_rows, spans
+from .estimates import NEVER, BlockEstimate, checked_method
+from .query_rows import Span, checked_blocks, num_rows, spans
 
 _AT_A_TIME = 1 << 22  # logits computed at a time where no fused kernel runs
 _MANY = 64  # queries from which the C++ kernel pays, as it copies the keys first
@@ -116,86 +116,77 @@ def scores_of(
         nothing = query[..., :0].sum() + estimate.feature[..., :0].sum()  # 0, but differentiable
         return estimate.feature.new_full((batch, kv_heads, rows, blocks), -torch.inf) + nothing
     # heads innermost, so that a row's queries lie together: [B * Hkv, Nq, G, D]
-    every = query.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(0, 1)
+    grouped = query.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(0, 1)
     feature, keys = (x.flatten(0, 1) for x in (estimate.feature, estimate.keys))
     estimate = estimate._replace(feature=feature, keys=keys)
-    learns = torch.is_grad_enabled() and (query.requires_grad or feature.requires_grad)
-    if learns:
+    if torch.is_grad_enabled() and (query.requires_grad or feature.requires_grad):
+        span_scores: Callable[..., Tensor] = _span_scores
+        if not torch.compiler.is_compiling():  # the compiler decides what to recompute
+            span_scores = partial(
+                checkpoint, _span_scores, use_reentrant=False, preserve_rng_state=False
+            )
         parts = [
-            _again_in_backward(part, every, estimate, causal, scale)
+            span_scores(part, grouped, estimate, causal, scale)
             for span in spans(q_start, q_len, query_block, estimate.block_size)
-            for part in _cut(span, group * len(every), estimate, causal)
+            for part in _cut(span, group * len(grouped), estimate, causal)
         ]
         return torch.cat(parts, 1).unflatten(0, (batch, kv_heads))
     out, row = estimate.feature.new_empty(shape), 0
-    compiled = _Compiled.of(query, estimate) if q_len * group >= _MANY else None
+    fused = q_len * group >= _MANY and _has_kernel(query, estimate)
     for span in spans(q_start, q_len, query_block, estimate.block_size):
         scores = out[:, row : row + span.rows]
-        if compiled is None or not compiled.scores(span, causal, scale, scores):
-            _uncompiled(span, every, estimate, causal, scale, scores)
+        if not (fused and _write_by_kernel(span, query, estimate, causal, scale, scores)):
+            _write(span, grouped, estimate, causal, scale, scores)
         row += span.rows
     return out.unflatten(0, (batch, kv_heads))
 
 
-def _uncompiled(
-    span: Span, every: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
+def _write(
+    span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
 ) -> None:
     """Writes the scores of a span into `out`, some batch entries and blocks at a time."""
-    most = span.width * every.shape[2] * estimate.slots * estimate.num_blocks
-    entries = max(1, _AT_A_TIME // most)
-    for first in range(0, len(every), entries):
-        queries, some = every[first : first + entries], estimate.entries(first, entries)
-        row = 0
-        for part in _cut(span, every.shape[2] * len(queries), some, causal):
-            out[first : first + entries, row : row + part.rows] = _of_span(
-                part, queries, some, causal, scale
-            )
+    group = query.shape[2]
+    logits_per_block = span.width * group * estimate.slots * estimate.num_blocks
+    step = max(1, _AT_A_TIME // logits_per_block)
+    for first in range(0, len(query), step):
+        entries, row = slice(first, first + step), 0
+        feature, keys = estimate.feature[entries], estimate.keys[entries]
+        part_estimate = estimate._replace(feature=feature, keys=keys)
+        for part in _cut(span, group * len(keys), estimate, causal):
+            scores = _span_scores(part, query[entries], part_estimate, causal, scale)
+            out[entries, row : row + part.rows] = scores
             row += part.rows
 
 
-class _Compiled(NamedTuple):
-    """Inputs of the C++ kernel: queries [B, Hq, Nq, D], and the estimate.
+def _has_kernel(query: Tensor, estimate: BlockEstimate) -> bool:
+    if torch.compiler.is_compiling() or estimate.feature.dtype != torch.float32:
+        return False
+    return estimate.stride == 1 and not cpu.reasons(query, estimate.feature)
 
-    `last`: share of real tokens in each part of the last block; None where that block is whole.
-    """
 
-    query: Tensor
-    estimate: BlockEstimate
-    last: Tensor | None
-
-    @classmethod
-    def of(cls, query: Tensor, estimate: BlockEstimate) -> "_Compiled | None":
-        """Returns the inputs of the kernel, or None where it does not run."""
-        compiling = torch.compiler.is_compiling() or estimate.feature.dtype != torch.float32
-        if compiling or estimate.stride > 1 or cpu.reasons(query, estimate.feature):
-            return None
-        last = None
-        if estimate.ragged:
-            blocks = estimate.num_blocks
-            count = counts(estimate.length, blocks, estimate.block_size, estimate.part)
-            last = (count[-1] / estimate.part).float()
-        feature, keys = in_memory(estimate.feature), in_memory(estimate.keys)
-        return cls(in_memory(query), estimate._replace(feature=feature, keys=keys), last)
-
-    def scores(self, span: Span, causal: bool, scale: float, out: Tensor) -> bool:
-        """Writes the scores of a span; returns False if shares underflowed."""
-        estimate = self.estimate
-        lost = cpu.block_shares(
-            self.query, estimate.feature, estimate.keys, self.last, out,
-            features=estimate.method, scale=scale, log_part=math.log(estimate.part),
-            blocks=estimate.num_blocks, length=estimate.length, first_own=estimate.first_own,
-            first_query=span.first, first=span.block, offset=span.offset, count=span.blocks,
-            width=span.width, row=span.row, causal=causal,
-        )  # fmt: skip
-        return not lost
+def _write_by_kernel(
+    span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
+) -> bool:
+    """Writes the scores of a span by the C++ kernel; returns False if shares underflowed."""
+    # the kernel takes the share of real tokens in each part of a last block that is not whole
+    last = (estimate.counts()[-1] / estimate.part).float() if estimate.ragged else None
+    tensors = map(in_memory, (query, estimate.feature, estimate.keys))
+    underflow = cpu.block_shares(
+        *tensors, last, out,
+        features=estimate.method, scale=scale, log_part=math.log(estimate.part),
+        blocks=estimate.num_blocks, length=estimate.length, first_own=estimate.first_own,
+        first_query=span.first, first=span.block, offset=span.offset, count=span.blocks,
+        width=span.width, row=span.row, causal=causal,
+    )  # fmt: skip
+    return not underflow
 
 
 def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Iterator[Span]:
     """Cuts a span into parts of about _AT_A_TIME logits each."""
+    room, blocks = _AT_A_TIME // (heads * span.width * estimate.slots), estimate.num_blocks
     done = 0
     while done < span.blocks:
         block = span.block + done
-        room, blocks = _AT_A_TIME // (heads * span.width * estimate.slots), estimate.num_blocks
         if causal and block + math.isqrt(room) < blocks:  # solves count * (block + count) = room
             count = (math.isqrt(block * block + 4 * room) - block) // 2
         else:
@@ -205,36 +196,22 @@ def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Itera
         done += count
 
 
-def _again_in_backward(
-    span: Span, every: Tensor, estimate: BlockEstimate, causal: bool, scale: float
+def _span_scores(
+    span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float
 ) -> Tensor:
-    def compute(query: Tensor, feature: Tensor, keys: Tensor) -> Tensor:
-        same = estimate._replace(feature=feature, keys=keys)
-        return _of_span(span, query, same, causal, scale)
-
-    tensors = every, estimate.feature, estimate.keys
-    if torch.compiler.is_compiling():  # the compiler decides what to recompute
-        return compute(*tensors)
-    scores: Tensor = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
-    return scores
-
-
-def _of_span(
-    span: Span, every: Tensor, estimate: BlockEstimate, causal: bool, scale: float
-) -> Tensor:
-    """Scores [entries, rows, Nb] of a span's rows."""
-    blocks = estimate.num_blocks
-    query = every[:, span.first : span.first + span.queries].to(estimate.feature.dtype)
-    num_past = min(blocks, max(1, span.block + span.blocks - 1)) if causal else blocks
-    own = _own_mass(span, query, estimate, scale) if causal else None
-    past, own_share = _shares(span, query, estimate, num_past, own, scale)
-    current = current_blocks(0, span.blocks, 1, 1) + span.block  # [count]
-    current = current.repeat_interleave(span.rows // span.blocks).to(query.device)[:, None]
+    """Scores [entries, rows, Nb] of a span's rows, for all queries [entries, Nq, G, D]."""
+    query = query[:, span.first : span.first + span.queries].to(estimate.feature.dtype)
+    if not causal:
+        return _shares(span, query, estimate, estimate.num_blocks, None, scale)[0]
+    blocks, stop = estimate.num_blocks, span.block + span.blocks
+    num_past = min(blocks, max(1, stop - 1))
+    own_mass = _own_mass(span, query, estimate, scale)
+    past, own_share = _shares(span, query, estimate, num_past, own_mass, scale)
+    current = torch.arange(span.block, stop, device=query.device)
+    current = current.repeat_interleave(span.rows // span.blocks)[:, None]  # [rows, 1]
     column = torch.arange(blocks, device=query.device)
-    visible = column < current if causal else (column < blocks).expand(span.rows, -1)
-    scores = torch.where(visible, pad(past, (0, blocks - num_past)), -torch.inf)
-    if own_share is None:
-        return scores
+    scores = torch.where(column < current, pad(past, (0, blocks - num_past)), -torch.inf)
+    assert own_share is not None
     return torch.where(column == current, own_share[..., None], scores)
 
 
@@ -260,49 +237,48 @@ def _own_mass(span: Span, query: Tensor, estimate: BlockEstimate, scale: float) 
     return pad(mass, room, value=NEVER).flatten(1, 2)
 
 
-def _future(span: Span, first: int, stop: int, device: torch.device) -> Tensor:
-    """Mask [blocks, stop - first] of columns that are not before a query's own block."""
-    own = torch.arange(span.block, span.block + span.blocks, device=device)
-    return torch.arange(first, stop, device=device) >= own[:, None]
-
-
 def _shares(
     span: Span,
     query: Tensor,
     estimate: BlockEstimate,
     num_past: int,
-    own: Tensor | None,
+    own_mass: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log shares: [entries, rows, num_past] of past blocks (all if no `own`), and of the own."""
+    """Log shares of the past blocks and of each row's own block, summed over the row's queries.
+
+    Returns: [entries, rows, num_past] and [entries, rows]; None for the latter without `own_mass`,
+        where the past blocks are all blocks.
+    """
     (_, n, group, _), stride = query.shape, estimate.stride
     front, present = span.offset % stride, None
     back = -(front + n) % stride
     if front or back:
         present = pad(torch.ones(n, dtype=torch.bool), (front, back)).view(-1, stride)
-    of_query, of_key = estimate.of_queries(query, scale, front), estimate.feature[:, :, :num_past]
-    logits = (of_query[:, None] @ of_key.mT).unflatten(2, (-1, group))
+    query_feature = estimate.of_queries(query, scale, front)[:, None]
+    logits = (query_feature @ estimate.feature[:, :, :num_past].mT).unflatten(2, (-1, group))
     if stride > 1:
         logits = logits * estimate.products(num_past, present)
     # [entries, slots, n / stride, G, num_past] -> [.., n / stride, G, num_past]
     logits = (logits + estimate.log_counts(num_past)[:, None, None]).logsumexp(1)
-    if own is not None:
-        hidden = _future(span, 0, num_past, query.device)[:, None, None]
+    if own_mass is not None:
+        block = torch.arange(span.block, span.block + span.blocks, device=query.device)
+        hidden = torch.arange(num_past, device=query.device) >= block[:, None, None, None]
         logits = logits.unflatten(1, (span.blocks, -1)).masked_fill(hidden, NEVER).flatten(1, 2)
     total = logits.logsumexp(-1)
     own_share = None
-    if own is None:
+    if own_mass is None:
         weight = torch.full_like(total[:1, :, :1], math.log(stride))
         if present is not None:
             weight = present.sum(1).to(total).log()[:, None]
     else:
-        own = pad(own, (0, 0, front, back)).unflatten(1, (-1, stride))
-        apart = own - total[:, :, None]  # [entries, n / stride, stride, G]
-        of_past, of_own = logsigmoid(-apart), logsigmoid(apart)
+        own_mass = pad(own_mass, (0, 0, front, back)).unflatten(1, (-1, stride))
+        log_odds = own_mass - total[:, :, None]  # [entries, n / stride, stride, G]
+        past, own = logsigmoid(-log_odds), logsigmoid(log_odds)
         if present is not None:
             absent = ~present.to(query.device)[..., None]
-            of_past, of_own = (x.masked_fill(absent, NEVER) for x in (of_past, of_own))
-        weight = of_past.logsumexp(2)
-        own_share = of_own.flatten(1, 2).unflatten(1, (span.rows, -1)).logsumexp((2, 3))
+            past, own = (x.masked_fill(absent, NEVER) for x in (past, own))
+        weight = past.logsumexp(2)
+        own_share = own.flatten(1, 2).unflatten(1, (span.rows, -1)).logsumexp((2, 3))
     share = logits + (weight - total)[..., None]
     return share.unflatten(1, (span.rows, -1)).logsumexp((2, 3)), own_share

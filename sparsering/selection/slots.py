@@ -1,10 +1,18 @@
-"""Slots of a selection: which of them count, and checks of their indices and masses."""
+"""Slots of a selection: the blocks that they list, and checks of their indices and masses."""
 
 import torch
 from torch import Tensor
 
 from ..checks import check_tensor
 from ..numerics import sum_dtype
+
+
+def listed_blocks(indices: Tensor, num_blocks: int) -> Tensor:
+    """Mask [B or 1, H or 1, R, num_blocks] of the blocks that rows list in indices [.., R, k]."""
+    indices = indices.view((1,) * (4 - indices.dim()) + indices.shape)
+    valid = (indices >= 0) & (indices < num_blocks)
+    mask = indices.new_zeros(*indices.shape[:3], num_blocks + 1, dtype=torch.bool)
+    return mask.scatter(3, torch.where(valid, indices, num_blocks), True)[..., :num_blocks]
 
 
 def counted(indices: Tensor, num_blocks: int) -> Tensor:

@@ -9,9 +9,9 @@ from torch.nn.functional import pad
 
 from ..checks import check_inputs, checked_index, checked_scale
 from ..numerics import sum_dtype, without_autocast
-from ..patterns.arguments import checked_integer, shortened
+from ..patterns.arguments import checked_integer
 from ..patterns.positions import Full
-from .estimates import BlockEstimate, checked_method, counts, features, query_features
+from .estimates import BlockEstimate, checked_method, query_features
 from .query_rows import checked_blocks
 from .scorer import BlockScorer
 from .scores import scores_of
@@ -38,22 +38,23 @@ class BlockSummaries:
         self, block_size: int, *, method: str | BlockScorer = "sub", parts: int = 4
     ) -> None:
         _, block_size = checked_blocks(1, block_size)
-        self._scorer = method if isinstance(method, BlockScorer) else None
-        self._method = "" if isinstance(method, BlockScorer) else method
-        self._part = block_size
-        if self._scorer is None:
-            self._part = checked_method(self._method, parts, block_size, 1)
-        else:
-            _check_scorer(self._scorer, block_size)
-        self._size = block_size
+        self._size, self._method, self._part = block_size, method, block_size
+        if not isinstance(method, BlockScorer):
+            self._part = checked_method(method, parts, block_size, 1)
+        elif (method.block_size, method.query_block, method.causal) != (block_size, 1, True):
+            got = f"blocks of {method.block_size}, rows of {method.query_block}"
+            raise ValueError(
+                f"expected a causal BlockScorer of blocks of {block_size} and rows of 1, got one "
+                f"of {got}, causal={method.causal}; pass block_size={method.block_size}, or make "
+                "such a scorer"
+            )
         self._feature: Tensor | None = None  # [B, Hkv, slots, room, F]
         self._blocks = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the summaries."""
-        x = self._feature
-        return 0 if x is None else x.numel() * x.element_size()
+        return 0 if self._feature is None else self._feature.nbytes
 
     @torch.no_grad()
     def scores(self, query: Tensor, key: Tensor, *, scale: float | None = None) -> Tensor:
@@ -84,22 +85,25 @@ class BlockSummaries:
         with without_autocast(query):
             feature = self._extended(key, dtype)
             own = key[:, :, start // size * size :].to(dtype)
-            if self._scorer is not None:
+            if isinstance(self._method, BlockScorer):
                 pooled = feature[:, :, 0, : -(-length // size)]
-                return self._scorer.scores_of(query.to(dtype), pooled, own, start, start // size)
+                return self._method.scores_of(query.to(dtype), pooled, own, start, start // size)
             feature = feature[:, :, :, : max(length // size, 1)]  # one, even if none is whole
             scale = checked_scale(scale, query)
             if query.shape[2] == 1 and query.shape[1]:
-                return self._of_one(query.to(dtype), feature[:, :, :, : start // size], own, scale)
+                feature = feature[:, :, :, : start // size]
+                return self._scores_of_one(self._method, query.to(dtype), feature, own, scale)
             own = pad(own, (0, 0, 0, -length % size)).unflatten(2, (-1, size))
             estimate = BlockEstimate(self._method, length, self._part, feature, own, start // size)
             return scores_of(query, estimate, 1, True, scale, start).float()
 
-    def _of_one(self, query: Tensor, feature: Tensor, own: Tensor, scale: float) -> Tensor:
+    def _scores_of_one(
+        self, method: str, query: Tensor, feature: Tensor, own: Tensor, scale: float
+    ) -> Tensor:
         """Scores for a single query, which sees all keys so far in its own block."""
         query = query.unflatten(1, (feature.shape[1], -1)).flatten(0, 1)  # [B * Hkv, G, 1, D]
-        of_query = query_features(query.transpose(1, 2), scale, self._method)  # [B * Hkv, 1, G, F]
-        logits = of_query @ feature.flatten(0, 1).mT + math.log(self._part)
+        query_feature = query_features(query.transpose(1, 2), scale, method)  # [B * Hkv, 1, G, F]
+        logits = query_feature @ feature.flatten(0, 1).mT + math.log(self._part)
         own_logits = query[:, :, 0] * scale @ own.flatten(0, 1).mT
         own_mass = own_logits.logsumexp(-1, keepdim=True)
         mass = torch.cat((logits.logsumexp(1), own_mass), -1)  # [B * Hkv, G, Nb]
@@ -121,31 +125,15 @@ class BlockSummaries:
         size, whole = self._size, key.shape[2] // self._size
         first = self._blocks = min(self._blocks, whole)
         if whole > first or self._feature is None:
-            new = self._summarised(key[:, :, first * size : whole * size].to(dtype))
+            keys = key[:, :, first * size : whole * size].to(dtype)
+            if isinstance(self._method, BlockScorer):
+                new = self._method.summaries(keys)[:, :, None]
+            else:
+                new = BlockEstimate.of(keys, size, self._method, self._part).feature
             self._feature = _with_room(self._feature, new, first)
             self._feature[:, :, :, first:whole] = new
             self._blocks = whole
         return self._feature
-
-    def _summarised(self, key: Tensor) -> Tensor:
-        """Summaries [B, Hkv, slots, blocks, F] of keys in whole blocks."""
-        if self._scorer is not None:
-            return self._scorer.summaries(key)[:, :, None]
-        length, size, part = key.shape[2], self._size, self._part
-        blocks = length // size
-        keys = key.unflatten(2, (blocks, size // part, part))
-        count = counts(length, blocks, size, part).to(key.device)
-        return features(keys, count, self._method).transpose(2, 3)
-
-
-def _check_scorer(scorer: BlockScorer, block_size: int) -> None:
-    """Raises ValueError if the scorer cannot score tokens that come one by one."""
-    own = f"blocks of {scorer.block_size}, rows of {scorer.query_block}, causal={scorer.causal}"
-    if (scorer.block_size, scorer.query_block, scorer.causal) != (block_size, 1, True):
-        raise ValueError(
-            f"expected a causal BlockScorer of blocks of {block_size} and rows of 1, got one of "
-            f"{shortened(own)}; pass block_size={scorer.block_size}, or make such a scorer"
-        )
 
 
 def _with_room(buffer: Tensor | None, new: Tensor, first: int) -> Tensor:

@@ -83,7 +83,7 @@ def test_a_function_that_is_not_known_is_asked_for_pairs(join):
 
     call = {"batch_size": 1, "q_length": 5, "kv_length": 7, "q_offset": 2}
     mask = mask_interface(**call, mask_function=join(theirs.causal_mask_function, odd))
-    assert mask.said is None
+    assert mask.kind is None
     pairs = torch.arange(2, 7)[:, None], torch.arange(7)
     causal, other = pairs[1] <= pairs[0], (pairs[0] + pairs[1]) % 3 > 0
     wanted = causal | other if join is theirs.or_masks else causal & other

@@ -214,7 +214,7 @@ def test_a_mask_with_a_function_of_its_own_is_computed_and_no_pattern():
     joined = {"config": config, "inputs_embeds": embeds, "past_key_values": None}
     joined |= {"attention_mask": padded("left", 6, (6, 4)), "or_mask_function": prefix}
     mask = create_causal_mask(**joined)
-    assert mask.said is None
+    assert mask.kind is None
     query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
     module = Module()
     got, _ = attention_function(module, query, key, key, mask)

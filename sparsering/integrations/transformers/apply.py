@@ -5,26 +5,28 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ...checks import check_module
 from ...functional import explain as explain_call
+from ...patterns.arguments import shortened
 from ...patterns.positions import Full
 from .attention import attention_function
-from .layers import decoder_config, layer_patterns, shortly
-from .masks import mask_interface
-from .stored import (
+from .config import (
     NAME,
     Patterns,
-    dispatching,
+    Texts,
+    attention_modules,
+    decoder_config,
     is_cross_attention,
-    keep_parsed,
-    stored_in,
+    layer_patterns,
+    parse_in_advance,
+    stored_text,
+    text_of,
     types_of,
-    written,
 )
+from .masks import mask_interface
 
 
 def register() -> None:
@@ -42,26 +44,25 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, mask_interface)
     check = PreTrainedModel._check_and_adjust_attn_implementation
     if not hasattr(check, NAME):
-        PreTrainedModel._check_and_adjust_attn_implementation = _telling(check)
+        PreTrainedModel._check_and_adjust_attn_implementation = _with_warning(check)
 
 
-def _telling(check: Callable[..., Any]) -> Callable[..., Any]:
+def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps transformers' choice of an implementation: warns if it ignores a stored pattern."""
 
     @functools.wraps(check)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
-        chosen = check(self, *arguments, **options)
-        stored = stored_in(self.config)
-        if stored is not None:
-            keep_parsed(stored)
-        if stored is not None and chosen != NAME:
-            warnings.warn(
-                f"the config of this {type(self).__name__} holds the pattern {_as_text(stored)}, "
-                f"which {chosen!r} attention does not follow; load it with "
-                f'attn_implementation="{NAME}"',
-                stacklevel=4,
-            )
-        return chosen
+        implementation = check(self, *arguments, **options)
+        if (texts := stored_text(self.config)) is not None:
+            parse_in_advance(texts)
+            if implementation != NAME:
+                warnings.warn(
+                    f"the config of this {type(self).__name__} holds the pattern {_line(texts)}, "
+                    f"which {implementation!r} attention does not follow; load it with "
+                    f'attn_implementation="{NAME}"',
+                    stacklevel=4,
+                )
+        return implementation
 
     setattr(checked, NAME, True)
     return checked
@@ -89,40 +90,35 @@ def apply(model: Any, pattern: Patterns) -> None:
     """
     check_module("model", model)
     register()
-    modules = [module for _, module in dispatching(model)]
+    modules = list(attention_modules(model))
     if not modules:
         raise NotImplementedError(
             f"{type(model).__name__} computes attention in classes of its own and does not ask "
             "transformers' attention interface, so that no pattern would reach it; use a "
             "family for which attn_implementation can be set"
         )
-    text = written(pattern)
-    keep_parsed(text)
+    texts = text_of(pattern)
+    parse_in_advance(texts)
     if isinstance(pattern, Mapping):
         _check_keys(pattern, modules)
     model.set_attn_implementation(NAME)
-    stayed = {type(x).__name__ for x in modules if x.config._attn_implementation != NAME}
-    if stayed:
+    unchanged = {type(x).__name__ for x in modules if x.config._attn_implementation != NAME}
+    if unchanged:
         raise NotImplementedError(
-            f"transformers does not let {', '.join(sorted(stayed))} change its attention; load the "
-            f'model with attn_implementation="{NAME}", then apply the pattern'
+            f"transformers does not let {', '.join(sorted(unchanged))} change its attention; load "
+            f'the model with attn_implementation="{NAME}", then apply the pattern'
         )
-    configs = {id(module.config): module.config for module in modules}
-    configs[id(model.config)] = model.config
-    for config in configs.values():
-        setattr(config, NAME, text)
+    for module in (model, *modules):
+        setattr(module.config, NAME, texts)
 
 
 def _check_keys(pattern: Mapping[Any, Any], modules: list[Any]) -> None:
     """Raises ValueError for a key that is no index and no type of any layer."""
-    indices, kinds = set(), set()
-    for module in modules:
-        if isinstance(index := getattr(module, "layer_idx", None), int):
-            indices.add(index)
-        kinds.update(types_of(module.config) or ["full_attention"])
+    numbers = {getattr(module, "layer_idx", None) for module in modules}
+    indices = [index for index in numbers if isinstance(index, int)]
+    kinds = {kind for x in modules for kind in types_of(x.config) or ["full_attention"]}
     for key in pattern:
-        valid = key in indices if type(key) is int else key in kinds
-        if not valid or isinstance(key, bool):
+        if key not in (indices if type(key) is int else kinds):
             span = f"0 to {max(indices)}" if indices else "none, for this family has no numbers"
             raise ValueError(
                 f"apply needs layer indices ({span}) or layer types ({', '.join(sorted(kinds))}), "
@@ -137,39 +133,34 @@ def explain(model: Any) -> str:
         model: any model of transformers.
 
     Returns: the lines. For a model that runs another implementation, one line that names it and
-        any pattern that its config holds.
+        any pattern that its config stores.
     """
     config = decoder_config(model)
-    running = config._attn_implementation
-    if running != NAME:
-        stored = stored_in(config)
-        note = f"; the pattern {_as_text(stored)} in its config is not in force" if stored else ""
-        return f"{type(model).__name__} runs {running!r}, not {NAME!r}{note}"
+    implementation = config._attn_implementation
+    if implementation != NAME:
+        texts = stored_text(config)
+        note = f"; the pattern {_line(texts)} in its config is not in force" if texts else ""
+        return f"{type(model).__name__} runs {implementation!r}, not {NAME!r}{note}"
     causal = any(
         getattr(module, "is_causal", True) and not is_cross_attention(module)
-        for _, module in dispatching(model)
+        for module in attention_modules(model)
     )
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    backend = _backend(model, heads, kv_heads)
+    weight = next(model.parameters())
+    head_dim = getattr(config, "head_dim", None) or model.config.hidden_size // heads
+    query, key = (weight.new_zeros(1, n, 16, head_dim) for n in (heads, kv_heads))
+    backend = explain_call(query, key, key, Full()).split(",")[0].removeprefix("runs: ")
     lines = []
     for index, pattern in enumerate(layer_patterns(config, causal)):
         bound = "none"
         if causal and pattern is not None:
             most = pattern.cache_bound(num_heads=heads, num_kv_heads=kv_heads)
             bound = "grows without end" if most is None else f"{most} keys"
-        lines.append(f"{index}: {shortly(pattern)}; {backend}; cache: {bound}")
+        text = "the model's own" if pattern is None else shortened(str(pattern), 120)
+        lines.append(f"{index}: {text}; {backend}; cache: {bound}")
     return "\n".join(lines)
 
 
-def _backend(model: Any, heads: int, kv_heads: int) -> str:
-    """Names the backend that runs calls of the model's dtype, device and head sizes."""
-    weight = next(model.parameters())
-    width = getattr(decoder_config(model), "head_dim", None) or model.config.hidden_size // heads
-    like = {"dtype": weight.dtype, "device": weight.device}
-    query, key = (torch.zeros(1, n, 16, width, **like) for n in (heads, kv_heads))
-    return explain_call(query, key, key, Full()).split(",")[0].removeprefix("runs: ")
-
-
-def _as_text(stored: Any) -> str:
-    return stored if isinstance(stored, str) else ", ".join(f"{k}: {v}" for k, v in stored.items())
+def _line(texts: Texts) -> str:
+    return texts if isinstance(texts, str) else ", ".join(f"{k}: {v}" for k, v in texts.items())

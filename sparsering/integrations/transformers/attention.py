@@ -5,17 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ...functional import attention
-from ...patterns.algebra import Pattern
 from ...patterns.keys import KeyMask
-from ...patterns.positions import Causal, Full
-from .bias import distance_table, goes_by_distance, is_nothing
-from .dense import as_set, check_mask, check_size, dense_attention
-from .masks import ModelMask
-from .override import attend_pattern, check_own_keys
-from .sparse_cache import attend_cached, cached_by
-from .stored import pattern_of
+from .bias import depends_on_distance, distance_table, is_zero, once
+from .config import pattern_of
+from .dense import as_bool, check_mask, dense_attention
+from .masks import ModelMask, mask_interface
+from .override import attend_pattern
+from .sparse_cache import attend_cached, cache_layer_of
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
@@ -72,17 +71,17 @@ def attention_function(
     """
     _check_keywords(keywords)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        attention_mask = _with_documents(attention_mask, cu_seq_lens_q, cu_seq_lens_k, query, key)
+        attention_mask = _with_documents(attention_mask, cu_seq_lens_q, cu_seq_lens_k, len(query))
     extras: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         "softcap": softcap or None,
         "sink": s_aux if s_aux is not None else sinks,
         "dropout_p": float(dropout),
     }
-    if position_bias is not None and is_nothing(position_bias):
+    if position_bias is not None and is_zero(position_bias):
         position_bias = None
     inputs = query, key, value
-    if (layer := cached_by(key)) is not None:
+    if (layer := cache_layer_of(key)) is not None:
         if not isinstance(attention_mask, ModelMask):
             raise NotImplementedError(
                 "a SparseCache goes with attention_mask [batch, tokens] or none, got one of all "
@@ -91,8 +90,7 @@ def attention_function(
         pattern = pattern_of(module)
         out = attend_cached(layer, pattern, inputs, attention_mask, position_bias, extras)
     elif isinstance(attention_mask, ModelMask):
-        _check_lengths(attention_mask, query, key)
-        _warn_of_lost_packing(attention_mask, position_ids)
+        _check_mask(attention_mask, query, key, position_ids)
         out = _attend_masked(module, inputs, attention_mask, position_bias, extras)
     elif isinstance(attention_mask, Tensor):
         if pattern_of(module) is not None:
@@ -102,8 +100,8 @@ def attention_function(
             )
         out = _attend_tensor(inputs, attention_mask, position_bias, extras)
     else:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        out = _attend_unmasked(module, inputs, bool(causal), position_bias, extras)
+        mask = _mask_by_default(module, query, key, is_causal)
+        out = _attend_masked(module, inputs, mask, position_bias, extras)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -124,31 +122,31 @@ def _attend_masked(
                 "the device knows the length; generate with the default cache, or with "
                 "past_key_values=SparseCache(model)"
             )
-        if mask.last_sees is None or bias is not None:
-            return _attend_all_pairs(inputs, mask.dense(), bias, "a compiled static cache", extras)
-        return attention(*inputs, KeyMask(mask.last_sees), q_start=0, **extras)
+        if mask.visible is None or bias is not None:
+            return dense_attention("a compiled static cache", *inputs, mask.dense(), bias, **extras)
+        return attention(*inputs, KeyMask(mask.visible), q_start=0, **extras)
     q_start = int(mask.q_start)
-    if bias is not None and goes_by_distance(bias, module):
+    if bias is not None and depends_on_distance(bias, module):
         extras, bias = {**extras, "distance_bias": distance_table(bias, q_start)}, None
-    if pattern is not None and (mask.said is None or bias is not None):
+    if pattern is not None and (mask.kind is None or bias is not None):
         got = "a bias of pairs" if bias is not None else "a mask with a function of the model's own"
         raise NotImplementedError(
             "a pattern of a layer's own goes with masks of causality, windows, chunks, documents "
             f"and padding, and with biases of distances, got {got}; name the layers that have none "
             "in apply(model, {...})"
         )
-    if mask.said is None or bias is not None:
+    if mask.kind is None or bias is not None:
         why = "a bias of pairs" if bias is not None else "an unknown mask"
-        return _attend_all_pairs(inputs, mask.once("dense", mask.dense), bias, why, extras)
+        return dense_attention(why, *inputs, once(mask, "dense", mask.dense), bias, **extras)
     query, key, value = inputs
     stop = q_start + query.shape[2]
-    if mask.said.causal and not compiling and stop < key.shape[2]:
+    if mask.kind.causal and not compiling and stop < key.shape[2]:
         key, value = key[:, :, :stop], value[:, :, :stop]  # a static cache is empty from there on
     if pattern is not None:
         return attend_pattern(pattern, (query, key, value), mask, q_start, extras)
     kv_len = key.shape[2]
-    own = mask.once(("own", kv_len), lambda: mask.pattern(q_start, kv_len))
-    return attention(query, key, value, own, q_start=q_start, **extras)
+    pattern = once(mask, ("own", kv_len), lambda: mask.pattern(q_start, kv_len))
+    return attention(query, key, value, pattern, q_start=q_start, **extras)
 
 
 def _attend_tensor(
@@ -157,51 +155,33 @@ def _attend_tensor(
     """Attends with a 4-D mask: sparse if it only masks keys, else over all pairs."""
     query, key, _ = inputs
     check_mask(mask, query, key)
-    allowed = as_set(mask)
+    allowed = as_bool(mask)
     if bias is None and allowed is not None and allowed.shape[1:3] == (1, 1):
         keys = KeyMask(allowed[:, 0, 0].expand(len(query), key.shape[2]))
         return attention(*inputs, keys, q_start=0, **extras)
     if allowed is None:
         bias = mask if bias is None else bias + mask
-    return _attend_all_pairs(inputs, allowed, bias, "a 4-D attention_mask", extras)
+    return dense_attention("a 4-D attention_mask", *inputs, allowed, bias, **extras)
 
 
-def _attend_unmasked(
-    module: Any, inputs: Inputs, causal: bool, bias: Tensor | None, extras: dict[str, Any]
-) -> Tensor:
-    """Attends without a mask: causally if the module is causal, else over all pairs."""
-    query, key, _ = inputs
+def _mask_by_default(module: Any, query: Tensor, key: Tensor, causal: bool | None) -> ModelMask:
+    """Builds the mask of a call without one: causal if the module is, else of all pairs."""
     q_len, kv_len = query.shape[2], key.shape[2]
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
     if causal and q_len not in (1, kv_len):
         raise ValueError(
             f"a causal module needs a mask for {q_len} queries of {kv_len} keys, got None; pass "
             "the model's attention_mask, or is_causal=False"
         )
-    pattern: Pattern = Causal() if causal else Full()
-    if (own := pattern_of(module)) is not None:
-        if not causal:
-            check_own_keys(q_len, kv_len)
-        pattern = own & Causal() if causal else own
-    q_start = kv_len - q_len if causal else 0
-    if bias is not None and goes_by_distance(bias, module):
-        extras, bias = {**extras, "distance_bias": distance_table(bias, q_start)}, None
-    if bias is None:
-        return attention(*inputs, pattern, q_start=q_start, **extras)
-    if own is not None:
-        raise NotImplementedError(
-            "a pattern of a layer's own goes with biases of distances, got a bias of pairs; name "
-            "the layers that have none in apply(model, {...})"
-        )
-    all_pairs = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device)
-    allowed = all_pairs.tril(q_start)[None, None] if causal else None
-    return _attend_all_pairs(inputs, allowed, bias, "a bias of pairs", extras)
-
-
-def _attend_all_pairs(
-    inputs: Inputs, allowed: Tensor | None, bias: Tensor | None, why: str, extras: dict[str, Any]
-) -> Tensor:
-    check_size(inputs[0], inputs[1], why)
-    return dense_attention(*inputs, allowed, bias, **extras)
+    return mask_interface(
+        len(query),
+        q_len,
+        kv_len,
+        kv_len - q_len if causal else 0,
+        mask_function=causal_mask_function if causal else bidirectional_mask_function,
+        device=query.device,
+    )
 
 
 def _check_keywords(keywords: dict[str, Any]) -> None:
@@ -223,22 +203,14 @@ def _check_keywords(keywords: dict[str, Any]) -> None:
         warnings.warn(f'"sparsering" attention {text}', stacklevel=3)
 
 
-def _check_lengths(mask: ModelMask, query: Tensor, key: Tensor) -> None:
-    got, wanted = (query.shape[2], key.shape[2]), mask.shape[2:]
-    if got != wanted:
-        raise ValueError(
-            f"the model's mask is for {wanted[0]} queries of {wanted[1]} keys, got {got[0]} of "
-            f"{got[1]}; a cache must give all the keys that its get_mask_sizes tells"
-        )
-
-
 def _with_documents(
-    mask: ModelMask | Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, *inputs: Tensor
+    mask: ModelMask | Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, batch: int
 ) -> ModelMask:
     """Adds documents by their cumulative lengths, as trainers pass them for flash attention."""
-    whole = isinstance(mask, ModelMask) and mask.said is not None and mask.shape[2] == mask.shape[3]
+    compiling = torch.compiler.is_compiling()
+    whole = isinstance(mask, ModelMask) and mask.kind is not None and mask.shape[2] == mask.shape[3]
     same = cu_q is not None and cu_k is not None and cu_q.shape == cu_k.shape
-    if not whole or len(inputs[0]) != 1 or not same or not _equal(cu_q, cu_k):
+    if not whole or batch != 1 or not same or not (compiling or torch.equal(cu_q, cu_k)):
         raise NotImplementedError(
             '"sparsering" attention takes cu_seq_lens_q and cu_seq_lens_k for a single row of '
             "whole documents, without a cache, both the same; give position_ids that restart"
@@ -246,30 +218,33 @@ def _with_documents(
     assert isinstance(mask, ModelMask) and cu_q is not None
     key = torch.arange(mask.shape[3], device=cu_q.device)
     ids = torch.searchsorted(cu_q[1:].long().contiguous(), key, right=True)[None]
-    return mask.once("cu_seq_lens", lambda: mask.with_documents(ids))
+    return once(mask, "cu_seq_lens", lambda: mask.with_documents(ids))
 
 
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    assert a is not None and b is not None
-    return a is b or torch.compiler.is_compiling() or torch.equal(a, b)
+def _check_mask(mask: ModelMask, query: Tensor, key: Tensor, position_ids: Tensor | None) -> None:
+    """Raises ValueError for a mask of other lengths; warns if it lacks packed documents.
 
-
-def _warn_of_lost_packing(mask: ModelMask, position_ids: Tensor | None) -> None:
-    """Warns if positions restart but the mask has no documents, as in models with a cache."""
-    if mask.checked or torch.compiler.is_compiling():
+    Positions that restart are packed documents, which transformers ignores in models with a cache.
+    """
+    q_len, kv_len = mask.shape[2:]
+    if (query.shape[2], key.shape[2]) != (q_len, kv_len):
+        raise ValueError(
+            f"the model's mask is for {q_len} queries of {kv_len} keys, got {query.shape[2]} of "
+            f"{key.shape[2]}; a cache must give all the keys that its get_mask_sizes tells"
+        )
+    if mask.packing_checked or torch.compiler.is_compiling():
         return
-    mask.checked = True
-    q_len = mask.shape[2]
-    if mask.documents is not None or position_ids is None or q_len < 2:
+    mask.packing_checked = True
+    if mask.documents is not None or position_ids is None or mask.kind is None or q_len < 2:
         return
-    if position_ids.dim() != 2 or position_ids.shape[1] != q_len or mask.said is None:
+    if position_ids.dim() != 2 or position_ids.shape[1] != q_len:
         return
-    back = position_ids[:, 1:] <= position_ids[:, :-1]
+    restarts = position_ids[:, 1:] <= position_ids[:, :-1]
     if mask.padding is not None:
         start = int(mask.q_start) + mask.kv_start
         real = mask.padding[:, start : start + q_len]
-        back = back & real[:, 1:] & real[:, :-1]
-    if bool(back.any()):
+        restarts = restarts & real[:, 1:] & real[:, :-1]
+    if bool(restarts.any()):
         warnings.warn(
             "position_ids restart, but the model's mask has no documents: packing is detected "
             "only without a cache and without attention_mask; pass use_cache=False and no mask",

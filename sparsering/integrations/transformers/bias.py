@@ -1,21 +1,20 @@
 """Converts T5's `position_bias` [1, H, Nq, Nk] to a table by distance, of size O(H (Nq + Nk))."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_ANSWERS = "_sparsering_by_distance"
 
-
-def is_nothing(bias: Tensor) -> bool:
+def is_zero(bias: Tensor) -> bool:
     """Whether a bias is all zeros and needs no gradient, as in cross attention."""
     if torch.compiler.is_compiling() or bias.requires_grad:
         return False
-    return not _once(bias, "any", lambda: bool(bias.any()))
+    return not once(bias, "any", lambda: bool(bias.any()))
 
 
-def goes_by_distance(bias: Tensor, module: Any) -> bool:
+def depends_on_distance(bias: Tensor, module: Any) -> bool:
     """Whether a bias depends on the distance alone, so that its gradient may be summed by distance.
 
     The values are compared exactly. If the bias needs a gradient, the module must also be known to
@@ -25,8 +24,8 @@ def goes_by_distance(bias: Tensor, module: Any) -> bool:
         return False
     if bias.requires_grad and not hasattr(module, "has_relative_attention_bias"):
         return False
-    along = bias[..., 1:, 1:], bias[..., :-1, :-1]
-    return _once(bias, "distance", lambda: bool(torch.equal(*along)))
+    shifted = bias[..., 1:, 1:], bias[..., :-1, :-1]
+    return once(bias, "distance", lambda: bool(torch.equal(*shifted)))
 
 
 def distance_table(bias: Tensor, q_start: int) -> Tensor:
@@ -41,10 +40,11 @@ def distance_table(bias: Tensor, q_start: int) -> Tensor:
     return torch.nn.functional.pad(table, (radius - most_before, radius - most_after))
 
 
-def _once(bias: Tensor, what: str, ask: Any) -> bool:
-    """Returns `ask()`, computed once for a tensor that layers share."""
-    answers: dict[str, bool] = getattr(bias, _ANSWERS, None) or {}
-    if what not in answers:
-        answers = {**answers, what: ask()}
-        setattr(bias, _ANSWERS, answers)
-    return answers[what]
+def once(shared: Any, name: Any, compute: Callable[[], Any]) -> Any:
+    """Returns `compute()`, computed once for a bias or a mask that layers share."""
+    if torch.compiler.is_compiling():
+        return compute()
+    results = vars(shared).setdefault("_sparsering_results", {})
+    if name not in results:
+        results[name] = compute()
+    return results[name]

@@ -9,18 +9,8 @@ MOST_SCORES = 1 << 28
 """Upper bound of B x H x Nq x Nk in one call: 1 GiB of float32 scores, as eager attention has."""
 
 
-def check_size(query: Tensor, key: Tensor, why: str) -> None:
-    """Raises ValueError if a call has too many pairs for dense scores."""
-    batch, heads, q_len, _ = query.shape
-    if not torch.compiler.is_compiling() and batch * heads * q_len * key.shape[2] > MOST_SCORES:
-        raise ValueError(
-            f"{why} is computed over all pairs, up to 2^28 scores, got {batch} x {heads} x {q_len} "
-            f"x {key.shape[2]}; say it as a pattern with apply(model, pattern), or take smaller "
-            "batches"
-        )
-
-
 def dense_attention(
+    why: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -35,36 +25,45 @@ def dense_attention(
     """Computes attention with a mask or a bias for every pair.
 
     Args:
+        why: the mask or bias that needs all pairs, for the error.
         query: [B, H, Nq, D]; key, value: [B, Hkv, Nk, D | Dv].
         allowed: bool that broadcasts to [B, H, Nq, Nk], True where a pair attends; None for all.
         bias: added to scores, broadcasts the same way.
         sink: logit of an extra key of value 0: [H], or [B or 1, H, Nq or 1].
 
     Returns: [B, H, Nq, Dv]; 0 in rows that see no key.
+
+    Raises: ValueError for more than 2^28 scores.
     """
-    group = query.shape[1] // key.shape[1]
+    batch, heads, q_len, _ = query.shape
+    if not torch.compiler.is_compiling() and batch * heads * q_len * key.shape[2] > MOST_SCORES:
+        raise ValueError(
+            f"{why} is computed over all pairs, up to 2^28 scores, got {batch} x {heads} x {q_len} "
+            f"x {key.shape[2]}; say it as a pattern with apply(model, pattern), or take smaller "
+            "batches"
+        )
+    group = heads // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
     dtype = sum_dtype(query)
     score = capped((query @ key.mT).to(dtype) * scale, softcap)
     if bias is not None:
         score = score + bias.to(dtype)
-    unseen = None
+    empty = None  # rows that see no key
     if allowed is not None:
         score = score.masked_fill(~allowed, -torch.inf)
-        unseen = ~allowed.any(-1, keepdim=True)
-        score = score.masked_fill(unseen, 0.0)  # softmax of only -inf has NaN gradients
+        empty = ~allowed.any(-1, keepdim=True)
+        score = score.masked_fill(empty, 0.0)  # softmax of only -inf has NaN gradients
     if sink is not None:
         sink = sink[None, :, None] if sink.dim() == 1 else sink
-        last = sink.to(dtype)[..., None].expand(*score.shape[:3], 1)
-        score = torch.cat((score, last), -1)
+        score = torch.cat((score, sink.to(dtype)[..., None].expand(*score.shape[:3], 1)), -1)
     weight = torch.softmax(score, -1)[..., : key.shape[2]]
-    if unseen is not None:
-        weight = weight.masked_fill(unseen, 0.0)
+    if empty is not None:
+        weight = weight.masked_fill(empty, 0.0)
     weight = torch.nn.functional.dropout(weight, dropout_p)
     return weight.to(value.dtype) @ value
 
 
-def as_set(mask: Tensor) -> Tensor | None:
+def as_bool(mask: Tensor) -> Tensor | None:
     """Converts an additive mask of only 0 and -inf to a bool mask; returns None for a true bias.
 
     The lowest finite number counts as -inf, because transformers writes it.
@@ -80,14 +79,13 @@ def as_set(mask: Tensor) -> Tensor | None:
 
 def check_mask(mask: Tensor, query: Tensor, key: Tensor) -> None:
     """Raises ValueError if a tensor does not fit as the mask of a call's pairs."""
-    wanted = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    wanted = (*query.shape[:3], key.shape[2])
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             "a 4-D attention_mask must be bool (True = may attend) or floating point (added to "
             f"scores), got {mask.dtype}; of ones and zeros .bool() makes one"
         )
-    fits = mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape, wanted, strict=True))
-    if not fits:
+    if mask.dim() != 4 or any(a not in (1, b) for a, b in zip(mask.shape, wanted, strict=True)):
         raise ValueError(
             f"attention_mask must broadcast to [batch, heads, queries, keys] {wanted}, got "
             f"{tuple(mask.shape)}; slice it as the keys"

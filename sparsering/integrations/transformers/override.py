@@ -16,9 +16,10 @@ from ...patterns.arguments import shortened
 from ...patterns.blocks import RandomBlocks
 from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Full, SlidingWindow
+from .bias import once
+from .config import parts_of
 from .masks import ModelMask
-from .runs import InRuns, SameRun, joined
-from .stored import parts_of
+from .runs import InRuns, SameRun, several_runs
 
 
 def attend_pattern(
@@ -34,45 +35,46 @@ def attend_pattern(
         depends on the whole length, which a decoding step does not know.
     """
     query, key, _ = inputs
-    assert mask.said is not None
-    inner = pattern
-    if mask.said.causal:
-        inner = looking_back(pattern)
-    kv_len = key.shape[2]
-    if not mask.said.causal:
-        check_own_keys(query.shape[2], kv_len)
+    kind, kv_len = mask.kind, key.shape[2]
+    assert kind is not None
     if q_start + mask.kv_start > 0:
-        check_decodes(pattern)
+        _check_any_length(pattern)
+    if kind.causal:
+        pattern = looking_back(pattern)
+    elif not torch.compiler.is_compiling() and query.shape[2] != kv_len:
+        raise NotImplementedError(
+            "a pattern of a layer's own is for self-attention, got keys of another sequence "
+            f"({query.shape[2]} queries, {kv_len} keys) in a layer that does not say so; name the "
+            "other layers in apply(model, {...})"
+        )
     if mask.kv_start > 0:
-        _check_cached(inner, mask.kv_start, q_start, query.shape[1], key.shape[1])
-    if mask.said.chunked:
+        _check_dropped(pattern, mask.kv_start, q_start, query.shape[1], key.shape[1])
+    if kind.has_chunks:
         raise NotImplementedError(
             "inside torch.compile the documents of a layer with chunks look like its chunks, "
             "so that a pattern cannot replace them; leave these layers out of apply"
         )
-    valid = mask.once(("valid", kv_len), lambda: mask.valid(kv_len))
-    if by_distance_alone(inner):
-        restricted = inner if mask.documents is None else inner & SameRun(mask.documents)
-        return _attend(restricted, inputs, valid, q_start, extras)
-    ids = mask.once(("rows", kv_len), lambda: _row_runs(mask, kv_len))
-    if ids is None:
-        return _attend(inner, inputs, valid, q_start, extras)
-    if query.shape[2] == 1 and mask.documents is None and not torch.compiler.is_compiling():
-        return _attend_rows(inner, inputs, ids, valid, q_start, extras)
-    restarting: Pattern = InRuns(ids, inner)  # type: ignore[arg-type]  # accepts a Mixture
-    return _attend(restarting, inputs, valid, q_start, extras)
+    valid = once(mask, ("valid", kv_len), lambda: mask.valid(kv_len))
+    if _is_shift_invariant(pattern):
+        if mask.documents is not None:
+            pattern = pattern & SameRun(mask.documents)
+    elif (ids := once(mask, ("rows", kv_len), lambda: _row_runs(mask, kv_len))) is not None:
+        if query.shape[2] == 1 and mask.documents is None and not torch.compiler.is_compiling():
+            return _attend_rows(pattern, inputs, ids, valid, q_start, extras)
+        pattern = InRuns(ids, pattern)  # type: ignore[arg-type]  # accepts a Mixture
+    return _attend(pattern, inputs, valid, q_start, extras)
 
 
 def looking_back(pattern: Pattern) -> Pattern:
     """Returns `pattern & Causal()`, built once for all layers and steps."""
-    return _causal(pattern) if torch.compiler.is_compiling() else _cached_causal(pattern)
+    if torch.compiler.is_compiling():  # which warns of lru_cache
+        return pattern & Causal()
+    return _looking_back(pattern)
 
 
-def _causal(pattern: Pattern) -> Pattern:
+@lru_cache(256)
+def _looking_back(pattern: Pattern) -> Pattern:
     return pattern & Causal()
-
-
-_cached_causal = lru_cache(256)(_causal)
 
 
 def _attend(
@@ -82,8 +84,7 @@ def _attend(
     q_start: int,
     extras: dict[str, Any],
 ) -> Tensor:
-    if valid is not None:
-        pattern = pattern & KeyMask(valid)
+    pattern = pattern if valid is None else pattern & KeyMask(valid)
     return attention(*inputs, pattern, q_start=q_start, **extras)
 
 
@@ -91,12 +92,9 @@ def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
     """Numbers the runs in which positions restart: [B or 1, keys]; None for a single run."""
     ids = [] if mask.documents is None else [mask.documents[:, :kv_len]]
     if mask.padding is not None:
-        begun = mask.padding[:, mask.kv_start : mask.kv_start + kv_len].cumsum(1) > 0
-        ids.append(begun.long())  # left padding is run 0
-    if not ids:
-        return None
-    runs = joined(*ids)
-    return runs if torch.compiler.is_compiling() or bool(runs[:, -1:].any()) else None
+        real = mask.padding[:, mask.kv_start : mask.kv_start + kv_len]
+        ids.append((real.cumsum(1) > 0).long())  # left padding is run 0
+    return several_runs(*ids)
 
 
 def _attend_rows(
@@ -116,35 +114,22 @@ def _attend_rows(
     outs = query.new_empty(*query.shape[:3], value.shape[3])
     for begin in begins.unique().tolist():
         rows = (begins == begin).nonzero()[:, 0]
-        part = slice(int(rows[0]), int(rows[-1]) + 1) if _neighbours(rows) else rows
-        some = query[part], key[part][:, :, begin:], value[part][:, :, begin:]
-        here = None if valid is None else valid[part][:, begin:]
-        outs[part] = _attend(pattern, some, here, q_start - begin, extras).to(outs.dtype)
+        first, last = int(rows[0]), int(rows[-1])
+        part = slice(first, last + 1) if last - first == len(rows) - 1 else rows  # without a copy
+        group = query[part], key[part][:, :, begin:], value[part][:, :, begin:]
+        group_valid = None if valid is None else valid[part][:, begin:]
+        outs[part] = _attend(pattern, group, group_valid, q_start - begin, extras).to(outs.dtype)
     return outs
 
 
-def _neighbours(rows: Tensor) -> bool:
-    return int(rows[-1]) - int(rows[0]) == len(rows) - 1
-
-
-def by_distance_alone(pattern: Pattern) -> bool:
-    """Whether a pattern is shift-invariant, so that the origin of positions does not matter."""
+def _is_shift_invariant(pattern: Pattern) -> bool:
+    """Whether the origin of positions does not matter to a pattern."""
     if isinstance(pattern, And | Or | Mixture):
-        return all(by_distance_alone(mask) for mask in pattern.masks)
+        return all(_is_shift_invariant(mask) for mask in pattern.masks)
     return isinstance(pattern, Causal | Full | SlidingWindow)
 
 
-def check_own_keys(q_len: int, kv_len: int) -> None:
-    """Raises NotImplementedError if the lengths show that the keys are another sequence's."""
-    if not torch.compiler.is_compiling() and q_len != kv_len:
-        raise NotImplementedError(
-            "a pattern of a layer's own is for self-attention, got keys of another sequence "
-            f"({q_len} queries, {kv_len} keys) in a layer that does not say so; name the other "
-            "layers in apply(model, {...})"
-        )
-
-
-def check_decodes(pattern: Pattern) -> None:
+def _check_any_length(pattern: Pattern) -> None:
     """Raises ValueError for a pattern that depends on the whole length, unknown to a step."""
     if any(isinstance(part, RandomBlocks) for part in parts_of(pattern)):
         raise ValueError(
@@ -154,14 +139,14 @@ def check_decodes(pattern: Pattern) -> None:
         )
 
 
-def _check_cached(
+def _check_dropped(
     pattern: Pattern, dropped: int, q_start: int, num_heads: int, num_kv_heads: int
 ) -> None:
     """Raises ValueError if the cache has dropped keys that the pattern needs."""
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     needed = [keys for keys in pattern.live_keys(q_start + dropped, **heads) if len(keys)]
     first = min((int(keys[0]) for keys in needed), default=dropped)
-    if first < dropped or not by_distance_alone(pattern):
+    if first < dropped or not _is_shift_invariant(pattern):
         raise ValueError(
             f"the cache has dropped the first {dropped} keys, as the model's own window lets it; "
             f"{shortened(str(pattern))} needs keys from {first} on, at positions from the first; "

@@ -6,6 +6,7 @@ the operator under torch.compile too. The operator can read its numbers, and rep
 """
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +18,8 @@ from ...patterns.expression import add_constructor
 from ...patterns.positions import Documents, Packed
 
 
-class _OfRuns(TensorMask):
-    """Base of the masks of runs: `ids` [B or 1, Nk] int64, a new run where neighbours differ."""
+class _RunMask(TensorMask):
+    """Base of both masks: `ids` [B or 1, Nk] int64; a new run begins where neighbours differ."""
 
     ids: Tensor
     dtype: ClassVar[torch.dtype] = torch.int64
@@ -40,7 +41,7 @@ class _OfRuns(TensorMask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class SameRun(_OfRuns):
+class SameRun(_RunMask):
     """Lets a query see the keys of its own run."""
 
     ids: Tensor
@@ -53,7 +54,7 @@ class SameRun(_OfRuns):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class InRuns(_OfRuns):
+class InRuns(_RunMask):
     """Applies a pattern within each run of consecutive tokens, with positions from 0."""
 
     ids: Tensor
@@ -81,8 +82,13 @@ add_constructor("InRuns", InRuns)
 
 def joined(*ids: Tensor) -> Tensor:
     """Numbers the runs in which all of several ids [B or 1, Nk] stay constant: [B or 1, Nk]."""
-    starts = [x[:, 1:] != x[:, :-1] for x in ids]
-    begins = starts[0]
-    for other in starts[1:]:
-        begins = begins | other
-    return torch.nn.functional.pad(begins, (1, 0)).cumsum(1)
+    starts = reduce(torch.logical_or, (x[:, 1:] != x[:, :-1] for x in ids))
+    return torch.nn.functional.pad(starts, (1, 0)).cumsum(1)
+
+
+def several_runs(*ids: Tensor) -> Tensor | None:
+    """Numbers the runs as `joined`; None for a single run, which torch.compile cannot know."""
+    if not ids:
+        return None
+    runs = joined(*ids)
+    return runs if torch.compiler.is_compiling() or bool(runs[:, -1:].any()) else None

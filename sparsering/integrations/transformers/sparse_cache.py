@@ -12,7 +12,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...decoding import KVCache
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
-from .layers import decoder_patterns
+from .bias import once
+from .config import NAME, decoder_config, layer_patterns, types_of
 from .masks import ModelMask
 from .override import looking_back
 
@@ -74,10 +75,11 @@ class SparseLayer(CacheLayerMixin):
                 value_dim=value.shape[3],
                 rollback=self.rollback,
             )
-        defaults = {"scale": query.shape[3] ** -0.5, "dropout_p": 0.0}
         # Defaults are left out because `KVCache` checks steps without options only once.
-        changed = {k: x for k, x in extras.items() if k not in defaults or x != defaults[k]}
-        options = {k: x for k, x in changed.items() if x is not None}
+        options = {name: x for name, x in extras.items() if x is not None}
+        for name, default in (("scale", query.shape[3] ** -0.5), ("dropout_p", 0.0)):
+            if options[name] == default:
+                del options[name]
         return self.kv_cache.attend(query, key, value, lengths=lengths, **options)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -91,9 +93,6 @@ class SparseLayer(CacheLayerMixin):
 
     def get_max_cache_shape(self) -> int:
         return self.get_max_length()  # older versions call this name
-
-    def offload(self) -> None:
-        raise NotImplementedError("a SparseCache stays on its device; it is small as it is")
 
     def reset(self) -> None:
         self.kv_cache, self.columns = None, 0
@@ -122,7 +121,7 @@ class SparseLayer(CacheLayerMixin):
             self.columns += tokens_to_remove
 
 
-def cached_by(key: Tensor) -> SparseLayer | None:
+def cache_layer_of(key: Tensor) -> SparseLayer | None:
     """Returns the `SparseCache` layer that is attached to these keys, if any."""
     return getattr(key, _NOTE, None)
 
@@ -140,8 +139,8 @@ def attend_cached(
     Raises: ValueError for padding elsewhere, or for a pattern other than the cache's;
         NotImplementedError for biases and other masks.
     """
-    if bias is not None or mask.said is None or mask.documents is not None:
-        got = "documents" if bias is None and mask.said is not None else "a bias or another mask"
+    if bias is not None or mask.kind is None or mask.documents is not None:
+        got = "documents" if bias is None and mask.kind is not None else "a bias or another mask"
         raise NotImplementedError(
             f"a SparseCache goes with masks of causality, windows, chunks and padding, got {got}; "
             "use the default cache"
@@ -153,16 +152,18 @@ def attend_cached(
             f"has {shortened(str(wanted))}; make another cache after apply"
         )
     n = inputs[0].shape[2]
-    padding = mask.once("padding", lambda: _of_new(mask, n))
+    padding = once(mask, "padding", lambda: _real_first(mask, n))
     if padding is None:
         return layer.attend(*inputs, None, extras)
-    order, back, lengths = padding
-    query, key, value = (_taken(x, order) for x in inputs)
-    return _taken(layer.attend(query, key, value, lengths, extras), back)
+    order, inverse, lengths = padding
+    query, key, value = (_reorder(x, order) for x in inputs)
+    return _reorder(layer.attend(query, key, value, lengths, extras), inverse)
 
 
-def _of_new(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] | None:
-    """Puts real tokens first in each row: (order, its inverse, counts), or None if all are real.
+def _real_first(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] | None:
+    """Orders the last n tokens of each row so that real ones are first; None if all are real.
+
+    Returns: the order and its inverse, [B, n], and the number of real tokens in each row.
 
     Raises ValueError if padding is not on the left.
     """
@@ -175,14 +176,14 @@ def _of_new(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] | None:
             "a SparseCache needs padding on the left alone, for positions count real tokens, got "
             "padding elsewhere; set tokenizer.padding_side to left"
         )
-    new = valid[:, stop - n : stop]
-    if bool(new.all()):
+    real = valid[:, stop - n :]
+    if bool(real.all()):
         return None
-    order = (~new).long().argsort(dim=1, stable=True)
-    return order, order.argsort(dim=1), new.sum(1).tolist()
+    order = (~real).long().argsort(dim=1, stable=True)
+    return order, order.argsort(dim=1), real.sum(1).tolist()
 
 
-def _taken(x: Tensor, order: Tensor) -> Tensor:
+def _reorder(x: Tensor, order: Tensor) -> Tensor:
     """Reorders the tokens of x [B, H, n, D] in each row by an order [B, n]."""
     return x.gather(2, order[:, None, :, None].expand(*x.shape[:3], x.shape[3]))
 
@@ -206,8 +207,27 @@ class SparseCache(Cache):
     """
 
     def __init__(self, model: Any, rollback: int = 0) -> None:
-        patterns = decoder_patterns(model)
-        super().__init__(layers=[SparseLayer(pattern, rollback) for pattern in patterns])
+        config = decoder_config(model)
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise NotImplementedError(
+                f"{type(model).__name__} has an encoder and a decoder, and a SparseCache is for "
+                "decoders alone; use the default cache"
+            )
+        if config._attn_implementation != NAME:
+            raise ValueError(
+                f'a SparseCache needs a model that runs "{NAME}", got '
+                f"{config._attn_implementation!r}; call apply(model, pattern), or "
+                f'model.set_attn_implementation("{NAME}") for the model\'s own windows'
+            )
+        layers = []
+        for kind, pattern in zip(types_of(config), layer_patterns(config), strict=True):
+            if pattern is None:
+                raise NotImplementedError(
+                    f"a layer of type {kind} is no pattern of pairs, so that a SparseCache cannot "
+                    "hold it; use the default cache"
+                )
+            layers.append(SparseLayer(pattern, rollback))
+        super().__init__(layers=layers)
 
     @property
     def kept(self) -> list[int]:

@@ -1,0 +1,174 @@
+"""The config of a model: patterns that it stores as text, types of layers, attention modules.
+
+Saving and copying a model keep the patterns, because they are part of its config.
+`config.sparsering` is the text of one pattern for all layers, or a dict that maps a layer's index
+or type, as text, to the text of its pattern.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...checks import check_module, check_pattern
+from ...patterns.algebra import Pattern
+from ...patterns.arguments import shortened
+from ...patterns.expression import parse
+from ...patterns.mask_mod import MaskMod
+from ...patterns.positions import Causal, Dilated, Full, SlidingWindow
+from ...patterns.selected import selections_of
+
+NAME = "sparsering"
+"""Name of the attn_implementation, and of the config attribute that holds patterns."""
+
+Patterns = Pattern | Mapping[int | str, Pattern]
+Texts = str | Mapping[str, str]
+
+
+def text_of(patterns: Patterns) -> str | dict[str, str]:
+    """Converts patterns to the text that a config stores.
+
+    Raises: ValueError if a pattern cannot be read back from its text; TypeError if it is none.
+    """
+    if isinstance(patterns, Mapping):
+        return {str(key): _checked_text(pattern) for key, pattern in patterns.items()}
+    return _checked_text(patterns)
+
+
+def _checked_text(pattern: Pattern) -> str:
+    check_pattern(pattern)
+    text = str(pattern)
+    if selections_of(pattern):
+        raise ValueError(
+            "a model's pattern must be one that its config can hold as text, for any input, got "
+            f"{shortened(text)}, whose blocks are chosen for one; choose them in an attention "
+            "function of your own, registered with transformers' AttentionInterface (docs/"
+            "transformers.md shows one), or give the model SelectedAttention layers"
+        )
+    has_functions = any(isinstance(part, MaskMod) for part in parts_of(pattern))
+    try:
+        parsed = None if pattern.tensors or has_functions else parse(text)
+    except ValueError:
+        parsed = None
+    if parsed != pattern or pattern.num_batches() is not None:
+        raise ValueError(
+            "a model's pattern must be one that its config can hold as text, for any batch, got "
+            f"{shortened(text)}; the model finds padding and documents in its own inputs, and "
+            "sparsering.attention takes masks of tensors or functions"
+        )
+    return text
+
+
+def parts_of(pattern: Pattern) -> list[Pattern]:
+    """Lists a pattern and all its parts, recursively."""
+    operands = [part for part in pattern._made_of() if part is not pattern]
+    return [pattern, *(part for mask in operands for part in parts_of(mask))]
+
+
+def stored_text(config: Any) -> Texts | None:
+    """Returns the patterns that a config stores, as text; None if it stores none.
+
+    Raises: ValueError if the attribute is neither a text nor a dict of texts.
+    """
+    texts = getattr(config, NAME, None)
+    if texts is None or texts is False:
+        return None
+    strings = [x for pair in texts.items() for x in pair] if isinstance(texts, Mapping) else [texts]
+    if not all(isinstance(x, str) for x in strings):
+        raise ValueError(
+            f"config.{NAME} must be the text of a pattern, or a dict from layers to such texts, "
+            f"got {shortened(repr(texts))}; apply(model, pattern) writes it"
+        )
+    return texts or None
+
+
+def pattern_of(module: Any) -> Pattern | None:
+    """Returns the stored pattern that replaces a layer's own window or chunk; None without one."""
+    texts = stored_text(getattr(module, "config", None))
+    if texts is None or is_cross_attention(module):
+        return None
+    index, types = getattr(module, "layer_idx", None), types_of(module.config)
+    has_type = isinstance(index, int) and index < len(types)
+    text = text_for(texts, index, types[index] if has_type else "full_attention")
+    if text is None:
+        return None
+    return _patterns[text] if text in _patterns else parse(text)
+
+
+_patterns: dict[str, Pattern] = {}
+"""Parsed patterns by their text, because torch.compile cannot trace the parser."""
+
+
+def parse_in_advance(texts: Texts) -> None:
+    """Parses the patterns of a config for layers that torch.compile traces later."""
+    for text in [texts] if isinstance(texts, str) else texts.values():
+        _patterns[text] = parse(text)
+
+
+def text_for(texts: Texts | None, index: int | None, kind: str) -> str | None:
+    """Returns the text for a layer; in a dict, an entry by index overrides one by type."""
+    if texts is None or isinstance(texts, str):
+        return texts
+    return texts.get(str(index), texts.get(kind))
+
+
+def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
+    """Returns the pattern of each layer, stored or its own; None for types that have none."""
+    texts = stored_text(config)
+    patterns: list[Pattern | None] = []
+    for index, kind in enumerate(types_of(config)):
+        text = text_for(texts, index, kind)
+        if text is None:
+            patterns.append(_own_pattern(config, kind, causal))
+        else:
+            patterns.append(parse(text) & Causal() if causal else parse(text))
+    return patterns
+
+
+def _own_pattern(config: Any, kind: str, causal: bool) -> Pattern | None:
+    """Returns a layer type's pattern by the model's own config; None if it has none."""
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if kind == "full_attention":
+        return Causal() if causal else Full()
+    if kind == "sliding_attention" and window:
+        return SlidingWindow(window - 1) if causal else SlidingWindow(window, window)
+    if kind == "chunked_attention" and chunk and causal:
+        return Dilated(chunk, 1) & Causal()
+    return None
+
+
+def decoder_config(model: Any) -> Any:
+    """Returns the config of the model's text decoder."""
+    check_module("model", model)
+    return model.config.get_text_config(decoder=True)
+
+
+def types_of(config: Any) -> list[str]:
+    """Returns the type of each layer, by the rules of transformers' caches."""
+    if (types := getattr(config, "layer_types", None)) is not None:
+        return list(types)
+    kind = "full_attention"
+    if getattr(config, "sliding_window", None) is not None:
+        kind = "sliding_attention"
+    elif getattr(config, "attention_chunk_size", None) is not None:
+        kind = "chunked_attention"
+    return [kind] * (getattr(config, "num_hidden_layers", 0) or 0)
+
+
+def is_cross_attention(module: Any) -> bool:
+    """Whether a module's keys come from another sequence."""
+    causal = getattr(module, "is_causal", None)
+    return bool(
+        getattr(module, "is_cross_attention", False)
+        or (getattr(module, "is_decoder", False) and causal is False)
+    )
+
+
+def attention_modules(model: Any) -> Iterator[Any]:
+    """Yields the modules that use transformers' attention interface."""
+    for module in model.modules():
+        forward = type(module).forward
+        while hasattr(forward, "__wrapped__"):
+            forward = forward.__wrapped__
+        code = getattr(forward, "__code__", None)
+        if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
+            yield module
