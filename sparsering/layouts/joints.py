@@ -260,7 +260,7 @@ class PerDocument(Condition):
         found = torch.full_like(x, -1)
         for length in kind.unique().tolist():
             which = torch.nonzero((kind == length) & (x >= 0))[:, 0]
-            document = frame._replace(q_len=length, kv_len=length, q_start=0)
+            document = frame.of_document(length, length)
             if len(which):
                 found[which] = self.inner.before(k[which], x[which], document)
         return torch.where(found >= 0, found + begin, -1)

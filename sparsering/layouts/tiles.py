@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..patterns.algebra import Frame
 from ..patterns.positions import Dilated
-from ..patterns.varlen_mask import document_frame
 from ..rows import expand_counts, number_rows
 
 Ranges = Sequence[tuple[int, int]]
@@ -181,7 +180,7 @@ class Origin(NamedTuple):
         kind, first = number_rows([self.kv_len, self.q_len])
         kinds = zip(self.q_len[first].tolist(), self.kv_len[first].tolist(), strict=True)
         for number, (q_len, kv_len) in enumerate(kinds):
-            yield torch.nonzero(kind == number)[:, 0], document_frame(q_len, kv_len, frame)
+            yield torch.nonzero(kind == number)[:, 0], frame.of_document(q_len, kv_len)
 
 
 @dataclass(frozen=True, eq=False)

@@ -205,12 +205,12 @@ class Pattern(Operand):
 
     def check(self, frame: Frame) -> None:
         """Raises ValueError where the pattern does not fit these lengths and heads."""
-        for mask in self._made_of():
+        for mask in self._components():
             mask.check(frame)
 
     def num_batches(self) -> int | None:
         """The batch size that the pattern demands, None for any."""
-        return self._agreed([mask.num_batches() for mask in self._made_of()])
+        return self._agreed([mask.num_batches() for mask in self._components()])
 
     def _agreed(self, given: list[int | None]) -> int | None:
         sizes = {size for size in given if size is not None}
@@ -223,16 +223,16 @@ class Pattern(Operand):
 
     def num_tables(self, frame: Frame) -> int:
         """Number of heads with a pattern of their own: 1, num_kv_heads or num_heads."""
-        return max((mask.num_tables(frame) for mask in self._made_of()), default=1)
+        return max((mask.num_tables(frame) for mask in self._components()), default=1)
 
-    def _made_of(self) -> "tuple[Mask, ...]":
+    def _components(self) -> "tuple[Mask, ...]":
         """The masks that the pattern is made of, if any."""
         return ()
 
     @property
     def own_length(self) -> int | None:
         """The least length, in tokens, that a part of the pattern is made for; None for any."""
-        return min((n for x in self._made_of() if (n := x.own_length) is not None), default=None)
+        return min((n for x in self._components() if (n := x.own_length) is not None), default=None)
 
     @property
     def restarts(self) -> "Restarts | None":
@@ -341,7 +341,7 @@ class Mixture(Pattern):
     def branches(self) -> tuple[Mask, ...]:
         return self.masks
 
-    def _made_of(self) -> tuple[Mask, ...]:
+    def _components(self) -> tuple[Mask, ...]:
         return self.masks
 
     def __and__(self, other: object) -> "Mixture":
@@ -388,7 +388,7 @@ class _SetOperation(Mask):
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return type(self)(tuple(mask.at(batch, head, frame) for mask in self.masks))
 
-    def _made_of(self) -> tuple[Mask, ...]:
+    def _components(self) -> tuple[Mask, ...]:
         return self.masks
 
 
@@ -424,7 +424,7 @@ class Not(Mask):
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return Not(self.mask.at(batch, head, frame))
 
-    def _made_of(self) -> tuple[Mask, ...]:
+    def _components(self) -> tuple[Mask, ...]:
         return (self.mask,)
 
 

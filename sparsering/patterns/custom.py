@@ -92,7 +92,7 @@ def register_pattern(cls: type[Own]) -> type[Own]:
     _versions[name] += 1
     attributes: dict[str, Any] = {
         **{method: getattr(Pattern, method) for method in ("__repr__", "__eq__", "__hash__")},
-        "_made_of": lambda self: tuple(_masks_of(self).values()),
+        "_components": lambda self: tuple(_masks_of(self).values()),
         "__post_init__": _and_spelt(cls.__post_init__),
         "holds": _asked_inside(cls.holds),
         "_name": f"{name}__v{_versions[name]}",

@@ -53,5 +53,9 @@ class Frame(NamedTuple):
         last_query, last_key = self.q_start + max(0, self.q_len - 1), max(0, self.kv_len - 1)
         return p.clamp(self.q_start, last_query), k.clamp(0, last_key)
 
+    def of_document(self, q_len: int, kv_len: int) -> "Frame":
+        """The frame of a document as a whole sequence, with its last query at its last key."""
+        return self._replace(q_len=q_len, kv_len=kv_len, q_start=kv_len - q_len)
+
     def kv_head(self, head: int) -> int:
         return head * self.num_kv_heads // max(1, self.num_heads)

@@ -56,7 +56,7 @@ def _written(pattern: Pattern) -> str:
 
 def parts_of(pattern: Pattern) -> list[Pattern]:
     """Lists a pattern and all its parts, recursively."""
-    inside = [part for part in pattern._made_of() if part is not pattern]
+    inside = [part for part in pattern._components() if part is not pattern]
     return [pattern, *(part for mask in inside for part in parts_of(mask))]
 
 
