@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .algebra import Frame, Mask, Mixture, Pattern
+from .algebra import And, Frame, Mask, Mixture, Pattern
 from .arguments import (
     MOST_TOKENS,
     checked_flag,
@@ -89,10 +89,10 @@ class SlidingWindow(Mask):
         freeze_integer(self, "dilation", 1, MOST_DILATION)
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        held = (p - k) % self.dilation == 0
+        pairs = (p - k) % self.dilation == 0
         if self.left is not None:
-            held = held & (k >= p - self.left)
-        return held if self.right is None else held & (k <= p + self.right)
+            pairs = pairs & (k >= p - self.left)
+        return pairs if self.right is None else pairs & (k <= p + self.right)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -182,8 +182,8 @@ class Dilated(Mask):
         if r == 1:
             return p // w == k // w
         # Positions off the grid get a segment that matches none: one comparison decides a pair.
-        of_p = torch.where(p % w % r == s, p // w, -MOST_TOKENS)
-        return of_p == torch.where(k % w % r == s, k // w, MOST_TOKENS)
+        p_segment = torch.where(p % w % r == s, p // w, -MOST_TOKENS)
+        return p_segment == torch.where(k % w % r == s, k // w, MOST_TOKENS)
 
 
 def LongNet(  # noqa: N802 - named like a mask class, since it constructs a pattern
@@ -202,13 +202,8 @@ def LongNet(  # noqa: N802 - named like a mask class, since it constructs a patt
     Source: LongNet (arXiv 2307.02486), equations 6-10: mixing branches by their softmax
     denominators is one softmax over the multiset union of their keys.
     """
-    given: dict[str, object] = {
-        "segment_lengths": segment_lengths,
-        "dilation_rates": dilation_rates,
-    }
-    lengths, rates = (
-        checked_integers(f"LongNet {name}", value, 1) for name, value in given.items()
-    )
+    lengths = checked_integers("LongNet segment_lengths", segment_lengths, 1)
+    rates = checked_integers("LongNet dilation_rates", dilation_rates, 1)
     if len(lengths) != len(rates) or not lengths:
         raise ValueError(
             "LongNet needs as many segment_lengths as dilation_rates, at least one, got "
@@ -258,9 +253,8 @@ class _InDocuments(Mask):
         entries = tuple(checked_integers(label, entry, 0) for entry in lengths)
         object.__setattr__(self, "lengths", entries)
 
-    def num_batches(self) -> int | None:
-        own = len(self.lengths) if _per_entry(self.lengths) else None
-        return self._agreed([own, *(mask.num_batches() for mask in self._components())])
+    def _own_batches(self) -> int | None:
+        return len(self.lengths) if _per_entry(self.lengths) else None
 
     def check(self, frame: Frame) -> None:
         for number, entry in enumerate(self.entries):
@@ -337,6 +331,11 @@ class Packed(_InDocuments):
         return holds_in_documents(self.pattern, p, k, lengths, lengths, frame)
 
 
+def intersection(masks: Sequence[Mask]) -> Mask:
+    """The pairs that all of some masks have: `Full` for no mask, the mask itself for one."""
+    return And(tuple(masks)) if len(masks) > 1 else masks[0] if masks else Full()
+
+
 def entries_of(lengths: Lengths) -> tuple[tuple[int, ...], ...]:
     """The document lengths of each batch entry, or one tuple for all entries."""
     return lengths if _per_entry(lengths) else (lengths,)  # type: ignore[return-value]
@@ -372,7 +371,7 @@ def holds_in_documents(
     p_document, k_document = p_document.clamp(max=most), k_document.clamp(max=most)
     p, k = p - (q_ends - kv_lengths)[p_document], k - (kv_ends - kv_lengths)[k_document]
     if not pattern.asks_frame:
-        return inside & pattern.holds(p, k, frame)
+        return inside & pattern.holds(p, k, frame.of_documents(q_lengths, kv_lengths))
     result = torch.zeros(inside.shape, dtype=torch.bool)
     pair = torch.nonzero(inside.flatten())[:, 0]
     scale = int(kv_lengths.max()) + 1  # so that one integer says both lengths of a document

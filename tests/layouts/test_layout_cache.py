@@ -303,8 +303,8 @@ def test_bytes_stay_true_whatever_threads_do() -> None:
     finally:
         sys.setswitchinterval(switches)
     sr.layout_cache.prepare(lambda: None).result(60)  # what waits is done
-    held = sr.layout_cache._held
-    assert held == sum(size for _, size in sr.layout_cache._kept.values())
+    total = sr.layout_cache.info().bytes
+    assert total == sum(size for _, size in sr.layout_cache._entries.values())
     sr.layout_cache.set_limit(0)
     assert (sr.layout_cache.info().entries, sr.layout_cache.info().bytes) == (0, 0)
 
