@@ -19,8 +19,8 @@ from ..layouts.compile import evaluate, terms
 from ..layouts.leaves import EMPTY, FULL, Condition, Origin, TilePairs
 from ..layouts.lower import condition
 from ..layouts.tiles import Axis, Grid, Ranges, Spans
-from ..patterns.algebra import And, Frame, Mask, Not, Or
-from ..patterns.blocks import blockwise_masks
+from ..patterns.algebra import And, Frame, Mask, Not, Or, joined_masks
+from ..patterns.blocks import BlockwiseMask
 from ..rows import expand_counts, number_rows
 from .sharding import without
 
@@ -144,7 +144,8 @@ def _coarse_terms(mask: Mask, frame: Frame) -> Iterator[tuple[int, Grid, Mask]]:
     Blockwise masks start with the smallest tiles, because they list the candidates themselves.
     """
     size = _LEAF
-    while not blockwise_masks(mask) and size * _COARSE_TILES < frame.q_len:
+    blockwise = any(isinstance(part, BlockwiseMask) for part in joined_masks(mask))
+    while not blockwise and size * _COARSE_TILES < frame.q_len:
         size *= _SPLIT
     for grid, term in terms(mask, size):
         yield size, grid, term

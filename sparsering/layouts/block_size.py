@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from ..patterns.algebra import Frame, Pattern, check_fits
-from ..patterns.blocks import blockwise_masks
+from ..patterns.algebra import Frame, Pattern, check_fits, joined_masks
+from ..patterns.blocks import BlockwiseMask
 from ..patterns.keys import without_key_masks
 from .compile import compile_passes, default_block_size, terms
 
@@ -33,7 +33,7 @@ def block_size(pattern: Pattern, frame: Frame, device: torch.device) -> int:
     if device.type != "cpu" or size != _LARGEST or frame.q_len <= 1 or frame.kv_len < _LEAST_KEYS:
         return size
     rest, _ = without_key_masks(pattern)
-    blockwise = any(True for branch in rest.branches for _ in blockwise_masks(branch))
+    blockwise = any(isinstance(mask, BlockwiseMask) for mask in joined_masks(rest))
     if blockwise or rest.tensors or rest.restarts is not None or not frame.num_heads:
         return size
     return _by_density(rest, frame)

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -40,7 +41,7 @@ class CacheInfo(NamedTuple):
     limit: int
 
 
-Kept = TypeVar("Kept")
+Value = TypeVar("Value")
 
 
 class _Build:
@@ -63,7 +64,7 @@ class LayoutCache:
     def __init__(self, limit: int = 256 << 20) -> None:
         self._lock = threading.Lock()
         self._building: dict[Hashable, _Build] = {}
-        self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # value, bytes
+        self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # value, bytes
         self._limit = limit
         self._hits = self._misses = 0
         self._ahead = _Ahead()
@@ -81,24 +82,16 @@ class LayoutCache:
         built while a CUDA graph is captured, whose memory is empty until the graph runs.
         """
         check_block_size(block_size)
-        key = (pattern, frame, block_size, device)
-        if not pattern.tensors:
+        key, reusable = (pattern, frame, block_size, device), _is_reusable(pattern, frame)
+        if reusable:
             with self._lock:
-                found: BlockLayout | None = self._find(key)
-            if found is not None:
-                return found.ready()
-        is_kept = _is_kept(pattern, frame)
-        if is_kept and capturing(device):
-            with self._lock:
-                is_kept = self._find(key) is not None
-        if not is_kept:
+                layout: BlockLayout | None = self._find(key)
+            if layout is not None:
+                return layout.ready()
+        if not reusable or capturing(device):
             return build_layout(pattern, frame, block_size, device)
-
-        def build() -> BlockLayout:
-            made = build_layout(pattern, frame, block_size, device)
-            return made if device.type == "cpu" else made.kept(device)
-
-        return self.keep(key, build).ready()
+        build = partial(build_layout, pattern, frame, block_size, device)
+        return self.keep(key, lambda: build().kept(device)).ready()
 
     def prefetch(
         self,
@@ -149,10 +142,10 @@ class LayoutCache:
         pattern, _ = without_key_masks(pattern)
         if block_size is not None:
             check_block_size(block_size)
-        if frame.q_len == 1 or not _is_kept(pattern, frame):
-            what = "patterns with tensors of a device" if frame.q_len > 1 else "one query"
+        if frame.q_len == 1 or not _is_reusable(pattern, frame):
+            kind = "patterns with tensors of a device" if frame.q_len > 1 else "one query"
             raise ValueError(
-                f"no layout is kept of {what}, got {frame.q_len} queries of "
+                f"no layout is kept of {kind}, got {frame.q_len} queries of "
                 f"{shortened(str(pattern))}; leave prefetch out, the call waits for no other"
             )
         place = place_of(device)  # adds the index of the device
@@ -163,17 +156,17 @@ class LayoutCache:
             def build() -> BlockLayout:
                 layout = build_layout(pattern, frame, size, place)
                 layout.build_tables(backward)
-                return layout if place.type == "cpu" else layout.kept(place)
+                return layout.kept(place)
 
             return self.keep((pattern, frame, size, place), build)
 
         return self.prepare(work)
 
-    def prepare(self, work: Callable[[], Kept]) -> "Future[Kept]":
+    def prepare(self, work: Callable[[], Value]) -> "Future[Value]":
         """Runs `work` in the background thread; the future is cancelled where too much waits."""
         return self._ahead.take(work)
 
-    def keep(self, key: Hashable, build: Callable[[], Kept]) -> Kept:
+    def keep(self, key: Hashable, build: Callable[[], Value]) -> Value:
         """Returns the value cached under a key, or builds and caches it; threads share one build.
 
         Threads that ask during a build wait for its value, whether or not it stays in the cache.
@@ -202,39 +195,36 @@ class LayoutCache:
         """Stores what was built, and drops what exceeds the limit."""
         with self._lock:
             self._misses += 1
-            if self._kept:  # measure the latest again: its backward may have added transposes
-                latest = next(reversed(self._kept))
-                self._put(latest, self._kept[latest][0])
+            if self._entries:  # measure the latest: its backward may have added transposes
+                latest = next(reversed(self._entries))
+                self._put(latest, self._entries[latest][0])
             self._put(key, value)
             self._shrink()
 
     def _put(self, key: Hashable, value: Any) -> None:
         """Stores a value with its current bytes, in place of an earlier one."""
-        self._kept[key] = value, _nbytes(value)
-
-    def _bytes(self) -> int:
-        return sum(nbytes for _, nbytes in self._kept.values())
+        self._entries[key] = value, int(getattr(value, "nbytes", sys.getsizeof(value)))
 
     def info(self) -> CacheInfo:
         """Returns the counts; measures sizes again, since layouts grow with their transposes."""
         with self._lock:
-            for key, (value, _) in self._kept.items():
+            for key, (value, _) in self._entries.items():
                 self._put(key, value)
-            self._shrink()
-            return CacheInfo(self._hits, self._misses, len(self._kept), self._bytes(), self._limit)
+            total = self._shrink()
+            return CacheInfo(self._hits, self._misses, len(self._entries), total, self._limit)
 
     def clear(self) -> None:
         """Drops every entry and resets the counts."""
         with self._lock:
-            self._kept.clear()
+            self._entries.clear()
             self._hits = self._misses = 0
 
     def invalidate(self, pattern: Pattern) -> int:
         """Drops what was built from one pattern; returns the number of dropped entries."""
         with self._lock:
-            stale = [key for key in self._kept if pattern in key]  # type: ignore[operator]
+            stale = [key for key in self._entries if pattern in key]  # type: ignore[operator]
             for key in stale:
-                del self._kept[key]
+                del self._entries[key]
             return len(stale)
 
     def set_limit(self, limit: int) -> None:
@@ -246,22 +236,20 @@ class LayoutCache:
 
     def _find(self, key: Hashable) -> Any:
         """Returns the value of a key and counts a hit, or None; the caller has the lock."""
-        found = self._kept.get(key)
-        if found is None:
+        if key not in self._entries:
             return None
         self._hits += 1
-        self._kept.move_to_end(key)
-        return found[0]
+        self._entries.move_to_end(key)
+        return self._entries[key][0]
 
-    def _shrink(self) -> None:
-        """Drops entries that exceed the limit alone, then the oldest until the rest fits."""
-        excess = self._bytes() - self._limit
-        if excess <= 0:
-            return
-        for key in [key for key, (_, nbytes) in self._kept.items() if nbytes > self._limit]:
-            excess -= self._kept.pop(key)[1]
-        while excess > 0:
-            excess -= self._kept.popitem(last=False)[1][1]
+    def _shrink(self) -> int:
+        """Drops entries that exceed the limit alone, then the oldest; returns the bytes left."""
+        for key in [key for key, (_, nbytes) in self._entries.items() if nbytes > self._limit]:
+            del self._entries[key]
+        total = sum(nbytes for _, nbytes in self._entries.values())
+        while total > self._limit:
+            total -= self._entries.popitem(last=False)[1][1]
+        return total
 
     def _renew(self) -> None:
         """Resets locks and threads after a fork; they belong to the parent process."""
@@ -278,15 +266,14 @@ class _Ahead:
         self._thread: threading.Thread | None = None
         self._ended = False
 
-    def take(self, work: Callable[[], Kept]) -> "Future[Kept]":
-        future: Future[Kept] = Future()
+    def take(self, work: Callable[[], Value]) -> "Future[Value]":
+        future: Future[Value] = Future()
         with self._changed:
             if self._ended or len(self._waiting) >= _MOST_WAITING or not self._started():
-                future.cancel()
-                future.set_running_or_notify_cancel()
-                return future
-            self._waiting.append((future, work))
-            self._changed.notify()
+                _cancel(future)
+            else:
+                self._waiting.append((future, work))
+                self._changed.notify()
         return future
 
     def _started(self) -> bool:
@@ -321,9 +308,7 @@ class _Ahead:
         with self._changed:
             self._ended = True
             while self._waiting:
-                future, _ = self._waiting.popleft()
-                future.cancel()
-                future.set_running_or_notify_cancel()
+                _cancel(self._waiting.popleft()[0])
             self._changed.notify()
         thread = self._thread
         if thread is None or thread.ident is None:
@@ -336,18 +321,23 @@ class _Ahead:
             thread.join(0.2)
 
 
+def _cancel(future: "Future[Any]") -> None:
+    future.cancel()
+    future.set_running_or_notify_cancel()
+
+
 def _settle(future: "Future[Any]", work: Callable[[], Any]) -> None:
     try:
-        made = work()
+        value = work()
     except SystemExit:  # `_end` raises it in this thread
         future.set_exception(CancelledError("the process ends"))
     except BaseException as error:
         future.set_exception(error)
     else:
-        future.set_result(made)
+        future.set_result(value)
 
 
-def _is_kept(pattern: Pattern, frame: Frame) -> bool:
+def _is_reusable(pattern: Pattern, frame: Frame) -> bool:
     """Whether a layout may be used again, and its key compares without waiting for a device."""
     if not pattern.tensors:
         return True
@@ -364,10 +354,6 @@ def place_of(device: torch.device | str) -> torch.device:
             f"device must be one that this torch and machine have, got {shortened(repr(device))} "
             f"({shortened(str(error).splitlines()[0])}); leave it out for the CPU"
         ) from None
-
-
-def _nbytes(made: object) -> int:
-    return int(getattr(made, "nbytes", sys.getsizeof(made)))
 
 
 layout_cache = LayoutCache()

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, check_fits
+from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, check_fits, joined_masks
 from ..patterns.arguments import shortened
-from ..patterns.blocks import blockwise_masks
+from ..patterns.blocks import BlockwiseMask
 from ..patterns.selected import selections_of
 from ..rows import distinct_rows, number_rows
 from .bitmaps import count_pairs, pack
@@ -152,9 +152,9 @@ def default_block_size(pattern: Pattern, kv_len: int) -> int:
     if pattern.restarts is not None:
         inner = Mixture(tuple(map(laid_in_documents, pattern.branches)))
         return default_block_size(inner, max(pattern.restarts[1], default=0))
-    named = [mask.block_size for branch in pattern.branches for mask in blockwise_masks(branch)]
-    if named and min(named) in BLOCK_SIZES:
-        return min(named)
+    own = [mask.block_size for mask in joined_masks(pattern) if isinstance(mask, BlockwiseMask)]
+    if own and min(own) in BLOCK_SIZES:
+        return min(own)
     if selections := selections_of(pattern):  # the largest size that divides a selected block
         sizes = [b for b in BLOCK_SIZES if b <= 128 and selections[0].block_size % b == 0]
         return max(sizes, default=128)
@@ -287,7 +287,7 @@ def _cells_in_documents(
     for part in torch.arange(len(largest)).split(max(1, _MOST_CELLS // block_size**2)):
         chosen = pairs[largest[part]]
         cells = torch.empty(len(part), block_size, block_size, dtype=torch.bool)
-        documents = chosen.origin.frames(frame) if mask.asks_frame else [(part - part[0], frame)]
+        documents = chosen.origin.frames(frame, mask.asks_frame)
         for which, document in documents:
             cells[which] = _cells_of(mask, chosen[which], document, block_size)
         bitmaps.append(pack(cells))

@@ -255,15 +255,14 @@ class PerDocument(Condition):
 
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
         begin, last = self.same.queries(k)
-        k, x = k - begin, torch.minimum(x, last) - begin
-        kind = last - begin + 1 if self.asks_length else torch.zeros_like(k)
-        found = torch.full_like(x, -1)
-        for length in kind.unique().tolist():
-            which = torch.nonzero((kind == length) & (x >= 0))[:, 0]
-            document = frame._replace(q_len=length, kv_len=length, q_start=0)
+        k, x, lengths = k - begin, torch.minimum(x, last) - begin, last - begin + 1
+        result = torch.full_like(x, -1)
+        documents = Origin(begin, lengths, lengths)
+        for which, document in documents.frames(frame, self.asks_length):
+            which = which[x[which] >= 0]
             if len(which):
-                found[which] = self.inner.before(k[which], x[which], document)
-        return torch.where(found >= 0, found + begin, -1)
+                result[which] = self.inner.before(k[which], x[which], document)
+        return torch.where(result >= 0, result + begin, -1)
 
 
 @dataclass(frozen=True, eq=False)

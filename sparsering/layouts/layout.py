@@ -182,6 +182,8 @@ class BlockLayout:
 
     def kept(self, device: torch.device) -> "BlockLayout":
         """A copy safe to share across CUDA streams; builds shared tables first."""
+        if device.type == "cpu":
+            return self
         counts = {"entry_counts": self.entry_counts, "first_entry": self.first_entry}
         kept = replace(self, built=Built.now(device))
         vars(kept).update(counts)

@@ -47,7 +47,7 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
         case Documents():
             return SameDocument(pad(mask.ends(), (1, 0)))
         case Packed(_, inner):
-            same = SameDocument(pad(mask.documents.ends(), (1, 0)))
+            same = SameDocument(pad(mask.ends(), (1, 0)))
             return PerDocument(same, condition(inner, frame, True), inner.asks_frame)
         case And(masks):
             return AllOf(condition(part, frame, in_document) for part in masks)

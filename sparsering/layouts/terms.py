@@ -5,7 +5,7 @@ Also groups heads by the masks that they see: heads that see the same masks shar
 
 from dataclasses import replace
 
-from ..patterns.algebra import And, Frame, Mask, Or, Pattern
+from ..patterns.algebra import And, Frame, Mask, Or, Pattern, joined_masks
 from ..patterns.positions import Dilated, Packed, SlidingWindow
 from ..patterns.selected import selections_of
 from .tiles import Grid
@@ -61,7 +61,8 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
                     for other, right in _split(part, block_size)
                 ]
                 found = _unite(joined)
-                if len(found) > 1 and (split := sum(_num_masks(m) for _, m in found)) > _MOST_SPLIT:
+                split = sum(len(list(joined_masks(mask))) for _, mask in found)
+                if len(found) > 1 and split > _MOST_SPLIT:
                     raise ValueError(
                         f"expected a pattern that splits into at most {_MOST_SPLIT} masks, got "
                         f"{split} or more; join fewer unions of dilated masks by &"
@@ -70,10 +71,6 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
         case Or(masks):
             return _unite([term for part in masks for term in _split(part, block_size)])
     return [(Grid(1, block_size), mask)]
-
-
-def _num_masks(mask: Mask) -> int:
-    return sum(map(_num_masks, mask.masks)) if isinstance(mask, And | Or) else 1
 
 
 def _unite(found: list[tuple[Grid, Mask]]) -> list[tuple[Grid, Mask]]:

@@ -5,7 +5,7 @@ positions. A `Grid` says how an axis is cut into tiles; both axes of a pass use 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..patterns.algebra import Frame
 from ..patterns.positions import Dilated
-from ..patterns.varlen_mask import document_frame
 from ..rows import expand_counts, number_rows
 
 Ranges = Sequence[tuple[int, int]]
@@ -51,25 +50,16 @@ class Grid:
         lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
         low, high = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
         begin, end = self._segments(low, high) if ranges else (lows, highs)
-        reach = self.step * block_size
-        length = (end.clamp(max=high) - begin).clamp(min=0)
-        skipped = (low - begin).clamp(min=0) // reach  # tiles that end before the first position
-        segment, number = expand_counts((-(-length // reach) - skipped).clamp(min=0))
-        start = begin[segment] + (skipped[segment] + number) * reach
-        end = torch.minimum(end[segment], start + reach)
+        edges = begin, end, torch.tensor(low), torch.tensor(high)
+        _, start, end, longest = self._pieces(*edges, block_size)
         first = torch.searchsorted(highs, start, right=True)  # the same for every offset
         count = (torch.searchsorted(lows, end) - first).clamp(min=0)
         tile, number = expand_counts(count)
         within = first[tile] + number
-        start, stop = start[tile], torch.minimum(end[tile], highs[within])
-        residues = self._residues(ranges, int(length.max()) if len(length) else 0)
-        low_of = lows[within].repeat(len(residues))
-        residue = residues.repeat_interleave(len(start))
-        start = start.repeat(len(residues)) + residue + offset
-        stop = stop.repeat(len(residues))
-        start = start + (low_of - start).clamp(min=0).add(self.step - 1) // self.step * self.step
-        last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
-        return Axis(self.step, residue, start, stop, last)
+        stop = torch.minimum(end[tile], highs[within])
+        residues = self._residues(ranges, longest)
+        residue = residues[:, None].expand(-1, len(tile))
+        return self._tiles(residue, start[tile] + residue + offset, lows[within], stop)
 
     def axis_of_documents(self, low: Tensor, high: Tensor, block_size: int, offset: int) -> "Axis":
         """The tiles of positions [low, high) in each document, which counts its own positions.
@@ -77,26 +67,38 @@ class Grid:
         A tile of residue r in document d of n gets the residue r * n + d, so that tiles pair only
         within a document.
         """
-        reach = self.step * block_size
-        first = low // self.segment
+        documents, first = len(low), low // self.segment
         count = torch.where(high > low, -(-high // self.segment) - first, 0)
         document, number = expand_counts(count)
         begin = (first[document] + number) * self.segment
-        high, low = high[document], low[document]
-        length = torch.minimum(begin + self.segment, high) - begin
-        skipped = (low - begin).clamp(min=0) // reach
-        segment, number = expand_counts(-(-length // reach) - skipped)
+        low, high = low[document], high[document]
+        end = torch.minimum(begin + self.segment, high)
+        segment, start, stop, longest = self._pieces(begin, end, low, high, block_size)
+        residue = torch.arange(min(self.residues, max(1, longest)))[:, None]
+        number = residue * documents + document[segment]
+        return self._tiles(number, start + residue + offset, low[segment], stop)
+
+    def _pieces(
+        self, begin: Tensor, end: Tensor, low: Tensor, high: Tensor, block_size: int
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Cuts the part of segments in [low, high) into pieces as long as a tile reaches.
+
+        Returns: the segment, begin and end of each piece, and the length of the longest segment.
+        """
+        reach = self.step * block_size
+        length = (torch.minimum(end, high) - begin).clamp(min=0)
+        skipped = (low - begin).clamp(min=0) // reach  # pieces that end before the first position
+        segment, number = expand_counts((-(-length // reach) - skipped).clamp(min=0))
         start = begin[segment] + (skipped[segment] + number) * reach
-        end = torch.minimum(begin[segment] + self.segment, start + reach)
-        stop = torch.minimum(end, high[segment])
-        longest = int(length.max()) if len(length) else 0
-        residues = torch.arange(min(self.residues, max(1, longest)))
-        residue = (residues[:, None] * len(first) + document[segment]).flatten()
-        start = (residues[:, None] + start).flatten() + offset
-        low, stop = low[segment].repeat(len(residues)), stop.repeat(len(residues))
+        end = torch.minimum(end[segment], start + reach)
+        return segment, start, end, int(length.max()) if len(length) else 0
+
+    def _tiles(self, residue: Tensor, start: Tensor, low: Tensor, stop: Tensor) -> "Axis":
+        """Tiles [residues, pieces], flattened; each begins at its first position from `low` on."""
         start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
+        start, stop = start.flatten(), stop.repeat(len(start))
         last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
-        return Axis(self.step, residue, start, stop, last)
+        return Axis(self.step, residue.flatten(), start, stop, last)
 
     def _residues(self, ranges: Ranges, longest: int) -> Tensor:
         """Residue classes that may have a position, in segments of at most `longest` tokens."""
@@ -147,9 +149,7 @@ class Axis:
         """Joins every `size` tiles into one; returns these, and whether each joins them exactly."""
         first = torch.arange(len(self) // size) * size
         end = first + size - 1
-        runs = Axis(
-            self.step, self.residue[first], self.start[first], self.stop[end], self.last[end]
-        )
+        runs = replace(self[first], stop=self.stop[end], last=self.last[end])
         joined = self.count > 0
         joined[1:] &= self.residue[1:] == self.residue[:-1]
         joined[1:] &= self.start[1:] == self.last[:-1] + self.step
@@ -174,14 +174,20 @@ class Origin(NamedTuple):
         lengths = torch.full((tiles,), kv_len)
         return cls(torch.zeros(tiles, dtype=torch.int64), lengths, lengths)
 
-    def frames(self, frame: Frame) -> Iterator[tuple[Tensor, Frame]]:
-        """Yields (tile indices, frame) for each distinct pair of document lengths."""
+    def frames(self, frame: Frame, by_length: bool = True) -> Iterator[tuple[Tensor, Frame]]:
+        """Yields (tile indices, frame) for each distinct pair of document lengths.
+
+        Not `by_length`: one frame for all, for masks that ask no frame.
+        """
         if not len(self.start):
+            return
+        if not by_length:
+            yield torch.arange(len(self.start)), frame.of_documents(self.q_len, self.kv_len)
             return
         kind, first = number_rows([self.kv_len, self.q_len])
         kinds = zip(self.q_len[first].tolist(), self.kv_len[first].tolist(), strict=True)
         for number, (q_len, kv_len) in enumerate(kinds):
-            yield torch.nonzero(kind == number)[:, 0], document_frame(q_len, kv_len, frame)
+            yield torch.nonzero(kind == number)[:, 0], frame.of_document(q_len, kv_len)
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,9 +223,9 @@ class Spans:
     """
 
     def __init__(self, begin: Tensor, end: Tensor) -> None:
-        kept = end > begin
-        begin, order = begin[kept].sort()
-        end = end[kept][order].cummax(0).values
+        filled = end > begin
+        begin, order = begin[filled].sort()
+        end = end[filled][order].cummax(0).values
         head = torch.ones_like(begin, dtype=torch.bool)
         head[1:] = begin[1:] > end[:-1]
         tail = head.roll(-1)
@@ -231,12 +237,10 @@ class Spans:
     def __and__(self, other: "Spans") -> "Spans":
         first = torch.searchsorted(other.end, self.begin, right=True)
         count = (torch.searchsorted(other.begin, self.end) - first).clamp(min=0)
-        mine, number = expand_counts(count)
-        theirs = first[mine] + number
-        return Spans(
-            torch.maximum(self.begin[mine], other.begin[theirs]),
-            torch.minimum(self.end[mine], other.end[theirs]),
-        )
+        left, number = expand_counts(count)
+        right = first[left] + number
+        begin = torch.maximum(self.begin[left], other.begin[right])
+        return Spans(begin, torch.minimum(self.end[left], other.end[right]))
 
     def __sub__(self, other: "Spans") -> "Spans":
         begin = torch.cat((torch.zeros(1, dtype=torch.int64), other.end))
@@ -264,12 +268,11 @@ def spans_of_positions(
 ) -> Spans:
     """Query tiles `row`, each with the key tiles of its residue that reach into [first, last]."""
     if not len(keys) or not len(row):
-        return Spans(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+        return Spans(none := torch.zeros(0, dtype=torch.int64), none)
     highest = int(keys.stop.max()) - 1
     stride = highest + keys.step + 1  # positions of different residues never meet
     first, last = first.clamp(min=0), last.clamp(max=highest)
-    row = row[first <= last]
-    first, last = first[first <= last], last[first <= last]
+    row, first, last = (x[first <= last] for x in (row, first, last))
     lane = queries.residue[row] * stride
     key_lane = keys.residue * stride
     key_start = torch.minimum(keys.start, keys.stop)  # an empty tile may begin beyond the next one

@@ -9,14 +9,7 @@ the masks; `expression` reads them back from text; `custom` and `mask_mod` take 
 """
 
 from .algebra import Mask, Mixture, Pattern
-from .blocks import (
-    BlockDilated,
-    Blocks,
-    BlockWindow,
-    Dense,
-    Hierarchical,
-    RandomBlocks,
-)
+from .blocks import BlockDilated, Blocks, BlockWindow, Dense, Hierarchical, RandomBlocks
 from .custom import register_pattern
 from .expression import parse
 from .keys import KeyMask, KeyPadding

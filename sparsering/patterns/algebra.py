@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ..layouts.layout import BlockLayout
 
 
-VERSION = re.compile(r"__v\d+(?=\()")
-"""Version of a registered class in an expression; a later class may replace one of its name."""
+# A later registered class may replace one of its name, so expressions number the versions.
+_VERSION = re.compile(r"__v\d+(?=\()")
 
 
 class Pattern(Operand):
@@ -62,7 +62,7 @@ class Pattern(Operand):
         return (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
-        return VERSION.sub("", self.expression)
+        return _VERSION.sub("", self.expression)
 
     def __eq__(self, other: object) -> bool:
         """Compares by content: the expression, and the tensors that it names."""
@@ -205,41 +205,42 @@ class Pattern(Operand):
 
     def check(self, frame: Frame) -> None:
         """Raises ValueError where the pattern does not fit these lengths and heads."""
-        for mask in self._made_of():
+        for mask in self._components():
             mask.check(frame)
 
     def num_batches(self) -> int | None:
         """The batch size that the pattern demands, None for any."""
-        return self._agreed([mask.num_batches() for mask in self._made_of()])
-
-    def _agreed(self, given: list[int | None]) -> int | None:
-        sizes = {size for size in given if size is not None}
+        sizes = {mask.num_batches() for mask in self._components()} | {self._own_batches()}
+        sizes.discard(None)
         if len(sizes) > 1:
             raise ValueError(
                 "the parts of a pattern must agree on the batch size, got "
-                f"{shortened(str(sorted(sizes)))} in {shortened(str(self))}"
+                f"{shortened(str(sorted(sizes)))} in {shortened(str(self))}"  # type: ignore[type-var]
             )
         return sizes.pop() if sizes else None
 
+    def _own_batches(self) -> int | None:
+        """The batch size that the pattern itself demands, whatever its components; None for any."""
+        return None
+
     def num_tables(self, frame: Frame) -> int:
         """Number of heads with a pattern of their own: 1, num_kv_heads or num_heads."""
-        return max((mask.num_tables(frame) for mask in self._made_of()), default=1)
+        return max((mask.num_tables(frame) for mask in self._components()), default=1)
 
-    def _made_of(self) -> "tuple[Mask, ...]":
-        """The masks that the pattern is made of, if any."""
+    def _components(self) -> "tuple[Mask, ...]":
+        """The masks that are arguments of this pattern."""
         return ()
 
     @property
     def own_length(self) -> int | None:
         """The least length, in tokens, that a part of the pattern is made for; None for any."""
-        return min((n for x in self._made_of() if (n := x.own_length) is not None), default=None)
+        lengths = (mask.own_length for mask in self._components())
+        return min((length for length in lengths if length is not None), default=None)
 
     @property
     def restarts(self) -> "Restarts | None":
         """Lengths of the documents at whose starts positions restart; None if there are none."""
-        masks = self.masks if isinstance(self, Mixture | _SetOperation) else ()
-        found = {mask.restarts for mask in masks}
-        return found.pop() if len(found) == 1 else None
+        return None
 
     @property
     def num_streams(self) -> int:
@@ -329,19 +330,32 @@ class Mask(Pattern):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Mixture(Pattern):
-    """A multiset union of masks under one softmax; written `a + b`."""
+class _Combination(Pattern):
+    """Several masks and the operator that combines them."""
 
     masks: tuple[Mask, ...]
+    symbol: ClassVar[str]
 
     def _spell(self, tensors: list[Tensor]) -> str:
-        return "(" + " + ".join(mask._spell(tensors) for mask in self.masks) + ")"
+        return "(" + f" {self.symbol} ".join(mask._spell(tensors) for mask in self.masks) + ")"
+
+    def _components(self) -> tuple[Mask, ...]:
+        return self.masks
+
+    @property
+    def restarts(self) -> Restarts | None:
+        restarts = {mask.restarts for mask in self.masks}
+        return restarts.pop() if len(restarts) == 1 else None
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Mixture(_Combination):
+    """A multiset union of masks under one softmax; written `a + b`."""
+
+    symbol = "+"
 
     @property
     def branches(self) -> tuple[Mask, ...]:
-        return self.masks
-
-    def _made_of(self) -> tuple[Mask, ...]:
         return self.masks
 
     def __and__(self, other: object) -> "Mixture":
@@ -368,11 +382,9 @@ class Mixture(Pattern):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class _SetOperation(Mask):
-    """Several masks joined by a set operator; the common part of `And` and `Or`."""
+class _SetOperation(_Combination, Mask):
+    """Base of `And` and `Or`, the set operators."""
 
-    masks: tuple[Mask, ...]
-    symbol: ClassVar[str]
     join: ClassVar[Any]
 
     @property
@@ -382,14 +394,8 @@ class _SetOperation(Mask):
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         return reduce(type(self).join, (mask.holds(p, k, frame) for mask in self.masks))
 
-    def _spell(self, tensors: list[Tensor]) -> str:
-        return "(" + f" {self.symbol} ".join(mask._spell(tensors) for mask in self.masks) + ")"
-
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return type(self)(tuple(mask.at(batch, head, frame) for mask in self.masks))
-
-    def _made_of(self) -> tuple[Mask, ...]:
-        return self.masks
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -424,8 +430,17 @@ class Not(Mask):
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return Not(self.mask.at(batch, head, frame))
 
-    def _made_of(self) -> tuple[Mask, ...]:
+    def _components(self) -> tuple[Mask, ...]:
         return (self.mask,)
+
+
+def joined_masks(pattern: Pattern) -> Iterator[Mask]:
+    """Yields the masks that `&`, `|` and `+` join to a pattern, in their order."""
+    if isinstance(pattern, _Combination):
+        for mask in pattern.masks:
+            yield from joined_masks(mask)
+    elif isinstance(pattern, Mask):
+        yield pattern
 
 
 def check_fits(pattern: Pattern, frame: Frame) -> None:

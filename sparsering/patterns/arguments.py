@@ -15,8 +15,7 @@ from ..rows import mix
 MOST_TOKENS = 1 << 53
 """The largest length in a pattern; it leaves room for products in 64 bits."""
 
-
-_MOST_DIGESTED = 1 << 14
+_SAMPLE = 1 << 14  # numbers of a tensor that its hash reads, evenly spaced
 
 
 class Operand:
@@ -67,8 +66,7 @@ def checked_integer(
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
     except (TypeError, RuntimeError):  # tensors without data raise RuntimeError
-        got = _told(value)
-        raise TypeError(f"{name} must be an int, got {got}") from None
+        raise TypeError(f"{name} must be an int, got {_described(value)}") from None
     if least is not None and number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
     if most is not None and number > most:
@@ -88,7 +86,7 @@ def checked_flag(name: str, value: object) -> bool:
     return value
 
 
-def _told(value: object) -> str:
+def _described(value: object) -> str:
     """Error text: the value received, and a suggested fix."""
     if isinstance(value, Tensor) and not value.is_nested and value.numel() != 1:
         return f"a tensor of shape {tuple(value.shape)}; lengths are those of its dim 2"
@@ -96,22 +94,23 @@ def _told(value: object) -> str:
     return shortened(repr(value)) + way_out
 
 
-def freeze_integer(
-    pattern: object, name: str, least: int | None, most: int | None = MOST_TOKENS
-) -> None:
-    """Replaces an argument by a checked int."""
-    number = checked_integer(
-        f"{type(pattern).__name__} {name}", getattr(pattern, name), least, most
-    )
+def kind_of(value: object) -> str:
+    """Error text: dtype and shape of a tensor, or the type of another value."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return type(value).__name__
+
+
+def freeze_integer(pattern: object, name: str, *bounds: int | None) -> None:
+    """Replaces an argument by a checked int; bounds as for `checked_integer`."""
+    number = checked_integer(f"{type(pattern).__name__} {name}", getattr(pattern, name), *bounds)
     object.__setattr__(pattern, name, number)
 
 
-def freeze_integers(
-    pattern: object, name: str, least: int | None, most: int | None = MOST_TOKENS
-) -> None:
+def freeze_integers(pattern: object, name: str, *bounds: int | None) -> None:
     """Replaces a sequence argument by a tuple of checked ints."""
-    label = f"{type(pattern).__name__} {name}"
-    object.__setattr__(pattern, name, checked_integers(label, getattr(pattern, name), least, most))
+    numbers = checked_integers(f"{type(pattern).__name__} {name}", getattr(pattern, name), *bounds)
+    object.__setattr__(pattern, name, numbers)
 
 
 def checked_integers(
@@ -184,6 +183,6 @@ def digest_of(tensor: Tensor) -> int:
         numbers = tensor.contiguous().flatten()
         if tensor.is_floating_point() or tensor.is_complex():
             numbers = numbers.view(torch.uint8)
-        numbers = numbers[:: -(-len(numbers) // _MOST_DIGESTED)]
+        numbers = numbers[:: -(-len(numbers) // _SAMPLE)]
         content = int((mix(torch.arange(len(numbers))) * numbers).sum())
     return hash((tuple(tensor.shape), content))

@@ -14,19 +14,13 @@ import torch
 from torch import Tensor
 
 from ..rows import expand_counts, mix
-from .algebra import And, Frame, Mask, Or
-from .arguments import (
-    checked_flag,
-    checked_integer,
-    freeze_integer,
-    freeze_integers,
-    shortened,
-)
+from .algebra import Frame, Mask
+from .arguments import checked_flag, checked_integer, freeze_integer, freeze_integers, shortened
 from .permutation import permute, unpermute
 
 
 class BlockwiseMask(Mask):
-    """A mask given by which key blocks each query block sees.
+    """A mask that says which key blocks each query block sees.
 
     `by_distance`: whether b - b' alone decides that.
     """
@@ -34,14 +28,17 @@ class BlockwiseMask(Mask):
     block_size: int
     by_distance: ClassVar[bool] = False
 
+    def _validate(self) -> None:
+        freeze_integer(self, "block_size", 1)
+
     @property
     def row_size(self) -> int:
         """Number of queries in a block of queries."""
         return self.block_size
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        held = self.blocks_hold(p // self.row_size, k // self.block_size, frame.kv_len)
-        return held & (p >= 0)
+        pairs = self.blocks_hold(p // self.row_size, k // self.block_size, frame.kv_len)
+        return pairs & (p >= 0)
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
         """Whether query block sees key block, for non-negative blocks (broadcasting)."""
@@ -71,7 +68,7 @@ class BlockDilated(BlockwiseMask):
 
     def _validate(self) -> None:
         freeze_integers(self, "rates", 1)
-        freeze_integer(self, "block_size", 1)
+        super()._validate()
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
         return torch.isin(
@@ -79,9 +76,9 @@ class BlockDilated(BlockwiseMask):
         )
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        steps = torch.tensor(sorted({0, *self.rates, *(-rate for rate in self.rates)}))
-        blocks = (q_block[:, None] + steps).flatten()
-        return torch.arange(len(q_block)).repeat_interleave(len(steps)), blocks, blocks
+        distances = torch.tensor(sorted({0, *self.rates, *(-rate for rate in self.rates)}))
+        blocks = (q_block[:, None] + distances).flatten()
+        return torch.arange(len(q_block)).repeat_interleave(len(distances)), blocks, blocks
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -100,7 +97,7 @@ class BlockWindow(BlockwiseMask):
 
     def _validate(self) -> None:
         freeze_integer(self, "radius", 0)
-        freeze_integer(self, "block_size", 1)
+        super()._validate()
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
         return (q_block - k_block).abs() <= self.radius
@@ -122,7 +119,7 @@ class Hierarchical(BlockwiseMask):
     asks_frame = False
 
     def _validate(self) -> None:
-        freeze_integer(self, "block_size", 1)
+        super()._validate()
         if not isinstance(self.levels, tuple | list):
             raise TypeError(
                 "Hierarchical levels must be (stride, window) pairs, got "
@@ -154,13 +151,13 @@ class Hierarchical(BlockwiseMask):
         return [(max(1, s // size), None if w is None else w // size // 2) for s, w in self.levels]
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
-        held = (q_block != q_block) | (k_block != k_block)
+        pairs = (q_block != q_block) | (k_block != k_block)
         for period, radius in self.in_blocks():
             level = q_block % period == 0
             if radius is not None:
                 level = level & ((q_block - k_block).abs() <= radius)
-            held = held | level
-        return held
+            pairs = pairs | level
+        return pairs
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         far = torch.iinfo(torch.int64).max // (4 * self.block_size)
@@ -169,7 +166,7 @@ class Hierarchical(BlockwiseMask):
             index = torch.nonzero(q_block % period == 0)[:, 0]
             reach = far if radius is None else radius
             parts.append(torch.stack((index, q_block[index] - reach, q_block[index] + reach)))
-        index, first, last = torch.cat(parts, 1) if parts else torch.zeros(3, 0, dtype=torch.int64)
+        index, first, last = torch.cat(parts, 1)
         return index, first, last
 
 
@@ -188,7 +185,7 @@ class RandomBlocks(BlockwiseMask):
     per_head: bool = True
 
     def _validate(self) -> None:
-        freeze_integer(self, "block_size", 1)
+        super()._validate()
         freeze_integer(self, "seed", -(1 << 63), (1 << 63) - 1)
         if not isinstance(self.density, int | float) or isinstance(self.density, bool):
             raise TypeError(
@@ -270,10 +267,10 @@ class TensorMask(Mask):
             raise TypeError(f"{name} needs a {self.dtype} tensor, got {kind}; convert with .to()")
         if table.layout is not torch.strided or table.is_meta or table.is_nested:
             got = "one on the meta device" if table.is_meta else str(table.layout)
-            got = "a nested one" if table.is_nested else got
             raise ValueError(
-                f"{name} needs a dense tensor with numbers, got {got}; make one with .to_dense() "
-                "or on a device"
+                f"{name} needs a dense tensor with numbers, got "
+                f"{'a nested one' if table.is_nested else got}; make one with .to_dense() or on a "
+                "device"
             )
         if table.dim() not in self.table_dims:
             raise ValueError(
@@ -282,6 +279,11 @@ class TensorMask(Mask):
             )
         name = fields(self)[0].name  # type: ignore[arg-type]
         object.__setattr__(self, name, table.detach().clone())
+        super()._validate()
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        _, *others = self._values()
+        return type(self)(self._table_of(batch, head, frame), *others)
 
     def num_tables(self, frame: Frame) -> int:
         return 1 if self.table.dim() == 2 else self.table.shape[-3]
@@ -310,9 +312,6 @@ class Dense(TensorMask):
 
     mask: Tensor
     table_dims: ClassVar[tuple[int, ...]] = (2, 3, 4)
-
-    def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        return Dense(self._table_of(batch, head, frame))
 
     def check(self, frame: Frame) -> None:
         super().check(frame)
@@ -355,25 +354,17 @@ class Blocks(TensorMask, BlockwiseMask):
     block_size: int
     table_dims: ClassVar[tuple[int, ...]] = (2, 3, 4)
 
-    def _validate(self) -> None:
-        super()._validate()
-        freeze_integer(self, "block_size", 1)
-
-    def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        return Blocks(self._table_of(batch, head, frame), self.block_size)
-
     def check(self, frame: Frame) -> None:
         super().check(frame)
         needed = [
             math.ceil(max(0, end) / self.block_size)
             for end in (frame.q_start + frame.q_len, frame.kv_len)
         ]
-        if any(have < need for have, need in zip(self.active.shape[-2:], needed, strict=True)):
+        if any(size < need for size, need in zip(self.active.shape[-2:], needed, strict=True)):
             raise ValueError(
                 f"Blocks must cover {needed[0]} query and {needed[1]} key blocks of "
-                f"{self.block_size} by absolute "
-                f"position, got shape {tuple(self.active.shape)}; for cross attention pass "
-                "q_start=0"
+                f"{self.block_size} by absolute position, got shape {tuple(self.active.shape)}; "
+                "for cross attention pass q_start=0"
             )
 
     @property
@@ -388,11 +379,3 @@ class Blocks(TensorMask, BlockwiseMask):
             self.active[q_block.clamp(max=len(self.active) - 1)], as_tuple=True
         )
         return index, block, block
-
-
-def blockwise_masks(mask: Mask) -> list[BlockwiseMask]:
-    """The blockwise masks that a mask is made of."""
-    if isinstance(mask, BlockwiseMask):
-        return [mask]
-    parts = mask.masks if isinstance(mask, And | Or) else ()
-    return [found for part in parts for found in blockwise_masks(part)]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .algebra import And, Frame, Mask, Not, Or, Pattern
-from .arguments import checked_integer, shortened
+from .arguments import checked_integer, kind_of, shortened
 from .expression import BUILT_IN, add_constructor
 
 Own = TypeVar("Own", bound=Mask)
@@ -82,8 +82,8 @@ def register_pattern(cls: type[Own]) -> type[Own]:
             f"{name} must not call an argument {sorted(taken)[0]!r}, for every mask has one; "
             "rename it"
         )
-    made = dataclass(frozen=True, repr=False, eq=False)(cls)
-    odd = [x.name for x in fields(made) if x.kw_only or not x.init]  # type: ignore[arg-type]
+    pattern = dataclass(frozen=True, repr=False, eq=False)(cls)
+    odd = [x.name for x in fields(pattern) if x.kw_only or not x.init]  # type: ignore[arg-type]
     if odd:
         raise TypeError(
             f"{name} must take {odd[0]!r} as a plain argument, got one by keyword alone or none; "
@@ -92,9 +92,9 @@ def register_pattern(cls: type[Own]) -> type[Own]:
     _versions[name] += 1
     attributes: dict[str, Any] = {
         **{method: getattr(Pattern, method) for method in ("__repr__", "__eq__", "__hash__")},
-        "_made_of": lambda self: tuple(_masks_of(self).values()),
-        "__post_init__": _and_spelt(cls.__post_init__),
-        "holds": _asked_inside(cls.holds),
+        "_components": lambda self: tuple(_masks_of(self).values()),
+        "__post_init__": _with_expression(cls.__post_init__),
+        "holds": _inside_sequence(cls.holds),
         "_name": f"{name}__v{_versions[name]}",
     }
     if cls.at is Mask.at:
@@ -102,17 +102,17 @@ def register_pattern(cls: type[Own]) -> type[Own]:
     if "_validate" not in vars(cls):
         attributes["_validate"] = _freeze_arguments
     for attribute, value in attributes.items():
-        setattr(made, attribute, value)
-    add_constructor(name, made)
-    add_constructor(made._name, made)
-    return made
+        setattr(pattern, attribute, value)
+    add_constructor(name, pattern)
+    add_constructor(pattern._name, pattern)
+    return pattern
 
 
 _LAID_OUT_BY_CLASS = {x for x in BUILT_IN.values() if isinstance(x, type)} | {And, Or, Not}
 _versions: Counter[str] = Counter()  # number of classes registered so far, by name
 
 
-def _and_spelt(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+def _with_expression(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wraps a custom `__post_init__`, which may not call the one that it overrides."""
 
     def check(self: Mask) -> None:
@@ -131,8 +131,8 @@ def _fits(shape: torch.Size, target: torch.Size) -> bool:
 
 def _masks_of(pattern: Mask) -> dict[str, Mask]:
     """The arguments of a pattern that are masks, by name."""
-    given = {field.name: getattr(pattern, field.name) for field in fields(pattern)}  # type: ignore[arg-type]
-    return {name: value for name, value in given.items() if isinstance(value, Mask)}
+    values = {field.name: getattr(pattern, field.name) for field in fields(pattern)}  # type: ignore[arg-type]
+    return {name: value for name, value in values.items() if isinstance(value, Mask)}
 
 
 def _at(self: Any, batch: int, head: int, frame: Frame) -> Mask:
@@ -173,24 +173,23 @@ def _frozen(label: str, value: object) -> object:
         ) from None
 
 
-def _asked_inside(holds: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _inside_sequence(holds: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wraps `holds`: clamps positions into the sequence (tiles may leave it), checks the result."""
 
     def inside(self: Mask, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         p, k = frame.inside(p, k)
         try:
-            held = holds(self, p, k, frame)
+            pairs = holds(self, p, k, frame)
         except Exception as error:
             error.add_note(f"raised by holds of {self}, a mask of your own")
             raise
         shape = torch.broadcast_shapes(p.shape, k.shape)
-        is_tensor = isinstance(held, Tensor)
-        if not is_tensor or held.dtype != torch.bool or not _fits(held.shape, shape):
-            got = f"{held.dtype} {tuple(held.shape)}" if is_tensor else type(held).__name__
+        is_bool = isinstance(pairs, Tensor) and pairs.dtype == torch.bool
+        if not is_bool or not _fits(pairs.shape, shape):
             raise ValueError(
                 f"{type(self).__name__}.holds must give a bool tensor that broadcasts to "
-                f"{tuple(shape)}, got {got}; compare tensors with ==, <=, &, |"
+                f"{tuple(shape)}, got {kind_of(pairs)}; compare tensors with ==, <=, &, |"
             )
-        return held.expand(shape)
+        return pairs.expand(shape)
 
     return inside

@@ -16,14 +16,7 @@ from torch import Tensor
 
 from .algebra import Pattern
 from .arguments import shortened
-from .blocks import (
-    BlockDilated,
-    Blocks,
-    BlockWindow,
-    Dense,
-    Hierarchical,
-    RandomBlocks,
-)
+from .blocks import BlockDilated, Blocks, BlockWindow, Dense, Hierarchical, RandomBlocks
 from .keys import KeyMask, KeyPadding
 from .positions import (
     Causal,
@@ -49,7 +42,7 @@ BUILT_IN: dict[str, Callable[..., Pattern]] = {
 }
 _constructors = dict(BUILT_IN)
 # Only the library writes these names, so no error message suggests them.
-_UNTOLD = ("MaskMod", "Varlen", "SameRun", "InRuns")
+_INTERNAL = ("MaskMod", "Varlen", "SameRun", "InRuns")
 
 _EXPECTED = "a pattern is an expression such as 'LongNet((2048, 4096), (1, 2)) & Causal()'"
 
@@ -109,7 +102,7 @@ def _parse(text: str, tensors: tuple[Tensor, ...]) -> Pattern:
 class _Reader:
     def __init__(self, text: str, tensors: tuple[Tensor, ...]) -> None:
         self.text, self.tensors = text.strip(), tensors
-        self.made: dict[tuple[object, ...], Pattern] = {}  # reused, to copy tensors once
+        self.patterns: dict[tuple[object, ...], Pattern] = {}  # reused, to copy tensors once
 
     def read(self, node: ast.expr) -> Any:
         match node:
@@ -127,13 +120,13 @@ class _Reader:
                     raise ValueError(
                         f"{name} must have each argument once, got one of them again; leave it out"
                     )
-                given = [self.read(argument) for argument in arguments]
-                if named or not given or not all(isinstance(x, Tensor) for x in given):
-                    return _constructors[name](*given, **named)
-                known = (name, *map(id, given))
-                if known not in self.made:
-                    self.made[known] = _constructors[name](*given)
-                return self.made[known]
+                values = [self.read(argument) for argument in arguments]
+                if named or not values or not all(isinstance(x, Tensor) for x in values):
+                    return _constructors[name](*values, **named)
+                key = (name, *map(id, values))
+                if key not in self.patterns:
+                    self.patterns[key] = _constructors[name](*values)
+                return self.patterns[key]
             case ast.Constant(int() | float() | str() | None):
                 return node.value
             case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
@@ -150,12 +143,12 @@ class _Reader:
 
 def _way_out(node: ast.expr) -> str:
     """Error text: a suggested fix for a part that is no pattern."""
-    known = [name for name in _constructors if name not in _UNTOLD and "__v" not in name]
+    names = [name for name in _constructors if name not in _INTERNAL and "__v" not in name]
     name = node.func if isinstance(node, ast.Call) else node
-    near = difflib.get_close_matches(name.id, known, 1) if isinstance(name, ast.Name) else []
-    if near:
-        return f"did you mean {near[0]}(...)?"
+    similar = difflib.get_close_matches(name.id, names, 1) if isinstance(name, ast.Name) else []
+    if similar:
+        return f"did you mean {similar[0]}(...)?"
     return (
-        f"use {', '.join(known)} with literal arguments, joined by & | +; register_pattern adds "
+        f"use {', '.join(names)} with literal arguments, joined by & | +; register_pattern adds "
         "your own"
     )

@@ -1,4 +1,4 @@
-"""Frames: the lengths and heads that a pattern is laid against."""
+"""Frames: the lengths and heads that a pattern is compiled for."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ MOST_HEADS = 1 << 20
 
 
 class Frame(NamedTuple):
-    """Lengths and heads that a pattern is laid against, and the position of the first query."""
+    """Lengths and heads that a pattern is compiled for, and the position of the first query."""
 
     q_len: int
     kv_len: int
@@ -34,10 +34,10 @@ class Frame(NamedTuple):
     ) -> "Frame":
         kv_len = q_len if kv_len is None else kv_len
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        given = (q_len, kv_len, num_heads, num_kv_heads)
+        values = (q_len, kv_len, num_heads, num_kv_heads)
         q_len, kv_len, num_heads, num_kv_heads = (
             checked_integer(name, value, 0, MOST_HEADS if "heads" in name else MOST_TOKENS)
-            for name, value in zip(cls._fields, given, strict=False)
+            for name, value in zip(cls._fields, values, strict=False)
         )
         if num_heads % num_kv_heads if num_kv_heads else num_heads:
             raise ValueError(
@@ -52,6 +52,15 @@ class Frame(NamedTuple):
         """Clamps positions into the sequence, past whose ends tiles may reach."""
         last_query, last_key = self.q_start + max(0, self.q_len - 1), max(0, self.kv_len - 1)
         return p.clamp(self.q_start, last_query), k.clamp(0, last_key)
+
+    def of_document(self, q_len: int, kv_len: int) -> "Frame":
+        """The frame of a document as a whole sequence, with its last query at its last key."""
+        return self._replace(q_len=q_len, kv_len=kv_len, q_start=kv_len - q_len)
+
+    def of_documents(self, q_lengths: Tensor, kv_lengths: Tensor) -> "Frame":
+        """A frame with the positions of all these documents, for masks that ask no frame."""
+        longest = int(kv_lengths.max())
+        return self.of_document(longest - int((kv_lengths - q_lengths).min()), longest)
 
     def kv_head(self, head: int) -> int:
         return head * self.num_kv_heads // max(1, self.num_heads)

@@ -16,7 +16,7 @@ from ..streams import capturing, moved
 from .algebra import And, Frame, Mask, Mixture, Pattern
 from .arguments import freeze_integers, same_tensor, shortened
 from .blocks import TensorMask
-from .positions import Full, GlobalTokens
+from .positions import GlobalTokens, intersection
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -100,8 +100,8 @@ class KeyMask(TensorMask):
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         if not (length := len(self.valid)):
             return (p != p) | (k != k)
-        held = self.valid[k.clamp(0, length - 1)] & (k >= 0) & (k < length)
-        return held | (p != p)
+        valid = self.valid[k.clamp(0, length - 1)] & (k >= 0) & (k < length)
+        return valid | (p != p)
 
 
 KeyMasks = tuple[KeyMask | KeyPadding, ...]
@@ -114,8 +114,7 @@ def without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
     intersect with the same key masks: the pattern itself and no mask. It waits for no device.
     """
     if "_without_key_masks" in vars(pattern):
-        known: tuple[Pattern, KeyMasks] = vars(pattern)["_without_key_masks"]
-        return known
+        return vars(pattern)["_without_key_masks"]
     split = _without_key_masks(pattern)
     if split[1] and not torch.compiler.is_compiling():
         object.__setattr__(pattern, "_without_key_masks", split)
@@ -123,17 +122,17 @@ def without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
 
 
 def _without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
-    rests, common = [], None
+    rests: list[Mask] = []
+    common: KeyMasks = ()
     for branch in pattern.branches:
         parts = branch.masks if isinstance(branch, And) else (branch,)
-        found = tuple(part for part in parts if isinstance(part, KeyMask | KeyPadding))
-        if not found or (common is not None and not _same_masks(found, common)):
+        masks = tuple(part for part in parts if isinstance(part, KeyMask | KeyPadding))
+        if not masks or (common and not _same_masks(masks, common)):
             return pattern, ()
-        common = found
-        rest = tuple(part for part in parts if not isinstance(part, KeyMask | KeyPadding))
-        rests.append(And(rest) if len(rest) > 1 else rest[0] if rest else Full())
-    if common is None:
-        return pattern, ()
+        common = masks
+        rests.append(
+            intersection([part for part in parts if not isinstance(part, KeyMask | KeyPadding)])
+        )
     return Mixture(tuple(rests)) if isinstance(pattern, Mixture) else rests[0], common
 
 

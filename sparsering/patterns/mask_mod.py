@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .algebra import Frame, Mask
-from .arguments import checked_integer, digest_of, shortened
+from .arguments import checked_integer, digest_of, kind_of, shortened
 from .expression import add_constructor
 from .frame import MOST_HEADS
 
@@ -69,13 +69,10 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
             f"mask_mod must take (batch, head, q_idx, kv_idx), each an index tensor, got: {error}; "
             "FlexAttention's functions are such"
         ) from error
-    is_tensor = isinstance(result, Tensor)
-    if not is_tensor or result.dtype != torch.bool or result.dim():
-        got = f"{result.dtype} {tuple(result.shape)}" if is_tensor else type(result).__name__
+    if not isinstance(result, Tensor) or result.dtype != torch.bool or result.dim():
         raise ValueError(
-            "mask_mod must return one bool tensor of shape () for indices of shape (), "
-            f"got {got}; combine "
-            "comparisons with & and | (not `and`, `or`)"
+            "mask_mod must return one bool tensor of shape () for indices of shape (), got "
+            f"{kind_of(result)}; combine comparisons with & and | (not `and`, `or`)"
         )
     try:
         torch.vmap(mask_mod, in_dims=(None, None, 0, 0))(zero, zero, zero[None], zero[None])
@@ -84,14 +81,13 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
             f"mask_mod must work under torch.vmap, got: {error} Combine comparisons with & and | "
             "(not `and`, `or`), choose with torch.where (not `if`)"
         ) from error
-    by_batch, by_head = _looks_at(mask_mod)
+    by_batch, by_head = _dependence(mask_mod)
     if by_batch and batch_size is None:
         raise ValueError(
             "mask_mod looks at the batch entry: expected batch_size, got None; pass the number of "
             "batch entries"
         )
-    named = _named(mask_mod)
-    return MaskMod(named.name, batch_size if by_batch else None, by_head)
+    return MaskMod(_registered(mask_mod).name, batch_size if by_batch else None, by_head)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -105,19 +101,19 @@ class MaskMod(Mask):
     head: int = 0
 
     def _validate(self) -> None:
-        if (named := _live.get(self.name)) is None:
+        if (entry := _by_name.get(self.name)) is None:
             raise ValueError(
                 f"the mask_mod {self.name!r} is not known in this process, or is gone since "
                 f"{_MOST_FUNCTIONS} newer ones were made; make it by from_mask_mod, and keep the "
                 "pattern"
             )
-        _keep(named)
-        object.__setattr__(self, "_named", named)
+        _use(entry)
+        object.__setattr__(self, "_entry", entry)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles by the function, since the name is valid in this process alone."""
-        given = (self.batch_size, self.by_head, self.batch, self.head)
-        return _of_function, (self._named.function, *given)  # type: ignore[attr-defined]
+        _, *arguments = self._values()
+        return _of_function, (self._entry.function, *arguments)  # type: ignore[attr-defined]
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         batch = batch if self.batch_size is not None else 0
@@ -134,67 +130,64 @@ class MaskMod(Mask):
         row, column = torch.broadcast_tensors(p - frame.q_start, k)
         if not row.numel():
             return torch.zeros(row.shape, dtype=torch.bool)
-        function = self._named.function  # type: ignore[attr-defined]
-        of_pairs = torch.vmap(function, in_dims=(None, None, 0, 0))
+        function = self._entry.function  # type: ignore[attr-defined]
+        over_pairs = torch.vmap(function, in_dims=(None, None, 0, 0))
         batch, head = torch.tensor(self.batch), torch.tensor(self.head)
         try:
-            held = _in_a_thread(of_pairs, batch, head, row.flatten(), column.flatten())
+            # A thread of its own is free of the torch modes of this one, which torch.compile sets.
+            with ThreadPoolExecutor(1) as thread:
+                pairs = thread.submit(over_pairs, batch, head, row.flatten(), column.flatten())
+                return pairs.result().view(row.shape)
         except IndexError as error:
             raise ValueError(
                 f"the mask_mod {self.name!r} must answer for query indices up to "
                 f"{frame.q_len - 1} and key indices up to {frame.kv_len - 1}, got: {error}; the "
                 "tensors that it reads must reach that far"
             ) from error
-        return held.view(row.shape)
 
 
-def _in_a_thread(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
-    """Runs a function in a thread without the torch modes of this one, which torch.compile sets."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(function, *arguments).result()
+def _of_function(function: MaskModFunction, *arguments: Any) -> MaskMod:
+    return MaskMod(_registered(function).name, *arguments)
 
 
-def _of_function(function: MaskModFunction, *rest: Any) -> MaskMod:
-    return MaskMod(_named(function).name, *rest)
-
-
-class _Named:
-    """A function and its name; alive while a pattern or `_kept` refers to it."""
+class _Entry:
+    """A function and its name; alive while a pattern or `_recent` refers to it."""
 
     def __init__(self, function: MaskModFunction, name: str) -> None:
         self.function, self.name = function, name
 
 
-_live: WeakValueDictionary[str, _Named] = WeakValueDictionary()
-_kept: OrderedDict[str, _Named] = OrderedDict()  # a backward pass may run after its pattern is gone
-_by_function: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-_made: Counter[str] = Counter()  # number of functions so far, by the stem of their names
+_by_name: WeakValueDictionary[str, _Entry] = WeakValueDictionary()
+_names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by function
+_recent: OrderedDict[str, _Entry] = OrderedDict()  # a backward may run after its pattern is gone
+_counts: Counter[str] = Counter()  # number of functions so far, by the stem of their names
 
 
-def _named(function: MaskModFunction) -> _Named:
+def _registered(function: MaskModFunction) -> _Entry:
     """Names a function by its own name, a digest of its code and values, and a running number."""
     try:
-        name = _by_function.get(function)
+        name = _names.get(function)
     except TypeError:  # functions without a hash or weak references get a new name each time
         name = None
-    if name is not None and (named := _live.get(name)) is not None:
-        return named
+    if name is not None and (entry := _by_name.get(name)) is not None:
+        return entry
     digest = zlib.crc32(repr(_content(function)).encode())
     stem = f"{getattr(function, '__qualname__', type(function).__name__)}-{digest:08x}"
-    _made[stem] += 1  # a name is never reused: layouts and graphs may still refer to it
-    name = f"{stem}-{_made[stem]}"
-    named = _live[name] = _Named(function, name)
+    _counts[stem] += 1  # a name is never reused: layouts and graphs may still refer to it
+    name = f"{stem}-{_counts[stem]}"
+    entry = _by_name[name] = _Entry(function, name)
     with suppress(TypeError):
-        _by_function[function] = named.name
-    _keep(named)
-    return named
+        _names[function] = name
+    _use(entry)
+    return entry
 
 
-def _keep(named: _Named) -> None:
-    _kept[named.name] = named
-    _kept.move_to_end(named.name)
-    while len(_kept) > _MOST_FUNCTIONS:
-        _kept.popitem(last=False)
+def _use(entry: _Entry) -> None:
+    """Keeps an entry alive until enough others have been used after it."""
+    _recent[entry.name] = entry
+    _recent.move_to_end(entry.name)
+    while len(_recent) > _MOST_FUNCTIONS:
+        _recent.popitem(last=False)
 
 
 def _content(value: Any, depth: int = 4) -> Any:
@@ -216,11 +209,11 @@ def _content(value: Any, depth: int = 4) -> Any:
 
 def _cannot_be_mapped(mask_mod: MaskModFunction, argument: int) -> bool:
     """Whether a result may depend on an argument: the function reads it, or varies with it."""
-    given = [torch.zeros((), dtype=torch.int64)] * 4
-    given[argument] = torch.zeros(2, dtype=torch.int64)
+    indices = [torch.zeros((), dtype=torch.int64)] * 4
+    indices[argument] = torch.zeros(2, dtype=torch.int64)
     in_dims = tuple(0 if number == argument else None for number in range(4))
     try:
-        torch.vmap(mask_mod, in_dims=in_dims, out_dims=None)(*given)
+        torch.vmap(mask_mod, in_dims=in_dims, out_dims=None)(*indices)
     except (RuntimeError, ValueError, TypeError, IndexError):
         return True
     return False
@@ -232,24 +225,24 @@ _LIKE_AN_ARGUMENT = {
 }
 
 
-def _looks_at(mask_mod: MaskModFunction) -> tuple[bool, bool]:
+def _dependence(mask_mod: MaskModFunction) -> tuple[bool, bool]:
     """Whether a result depends on the batch entry, and on the head, from the traced graph."""
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
-    given = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]
+    indices = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]
     try:
-        graph = make_fx(torch.vmap(mask_mod))(*given).graph
+        graph = make_fx(torch.vmap(mask_mod))(*indices).graph
     except Exception:  # a function that reads values cannot be traced
         return _cannot_be_mapped(mask_mod, 0), _cannot_be_mapped(mask_mod, 1)
-    looking: dict[Any, set[str]] = {}
+    sources: dict[Any, set[str]] = {}  # arguments that the value of a node depends on
     for node in graph.nodes:
         inputs = node.all_input_nodes
         if str(node.target).rpartition(".")[0] in _LIKE_AN_ARGUMENT:
             inputs = inputs[1:]  # the first input gives only dtype and device
-        seen = {node.name} if node.op == "placeholder" else set()
-        looking[node] = seen.union(*(looking[x] for x in inputs))
+        own = {node.name} if node.op == "placeholder" else set()
+        sources[node] = own.union(*(sources[x] for x in inputs))
     arguments = [node.name for node in graph.nodes if node.op == "placeholder"]
-    (result,) = (looking[node] for node in graph.nodes if node.op == "output")
+    (result,) = (sources[node] for node in graph.nodes if node.op == "output")
     return arguments[0] in result, arguments[1] in result
 
 

@@ -1,13 +1,13 @@
 """Masks that are defined by positions: windows, global tokens, LongNet's branches, documents."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .algebra import Frame, Mask, Mixture, Pattern
+from .algebra import And, Frame, Mask, Mixture, Pattern
 from .arguments import (
     MOST_TOKENS,
     checked_flag,
@@ -89,10 +89,10 @@ class SlidingWindow(Mask):
         freeze_integer(self, "dilation", 1, MOST_DILATION)
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        held = (p - k) % self.dilation == 0
+        pairs = (p - k) % self.dilation == 0
         if self.left is not None:
-            held = held & (k >= p - self.left)
-        return held if self.right is None else held & (k <= p + self.right)
+            pairs = pairs & (k >= p - self.left)
+        return pairs if self.right is None else pairs & (k <= p + self.right)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -182,8 +182,8 @@ class Dilated(Mask):
         if r == 1:
             return p // w == k // w
         # Positions off the grid get a segment that matches none: one comparison decides a pair.
-        of_p = torch.where(p % w % r == s, p // w, -MOST_TOKENS)
-        return of_p == torch.where(k % w % r == s, k // w, MOST_TOKENS)
+        p_segment = torch.where(p % w % r == s, p // w, -MOST_TOKENS)
+        return p_segment == torch.where(k % w % r == s, k // w, MOST_TOKENS)
 
 
 def LongNet(  # noqa: N802 - named like a mask class, since it constructs a pattern
@@ -202,13 +202,8 @@ def LongNet(  # noqa: N802 - named like a mask class, since it constructs a patt
     Source: LongNet (arXiv 2307.02486), equations 6-10: mixing branches by their softmax
     denominators is one softmax over the multiset union of their keys.
     """
-    given: dict[str, object] = {
-        "segment_lengths": segment_lengths,
-        "dilation_rates": dilation_rates,
-    }
-    lengths, rates = (
-        checked_integers(f"LongNet {name}", value, 1) for name, value in given.items()
-    )
+    lengths = checked_integers("LongNet segment_lengths", segment_lengths, 1)
+    rates = checked_integers("LongNet dilation_rates", dilation_rates, 1)
     if len(lengths) != len(rates) or not lengths:
         raise ValueError(
             "LongNet needs as many segment_lengths as dilation_rates, at least one, got "
@@ -222,8 +217,61 @@ Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...]
 """Document lengths: one tuple for all batch entries, or one for each."""
 
 
+class _InDocuments(Mask):
+    """Base of masks that `lengths` of documents divide; the first field of each."""
+
+    lengths: Lengths
+
+    @property
+    def entries(self) -> tuple[tuple[int, ...], ...]:
+        """The document lengths of each batch entry, or one tuple for all entries."""
+        return entries_of(self.lengths)
+
+    @property
+    def common_lengths(self) -> tuple[int, ...] | None:
+        """The document lengths that all batch entries share; None where they differ."""
+        return self.entries[0] if len(set(self.entries)) == 1 else None
+
+    @property
+    def own_length(self) -> int:
+        return min(map(sum, self.entries))
+
+    def ends(self) -> Tensor:
+        """Exclusive end position of each document of the one batch entry, [documents]."""
+        return torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
+
+    def _validate(self) -> None:
+        """Replaces lengths by a tuple of ints, or of one such tuple per batch entry."""
+        label = f"{type(self).__name__} lengths"
+        lengths: Any = listed(label, self.lengths)
+        first: Any = lengths[0] if isinstance(lengths, Sequence) and len(lengths) else None
+        nested = isinstance(first, Sequence) or (hasattr(first, "ndim") and first.ndim == 1)
+        if not nested or isinstance(first, str):
+            freeze_integers(self, "lengths", 0)
+            return
+        label += " of a batch entry"
+        entries = tuple(checked_integers(label, entry, 0) for entry in lengths)
+        object.__setattr__(self, "lengths", entries)
+
+    def _own_batches(self) -> int | None:
+        return len(self.lengths) if _per_entry(self.lengths) else None
+
+    def check(self, frame: Frame) -> None:
+        for number, entry in enumerate(self.entries):
+            if sum(entry) == frame.kv_len:
+                continue
+            way_out = "give padding a document of its own"
+            if entry[:1] == (0,) and entry[-1] == frame.kv_len:
+                way_out = "these look like cumulative lengths: give their differences"
+            of = f" of batch entry {number}" if _per_entry(self.lengths) else ""
+            raise ValueError(
+                f"{type(self).__name__} lengths{of} must sum to the key length {frame.kv_len}, got "
+                f"{sum(entry)}; {way_out}"
+            )
+
+
 @dataclass(frozen=True, repr=False, eq=False)
-class Documents(Mask):
+class Documents(_InDocuments):
     """A query sees the keys of its own document; documents lie end to end, of these lengths.
 
     The lengths, in tokens, sum to Nk; one may be 0. One sequence of them is for all batch entries,
@@ -234,25 +282,8 @@ class Documents(Mask):
 
     lengths: Lengths
 
-    def _validate(self) -> None:
-        _freeze_lengths(self)
-
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        return Documents(entries_of(self.lengths)[batch]) if _per_entry(self.lengths) else self
-
-    def num_batches(self) -> int | None:
-        return len(self.lengths) if _per_entry(self.lengths) else None
-
-    def check(self, frame: Frame) -> None:
-        _check_sums(self, self.lengths, frame)
-
-    @property
-    def own_length(self) -> int:
-        return min(map(sum, entries_of(self.lengths)))
-
-    def ends(self) -> Tensor:
-        """Exclusive end position of each document of the one batch entry, [documents]."""
-        return torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
+        return Documents(self.entries[batch]) if _per_entry(self.lengths) else self
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         ends = self.ends()
@@ -261,7 +292,7 @@ class Documents(Mask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Packed(Mask):
+class Packed(_InDocuments):
     """A pattern inside each document, where positions restart at 0.
 
     Packed of a mixture is a mixture. `lengths` are as in `Documents`; for the inner pattern each
@@ -280,61 +311,29 @@ class Packed(Mask):
         return super().__new__(cls)
 
     def _validate(self) -> None:
-        if not isinstance(self.pattern, Mask):
-            raise TypeError(
-                "Packed needs a pattern to lay in each document, got "
-                f"{type(self.pattern).__name__}; Causal() is one"
-            )
-        _freeze_lengths(self)
-
-    @property
-    def own_length(self) -> int:
-        return self.documents.own_length
-
-    @property
-    def documents(self) -> Documents:
-        """The `Documents` mask of the same lengths."""
-        return Documents(self.lengths)
-
-    @property
-    def common_lengths(self) -> tuple[int, ...] | None:
-        """The document lengths that all batch entries share; None where they differ."""
-        entries = set(entries_of(self.lengths))
-        return entries.pop() if len(entries) == 1 else None
-
-    def inner_frame(self, length: int, frame: Frame) -> Frame:
-        """The frame of the inner pattern in a document of this length."""
-        return frame._replace(q_len=length, kv_len=length, q_start=0)
+        check_inner("Packed", self.pattern)
+        super()._validate()
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        lengths = entries_of(self.lengths)[batch] if _per_entry(self.lengths) else self.lengths
+        lengths = self.entries[batch] if _per_entry(self.lengths) else self.lengths
         return Packed(lengths, self.pattern.at(batch, head, frame))
 
-    def num_batches(self) -> int | None:
-        own = len(self.lengths) if _per_entry(self.lengths) else None
-        return self._agreed([own, self.pattern.num_batches()])
-
     def check(self, frame: Frame) -> None:
-        _check_sums(self, self.lengths, frame)
-        for length in {x for lengths in entries_of(self.lengths) for x in lengths if x}:
-            self.pattern.check(self.inner_frame(length, frame))
+        super().check(frame)
+        for length in {length for entry in self.entries for length in entry if length}:
+            self.pattern.check(frame.of_document(length, length))
 
-    def _made_of(self) -> tuple[Mask, ...]:
+    def _components(self) -> tuple[Mask, ...]:
         return (self.pattern,)
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
-        if not lengths.any():
-            return (p != p) | (k != k)
-        ends, most = lengths.cumsum(0), len(lengths) - 1
-        of_p, of_k = (torch.searchsorted(ends, x, right=True) for x in (p, k))
-        inside = (of_p == of_k) & (p >= 0) & (k < frame.kv_len)
-        of_p, of_k = of_p.clamp(max=most), of_k.clamp(max=most)
-        begin = ends - lengths
-        q, key, length = p - begin[of_p], k - begin[of_k], lengths[of_k]
-        return laid_inside(
-            self.pattern, inside, q, key, length, lambda n: self.inner_frame(n, frame)
-        )
+        return holds_in_documents(self.pattern, p, k, lengths, lengths, frame)
+
+
+def intersection(masks: Sequence[Mask]) -> Mask:
+    """The pairs that all of some masks have: `Full` for no mask, the mask itself for one."""
+    return And(tuple(masks)) if len(masks) > 1 else masks[0] if masks else Full()
 
 
 def entries_of(lengths: Lengths) -> tuple[tuple[int, ...], ...]:
@@ -346,60 +345,43 @@ def _per_entry(lengths: Lengths) -> bool:
     return bool(lengths) and isinstance(lengths[0], tuple)
 
 
-def _freeze_lengths(pattern: Documents | Packed) -> None:
-    """Replaces lengths by a tuple of ints, or of one such tuple per batch entry."""
-    given: Any = pattern.lengths
-    given = listed(f"{type(pattern).__name__} lengths", given)
-    first: Any = given[0] if isinstance(given, Sequence) and len(given) else None
-    nested = isinstance(first, Sequence) or (hasattr(first, "ndim") and first.ndim == 1)
-    if not nested or isinstance(first, str):
-        freeze_integers(pattern, "lengths", 0)
-        return
-    label = f"{type(pattern).__name__} lengths of a batch entry"
-    object.__setattr__(pattern, "lengths", tuple(checked_integers(label, x, 0) for x in given))
-
-
-def _check_sums(pattern: Documents | Packed, lengths: Lengths, frame: Frame) -> None:
-    for number, entry in enumerate(entries_of(lengths)):
-        if sum(entry) == frame.kv_len:
-            continue
-        way_out = "give padding a document of its own"
-        if entry[:1] == (0,) and entry[-1] == frame.kv_len:
-            way_out = "these look like cumulative lengths: give their differences"
-        of = f" of batch entry {number}" if _per_entry(lengths) else ""
-        raise ValueError(
-            f"{type(pattern).__name__} lengths{of} must sum to the key length {frame.kv_len}, got "
-            f"{sum(entry)}; {way_out}"
+def check_inner(name: str, pattern: object) -> None:
+    """Raises TypeError where the argument of `Packed` or `Varlen` is no mask."""
+    if not isinstance(pattern, Mask):
+        raise TypeError(
+            f"{name} needs a pattern to lay in each document, got {type(pattern).__name__}; "
+            "Causal() is one"
         )
 
 
-def laid_inside(
-    pattern: Mask,
-    inside: Tensor,
-    p: Tensor,
-    k: Tensor,
-    kind: Tensor,
-    frame_of: Callable[[int], Frame],
+def holds_in_documents(
+    pattern: Mask, p: Tensor, k: Tensor, q_lengths: Tensor, kv_lengths: Tensor, frame: Frame
 ) -> Tensor:
     """Whether a pattern holds for pairs inside a document; False for other pairs.
 
-    Args:
-        inside: bool, of the shape that the others broadcast to.
-        p, k: positions as the pattern counts them.
-        kind: integer kind of each pair, whose lengths and heads are `frame_of(kind)`.
+    Documents lie end to end. In each, keys count from 0 and the last query is at the last key.
     """
+    if not kv_lengths.any():
+        return (p != p) | (k != k)
+    q_ends, kv_ends = q_lengths.cumsum(0), kv_lengths.cumsum(0)
+    p_document = torch.searchsorted(q_ends, p, right=True)
+    k_document = torch.searchsorted(kv_ends, k, right=True)
+    inside = (p_document == k_document) & (p >= 0) & (k >= 0) & (k < frame.kv_len)
+    most = len(kv_lengths) - 1
+    p_document, k_document = p_document.clamp(max=most), k_document.clamp(max=most)
+    p, k = p - (q_ends - kv_lengths)[p_document], k - (kv_ends - kv_lengths)[k_document]
     if not pattern.asks_frame:
-        return inside & pattern.holds(p, k, frame_of(0))
-    held = torch.zeros(inside.shape, dtype=torch.bool)
+        return inside & pattern.holds(p, k, frame.of_documents(q_lengths, kv_lengths))
+    result = torch.zeros(inside.shape, dtype=torch.bool)
     pair = torch.nonzero(inside.flatten())[:, 0]
-    kinds = kind.expand(inside.shape).flatten()[pair]
-    if len(kinds) and kinds.min() < kinds.max():  # sorted, to evaluate pairs of one kind at a time
-        kinds, order = kinds.sort(stable=True)
+    scale = int(kv_lengths.max()) + 1  # so that one integer says both lengths of a document
+    kind = (q_lengths * scale + kv_lengths)[k_document.expand(inside.shape).flatten()[pair]]
+    if len(kind) and kind.min() < kind.max():  # sorted, to evaluate pairs of one kind at a time
+        kind, order = kind.sort(stable=True)
         pair = pair[order]
-    q, key = (x.expand(inside.shape).flatten()[pair] for x in (p, k))
-    distinct, counts = kinds.unique_consecutive(return_counts=True)
-    parts = torch.arange(len(pair)).split(counts.tolist()) if len(pair) else ()
-    for number, part in zip(distinct.tolist(), parts, strict=True):
-        of_kind = pattern.holds(q[part], key[part], frame_of(number))
-        held.view(-1)[pair[part]] = of_kind.expand(len(part))
-    return held
+    distinct, counts = kind.unique_consecutive(return_counts=True)
+    for number, part in zip(distinct.tolist(), pair.split(counts.tolist()), strict=True):
+        query, key = (x.expand(inside.shape).flatten()[part] for x in (p, k))
+        of_kind = pattern.holds(query, key, frame.of_document(*divmod(number, scale)))
+        result.view(-1)[part] = of_kind.expand(len(part))
+    return result

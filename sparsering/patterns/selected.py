@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..rows import expand_counts
-from .algebra import And, Frame, Mask, Mixture, Or, Pattern
+from .algebra import Frame, Mask, Pattern, joined_masks
 from .arguments import freeze_integer
 from .blocks import BlockwiseMask, TensorMask
 
@@ -47,7 +47,6 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
 
     def _validate(self) -> None:
         super()._validate()
-        freeze_integer(self, "block_size", 1)
         if self.query_block is None:
             object.__setattr__(self, "query_block", self.block_size)
         freeze_integer(self, "query_block", 1)
@@ -167,8 +166,5 @@ def _distinct(listed: Tensor, nothing: int) -> Tensor:
 
 
 def selections_of(pattern: Pattern) -> list[SelectedBlocks]:
-    """The selections that a pattern is made of."""
-    if isinstance(pattern, SelectedBlocks):
-        return [pattern]
-    parts = pattern.masks if isinstance(pattern, And | Or | Mixture) else ()
-    return [found for part in parts for found in selections_of(part)]
+    """The selections that `&`, `|` and `+` join to a pattern."""
+    return [mask for mask in joined_masks(pattern) if isinstance(mask, SelectedBlocks)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from .algebra import Frame, Mask, Mixture, Pattern, Restarts
 from .arguments import freeze_integers
 from .keys import KeyMask
-from .positions import laid_inside
+from .positions import check_inner, holds_in_documents
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -33,11 +33,7 @@ class Varlen(Mask):
         return super().__new__(cls)
 
     def _validate(self) -> None:
-        if not isinstance(self.pattern, Mask):
-            raise TypeError(
-                "Varlen needs a pattern to lay in each document, got "
-                f"{type(self.pattern).__name__}; Causal() is one"
-            )
+        check_inner("Varlen", self.pattern)
         if self.pattern.num_batches() is not None or _has_key_mask(self.pattern):
             raise ValueError(
                 "a pattern laid in documents must be the same for all of them, got "
@@ -70,53 +66,17 @@ class Varlen(Mask):
                 f"got {frame.q_len}, {frame.kv_len} and q_start={frame.q_start}; the last "
                 "cumulative lengths are those of the tensors"
             )
-        distinct = dict.fromkeys(zip(self.q_lengths, self.kv_lengths, strict=True))
-        for q_len, kv_len in distinct:
+        for q_len, kv_len in dict.fromkeys(zip(*self.restarts, strict=True)):
             if q_len and kv_len:
-                self.pattern.check(document_frame(q_len, kv_len, frame))
+                self.pattern.check(frame.of_document(q_len, kv_len))
 
-    def _made_of(self) -> tuple[Mask, ...]:
+    def _components(self) -> tuple[Mask, ...]:
         return (self.pattern,)
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        if not any(self.kv_lengths):
-            return (p != p) | (k != k)
-        lengths = [torch.tensor(x, dtype=torch.int64) for x in self.restarts]
-        ends = [x.cumsum(0) for x in lengths]
-        of_p, of_k = (
-            torch.searchsorted(end, x, right=True) for end, x in zip(ends, (p, k), strict=True)
-        )
-        inside = (of_p == of_k) & (p >= 0) & (k >= 0) & (k < frame.kv_len)
-        most = len(lengths[0]) - 1
-        of_p, of_k = of_p.clamp(max=most), of_k.clamp(max=most)
-        first_query = ends[0] - lengths[1]  # the row that would be at position 0
-        pairs = list(zip(*self.restarts, strict=True))
-        kind_of = {pair: number for number, pair in enumerate(pairs)}
-        return laid_inside(
-            self.pattern,
-            inside,
-            p - first_query[of_p],
-            k - (ends[1] - lengths[1])[of_k],
-            torch.tensor([kind_of[pair] for pair in pairs])[of_k],
-            lambda number: document_frame(*pairs[number], frame),
-        )
-
-    def candidates(self, q_first: Tensor, q_last: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
-        q_ends, kv_ends = (
-            torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0) for lengths in self.restarts
-        )
-        first, last = (
-            torch.searchsorted(q_ends, x.clamp(0, max(0, frame.q_len - 1)), right=True)
-            for x in (q_first, q_last)
-        )
-        most = len(kv_ends) - 1
-        return kv_ends[first.clamp(1) - 1], kv_ends[last.clamp(max=most)] - 1
-
-
-def document_frame(q_len: int, kv_len: int, frame: Frame) -> Frame:
-    """The frame of a document as a whole sequence, with its last query at its last key."""
-    return frame._replace(q_len=q_len, kv_len=kv_len, q_start=kv_len - q_len)
+        q_lengths, kv_lengths = (torch.tensor(x, dtype=torch.int64) for x in self.restarts)
+        return holds_in_documents(self.pattern, p, k, q_lengths, kv_lengths, frame)
 
 
 def _has_key_mask(mask: Mask) -> bool:
-    return isinstance(mask, KeyMask) or any(map(_has_key_mask, mask._made_of()))
+    return isinstance(mask, KeyMask) or any(map(_has_key_mask, mask._components()))

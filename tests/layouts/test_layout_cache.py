@@ -305,7 +305,7 @@ def test_bytes_stay_true_whatever_threads_do() -> None:
     finally:
         sys.setswitchinterval(switches)
     sr.layout_cache.prepare(lambda: None).result(60)  # what waits is done
-    info, sizes = sr.layout_cache.info(), [size for _, size in sr.layout_cache._kept.values()]
+    info, sizes = sr.layout_cache.info(), [size for _, size in sr.layout_cache._entries.values()]
     assert (info.entries, info.bytes) == (len(sizes), sum(sizes)) and not sr.layout_cache._building
     sr.layout_cache.set_limit(0)
     assert (sr.layout_cache.info().entries, sr.layout_cache.info().bytes) == (0, 0)
@@ -331,7 +331,7 @@ def test_an_interrupt_after_any_call_leaves_a_cache_that_answers() -> None:
         ask.join(10)
         assert values == [b"1" * 60], f"no answer after an interrupt at call {number}"
         info = cache.info()
-        assert info.bytes == sum(size for _, size in cache._kept.values()) <= info.limit
+        assert info.bytes == sum(size for _, size in cache._entries.values()) <= info.limit
     assert number > 20
 
 

@@ -15,6 +15,7 @@ from sparsering.distributed import RingPlan, simulate_ring
 from sparsering.layouts import compile as compiler
 from sparsering.layouts.leaves import FULL
 from sparsering.patterns import mask_mod as mask_mods
+from sparsering.patterns.varlen_mask import Varlen
 
 
 @sr.register_pattern
@@ -51,6 +52,25 @@ class SameLabel(sr.Mask):
 
     def holds(self, p, k, frame):
         return self.labels[p] == self.labels[k]  # an index past the end would raise
+
+
+@sr.register_pattern
+class LooksBack(sr.Mask):
+    distances: tuple[int, ...]
+
+    def holds(self, p, k, frame):
+        return torch.isin(p - k, torch.tensor(self.distances))
+
+
+@sr.register_pattern
+class LooksBackAnywhere(sr.Mask):
+    """The same, and it declares that lengths change nothing."""
+
+    distances: tuple[int, ...]
+    asks_frame = False
+
+    def holds(self, p, k, frame):
+        return torch.isin(p - k, torch.tensor(self.distances))
 
 
 @sr.register_pattern
@@ -176,6 +196,26 @@ def test_it_is_spelt_read_compared_and_copied():
     kept = SameLabel(labels)
     labels[0] = 99
     assert kept == SameLabel(before)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda mask: sr.Packed((30, 0, 50), mask),
+        lambda mask: Varlen((30, 40, 10), (20, 0, 60), mask),
+    ],
+    ids=["Packed", "Varlen"],
+)
+def test_a_mask_that_asks_no_frame_is_the_same_in_documents(make):
+    bound, free = (make(mask((0, 3, 17))) for mask in (LooksBack, LooksBackAnywhere))
+    assert free.pattern.asks_frame is False
+    dense = bound.to_dense(80, q_start=0)
+    assert torch.equal(free.to_dense(80, q_start=0), dense) and dense.any()
+    for block_size in (16, 64):
+        layout = free.layout(80, q_start=0, block_size=block_size)
+        assert torch.equal(layout.to_dense()[0], dense.long())
+    live = [pattern.live_keys(41, max_length=80)[0].tolist() for pattern in (bound, free)]
+    assert live[0] == live[1] == torch.nonzero(dense[0, 41:, :41].any(0))[:, 0].tolist()
 
 
 def test_what_is_known_of_tiles_saves_looking_at_them(monkeypatch):
@@ -483,7 +523,7 @@ def test_functions_of_other_constants_or_values_have_other_names():
         within(4), within(5), within(torch.tensor(4)), within(torch.tensor(5)),
         lambda b, h, q, k: q - k < 4, lambda b, h, q, k: q - k < 5,
     )  # fmt: skip
-    names = [mask_mods._named(function).name for function in functions]
+    names = [mask_mods._registered(function).name for function in functions]
     assert len({name.rpartition("-")[0] for name in names}) == len(names)
 
 

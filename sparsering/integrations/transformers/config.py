@@ -59,7 +59,7 @@ def _checked_text(pattern: Pattern) -> str:
 
 def parts_of(pattern: Pattern) -> list[Pattern]:
     """Lists a pattern and all its parts, recursively."""
-    operands = [part for part in pattern._made_of() if part is not pattern]
+    operands = [part for part in pattern._components() if part is not pattern]
     return [pattern, *(part for mask in operands for part in parts_of(mask))]
 
 
