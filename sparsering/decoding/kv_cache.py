@@ -27,7 +27,7 @@ from ..patterns.arguments import (
     checked_integer,
     shortened,
 )
-from .compiled import attend_op, register, spelt
+from .compiled import attend_op, operator_options, register
 from .held import Held, Row, keeping_tensors, looking_back
 from .new_tokens import check_dtype, checked_lengths, nothing_new, with_padding
 from .steps import attend_page, attend_spans, fits_page, laid_page, of_first
@@ -235,7 +235,7 @@ class KVCache:
                     "outside"
                 )
             inputs = autocast_inputs(query, key, value)
-            out: Tensor = attend_op(*inputs, self._clock, **spelt(options))
+            out: Tensor = attend_op(*inputs, self._clock, **operator_options(options))
             return out
         found = self._attend(query, key, value, lengths, stored, **options)
         return found if return_lse else found[0]
