@@ -42,7 +42,7 @@ ROOMS = {
     "selection": "weights functional ops call_recipe dispatch checks kernels layouts patterns "
     "numerics rows",
     "decoding": "selection functional ops call_recipe dispatch checks kernels layouts patterns "
-    "numerics",
+    "numerics streams",
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
     "patterns numerics rows streams",
     "nn": "functional selection decoding checks kernels patterns numerics",

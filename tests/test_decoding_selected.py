@@ -170,6 +170,17 @@ def test_a_step_that_does_not_fit_changes_nothing(options, message):
     assert close(attended(cache, inputs, *[1] * 36), whole(inputs)[:, :, 64:])
 
 
+def test_a_refused_step_holds_no_more_memory():
+    inputs = sequence(100)
+    cache = sr.SelectedCache(2, 2, 8, page_size=32, **OPTIONS)
+    attended(cache, inputs, 16)
+    before, step = cache.nbytes, [x[:, :, 16:90] for x in inputs]  # fills several blocks
+    with pytest.raises(ValueError, match="softcap"):
+        cache.attend(*step, softcap=-1.0)
+    assert cache.nbytes == before
+    assert close(cache.attend(*step), whole(inputs)[:, :, 16:90])
+
+
 def test_summaries_alone_score_as_block_scores_does():
     query, key, _ = sequence()
     summaries = BlockSummaries(16)

@@ -4,6 +4,7 @@ The graph holds none of the cache's state, only its clock: a tensor that each st
 """
 
 import itertools
+import re
 import weakref
 from typing import Any
 
@@ -12,10 +13,13 @@ from torch import Tensor
 
 _NUMBERS = itertools.count()
 _CACHES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_OPTIONS = {
-    "scale", "block_size", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed",
-    "backend",
-}  # fmt: skip
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor(a!) clock, float? scale=None, "
+    "SymInt? block_size=None, float? softcap=None, Tensor? distance_bias=None, "
+    "Tensor? sink=None, float? dropout_p=None, Tensor? dropout_seed=None, "
+    "str? backend=None) -> Tensor"
+)
+_OPTIONS = re.findall(r"(\w+)=None", _SCHEMA)
 
 
 def register(cache: Any) -> Tensor:
@@ -25,7 +29,7 @@ def register(cache: Any) -> Tensor:
     return torch.tensor([number, 0])
 
 
-def spelt(options: dict[str, Any]) -> dict[str, Any]:
+def operator_options(options: dict[str, Any]) -> dict[str, Any]:
     """Options of a call in the types of the operator; TypeError for an unknown option."""
     if unknown := options.keys() - _OPTIONS:
         raise TypeError(f"attend has no option {', '.join(sorted(unknown))}")
@@ -33,35 +37,15 @@ def spelt(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "dropout_seed": torch.tensor(seed)} if isinstance(seed, int) else options
 
 
-@torch.library.custom_op("sparsering::cached_attention", mutates_args=("clock",))
-def attend_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    clock: Tensor,
-    scale: float | None = None,
-    block_size: int | None = None,
-    softcap: float | None = None,
-    distance_bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    backend: str | None = None,
-) -> Tensor:
-    """Runs a step of the cache that the clock belongs to; traces as one opaque operator."""
-    options = {
-        "scale": scale,
-        "block_size": block_size,
-        "softcap": softcap,
-        "distance_bias": distance_bias,
-        "sink": sink,
-        "dropout_p": dropout_p or None,
-        "dropout_seed": dropout_seed,
-        "backend": backend,
-    }
-    given = {name: x for name, x in options.items() if x is not None}
+@torch.library.custom_op("sparsering::cached_attention", mutates_args=("clock",), schema=_SCHEMA)
+def attend_op(query: Tensor, key: Tensor, value: Tensor, clock: Tensor, *options: Any) -> Tensor:
+    """Runs a step of the cache that the clock belongs to; traces as one opaque operator.
+
+    The dispatcher leaves out the last options that have their defaults.
+    """
+    in_use = {name: x for name, x in zip(_OPTIONS, options, strict=False) if x is not None}
     cache = _CACHES[int(clock[0])]
-    out: Tensor = cache.attend(query, key, value, **given)
+    out: Tensor = cache.attend(query, key, value, **in_use)
     with torch.inference_mode(False):
         clock[1] = cache.length
     return out

@@ -27,10 +27,10 @@ from ..patterns.arguments import (
     checked_integer,
     shortened,
 )
-from .compiled import attend_op, register, spelt
-from .held import Held, Row, keeping_tensors, looking_back
-from .new_tokens import check_dtype, checked_lengths, nothing_new, with_padding
-from .steps import attend_page, attend_spans, fits_page, laid_page, of_first
+from .cache_state import CacheState, History, causal_pattern, keeping_tensors
+from .compiled import attend_op, operator_options, register
+from .new_tokens import NewTokens, check_dtype, checked_lengths, nothing_new, with_padding
+from .steps import attend_page, attend_spans, fits_page, page_layout
 
 _REFUSED = {
     "q_start": "the cache knows where its tokens are",
@@ -55,6 +55,7 @@ class KVCache:
 
     It holds the keys of `pattern.live_keys(length)` (with `rollback=n`, those of the last n
     lengths) and at most a page more per head. An eviction copies the keys that stay, once a page.
+    If more than a page of keys die at once, they are evicted at most `page_size / 8` tokens later.
     Gradients do not pass through the cache: it is for decoding, not for training.
 
     Raises: ValueError where arguments do not fit.
@@ -97,16 +98,17 @@ class KVCache:
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
         last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises where it is needed
         none = torch.zeros(len(pattern.branches), num_kv_heads, 0, dtype=torch.int64)
-        rows = [Row(0, 0, none[0], none)] * batch_size
+        histories = [History(0, 0, none[0], none)] * batch_size
         total = own_length(pattern, max_length)
+        causal = causal_pattern(pattern)
         self.pattern = pattern
-        self._held = Held(
-            looking_back(pattern), num_heads, num_kv_heads, total, rollback, page_size, rows
+        self._state = CacheState(
+            causal, num_heads, num_kv_heads, total, rollback, page_size, histories
         )
         if total is not None:
-            check_fits(pattern, self._held.frame(0, 0))
+            check_fits(pattern, self._state.frame(0, 0))
         self._dims = dims
-        self._asked = checked_dtype("dtype", dtype), checked_device(device)
+        self._first_kind = checked_dtype("dtype", dtype), checked_device(device)
         with torch.inference_mode(False):
             self._clock = register(self)
 
@@ -121,7 +123,7 @@ class KVCache:
     @property
     def lengths(self) -> list[int]:
         """Number of tokens seen, for each batch entry."""
-        return self._held.lengths
+        return self._state.lengths
 
     @property
     def length(self) -> int:
@@ -129,39 +131,33 @@ class KVCache:
         return max(self.lengths, default=0)
 
     @property
-    def _dtype(self) -> torch.dtype | None:
-        """Dtype of the keys and values; None if the first keys will decide it."""
-        keys = self._held.keys
-        return keys.dtype if keys.shape[2] else self._asked[0]
-
-    @property
-    def _device(self) -> torch.device | None:
-        keys = self._held.keys
-        return keys.device if keys.shape[2] else self._asked[1]
+    def _kind(self) -> tuple[torch.dtype | None, torch.device | None]:
+        """Dtype and device of the keys and values; None if the first keys will decide it."""
+        keys = self._state.keys
+        return (keys.dtype, keys.device) if keys.shape[2] else self._first_kind
 
     @property
     def kept(self) -> int:
         """Largest number of keys that any kv head of any entry holds."""
-        held = self._held
-        counts = [(row.positions >= 0).sum(1) for row in held.distinct()]
-        most = max((int(n.max()) for n in counts if len(n)), default=0)
-        return most + held.since - len(held.elsewhere)
+        state = self._state
+        most = max((history.num_keys for history in state.distinct()), default=0)
+        return most + state.page_length - len(state.remote)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys, the values, and their positions."""
-        held = self._held
-        tensors = [held.keys, held.values]
-        tensors += [x for row in held.distinct() for x in (row.positions, row.last)]
-        return sum(x.numel() * x.element_size() for x in tensors)
+        state = self._state
+        tensors = [state.keys, state.values]
+        tensors += [x for history in state.distinct() for x in (history.positions, history.last)]
+        return sum(x.nbytes for x in tensors)
 
     def positions(self, head: int, entry: int = 0) -> Tensor:
         """Positions of the keys that a kv head of a batch entry holds, ascending int64."""
         entry = checked_integer("entry", entry, 0, len(self.lengths) - 1)
-        head = checked_integer("head", head, 0, self._held.kv_heads - 1)
-        row, elsewhere = self._held.rows[entry], torch.tensor(self._held.elsewhere).long()
-        found = row.positions_with(row.length - row.base)[head]
-        return found[(found >= 0) & ~torch.isin(found, elsewhere)].sort().values
+        head = checked_integer("head", head, 0, self._state.kv_heads - 1)
+        history, remote = self._state.histories[entry], torch.tensor(self._state.remote).long()
+        positions = history.positions_with(history.length - history.base)[head]
+        return positions[(positions >= 0) & ~torch.isin(positions, remote)].sort().values
 
     @overload
     def attend(
@@ -222,8 +218,8 @@ class KVCache:
         for name in _REFUSED.keys() & options.keys() if options else ():
             raise ValueError(f"attend takes no {name}, for {_REFUSED[name]}; leave it out")
         if torch.is_grad_enabled():
-            given = (query, key, value, *options.values())
-            if any(isinstance(x, Tensor) and x.requires_grad for x in given):
+            values = (query, key, value, *options.values())
+            if any(isinstance(x, Tensor) and x.requires_grad for x in values):
                 raise ValueError(
                     "attend keeps no gradients, got tensors that require them; call it under "
                     "torch.no_grad(), or attention() on whole sequences to train"
@@ -235,10 +231,10 @@ class KVCache:
                     "outside"
                 )
             inputs = autocast_inputs(query, key, value)
-            out: Tensor = attend_op(*inputs, self._clock, **spelt(options))
+            out: Tensor = attend_op(*inputs, self._clock, **operator_options(options))
             return out
-        found = self._attend(query, key, value, lengths, stored, **options)
-        return found if return_lse else found[0]
+        results = self._attend(query, key, value, lengths, stored, **options)
+        return results if return_lse else results[0]
 
     def load(
         self,
@@ -253,16 +249,16 @@ class KVCache:
         Args:
             key, value: [B, Hkv, n, D].
             positions: positions of the keys, [n] ascending; default 0 to n - 1.
-            length: length of the prompt, default the last position + 1. Keys that are not given are
-                on other ranks.
+            length: length of the prompt, default the last position + 1. Other ranks store the keys
+                of all other positions.
 
         Raises: ValueError where arguments do not fit, or the cache has seen tokens.
         """
         check_tensor("key", key, "[batch, heads, tokens, head dim]")
         n = key.shape[2] if key.dim() == 4 else 0
-        shape = len(self.lengths), self._held.heads, n, self._dims[0]
+        shape = len(self.lengths), self._state.heads, n, self._dims[0]
         query = torch.empty(shape, dtype=key.dtype, device=key.device)
-        check_inputs(query, key, value, self._held.pattern)
+        check_inputs(query, key, value, self._state.pattern)
         self._check(query, key, value)
         places = torch.arange(n)
         if positions is not None:
@@ -282,7 +278,7 @@ class KVCache:
                 f"{shortened(str(places.tolist()))}; sort both"
             )
         with keeping_tensors():
-            self._held = self._held.loaded(key, value, places, length)
+            self._state = self._state.loaded(key, value, places, length)
 
     def _attend(
         self,
@@ -297,14 +293,14 @@ class KVCache:
         block_size: int | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        held, asked = self._held, (backend, scale, None, block_size)
-        recipe, inputs, extras = recipe_of(query, key, value, held.pattern, asked, options)
-        if held.steps.checked is not recipe:
+        state, call = self._state, (backend, scale, None, block_size)
+        recipe, inputs, extras = recipe_of(query, key, value, state.pattern, call, options)
+        if state.page.recipe is not recipe:
             self._check(query, key, value)
-            check_dtype(self._dtype, inputs[1])
-        given = query.shape[2]
-        new = self._new_tokens(lengths, given)
-        most = given if lengths is None else max(new, default=0)
+            check_dtype(self._kind[0], inputs[1])
+        n = query.shape[2]
+        new = self._new_tokens(lengths, n)
+        most = n if lengths is None else max(new, default=0)
         if not stored and len(set(zip(self.lengths, new, strict=True))) > 1:
             raise ValueError(
                 "stored=False needs entries of one length, got "
@@ -313,26 +309,26 @@ class KVCache:
         if most == 0:
             return nothing_new(inputs[0], self._dims[1])
         if not stored:
-            last = range(self.length, self.length + most)
-            held = held.changed(elsewhere=(*held.elsewhere, *last))
-        part, of_part = (inputs, extras) if most == given else of_first(most, inputs, extras)
-        if fits_page(held, recipe.backend, new, of_part):
-            layout = held.steps.layouts.get(most)
+            state = state.changed(remote=(*state.remote, *range(self.length, self.length + most)))
+        tokens = NewTokens(*inputs, extras)
+        tokens = tokens if most == n else tokens.first(most)
+        if fits_page(state, recipe.backend, new, tokens):
+            layout = state.page.layouts.get(most)
             if layout is None:
                 with keeping_tensors():
-                    layout = laid_page(held, most)
-            found = attend_page(held, layout, recipe, part, of_part)
-            held.steps.checked = recipe if recipe.plain else None
-            after = held.advanced(new, held.since + most)
-            if after.since >= after.limit:
+                    layout = page_layout(state, most)
+            results = attend_page(state, layout, recipe, tokens)
+            state.page.recipe = recipe if recipe.plain else None
+            state = state.advanced(new, state.page_length + most)
+            if state.page_length >= state.page_limit:
                 with keeping_tensors():
-                    after = after.evicted()
+                    state = state.evicted()
         else:
             with keeping_tensors():
-                found = attend_spans(held, recipe, part, new, of_part)
-                after = held.advanced(new, held.since).evicted(*part[1:])
-        self._held = after
-        return with_padding(found, given - most)
+                results = attend_spans(state, recipe, tokens, new)
+                state = state.advanced(new, state.page_length).evicted(tokens.key, tokens.value)
+        self._state = state
+        return with_padding(results, n - most)
 
     def crop(self, length: int) -> None:
         """Forgets the tokens from `length` on, as speculative decoding does with wrong guesses.
@@ -345,70 +341,66 @@ class KVCache:
             raise ValueError(
                 f"crop needs entries of one length, got {shortened(str(self.lengths))}; select some"
             )
-        oldest = max((row.oldest for row in self._held.rows), default=0)
-        least = max(oldest, self.length - self._held.rollback)
+        oldest = max((history.oldest for history in self._state.histories), default=0)
+        least = max(oldest, self.length - self._state.rollback)
         if not least <= length <= self.length:
             raise ValueError(
-                f"crop takes a cache of {self.length} tokens and rollback={self._held.rollback} "
+                f"crop takes a cache of {self.length} tokens and rollback={self._state.rollback} "
                 f"back to {least} at least, got {length}; give KVCache a larger rollback"
             )
         with keeping_tensors():
-            self._held = self._held.cropped(length)
+            self._state = self._state.cropped(length)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Replaces entry i by entry `index[i]`, as beam search needs; the batch size stays."""
-        chosen = self._checked_index("reorder", index)
-        if len(chosen) != len(self.lengths):
-            raise ValueError(
-                f"reorder needs an index of {len(self.lengths)} entries, got {len(chosen)}; select "
-                "takes any number"
-            )
-        self._take(chosen)
+        self._take("reorder", index, len(self.lengths))
 
     def repeat(self, n: int) -> None:
         """Repeats each entry n times, copies adjacent (0 0 1 1), as beam search needs."""
         n = checked_integer("n", n, 1)
-        every = torch.arange(len(self.lengths)).repeat_interleave(n)
-        self._take(self._checked_index("repeat", every))
+        self._take("repeat", torch.arange(len(self.lengths)).repeat_interleave(n))
 
     def select(self, index: Tensor | Sequence[int]) -> None:
         """Keeps only the entries that an index lists, in its order."""
-        self._take(self._checked_index("select", index))
+        self._take("select", index)
 
-    def _take(self, entries: Tensor) -> None:
-        with keeping_tensors():
-            self._held = self._held.taken(entries.clone())  # may be an inference tensor
-
-    def _checked_index(self, name: str, index: Tensor | Sequence[int]) -> Tensor:
+    def _take(self, name: str, index: Tensor | Sequence[int], size: int | None = None) -> None:
         if self.pattern.num_batches() is not None:
             raise ValueError(
                 f"{name} needs entries that may be any, but the pattern has one table for each, in "
                 f"{shortened(str(self.pattern))}; make a cache for each entry"
             )
-        return checked_index(name, index, len(self.lengths))
+        entries = checked_index(name, index, len(self.lengths))
+        if size not in (None, len(entries)):
+            raise ValueError(
+                f"{name} needs an index of {size} entries, got {len(entries)}; select takes any "
+                "number"
+            )
+        with keeping_tensors():
+            self._state = self._state.of_entries(entries.clone())  # may be an inference tensor
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         refuse_meta(query, key, value)
         batch, new, (width, value_width) = len(self.lengths), query.shape[2], self._dims
-        wanted = (
-            (batch, self._held.heads, new, width),
-            (batch, self._held.kv_heads, new, width),
-            (batch, self._held.kv_heads, new, value_width),
+        expected = (
+            (batch, self._state.heads, new, width),
+            (batch, self._state.kv_heads, new, width),
+            (batch, self._state.kv_heads, new, value_width),
         )
-        given = query.shape, key.shape, value.shape
-        if given != wanted:
+        shapes = query.shape, key.shape, value.shape
+        if shapes != expected:
             raise ValueError(
                 "attend needs query, key and value of as many new tokens, "
-                f"{', '.join(map(str, wanted))} here, got "
-                f"{', '.join(str(tuple(x)) for x in given)}; the cache has those before"
+                f"{', '.join(map(str, expected))} here, got "
+                f"{', '.join(str(tuple(x)) for x in shapes)}; the cache has those before"
             )
-        if (device := self._device) not in (None, key.device):
+        if (device := self._kind[1]) not in (None, key.device):
             raise ValueError(
                 f"the cache is on {device}, got keys on {key.device}; move them with .to()"
             )
 
     def _new_tokens(self, lengths: Sequence[int] | Tensor | None, most: int) -> list[int]:
-        entries, total = len(self._held.rows), self._held.total
+        entries, total = len(self._state.histories), self._state.total
         new = [most] * entries if lengths is None else checked_lengths(lengths, entries, most)
         if total is None:
             return new

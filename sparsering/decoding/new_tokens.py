@@ -1,12 +1,38 @@
-"""Checks of a cache's arguments, and results for tokens that are padding."""
+"""The new tokens of a step, checks of their number and dtype, and results for padding."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..numerics import sum_dtype
 from ..patterns.arguments import listed, shortened
+
+
+class NewTokens(NamedTuple):
+    """Query, key and value [B, H, n, D] of the new tokens, and the extras of their call."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    extras: Mapping[str, Any]
+
+    def first(self, n: int) -> "NewTokens":
+        """Returns the first `n` of the tokens."""
+        sink = self.extras["sink"]
+        extras = self.extras
+        if sink is not None and sink.shape[2] > 1:
+            extras = {**extras, "sink": sink[:, :, :n]}
+        return NewTokens(*(x[:, :, :n] for x in self[:3]), extras)
+
+    def of_entries(self, entries: Tensor) -> "NewTokens":
+        """Returns the tokens of some batch entries."""
+        extras = {
+            name: x[entries] if isinstance(x, Tensor) else x for name, x in self.extras.items()
+        }
+        return NewTokens(*(x[entries] for x in self[:3]), extras)
 
 
 def checked_lengths(lengths: Tensor | Sequence[int], entries: int, most: int) -> list[int]:
@@ -21,11 +47,11 @@ def checked_lengths(lengths: Tensor | Sequence[int], entries: int, most: int) ->
     return list(new)
 
 
-def check_dtype(held: torch.dtype | None, key: Tensor) -> None:
+def check_dtype(dtype: torch.dtype | None, key: Tensor) -> None:
     """Raises ValueError where a cache holds keys of another dtype."""
-    if held not in (None, key.dtype):
+    if dtype not in (None, key.dtype):
         raise ValueError(
-            f"the cache holds {held}, got keys of {key.dtype}; cast with .to({held}), or make "
+            f"the cache holds {dtype}, got keys of {key.dtype}; cast with .to({dtype}), or make "
             "another cache"
         )
 
@@ -36,9 +62,8 @@ def nothing_new(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
     return out, out.new_full(query.shape[:3], -torch.inf, dtype=sum_dtype(query))
 
 
-def with_padding(found: tuple[Tensor, Tensor], padding: int) -> tuple[Tensor, Tensor]:
+def with_padding(results: tuple[Tensor, Tensor], padding: int) -> tuple[Tensor, Tensor]:
     """Appends rows of padding to (out, lse): zeros, and -inf."""
     if not padding:
-        return found
-    pad = torch.nn.functional.pad
-    return pad(found[0], (0, 0, 0, padding)), pad(found[1], (0, padding), value=-torch.inf)
+        return results
+    return pad(results[0], (0, 0, 0, padding)), pad(results[1], (0, padding), value=-torch.inf)

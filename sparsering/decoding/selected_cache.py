@@ -1,6 +1,8 @@
 """`SelectedCache`: each new token attends to the blocks of earlier tokens that it chooses."""
 
 from collections.abc import Sequence
+from copy import copy
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,7 +16,7 @@ from ..patterns.selected import SelectedBlocks
 from ..selection.choose import select_blocks
 from ..selection.scorer import BlockScorer
 from ..selection.summaries import BlockSummaries
-from .held import Held, keeping_tensors
+from .cache_state import keeping_tensors
 from .kv_cache import KVCache
 from .new_tokens import check_dtype, nothing_new
 
@@ -67,11 +69,12 @@ class SelectedCache(KVCache):
         k, sink = checked_integer("k", k, 0), checked_integer("sink", sink, 0)
         local = checked_integer("local", local, 0)
         summaries = BlockSummaries(block_size, method=method, parts=parts)
-        self._held = self._held.changed(summaries=summaries)
+        self._state = self._state.changed(summaries=summaries)
         self._size, self._k = block_size, k
-        self._selection: dict[str, Any] = {"block_size": block_size, "top_p": top_p}
-        self._selection |= {"sink": sink, "local": local}
-        self._chosen(torch.zeros(1, min(sink + local, k + 1)))  # validates arguments early
+        self._select_blocks = partial(
+            select_blocks, k=k, block_size=block_size, top_p=top_p, sink=sink, local=local
+        )
+        self._select_blocks(torch.zeros(1, min(sink + local, k + 1)))  # validates arguments early
 
     def __repr__(self) -> str:
         return (
@@ -83,10 +86,6 @@ class SelectedCache(KVCache):
     def nbytes(self) -> int:
         """Bytes of the keys, the values, their positions and the block summaries."""
         return super().nbytes + self._summaries.nbytes
-
-    def _chosen(self, scores: Tensor, q_start: int = 0) -> Tensor:
-        """Selects blocks by rows of scores, with this cache's k, sink, local and top_p."""
-        return select_blocks(scores, self._k, q_start=q_start, **self._selection)
 
     @keeping_tensors()
     def _attend(
@@ -100,9 +99,9 @@ class SelectedCache(KVCache):
         backend: str | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        check_inputs(query, key, value, self._held.pattern)
+        check_inputs(query, key, value, self._state.pattern)
         self._check(query, key, value)
-        held, n, begin = self._held, query.shape[2], self.length
+        state, n, begin = self._state, query.shape[2], self.length
         query, key, value = autocast_inputs(query, key, value)
         new = self._new_tokens(lengths, n)
         if set(new) - {n} or not stored:
@@ -112,28 +111,32 @@ class SelectedCache(KVCache):
             )
         if n == 0:
             return nothing_new(query, self._dims[1])
-        check_dtype(self._dtype, key)
-        if held.since + n > held.page >= n and held.keys.shape[2]:
-            held = held.evicted()
-        paged = held.keys.shape[2] > 0 and held.since + n <= held.page
-        keys, values = (
-            _with(held, slots, x, paged) for slots, x in ((held.keys, key), (held.values, value))
-        )
-        summaries = self._summaries
-        summaries.crop(begin)  # drops blocks of a step that failed
-        scores = summaries.scores(query, keys, scale=options.get("scale"))
-        chosen = self._chosen(scores, begin)
-        pattern = SelectedBlocks(chosen, self._size, 1, begin) & Causal()
-        found = attention(query, keys, values, pattern, return_lse=True, backend=backend, **options)
+        check_dtype(self._kind[0], key)
+        if state.page_length + n > state.page_size >= n and state.keys.shape[2]:
+            state = state.evicted()
+        paged = state.keys.shape[2] > 0 and state.page_length + n <= state.page_size
+        pairs = (state.keys, key), (state.values, value)
         if paged:
-            self._held = held.advanced(new, held.since + n)
-        else:
-            self._held = held.advanced(new, held.since).evicted(key, value)
-        return found
+            for slots, x in pairs:
+                slots.narrow(2, state.page_start + state.page_length, n).copy_(x)
+        state = state.advanced(new, state.page_length + (n if paged else 0))
+        keys, values = (state.with_new(slots, None if paged else x) for slots, x in pairs)
+        summaries = copy(self._summaries)  # a step that fails leaves the state's summaries as is
+        summaries.crop(begin)
+        scores = summaries.scores(query, keys, scale=options.get("scale"))
+        blocks = self._select_blocks(scores, q_start=begin)
+        pattern = SelectedBlocks(blocks, self._size, 1, begin) & Causal()
+        results = attention(
+            query, keys, values, pattern, return_lse=True, backend=backend, **options
+        )
+        if not paged:
+            state = state.evicted(key, value)
+        self._state = state.changed(summaries=summaries)
+        return results
 
     @property
     def _summaries(self) -> BlockSummaries:
-        return cast(BlockSummaries, self._held.summaries)
+        return cast(BlockSummaries, self._state.summaries)
 
     def load(
         self,
@@ -151,13 +154,3 @@ class SelectedCache(KVCache):
                 "out"
             )
         super().load(key, value)
-
-
-def _with(held: Held, slots: Tensor, new: Tensor, paged: bool) -> Tensor:
-    """All keys, or values, in order; writes the new ones into the page if they fit it."""
-    used = held.in_use(slots)
-    if not paged:
-        return torch.cat((used, new), 2) if used.shape[2] else new
-    first = used.shape[2]
-    slots.narrow(2, first, new.shape[2]).copy_(new)
-    return slots[:, :, : first + new.shape[2]]

@@ -1,17 +1,17 @@
 """Attention of new tokens to a cache: over the slots of a page, or over spans of positions.
 
-One layout serves all queries of a page, over all slots: kept ones and those of the page. Tokens
+One layout serves all queries of a page, over all slots: those before the page and its own. Tokens
 that fit the page attend to keys in place. All else, prompts and extras that depend on positions,
 copies keys into the spans of positions that it visits.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..call_recipe import CallRecipe
 from ..dispatch import BACKENDS
@@ -26,208 +26,187 @@ from ..numerics import sum_dtype, without_autocast
 from ..ops import attend
 from ..patterns.algebra import Frame, Mask
 from ..patterns.keys import KeyMask
-from .held import Held, Row
+from ..streams import moved
+from .cache_state import CacheState, History
+from .new_tokens import NewTokens
 
 _CPU = torch.device("cpu")
 
-Options = Mapping[str, Any]
 
-
-def fits_page(held: Held, backend: str, new: list[int], extras: Options) -> bool:
+def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens) -> bool:
     """Whether all entries have equally many new tokens, and the page can serve this call."""
+    extras = tokens.extras
     return (
         len(set(new)) == 1
-        and held.keys.shape[2] > 0
-        and held.since + new[0] <= held.page
+        and state.keys.shape[2] > 0
+        and state.page_length + new[0] <= state.page_size
         and BACKENDS[backend].forward is not None
-        and not (held.elsewhere and "key_mask" not in BACKENDS[backend].extras)
+        and not (state.remote and "key_mask" not in BACKENDS[backend].extras)
         and extras["distance_bias"] is extras["dropout_p"] is None  # both need key positions
     )
 
 
-def _page_layout(held: Held) -> BlockLayout:
-    """Layout of the page's queries over all slots; entries with equal histories share tables."""
-    rows = held.distinct() if len(held.distinct()) == 1 else held.rows
-    slots, row = held.keys.shape[2], rows[0]
-    if len(rows) > 1 or not row.exact:
-        return _page_over(held, rows)
-    history = row.base, held.rollback, held.page, slots
-    key = (held.pattern, held.frame(0, row.base), history, held.keys.device, "page")
-    return layout_cache.keep(key, lambda: _page_over(held, rows))
-
-
-def _page_over(held: Held, rows: list[Row]) -> BlockLayout:
-    block = max(held.page, 128)
-    positions = torch.stack([row.positions_with(held.page) for row in rows])
-    live = torch.stack([row.live_with(held.page) for row in rows], 1)
-    starts = torch.tensor([row.base for row in rows])
-    frame = held.frame(held.page, int(starts.max()))
-    made = page_over(held.pattern, positions, live, starts, frame, held.page, block)
-    passes = tuple(p.to(held.keys.device) for p in made)
-    if held.keys.device == _CPU:
-        for p in passes:
-            _ = p.transposed_bitmaps  # builds the table once, for all steps
-    slots = held.keys.shape[2]
-    frame = Frame(held.page, slots, held.heads, held.kv_heads, slots - held.page)
-    return BlockLayout(frame, block, passes, math.nan)
-
-
-def laid_page(held: Held, queries: int) -> BlockLayout:
+def page_layout(state: CacheState, queries: int) -> BlockLayout:
     """Returns the page's layout for a number of queries, and stores it for later steps."""
-    laid = held.steps.layouts
-    if held.page not in laid:
-        laid[held.page] = _page_layout(held)
-    if queries not in laid:
-        whole = laid[held.page]
+    layouts = state.page.layouts
+    if state.page_size not in layouts:
+        layouts[state.page_size] = _whole_page_layout(state)
+    if queries not in layouts:
+        whole = layouts[state.page_size]
         stops = (torch.full_like(p.query_stop, queries) for p in whole.passes)
         passes = tuple(p.like(query_stop=x) for p, x in zip(whole.passes, stops, strict=True))
         frame = whole.frame._replace(q_len=queries)
-        laid[queries] = replace(whole, frame=frame, passes=passes)
-    return laid[queries]
+        layouts[queries] = replace(whole, frame=frame, passes=passes)
+    return layouts[queries]
+
+
+def _whole_page_layout(state: CacheState) -> BlockLayout:
+    """Layout of the page's queries over all slots; entries with equal histories share tables."""
+    histories = state.distinct() if len(state.distinct()) == 1 else state.histories
+    slots, page_size, device = state.keys.shape[2], state.page_size, state.keys.device
+
+    def build() -> BlockLayout:
+        block = max(page_size, 128)
+        positions = torch.stack([x.positions_with(page_size) for x in histories])
+        live = torch.stack([x.live_with(page_size) for x in histories], 1)
+        starts = torch.tensor([x.base for x in histories])
+        frame = state.frame(page_size, int(starts.max()))
+        passes = page_over(state.pattern, positions, live, starts, frame, page_size, block)
+        passes = tuple(p.to(device) for p in passes)
+        if device == _CPU:
+            for p in passes:
+                _ = p.transposed_bitmaps  # builds the table once, for all steps
+        frame = Frame(page_size, slots, state.heads, state.kv_heads, slots - page_size)
+        return BlockLayout(frame, block, passes, math.nan)
+
+    if len(histories) > 1 or not histories[0].exact:
+        return build()
+    base = histories[0].base
+    key = (state.pattern, state.frame(0, base), base, state.rollback, page_size, slots, device)
+    return layout_cache.keep((*key, "page"), build)
 
 
 def attend_page(
-    held: Held,
-    layout: BlockLayout,
-    recipe: CallRecipe,
-    inputs: Sequence[Tensor],
-    extras: Options,
+    state: CacheState, layout: BlockLayout, recipe: CallRecipe, tokens: NewTokens
 ) -> tuple[Tensor, Tensor]:
     """Writes the new keys into their slots and attends; `layout` is for this number of queries."""
-    query, key, value = inputs
-    first = held.room + held.since
-    held.clear_after(held.since + query.shape[2])
-    slot = (held.since,) * len(layout.passes)
-    here = None
-    if held.elsewhere:
-        place = torch.tensor(held.elsewhere) - held.rows[0].base + held.room
-        here = torch.ones(1, held.keys.shape[2], dtype=torch.bool)
-        here = here.index_fill(1, place, False).to(query.device)
+    query, key, value, extras = tokens
+    first = state.page_start + state.page_length
+    state.clear_page(state.page_length + query.shape[2])
+    slots = (state.page_length,) * len(layout.passes)
+    mask = None
+    if state.remote:
+        place = torch.tensor(state.remote) - state.histories[0].base + state.page_start
+        mask = torch.ones(1, state.keys.shape[2], dtype=torch.bool)
+        mask = moved(mask.index_fill(1, place, False), query.device)
     problem = Problem(
-        layout, query, held.keys, held.values, recipe.scale, slots=slot, key_mask=here, **extras
+        layout, query, state.keys, state.values, recipe.scale, slots=slots, key_mask=mask, **extras
     )
     if recipe.backend == "cpu":  # its kernel writes the new keys itself
         return cpu.forward(problem, (key, value, first))
-    for slots, new in ((held.keys, key), (held.values, value)):
-        slots.narrow(2, first, new.shape[2]).copy_(new)
+    for stored, new in ((state.keys, key), (state.values, value)):
+        stored.narrow(2, first, new.shape[2]).copy_(new)
     return _run(recipe.backend, problem)
 
 
 def attend_spans(
-    held: Held,
-    recipe: CallRecipe,
-    inputs: Sequence[Tensor],
-    new: list[int],
-    extras: Options,
+    state: CacheState, recipe: CallRecipe, tokens: NewTokens, new: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Attends from each entry's last `new` tokens to cached keys; equal entries go together."""
+    """Attends from each entry's first `new` tokens to cached keys; equal entries go together."""
     groups: dict[tuple[int, int], list[int]] = {}
-    for entry, (row, n) in enumerate(zip(held.rows, new, strict=True)):
-        groups.setdefault((id(row), n), []).append(entry)
-    query, _, value = inputs
+    for entry, (history, n) in enumerate(zip(state.histories, new, strict=True)):
+        groups.setdefault((id(history), n), []).append(entry)
     if len(groups) == 1:
-        return _Alike(held, held.rows[0], None).attend(recipe, inputs, extras)
+        return _Group(state, state.histories[0], None, recipe, tokens).attend()
+    query, _, value, _ = tokens
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=sum_dtype(query))
-    whole = not _runs_spans(held, recipe.backend) and held.pattern.num_batches() is not None
-    every = torch.arange(len(query), device=query.device)
-    for (_, n), entries in groups.items():
+    whole = not _runs_spans(state, recipe.backend) and state.pattern.num_batches() is not None
+    for (_, n), numbers in groups.items():
         if not n:
             continue
-        index = torch.tensor(entries, device=query.device)
-        taken = every if whole else index
-        part, of_part = of_first(n, *_of_entries(taken, inputs, extras))
-        alike = _Alike(held, held.rows[entries[0]], taken)
-        found = alike.attend(recipe, part, of_part)
-        out[index, :, :n], lse[index, :, :n] = (x[index] if whole else x for x in found)
+        index = torch.tensor(numbers, device=query.device)
+        entries = torch.arange(len(query), device=query.device) if whole else index
+        part, history = tokens.first(n).of_entries(entries), state.histories[numbers[0]]
+        results = _Group(state, history, entries, recipe, part).attend()
+        out[index, :, :n], lse[index, :, :n] = (x[index] if whole else x for x in results)
     return out, lse
 
 
-def _runs_spans(held: Held, backend: str) -> bool:
+def _runs_spans(state: CacheState, name: str) -> bool:
     """Whether a backend runs layouts, and can mask the keys of spans that are not stored here."""
-    found = BACKENDS[backend]
-    here = not held.elsewhere and all(row.exact for row in held.distinct())
-    return found.forward is not None and (here or "key_mask" in found.extras)
+    backend = BACKENDS[name]
+    all_stored = not state.remote and all(x.exact for x in state.distinct())
+    return backend.forward is not None and (all_stored or "key_mask" in backend.extras)
 
 
-def of_first(
-    queries: int, inputs: Sequence[Tensor], extras: Options
-) -> tuple[Sequence[Tensor], Options]:
-    """Returns the inputs and extras of the first `queries` new tokens."""
-    sink = extras["sink"]
-    if sink is not None and sink.shape[2] > 1:
-        extras = {**extras, "sink": sink[:, :, :queries]}
-    return [x[:, :, :queries] for x in inputs], extras
+class _Group(NamedTuple):
+    """New tokens of batch entries that share a history.
 
+    Attributes:
+        state, history: of the cache, and of these entries.
+        entries: numbers of the entries, None for all.
+        recipe, tokens: of the call; the tokens of these entries alone.
+    """
 
-def _of_entries(
-    entries: Tensor, inputs: Sequence[Tensor], extras: Options
-) -> tuple[Sequence[Tensor], Options]:
-    """Returns the inputs and extras of some batch entries."""
-    of_extras = {name: x[entries] if isinstance(x, Tensor) else x for name, x in extras.items()}
-    return [x[entries] for x in inputs], of_extras
+    state: CacheState
+    history: History
+    entries: Tensor | None
+    recipe: CallRecipe
+    tokens: NewTokens
 
-
-class _Alike:
-    """Batch entries that share a `Row`; `entries` are their numbers, None for all."""
-
-    def __init__(self, held: Held, row: Row, entries: Tensor | None) -> None:
-        self._held, self._row, self._entries = held, row, entries
-
-    def attend(
-        self, recipe: CallRecipe, inputs: Sequence[Tensor], extras: Options
-    ) -> tuple[Tensor, Tensor]:
-        query, pattern, begin = inputs[0], self._held.pattern, self._row.length
-        frame = self._held.frame(query.shape[2], begin)
-        elsewhere = self._held.elsewhere
-        apart = self._entries is not None and pattern.num_batches() is not None
-        if begin == 0 and frame.kv_len == query.shape[2] and not elsewhere and not apart:
-            whole = CallRecipe(recipe.backend, recipe.scale, 0, recipe.block_size)
-            return attend(whole, query, inputs[1], inputs[2], pattern, extras)
-        if not _runs_spans(self._held, recipe.backend):
-            return self._attend_whole(recipe, inputs, frame, extras)
-        layout, slots = self._layout(query.shape[2], frame, recipe.block_size)
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """Attends over the spans of positions that the new tokens visit."""
+        query, key, value, extras = self.tokens
+        state, recipe, begin = self.state, self.recipe, self.history.length
+        frame = state.frame(query.shape[2], begin)
+        apart = self.entries is not None and state.pattern.num_batches() is not None
+        if begin == 0 and frame.kv_len == query.shape[2] and not state.remote and not apart:
+            prompt = CallRecipe(recipe.backend, recipe.scale, 0, recipe.block_size)
+            return attend(prompt, query, key, value, state.pattern, extras)
+        if not _runs_spans(state, recipe.backend):
+            return self._attend_whole(frame)
+        layout, slots = self._layout(frame)
         if apart:
-            entries = cast(Tensor, self._entries).cpu()
+            entries = cast(Tensor, self.entries).cpu()
             layout = replace(layout, passes=tuple(p.of_entries(entries) for p in layout.passes))
         spanned = Spanned.of(layout)
-        keys, values = self._spread(inputs, spanned)
+        keys, values = self._spread(spanned)
         passes = tuple(p.to(query.device) for p in spanned.layout.passes)
-        moved = replace(spanned.layout, passes=passes)
-        here = self._here(query.shape[2], spanned)
-        here = None if here is None else here.to(query.device)
+        layout = replace(spanned.layout, passes=passes)
+        mask = self._stored(spanned)
+        mask = None if mask is None else moved(mask, query.device)
         problem = Problem(
-            moved, query, keys, values, recipe.scale, slots=slots, key_mask=here, **extras
+            layout, query, keys, values, recipe.scale, slots=slots, key_mask=mask, **extras
         )
         return _run(recipe.backend, problem)
 
-    def _here(self, new: int, spanned: Spanned) -> Tensor | None:
+    def _stored(self, spanned: Spanned) -> Tensor | None:
         """Mask [1, tokens] of the spans' positions whose keys are stored here; None for all.
 
         One mask serves all heads: a head does not visit keys that are dead for it alone.
         """
-        held, row = self._held, self._row
-        if row.exact and not held.elsewhere:
+        history, remote = self.history, self.state.remote
+        if history.exact and not remote:
             return None
-        every = row.positions_with(row.length - row.base).flatten()
-        every = torch.cat((every[every >= 0], torch.arange(row.length, row.length + new)))
-        every = every[~torch.isin(every, torch.tensor(held.elsewhere, dtype=torch.int64))]
+        end = history.length + self.tokens.query.shape[2]
+        stored = history.positions_with(history.length - history.base).flatten()
+        stored = torch.cat((stored[stored >= 0], torch.arange(history.length, end)))
+        stored = stored[~torch.isin(stored, torch.tensor(remote, dtype=torch.int64))]
         mask = torch.zeros(1, spanned.length + 1, dtype=torch.bool)
-        return mask.index_fill(1, spanned.place_of(every), True)[:, :-1]
+        return mask.index_fill(1, spanned.place_of(stored), True)[:, :-1]
 
-    def _layout(
-        self, queries: int, frame: Frame, block_size: int | None
-    ) -> tuple[BlockLayout, tuple[int, ...]]:
+    def _layout(self, frame: Frame) -> tuple[BlockLayout, tuple[int, ...]]:
         """Layout of the new queries, and the `slots` of its `Problem`."""
-        pattern, begin = self._held.pattern, self._row.length
-        size = default_block_size(pattern, frame.kv_len) if block_size is None else block_size
-        if self._held.total is None:
-            found = last_query_layout(pattern, frame, size, _CPU)
-            return found or (layout_cache.layout(pattern, frame, size, _CPU), ())
+        pattern, size = self.state.pattern, self.recipe.block_size
+        begin, queries = self.history.length, self.tokens.query.shape[2]
+        size = default_block_size(pattern, frame.kv_len) if size is None else size
+        if self.state.total is None:
+            layout = last_query_layout(pattern, frame, size, _CPU)
+            return layout or (layout_cache.layout(pattern, frame, size, _CPU), ())
 
         def build() -> BlockLayout:
-            here = [(begin, begin + queries)]
-            compiled = compile_passes(pattern, frame, size, queries=here)
+            compiled = compile_passes(pattern, frame, size, queries=[(begin, begin + queries)])
             rows = frame._replace(q_start=begin, q_len=queries)
             passes = tuple(assemble(c, rows, size) for c in compiled)
             return BlockLayout(rows, size, passes, math.nan)
@@ -235,42 +214,41 @@ class _Alike:
         key = (pattern, frame, size, begin, queries, "rows")
         return layout_cache.keep(key, build), ()
 
-    def _spread(self, inputs: Sequence[Tensor], spanned: Spanned) -> list[Tensor]:
-        """Copies kept and new keys, and values, into a layout's spans: [b, Hkv, tokens, D]."""
-        held, row, length = self._held, self._row, spanned.length
-        positions = row.positions_with(held.since)
+    def _spread(self, spanned: Spanned) -> list[Tensor]:
+        """Copies cached and new keys, and values, into a layout's spans: [b, Hkv, tokens, D]."""
+        state, history, length = self.state, self.history, spanned.length
+        positions = history.positions_with(state.page_length)
         place = torch.where(positions < 0, length, spanned.place_of(positions.clamp(min=0)))
         results = []
-        for slots, new in ((held.keys, inputs[1]), (held.values, inputs[2])):
+        for slots, new in ((state.keys, self.tokens.key), (state.values, self.tokens.value)):
             batch, heads, count, width = new.shape
             result = new.new_zeros(batch, heads, length + 1, width)  # the last slot is dropped
-            if row.length:
-                kept = held.in_use(slots)
-                kept = kept if self._entries is None else kept[self._entries]
-                index = place.to(new.device)[None, :, :, None].expand(batch, -1, -1, width)
-                result.scatter_(2, index, kept)
-            fresh = spanned.place_of(torch.arange(row.length, row.length + count))
-            result[:, :, fresh.to(new.device)] = new
+            if history.length:
+                cached = state.in_use(slots)
+                cached = cached if self.entries is None else cached[self.entries]
+                index = moved(place, new.device)[None, :, :, None].expand(batch, -1, -1, width)
+                result.scatter_(2, index, cached)
+            new_place = spanned.place_of(torch.arange(history.length, history.length + count))
+            result[:, :, moved(new_place, new.device)] = new
             results.append(result[:, :, :length])
         return results
 
-    def _attend_whole(
-        self, recipe: CallRecipe, inputs: Sequence[Tensor], frame: Frame, extras: Options
-    ) -> tuple[Tensor, Tensor]:
+    def _attend_whole(self, frame: Frame) -> tuple[Tensor, Tensor]:
         """Attends over all positions, evicted keys as zeros, on a backend without layouts."""
-        query, begin, pattern = inputs[0], self._row.length, self._held.pattern
+        query, recipe, pattern = self.tokens.query, self.recipe, self.state.pattern
         begins, ends = torch.zeros(1, dtype=torch.int64), torch.full((1,), frame.kv_len)
         everything = Spanned(BlockLayout(frame, 128, (), math.nan), begins, ends)
-        keys, values = self._spread(inputs, everything)
-        n, first = query.shape[2], begin - frame.q_start  # place of the new queries in the frame
-        every = torch.nn.functional.pad(query, (0, 0, first, frame.q_len - first - n))
-        extras, sink = dict(extras), extras["sink"]
+        keys, values = self._spread(everything)
+        first, n = self.history.length - frame.q_start, query.shape[2]
+        rest = frame.q_len - first - n  # other rows of the frame, whose results are dropped
+        query = pad(query, (0, 0, first, rest))
+        extras, sink = dict(self.tokens.extras), self.tokens.extras["sink"]
         if sink is not None and sink.shape[2] > 1:
-            extras["sink"] = torch.nn.functional.pad(sink, (first, frame.q_len - first - n))
-        whole = CallRecipe(recipe.backend, recipe.scale, frame.q_start, recipe.block_size)
-        if (here := self._here(n, everything)) is not None:
-            pattern = cast(Mask, pattern) & KeyMask(here[0])
-        out, lse = attend(whole, every, keys, values, pattern, extras)
+            extras["sink"] = pad(sink, (first, rest))
+        if (mask := self._stored(everything)) is not None:
+            pattern = cast(Mask, pattern) & KeyMask(mask[0])
+        call = CallRecipe(recipe.backend, recipe.scale, frame.q_start, recipe.block_size)
+        out, lse = attend(call, query, keys, values, pattern, extras)
         return out[:, :, first : first + n], lse[:, :, first : first + n]
 
 

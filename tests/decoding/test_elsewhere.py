@@ -25,3 +25,20 @@ def test_no_backend_sees_keys_that_others_store(backend):
     pattern = sr.SlidingWindow(30) & sr.KeyMask(stored)
     expected = sr.attention(*x.double(), pattern, backend="reference")
     assert_close(torch.cat(outs, 2).double(), expected, 3e-6)
+
+
+@pytest.mark.parametrize("lengths", [None, [1, 0]])  # in the page, and over spans
+def test_the_mask_of_stored_keys_is_copied_without_waiting(monkeypatch, lengths):
+    masks = []
+
+    def copied(x, device):
+        masks.append(x) if x.dtype == torch.bool else None
+        return x.to(device)
+
+    monkeypatch.setattr("sparsering.decoding.steps.moved", copied)
+    cache, x = sr.KVCache(sr.Causal(), 2, 1, 8, page_size=16), torch.randn(3, 2, 1, 20, 8)
+    cache.attend(*x)
+    cache.attend(*x[..., :1, :], stored=False)
+    masks.clear()
+    cache.attend(*x[..., :1, :], lengths=lengths)
+    assert len(masks) == 1

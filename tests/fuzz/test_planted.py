@@ -37,7 +37,7 @@ DEFECTS = {
     ),
     "a cache evicts keys one token early": (
         "caches",
-        "decoding/held.py",
+        "decoding/cache_state.py",
         "alive = (positions >= 0) & (last.amax(0) >= oldest)",
         "alive = (positions >= 0) & (last.amax(0) > oldest)",
     ),

@@ -1,0 +1,341 @@
+"""State of a cache: keys and values in slots, their positions, and the last query to visit each.
+
+The first slots store the keys that stayed at the last eviction. A page of slots for newer tokens
+follows: the i-th newer token lies in slot i of the page, in every batch entry and head.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..call_recipe import CallRecipe
+from ..layouts.cache import layout_cache
+from ..layouts.layout import BlockLayout
+from ..layouts.lifetimes import FOREVER, last_visits
+from ..patterns.algebra import And, Frame, Mask, Pattern
+from ..patterns.positions import Causal
+from ..selection.summaries import BlockSummaries
+
+_LIFETIMES = 1024  # least number of keys whose last visits are computed at a time
+_POSITION_BITS, _MOST_BRANCHES = 40, 20  # bits of a sort key: at most 62 together, to fit an int64
+
+
+class _Record:
+    def changed(self, **changes: Any) -> Self:
+        """Returns a copy with changed attributes; faster than `replace`, as each step needs one."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), **changes)
+        return other
+
+
+@dataclass(frozen=True, eq=False)
+class History(_Record):
+    """Length of a batch entry, and its keys from before the page; equal entries share one.
+
+    Attributes:
+        length: tokens of the sequence so far.
+        base: length at the last eviction.
+        positions: [Hkv, slots] positions of the keys, -1 in empty slots.
+        last: [branches, Hkv, slots] the last query of each branch that visits the key.
+        exact: whether these are all live keys, so that pattern and length alone determine them.
+        oldest: the least length that the entry can be cropped to.
+    """
+
+    length: int
+    base: int
+    positions: Tensor
+    last: Tensor
+    exact: bool = True
+    oldest: int = 0
+
+    @property
+    def num_keys(self) -> int:
+        """Largest number of keys that a head has, without the page."""
+        return int((self.positions >= 0).sum(1).max()) if self.positions.numel() else 0
+
+    def cropped(self, length: int) -> "History":
+        """The history without its tokens from `length` on."""
+        if length >= self.base:
+            return self.changed(length=length)
+        positions = torch.where(self.positions < length, self.positions, -1)
+        return self.changed(length=length, base=length, positions=positions, exact=False)
+
+    def positions_with(self, count: int) -> Tensor:
+        """Positions [Hkv, slots + count] of the keys and of `count` tokens in the page."""
+        new = torch.arange(self.base, self.base + count).expand(len(self.positions), -1)
+        return torch.cat((self.positions, new), 1)
+
+    def live_with(self, count: int) -> Tensor:
+        """Mask [branches, Hkv, slots + count] of keys that the branch may still visit."""
+        return pad(self.last >= self.base, (0, count), value=True)
+
+
+@dataclass(eq=False)
+class Page:
+    """Results that the steps of one page share.
+
+    Attributes:
+        layouts: layouts of the page's queries, by number of new tokens.
+        recipe: recipe of the latest step; a step with the same recipe needs no checks.
+        written: number of the page's slots that may hold data: valid tokens, cropped ones, and
+            those of steps that raised.
+    """
+
+    layouts: dict[int, BlockLayout] = field(default_factory=dict)
+    recipe: CallRecipe | None = None
+    written: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class CacheState(_Record):
+    """State of a `KVCache`. A step replaces it as a whole, so that a failed step changes nothing.
+
+    Steps only write in place to `page`, and to slots of the page that are not in use yet.
+
+    Attributes:
+        pattern: the pattern, made causal.
+        heads, kv_heads: number of query heads, and of key and value heads.
+        total: most tokens of a sequence (`max_length`, or the pattern's own), None for no limit.
+        rollback, page_size: as for `KVCache`.
+        histories: the `History` of each batch entry.
+        keys, values: [B, Hkv, slots, D]; no slots before the first token.
+        page_length: number of tokens in the page: those since the last eviction.
+        page_limit: value of `page_length` at which the next eviction is due: a page, or less where
+            many keys die at once in the entries with most keys, as only these free memory.
+        remote: positions of tokens in the page whose keys other ranks store.
+        summaries: block summaries of a `SelectedCache`, for blocks up to the length at least.
+        page: results that the steps of this page share.
+    """
+
+    pattern: Pattern
+    heads: int
+    kv_heads: int
+    total: int | None
+    rollback: int
+    page_size: int
+    histories: list[History]
+    keys: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))
+    values: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))
+    page_length: int = 0
+    page_limit: int = 0
+    remote: tuple[int, ...] = ()
+    summaries: BlockSummaries | None = None
+    page: Page = field(default_factory=Page)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [history.length for history in self.histories]
+
+    @property
+    def page_start(self) -> int:
+        """Index of the first slot of the page."""
+        return self.keys.shape[2] - self.page_size
+
+    def distinct(self) -> list[History]:
+        return list({id(history): history for history in self.histories}.values())
+
+    def frame(self, queries: int, first: int) -> Frame:
+        """Frame of some queries; if the total length is known, that of the whole sequence."""
+        if self.total is not None:
+            return Frame(self.total, self.total, self.heads, self.kv_heads, 0)
+        return Frame(queries, first + queries, self.heads, self.kv_heads, first)
+
+    def in_use(self, slots: Tensor) -> Tensor:
+        """Slots of `keys` or `values` without the unused rest of the page."""
+        return slots[:, :, : self.page_start + self.page_length]
+
+    def with_new(self, slots: Tensor, new: Tensor | None) -> Tensor:
+        """Used slots of `keys` or `values`, and behind them new tokens, if there are any."""
+        used = self.in_use(slots)
+        if new is None:
+            return used
+        return torch.cat((used, new), 2) if used.shape[2] else new
+
+    def clear_page(self, start: int) -> None:
+        """Zeroes the slots of the page from `start` on, behind those that a step will fill.
+
+        The step's queries do not see them, but masked NaN and infinities would still spread.
+        """
+        if (written := self.page.written) > start:
+            for slots in (self.keys, self.values):
+                slots[:, :, self.page_start + start : self.page_start + written] = 0
+        self.page.written = start
+
+    def advanced(self, new: list[int], page_length: int) -> "CacheState":
+        """Returns the state after `new` more tokens of each entry."""
+        longer: dict[tuple[int, int], History] = {}
+        histories = []
+        for history, n in zip(self.histories, new, strict=True):
+            key = id(history), n
+            if key not in longer:
+                longer[key] = history.changed(length=history.length + n)
+            histories.append(longer[key])
+        return self.changed(histories=histories, page_length=page_length)
+
+    def cropped(self, length: int) -> "CacheState":
+        """Returns the state without tokens from `length` on, where entries have one length."""
+        shorter = {id(history): history.cropped(length) for history in self.distinct()}
+        histories = [shorter[id(history)] for history in self.histories]
+        page_length = max((x.length - x.base for x in histories), default=0)
+        remote = tuple(position for position in self.remote if position < length)
+        state = self.changed(histories=histories, page_length=page_length, remote=remote)
+        past_page = any(history.base > length for history in self.histories)
+        return state.evicted() if past_page else state
+
+    def loaded(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> "CacheState":
+        """Returns the state after a prompt that ran elsewhere; `positions` [n] of its keys."""
+        last = self._last_visits(0, length)[..., positions]
+        history = History(length, length, positions.expand(self.kv_heads, -1), last, exact=False)
+        return self.changed(histories=[history] * len(self.histories)).evicted(key, value)
+
+    def of_entries(self, entries: Tensor) -> "CacheState":
+        """Returns the state of some batch entries."""
+        keys, values = (
+            x.index_select(0, entries.to(x.device)) if x.shape[2] else x
+            for x in (self.keys, self.values)
+        )
+        summaries = copy(self.summaries)
+        if summaries is not None:
+            summaries.select(entries)
+        histories = [self.histories[i] for i in entries.tolist()]
+        page = Page(written=self.page.written)
+        return self.changed(
+            histories=histories, keys=keys, values=values, summaries=summaries, page=page
+        )
+
+    def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "CacheState":
+        """Returns the state with the keys that later queries visit, and an empty page.
+
+        `key`, `value`: the last tokens [B, Hkv, n, D], if they are not in the page; an entry with
+        fewer new tokens has them first.
+        """
+        survivors = {id(history): self._survivors(history) for history in self.distinct()}
+        most = max((slots.shape[1] for _, slots in survivors.values()), default=0)
+        for number, (history, slots) in survivors.items():
+            room = (0, most - slots.shape[1])
+            positions, last, slots = (
+                pad(x, room, value=-1) for x in (history.positions, history.last, slots)
+            )
+            survivors[number] = history.changed(positions=positions, last=last), slots
+        stays = [survivors[id(history)] for history in self.histories]
+        slots = torch.zeros(0, self.kv_heads, 0, dtype=torch.int64)
+        if stays:  # equal entries share one row of slots
+            slots = torch.stack([x for _, x in (stays if len(survivors) > 1 else stays[:1])])
+        keys, values = (
+            _gathered(self.with_new(old, new), slots, self.page_size)
+            for old, new in ((self.keys, key), (self.values, value))
+        )
+        widest = [x for x, _ in survivors.values() if x.num_keys + self.page_size > most]
+        return self.changed(
+            histories=[history for history, _ in stays],
+            keys=keys,
+            values=values,
+            page_length=0,
+            page_limit=min(map(self._page_limit, widest), default=self.page_size),
+            remote=(),
+            page=Page(),
+        )
+
+    def _survivors(self, history: History) -> tuple[History, Tensor]:
+        """Returns the history without dead keys, and the slot [Hkv, keys] of each key or -1."""
+        positions = history.positions_with(history.length - history.base)
+        last = torch.cat((history.last, self._last_visits(history.base, history.length)), 2)
+        oldest = max(history.oldest, history.length - self.rollback)
+        alive = (positions >= 0) & (last.amax(0) >= oldest)
+        if self.remote:
+            alive &= ~torch.isin(positions, torch.tensor(self.remote))
+        order = self._order(positions, last, alive, history.length)
+        slot = order[:, : int(alive.sum(1).max()) if alive.numel() else 0]
+        positions = torch.where(alive, positions, -1).gather(1, slot)
+        last = torch.where(alive, last, -1).gather(2, slot.expand(len(last), -1, -1))
+        slot = torch.where(positions < 0, -1, slot)
+        exact = history.exact and not self.remote
+        return History(history.length, history.length, positions, last, exact, oldest), slot
+
+    def _order(self, positions: Tensor, last: Tensor, alive: Tensor, length: int) -> Tensor:
+        """Order [Hkv, slots] of slots after an eviction; dead ones come last.
+
+        Keys that the same branches will visit lie together, so that a branch skips whole tiles.
+        """
+        if len(last) == 1:
+            return (~alive).to(torch.int8).argsort(dim=1, stable=True)
+        live = (last[:_MOST_BRANCHES] >= length).long()  # for a sort key below FOREVER
+        branches = (live << torch.arange(len(live))[:, None, None]).sum(0)
+        rank = (branches << _POSITION_BITS) + positions
+        return torch.where(alive, rank, FOREVER).argsort(dim=1)
+
+    def _page_limit(self, history: History) -> int:
+        """Number of tokens, at most a page, after which more than a page of a head's keys is dead.
+
+        At least an eighth of a page: at the end of a segment, heads lose their keys one by one.
+        """
+        base, page_size = history.base, self.page_size
+        end = base + page_size if self.total is None else min(base + page_size, self.total)
+        old = torch.where(history.positions < 0, base + page_size, history.last.amax(0))
+        last = torch.cat((old, self._last_visits(base, end).amax(0)), 1)
+        death = torch.where(last < 0, 0, last - base + self.rollback + 1)  # counted from the base
+        birth = pad(torch.arange(1, end - base + 1), (old.shape[1], 0))
+        death = torch.maximum(death, birth).clamp(max=page_size + 1)
+        deaths = torch.zeros(len(death), page_size + 2, dtype=torch.int64)
+        dead = deaths.scatter_add(1, death, torch.ones_like(death)).cumsum(1)[:, :-1]
+        due = torch.nonzero((dead > page_size).any(0))
+        return max(int(due[0]), page_size // 8) if len(due) else page_size
+
+    def _last_visits(self, start: int, stop: int) -> Tensor:
+        """Last query [branches, Hkv, stop - start] of each branch that visits each key.
+
+        All caches of a pattern share them through `layout_cache`.
+        """
+        first = start // _LIFETIMES * _LIFETIMES
+        end = max(first + _LIFETIMES, stop)
+        end = end if self.total is None else min(end, self.total)
+        heads = {"num_heads": self.heads, "num_kv_heads": self.kv_heads}
+
+        def build() -> Tensor:
+            visits = [torch.zeros(0, dtype=torch.int64)]
+            for branch in self.pattern.branches:
+                visits += last_visits(branch, first, end, **heads, max_length=self.total)
+            return torch.cat(visits).view(len(self.pattern.branches), self.kv_heads, end - first)
+
+        key = (self.pattern, self.heads, self.kv_heads, self.total, first, end, "last visits")
+        return layout_cache.keep(key, build)[..., start - first : stop - first]
+
+
+@contextlib.contextmanager
+def keeping_tensors() -> Iterator[None]:
+    """Context for tensors that a cache keeps: later steps may run in other modes of autograd."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _gathered(source: Tensor, slots: Tensor, page_size: int) -> Tensor:
+    """Gathers slots [B or 1, Hkv, keys] of a source, then zeros: [B, Hkv, keys + page_size, D].
+
+    Slots of -1, which come last, give zeros too: their keys are masked, but must not be NaN.
+    """
+    (batch, heads, _, width), most = source.shape, slots.shape[2]
+    result = source.new_empty(batch, heads, most + page_size, width)
+    counts = (slots >= 0).sum(2).expand(batch, -1).tolist()
+    slots = slots.to(source.device).expand(batch, -1, -1)
+    result[:, :, most:] = 0
+    for b, h in itertools.product(range(batch), range(heads)):
+        n = counts[b][h]
+        torch.index_select(source[b, h], 0, slots[b, h, :n], out=result[b, h, :n])
+        if n < most:
+            result[b, h, n:most] = 0
+    return result
+
+
+def causal_pattern(pattern: Pattern) -> Pattern:
+    """Returns `pattern & Causal()`, or the pattern itself if all its branches contain that mask."""
+    for branch in pattern.branches:
+        if Causal() not in (branch.masks if isinstance(branch, And) else (branch,)):
+            return cast(Mask, pattern) & Causal()
+    return pattern
