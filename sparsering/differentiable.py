@@ -58,8 +58,8 @@ def differentiable(
         )
         needed = zip(ctx.needs_input_grad, inputs, strict=False)
         wanted = [needs and x is not None and x.is_floating_point() for needs, x in needed]
-        by_input = gradients(*inputs, tensors, *ctx.values, *results, *of_results, wanted)
-        by_input = [g if want else None for g, want in zip(by_input, wanted, strict=True)]
+        all_grads = gradients(*inputs, tensors, *ctx.values, *results, *of_results, wanted)
+        by_input = (grad if want else None for grad, want in zip(all_grads, wanted, strict=True))
         return (*by_input, [None] * len(tensors), *(None for _ in ctx.values))
 
     op = torch.library.custom_op(
@@ -157,7 +157,7 @@ def _transformed(
         def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
             return _mapped(Transformed.apply, count, info, in_dims, inputs)
 
-    Transformed.backward = staticmethod(backward)  # type: ignore[method-assign, assignment]
+    Transformed.backward = staticmethod(backward)  # type: ignore[method-assign]
     return Transformed.apply
 
 
