@@ -290,8 +290,9 @@ def _reference(
     """Dense attention by the pattern's definition; a layout only locates the blocks of a bias."""
     dtype, kept = sum_dtype(query), None
     call = query.detach(), key.detach(), pattern.tensors, pattern.expression, recipe.q_start
-    block_bias, slot_bias = extras["block_bias"], extras.get("slot_bias")
-    p, seed, distance_bias = (extras[x] for x in ("dropout_p", "dropout_seed", "distance_bias"))
+    rest = {"slot_bias": None, **extras}
+    block_bias, slot_bias = rest.pop("block_bias"), rest.pop("slot_bias")
+    p, seed, distance_bias = map(rest.pop, ("dropout_p", "dropout_seed", "distance_bias"))
     if block_bias is None and slot_bias is None:
         counts = pair_counts_op(*call).to(dtype)
         log_counts = counts.log()
@@ -321,15 +322,7 @@ def _reference(
         entry = entry_of_distance(distances_op(*call), distance_bias)
         distance_bias = distance_bias.to(dtype)[..., entry]
     return reference_attention(
-        query,
-        key,
-        value,
-        log_counts,
-        recipe.scale,
-        softcap=extras["softcap"],
-        distance_bias=distance_bias,
-        sink=extras["sink"],
-        kept=kept,
+        query, key, value, log_counts, recipe.scale, distance_bias=distance_bias, kept=kept, **rest
     )
 
 
