@@ -19,13 +19,13 @@ from .checks import (
     kind_of,
 )
 from .dispatch import BACKENDS, Backend, choose
-from .extras import NO_EXTRAS, checked_extras, checked_slots
+from .extras import NO_EXTRAS, checked_extras
 from .kernels.triton import interpreting
 from .patterns.algebra import Frame, Pattern
 
 Inputs = tuple[Tensor, Tensor, Tensor]
-Laid = tuple[str, Pattern, Frame, int, torch.device]
-"""Key of a layout: backend, pattern without key masks, frame, block size, device."""
+LayoutKey = tuple[str, Pattern, Frame, int, torch.device]
+"""Backend, pattern without key masks, frame, block size, device: all that decides a layout."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,10 +36,10 @@ class CallRecipe:
         backend: name of the backend that runs it.
         scale: factor of the scores.
         q_start: position of the first query.
-        block_size: tokens per tile, as in the call; `laid` has the default for None.
+        block_size: tokens per tile, as in the call.
         plain: whether query, key and value are tensors that nothing but autograd observes.
         learns: whether autograd records one of them.
-        laid: key of the layout, of all calls with this recipe; None until the first run adds it.
+        layout_key: key of the layout of all calls with this recipe; None until one has run.
         direct: whether a kernel can run the layout without extras, key masks and gradients.
         table: all backends at the time of the decision.
     """
@@ -50,9 +50,14 @@ class CallRecipe:
     block_size: int | None = None
     plain: bool = False
     learns: bool = False
-    laid: Laid | None = None
+    layout_key: LayoutKey | None = None
     direct: bool = False
     table: tuple[Backend, ...] = ()
+
+    @property
+    def tile_size(self) -> int | None:
+        """Tokens per tile, with the default filled in if the layout's key is known."""
+        return self.block_size if self.layout_key is None else self.layout_key[3]
 
 
 _MOST = 256
@@ -84,7 +89,7 @@ def recipe_of(
     if recipe is not None and recipe.table == tuple(BACKENDS.values()):
         if not extras:
             return recipe, (query, key, value), NO_EXTRAS
-        options = _checked_options(query, key, pattern, block_size, **extras)
+        options = checked_extras(query, pattern, block_size, key, **extras)
         return recipe, (query, key, value), options
     call = {"scale": scale, "q_start": q_start, "block_size": block_size}
     inputs, checked, options = checked_call(query, key, value, pattern, **call, **extras)
@@ -152,19 +157,4 @@ def checked_call(
         "q_start": key.shape[2] - query.shape[2] if q_start is None else q_start,
         "block_size": block_size,
     }
-    return (query, key, value), call, _checked_options(query, key, pattern, block_size, **extras)
-
-
-def _checked_options(
-    query: Tensor,
-    key: Tensor,
-    pattern: Pattern,
-    block_size: int | None,
-    slot_bias: Tensor | None = None,
-    **extras: Any,
-) -> dict[str, Any]:
-    """Returns the extras of a call as fields of `Problem`, and the slot bias if there is one."""
-    if slot_bias is not None:
-        slot_bias = checked_slots(slot_bias, query, key, pattern, extras.get("block_bias"))
-    options: dict[str, Any] = checked_extras(query, pattern, block_size, **extras)
-    return options if slot_bias is None else {**options, "slot_bias": slot_bias}
+    return (query, key, value), call, checked_extras(query, pattern, block_size, key, **extras)

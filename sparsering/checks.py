@@ -302,13 +302,7 @@ def observed(*values: object) -> bool:
     Also true for tensors that kernels cannot read directly: subclasses, meta tensors, zero tensors
     and lazily negated ones.
     """
-    if torch.compiler.is_compiling() or _looked_on():
-        return True
-    return any(
-        type(x) not in _PLAIN or x.is_meta or x.is_neg() or x._is_zerotensor()
-        for x in values
-        if isinstance(x, Tensor)
-    )
+    return _is_observed_call() or not all(_is_plain(x) for x in values if isinstance(x, Tensor))
 
 
 def kind_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...] | None:
@@ -316,14 +310,10 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...] | None
 
     None if the checks depend on more than that, or if something besides autograd observes the call.
     """
-    if torch.compiler.is_compiling() or _looked_on():
-        return None
-    if forward_ad._current_level >= 0 or _is_any_autocast_enabled():
+    if _is_observed_call() or forward_ad._current_level >= 0 or _is_any_autocast_enabled():
         return None
     for x in (query, key, value):
-        if type(x) not in _PLAIN or x.is_nested or x.layout is not _STRIDED:
-            return None
-        if x.is_neg() or x._is_zerotensor() or x.is_meta:
+        if not _is_plain(x) or x.is_nested or x.layout is not _STRIDED:
             return None
     dtype, device = query.dtype, query.device
     if not (dtype is key.dtype is value.dtype and device == key.device == value.device):
@@ -333,12 +323,18 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...] | None
     return query.shape, key.shape, value.shape, dtype, device, learns
 
 
-def _looked_on() -> bool:
-    found: bool = (
-        _are_functorch_transforms_active()
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in _PLAIN and not (x.is_meta or x.is_neg() or x._is_zerotensor())
+
+
+def _is_observed_call() -> bool:
+    """True if a compiler, tracer, profiler, mode or transform observes all calls at this moment."""
+    observers: bool = (
+        torch.compiler.is_compiling()
+        or _are_functorch_transforms_active()
         or _len_torch_dispatch_stack() > 0
         or _len_torch_function_stack() > 0
         or _get_tracing_state() is not None
         or _profiler_enabled()
     )
-    return found
+    return observers

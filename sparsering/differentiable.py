@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from .checks import NO_FORWARD_MODE, observed
 from .numerics import sum_dtype
@@ -39,29 +40,11 @@ def differentiable(
     """
     names = [argument.split()[-1] for argument in call.split(",")]
     count = names.index("tensors")
-
-    def run(**arguments: Any) -> tuple[Tensor, Tensor]:
-        given = [arguments.pop(name) for name in names]
-        assert not arguments, f"not in the schema of {name}: {sorted(arguments)}"
-        way: Callable[..., tuple[Tensor, Tensor]] = Differentiated.apply
-        if transforming():
-            way = Transformed.apply
-        elif observed(*given, *given[count]):
-            way = op
-        out, lse = way(*given)
-        return out, lse
+    gradients = _gradients(name, call, count, backward, refusal)
 
     def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         out = query.new_empty(*query.shape[:3], value.shape[3])
         return out, query.new_empty(query.shape[:3], dtype=sum_dtype(query))
-
-    def gradients(*arguments: Any) -> list[Tensor]:
-        new, found = arguments[0].new_empty, zip(backward(*arguments), arguments[-1], strict=True)
-        return [grad if wanted and grad is not None else new(0) for grad, wanted in found]
-
-    def fake_gradients(*arguments: Any) -> list[Tensor]:
-        new, given = arguments[0].new_empty, zip(arguments[:count], arguments[-1], strict=True)
-        return [new(0) if x is None or not wanted else x.new_empty(x.shape) for x, wanted in given]
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.values = inputs[count + 1 :]
@@ -69,42 +52,24 @@ def differentiable(
 
     def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # read once only: checkpointing frees it after one read
-        given, results, tensors = saved[:count], saved[count : count + 2], list(saved[count + 2 :])
+        inputs, results, tensors = saved[:count], saved[count : count + 2], [*saved[count + 2 :]]
         of_results = (
             torch.zeros_like(x) if g is None else g for x, g in zip(results, grads, strict=True)
         )
-        needed = zip(ctx.needs_input_grad, given, strict=False)
+        needed = zip(ctx.needs_input_grad, inputs, strict=False)
         wanted = [needs and x is not None and x.is_floating_point() for needs, x in needed]
-        arguments = *given, tensors, *ctx.values, *results, *of_results, wanted
-        run: Callable[..., Sequence[Tensor]] = gradients
-        if transforming():
-            run = TransformedGradients.apply
-        elif torch.is_grad_enabled() or observed(*arguments, *tensors):
-            run = gradients_op
-        found = run(*arguments)
-        kept = (grad if of_it else None for grad, of_it in zip(found, wanted, strict=True))
-        return (*kept, [None] * len(tensors), *(None for _ in ctx.values))
-
-    def refuse(ctx: Any, *grads: object) -> None:
-        raise NotImplementedError(refusal)
+        all_grads = gradients(*inputs, tensors, *ctx.values, *results, *of_results, wanted)
+        by_input = (grad if want else None for grad, want in zip(all_grads, wanted, strict=True))
+        return (*by_input, [None] * len(tensors), *(None for _ in ctx.values))
 
     op = torch.library.custom_op(
         f"sparsering::{name}", forward, mutates_args=(), schema=f"({call}) -> (Tensor, Tensor)"
     )
-    more = "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, bool[] wanted"
-    gradients_op = torch.library.custom_op(
-        f"sparsering::{name}_backward",
-        gradients,
-        mutates_args=(),
-        schema=f"({call}, {more}) -> Tensor[]",
-    )
     op.register_fake(fake)
     op.register_autograd(differentiate, setup_context=save)
     op.register_vmap(lambda info, in_dims, *inputs: _mapped(op, count, info, in_dims, inputs))
-    gradients_op.register_fake(fake_gradients)
-    gradients_op.register_autograd(refuse)
 
-    class Differentiated(torch.autograd.Function):
+    class Differentiated(Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
             results = forward(*inputs)
@@ -116,10 +81,73 @@ def differentiable(
             grads = differentiate(ctx, *grads)
             return (*grads[:count], None, *grads[count + 1 :])
 
-    class Transformed(torch.autograd.Function):
-        forward = staticmethod(lambda *inputs: op(*inputs))
+    transformed = _transformed(op, count, save, Differentiated.backward)
+
+    def run(**arguments: Any) -> tuple[Tensor, Tensor]:
+        inputs = [arguments.pop(name) for name in names]
+        assert not arguments, f"not in the schema of {name}: {sorted(arguments)}"
+        function: Callable[..., tuple[Tensor, Tensor]] = Differentiated.apply
+        if transforming():
+            function = transformed
+        elif observed(*inputs, *inputs[count]):
+            function = op
+        out, lse = function(*inputs)
+        return out, lse
+
+    return run
+
+
+def _gradients(
+    name: str,
+    call: str,
+    count: int,
+    backward: Callable[..., Sequence[Tensor | None]],
+    refusal: str,
+) -> Callable[..., Sequence[Tensor]]:
+    """Registers the operator `sparsering::NAME_backward` of `differentiable`.
+
+    Returns: a function from the arguments of `backward` to `count` gradients. A gradient that is
+        not wanted is an empty tensor.
+    """
+
+    def gradients(*arguments: Any) -> list[Tensor]:
+        empty, grads = arguments[0].new_empty, backward(*arguments)
+        pairs = zip(grads, arguments[-1], strict=True)
+        return [grad if wanted and grad is not None else empty(0) for grad, wanted in pairs]
+
+    def fake(*arguments: Any) -> list[Tensor]:
+        empty, pairs = arguments[0].new_empty, zip(arguments[:count], arguments[-1], strict=True)
+        return [empty(0) if x is None or not want else x.new_empty(x.shape) for x, want in pairs]
+
+    def refuse(ctx: Any, *grads: object) -> None:
+        raise NotImplementedError(refusal)
+
+    results = "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, bool[] wanted"
+    schema = f"({call}, {results}) -> Tensor[]"
+    op = torch.library.custom_op(
+        f"sparsering::{name}_backward", gradients, mutates_args=(), schema=schema
+    )
+    op.register_fake(fake)
+    op.register_autograd(refuse)
+    transformed = _transformed(op, count, lambda *results: None, refuse)
+
+    def run(*arguments: Any) -> Any:
+        if transforming():
+            return transformed(*arguments)
+        is_seen = torch.is_grad_enabled() or observed(*arguments, *arguments[count])
+        return (op if is_seen else gradients)(*arguments)
+
+    return run
+
+
+def _transformed(
+    op: Callable[..., Any], count: int, save: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns the autograd.Function that runs an operator inside transforms of torch.func."""
+
+    class Transformed(Function):
+        forward = staticmethod(lambda *inputs: tuple(op(*inputs)))
         setup_context = staticmethod(save)
-        backward = staticmethod(Differentiated.backward)
 
         @staticmethod
         def jvp(ctx: Any, *tangents: object) -> None:
@@ -129,19 +157,8 @@ def differentiable(
         def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
             return _mapped(Transformed.apply, count, info, in_dims, inputs)
 
-    class TransformedGradients(torch.autograd.Function):
-        forward = staticmethod(lambda *inputs: tuple(gradients_op(*inputs)))
-        backward = staticmethod(refuse)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            """Saves nothing: there is no second derivative."""
-
-        @staticmethod
-        def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
-            return _mapped(TransformedGradients.apply, count, info, in_dims, inputs)
-
-    return run
+    Transformed.backward = staticmethod(backward)  # type: ignore[method-assign]
+    return Transformed.apply
 
 
 def transforming() -> bool:

@@ -19,8 +19,8 @@ class Backend(NamedTuple):
     """One way to compute a problem.
 
     Attributes:
-        reasons: returns why it cannot run on the given tensors (with no tensors: on this machine);
-            [] if it can.
+        reasons: returns why it cannot run on some tensors (without tensors: on this machine); [] if
+            it can.
         forward: None only for the reference, which uses no layout.
         backward: None if forward is plain differentiable torch and needs no operator.
         extras: names of the options of a call, other than its scale, that it computes.
@@ -97,7 +97,7 @@ def choose(
     Args:
         tensors: query, key and value.
         options: the options that only some backends compute, None for an unused one.
-        pattern, q_start: given if the call runs the pattern as a whole.
+        pattern, q_start: for a call that runs the pattern as a whole.
 
     Raises: ValueError for an unknown name, ImportError if the named backend's package is missing,
         NotImplementedError with every reason otherwise.
@@ -106,21 +106,16 @@ def choose(
         got = shortened(repr(backend))
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {got}")
     refused = []
-    for name in BACKENDS if backend is None else [backend]:
-        if backend is None and not is_default(name):
-            continue
+    for name in [x for x in BACKENDS if is_default(x)] if backend is None else [backend]:
         if not (reasons := reasons_against(name, tensors, options, pattern, q_start)):
             return name
         refused.append(f"{name}: {', '.join(reasons)}")
-    if backend is not None and (lacking := _missing_package(BACKENDS[backend])):
-        raise ImportError(f"backend {backend!r} needs {lacking}")
+    if backend is not None and (package := BACKENDS[backend].package) and not find_spec(package):
+        raise ImportError(
+            f"backend {backend!r} needs the package {package}: pip install "
+            f"'sparsering[{BACKENDS[backend].extra}]'"
+        )
     raise NotImplementedError("; ".join(refused))
-
-
-def _missing_package(backend: Backend) -> str:
-    if not backend.package or find_spec(backend.package) is not None:
-        return ""
-    return f"the package {backend.package}: pip install 'sparsering[{backend.extra}]'"
 
 
 def is_default(name: str) -> bool:
@@ -135,25 +130,17 @@ def reasons_against(
     pattern: Pattern | None = None,
     q_start: int = 0,
 ) -> list[str]:
-    """Returns why a backend cannot run a call, with arguments as `choose` has; [] if it can."""
+    """Returns why a backend cannot run a call, with arguments as in `choose`; [] if it can."""
     backend = BACKENDS[name]
-    lacks = [
-        f"it has no {option} ({', '.join(_computing(option))} have it)"
-        for option, given in (options or {}).items()
-        if given is not None and _computed_as(option) not in backend.extras
-    ]
+    reasons = list(backend.reasons(*tensors))
+    for option, x in (options or {}).items():
+        extra = "block_bias" if option == "slot_bias" else option  # kernels get it as a block bias
+        if x is not None and extra not in backend.extras:
+            able = [other for other, its in BACKENDS.items() if extra in its.extras]
+            reasons.append(f"it has no {option} ({', '.join(able)} have it)")
     if pattern is not None and backend.refuses is not None:
-        lacks += backend.refuses(pattern, q_start)
-    return backend.reasons(*tensors) + lacks
-
-
-def _computing(option: str) -> list[str]:
-    return [name for name, backend in BACKENDS.items() if _computed_as(option) in backend.extras]
-
-
-def _computed_as(option: str) -> str:
-    """Returns the kernel option that implements a call's option: slot_bias becomes block_bias."""
-    return "block_bias" if option == "slot_bias" else option
+        reasons += backend.refuses(pattern, q_start)
+    return reasons
 
 
 def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -> int:

@@ -48,21 +48,32 @@ def alibi(slopes: Tensor, radius: int) -> Tensor:
     return -slopes.float()[:, None] * distance
 
 
-def checked_extras(query: Tensor, pattern: Pattern, block_size: int | None, **given: Any) -> Any:
-    """Returns the extras of a call as fields of `Problem`; unused ones are None.
+def checked_extras(
+    query: Tensor,
+    pattern: Pattern,
+    block_size: int | None,
+    key: Tensor | None = None,
+    /,
+    **options: Any,
+) -> dict[str, Any]:
+    """Returns the extras of a call as fields of `Problem`, and the slot bias if there is one.
 
-    Adds the batch dim to tables and sinks. Raises ValueError if something does not fit.
+    Unused fields are None. Tables and sinks get a batch dim. A call without `key` takes no
+    slot_bias. Raises ValueError if something does not fit.
     """
-    unknown = given.keys() - NO_EXTRAS.keys()
-    if unknown:
+    names = NO_EXTRAS if key is None else (*NO_EXTRAS, "slot_bias")
+    if unknown := options.keys() - set(names):
         raise TypeError(f"attention has no option {', '.join(sorted(unknown))}")
-    p = given.pop("dropout_p", 0.0)
-    seed = given.pop("dropout_seed", None)
-    in_use = {name: x for name, x in given.items() if x is not None}
+    p = options.pop("dropout_p", 0.0)
+    seed = options.pop("dropout_seed", None)
+    in_use = {name: x for name, x in options.items() if x is not None}
     if type(p) is float and p == 0.0 and not in_use and seed is None:
         return NO_EXTRAS
-    bias = in_use.pop("block_bias", None)
-    extras = {**NO_EXTRAS, **{name: _CHECKS[name](x, query) for name, x in in_use.items()}}
+    bias, slot_bias = in_use.pop("block_bias", None), in_use.pop("slot_bias", None)
+    extras = dict(NO_EXTRAS)
+    if slot_bias is not None and key is not None:
+        extras["slot_bias"] = _checked_slots(slot_bias, query, key, pattern, bias)
+    extras |= {name: _CHECKS[name](x, query) for name, x in in_use.items()}
     if bias is not None:
         extras["block_bias"] = expanded_bias(bias, query, block_size)
     seed = None if seed is None else checked_seed(seed)
@@ -74,7 +85,7 @@ def checked_extras(query: Tensor, pattern: Pattern, block_size: int | None, **gi
     return extras
 
 
-def checked_slots(
+def _checked_slots(
     bias: object, query: Tensor, key: Tensor, pattern: Pattern, block_bias: object
 ) -> Tensor:
     """Expands a selection's slot bias to every batch entry and query head, [B, Hq, R * k].

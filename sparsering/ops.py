@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .call_recipe import CallRecipe, Laid
+from .call_recipe import CallRecipe, LayoutKey
 from .checks import check_batch, check_bias, needs_operator, refuse_forward_mode
 from .differentiable import differentiable, transforming
 from .dispatch import BACKENDS, Backend, block_size_of
+from .extras import NO_EXTRAS
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
 from .layouts.cache import layout_cache
@@ -25,7 +26,7 @@ from .numerics import entry_of_distance, finite_or_zero, sum_dtype, without_auto
 from .pairs import distances_op, frame_of, kept_by_branch, pair_counts_op, slots_op
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.expression import parse
-from .patterns.keys import check_key_masks, key_mask, without_key_masks
+from .patterns.keys import KeyMasks, check_key_masks, key_mask, without_key_masks
 from .patterns.selected import selections_of
 
 
@@ -35,7 +36,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     pattern: Pattern,
-    options: Mapping[str, Any],
+    extras: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of a call that `recipe_of` checked.
 
@@ -43,111 +44,86 @@ def attend(
     The operator costs a good part of a small call's time, so it is skipped if nothing needs to see
     it. A backend without `backward` runs as plain torch.
     """
-    how = BACKENDS[recipe.backend]
-    if recipe.direct and recipe.laid is not None and how.forward is not None:
-        layout, slots = _layout(*recipe.laid)
+    backend = BACKENDS[recipe.backend]
+    if recipe.direct and recipe.layout_key is not None and backend.forward is not None:
+        layout, slots = _layout(*recipe.layout_key)
         problem = Problem(layout, query, key, value, recipe.scale, slots=slots)
-        return how.forward(problem if recipe.backend == "cpu" else problem.in_first_slots())
-    if recipe.plain and recipe.laid is None and how.backward is not None and not pattern.tensors:
-        _complete(recipe, query, key, pattern, options)
-    call = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "scale": recipe.scale,
-        "q_start": recipe.q_start,
-        "block_size": recipe.block_size if recipe.laid is None else recipe.laid[3],
-        "backend": recipe.backend,
-        "slot_bias": None,
-        **options,
-    }
-    spelt: dict[str, Any] = {"tensors": pattern.tensors, "pattern": pattern.expression}
-    if how.backward is not None:
-        seen = [x for x in (*options.values(), *pattern.tensors) if isinstance(x, Tensor)]
+        return backend.forward(problem if recipe.backend == "cpu" else problem.in_first_slots())
+    if recipe.plain and recipe.layout_key is None and backend.backward and not pattern.tensors:
+        layout_key, masks = _layout_key(recipe, query, key, pattern, extras)
+        check_fits(*layout_key[1:3])
+        is_bare = not masks and all(x is None for x in extras.values())
+        recipe.direct = is_bare and not recipe.learns
+        recipe.layout_key = layout_key
+    if backend.backward is not None:
+        tensors = [x for x in (*extras.values(), *pattern.tensors) if isinstance(x, Tensor)]
         if not recipe.plain:
-            seen += [query, key, value]
-            refuse_forward_mode(*seen)
-        if recipe.learns or (seen and needs_operator(*seen)):
-            return _attention(**call, **spelt)
-    if how.forward is not None and not recipe.plain and transforming():
+            tensors += [query, key, value]
+            refuse_forward_mode(*tensors)
+        if recipe.learns or (tensors and needs_operator(*tensors)):
+            return _attention(
+                query=query,
+                key=key,
+                value=value,
+                tensors=pattern.tensors,
+                pattern=pattern.expression,
+                scale=recipe.scale,
+                q_start=recipe.q_start,
+                block_size=recipe.tile_size,
+                backend=recipe.backend,
+                **{"slot_bias": None, **extras},
+            )
+    elif backend.forward is not None and not recipe.plain and transforming():
         raise NotImplementedError(
             f"{recipe.backend} does not run under torch.func (grad, vmap); name another backend or "
             "none"
         )
     with without_autocast(query):
-        if how.forward is None:
-            return _reference(**call, **spelt)
-        return how.forward(_problem(pattern, **call))
-
-
-def _complete(
-    recipe: CallRecipe, query: Tensor, key: Tensor, pattern: Pattern, options: Mapping[str, Any]
-) -> None:
-    """Adds the layout's key to a recipe, for all calls that share it."""
-    check_batch(pattern, query.shape[0])
-    as_data = "key_mask" in BACKENDS[recipe.backend].extras and options["block_bias"] is None
-    rest, masks = without_key_masks(pattern) if as_data else (pattern, ())
-    laid = _laid(rest, query, key, recipe.q_start, recipe.block_size, recipe.backend)
-    check_fits(rest, laid[2])
-    unused = all(x is None for x in options.values())
-    recipe.direct = unused and not masks and not recipe.learns
-    recipe.laid = laid
+        if backend.forward is None:
+            return _reference(recipe, query, key, value, pattern, extras)
+        return backend.forward(_problem(recipe, query, key, value, pattern, extras))
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    how, problem = _parsed_problem(**dict(zip(_NAMES, arguments, strict=True)))
-    assert how.forward is not None
+    backend, problem = _parsed_problem(arguments)
+    assert backend.forward is not None
     with without_autocast(problem.query):
-        return how.forward(problem)
+        return backend.forward(problem)
 
 
 def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
-    *given, out, lse, grad_out, grad_lse, wanted = arguments
-    call = dict(zip(_NAMES, given, strict=True))
-    how, problem = _parsed_problem(**call)
-    assert how.backward is not None
+    *inputs, out, lse, grad_out, grad_lse, wanted = arguments
+    backend, problem = _parsed_problem(inputs)
+    assert backend.backward is not None
     problem = problem._replace(learns_distances=wanted[_NAMES.index("distance_bias")])
     with without_autocast(problem.query):
-        grads = how.backward(problem.in_first_slots(), out, lse, grad_out, grad_lse)._asdict()
-    if (slots := call["slot_bias"]) is not None:
+        grads = backend.backward(problem.in_first_slots(), out, lse, grad_out, grad_lse)._asdict()
+    if (slots := inputs[_NAMES.index("slot_bias")]) is not None:
         grads["slot_bias"] = _slot_gradient(grads["block_bias"], problem.layout, slots)
     return tuple(grads.get(name) for name in _NAMES[: _NAMES.index("tensors")])
 
 
 def value_gradient(
-    backend: str,
+    recipe: CallRecipe,
     query: Tensor,
     key: Tensor,
     pattern: Pattern,
+    extras: Mapping[str, Any],
     lse: Tensor,
     grad_out: Tensor,
-    *,
-    scale: float,
-    q_start: int,
-    block_size: int | None,
-    options: Mapping[str, Any],
 ) -> Tensor:
     """Sums `exp(s - lse) grad_out` over queries, [B, Hkv, Nk, Dv], for a checked call.
 
-    lse [B, Hq, Nq] may cover more keys than the pattern. A sink must be part of lse, not an option.
+    lse [B, Hq, Nq] may cover more keys than the pattern. A sink must be part of lse, not an extra.
     """
     value = query.new_zeros(*key.shape[:3], grad_out.shape[3])
-    problem = _problem(
-        pattern,
-        query,
-        key,
-        value,
-        scale=scale,
-        q_start=q_start,
-        block_size=block_size,
-        backend=backend,
-        **options,
-    )._replace(learns_distances=False)
-    backward = BACKENDS[backend].backward
+    problem = _problem(recipe, query, key, value, pattern, extras)
+    problem = problem._replace(learns_distances=False).in_first_slots()
+    backward = BACKENDS[recipe.backend].backward
     assert backward is not None
     with without_autocast(query):
         zeros = torch.zeros_like(grad_out), torch.zeros_like(lse)
-        return backward(problem.in_first_slots(), zeros[0], lse, grad_out, zeros[1]).value
+        return backward(problem, zeros[0], lse, grad_out, zeros[1]).value
 
 
 @torch.library.custom_op("sparsering::slot_mass", mutates_args=())
@@ -168,28 +144,18 @@ def slot_mass(
     """
     value = parse(pattern, tensors)
     slots = lse.new_zeros(*query.shape[:2], _num_slots(value))
-    problem = _problem(
-        value,
-        query,
-        key,
-        key,
-        scale=scale,
-        q_start=q_start,
-        block_size=None,
-        backend=backend,
-        block_bias=None,
-        slot_bias=slots,
-    )
-    how = BACKENDS[backend]
+    extras = {**NO_EXTRAS, "slot_bias": slots}
+    problem = _problem(CallRecipe(backend, scale, q_start), query, key, key, value, extras)
+    kernels = BACKENDS[backend]
     with without_autocast(query):
-        if how.entry_mass is not None:
-            mass = how.entry_mass(problem, lse, weight)
+        if kernels.entry_mass is not None:
+            mass = kernels.entry_mass(problem, lse, weight)
         else:  # with zero out and grad_out, and grad_lse = weight, the backward has dS = P * weight
-            assert how.backward is not None
-            none = torch.zeros_like(query)
-            found = how.backward(problem.in_first_slots(), none, lse, none, weight.contiguous())
-            assert found.block_bias is not None
-            mass = found.block_bias
+            assert kernels.backward is not None
+            zeros, grad_lse = torch.zeros_like(query), weight.contiguous()
+            grads = kernels.backward(problem.in_first_slots(), zeros, lse, zeros, grad_lse)
+            assert grads.block_bias is not None
+            mass = grads.block_bias
     return _slot_gradient(mass, problem.layout, slots)
 
 
@@ -223,46 +189,45 @@ _attention = differentiable(
 )
 
 
-def _parsed_problem(
-    *, tensors: Sequence[Tensor], pattern: str, backend: str, **call: Any
-) -> tuple[Backend, Problem]:
+def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Pattern, dict[str, Any]]:
+    """Turns the operator's arguments behind query, key, value into (recipe, pattern, extras)."""
+    call = dict(zip(_NAMES[3:], arguments[3:], strict=True))
+    pattern = parse(call.pop("pattern"), call.pop("tensors"))
+    recipe = CallRecipe(*(call.pop(name) for name in ("backend", "scale", "q_start", "block_size")))
+    return recipe, pattern, call
+
+
+def _parsed_problem(arguments: Sequence[Any]) -> tuple[Backend, Problem]:
     """Turns the operator's arguments into the backend that runs the call, and its `Problem`."""
-    return BACKENDS[backend], _problem(parse(pattern, tensors), backend=backend, **call)
+    recipe, pattern, extras = _parsed_call(arguments)
+    query, key, value = arguments[:3]
+    return BACKENDS[recipe.backend], _problem(recipe, query, key, value, pattern, extras)
 
 
 def _problem(
-    pattern: Pattern,
+    recipe: CallRecipe,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    q_start: int,
-    block_size: int | None,
-    backend: str,
-    **options: Any,
+    pattern: Pattern,
+    extras: Mapping[str, Any],
 ) -> Problem:
-    """Builds the `Problem` of a call: looks up its layout, and takes over the other options.
-
-    Backends that support key masks get them as data, so that a new mask needs no new layout. With
-    a block bias the layout includes the masks, because the bias counts the blocks of the pattern.
-    """
-    mask, slot_bias = None, options.pop("slot_bias", None)
-    check_batch(pattern, query.shape[0])
-    if "key_mask" in BACKENDS[backend].extras:
-        rest, masks = without_key_masks(pattern)
+    """Builds the `Problem` of a call: looks up its layout, and takes over the extras."""
+    options = dict(extras)
+    slot_bias = options.pop("slot_bias", None)
+    layout_key, masks = _layout_key(recipe, query, key, pattern, extras)
+    if masks:
         check_key_masks(masks, len(query), key.shape[2])
-        mask = key_mask(masks, key.shape[2], query.device) if masks else None
-        pattern = rest if options["block_bias"] is None else pattern
-    laid = _laid(pattern, query, key, q_start, block_size, backend)
+        options["key_mask"] = key_mask(masks, key.shape[2], query.device)
     if options["block_bias"] is None:
-        layout, slots = _layout(*laid)
+        layout, slots = _layout(*layout_key)
     else:
-        layout, slots = layout_cache.layout(*laid[1:]), ()
+        layout, slots = layout_cache.layout(*layout_key[1:]), ()
     check_bias(options["block_bias"], layout)
     if slot_bias is not None:
         options["block_bias"] = _entry_bias(slot_bias, layout)
-    problem = Problem(layout, query, key, value, key_mask=mask, slots=slots, **options)
-    return problem if backend == "cpu" else problem.in_first_slots()
+    problem = Problem(layout, query, key, value, recipe.scale, slots=slots, **options)
+    return problem if recipe.backend == "cpu" else problem.in_first_slots()
 
 
 def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
@@ -284,85 +249,80 @@ def _slot_gradient(grad: Tensor, layout: BlockLayout, slot_bias: Tensor) -> Tens
     return of_slots.scatter_add_(-1, slot % of_slots.shape[2], grad)[..., :-1].contiguous()
 
 
-def _laid(
-    pattern: Pattern,
-    query: Tensor,
-    key: Tensor,
-    q_start: int,
-    block_size: int | None,
-    backend: str,
-) -> Laid:
-    """Returns the arguments of `_layout`, with the block size filled in."""
-    frame = frame_of(query, key, q_start)
-    if block_size is None:
-        block_size = block_size_of(backend, pattern, query, frame)
-    return backend, pattern, frame, block_size, query.device
+def _layout_key(
+    recipe: CallRecipe, query: Tensor, key: Tensor, pattern: Pattern, extras: Mapping[str, Any]
+) -> tuple[LayoutKey, KeyMasks]:
+    """Returns the arguments of `_layout`, and the key masks that the backend gets as data.
+
+    A new mask then needs no new layout. With a block bias the layout includes the masks too,
+    because the bias counts the blocks of the pattern.
+    """
+    check_batch(pattern, query.shape[0])
+    masks: KeyMasks = ()
+    if "key_mask" in BACKENDS[recipe.backend].extras:
+        rest, masks = without_key_masks(pattern)
+        pattern = rest if extras["block_bias"] is None else pattern
+    frame = frame_of(query, key, recipe.q_start)
+    size = recipe.tile_size
+    if size is None:
+        size = block_size_of(recipe.backend, pattern, query, frame)
+    return (recipe.backend, pattern, frame, size, query.device), masks
 
 
 def _layout(
     backend: str, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]]:
     """Returns a layout from the cache, and for each pass the bitmap row of the first query."""
-    found = None
+    page = None
     if frame.q_len == 1 and BACKENDS[backend].refuses is None:  # such a backend takes no page
-        found = last_query_layout(pattern, frame, block_size, device)
-    return found or (layout_cache.layout(pattern, frame, block_size, device), ())
+        page = last_query_layout(pattern, frame, block_size, device)
+    return page or (layout_cache.layout(pattern, frame, block_size, device), ())
 
 
 def _reference(
+    recipe: CallRecipe,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    tensors: Sequence[Tensor],
-    pattern: str,
-    scale: float,
-    q_start: int,
-    block_size: int | None,
-    backend: str,
-    block_bias: Tensor | None,
-    slot_bias: Tensor | None = None,
-    distance_bias: Tensor | None,
-    dropout_p: float | None,
-    dropout_seed: Tensor | None,
-    **extras: Any,
+    pattern: Pattern,
+    extras: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Dense attention by the pattern's definition; a layout only locates the blocks of a bias."""
     dtype, kept = sum_dtype(query), None
-    spelt = query.detach(), key.detach(), tensors, pattern, q_start
-    dropout = None if dropout_p is None or dropout_seed is None else (dropout_p, dropout_seed)
+    call = query.detach(), key.detach(), pattern.tensors, pattern.expression, recipe.q_start
+    rest = {"slot_bias": None, **extras}
+    block_bias, slot_bias = rest.pop("block_bias"), rest.pop("slot_bias")
+    p, seed, distance_bias = map(rest.pop, ("dropout_p", "dropout_seed", "distance_bias"))
     if block_bias is None and slot_bias is None:
-        counts = pair_counts_op(*spelt).to(dtype)
+        counts = pair_counts_op(*call).to(dtype)
         log_counts = counts.log()
-        if dropout is not None:
-            kept = pair_counts_op(*spelt, *dropout).to(dtype) / counts.clamp(min=1)
+        if p is not None:
+            kept = pair_counts_op(*call, p, seed).to(dtype) / counts.clamp(min=1)
     else:
-        declared = parse(pattern, tensors)
-        check_batch(declared, query.shape[0])
-        laid = _laid(declared, query, key, q_start, block_size, backend)
-        branches = list(range(len(declared.branches)))
+        layout_key, _ = _layout_key(recipe, query, key, pattern, extras)
+        branches = list(range(len(pattern.branches)))
         if block_bias is not None:
-            layout = layout_cache.layout(*laid[1:])
+            layout = layout_cache.layout(*layout_key[1:])
             check_bias(block_bias, layout)
-            branches = [p.branch for p in layout.passes]
+            branches = [x.branch for x in layout.passes]
             number = layout.entry_of_pairs(len(query)).to(query.device)  # [passes, B, Hq, Nq, Nk]
             biased = number, block_bias.to(dtype)
         elif slot_bias is not None:  # index 0 is a zero bias, for pairs without a slot
             padded = torch.nn.functional.pad(slot_bias.to(dtype), (1, 0))
-            biased = slots_op(*spelt), padded
+            biased = slots_op(*call), padded
         log_counts = _log_biased_counts(*biased)
-        if dropout is not None:
-            of_branch = kept_by_branch(declared, laid[2], *dropout)
-            which = torch.tensor(branches, dtype=torch.int64)
-            of_kept = _log_biased_counts(*biased, of_branch[which].to(query.device))
-            kept = (of_kept - finite_or_zero(log_counts)).exp()
-    if kept is not None and dropout is not None:
-        kept = kept / (1 - dropout[0])
+        if p is not None:
+            of_branch = kept_by_branch(pattern, layout_key[2], p, seed)
+            of_pass = of_branch[torch.tensor(branches, dtype=torch.int64)].to(query.device)
+            log_kept = _log_biased_counts(*biased, of_pass)
+            kept = (log_kept - finite_or_zero(log_counts)).exp()
+    if kept is not None:
+        kept = kept / (1 - p)
     if distance_bias is not None:
-        entry = entry_of_distance(distances_op(*spelt), distance_bias)
+        entry = entry_of_distance(distances_op(*call), distance_bias)
         distance_bias = distance_bias.to(dtype)[..., entry]
     return reference_attention(
-        query, key, value, log_counts, scale, distance_bias=distance_bias, kept=kept, **extras
+        query, key, value, log_counts, recipe.scale, distance_bias=distance_bias, kept=kept, **rest
     )
 
 
@@ -383,12 +343,10 @@ def _log_biased_counts(number: Tensor, block_bias: Tensor, kept: Tensor | None =
 
 
 def _visited_pairs(arguments: Sequence[Any]) -> float:
-    call = dict(zip(_NAMES, arguments, strict=False))
-    query, key = call["query"], call["key"]
-    pattern = parse(call["pattern"], call["tensors"])
-    check_batch(pattern, query.shape[0])
-    laid = _laid(pattern, query, key, call["q_start"], call["block_size"], call["backend"])
-    layout = layout_cache.layout(*laid[1:])
+    query, key = arguments[:2]
+    recipe, pattern, extras = _parsed_call(arguments[: len(_NAMES)])
+    layout_key, _ = _layout_key(recipe, query, key, pattern, extras)
+    layout = layout_cache.layout(pattern, *layout_key[2:])
     return query.shape[0] * query.shape[1] * layout.num_pairs
 
 

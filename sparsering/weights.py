@@ -45,10 +45,9 @@ class BlockWeights:
             dense = self.values.new_zeros(frame.q_len + 1, frame.kv_len + 1)
             for first, q, k, _ in self.layout.visits(b, h):
                 part = self.values[b, h, first : first + len(q)]
-                dense = dense + torch.zeros_like(dense).index_put((q[:, :, None], k[:, None]), part)
+                dense = dense.index_put((q[:, :, None], k[:, None]), part, accumulate=True)
             tables.append(dense[:-1, :-1])
-        empty = self.values.new_zeros(batch, heads, frame.q_len, frame.kv_len)
-        return torch.stack(tables).view(empty.shape) if tables else empty
+        return _stacked(tables, self.values.new_zeros(batch, heads, frame.q_len, frame.kv_len))
 
 
 def attention_weights(
@@ -66,12 +65,22 @@ def attention_weights(
 ) -> BlockWeights:
     """The softmax weights of `attention`, on the visited blocks; differentiable.
 
-    Args: as `attention`; block_size defaults to the one of `pattern.layout`.
+    Args:
+        query, key, pattern: as `attention`.
+        scale, q_start, block_bias, softcap, distance_bias, sink: as `attention`.
+        block_size: as `pattern.layout`.
 
     Returns: `BlockWeights` in float32 (float64 for float64 inputs). With a sink, rows sum to less
         than 1: the sink has the rest.
 
+    Raises: ValueError if arguments do not fit together.
+
     Cost: memory O(B H num_blocks block_size^2).
+
+    Example:
+        >>> weights = attention_weights(query, key, SlidingWindow(256) & Causal())
+        >>> weights.values.shape, weights.layout.entries()  # of each visited block
+        >>> weights.to_dense()[0, 0]  # [Nq, Nk], for short sequences
     """
     inputs, call, options = checked_call(
         query,
@@ -89,15 +98,14 @@ def attention_weights(
     refuse_meta(query, key)
     query, key, _ = inputs
     with without_autocast(query):
-        _, lse = attend(
-            CallRecipe(choose(None, inputs, options), **call), *inputs, pattern, options
-        )
+        recipe = CallRecipe(choose(None, inputs, options), **call)
+        _, lse = attend(recipe, *inputs, pattern, options)
         layout = pattern.layout(
             query.shape[2],
             key.shape[2],
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
-            q_start=call["q_start"],
+            q_start=recipe.q_start,
             block_size=block_size,
             device=query.device,
         )
@@ -111,9 +119,9 @@ def attention_weights(
         bias, table = options["block_bias"], options["distance_bias"]
         tables = []
         for b, h in itertools.product(range(batch), range(heads)):
-            weights = [lse.new_zeros(0, size, size)]
+            weights, missing = [], blocks
             for first, rows, columns, cells in layout.visits(b, h):
-                score = call["scale"] * (q[b, h, rows] @ k[b, h // group, columns].mT)
+                score = recipe.scale * (q[b, h, rows] @ k[b, h // group, columns].mT)
                 score = capped(score, options["softcap"])
                 if table is not None:
                     distance = key_position[columns][:, None] - position[rows][..., None]
@@ -122,11 +130,15 @@ def attention_weights(
                     score = score + bias[b, h, first : first + len(rows), None, None]
                 shifted = torch.where(cells, score - lse[b, h, rows][..., None], -torch.inf)
                 weights.append(shifted.exp())
-            visited = torch.cat(weights)
-            missing = lse.new_zeros(blocks - len(visited), size, size)
-            tables.append(torch.cat((visited, missing)))
-        empty = lse.new_zeros(batch, heads, blocks, size, size)
-        return BlockWeights(torch.stack(tables).view(empty.shape) if tables else empty, layout)
+                missing -= len(rows)
+            tables.append(torch.cat((*weights, lse.new_zeros(missing, size, size))))
+        zeros = lse.new_zeros(batch, heads, blocks, size, size)
+        return BlockWeights(_stacked(tables, zeros), layout)
+
+
+def _stacked(tables: list[Tensor], zeros: Tensor) -> Tensor:
+    """Stacks the tables of all batch entries and heads in the shape of `zeros`."""
+    return torch.stack(tables).view(zeros.shape) if tables else zeros
 
 
 @torch.no_grad()
@@ -197,14 +209,14 @@ def key_mass(
     query, key, _ = (x.to(dtype) for x in inputs)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     group = heads // max(1, kv_heads)
-    backend = choose(None, (query, key, key), options)
+    recipe = CallRecipe(choose(None, (query, key, key), options), **call)
     if lse is None:
-        _, lse = attend(CallRecipe(backend, **call), query, key, key[..., :1], pattern, options)
+        _, lse = attend(recipe, query, key, key[..., :1], pattern, options)
     options = {**options, "sink": None}
     lse = checked_rows("lse", lse, query, broadcasts=False)
     each = query.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)
     # one channel per query head of a kv head keeps the heads' sums apart
-    sent = torch.eye(group, dtype=dtype, device=query.device).repeat(kv_heads, 1)[:, None]
-    sent = (each[..., None] * sent).expand(batch, heads, q_len, group).contiguous()
-    mass = value_gradient(backend, query, key, pattern, lse, sent, **call, options=options)
+    channel = torch.eye(group, dtype=dtype, device=query.device).repeat(kv_heads, 1)[:, None]
+    grad_out = (each[..., None] * channel).expand(batch, heads, q_len, group).contiguous()
+    mass = value_gradient(recipe, query, key, pattern, options, lse, grad_out)
     return mass.transpose(2, 3).reshape(batch, heads, kv_len)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..layouts.bitmaps import unpack
-from ..layouts.layout import BlockLayout, Pass
+from ..layouts.layout import BlockLayout, Pass, slots_of
 from ..numerics import add_sink, capped, entry_of_distance, merge_attention, sum_dtype
 from .problem import Problem
 
@@ -28,17 +29,17 @@ _LEAST_HEAD_DIM = 16  # of FlexAttention's compiled kernel
 
 def reasons(*tensors: Tensor) -> list[str]:
     """Returns why FlexAttention cannot run on these tensors."""
-    found = []
+    faults = []
     if any(x.dim() and 0 in x.shape for x in tensors):
-        found.append("FlexAttention takes no dim of size 0")
+        faults.append("FlexAttention takes no dim of size 0")
     on_cpu = all(x.device.type == "cpu" for x in tensors)
     if tensors and on_cpu and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        found.append("FlexAttention has no backward on the CPU; call it under torch.no_grad()")
+        faults.append("FlexAttention has no backward on the CPU; call it under torch.no_grad()")
     if not on_cpu and any(x.dtype == torch.float64 for x in tensors):
-        found.append("FlexAttention compiles no float64")
+        faults.append("FlexAttention compiles no float64")
     if not on_cpu and any(x.dim() and x.shape[-1] < _LEAST_HEAD_DIM for x in tensors):
-        found.append(f"FlexAttention compiles head dims from {_LEAST_HEAD_DIM} on")
-    return found
+        faults.append(f"FlexAttention compiles head dims from {_LEAST_HEAD_DIM} on")
+    return faults
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -49,48 +50,46 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest
 
     layout, query, key, value = problem[:4]
-    kind = sum_dtype(query)
+    dtype = sum_dtype(query)
     outs = [query.new_zeros(*query.shape[:3], value.shape[3])]
-    lses = [query.new_full(query.shape[:3], -torch.inf, dtype=kind)]
+    lses = [query.new_full(query.shape[:3], -torch.inf, dtype=dtype)]
     for p in layout.passes:
         if 0 in (p.query_start.shape[1], p.key_tile.shape[2], key.shape[2]):
             continue
-        queries, keys = (
-            _positions(start, stop, p.step, layout.block_size)
-            for start, stop in ((p.query_start, p.query_stop), (p.key_start, p.key_stop))
-        )
-        origins = p.coordinates(layout.frame.q_start)
-        places = (_slot_positions(x, p.step, layout.block_size) for x in origins)
-        out, extra = _run(query.device.type)(
+        queries = _tokens(p.query_start, p.query_stop, p.step, layout.block_size)
+        keys = _tokens(p.key_start, p.key_stop, p.step, layout.block_size)
+        out, aux = _run(query.device.type)(
             _take(query, queries),
             _take(key, keys),
             _take(value, keys),
-            score_mod=_score_mod(problem, *places),
+            score_mod=_score_mod(problem, p),
             block_mask=_block_mask(layout, p, queries >= 0, keys >= 0, query.shape[1]),
             scale=problem.scale,
             enable_gqa=query.shape[1] != key.shape[1],
             return_aux=AuxRequest(lse=True),
             kernel_options=kernel_options(layout.block_size, query.device.type),
         )
-        lse = extra.lse
-        back = _where_in(queries, query.shape[2])
-        empty = torch.zeros_like(lse[:, :, :1])
-        out = torch.where((lse == -torch.inf)[..., None], 0.0, out)
-        outs.append(_take(torch.cat((out, torch.zeros_like(out[:, :, :1])), 2), back))
-        lses.append(_take(torch.cat((lse.to(kind), empty.to(kind) - torch.inf), 2), back))
-    if problem.sink is None:
-        return merge_attention(outs, lses)
+        slots = _slots_of_tokens(queries, query.shape[2])
+        # one more row, for tokens that are in no slot
+        lse = pad(aux.lse.to(dtype), (0, 1), value=-torch.inf)
+        out = pad(torch.where((aux.lse == -torch.inf)[..., None], 0.0, out), (0, 0, 0, 1))
+        outs.append(_take(out, slots))
+        lses.append(_take(lse, slots))
     out, lse = merge_attention(outs, lses)
-    merged, lse = add_sink(out.to(kind), lse, problem.sink.to(kind))
-    return merged.to(out.dtype), lse
+    if problem.sink is not None:
+        merged, lse = add_sink(out.to(dtype), lse, problem.sink.to(dtype))
+        out = merged.to(out.dtype)
+    return out, lse
 
 
-def _score_mod(problem: Problem, queries: Tensor, keys: Tensor) -> Callable[..., Tensor] | None:
-    """Returns the score_mod of softcap and distance bias; positions of slots are [S, slots]."""
+def _score_mod(problem: Problem, p: Pass) -> Callable[..., Tensor] | None:
+    """Returns the score_mod of softcap and distance bias; None without them."""
     softcap, table, heads = problem.softcap, problem.distance_bias, problem.query.shape[1]
     if softcap is None and table is None:
         return None
-    per_axis = heads // len(queries)
+    per_axis, size = heads // len(p.query_start), problem.layout.block_size
+    origins = p.coordinates(problem.layout.frame.q_start)
+    queries, keys = (slots_of(x, x, p.step, size)[0].flatten(1) for x in origins)  # [S, slots]
 
     def adjusted(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         score = capped(score, softcap)
@@ -100,11 +99,6 @@ def _score_mod(problem: Problem, queries: Tensor, keys: Tensor) -> Callable[...,
         return score
 
     return adjusted
-
-
-def _slot_positions(origin: Tensor, step: int, block_size: int) -> Tensor:
-    """Returns the position of each slot of the tiles, [S, tiles * block_size]."""
-    return (origin[..., None] + step * torch.arange(block_size, device=origin.device)).flatten(1)
 
 
 @cache
@@ -122,30 +116,25 @@ def kernel_options(block_size: int, device: str) -> dict[str, Any] | None:
     return {"BLOCK_M": divisor, "BLOCK_N": divisor}
 
 
-def _positions(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
+def _tokens(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
     """Returns the token in each slot of the tiles, [S, tiles * block_size], -1 for padding."""
-    tokens = start[..., None] + step * torch.arange(block_size, device=start.device)
-    return torch.where(tokens < stop[..., None], tokens, -1).flatten(1)
+    tokens, real = slots_of(start, stop, step, block_size)
+    return torch.where(real, tokens, -1).flatten(1)
 
 
 def _take(x: Tensor, tokens: Tensor) -> Tensor:
     """Gathers the rows of x [B, H, N, ..] that tokens [S, n] list, S groups of heads; -1: last."""
-    if tokens.shape == (1, x.shape[2]) and bool((tokens[0] == _slots(x)).all()):
+    if torch.equal(tokens, torch.arange(x.shape[2], device=x.device)[None]):
         return x
-    of_head = tokens.repeat_interleave(x.shape[1] // len(tokens), 0)
-    index = torch.where(of_head < 0, x.shape[2] - 1, of_head)[None]
-    index = index.expand(x.shape[0], -1, -1)
+    by_head = tokens.repeat_interleave(x.shape[1] // len(tokens), 0)
+    index = torch.where(by_head < 0, x.shape[2] - 1, by_head).expand(x.shape[0], -1, -1)
     if x.dim() == 3:
         return x.gather(2, index)
     return x.gather(2, index[..., None].expand(*index.shape, x.shape[3]))
 
 
-def _slots(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[2], device=x.device)
-
-
-def _where_in(tokens: Tensor, length: int) -> Tensor:
-    """Returns the slot of each token, [S, length]; -1, the appended last row, if it has none."""
+def _slots_of_tokens(tokens: Tensor, length: int) -> Tensor:
+    """Returns the slot of each token, [S, length]; -1 if it has none."""
     slots = tokens.new_full((len(tokens), length + 1), -1)
     slot = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return slots.scatter(1, torch.where(tokens < 0, length, tokens), slot)[:, :-1]
@@ -161,21 +150,20 @@ def _block_mask(
     rows, columns = p.query_start.shape[1], p.key_start.shape[1]
     row = p.query_tiles().clamp(max=rows - 1)
     real = torch.arange(row.shape[2], device=row.device) < p.num_entries[..., None]
-    which = torch.where(real, row * columns + p.key_tile, rows * columns)
-    number = torch.full(
-        (*row.shape[:2], rows * columns + 1), -2, dtype=torch.int32, device=row.device
-    )
-    number = number.scatter(2, which, p.bitmap)[..., :-1]
+    block = torch.where(real, row * columns + p.key_tile, rows * columns)
+    number = p.bitmap.new_full((*row.shape[:2], rows * columns + 1), -2)  # -2 for no entry
+    number = number.scatter(2, block, p.bitmap)[..., :-1]
     number = number.repeat_interleave(heads // number.shape[1], 1).unflatten(2, (rows, columns))
     cells = unpack(p.bitmaps, size)
-    cells = torch.cat((cells, cells.new_ones(1, size, size)))
+    cells = torch.cat((cells, cells.new_ones(1, size, size)))  # the last one for -1, all pairs
     per_axis = heads // len(queries)
 
     def in_pattern(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        of = number[b % batch, h, q // size, k // size]
+        bitmap = number[b % batch, h, q // size, k // size]
         axis = h // per_axis
-        bitmap = torch.where(of < 0, len(cells) - 1, of)
-        return cells[bitmap, q % size, k % size] & queries[axis, q] & keys[axis, k] & (of > -2)
+        index = torch.where(bitmap < 0, len(cells) - 1, bitmap)
+        pairs = cells[index, q % size, k % size] & (bitmap > -2)
+        return pairs & queries[axis, q] & keys[axis, k]
 
     visited, full = number > -2, number == -1
     whole = keys.unflatten(1, (columns, size)).all(-1)  # tiles with padding keys need the mask

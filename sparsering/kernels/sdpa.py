@@ -3,6 +3,7 @@
 It reads no tiles. It runs a pattern as a whole, not the layouts of a cache or a ring.
 """
 
+import itertools
 import math
 
 import torch
@@ -26,16 +27,16 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 def reasons(*tensors: Tensor) -> list[str]:
     """Returns why torch's dense kernel cannot run on these tensors."""
-    found = []
+    faults = []
     if any(x.device.type != "cpu" for x in tensors):
-        found.append("it runs on the CPU alone, where its kernel returns lse and takes it back")
+        faults.append("it runs on the CPU alone, where its kernel returns lse and takes it back")
     if any(x.dtype not in _DTYPES for x in tensors):
-        found.append("it computes in floating point of 2, 4 and 8 bytes")
+        faults.append("it computes in floating point of 2, 4 and 8 bytes")
     if tensors and any(x.dim() and x.shape[-1] != tensors[0].shape[-1] for x in tensors):
-        found.append("its kernel wants one head dim for query, key and value")
+        faults.append("its kernel wants one head dim for query, key and value")
     if any(x.dim() and not x.shape[-1] for x in tensors):
-        found.append("its kernel wants a head dim of at least 1")
-    return found
+        faults.append("its kernel wants a head dim of at least 1")
+    return faults
 
 
 def refuses(pattern: Pattern, q_start: int) -> list[str]:
@@ -73,22 +74,16 @@ def backward(
     if grad_lse.any():
         query, key, out = (pad(x, (0, _CHANNELS)) for x in (query, key, out))
         value = pad(value, (0, _CHANNELS), value=1.0)
-        of_lse = _in_parts(grad_lse, grad_out.dtype)
-        grad_out = pad(torch.cat((grad_out, of_lse), -1), (0, _CHANNELS - of_lse.shape[-1]))
+        rest = grad_lse
+        for _ in range(3):  # three numbers of a half-precision dtype add up to one of float32
+            part = rest.to(grad_out.dtype)
+            grad_out, rest = torch.cat((grad_out, part[..., None]), -1), rest - part.to(rest.dtype)
+        grad_out = pad(grad_out, (0, _CHANNELS - 3))
     results = dense_rows(out), lse, 0.0, causal
-    found = _BACKWARD(dense_rows(grad_out), query, key, value, *results, scale=problem.scale)
-    dq, dk, dv = (x[..., :width].contiguous() for x in found)
-    unseen = problem.key.shape[2] - dk.shape[2]
-    return Gradients(dq, *(pad(x, (0, 0, 0, unseen)) for x in (dk, dv)))
-
-
-def _in_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Splits x [...] into three numbers of a dtype, [..., 3]; their sum is x in float32."""
-    parts, rest = [], x
-    for _ in range(3):
-        parts.append(rest.to(dtype))
-        rest = rest - parts[-1].to(x.dtype)
-    return torch.stack(parts, -1)
+    grads = _BACKWARD(dense_rows(grad_out), query, key, value, *results, scale=problem.scale)
+    dq, dk, dv = (x[..., :width].contiguous() for x in grads)
+    cut_keys = problem.key.shape[2] - dk.shape[2]
+    return Gradients(dq, *(pad(x, (0, 0, 0, cut_keys)) for x in (dk, dv)))
 
 
 def _operands(problem: Problem) -> tuple[bool, Tensor, Tensor, Tensor]:
@@ -103,15 +98,15 @@ def _operands(problem: Problem) -> tuple[bool, Tensor, Tensor, Tensor]:
 
 
 def _is_causal(layout: BlockLayout) -> bool:
-    """Tells a layout of `Causal()` from one of `Full()`, which `refuses` lets pass, by its pairs.
+    """Tells a layout of `Causal()` from one of `Full()` by its number of pairs.
 
     Layouts of a cache, which do not count their pairs, raise NotImplementedError.
     """
     queries, keys = layout.frame.q_len, layout.frame.kv_len
-    seen = min(queries, keys)
+    side = min(queries, keys)
     if layout.num_pairs == queries * keys:
         return False
-    if layout.num_pairs == seen * (seen + 1) // 2 + (queries - seen) * keys:
+    if layout.num_pairs == side * (side + 1) // 2 + (queries - side) * keys:
         return True
     raise NotImplementedError(
         "sdpa: it runs whole patterns, not the layouts of a cache; name another backend or none"
@@ -124,16 +119,15 @@ def _by_definition(problem: Problem) -> tuple[Tensor, Tensor]:
     dtype, shape = sum_dtype(query), query.shape[:3]
     out, lse = torch.empty_like(query), query.new_empty(shape, dtype=dtype)
     pairs = torch.ones(shape[2], key.shape[2], dtype=torch.bool).tril()
-    for b in range(shape[0]):
-        for h in range(shape[1]):
-            kv = h // problem.group
-            q, k, v = (x.to(dtype) for x in (query[b, h], key[b, kv], value[b, kv]))
-            score = torch.where(pairs, problem.scale * (q @ k.mT), -torch.inf)
-            lse[b, h] = row = score.logsumexp(-1)
-            weight = torch.where(pairs, (score - finite_or_zero(row)[:, None]).exp(), 0.0)
-            weight = torch.where(row.isnan()[:, None], torch.nan, weight)
-            finite = v.isfinite()
-            reached = pairs.to(dtype) @ (~finite).to(dtype) > 0
-            found = weight @ torch.where(finite, v, 0.0)
-            out[b, h] = torch.where(reached, torch.nan, found).to(query.dtype)
+    for b, h in itertools.product(*map(range, shape[:2])):
+        kv = h // problem.group
+        q, k, v = (x.to(dtype) for x in (query[b, h], key[b, kv], value[b, kv]))
+        score = torch.where(pairs, problem.scale * (q @ k.mT), -torch.inf)
+        lse[b, h] = row = score.logsumexp(-1)
+        weight = torch.where(pairs, (score - finite_or_zero(row)[:, None]).exp(), 0.0)
+        weight = torch.where(row.isnan()[:, None], torch.nan, weight)
+        finite = v.isfinite()
+        spoilt = pairs.to(dtype) @ (~finite).to(dtype) > 0  # rows with a non-finite value
+        mean = weight @ torch.where(finite, v, 0.0)
+        out[b, h] = torch.where(spoilt, torch.nan, mean).to(query.dtype)
     return out, lse

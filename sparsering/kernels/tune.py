@@ -3,8 +3,8 @@
 For each block size, the Triton kernels first search their configs one coordinate at a time: the
 forward kernel, then the two backward ones. Then the block sizes are compared, by a training step. A
 choice counts only if its results agree with those of the first one. The fastest are saved to disk,
-and every later process uses them. A call never measures anything, so its results do not depend on
-the timing of a run.
+and every later process uses them. `attention` never measures anything, so its results do not depend
+on timings.
 """
 
 import statistics
@@ -101,7 +101,7 @@ def _step(kernel: ModuleType, problem: Problem, grad: Tensor) -> Run:
 def _choose_configs(
     problem: Problem, grad: Tensor, chosen: dict[str, Config], say: Callable[[str], None]
 ) -> None:
-    """Adds the fastest config of each Triton kernel; those chosen before are in use meanwhile."""
+    """Adds the fastest config of each Triton kernel to `chosen`, and measures with that in use."""
     query, size = problem.query, problem.layout.block_size
     out, lse = triton.forward(problem)
     no_grad = torch.zeros_like(lse)
@@ -123,22 +123,23 @@ def _fastest(
     title: str, runs: Mapping[_Choice, Run], device: torch.device, say: Callable[[str], None]
 ) -> _Choice:
     """Returns the fastest of the choices whose results agree with those of the first."""
-    expected = next(iter(runs.values()))()
-    right: dict[_Choice, Run] = {}
-    for choice, run in runs.items():
+    (first, run_first), *others = runs.items()
+    expected, correct = run_first(), {first: run_first}
+    for choice, run in others:
         try:
             error = error_of(run(), expected)
-            if error <= AGREEMENT[expected[0].dtype]:  # False for NaN
-                right[choice] = run
-            else:
-                say(f"{title} {choice}: left out, its results differ by {error:.2g}")
         except Exception as problem:  # compiler errors, or too much shared memory
             first_line = str(problem).partition("\n")[0][:80]
             say(f"{title} {choice}: left out, {type(problem).__name__}: {first_line}")
-    times = _milliseconds(right, device)
+            continue
+        if error <= AGREEMENT[expected[0].dtype]:  # False for NaN
+            correct[choice] = run
+        else:
+            say(f"{title} {choice}: left out, its results differ by {error:.2g}")
+    times = _milliseconds(correct, device)
     for choice, milliseconds in times.items():
         say(f"{title} {choice}: {milliseconds:.3f} ms")
-    return min(times, key=lambda choice: times[choice])
+    return min(times, key=times.__getitem__)
 
 
 def _milliseconds(runs: Mapping[_Choice, Run], device: torch.device) -> dict[_Choice, float]:
@@ -149,13 +150,13 @@ def _milliseconds(runs: Mapping[_Choice, Run], device: torch.device) -> dict[_Ch
         if number >= _LEAST_ROUNDS and time.perf_counter() - begin > _SECONDS:
             break
         for choice, run in runs.items():
-            times[choice].append(_timed(run, device))
+            times[choice].append(_milliseconds_of(run, device))
     return {choice: statistics.median(measured) for choice, measured in times.items()}
 
 
-def _timed(run: Run, device: torch.device) -> float:
-    """Runs once and returns the milliseconds, on a GPU those of its stream."""
-    if device.type == "cuda":
+def _milliseconds_of(run: Run, device: torch.device) -> float:
+    """Runs once and returns the milliseconds, on a GPU those between two events of its stream."""
+    if device.type == "cuda":  # the stream is idle before: the last run was waited for
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
@@ -167,17 +168,16 @@ def _timed(run: Run, device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - begin)
 
 
-def error_of(got: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+def error_of(results: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """Returns the largest relative error of several results: norm of the difference over norm.
 
     Only finite expected numbers count; infinite if the two are finite in different places.
     """
-    return max(_error(a, b) for a, b in zip(got, expected, strict=True))
-
-
-def _error(got: Tensor, expected: Tensor) -> float:
-    finite = expected.isfinite()
-    if not torch.equal(got.isfinite(), finite):
-        return torch.inf
-    difference = (got.float() - expected.float())[finite].norm()
-    return float(difference / expected.float()[finite].norm().clamp(min=1e-30))
+    errors = []
+    for a, b in zip(results, expected, strict=True):
+        finite = b.isfinite()
+        if not torch.equal(a.isfinite(), finite):
+            return torch.inf
+        difference = (a.float() - b.float())[finite].norm()
+        errors.append(float(difference / b.float()[finite].norm().clamp(min=1e-30)))
+    return max(errors)

@@ -22,7 +22,7 @@ _MOST_BYTES = 4 << 20
 
 
 class TuningFile:
-    """The measured choices of one backend, read once for each device."""
+    """Measured choices of one backend; reads the file of each device once."""
 
     def __init__(self, path: Callable[[torch.device], Path]) -> None:
         self.path = path
@@ -47,10 +47,10 @@ class TuningFile:
             block_sizes: block sizes by expression of a pattern.
         """
         path = self.path(like.device)
-        known = read(path)
-        known["configs"] |= configs
-        known["block_sizes"] |= {_key(x, like): size for x, size in block_sizes.items()}
-        replace_file(path, json.dumps(known, indent=1).encode())
+        choices = read(path)
+        choices["configs"] |= configs
+        choices["block_sizes"] |= {_key(x, like): size for x, size in block_sizes.items()}
+        replace_file(path, json.dumps(choices, indent=1).encode())
         self.forget()
         return path
 
@@ -65,8 +65,8 @@ def _key(expression: str, like: Tensor) -> str:
 
 def processor_name() -> str:
     """Returns the name of this machine's processor, or its architecture if the name is unknown."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.exists() else []
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -79,31 +79,30 @@ def file_of(kind: str, processor: str, version: str) -> Path:
 
 def read(path: Path) -> Choices:
     """Returns the measured choices of a file; empty tables, with a warning, if it is malformed."""
-    if not os.path.lexists(path):
-        return {"configs": {}, "block_sizes": {}}
     try:
-        with opened(path, _MOST_BYTES) as file:
-            return _checked(json.loads(file.read(), object_pairs_hook=_without_duplicates))
+        if os.path.lexists(path):
+            with opened(path, _MOST_BYTES) as file:
+                return _checked(json.loads(file.read(), object_pairs_hook=_without_duplicates))
     except (OSError, ValueError, RecursionError) as error:
         warnings.warn(
             f"sparsering ignores {path}, which is not as `sparsering tune` writes it "
             f"({shortened(str(error))}); delete it, or run `sparsering tune` again",
             stacklevel=2,
         )
-        return {"configs": {}, "block_sizes": {}}
+    return {"configs": {}, "block_sizes": {}}
 
 
-def _checked(found: Any) -> Choices:
-    if not isinstance(found, dict) or set(found) != {"configs", "block_sizes"}:
+def _checked(content: Any) -> Choices:
+    if not isinstance(content, dict) or set(content) != {"configs", "block_sizes"}:
         raise ValueError("an object of configs and block_sizes was expected")
-    if not all(isinstance(of_kind, dict) for of_kind in found.values()):
+    if not all(isinstance(table, dict) for table in content.values()):
         raise ValueError("configs and block_sizes must be objects")
-    for size in found["block_sizes"].values():
+    for size in content["block_sizes"].values():
         check_block_size(size)
-    for key, config in found["configs"].items():
+    for key, config in content["configs"].items():
         if not _is_config(config):
             raise ValueError(f"no config of a kernel under {shortened(repr(key))}")
-    return found
+    return content
 
 
 def _is_config(config: object) -> bool:
@@ -118,7 +117,6 @@ def _is_config(config: object) -> bool:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    if len(table := dict(pairs)) != len(pairs):
         raise ValueError("a key stands twice")
-    return found
+    return table

@@ -61,11 +61,9 @@ def build() -> Path:
 def _lock(path: Path) -> Iterator[None]:
     """Holds a lock on a file; the system releases it if the process dies."""
     with open(path, "w") as file:
-        try:
+        with contextlib.suppress(ImportError):  # without fcntl two processes may both build: safe
             import fcntl
-        except ImportError:  # no fcntl on this system: two processes may both build, which is safe
-            pass
-        else:
+
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -80,68 +78,61 @@ def _compile(library: Path) -> None:
     command += ["-ltorch", "-ltorch_cpu", "-lc10", *_OPENMP_LIBRARY]
     print("sparsering: compiling the CPU kernel, once, for about 15 s", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
-        done = subprocess.run(
-            [*command, "-o", str(made)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        if done.returncode:
-            lines = done.stderr.splitlines()
-            told = [line for line in lines if "error" in line] + lines[-1:] + ["it said nothing"]
+        output = Path(folder) / library.name
+        command += ["-o", str(output)]
+        run = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        if run.returncode:
+            lines = run.stderr.splitlines()
+            errors = [line for line in lines if "error" in line] + lines[-1:] + ["it said nothing"]
             raise RuntimeError(
-                f"{compiler} failed: {told[0]}; `sparsering build` shows all\n{done.stderr}"
+                f"{compiler} failed: {errors[0]}; `sparsering build` shows all\n{run.stderr}"
             )
-        content = made.read_bytes()
-        made.write_bytes(content + hashlib.sha256(content).digest())
-        made.chmod(0o755)  # whatever the umask: _is_whole rejects files that others can write
-        made.replace(library)
+        content = output.read_bytes()
+        output.write_bytes(content + hashlib.sha256(content).digest())
+        output.chmod(0o755)  # whatever the umask: _is_whole rejects files that others can write
+        output.replace(library)
 
 
 def _is_whole(library: Path) -> bool:
     if not library.exists():
         return False
     with opened(library) as file:
-        found, content = os.fstat(file.fileno()), file.read()
+        status, content = os.fstat(file.fileno()), file.read()
     if hasattr(os, "geteuid"):
-        if found.st_uid not in (0, os.geteuid()):
+        if status.st_uid not in (0, os.geteuid()):
             raise PermissionError(
-                f"{library} belongs to another user (uid {found.st_uid}), who could run code as "
+                f"{library} belongs to another user (uid {status.st_uid}), who could run code as "
                 "you; delete it, or set SPARSERING_CACHE to a folder of your own"
             )
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return False  # others may have written it, so it is built again
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
 def _compiler() -> str:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (found := shutil.which(name)):
-            return found
+        if name and (path := shutil.which(name)):
+            return path
     raise RuntimeError("no C++ compiler found (c++, g++ or clang++; or name one in CXX)")
 
 
 def _flags() -> list[str]:
     capability = torch.backends.cpu.get_cpu_capability()
     vectors = _CAPABILITY_FLAGS.get(capability, "").split()
-    known = capability if vectors else "DEFAULT"
+    name = capability if vectors else "DEFAULT"
     torch_libraries = Path(torch.__file__).with_name("lib")
     return [
         *["-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-shared", "-fvisibility=hidden", *_OPENMP],
         *([f"-Wl,-rpath,{torch_libraries}"] if _IS_MACOS else []),
-        *[*vectors, f"-DCPU_CAPABILITY={known}", f"-DCPU_CAPABILITY_{known}"],
+        *[*vectors, f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"],
         *os.environ.get("SPARSERING_CXXFLAGS", "").split(),
     ]
 
 
 @torch.compiler.assume_constant_result
 def build_failure() -> list[str]:
-    """Returns why the library cannot be loaded; [] if it is loaded. Warns once."""
-    if reason := _load():
-        _warn(reason)
-    return [reason] if reason else []
+    """Returns why the library cannot be loaded; [] if it is loaded."""
+    return [reason] if (reason := _load()) else []
 
 
 def library() -> Any:
@@ -153,6 +144,7 @@ def library() -> Any:
 
 @cache
 def _load() -> str:
+    """Builds and loads the library; returns why that failed, with one warning, or ""."""
     try:
         library = build()
         try:
@@ -161,11 +153,8 @@ def _load() -> str:
             library.unlink()
             torch.ops.load_library(build())
     except (ImportError, OSError, RuntimeError) as error:
-        return f"its kernel could not be built or loaded: {str(error).splitlines()[0]}"
+        reason = f"its kernel could not be built or loaded: {str(error).splitlines()[0]}"
+        message = f"sparsering falls back to the slower 'gather' backend on the CPU: {reason}"
+        warnings.warn(message, stacklevel=2)
+        return reason
     return ""
-
-
-@cache
-def _warn(reason: str) -> None:
-    message = f"sparsering falls back to the slower 'gather' backend on the CPU: {reason}"
-    warnings.warn(message, stacklevel=2)

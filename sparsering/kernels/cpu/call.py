@@ -25,12 +25,12 @@ _MOST_REPEATED_WORK = 1.4  # `run_tiles` computes seven products where `run_head
 
 def reasons(*tensors: Tensor) -> list[str]:
     """Returns why the kernel cannot run on these tensors, or on this machine."""
-    found = []
+    faults = []
     if any(x.device.type != "cpu" for x in tensors):
-        found.append("it runs on the CPU alone")
+        faults.append("it runs on the CPU alone")
     if any(x.dtype not in _DTYPES for x in tensors):
-        found.append("it computes in float32; float64 stays with gather")
-    return found or build_failure()
+        faults.append("it computes in float32; float64 stays with gather")
+    return faults or build_failure()
 
 
 def forward(
@@ -45,18 +45,13 @@ def forward(
     x = problem.with_positive_scale()
     plain = x.block_bias is x.distance_bias is x.key_mask is x.sink is None
     plain = plain and x.softcap is None and x.dropout_p is None
-    out: Tensor
-    lse: Tensor
+    kernels, new_rows = library(), () if new is None else new
     if plain and not x.in_float32:
-        laid = _laid(x)
-        if new is None:
-            out, lse = library().forward_laid(x.query, x.key, x.value, laid, x.slots)
-        else:
-            out, lse = library().forward_laid_after(*new, x.query, x.key, x.value, laid, x.slots)
-    elif new is None:
-        out, lse = library().forward(*_arguments(x), x.sink, x.slots)
+        run = kernels.forward_laid if new is None else kernels.forward_laid_after
+        out, lse = run(*new_rows, x.query, x.key, x.value, _checked_layout(x), x.slots)
     else:
-        out, lse = library().forward_after(*new, *_arguments(x), x.sink, x.slots)
+        run = kernels.forward if new is None else kernels.forward_after
+        out, lse = run(*new_rows, *_arguments(x), x.sink, x.slots)
     return out, lse
 
 
@@ -73,8 +68,9 @@ def backward(
     transposes = [] if by_head else [x for p in passes for x in _transpose(problem, p)]
     results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
     learns = problem.learns_distances
-    found = library().backward(*_arguments(problem), *results, transposes, learns)
-    dq, dk, dv, dbias, dtables, delta = found
+    dq, dk, dv, dbias, dtables, delta = library().backward(
+        *_arguments(problem), *results, transposes, learns
+    )
     bias, table, sink = problem.block_bias, problem.distance_bias, problem.sink
     return Gradients(
         problem.query_gradient(dq),
@@ -103,11 +99,9 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
 
     Raises: NotImplementedError for softcap, distance_bias and dropout: the walk has none of them.
     """
-    extras = problem.softcap, problem.distance_bias, problem.dropout_p
-    if any(extra is not None for extra in extras):
+    if _needs_query_walk(problem):
         raise NotImplementedError("cpu: masses of entries have no softcap, distance_bias, dropout")
-    layout = problem.layout
-    bias = problem.block_bias
+    layout, bias = problem.layout, problem.block_bias
     entries = layout.num_blocks if bias is None else bias.shape[2]
     if not layout.num_blocks:
         return lse.new_zeros(*problem.query.shape[:2], entries)
@@ -118,47 +112,24 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
     return mass
 
 
-def block_shares(
-    query: Tensor,
-    feature: Tensor,
-    key: Tensor,
-    last: Tensor | None,
-    out: Tensor,
-    *,
-    features: str,
-    scale: float,
-    log_part: float,
-    blocks: int,
-    length: int,
-    first_own: int,
-    first_query: int,
-    first: int,
-    offset: int,
-    count: int,
-    width: int,
-    row: int,
-    causal: bool,
-) -> bool:
+def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool:
     """Writes log shares of blocks to `out`, float32 [entries, rows, blocks].
 
-    Returns True if a share was too small. `Shares` in shares.h and `Operands` in operands.h have
-    the arguments. Queries have any strides and dtype, features and keys are float32; `features` is
-    "gauss", "bounds" or any other name for the plain query.
+    Returns True if a share was too small. Takes the arguments of the operator `shares`: query,
+    feature, key, last and out, then numbers by name, as `Shares` in shares.h and `Operands` in
+    operands.h describe them. Queries have any strides and dtype, features and keys are float32;
+    `features` is "gauss", "bounds" or any other name for the plain query.
     """
     kind = {"gauss": 1, "bounds": 2}.get(features, 0)
-    lost: bool = library().shares(
-        query, feature, key, last, out, kind, scale, log_part, blocks, length, first_own,
-        first_query, first, offset, count, width, row, causal,
-    )  # fmt: skip
-    return lost
+    underflowed: bool = library().shares(*tensors, kind=kind, **numbers)
+    return underflowed
 
 
 def _arguments(problem: Problem) -> tuple[Any, ...]:
     """Returns the arguments that forward, backward and mass have in common."""
     problem = problem.with_positive_scale()
     layout, bias, table = problem.layout, problem.block_bias, problem.distance_bias
-    mask, passes = problem.key_mask, layout.passes
-    placed = problem.softcap is not None or table is not None or problem.dropout_p is not None
+    mask, passes, placed = problem.key_mask, layout.passes, _needs_query_walk(problem)
     return (
         problem.query,
         problem.key,
@@ -185,10 +156,9 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
 def _is_walked(problem: Problem, p: Pass) -> int:
     """Returns 1 if the kernel walks a pass by key tile (walk/visits.h), else 0.
 
-    The pass's shape decides. Softcap, distances and dropout exist only in the walk by query tile.
+    The pass's shape decides, unless the call needs the walk by query tile.
     """
-    extras = problem.softcap, problem.distance_bias, problem.dropout_p
-    if any(extra is not None for extra in extras) or not p.key_tile.numel():
+    if _needs_query_walk(problem) or not p.key_tile.numel():
         return 0
     shape: tuple[tuple[int, int], float] | None = vars(p).get("_walked_shape")
     if shape is None:
@@ -221,7 +191,13 @@ def is_walked_shape(
     return short and queries * tiles[0] >= _LEAST_WALKED_QUERIES and rows >= _LEAST_WALKED_ROWS
 
 
-class _Laid(NamedTuple):
+def _needs_query_walk(problem: Problem) -> bool:
+    """True with softcap, distances or dropout, which exist only in the walk by query tile."""
+    extras = problem.softcap, problem.distance_bias, problem.dropout_p
+    return any(extra is not None for extra in extras)
+
+
+class _CheckedLayout(NamedTuple):
     """Layout checked by the kernel, for calls without extras; copies and pickles are empty."""
 
     scale: float
@@ -231,13 +207,13 @@ class _Laid(NamedTuple):
         return float, ()
 
 
-def _laid(problem: Problem) -> Tensor:
+def _checked_layout(problem: Problem) -> Tensor:
     """Returns the layout's passes as the kernel's own object, checked once and cached with it."""
     layout, scale = problem.layout, problem.scale
-    kept = vars(layout).get("_laid")
-    if type(kept) is not _Laid or kept.scale != scale:
+    cached = vars(layout).get("_checked_layout")
+    if type(cached) is not _CheckedLayout or cached.scale != scale:
         passes = layout.passes
-        laid = library().lay(
+        checked = library().lay(
             [x for p in passes for x in _tables(p)],
             [p.step for p in passes],
             [p.branch for p in passes],
@@ -246,8 +222,8 @@ def _laid(problem: Problem) -> Tensor:
             scale,
             [_is_walked(problem, p) for p in passes],
         )
-        kept = vars(layout)["_laid"] = _Laid(scale, laid)
-    return kept.passes
+        cached = vars(layout)["_checked_layout"] = _CheckedLayout(scale, checked)
+    return cached.passes
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Portable backend: gathers each query tile's keys and runs library kernels on them.
+"""Forward and backward of the portable backend.
 
 A unit (see `plan`) is a few query tiles and the keys that they all visit. Forward is two matmuls
 and a softmax per unit, merged into (out, lse); backward five matmuls. Scores exist for a few units
@@ -59,7 +59,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))  # [..., n, D]
             extras.clear(chunk, unit, uk, uv)
             score, _ = extras.adjust(product(uq, uk), chunk, unit)
-            weight, part_lse = _softmax(score, _of_unit(added, unit), group)
+            weight, part_lse = _softmax(score, _for_unit(added, unit), group)
             extras.drop(weight, chunk, unit)
             parts.append(product(weight, uv.mT).flatten(0, -2))
             part_lses.append(part_lse.flatten())
@@ -97,7 +97,7 @@ def backward(
             uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))
             extras.clear(chunk, unit, uk, uv)
             score, slope = extras.adjust(product(uq.mul_(problem.scale), uk), chunk, unit)
-            weight = _biased(score, _of_unit(added, unit), group).sub_(clse[unit]).exp_()
+            weight = _biased(score, _for_unit(added, unit), group).sub_(clse[unit]).exp_()
             dweight = extras.drop(product(udo, uv), chunk, unit)
             dscore = dweight.sub_(cdelta[unit]).mul_(weight)
             extras.drop(weight, chunk, unit)
@@ -138,28 +138,24 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
             uk = _take(k, chunk.k[unit], dtype)
             extras.clear(chunk, unit, uk, uk)
             score, _ = extras.adjust(product(uq, uk), chunk, unit)
-            mass = _biased(score, _of_unit(added, unit), group).sub_(clse[unit]).exp_()
+            mass = _biased(score, _for_unit(added, unit), group).sub_(clse[unit]).exp_()
             masses.append(mass.mul_(cweight[unit]).unflatten(-2, (group, -1)).sum(-2))
         extras.add_bias_gradient(masses, chunk)
-    found, _ = extras.gradients()
-    assert found is not None
-    return found
+    masses_of_entries, _ = extras.gradients()
+    assert masses_of_entries is not None
+    return masses_of_entries
 
 
 def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
     """Yields every chunk of every pass, and True if no earlier chunk has its query rows."""
-    layout, query, bias = problem.layout, problem.query, problem.block_bias
-    biases = None if bias is None else bias.shape[2]
-    placed = problem.distance_bias is not None or problem.dropout_p is not None
-    b, size = layout.block_size, sum_dtype(query).itemsize
-    per_token = 3 * size * (query.shape[-1] + problem.value.shape[-1])
-    most_queries = 1 if bias is not None else max(1, _MOST_QUERIES // b)
-    for number, p in enumerate(layout.passes):
+    query, b, dtype = problem.query, problem.layout.block_size, sum_dtype(problem.query)
+    per_token = 3 * dtype.itemsize * (query.shape[-1] + problem.value.shape[-1])
+    most_queries = 1 if problem.block_bias is not None else max(1, _MOST_QUERIES // b)
+    for number, p in enumerate(problem.layout.passes):
         for units in plan(p, b, most_queries, max(1, _MOST_KEYS // b)):
-            pairs = units.num_queries * units.num_keys
-            per_pair = 0 if _alone(pairs, query.device, sum_dtype(query)) else 4 * size
-            limits = (_workspace["bytes"], per_token, per_pair)
-            for chunk in chunks(layout, number, units, len(query), *limits, biases, placed):
+            alone = _alone(units.num_queries * units.num_keys, query.device, dtype)
+            per_pair = 0 if alone else 4 * dtype.itemsize
+            for chunk in chunks(problem, number, units, _workspace["bytes"], per_token, per_pair):
                 yield units.fresh and number == 0, chunk
 
 
@@ -177,7 +173,7 @@ def _units(
         yield unit, _product
 
 
-def _of_unit(added: Tensor | None, unit: int | slice) -> Tensor | None:
+def _for_unit(added: Tensor | None, unit: int | slice) -> Tensor | None:
     if added is None or isinstance(unit, slice):
         return added
     return added[unit if len(added) > 1 else 0]
@@ -226,10 +222,8 @@ def _merge_rows(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: 
     highest = finite_or_zero(torch.maximum(old, part_lse))
     a, b = (old - highest).exp(), (part_lse - highest).exp()
     total = torch.where(a + b == 0, 1.0, a + b)
-    merged = (
-        out.index_select(0, rows).mul_((a / total)[:, None]).addcmul_(part, (b / total)[:, None])
-    )
-    out.index_copy_(0, rows, merged)
+    merged = out.index_select(0, rows).mul_((a / total)[:, None])
+    out.index_copy_(0, rows, merged.addcmul_(part, (b / total)[:, None]))
     lse.index_copy_(0, rows, highest + (a + b).log())
 
 

@@ -24,10 +24,9 @@ class Extras:
         self.dtable = None
         if table is not None and problem.learns_distances:  # float64: each sum has many terms
             self.dtable = table.new_zeros(table.numel(), dtype=torch.float64)
-        self.masked = None
+        self.masked = None  # [B * Hkv * Nk], as the rows of flattened keys
         if mask is not None:
-            masked = ~mask[:, None].expand(len(query), key.shape[1], -1)
-            self.masked = masked.flatten()  # [B * Hkv * Nk], as the rows of flattened keys
+            self.masked = ~mask[:, None].expand(len(query), key.shape[1], -1).flatten()
 
     def clear(self, chunk: Chunk, unit: Unit, *rows: Tensor) -> None:
         """Zeroes masked keys and values in place, because their numbers may be NaN."""
@@ -40,18 +39,16 @@ class Extras:
 
         Shape [C or 1, g or 1, m or 1, n]; None if there is nothing to add.
         """
-        added, zero = None, torch.zeros((), dtype=self.dtype, device=chunk.q.device)
+        added = zero = torch.zeros((), dtype=self.dtype, device=chunk.q.device)
         if self.bias is not None and chunk.bias is not None:
             entries, slots = chunk.bias
             slots = slots[:, None].expand(-1, chunk.q.shape[1], -1)
             added = self.bias[entries].gather(-1, slots)[:, :, None].to(self.dtype)
         if chunk.cells is not None:
-            kept = zero if added is None else added
-            added = torch.where(chunk.cells[:, None], kept, -torch.inf)
+            added = torch.where(chunk.cells[:, None], added, -torch.inf)
         if self.masked is not None:
-            kept = zero if added is None else added
-            added = torch.where(self.masked[chunk.k][:, None, None], -torch.inf, kept)
-        return added
+            added = torch.where(self.masked[chunk.k][:, None, None], -torch.inf, added)
+        return None if added is zero else added
 
     def adjust(self, score: Tensor, chunk: Chunk, unit: Unit) -> tuple[Tensor, Tensor | None]:
         """Applies softcap and distance bias to scores [..., g * m, n], in place.
@@ -64,8 +61,7 @@ class Extras:
             slope = 1 - score * score
             score.mul_(cap)
         if self.table is not None and chunk.places is not None:
-            entry = self._entries(chunk.places, unit)
-            score.add_(self.table[entry].flatten(-3, -2))
+            score.add_(self.table[self._entries(chunk.places, unit)].flatten(-3, -2))
         return score, slope
 
     def drop(self, weight: Tensor, chunk: Chunk, unit: Unit) -> Tensor:
@@ -73,9 +69,9 @@ class Extras:
         p, seed, places = self.problem.dropout_p, self.problem.dropout_seed, chunk.places
         if p is None or seed is None or places is None:
             return weight
-        of_row = seed[places.batch[unit][..., None], places.stream[unit]]  # [.., m]
+        row_seed = seed[places.batch[unit][..., None], places.stream[unit]]  # [.., m]
         kept = kept_pairs(
-            of_row[..., None, :, None],
+            row_seed[..., None, :, None],
             p,
             places.head[unit][..., None, None],
             places.query[unit][..., None, :, None],
@@ -90,25 +86,26 @@ class Extras:
             entry = self._entries(chunk.places, unit)
             self.dtable.index_add_(0, entry.flatten(), dscore.flatten().double())
 
-    def add_bias_gradient(self, of_units: list[Tensor], chunk: Chunk) -> None:
+    def add_bias_gradient(self, unit_sums: list[Tensor], chunk: Chunk) -> None:
         """Adds sums over queries [.., g, n], one per key, to the block bias of the key's entry."""
         if self.dbias is None or chunk.bias is None:
             return
         entries, slots = chunk.bias
-        of_keys = torch.cat([x.reshape(-1, *x.shape[-2:]) for x in of_units])  # [C, g, n]
-        of_entries = of_keys.new_zeros(entries.shape)
-        of_entries.scatter_add_(-1, slots[:, None].expand(of_keys.shape), of_keys)
-        self.dbias.index_add_(0, entries.flatten(), of_entries.flatten())
+        by_key = torch.cat([x.reshape(-1, *x.shape[-2:]) for x in unit_sums])  # [C, g, n]
+        by_entry = by_key.new_zeros(entries.shape)
+        by_entry.scatter_add_(-1, slots[:, None].expand(by_key.shape), by_key)
+        self.dbias.index_add_(0, entries.flatten(), by_entry.flatten())
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns the gradients of the block bias and of the distance bias."""
-        given = (self.problem.block_bias, self.problem.distance_bias)
-        found = (self.dbias, self.dtable)
-        of_bias, of_table = (
-            None if x is None or like is None else x.view(like.shape).to(like.dtype)
-            for x, like in zip(found, given, strict=True)
+        dbias, dtable = (
+            None if grad is None or x is None else grad.view(x.shape).to(x.dtype)
+            for grad, x in (
+                (self.dbias, self.problem.block_bias),
+                (self.dtable, self.problem.distance_bias),
+            )
         )
-        return of_bias, of_table
+        return dbias, dtable
 
     def _entries(self, places: Places, unit: Unit) -> Tensor:
         """Returns the index into the flattened distance table for each pair, [.., g, m, n]."""

@@ -1,6 +1,6 @@
 """Cuts a pass into batched calls of the gather backend: units of one shape, and chunks of units.
 
-Everything is index arithmetic on the layout's tables; no query, key or value is read here.
+Everything is index arithmetic on the layout's tables: no number of query, key or value is read.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...layouts.bitmaps import unpack
-from ...layouts.layout import BlockLayout, Pass, tile_counts
+from ...layouts.layout import Pass, slots_of, tile_counts
 from ...rows import expand_counts, mix, number_rows
+from ..problem import Problem
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def plan(p: Pass, block_size: int, most_queries: int, most_keys: int) -> list[Un
 
     Joins neighbouring query tiles with equal key lists, at most `most_queries` per unit, and cuts
     key lists into pieces of at most `most_keys` tiles. Entries with and without a bitmap are in
-    different units, except in rows that `_folded` selects.
+    different units, except in rows that `_rows_in_one_unit` selects.
     """
     plans = _plans.setdefault(p, {})
     if (most_queries, most_keys) not in plans:
@@ -73,30 +74,30 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
     keys = tile_counts(p.key_start, p.key_stop, p.step, block_size)[axis, key]
     written = torch.zeros(len(p.row_ptr) * heads * tiles, dtype=torch.bool, device=bitmap.device)
     row = table * tiles + row
-    with_bitmap = (bitmap >= 0) | _folded(row, bitmap, most_keys)[row]
+    with_bitmap = (bitmap >= 0) | _rows_in_one_unit(row, bitmap, most_keys)[row]
     for masked in (False, True):
-        kept = torch.nonzero((with_bitmap == masked) & (queries > 0) & (keys > 0))[:, 0]
-        if not len(kept):
+        index = torch.nonzero((with_bitmap == masked) & (queries > 0) & (keys > 0))[:, 0]
+        if not len(index):
             continue
-        begin, length, piece = _runs(row[kept], most_keys)
+        begin, length, piece = _runs(row[index], most_keys)
         if masked or most_queries == 1:
-            joined = torch.arange(len(begin), device=begin.device)
+            first = torch.arange(len(begin), device=begin.device)
         else:
-            order = ((table[kept][begin] * (piece.max() + 1)) + piece).argsort(stable=True)
+            line = table[index][begin] * (piece.max() + 1) + piece
+            order = line.argsort(stable=True)
             begin, length, piece = begin[order], length[order], piece[order]
-            line = table[kept][begin] * (piece.max() + 1) + piece
-            joined = _joined(begin, length, line, key[kept], most_queries)
-        width = torch.diff(joined, append=joined.new_tensor([len(begin)]))
-        num_queries = _sums(queries[kept][begin], joined)
-        num_keys = _sums(keys[kept], begin, length)[joined]
-        shape = [piece[joined], width, length[joined], num_queries, num_keys]
-        for alike in _equal_rows(shape):
-            run = joined[alike][:, None] + torch.arange(int(width[alike[0]]), device=alike.device)
-            slots = torch.arange(int(length[run[0, 0]]), device=alike.device)
-            entries = kept[begin[run[:, :1]] + slots]
+            first = _first_runs(begin, length, line[order], key[index], most_queries)
+        width = torch.diff(first, append=first.new_tensor([len(begin)]))
+        num_queries = _sums(queries[index][begin], first)
+        num_keys = _sums(keys[index], begin, length)[first]
+        shape = [piece[first], width, length[first], num_queries, num_keys]
+        for group in _equal_rows(shape):
+            run = first[group][:, None] + torch.arange(int(width[group[0]]), device=group.device)
+            slots = torch.arange(int(length[run[0, 0]]), device=group.device)
+            entries = index[begin[run[:, :1]] + slots]
             parts = _by_bitmaps(bitmap[entries]) if masked else ((slice(None), None),)
             for part, bitmaps in parts:
-                tile_rows = row[kept][begin[run[part]]]
+                tile_rows = row[index][begin[run[part]]]
                 fresh = not written[tile_rows].any()
                 written[tile_rows] = True
                 yield Units(
@@ -106,13 +107,13 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
                     key_tiles=key[entries[part]],
                     entries=entry[entries[part]],
                     bitmaps=bitmaps,
-                    num_queries=int(num_queries[alike[0]]),
-                    num_keys=int(num_keys[alike[0]]),
+                    num_queries=int(num_queries[group[0]]),
+                    num_keys=int(num_keys[group[0]]),
                     fresh=fresh,
                 )
 
 
-def _folded(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
+def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
     """Selects rows whose full and masked entries form one unit instead of two to merge.
 
     That pays if the row fits into one unit and shares its mask with other rows, or rows are few.
@@ -120,10 +121,10 @@ def _folded(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
     index = torch.arange(len(row), device=row.device)
     total = torch.bincount(row)
     place = index - (total.cumsum(0) - total)[row]
-    likeness = torch.zeros_like(total).index_add_(0, row, mix(place) * (bitmap + 2))
-    _, kind, rows_alike = likeness.unique(return_inverse=True, return_counts=True)
+    digest = torch.zeros_like(total).index_add_(0, row, mix(place) * (bitmap + 2))
+    _, kind, num_equal = digest.unique(return_inverse=True, return_counts=True)
     masked = torch.bincount(row[bitmap >= 0], minlength=len(total)) > 0
-    return masked & (total <= most_keys) & ((rows_alike[kind] > 1) | (len(total) <= 64))
+    return masked & (total <= most_keys) & ((num_equal[kind] > 1) | (len(total) <= 64))
 
 
 def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,14 +136,14 @@ def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
     return begin, torch.diff(begin, append=begin.new_tensor([len(row)])), place[begin] // longest
 
 
-def _joined(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: int) -> Tensor:
+def _first_runs(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: int) -> Tensor:
     """Returns the first run of each unit: up to `most` neighbours on a line with equal keys."""
     index = torch.arange(len(begin), device=begin.device)
     before = (index - 1).clamp(min=0)
     same = (line == line[before]) & (length == length[before]) & (index > 0)
     run, place = expand_counts(length)
-    twin = begin[before][run] + torch.minimum(place, (length[before] - 1)[run])
-    differ = torch.bincount(run[key[begin[run] + place] != key[twin]], minlength=len(begin))
+    other = begin[before][run] + torch.minimum(place, (length[before] - 1)[run])
+    differ = torch.bincount(run[key[begin[run] + place] != key[other]], minlength=len(begin))
     head = ~same | (differ > 0)
     place = index - index[head][head.cumsum(0) - 1]
     return torch.nonzero(place % most == 0)[:, 0]
@@ -172,8 +173,8 @@ def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     if len(sets) > max(8, len(bitmaps) // 16):
         yield torch.arange(len(bitmaps), device=bitmaps.device), bitmaps
         return
-    for alike in sets:
-        yield alike, bitmaps[alike[:1]]
+    for group in sets:
+        yield group, bitmaps[group[:1]]
 
 
 class Places(NamedTuple):
@@ -215,21 +216,14 @@ class Chunk:
 
 
 def chunks(
-    layout: BlockLayout,
-    number: int,
-    units: Units,
-    batch: int,
-    workspace: int,
-    per_token: int,
-    per_pair: int,
-    biases: int | None,
-    placed: bool,
+    problem: Problem, number: int, units: Units, workspace: int, per_token: int, per_pair: int
 ) -> Iterator[Chunk]:
     """Cuts units of pass `number` into chunks of at most `workspace` bytes.
 
     `per_token` and `per_pair` are the bytes that the caller allocates per query or key token and
-    per pair; `biases` is the length of a query head's block bias, None without one.
+    per pair.
     """
+    layout, batch = problem.layout, len(problem.query)
     p, frame, b = layout.passes[number], layout.frame, layout.block_size
     batch_tables, heads = len(p.row_ptr), max(p.row_ptr.shape[1], len(p.query_start))
     unit_heads = max(heads, frame.num_kv_heads)  # number of separately gathered sets of keys
@@ -264,10 +258,10 @@ def chunks(
             if ragged:
                 pairs = real_q[:, :, None] & real_k[:, None, :]
                 cells = cells.expand(pairs.shape)[pairs].view(-1, m, n)
-        if biases is not None:
+        if problem.block_bias is not None:
             tables = layout.table_shape
             table = (bat[:, None] * (tables[0] > 1), q_head * tables[1] // frame.num_heads)
-            first = (bat[:, None] * frame.num_heads + q_head) * biases
+            first = (bat[:, None] * frame.num_heads + q_head) * problem.block_bias.shape[2]
             first = first + layout.first_entry[number][table]
             slots = torch.arange(k.shape[1], device=device).div(b, rounding_mode="floor")
             slots = slots.expand(k.shape)
@@ -276,12 +270,12 @@ def chunks(
                 slots[real_k].view(-1, n) if ragged else slots,
             )
         places = None
-        if placed:
+        if problem.distance_bias is not None or problem.dropout_p is not None:
             origins, stream = p.coordinates(frame.q_start), p.stream
             stream = torch.zeros_like(p.query_start) if stream is None else stream
-            query = q + _of_tokens(origins[0] - p.query_start, axis, query_tiles, b)
-            key = k + _of_tokens(origins[1] - p.key_start, axis, key_tiles, b)
-            stream = _of_tokens(stream, axis, query_tiles, b)
+            query = q + _per_token(origins[0] - p.query_start, axis, query_tiles, b)
+            key = k + _per_token(origins[1] - p.key_start, axis, key_tiles, b)
+            stream = _per_token(stream, axis, query_tiles, b)
             if ragged:
                 query, stream = (x[real_q].view(-1, m) for x in (query, stream))
                 key = key[real_k].view(-1, n)
@@ -297,11 +291,11 @@ def _positions(
     start: Tensor, stop: Tensor, axis: Tensor, tiles: Tensor, step: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
     """Returns the tokens of tiles, [C, t * block_size], and False for padding."""
-    first, end = (edge[axis[:, None], tiles][..., None] for edge in (start, stop))
-    positions = (first + step * torch.arange(block_size, device=start.device)).flatten(1)
-    return positions, positions < end.expand(-1, -1, block_size).flatten(1)
+    first, end = (edge[axis[:, None], tiles] for edge in (start, stop))
+    positions, real = slots_of(first, end, step, block_size)
+    return positions.flatten(1), real.flatten(1)
 
 
-def _of_tokens(of_tiles: Tensor, axis: Tensor, tiles: Tensor, block_size: int) -> Tensor:
+def _per_token(per_tile: Tensor, axis: Tensor, tiles: Tensor, block_size: int) -> Tensor:
     """Repeats a number of each tile for each of its tokens, [C, t * block_size]."""
-    return of_tiles[axis[:, None], tiles].repeat_interleave(block_size, 1)
+    return per_tile[axis[:, None], tiles].repeat_interleave(block_size, 1)
