@@ -62,7 +62,7 @@ def _attend(acc, highest, total, score, v, bias, scale, keep, stays, MASKED: tl.
 def forward_kernel(
     query, key, value, key_tiles, value_tiles, bias, out, lse, piece_out, piece_lse,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
-    distance_bias, key_mask, seed, stream, tile_origin, origin,
+    distance_bias, key_mask, seed, dropout_stream, tile_origin, origin,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64, k_side: tl.int64, v_side: tl.int64,
@@ -134,7 +134,7 @@ def forward_kernel(
         biases = distance_bias + batch * distance_batch + heads * distance_head
         along_query = (slot * step).to(tl.int32)
     if DROPPING:
-        number = tl.load(stream + axis * num_tiles + tile) if STREAMS else 0
+        number = tl.load(dropout_stream + axis * num_tiles + tile) if STREAMS else 0
         a, b = words_of(
             tl.load(seed + batch * seed_batch + number), first_head + heads, branch,
             first_query + slot * step,
