@@ -1,0 +1,123 @@
+"""What steady calls launch, and that a call which asks for more of a device is noticed."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from calls import LONGNET, WINDOW, learnt, rows, steady
+from gpu_stub import counted, gpu
+
+import sparsering as sr
+from sparsering.kernels.triton import call as backend
+from sparsering.kernels.triton import launch as triton_launch
+from sparsering.kernels.triton import operands
+from sparsering.kernels.triton.configs import Config
+
+
+@pytest.mark.parametrize("pattern", [WINDOW, LONGNET], ids=["window", "two branches"])
+def test_a_forward(hopper, pattern):
+    query, key, value = rows(), rows(), rows()
+    steady(lambda: sr.attention(query, key, value, pattern), triton=3, torch=3)
+
+
+def test_a_forward_and_a_backward(hopper):
+    inputs = learnt(rows(), rows(), rows())
+    grad = rows()
+    steady(
+        lambda: torch.autograd.grad(sr.attention(*inputs, WINDOW), inputs, grad),
+        triton=5,
+        torch=3,
+    )
+
+
+def test_lengths_batches_and_heads_are_not_compiled_for(hopper):
+    sr.attention(rows(), rows(), rows(), WINDOW)
+    with counted() as counts:
+        for heads, tokens in ((2, 511), (4, 700), (1, 1024)):
+            sr.attention(*(rows(heads, tokens) for _ in range(3)), WINDOW)
+    assert counts.triton >= 3 and not counts.compiles, counts.compiles
+
+
+# ---- Planted defects: the stub and the bounds see each of them. ------------
+
+
+def test_a_parameter_with_a_reserved_name_is_seen(hopper):
+    @triton.jit
+    def with_stream(x, stream: tl.int64):
+        tl.store(x, stream)
+
+    x = torch.zeros(1, dtype=torch.int64, device="cuda")
+    with pytest.raises(AssertionError, match="stream option"):
+        triton_launch.launch(with_stream, 1, None, {"x": x, "stream": 1})
+
+
+def test_an_oversized_tile_is_seen(monkeypatch):
+    monkeypatch.setattr(backend, "config_for", lambda *rest: Config(128, 64, 8, 4))
+    with gpu(86), pytest.raises(Exception, match=r"out of resource|shared memory"):
+        sr.attention(*(rows(width=128) for _ in range(3)), WINDOW)
+
+
+def test_a_misaligned_tensor_map_is_seen(hopper, monkeypatch):
+    flat = torch.randn(2 * 512 * 64 + 1, dtype=torch.bfloat16, device="cuda")[1:]
+    query = rows()
+    sr.attention(query, flat.view(1, 2, 512, 64), query, WINDOW)  # by pointers
+
+    class Moved:
+        """A tensor whose address looks aligned to the code that makes descriptors."""
+
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.x, name)
+
+        def data_ptr(self) -> int:
+            return self.x.data_ptr() // 16 * 16
+
+    def described(x: torch.Tensor, tokens: int) -> object:
+        found = matrix(Moved(x), tokens)
+        found.tiles.base = x
+        return found
+
+    matrix = operands.matrix
+    monkeypatch.setattr(operands, "matrix", described)
+    with pytest.raises(RuntimeError, match="not aligned to 16 bytes"):
+        sr.attention(query, flat.view(1, 2, 512, 64), query, WINDOW)
+
+
+def test_a_wait_a_second_compile_and_a_hundredth_launch_are_seen(hopper):
+    query = rows()
+
+    def call() -> torch.Tensor:
+        return sr.attention(query, query, query, WINDOW)
+
+    with pytest.raises(AssertionError, match="_local_scalar_dense"):
+        steady(lambda: call().sum().item(), triton=3, torch=9)
+    with pytest.raises(AssertionError, match="nonzero"):
+        steady(lambda: call()[call() > 0], triton=3, torch=9)
+    with pytest.raises(AssertionError, match="copy to the device"):
+        steady(lambda: call() + torch.ones(64).to("cuda"), triton=3, torch=9)
+    with pytest.raises(AssertionError, match="Launch"):
+        steady(lambda: [call() for _ in range(4)], triton=3, torch=9)
+    with pytest.raises(AssertionError, match="operators"):
+        steady(lambda: [call().add_(1) for _ in range(100)], triton=100, torch=100)
+    query = rows(width=32)
+    with pytest.raises(AssertionError, match="forward_kernel"):
+        steady(call, triton=3, torch=3, warm=0)
+
+
+def test_memory_of_the_host_and_of_another_device_is_refused(hopper):
+    query = rows()
+    with pytest.raises(RuntimeError, match="same device"):
+        query + torch.ones(64, dtype=torch.bfloat16)
+    with gpu(80):
+        elsewhere = rows()
+    assert elsewhere.device != query.device
+    kernel = {"x": query, "y": elsewhere}
+
+    @triton.jit
+    def of_two(x, y):
+        tl.store(x, tl.load(y))
+
+    with pytest.raises(AssertionError, match="on device"):
+        triton_launch.launch(of_two, 1, None, kernel)
