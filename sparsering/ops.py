@@ -47,7 +47,7 @@ def attend(
     if recipe.direct and recipe.laid is not None and how.forward is not None:
         layout, slots = _layout(*recipe.laid)
         problem = Problem(layout, query, key, value, recipe.scale, slots=slots)
-        return how.forward(problem if recipe.backend == "cpu" else problem.in_first_slots())
+        return how.forward(problem if how.reads_slots else problem.in_first_slots())
     if recipe.plain and recipe.laid is None and how.backward is not None and not pattern.tensors:
         _complete(recipe, query, key, pattern, options)
     call = {
@@ -262,7 +262,7 @@ def _problem(
     if slot_bias is not None:
         options["block_bias"] = _entry_bias(slot_bias, layout)
     problem = Problem(layout, query, key, value, key_mask=mask, slots=slots, **options)
-    return problem if backend == "cpu" else problem.in_first_slots()
+    return problem if BACKENDS[backend].reads_slots else problem.in_first_slots()
 
 
 def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:

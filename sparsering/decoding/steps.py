@@ -275,7 +275,7 @@ class _Alike:
 
 
 def _run(backend: str, problem: Problem) -> tuple[Tensor, Tensor]:
-    forward = BACKENDS[backend].forward
-    assert forward is not None
+    how = BACKENDS[backend]
+    assert how.forward is not None
     with without_autocast(problem.query):
-        return forward(problem if backend == "cpu" else problem.in_first_slots())
+        return how.forward(problem if how.reads_slots else problem.in_first_slots())

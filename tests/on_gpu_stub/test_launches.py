@@ -121,3 +121,29 @@ def test_memory_of_the_host_and_of_another_device_is_refused(hopper):
 
     with pytest.raises(AssertionError, match="on device"):
         triton_launch.launch(of_two, 1, None, kernel)
+
+
+# ---- Decoding. -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", [WINDOW, LONGNET], ids=["window", "two branches"])
+def test_a_decoded_token_of_a_cache(hopper, pattern):
+    cache = sr.KVCache(pattern, 1, 2, 64, num_heads=2, dtype=torch.bfloat16)
+    prompt, token = rows(tokens=100), rows(tokens=1)
+    with torch.no_grad():
+        cache.attend(prompt, prompt, prompt)
+        steady(lambda: cache.attend(token, token, token), triton=3, torch=5)
+
+
+@pytest.mark.parametrize("pattern", [WINDOW, LONGNET], ids=["window", "two branches"])
+def test_one_query_behind_a_growing_sequence(hopper, pattern):
+    keys, query = rows(tokens=600), rows(tokens=1)
+    lengths = iter(range(400, 500))
+
+    def step() -> None:
+        length = next(lengths)
+        for _ in range(2):  # layers of a model
+            sr.attention(query, keys[:, :, :length], keys[:, :, :length], pattern)
+
+    with torch.no_grad():
+        steady(step, triton=6, torch=8)
