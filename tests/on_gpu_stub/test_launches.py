@@ -1,13 +1,16 @@
 """What steady calls launch, and that a call which asks for more of a device is noticed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from calls import LONGNET, WINDOW, learnt, rows, steady
-from gpu_stub import counted, gpu
+from gpu_stub import capturing, counted, gpu
 
 import sparsering as sr
+from sparsering.distributed import exchange
 from sparsering.kernels.triton import call as backend
 from sparsering.kernels.triton import launch as triton_launch
 from sparsering.kernels.triton import operands
@@ -147,3 +150,36 @@ def test_one_query_behind_a_growing_sequence(hopper, pattern):
 
     with torch.no_grad():
         steady(step, triton=6, torch=8)
+
+
+# ---- No call waits for the device. -----------------------------------------
+
+
+@pytest.mark.parametrize("seed", ["int", "tensor", "drawn"])
+def test_dropout_waits_for_nothing_and_can_be_captured(hopper, seed):
+    query, of_device = rows(), torch.tensor(7, device="cuda")
+    given = {"int": 7, "tensor": of_device, "drawn": None}[seed]
+
+    def call() -> torch.Tensor:
+        return sr.attention(query, query, query, WINDOW, dropout_p=0.1, dropout_seed=given)
+
+    steady(call, triton=3, torch=30)
+    with capturing():
+        call()
+
+
+def test_ranks_agree_on_the_device_of_the_query(hopper, monkeypatch):
+    class Group:
+        _device_types = (torch.device("cuda"),)
+
+    sent = []
+    monkeypatch.setattr(exchange.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(exchange.dist, "get_world_size", lambda group: 2)
+    start = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(
+        exchange.Exchange, "_start", lambda self, step, sends, receives: sent.append(sends) or start
+    )
+    with gpu(80) as elsewhere:
+        key = rows()
+    exchange.Exchange(Group(), None, key.device).agree([3, 4])
+    assert sent[0][0].device == elsewhere != hopper
