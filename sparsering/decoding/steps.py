@@ -53,7 +53,12 @@ def _page_layout(held: Held) -> BlockLayout:
         return _page_over(held, rows)
     history = row.base, held.rollback, held.page, slots
     key = (held.pattern, held.frame(0, row.base), history, held.keys.device, "page")
-    return layout_cache.keep(key, lambda: _page_over(held, rows))
+
+    def build() -> BlockLayout:
+        made = _page_over(held, rows)
+        return made if held.keys.device == _CPU else made.kept(held.keys.device)
+
+    return layout_cache.keep(key, build).ready()
 
 
 def _page_over(held: Held, rows: list[Row]) -> BlockLayout:

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future
@@ -60,6 +61,7 @@ class LayoutCache:
         self._limit, self._held = limit, 0
         self._hits = self._misses = 0
         self._ahead = _Ahead()
+        self._warned = False
 
     def __repr__(self) -> str:
         return f"<LayoutCache {self.info()}>"
@@ -89,7 +91,10 @@ class LayoutCache:
 
         def build() -> BlockLayout:
             made = build_layout(pattern, frame, block_size, device)
-            return made if device.type == "cpu" else made.kept(device)
+            if device.type == "cpu":
+                return made
+            self._warn_if_too_large(made)
+            return made.kept(device)
 
         return self.keep(key, build).ready()
 
@@ -201,6 +206,18 @@ class LayoutCache:
                 self._building.pop(key, None)
             own.cancel()  # after a failure, waiting threads build themselves; a set result stays
         return made
+
+    def _warn_if_too_large(self, layout: BlockLayout) -> None:
+        """Warns once of a layout that every call builds and copies to its device anew."""
+        if self._warned or (size := layout.nbytes) <= self._limit:
+            return
+        self._warned = True
+        warnings.warn(
+            f"a layout of {size >> 20} MiB is not kept, since layout_cache has a limit of "
+            f"{self._limit >> 20} MiB: each call builds it; layout_cache.set_limit({2 * size}) "
+            "keeps it",
+            stacklevel=2,
+        )
 
     def _put(self, key: Hashable, made: Any) -> None:
         """Stores a value with its current bytes, in place of an earlier one."""

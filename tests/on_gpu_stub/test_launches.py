@@ -183,3 +183,52 @@ def test_ranks_agree_on_the_device_of_the_query(hopper, monkeypatch):
         key = rows()
     exchange.Exchange(Group(), None, key.device).agree([3, 4])
     assert sent[0][0].device == elsewhere != hopper
+
+
+# ---- Layouts and pages that calls, streams and graphs share. ---------------
+
+
+def test_a_layout_too_large_to_be_kept_is_warned_of_once(hopper, monkeypatch):
+    monkeypatch.setattr(sr.layout_cache, "_warned", False)
+    monkeypatch.setattr(sr.layout_cache, "_limit", 100)
+    query = rows()
+    with pytest.warns(UserWarning, match="layout_cache.set_limit"):
+        sr.attention(query, query, query, WINDOW)
+    sr.attention(query, query, query, WINDOW)  # a second warning would be an error
+
+
+def test_a_capture_keeps_nothing_that_only_its_replay_fills(hopper):
+    keys, query = rows(tokens=600), rows(tokens=1)
+
+    def step(length: int) -> torch.Tensor:
+        return sr.attention(query, keys[:, :, :length], keys[:, :, :length], WINDOW)
+
+    with torch.no_grad():
+        step(400)
+        with capturing() as counts:
+            step(401)
+            step(402)
+        assert not counts.surviving(), counts.surviving()
+        steady(lambda: step(402), triton=2, torch=2)  # its own cut of the keys
+
+
+def test_other_streams_wait_for_a_page_that_is_shared(hopper, monkeypatch):
+    keys, query, waits = rows(tokens=600), rows(tokens=1), []
+    monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda self, event: waits.append(self))
+
+    def step() -> None:
+        sr.attention(query, keys, keys, WINDOW)
+
+    def token() -> None:
+        cache = sr.KVCache(WINDOW, 1, 2, 64, num_heads=2, dtype=torch.bfloat16)
+        cache.attend(keys[:, :, :100], keys[:, :, :100], keys[:, :, :100])
+        cache.attend(query, query, query)
+
+    with torch.no_grad():
+        for call in (step, token):
+            call()
+            assert not waits
+            with torch.cuda.stream(torch.cuda.Stream()):
+                call()
+            assert len(waits) >= 2  # for the page, and for its walk
+            waits.clear()

@@ -77,7 +77,10 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
     walks = _walks.setdefault(p, {})
     if (found := walks.get(kind)) is not None:
         if capturing(p.key_tile.device):
-            _captured.append((layout, found[0]))
+            # a cut pass has memory of this capture, which nothing may keep; its tables are `p`'s
+            cut = p is not layout.passes[number]
+            kept = (p, layout.passes[number].query_stop) if cut else layout
+            _captured.append((kept, found[0]))
         else:
             _wait(p, *found)
         return found[0]
