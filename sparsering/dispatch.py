@@ -28,6 +28,8 @@ class Backend(NamedTuple):
             None if the gradient of that bias is used instead.
         only_named: True if it runs only when the caller names it.
         package, extra: the package that it needs, and the pip extra that installs it.
+        reads_slots: True if its forward runs problems with `slots`; the others get
+            `Problem.in_first_slots()`.
         refuses: returns why it cannot run a pattern from a first query position on; None if it runs
             any pattern.
     """
@@ -41,6 +43,7 @@ class Backend(NamedTuple):
     extra: str = ""
     entry_mass: Callable[[Problem, Tensor, Tensor], Tensor] | None = None
     refuses: Callable[[Pattern, int], list[str]] | None = None
+    reads_slots: bool = False
 
     @property
     def runs_any_layout(self) -> bool:
@@ -54,11 +57,12 @@ def _no_reason(*tensors: Tensor) -> list[str]:
 
 BACKENDS: dict[str, Backend] = {
     "cpu": Backend(
-        cpu.reasons, cpu.forward, cpu.backward, cpu.EXTRAS, entry_mass=cpu.entry_mass
+        cpu.reasons, cpu.forward, cpu.backward, cpu.EXTRAS, entry_mass=cpu.entry_mass,
+        reads_slots=True,
     ),
     "triton": Backend(
         triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",
-        extra="triton",
+        extra="triton", reads_slots=True,
     ),
     "gather": Backend(
         _no_reason, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass

@@ -3,6 +3,7 @@
 Extras apply in this order: softcap, distance and block bias, the pattern, softmax, sink, dropout.
 """
 
+import operator
 from numbers import Real
 from typing import Any
 
@@ -76,12 +77,14 @@ def checked_extras(
     extras |= {name: _CHECKS[name](x, query) for name, x in in_use.items()}
     if bias is not None:
         extras["block_bias"] = expanded_bias(bias, query, block_size)
-    seed = None if seed is None else checked_seed(seed)
+    number = None if seed is None else checked_seed(seed)
     if p := checked_probability(p):
-        if seed is None:
-            seed = drawn_seed(query)
+        if number is None:
+            number = drawn_seed(query)
+        elif not isinstance(seed, Tensor):  # filled in by a kernel: a copy would wait for the GPU
+            number = torch.full((), operator.index(seed), dtype=torch.int64, device=query.device)
         extras["dropout_p"] = p
-        extras["dropout_seed"] = _of_entries(seed.to(query.device), pattern, len(query))
+        extras["dropout_seed"] = _of_entries(number.to(query.device), pattern, len(query))
     return extras
 
 

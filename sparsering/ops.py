@@ -48,7 +48,7 @@ def attend(
     if recipe.direct and recipe.layout_key is not None and backend.forward is not None:
         layout, slots = _layout(*recipe.layout_key)
         problem = Problem(layout, query, key, value, recipe.scale, slots=slots)
-        return backend.forward(problem if recipe.backend == "cpu" else problem.in_first_slots())
+        return backend.forward(problem if backend.reads_slots else problem.in_first_slots())
     if recipe.plain and recipe.layout_key is None and backend.backward and not pattern.tensors:
         layout_key, masks = _layout_key(recipe, query, key, pattern, extras)
         check_fits(*layout_key[1:3])
@@ -227,7 +227,7 @@ def _problem(
     if slot_bias is not None:
         options["block_bias"] = _entry_bias(slot_bias, layout)
     problem = Problem(layout, query, key, value, recipe.scale, slots=slots, **options)
-    return problem if recipe.backend == "cpu" else problem.in_first_slots()
+    return problem if BACKENDS[recipe.backend].reads_slots else problem.in_first_slots()
 
 
 def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:

@@ -46,14 +46,13 @@ def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def mix(*parts: int | Tensor) -> Tensor:
     """Hashes integers (broadcasting tensors) to one int64 in [0, 2^62)."""
-    state = torch.zeros((), dtype=torch.int64)
+    state: int | Tensor = 0
     for part in parts:
-        state = torch.as_tensor(part, dtype=torch.int64) + state.to(_device(part)) * 31 + 0x9E3779B9
+        number = part if isinstance(part, Tensor) else torch.tensor(part, dtype=torch.int64)
+        if isinstance(state, Tensor) and state.is_cuda and number.dim():
+            state = state.to(number.device)  # numbers of the host need no copy: they are scalars
+        state = number.long() + state * 31 + 0x9E3779B9
         for multiplier, shift in zip(SPLITMIX, (30, 27), strict=True):
             state = (state ^ (state >> shift)) * multiplier
         state = state ^ (state >> 31)
-    return state & (2**62 - 1)
-
-
-def _device(part: int | Tensor) -> torch.device | str:
-    return part.device if isinstance(part, Tensor) else "cpu"
+    return torch.as_tensor(state) & (2**62 - 1)

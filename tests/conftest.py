@@ -15,7 +15,9 @@ from torch import Tensor
 os.environ["OMP_NUM_THREADS"] = "1"  # also of what tests start: two wait for each other, mostly
 torch.set_num_threads(1)
 os.environ.setdefault("MPLBACKEND", "Agg")  # before matplotlib is imported: no test opens a window
-os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are: they run in Python, on CPU tensors
+ON_STUB = os.environ.get("SPARSERING_TEST_DEVICE") == "stub"  # tests/on_gpu_stub runs alone
+if not ON_STUB:
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: they run on CPU tensors
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
@@ -73,8 +75,12 @@ def poisoned_memory() -> Iterator[None]:
     becomes repeatable, so that our own tests of bit-for-bit determinism could not fail. Hence the
     patch of the Python names, once per session so that compiled code keeps its guards. A test of a
     C++ kernel can turn the facility on around its one call. Processes that a test starts are not
-    poisoned, nor are names bound by `from torch import empty`.
+    poisoned, nor are names bound by `from torch import empty`, nor the GPU stub, which counts
+    operators.
     """
+    if ON_STUB:
+        yield
+        return
     with torch.device("meta"):
         torch.empty(0)  # which from now on knows torch.empty by what it is here
     with pytest.MonkeyPatch.context() as patch:

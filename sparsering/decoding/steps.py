@@ -83,7 +83,7 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
         return build()
     base = histories[0].base
     key = (state.pattern, state.frame(0, base), base, state.rollback, page_size, slots, device)
-    return layout_cache.keep((*key, "page"), build)
+    return layout_cache.keep((*key, "page"), lambda: build().kept(device)).ready()
 
 
 def attend_page(
@@ -253,7 +253,7 @@ class _Group(NamedTuple):
 
 
 def _run(backend: str, problem: Problem) -> tuple[Tensor, Tensor]:
-    forward = BACKENDS[backend].forward
-    assert forward is not None
+    how = BACKENDS[backend]
+    assert how.forward is not None
     with without_autocast(problem.query):
-        return forward(problem if backend == "cpu" else problem.in_first_slots())
+        return how.forward(problem if how.reads_slots else problem.in_first_slots())

@@ -57,11 +57,14 @@ class Traffic(NamedTuple):
 class Exchange:
     """Sends and receives the messages of one call over a process group; counts their bytes.
 
-    `timeout` is in seconds, None for the group's own. All ranks start the same exchanges in order.
+    `timeout` is in seconds, None for the group's own. `device` is that of the payload: messages of
+    a group without a CPU backend lie there too. All ranks start the same exchanges in order.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None) -> None:
-        self.group, self.timeout = group, timeout
+    def __init__(
+        self, group: dist.ProcessGroup, timeout: float | None, device: torch.device | None = None
+    ) -> None:
+        self.group, self.timeout, self.device = group, timeout, device
         if reason := _broken.get(group):
             raise RingError(
                 f"an earlier call on this process group failed ({reason}); make a new group",
@@ -86,7 +89,9 @@ class Exchange:
     def agree(self, record: Sequence[int]) -> list[list[int]]:
         """Gathers the records of all ranks, of equal length; every call begins with this."""
         kinds = {kind.type for kind in self.group._device_types}
-        device = "cpu" if "cpu" in kinds or not kinds else kinds.pop()
+        device: torch.device | str = "cpu" if "cpu" in kinds or not kinds else min(kinds)
+        if device != "cpu" and self.device is not None and self.device.type in kinds:
+            device = self.device  # the current device may be another rank's
         mine = torch.tensor(record, dtype=torch.int64, device=device)
         others = {p: torch.empty_like(mine) for p in range(self.world_size) if p != self.rank}
         self._start("agreement", dict.fromkeys(others, mine), others).wait()

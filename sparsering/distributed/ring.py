@@ -305,7 +305,7 @@ def _begin(
         seed,
     )
     members = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    exchange = Exchange(members, timeout)
+    exchange = Exchange(members, timeout, query.device)
     with exchange.going_on():
         agreed = agree_on_call(exchange, call, query, key, value)
     exchange.traffic = Traffic(compression=agreed.compression, error=agreed.error)

@@ -70,7 +70,9 @@ def unshard(
     sizes = [tensor.shape[dim]]
     if group is not None and world > 1:
         rest = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
-        sizes = agree_on_lengths(Exchange(group, None), sizes[0], (dim, rest, tensor.dtype))
+        sizes = agree_on_lengths(
+            Exchange(group, None, tensor.device), sizes[0], (dim, rest, tensor.dtype)
+        )
     if length is not None:
         length = checked_integer("length", length, 0)
     ranges = owned_ranges(sharding, sum(sizes) if length is None else length, world)

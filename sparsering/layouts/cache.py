@@ -10,10 +10,10 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -68,6 +68,7 @@ class LayoutCache:
         self._limit = limit
         self._hits = self._misses = 0
         self._ahead = _Ahead()
+        self._warned = False
 
     def __repr__(self) -> str:
         return f"<LayoutCache {self.info()}>"
@@ -90,8 +91,14 @@ class LayoutCache:
                 return layout.ready()
         if not reusable or capturing(device):
             return build_layout(pattern, frame, block_size, device)
-        build = partial(build_layout, pattern, frame, block_size, device)
-        return self.keep(key, lambda: build().kept(device)).ready()
+
+        def build() -> BlockLayout:
+            layout = build_layout(pattern, frame, block_size, device)
+            if device.type != "cpu":
+                self._warn_if_too_large(layout)
+            return layout.kept(device)
+
+        return self.keep(key, build).ready()
 
     def prefetch(
         self,
@@ -200,6 +207,18 @@ class LayoutCache:
                 self._put(latest, self._entries[latest][0])
             self._put(key, value)
             self._shrink()
+
+    def _warn_if_too_large(self, layout: BlockLayout) -> None:
+        """Warns once of a layout that every call builds and copies to its device again."""
+        if self._warned or (size := layout.nbytes) <= self._limit:
+            return
+        self._warned = True
+        warnings.warn(
+            f"a layout of {size >> 20} MiB is not kept, since layout_cache has a limit of "
+            f"{self._limit >> 20} MiB: each call builds it; layout_cache.set_limit({2 * size}) "
+            "keeps it",
+            stacklevel=2,
+        )
 
     def _put(self, key: Hashable, value: Any) -> None:
         """Stores a value with its current bytes, in place of an earlier one."""

@@ -5,13 +5,14 @@ so far. A page costs about what one query costs, since compiling follows the pat
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..patterns.algebra import Frame, Pattern
+from ..streams import Built, capturing
 from .cache import layout_cache
 from .layout import BlockLayout, Pass
 
@@ -51,18 +52,20 @@ class _Page:
     """The layout of a page of queries, and the place of each query in it.
 
     Attributes:
-        rows: for each pass and row of query tiles, a pass with that row alone.
+        rows: for each pass and row of query tiles, a pass with that row alone, and the pass as
+            which it is walked, whatever the number of keys.
         row_of, slot_of: for each pass and query, its row (-1 for none) and its slot in the tile.
         stops: for each pass [queries, S, 1], 1 where an axis has the query, else 0.
-        latest: the last request and its result, since all layers of a model ask for the same.
+        latest: the last request, its result and when that is complete, since all layers of a model
+            ask for the same.
     """
 
     layout: BlockLayout
-    rows: list[list[Pass]]
+    rows: list[list[tuple[Pass, Pass]]]
     row_of: list[list[int]]
     slot_of: list[list[int]]
     stops: list[Tensor]
-    latest: tuple[Frame, tuple[BlockLayout, tuple[int, ...]]] | None = None
+    latest: tuple[Frame, tuple[BlockLayout, tuple[int, ...]], Built | None] | None = None
 
     @classmethod
     def of(cls, layout: BlockLayout) -> "_Page":
@@ -74,7 +77,8 @@ class _Page:
             row_of.append(tile)
             slot_of.append(slot)
             stops.append(there.t().long()[..., None].contiguous())
-            rows.append([_row(p, number) for number in range(p.query_start.shape[1])])
+            each = [_row(p, number) for number in range(p.query_start.shape[1])]
+            rows.append([(x, _walked(x, p, n, layout)) for n, x in enumerate(each)])
         return cls(layout, rows, row_of, slot_of, stops)
 
     @property
@@ -84,19 +88,22 @@ class _Page:
     def query(self, frame: Frame) -> tuple[BlockLayout, tuple[int, ...]]:
         latest = self.latest
         if latest is not None and latest[0] == frame:
+            if latest[2] is not None:
+                latest[2].wait(x.key_stop for x in latest[1][0].passes)
             return latest[1]
         index = frame.q_start - self.layout.frame.q_start
         passes, slots = [], []
         for number, rows in enumerate(self.rows):
             if (row := self.row_of[number][index]) < 0:
                 continue
-            stop, p = self.stops[number][index], rows[row]
-            cut = p.key_stop.clamp(max=frame.kv_len)
-            passes.append(p.like(query_stop=stop, key_stop=cut))
+            stop, (p, whole) = self.stops[number][index], rows[row]
+            passes.append(p.cut(stop, p.key_stop.clamp(max=frame.kv_len), whole))
             slots.append(self.slot_of[number][index])
         # Decoding needs no number of pairs, so it is NaN here; `Pattern.layout` counts them.
         layout = BlockLayout(frame, self.layout.block_size, tuple(passes), math.nan)
-        self.latest = frame, (layout, tuple(slots))
+        device = self.stops[0].device if self.stops else torch.device("cpu")
+        if not capturing(device):  # only a replay of the graph would fill its memory
+            self.latest = frame, (layout, tuple(slots)), Built.now(device)
         return layout, tuple(slots)
 
 
@@ -133,3 +140,19 @@ def _row(p: Pass, row: int) -> Pass:
         covers=(len(start) == 1, p.covers[1]),
         longest=None,
     )
+
+
+def _walked(row: Pass, p: Pass, number: int, layout: BlockLayout) -> Pass:
+    """The pass of one row with a bitmap for each entry that some query of the row may cut.
+
+    The first of these queries sees the fewest keys: those up to its own position.
+    """
+    first = layout.frame.q_start + p.query_start[:, number].min()
+    last = torch.minimum(p.key_start + (layout.block_size - 1) * p.step, p.key_stop - 1)
+    later = (last > first).any(0)  # [key tiles]
+    cut = (row.bitmap < 0) & later[row.key_tile.long()] if len(later) else row.bitmap < 0
+    if not cut.any():
+        return row
+    every = row.bitmaps.new_full((1, row.bitmaps.shape[1]), 255)
+    bitmap = torch.where(cut, len(row.bitmaps), row.bitmap)
+    return replace(row, bitmap=bitmap, bitmaps=torch.cat((row.bitmaps, every)))

@@ -139,6 +139,21 @@ class Pass:
             tables["slot"] = self.slot
         return self.like(**{name: table[entries] for name, table in tables.items()})
 
+    @property
+    def walked_as(self) -> "Pass":
+        """Pass whose order of entries serves this one too; itself, unless `cut` made it."""
+        whole: Pass = vars(self).get("_whole", self)
+        return whole
+
+    def cut(self, query_stop: Tensor, key_stop: Tensor, whole: "Pass") -> "Pass":
+        """A copy with fewer queries and keys, walked as `whole`.
+
+        `whole` has the same entries, with bitmaps for all tiles that any such copy cuts.
+        """
+        other = self.like(query_stop=query_stop, key_stop=key_stop)
+        vars(other)["_whole"] = whole
+        return other
+
     def from_slot(self, slot: int, block_size: int) -> "Pass":
         """A copy whose query tiles begin at row `slot` of the bitmaps."""
         rows = self.bitmaps.view(len(self.bitmaps), block_size, block_size // 8)

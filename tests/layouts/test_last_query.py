@@ -5,6 +5,7 @@ import torch
 from oracles.attention_oracle import PATTERNS, Case, assert_close
 
 import sparsering as sr
+from sparsering.kernels.triton import walk as triton_walk
 from sparsering.layouts.cache import layout_cache
 from sparsering.layouts.last_query import PAGE, last_query_layout
 from sparsering.patterns.algebra import Frame
@@ -49,6 +50,33 @@ def test_attention_of_it_is_that_of_the_reference(name, backend):
         expected = sr.attention(*exact, pattern, backend="reference", return_lse=True)
         for a, b in zip(got, expected, strict=True):
             assert_close(a.double(), b, 2e-6 if backend == "cpu" else 1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", ["two-sided window", "longnet, offset of each head", "global rows"]
+)
+def test_a_walk_serves_all_queries_of_a_row(name, monkeypatch):
+    """Keys behind the last one are NaN: a walk of more keys must not read them."""
+    made = []
+    build = triton_walk._walk
+    monkeypatch.setattr(triton_walk, "_walk", lambda *x: made.append(length) or build(*x))
+    pattern = PATTERNS[name](CASE)
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, 1, 8)
+    key, value = torch.randn(2, 1, 2, PAGE + 60, 8)
+    for length in (PAGE + 5, PAGE + 40, PAGE + 17, PAGE + 40, PAGE + 5):
+        x = [torch.full_like(y, torch.nan) for y in (key, value)]
+        for to, source in zip(x, (key, value), strict=True):
+            to[:, :, :length] = source[:, :, :length]
+        args = query, *(y[:, :, :length] for y in x)
+        got = sr.attention(*args, pattern, backend="triton", block_size=64, return_lse=True)
+        exact = [y.double() for y in args]
+        expected = sr.attention(*exact, pattern, backend="reference", return_lse=True)
+        for a, b in zip(got, expected, strict=True):
+            assert_close(a.double(), b, 2e-6)
+    assert len(made) == (
+        6 if "longnet" in name else 1
+    )  # its segments of 32 are three rows, two passes
 
 
 def test_a_page_is_laid_out_once():

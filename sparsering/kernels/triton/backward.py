@@ -41,7 +41,8 @@ def query_kernel(
     query, key, value, grad_out, key_tiles, value_tiles, bias, delta, row_lse, grad_query, piece,
     grad_bias,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
-    distance_bias, key_mask, seed, stream, tile_origin, origin, diagonals, ends, diagonal_start,
+    distance_bias, key_mask, seed, dropout_stream, tile_origin, origin,
+    diagonals, ends, diagonal_start,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64, k_side: tl.int64, v_side: tl.int64,
@@ -121,7 +122,7 @@ def query_kernel(
         biases = distance_bias + batch * distance_batch + heads * distance_head
         along_query = (slot * step).to(tl.int32)
     if DROPPING:
-        number = tl.load(stream + axis * num_tiles + tile) if STREAMS else 0
+        number = tl.load(dropout_stream + axis * num_tiles + tile) if STREAMS else 0
         a, b = words_of(
             tl.load(seed + batch * seed_batch + number), first_head + heads, branch,
             first_query + slot * step,
@@ -225,7 +226,7 @@ def key_kernel(
     query, key, value, grad_out, query_tiles, grad_out_tiles, delta_tiles, row_lse_tiles, bias,
     delta, row_lse, grad_key, grad_value, piece_key, piece_value,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
-    distance_bias, key_mask, seed, stream, tile_origin, origin,
+    distance_bias, key_mask, seed, dropout_stream, tile_origin, origin,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
@@ -287,7 +288,7 @@ def key_kernel(
         key_position = tl.load(tile_origin + axis * num_tiles + tile) + first_key * step
         along_key = tl.arange(0, KEYS) * step
     if DROPPING:
-        stream += table * num_entries
+        dropout_stream += table * num_entries
     dk = tl.zeros([KEYS, PADDED_DIM], tl.float32)
     dv = tl.zeros([KEYS, PADDED_VALUE_DIM], tl.float32)
     q_token, g_token = elements(q_token, ALIGN), elements(g_token, ALIGN)
@@ -364,7 +365,7 @@ def key_kernel(
                     power = tl.where(bits != 0, power, float("-inf"))
                 weight = weight_of(power)
                 if DROPPING:
-                    number = tl.load(stream + e) if STREAMS else 0
+                    number = tl.load(dropout_stream + e) if STREAMS else 0
                     a, b = words_of(
                         tl.load(seed + batch * seed_batch + number), first_head + h, branch,
                         query_position + along,

@@ -167,7 +167,8 @@ def _forward_pass(part: Part, number: int, out: Tensor, lse: Tensor) -> None:
         "SINK": number == 0 and part.problem.sink is not None,
         "out": out, "lse": lse, "lse_batch": lse.stride(0), "lse_head": lse.stride(1),
         "piece_out": pieces, "piece_lse": pieces.new_empty(pieces.shape[:-1]),
-        "num_heads": out.shape[1],
+        "num_heads": out.shape[1], "kv_len": part.key.shape[2],
+        "bitmap_row": part.problem.slots[number] if part.problem.slots else 0,
         **strides(q=part.query, k=part.key, v=part.value, o=out),
     }  # fmt: skip
     of_keys = {"key": part.key, "value": part.value}

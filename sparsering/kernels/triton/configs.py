@@ -77,7 +77,7 @@ def default(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
     rows, streamed, warps, stages, *masked = table[size]
     tma = gpu >= 90 and like.itemsize < 4
     chosen = Config(rows, streamed, warps, stages, tma, masked=masked[0] if masked else 0)
-    return _fitted(chosen, like, head_dim, tile)
+    return _fitted(kernel, chosen, like, head_dim, tile)
 
 
 def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[Config]:
@@ -97,7 +97,9 @@ def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[
         near.append(base._replace(tma=False))
     if generation(like.device) == 100 and kernel == "forward":
         near.append(base._replace(warps=4, warp_specialize=True))
-    fitting = (_fitted(c, like, head_dim, tile) for c in near if c.streamed >= 16 and c.rows >= 16)
+    fitting = (
+        _fitted(kernel, c, like, head_dim, tile) for c in near if c.streamed >= 16 and c.rows >= 16
+    )
     yield from dict.fromkeys(fitting)
 
 
@@ -123,7 +125,7 @@ def generation(device: torch.device) -> int:
     return {9: 90, 10: 100}.get(major, 80)
 
 
-def _fitted(chosen: Config, like: Tensor, head_dim: int, tile: int) -> Config:
+def _fitted(kernel: str, chosen: Config, like: Tensor, head_dim: int, tile: int) -> Config:
     """Shrinks a config to the size of a tile and to the shared memory of the device."""
     most = max(16, power_of_2(tile))
     if most - tile >= 64:  # 160 and 192 tokens are 3 x 64 rather than 256
@@ -135,10 +137,9 @@ def _fitted(chosen: Config, like: Tensor, head_dim: int, tile: int) -> Config:
     narrow = 128 if generation(like.device) == 90 else 64  # one warpgroup of Hopper has 64 rows
     if rows * streamed <= 64 * 64 and like.itemsize < 4 and head_dim <= narrow:
         chosen = chosen._replace(warps=min(4, chosen.warps))
-    padded = max(16, power_of_2(head_dim))
     while True:
-        tokens = 2 * chosen.rows + 2 * chosen.stages * chosen.streamed
-        if tokens * padded * like.itemsize <= _shared_memory(like.device) or chosen.streamed == 16:
+        needed = _shared_bytes(kernel, chosen, like, max(16, power_of_2(head_dim)))
+        if needed <= _shared_memory(like.device) or chosen.streamed == 16:
             return chosen
         if chosen.stages > 2:
             chosen = chosen._replace(stages=chosen.stages - 1)
@@ -146,13 +147,27 @@ def _fitted(chosen: Config, like: Tensor, head_dim: int, tile: int) -> Config:
             chosen = chosen._replace(streamed=chosen.streamed // 2)
 
 
+def _shared_bytes(kernel: str, config: Config, like: Tensor, width: int) -> int:
+    """Upper bound of the shared memory of a compiled kernel.
+
+    Before Hopper, kernels keep the rows of one tensor (forward) or two, all but one stage of two
+    streamed ones, and a tile of weights: compiled for 8.0, they take this or up to 12% less.
+    """
+    if generation(like.device) >= 90:
+        tokens = 2 * config.rows + 2 * config.stages * config.streamed
+        return tokens * width * like.itemsize
+    tensors = 1 if kernel == "forward" else 2
+    tokens = tensors * config.rows + 2 * (config.stages - 1) * config.streamed
+    return (tokens * width + config.rows * config.streamed) * like.itemsize
+
+
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory for a program, less 4 KiB in reserve; 60 KiB if it is unknown."""
+    """Bytes of shared memory for a program, less 2 KiB in reserve; 62 KiB if it is unknown."""
     if device.type != "cuda":
         return 1 << 20
     found = torch.cuda.get_device_properties(device)
-    return int(getattr(found, "shared_memory_per_block_optin", 0) or 64 << 10) - (4 << 10)
+    return int(getattr(found, "shared_memory_per_block_optin", 0) or 64 << 10) - (2 << 10)
 
 
 def config_key(kernel: str, dtype: torch.dtype, head_dim: int, tile: int) -> str:

@@ -49,7 +49,7 @@ def arguments(
         "STREAMS": stream is own,
         "seed": p.query_start if seed is None else seed.contiguous(),
         "seed_batch": 0 if seed is None else seed.shape[1],
-        "stream": stream.contiguous(),
+        "dropout_stream": stream.contiguous(),
         "branch": p.branch,
         "least": threshold(problem.dropout_p or 0.0),
         "kept_scale": 1 / (1 - (problem.dropout_p or 0.0)),

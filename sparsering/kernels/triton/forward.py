@@ -62,7 +62,7 @@ def _attend(acc, highest, total, score, v, bias, scale, keep, stays, MASKED: tl.
 def forward_kernel(
     query, key, value, key_tiles, value_tiles, bias, out, lse, piece_out, piece_lse,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
-    distance_bias, key_mask, seed, stream, tile_origin, origin,
+    distance_bias, key_mask, seed, dropout_stream, tile_origin, origin,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64, k_side: tl.int64, v_side: tl.int64,
@@ -73,6 +73,7 @@ def forward_kernel(
     num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, group: tl.int32,
     first_head: tl.int32, all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32,
     axes: tl.int32, parts: tl.int32, reach: tl.int32, branch: tl.int32, least: tl.int32,
+    bitmap_row: tl.int32, kv_len: tl.int64,
     scale: tl.float32, cap: tl.float32, kept_scale: tl.float32,
     TILE: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     PACK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -86,7 +87,8 @@ def forward_kernel(
     """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] of the rows of each unit.
 
     With RUNNING, they are merged with the present out (float32) and lse; with SINK, with 0 and the
-    present lse. A unit with a slot is a piece of a cut tile: it writes its result to piece_out
+    present lse. Query i of a tile reads row `bitmap_row + i` of the tile's bitmaps; there are
+    `kv_len` keys. A unit with a slot is a piece of a cut tile: it writes its result to piece_out
     [B, heads, slots, TILE, Dv] and piece_lse, for `merge_kernel`.
     """
     step = step_of(step, TMA)
@@ -134,7 +136,7 @@ def forward_kernel(
         biases = distance_bias + batch * distance_batch + heads * distance_head
         along_query = (slot * step).to(tl.int32)
     if DROPPING:
-        number = tl.load(stream + axis * num_tiles + tile) if STREAMS else 0
+        number = tl.load(dropout_stream + axis * num_tiles + tile) if STREAMS else 0
         a, b = words_of(
             tl.load(seed + batch * seed_batch + number), first_head + heads, branch,
             first_query + slot * step,
@@ -159,11 +161,15 @@ def forward_kernel(
             token = ahead + first_slot * step
             ahead = tl.load(start + (i + 1) // STEPS_OF, mask=i + 1 < upper * STEPS_OF, other=0)
             in_tile = keys < (tl.load(tokens + e) if masked_entries else TILE)
+            if masked_entries:  # a walk may be shared by calls with fewer keys
+                in_tile &= token + tl.arange(0, SIZE) * step < kv_len
             if KEYS_MASKED:
                 of_keys = key_mask + batch * mask_batch + token + tl.arange(0, SIZE) * step
                 in_tile &= tl.load(of_keys, mask=in_tile, other=0) != 0
             if masked_entries:
-                bits = visible(words, tl.load(bitmap + e), slot, first_slot, TILE, WORD, SIZE)
+                bits = visible(
+                    words, tl.load(bitmap + e), bitmap_row + slot, first_slot, TILE, WORD, SIZE
+                )
                 keep = tl.where(in_tile[None, :], bits, 0)
             else:
                 keep = in_tile[None, :].to(tl.int32)

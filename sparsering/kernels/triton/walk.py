@@ -58,33 +58,39 @@ _walks: WeakKeyDictionary[Pass, dict[object, tuple[Walk, Built | None]]] = WeakK
 def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, processors: int) -> Walk:
     """Returns the walk over the entries of pass `number`, cached for the life of the pass.
 
+    The walk by query of a pass that is cut to fewer keys is that of `Pass.walked_as`.
+
     Args:
         by_key: whether units are key tiles, with entries for the query tiles that visit them.
         programs: number of programs of the launch per unit.
         processors: number of multiprocessors that share them.
     """
-    p = layout.passes[number]
+    p = layout.passes[number] if by_key else layout.passes[number].walked_as
     entries = p.key_tile.shape[-1]
     longest = p.longest[by_key] if p.longest else entries
     fair = entries * programs // (_UNITS_PER_PROCESSOR * processors)
     limit = max(_LEAST_ENTRIES, 1 << fair.bit_length())  # powers of two: few distinct walks
     limit = limit if limit < longest else entries + 1
+    kind: tuple[object, ...] = by_key, limit
+    if p is not layout.passes[number]:  # of a page, whose queries may lack some of its passes
+        kind = *kind, layout.table_shape, *(id(x.walked_as) for x in layout.passes[:number])
     walks = _walks.setdefault(p, {})
-    if (found := walks.get((by_key, limit))) is not None:
+    if (found := walks.get(kind)) is not None:
         if capturing(p.key_tile.device):
-            _captured.append((layout, found[0]))
+            # a cut pass has memory of this capture, which nothing may keep; its tables are `p`'s
+            cut = p is not layout.passes[number]
+            kept = (p, layout.passes[number].query_stop) if cut else layout
+            _captured.append((kept, found[0]))
         else:
             _wait(p, *found)
         return found[0]
     if capturing(p.key_tile.device):  # not cached: it has no values until the graph runs
         layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))  # own caches
-        made = _walk(layout, number, by_key, limit)
-        _captured.append((layout, made))
-        return made
+        return _walk(layout, number, by_key, limit)
     for other in list(walks.values()):  # their stream may still build the transpose
         _wait(p, *other)
     made = _walk(layout, number, by_key, limit)
-    walks[by_key, limit] = made, Built.now(p.key_tile.device)
+    walks[kind] = made, Built.now(p.key_tile.device)
     return made
 
 
@@ -96,7 +102,7 @@ def _wait(p: Pass, made: Walk, built: Built | None) -> None:
 
 
 def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
-    p = layout.passes[number]
+    p = layout.passes[number] if by_key else layout.passes[number].walked_as
     batch, heads = layout.table_shape
     heads = max(heads, len(p.query_start))
     size = p.key_tile.shape[-1]

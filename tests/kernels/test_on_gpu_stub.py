@@ -1,0 +1,42 @@
+"""The triton backend on a stub of a GPU: Triton's own launch path, checked and counted.
+
+A process without the interpreter runs `tests/on_gpu_stub`.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gpu_stub import CAPABILITIES, missing
+
+TESTS = Path(__file__).parent.parent / "on_gpu_stub"
+
+
+def run(*options: str) -> None:
+    """Runs the tests on the stub that the options of pytest choose."""
+    if reason := missing():
+        pytest.skip(reason)
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options]
+    done = subprocess.run(
+        [*command, TESTS],
+        capture_output=True,
+        text=True,
+        env={**environment, "SPARSERING_TEST_DEVICE": "stub"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " skipped" not in done.stdout, done.stdout
+
+
+def test_steady_calls_launch_little_and_wait_for_nothing():
+    run("-m", "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_kind_of_call_is_launched(capability):
+    run("-m", "slow", "-k", f"sm{capability}")

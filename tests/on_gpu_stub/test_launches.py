@@ -1,0 +1,234 @@
+"""What steady calls launch, and that a call which asks for more of a device is noticed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from calls import LONGNET, WINDOW, learnt, rows, steady
+from gpu_stub import capturing, counted, gpu
+
+import sparsering as sr
+from sparsering.distributed import exchange
+from sparsering.kernels.triton import call as backend
+from sparsering.kernels.triton import launch as triton_launch
+from sparsering.kernels.triton import operands
+from sparsering.kernels.triton.configs import Config
+
+
+@pytest.mark.parametrize("pattern", [WINDOW, LONGNET], ids=["window", "two branches"])
+def test_a_forward(hopper, pattern):
+    query, key, value = rows(), rows(), rows()
+    steady(lambda: sr.attention(query, key, value, pattern), triton=3, torch=3)
+
+
+def test_a_forward_and_a_backward(hopper):
+    inputs = learnt(rows(), rows(), rows())
+    grad = rows()
+    steady(
+        lambda: torch.autograd.grad(sr.attention(*inputs, WINDOW), inputs, grad),
+        triton=5,
+        torch=3,
+    )
+
+
+def test_lengths_batches_and_heads_are_not_compiled_for(hopper):
+    sr.attention(rows(), rows(), rows(), WINDOW)
+    with counted() as counts:
+        for heads, tokens in ((2, 511), (4, 700), (1, 1024)):
+            sr.attention(*(rows(heads, tokens) for _ in range(3)), WINDOW)
+    assert counts.triton >= 3 and not counts.compiles, counts.compiles
+
+
+# ---- Planted defects: the stub and the bounds see each of them. ------------
+
+
+def test_a_parameter_with_a_reserved_name_is_seen(hopper):
+    @triton.jit
+    def with_stream(x, stream: tl.int64):
+        tl.store(x, stream)
+
+    x = torch.zeros(1, dtype=torch.int64, device="cuda")
+    with pytest.raises(AssertionError, match="stream option"):
+        triton_launch.launch(with_stream, 1, None, {"x": x, "stream": 1})
+
+
+def test_an_oversized_tile_is_seen(monkeypatch):
+    monkeypatch.setattr(backend, "config_for", lambda *rest: Config(128, 64, 8, 4))
+    with gpu(86), pytest.raises(Exception, match=r"out of resource|shared memory"):
+        sr.attention(*(rows(width=128) for _ in range(3)), WINDOW)
+
+
+def test_a_misaligned_tensor_map_is_seen(hopper, monkeypatch):
+    flat = torch.randn(2 * 512 * 64 + 1, dtype=torch.bfloat16, device="cuda")[1:]
+    query = rows()
+    sr.attention(query, flat.view(1, 2, 512, 64), query, WINDOW)  # by pointers
+
+    class Moved:
+        """A tensor whose address looks aligned to the code that makes descriptors."""
+
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.x, name)
+
+        def data_ptr(self) -> int:
+            return self.x.data_ptr() // 16 * 16
+
+    def described(x: torch.Tensor, tokens: int) -> object:
+        found = matrix(Moved(x), tokens)
+        found.tiles.base = x
+        return found
+
+    matrix = operands.matrix
+    monkeypatch.setattr(operands, "matrix", described)
+    with pytest.raises(RuntimeError, match="not aligned to 16 bytes"):
+        sr.attention(query, flat.view(1, 2, 512, 64), query, WINDOW)
+
+
+def test_a_wait_a_second_compile_and_a_hundredth_launch_are_seen(hopper):
+    query = rows()
+
+    def call() -> torch.Tensor:
+        return sr.attention(query, query, query, WINDOW)
+
+    with pytest.raises(AssertionError, match="_local_scalar_dense"):
+        steady(lambda: call().sum().item(), triton=3, torch=9)
+    with pytest.raises(AssertionError, match="nonzero"):
+        steady(lambda: call()[call() > 0], triton=3, torch=9)
+    with pytest.raises(AssertionError, match="copy to the device"):
+        steady(lambda: call() + torch.ones(64).to("cuda"), triton=3, torch=9)
+    with pytest.raises(AssertionError, match="Launch"):
+        steady(lambda: [call() for _ in range(4)], triton=3, torch=9)
+    with pytest.raises(AssertionError, match="operators"):
+        steady(lambda: [call().add_(1) for _ in range(100)], triton=100, torch=100)
+    query = rows(width=32)
+    with pytest.raises(AssertionError, match="forward_kernel"):
+        steady(call, triton=3, torch=3, warm=0)
+
+
+def test_memory_of_the_host_and_of_another_device_is_refused(hopper):
+    query = rows()
+    with pytest.raises(RuntimeError, match="same device"):
+        query + torch.ones(64, dtype=torch.bfloat16)
+    with gpu(80):
+        elsewhere = rows()
+    assert elsewhere.device != query.device
+    kernel = {"x": query, "y": elsewhere}
+
+    @triton.jit
+    def of_two(x, y):
+        tl.store(x, tl.load(y))
+
+    with pytest.raises(AssertionError, match="on device"):
+        triton_launch.launch(of_two, 1, None, kernel)
+
+
+# ---- Decoding. -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", [WINDOW, LONGNET], ids=["window", "two branches"])
+def test_a_decoded_token_of_a_cache(hopper, pattern):
+    cache = sr.KVCache(pattern, 1, 2, 64, num_heads=2, dtype=torch.bfloat16)
+    prompt, token = rows(tokens=100), rows(tokens=1)
+    with torch.no_grad():
+        cache.attend(prompt, prompt, prompt)
+        steady(lambda: cache.attend(token, token, token), triton=3, torch=5)
+
+
+@pytest.mark.parametrize("pattern", [WINDOW, LONGNET], ids=["window", "two branches"])
+def test_one_query_behind_a_growing_sequence(hopper, pattern):
+    keys, query = rows(tokens=600), rows(tokens=1)
+    lengths = iter(range(400, 500))
+
+    def step() -> None:
+        length = next(lengths)
+        for _ in range(2):  # layers of a model
+            sr.attention(query, keys[:, :, :length], keys[:, :, :length], pattern)
+
+    with torch.no_grad():
+        steady(step, triton=6, torch=8)
+
+
+# ---- No call waits for the device. -----------------------------------------
+
+
+@pytest.mark.parametrize("seed", ["int", "tensor", "drawn"])
+def test_dropout_waits_for_nothing_and_can_be_captured(hopper, seed):
+    query, of_device = rows(), torch.tensor(7, device="cuda")
+    given = {"int": 7, "tensor": of_device, "drawn": None}[seed]
+
+    def call() -> torch.Tensor:
+        return sr.attention(query, query, query, WINDOW, dropout_p=0.1, dropout_seed=given)
+
+    steady(call, triton=3, torch=30)
+    with capturing():
+        call()
+
+
+def test_ranks_agree_on_the_device_of_the_query(hopper, monkeypatch):
+    class Group:
+        _device_types = (torch.device("cuda"),)
+
+    sent = []
+    monkeypatch.setattr(exchange.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(exchange.dist, "get_world_size", lambda group: 2)
+    start = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(
+        exchange.Exchange, "_start", lambda self, step, sends, receives: sent.append(sends) or start
+    )
+    with gpu(80) as elsewhere:
+        key = rows()
+    exchange.Exchange(Group(), None, key.device).agree([3, 4])
+    assert sent[0][0].device == elsewhere != hopper
+
+
+# ---- Layouts and pages that calls, streams and graphs share. ---------------
+
+
+def test_a_layout_too_large_to_be_kept_is_warned_of_once(hopper, monkeypatch):
+    monkeypatch.setattr(sr.layout_cache, "_warned", False)
+    monkeypatch.setattr(sr.layout_cache, "_limit", 100)
+    query = rows()
+    with pytest.warns(UserWarning, match="layout_cache.set_limit"):
+        sr.attention(query, query, query, WINDOW)
+    sr.attention(query, query, query, WINDOW)  # a second warning would be an error
+
+
+def test_a_capture_keeps_nothing_that_only_its_replay_fills(hopper):
+    keys, query = rows(tokens=600), rows(tokens=1)
+
+    def step(length: int) -> torch.Tensor:
+        return sr.attention(query, keys[:, :, :length], keys[:, :, :length], WINDOW)
+
+    with torch.no_grad():
+        step(400)
+        with capturing() as counts:
+            step(401)
+            step(402)
+        assert not counts.surviving(), counts.surviving()
+        steady(lambda: step(402), triton=2, torch=2)  # its own cut of the keys
+
+
+def test_other_streams_wait_for_a_page_that_is_shared(hopper, monkeypatch):
+    keys, query, waits = rows(tokens=600), rows(tokens=1), []
+    monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda self, event: waits.append(self))
+
+    def step() -> None:
+        sr.attention(query, keys, keys, WINDOW)
+
+    def token() -> None:
+        cache = sr.KVCache(WINDOW, 1, 2, 64, num_heads=2, dtype=torch.bfloat16)
+        cache.attend(keys[:, :, :100], keys[:, :, :100], keys[:, :, :100])
+        cache.attend(query, query, query)
+
+    with torch.no_grad():
+        for call in (step, token):
+            call()
+            assert not waits
+            with torch.cuda.stream(torch.cuda.Stream()):
+                call()
+            assert len(waits) >= 2  # for the page, and for its walk
+            waits.clear()

@@ -1,0 +1,178 @@
+"""Every kind of call, forward and backward, on every compute capability: each is launched.
+
+The driver of the stub checks shared memory, grids and tensor maps. A kernel takes seconds to
+compile for the first time, so that only a few cases are fast tests.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from calls import LONGNET, WINDOW
+from gpu_stub import CAPABILITIES, counted, gpu
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.kernels.triton.configs import config_for
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def inputs(
+    *, heads: int = 2, kv_heads: int = 2, queries: int = 300, keys: int = 300, width: int = 64,
+    value_width: int | None = None, dtype: torch.dtype = BF16,
+) -> list[Tensor]:  # fmt: skip
+    """Query, key and value on the current device."""
+    value_width = value_width or width
+    shapes = (heads, queries, width), (kv_heads, keys, width), (kv_heads, keys, value_width)
+    return [torch.randn(1, *s, dtype=dtype, device="cuda") for s in shapes]
+
+
+def token_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def every_other(x: Tensor) -> Tensor:
+    return torch.stack((x, x), 3)[:, :, :, 0]
+
+
+def misaligned(x: Tensor) -> Tensor:
+    flat = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return flat[1:].view(x.shape)
+
+
+def one_head(x: Tensor) -> Tensor:
+    return x[:, :1].expand(x.shape)
+
+
+PATTERNS: dict[str, Callable[[], sr.Pattern]] = {
+    "full": sr.Full,
+    "causal": sr.Causal,
+    "window": lambda: WINDOW,
+    "dilated": lambda: sr.SlidingWindow(70, 70, 3),
+    "global": lambda: sr.SlidingWindow(70) | sr.GlobalTokens(5),
+    "longnet": lambda: LONGNET,
+    "blocks": lambda: sr.RandomBlocks(0.5, 64),
+    "packed": lambda: sr.Packed((120, 180), sr.Causal()),
+    "selected": lambda: (
+        sr.SelectedBlocks(torch.zeros(1, 1, 5, 2, dtype=torch.int64, device="cuda"), 64)
+        & sr.Causal()
+    ),
+}
+
+EXTRAS: dict[str, Callable[[], dict[str, Any]]] = {
+    "softcap": lambda: {"softcap": 30.0},
+    "distance bias": lambda: {"distance_bias": torch.zeros(2, 65, device="cuda")},
+    "sink": lambda: {"sink": torch.zeros(2, device="cuda")},
+    "dropout": lambda: {"dropout_p": 0.1, "dropout_seed": 3},
+    "block bias": lambda: {"block_bias": torch.zeros(1, 2, 9, device="cuda"), "block_size": 128},
+}
+
+LAYOUTS = [token_first, every_other, misaligned, one_head]
+
+
+def run(pattern: sr.Pattern, args: list[Tensor], **options: Any) -> None:
+    """Calls attention forward and backward, and counts at least one launch of each."""
+    learnt = [x.detach().requires_grad_() for x in args]
+    tables = {k: x for k, x in options.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    options |= {name: x.requires_grad_() for name, x in tables.items()}
+    with counted() as counts:
+        out, lse = sr.attention(*learnt, pattern, return_lse=True, backend="triton", **options)
+        loss = out.float().sum() + lse.sum()
+        torch.autograd.grad(loss, [*learnt, *(options[name] for name in tables)])
+    names = {x.kernel for x in counts.launches}
+    expected = {"forward_kernel", "query_kernel", "key_kernel"} if out.numel() else set()
+    assert expected <= names, counts
+
+
+def sizes(test: Callable[..., None]) -> Any:
+    """Marks a slow test to run on every compute capability."""
+    every = pytest.mark.parametrize("capability", CAPABILITIES, ids="sm{}".format)
+    return pytest.mark.slow(every(test))
+
+
+@sizes
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns(capability, name):
+    with gpu(capability):
+        run(PATTERNS[name](), inputs())
+
+
+@sizes
+@pytest.mark.parametrize("name", EXTRAS)
+def test_extras(capability, name):
+    with gpu(capability):
+        run(sr.Full() if name == "block bias" else sr.Causal(), inputs(), **EXTRAS[name]())
+
+
+@sizes
+def test_masks_of_keys_and_all_extras_together(capability):
+    with gpu(capability):
+        valid = torch.arange(300, device="cuda") < 280
+        run(sr.Causal() & sr.KeyMask(valid), inputs())
+        given = {
+            k: x for f in EXTRAS.values() if f is not EXTRAS["block bias"] for k, x in f().items()
+        }
+        run(sr.Causal() & sr.KeyMask(valid), inputs(width=128), **given)
+
+
+@sizes
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("width", [16, 32, 64, 72, 80, 96, 128, 192, 256])
+def test_head_dims_and_dtypes(capability, width, dtype):
+    with gpu(capability):
+        run(WINDOW, inputs(width=width, dtype=dtype))
+
+
+@sizes
+@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 96, 128, 160, 192, 256])
+def test_block_sizes(capability, block_size):
+    with gpu(capability):
+        run(WINDOW, inputs(), block_size=block_size)
+
+
+@sizes
+@pytest.mark.parametrize("arranged", LAYOUTS, ids=lambda f: f.__name__)
+def test_strides_and_offsets(capability, arranged):
+    with gpu(capability):
+        run(WINDOW, [arranged(x) for x in inputs()])
+        run(LONGNET, [arranged(x) for x in inputs()])
+
+
+@sizes
+def test_heads_and_lengths(capability):
+    with gpu(capability):
+        run(WINDOW, inputs(heads=4, kv_heads=2))
+        run(WINDOW, inputs(heads=8, kv_heads=1, width=128))
+        run(WINDOW, inputs(width=192, value_width=128))
+        run(sr.Causal(), inputs(queries=1))
+        run(sr.Causal(), inputs(queries=1, heads=8, kv_heads=1))
+        run(sr.Causal(), inputs(queries=1, keys=1))
+        run(sr.Full(), inputs(queries=0))
+        run(sr.Full(), inputs(keys=0), q_start=0)
+        run(sr.Causal(), [x[:0] for x in inputs()])
+
+
+# ---- Cards with 99 KB of shared memory take the tiles of an A100 that fit. ---------------------
+
+
+@pytest.mark.parametrize("capability", [86, 89, 120])
+def test_small_cards_take_the_tiles_of_an_a100_wherever_they_fit(capability):
+    def configs(width: int) -> list[tuple[int, ...]]:
+        like = torch.empty(0, dtype=BF16, device="cuda")
+        return [config_for(kernel, like, width, 128)[:4] for kernel in ("forward", "query", "key")]
+
+    with gpu(80):
+        large = {width: configs(width) for width in (64, 128, 256)}
+    with gpu(capability):
+        assert configs(64) == large[64]
+        assert configs(128) == [large[128][0], (64, 64, 8, 2), (64, 64, 8, 2)]
+        assert configs(256) == [large[256][0], (64, 16, 8, 2), (64, 16, 8, 2)]
+
+
+def test_such_a_tile_is_launched():
+    with gpu(89), counted() as counts:
+        sr.attention(*inputs(width=128), WINDOW)
+    (launch,) = counts.launches
+    assert 64 << 10 <= launch.shared <= 99 << 10
