@@ -58,15 +58,6 @@ class DilatedAttention(nn.Module):
     Source: LongNet (arXiv 2307.02486), section 3; xPos (arXiv 2212.10554), algorithm 1.
     """
 
-    args: Any
-    pattern: Pattern
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
-    out_proj: nn.Module
-    inner_attn_ln: nn.Module | None
-    xpos: nn.Module | None
-
     def __init__(
         self,
         args: Any,
@@ -92,20 +83,20 @@ class DilatedAttention(nn.Module):
             )
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.head_dim = embed_dim // num_heads
-        self.scaling = self.head_dim**-0.5
         self.dropout = dropout
         self.self_attention = self_attention
         self.encoder_decoder_attention = encoder_decoder_attention
         self.pattern = checked_pattern(args, zero_padding)
         self.args, self.zero_padding = args, zero_padding
-        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):  # torchscale draws in this order
-            setattr(self, name, _multiway(args, nn.Linear(embed_dim, embed_dim)))
+        self.k_proj, self.v_proj, self.q_proj, self.out_proj = (  # in torchscale's order of draws
+            _multiway(args, nn.Linear(embed_dim, embed_dim)) for _ in range(4)
+        )
         eps = getattr(args, "layernorm_eps", 1e-5)
         has_norm = subln and self_attention
         self.inner_attn_ln = _multiway(args, nn.LayerNorm(embed_dim, eps=eps)) if has_norm else None
-        turns = getattr(args, "xpos_rel_pos", False) and self_attention
+        has_xpos = getattr(args, "xpos_rel_pos", False) and self_attention
         base = getattr(args, "xpos_scale_base", 512)
-        self.xpos = XPos(self.head_dim, base) if turns else None
+        self.xpos = XPos(self.head_dim, base) if has_xpos else None
 
     def reset_parameters(self) -> None:
         """Redraws the projections' weights, as torchscale's method of this name does."""
@@ -151,8 +142,9 @@ class DilatedAttention(nn.Module):
         Raises: ValueError for inputs that do not fit, and where torchscale's results cannot be
             reproduced; NotImplementedError for `rel_pos` and for masks other than the triangle.
         """
-        B, N, E = _checked_shapes(query, key, value, self.embed_dim)
-        is_causal = _checked_causal(is_causal, attn_mask, N)
+        _check_shapes(query, key, value, self.embed_dim)
+        B, N, E = query.shape
+        is_causal = bool(is_causal) if attn_mask is None else _check_triangle(attn_mask, N)
         if rel_pos is not None:
             raise NotImplementedError(
                 "rel_pos is not computed, nor does torchscale's dilated attention; pass None, or "
@@ -166,7 +158,13 @@ class DilatedAttention(nn.Module):
             _check_reproducible(self.pattern, first, first + N, is_causal, key_padding_mask)
             sink = None if is_causal else zero_sink(self.pattern, self.num_heads, N, query)
         elif key_padding_mask is not None:
-            pattern = _without(key_padding_mask, pattern, B, first + N)
+            if key_padding_mask.shape != (B, first + N):
+                raise ValueError(
+                    f"key_padding_mask must be [{B}, {first + N}], a number per key, got "
+                    f"{tuple(key_padding_mask.shape)}; it covers keys of steps before too"
+                )
+            if (padding := key_padding_mask.to(torch.bool)).any():
+                pattern = pattern & KeyMask(~padding)
         q, k, v = (
             proj(x).view(B, N, self.num_heads, self.head_dim).transpose(1, 2)  # [B, H, N, D]
             for proj, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
@@ -175,14 +173,14 @@ class DilatedAttention(nn.Module):
             k, v = torch.cat((state["prev_key"], k), 2), torch.cat((state["prev_value"], v), 2)
         state["prev_key"], state["prev_value"] = k, v
         if self.xpos is not None:
-            q = turned(q, self.xpos, first, first + N)
-            k = turned(k, self.xpos, 0, first + N, downscale=True)
+            q = rotated(q, self.xpos, first, first + N)
+            k = rotated(k, self.xpos, 0, first + N, downscale=True)
         dropout = float(self.dropout) if self.training else 0.0
         out = attention(q, k, v, pattern, q_start=first, sink=sink, dropout_p=dropout)
-        attended = out.transpose(1, 2).reshape(B, N, E)
+        out = out.transpose(1, 2).reshape(B, N, E)
         if self.inner_attn_ln is not None:
-            attended = self.inner_attn_ln(attended)
-        return self.out_proj(attended), None
+            out = self.inner_attn_ln(out)
+        return self.out_proj(out), None
 
 
 def convert(model: nn.Module, *, zero_padding: str = "torchscale") -> list[str]:
@@ -220,15 +218,11 @@ def convert(model: nn.Module, *, zero_padding: str = "torchscale") -> list[str]:
     return list(modules)
 
 
-_PARTS = (
-    "args embed_dim num_heads head_dim dropout q_proj k_proj v_proj out_proj inner_attn_ln xpos"
-)
-
-
 def _is_torchscales(module: nn.Module) -> bool:
-    kind = type(module)
-    named = kind.__name__ == "DilatedAttention" and kind is not DilatedAttention
-    return named and all(hasattr(module, part) for part in _PARTS.split())
+    if type(module).__name__ != "DilatedAttention" or type(module) is DilatedAttention:
+        return False
+    needed = "args embed_dim num_heads head_dim dropout q_proj k_proj v_proj out_proj inner_attn_ln"
+    return all(hasattr(module, name) for name in [*needed.split(), "xpos"])
 
 
 def checked_pattern(args: Any, zero_padding: str) -> Pattern:
@@ -279,20 +273,17 @@ def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Te
     zeros in a head's residue class are keys of logit 0 and value 0, which the rows of that segment
     and residue class see. `like` gives dtype and device.
     """
-    rows = []
+    count = torch.zeros(1, num_heads, length, dtype=sum_dtype(like), device=like.device)
+    has_zeros = False
     for branch in pattern.branches if length else ():
         segment, start, rate = _last_segment(branch, length)
         for head in range(num_heads):
             residue = branch.offset_of(head, num_heads)  # type: ignore[attr-defined]
             zeros = -(-segment // rate) - len(range(residue, length - start, rate))
             if zeros and start + residue < length:
-                rows.append((head, slice(start + residue, None, rate), zeros))
-    if not rows:
-        return None
-    count = torch.zeros(1, num_heads, length, dtype=sum_dtype(like), device=like.device)
-    for head, of_grid, zeros in rows:
-        count[0, head, of_grid] += zeros
-    return count.log()
+                count[0, head, start + residue :: rate] += zeros
+                has_zeros = True
+    return count.log() if has_zeros else None
 
 
 def _last_segment(branch: Pattern, length: int) -> tuple[int, int, int]:
@@ -324,7 +315,7 @@ class XPos(nn.Module):
         self.register_buffer("scale", base)
 
 
-def turned(
+def rotated(
     x: Tensor, xpos: nn.Module, first: int, length: int, *, downscale: bool = False
 ) -> Tensor:
     """Rotates channels (2i, 2i + 1) of x [B, H, n, D] by position, and scales them.
@@ -381,9 +372,7 @@ def _checked_padding(zero_padding: str) -> str:
     return zero_padding
 
 
-def _checked_shapes(
-    query: Tensor, key: Tensor, value: Tensor, embed_dim: int
-) -> tuple[int, int, int]:
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, embed_dim: int) -> None:
     shapes = [tuple(x.shape) for x in (query, key, value)]
     if any(len(shape) != 3 or shape[2] != embed_dim for shape in shapes):
         raise ValueError(
@@ -395,13 +384,10 @@ def _checked_shapes(
             f"query, key and value must have one shape, got {shapes}; for queries of other tokens "
             "than keys use sparsering.nn or sparsering.attention"
         )
-    return query.shape[0], query.shape[1], query.shape[2]
 
 
-def _checked_causal(is_causal: bool, attn_mask: Tensor | None, length: int) -> bool:
-    """Whether a pass is causal, by the flag or by a mask that is the causal triangle."""
-    if attn_mask is None:
-        return bool(is_causal)
+def _check_triangle(attn_mask: Tensor, length: int) -> bool:
+    """Returns True for the causal triangle; raises NotImplementedError for another mask."""
     later = torch.ones(length, length, dtype=torch.bool, device=attn_mask.device).triu(1)
     blocked = attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
     triangle = attn_mask.shape == later.shape and torch.equal(blocked, later)
@@ -437,14 +423,3 @@ def _check_reproducible(
             'expected is_causal in incremental steps with zero_padding="torchscale", for its zero '
             f"keys change with every token; pass is_causal=True, {way_out}"
         )
-
-
-def _without(key_padding_mask: Tensor, pattern: Pattern, batch: int, length: int) -> Pattern:
-    """Removes padding keys from a pattern."""
-    if key_padding_mask.shape != (batch, length):
-        raise ValueError(
-            f"key_padding_mask must be [{batch}, {length}], a number per key, got "
-            f"{tuple(key_padding_mask.shape)}; it covers keys of steps before too"
-        )
-    padded = key_padding_mask.to(torch.bool)
-    return pattern & KeyMask(~padded) if padded.any() else pattern

@@ -19,6 +19,9 @@ from .slots import listed_blocks
 
 _AT_A_TIME = 1 << 23  # logits
 _RISK = 1e-3  # probability that the mean of all rows lies outside the interval
+_BASELINES = ("random", "window", "oracle")
+
+Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,17 +72,15 @@ class SelectionReport:
         """Table with a line for each selection: means over kv heads, with shares clamped to 1."""
         titles = ("", "density", "captured", "p05", "least", "error", "recall", "inflation")
         lines = ["".join(f"{title:>10}" for title in titles)]
-        for name in ("selected", "random", "window", "oracle"):
-            report = self if name == "selected" else getattr(self, name)
-            if report is not None:
-                captured = report.captured
-                shares = (captured.mean, captured.p05, captured.least)
-                numbers = [report.density, *(x.clamp(max=1.0) for x in shares), report.error]
-                numbers += [report.recall, report.inflation]
-                figures = "".join(f"{float(x.mean()):>10.3f}" for x in numbers)
-                lines.append(f"{name:>10}{figures}")
-        wide = float(self.captured.interval.max())
-        lines.append(f"{self.rows} rows; captured +- {wide:.3f} (probability 0.999)")
+        names, reports = ("selected", *_BASELINES), (self, self.random, self.window, self.oracle)
+        for name, x in zip(names, reports, strict=True):
+            if x is not None:
+                shares = (x.captured.mean, x.captured.p05, x.captured.least)
+                numbers = (x.density, *(y.clamp(max=1.0) for y in shares), x.error)
+                numbers = (*numbers, x.recall, x.inflation)
+                lines.append(f"{name:>10}" + "".join(f"{float(y.mean()):>10.3f}" for y in numbers))
+        half = float(self.captured.interval.max())
+        lines.append(f"{self.rows} rows; captured +- {half:.3f} (probability 0.999)")
         lines.append(
             "note: a model trained with sparse attention from the start may capture little of its "
             "own dense softmax, and lose nothing by it"
@@ -126,31 +127,6 @@ def selection_report(
     """
     check_inputs(query, key, value, pattern)
     refuse_meta(query, key, value)
-    selected, causal = _selection(pattern)
-    start = key.shape[2] - query.shape[2]
-    total = num_rows(start, query.shape[2], selected.row_size)
-    if min(query.numel(), key.numel()) == 0 or start < 0:
-        raise ValueError(
-            "selection_report needs queries that are the last of its keys, got query "
-            f"{tuple(query.shape)} and key {tuple(key.shape)}; give both"
-        )
-    check_fits(pattern, Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], start))
-    seed = checked_integer("seed", seed, -(1 << 63), (1 << 63) - 1)
-    sample = torch.arange(total)
-    if rows is not None:
-        rows = checked_integer("rows", rows, 1)
-        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-        sample = order[:rows].sort().values
-    with without_autocast(query):
-        comparison = _Comparison(query, key, value, selected, causal, sample, total)
-        listed = comparison.listed()
-        count = listed.sum(-1, keepdim=True)
-        ranks = comparison.ranks(seed).items()
-        baselines = {name: comparison.report(rank < count) for name, rank in ranks}
-        return comparison.report(listed, baselines)
-
-
-def _selection(pattern: Pattern) -> tuple[SelectedBlocks, bool]:
     masks = pattern.masks if isinstance(pattern, And) else (pattern,)
     selections = [mask for mask in masks if isinstance(mask, SelectedBlocks)]
     causal = any(isinstance(mask, Causal) for mask in masks)
@@ -159,7 +135,27 @@ def _selection(pattern: Pattern) -> tuple[SelectedBlocks, bool]:
             "selection_report needs SelectedBlocks(...), or that & Causal(), got "
             f"{shortened(str(pattern))}; select_blocks(local=...) lists a window as blocks"
         )
-    return selections[0], causal
+    start = key.shape[2] - query.shape[2]
+    if min(query.numel(), key.numel()) == 0 or start < 0:
+        raise ValueError(
+            "selection_report needs queries that are the last of its keys, got query "
+            f"{tuple(query.shape)} and key {tuple(key.shape)}; give both"
+        )
+    check_fits(pattern, Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], start))
+    seed = checked_integer("seed", seed, -(1 << 63), (1 << 63) - 1)
+    total = num_rows(start, query.shape[2], selections[0].row_size)
+    sample = torch.arange(total)
+    if rows is not None:
+        rows = checked_integer("rows", rows, 1)
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+        sample = order[:rows].sort().values
+    with without_autocast(query):
+        comparison = _Comparison((query, key, value), selections[0], causal, sample, total)
+        listed = comparison.listed()
+        count = listed.sum(-1, keepdim=True)
+        ranks = comparison.ranks(seed).items()
+        baselines = {name: comparison.report(rank < count) for name, rank in ranks}
+        return comparison.report(listed, baselines)
 
 
 class _Comparison:
@@ -178,16 +174,9 @@ class _Comparison:
     """
 
     def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        selected: SelectedBlocks,
-        causal: bool,
-        sample: Tensor,
-        total: int,
+        self, inputs: Inputs, selected: SelectedBlocks, causal: bool, sample: Tensor, total: int
     ) -> None:
-        self.query, self.key, self.value = query, key, value
+        query, key, _ = self.query, self.key, self.value = inputs
         self.selected, self.causal, self.total = selected, causal, total
         self.sample = sample.to(query.device)
         size, start = selected.row_size, key.shape[2] - query.shape[2]
@@ -240,15 +229,15 @@ class _Comparison:
         return listed_blocks(indices, self.blocks).expand_as(self.mass) & (self.visible > 0)
 
     def ranks(self, seed: int) -> dict[str, Tensor]:
-        """Rank [B, H, rows, Nb] of each block in every baseline: random, window, oracle."""
+        """Rank [B, H, rows, Nb] of each block in every baseline."""
         block = torch.arange(self.blocks, device=self.query.device)
         own = (self.sample + self.first_row) * self.selected.row_size // self.selected.block_size
         generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(self.mass.shape, generator=generator, dtype=torch.float64)
         noise = torch.where(block == own[:, None], 2.0, noise.to(self.query.device))
         latest = torch.where(block <= own[:, None], block, -1 - block).double()
-        scores = {"random": noise, "window": latest.expand_as(noise), "oracle": self.mass.double()}
-        return {name: self._rank(score) for name, score in scores.items()}
+        scores = noise, latest.expand_as(noise), self.mass.double()
+        return dict(zip(_BASELINES, map(self._rank, scores), strict=True))
 
     def _rank(self, score: Tensor) -> Tensor:
         """Rank of each block by descending score; blocks that a row does not see come last."""
@@ -268,7 +257,17 @@ class _Comparison:
         query, key, value = (x.to(self.out.dtype) for x in (self.query, self.key, self.value))
         out, lse = attention(query, key, value, pattern, return_lse=True)
         out, lse = out[:, :, self.query_index], lse[:, :, self.query_index]
-        captured = (lse - self.lse).exp().unflatten(1, (kv_heads, -1))  # [B, Hkv, G, n]
+        share = (lse - self.lse).exp().unflatten(1, (kv_heads, -1)).double()  # [B, Hkv, G, n]
+        share = share.transpose(0, 1).flatten(1).sort(-1).values
+        rows = len(self.sample)
+        unseen = (1 - (rows - 1) / self.total) * (rows < self.total)
+        half = math.sqrt(unseen * math.log(2 / _RISK) / (2 * rows))
+        captured = Captured(
+            mean=share.mean(-1),
+            p05=share[:, int(0.05 * (share.shape[1] - 1))],
+            least=share[:, 0],
+            interval=torch.full_like(share[:, 0], half),
+        )
         difference, norm = (
             x.unflatten(1, (kv_heads, -1)).double().square().sum((0, 2, 3, 4)).sqrt()
             for x in (out - self.out, self.out)
@@ -279,16 +278,16 @@ class _Comparison:
         hits = torch.where(count[..., 0] > 0, hits, torch.nan)
         density = (listed * self.visible).sum((0, 2, 3)) / self.visible.sum() / len(self.query)
         inflation = torch.full((kv_heads,), torch.nan, dtype=torch.float64)
-        if baselines or len(self.sample) == self.total:
+        if baselines or rows == self.total:
             table = self.selected if baselines else table
             inflation = table.inflation(table.block_size, key.shape[2]).double()
         return SelectionReport(
             density=self._of_kv_heads(density),
-            captured=self._captured(captured),
+            captured=captured,
             error=difference / norm.clamp(min=1e-300),
             recall=self._of_kv_heads(hits.nanmean((0, 2))),
             inflation=self._of_kv_heads(inflation).to(density.device),
-            rows=len(self.sample),
+            rows=rows,
             **(baselines or {}),
         )
 
@@ -300,19 +299,6 @@ class _Comparison:
         table[:, :, self.sample] = torch.where(listed.gather(-1, order), order, -1)
         block_size, row_size = self.selected.block_size, self.selected.row_size
         return SelectedBlocks(table, block_size, row_size, self.first_row)
-
-    def _captured(self, share: Tensor) -> Captured:
-        """Summarises the captured shares [B, Hkv, G, n]."""
-        shares = share.double().transpose(0, 1).flatten(1).sort(-1).values  # [Hkv, B * G * n]
-        rows = len(self.sample)
-        unseen = (1 - (rows - 1) / self.total) * (rows < self.total)
-        half = math.sqrt(unseen * math.log(2 / _RISK) / (2 * rows))
-        return Captured(
-            mean=shares.mean(-1),
-            p05=shares[:, int(0.05 * (shares.shape[1] - 1))],
-            least=shares[:, 0],
-            interval=torch.full_like(shares[:, 0], half),
-        )
 
     def _of_kv_heads(self, x: Tensor) -> Tensor:
         """Mean [Hkv] over the lists of a kv head's query heads; one list may serve all heads."""

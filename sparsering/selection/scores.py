@@ -132,7 +132,8 @@ def scores_of(
         ]
         return torch.cat(parts, 1).unflatten(0, (batch, kv_heads))
     out, row = estimate.feature.new_empty(shape), 0
-    fused = q_len * group >= _MANY and _has_kernel(query, estimate)
+    fused = not torch.compiler.is_compiling() and q_len * group >= _MANY and estimate.stride == 1
+    fused = fused and feature.dtype == torch.float32 and not cpu.reasons(query, feature)
     for span in spans(q_start, q_len, query_block, estimate.block_size):
         scores = out[:, row : row + span.rows]
         if not (fused and _write_by_kernel(span, query, estimate, causal, scale, scores)):
@@ -156,12 +157,6 @@ def _write(
             scores = _span_scores(part, query[entries], part_estimate, causal, scale)
             out[entries, row : row + part.rows] = scores
             row += part.rows
-
-
-def _has_kernel(query: Tensor, estimate: BlockEstimate) -> bool:
-    if torch.compiler.is_compiling() or estimate.feature.dtype != torch.float32:
-        return False
-    return estimate.stride == 1 and not cpu.reasons(query, estimate.feature)
 
 
 def _write_by_kernel(

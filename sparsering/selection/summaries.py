@@ -130,22 +130,10 @@ class BlockSummaries:
                 new = self._method.summaries(keys)[:, :, None]
             else:
                 new = BlockEstimate.of(keys, size, self._method, self._part).feature
-            self._feature = _with_room(self._feature, new, first)
-            self._feature[:, :, :, first:whole] = new
-            self._blocks = whole
+            buffer = new[:, :, :, :0] if self._feature is None else self._feature
+            if buffer.shape[3] <= whole:  # a full buffer grows by half
+                room = max(whole, first + first // 2) + 1 - first
+                buffer = pad(buffer[:, :, :, :first], (0, 0, 0, room))
+            buffer[:, :, :, first:whole] = new
+            self._feature, self._blocks = buffer, whole
         return self._feature
-
-
-def _with_room(buffer: Tensor | None, new: Tensor, first: int) -> Tensor:
-    """Buffer that keeps the first blocks, with room for the new ones and one more.
-
-    A full buffer grows by half.
-    """
-    whole = first + new.shape[3]
-    if buffer is not None and buffer.shape[3] > whole:
-        return buffer
-    room = whole if buffer is None else max(whole, first + first // 2)
-    grown = new.new_zeros(*new.shape[:3], room + 1, new.shape[4])
-    if buffer is not None:
-        grown[:, :, :, :first] = buffer[:, :, :, :first]
-    return grown

@@ -18,8 +18,13 @@ from ...patterns.expression import add_constructor
 from ...patterns.positions import Documents, Packed
 
 
-class _RunMask(TensorMask):
-    """Base of both masks: `ids` [B or 1, Nk] int64; a new run begins where neighbours differ."""
+@dataclass(frozen=True, repr=False, eq=False)
+class SameRun(TensorMask):
+    """Lets a query see the keys of its own run.
+
+    Args:
+        ids: int64 [B or 1, Nk]; a new run begins where neighbours differ.
+    """
 
     ids: Tensor
     dtype: ClassVar[torch.dtype] = torch.int64
@@ -39,25 +44,14 @@ class _RunMask(TensorMask):
                 f"{tuple(self.ids.shape)}; slice it as the keys"
             )
 
-
-@dataclass(frozen=True, repr=False, eq=False)
-class SameRun(_RunMask):
-    """Lets a query see the keys of its own run."""
-
-    ids: Tensor
-
-    def num_tables(self, frame: Frame) -> int:
-        return 1
-
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return Documents(self.lengths_of(batch))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class InRuns(_RunMask):
+class InRuns(SameRun):
     """Applies a pattern within each run of consecutive tokens, with positions from 0."""
 
-    ids: Tensor
     pattern: Mask
 
     def __new__(cls, ids: Tensor, pattern: Pattern) -> Any:
