@@ -21,18 +21,16 @@ class NewTokens(NamedTuple):
 
     def first(self, n: int) -> "NewTokens":
         """Returns the first `n` of the tokens."""
-        sink = self.extras["sink"]
-        extras = self.extras
-        if sink is not None and sink.shape[2] > 1:
-            extras = {**extras, "sink": sink[:, :, :n]}
-        return NewTokens(*(x[:, :, :n] for x in self[:3]), extras)
+        query, key, value, extras = self
+        if extras["sink"] is not None and extras["sink"].shape[2] > 1:
+            extras = {**extras, "sink": extras["sink"][:, :, :n]}
+        return NewTokens(query[:, :, :n], key[:, :, :n], value[:, :, :n], extras)
 
     def of_entries(self, entries: Tensor) -> "NewTokens":
         """Returns the tokens of some batch entries."""
-        extras = {
-            name: x[entries] if isinstance(x, Tensor) else x for name, x in self.extras.items()
-        }
-        return NewTokens(*(x[entries] for x in self[:3]), extras)
+        query, key, value, extras = self
+        extras = {name: x[entries] if isinstance(x, Tensor) else x for name, x in extras.items()}
+        return NewTokens(query[entries], key[entries], value[entries], extras)
 
 
 def checked_lengths(lengths: Tensor | Sequence[int], entries: int, most: int) -> list[int]:

@@ -5,9 +5,9 @@
 Under `torchrun`, on gloo or NCCL; `simulate_ring` computes the same in one process.
 """
 
-from .ahead import prefetch
 from .exchange import RingError, RingMismatchError, Traffic
 from .plan import RingPlan
+from .plan_prefetch import prefetch
 from .ring import last_traffic, ring_attention
 from .shards import shard, unshard
 from .simulate import simulate_ring

@@ -76,7 +76,7 @@ class Exchange:
         self.traffic = Traffic()
 
     @contextmanager
-    def going_on(self) -> Iterator[None]:
+    def break_on_error(self) -> Iterator[None]:
         """Marks the group as broken if its body raises: messages may still be under way."""
         try:
             yield
@@ -92,10 +92,10 @@ class Exchange:
         device: torch.device | str = "cpu" if "cpu" in kinds or not kinds else min(kinds)
         if device != "cpu" and self.device is not None and self.device.type in kinds:
             device = self.device  # the current device may be another rank's
-        mine = torch.tensor(record, dtype=torch.int64, device=device)
-        others = {p: torch.empty_like(mine) for p in range(self.world_size) if p != self.rank}
-        self._start("agreement", dict.fromkeys(others, mine), others).wait()
-        records = {**others, self.rank: mine}
+        own = torch.tensor(record, dtype=torch.int64, device=device)
+        others = {p: torch.empty_like(own) for p in range(self.world_size) if p != self.rank}
+        self._start("agreement", dict.fromkeys(others, own), others).wait()
+        records = {**others, self.rank: own}
         return torch.stack([records[p] for p in range(self.world_size)]).tolist()
 
     def start(

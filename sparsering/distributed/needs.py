@@ -87,7 +87,7 @@ class TokenRanges:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.number, self.start, self.last))
+        return self.number.nbytes + self.start.nbytes + self.last.nbytes
 
     def sizes(self, sets: int) -> Tensor:
         """[sets] number of tokens in each set."""
@@ -96,9 +96,13 @@ class TokenRanges:
     def of(self, number: int) -> Tensor:
         """Tokens of one set, in the order of its progressions."""
         first, end = torch.searchsorted(self.number, torch.tensor([number, number + 1])).tolist()
-        start, count = self.start[first:end], self.count[first:end]
-        run, place = expand_counts(count)
-        return start[run] + self.step * place
+        columns = (x[first:end] for x in (self.number, self.start, self.last))
+        return TokenRanges(self.step, *columns).tokens()[1]
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Every token of every set: (its set, the token), in the order of the progressions."""
+        run, place = expand_counts(self.count)
+        return self.number[run], self.start[run] + self.step * place
 
 
 def needed_keys(
@@ -156,24 +160,21 @@ def _pairs(
 ) -> Iterator[TilePairs]:
     """Yields batches of tile pairs where the rule may hold."""
     offset = 0 if grid.anchor is None else grid.anchor.offset_of(0, 1)
-    q, k = (grid.axis(pieces.ranges, size, offset) for pieces in (queries, keys))
-    for rows in torch.arange(len(q)).split(_ROWS_AT_A_TIME):
-        yield from _pairs_of_rows(rule, q[rows], k, frame)
-
-
-def _pairs_of_rows(rule: Condition, q: Axis, k: Axis, frame: Frame) -> Iterator[TilePairs]:
-    spans = rule.candidates(q, k, Origin.of_sequence(len(q), frame.kv_len))
-    span, number = expand_counts(-(-(spans.end - spans.begin) // _AT_A_TIME))
-    begin = spans.begin[span] + number * _AT_A_TIME
-    end = torch.minimum(spans.end[span], begin + _AT_A_TIME)
-    batch = (end - begin).cumsum(0) // _AT_A_TIME
-    sizes = torch.unique_consecutive(batch, return_counts=True)[1].tolist()
-    for part in torch.arange(len(begin)).split(sizes):
-        span, number = expand_counts((end - begin)[part])
-        pair = begin[part][span] + number
-        row, column = pair // len(k), pair % len(k)
-        real = (q.count[row] > 0) & (k.count[column] > 0)
-        yield TilePairs.of_sequence(q[row[real]], k[column[real]], frame.kv_len)
+    every_q, k = (grid.axis(pieces.ranges, size, offset) for pieces in (queries, keys))
+    for rows in torch.arange(len(every_q)).split(_ROWS_AT_A_TIME):
+        q = every_q[rows]
+        spans = rule.candidates(q, k, Origin.of_sequence(len(q), frame.kv_len))
+        span, number = expand_counts(-(-(spans.end - spans.begin) // _AT_A_TIME))
+        begin = spans.begin[span] + number * _AT_A_TIME
+        count = torch.minimum(spans.end[span] - begin, torch.tensor(_AT_A_TIME))
+        batch = count.cumsum(0) // _AT_A_TIME
+        sizes = torch.unique_consecutive(batch, return_counts=True)[1].tolist()
+        for part in torch.arange(len(begin)).split(sizes):
+            span, number = expand_counts(count[part])
+            pair = begin[part][span] + number
+            row, column = pair // len(k), pair % len(k)
+            real = (q.count[row] > 0) & (k.count[column] > 0)
+            yield TilePairs.of_sequence(q[row[real]], k[column[real]], frame.kv_len)
 
 
 def _visited_keys(
@@ -221,14 +222,14 @@ def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: F
     kind, first = _kinds(rule, pairs)
     pairs = pairs[first]
     if size == _LEAF:
-        _, held = evaluate(mask, pairs, frame, size)
+        _, counts = evaluate(mask, pairs, frame, size)
     else:
-        held = torch.zeros(len(first), dtype=torch.int64)
+        counts = torch.zeros(len(first), dtype=torch.int64)
         for part in torch.arange(len(first)).split(_AT_A_TIME // _SPLIT**2):
             pair, parts = _split(pairs[part], size)
-            of_parts = _pairs_of(rule, mask, parts, size // _SPLIT, frame)
-            held.index_add_(0, part[pair], of_parts)
-    total[varies] = held[kind]
+            count = _pairs_of(rule, mask, parts, size // _SPLIT, frame)
+            counts.index_add_(0, part[pair], count)
+    total[varies] = counts[kind]
     return total
 
 
@@ -264,7 +265,8 @@ def union(parts: list[Progressions], length: int) -> TokenRanges:
     common = math.lcm(*steps)
     if common <= _MOST_LINES:
         return _merged([_of_multiple(runs, common) for runs in of_step], common, length)
-    return _merged([_as_tokens(runs) for runs in of_step], 1, length)
+    tokens = [(number, token, token, 1) for number, token in map(TokenRanges.tokens, of_step)]
+    return _merged(tokens, 1, length)
 
 
 def _merged(parts: list[Progressions], step: int, length: int) -> TokenRanges:
@@ -287,9 +289,3 @@ def _of_multiple(runs: TokenRanges, step: int) -> Progressions:
     number, start, last = (x.repeat_interleave(lines) for x in (runs.number, runs.start, runs.last))
     start = start + runs.step * torch.arange(lines).repeat(len(runs.start))
     return number, start, last, step  # empty if start is after last
-
-
-def _as_tokens(runs: TokenRanges) -> Progressions:
-    run, place = expand_counts(runs.count)
-    token = runs.start[run] + runs.step * place
-    return runs.number[run], token, token, 1

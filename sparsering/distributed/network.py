@@ -1,12 +1,16 @@
 """Messages with a rank's rows over a process group: posted early, waited for when needed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import TypeVar
 
 from torch import Tensor
 
 from .exchange import Exchange, Pending
 from .rank import Rank
 from .sharding import num_tokens
+
+_Arriving = TypeVar("_Arriving")
 
 
 class Network:
@@ -20,11 +24,13 @@ class Network:
         self.key, self.value = key, value
         hosts, owners = self.plan.hosts_of(rank.rank), self.plan.owners_at(rank.rank)
         places = {host: rank.travelling_places(host, key.device) for host in hosts}
-        self.travelled = {host: (*travelling.shape[:2], len(at)) for host, at in places.items()}
-        self.seats = {owner: rank.guest_places(owner, key.device) for owner in owners}
+        self.travelling_shapes = {
+            host: (*travelling.shape[:2], len(at)) for host, at in places.items()
+        }
+        self.guest_places = {owner: rank.guest_places(owner, key.device) for owner in owners}
         self.arriving = {
             owner: travelling.new_empty(*travelling.shape[:2], len(at), travelling.shape[3])
-            for owner, at in self.seats.items()
+            for owner, at in self.guest_places.items()
         }
         copies: dict[tuple[tuple[int, int], ...], Tensor] = {}  # most hosts get the same rows
         sends = {}
@@ -34,26 +40,14 @@ class Network:
                 copies[rows] = travelling[:, :, at].contiguous()
             sends[host] = copies[rows]
         self.pending_guests = exchange.start("query rows to their hosts", sends, self.arriving)
-        self.returning: list[tuple[Pending, dict[int, Tensor]]] = []
 
     def rounds(self) -> Iterator[Tensor]:
         """Iterates over the rounds' arrived rows: encoded as sent, then one row of zeros.
 
-        The next round is already under way while the caller uses one.
+        The first round is under way at once, the next one while the caller uses one.
         """
-        numbers = range(len(self.plan.rounds))
-        first = [self._post_round(number) for number in numbers[:1]]
-
-        def iterate() -> Iterator[Tensor]:
-            ahead = first
-            for number in numbers:
-                room, pending = ahead.pop()
-                if number + 1 < len(numbers):
-                    ahead.append(self._post_round(number + 1))
-                pending.wait()
-                yield room
-
-        return iterate()
+        posts = map(self._post_round, range(len(self.plan.rounds)))
+        return _arrivals(chain(list(islice(posts, 1)), posts))
 
     def guests(self) -> Tensor | None:
         """Waits for query rows of other ranks, [B, Hq, rows, columns]; None if there are none."""
@@ -63,66 +57,56 @@ class Network:
         like = next(iter(self.arriving.values()))
         rows = num_tokens(self.plan.guests_of(self.rank.rank))
         guests = like.new_empty(*like.shape[:2], rows, like.shape[3])
-        for owner, at in self.seats.items():
+        for owner, at in self.guest_places.items():
             guests[:, :, at] = self.arriving[owner]
         return guests
 
-    def answers(self, answered: Tensor | None, columns: int) -> Iterator[tuple[int, Tensor]]:
+    def answers(self, results: Tensor | None, columns: int) -> Iterator[tuple[int, Tensor]]:
         """Sends results to the guests' owners; yields the results for this rank's own rows.
 
         Yields: (host, [B, Hq, rows, columns]).
         """
-        rounds, ahead = self.plan.answer_rounds, []
-        for number in range(len(rounds) + 1):
-            if number < len(rounds):
-                ahead.append(self._post_answers(rounds[number], answered, columns))
-            if number:
-                pending, arriving = ahead.pop(0)
-                pending.wait()
-                yield from arriving.items()
+        rounds = self.plan.answer_rounds
+        posts = (self._post_answers(offsets, results, columns) for offsets in rounds)
+        return chain.from_iterable(map(dict.items, _arrivals(posts)))
 
     def _post_answers(
-        self, offsets: tuple[int, ...], answered: Tensor | None, columns: int
-    ) -> tuple[Pending, dict[int, Tensor]]:
+        self, offsets: tuple[int, ...], results: Tensor | None, columns: int
+    ) -> tuple[dict[int, Tensor], Pending]:
         rank, world = self.rank.rank, self.plan.world_size
         owners = [(rank - offset) % world for offset in offsets]
         hosts = [(rank + offset) % world for offset in offsets]
         sends = {
-            owner: answered[:, :, self.seats[owner]].contiguous()
+            owner: results[:, :, self.guest_places[owner]].contiguous()
             for owner in owners
-            if answered is not None and owner in self.seats
+            if results is not None and owner in self.guest_places
         }
         arriving = {
-            host: self.key.new_empty(*self.travelled[host], columns, dtype=self.rank.dtype)
+            host: self.key.new_empty(*self.travelling_shapes[host], columns, dtype=self.rank.dtype)
             for host in hosts
-            if host in self.travelled
+            if host in self.travelling_shapes
         }
-        return self.exchange.start("answers to their owners", sends, arriving), arriving
+        return arriving, self.exchange.start("answers to their owners", sends, arriving)
 
-    def return_gradients(
-        self, number: int, parts: dict[int, Tensor], add: Callable[[int, Tensor], None]
-    ) -> None:
-        """Sends a round's key gradients to their owners; calls `add` on those of earlier rounds."""
+    def returned_gradients(
+        self, parts: Iterable[dict[int, Tensor]]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Sends each round's key gradients to their owners.
+
+        Yields: (receiver, rows): gradients of this rank's keys that a receiver computed.
+        """
+        posts = (self._post_gradients(number, part) for number, part in enumerate(parts))
+        return chain.from_iterable(map(dict.items, _arrivals(posts)))
+
+    def _post_gradients(
+        self, number: int, part: dict[int, Tensor]
+    ) -> tuple[dict[int, Tensor], Pending]:
         rank, width = self.rank.rank, self.key.shape[3] + self.value.shape[3]
         arriving = {}
         for receiver in self.plan.receivers(rank, number):
             rows = self.plan.message_rows(receiver, rank, len(self.key))
             arriving[receiver] = self.key.new_empty(rows, width, dtype=self.rank.dtype)
-        pending = self.exchange.start(f"gradients of round {number + 1}", parts, arriving)
-        self.returning.append((pending, arriving))
-        if len(self.returning) > 1:
-            self._add_returned(add)
-
-    def finish_gradients(self, add: Callable[[int, Tensor], None]) -> None:
-        """Waits for the last gradients and calls `add` on them."""
-        while self.returning:
-            self._add_returned(add)
-
-    def _add_returned(self, add: Callable[[int, Tensor], None]) -> None:
-        pending, arriving = self.returning.pop(0)
-        pending.wait()
-        for receiver, rows in arriving.items():
-            add(receiver, rows)
+        return arriving, self.exchange.start(f"gradients of round {number + 1}", part, arriving)
 
     def _post_round(self, number: int) -> tuple[Tensor, Pending]:
         room, parts = self.rank.room(number, self.key, self.value)
@@ -130,3 +114,16 @@ class Network:
         sends = {peer: self.rank.pack(peer, self.key, self.value) for peer in receivers}
         step = f"keys of round {number + 1} of {len(self.plan.rounds)}"
         return room, self.exchange.start(step, sends, parts)
+
+
+def _arrivals(posts: Iterable[tuple[_Arriving, Pending]]) -> Iterator[_Arriving]:
+    """Yields tensors once they have arrived; the next message is posted before each wait."""
+    posts = iter(posts)
+    under_way = next(posts, None)
+    while under_way is not None:
+        following = next(posts, None)
+        arriving, pending = under_way
+        pending.wait()
+        under_way = following
+        yield arriving
+        del arriving  # the next message needs the memory

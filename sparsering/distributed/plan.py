@@ -28,8 +28,8 @@ from ..patterns.arguments import (
 )
 from .balance import PAIRS_PER_TOKEN, balanced
 from .needs import TokenRanges, count_pairs, cut, needed_keys
-from .sharding import check_is_text, num_tokens, overlap, owned_ranges
-from .travel import Traveller, choose_travellers, global_rows
+from .sharding import check_sharding, num_tokens, overlap, owned_ranges
+from .travellers import Traveller, choose_travellers, global_rows
 from .wire import wire_format
 
 
@@ -98,27 +98,17 @@ class RingPlan:
                 "leave it out for as many"
             )
         check_fits(pattern, frame)
-        check_is_text(sharding, world_size)
+        check_sharding(sharding, world_size)
         if sharding in ("auto", "balanced"):
-            alike = frame  # the choice does not depend on how many query heads share a kv head
+            one_each = frame  # the choice does not depend on how many query heads share a kv head
             if pattern.num_tables(frame) <= frame.num_kv_heads:
-                alike = frame._replace(num_heads=frame.num_kv_heads)
-            sharding = _chosen(cls, pattern, alike, world_size, block_size, sharding)
-        return cls._cached(pattern, frame, world_size, block_size, sharding)
+                one_each = frame._replace(num_heads=frame.num_kv_heads)
+            sharding = _choose_sharding(pattern, one_each, world_size, block_size, sharding)
+        return _plan(pattern, frame, world_size, block_size, sharding)
 
     def __repr__(self) -> str:
         ranks = f"{self.frame.q_len} tokens over {self.world_size} ranks"
         return f"<RingPlan {shortened(str(self.pattern))}, {ranks}, {shortened(self.sharding)}>"
-
-    @classmethod
-    def _cached(
-        cls, pattern: Pattern, frame: Frame, world_size: int, block_size: int, sharding: str
-    ) -> "RingPlan":
-        def build() -> RingPlan:
-            return _build(pattern, frame, world_size, block_size, sharding)
-
-        key = ("plan", pattern, frame, world_size, block_size, sharding)
-        return layout_cache.keep(key, build)
 
     def tokens_received(self, rank: int) -> int | float:
         """Number of (token, kv head) pairs that arrive at a rank in the forward pass.
@@ -317,18 +307,30 @@ class RingPlan:
         return self.cost == float(f"{float(self.loads.mean() / max(1, self.frame.num_heads)):.6g}")
 
 
-def _build(
+def _plan(
     pattern: Pattern, frame: Frame, world_size: int, block_size: int, sharding: str
 ) -> RingPlan:
-    ranges = owned_ranges(sharding, frame.kv_len, world_size)
+    """Builds a plan of a resolved sharding, or returns it from the cache."""
+    key = (pattern, frame, world_size, block_size, sharding)
+
+    def build() -> RingPlan:
+        ranges = owned_ranges(sharding, frame.kv_len, world_size)
+        return RingPlan(*key, ranges, *_needs_of_ranks(pattern, frame, world_size, ranges))
+
+    return layout_cache.keep(("plan", *key), build)
+
+
+def _needs_of_ranks(
+    pattern: Pattern, frame: Frame, world_size: int, ranges: tuple[Ranges, ...]
+) -> tuple[tuple[TokenRanges, ...], tuple[tuple[int, ...], ...], tuple[Traveller, ...]]:
+    """Computes `needs`, `need_of` and `travellers` of a plan."""
     rows = global_rows(pattern, frame)
-    candidates: list[tuple[int, Ranges]]
-    candidates = [
+    candidates: list[tuple[int, Ranges]] = [
         (rank, [row]) for rank, owned in enumerate(ranges) for row in overlap(owned, rows)
     ]
     queries, keys = cut(ranges, candidates), cut(ranges)
     needs: list[TokenRanges] = []
-    need_of: list[list[int]] = [[0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)]
+    need_of = [[0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)]
     for masks, places in distinct_kv_heads(pattern, frame).items():
         for batch, head in places:
             need_of[batch][head] = len(needs)
@@ -340,36 +342,26 @@ def _build(
         uses = [sum(row.count(number) for row in need_of) for number in range(len(needs))]
         most = max(map(num_tokens, ranges))
         travellers, needs = choose_travellers(needs, uses, candidates, frame, world_size, most)
-    return RingPlan(
-        pattern,
-        frame,
-        world_size,
-        block_size,
-        sharding,
-        ranges,
-        tuple(needs),
-        tuple(tuple(row) for row in need_of),
-        travellers,
-    )
+    return tuple(needs), tuple(map(tuple, need_of)), travellers
 
 
-def _chosen(
-    plans: type[RingPlan], pattern: Pattern, frame: Frame, world: int, block_size: int, name: str
+def _choose_sharding(
+    pattern: Pattern, frame: Frame, world_size: int, block_size: int, name: str
 ) -> str:
     """Resolves "auto" or "balanced" to the sharding that it stands for."""
 
-    def made(sharding: str) -> RingPlan:
-        return plans._cached(pattern, frame, world, block_size, sharding)
+    def plan(sharding: str) -> RingPlan:
+        return _plan(pattern, frame, world_size, block_size, sharding)
 
     def choose() -> str:
         if name == "balanced":
-            return balanced(pattern, frame, world)
-        if made("contiguous").is_even:  # no other plan can be better
+            return balanced(pattern, frame, world_size)
+        if plan("contiguous").is_even:  # no other plan can be better
             return "contiguous"
-        even = _chosen(plans, pattern, frame, world, block_size, "balanced")
-        return min(map(made, ("contiguous", "zigzag", even)), key=lambda plan: plan.cost).sharding
+        even = _choose_sharding(pattern, frame, world_size, block_size, "balanced")
+        return min(map(plan, ("contiguous", "zigzag", even)), key=lambda plan: plan.cost).sharding
 
-    return layout_cache.keep(("sharding", pattern, frame, world, name), choose)
+    return layout_cache.keep(("sharding", pattern, frame, world_size, name), choose)
 
 
 def _whole(number: float) -> int | float:

@@ -126,17 +126,17 @@ class Rank:
             out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=self.dtype)
             lse = query.new_full(query.shape[:3], -torch.inf, dtype=self.dtype)
             if step.layout is not None:
-                results = self._attend(step, query, key, value)
-                out[:, :, step.queries], lse[:, :, step.queries] = results
+                part, part_lse = self._attend(step, query, key, value)
+                out[:, :, step.queries], lse[:, :, step.queries] = part, part_lse
         for number, sent in enumerate(rounds):
             step = round_step(self.plan, self.rank, number, len(query), query.device)
             if step.layout is not None:
                 part, part_lse = self._attend(step, query, *self._buffer(step, sent, key, value))
                 merge_into(out[:, :, step.queries], lse[:, :, step.queries], part, part_lse)
-        for host, came in answers:
+        for host, results in answers:
             at = self.travelling_places(host, query.device)
             merged, merged_lse = out[:, :, at], lse[:, :, at]
-            merge_into(merged, merged_lse, came[..., :-1], came[..., -1])
+            merge_into(merged, merged_lse, results[..., :-1], results[..., -1])
             out[:, :, at], lse[:, :, at] = merged, merged_lse
         if (sink := self.extras["sink"]) is not None:
             out, lse = add_sink(out, lse, sink.to(self.dtype))
@@ -173,9 +173,9 @@ class Rank:
         rows = guests()
         if rows is None:
             return dq, dk, dv, None
-        answers, of_keys, of_values = self._answer_gradients(rows, x.key, x.value, dtable)
-        dk += of_keys
-        dv += of_values
+        answers, *grads = self._answer_gradients(rows, x.key, x.value, dtable)
+        dk += grads[0]
+        dv += grads[1]
         return dq, dk, dv, answers
 
     def round_gradients(
@@ -189,12 +189,11 @@ class Rank:
         rows = dq.new_zeros(step.arrived, x.key.shape[3] + x.value.shape[3])
         if step.layout is not None:
             buffer = self._buffer(step, sent, x.key, x.value)
-            part, *of_buffer = self._differentiate(step, x, *buffer, dtable)
+            part, *grads = self._differentiate(step, x, *buffer, dtable)
             dq[:, :, step.queries] += part
-            rows = _of_arrived(step, *of_buffer)
-        senders = self.plan.senders(self.rank, number)
-        sizes = [self.plan.message_rows(self.rank, sender, len(dq)) for sender in senders]
-        return dict(zip(senders, rows.split(sizes), strict=True))
+            rows = _arrived_gradients(step, *grads)
+        sizes = self._arriving_sizes(number, len(dq))
+        return dict(zip(sizes, rows.split([*sizes.values()]), strict=True))
 
     def add_returned(self, receiver: int, rows: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Adds gradients [rows, D + Dv] that a receiver of this rank's keys sent back."""
@@ -250,12 +249,16 @@ class Rank:
 
     def room(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         """Allocates the rows of a round and a row of zeros; also returns its parts, by sender."""
-        senders = self.plan.senders(self.rank, number)
-        sizes = [self.plan.message_rows(self.rank, sender, len(key)) for sender in senders]
+        sizes = self._arriving_sizes(number, len(key))
         columns = self.wire.columns(key.shape[3], value.shape[3])
-        room = key.new_empty(sum(sizes) + 1, columns, dtype=self.wire.element)
+        room = key.new_empty(sum(sizes.values()) + 1, columns, dtype=self.wire.element)
         room[-1:].zero_()
-        return room, dict(zip(senders, room[:-1].split(sizes), strict=True))
+        return room, dict(zip(sizes, room[:-1].split([*sizes.values()]), strict=True))
+
+    def _arriving_sizes(self, number: int, batch: int) -> dict[int, int]:
+        """Number of rows that arrive in a round, by their sender."""
+        senders = self.plan.senders(self.rank, number)
+        return {sender: self.plan.message_rows(self.rank, sender, batch) for sender in senders}
 
     def travelling_places(self, host: int, device: torch.device) -> Tensor:
         """Indices in the rank's shard of its query rows that travel to a host."""
@@ -334,7 +337,7 @@ class Rank:
                 yield (everything, everything, index) if plan.alike else (b, h, index)
 
 
-def _of_arrived(step: Step, dk: Tensor, dv: Tensor) -> Tensor:
+def _arrived_gradients(step: Step, dk: Tensor, dv: Tensor) -> Tensor:
     """Sums gradients of the buffer into those of the arrived rows, [rows, D + Dv]."""
     places = torch.cat((dk, dv), -1).flatten(0, -2)
     if step.rows is None:

@@ -6,6 +6,7 @@ buffer, groups of `step` tiles are interleaved, because a kernel uses one stride
 keys.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,12 +52,6 @@ class Step:
         tensors += vars(self).get("copies", [])
         return sum(x.nbytes for x in tensors) + (self.layout.nbytes if self.layout else 0) + 64
 
-    def kept(self, device: torch.device) -> "Step":
-        """A copy safe to share across CUDA streams."""
-        if self.layout is None or device.type == "cpu":
-            return self
-        return replace(self, layout=self.layout.kept(device))
-
     def ready(self) -> "Step":
         """Makes the current stream wait until the step is built; returns the step."""
         if self.layout is not None and self.layout.built is not None:
@@ -87,27 +82,32 @@ class Step:
 def local_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
     """Step of a rank's own queries with its own keys."""
     queries = plan.ranges[rank]
-    return _kept(plan, ("local", rank), device, lambda: _own_keys(plan, queries, rank, device))
+    return _cached(plan, ("local", rank), device, lambda: _own_keys(plan, queries, rank, device))
 
 
 def guest_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
     """Step of a rank's guests (others' query rows), in order of position, with its own keys."""
     queries = plan.guests_of(rank)
-    return _kept(plan, ("guests", rank), device, lambda: _own_keys(plan, queries, rank, device))
+    return _cached(plan, ("guests", rank), device, lambda: _own_keys(plan, queries, rank, device))
 
 
 def round_step(plan: RingPlan, rank: int, number: int, batch: int, device: torch.device) -> Step:
     """Step of a rank's own queries with the keys that arrive in a round."""
     key = ("round", rank, number, batch)
-    return _kept(plan, key, device, lambda: _arriving_keys(plan, rank, number, batch, device))
+    return _cached(plan, key, device, lambda: _arriving_keys(plan, rank, number, batch, device))
 
 
-def _kept(
-    plan: RingPlan, key: tuple[object, ...], device: torch.device, build: Callable[[], Step]
+def _cached(
+    plan: RingPlan, key: tuple[object, ...], device: torch.device, compile_step: Callable[[], Step]
 ) -> Step:
-    of_plan = (plan.pattern, plan.frame, plan.world_size, plan.block_size, plan.sharding)
-    step = layout_cache.keep((*of_plan, *key, device), lambda: build().kept(device))
-    return step.ready()
+    def build() -> Step:
+        step = compile_step()
+        if step.layout is None or device.type == "cpu":
+            return step
+        return replace(step, layout=step.layout.kept(device))  # safe to share across CUDA streams
+
+    plan_key = (plan.pattern, plan.frame, plan.world_size, plan.block_size, plan.sharding)
+    return layout_cache.keep((*plan_key, *key, device), build).ready()
 
 
 def _own_keys(plan: RingPlan, queries: Ranges, rank: int, device: torch.device) -> Step:
@@ -165,31 +165,31 @@ def _step(
     if not sum(map(len, starts)):
         return Step(None, slice(0, 0))
     first, last = int(torch.cat(starts).min()), int(torch.cat(stops).max())
-    laid = []
+    results = []
     for p, (visits, start, stop) in zip(passes, placed, strict=True):
         start, stop = (torch.where(visits, x - first, 0) for x in (start, stop))
         covers = _covered(start, stop, p.step, plan.block_size, last - first), p.covers[1]
-        laid.append(replace(p, query_start=start, query_stop=stop, covers=covers).to(device))
+        results.append(replace(p, query_start=start, query_stop=stop, covers=covers).to(device))
     frame = Frame(last - first, length, plan.frame.num_heads, plan.frame.num_kv_heads, 0)
-    return Step(BlockLayout(frame, plan.block_size, tuple(laid), 0.0), slice(first, last))
+    return Step(BlockLayout(frame, plan.block_size, tuple(results), 0.0), slice(first, last))
 
 
-def _placed(start: Tensor, stop: Tensor, ranges: Ranges, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewrites tiles from positions to indices in a shard; empties tiles that are not `kept`."""
+def _placed(start: Tensor, stop: Tensor, ranges: Ranges, used: Tensor) -> tuple[Tensor, Tensor]:
+    """Rewrites tiles from positions to indices in a shard; empties tiles that are not `used`."""
     shift = local_index(ranges, start) - start
-    return torch.where(kept, start + shift, 0), torch.where(kept, stop + shift, 0)
+    return torch.where(used, start + shift, 0), torch.where(used, stop + shift, 0)
 
 
 def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: int) -> bool:
     return bool((tile_counts(start, stop, step, block_size).sum(1) == length).all())
 
 
-def _by_axis(of_tables: Tensor, axes: int) -> Tensor:
+def _by_axis(used: Tensor, axes: int) -> Tensor:
     """Reduces [tables, tiles] to [axes, tiles]: whether any table of an axis uses the tile."""
-    tables = len(of_tables)
+    tables = len(used)
     if tables <= axes:
-        return of_tables.repeat_interleave(axes // tables, 0)
-    return of_tables.view(axes, tables // axes, -1).any(1)
+        return used.repeat_interleave(axes // tables, 0)
+    return used.view(axes, tables // axes, -1).any(1)
 
 
 def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,23 +228,21 @@ def _arrived_rows(
     Rows are ordered by sender, batch entry, kv head, and as the plan lists their tokens.
     """
     heads = plan.frame.num_kv_heads
-    tokens: dict[tuple[int, int], list[Tensor]] = {}
-    rows: dict[tuple[int, int], list[Tensor]] = {}
+    parts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     arrived = 0
     for sender in senders:
         for b in range(batch):
             for h in range(heads):
-                sent = plan.tokens_of(rank, sender, b, h)
-                tokens.setdefault((b, h), []).append(sent)
-                rows.setdefault((b, h), []).append(torch.arange(arrived, arrived + len(sent)))
-                arrived += len(sent)
+                token = plan.tokens_of(rank, sender, b, h)
+                parts[b, h].append((token, torch.arange(arrived, arrived + len(token))))
+                arrived += len(token)
     row_of = torch.full((batch, heads, length), arrived, dtype=torch.int32)
-    for (b, h), parts in tokens.items():
-        token, order = torch.cat(parts).sort()
-        row = torch.cat(rows[b, h])[order]
+    for (b, h), some in parts.items():
+        token, row = (torch.cat(x) for x in zip(*some, strict=True))
+        token, order = token.sort()
         if not len(token):
             continue
-        wanted = torch.cat([token[:0], *(x[h * len(x) // heads] for x in positions)])
-        place = torch.searchsorted(token, wanted).clamp(max=len(token) - 1)
-        row_of[b, h] = torch.where(token[place] == wanted, row[place], arrived).int()
+        position = torch.cat([token[:0], *(x[h * len(x) // heads] for x in positions)])
+        place = torch.searchsorted(token, position).clamp(max=len(token) - 1)
+        row_of[b, h] = torch.where(token[place] == position, row[order][place], arrived).int()
     return row_of, arrived

@@ -18,17 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..checks import autocast_inputs, check_group, checked_scale
 from ..differentiable import differentiable
 from ..dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
-from ..extras import checked_extras
+from ..extras import NAMES, checked_extras
 from ..functional import attention
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_flag, is_finite, shortened
 from ..patterns.expression import parse
-from .agreement import RingCall, agree_on_call, check_lengths, error_budget, tell_failure
+from .agreement import RingCall, agree_on_call, check_lengths, error_budget, report_failure
 from .exchange import Exchange, Traffic
 from .network import Network
 from .rank import Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
-from .sharding import check_is_text, chunk_owners
+from .sharding import check_sharding
 from .wire import wire_format
 
 _last_traffic = {False: Traffic(), True: Traffic()}
@@ -84,8 +84,8 @@ def ring_attention(
         scale, return_lse, backend: as for `attention`, with the backends that run layouts.
         softcap, distance_bias, sink, dropout_p, dropout_seed: as for `attention`, the same on every
             rank, except a sink per query, of which each rank passes its own rows. Gradients of
-            tables and sinks are this rank's part: their sum over ranks is the whole. Rank 0 draws
-            a seed that is not given.
+            tables and sinks are this rank's part: their sum over ranks is the whole. Without a
+            seed, rank 0 draws one.
 
     Returns: out [B, Hq, n, Dv] in the query's dtype, and with `return_lse` lse [B, Hq, n].
 
@@ -105,41 +105,40 @@ def ring_attention(
         checked_flag("return_lse", return_lse)
         check_ring_inputs(query, key, value, pattern)
         scale = checked_scale(scale, query)
-        check_is_text(sharding, 1 if group is None else group.size())
-        if sharding not in ("auto", "balanced"):
-            chunk_owners(sharding, 1 if group is None else group.size())
+        check_sharding(sharding, 1 if group is None else group.size())
         if error_budget(compression) is None:
             wire_format(compression, query.dtype)
         query, key, value = autocast_inputs(query, key, value)
         seed_is_given = dropout_seed is not None
         if checked_probability(dropout_p):
             dropout_seed = checked_seed(dropout_seed) if seed_is_given else drawn_seed(query)
-        given = {
+        options: dict[str, Any] = {
             "softcap": softcap,
             "distance_bias": distance_bias,
             "sink": sink,
             "dropout_p": dropout_p,
             "dropout_seed": dropout_seed,
         }
-        extras = checked_extras(query, pattern, None, **given)
+        extras = checked_extras(query, pattern, None, **options)
         name = choose_kernels(backend, query, key, value, extras)
     except Exception:
         if group is not None and group.size() > 1 and not torch.compiler.is_compiling():
-            tell_failure(group, seconds)
+            report_failure(group, seconds)
         raise
     if group is None or group.size() == 1:
         _last_traffic.update({False: Traffic(), True: Traffic()})
-        options = {"scale": scale, "return_lse": return_lse, "backend": name, **given}
-        return attention(query, key, value, pattern, **options)  # type: ignore[call-overload]
+        options |= {"scale": scale, "return_lse": return_lse, "backend": name}
+        return attention(query, key, value, pattern, **options)
     leaves = (query, key, value, extras["distance_bias"], extras["sink"])
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+    extras = {name: x for name, x in extras.items() if name != "block_bias"}
     if isinstance(dropout_seed, Tensor):  # `_begin` derives the seeds of batch entries
-        extras = {**extras, "dropout_seed": dropout_seed.expand(len(query))}
+        extras["dropout_seed"] = dropout_seed.expand(len(query))
     out, lse = _ring(
         query=query,
         key=key,
         value=value,
-        **{name: x for name, x in extras.items() if name != "block_bias"},
+        **extras,
         seed_is_given=seed_is_given,
         tensors=pattern.tensors,
         pattern=pattern.expression,
@@ -149,21 +148,21 @@ def ring_attention(
         compression=compression,
         timeout=seconds,
         backend=name,
-        differentiable=wanted,
+        differentiable=learns,
     )
     return (out, lse) if return_lse else out
 
 
 def _seconds(timeout: object) -> float | None:
-    given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if given is None:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if seconds is None:
         return None
-    if isinstance(given, bool) or not is_finite(given) or not given > 0:  # type: ignore[operator]
+    if isinstance(seconds, bool) or not is_finite(seconds) or not seconds > 0:  # type: ignore[operator]
         raise ValueError(
             "timeout must be a number of seconds above 0, a timedelta or None, got "
             f"{shortened(repr(timeout))}; leave it out for the group's own"
         )
-    return float(given)  # type: ignore[arg-type]
+    return float(seconds)  # type: ignore[arg-type]
 
 
 def last_traffic(*, backward: bool = False) -> Traffic:
@@ -196,10 +195,10 @@ def resolve_group(
     if group is None:
         if dist.is_available() and dist.is_initialized():
             return dist.group.WORLD
-        started = os.environ.get("WORLD_SIZE", "1")
-        if started not in ("", "1"):
+        world = os.environ.get("WORLD_SIZE", "1")
+        if world not in ("", "1"):
             raise ValueError(
-                f"expected a process group, for {started} processes were started (WORLD_SIZE), got "
+                f"expected a process group, for {world} processes were started (WORLD_SIZE), got "
                 'none; call torch.distributed.init_process_group("gloo", or "nccl" on GPUs) first'
             )
         return None
@@ -212,14 +211,16 @@ def resolve_group(
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shards."""
-    rank, exchange, (query, key, value) = _begin(False, *arguments)
-    with exchange.going_on(), without_autocast(query):
+    call = RingCall(*arguments)
+    query, key, value, *_ = call
+    rank, exchange = _begin(False, call)
+    with exchange.break_on_error(), without_autocast(query):
         network = Network(rank, exchange, key, value, query)
 
         def answers() -> Iterator[tuple[int, Tensor]]:
             guests = network.guests()
-            answered = None if guests is None else rank.answer(guests, key, value)
-            yield from network.answers(answered, value.shape[3] + 1)
+            results = None if guests is None else rank.answer(guests, key, value)
+            yield from network.answers(results, value.shape[3] + 1)
 
         out, lse = rank.forward(query, key, value, network.rounds(), answers())
     _last_traffic[False] = exchange.traffic
@@ -228,30 +229,27 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(*arguments: Any) -> list[Tensor | None]:
     """Gradients of this rank's query, key, value, distance bias and sink; None for the seed."""
-    *given, out, lse, grad_out, grad_lse, _ = arguments
-    rank, exchange, (query, key, value) = _begin(True, *given)
+    *inputs, out, lse, grad_out, grad_lse, _ = arguments
+    call = RingCall(*inputs)
+    query, key, value, table, sink, *_ = call
+    rank, exchange = _begin(True, call)
     x = Saved(query, key, value, out, lse, grad_out, grad_lse)
     dtable = rank.blank_table()
     travels = bool(rank.plan.hosts_of(rank.rank))
-    with exchange.going_on(), without_autocast(query):
+    with exchange.break_on_error(), without_autocast(query):
         rows = rank.gradient_rows(x if travels else x.none())
         network = Network(rank, exchange, key, value, rows)
-        rounds = network.rounds()
-        dq, dk, dv, answered = rank.local_gradients(x, network.guests, dtable)
-
-        def add(receiver: int, rows: Tensor) -> None:
+        rounds = enumerate(network.rounds())
+        dq, dk, dv, answers = rank.local_gradients(x, network.guests, dtable)
+        parts = (rank.round_gradients(number, sent, x, dq, dtable) for number, sent in rounds)
+        for receiver, rows in network.returned_gradients(parts):
             rank.add_returned(receiver, rows, dk, dv)
-
-        for number, sent in enumerate(rounds):
-            parts = rank.round_gradients(number, sent, x, dq, dtable)
-            network.return_gradients(number, parts, add)
-        network.finish_gradients(add)
-        for host, came in network.answers(answered, query.shape[3]):
-            dq[:, :, rank.travelling_places(host, query.device)] += came
+            del rows  # the next round needs the memory
+        for host, part in network.answers(answers, query.shape[3]):
+            dq[:, :, rank.travelling_places(host, query.device)] += part
     _last_traffic[True] = exchange.traffic
     grads: list[Tensor | None] = [x.to(query.dtype).contiguous() for x in (dq, dk, dv)]
-    table, sink = (rank.extras[name] for name in ("distance_bias", "sink"))
-    grads.append(None if dtable is None else dtable.to(table.dtype))
+    grads.append(None if dtable is None or table is None else dtable.to(table.dtype))
     grads.append(None if sink is None else rank.sink_gradient(x, sink))
     return [*grads, None]
 
@@ -268,59 +266,19 @@ _ring = differentiable(
 )
 
 
-def _begin(
-    backward: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    distance_bias: Tensor | None,
-    sink: Tensor | None,
-    dropout_seed: Tensor | None,
-    tensors: list[Tensor],
-    pattern: str,
-    scale: float,
-    softcap: float | None,
-    dropout_p: float | None,
-    seed_is_given: bool,
-    group: str,
-    sharding: str,
-    compression: str | None,
-    timeout: float | None,
-    backend: str,
-    differentiable: bool,
-) -> tuple[Rank, Exchange, tuple[Tensor, Tensor, Tensor]]:
+def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
     """Starts a call: agrees with all ranks, then builds the plan and this rank's part."""
-    of_rows = sink is not None and sink.shape[2] > 1
-    seed = 0 if dropout_seed is None or not len(dropout_seed) else int(dropout_seed[0])
-    call = RingCall(
-        backward,
-        tuple(tensors),
-        pattern,
-        scale,
-        sharding,
-        compression,
-        differentiable,
-        (softcap, dropout_p, seed if seed_is_given else None, distance_bias is None, sink is None),
-        tuple(x[:1] for x in (distance_bias, None if of_rows else sink) if x is not None),
-        seed,
-    )
-    members = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    exchange = Exchange(members, timeout, query.device)
-    with exchange.going_on():
-        agreed = agree_on_call(exchange, call, query, key, value)
-    exchange.traffic = Traffic(compression=agreed.compression, error=agreed.error)
-    value_of = parse(pattern, [tensor.cpu() for tensor in tensors])
-    lengths = agreed.lengths
-    plan = plan_of_call(value_of, sum(lengths), len(lengths), sharding, query, key)
+    query, key, *_ = call
+    group = dist.distributed_c10d._resolve_process_group(call.group)  # type: ignore[arg-type]
+    exchange = Exchange(group, call.timeout, query.device)
+    with exchange.break_on_error():
+        lengths, compression, error, seed = agree_on_call(exchange, backward, call)
+    exchange.traffic = Traffic(compression=compression, error=error)
+    pattern = parse(call.pattern, [tensor.cpu() for tensor in call.tensors])
+    plan = plan_of_call(pattern, sum(lengths), len(lengths), call.sharding, query, key)
     check_lengths(plan, lengths, exchange.rank)
-    wire = wire_format(agreed.compression, query.dtype)
-    seeds = batch_seeds(torch.tensor(agreed.seed), len(query))[:, None].to(query.device)
-    extras = {
-        "softcap": softcap,
-        "distance_bias": distance_bias,
-        "sink": sink,
-        "dropout_p": dropout_p,
-        "dropout_seed": None if dropout_p is None else seeds,
-    }
-    rank = Rank(plan, exchange.rank, backend, scale, wire, sum_dtype(query), extras)
-    return rank, exchange, (query, key, value)
+    extras = {name: getattr(call, name) for name in NAMES if name != "block_bias"}
+    seeds = batch_seeds(torch.tensor(seed), len(query))[:, None].to(query.device)
+    extras["dropout_seed"] = None if call.dropout_p is None else seeds
+    wire, dtype = wire_format(compression, query.dtype), sum_dtype(query)
+    return Rank(plan, exchange.rank, call.backend, call.scale, wire, dtype, extras), exchange

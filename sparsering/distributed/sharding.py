@@ -21,7 +21,8 @@ def chunk_owners(sharding: str, world_size: int) -> list[int]:
 
     Raises ValueError for an invalid sharding. Only a plan can resolve "auto" and "balanced".
     """
-    check_is_text(sharding, world_size)
+    if not isinstance(sharding, str):
+        raise _invalid(sharding, world_size)
     ranks = list(range(world_size))
     if sharding == "contiguous":
         return ranks
@@ -33,22 +34,22 @@ def chunk_owners(sharding: str, world_size: int) -> list[int]:
             f"RingPlan.build(pattern, ..., sharding={sharding!r}).sharding says"
         )
     try:
-        kind, _, listed = sharding.partition(":")
-        owners = [int(owner) for owner in listed.split(",")]
-        if kind != "chunks" or not all(0 <= owner < world_size for owner in owners):
-            raise ValueError
+        kind, _, numbers = sharding.partition(":")
+        owners = [int(owner) for owner in numbers.split(",")]
     except ValueError:
-        raise _no_sharding(sharding, world_size) from None
+        raise _invalid(sharding, world_size) from None
+    if kind != "chunks" or not all(0 <= owner < world_size for owner in owners):
+        raise _invalid(sharding, world_size)
     return owners
 
 
-def check_is_text(sharding: str, world_size: int) -> None:
-    """Raises ValueError unless `sharding` is a string, before a cache hashes it."""
-    if not isinstance(sharding, str):
-        raise _no_sharding(sharding, world_size)
+def check_sharding(sharding: str, world_size: int) -> None:
+    """Raises ValueError for an invalid sharding; "auto" and "balanced" are valid."""
+    if not isinstance(sharding, str) or sharding not in ("auto", "balanced"):
+        chunk_owners(sharding, world_size)
 
 
-def _no_sharding(sharding: object, world_size: int) -> ValueError:
+def _invalid(sharding: object, world_size: int) -> ValueError:
     return ValueError(
         f"sharding must be one of {', '.join(map(repr, SHARDINGS))} or 'chunks:' with the rank "
         f"(below {world_size}) that owns each chunk, as in 'chunks:0,1,1,0', got "
@@ -61,13 +62,11 @@ def owned_ranges(sharding: str, seq_len: int, world_size: int) -> tuple[Ranges, 
 
     Raises: ValueError as `chunk_owners`.
     """
-    check_is_text(sharding, world_size)
-    return _owned_ranges(sharding, seq_len, world_size)
+    return _owned_ranges(tuple(chunk_owners(sharding, world_size)), seq_len, world_size)
 
 
 @lru_cache(maxsize=256)
-def _owned_ranges(sharding: str, seq_len: int, world_size: int) -> tuple[Ranges, ...]:
-    owners = chunk_owners(sharding, world_size)
+def _owned_ranges(owners: tuple[int, ...], seq_len: int, world_size: int) -> tuple[Ranges, ...]:
     size = -(-seq_len // len(owners))
     owned: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
     for chunk, owner in enumerate(owners):

@@ -37,10 +37,8 @@ def shard(
     """
     group = resolve_group(group, mesh)
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
-    dim = _checked(tensor, dim)
-    ranges = owned_ranges(sharding, tensor.shape[dim], world)[rank]
-    parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
-    return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0).clone()
+    dim = _checked_dim(tensor, dim)
+    return _cut(tensor, dim, owned_ranges(sharding, tensor.shape[dim], world)[rank])
 
 
 def unshard(
@@ -65,7 +63,7 @@ def unshard(
     RingError if a peer does not answer within the group's timeout.
     """
     group = resolve_group(group, mesh)
-    dim = _checked(tensor, dim)
+    dim = _checked_dim(tensor, dim)
     world = 1 if group is None else group.size()
     sizes = [tensor.shape[dim]]
     if group is not None and world > 1:
@@ -115,16 +113,20 @@ class _Gather(torch.autograd.Function):
         dim, group, ranges = ctx.options
         grad = grad.contiguous().clone()
         dist.all_reduce(grad, group=group)
-        owned = [grad.narrow(dim, start, stop - start) for start, stop in ranges[group.rank()]]
-        return (torch.cat(owned, dim) if owned else grad.narrow(dim, 0, 0)), None, None, None
+        return _cut(grad, dim, ranges[group.rank()]), None, None, None
 
 
-def _checked(tensor: Tensor, dim: int) -> int:
+def _cut(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """Copies the positions in some ranges."""
+    parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+    return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0).clone()
+
+
+def _checked_dim(tensor: Tensor, dim: int) -> int:
     check_tensor("tensor", tensor, "with tokens in `dim`")
     if type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
-            f"dim must be one of the tensor's {tensor.dim()}, got "
-            f"{shortened(repr(dim))}; pass the one that "
-            "counts tokens"
+            f"dim must be one of the tensor's {tensor.dim()}, got {shortened(repr(dim))}; pass the "
+            "one that counts tokens"
         )
     return dim % tensor.dim()

@@ -81,8 +81,8 @@ def simulate_ring(
     wire, dtype = wire_format(None, query.dtype), sum_dtype(query)
     ranks = []
     for rank in range(world_size):
-        of_rank = _extras_of_rank(extras, positions(plan.ranges[rank]), device)
-        ranks.append(Rank(plan, rank, backend, scale, wire, dtype, of_rank))
+        own_extras = _extras_of_rank(extras, positions(plan.ranges[rank]), device)
+        ranks.append(Rank(plan, rank, backend, scale, wire, dtype, own_extras))
     with without_autocast(query):
         tables = extras["distance_bias"], extras["sink"]
         out, lse = _Simulated.apply(query, key, value, *tables, ranks, device)
@@ -91,13 +91,13 @@ def simulate_ring(
 
 def _extras_of_rank(extras: dict[str, Any], places: Tensor, device: torch.device) -> dict[str, Any]:
     """Moves the extras of a call to a device; a sink per query is cut to the rank's queries."""
-    moved = {
+    extras = {
         name: x.detach().to(device) if isinstance(x, Tensor) else x for name, x in extras.items()
     }
-    sink = moved["sink"]
+    sink = extras["sink"]
     if sink is not None and sink.shape[2] > 1:
-        moved["sink"] = sink[:, :, places.to(device)]
-    return moved
+        extras["sink"] = sink[:, :, places.to(device)]
+    return extras
 
 
 class _Simulated(torch.autograd.Function):
@@ -121,8 +121,8 @@ class _Simulated(torch.autograd.Function):
         }
         for rank in ranks:
             q, k, v = shards.of(rank.rank, query, key, value)
-            rounds, answered = shards.rounds(rank, key, value), shards.answers(rank, answers)
-            results = rank.forward(q, k, v, rounds, answered)
+            rounds = shards.rounds(rank, key, value)
+            results = rank.forward(q, k, v, rounds, shards.answers(rank, answers))
             for whole, part in zip((out, lse), results, strict=True):
                 whole[:, :, shards.places[rank.rank]] = part.to(whole.device)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -157,28 +157,28 @@ def _backward(
     rows = ranks[0].gradient_rows(whole if shards.hosts else whole.none())
     sums, answers = [], {}
     for rank in ranks:
-        at_home = rank.rank not in shards.hosts
-        guests = _nobody if at_home else partial(shards.guests, rank.rank, rows)
-        *grads, answered = rank.local_gradients(part(rank), guests, dtable)
+        is_host = rank.rank in shards.hosts
+        guests = partial(shards.guests, rank.rank, rows) if is_host else lambda: None
+        *grads, of_guests = rank.local_gradients(part(rank), guests, dtable)
         sums.append([x.to(query.device) for x in grads])
-        if answered is not None:
-            answers[rank.rank] = answered
+        if of_guests is not None:
+            answers[rank.rank] = of_guests
     rounds = [shards.rounds(rank, key, value) for rank in ranks]
     for number in range(len(plan.rounds)):
         returned = []
         for rank, arriving in zip(ranks, rounds, strict=True):
             dq = sums[rank.rank][0].to(device)
-            parts = rank.round_gradients(number, next(arriving), part(rank), dq, dtable)
+            rows_by_sender = rank.round_gradients(number, next(arriving), part(rank), dq, dtable)
             sums[rank.rank][0] = dq.to(query.device)
-            returned.append({sender: x.to(query.device) for sender, x in parts.items()})
+            returned.append({peer: x.to(query.device) for peer, x in rows_by_sender.items()})
         for rank in ranks:
             for receiver in plan.receivers(rank.rank, number):
                 rank.add_returned(receiver, returned[receiver][rank.rank], *sums[rank.rank][1:])
     grads = [torch.empty_like(x) for x in (query, key, value)]
     for rank in ranks:
-        for host, came in shards.answers(rank, answers):
+        for host, dq in shards.answers(rank, answers):
             at = rank.travelling_places(host, query.device)
-            sums[rank.rank][0][:, :, at] += came.to(query.device)
+            sums[rank.rank][0][:, :, at] += dq.to(query.device)
         for grad, total in zip(grads, sums[rank.rank], strict=True):
             grad[:, :, shards.places[rank.rank]] = total.to(grad.dtype)
     if dtable is not None and distance_bias is not None:
@@ -187,11 +187,11 @@ def _backward(
         return [*grads, dtable, None]
     dsink = torch.zeros_like(sink)
     for rank in ranks:
-        of_rank = rank.sink_gradient(part(rank), rank.extras["sink"])
+        own = rank.sink_gradient(part(rank), rank.extras["sink"]).to(dsink.device)
         if dsink.shape[2] > 1:
-            dsink[:, :, shards.places[rank.rank]] = of_rank.to(dsink.device)
+            dsink[:, :, shards.places[rank.rank]] = own
         else:
-            dsink += of_rank.to(dsink.device)
+            dsink += own
     return [*grads, dtable, dsink]
 
 
@@ -229,7 +229,3 @@ class _Shards:
             if host in hosts:
                 places = self.ranks[host].guest_places(rank.rank, self.device)
                 yield host, answers[host][:, :, places]
-
-
-def _nobody() -> None:
-    """Stands for the guests of a rank to which no query row travels."""

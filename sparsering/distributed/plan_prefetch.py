@@ -4,8 +4,7 @@
     out = ring_attention(query, key, value, pattern, sharding="zigzag")
 
 Nothing is sent: a plan is arithmetic, and every rank computes the same one. Ranks agree on their
-arguments in the call itself, by one short message. They could not agree ahead, because a rank might
-then make another call.
+arguments only in the call itself, because a rank may make another call than it has prefetched.
 """
 
 from concurrent.futures import Future
@@ -21,9 +20,9 @@ from ..layouts.compile import default_block_size
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer
 from .plan import RingPlan
-from .rank_layouts import Step, guest_step, local_step, round_step
+from .rank_layouts import guest_step, local_step, round_step
 from .ring import resolve_group
-from .sharding import check_is_text, chunk_owners
+from .sharding import check_sharding
 
 
 def prefetch(
@@ -63,14 +62,12 @@ def prefetch(
     Cost: that of `RingPlan.build` and of the layouts, on another core than the call's own.
     """
     check_pattern(pattern)
-    members = resolve_group(group, mesh)
-    world, rank = (1, 0) if members is None else (members.size(), members.rank())
+    group = resolve_group(group, mesh)
+    world, rank = (1, 0) if group is None else (group.size(), group.rank())
     seq_len = checked_integer("seq_len", seq_len, 0)
     batch_size = checked_integer("batch_size", batch_size, 0)
     check_batch(pattern, batch_size, "batch_size=")
-    check_is_text(sharding, world)
-    if sharding not in ("auto", "balanced"):
-        chunk_owners(sharding, world)
+    check_sharding(sharding, world)
     heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     if world == 1:
         return layout_cache.prefetch(pattern, seq_len, **heads, device=device, backward=backward)
@@ -80,7 +77,11 @@ def prefetch(
     def build() -> RingPlan:
         size = default_block_size(pattern, seq_len)
         plan = RingPlan.build(pattern, seq_len, world, **heads, sharding=sharding, block_size=size)
-        for step in _steps(plan, rank, batch_size, place):
+        steps = [local_step(plan, rank, place)]
+        steps += [round_step(plan, rank, n, batch_size, place) for n in range(len(plan.rounds))]
+        if plan.owners_at(rank):
+            steps.append(guest_step(plan, rank, place))
+        for step in steps:
             if step.layout is not None:
                 step.layout.build_tables(backward)
             if backward and step.rows is not None:
@@ -88,12 +89,3 @@ def prefetch(
         return plan
 
     return layout_cache.prepare(build)
-
-
-def _steps(plan: RingPlan, rank: int, batch: int, device: torch.device) -> list[Step]:
-    """Steps of a call on one rank, in the order in which it computes them."""
-    steps = [local_step(plan, rank, device)]
-    steps += [round_step(plan, rank, n, batch, device) for n in range(len(plan.rounds))]
-    if plan.owners_at(rank):
-        steps.append(guest_step(plan, rank, device))
-    return steps

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layouts.tiles import Ranges
+from ..layouts.tiles import Ranges, Spans
 from ..patterns.algebra import And, Frame, Mask, Or, Pattern
 from ..patterns.positions import GlobalTokens, Packed, entries_of
 from .needs import TokenRanges, union
@@ -28,14 +28,9 @@ class Traveller(NamedTuple):
 
 def global_rows(pattern: Pattern, frame: Frame) -> Ranges:
     """Query rows that a pattern's `GlobalTokens` make global, in packed documents too."""
-    named = [row for branch in pattern.branches for row in _global_rows(branch, frame.q_len)]
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted(named):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-        elif start < stop:
-            joined.append((start, stop))
-    return joined
+    rows = [row for branch in pattern.branches for row in _global_rows(branch, frame.q_len)]
+    spans = Spans(*torch.tensor(rows, dtype=torch.int64).view(-1, 2).unbind(1))  # joins them
+    return list(zip(spans.begin.tolist(), spans.end.tolist(), strict=True))
 
 
 def _global_rows(mask: Mask, length: int) -> list[tuple[int, int]]:
@@ -46,9 +41,9 @@ def _global_rows(mask: Mask, length: int) -> list[tuple[int, int]]:
             return [row for part in masks for row in _global_rows(part, length)]
         case Packed(lengths, inner):
             rows = []
-            for of_entry in entries_of(lengths):
+            for documents in entries_of(lengths):
                 start = 0
-                for size in of_entry:
+                for size in documents:
                     rows += [(start + a, start + b) for a, b in _global_rows(inner, size)]
                     start += size
             return rows
@@ -83,30 +78,27 @@ def choose_travellers(
         saved, hosts = 0, set()
         for runs, count in zip(needs, uses, strict=True):
             label = runs.number // world
-            of_owner, of_rows = label == owner, label == world + number
-            hosts |= set((runs.number[of_rows] % world).tolist())
-            sizes = [
-                _relabelled(runs, kept, home, world, frame.kv_len).count.sum()
-                for kept in (of_owner, of_owner | of_rows)
-            ]
-            saved += int(sizes[1] - sizes[0]) * count
+            owner_needs, row_needs = label == owner, label == world + number
+            hosts |= set((runs.number[row_needs] % world).tolist())
+            without, together = (
+                int(_relabelled(runs, some, home, world, frame.kv_len).count.sum())
+                for some in (owner_needs, owner_needs | row_needs)
+            )
+            saved += (together - without) * count
         size = num_tokens(rows)
         if 2 * size * len(hosts) * frame.num_heads < saved and size <= most:
             travellers.append(Traveller(owner, rows, tuple(sorted(hosts))))
             home[world + number] = -1
             most -= size
-    rest = [
-        _relabelled(runs, torch.ones_like(runs.number, dtype=torch.bool), home, world, frame.kv_len)
-        for runs in needs
-    ]
+    rest = [_relabelled(x, x.number >= 0, home, world, frame.kv_len) for x in needs]
     return tuple(travellers), rest
 
 
 def _relabelled(
-    runs: TokenRanges, kept: Tensor, home: list[int], world: int, length: int
+    runs: TokenRanges, some: Tensor, home: list[int], world: int, length: int
 ) -> TokenRanges:
-    """Assigns the `kept` needs to the rank that is home to their label; -1 drops them."""
+    """Assigns some of the needs to the rank that is home to their label; -1 drops them."""
     receiver = torch.tensor(home)[runs.number // world]
-    kept = kept & (receiver >= 0)
-    number = (receiver * world + runs.number % world)[kept]
-    return union([(number, runs.start[kept], runs.last[kept], runs.step)], length)
+    some = some & (receiver >= 0)
+    number = (receiver * world + runs.number % world)[some]
+    return union([(number, runs.start[some], runs.last[some], runs.step)], length)

@@ -122,7 +122,7 @@ def test_a_rank_alone_has_the_layout_of_attention_built():
 @pytest.mark.parametrize("world", (1, 2))
 def test_what_does_not_fit_is_said_at_once(monkeypatch, pattern, options, told, world):
     group = SimpleNamespace(size=lambda: world, rank=lambda: 0)
-    monkeypatch.setattr(sr.distributed.ahead, "resolve_group", lambda *_: group)
+    monkeypatch.setattr(sr.distributed.plan_prefetch, "resolve_group", lambda *_: group)
     with pytest.raises(ValueError, match=told):
         prefetch(pattern, 9, **{"num_heads": 2, **options})
 
