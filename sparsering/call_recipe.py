@@ -70,34 +70,32 @@ def recipe_of(
     key: Tensor,
     value: Tensor,
     pattern: Pattern,
-    given: tuple[Any, Any, Any, Any],
+    choices: tuple[Any, Any, Any, Any],
     extras: Mapping[str, Any],
-) -> tuple[CallRecipe, Inputs, Mapping[str, Any]]:
+) -> tuple[CallRecipe, Inputs, dict[str, Any]]:
     """Checks a call and decides how it runs: (recipe, (query, key, value), extras).
 
     A call like an earlier one takes its recipe. Extras are checked in each call.
 
     Args:
-        given: backend, scale, q_start and block_size, as `attention` has them.
+        choices: backend, scale, q_start and block_size, as `attention` has them.
         extras: all other options of the call, {} if none is in use.
 
     Raises: as `attention`.
     """
-    kind = _kind(query, key, value, pattern, given, extras)
+    kind = _kind(query, key, value, pattern, choices, extras)
     recipe = None if kind is None else _recipes.get(kind)
-    backend, scale, q_start, block_size = given
+    backend, scale, q_start, block_size = choices
     if recipe is not None and recipe.table == tuple(BACKENDS.values()):
-        if not extras:
-            return recipe, (query, key, value), NO_EXTRAS
-        options = checked_extras(query, pattern, block_size, key, **extras)
+        options = checked_extras(query, pattern, block_size, key, **extras) if extras else NO_EXTRAS
         return recipe, (query, key, value), options
     call = {"scale": scale, "q_start": q_start, "block_size": block_size}
-    inputs, checked, options = checked_call(query, key, value, pattern, **call, **extras)
-    recipe = CallRecipe(choose(backend, inputs, options, pattern, checked["q_start"]), **checked)
+    inputs, call, options = checked_call(query, key, value, pattern, **call, **extras)
+    recipe = CallRecipe(choose(backend, inputs, options, pattern, call["q_start"]), **call)
     if kind is not None:
         recipe.plain, recipe.learns, recipe.table = True, kind[0][-1], tuple(BACKENDS.values())
         if len(_recipes) >= _MOST:
-            for oldest in list(_recipes)[:1]:  # another thread may be faster
+            for oldest in list(_recipes)[:1]:  # another thread may remove it first
                 _recipes.pop(oldest, None)
         _recipes[kind] = recipe
     return recipe, inputs, options
@@ -108,14 +106,14 @@ def _kind(
     key: Tensor,
     value: Tensor,
     pattern: object,
-    given: tuple[Any, ...],
+    choices: tuple[Any, ...],
     extras: Mapping[str, Any],
 ) -> tuple[Any, ...] | None:
     """Returns all that a recipe depends on, or None where that cannot be compared.
 
     Tensors of a pattern are left out: they decide the layout alone, which is looked up each time.
     """
-    types = tuple(map(type, given))
+    types = tuple(map(type, choices))
     if not isinstance(pattern, Pattern) or not _COMPARED.issuperset(types):
         return None
     tensors = kind_of(query, key, value)
@@ -127,9 +125,9 @@ def _kind(
             return None
         unused = None if p else "dropout_p"
         in_use = tuple(name for name, x in extras.items() if x is not None and name != unused)
-    interpreted = (given[0] == "triton" or tensors[4].type != "cpu") and interpreting()
-    decided_by = type(pattern) if pattern.tensors else pattern
-    return tensors, decided_by, given, types, in_use, interpreted  # types, as 1 == 1.0 == True
+    interpreted = (choices[0] == "triton" or tensors[4].type != "cpu") and interpreting()
+    pattern_key = type(pattern) if pattern.tensors else pattern
+    return tensors, pattern_key, choices, types, in_use, interpreted  # types, as 1 == 1.0 == True
 
 
 _COMPARED = frozenset((type(None), int, float, str))

@@ -39,14 +39,18 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
             "query, key and value must be [batch, heads, tokens, head dim], got "
             f"{_shapes(query, key, value)}; add a missing dim with unsqueeze()"
         )
-    wanted = (query.shape[0], query.shape[3], *key.shape[:3])
-    if (given := (key.shape[0], key.shape[3], *value.shape[:3])) != wanted:
-        pairs = zip(_SHARED, wanted, given, strict=True)
-        differ = [f"{what} ({a}, {b})" for what, a, b in pairs if a != b]
+    sizes = (
+        ("batches of query and key", query.shape[0], key.shape[0]),
+        ("head dims of query and key", query.shape[3], key.shape[3]),
+        ("batches of key and value", key.shape[0], value.shape[0]),
+        ("heads of key and value", key.shape[1], value.shape[1]),
+        ("tokens of key and value", key.shape[2], value.shape[2]),
+    )
+    if differences := [f"{name} ({a}, {b})" for name, a, b in sizes if a != b]:
         raise ValueError(
             "query [B, Hq, Nq, D], key [B, Hkv, Nk, D] and value [B, Hkv, Nk, Dv] must agree, got "
-            f"{_shapes(query, key, value)}: {' and '.join(differ)} differ; if tokens come before "
-            "heads, transpose(1, 2)"
+            f"{_shapes(query, key, value)}: {' and '.join(differences)} differ; if tokens come "
+            "before heads, transpose(1, 2)"
         )
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads % max(1, kv_heads) or (heads and not kv_heads):
@@ -69,15 +73,6 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
             f"query, key and value must be on one device, got {query.device}, {key.device}, "
             f"{value.device}; move with .to()"
         )
-
-
-_SHARED = (
-    "batches of query and key",
-    "head dims of query and key",
-    "batches of key and value",
-    "heads of key and value",
-    "tokens of key and value",
-)
 
 
 def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
@@ -156,7 +151,7 @@ def checked_scale(scale: object, query: Tensor) -> float:
 
 
 def checked_device(device: torch.device | str | None) -> torch.device | None:
-    """None, or the device that tensors made there are on; ValueError where none can be."""
+    """Returns None for None, else the device of tensors made there; ValueError if none can be."""
     return None if device is None else place_of(device)
 
 
@@ -172,11 +167,11 @@ def check_integer_or_none(name: str, number: object) -> None:
         raise ValueError(f"{name} must lie within 2 ** 53 of 0, got {got}; None is the default")
 
 
-def check_batch(pattern: Pattern, size: int, named: str = "a query of ") -> None:
+def check_batch(pattern: Pattern, size: int, name: str = "a query of ") -> None:
     """Raises ValueError if the pattern is made for another batch size than `size`."""
     if (batch := pattern.num_batches()) not in (None, size):
         raise ValueError(
-            f"the pattern is for {batch} batch entries, got {named}{size}; give one length or "
+            f"the pattern is for {batch} batch entries, got {name}{size}; give one length or "
             f"table per entry, in {shortened(str(pattern))}"
         )
 
@@ -188,16 +183,16 @@ def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Ten
     check_tensor(name, index, "[n] of integers")
     if index.is_meta:
         raise ValueError(f"{name} needs integers [n], got a tensor on the meta device")
-    chosen = in_memory(index).cpu()
-    if chosen.shape == (0,):  # torch.tensor([]) is float32, but an empty index is valid
-        return chosen.long()
-    whole = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1
-    if not whole or not 0 <= int(chosen.min()) <= int(chosen.max()) < entries:
+    index = in_memory(index).cpu()
+    if index.shape == (0,):  # torch.tensor([]) is float32, but an empty index is valid
+        return index.long()
+    is_list = index.dtype in (torch.int32, torch.int64) and index.dim() == 1
+    if not is_list or not 0 <= int(index.min()) <= int(index.max()) < entries:
         raise ValueError(
             f"{name} needs integers [n] from 0 to {entries - 1}, got "
-            f"{shortened(str(chosen.tolist()))}; a boolean mask gives them by .nonzero()[:, 0]"
+            f"{shortened(str(index.tolist()))}; a boolean mask gives them by .nonzero()[:, 0]"
         )
-    return chosen.long()
+    return index.long()
 
 
 def expanded_bias(block_bias: Tensor, query: Tensor, block_size: int | None) -> Tensor:
@@ -238,16 +233,16 @@ def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
 
 def checked_rows(name: str, x: Tensor, query: Tensor, broadcasts: bool = True) -> Tensor:
     """Returns x, one number per query, in the dtype of sums; ValueError if its shape is wrong."""
-    shape = query.shape[:3]
-    outer = [f"{n} or 1" if broadcasts else str(n) for n in shape[:2]]
+    shape, one = query.shape[:3], " or 1" * broadcasts
     check_tensor(name, x)
     fits = x.dim() == 3 and x.shape[2] == shape[2] and x.is_floating_point()
-    for have, want in zip(x.shape[:2], shape[:2], strict=False):
-        fits = fits and (have == want or (broadcasts and have == 1))
+    for size, expected in zip(x.shape[:2], shape[:2], strict=False):
+        fits = fits and (size == expected or (broadcasts and size == 1))
     if not fits or x.device != query.device:
         raise ValueError(
-            f"{name} must be floating point [{', '.join(outer)}, {shape[2]}] on {query.device}, "
-            f"got {x.dtype} {tuple(x.shape)} on {x.device}; add a missing dim with unsqueeze()"
+            f"{name} must be floating point [{shape[0]}{one}, {shape[1]}{one}, {shape[2]}] on "
+            f"{query.device}, got {x.dtype} {tuple(x.shape)} on {x.device}; add a missing dim with "
+            "unsqueeze()"
         )
     return in_memory(x.detach()).to(sum_dtype(query))
 
@@ -288,12 +283,9 @@ def in_memory(x: Tensor) -> Tensor:
     return x if torch.compiler.is_compiling() or not x.is_neg() else x.resolve_neg()
 
 
-def needs_operator(*values: object) -> bool:
-    """True if autograd records one of the values, or `observed` is true of them."""
-    if torch.compiler.is_compiling():
-        return True
-    tensors = [x for x in values if isinstance(x, Tensor)]
-    return (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or observed(*tensors)
+def needs_operator(*tensors: Tensor) -> bool:
+    """True if autograd records one of the tensors, or `observed` is true of them."""
+    return observed(*tensors) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def observed(*values: object) -> bool:
@@ -306,9 +298,10 @@ def observed(*values: object) -> bool:
 
 
 def kind_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...] | None:
-    """Returns all that checks of three tensors depend on: shapes, dtype, device, autograd's record.
+    """Returns all that checks of three tensors depend on: shapes, dtype, device, learns.
 
-    None if the checks depend on more than that, or if something besides autograd observes the call.
+    `learns` is True if autograd records a tensor. None if the checks depend on more than that, or
+    if something besides autograd observes the call.
     """
     if _is_observed_call() or forward_ad._current_level >= 0 or _is_any_autocast_enabled():
         return None

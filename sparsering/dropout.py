@@ -1,4 +1,4 @@
-"""Dropout by hashing: whether a weight is kept depends only on its position, not on the kernel.
+"""Dropout by hashing: the position of a weight alone decides whether it is kept, in every kernel.
 
 Each row of scores (seed, batch entry, query head, branch of a mixture, query position) hashes to
 two 32-bit words a and b. A key position k then gives
@@ -72,8 +72,7 @@ def _words(
     for word, addend in zip((seed & 0xFFFFFFFF, seed >> 32), ADDENDS, strict=True):
         x = word.int()
         for part in (head, branch, query):
-            part = part.int() if isinstance(part, Tensor) else part
-            x = (x ^ part) + addend
+            x = (x ^ (part.int() if isinstance(part, Tensor) else part)) + addend
             x = (x ^ _shifted(x, 16)) * MULTIPLIERS[0]
             x = (x ^ _shifted(x, 15)) * MULTIPLIERS[1]
             x = x ^ _shifted(x, 15)
@@ -110,18 +109,15 @@ def dropout_kept(
     """
     seed = checked_seed(seed)
     checked_probability(p)
-    given = {"batch": batch, "head": head, "query_positions": query_positions}
-    given |= {"key_positions": key_positions, "branch": branch}
-    numbers = [_checked_numbers(name, x) for name, x in given.items()]
+    places = {"batch": batch, "head": head, "query_positions": query_positions}
+    places |= {"key_positions": key_positions, "branch": branch}
+    numbers = {name: _checked_numbers(name, x) for name, x in places.items()}
     try:
-        entry, head, query, key, branch = torch.broadcast_tensors(*numbers)
+        entry, head, query, key, branch = torch.broadcast_tensors(*numbers.values())
     except RuntimeError:
-        shapes = ", ".join(
-            f"{name} {tuple(x.shape)}" for name, x in zip(given, numbers, strict=True)
-        )
-        raise ValueError(
-            f"positions must broadcast, got {shapes}; add dims by x[:, None]"
-        ) from None
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in numbers.items())
+        message = f"positions must broadcast, got {shapes}; add dims by x[:, None]"
+        raise ValueError(message) from None
     return kept_pairs(mix(seed, entry), float(p), head, query, key, branch)
 
 
@@ -136,15 +132,12 @@ def checked_probability(p: object) -> float:
 
 def checked_seed(seed: object) -> Tensor:
     """Returns a seed as an int64 tensor without dims; ValueError if it is no 64-bit integer."""
+    if (number := _as_int64(seed)) is not None and not number.dim():
+        return number
+    got = shortened(repr(seed))
     if isinstance(seed, Tensor):
-        if seed.dtype == torch.int64 and not (seed.is_nested or seed.dim() or seed.is_meta):
-            return seed
-        got = f"a tensor of {seed.dtype}"
-        got += "" if seed.is_nested else f", of shape {tuple(seed.shape)}"
-    else:
-        if (number := _as_integer(seed)) is not None:
-            return torch.tensor(number, device="cpu")
-        got = shortened(repr(seed))
+        shape = "" if seed.is_nested else f", of shape {tuple(seed.shape)}"
+        got = f"a tensor of {seed.dtype}{shape}"
     raise ValueError(
         f"dropout_seed must be an int of 64 bits or an int64 tensor without dims, got {got}; "
         "None draws one"
@@ -152,22 +145,22 @@ def checked_seed(seed: object) -> Tensor:
 
 
 def _checked_numbers(name: str, x: object) -> Tensor:
-    if isinstance(x, Tensor) and x.dtype == torch.int64 and not (x.is_nested or x.is_meta):
-        return x
-    if (number := _as_integer(x)) is not None:
-        return torch.tensor(number, device="cpu")
+    if (numbers := _as_int64(x)) is not None:
+        return numbers
     got = f"one of {x.dtype} on {x.device}" if isinstance(x, Tensor) else shortened(repr(x))
     raise ValueError(
         f"{name} must be an int or a dense int64 tensor of numbers, got {got}; cast with .long()"
     )
 
 
-def _as_integer(x: object) -> int | None:
-    """Returns x as an int if it is a 64-bit integer, else None."""
-    if isinstance(x, bool | Tensor) or not hasattr(x, "__index__"):
+def _as_int64(x: object) -> Tensor | None:
+    """Returns an int64 tensor if x is one, or a 64-bit integer, else None."""
+    if isinstance(x, Tensor):
+        return x if x.dtype == torch.int64 and not (x.is_nested or x.is_meta) else None
+    if isinstance(x, bool) or not hasattr(x, "__index__"):
         return None
     try:
         number = operator.index(x)
     except TypeError:  # arrays of several numbers and classes have __index__, but refuse
         return None
-    return number if -(2**63) <= number < 2**63 else None
+    return torch.tensor(number, device="cpu") if -(2**63) <= number < 2**63 else None

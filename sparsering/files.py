@@ -18,21 +18,21 @@ def replace_file(path: Path, content: bytes) -> None:
     untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        aside.unlink(missing_ok=True)  # left by a killed process, or a link planted by a stranger
-        with open(aside, "xb") as file:
+        part.unlink(missing_ok=True)  # left by a killed process, or a link planted by a stranger
+        with open(part, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError as error:
-        _discard(aside)
-        what = f"{error.strerror} while writing {path}; what was there before is untouched"
-        raise OSError(error.errno, what) from error
-    except BaseException:
-        _discard(aside)
-        raise
+        os.replace(part, path)
+    except BaseException as error:
+        if not part.is_dir():
+            part.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        text = f"{error.strerror} while writing {path}; what was there before is untouched"
+        raise OSError(error.errno, text) from error
 
 
 def cache_folder() -> Path:
@@ -50,10 +50,10 @@ def file_size(path: Path) -> int:
 
     Raises: FileNotFoundError; ValueError for a folder, a link, a pipe or a device.
     """
-    found = os.lstat(path)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path.name} that is no plain file")
-    return found.st_size
+    return status.st_size
 
 
 def read_file(path: Path, most: int) -> bytes:
@@ -71,14 +71,9 @@ def opened(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{path.name} is no plain file")
-        if most is not None and found.st_size > most:
-            raise ValueError(f"{path.name} has {found.st_size} bytes, at most {most} are read")
+        if most is not None and status.st_size > most:
+            raise ValueError(f"{path.name} has {status.st_size} bytes, at most {most} are read")
         yield file
-
-
-def _discard(path: Path) -> None:
-    if not path.is_dir():
-        path.unlink(missing_ok=True)

@@ -132,9 +132,8 @@ def attention(
     """
     return_lse = checked_flag("return_lse", return_lse)
     extras: dict[str, Any] = {}
-    plain = block_bias is slot_bias is distance_bias is sink is None
-    plain = plain and softcap is None and dropout_seed is None
-    if not (plain and type(dropout_p) is float and dropout_p == 0.0):
+    unused = block_bias is slot_bias is distance_bias is sink is softcap is dropout_seed is None
+    if not (unused and type(dropout_p) is float and dropout_p == 0.0):
         extras = {
             "block_bias": block_bias,
             "slot_bias": slot_bias,
@@ -144,9 +143,9 @@ def attention(
             "dropout_p": dropout_p,
             "dropout_seed": dropout_seed,
         }
-    given = backend, scale, q_start, block_size
-    recipe, inputs, options = recipe_of(query, key, value, pattern, given, extras)
-    out, lse = attend(recipe, *inputs, pattern, options)
+    choices = backend, scale, q_start, block_size
+    recipe, inputs, extras = recipe_of(query, key, value, pattern, choices, extras)
+    out, lse = attend(recipe, *inputs, pattern, extras)
     return (out, lse) if return_lse else out
 
 
@@ -171,28 +170,28 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         ...
     """
     options = {"dropout_seed": 0, **options}  # so that no seed is drawn from the generator
-    inputs, call, only_some = checked_call(query, key, value, pattern, **options)
+    inputs, call, extras = checked_call(query, key, value, pattern, **options)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     check_batch(pattern, batch)
     frame = Frame(q_len, kv_len, heads, kv_heads, call["q_start"])
     check_fits(pattern, frame)
-    chosen = choose(None, inputs, only_some)
-    size = call["block_size"] or block_size_of(chosen, pattern, inputs[0], frame)
+    backend = choose(None, inputs, extras)
+    size = call["block_size"] or block_size_of(backend, pattern, inputs[0], frame)
     lines = [
-        f"runs: {chosen}, blocks of {size}; batch {batch}, {heads} heads of {q_len} queries, "
+        f"runs: {backend}, blocks of {size}; batch {batch}, {heads} heads of {q_len} queries, "
         f"{kv_heads} heads of {kv_len} keys"
     ]
     for selection in selections_of(pattern):
-        tokens, listed = selection.row_size, selection.indices.shape[-1]
+        tokens, blocks = selection.row_size, selection.indices.shape[-1]
         more = float(selection.inflation(size, kv_len).mean())
         lines.append(
-            f"selection: each row of {tokens} queries lists {listed} blocks of "
+            f"selection: each row of {tokens} queries lists {blocks} blocks of "
             f"{selection.block_size}; a tile of {size} queries {more:.3g} times those of its rows"
             + "; a row's choice may see its later queries"
             * (tokens > 1)
         )
     for name in BACKENDS:
-        told = reasons_against(name, inputs, only_some, pattern, frame.q_start)
-        state = "; ".join(told) or "usable"
-        lines.append(f"{name}: {state}" + (" (only when named)" * (not is_default(name))))
+        reasons = reasons_against(name, inputs, extras, pattern, frame.q_start)
+        state = "; ".join(reasons) or "usable"
+        lines.append(f"{name}: {state}" + " (only when named)" * (not is_default(name)))
     return "\n".join(lines)

@@ -5,7 +5,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,21 +32,20 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Example:
         >>> out, lse = merge_attention((out_1, out_2), (lse_1, lse_2))
     """
-    given: list[Any] = [outs, lses]
-    nested = [isinstance(x, Tensor) and x.is_nested for x in given]
-    if any(nested):
+    if any(isinstance(x, Tensor) and x.is_nested for x in (outs, lses)):
         raise ValueError(
             "merge_attention needs outs and lses that are sequences of dense tensors, got nested "
             "ones; pad them with .to_padded_tensor(0.0)"
         )
-    is_list = [isinstance(x, Iterable) and getattr(x, "ndim", 1) > 0 for x in given]
-    parts = [list(x) if many else [x] for x, many in zip(given, is_list, strict=True)]
-    if kinds := {type(x).__name__ for some in parts for x in some if not isinstance(x, Tensor)}:
+    outs, lses = (
+        list(x) if isinstance(x, Iterable) and getattr(x, "ndim", 1) > 0 else [x]
+        for x in (outs, lses)
+    )
+    if kinds := {type(x).__name__ for x in (*outs, *lses) if not isinstance(x, Tensor)}:
         raise ValueError(
             "merge_attention needs two sequences of tensors, got some of "
             f"{', '.join(sorted(kinds))}; torch.as_tensor makes tensors"
         )
-    outs, lses = parts
     if not outs or len(outs) != len(lses):
         raise ValueError(
             f"merge_attention needs as many outs as lses, at least one, got {len(outs)} and "

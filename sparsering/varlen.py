@@ -65,7 +65,14 @@ def attention_varlen(
         if name in options:
             raise ValueError(f"attention_varlen takes no {name}, for {why}; leave it out")
     check_pattern(pattern)
-    _check_dims(query, key, value)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x, "[tokens, heads, head dim]")
+    if any(x.dim() != 3 for x in (query, key, value)):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise ValueError(
+            f"query, key and value must be tensors [tokens, heads, head dim], got {shapes}; "
+            "documents lie end to end, without a batch dim"
+        )
     q_lengths = _lengths("cu_q", cu_q, query.shape[0], "queries")
     kv_lengths = _lengths("cu_k", cu_k, key.shape[0], "keys")
     if len(q_lengths) != len(kv_lengths):
@@ -73,29 +80,16 @@ def attention_varlen(
             "cu_q and cu_k must name as many documents, got "
             f"{len(q_lengths)} and {len(kv_lengths)}; one without queries, or keys, has length 0"
         )
-    laid: Pattern = Varlen(q_lengths, kv_lengths, pattern)  # type: ignore[arg-type]  # or mixture
+    packed: Pattern = Varlen(q_lengths, kv_lengths, pattern)  # type: ignore[arg-type]  # or mixture
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-    results = attention(query, key, value, laid, q_start=0, **options)
+    results = attention(query, key, value, packed, q_start=0, **options)
     if isinstance(results, Tensor):
         return results[0].transpose(0, 1)
     out, lse = results
     return out[0].transpose(0, 1), lse[0]
 
 
-def _check_dims(query: Tensor, key: Tensor, value: Tensor) -> None:
-    tensors = (query, key, value)
-    for name, x in zip(("query", "key", "value"), tensors, strict=True):
-        check_tensor(name, x, "[tokens, heads, head dim]")
-    if all(x.dim() == 3 for x in tensors):
-        return
-    got = [str(tuple(x.shape)) for x in tensors]
-    raise ValueError(
-        f"query, key and value must be tensors [tokens, heads, head dim], got {', '.join(got)}; "
-        "documents lie end to end, without a batch dim"
-    )
-
-
-def _lengths(name: str, cumulative: object, tokens: int, of: str) -> tuple[int, ...]:
+def _lengths(name: str, cumulative: object, tokens: int, items: str) -> tuple[int, ...]:
     """Converts cumulative lengths to lengths; ValueError if they are no cumulative lengths."""
     way_out = "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) makes them of lengths"
     if isinstance(cumulative, Tensor):
@@ -115,7 +109,7 @@ def _lengths(name: str, cumulative: object, tokens: int, of: str) -> tuple[int, 
     lengths = tuple([last - first for first, last in pairwise(edges)])
     if not edges or edges[0] or edges[-1] != tokens or min(lengths, default=0) < 0:
         raise ValueError(
-            f"{name} must hold cumulative lengths from 0, not decreasing, to the {tokens} {of}, "
+            f"{name} must hold cumulative lengths from 0, not decreasing, to the {tokens} {items}, "
             f"got {shortened(str(list(edges)))}; {way_out}"
         )
     return lengths

@@ -28,16 +28,16 @@ def _is_installed() -> bool:
 
 def reasons(*tensors: Tensor) -> list[str]:
     """Returns why FlashAttention-4 cannot run on these tensors, or on this machine."""
-    found = [] if _is_installed() else ["the package flash-attn-4 is missing"]
+    faults = [] if _is_installed() else ["the package flash-attn-4 is missing"]
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10):
-        found.append("it needs a Hopper or Blackwell GPU")
+        faults.append("it needs a Hopper or Blackwell GPU")
     if any(x.device.type != "cuda" for x in tensors):
-        found.append("it runs on cuda tensors")
+        faults.append("it runs on cuda tensors")
     if any(x.dtype not in (torch.bfloat16, torch.float16) for x in tensors):
-        found.append("it computes in bfloat16 and float16")
+        faults.append("it computes in bfloat16 and float16")
     if any(x.dim() and x.shape[-1] not in _HEAD_DIMS for x in tensors):
-        found.append(f"head dims other than {' and '.join(map(str, _HEAD_DIMS))} are untried")
-    return found
+        faults.append(f"head dims other than {' and '.join(map(str, _HEAD_DIMS))} are untried")
+    return faults
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -49,8 +49,8 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import flash_attn_func
 
     layout = problem.layout
-    if found := _misfits(layout):
-        raise NotImplementedError(f"flash: {'; '.join(found)}; name another backend or none")
+    if faults := _misfits(layout):
+        raise NotImplementedError(f"flash: {'; '.join(faults)}; name another backend or none")
     _, query, key, value, scale, *_ = problem.with_positive_scale().with_dense_rows()
     p = layout.passes[0]
     if not p.key_tile.shape[2]:
@@ -84,14 +84,13 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _misfits(layout: BlockLayout) -> list[str]:
-    found = []
-    frame = layout.frame
+    faults, frame = [], layout.frame
     if layout.block_size != _BLOCK or frame.q_len % _BLOCK or frame.kv_len % _BLOCK:
-        found.append(f"it wants blocks of {_BLOCK} and lengths that are multiples of them")
+        faults.append(f"it wants blocks of {_BLOCK} and lengths that are multiples of them")
     if len(layout.passes) != 1:
-        found.append(f"it runs one pass, this layout has {len(layout.passes)}")
+        faults.append(f"it runs one pass, this layout has {len(layout.passes)}")
     elif not (layout.passes[0].step == 1 and all(layout.passes[0].covers)):
-        found.append("it wants plain tiles, this layout has strided ones")
+        faults.append("it wants plain tiles, this layout has strided ones")
     if any(len(p.bitmaps) for p in layout.passes):
-        found.append("it wants whole blocks, this layout has masks inside some")
-    return found
+        faults.append("it wants whole blocks, this layout has masks inside some")
+    return faults

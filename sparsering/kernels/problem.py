@@ -18,12 +18,11 @@ class Problem(NamedTuple):
     lse [B, Hq, Nq] in float32 (float64 for float64), and `backward(problem, out, lse, grad_out,
     grad_lse) -> Gradients`. With the merged lse and `delta = rowsum(dO * O) - dlse` every visited
     pair of every pass has `P = exp(s - lse)` and `dS = P * (dP - delta)`; the backward needs no
-    results of single passes. Extras apply in this order: `s = scale * q.k`, softcap, distance_bias
-    and block_bias, the pattern, softmax, sink, dropout. Dropped weights count in lse, and `dP` is 0
-    where P was dropped, else divided by 1 - p. Distances and dropout use the positions of
-    `Pass.coordinates`, never the row of a token in its tensor.
+    results of single passes. Extras apply in the order that `attention` documents. Dropped weights
+    count in lse, and `dP` is 0 where P was dropped, else divided by 1 - p. Distances and dropout
+    use the positions of `Pass.coordinates`, never the row of a token in its tensor.
 
-    Optional attributes are None if the call does not use them.
+    Extras are None if the call does not use them.
 
     Attributes:
         layout: passes of tiles.

@@ -1,7 +1,9 @@
-"""Experimental backend for comparison: torch's sampled matrix product over the pairs, as CSR.
+"""Backend for comparison: torch's sampled matrix product over the pairs, as a CSR matrix.
 
 Plain differentiable torch, one head at a time. Correct but slow: it stores an index per pair.
 """
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -30,24 +32,22 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     q, k, v = (x.to(dtype) for x in (query, problem.key, problem.value))
     nothing = q.sum() * 0 + k.sum() * 0 + v.sum() * 0  # keeps heads without pairs in the graph
     empty = q.new_zeros(layout.frame.q_len, v.shape[3]), q.new_full(q.shape[2:3], -torch.inf)
-    outs, lses = [], []
-    for b in range(query.shape[0]):
-        for h in range(query.shape[1]):
-            parts = [empty]
-            for first, queries, keys, cells in layout.visits(b, h):
-                pairs, entry = _pairs(queries, keys, cells, layout.frame.kv_len)
-                bias = None
-                if problem.block_bias is not None:
-                    bias = problem.block_bias[b, h].to(dtype)[first + entry]
-                if len(entry):
-                    of_head = q[b, h], k[b, h // group], v[b, h // group]
-                    parts.append(_of_pairs(pairs, *of_head, bias, problem.scale, problem.softcap))
-            out, lse = merge_attention(
-                [part[0][None, None] for part in parts], [part[1][None, None] for part in parts]
-            )
-            outs.append(out[0, 0] + nothing)
-            lses.append(lse[0, 0] + nothing)
-    shape = query.shape[:3]
+    outs, lses, shape = [], [], query.shape[:3]
+    for b, h in itertools.product(*map(range, shape[:2])):
+        parts = [empty]
+        for first, queries, keys, cells in layout.visits(b, h):
+            pairs, entry = _pairs(queries, keys, cells, layout.frame.kv_len)
+            bias = None
+            if problem.block_bias is not None:
+                bias = problem.block_bias[b, h].to(dtype)[first + entry]
+            if len(entry):
+                rows = q[b, h], k[b, h // group], v[b, h // group]
+                parts.append(_over_pairs(pairs, *rows, bias, problem.scale, problem.softcap))
+        out, lse = merge_attention(
+            *([x[None, None] for x in xs] for xs in zip(*parts, strict=True))
+        )
+        outs.append(out[0, 0] + nothing)
+        lses.append(lse[0, 0] + nothing)
     out, lse = torch.stack(outs).view(*shape, -1), torch.stack(lses).view(shape)
     if problem.sink is not None:
         out, lse = add_sink(out, lse, problem.sink.to(dtype))
@@ -62,7 +62,7 @@ def _pairs(queries: Tensor, keys: Tensor, cells: Tensor, kv_len: int) -> tuple[T
     return pairs[:, order], entry[order]
 
 
-def _of_pairs(
+def _over_pairs(
     pairs: Tensor,
     q: Tensor,
     k: Tensor,
@@ -86,9 +86,6 @@ def _of_pairs(
     weight = (score - highest[rows]).exp()
     total = q.new_zeros(len(q)).index_add(0, rows, weight)
     weights = torch.sparse_csr_tensor(first, columns, weight, size=size, check_invariants=True)
-    none = total == 0
-    divisor = torch.where(none, 1.0, total)
-    return (
-        weights @ v / divisor[:, None],
-        torch.where(none, -torch.inf, highest + divisor.log()),
-    )
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    return weights @ v / total[:, None], torch.where(empty, -torch.inf, highest + total.log())
