@@ -49,7 +49,11 @@ class Calibration(NamedTuple):
     error: float
 
 
-_PROBES: tuple[tuple[Pattern, int, int, int, int], ...] = (
+_Probe = tuple[Pattern, int, int, int, int]
+"""A call to measure: pattern, tokens, query heads, kv heads, head dim."""
+
+# Calls of about ten milliseconds each, with different proportions of work.
+_PROBES: tuple[_Probe, ...] = (
     (Causal(), 128, 2, 2, 64),
     (Causal(), 2048, 4, 4, 32),
     (Causal(), 2048, 4, 2, 64),
@@ -65,8 +69,6 @@ _PROBES: tuple[tuple[Pattern, int, int, int, int], ...] = (
     (SlidingWindow(64), 16384, 8, 8, 64),
     (BlockWindow(1, 64), 16384, 8, 2, 128),
 )
-"""Calls of about ten milliseconds each, with different proportions of work: pattern, tokens, query
-heads, kv heads, head dim."""
 
 
 def calibrated() -> Calibration | None:
@@ -111,28 +113,23 @@ def calibrate() -> tuple[Calibration, Path]:
 def _measured() -> Iterator[tuple[str, list[float], float]]:
     """Yields (part, its amounts, its seconds) for every probe."""
     for probe in _PROBES[:10:2]:
-        yield from _measured_call("gather", gather, torch.float32, *probe)
+        yield from _measured_call("gather", gather, torch.float32, probe)
     if cpu.reasons():
         return
     for dtype in (torch.float32, torch.bfloat16):
-        for pattern, tokens, heads, kv_heads, head_dim in _PROBES:
-            yield from _measured_call("cpu", cpu, dtype, pattern, tokens, heads, kv_heads, head_dim)
+        for probe in _PROBES:
+            yield from _measured_call("cpu", cpu, dtype, probe)
+            pattern, tokens, heads, _, head_dim = probe
             # Several threads share one kv head, which is another kind of backward pass.
             if tokens > 128 and torch.get_num_threads() > 1:
-                half = max(1, heads // 2)
-                yield from _measured_call("cpu", cpu, dtype, pattern, tokens, half, 1, head_dim)
+                one_kv_head = pattern, tokens, max(1, heads // 2), 1, head_dim
+                yield from _measured_call("cpu", cpu, dtype, one_kv_head)
 
 
 def _measured_call(
-    name: str,
-    backend: Any,
-    dtype: torch.dtype,
-    pattern: Pattern,
-    tokens: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
+    name: str, backend: Any, dtype: torch.dtype, probe: _Probe
 ) -> Iterator[tuple[str, list[float], float]]:
+    pattern, tokens, heads, kv_heads, head_dim = probe
     frame = Frame.build(tokens, tokens, heads, kv_heads, 0)
     size = default_block_size(pattern, tokens)
     work, call = work_of(pattern, frame, size), Call(1, head_dim, dtype)
