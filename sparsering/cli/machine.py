@@ -12,7 +12,6 @@ def add_commands(commands: Commands) -> None:
     """Adds the commands of this file."""
     info = commands.add_parser("info", help="versions, threads, CPU features and backends")
     info.set_defaults(run=_info)
-
     build = commands.add_parser("build", help="compile the CPU kernel now, not on first use")
     build.set_defaults(run=_build)
 
@@ -35,17 +34,9 @@ def _info(arguments: argparse.Namespace) -> int:
             return f"not installed (pip install 'sparsering[{extra}]')"
 
     features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    wide = [
-        "avx2",
-        "avx512_f",
-        "avx512_bf16",
-        "amx_tile",
-        "amx_bf16",
-        "neon",
-        "sve",
-        "bf16",
-        "i8mm",
-    ]
+    vector_features = (
+        "avx2", "avx512_f", "avx512_bf16", "amx_tile", "amx_bf16", "neon", "sve", "bf16", "i8mm"
+    )  # fmt: skip
     lines = [
         ("sparsering", sparsering.__version__),
         ("python", f"{platform.python_version()} on {platform.platform()}"),
@@ -58,7 +49,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("numa nodes", numa_nodes()),
         ("cpu", f"{features.get('cpu_name', platform.processor() or platform.machine())}"),
         ("cpu kernels", torch.backends.cpu.get_cpu_capability()),
-        ("cpu features", ", ".join(name for name in wide if features.get(name)) or "unknown"),
+        ("cpu features", ", ".join(filter(features.get, vector_features)) or "unknown"),
         ("training dtype", f"{best_dtype()} (what --dtype auto takes here)"),
         ("gpu", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"),
     ]

@@ -10,41 +10,35 @@ def add_commands(commands: Commands) -> None:
     """Adds the commands of this file."""
     plot = commands.add_parser("plot", help="draw a pattern")
     plot.set_defaults(run=_plot)
-    plot.add_argument("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
-    plot.add_argument("--length", type=positive, required=True, help="tokens")
-    plot.add_argument("--out", type=Path, required=True, help="PNG file to write")
-    plot.add_argument("--block-size", type=positive, default=128, help="tokens of a block")
-    plot.add_argument(
-        "--heads", type=positive, default=1, help="heads of the layout, up to 4 drawn"
-    )
+    add = plot.add_argument
+    add("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
+    add("--length", type=positive, required=True, help="tokens")
+    add("--out", type=Path, required=True, help="PNG file to write")
+    add("--block-size", type=positive, default=128, help="tokens of a block")
+    add("--heads", type=positive, default=1, help="heads of the layout, up to 4 drawn")
 
     tune = commands.add_parser(
         "tune", help="measure block sizes on this machine, and block shapes where it has a GPU"
     )
     tune.set_defaults(run=_tune)
-    tune.add_argument("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
-    tune.add_argument(
-        "--tokens", type=positive, help="sequence length (default: 32768 on a GPU, else 8192)"
-    )
-    tune.add_argument("--heads", type=positive, help="query heads (default: 16 on a GPU, else 8)")
-    tune.add_argument("--kv-heads", type=positive, help="key and value heads (default: --heads)")
-    tune.add_argument(
-        "--head-dim",
-        type=positive,
-        help="channels of a head (default: 128 on a GPU, else 64)",
-    )
-    tune.add_argument(
+    add = tune.add_argument
+    add("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
+    add("--tokens", type=positive, help="sequence length (default: 32768 on a GPU, else 8192)")
+    add("--heads", type=positive, help="query heads (default: 16 on a GPU, else 8)")
+    add("--kv-heads", type=positive, help="key and value heads (default: --heads)")
+    add("--head-dim", type=positive, help="channels of a head (default: 128 on a GPU, else 64)")
+    add(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
         help="dtype of inputs (default: bfloat16 on a GPU, else float32)",
     )
-    tune.add_argument(
+    add(
         "--block-sizes",
         type=positive,
         nargs="+",
         help="sizes to measure (default: 64 and 128, without a GPU 32 too)",
     )
-    tune.add_argument(
+    add(
         "--backend",
         choices=("cpu", "triton"),
         help="backend to tune (default: triton if there is a GPU, else cpu)",

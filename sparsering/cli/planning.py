@@ -12,34 +12,27 @@ def add_commands(commands: Commands) -> None:
         "plan", help="what a pattern costs on a machine: time, memory, what fits, over ranks"
     )
     plan.set_defaults(run=_plan)
-    plan.add_argument("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
-    plan.add_argument(
-        "--tokens", type=_size("parse_tokens"), required=True, help="of a sequence: 65536, 64K, 1M"
-    )
-    plan.add_argument(
-        "--memory", type=_size("parse_bytes"), help="of one device: 24GB (default: all it has)"
-    )
-    plan.add_argument(
-        "--gpu", "--machine", dest="machine", help="such as H200 (default: this machine)"
-    )
-    plan.add_argument("--ranks", type=positive, default=1, help="devices that share each sequence")
-    plan.add_argument("--sharding", default="auto", help="which rank has which tokens")
-    plan.add_argument("--heads", type=positive, default=8, help="query heads")
-    plan.add_argument("--kv-heads", type=positive, help="key and value heads (default: --heads)")
-    plan.add_argument("--head-dim", type=positive, default=64, help="channels of a head")
-    plan.add_argument(
+    add = plan.add_argument
+    add("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
+    add("--tokens", type=_size("parse_tokens"), required=True, help="of a sequence: 65536, 64K, 1M")
+    add("--memory", type=_size("parse_bytes"), help="of one device: 24GB (default: all it has)")
+    add("--gpu", "--machine", dest="machine", help="such as H200 (default: this machine)")
+    add("--ranks", type=positive, default=1, help="devices that share each sequence")
+    add("--sharding", default="auto", help="which rank has which tokens")
+    add("--heads", type=positive, default=8, help="query heads")
+    add("--kv-heads", type=positive, help="key and value heads (default: --heads)")
+    add("--head-dim", type=positive, default=64, help="channels of a head")
+    add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="of inputs (default: bfloat16 on a GPU, float32 on a CPU)",
     )
-    plan.add_argument("--batch-size", type=positive, default=1, help="sequences of one call")
-    passes = plan.add_mutually_exclusive_group()
-    passes.add_argument("--backward", action="store_true", help="with gradients, as in training")
-    passes.add_argument(
-        "--forward", dest="backward", action="store_false", help="without gradients (default)"
-    )
-    plan.add_argument("--backend", help="default: the one that would run")
-    plan.add_argument("--block-size", type=positive, help="default: the one that would be chosen")
+    add("--batch-size", type=positive, default=1, help="sequences of one call")
+    passes = plan.add_mutually_exclusive_group().add_argument
+    passes("--backward", action="store_true", help="with gradients, as in training")
+    passes("--forward", dest="backward", action="store_false", help="without gradients (default)")
+    add("--backend", help="default: the one that would run")
+    add("--block-size", type=positive, help="default: the one that would be chosen")
 
     calibrate = commands.add_parser(
         "calibrate", help="measure this machine for some seconds, for `plan` and `sr.estimate`"
@@ -93,8 +86,10 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _calibrate(arguments: argparse.Namespace) -> int:
     from ..planning.calibrate import calibrate
 
-    found, path = calibrate()
-    error = f"{100 * found.error:.0f}%"
-    print(f"calibrated for {found.threads} threads; half of its own calls are told within {error}")
+    calibration, path = calibrate()
+    error = f"{100 * calibration.error:.0f}%"
+    print(
+        f"calibrated for {calibration.threads} threads; half of its own calls are told within {error}"
+    )
     print(f"Wrote {path}")
     return 0

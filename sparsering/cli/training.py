@@ -28,48 +28,44 @@ def add_commands(commands: Commands) -> None:
     """Adds the commands of this file."""
     train = commands.add_parser("train", help="train a byte-level LongNet model on text")
     train.set_defaults(run=_train)
-    train.add_argument("--out", type=Path, required=True, help="folder of metrics and checkpoint")
-    train.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add = train.add_argument
+    add("--out", type=Path, required=True, help="folder of metrics and checkpoint")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out")
     for name, kind, text in _RECIPE_OPTIONS:
-        train.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, help=text)
-    train.add_argument(
+        add(f"--{name}", type=kind, default=argparse.SUPPRESS, help=text)
+    add(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default=argparse.SUPPRESS,
         help="auto: bfloat16 autocast where the CPU multiplies it in hardware",
     )
-    train.add_argument(
+    add(
         "--checkpoint-layers",
         action="store_true",
         default=argparse.SUPPRESS,
         help="recompute each block in backward to save memory",
     )
-    train.add_argument("--save-every", type=positive, default=50, help="steps between checkpoints")
-    train.add_argument(
-        "--validate-every", type=positive, default=50, help="steps between validations"
-    )
-    train.add_argument(
-        "--stop-after", type=positive, help="stop, as if interrupted, after this step"
-    )
+    add("--save-every", type=positive, default=50, help="steps between checkpoints")
+    add("--validate-every", type=positive, default=50, help="steps between validations")
+    add("--stop-after", type=positive, help="stop, as if interrupted, after this step")
 
-    train.add_argument(
+    add(
         "--sequence-parallel",
         type=positive,
         help="under torchrun: number of processes that share the tokens of a window",
     )
-    train.add_argument(
+    add(
         "--sharding",
         choices=("contiguous", "zigzag", "balanced", "auto"),
         help="under torchrun: which process has which tokens (default: contiguous)",
     )
-    train.add_argument(
-        "--timeout", type=float, help="under torchrun: seconds to wait for a peer (default: 60)"
-    )
+    add("--timeout", type=float, help="under torchrun: seconds to wait for a peer (default: 60)")
 
     demo = commands.add_parser("demo", help="train, measure and report, in under five minutes")
     demo.set_defaults(run=_demo)
-    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report")
-    demo.add_argument("--resume", action="store_true", help="go on with an interrupted demo")
+    add = demo.add_argument
+    add("--out", type=Path, default=Path("runs/demo"), help="folder of the report")
+    add("--resume", action="store_true", help="go on with an interrupted demo")
 
     ring = commands.add_parser(
         "demo-ring", help="under torchrun: train with windows in shards, and show what moves"
@@ -83,21 +79,20 @@ def add_commands(commands: Commands) -> None:
         "generate", help="continue a text with a trained model, printed as it is generated"
     )
     generate.set_defaults(run=_generate)
-    generate.add_argument("checkpoint", type=Path, help="folder that train or demo wrote")
-    generate.add_argument("--prompt", default="\n", help="text to continue")
-    generate.add_argument("--num-bytes", type=positive, default=300, help="bytes to add at most")
-    generate.add_argument("--stop", metavar="TEXT", help="end after this text")
-    generate.add_argument(
-        "--temperature", type=float, default=0.7, help="0 takes the likeliest byte"
-    )
-    generate.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest bytes")
-    generate.add_argument(
+    add = generate.add_argument
+    add("checkpoint", type=Path, help="folder that train or demo wrote")
+    add("--prompt", default="\n", help="text to continue")
+    add("--num-bytes", type=positive, default=300, help="bytes to add at most")
+    add("--stop", metavar="TEXT", help="end after this text")
+    add("--temperature", type=float, default=0.7, help="0 takes the likeliest byte")
+    add("--top-k", type=int, metavar="K", help="draw from the K likeliest bytes")
+    add(
         "--top-p",
         type=float,
         metavar="P",
         help="draw from the fewest likeliest bytes whose chances sum to P",
     )
-    generate.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    add("--seed", type=int, default=0, help="seed of the draws")
 
 
 def _train(arguments: argparse.Namespace) -> int:

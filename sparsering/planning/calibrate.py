@@ -7,11 +7,10 @@ on first use. Importing the library and calling it never measure anything.
 """
 
 import json
-import math
 import platform
 import statistics
-import time
-from collections.abc import Callable, Iterator
+import timeit
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from ..kernels.problem import Problem
 from ..layouts.cache import layout_cache
 from ..layouts.compile import default_block_size
 from ..patterns.algebra import Frame, Pattern
+from ..patterns.arguments import checked_number
 from ..patterns.blocks import BlockWindow, RandomBlocks
 from ..patterns.positions import Causal, Dilated, GlobalTokens, LongNet, SlidingWindow
 from .memory import Call
@@ -49,34 +49,26 @@ class Calibration(NamedTuple):
     error: float
 
 
-class _Probe(NamedTuple):
-    """A call to measure: pattern, tokens, query heads, kv heads, head dim."""
+_Probe = tuple[Pattern, int, int, int, int]
+"""A call to measure: pattern, tokens, query heads, kv heads, head dim."""
 
-    pattern: Pattern
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-
-def _probes() -> list[_Probe]:
-    """Lists calls of about ten milliseconds each, with different proportions of work."""
-    return [
-        _Probe(Causal(), 128, 2, 2, 64),
-        _Probe(Causal(), 2048, 4, 4, 32),
-        _Probe(Causal(), 2048, 4, 2, 64),
-        _Probe(Causal(), 2048, 4, 4, 128),
-        _Probe(BlockWindow(2, 64), 8192, 4, 4, 32),
-        _Probe(BlockWindow(4, 64), 4096, 4, 2, 128),
-        _Probe(RandomBlocks(0.1, 128), 4096, 4, 4, 64),
-        _Probe(SlidingWindow(300) & Causal(), 4096, 4, 4, 64),
-        _Probe(GlobalTokens(16) | SlidingWindow(128, 128), 8192, 2, 2, 128),
-        _Probe(Dilated(4096, 4), 8192, 4, 2, 64),
-        _Probe(LongNet((512, 2048), (1, 4)) & Causal(), 8192, 4, 4, 32),
-        _Probe(LongNet((1024, 4096), (1, 2)) & Causal(), 4096, 4, 4, 128),
-        _Probe(SlidingWindow(64), 16384, 8, 8, 64),
-        _Probe(BlockWindow(1, 64), 16384, 8, 2, 128),
-    ]
+# Calls of about ten milliseconds each, with different proportions of work.
+_PROBES: tuple[_Probe, ...] = (
+    (Causal(), 128, 2, 2, 64),
+    (Causal(), 2048, 4, 4, 32),
+    (Causal(), 2048, 4, 2, 64),
+    (Causal(), 2048, 4, 4, 128),
+    (BlockWindow(2, 64), 8192, 4, 4, 32),
+    (BlockWindow(4, 64), 4096, 4, 2, 128),
+    (RandomBlocks(0.1, 128), 4096, 4, 4, 64),
+    (SlidingWindow(300) & Causal(), 4096, 4, 4, 64),
+    (GlobalTokens(16) | SlidingWindow(128, 128), 8192, 2, 2, 128),
+    (Dilated(4096, 4), 8192, 4, 2, 64),
+    (LongNet((512, 2048), (1, 4)) & Causal(), 8192, 4, 4, 32),
+    (LongNet((1024, 4096), (1, 2)) & Causal(), 4096, 4, 4, 128),
+    (SlidingWindow(64), 16384, 8, 8, 64),
+    (BlockWindow(1, 64), 16384, 8, 2, 128),
+)
 
 
 def calibrated() -> Calibration | None:
@@ -86,11 +78,11 @@ def calibrated() -> Calibration | None:
 
 def why_not() -> str:
     """Explains why there is no calibration, and what to do."""
-    told = "run `sparsering calibrate`, a few seconds, for figures of this machine"
+    way_out = "run `sparsering calibrate`, a few seconds, for figures of this machine"
     path = _path()
     if path.exists() and calibrated() is None:
-        return f"{path.name} in the cache folder cannot be read as a calibration; {told}"
-    return f"this machine is not calibrated for {torch.get_num_threads()} threads; {told}"
+        return f"{path.name} in the cache folder cannot be read as a calibration; {way_out}"
+    return f"this machine is not calibrated for {torch.get_num_threads()} threads; {way_out}"
 
 
 def calibrate() -> tuple[Calibration, Path]:
@@ -107,9 +99,9 @@ def calibrate() -> tuple[Calibration, Path]:
     for part, amount, seconds in _measured():
         rows.setdefault(part, []).append((amount, seconds))
     rates, errors = {}, []
-    for part, found in rows.items():
-        rates[part] = _fitted(*zip(*found, strict=True))
-        errors += [abs(seconds_by(rates[part], amount) / seconds - 1) for amount, seconds in found]
+    for part, calls in rows.items():
+        rates[part] = _fitted(*zip(*calls, strict=True))
+        errors += [abs(seconds_by(rates[part], amount) / seconds - 1) for amount, seconds in calls]
     error = statistics.median(errors)
     content = {"version": _VERSION, "threads": threads, "error": error, "rates": rates}
     path = _path()
@@ -120,52 +112,42 @@ def calibrate() -> tuple[Calibration, Path]:
 
 def _measured() -> Iterator[tuple[str, list[float], float]]:
     """Yields (part, its amounts, its seconds) for every probe."""
-    backends: list[tuple[str, Any, torch.dtype]] = []
-    if not cpu.reasons():
-        backends = [("cpu", cpu, torch.float32), ("cpu", cpu, torch.bfloat16)]
-    backends.append(("gather", gather, torch.float32))
-    for name, module, dtype in backends:
-        for probe in _probes() if name == "cpu" else _probes()[:10:2]:
-            yield from _of_probe(name, module, dtype, probe)
+    for probe in _PROBES[:10:2]:
+        yield from _measured_call("gather", gather, torch.float32, probe)
+    if cpu.reasons():
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        for probe in _PROBES:
+            yield from _measured_call("cpu", cpu, dtype, probe)
+            pattern, tokens, heads, _, head_dim = probe
             # Several threads share one kv head, which is another kind of backward pass.
-            if name == "cpu" and probe.tokens > 128 and torch.get_num_threads() > 1:
-                alone = probe._replace(heads=max(1, probe.heads // 2), kv_heads=1)
-                yield from _of_probe(name, module, dtype, alone)
+            if tokens > 128 and torch.get_num_threads() > 1:
+                one_kv_head = pattern, tokens, max(1, heads // 2), 1, head_dim
+                yield from _measured_call("cpu", cpu, dtype, one_kv_head)
 
 
-def _of_probe(
-    name: str, module: Any, dtype: torch.dtype, probe: _Probe
+def _measured_call(
+    name: str, backend: Any, dtype: torch.dtype, probe: _Probe
 ) -> Iterator[tuple[str, list[float], float]]:
-    frame = Frame.build(probe.tokens, probe.tokens, probe.heads, probe.kv_heads, 0)
-    size = default_block_size(probe.pattern, probe.tokens)
-    work = work_of(probe.pattern, frame, size)
-    layout = layout_cache.layout(probe.pattern, frame, size, torch.device("cpu"))
-    call = Call(1, probe.head_dim, dtype)
+    pattern, tokens, heads, kv_heads, head_dim = probe
+    frame = Frame.build(tokens, tokens, heads, kv_heads, 0)
+    size = default_block_size(pattern, tokens)
+    work, call = work_of(pattern, frame, size), Call(1, head_dim, dtype)
+    layout = layout_cache.layout(pattern, frame, size, torch.device("cpu"))
     query, key, value = (
-        torch.randn(1, heads, probe.tokens, probe.head_dim).to(dtype)
-        for heads in (probe.heads, probe.kv_heads, probe.kv_heads)
+        torch.randn(1, num, tokens, head_dim).to(dtype) for num in (heads, kv_heads, kv_heads)
     )
-    problem = Problem(layout, query, key, value, probe.head_dim**-0.5)
-    out, lse = module.forward(problem)
+    problem = Problem(layout, query, key, value, head_dim**-0.5)
+    out, lse = backend.forward(problem)
     grads = torch.randn_like(out), torch.zeros_like(lse)
-    parts = parts_of(name, work, call, True)
-    calls: tuple[Callable[[], object], ...] = (
-        lambda: module.forward(problem),
-        lambda: module.backward(problem, out, lse, *grads),
-    )
-    for part, run in zip(parts, calls, strict=True):
-        yield part, amounts(part, work, call), _seconds(run)
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    """Fastest of several timed calls after a warm-up; the minimum excludes interference."""
-    run()
-    found = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - start)
-    return min(found)
+    forward, backward = parts_of(name, work, call, True)
+    for part, run in (
+        (forward, lambda: backend.forward(problem)),
+        (backward, lambda: backend.backward(problem, out, lse, *grads)),
+    ):
+        # The first run warms up; the minimum of the others excludes interference.
+        seconds = min(timeit.repeat(run, number=1, repeat=1 + _ROUNDS)[1:])
+        yield part, amounts(part, work, call), seconds
 
 
 def _fitted(rows: tuple[list[float], ...], seconds: tuple[float, ...]) -> Rates:
@@ -173,13 +155,11 @@ def _fitted(rows: tuple[list[float], ...], seconds: tuple[float, ...]) -> Rates:
 
     Coordinate descent: each step finds the best rate of one kind while the others stay fixed.
     """
-    of = (
-        torch.tensor(rows, dtype=torch.float64)
-        / torch.tensor(seconds, dtype=torch.float64)[:, None]
-    )
-    scale = of.norm(dim=0).clamp(min=1e-300)
-    of = of / scale
-    product, target = of.T @ of, of.sum(0)
+    share = torch.tensor(rows, dtype=torch.float64)
+    share = share / torch.tensor(seconds, dtype=torch.float64)[:, None]
+    scale = share.norm(dim=0).clamp(min=1e-300)
+    share = share / scale
+    product, target = share.T @ share, share.sum(0)
     product = product + 1e-4 * torch.eye(len(KINDS), dtype=torch.float64)
     rate = torch.zeros(len(KINDS), dtype=torch.float64)
     for _ in range(2000):
@@ -206,20 +186,11 @@ def _read(path: Path, threads: int) -> Calibration | None:
     try:
         content = json.loads(read_file(path, _MOST_BYTES))
         rates = {
-            str(part): {kind: _rate(of_part[kind]) for kind in KINDS}
-            for part, of_part in content["rates"].items()
+            str(part): {kind: checked_number("rate", kinds[kind], 0) for kind in KINDS}
+            for part, kinds in content["rates"].items()
         }
         if content["version"] != _VERSION or content["threads"] != threads or not rates:
             return None
-        return Calibration(rates, threads, _rate(content["error"]))
+        return Calibration(rates, threads, checked_number("error", content["error"], 0))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-
-
-def _rate(value: object) -> float:
-    """Returns the value if it is a finite number >= 0; raises ValueError for any other."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"a rate must be a number, got {value!r}")
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"a rate must be 0 or more, got {value!r}")
-    return float(value)

@@ -207,7 +207,7 @@ def estimate(
 def estimate_of(scenario: Scenario) -> Estimate:
     """Predicts the costs of a scenario; errors and cost are those of `estimate`."""
     pattern, frame, machine = scenario.pattern, scenario._frame, scenario.machine
-    backend, block_size = _choices(scenario, frame)
+    backend, block_size = _backend_and_block_size(scenario, frame)
     work = work_of(pattern, frame, block_size, cut=backend == "cpu" and not build_failure())
     extrapolated = "" if work.known == "arithmetic" else f", {work.known}"
     pairs = work.pairs * scenario.num_heads * scenario.batch_size
@@ -227,11 +227,9 @@ def estimate_of(scenario: Scenario) -> Estimate:
         hint = "seconds are a bound by peaks: at least so long"
         if machine.link_bandwidth is not None and scenario.ranks > 1:
             link = Figure(max(received) / machine.link_bandwidth, machine.known)
-    arguments = vars(scenario) | {
-        "sharding": sharding, "backend": backend, "block_size": block_size
-    }  # fmt: skip
+    choices = {"sharding": sharding, "backend": backend, "block_size": block_size}
     return Estimate(
-        **arguments,
+        **vars(scenario) | choices,
         density=work.density,
         pairs=pairs,
         seconds=Figure(seconds.value * (balance / scenario.ranks), seconds.known + extrapolated),
@@ -245,7 +243,7 @@ def estimate_of(scenario: Scenario) -> Estimate:
     )
 
 
-def _choices(scenario: Scenario, frame: Frame) -> tuple[str, int]:
+def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]:
     """Returns the backend and the block size that would run.
 
     Raises: ValueError if costs of the backend are not known.

@@ -98,7 +98,7 @@ def _cpu_workspace(work: Work, call: Call, backward: bool) -> int:
         torch.empty(call.batch_size, heads, length, call.head_dim, dtype=call.dtype, device="meta")
         for heads, length in ((frame.num_heads, frame.q_len), (frame.num_kv_heads, frame.kv_len))
     )
-    group = frame.num_heads // max(1, frame.num_kv_heads)
+    group = frame.num_heads // frame.num_kv_heads
     counts = [
         float(x)
         for p in work.passes
@@ -107,9 +107,8 @@ def _cpu_workspace(work: Work, call: Call, backward: bool) -> int:
             p.entries, p.key_tiles_seen, p.ragged, p.pieces, p.pieces_by_key,
         )
     ]  # fmt: skip
-    by_head = takes_heads(work, call)
-    block = work.block_size
-    return int(library().workspace_bytes(query, key, key, block, counts, backward, by_head))
+    options = work.block_size, counts, backward, takes_heads(work, call)
+    return int(library().workspace_bytes(query, key, key, *options))
 
 
 def gather_memory(work: Work, call: Call, backward: bool) -> Memory:

@@ -25,18 +25,13 @@ so large that the allocator requests them from the system each time."""
 
 _NEW_EACH_TIME = 32 << 20  # bytes: glibc maps larger tensors each time, and zeroes every page
 
-_MODELLED = ("cpu", "gather")
-
 
 def parts_of(backend: str, work: Work, call: Call, backward: bool) -> tuple[str, ...]:
     """Names the parts of a call, as in the tables of rates."""
-    paired = backend != "gather" and multiplies_bfloat16(call.dtype)
-    dtype = "bfloat16" if paired else "float32"
-    parts = [f"{backend} {dtype} forward"]
-    if backward:
-        way = "heads" if backend == "gather" or takes_heads(work, call) else "tiles"
-        parts.append(f"{backend} {dtype} backward by {way}")
-    return tuple(parts)
+    in_bfloat16 = backend != "gather" and multiplies_bfloat16(call.dtype)
+    name = f"{backend} {'bfloat16' if in_bfloat16 else 'float32'}"
+    unit = "heads" if backend == "gather" or takes_heads(work, call) else "tiles"
+    return (f"{name} forward", *([f"{name} backward by {unit}"] if backward else []))
 
 
 def amounts(part: str, work: Work, call: Call) -> list[float]:
@@ -58,8 +53,9 @@ def amounts(part: str, work: Work, call: Call) -> list[float]:
     results = [heads * frame.q_len * size]
     if "backward" in part:
         results += 2 * [kv_heads * frame.kv_len * size]
-        uneven = _unevenness(kv_heads) if "heads" in part else 1.0
-        cells, entries, masked = cells * uneven, entries * uneven, masked * uneven
+        if "heads" in part:  # the busiest thread takes more whole kv heads than the mean
+            uneven = round_up(kv_heads, torch.get_num_threads()) / kv_heads
+            cells, entries, masked = cells * uneven, entries * uneven, masked * uneven
     return [
         1.0, heads * cells, heads * cells * d, heads * entries, heads * masked, rows * d,
         strided * d, rows * d * (len(work.passes) > 1), keys * d,
@@ -70,13 +66,8 @@ def amounts(part: str, work: Work, call: Call) -> list[float]:
 def multiplies_bfloat16(dtype: torch.dtype) -> bool:
     """Whether this machine multiplies a dtype in bfloat16."""
     features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    able = torch.backends.mkldnn.is_available() and features.get("avx512_f")
-    return dtype == torch.bfloat16 and bool(able)
-
-
-def _unevenness(kv_heads: int) -> float:
-    """Ratio of the busiest thread's work to the mean, where each thread takes whole kv heads."""
-    return round_up(kv_heads, torch.get_num_threads()) / max(1, kv_heads)
+    has_products = torch.backends.mkldnn.is_available() and features.get("avx512_f")
+    return dtype == torch.bfloat16 and bool(has_products)
 
 
 def seconds_of(
@@ -104,5 +95,5 @@ def default_seconds(work: Work, call: Call, backward: bool) -> float:
 
 def is_modelled(backend: str, work: Work) -> bool:
     """Whether the rates of a backend apply to passes of these shapes."""
-    group = work.frame.num_heads / max(1, work.frame.num_kv_heads)
-    return backend in _MODELLED and not any(is_walked(p, group) for p in work.passes)
+    group = work.frame.num_heads / work.frame.num_kv_heads
+    return backend in ("cpu", "gather") and not any(is_walked(p, group) for p in work.passes)
