@@ -173,8 +173,8 @@ class DilatedAttention(nn.Module):
             k, v = torch.cat((state["prev_key"], k), 2), torch.cat((state["prev_value"], v), 2)
         state["prev_key"], state["prev_value"] = k, v
         if self.xpos is not None:
-            q = rotated(q, self.xpos, first, first + N)
-            k = rotated(k, self.xpos, 0, first + N, downscale=True)
+            q = apply_xpos(q, self.xpos, first, first + N)
+            k = apply_xpos(k, self.xpos, 0, first + N, downscale=True)
         dropout = float(self.dropout) if self.training else 0.0
         out = attention(q, k, v, pattern, q_start=first, sink=sink, dropout_p=dropout)
         out = out.transpose(1, 2).reshape(B, N, E)
@@ -315,7 +315,7 @@ class XPos(nn.Module):
         self.register_buffer("scale", base)
 
 
-def rotated(
+def apply_xpos(
     x: Tensor, xpos: nn.Module, first: int, length: int, *, downscale: bool = False
 ) -> Tensor:
     """Rotates channels (2i, 2i + 1) of x [B, H, n, D] by position, and scales them.

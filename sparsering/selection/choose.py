@@ -1,6 +1,7 @@
 """`select_blocks`: picks the key blocks that each row attends to, by their scores."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,13 +80,13 @@ def select_blocks(
         )
     current = current_blocks(q_start // query_block, rows, query_block, block_size)
     scores = scores.detach().reshape(math.prod(outer), rows, blocks)
-    limits = k, top_p, sink, local, causal
+    best = partial(_best_blocks, k=k, top_p=top_p, sink=sink, local=local, causal=causal)
     if scores.device.type != "cpu" or torch.compiler.is_compiling() or not scores.numel():
-        chosen = _best_blocks(scores, current.to(scores.device), *limits)
+        chosen = best(scores, current.to(scores.device))
     else:
         step = max(1, _AT_A_TIME // (blocks * len(scores)))
         parts = zip(scores.split(step, 1), current.split(step), strict=True)
-        chosen = torch.cat([_best_blocks(*part, *limits) for part in parts], 1)
+        chosen = torch.cat([best(*part) for part in parts], 1)
     return chosen.view(*outer, rows, k)
 
 
@@ -119,8 +120,8 @@ def _best_blocks(
     if top_p is not None and top_p < 1 and blocks:
         highest = scores.amax(-1, keepdim=True).clamp(*_FINITE)
         mass = (scores.clamp(max=_FINITE[1]) - highest).exp()
-        each = mass.gather(-1, chosen.clamp(min=0)).double()
-        before = each.cumsum(-1) - each
+        weight = mass.gather(-1, chosen.clamp(min=0)).double()
+        before = weight.cumsum(-1) - weight
         limit = float(top_p) * mass.sum(-1, keepdim=True, dtype=torch.float64)
         chosen = torch.where((best > _LAST_SCORED) | (before < limit), chosen, -1)
     return pad(chosen, (0, k - chosen.shape[-1]), value=-1)

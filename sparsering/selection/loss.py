@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..checks import check_tensor
 from ..numerics import sum_dtype
-from .slots import checked_mass, checked_slots, counted
+from .slots import checked_mass, checked_slots, first_slots
 
 
 def selection_loss(
@@ -15,7 +15,7 @@ def selection_loss(
     *,
     row_weight: Tensor | None = None,
 ) -> Tensor:
-    """KL divergence of the attention mass that blocks received from the softmax of their scores.
+    """Computes the KL divergence of attention mass from the softmax of scores, both over blocks.
 
     `L = sum_r w_r KL(p_r || softmax(s_r)) / sum_r w_r` with `p_r = mass_r / sum(mass_r)`. The
     gradient of s_r is `w_r (softmax(s_r) - p_r) / sum_r w_r`. Slots of -1, repeats of a block and
@@ -75,7 +75,7 @@ def selection_loss(
     listed = torch.ones_like(score, dtype=torch.bool)
     if indices is not None:
         indices = checked_slots(indices, mass.shape)
-        listed = counted(indices, blocks)
+        listed = first_slots(indices, blocks)
         score = score.gather(3, torch.where(listed, indices, 0))
     listed = listed & (score != -torch.inf)
     log_share = torch.where(listed, score, torch.finfo(dtype).min).log_softmax(3)

@@ -22,7 +22,7 @@ def block_mass(
     scale: float | None = None,
     q_start: int | None = None,
 ) -> Tensor:
-    """The exact softmax mass of each listed block, summed over the queries of its row.
+    """Computes the exact softmax mass of each listed block, summed over the queries of its row.
 
     `mass[r, s] = sum_{q in row r} w_q sum_{k in block of slot s} e^{s_qk - lse_q}`, over the pairs
     of the pattern alone. SeerAttention, DSA and MSA approximate this mass or train on it. It is a

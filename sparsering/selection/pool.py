@@ -12,7 +12,7 @@ from ..patterns.arguments import checked_integer
 
 
 def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
-    """Means of windows of tokens; window c covers tokens `c * stride` to `c * stride + size - 1`.
+    """Averages windows of tokens; window c covers tokens `c * stride` to `c * stride + size - 1`.
 
     The last window averages the tokens that remain. Where `stride > size` it may lie past the end
     and is then 0. For causal attention to pooled keys, use `PooledCausal(size, stride)`.

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ..checks import check_group, refuse_meta
 from ..patterns.arguments import checked_integer, digest_of, is_finite, shortened
-from .slots import checked_mass, checked_slots, counted
+from .slots import checked_mass, checked_slots, first_slots
 
 UNIT = 1 << 32
 """Mass is summed as integers in units of 1 / UNIT, so that the order of a sum does not matter."""
 
 
 class PatternRefiner:
-    """A table of `k` blocks for each row, which swaps poor blocks for better ones.
+    """Keeps a table of `k` blocks for each row, and swaps poor blocks for better ones.
 
     It suits data where a row needs the same blocks in every example (images, video, tables). Text
     is not such data: choose blocks by content there.
@@ -132,7 +132,7 @@ class PatternRefiner:
         indices = checked_slots(indices, mass.shape)
         refuse_meta(mass, indices, named="mass and indices")
         mass, indices = mass.cpu(), indices.cpu()
-        valid = counted(indices, blocks)
+        valid = first_slots(indices, blocks)
         mass = torch.where(valid, mass, 0.0)
         if not bool((mass >= 0).all() & (mass < 1 << 20).all()):
             raise ValueError(
@@ -192,9 +192,9 @@ class PatternRefiner:
         """Restores the state from `state_dict`; ValueError if it is not one of this size."""
         own = self.state_dict()
         fits = isinstance(state, Mapping) and set(state) == set(own)
-        fits = fits and all(isinstance(x, Tensor) for x in state.values())
         if not fits or any(
-            state[name].shape != x.shape or state[name].dtype != x.dtype for name, x in own.items()
+            not isinstance(y := state[name], Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype)
+            for name, x in own.items()
         ):
             names = sorted(state) if isinstance(state, Mapping) else shortened(repr(state))
             raise ValueError(

@@ -67,16 +67,16 @@ class Schedule:
         if math.isnan(step):
             got = shortened(repr(argument))
             raise ValueError(f"step must be a number, got {got}; count steps from 0")
-        passed = sum(x <= step for x, _ in self.points)
-        if passed in (0, len(self.points)):
-            return float(self.points[passed - 1 if passed else 0][1])
-        (start, before), (end, after) = self.points[passed - 1 : passed + 1]
-        way = (step - start) / (end - start)
+        num_passed = sum(x <= step for x, _ in self.points)
+        if num_passed in (0, len(self.points)):
+            return float(self.points[num_passed - 1 if num_passed else 0][1])
+        (start, before), (end, after) = self.points[num_passed - 1 : num_passed + 1]
+        fraction = (step - start) / (end - start)
         if self.kind == "step":
-            way = 0.0
+            fraction = 0.0
         elif self.kind == "cosine":
-            way = (1 - math.cos(math.pi * way)) / 2
-        return before + way * (after - before)
+            fraction = (1 - math.cos(math.pi * fraction)) / 2
+        return before + fraction * (after - before)
 
 
 class GatedSchedule:

@@ -19,7 +19,7 @@ _AT_A_TIME = 1 << 24  # scores that are computed at a time, of all query heads
 
 
 class BlockScorer(nn.Module):
-    """Scores of key blocks for rows of queries, by learned projections.
+    """Scores blocks of keys for rows of queries, by learned projections.
 
     A block's keys are pooled by a softmax over them and projected. The score is the dot product
     with the projected query:
@@ -90,7 +90,7 @@ class BlockScorer(nn.Module):
         )
 
     def forward(self, query: Tensor, key: Tensor, *, q_start: int | None = None) -> Tensor:
-        """Scores of every block for every row.
+        """Scores every block for every row.
 
         Args:
             query: [B, Hq, Nq, D].
@@ -124,26 +124,26 @@ class BlockScorer(nn.Module):
             return self.scores_of(query, self.summaries(key), key, first)
 
     def summaries(self, key: Tensor) -> Tensor:
-        """Projected, pooled keys [B, Hkv, Nb, index_dim] of each block of keys [B, Hkv, Nk, D]."""
+        """Pools and projects each block of keys [B, Hkv, Nk, D]: [B, Hkv, Nb, index_dim]."""
         keys, is_real = _in_blocks(key, self.block_size)
         return _pooled(self._gate(keys), keys, is_real) @ self.project_key.to(key.dtype).mT
 
     def _gate(self, keys: Tensor) -> Tensor:
-        """Pooling logits [B, Hkv, Nb, size] of keys [B, Hkv, Nb, size, D]."""
+        """Returns pooling logits [B, Hkv, Nb, size] of keys [B, Hkv, Nb, size, D]."""
         return (keys @ self.pool.to(keys.dtype)[:, None, :, None])[..., 0]
 
     def scores_of(
-        self, query: Tensor, pooled: Tensor, key: Tensor, first: int, before: int = 0
+        self, query: Tensor, pooled: Tensor, key: Tensor, first: int, num_skipped: int = 0
     ) -> Tensor:
-        """Scores [B, Hkv, R, Nb] from summaries of the blocks; all inputs have the same dtype.
+        """Computes scores [B, Hkv, R, Nb] from summaries of the blocks; inputs share a dtype.
 
         Args:
             query: [B, Hq, Nq, D].
             pooled: [B, Hkv, Nb, index_dim], `summaries` of the keys. Where causal, a query ignores
                 the summaries of its own block and of later ones.
-            key: [B, Hkv, Nk, D], the keys without those of the first `before` blocks.
+            key: [B, Hkv, Nk, D], the keys without those of the first `num_skipped` blocks.
             first: the first query's position.
-            before: number of blocks left out of `key`, all before the first query's own block.
+            num_skipped: number of blocks left out of `key`, all before the first query's own block.
         """
         dtype, (batch, heads, q_len) = query.dtype, query.shape[:3]
         size, kv_heads, blocks = self.block_size, key.shape[1], pooled.shape[2]
@@ -155,7 +155,7 @@ class BlockScorer(nn.Module):
         if self.causal and q_len and blocks:  # pool each query's own block up to the query
             begin = min(first // size, blocks - 1)
             end = min((first + q_len - 1) // size, blocks - 1) + 1
-            own_keys = key[:, :, (begin - before) * size : (end - before) * size]
+            own_keys = key[:, :, (begin - num_skipped) * size : (end - num_skipped) * size]
             keys, is_real = _in_blocks(own_keys, size)
             triangle = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
             gate = self._gate(keys)[:, :, :, None]
@@ -176,7 +176,7 @@ class BlockScorer(nn.Module):
         return torch.cat(parts, 2)
 
     def _score_rows(self, query: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
-        """Scores [B, Hkv, R, Nb] of some rows: log of the sum of their queries' softmaxes."""
+        """Scores some rows, [B, Hkv, R, Nb]: log of the sum of their queries' softmaxes."""
         q_len, blocks, step = query.shape[3], pooled.shape[2], self.query_block
         lowest = torch.finfo(query.dtype).min
         score = query @ pooled.mT[:, :, None]  # [B, Hkv, G, Nq, Nb]

@@ -165,9 +165,8 @@ def _write_by_kernel(
     """Writes the scores of a span by the C++ kernel; returns False if shares underflowed."""
     # the kernel takes the share of real tokens in each part of a last block that is not whole
     last = (estimate.counts()[-1] / estimate.part).float() if estimate.ragged else None
-    tensors = map(in_memory, (query, estimate.feature, estimate.keys))
     underflow = cpu.block_shares(
-        *tensors, last, out,
+        in_memory(query), in_memory(estimate.feature), in_memory(estimate.keys), last, out,
         features=estimate.method, scale=scale, log_part=math.log(estimate.part),
         blocks=estimate.num_blocks, length=estimate.length, first_own=estimate.first_own,
         first_query=span.first, first=span.block, offset=span.offset, count=span.blocks,

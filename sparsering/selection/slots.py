@@ -8,15 +8,15 @@ from ..numerics import sum_dtype
 
 
 def listed_blocks(indices: Tensor, num_blocks: int) -> Tensor:
-    """Mask [B or 1, H or 1, R, num_blocks] of the blocks that rows list in indices [.., R, k]."""
+    """Marks the blocks that indices [.., R, k] list: bool [B or 1, H or 1, R, num_blocks]."""
     indices = indices.view((1,) * (4 - indices.dim()) + indices.shape)
     valid = (indices >= 0) & (indices < num_blocks)
     mask = indices.new_zeros(*indices.shape[:3], num_blocks + 1, dtype=torch.bool)
     return mask.scatter(3, torch.where(valid, indices, num_blocks), True)[..., :num_blocks]
 
 
-def counted(indices: Tensor, num_blocks: int) -> Tensor:
-    """Mask [..., k] of slots that list a block 0 .. num_blocks - 1, and are the first to do so."""
+def first_slots(indices: Tensor, num_blocks: int) -> Tensor:
+    """Marks the slots that are the first to list their block, of 0 .. num_blocks - 1: [..., k]."""
     ordered, order = indices.sort(dim=-1, stable=True)
     repeated = torch.zeros_like(ordered, dtype=torch.bool)
     repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
@@ -25,7 +25,7 @@ def counted(indices: Tensor, num_blocks: int) -> Tensor:
 
 
 def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
-    """Mass [B, heads, R, m], summed over each group of heads; ValueError where it does not fit."""
+    """Sums mass over each group of heads: [B, heads, R, m]; ValueError where it does not fit."""
     check_tensor("mass", mass, "[batch, heads, rows, slots]")
     group = mass.shape[1] // max(1, heads) if mass.dim() == 4 else 0
     fits = mass.dim() == 4 and mass.is_floating_point() and mass.shape[1:3] == (group * heads, rows)

@@ -50,8 +50,8 @@ DEFECTS = {
     "top_p keeps one block less": (
         "selections",
         "selection/choose.py",
-        "before = each.cumsum(-1) - each",
-        "before = each.cumsum(-1)",
+        "before = weight.cumsum(-1) - weight",
+        "before = weight.cumsum(-1)",
     ),
 }
 

@@ -12,11 +12,9 @@ from ...patterns.keys import KeyMask
 from .bias import depends_on_distance, distance_table, is_zero, once
 from .config import pattern_of
 from .dense import as_bool, check_mask, dense_attention
-from .masks import ModelMask, mask_interface
+from .masks import Inputs, ModelMask, mask_interface
 from .override import attend_pattern
 from .sparse_cache import attend_cached, cache_layer_of
-
-Inputs = tuple[Tensor, Tensor, Tensor]
 
 # Models and trainers pass these keywords along; they change no score.
 _HARMLESS = {
@@ -106,11 +104,7 @@ def attention_function(
 
 
 def _attend_masked(
-    module: Any,
-    inputs: Inputs,
-    mask: ModelMask,
-    bias: Tensor | None,
-    extras: dict[str, Any],
+    module: Any, inputs: Inputs, mask: ModelMask, bias: Tensor | None, extras: dict[str, Any]
 ) -> Tensor:
     """Attends over the layer's pattern or, without one, over the model's mask."""
     pattern = pattern_of(module)
@@ -174,14 +168,9 @@ def _mask_by_default(module: Any, query: Tensor, key: Tensor, causal: bool | Non
             f"a causal module needs a mask for {q_len} queries of {kv_len} keys, got None; pass "
             "the model's attention_mask, or is_causal=False"
         )
-    return mask_interface(
-        len(query),
-        q_len,
-        kv_len,
-        kv_len - q_len if causal else 0,
-        mask_function=causal_mask_function if causal else bidirectional_mask_function,
-        device=query.device,
-    )
+    lengths = q_len, kv_len, kv_len - q_len if causal else 0
+    function = causal_mask_function if causal else bidirectional_mask_function
+    return mask_interface(len(query), *lengths, mask_function=function, device=query.device)
 
 
 def _check_keywords(keywords: dict[str, Any]) -> None:
@@ -207,18 +196,17 @@ def _with_documents(
     mask: ModelMask | Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, batch: int
 ) -> ModelMask:
     """Adds documents by their cumulative lengths, as trainers pass them for flash attention."""
-    compiling = torch.compiler.is_compiling()
-    whole = isinstance(mask, ModelMask) and mask.kind is not None and mask.shape[2] == mask.shape[3]
-    same = cu_q is not None and cu_k is not None and cu_q.shape == cu_k.shape
-    if not whole or batch != 1 or not same or not (compiling or torch.equal(cu_q, cu_k)):
-        raise NotImplementedError(
-            '"sparsering" attention takes cu_seq_lens_q and cu_seq_lens_k for a single row of '
-            "whole documents, without a cache, both the same; give position_ids that restart"
-        )
-    assert isinstance(mask, ModelMask) and cu_q is not None
-    key = torch.arange(mask.shape[3], device=cu_q.device)
-    ids = torch.searchsorted(cu_q[1:].long().contiguous(), key, right=True)[None]
-    return once(mask, "cu_seq_lens", lambda: mask.with_documents(ids))
+    if isinstance(mask, ModelMask) and mask.kind and cu_q is not None and cu_k is not None:
+        same = cu_q.shape == cu_k.shape
+        same = same and (torch.compiler.is_compiling() or torch.equal(cu_q, cu_k))
+        if same and batch == 1 and mask.shape[2] == mask.shape[3]:
+            key = torch.arange(mask.shape[3], device=cu_q.device)
+            ids = torch.searchsorted(cu_q[1:].long().contiguous(), key, right=True)[None]
+            return once(mask, "cu_seq_lens", lambda: mask.with_documents(ids))
+    raise NotImplementedError(
+        '"sparsering" attention takes cu_seq_lens_q and cu_seq_lens_k for a single row of whole '
+        "documents, without a cache, both the same; give position_ids that restart"
+    )
 
 
 def _check_mask(mask: ModelMask, query: Tensor, key: Tensor, position_ids: Tensor | None) -> None:

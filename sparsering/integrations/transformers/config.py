@@ -87,7 +87,8 @@ def pattern_of(module: Any) -> Pattern | None:
         return None
     index, types = getattr(module, "layer_idx", None), types_of(module.config)
     has_type = isinstance(index, int) and index < len(types)
-    text = text_for(texts, index, types[index] if has_type else "full_attention")
+    kind = types[index] if has_type else "full_attention"  # type: ignore[index]
+    text = text_for(texts, index, kind)
     if text is None:
         return None
     return _patterns[text] if text in _patterns else parse(text)

@@ -79,14 +79,14 @@ def as_bool(mask: Tensor) -> Tensor | None:
 
 def check_mask(mask: Tensor, query: Tensor, key: Tensor) -> None:
     """Raises ValueError if a tensor does not fit as the mask of a call's pairs."""
-    wanted = (*query.shape[:3], key.shape[2])
+    shape = (*query.shape[:3], key.shape[2])
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             "a 4-D attention_mask must be bool (True = may attend) or floating point (added to "
             f"scores), got {mask.dtype}; of ones and zeros .bool() makes one"
         )
-    if mask.dim() != 4 or any(a not in (1, b) for a, b in zip(mask.shape, wanted, strict=True)):
+    if mask.dim() != 4 or any(a not in (1, b) for a, b in zip(mask.shape, shape, strict=True)):
         raise ValueError(
-            f"attention_mask must broadcast to [batch, heads, queries, keys] {wanted}, got "
+            f"attention_mask must broadcast to [batch, heads, queries, keys] {shape}, got "
             f"{tuple(mask.shape)}; slice it as the keys"
         )

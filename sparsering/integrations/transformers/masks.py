@@ -18,7 +18,9 @@ from ...patterns.algebra import Mask
 from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Dilated, Full, SlidingWindow
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
-from .runs import SameRun, joined, several_runs
+from .runs import SameRun, common_runs, several_runs
+
+Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(eq=False, repr=False)
@@ -103,8 +105,8 @@ class ModelMask:
 
     def with_documents(self, ids: Tensor) -> "ModelMask":
         """Returns this mask restricted to documents, given by their numbers [1, keys]."""
-        documents = ids if self.documents is None else joined(ids, self.documents)
-        runs = documents if self.runs is None else joined(documents, self.runs)
+        documents = ids if self.documents is None else common_runs(ids, self.documents)
+        runs = documents if self.runs is None else common_runs(documents, self.runs)
         place = self.shape, self.q_start, self.kv_start
         return ModelMask(*place, self.kind, documents, runs, self.padding, self.dense, self.visible)
 
@@ -155,13 +157,12 @@ def mask_interface(
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()  # a static cache advances it before the layer attends
     padding = _padding(attention_mask, kv_length + kv_offset)
+    keys = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset}
     dense = partial(
         masking_utils.sdpa_mask,
-        batch_size=batch_size,
+        **keys,
         q_length=q_length,
-        kv_length=kv_length,
         q_offset=q_offset,
-        kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,
         device=device,
@@ -170,7 +171,6 @@ def mask_interface(
         allow_is_bidirectional_skip=False,
     )
     visible = dense()[:, 0, 0] if isinstance(q_offset, Tensor) and q_length == 1 else None
-    keys = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset}
     if torch.compiler.is_compiling():
         kind = recognise_inside_compile(mask_function, local_size, config, keywords)
         documents = runs = None

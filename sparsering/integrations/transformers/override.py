@@ -18,16 +18,12 @@ from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Full, SlidingWindow
 from .bias import once
 from .config import parts_of
-from .masks import ModelMask
+from .masks import Inputs, ModelMask
 from .runs import InRuns, SameRun, several_runs
 
 
 def attend_pattern(
-    pattern: Pattern,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    mask: ModelMask,
-    q_start: int,
-    extras: dict[str, Any],
+    pattern: Pattern, inputs: Inputs, mask: ModelMask, q_start: int, extras: dict[str, Any]
 ) -> Tensor:
     """Attends over a pattern within a mask of a recognised kind; returns [B, Hq, Nq, Dv].
 
@@ -37,8 +33,13 @@ def attend_pattern(
     query, key, _ = inputs
     kind, kv_len = mask.kind, key.shape[2]
     assert kind is not None
-    if q_start + mask.kv_start > 0:
-        _check_any_length(pattern)
+    in_steps = q_start + mask.kv_start > 0
+    if in_steps and any(isinstance(part, RandomBlocks) for part in parts_of(pattern)):
+        raise ValueError(
+            "tokens that come in steps need a pattern that is the same at every length, got "
+            f"{shortened(str(pattern))}; its blocks are drawn for a whole sequence: call the model "
+            "with use_cache=False"
+        )
     if kind.causal:
         pattern = looking_back(pattern)
     elif not torch.compiler.is_compiling() and query.shape[2] != kv_len:
@@ -78,11 +79,7 @@ def _looking_back(pattern: Pattern) -> Pattern:
 
 
 def _attend(
-    pattern: Pattern,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    valid: Tensor | None,
-    q_start: int,
-    extras: dict[str, Any],
+    pattern: Pattern, inputs: Inputs, valid: Tensor | None, q_start: int, extras: dict[str, Any]
 ) -> Tensor:
     pattern = pattern if valid is None else pattern & KeyMask(valid)
     return attention(*inputs, pattern, q_start=q_start, **extras)
@@ -99,7 +96,7 @@ def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
 
 def _attend_rows(
     pattern: Pattern,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: Inputs,
     ids: Tensor,
     valid: Tensor | None,
     q_start: int,
@@ -127,16 +124,6 @@ def _is_shift_invariant(pattern: Pattern) -> bool:
     if isinstance(pattern, And | Or | Mixture):
         return all(_is_shift_invariant(mask) for mask in pattern.masks)
     return isinstance(pattern, Causal | Full | SlidingWindow)
-
-
-def _check_any_length(pattern: Pattern) -> None:
-    """Raises ValueError for a pattern that depends on the whole length, unknown to a step."""
-    if any(isinstance(part, RandomBlocks) for part in parts_of(pattern)):
-        raise ValueError(
-            "tokens that come in steps need a pattern that is the same at every length, got "
-            f"{shortened(str(pattern))}; its blocks are drawn for a whole sequence: call the model "
-            "with use_cache=False"
-        )
 
 
 def _check_dropped(

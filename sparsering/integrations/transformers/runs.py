@@ -74,15 +74,15 @@ add_constructor("SameRun", SameRun)
 add_constructor("InRuns", InRuns)
 
 
-def joined(*ids: Tensor) -> Tensor:
+def common_runs(*ids: Tensor) -> Tensor:
     """Numbers the runs in which all of several ids [B or 1, Nk] stay constant: [B or 1, Nk]."""
     starts = reduce(torch.logical_or, (x[:, 1:] != x[:, :-1] for x in ids))
     return torch.nn.functional.pad(starts, (1, 0)).cumsum(1)
 
 
 def several_runs(*ids: Tensor) -> Tensor | None:
-    """Numbers the runs as `joined`; None for a single run, which torch.compile cannot know."""
+    """Numbers the runs as `common_runs`; None for a single run, which torch.compile cannot know."""
     if not ids:
         return None
-    runs = joined(*ids)
+    runs = common_runs(*ids)
     return runs if torch.compiler.is_compiling() or bool(runs[:, -1:].any()) else None

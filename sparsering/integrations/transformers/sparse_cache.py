@@ -14,7 +14,7 @@ from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from .bias import once
 from .config import NAME, decoder_config, layer_patterns, types_of
-from .masks import ModelMask
+from .masks import Inputs, ModelMask
 from .override import looking_back
 
 _NOTE = "_sparsering_layer"
@@ -56,24 +56,14 @@ class SparseLayer(CacheLayerMixin):
         setattr(key_states, _NOTE, self)
         return key_states, value_states
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lengths: list[int] | None,
-        extras: dict[str, Any],
-    ) -> Tensor:
+    def attend(self, inputs: Inputs, lengths: list[int] | None, extras: dict[str, Any]) -> Tensor:
         """Attends with the first `lengths[b]` new tokens of each row b; returns [B, Hq, n, Dv]."""
+        query, key, value = inputs
         if self.kv_cache is None:
+            sizes, value_dim = (len(key), key.shape[1], key.shape[3]), value.shape[3]
+            heads, rollback = query.shape[1], self.rollback
             self.kv_cache = KVCache(
-                self.pattern,
-                len(key),
-                key.shape[1],
-                key.shape[3],
-                num_heads=query.shape[1],
-                value_dim=value.shape[3],
-                rollback=self.rollback,
+                self.pattern, *sizes, num_heads=heads, value_dim=value_dim, rollback=rollback
             )
         # Defaults are left out because `KVCache` checks steps without options only once.
         options = {name: x for name, x in extras.items() if x is not None}
@@ -129,7 +119,7 @@ def cache_layer_of(key: Tensor) -> SparseLayer | None:
 def attend_cached(
     layer: SparseLayer,
     pattern: Pattern | None,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: Inputs,
     mask: ModelMask,
     bias: Tensor | None,
     extras: dict[str, Any],
@@ -145,19 +135,19 @@ def attend_cached(
             f"a SparseCache goes with masks of causality, windows, chunks and padding, got {got}; "
             "use the default cache"
         )
-    wanted = mask.own_causal() if pattern is None else looking_back(pattern)
-    if layer.pattern != wanted:
+    expected = mask.own_causal() if pattern is None else looking_back(pattern)
+    if layer.pattern != expected:
         raise ValueError(
             f"the SparseCache holds what {shortened(str(layer.pattern))} visits, but the layer now "
-            f"has {shortened(str(wanted))}; make another cache after apply"
+            f"has {shortened(str(expected))}; make another cache after apply"
         )
     n = inputs[0].shape[2]
     padding = once(mask, "padding", lambda: _real_first(mask, n))
     if padding is None:
-        return layer.attend(*inputs, None, extras)
+        return layer.attend(inputs, None, extras)
     order, inverse, lengths = padding
     query, key, value = (_reorder(x, order) for x in inputs)
-    return _reorder(layer.attend(query, key, value, lengths, extras), inverse)
+    return _reorder(layer.attend((query, key, value), lengths, extras), inverse)
 
 
 def _real_first(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] | None:
