@@ -3,13 +3,13 @@
 `pytest --hypothesis-profile=explore` draws fresh hypothesis examples instead of the fixed ones.
 """
 
-import functools
 import os
 from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
 import torch
+from poison import poisoned
 from torch import Tensor
 
 os.environ["OMP_NUM_THREADS"] = "1"  # also of what tests start: two wait for each other, mostly
@@ -48,21 +48,6 @@ def threads() -> Iterator[None]:
     number = torch.get_num_threads()
     yield
     torch.set_num_threads(number)
-
-
-def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`allocate`, its floating memory filled with NaN and its integers with their largest value."""
-
-    @functools.wraps(allocate)
-    def allocate_and_fill(*args, **kwargs) -> Tensor:
-        out = allocate(*args, **kwargs)
-        if out.layout is not torch.strided or out.dtype is torch.bool:
-            return out
-        is_integer = not (out.is_floating_point() or out.is_complex())
-        with torch.no_grad():
-            return out.fill_(torch.iinfo(out.dtype).max if is_integer else float("nan"))
-
-    return allocate_and_fill
 
 
 @pytest.fixture(autouse=True, scope="session")

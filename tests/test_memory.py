@@ -20,7 +20,7 @@ import sparsering as sr
 
 WORKSPACE = 16 << 20
 WIDTH = 32
-LENGTHS = (16 << 10, 32 << 10, 64 << 10)
+LENGTHS = (8 << 10, 16 << 10, 32 << 10)
 FLOAT = 4
 
 PATTERNS = {
@@ -146,9 +146,9 @@ def test_a_smaller_workspace_takes_less_memory():
     args = inputs(LENGTHS[0])
     pattern = PATTERNS["window"]
     peaks = []
-    for limit in (64 << 20, 16 << 20, 4 << 20, 1 << 20):
+    forward(args, pattern)  # builds the layout, which stays
+    for limit in (64 << 20, 8 << 20, 1 << 20):
         with workspace(limit):
-            forward(args, pattern)
             peaks.append(measure(lambda: forward_and_backward(args, pattern)).peak)
             assert peaks[-1] <= tensors_backward(LENGTHS[0]) + limit
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > 2 * peaks[-1]

@@ -22,6 +22,7 @@ from oracles.attention_oracle import (
     inputs,
     random_table,
 )
+from thinned import thinned
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -110,22 +111,18 @@ BACKENDS_OPCHECKED = [(name, "gather") for name in OPCHECKED] + [
 ]
 
 
-@pytest.mark.parametrize(("name", "backend"), BACKENDS_OPCHECKED)
-def test_attention_passes_opcheck(name, backend):
+@pytest.mark.parametrize("called", thinned(2, BACKENDS_OPCHECKED), ids=str)
+def test_attention_passes_opcheck(called):
+    name, backend = called
     case, pattern, dtype, with_bias, *rest = OPCHECKED[name]
     rest = [*(rest or [16]), True, backend, "extra" in name]
     args = operator_arguments(case, pattern, dtype, with_bias, *rest)
     torch.library.opcheck(torch.ops.sparsering.attention.default, args)
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        pytest.param(*case, marks=pytest.mark.slow if i % 2 else ())
-        for i, case in enumerate(BACKENDS_OPCHECKED)
-    ],
-)
-def test_attention_backward_passes_opcheck(name, backend):
+@pytest.mark.parametrize("called", thinned(3, BACKENDS_OPCHECKED), ids=str)
+def test_attention_backward_passes_opcheck(called):
+    name, backend = called
     case, pattern, dtype, with_bias, *rest = OPCHECKED[name]
     rest = [*(rest or [16]), False, backend, "extra" in name]
     args = operator_arguments(case, pattern, dtype, with_bias, *rest)

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from oracles.extras_oracle import attend_with_extras, branches_of
+from thinned import thinned
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsering as sr
@@ -107,13 +108,7 @@ EXTRAS = {"softcap": 3.0, "dropout_p": 0.3, "dropout_seed": 5}
 
 
 @pytest.mark.parametrize(
-    ("rows", "joined", "backend"),
-    [
-        pytest.param(rows, joined, backend, marks=() if (i + j + k) % 5 == 0 else pytest.mark.slow)
-        for i, rows in enumerate(ROWS)
-        for j, joined in enumerate(JOINED)
-        for k, backend in enumerate(("reference", "gather", "cpu"))
-    ],
+    ("rows", "joined", "backend"), thinned(8, ROWS, JOINED, ("reference", "gather", "cpu"))
 )
 def test_slot_bias_forward_and_backward(rows, joined, backend):
     chosen, inputs = drawn(*rows, heads=(1, 2, 4)[rows[0] % 3])
@@ -135,7 +130,7 @@ def test_slot_bias_forward_and_backward(rows, joined, backend):
 
 
 def test_slot_bias_in_kernels_of_triton():
-    chosen, inputs = drawn(4, 7, 32, 21)
+    chosen, inputs = drawn(4, 10, 32, 9)
     leaves = [x.requires_grad_() for x in inputs]
     expected = oracle(chosen & sr.Causal(), chosen, leaves[:3], leaves[3])
     of_expected = gradients(*expected, leaves)
@@ -173,11 +168,15 @@ def test_a_block_of_several_tiles_has_one_bias():
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["gather", "cpu", "backward"])
 @pytest.mark.parametrize(
-    "joined", ["causal", "beside a window", "in a mixture", "in packed documents"]
+    ("rows", "joined", "backend"),
+    thinned(
+        3,
+        ROWS,
+        ["causal", "beside a window", "in a mixture", "in packed documents"],
+        ["gather", "cpu", "backward"],
+    ),
 )
-@pytest.mark.parametrize("rows", ROWS)
 def test_the_mass_of_each_slot(rows, joined, backend, monkeypatch):
     """By dense weights, with a weight of each query, against the whole softmax or a joint one."""
     if backend == "backward":

@@ -42,7 +42,7 @@ PATTERNS = [
     ("each_backend", "pattern", "where"),
     [
         pytest.param(backend, pattern, where, marks=() if i < fast else pytest.mark.slow)
-        for backend, fast in (("gather", 2), ("cpu", 3), ("triton", 1))
+        for backend, fast in (("gather", 1), ("cpu", 2), ("triton", 1))
         for i, pattern in enumerate(PATTERNS)
         for where in ("key", "value")
     ],
@@ -88,15 +88,15 @@ def test_nan_in_the_first_key_reaches_out_and_lse_of_all_that_see_it(each_backen
 
 
 def test_nan_and_inf_reach_only_the_gradients_of_rows_that_visit_their_tile(each_backend):
-    length = 64 if each_backend == "triton" else 100
+    length = 52 if each_backend == "triton" else 100
     case = Case(1, 2, 1, length, length, 8, 8, 16)
     pattern = sr.Causal() & sr.SlidingWindow(30)
     rows = visiting_rows(pattern, case, 0, 50)
+    args = inputs(case, torch.float32)
+    dq = gradients(attend(*args, pattern, block_size=16), args)[0]
     for where in (1, 2):
-        args = inputs(case, torch.float32)
         spoilt = [x.detach().clone() for x in args]
         spoilt[where][:, :, 50] = math.nan
         spoilt = [x.requires_grad_() for x in spoilt]
-        dq = gradients(attend(*args, pattern, block_size=16), args)[0]
         got = gradients(attend(*spoilt, pattern, block_size=16), spoilt)[0]
         assert torch.equal(got[:, :, ~rows], dq[:, :, ~rows])

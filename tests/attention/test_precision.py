@@ -85,7 +85,12 @@ def assert_at_most_twice_the_eager_error(
         DTYPES,
         PRECISION_PATTERNS,
         fast=lambda backend, dtype, name: (
-            dtype != torch.float16 and (backend != "triton" or name == "mixture under masks")
+            dtype != torch.float16
+            and (
+                name == "mixture under masks"
+                if backend == "triton"
+                else PRECISION_PATTERNS.index(name) % 2 == (backend == "cpu")
+            )
         ),
     ),
     indirect=["each_backend"],
@@ -100,7 +105,7 @@ def test_error_is_at_most_twice_that_of_dense_attention_in_the_dtype(name, dtype
 @pytest.mark.usefixtures("each_cpu_backend")
 @pytest.mark.parametrize("dtype", LOWER, ids=str)
 def test_error_of_long_rows_is_at_most_twice_that_of_dense_attention(dtype):
-    case = Case(1, 1, 1, 1500, 1500, 32, 32, 64)
+    case = Case(1, 1, 1, 1000, 1000, 32, 32, 64)
     for pattern in (sr.LongNet((64, 256, 2000), (1, 2, 4)) & sr.Causal(), sr.Full()):
         assert_at_most_twice_the_eager_error(pattern, case, dtype)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from oracles.attention_oracle import assert_close
+from thinned import thinned
 from torch import Tensor
 
 import sparsering as sr
@@ -15,6 +16,7 @@ VALID = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(1)) < 
 TABLE = torch.rand(BATCH, HEADS, 6, 6, generator=torch.Generator().manual_seed(2)) < 0.6
 CHOSEN = torch.randint(0, 6, (BATCH, KV_HEADS, 6, 3), generator=torch.Generator().manual_seed(3))
 PARTS = ((10, 40, 46), (50, 16, 30))
+BACKENDS = ("reference", "gather", "cpu")
 
 OF_ENTRIES: dict[str, sr.Pattern] = {
     "key padding": sr.SlidingWindow(30) & sr.KeyPadding((90, 70)),
@@ -87,8 +89,7 @@ PADDED_STEPS = [([7, 7], 9), *[([1, 1], 3)] * 20, ([0, 0], 2), ([5, 5], 16), ([2
 UNLIKE_STEPS = [([20, 31], 33), *[([1, 1], 1)] * 20, ([0, 7], 7), ([9, 2], 9), ([1, 1], 2)]
 
 
-@pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize(("name", "backend"), thinned(3, ALIKE, BACKENDS))
 def test_padding_behind_as_many_new_tokens_of_each_entry_does_not_count(name, backend):
     dtype, tolerance = (torch.float32, 3e-6) if backend == "cpu" else (torch.float64, 1e-12)
     cache, x = cache_of(ALIKE[name]), sequence(dtype)
@@ -112,8 +113,7 @@ def test_a_sink_of_each_query_goes_with_padding():
         assert not got[:, :, new:].any()
 
 
-@pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])
-@pytest.mark.parametrize("name", OF_ENTRIES)
+@pytest.mark.parametrize(("name", "backend"), thinned(3, OF_ENTRIES, BACKENDS))
 def test_unlike_lengths_of_a_pattern_with_a_table_for_each_entry(name, backend):
     dtype, tolerance = (torch.float32, 3e-6) if backend == "cpu" else (torch.float64, 1e-12)
     cache = cache_of(OF_ENTRIES[name])

@@ -100,8 +100,9 @@ CASES: dict[str, tuple[Callable[..., sr.KVCache], tuple[int, ...], Callable[...,
 }
 
 
+@pytest.mark.parametrize("points", [12, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
-def test_what_raises_anywhere_is_done_whole_or_not_at_all(name):
+def test_what_raises_anywhere_is_done_whole_or_not_at_all(name, points):
     make, parts, call = CASES[name]
     call(make(parts))  # so that layouts are there, or the first call would run more lines
     cache = make(parts)
@@ -114,7 +115,7 @@ def test_what_raises_anywhere_is_done_whole_or_not_at_all(name):
         call(cache)
     allowed.append(state(cache))
     lines = range(1, count[0] + 1)
-    for line in lines[:: 1 + len(lines) // 40]:
+    for line in lines[:: 1 + len(lines) // points]:
         cache = make(parts)
         with raising_at(line), pytest.raises(Raised):
             call(cache)

@@ -12,6 +12,7 @@ from oracles.attention_oracle import PATTERNS, Case, assert_same_attention, grad
 from oracles.ring_oracle import plan_of
 from oracles.strategies import examples, scenes, specs
 from ring_workers import MAX_WORLD, Workers, groups
+from thinned import thinned
 from torch import Tensor
 
 import sparsering as sr
@@ -31,14 +32,7 @@ def workers() -> Iterator[Workers]:
 SHARDINGS = ("contiguous", "zigzag", "chunks:2,0,1,1,0,0,2")
 
 
-@pytest.mark.parametrize(
-    ("name", "sharding"),
-    [
-        pytest.param(name, sharding, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
-        for i, name in enumerate(PATTERNS)
-        for j, sharding in enumerate(SHARDINGS)
-    ],
-)
+@pytest.mark.parametrize(("name", "sharding"), thinned(5, PATTERNS, SHARDINGS))
 def test_simulated_ranks_compute_what_one_process_does(name, sharding):
     pattern = PATTERNS[name](CASE)
     own = inputs(CASE)
@@ -47,7 +41,7 @@ def test_simulated_ranks_compute_what_one_process_does(name, sharding):
     assert_same_attention(got, expected, own, forward=1e-12, backward=1e-12)
 
 
-@examples(15, 40, st.data())
+@examples(8, 40, st.data())
 def test_simulated_ranks_with_any_expression(data):
     scene = data.draw(scenes(max_length=50, max_heads=4))
     scene = replace(scene, q_len=scene.kv_len, q_start=0)
@@ -113,12 +107,12 @@ def _result_shapes(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 WORLDS = {
-    "longnet": range(1, MAX_WORLD + 1),
-    "causal": (1, 2, 8),
-    "global tokens": (2, 8),
-    "documents": (2, 5),
-    "random blocks": (4, 8),
-    "key padding": (5, 6),
+    "longnet": (1, 2, 5, 8),
+    "causal": (2,),
+    "global tokens": (8,),
+    "documents": (5,),
+    "random blocks": (4,),
+    "key padding": (6,),
 }
 WORLDS_OF_PATTERNS = [
     pytest.param(
@@ -128,7 +122,7 @@ WORLDS_OF_PATTERNS = [
     )
     for i, name in enumerate(PATTERNS)
     for world in range(1, MAX_WORLD + 1)
-    for fast in [world == 3 and i % 2]
+    for fast in [world == 3 and i % 4 == 1]
 ]
 
 
@@ -208,7 +202,13 @@ def run_shards(
 
 
 @pytest.mark.parametrize(
-    "name", ("causal", "global tokens", "longnet", "blocks of each batch entry")
+    "name",
+    [
+        pytest.param("causal", marks=pytest.mark.slow),
+        "global tokens",
+        pytest.param("longnet", marks=pytest.mark.slow),
+        "blocks of each batch entry",
+    ],
 )
 def test_offloaded_keys_give_the_same_bits(name):
     own = inputs(CASE)

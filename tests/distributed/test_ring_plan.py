@@ -46,7 +46,7 @@ def test_a_rank_that_is_not_there_is_told(rank):
             ask(rank)
 
 
-@examples(20, 60, st.data())
+@examples(10, 60, st.data())
 def test_any_expression(data):
     scene = data.draw(scenes(max_length=60, min_length=1, max_heads=4))
     scene = replace(scene, q_len=scene.kv_len, q_start=0)
@@ -192,7 +192,7 @@ def test_what_answers_at_a_time_does_not_grow_with_the_number_of_ranks():
         assert max(map(len, plan.answer_rounds)) * 500 <= 4096
 
 
-@pytest.mark.parametrize("world", (2, 8))
+@pytest.mark.parametrize("world", (2, pytest.param(8, marks=pytest.mark.slow)))
 def test_auto_is_one_choice_whatever_the_number_of_query_heads(world):
     for tokens in (512, 4096):
         for pattern in (

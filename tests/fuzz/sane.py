@@ -1,6 +1,7 @@
 """A valid call of every public name: a function and its keyword arguments."""
 
 import math
+import operator
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -21,8 +22,6 @@ def used(make: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a constructor or operator: builds a pattern, and compares its layout with dense."""
 
     def call(**given: Any) -> Any:
-        if set(given) == {"left", "right"} and not has_pattern(given):
-            return None  # Python combines the two, as in `True | True`
         pattern = make(**given)
         counts = pattern.to_dense(N, num_heads=HQ, num_kv_heads=H)
         layout = pattern.layout(N, num_heads=HQ, num_kv_heads=H, block_size=16)
@@ -39,8 +38,19 @@ def used(make: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def has_pattern(given: Given) -> bool:
-    return any(isinstance(x, sr.Pattern) for x in given.values())
+def combined(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Wraps `&`, `|` or `+`: uses the pattern that it makes of two values, one of them a pattern.
+
+    Python alone combines two values that are no patterns, as in `True | True`.
+    """
+    checked = used(lambda left, right: combine(left, right))
+
+    def call(left: Any, right: Any) -> Any:
+        if not (isinstance(left, sr.Pattern) or isinstance(right, sr.Pattern)):
+            return None
+        return checked(left=left, right=right)
+
+    return call
 
 
 def qkv(seed: int = 0, *, batch: int = B, tokens: int = N) -> Given:
@@ -230,10 +240,9 @@ SANE: dict[str, Callable[[], tuple[Callable[..., Any], Given]]] = {
     "PooledCausal": lambda: (used(sr.PooledCausal), {"size": 4, "stride": 2}),
     "Full": lambda: (used(sr.Full), {}),
     "Causal": lambda: (used(sr.Causal), {}),
-    "and": lambda: (used(lambda left, right: left & right), {
-        "left": FIRST + FIRST, "right": sr.Causal()}),
-    "or": lambda: (used(lambda left, right: left | right), {"left": FIRST, "right": sr.Causal()}),
-    "plus": lambda: (used(lambda left, right: left + right), {"left": FIRST, "right": FIRST}),
+    "and": lambda: (combined(operator.and_), {"left": FIRST + FIRST, "right": sr.Causal()}),
+    "or": lambda: (combined(operator.or_), {"left": FIRST, "right": sr.Causal()}),
+    "plus": lambda: (combined(operator.add), {"left": FIRST, "right": FIRST}),
     "from_mask_mod": lambda: (used(sr.from_mask_mod), {
         "mask_mod": lambda b, h, p, k: (p - k) % 3 == b, "batch_size": B}),
     "register_pattern": lambda: (

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from thinned import thinned
 from torch import Tensor
 from transformers import DynamicCache
 from transformers_models import assert_same, made, padded, result, tokens
@@ -35,11 +36,12 @@ def stepped(model, cache, ids: Tensor, mask: Tensor, stops=(6, 7, 8, 11, 12, 13)
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize("counts", [(13, 13), (13, 6), (4, 13)], ids=str)
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt-oss", "gemma2"])
-def test_steps_of_any_size_are_one_pass(family, pattern, counts):
-    model = applied(family, pattern)
+@pytest.mark.parametrize(
+    ("family", "name", "counts"),
+    thinned(3, ["llama", "gpt2", "gpt-oss", "gemma2"], PATTERNS, [(13, 13), (13, 6), (4, 13)]),
+)
+def test_steps_of_any_size_are_one_pass(family, name, counts):
+    model = applied(family, PATTERNS[name])
     ids, mask = tokens(), padded("left", counts=counts)
     with torch.no_grad():
         whole = result(model, input_ids=ids, attention_mask=mask, use_cache=False)
@@ -55,7 +57,7 @@ def test_a_models_own_windows_and_chunks(family):
     assert_same(stepped(model, hf.SparseCache(model), ids, mask), wanted, mask)
 
 
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("beams", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_generates_what_a_cache_of_everything_does(beams):
     model = applied("llama", PATTERNS["longnet"])
     ids, mask = tokens(2, 9), padded("left", 9, (9, 5))

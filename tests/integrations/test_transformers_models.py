@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from thinned import thinned
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -135,11 +136,7 @@ WAYS = {
 
 @pytest.mark.parametrize(
     ("family", "way"),
-    [
-        pytest.param(family, way, marks=() if (i + j) % 2 else pytest.mark.slow)
-        for i, family in enumerate(DECODERS)
-        for j, way in enumerate(WAYS)
-    ],
+    thinned(3, DECODERS, WAYS),
 )
 def test_generates_token_for_token(family, way):
     (eager, ours), options = pair(family), WAYS[way]

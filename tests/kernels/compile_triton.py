@@ -170,9 +170,9 @@ def keys(cases: list[dict[str, Any]]) -> None:
             made = source(kernel, arguments)
             specialized = [p.name for p in kernel.params if is_specialized(p)]
             assert not specialized, f"{kernel.__name__} is compiled for values of {specialized}"
-            seen.add((kernel.__name__, made.hash(), str(config)))
-    for name, digest, config in sorted(seen):
-        print(json.dumps({"kernel": name, "digest": digest, "config": config}))
+            seen.add((kernel.__name__, "extras" in case, made.hash(), str(config)))
+    for name, extras, digest, config in sorted(seen):
+        print(json.dumps({"kernel": name, "extras": extras, "digest": digest, "config": config}))
 
 
 def is_specialized(parameter: Any) -> bool:

@@ -18,6 +18,7 @@ from oracles.attention_oracle import (
     attend_by_rows,
     inputs,
 )
+from thinned import thinned
 from torch import Tensor
 
 import sparsering as sr
@@ -34,14 +35,7 @@ def attend(*args, **options) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        pytest.param(name, case, marks=pytest.mark.slow if (i + j) % 2 else ())
-        for i, name in enumerate(PATTERNS)
-        for j, case in enumerate(CASES)
-    ],
-)
+@pytest.mark.parametrize(("name", "case"), thinned(5, PATTERNS, CASES))
 def test_flex_is_the_reference_forward(name, case):
     args = inputs(case, requires_grad=False)
     options = {"block_size": case.block_size, "q_start": case.q_start}
@@ -52,7 +46,7 @@ def test_flex_is_the_reference_forward(name, case):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", thinned(2, PATTERNS))
 def test_torch_sparse_is_the_reference_forward_and_backward(name):
     case = CASES[0]
     args = inputs(case)

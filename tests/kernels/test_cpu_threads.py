@@ -114,7 +114,7 @@ def disturbs(rng: random.Random, ahead: list["Future[Any]"]) -> None:
         ahead.append(cache.prefetch(pattern, CASE.q_len, num_heads=4, num_kv_heads=2))
 
 
-@pytest.mark.parametrize("sweep", ["by head", "by tile"])
+@pytest.mark.parametrize("sweep", [pytest.param("by head", marks=pytest.mark.slow), "by tile"])
 @pytest.mark.usefixtures("threads")
 def test_calls_of_eight_threads_do_not_disturb_each_other(sweep, monkeypatch):
     torch.set_num_threads(2)

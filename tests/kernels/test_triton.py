@@ -73,21 +73,18 @@ SHAPES = [
 
 
 PLAIN = [
-    "union of steps",
     "mixture under masks",
-    "dense of each head",
     "global rows",
+    "dense of each head",
     "longnet, offset of each head",
-    "packed longnet",
     "blocks of each batch entry",
-    "key padding",
 ]
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        *((name, i % 6) for i, name in enumerate(PLAIN)),
+        *((name, i + 1) for i, name in enumerate(PLAIN)),
         *(
             pytest.param(name, (i // 2 + skip) % 6, marks=pytest.mark.slow)
             for i, name in enumerate(PATTERNS)
@@ -135,12 +132,12 @@ def test_block_sizes(block_size):
 
 @first_fast("scale", [-0.5, 1e-50], [0.0, 1.0])
 def test_scales(scale):
-    assert_is_the_reference(sr.LongNet((16, 64), (1, 2)), Case(1, 2, 1, 40, 40), scale=scale)
+    assert_is_the_reference(sr.LongNet((16, 64), (1, 2)), Case(1, 1, 1, 40, 40), scale=scale)
 
 
 @first_fast("name", ["union of steps"], ["causal", "longnet", "blocks of each head"])
 def test_float16_errs_at_most_twice_as_much_as_dense_attention(name):
-    case = Case(1, 4, 2, 70, 70, 32, 32, 32)
+    case = Case(1, 2, 1, 48, 48, 32, 32, 32)
     pattern = PATTERNS[name](case)
     args = inputs(case, torch.float16)
     exact_args = [x.detach().double().requires_grad_() for x in args]
@@ -223,18 +220,18 @@ def test_tiles_cut_into_pieces_are_the_reference(name, launched):
 
 @pytest.mark.usefixtures("cut_tiles")
 def test_a_block_bias_of_cut_tiles_is_the_reference():
-    _assert_bias_is_the_reference(sr.Causal() + sr.SlidingWindow(5), Case(1, 2, 1, 45, 45, 8, 8))
+    _assert_bias_is_the_reference(sr.Causal() + sr.SlidingWindow(5), Case(1, 2, 1, 35, 35, 8, 8))
 
 
 @first_fast("name", ["union of steps"], ["full", "longnet", "blocks of each head"])
 def test_a_block_bias_and_its_gradient_are_the_reference(name):
-    case = Case(1, 4, 2, 70, 70, 8, 8, 32)
+    case = Case(1, 4, 2, 40, 40, 8, 8, 32)
     _assert_bias_is_the_reference(PATTERNS[name](case), case)
 
 
 def test_a_bias_of_minus_inf_takes_its_block_out():
-    case = Case(1, 2, 1, 64, 64, 8, 8, 16)
-    _assert_bias_is_the_reference(sr.Full(), case, torch.arange(16) % 2 == 1)
+    case = Case(1, 2, 1, 48, 48, 8, 8, 16)
+    _assert_bias_is_the_reference(sr.Full(), case, torch.arange(9) % 2 == 1)
 
 
 def _assert_bias_is_the_reference(
@@ -292,7 +289,7 @@ def test_a_group_is_shared_out_where_there_are_few_keys(monkeypatch):
 @first_fast("arrange", ["tokens before heads"], ["contiguous", "one head expanded"])
 def test_tensor_descriptors_give_the_bits_of_pointers(arrange, monkeypatch):
     case = Case(2, 2, 2, 40, 40, 16, 16, 32, arrange=arrange)
-    pattern = sr.Causal() + sr.SlidingWindow(3)
+    pattern = sr.Causal()
     args = inputs(case, torch.float32)
 
     def run(tma: bool) -> list[Tensor]:

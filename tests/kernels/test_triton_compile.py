@@ -130,18 +130,16 @@ def test_lengths_counts_strides_and_scales_are_not_compiled_for():
         {**first, "pattern": "Causal() & SlidingWindow(100)", "scale": 0.3},
         {**first, "pattern": "RandomBlocks(0.3, 128)"},
     ]
-    variants = run("keys", first, *others)
-    names = [x["kernel"] for x in variants]
-    assert set(names) >= {*MAIN_KERNELS, "merge_kernel", "sum_kernel"}  # some tiles are cut
-    assert len(names) == len(set(names)), variants
-
-
-def test_nor_are_lengths_of_extras():
-    first = {"tokens": 1024, "head_dim": 64, "pattern": "Causal()", "extras": EXTRAS}
-    others = [{**first, "tokens": 1023}, {**first, "heads": 3, "kv_heads": 3, "reach": 31}]
-    names = [x["kernel"] for x in run("keys", first, *others)]
-    assert {*MAIN_KERNELS, "sum_diagonals_kernel"} <= set(names)
-    assert len(names) == len(set(names))
+    extras = {**first, "extras": EXTRAS}
+    more = [extras, {**extras, "tokens": 1023}, {**extras, "heads": 3, "kv_heads": 3, "reach": 31}]
+    variants = run("keys", first, *others, *more)
+    for has_extras, kernels in (
+        (False, {"merge_kernel", "sum_kernel"}),  # some tiles are cut
+        (True, {"sum_diagonals_kernel"}),
+    ):
+        names = [x["kernel"] for x in variants if x["extras"] == has_extras]
+        assert set(names) >= MAIN_KERNELS | kernels
+        assert len(names) == len(set(names)), variants
 
 
 @pytest.mark.slow

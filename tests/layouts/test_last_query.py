@@ -3,6 +3,7 @@
 import pytest
 import torch
 from oracles.attention_oracle import PATTERNS, Case, assert_close
+from thinned import thinned
 
 import sparsering as sr
 from sparsering.kernels.triton import walk as triton_walk
@@ -35,8 +36,7 @@ def test_it_holds_the_pairs_of_the_pattern(name):
         assert torch.equal(counts.expand(1, 4, -1, -1)[0], dense.expand(4, -1, -1))
 
 
-@pytest.mark.parametrize("name", BY_POSITION)
-@pytest.mark.parametrize("backend", ["cpu", "gather"])
+@pytest.mark.parametrize(("name", "backend"), thinned(2, BY_POSITION, ["cpu", "gather"]))
 def test_attention_of_it_is_that_of_the_reference(name, backend):
     torch.manual_seed(0)
     pattern = PATTERNS[name](CASE)

@@ -123,7 +123,7 @@ def sequences(draw: st.DrawFn) -> tuple[Spec, Scene, list[int]]:
     return draw(specs(scene, with_random=True)), scene, draw(lengths)
 
 
-@examples(50, 150, sequences())
+@examples(25, 150, sequences())
 def test_any_expression_over_a_sequence_that_ends(sequence):
     spec, scene, lengths = sequence
     pattern, total = build(spec), scene.kv_len
@@ -197,7 +197,7 @@ def test_any_expression_without_end(spec, heads, start, length):
     assert [keys.tolist() for keys in live] == live_in(table, length)
 
 
-@examples(50, 200, endless(), st.sampled_from([(1, 1), (4, 2)]))
+@examples(25, 200, endless(), st.sampled_from([(1, 1), (4, 2)]))
 def test_the_bound_is_the_most_of_all_lengths(spec, heads):
     assume(period_of(spec) <= 60)
     if any(isinstance(leaf[-1], tuple) and leaf[0] == "Dilated" for leaf in leaves(spec)):

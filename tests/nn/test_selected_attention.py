@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracles.attention_oracle import assert_close
+from thinned import thinned
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -184,14 +185,15 @@ def test_methods_are_those_of_block_scores(method):
     assert torch.equal(got, expected) and not got.requires_grad
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("query_block", [1, 4])
 @pytest.mark.parametrize(
-    ("size", "stride", "length"), [(8, 4, 64), (8, 4, 50), (5, 3, 37), (20, 20, 70), (40, 16, 61)]
+    ("shape", "query_block", "causal"),
+    thinned(
+        2, [(8, 4, 64), (8, 4, 50), (5, 3, 37), (20, 20, 70), (40, 16, 61)], [1, 4], [True, False]
+    ),
+    ids=str,
 )
-def test_scores_of_pooled_keys_token_by_token(
-    size, stride, length, query_block, causal, monkeypatch
-):
+def test_scores_of_pooled_keys_token_by_token(shape, query_block, causal, monkeypatch):
+    size, stride, length = shape
     monkeypatch.setattr("sparsering.nn.pooled._AT_A_TIME", 500)  # in several parts
     query = torch.randn(2, H, length, 6, dtype=torch.float64)
     starts = [*range(0, max(1, length - size + stride), stride)]

@@ -64,7 +64,7 @@ def oracle_of(spec: Spec, scene: Scene) -> Tensor:
     return counts(spec, batch=scene.batch if is_batched(spec) else 1, **scene.arguments)
 
 
-@examples(100, 250, cases())
+@examples(50, 250, cases())
 def test_pattern_equals_the_oracle(case: tuple[Spec, Scene]) -> None:
     spec, scene = case
     assert_is_matrix(build(spec), spec, scene.arguments, oracle_of(spec, scene))

@@ -69,7 +69,7 @@ def test_a_pattern_whose_branches_do_not_share_them_stays_as_it_is(pattern: Any)
     assert taken == ()
 
 
-@settings(max_examples=50, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_what_is_left_and_what_is_taken_are_the_pattern(data: Any) -> None:
     scene: Scene = data.draw(scenes(max_length=30, max_heads=2))

@@ -30,7 +30,7 @@ def joined(data: Any, *strategies: Any) -> tuple[Scene, list[Any]]:
 
 def laws(test: Any) -> Any:
     """Draw the scene and the patterns inside the test: all its patterns share one scene."""
-    return settings(max_examples=40, suppress_health_check=list(HealthCheck))(
+    return settings(max_examples=16, suppress_health_check=list(HealthCheck))(
         given(st.data())(test)
     )
 

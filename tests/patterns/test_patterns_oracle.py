@@ -46,7 +46,7 @@ def names_in(spec: Spec) -> set[str]:
     return {spec[0]}.union(*names)
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(cases(max_length=40))
 def test_masks_count_to_one_and_drawn_scenes_are_legal(case: tuple[Spec, Scene]) -> None:
     spec, scene = case

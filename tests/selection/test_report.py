@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from thinned import thinned
 from torch import Tensor
 
 import sparsering as sr
@@ -66,9 +67,11 @@ def same(found: report.SelectionReport, expected: dict) -> None:
         assert ((x - expected[name]).abs() <= 1e-12).all(), name
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("row", "heads"), [(1, 2), (4, 1), (8, 4)])
-def test_figures_are_those_of_dense_softmax(row, heads, causal):
+@pytest.mark.parametrize(
+    ("sizes", "causal"), thinned(2, [(1, 2), (4, 1), (8, 4)], [True, False]), ids=str
+)
+def test_figures_are_those_of_dense_softmax(sizes, causal):
+    row, heads = sizes
     given = inputs()
     rows = -(-61 // row)
     chosen = torch.randint(-1, 8, (2, heads, rows, 3))
@@ -129,14 +132,14 @@ def test_drawn_rows_and_their_interval(monkeypatch):
     chosen = select_blocks(scores, 4, block_size=SIZE, query_block=2)
     pattern = sr.SelectedBlocks(chosen, SIZE, 2) & sr.Causal()
     whole = selection_report(*given, pattern)
-    missed, seeds = 0, range(6)
+    missed, seeds = 0, range(3)
     for seed in seeds:
         some = selection_report(*given, pattern, rows=40, seed=seed)
         half = math.sqrt((1 - 39 / 128) * math.log(2000) / 80)
         assert torch.allclose(some.captured.interval, torch.tensor(half, dtype=torch.float64))
         missed += int(((some.captured.mean - whole.captured.mean).abs() > half).any())
     assert missed == 0 and some.rows == 40
-    again = selection_report(*given, pattern, rows=40, seed=5)
+    again = selection_report(*given, pattern, rows=40, seed=2)
     assert torch.equal(again.captured.mean, some.captured.mean)
     assert torch.equal(again.random.error, some.random.error)
     other = selection_report(*given, pattern, rows=40, seed=3)

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401 - torch.compile guards on the torch of the last module named conftest
 from stranger import RECIPE
 
 from sparsering.training import train
