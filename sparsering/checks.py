@@ -195,32 +195,6 @@ def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Ten
     return index.long()
 
 
-def expanded_bias(block_bias: Tensor, query: Tensor, block_size: int | None) -> Tensor:
-    """Expands a block bias [B or 1, H or 1, num_blocks] to [B, Hq, num_blocks].
-
-    Raises ValueError if its shape, dtype or device do not fit the query.
-    """
-    batch, heads = query.shape[:2]
-    if block_size is None:
-        raise ValueError(
-            "block_bias needs an explicit block_size, for its blocks are those of "
-            "pattern.layout(block_size=...)"
-        )
-    check_tensor("block_bias", block_bias, "[batch or 1, heads or 1, blocks]")
-    fits = block_bias.dim() == 3 and block_bias.shape[0] in (1, batch)
-    if not fits or block_bias.shape[1] not in (1, heads):
-        raise ValueError(
-            f"block_bias must be [{batch} or 1, {heads} or 1, num_blocks], got "
-            f"{tuple(block_bias.shape)}; see pattern.layout(...).num_blocks"
-        )
-    if block_bias.dtype not in DTYPES or block_bias.device != query.device:
-        raise ValueError(
-            f"block_bias must hold floating point numbers on {query.device}, of 16 bits or more, "
-            f"got {block_bias.dtype} on {block_bias.device}; cast or move it with .to()"
-        )
-    return in_memory(block_bias).expand(batch, heads, -1)
-
-
 def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
     """Raises ValueError if there is a bias that does not have one number per visited block."""
     if block_bias is not None and block_bias.shape[-1] != layout.num_blocks:

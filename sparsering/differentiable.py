@@ -53,13 +53,13 @@ def differentiable(
     def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # read once only: checkpointing frees it after one read
         inputs, results, tensors = saved[:count], saved[count : count + 2], [*saved[count + 2 :]]
-        of_results = (
+        grads = tuple(
             torch.zeros_like(x) if g is None else g for x, g in zip(results, grads, strict=True)
         )
-        needed = zip(ctx.needs_input_grad, inputs, strict=False)
-        wanted = [needs and x is not None and x.is_floating_point() for needs, x in needed]
-        all_grads = gradients(*inputs, tensors, *ctx.values, *results, *of_results, wanted)
-        by_input = (grad if want else None for grad, want in zip(all_grads, wanted, strict=True))
+        needs = zip(ctx.needs_input_grad, inputs, strict=False)
+        wanted = [need and x is not None and x.is_floating_point() for need, x in needs]
+        by_input = gradients(*inputs, tensors, *ctx.values, *results, *grads, wanted)
+        by_input = [x if want else None for x, want in zip(by_input, wanted, strict=True)]
         return (*by_input, [None] * len(tensors), *(None for _ in ctx.values))
 
     op = torch.library.custom_op(
@@ -103,7 +103,7 @@ def _gradients(
     count: int,
     backward: Callable[..., Sequence[Tensor | None]],
     refusal: str,
-) -> Callable[..., Sequence[Tensor]]:
+) -> Callable[..., Sequence[Any]]:
     """Registers the operator `sparsering::NAME_backward` of `differentiable`.
 
     Returns: a function from the arguments of `backward` to `count` gradients. A gradient that is

@@ -27,7 +27,7 @@ class Backend(NamedTuple):
         entry_mass: sums the weights of a problem over each entry, in the shape of its block bias;
             None if the gradient of that bias is used instead.
         only_named: True if it runs only when the caller names it.
-        package, extra: the package that it needs, and the pip extra that installs it.
+        package: the package that it needs; the pip extra of the backend's name installs it.
         reads_slots: True if its forward runs problems with `slots`; the others get
             `Problem.in_first_slots()`.
         refuses: returns why it cannot run a pattern from a first query position on; None if it runs
@@ -40,7 +40,6 @@ class Backend(NamedTuple):
     extras: frozenset[str]
     only_named: bool = False
     package: str = ""
-    extra: str = ""
     entry_mass: Callable[[Problem, Tensor, Tensor], Tensor] | None = None
     refuses: Callable[[Pattern, int], list[str]] | None = None
     reads_slots: bool = False
@@ -62,7 +61,7 @@ BACKENDS: dict[str, Backend] = {
     ),
     "triton": Backend(
         triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",
-        extra="triton", reads_slots=True,
+        reads_slots=True,
     ),
     "gather": Backend(
         _no_reason, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass
@@ -75,7 +74,7 @@ BACKENDS: dict[str, Backend] = {
     "flex": Backend(flex.reasons, flex.forward, None, flex.EXTRAS, only_named=True),
     "flash": Backend(
         flash.reasons, flash.forward, triton.backward, flash.EXTRAS, only_named=True,
-        package="flash_attn", extra="flash",
+        package="flash_attn",
     ),
     "torch_sparse": Backend(
         torch_sparse.reasons, torch_sparse.forward, None, torch_sparse.EXTRAS, only_named=True
@@ -116,8 +115,7 @@ def choose(
         refused.append(f"{name}: {', '.join(reasons)}")
     if backend is not None and (package := BACKENDS[backend].package) and not find_spec(package):
         raise ImportError(
-            f"backend {backend!r} needs the package {package}: pip install "
-            f"'sparsering[{BACKENDS[backend].extra}]'"
+            f"backend {backend!r} needs the package {package}: pip install 'sparsering[{backend}]'"
         )
     raise NotImplementedError("; ".join(refused))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import DTYPES, check_tensor, expanded_bias, in_memory
+from .checks import DTYPES, check_tensor, in_memory
 from .dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
 from .patterns.algebra import Pattern
 from .patterns.arguments import checked_integer, shortened
@@ -76,25 +76,41 @@ def checked_extras(
         extras["slot_bias"] = _checked_slots(slot_bias, query, key, pattern, bias)
     extras |= {name: _CHECKS[name](x, query) for name, x in in_use.items()}
     if bias is not None:
-        extras["block_bias"] = expanded_bias(bias, query, block_size)
+        extras["block_bias"] = _checked_block_bias(bias, query, block_size)
     number = None if seed is None else checked_seed(seed)
     if p := checked_probability(p):
         if number is None:
             number = drawn_seed(query)
         elif not isinstance(seed, Tensor):  # filled in by a kernel: a copy would wait for the GPU
             number = torch.full((), operator.index(seed), dtype=torch.int64, device=query.device)
+        number = number.to(query.device)
+        batch, streams = len(query), pattern.num_streams  # a document of an entry is a stream
         extras["dropout_p"] = p
-        extras["dropout_seed"] = _of_entries(number.to(query.device), pattern, len(query))
+        extras["dropout_seed"] = batch_seeds(number, batch * streams).view(batch, streams)
     return extras
+
+
+def _checked_block_bias(bias: object, query: Tensor, block_size: int | None) -> Tensor:
+    """Expands a block bias [B or 1, H or 1, num_blocks] to [B, Hq, num_blocks]."""
+    if block_size is None:
+        raise ValueError(
+            "block_bias needs an explicit block_size, for its blocks are those of "
+            "pattern.layout(block_size=...)"
+        )
+    bias = _checked_floats("block_bias", bias, query)
+    batch, heads = query.shape[:2]
+    if bias.dim() != 3 or bias.shape[0] not in (1, batch) or bias.shape[1] not in (1, heads):
+        raise ValueError(
+            f"block_bias must be [{batch} or 1, {heads} or 1, num_blocks], got "
+            f"{tuple(bias.shape)}; see pattern.layout(...).num_blocks"
+        )
+    return bias.expand(batch, heads, -1)
 
 
 def _checked_slots(
     bias: object, query: Tensor, key: Tensor, pattern: Pattern, block_bias: object
 ) -> Tensor:
-    """Expands a selection's slot bias to every batch entry and query head, [B, Hq, R * k].
-
-    Raises ValueError if it does not fit.
-    """
+    """Expands a selection's slot bias to every batch entry and query head, [B, Hq, R * k]."""
     if block_bias is not None:
         raise ValueError(
             "expected block_bias or slot_bias, got both; slot_bias is the one for SelectedBlocks"
@@ -116,12 +132,6 @@ def _checked_slots(
         )
     each = bias.flatten(2)[:, :, None].expand(-1, -1, heads // max(1, bias.shape[1]), -1)
     return each.flatten(1, 2).expand(batch, -1, -1)
-
-
-def _of_entries(seed: Tensor, pattern: Pattern, batch: int) -> Tensor:
-    """Returns seeds [B, streams]: each document of a packed entry has a seed of its own."""
-    streams = pattern.num_streams
-    return batch_seeds(seed, batch * streams).view(batch, streams)
 
 
 def _checked_softcap(softcap: object, query: Tensor) -> float:
@@ -168,8 +178,8 @@ def _checked_floats(name: str, x: object, query: Tensor) -> Tensor:
     assert isinstance(x, Tensor)
     if x.dtype not in DTYPES or x.device != query.device:
         raise ValueError(
-            f"{name} must be of float64, float32, bfloat16 or float16, on {query.device}, got "
-            f"{x.dtype} on {x.device}; cast or move it with .to()"
+            f"{name} must be floating point, of 16 bits or more, on {query.device}, got {x.dtype} "
+            f"on {x.device}; cast or move it with .to()"
         )
     return in_memory(x)
 

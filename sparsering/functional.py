@@ -132,7 +132,8 @@ def attention(
     """
     return_lse = checked_flag("return_lse", return_lse)
     extras: dict[str, Any] = {}
-    unused = block_bias is slot_bias is distance_bias is sink is softcap is dropout_seed is None
+    unused = block_bias is slot_bias is distance_bias is sink is None
+    unused = unused and softcap is dropout_seed is None
     if not (unused and type(dropout_p) is float and dropout_p == 0.0):
         extras = {
             "block_bias": block_bias,

@@ -5,7 +5,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,14 +32,14 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Example:
         >>> out, lse = merge_attention((out_1, out_2), (lse_1, lse_2))
     """
-    if any(isinstance(x, Tensor) and x.is_nested for x in (outs, lses)):
+    arguments: tuple[Any, Any] = (outs, lses)
+    if any(isinstance(x, Tensor) and x.is_nested for x in arguments):
         raise ValueError(
             "merge_attention needs outs and lses that are sequences of dense tensors, got nested "
             "ones; pad them with .to_padded_tensor(0.0)"
         )
     outs, lses = (
-        list(x) if isinstance(x, Iterable) and getattr(x, "ndim", 1) > 0 else [x]
-        for x in (outs, lses)
+        list(x) if isinstance(x, Iterable) and getattr(x, "ndim", 1) > 0 else [x] for x in arguments
     )
     if kinds := {type(x).__name__ for x in (*outs, *lses) if not isinstance(x, Tensor)}:
         raise ValueError(
@@ -54,9 +54,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     for out, lse in zip(outs, lses, strict=True):
         if out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(
-                "merge_attention needs outs of one shape [B, H, N, Dv] and lses [B, H, N], "
-                f"got out {tuple(out.shape)} "
-                f"and lse {tuple(lse.shape)} beside out {tuple(outs[0].shape)}"
+                "merge_attention needs outs of one shape [B, H, N, Dv] and lses [B, H, N], got out "
+                f"{tuple(out.shape)} and lse {tuple(lse.shape)} beside out {tuple(outs[0].shape)}"
             )
     dtype = sum_dtype(outs[0])
     lse = torch.stack([part.to(dtype) for part in lses])  # [parts, B, H, N]

@@ -245,8 +245,8 @@ def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
 def _slot_gradient(grad: Tensor, layout: BlockLayout, slot_bias: Tensor) -> Tensor:
     """Converts the gradient of a bias of entries to the gradient of the bias of slots."""
     slot = stretched(layout.entry_slots, *grad.shape[:2])
-    of_slots = grad.new_zeros(*slot_bias.shape[:2], slot_bias.shape[2] + 1)
-    return of_slots.scatter_add_(-1, slot % of_slots.shape[2], grad)[..., :-1].contiguous()
+    by_slot = grad.new_zeros(*slot_bias.shape[:2], slot_bias.shape[2] + 1)
+    return by_slot.scatter_add_(-1, slot % by_slot.shape[2], grad)[..., :-1].contiguous()
 
 
 def _layout_key(
@@ -288,7 +288,7 @@ def _reference(
     extras: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Dense attention by the pattern's definition; a layout only locates the blocks of a bias."""
-    dtype, kept = sum_dtype(query), None
+    dtype, factor = sum_dtype(query), None
     call = query.detach(), key.detach(), pattern.tensors, pattern.expression, recipe.q_start
     rest = {"slot_bias": None, **extras}
     block_bias, slot_bias = rest.pop("block_bias"), rest.pop("slot_bias")
@@ -297,7 +297,7 @@ def _reference(
         counts = pair_counts_op(*call).to(dtype)
         log_counts = counts.log()
         if p is not None:
-            kept = pair_counts_op(*call, p, seed).to(dtype) / counts.clamp(min=1)
+            factor = pair_counts_op(*call, p, seed).to(dtype) / counts.clamp(min=1)
     else:
         layout_key, _ = _layout_key(recipe, query, key, pattern, extras)
         branches = list(range(len(pattern.branches)))
@@ -312,34 +312,33 @@ def _reference(
             biased = slots_op(*call), padded
         log_counts = _log_biased_counts(*biased)
         if p is not None:
-            of_branch = kept_by_branch(pattern, layout_key[2], p, seed)
-            of_pass = of_branch[torch.tensor(branches, dtype=torch.int64)].to(query.device)
-            log_kept = _log_biased_counts(*biased, of_pass)
-            kept = (log_kept - finite_or_zero(log_counts)).exp()
-    if kept is not None:
-        kept = kept / (1 - p)
+            by_branch = kept_by_branch(pattern, layout_key[2], p, seed)
+            by_pass = by_branch[torch.tensor(branches, dtype=torch.int64)].to(query.device)
+            log_kept_counts = _log_biased_counts(*biased, by_pass)
+            factor = (log_kept_counts - finite_or_zero(log_counts)).exp()
+    if factor is not None:
+        factor = factor / (1 - p)
     if distance_bias is not None:
         entry = entry_of_distance(distances_op(*call), distance_bias)
         distance_bias = distance_bias.to(dtype)[..., entry]
-    return reference_attention(
-        query, key, value, log_counts, recipe.scale, distance_bias=distance_bias, kept=kept, **rest
-    )
+    rest |= {"distance_bias": distance_bias, "dropout_factor": factor}
+    return reference_attention(query, key, value, log_counts, recipe.scale, **rest)
 
 
-def _log_biased_counts(number: Tensor, block_bias: Tensor, kept: Tensor | None = None) -> Tensor:
+def _log_biased_counts(number: Tensor, block_bias: Tensor, mask: Tensor | None = None) -> Tensor:
     """Returns the log of each pair's multiplicity times exp(bias), [B, Hq, Nq, Nk].
 
-    Sums over passes, or only over the passes that `kept` marks for the pair.
+    Sums over passes, or only over those that `mask` allows for the pair.
     `number`: [passes, B, Hq, Nq, Nk] bias index of every pair, -1 if the pass has no such pair.
     """
     block_bias = torch.nn.functional.pad(block_bias, (0, 1))  # gather fails on an empty dim
     flat = block_bias[None, :, :, None].expand(len(number), -1, -1, number.shape[3], -1)
-    there = number >= 0 if kept is None else (number >= 0) & kept
+    counted = number >= 0 if mask is None else (number >= 0) & mask
     bias = torch.where(number >= 0, flat.gather(-1, number.clamp(min=0)), -torch.inf)
     highest = finite_or_zero(bias.detach().amax(0))
-    total = torch.where(there, (bias - highest).exp(), 0.0).sum(0)
-    none = total == 0
-    return torch.where(none, -torch.inf, highest + torch.where(none, 1.0, total).log())
+    total = torch.where(counted, (bias - highest).exp(), 0.0).sum(0)
+    empty = total == 0
+    return torch.where(empty, -torch.inf, highest + torch.where(empty, 1.0, total).log())
 
 
 def _visited_pairs(arguments: Sequence[Any]) -> float:

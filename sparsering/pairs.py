@@ -30,11 +30,11 @@ def kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Te
     """
     query, key, stream = pattern.coordinates(frame)
     stream = stream.to(seed.device)
-    of_row = seed[:, stream][:, None, :, None]  # [B, 1, Nq, 1]
+    row_seed = seed[:, stream][:, None, :, None]  # [B, 1, Nq, 1]
     head = torch.arange(frame.num_heads, device=seed.device)[:, None, None]
     branch = torch.arange(len(pattern.branches), device=seed.device).view(-1, 1, 1, 1, 1)
     query, key = query.to(seed.device)[:, None], key.to(seed.device)
-    return kept_pairs(of_row, p, head, query, key, branch)
+    return kept_pairs(row_seed, p, head, query, key, branch)
 
 
 @torch.library.custom_op("sparsering::pair_counts", mutates_args=())
@@ -57,10 +57,10 @@ def pair_counts_op(
     shape = (*query.shape[:3], key.shape[2])
     if dropout_p is None or dropout_seed is None:
         return _dense(value, frame).to(query.device).expand(shape).contiguous()
-    kept = kept_by_branch(value, frame, dropout_p, dropout_seed).to(query.device)
     counts = torch.zeros(shape, dtype=torch.int64, device=query.device)
-    for branch, of_branch in zip(value.branches, kept, strict=True):
-        counts += _dense(branch, frame).to(query.device) * of_branch
+    masks = kept_by_branch(value, frame, dropout_p, dropout_seed).to(query.device)
+    for branch, mask in zip(value.branches, masks, strict=True):
+        counts += _dense(branch, frame).to(query.device) * mask
     return counts
 
 
@@ -83,14 +83,14 @@ def slots_op(
     p = torch.arange(q_start, q_start + frame.q_len)[:, None]
     k = torch.arange(frame.kv_len)
     shape = (len(value.branches), len(query), frame.num_heads, frame.q_len, frame.kv_len)
-    found = torch.empty(shape, dtype=torch.int64)
+    table = torch.empty(shape, dtype=torch.int64)
     for number, branch in enumerate(value.branches):
         selections = selections_of(branch)
         for b, h in itertools.product(range(len(query)), range(frame.num_heads)):
-            held = branch.at(b, h, frame).holds(p, k, frame)
+            pairs = branch.at(b, h, frame).holds(p, k, frame)
             slots = [s.slot_of_pairs(p, k, b, h, frame) + 1 for s in selections]
-            found[number, b, h] = torch.where(held, slots[0] if slots else 0, -1)
-    return found.to(query.device)
+            table[number, b, h] = torch.where(pairs, slots[0] if slots else 0, -1)
+    return table.to(query.device)
 
 
 @torch.library.custom_op("sparsering::distances", mutates_args=())

@@ -79,8 +79,8 @@ def attention_weights(
 
     Example:
         >>> weights = attention_weights(query, key, SlidingWindow(256) & Causal())
-        >>> weights.values.shape, weights.layout.entries()  # of each visited block
-        >>> weights.to_dense()[0, 0]  # [Nq, Nk], for short sequences
+        >>> blocks = weights.values[0, 0]  # [num_blocks, block, block], in layout.entries' order
+        >>> dense = weights.to_dense()  # [B, H, Nq, Nk], for short sequences
     """
     inputs, call, options = checked_call(
         query,

@@ -19,7 +19,7 @@ def reference_attention(
     softcap: float | None = None,
     distance_bias: Tensor | None = None,
     sink: Tensor | None = None,
-    kept: Tensor | None = None,
+    dropout_factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes `p_k = m e^{s_k} / (e^{sink} + sum m e^{s})`, `s = scale * q.k`, over Nq x Nk pairs.
 
@@ -30,7 +30,7 @@ def reference_attention(
         softcap: `s = softcap * tanh(s / softcap)`, before anything is added.
         distance_bias: [B, Hq, Nq, Nk], added to s.
         sink: [B, Hq, Nq or 1].
-        kept: [B, Hq, Nq, Nk], the factor of dropout for each p.
+        dropout_factor: [B, Hq, Nq, Nk], multiplies each p: 0, or 1 / (1 - dropout_p).
 
     Returns:
         out [B, Hq, Nq, Dv] in the query's dtype, lse [B, Hq, Nq] float32 (float64 for float64).
@@ -42,7 +42,7 @@ def reference_attention(
     q = query.to(dtype)
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (key, value))
     pairs = (log_counts != -torch.inf).expand(*q.shape[:3], k.shape[2])
-    k = torch.where(pairs.any(2)[..., None], k, 0.0)  # unseen keys may be NaN, and 0 * NaN is NaN
+    k = torch.where(pairs.any(2)[..., None], k, 0.0)  # keys without a pair may be NaN
     score = capped(scale * (q @ k.mT), softcap)
     if distance_bias is not None:
         score = score + distance_bias
@@ -51,13 +51,13 @@ def reference_attention(
         score = torch.cat((score, sink.to(dtype).expand(q.shape[:3])[..., None]), -1)
     weight, total, lse = dense_softmax(score)
     weight, pairs = weight[..., : k.shape[2]], score[..., : k.shape[2]] != -torch.inf
-    weight = weight if kept is None else weight * kept
+    weight = weight if dropout_factor is None else weight * dropout_factor
     finite = v.isfinite()
-    # 0 * NaN is NaN, so non-finite values are added only to rows that have their key
-    reached = pairs.to(dtype) @ (~finite).to(dtype) > 0
+    # 0 * NaN is NaN, so only rows with a pair of such a key get its non-finite value
+    spoilt = pairs.to(dtype) @ (~finite).to(dtype) > 0
     out = weight @ torch.where(finite, v, 0.0) / total
     out = torch.where(lse[..., None] == -torch.inf, 0.0, out)
-    return torch.where(reached, torch.nan, out).to(query.dtype), lse
+    return torch.where(spoilt, torch.nan, out).to(query.dtype), lse
 
 
 def dense_softmax(score: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -123,9 +123,9 @@ def _fastest(
     title: str, runs: Mapping[_Choice, Run], device: torch.device, say: Callable[[str], None]
 ) -> _Choice:
     """Returns the fastest of the choices whose results agree with those of the first."""
-    (first, run_first), *others = runs.items()
-    expected, correct = run_first(), {first: run_first}
-    for choice, run in others:
+    first = next(iter(runs))
+    expected, correct = runs[first](), {first: runs[first]}
+    for choice, run in list(runs.items())[1:]:
         try:
             error = error_of(run(), expected)
         except Exception as problem:  # compiler errors, or too much shared memory

@@ -129,7 +129,7 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
     """Returns the arguments that forward, backward and mass have in common."""
     problem = problem.with_positive_scale()
     layout, bias, table = problem.layout, problem.block_bias, problem.distance_bias
-    mask, passes, placed = problem.key_mask, layout.passes, _needs_query_walk(problem)
+    mask, passes, by_query = problem.key_mask, layout.passes, _needs_query_walk(problem)
     return (
         problem.query,
         problem.key,
@@ -137,7 +137,7 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
         None if bias is None else bias.float().contiguous(),
         _no_entries(len(passes)) if bias is None else layout.first_entry.contiguous(),
         [x for p in passes for x in _tables(p)],
-        [x for p in passes for x in _places(p, layout.frame.q_start)] if placed else [],
+        [x for p in passes for x in _places(p, layout.frame.q_start)] if by_query else [],
         [p.step for p in passes],
         [p.branch for p in passes],
         bool(passes) and passes[0].covers[0],

@@ -229,8 +229,7 @@ def _merge_rows(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: 
 
 def _take(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Copies rows of x [n, width] in a dtype, [*rows.shape, width]."""
-    taken = x.index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1])
-    return taken.to(dtype)
+    return x.index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1]).to(dtype)
 
 
 def _flat(x: Tensor) -> Tensor:

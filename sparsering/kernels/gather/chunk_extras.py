@@ -70,7 +70,7 @@ class Extras:
         if p is None or seed is None or places is None:
             return weight
         row_seed = seed[places.batch[unit][..., None], places.stream[unit]]  # [.., m]
-        kept = kept_pairs(
+        mask = kept_pairs(
             row_seed[..., None, :, None],
             p,
             places.head[unit][..., None, None],
@@ -78,7 +78,7 @@ class Extras:
             places.key[unit][..., None, None, :],
             places.branch,
         )
-        return weight.mul_(kept.flatten(-3, -2)).div_(1 - p)
+        return weight.mul_(mask.flatten(-3, -2)).div_(1 - p)
 
     def add_distance_gradient(self, dscore: Tensor, chunk: Chunk, unit: Unit) -> None:
         """Adds gradients of scores [..., g * m, n] to the table entries of their distances."""
