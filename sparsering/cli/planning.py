@@ -87,9 +87,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from ..planning.calibrate import calibrate
 
     calibration, path = calibrate()
-    error = f"{100 * calibration.error:.0f}%"
-    print(
-        f"calibrated for {calibration.threads} threads; half of its own calls are told within {error}"
-    )
+    threads, error = calibration.threads, f"{100 * calibration.error:.0f}%"
+    print(f"calibrated for {threads} threads; half of its own calls are told within {error}")
     print(f"Wrote {path}")
     return 0
