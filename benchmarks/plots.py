@@ -1,4 +1,4 @@
-"""Draws pictures of the rows that benchmarks measure, as PNG bytes."""
+"""Draws pictures of the rows that benchmarks measure, as PNG bytes; needs matplotlib."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,8 +23,6 @@ def lengths_png(rows: Sequence[Row], column: str) -> bytes:
     """Draws time or memory per head over tokens: a line for each call, dense attention dashed.
 
     `rows` are the rows of the table "lengths"; `column` is "ms" or "peak_bytes".
-
-    Raises: ImportError without matplotlib.
     """
     figure = new_figure(3.9, 4.7)
     axes = figure.add_subplot()
@@ -47,8 +45,6 @@ def decoding_png(rows: Sequence[Row], *, title: str) -> bytes:
     """Draws tokens per second, and bytes, over cached tokens: lines for patterns and for dense.
 
     `rows` are rows of the benchmark record "decoding", for one dtype and batch size.
-
-    Raises: ImportError without matplotlib.
     """
     figure = new_figure(11.0, 5.2)
     artists: list[Any] = []
@@ -122,8 +118,6 @@ def roofline_png(
         points: (name, dtype, FLOP for each byte of inputs and results, GFLOP/s).
         peaks: GFLOP/s of a matrix product by dtype.
         bytes_per_second: bandwidth of memory.
-
-    Raises: ImportError without matplotlib.
     """
     figure = new_figure(3.9, 4.6)
     axes = figure.add_subplot()
@@ -170,8 +164,6 @@ def sweeps_png(rows: Sequence[Row], *, title: str) -> bytes:
     """Draws milliseconds over density, tokens and block size, a line per backend.
 
     `rows` are the rows of the benchmark record "sweeps".
-
-    Raises: ImportError without matplotlib.
     """
     figure = new_figure(11.5, 3.6)
     panels = (

@@ -2,7 +2,7 @@
 
     Path("pattern.png").write_bytes(pattern_png(LongNet((1024, 4096), (1, 4)), 1 << 20))
 
-Needs matplotlib: `pip install sparsering[plots]`.
+Without matplotlib (`pip install sparsering[plots]`), each raises ImportError.
 """
 
 from ..layouts.drawing import pair_shares

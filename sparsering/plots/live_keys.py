@@ -18,7 +18,7 @@ def kept_png(
     Blue keys are kept, grey keys are dropped, and white ones have yet to come. `title`: default the
     pattern's expression.
 
-    Raises: ValueError as `Pattern.live_keys`; ImportError without matplotlib.
+    Raises: ValueError as `Pattern.live_keys`.
     """
     figure = new_figure(9.0, 0.9 + (0.5 + 0.17 * num_heads) * len(lengths))
     most = max(lengths)

@@ -32,7 +32,7 @@ def pattern_png(
 
     Returns: the bytes of a PNG file.
 
-    Raises: ValueError if the pattern does not fit; ImportError without matplotlib.
+    Raises: ValueError if the pattern does not fit.
 
     Cost: O(visited blocks) time, bounded memory.
     """
