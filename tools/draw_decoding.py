@@ -1,6 +1,6 @@
 """Draws the pictures of docs/decoding.md.
 
-`python tools/draw_decoding.py benchmarks/records/decoding.json docs` writes docs/decoding.png, of
+`python -m tools.draw_decoding benchmarks/records/decoding.json docs` writes docs/decoding.png, of
 the record, and docs/kept.png.
 """
 
@@ -8,8 +8,9 @@ import json
 import sys
 from pathlib import Path
 
+from benchmarks.plots import decoding_png
 from sparsering import Causal, LongNet
-from sparsering.plots import decoding_png, kept_png
+from sparsering.plots import kept_png
 
 PATTERN = LongNet((64, 256), (1, 4)) & Causal()
 LENGTHS = (180, 250, 280)

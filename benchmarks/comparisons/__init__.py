@@ -5,9 +5,8 @@ Run them with `python -m benchmarks bench --out DIR`; each writes one JSON recor
 
 from pathlib import Path
 
-from sparsering.plots import sweeps_png
-
 from ..measure import write_record
+from ..plots import sweeps_png
 from .cases import (
     decode,
     layouts,

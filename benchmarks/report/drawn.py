@@ -7,10 +7,11 @@ import torch
 
 from sparsering.distributed import RingPlan
 from sparsering.patterns.expression import parse
-from sparsering.plots import lengths_png, roofline_png, thumbnail_png, traffic_png
+from sparsering.plots import traffic_png
 from sparsering.training.html import image_html
 
 from ..measure import Row
+from ..plots import lengths_png, roofline_png, thumbnail_png
 from .columns import share, short, size
 
 

@@ -9,8 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from sparsering.plots.figure import DENSE, GREY, SPARSE, new_figure, png
-from sparsering.plots.visible_keys import short_count
+from sparsering.plots.figure import DENSE, GREY, SPARSE, new_figure, png, short_count
 
 from ..measure import Row
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from .argument_types import Commands
 
+EXTRAS = (("rich", "cli"), ("safetensors", "cli"), ("matplotlib", "plots"), ("triton", "triton"))
+
 
 def add_commands(commands: Commands) -> None:
     """Adds the commands of this file."""
@@ -41,10 +43,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("sparsering", sparsering.__version__),
         ("python", f"{platform.python_version()} on {platform.platform()}"),
         ("torch", torch.__version__),
-        ("rich", installed("rich", "cli")),
-        ("safetensors", installed("safetensors", "cli")),
-        ("matplotlib", installed("matplotlib", "plots")),
-        ("triton", installed("triton", "triton")),
+        *((name, installed(name, extra)) for name, extra in EXTRAS),
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
         ("numa nodes", numa_nodes()),
         ("cpu", f"{features.get('cpu_name', platform.processor() or platform.machine())}"),

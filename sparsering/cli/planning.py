@@ -64,21 +64,12 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     machine = machine_of(arguments.machine)
     on_gpu = machine is not None and machine.kind == "gpu"
+    dtype = getattr(torch, arguments.dtype or ("bfloat16" if on_gpu else "float32"))
     scenario = Scenario(
-        parse(arguments.pattern),
-        arguments.tokens,
-        num_heads=arguments.heads,
-        num_kv_heads=arguments.kv_heads,
-        head_dim=arguments.head_dim,
-        dtype=getattr(torch, arguments.dtype or ("bfloat16" if on_gpu else "float32")),
-        batch_size=arguments.batch_size,
-        backward=arguments.backward,
-        machine=machine,
-        ranks=arguments.ranks,
-        sharding=arguments.sharding,
-        backend=arguments.backend,
-        block_size=arguments.block_size,
-    )
+        parse(arguments.pattern), arguments.tokens, arguments.heads, arguments.kv_heads,
+        arguments.head_dim, dtype, arguments.batch_size, arguments.backward, machine,
+        arguments.ranks, arguments.sharding, arguments.backend, arguments.block_size,
+    )  # fmt: skip
     print(screen(scenario, arguments.memory, arguments.pattern))
     return 0
 
@@ -87,9 +78,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from ..planning.calibrate import calibrate
 
     calibration, path = calibrate()
-    error = f"{100 * calibration.error:.0f}%"
-    print(
-        f"calibrated for {calibration.threads} threads; half of its own calls are told within {error}"
-    )
+    threads, error = calibration.threads, f"{100 * calibration.error:.0f}%"
+    print(f"calibrated for {threads} threads; half of its own calls are told within {error}")
     print(f"Wrote {path}")
     return 0

@@ -6,7 +6,6 @@ Counts and bytes are arithmetic on the pattern. Seconds come from rates that `sp
 measured on this machine, or from the published peaks of a named machine. Each figure says which.
 """
 
-import contextlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from ..patterns.arguments import checked_flag, checked_integer, shortened
 from .calibrate import calibrated, why_not
 from .machines import Machine, machine_of
 from .memory import MEMORY, Call, Memory
-from .seconds import default_seconds, is_modelled, seconds_of
+from .seconds import default_seconds, seconds_of
 from .work import Work, flops, work_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -308,12 +307,10 @@ def _shares(
 def _seconds_here(backend: str, work: Work, call: Call, backward: bool) -> tuple[Figure, str]:
     """Predicts the seconds of a call on this machine; returns them with a hint."""
     calibration = calibrated()
-    if calibration is None:
-        hint = why_not()
-    else:
-        hint = f"no rates of such calls of {backend} are measured"
-        if is_modelled(backend, work):
-            with contextlib.suppress(KeyError):  # the backend could not run during calibration
-                seconds = seconds_of(backend, work, call, backward, calibration.rates)
-                return Figure(seconds, "measured here"), ""
+    rates = {} if calibration is None else calibration.rates
+    seconds = seconds_of(backend, work, call, backward, rates)
+    if seconds is not None:
+        return Figure(seconds, "measured here"), ""
+    missing = f"no rates of such calls of {backend} are measured"
+    hint = why_not() if calibration is None else missing
     return Figure(default_seconds(work, call, backward), "uncalibrated"), hint

@@ -72,12 +72,16 @@ def multiplies_bfloat16(dtype: torch.dtype) -> bool:
 
 def seconds_of(
     backend: str, work: Work, call: Call, backward: bool, rates: dict[str, Rates]
-) -> float:
-    """Predicts the seconds of a call from measured rates, as if no pass were `is_walked`.
+) -> float | None:
+    """Predicts the seconds of a call from measured rates; None if they do not apply.
 
-    Raises: KeyError if a part has no rates.
+    That is so for a part without rates, because the backend could not run during calibration, and
+    for passes that are walked, which calibration does not measure.
     """
     parts = parts_of(backend, work, call, backward)
+    group = work.frame.num_heads / work.frame.num_kv_heads
+    if not rates.keys() >= set(parts) or any(is_walked(p, group) for p in work.passes):
+        return None
     return sum(seconds_by(rates[part], amounts(part, work, call)) for part in parts)
 
 
@@ -91,9 +95,3 @@ def default_seconds(work: Work, call: Call, backward: bool) -> float:
     peak = 40e9 * (2.5 if multiplies_bfloat16(call.dtype) else 1.0)
     cells = amounts("cpu float32 forward", work, call)[1]
     return 1e-4 + flops(cells, call.head_dim, backward) / (peak * torch.get_num_threads())
-
-
-def is_modelled(backend: str, work: Work) -> bool:
-    """Whether the rates of a backend apply to passes of these shapes."""
-    group = work.frame.num_heads / work.frame.num_kv_heads
-    return backend in ("cpu", "gather") and not any(is_walked(p, group) for p in work.passes)

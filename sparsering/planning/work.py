@@ -155,27 +155,18 @@ def counted(layout: BlockLayout, *, cut: bool = False) -> Work:
     return Work(layout.frame, layout.block_size, float(layout.pairs), passes, size, bitmaps)
 
 
-class _Visits(NamedTuple):
-    """Visits of some query tiles: runs of key tiles, most of them of one tile.
+def _tally(
+    row: Tensor, first: Tensor, end: Tensor, masked: Tensor, queries: Tensor, before: Tensor
+) -> tuple[int, ...]:
+    """Sums the work of runs of key tiles: `entries`, `masked`, `cells`, `wide_cells` and `rows`.
 
-    Attributes:
-        row: the query tile of each run.
+    Args:
+        row: the query tile that visits each run.
         first, end: the first key tile of each run, and the one after its last.
         masked: True for a run of one tile that has a bitmap.
+        queries: tokens of each query tile.
+        before: `_tokens_before` of the key tiles.
     """
-
-    row: Tensor
-    first: Tensor
-    end: Tensor
-    masked: Tensor
-
-
-def _tally(visits: _Visits, queries: Tensor, before: Tensor) -> tuple[int, ...]:
-    """Sums visits: the fields `entries`, `masked`, `cells`, `wide_cells`, `rows` of `PassWork`.
-
-    `queries`: tokens of each query tile; `before`: `_tokens_before` of the key tiles.
-    """
-    row, first, end, masked = visits
     tokens = before[end] - before[first]
     cells, wide_cells = ((round_up(queries, size)[row] * tokens).sum() for size in (16, 32))
     sums = ((end - first).sum(), masked.sum(), cells, wide_cells, queries[row.unique()].sum())
@@ -199,10 +190,8 @@ def _ragged(keys: Tensor) -> float:
 
 
 def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassWork:
-    queries, keys = (
-        tile_counts(start, stop, p.step, layout.block_size)
-        for start, stop in ((p.query_start, p.query_stop), (p.key_start, p.key_stop))
-    )
+    queries = tile_counts(p.query_start, p.query_stop, p.step, layout.block_size)
+    keys = tile_counts(p.key_start, p.key_stop, p.step, layout.block_size)
     (batches, tables), axes = p.row_ptr.shape[:2], len(queries)
     kinds = max(tables, axes)  # number of different heads
     groups = min(kinds, layout.frame.num_kv_heads)
@@ -215,8 +204,8 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassWork:
             of_row = p.row_ptr[b, table].long().diff()
             key, bitmap = (x[b, table, :count].long() for x in (p.key_tile, p.bitmap))
             of_key = torch.bincount(key, minlength=keys.shape[1])
-            visits = _Visits(torch.repeat_interleave(of_row), key, key + 1, bitmap >= 0)
-            tallies.append(_tally(visits, queries[axis], _tokens_before(keys[axis])))
+            row, before = torch.repeat_interleave(of_row), _tokens_before(keys[axis])
+            tallies.append(_tally(row, key, key + 1, bitmap >= 0, queries[axis], before))
             by_key[kind * groups // kinds] += of_key
             if cut:
                 pieces += library().pieces(of_row, False)
@@ -283,9 +272,9 @@ def _sampled(
             for places, weight in _draws(len(tiles.queries), num_tiles):
                 queries = tiles.queries[places]
                 tokens = queries.count.clamp(min=0)
-                visits, num_pairs = _visits(ground, mask_of_head, queries, tiles, frame, block_size)
+                runs, num_pairs = _runs(ground, mask_of_head, queries, tiles, frame, block_size)
+                tally = _tally(*runs, tokens, tiles.before)
                 weight /= len(sampled_tables)
-                tally = _tally(visits, tokens, tiles.before)
                 sums = [total + weight * x for total, x in zip(sums, tally, strict=True)]
                 pairs += weight * num_pairs
                 shapes.append((tokens, tiles))
@@ -327,10 +316,12 @@ def _tiles(
     return _Tiles(queries, keys, *keys.runs(_RUN), _tokens_before(keys.count.clamp(min=0)))
 
 
-def _visits(
+def _runs(
     ground: Ground, mask: Mask, queries: Axis, tiles: _Tiles, frame: Frame, block_size: int
-) -> tuple[_Visits, int]:
-    """Returns the visits of some query tiles, and the number of their (query, key) pairs.
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
+    """Returns the visits of some query tiles as runs for `_tally`, and their number of pairs.
+
+    Most runs are of one tile.
 
     Cost: laying out their masked tiles, and one test for each run of `_RUN` other key tiles.
     """
@@ -346,7 +337,7 @@ def _visits(
     table, _ = compile_table(ground, mask, queries, keys, frame, block_size, among)
     full = (status == FULL) & (pairs.q.count > 0)
     first = run[full] * _RUN
-    visits = _Visits(
+    visits = (
         torch.cat((torch.repeat_interleave(table.row_ptr.diff()), row[full])),
         torch.cat((table.key_tile, first)),
         torch.cat((table.key_tile + 1, first + _RUN)),

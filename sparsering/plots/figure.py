@@ -40,3 +40,11 @@ def wrapped(text: str, width: int) -> str:
             lines.append("")
         lines[-1] += (" " if lines[-1] else "") + word
     return "\n".join(lines)
+
+
+def short_count(count: int) -> str:
+    """Formats a count in powers of 1024, such as 1.5K."""
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if count >= unit and count % (unit // 4) == 0:
+            return f"{count / unit:g}{letter}"
+    return f"{count:,}"

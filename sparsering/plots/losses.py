@@ -10,8 +10,6 @@ def loss_png(metrics: Sequence[Mapping[str, Any]], baselines: Mapping[str, float
     """Draws training and validation losses over steps, and the levels of `baselines`.
 
     `metrics` are the records of `metrics.jsonl`.
-
-    Raises: ImportError without matplotlib.
     """
     figure = new_figure(4.6, 3.6)
     axes = figure.add_subplot()
@@ -38,10 +36,7 @@ def loss_png(metrics: Sequence[Mapping[str, Any]], baselines: Mapping[str, float
 
 
 def speed_png(seconds: Mapping[str, tuple[float, float]], *, title: str) -> bytes:
-    """Draws a stacked bar per name from (seconds in attention, seconds in total).
-
-    Raises: ImportError without matplotlib.
-    """
+    """Draws a stacked bar per name from (seconds in attention, seconds in total)."""
     figure = new_figure(4.6, 1.1 + 0.7 * len(seconds))
     axes = figure.add_subplot()
     names = list(seconds)

@@ -16,8 +16,6 @@ def traffic_png(panels: Sequence[tuple[str, Tensor, int]], *, panel_width: float
         panels: (caption, number of rows of keys and values [receiver, sender] as `RingPlan.tokens`
             counts them, bytes of a row).
         panel_width: inches of each panel; below 4.8 only up to 4 ranks have numbers, else up to 8.
-
-    Raises: ImportError without matplotlib.
     """
     figure = new_figure(panel_width * len(panels), panel_width + 0.1)
     legible = 8 if panel_width >= 4.8 else 4

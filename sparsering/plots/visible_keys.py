@@ -8,7 +8,7 @@ import torch
 from ..layouts.drawing import pair_shares
 from ..layouts.layout import BlockLayout
 from ..patterns.algebra import Pattern
-from .figure import new_figure, png, wrapped
+from .figure import new_figure, png, short_count, wrapped
 
 
 def pattern_png(
@@ -32,7 +32,7 @@ def pattern_png(
 
     Returns: the bytes of a PNG file.
 
-    Raises: ValueError if the pattern does not fit; ImportError without matplotlib.
+    Raises: ValueError if the pattern does not fit.
 
     Cost: O(visited blocks) time, bounded memory.
     """
@@ -96,11 +96,3 @@ def draw_pattern(axes: Any, layout: BlockLayout, *, head: int = 0, cells: int = 
         low, high = sorted(axis.get_view_interval())
         ticks = [round(low + i * (high - low) / 4) for i in range(5)]
         axis.set_ticks(ticks, [short_count(tick) for tick in ticks])
-
-
-def short_count(count: int) -> str:
-    """Formats a count in powers of 1024, such as 1.5K."""
-    for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
-        if count >= unit and count % (unit // 4) == 0:
-            return f"{count / unit:g}{letter}"
-    return f"{count:,}"

@@ -3,7 +3,7 @@
 import pytest
 
 import sparsering as sr
-from sparsering.plots import decoding_png, kept_png, loss_png, pattern_png
+from sparsering.plots import kept_png, loss_png, pattern_png
 
 
 def test_pictures_are_png():
@@ -11,13 +11,6 @@ def test_pictures_are_png():
     assert pattern_png(sr.Causal(), 64, num_heads=2, block_size=16).startswith(signature)
     records = [{"step": 0, "validation_loss": 5.0}, {"step": 1, "loss": 4.0}]
     assert loss_png(records, {"bigram": 2.0}).startswith(signature)
-    steps = [
-        {"case": "one token", "backend": backend, "pattern": "Causal()", "tokens": tokens}
-        | {"tokens_per_second": 1e6 / tokens, "bytes": 4096 * tokens}
-        for tokens in (1024, 2048)
-        for backend in ("cache", "dense", "attention, one length")
-    ]
-    assert decoding_png([*steps, {"case": "prompt in parts"}], title="").startswith(signature)
     pattern = sr.LongNet((16, 64), (1, 4)) & sr.Causal()
     assert kept_png(pattern, (40, 64, 70), num_heads=2).startswith(signature)
 
