@@ -46,23 +46,23 @@ def _by_density(pattern: Pattern, frame: Frame) -> int:
     sample = max(_SAMPLE, 2 * _LARGEST * max(steps, default=1))
     first = max(0, frame.q_len - sample) // 2 // sample * sample + frame.q_start
     queries = first, min(first + sample, frame.q_start + frame.q_len)
-    chosen, held = _LARGEST, _held(pattern, frame, _LARGEST, queries)
-    for size, least in _SMALLER:
-        if held > _MOST_KEYS:
+    chosen, pairs = _LARGEST, _pairs_in_tiles(pattern, frame, _LARGEST, queries)
+    for size, share in _SMALLER:
+        if pairs > _MOST_KEYS:
             break
-        smaller = _held(pattern, frame, size, queries)
-        if smaller > least * held:
+        smaller = _pairs_in_tiles(pattern, frame, size, queries)
+        if smaller > share * pairs:
             break
-        chosen, held = size, smaller
+        chosen, pairs = size, smaller
     return chosen
 
 
-def _held(pattern: Pattern, frame: Frame, size: int, queries: tuple[int, int]) -> float:
+def _pairs_in_tiles(pattern: Pattern, frame: Frame, size: int, queries: tuple[int, int]) -> float:
     """Counts the pairs per query in the tiles that some queries visit; mean over heads.
 
     Kernels round the last, partial tile of a sequence up to 16 tokens, not to a whole tile.
     """
-    found = 0.0
+    total = 0.0
     for compiled in compile_passes(pattern, frame, size, queries=[queries]):
         axes = zip(compiled.queries, compiled.keys, strict=True)
         rounded = [[-(-axis.count.clamp(min=0) // 16) * 16 for axis in pair] for pair in axes]
@@ -70,5 +70,5 @@ def _held(pattern: Pattern, frame: Frame, size: int, queries: tuple[int, int]) -
         for number, table in enumerate(tables):
             rows, columns = rounded[number * len(rounded) // len(tables)]
             of_row = rows.repeat_interleave(table.row_ptr.diff())
-            found += float((of_row * columns[table.key_tile]).sum()) / len(tables)
-    return found / (queries[1] - queries[0])
+            total += float((of_row * columns[table.key_tile]).sum()) / len(tables)
+    return total / (queries[1] - queries[0])

@@ -10,6 +10,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +34,7 @@ _MOST_CELLS = 1 << 21  # cells evaluated at a time
 _MOST_BITMAPS = 1 << 12  # bitmaps collected before equal ones are merged
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Entries of one head of one batch entry in one pass, ordered by query tile, then key tile.
 
     Attributes:
@@ -60,7 +60,7 @@ class CompiledPass:
         bitmaps: the distinct bitmaps.
         num_pairs: number of (query, key) pairs, mean over batch entries and heads.
         branch: number of the mixture's branch.
-        told: extra `Pass` fields where positions restart: `query_origin`, `key_origin`, `stream`.
+        origins: `Pass` fields where positions restart: `query_origin`, `key_origin`, `stream`.
     """
 
     queries: list[Axis]
@@ -69,7 +69,7 @@ class CompiledPass:
     bitmaps: Tensor
     num_pairs: float
     branch: int = 0
-    told: dict[str, Tensor] = field(default_factory=dict)
+    origins: dict[str, Tensor] = field(default_factory=dict)
 
 
 def build_layout(
@@ -85,11 +85,11 @@ def build_layout(
         return replace(selected, passes=tuple(p.to(device) for p in selected.passes))
     some = frame.num_heads and pattern.num_batches() != 0
     compiled = compile_passes(pattern, frame, block_size) if some else []
-    laid = [assemble(c, frame, block_size) for c in compiled]
-    told = (with_slots(p, pattern.branches[p.branch], frame, block_size) for p in laid)
-    passes = tuple(p.to(device) for p in told)
-    pairs = sum(c.num_pairs for c in compiled)
-    return BlockLayout(frame, block_size, passes, pairs)
+    passes = []
+    for part in compiled:
+        p = assemble(part, frame, block_size)
+        passes.append(with_slots(p, pattern.branches[p.branch], frame, block_size).to(device))
+    return BlockLayout(frame, block_size, tuple(passes), sum(c.num_pairs for c in compiled))
 
 
 def check_block_size(block_size: int) -> None:
@@ -134,7 +134,7 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
             max((_most(t.key_tile.bincount()) for row in tables for t in row), default=0),
         ),
         branch=compiled.branch,
-        **compiled.told,
+        **compiled.origins,
     )
 
 
@@ -176,12 +176,12 @@ def compile_passes(
     for number, branch in enumerate(pattern.branches):
         restarts = pattern.restarts if queries is None and keys is None else None
         ground = ground_of(restarts, frame, queries, keys)
-        laid = branch if restarts is None else laid_in_documents(branch)
+        mask = branch if restarts is None else laid_in_documents(branch)
         earlier: list[Mask] = []
-        for grid, term in terms(laid, block_size):
+        for grid, term in terms(mask, block_size):
             rest = And((term, Not(Or(tuple(earlier))))) if earlier else term
-            made = _compile_pass(ground, grid, rest, frame, block_size)
-            compiled.append(replace(made, branch=number))
+            compiled_pass = _compile_pass(ground, grid, rest, frame, block_size)
+            compiled.append(replace(compiled_pass, branch=number))
             earlier.append(term)
     return compiled
 
@@ -200,26 +200,26 @@ def _compile_pass(
     queries = [ground.queries(grid, tokens, s) for s in offsets]
     keys = [ground.keys(grid, block_size, s) for s in offsets]
 
-    number_of: dict[Mask, int] = {}  # heads and batch entries that see one mask share one table
-    found: list[tuple[Table, Tensor]] = []
-    use: list[list[int]] = []
+    numbers: dict[Mask, int] = {}  # heads and batch entries that see one mask share one table
+    tables: list[tuple[Table, Tensor]] = []
+    rows: list[list[int]] = []
     for batch in range(num_batches):
-        use.append([])
+        rows.append([])
         for table in range(num_tables):
             head = table * frame.num_heads // num_tables
-            seen = mask.at(batch, head, frame)
-            if seen not in number_of:
-                number_of[seen] = len(found)
+            own = mask.at(batch, head, frame)
+            if own not in numbers:
+                numbers[own] = len(tables)
                 axis = frame.kv_head(head) if num_axes > 1 else 0
-                made = compile_table(ground, seen, queries[axis], keys[axis], frame, block_size)
-                found.append(made)
-            use[-1].append(number_of[seen])
+                axes = queries[axis], keys[axis]
+                tables.append(compile_table(ground, own, *axes, frame, block_size))
+            rows[-1].append(numbers[own])
     # Summed before tables are shared: tiles of heads with equal tables may have different lengths.
-    num_pairs = sum(found[number][0].num_pairs for row in use for number in row)
-    bitmaps, rows = _share_tables(found, use)
-    queries, keys, told = ground.placed(queries, keys)
+    num_pairs = sum(tables[number][0].num_pairs for row in rows for number in row)
+    bitmaps, shared = _share_tables(tables, rows)
+    queries, keys, origins = ground.placed(queries, keys)
     mean = num_pairs / (num_batches * num_tables)
-    return CompiledPass(queries, keys, rows, bitmaps, mean, told=told)
+    return CompiledPass(queries, keys, shared, bitmaps, mean, origins=origins)
 
 
 def tokens_of_tile(mask: Mask, grid: Grid, block_size: int) -> int:
@@ -255,13 +255,13 @@ def compile_table(
     bitmaps = torch.zeros(0, block_size * block_size // 8, dtype=torch.uint8)
     if len(varies):
         cells_of = _cells_in_documents if ground.in_document else _cells
-        bitmaps, bitmap, held = cells_of(mask, rule, pairs[varies], frame, block_size)
-        num_pairs[varies] = held
-        number[varies] = torch.where(held == (q_count * k_count)[varies], -1, bitmap)
-    kept = num_pairs > 0
+        bitmaps, bitmap, count = cells_of(mask, rule, pairs[varies], frame, block_size)
+        num_pairs[varies] = count
+        number[varies] = torch.where(count == (q_count * k_count)[varies], -1, bitmap)
+    visited = num_pairs > 0
     row_ptr = torch.zeros(len(queries) + 1, dtype=torch.int64)
-    row_ptr[1:] = torch.bincount(row[kept], minlength=len(queries)).cumsum(0)
-    return Table(row_ptr, column[kept], number[kept], int(num_pairs.sum())), bitmaps
+    row_ptr[1:] = torch.bincount(row[visited], minlength=len(queries)).cumsum(0)
+    return Table(row_ptr, column[visited], number[visited], int(num_pairs.sum())), bitmaps
 
 
 def _cells(
@@ -270,8 +270,8 @@ def _cells(
     """(bitmaps, number of each tile pair's bitmap, number of real (query, key) pairs in it)."""
     columns = [pairs.q.count, pairs.k.count, *rule.signature(pairs)]
     kind, first = number_rows(columns)
-    bitmaps, bitmap, held = _distinct_bitmaps(mask, pairs[first], frame, block_size)
-    return bitmaps, bitmap[kind], held[kind]
+    bitmaps, bitmap, count = _distinct_bitmaps(mask, pairs[first], frame, block_size)
+    return bitmaps, bitmap[kind], count[kind]
 
 
 def _cells_in_documents(
@@ -285,14 +285,13 @@ def _cells_in_documents(
     kind, largest = _largest_of_kind(rule.signature(pairs), q_count, k_count)
     bitmaps = []
     for part in torch.arange(len(largest)).split(max(1, _MOST_CELLS // block_size**2)):
-        chosen = pairs[largest[part]]
+        tiles = pairs[largest[part]]
         cells = torch.empty(len(part), block_size, block_size, dtype=torch.bool)
-        documents = chosen.origin.frames(frame, mask.asks_frame)
-        for which, document in documents:
-            cells[which] = _cells_of(mask, chosen[which], document, block_size)
+        for which, document in tiles.origin.frames(frame, mask.asks_frame):
+            cells[which] = _cells_of(mask, tiles[which], document, block_size)
         bitmaps.append(pack(cells))
-    every = torch.cat(bitmaps)
-    return every, kind, count_pairs(every, kind, q_count, k_count)
+    joined = torch.cat(bitmaps)
+    return joined, kind, count_pairs(joined, kind, q_count, k_count)
 
 
 def _largest_of_kind(
@@ -318,14 +317,14 @@ def _distinct_bitmaps(
     mask: Mask, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns as `_cells`, but evaluates every tile pair, some at a time."""
-    bitmaps, numbers, counts, seen = [], [], [], 0
+    bitmaps, numbers, counts, total = [], [], [], 0
     for part in torch.arange(len(pairs)).split(_MOST_BITMAPS):
-        cells, held = evaluate(mask, pairs[part], frame, block_size)
+        cells, count = evaluate(mask, pairs[part], frame, block_size)
         distinct, number = distinct_rows(cells)
         bitmaps.append(distinct)
-        numbers.append(number + seen)
-        counts.append(held)
-        seen += len(distinct)
+        numbers.append(number + total)
+        counts.append(count)
+        total += len(distinct)
     return torch.cat(bitmaps), torch.cat(numbers), torch.cat(counts)
 
 
@@ -340,42 +339,37 @@ def evaluate(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> tup
 def _cells_of(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Tensor:
     """[pairs, block_size, block_size] whether each pair of positions holds."""
     p, k = (tiles.positions(block_size) for tiles in (pairs.q, pairs.k))
-    held = mask.holds(p[:, :, None], k[:, None, :], frame)
-    return held.expand(len(pairs), block_size, block_size)
+    cells = mask.holds(p[:, :, None], k[:, None, :], frame)
+    return cells.expand(len(pairs), block_size, block_size)
 
 
 def _share_tables(
-    found: list[tuple[Table, Tensor]], use: list[list[int]]
+    tables: list[tuple[Table, Tensor]], rows: list[list[int]]
 ) -> tuple[Tensor, list[list[Table]]]:
     """(bitmaps, tables [batch][head]); equal tables of all heads or batch entries become one."""
-    bitmaps, tables = _share_bitmaps(found)
-    rows = [[tables[number] for number in row] for row in use]
-    if all(_equal(table, row[0]) for row in rows for table in row[1:]):
-        rows = [row[:1] for row in rows]
-    if all(_equal(a, b) for row in rows[1:] for a, b in zip(row, rows[0], strict=True)):
-        rows = rows[:1]
-    return bitmaps, rows
+    bitmaps, distinct = _share_bitmaps(tables)
+    shared = [[distinct[number] for number in row] for row in rows]
+    if all(_equal(table, row[0]) for row in shared for table in row):
+        shared = [row[:1] for row in shared]
+    if all(all(map(_equal, row, shared[0])) for row in shared):
+        shared = shared[:1]
+    return bitmaps, shared
 
 
-def _share_bitmaps(found: list[tuple[Table, Tensor]]) -> tuple[Tensor, list[Table]]:
+def _share_bitmaps(tables: list[tuple[Table, Tensor]]) -> tuple[Tensor, list[Table]]:
     """Stores equal bitmaps once and drops those that no entry uses."""
-    start, everything, used = 0, [], []
-    for table, bitmaps in found:
-        everything.append(torch.where(table.bitmap < 0, -1, table.bitmap + start))
-        used.append(bitmaps)
+    start, numbers = 0, []
+    for table, bitmaps in tables:
+        numbers.append(torch.where(table.bitmap < 0, -1, table.bitmap + start))
         start += len(bitmaps)
-    numbers, bitmaps = torch.cat(everything), torch.cat(used)
-    masked = numbers >= 0
-    kept, inverse = numbers[masked].unique(return_inverse=True)
-    distinct, rank = distinct_rows(bitmaps[kept])
-    numbers[masked] = rank[inverse]
-    split = numbers.split([len(table.bitmap) for table, _ in found])
-    tables = (table for table, _ in found)
-    return distinct, [replace(table, bitmap=x) for table, x in zip(tables, split, strict=True)]
+    number = torch.cat(numbers)
+    masked = number >= 0
+    used, inverse = number[masked].unique(return_inverse=True)
+    distinct, rank = distinct_rows(torch.cat([bitmaps for _, bitmaps in tables])[used])
+    number[masked] = rank[inverse]
+    split = number.split([len(table.bitmap) for table, _ in tables])
+    return distinct, [table._replace(bitmap=x) for (table, _), x in zip(tables, split, strict=True)]
 
 
 def _equal(a: Table, b: Table) -> bool:
-    return a is b or all(
-        torch.equal(x, y)
-        for x, y in ((a.row_ptr, b.row_ptr), (a.key_tile, b.key_tile), (a.bitmap, b.bitmap))
-    )
+    return a is b or all(map(torch.equal, a[:3], b[:3]))

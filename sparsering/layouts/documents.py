@@ -79,15 +79,15 @@ class RestartedDocuments:
         self, queries: list[Axis], keys: list[Axis]
     ) -> tuple[list[Axis], list[Axis], dict[str, Tensor]]:
         of_query, of_key = self.document_of(queries[0]), self.document_of(keys[0])
-        told = {
+        origins = {
             "query_origin": torch.stack([tiles.start for tiles in queries]),
             "key_origin": torch.stack([tiles.start for tiles in keys]),
             "stream": of_query.expand(len(queries), -1).contiguous(),
         }
         key_begin = self.kv_lengths.cumsum(0) - self.kv_lengths
         query_begin = self.q_lengths.cumsum(0) - self.kv_lengths  # the token index of position 0
-        moved_queries = [_moved(tiles, query_begin[of_query]) for tiles in queries]
-        return moved_queries, [_moved(tiles, key_begin[of_key]) for tiles in keys], told
+        shifted = [_shifted(tiles, query_begin[of_query]) for tiles in queries]
+        return shifted, [_shifted(tiles, key_begin[of_key]) for tiles in keys], origins
 
 
 Ground = WholeSequence | RestartedDocuments
@@ -116,5 +116,5 @@ def laid_in_documents(mask: Mask) -> Mask:
     raise AssertionError(f"positions do not restart in {mask}")
 
 
-def _moved(tiles: Axis, by: Tensor) -> Axis:
+def _shifted(tiles: Axis, by: Tensor) -> Axis:
     return replace(tiles, start=tiles.start + by, stop=tiles.stop + by, last=tiles.last + by)

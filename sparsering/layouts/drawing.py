@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .bitmaps import unpack
-
 if TYPE_CHECKING:  # `layout` imports this module to print itself
-    from .layout import BlockLayout, Pass
+    from .layout import BlockLayout
 
 _SHADES = " .:-=+*#%@"
 _AT_A_TIME = 1 << 22  # sampled pairs
@@ -51,30 +49,13 @@ def pair_shares(
     samples = min(layout.block_size, math.isqrt(per_entry))
     slots = torch.arange(samples) * layout.block_size // samples
     for p in layout.passes:
-        entries = torch.arange(len(layout.table(p, 0, head)[0]))
-        for part in entries.split(max(_AT_A_TIME // samples**2, 1)):
-            q, k, held = _sampled_pairs(layout, p, head, part, slots)
+        size = max(_AT_A_TIME // samples**2, 1)
+        for begin in range(0, len(layout.table(p, 0, head)[0]), size):
+            q, k, pairs = layout.cells(p, 0, head, slots, slice(begin, begin + size))
             row, column = q * rows // q_len, k * columns // kv_len
             area = row[:, :, None] * columns + column[:, None, :]
-            counts += torch.bincount(area[held], minlength=len(counts))
+            counts += torch.bincount(area[pairs], minlength=len(counts))
     weight = (layout.block_size / samples) ** 2
     height = torch.bincount(torch.arange(q_len) * rows // max(q_len, 1), minlength=rows)
     width = torch.bincount(torch.arange(kv_len) * columns // max(kv_len, 1), minlength=columns)
     return counts.view(rows, columns) * weight / (height[:, None] * width)
-
-
-def _sampled_pairs(
-    layout: "BlockLayout", p: "Pass", head: int, entries: Tensor, slots: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query indices [n, s], key positions [n, s] and whether each of their pairs attends."""
-    row, key, bitmap, axis = layout.table(p, 0, head)
-    row, key, bitmap = row[entries], key[entries], bitmap[entries]
-    q = p.query_start[axis][row, None] + p.step * slots
-    k = p.key_start[axis][key, None] + p.step * slots
-    real_q, real_k = q < p.query_stop[axis][row, None], k < p.key_stop[axis][key, None]
-    held = (real_q[:, :, None] & real_k[:, None, :]).clone()
-    masked = bitmap >= 0
-    numbers, inverse = bitmap[masked].unique(return_inverse=True)
-    cells = unpack(p.bitmaps[numbers], layout.block_size)[:, slots][:, :, slots]
-    held[masked] &= cells[inverse]
-    return q, k, held

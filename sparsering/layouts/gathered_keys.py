@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..patterns.algebra import And, Frame, Mask, Or, Pattern
 from ..patterns.arguments import MOST_TOKENS
-from ..patterns.positions import Causal, Dilated, Full
+from ..patterns.positions import Causal, Dilated, intersection
 from .bitmaps import pack, transposed
 from .layout import BlockLayout, Pass
 from .leaves import EMPTY, FULL, VARIES
@@ -96,8 +96,8 @@ def _pass_over(
     if tables == 1 and not batches:
         masks = masks[:1]
     rows = _Rows(masks, starts.repeat_interleave(heads), keys)
-    found = _by_tiles if len(masks) == 1 else _by_keys
-    visited, bitmap, bitmaps = found(rows, frame, queries, block_size)
+    find = _by_tiles if len(masks) == 1 else _by_keys
+    visited, bitmap, bitmaps = find(rows, frame, queries, block_size)
     count = visited.sum(1)
     longest = int(count.max()) if count.numel() else 0
     tile = (~visited).to(torch.int8).argsort(dim=1, stable=True)[:, :longest]
@@ -108,7 +108,7 @@ def _pass_over(
     def table(x: Tensor) -> Tensor:
         return x.int().view(every, heads, x.shape[1]).contiguous()
 
-    made = Pass(
+    p = Pass(
         step=1,
         query_start=zero,
         query_stop=zero + queries,
@@ -122,8 +122,8 @@ def _pass_over(
         longest=(longest, min(longest, 1)),
         branch=number,
     )
-    vars(made)["transposed_bitmaps"] = bitmaps
-    return made
+    vars(p)["transposed_bitmaps"] = bitmaps
+    return p
 
 
 def _by_tiles(
@@ -162,13 +162,13 @@ def _by_keys(
     bits = torch.zeros(count, tiles * block_size, block_size // 8, dtype=torch.uint8)
     past = [_without_causal(mask) for mask in rows.masks]
     for begin, end, masks in ((0, old, past), (old, keys, rows.masks)):
-        there = rows.keys[:, begin:end] >= 0
-        most = int(there.sum(1).max()) if there.numel() else 0
-        slot = (~there).to(torch.int8).argsort(dim=1, stable=True)[:, :most] + begin
+        real = rows.keys[:, begin:end] >= 0
+        most = int(real.sum(1).max()) if real.numel() else 0
+        slot = (~real).to(torch.int8).argsort(dim=1, stable=True)[:, :most] + begin
         for part in slot.split(max(1, _MOST_CELLS // max(1, count * queries)), 1):
-            found = _bits(partial(_hold, masks), query, rows.keys.gather(1, part), frame)
-            place = part[..., None].expand_as(found)
-            bits[..., : queries // 8].scatter_(1, place, found)
+            part_bits = _bits(partial(_hold, masks), query, rows.keys.gather(1, part), frame)
+            place = part[..., None].expand_as(part_bits)
+            bits[..., : queries // 8].scatter_(1, place, part_bits)
     bits = bits.view(count * tiles, block_size**2 // 8)
     visited = (bits.view(torch.int64) != 0).any(1)
     number = (visited.cumsum(0) - 1).view(count, tiles)
@@ -177,16 +177,17 @@ def _by_keys(
 
 def _bits(holds: Callable[..., Tensor], query: Tensor, key: Tensor, frame: Frame) -> Tensor:
     """[rows, keys, queries / 8] bits: do queries [rows, 1, queries] see each key [rows, keys]."""
-    there, shape = key >= 0, (*key.shape, query.shape[2])
-    held = holds(query, key.clamp(min=0)[:, :, None], frame)
-    held = held & there[:, :, None] if not bool(there.all()) else held
-    return pack(held.expand(shape).reshape(-1, shape[2])).view(*key.shape, shape[2] // 8)
+    real, shape = key >= 0, (*key.shape, query.shape[2])
+    pairs = holds(query, key.clamp(min=0)[:, :, None], frame)
+    pairs = pairs & real[:, :, None] if not bool(real.all()) else pairs
+    return pack(pairs.expand(shape).reshape(-1, shape[2])).view(*key.shape, shape[2] // 8)
 
 
 def _without_causal(mask: Mask) -> Mask:
     """Drops `Causal` from a mask, which changes nothing for keys before all queries."""
-    rest = tuple(x for x in mask.masks if x != Causal()) if isinstance(mask, And) else (mask,)
-    return And(rest) if len(rest) > 1 else rest[0] if rest else Full()
+    if not isinstance(mask, And):
+        return mask
+    return intersection([part for part in mask.masks if part != Causal()])
 
 
 def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
@@ -206,25 +207,26 @@ def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         return reduce(joined, (_hold(part, p, k, frame) for part in parts))
     rows = torch.arange(len(masks))[:, None].unbind()
     shape = torch.broadcast_shapes(p.shape, k.shape)[1:]
-    held = [
-        mask.holds(p[row], k[row], frame).expand(1, *shape)
-        for mask, row in zip(masks, rows, strict=True)
-    ]
-    return torch.cat(held)
+    return torch.cat(
+        [
+            mask.holds(p[row], k[row], frame).expand(1, *shape)
+            for mask, row in zip(masks, rows, strict=True)
+        ]
+    )
 
 
 def _status(mask: Mask, first: Tensor, last: Tensor, k: Tensor, frame: Frame) -> Tensor:
     """[tiles] EMPTY, VARIES or FULL, from the first and last position of queries and of keys."""
-    there = k >= 0
-    some = torch.nonzero(there.any(1))[:, 0]
-    low, high = torch.where(there, k, MOST_TOKENS).amin(1)[some], k.amax(1)[some]
+    real = k >= 0
+    some = torch.nonzero(real.any(1))[:, 0]
+    low, high = torch.where(real, k, MOST_TOKENS).amin(1)[some], k.amax(1)[some]
     none, first, last = torch.zeros_like(some), first[some], last[some]
     queries = Axis(1, none, first, last + 1, last)
     keys = Axis(1, none, low, high + 1, high)
     pairs = TilePairs.of_sequence(queries, keys, frame.kv_len)
     status = torch.full((len(k),), EMPTY, dtype=torch.int8)
     status[some] = condition(mask, frame).status(pairs).to(torch.int8)
-    return torch.where((status == FULL) & ~there.all(1), VARIES, status)
+    return torch.where((status == FULL) & ~real.all(1), VARIES, status)
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,22 +245,16 @@ class Spanned:
     @classmethod
     def of(cls, layout: BlockLayout) -> "Spanned":
         visited = [_visited_tiles(p) for p in layout.passes]
-        edges = [
-            (p.key_start[tiles], torch.maximum(p.key_stop, p.key_start)[tiles])
-            for p, tiles in zip(layout.passes, visited, strict=True)
-        ]
         none = torch.zeros(0, dtype=torch.int64)
+        pairs = list(zip(layout.passes, visited, strict=True))
         spans = Spans(
-            torch.cat([none, *(start for start, _ in edges)]),
-            torch.cat([none, *(stop for _, stop in edges)]),
+            torch.cat([none, *(p.key_start[tiles] for p, tiles in pairs)]),
+            torch.cat([none, *(p.key_stop[tiles] for p, tiles in pairs)]),
         )
-        made = cls(layout, spans.begin, spans.end)
-        passes = tuple(
-            made._moved(p, tiles) for p, tiles in zip(layout.passes, visited, strict=True)
-        )
-        frame = layout.frame._replace(kv_len=made.length)
-        moved = BlockLayout(frame, layout.block_size, passes, math.nan)
-        return replace(made, layout=moved)
+        spanned = cls(layout, spans.begin, spans.end)
+        frame = layout.frame._replace(kv_len=spanned.length)
+        passes = tuple(spanned._moved(p, tiles) for p, tiles in pairs)
+        return replace(spanned, layout=BlockLayout(frame, layout.block_size, passes, math.nan))
 
     @property
     def length(self) -> int:
@@ -269,7 +265,8 @@ class Spanned:
         """Places of positions in the gapless order; `length` for positions in no span."""
         if not len(self.begin):
             return torch.zeros_like(positions)
-        first = (self.end - self.begin).cumsum(0) - (self.end - self.begin)
+        lengths = self.end - self.begin
+        first = lengths.cumsum(0) - lengths
         span = (torch.searchsorted(self.begin, positions, right=True) - 1).clamp(min=0)
         inside = (positions >= self.begin[span]) & (positions < self.end[span])
         return torch.where(inside, positions - self.begin[span] + first[span], self.length)
@@ -286,9 +283,9 @@ def _visited_tiles(p: Pass) -> Tensor:
     axes, tiles = p.key_start.shape
     tables = p.row_ptr.shape[1]
     real = torch.arange(p.key_tile.shape[2]) < p.num_entries[..., None]
-    seen = torch.zeros(*real.shape[:2], tiles + 1, dtype=torch.int64)
-    seen.scatter_(2, torch.where(real, p.key_tile.long(), tiles), 1)
-    of_table = seen[..., :-1].amax(0) > 0  # [Ht, tiles]
+    visits = torch.zeros(*real.shape[:2], tiles + 1, dtype=torch.int64)
+    visits.scatter_(2, torch.where(real, p.key_tile.long(), tiles), 1)
+    of_table = visits[..., :-1].amax(0) > 0  # [Ht, tiles]
     if tables >= axes:
         of_table = of_table.unflatten(0, (axes, -1)).any(1)
     else:

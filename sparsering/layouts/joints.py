@@ -4,7 +4,7 @@ Parts are joined by Kleene logic: a pair of tiles that varies in one part may be
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, ClassVar
@@ -15,12 +15,12 @@ from torch import Tensor
 from ..patterns.algebra import Frame, Mask
 from ..patterns.blocks import BlockwiseMask
 from ..rows import expand_counts
-from .leaves import FULL, VARIES, Condition, Repeats, SameDocument, with_any_key
+from .leaves import EMPTY, FULL, VARIES, Condition, Repeats, SameDocument, with_any_key
 from .tiles import Axis, Origin, Spans, TilePairs, spans_of_positions
 
 # Where a pair of tiles spans more mask blocks than this, they are not looked up one by one.
 _MOST_SUB_BLOCKS = 1024
-_LOOKED_AT = 64  # queries of a key for which a custom mask is evaluated at a time
+_QUERIES_AT_A_TIME = 64  # queries of a key for which a custom mask is evaluated
 _LEAPS = (1 << 14, 1 << 10)  # queries that a custom mask may rule out at once
 
 
@@ -70,17 +70,18 @@ class AllOf(_Joint):
         self.settled = self.settled and len(self.moving) <= 1  # two may step past each other
 
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        found = [part.queries(k) for part in self.parts if part.convex]
-        firsts = [first for first, _ in found if first is not None]
-        lasts = [last for _, last in found if last is not None]
+        edges = [part.queries(k) for part in self.parts if part.convex]
+        firsts = [first for first, _ in edges if first is not None]
+        lasts = [last for _, last in edges if last is not None]
         return (
             reduce(torch.maximum, firsts) if firsts else None,
             reduce(torch.minimum, lasts) if lasts else None,
         )
 
     def future(self, stop: int) -> Repeats | None:
-        ends = [told for part in self.parts if (told := part.future(stop)) and told.empty]
-        return min(ends) if ends else super().future(stop)
+        futures = [part.future(stop) for part in self.parts]
+        ends = [repeats for repeats in futures if repeats and repeats.empty]
+        return min(ends) if ends else _together(futures)
 
 
 class AnyOf(_Joint):
@@ -250,8 +251,8 @@ class PerDocument(Condition):
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
         inside, document = self._document(queries.start, queries.last, origin)
         anywhere = with_any_key(queries, keys, torch.nonzero(~inside)[:, 0])
-        found = self.inner.candidates(queries, keys, document) | anywhere
-        return found & self.same.candidates(queries, keys, origin)
+        spans = self.inner.candidates(queries, keys, document) | anywhere
+        return spans & self.same.candidates(queries, keys, origin)
 
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
         begin, last = self.same.queries(k)
@@ -289,57 +290,55 @@ class Declared(Condition):
         for which, frame in self._frames(pairs.origin):
             q0, q1, k0, k1 = pairs[which].edges()
             q1 = q1.clamp(max=frame.q_start + frame.q_len - 1)  # queries of lifetimes may not end
-            told = self.mask.status(q0, q1, k0, k1, frame)
-            if told is not None:
-                status[which] = told.to(torch.int8)
+            if (own := self.mask.status(q0, q1, k0, k1, frame)) is not None:
+                status[which] = own.to(torch.int8)
         return status
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
         return [torch.arange(len(pairs))]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        found = with_any_key(queries, keys, torch.arange(0))
+        spans = with_any_key(queries, keys, torch.arange(0))
         for which, frame in self._frames(origin):
             start = origin.start[which]
             first, last = queries.start[which] - start, queries.last[which] - start
-            reach = self.mask.candidates(first, last, frame)
-            if reach is None:
-                found = found | with_any_key(queries, keys, which)
+            if (reach := self.mask.candidates(first, last, frame)) is None:
+                spans = spans | with_any_key(queries, keys, which)
             else:
                 low, high = (start + x for x in reach)
-                found = found | spans_of_positions(queries, keys, which, low, high)
-        return found
+                spans = spans | spans_of_positions(queries, keys, which, low, high)
+        return spans
 
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
         """Evaluates the mask at some queries of each key at a time; it may rule out many."""
-        found = torch.full_like(x, -1)
-        asked = torch.nonzero(x >= 0)[:, 0]
-        k, x = k[asked], x[asked]
-        passed = torch.zeros_like(x)  # number of queries, from x downwards, of which none pairs
+        result = torch.full_like(x, -1)
+        chosen = torch.nonzero(x >= 0)[:, 0]
+        k, x = k[chosen], x[chosen]
+        step = torch.zeros_like(x)  # number of queries, from x downwards, of which none pairs
         for leap in _LEAPS:
-            passed = torch.where(passed == 0, leap * self._is_empty(k, x, leap, frame), passed)
-        near = torch.nonzero(passed == 0)[:, 0]
-        p = x[near, None] - torch.arange(_LOOKED_AT)
-        held = self.mask.holds(p.clamp(min=0), k[near, None], frame).expand(p.shape)
-        passed[near] = torch.where(held.any(1), held.to(torch.int8).argmax(1), _LOOKED_AT)
-        found[asked] = (x - passed).clamp(min=-1)
-        return found
+            step = torch.where(step == 0, leap * self._is_empty(k, x, leap, frame), step)
+        near = torch.nonzero(step == 0)[:, 0]
+        p = x[near, None] - torch.arange(_QUERIES_AT_A_TIME)
+        pairs = self.mask.holds(p.clamp(min=0), k[near, None], frame).expand(p.shape)
+        step[near] = torch.where(pairs.any(1), pairs.to(torch.int8).argmax(1), _QUERIES_AT_A_TIME)
+        result[chosen] = (x - step).clamp(min=-1)
+        return result
 
     def _is_empty(self, k: Tensor, x: Tensor, leap: int, frame: Frame) -> Tensor:
         """Whether the mask rules out all queries in (x - leap, x]."""
         empty, first = torch.zeros_like(x, dtype=torch.bool), (x - leap + 1).clamp(min=0)
         if (reach := self.mask.candidates(first, x, frame)) is not None:
             empty = (k < reach[0]) | (k > reach[1])
-        if (told := self.mask.status(first, x, k, k, frame)) is not None:
-            empty = empty | (told == 0)
+        if (status := self.mask.status(first, x, k, k, frame)) is not None:
+            empty = empty | (status == EMPTY)
         return empty
 
 
-def _together(found: list[Repeats | None]) -> Repeats | None:
+def _together(parts: Sequence[Repeats | None]) -> Repeats | None:
     """Combines the periods of several parts; None where one is unknown."""
-    known = [repeats for repeats in found if repeats is not None]
-    if len(known) < len(found):
+    repeats = [part for part in parts if part is not None]
+    if len(repeats) < len(parts):
         return None
-    first = max((repeats.first for repeats in known), default=0)
-    period = math.lcm(*(repeats.period for repeats in known if not repeats.empty))
-    return Repeats(first, period, empty=all(repeats.empty for repeats in known))
+    first = max((part.first for part in repeats), default=0)
+    period = math.lcm(*(part.period for part in repeats if not part.empty))
+    return Repeats(first, period, empty=all(part.empty for part in repeats))

@@ -31,14 +31,12 @@ def last_query_layout(
     if not last or pattern.tensors or not _positions_decide(pattern):
         return None
     first = frame.q_start // PAGE * PAGE
-    laid = Frame(PAGE, first + PAGE, frame.num_heads, frame.num_kv_heads, first)
-    key = (pattern, laid, block_size, device, "page")
+    of_page = Frame(PAGE, first + PAGE, frame.num_heads, frame.num_kv_heads, first)
 
     def build() -> _Page:
-        return _Page.of(layout_cache.layout(pattern, laid, block_size, device))
+        return _Page.of(layout_cache.layout(pattern, of_page, block_size, device))
 
-    page = layout_cache.keep(key, build)
-    return page.query(frame)
+    return layout_cache.keep((pattern, of_page, block_size, device, "page"), build).query(frame)
 
 
 @lru_cache(256)
@@ -73,10 +71,10 @@ class _Page:
         for p in layout.passes:
             if p.bitmaps.device.type == "cpu":
                 _ = p.transposed_bitmaps  # built here once, then shared by all rows
-            tile, slot, there = _places(p, layout.block_size)
+            tile, slot, in_axis = _places(p, layout.block_size)
             row_of.append(tile)
             slot_of.append(slot)
-            stops.append(there.t().long()[..., None].contiguous())
+            stops.append(in_axis.t().long()[..., None].contiguous())
             each = [_row(p, number) for number in range(p.query_start.shape[1])]
             rows.append([(x, _walked(x, p, n, layout)) for n, x in enumerate(each)])
         return cls(layout, rows, row_of, slot_of, stops)
@@ -116,11 +114,11 @@ def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
     real = query < p.query_stop[..., None]
     axis, row, slot = torch.nonzero(real, as_tuple=True)
     query = query[real]
-    there = torch.zeros(len(p.query_start), PAGE, dtype=torch.bool, device=query.device)
-    there[axis, query] = True
+    in_axis = torch.zeros(len(p.query_start), PAGE, dtype=torch.bool, device=query.device)
+    in_axis[axis, query] = True
     row_of, slot_of = (torch.full((PAGE,), -1, device=query.device) for _ in range(2))
     row_of[query], slot_of[query] = row, slot
-    return row_of.tolist(), slot_of.tolist(), there
+    return row_of.tolist(), slot_of.tolist(), in_axis
 
 
 def _row(p: Pass, row: int) -> Pass:

@@ -97,11 +97,11 @@ class Pass:
 
     def table_of(self, head: int, num_heads: int) -> int:
         """Index of the table that a query head uses."""
-        return _share_of(head, num_heads, self.row_ptr.shape[1])
+        return head * self.row_ptr.shape[1] // max(1, num_heads)
 
     def axis_of(self, head: int, num_heads: int) -> int:
         """Index of the axis (row of `query_start`, `key_start`, ...) that a query head uses."""
-        return _share_of(head, num_heads, self.query_start.shape[0])
+        return head * self.query_start.shape[0] // max(1, num_heads)
 
     def query_tiles(self) -> Tensor:
         """[Bt, Ht, entries] query tile of each entry; the number of query tiles for padding."""
@@ -157,15 +157,14 @@ class Pass:
     def from_slot(self, slot: int, block_size: int) -> "Pass":
         """A copy whose query tiles begin at row `slot` of the bitmaps."""
         rows = self.bitmaps.view(len(self.bitmaps), block_size, block_size // 8)
-        moved = torch.nn.functional.pad(rows[:, slot:], (0, 0, 0, slot))
-        return replace(self, bitmaps=moved.reshape(self.bitmaps.shape))
+        rows = torch.nn.functional.pad(rows[:, slot:], (0, 0, 0, slot))
+        return replace(self, bitmaps=rows.reshape(self.bitmaps.shape))
 
     def to(self, device: torch.device) -> "Pass":
         """A copy on a device; the host does not wait for a GPU."""
         values: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(self)}
-        for name, x in values.items():
-            values[name] = moved(x, device) if isinstance(x, Tensor) else x
-        return Pass(**values)
+        tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
+        return Pass(**values | {name: moved(x, device) for name, x in tensors.items()})
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -200,9 +199,9 @@ class BlockLayout:
         if device.type == "cpu":
             return self
         counts = {"entry_counts": self.entry_counts, "first_entry": self.first_entry}
-        kept = replace(self, built=Built.now(device))
-        vars(kept).update(counts)
-        return kept
+        shared = replace(self, built=Built.now(device))
+        vars(shared).update(counts)
+        return shared
 
     def ready(self) -> "BlockLayout":
         """Returns itself after making the current stream wait until its tables are complete."""
@@ -237,9 +236,8 @@ class BlockLayout:
         """
         if len(self.passes) == 1 and self.passes[0].slot is not None:
             return self.passes[0].slot
-        told = [p.slot.shape for p in self.passes if p.slot is not None]
-        batch, heads = (max((s[i] for s in told), default=1) for i in (0, 1))
-        batch, heads = max(batch, self.table_shape[0]), max(heads, self.table_shape[1])
+        shapes = [self.table_shape, *(p.slot.shape for p in self.passes if p.slot is not None)]
+        batch, heads = (max(shape[dim] for shape in shapes) for dim in (0, 1))
         width, device = self.num_blocks, self.entry_counts.device
         slots = torch.full((batch, heads, width + 1), -1, device=device)
         for p, begin, counts in zip(self.passes, self.first_entry, self.entry_counts, strict=True):
@@ -311,18 +309,32 @@ class BlockLayout:
         the key positions [n, b] (q_len and kv_len in slots past a tile's end) and whether each
         pair attends [n, b, b].
         """
-        first = 0
+        first, slots = 0, torch.arange(self.block_size, device=self.entry_counts.device)
         for p in self.passes:
-            row, key, bitmap, axis = self.table(p, batch, head)
-            q, real_q = slots_of(p.query_start, p.query_stop, p.step, self.block_size)
-            k, real_k = slots_of(p.key_start, p.key_stop, p.step, self.block_size)
-            q, real_q, k, real_k = q[axis][row], real_q[axis][row], k[axis][key], real_k[axis][key]
-            cells = (real_q[:, :, None] & real_k[:, None, :]).clone()
-            masked = bitmap >= 0
-            cells[masked] &= unpack(p.bitmaps[bitmap[masked]], self.block_size)
-            q = torch.where(real_q, q, self.frame.q_len)
-            yield first, q, torch.where(real_k, k, self.frame.kv_len), cells
-            first += len(row)
+            q, k, cells = self.cells(p, batch, head, slots)
+            yield first, q, k, cells
+            first += len(q)
+
+    def cells(
+        self, p: Pass, batch: int, head: int, slots: Tensor, part: slice = slice(None)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query indices [n, s], key positions [n, s] and which pairs attend [n, s, s].
+
+        They are those of the given slots of tiles, for a part of a head's entries; the index is
+        q_len, and the position kv_len, in slots past a tile's end.
+        """
+        row, key, bitmap, axis = self.table(p, batch, head)
+        row, key, bitmap = row[part], key[part], bitmap[part]
+        q = p.query_start[axis][row, None] + p.step * slots
+        k = p.key_start[axis][key, None] + p.step * slots
+        real_q, real_k = q < p.query_stop[axis][row, None], k < p.key_stop[axis][key, None]
+        pairs = real_q[:, :, None] & real_k[:, None, :]
+        masked = bitmap >= 0
+        numbers, inverse = bitmap[masked].unique(return_inverse=True)
+        bits = unpack(p.bitmaps[numbers], self.block_size)[:, slots][:, :, slots]
+        pairs[masked] &= bits[inverse]
+        q, k = torch.where(real_q, q, self.frame.q_len), torch.where(real_k, k, self.frame.kv_len)
+        return q, k, pairs
 
     def to_dense(self) -> Tensor:
         """[Bt, H or 1, Nq, Nk] int64 counts rebuilt from tiles and bitmaps; for small inputs."""
@@ -347,24 +359,20 @@ class BlockLayout:
         return number[..., :-1, :-1]
 
     def __repr__(self) -> str:
-        lengths = f"{self.frame.q_len} x {self.frame.kv_len}"
-        return f"<BlockLayout {lengths} tokens, blocks of {self.block_size}, {self.passes}>"
+        q_len, kv_len, *_ = self.frame
+        return (
+            f"<BlockLayout {q_len} x {kv_len} tokens, blocks of {self.block_size}, {self.passes}>"
+        )
 
     def __str__(self) -> str:
         """One line of figures, then a drawing of the first head's pattern, queries downwards."""
-        told = (
+        figures = (
             f"BlockLayout {self.frame.q_len} x {self.frame.kv_len} tokens, blocks of "
             f"{self.block_size}: {self.num_blocks} visited in {len(self.passes)} "
             f"{'pass' if len(self.passes) == 1 else 'passes'}, density {self.density:.4g}, "
             f"{self.num_pairs:.6g} pairs, {self.nbytes / 1e6:.3g} MB"
         )
-        return "\n".join([told, *drawing(self)])
-
-
-def slots_of(start: Tensor, stop: Tensor, step: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """[..., block_size] token of each slot of tiles [...], and whether it lies below `stop`."""
-    tokens = start[..., None] + step * torch.arange(block_size, device=start.device)
-    return tokens, tokens < stop[..., None]
+        return "\n".join([figures, *drawing(self)])
 
 
 def tile_counts(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
@@ -376,10 +384,6 @@ def stretched(table: Tensor, batch: int, heads: int) -> Tensor:
     """Expands [Bt, Ht, ...] to [batch, heads, ...], each repeated for heads that share it."""
     repeated = table.repeat_interleave(heads // table.shape[1], 1)
     return repeated.expand(batch, *repeated.shape[1:])
-
-
-def _share_of(head: int, num_heads: int, tables: int) -> int:
-    return head * tables // num_heads if num_heads else 0
 
 
 def row_of(row_ptr: Tensor, entries: int) -> Tensor:

@@ -143,8 +143,8 @@ class InKeys(Condition):
     def status(self, pairs: TilePairs) -> Tensor:
         _, _, first, last = pairs.edges()
         most = len(self.below) - 1
-        held = self.below[(last + 1).clamp(0, most)] - self.below[first.clamp(0, most)]
-        return (held > 0).to(torch.int8) + (held == last - first + 1).to(torch.int8)
+        count = self.below[(last + 1).clamp(0, most)] - self.below[first.clamp(0, most)]
+        return (count > 0).to(torch.int8) + (count == last - first + 1).to(torch.int8)
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
         return [pairs.edges()[2]]

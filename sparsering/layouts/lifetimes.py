@@ -23,7 +23,7 @@ from .joints import AnyOf
 from .leaves import EMPTY, Condition, Repeats
 from .leaves import FOREVER as FOREVER
 from .lower import condition
-from .terms import distinct_kv_heads
+from .terms import distinct_heads
 from .tiles import Axis, TilePairs
 
 _KEYS_AT_A_TIME = 1 << 16
@@ -123,6 +123,7 @@ class _Sequence(NamedTuple):
             )
 
     def needs_length(self, got: str) -> ValueError:
+        """The error for a pattern that has no period; `got` says why."""
         return ValueError(
             f"expected a pattern whose pairs repeat without end, got {got}; pass max_length, the "
             f"most tokens that there will be, for {shortened(str(self.pattern))}"
@@ -130,10 +131,10 @@ class _Sequence(NamedTuple):
 
     def last(self, rule: Condition, start: int, stop: int) -> Tensor:
         """Last query at `start` or later that visits each key in [start, stop), or -1."""
-        found = torch.arange(start, stop)
-        for part in found.split(_KEYS_AT_A_TIME) if len(found) else ():
+        keys = torch.arange(start, stop)
+        for part in keys.split(_KEYS_AT_A_TIME) if len(keys) else ():
             part.copy_(self.last_of(rule, part, start))
-        return found
+        return keys
 
     def last_of(self, rule: Condition, k: Tensor, first_query: int) -> Tensor:
         """Last query at `first_query` or later that visits each key, or -1."""
@@ -153,14 +154,13 @@ class _Sequence(NamedTuple):
 
     def _descend(self, rule: Condition, k: Tensor, most: int, least: int) -> Tensor:
         """Last query in [least, most] that pairs with each key, or -1."""
-        found = rule.before(k, torch.full_like(k, most), self.frame)
-        going = torch.nonzero((found < most) & (found >= least) & (not rule.settled))[:, 0]
-        while len(going):
-            above, key = found[going], k[going]
-            below = rule.before(key, above, self.frame)
-            found[going] = below
-            going = going[(below < above) & (below >= least)]
-        return found.masked_fill_(found < least, -1)
+        last = rule.before(k, torch.full_like(k, most), self.frame)
+        pending = torch.nonzero((last < most) & (last >= least) & (not rule.settled))[:, 0]
+        while len(pending):  # keys whose bound may still be above their last query
+            above = last[pending]
+            below = last[pending] = rule.before(k[pending], above, self.frame)
+            pending = pending[(below < above) & (below >= least)]
+        return last.masked_fill_(last < least, -1)
 
     def keys_seen_after(self, length: int, rule: Condition) -> Iterator[Tensor]:
         """Yields the keys below `length` in tiles that later queries may visit, in chunks."""
@@ -184,14 +184,14 @@ class _Sequence(NamedTuple):
 
     def shifted(self) -> Repeats:
         """How pairs repeat when both positions are shifted alike."""
-        found = AnyOf(self.rules.values()).shifted()
-        if found is None:
+        repeats = AnyOf(self.rules.values()).shifted()
+        if repeats is None:
             raise self.needs_length("a mask of which that is not known")
-        if found.first + found.period > _MOST_SHIFT:
+        if repeats.first + repeats.period > _MOST_SHIFT:
             raise self.needs_length(
-                f"one that repeats every {found.period} positions from {found.first} on"
+                f"one that repeats every {repeats.period} positions from {repeats.first} on"
             )
-        return found
+        return repeats
 
     def most_ever(self, last: Tensor, repeats: Repeats) -> int | None:
         """Most keys ever live at once, from last visits of one period of keys; None: unbounded."""
@@ -218,16 +218,15 @@ def _sequence(
     pattern: Pattern, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> _Sequence:
     """Checks a pattern and lowers its masks to conditions."""
-    laid = _without_selection(pattern)
-    length = own_length(laid, max_length)
+    plain = _without_selection(pattern)
+    length = own_length(plain, max_length)
     frame = Frame.build(MOST_TOKENS if length is None else length, None, num_heads, num_kv_heads, 0)
-    check_fits(laid, frame)
+    check_fits(plain, frame)
     masks: list[dict[Mask, None]] = [{} for _ in range(frame.num_kv_heads)]
-    for seen, places in distinct_kv_heads(laid, frame).items():
-        for _, kv_head in places:
-            if kv_head < len(masks):
-                masks[kv_head].update(dict.fromkeys(seen))
-    sequence = _Sequence(pattern, length, frame, [list(found) for found in masks], {})
+    for branches, places in distinct_heads(plain, frame).items():
+        for _, head in places:
+            masks[frame.kv_head(head)].update(dict.fromkeys(branches))
+    sequence = _Sequence(pattern, length, frame, [list(of_head) for of_head in masks], {})
     for mask in dict.fromkeys(itertools.chain(*masks)):
         if length is None and mask.asks_frame:
             raise sequence.needs_length("one that depends on the sequence's length")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..rows import expand_counts
-from .arguments import Operand, digest_of, same_tensor, shortened
+from .arguments import digest_of, not_a_pattern, same_tensor, shortened
 from .frame import Frame as Frame
 from .frame import Restarts as Restarts
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _VERSION = re.compile(r"__v\d+(?=\()")
 
 
-class Pattern(Operand):
+class Pattern:
     """Base class of masks and mixtures: a frozen value that says which pairs attend.
 
     `expression` is its text, `tensors` are those that the text names; `parse` reads them back.
@@ -37,6 +37,7 @@ class Pattern(Operand):
     expression: str
     tensors: tuple[Tensor, ...]
     _name: ClassVar[str] = ""  # name in the expression, where it is not the class's own
+    __array_ufunc__ = None  # NumPy arrays then leave the operator to the pattern, as tensors do
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Refuses classes that are not registered; a registered class is a dataclass."""
@@ -55,7 +56,14 @@ class Pattern(Operand):
         """Normalises and checks the constructor's arguments."""
 
     def _spell(self, tensors: list[Tensor]) -> str:
-        values = (_spell_value(value, tensors) for value in self._values())
+        """The text of the pattern; appends the tensors that it names."""
+        values = []
+        for value in self._values():
+            if isinstance(value, Tensor):
+                values.append(f"t{len(tensors)}")
+                tensors.append(value)
+            else:
+                values.append(value._spell(tensors) if isinstance(value, Pattern) else repr(value))
         return f"{self._name or type(self).__name__}({', '.join(values)})"
 
     def _values(self) -> Iterator[Any]:
@@ -68,9 +76,8 @@ class Pattern(Operand):
         """Compares by content: the expression, and the tensors that it names."""
         if type(other) is not type(self):
             return NotImplemented
-        if self.expression != other.expression or len(self.tensors) != len(other.tensors):
-            return False
-        return all(same_tensor(a, b) for a, b in zip(self.tensors, other.tensors, strict=True))
+        alike = self.expression == other.expression
+        return alike and all(map(same_tensor, self.tensors, other.tensors))
 
     def __hash__(self) -> int:
         """Hashes by content, reading tensors only where that costs no device sync; once."""
@@ -91,7 +98,7 @@ class Pattern(Operand):
     @property
     def branches(self) -> "tuple[Mask, ...]":
         """The masks whose multiset union this pattern is: one for a mask."""
-        raise NotImplementedError
+        return self.masks if isinstance(self, Mixture) else (self,)  # type: ignore[return-value]
 
     def to_dense(
         self,
@@ -151,7 +158,7 @@ class Pattern(Operand):
 
         Cost: O(visited blocks) time and memory.
         """
-        # Layouts import patterns, so this and the next two methods import them only when called.
+        # Layouts import patterns, so this and the next two methods import them when called.
         from ..layouts.block_size import block_size as chosen
         from ..layouts.cache import layout_cache, place_of
 
@@ -210,8 +217,7 @@ class Pattern(Operand):
 
     def num_batches(self) -> int | None:
         """The batch size that the pattern demands, None for any."""
-        sizes = {mask.num_batches() for mask in self._components()} | {self._own_batches()}
-        sizes.discard(None)
+        sizes = {self._own_batches(), *(mask.num_batches() for mask in self._components())} - {None}
         if len(sizes) > 1:
             raise ValueError(
                 "the parts of a pattern must agree on the batch size, got "
@@ -220,7 +226,7 @@ class Pattern(Operand):
         return sizes.pop() if sizes else None
 
     def _own_batches(self) -> int | None:
-        """The batch size that the pattern itself demands, whatever its components; None for any."""
+        """The batch size that the pattern demands beside its components; None for any."""
         return None
 
     def num_tables(self, frame: Frame) -> int:
@@ -251,7 +257,7 @@ class Pattern(Operand):
         """Positions of queries [Nq], positions of keys [Nk], dropout streams of queries [Nq]."""
         if self.restarts is None:
             query = torch.arange(frame.q_start, frame.q_start + frame.q_len)
-            return query, torch.arange(frame.kv_len), torch.zeros_like(query)
+            return query, torch.arange(frame.kv_len), query * 0
         q_lengths, kv_lengths = (torch.tensor(x, dtype=torch.int64) for x in self.restarts)
         stream, query = expand_counts(q_lengths)
         return query + (kv_lengths - q_lengths)[stream], expand_counts(kv_lengths)[1], stream
@@ -262,10 +268,16 @@ class Pattern(Operand):
             "(register_pattern)"
         )
 
-    def __add__(self, other: object) -> "Mixture":
-        if not isinstance(other, Pattern):
-            return super().__add__(other)
-        return Mixture((*self.branches, *other.branches))
+    def __and__(self, other: object) -> Any:
+        return _combined("&", self, other)
+
+    def __or__(self, other: object) -> Any:
+        return _combined("|", self, other)
+
+    def __add__(self, other: object) -> Any:
+        return _combined("+", self, other)
+
+    __rand__, __ror__, __radd__ = __and__, __or__, __add__  # `other` is no pattern: TypeError
 
 
 class Mask(Pattern):
@@ -275,20 +287,6 @@ class Mask(Pattern):
     def asks_frame(self) -> bool:
         """Whether `holds` depends on the frame, and not on positions alone."""
         return True
-
-    @property
-    def branches(self) -> "tuple[Mask, ...]":
-        return (self,)
-
-    def __and__(self, other: object) -> "Mask":
-        if not isinstance(other, Mask):
-            return super().__and__(other)
-        return And((*_parts(And, self), *_parts(And, other)))
-
-    def __or__(self, other: object) -> "Mask":
-        if not isinstance(other, Mask):
-            return super().__or__(other)
-        return Or((*_parts(Or, self), *_parts(Or, other)))
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         """The definition: whether query position p pairs with key position k.
@@ -353,32 +351,6 @@ class Mixture(_Combination):
     """A multiset union of masks under one softmax; written `a + b`."""
 
     symbol = "+"
-
-    @property
-    def branches(self) -> tuple[Mask, ...]:
-        return self.masks
-
-    def __and__(self, other: object) -> "Mixture":
-        if isinstance(other, Mixture):
-            raise TypeError(
-                "& needs a pattern that is a mask on one side, got two mixtures: a mixture counts "
-                "pairs; use & of each with a mask, or + of both"
-            )
-        if not isinstance(other, Mask):
-            return super().__and__(other)
-        return Mixture(tuple(mask & other for mask in self.masks))
-
-    def __rand__(self, other: object) -> "Mixture":
-        if not isinstance(other, Mask):
-            return super().__rand__(other)
-        return Mixture(tuple(other & mask for mask in self.masks))
-
-    def __or__(self, other: object) -> NoReturn:
-        raise TypeError(
-            "| is for sets of pairs; a mixture counts them: use +, or | inside each branch"
-        )
-
-    __ror__ = __or__
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -451,14 +423,29 @@ def check_fits(pattern: Pattern, frame: Frame) -> None:
         raise ValueError(f"{error}, in {shortened(str(pattern))}") from None
 
 
-def _parts(operator_type: type[_SetOperation], mask: Mask) -> tuple[Mask, ...]:
-    return mask.masks if isinstance(mask, operator_type) else (mask,)
+def _combined(symbol: str, left: Pattern, right: object) -> Pattern:
+    """The pattern `left symbol right`; TypeError where that has no meaning."""
+    mixtures = [isinstance(side, Mixture) for side in (left, right)]
+    if symbol == "|" and any(mixtures):
+        raise TypeError(
+            "| is for sets of pairs; a mixture counts them: use +, or | inside each branch"
+        )
+    if not isinstance(right, Pattern):
+        raise TypeError(f"{symbol} needs a pattern on both sides, {not_a_pattern(right)}")
+    if symbol == "+":
+        return Mixture((*left.branches, *right.branches))
+    if all(mixtures):
+        raise TypeError(
+            "& needs a pattern that is a mask on one side, got two mixtures: a mixture counts "
+            "pairs; use & of each with a mask, or + of both"
+        )
+    operation = And if symbol == "&" else Or
+    masks = tuple(
+        operation((*_parts(operation, a), *_parts(operation, b)))
+        for a, b in product(left.branches, right.branches)
+    )
+    return Mixture(masks) if any(mixtures) else masks[0]
 
 
-def _spell_value(value: object, tensors: list[Tensor]) -> str:
-    if isinstance(value, Pattern):
-        return value._spell(tensors)
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return f"t{len(tensors) - 1}"
-    return repr(value)
+def _parts(operation: type[_SetOperation], mask: Mask) -> tuple[Mask, ...]:
+    return mask.masks if isinstance(mask, operation) else (mask,)

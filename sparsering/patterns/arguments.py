@@ -18,27 +18,8 @@ MOST_TOKENS = 1 << 53
 _SAMPLE = 1 << 14  # numbers of a tensor that its hash reads, evenly spaced
 
 
-class Operand:
-    """Operand of `&`, `|` or `+`: a pattern. It refuses another operand that is no pattern."""
-
-    __array_ufunc__ = None  # NumPy arrays then leave the operator to the pattern, as tensors do
-
-    def __and__(self, other: object) -> Any:
-        return _left_to("&", other)
-
-    def __or__(self, other: object) -> Any:
-        return _left_to("|", other)
-
-    def __add__(self, other: object) -> Any:
-        return _left_to("+", other)
-
-    __rand__, __ror__, __radd__ = __and__, __or__, __add__
-
-
-def _left_to(symbol: str, other: object) -> Any:
-    """Returns NotImplemented if `other` is a pattern, which may handle it; else TypeError."""
-    if isinstance(other, Operand):
-        return NotImplemented
+def not_a_pattern(other: object) -> str:
+    """Error text: the operand that is no pattern, and how to make one."""
     got, way_out = type(other).__name__, "patterns are made by Causal(), LongNet(...), ..."
     if isinstance(other, type):
         got, way_out = f"the class {other.__name__}", "call it with its arguments"
@@ -48,7 +29,7 @@ def _left_to(symbol: str, other: object) -> Any:
         way_out = "Dense(mask) takes bool [Nq, Nk] of pairs, KeyMask(valid) bool [Nk] of keys"
     elif callable(other):
         way_out = "from_mask_mod(function) takes FlexAttention's mask_mod"
-    raise TypeError(f"{symbol} needs a pattern on both sides, got {got}; {way_out}")
+    return f"got {got}; {way_out}"
 
 
 def shortened(text: str, most: int = 200) -> str:

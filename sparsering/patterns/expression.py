@@ -14,30 +14,20 @@ from typing import Any
 
 from torch import Tensor
 
+from . import blocks, keys, positions
 from .algebra import Pattern
 from .arguments import shortened
-from .blocks import BlockDilated, Blocks, BlockWindow, Dense, Hierarchical, RandomBlocks
-from .keys import KeyMask, KeyPadding
-from .positions import (
-    Causal,
-    Dilated,
-    Documents,
-    Full,
-    GlobalTokens,
-    LongNet,
-    Packed,
-    PooledCausal,
-    SlidingWindow,
-)
 from .selected import SelectedBlocks
 from .varlen_mask import Varlen
 
 BUILT_IN: dict[str, Callable[..., Pattern]] = {
     constructor.__name__: constructor
     for constructor in (
-        *(Full, Causal, PooledCausal, SlidingWindow, GlobalTokens, Dilated, LongNet),
-        *(Documents, Packed, Varlen, KeyPadding, KeyMask),
-        *(BlockDilated, BlockWindow, RandomBlocks, Hierarchical, Blocks, SelectedBlocks, Dense),
+        *(positions.Full, positions.Causal, positions.PooledCausal, positions.SlidingWindow),
+        *(positions.GlobalTokens, positions.Dilated, positions.LongNet, positions.Documents),
+        *(positions.Packed, Varlen, keys.KeyPadding, keys.KeyMask),
+        *(blocks.BlockDilated, blocks.BlockWindow, blocks.RandomBlocks, blocks.Hierarchical),
+        *(blocks.Blocks, SelectedBlocks, blocks.Dense),
     )
 }
 _constructors = dict(BUILT_IN)

@@ -4,7 +4,6 @@ They do not depend on queries, so they need not be compiled: `without_key_masks`
 pattern, and `key_mask` joins them into one tensor, which kernels take as data.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import ClassVar
@@ -178,15 +177,13 @@ def _valid_keys(mask: KeyMask | KeyPadding, kv_len: int, device: torch.device) -
     if isinstance(mask, KeyMask):
         valid = mask.valid if mask.valid.dim() == 2 else mask.valid[None]
         return valid if valid.device == device else moved(valid, device)
-    lengths = _on_device(mask.lengths, device)
-    return torch.arange(kv_len, device=device) < lengths[:, None]
-
-
-def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers as a tensor, without waiting; constants in a captured or compiled graph."""
+    numbers = mask.lengths
     if device.type == "cpu":
-        return torch.tensor(numbers, dtype=torch.int64)
-    if torch.compiler.is_compiling() or device.type != "cuda" or capturing(device):
+        lengths = torch.tensor(numbers, dtype=torch.int64)
+    elif torch.compiler.is_compiling() or device.type != "cuda" or capturing(device):
+        # Constants of the graph, which copy nothing from the host.
         filled = [torch.full((1,), x, dtype=torch.int64, device=device) for x in numbers]
-        return torch.cat(filled) if filled else torch.zeros(0, dtype=torch.int64, device=device)
-    return moved(torch.tensor(numbers, dtype=torch.int64), device)
+        lengths = torch.cat(filled) if filled else torch.zeros(0, device=device)
+    else:
+        lengths = moved(torch.tensor(numbers, dtype=torch.int64), device)
+    return torch.arange(kv_len, device=device) < lengths[:, None]

@@ -18,25 +18,24 @@ _ROUNDS = 4
 
 def permute(index: Tensor, size: Tensor, key: Tensor) -> Tensor:
     """The image of `index` under the permutation of [0, size) named by `key`; they broadcast."""
-    shape = torch.broadcast_shapes(index.shape, size.shape, key.shape)
-    return _walk(index, size, key, _forward).view(shape)
+    return _walk(index, size, key, _forward)
 
 
 def unpermute(image: Tensor, size: Tensor, key: Tensor) -> Tensor:
     """The inverse of `permute`."""
-    shape = torch.broadcast_shapes(image.shape, size.shape, key.shape)
-    return _walk(image, size, key, _backward).view(shape)
+    return _walk(image, size, key, _backward)
 
 
 def _walk(value: Tensor, size: Tensor, key: Tensor, turn: Callable[..., Tensor]) -> Tensor:
-    value, size, key = (x.flatten() for x in torch.broadcast_tensors(value, size, key))
+    every = torch.broadcast_tensors(value, size, key)
+    value, size, key = (x.flatten() for x in every)
     half_bits = torch.ones_like(size)  # smallest h >= 1 with 4^h >= size
     while (small := (1 << (2 * half_bits)) < size).any():
         half_bits = half_bits + small
     image = turn(value, half_bits, key)
     while len(outside := torch.nonzero(image >= size)[:, 0]):
         image[outside] = turn(image[outside], half_bits[outside], key[outside])
-    return image
+    return image.view(every[0].shape)
 
 
 def _forward(value: Tensor, half_bits: Tensor, key: Tensor) -> Tensor:
