@@ -148,7 +148,7 @@ class RingPlan:
         planned = self.frame.num_kv_heads
         kv_heads = planned if num_kv_heads is None else num_kv_heads
         kv_heads = checked_integer("num_kv_heads", kv_heads, 0)
-        if kv_heads != planned and self._differs_by_head:
+        if kv_heads != planned and any(len(set(row)) > 1 for row in self.need_of):
             raise ValueError(
                 f"num_kv_heads must be the plan's {planned} for a pattern that differs by head, "
                 f"got {kv_heads}; build the plan with num_kv_heads={kv_heads}"
@@ -289,10 +289,6 @@ class RingPlan:
     def nbytes(self) -> int:
         """Bytes of `needs`."""
         return sum(runs.nbytes for runs in self.needs)
-
-    @cached_property
-    def _differs_by_head(self) -> bool:
-        return any(len(set(row)) > 1 for row in self.need_of)
 
     @property
     def cost(self) -> float:

@@ -85,7 +85,7 @@ def simulate_ring(
         ranks.append(Rank(plan, rank, backend, scale, wire, dtype, own_extras))
     with without_autocast(query):
         tables = extras["distance_bias"], extras["sink"]
-        out, lse = _Simulated.apply(query, key, value, *tables, ranks, device)
+        out, lse = _Simulated.apply(query, key, value, *tables, _Shards(ranks, device))
     return (out, lse) if return_lse else out
 
 
@@ -109,10 +109,9 @@ class _Simulated(torch.autograd.Function):
         value: Tensor,
         distance_bias: Tensor | None,
         sink: Tensor | None,
-        ranks: list[Rank],
-        device: torch.device,
+        shards: "_Shards",
     ) -> tuple[Tensor, Tensor]:
-        shards = _Shards(ranks, device)
+        ranks = shards.ranks
         out = query.new_empty(*query.shape[:3], value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=ranks[0].dtype)
         answers = {
@@ -126,7 +125,7 @@ class _Simulated(torch.autograd.Function):
             for whole, part in zip((out, lse), results, strict=True):
                 whole[:, :, shards.places[rank.rank]] = part.to(whole.device)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.ranks, ctx.device = ranks, device
+        ctx.shards = shards
         ctx.tables = [None if x is None else x.detach() for x in (distance_bias, sink)]
         return out, lse
 
@@ -136,19 +135,15 @@ class _Simulated(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         whole = Saved(query, key, value, out, lse, grad_out, grad_lse)
         with without_autocast(grad_out):
-            return (*_backward(ctx.ranks, ctx.device, whole, *ctx.tables), None, None)
+            return (*_backward(ctx.shards, whole, *ctx.tables), None)
 
 
 def _backward(
-    ranks: list[Rank],
-    device: torch.device,
-    whole: Saved,
-    distance_bias: Tensor | None,
-    sink: Tensor | None,
+    shards: "_Shards", whole: Saved, distance_bias: Tensor | None, sink: Tensor | None
 ) -> list[Tensor | None]:
     """Gradients of the whole query, key, value, distance bias and sink."""
     query, key, value, *_ = whole
-    plan, shards = ranks[0].plan, _Shards(ranks, device)
+    ranks, plan = shards.ranks, shards.plan
     dtable = ranks[0].blank_table()
 
     def part(rank: Rank) -> Saved:
@@ -167,7 +162,7 @@ def _backward(
     for number in range(len(plan.rounds)):
         returned = []
         for rank, arriving in zip(ranks, rounds, strict=True):
-            dq = sums[rank.rank][0].to(device)
+            dq = sums[rank.rank][0].to(shards.device)
             rows_by_sender = rank.round_gradients(number, next(arriving), part(rank), dq, dtable)
             sums[rank.rank][0] = dq.to(query.device)
             returned.append({peer: x.to(query.device) for peer, x in rows_by_sender.items()})
