@@ -375,6 +375,12 @@ class BlockLayout:
         return "\n".join([figures, *drawing(self)])
 
 
+def slots_of(start: Tensor, stop: Tensor, step: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """[..., block_size] token of each slot of tiles [...], and whether it lies below `stop`."""
+    tokens = start[..., None] + step * torch.arange(block_size, device=start.device)
+    return tokens, tokens < stop[..., None]
+
+
 def tile_counts(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
     """Number of real positions in each tile."""
     return ((stop - start).clamp(min=0) + step - 1).floor_divide(step).clamp(max=block_size)
