@@ -326,7 +326,7 @@ def test_a_block_bias_that_does_not_fit_raises(shape, block_size, message, backe
     ("bias", "message"),
     [
         (torch.zeros(1, 1, 6, dtype=torch.int64), contains("floating point", "torch.int64 on cpu")),
-        (torch.zeros(1, 1, 6, device="meta"), contains("numbers on cpu", "torch.float32 on meta")),
+        (torch.zeros(1, 1, 6, device="meta"), contains("on cpu", "torch.float32 on meta")),
     ],
 )
 def test_a_block_bias_of_another_kind_or_place_raises(bias, message):

@@ -23,7 +23,6 @@ from .frame import Restarts as Restarts
 if TYPE_CHECKING:
     from ..layouts.layout import BlockLayout
 
-
 # A later registered class may replace one of its name, so expressions number the versions.
 _VERSION = re.compile(r"__v\d+(?=\()")
 
