@@ -163,6 +163,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif not batched:
             query, key, value = _each(lambda x: x[None], query, key, value)
             if key_padding_mask is not None:
+                check_tensor("key_padding_mask", key_padding_mask, "[keys]")
                 key_padding_mask = key_padding_mask[None]
         elif not self.batch_first:
             query, key, value = _each(lambda x: x.transpose(0, 1), query, key, value)

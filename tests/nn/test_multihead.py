@@ -225,6 +225,13 @@ def test_a_layer_in_eval_mode_does_not_pass_by_the_pattern():
             assert_close(made.self_attn(x, x, x)[0], layer.self_attn(x, x, x)[0], 1e-12)
 
 
+@pytest.mark.parametrize("mask", ["x", [True] * 4])
+def test_a_padding_mask_that_is_no_tensor_is_named_also_without_a_batch(mask):
+    layer, x = sr.nn.MultiheadAttention(E, 2), drawn(4, E)
+    with pytest.raises(ValueError, match="key_padding_mask must be a tensor"):
+        layer(x, x, x, key_padding_mask=mask)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 def test_an_encoder_with_padding_gives_in_eval_mode_what_it_gives_in_training():
