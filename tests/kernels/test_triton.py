@@ -384,6 +384,19 @@ def _assert_walks_the_table(layout, number, by_key, limit, w, b, t, head) -> Non
     assert len({s for _, s in slots}) == len(slots) and all(s < w.slots for _, s in slots)
 
 
+@pytest.mark.parametrize("kv_len", [1, 33, 65])
+def test_gradients_of_one_query_read_no_key_past_the_last(kv_len):
+    # Its walk is that of a whole page of queries, which see more keys.
+    query = torch.randn(1, 2, 1, 16, requires_grad=True)
+    stored = torch.full((2, 1, 2, 256, 16), math.nan)
+    stored[..., :kv_len, :] = torch.randn(2, 1, 2, kv_len, 16)
+    key, value = (x[..., :kv_len, :].requires_grad_() for x in stored)
+    args, pattern = (query, key, value), sr.Causal()
+    exact_args = [x.detach().double().requires_grad_() for x in args]
+    exact = attend(*exact_args, pattern, backend="reference")
+    assert_rounded(attend(*args, pattern, block_size=32), exact, args, exact_args)
+
+
 def test_a_walk_over_selected_blocks_never_reads_a_value_from_the_device():
     with FakeTensorMode():  # raises on any read
         pattern = sr.SelectedBlocks(torch.randint(0, 9, (2, 4, 9, 3)), 16) & sr.Causal()

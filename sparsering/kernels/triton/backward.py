@@ -54,7 +54,8 @@ def query_kernel(
     num_tiles: tl.int64, num_slots: tl.int64, num_blocks: tl.int64, num_heads: tl.int32,
     group: tl.int32, first_head: tl.int32, all_heads: tl.int32, tables: tl.int32,
     table_batches: tl.int32, axes: tl.int32, parts: tl.int32, reach: tl.int32, branch: tl.int32,
-    least: tl.int32, scale: tl.float32, cap: tl.float32, kept_scale: tl.float32,
+    least: tl.int32, kv_len: tl.int64, scale: tl.float32, cap: tl.float32,
+    kept_scale: tl.float32,
     TILE: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     PACK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
@@ -66,7 +67,7 @@ def query_kernel(
 ):
     """Writes dQ [B, heads, Nq, D] of each unit's rows; with BIASED, also sums of dS per entry.
 
-    Rows, units and pieces are those of `forward_kernel`. With RUNNING, it adds to dQ (float32).
+    Rows, units, pieces and kv_len are those of `forward_kernel`. With RUNNING, it adds to dQ (float32).
     With LEARNS_DISTANCES, it writes lines for the distance bias by `store_diagonals`.
     """
     step = step_of(step, TMA)
@@ -147,6 +148,8 @@ def query_kernel(
             token = ahead + first_slot * step
             ahead = tl.load(start + (i + 1) // STEPS_OF, mask=i + 1 < upper * STEPS_OF, other=0)
             in_tile = keys < (tl.load(tokens + e) if masked_entries else TILE)
+            if masked_entries:  # a walk may be shared by calls with fewer keys
+                in_tile &= token + tl.arange(0, SIZE) * step < kv_len
             if KEYS_MASKED:
                 of_keys = key_mask + batch * mask_batch + token + tl.arange(0, SIZE) * step
                 in_tile &= tl.load(of_keys, mask=in_tile, other=0) != 0

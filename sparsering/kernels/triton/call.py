@@ -199,7 +199,7 @@ def _query_pass(
         **of_tiles(part, number, w, config, by_key=False), "RUNNING": number > 0,
         "grad_out": grad_out, "delta": delta, "row_lse": row_lse, "grad_query": dq,
         "row_batch": delta.stride(0), "row_head": delta.stride(1), "piece": pieces, "grad": dq,
-        "num_heads": dq.shape[1],
+        "num_heads": dq.shape[1], "kv_len": part.key.shape[2],
         **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dq=dq, grad=dq),
     }  # fmt: skip
     if dbias is not None:
