@@ -1,7 +1,8 @@
 """Input and output of a backend's call, and preparations of tensors that kernels need."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch import Tensor
 from ..layouts.layout import BlockLayout
 
 _LEAST_SCALE = torch.finfo(torch.float32).smallest_normal
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Problem(NamedTuple):
@@ -134,3 +137,13 @@ def dense_rows(x: Tensor) -> Tensor:
 
 def _is_zero(scale: float) -> bool:
     return abs(scale) < _LEAST_SCALE
+
+
+def constant_in_graphs(function: F) -> F:
+    """Marks a function whose result torch.compile may take as a constant of its graphs.
+
+    This is `torch.compiler.assume_constant_result` without its import of torch._dynamo, which takes
+    longer than the rest of `import sparsering`.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ...files import cache_folder, opened
+from ..problem import constant_in_graphs
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 HEADERS = sorted(SOURCE.parent.rglob("*.h"))
@@ -129,7 +130,7 @@ def _flags() -> list[str]:
     ]
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def build_failure() -> list[str]:
     """Returns why the library cannot be loaded; [] if it is loaded."""
     return [reason] if (reason := _load()) else []

@@ -67,7 +67,8 @@ def query_kernel(
 ):
     """Writes dQ [B, heads, Nq, D] of each unit's rows; with BIASED, also sums of dS per entry.
 
-    Rows, units, pieces and kv_len are those of `forward_kernel`. With RUNNING, it adds to dQ (float32).
+    Rows, units, pieces and kv_len are those of `forward_kernel`. With RUNNING, it adds to dQ
+    (float32).
     With LEARNS_DISTANCES, it writes lines for the distance bias by `store_diagonals`.
     """
     step = step_of(step, TMA)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Gradients, Problem, dense_rows, sink_gradient
+from ..problem import Gradients, Problem, constant_in_graphs, dense_rows, sink_gradient
 from . import extra_arguments
 from .configs import Config, config_for
 from .launch import launch, padded, power_of_2, processors, strides
@@ -47,7 +47,7 @@ def reasons(*tensors: Tensor) -> list[str]:
     return found
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _machine_reasons() -> list[str]:
     found = [] if find_spec("triton") else ["the package triton is missing (pip install triton)"]
     if interpreting():
@@ -59,7 +59,7 @@ def _machine_reasons() -> list[str]:
     return found
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def interpreting() -> bool:
     """Whether kernels run in Python on CPU tensors, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
