@@ -129,6 +129,22 @@ def test_slot_bias_forward_and_backward(rows, joined, backend):
             )
 
 
+@pytest.mark.parametrize("backend", ["cpu", "gather"])
+def test_one_token_of_two_passes_whose_tiles_are_larger_than_its_block(backend):
+    """The dilated pass comes first and would take the pair, without its bias."""
+    query, key, value = torch.randn(3, 1, 1, 1, 16).unbind()
+    chosen = sr.SelectedBlocks(torch.zeros(1, 1, 1, 1, dtype=torch.int64), 2, 1, 0)
+    bias = torch.ones(1, 1, 1, 1)
+    with pytest.raises(NotImplementedError, match="tiles of one row and one block"):
+        sr.attention(
+            query, key, value, DILATED | chosen, slot_bias=bias, backend=backend, block_size=32
+        )
+    lse = sr.attention(query, key, value, chosen, slot_bias=bias, return_lse=True, backend=backend)[
+        1
+    ]
+    torch.testing.assert_close(lse, 1 + (query * key).sum(-1) / 4)
+
+
 def test_slot_bias_in_kernels_of_triton():
     chosen, inputs = drawn(4, 10, 32, 9)
     leaves = [x.requires_grad_() for x in inputs]

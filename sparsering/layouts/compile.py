@@ -85,10 +85,11 @@ def build_layout(
         return replace(selected, passes=tuple(p.to(device) for p in selected.passes))
     some = frame.num_heads and pattern.num_batches() != 0
     compiled = compile_passes(pattern, frame, block_size) if some else []
-    passes = []
+    passes, branches = [], [part.branch for part in compiled]
     for part in compiled:
-        p = assemble(part, frame, block_size)
-        passes.append(with_slots(p, pattern.branches[p.branch], frame, block_size).to(device))
+        p, branch = assemble(part, frame, block_size), pattern.branches[part.branch]
+        alone = branches.count(part.branch) == 1
+        passes.append(with_slots(p, branch, frame, block_size, alone).to(device))
     return BlockLayout(frame, block_size, tuple(passes), sum(c.num_pairs for c in compiled))
 
 

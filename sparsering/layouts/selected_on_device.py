@@ -88,15 +88,19 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
     return BlockLayout(frame, block_size, (p,), mean)
 
 
-def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int) -> Pass:
+def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int, alone: bool) -> Pass:
     """Adds to a pass the slot of the mask's one selection that lists each entry.
 
-    Returns the pass itself without such a selection, or where an entry spans rows or blocks.
+    Returns the pass itself without such a selection, or where an entry spans rows or blocks. If the
+    pass is not `alone` in its branch, other passes may have listed pairs, unless `terms` could lay
+    all of those first: for that, tiles must divide the selection's blocks.
     """
     selections = selections_of(mask)
     if len(selections) != 1 or p.step > 1 or p.query_origin is not None:
         return p
     (selection,) = selections
+    if not alone and selection.block_size % block_size:
+        return p
     first = p.query_start + frame.q_start
     if not (
         _each_in_one(first, p.query_stop + frame.q_start, selection.row_size)
