@@ -145,14 +145,17 @@ class Function:
 def assert_close(
     name: str, found: Tensor, expected: Tensor, relative: float, beside: float
 ) -> None:
-    """Asserts that numbers differ only by the rounding of sums and of the result's dtype."""
+    """Asserts that numbers differ only by the rounding of sums and of the result's dtype.
+
+    A number beyond the dtype's range becomes infinite.
+    """
     assert found.shape == expected.shape, f"{name}: shape {tuple(found.shape)}"
     number, exact = found.detach().double(), expected.detach().double()
     assert not number.isnan().any(), f"{name}: NaN"
     infinite = exact.isinf()
     assert torch.equal(number[infinite], exact[infinite]), f"{name}: other infinities"
-    error = (number - exact)[~infinite].abs()
     unit = torch.finfo(found.dtype)
+    error = (number.clamp(unit.min, unit.max) - exact.clamp(unit.min, unit.max))[~infinite].abs()
     bound = (relative + unit.eps) * exact.abs() + relative * beside + unit.smallest_normal
     worst = (error / bound[~infinite]).max().item() if error.numel() else 0.0
     assert worst <= 1, f"{name}: {worst:.3g} times the bound; off by {error.max():.3g}"
