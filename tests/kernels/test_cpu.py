@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from oracles.attention_oracle import PATTERNS, Case, assert_close, dense_counts, gradients, inputs
 from oracles.patterns_oracle import Spec, build
 from oracles.strategies import Scene, cases, examples
+from thinned import thinned
 from torch import Tensor
 
 import sparsering as sr
@@ -97,7 +98,7 @@ SHAPES = {
         for i, name in enumerate(PATTERNS)
         for j, shape in enumerate(SHAPES)
         for k, sweep in enumerate(SWEEPS)
-        for fast in [(i + j + k) % 2 and (j - i) % len(SHAPES) in (0, 3)]
+        for fast in [(j - i) % len(SHAPES) == 0 and (i // len(SHAPES) + k) % 2]
     ],
     indirect=["sweep"],
 )
@@ -232,8 +233,7 @@ def test_heavy_rows_and_columns_with_every_gradient(sweep):
         assert_close(a, b.float(), BACKWARD)
 
 
-@pytest.mark.parametrize("num_heads", range(1, 9))
-@pytest.mark.parametrize("width", [16, 40, 64, 80])
+@pytest.mark.parametrize(("num_heads", "width"), thinned(2, range(1, 9), [16, 40, 64, 80]))
 def test_few_queries_of_any_number_and_width(num_heads, width):
     """Those that share keys are scored by fours, the rest one by one."""
     case = Case(2, num_heads, 1, 1, 150, width, 24, 64)

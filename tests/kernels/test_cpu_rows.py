@@ -96,8 +96,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tokens", [1, 4, 32])
+@pytest.mark.parametrize(("shape", "tokens"), thinned(2, SHAPES, [1, 4, 32]))
 @pytest.mark.usefixtures("walked")
 def test_rows_are_the_reference_forward_and_backward(shape, tokens, sweep):
     case = SHAPES[shape]
@@ -395,9 +394,10 @@ def test_mass_of_any_layout(name):
         assert_close(entry_mass(x, lse, w).double(), exact_mass(x, lse.double(), w), FORWARD)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 64])
-@pytest.mark.parametrize("tables", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "tables", "dtype"),
+    thinned(2, [1, 8, 64], [1, 2, 4], [torch.float32, torch.bfloat16]),
+)
 def test_mass_of_rows(tokens, tables, dtype):
     """Beside a bias, a mask of keys, and an lse of more keys than these."""
     case = Case(2, 4, 2, 40, 100, 32, 16, 64)
