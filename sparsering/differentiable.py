@@ -15,6 +15,7 @@ from torch.autograd import Function
 from .checks import NO_FORWARD_MODE, observed
 from .numerics import sum_dtype
 from .patterns.expression import parse
+from .streams import OUTSIDE_CUDA_GRAPHS
 
 
 def differentiable(
@@ -63,7 +64,11 @@ def differentiable(
         return (*by_input, [None] * len(tensors), *(None for _ in ctx.values))
 
     op = torch.library.custom_op(
-        f"sparsering::{name}", forward, mutates_args=(), schema=f"({call}) -> (Tensor, Tensor)"
+        f"sparsering::{name}",
+        forward,
+        mutates_args=(),
+        schema=f"({call}) -> (Tensor, Tensor)",
+        tags=OUTSIDE_CUDA_GRAPHS,
     )
     op.register_fake(fake)
     op.register_autograd(differentiate, setup_context=save)
@@ -125,7 +130,11 @@ def _gradients(
     results = "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, bool[] wanted"
     schema = f"({call}, {results}) -> Tensor[]"
     op = torch.library.custom_op(
-        f"sparsering::{name}_backward", gradients, mutates_args=(), schema=schema
+        f"sparsering::{name}_backward",
+        gradients,
+        mutates_args=(),
+        schema=schema,
+        tags=OUTSIDE_CUDA_GRAPHS,
     )
     op.register_fake(fake)
     op.register_autograd(refuse)

@@ -28,6 +28,7 @@ from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.expression import parse
 from .patterns.keys import KeyMasks, check_key_masks, key_mask, without_key_masks
 from .patterns.selected import selections_of
+from .streams import OUTSIDE_CUDA_GRAPHS
 
 
 def attend(
@@ -126,7 +127,7 @@ def value_gradient(
         return backward(problem, zeros[0], lse, grad_out, zeros[1]).value
 
 
-@torch.library.custom_op("sparsering::slot_mass", mutates_args=())
+@torch.library.custom_op("sparsering::slot_mass", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 def slot_mass(
     query: Tensor,
     key: Tensor,

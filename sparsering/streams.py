@@ -10,6 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+OUTSIDE_CUDA_GRAPHS = (torch.Tag.cudagraph_unsafe,)
+"""Tags of operators that keep layouts and walks for later calls. In `torch.compile`'s mode
+"reduce-overhead" they run between the graphs: a graph's memory is reused and cannot hold tables."""
+
 
 @dataclass(frozen=True, eq=False)
 class Built:

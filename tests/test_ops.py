@@ -397,6 +397,12 @@ def test_flops_are_those_of_the_pattern_s_exact_pairs(name):
     assert backward.get_total_flops() == expected
 
 
+def test_what_keeps_tables_stays_outside_cuda_graphs_of_inductor():
+    for name in ("attention", "attention_backward", "slot_mass", "cached_attention"):
+        operator = getattr(torch.ops.sparsering, name).default
+        assert torch.Tag.cudagraph_unsafe in operator.tags
+
+
 # Processes of their own
 
 ROOT = Path(__file__).parents[1]

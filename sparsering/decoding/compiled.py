@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..streams import OUTSIDE_CUDA_GRAPHS
+
 _NUMBERS = itertools.count()
 _CACHES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _SCHEMA = (
@@ -37,7 +39,12 @@ def operator_options(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "dropout_seed": torch.tensor(seed)} if isinstance(seed, int) else options
 
 
-@torch.library.custom_op("sparsering::cached_attention", mutates_args=("clock",), schema=_SCHEMA)
+@torch.library.custom_op(
+    "sparsering::cached_attention",
+    mutates_args=("clock",),
+    schema=_SCHEMA,
+    tags=OUTSIDE_CUDA_GRAPHS,
+)
 def attend_op(query: Tensor, key: Tensor, value: Tensor, clock: Tensor, *options: Any) -> Tensor:
     """Runs a step of the cache that the clock belongs to; traces as one opaque operator.
 
