@@ -53,6 +53,12 @@ def products_of(name: str) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
+def smoke() -> Iterator[Row]:
+    """Checks one forward and one backward: whether kernels compile, launch and are right at all."""
+    case = oracle().Case(1, 4, 2, *sized((1000, 1000, 128, 128, 128), (40, 40, 16, 16, 16)))
+    yield against_eager(sr.Causal() & sr.SlidingWindow(sized(300, 20)), case, HALF, "window")
+
+
 def main_shapes(width: int, block: int) -> Iterator[Row]:
     """Checks the measured shapes on few tokens: out, lse, and gradients through both."""
     length = sized(2048, 4 * block)

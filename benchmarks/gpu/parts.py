@@ -73,7 +73,15 @@ EXTRAS = {
 }
 BACKENDS = ("triton", "gather", "reference", "torch_sparse", "flash", "flex")
 
+SMOKE = "smoke"
+"""Name of the first part: if it fails, nothing else runs."""
+
 PARTS: dict[str, Part] = {
+    SMOKE: Part(
+        "One forward and one backward of a causal window, bfloat16, against float64. If it fails, "
+        "its error is the record.",
+        {"one call": correctness.smoke}, 15, 60,
+    ),
     "main shapes are right": Part(
         "Random blocks, a window and LongNet at the shapes that are measured below, bfloat16: out, "
         "lse and gradients through both against float64; an error may be twice that of dense "

@@ -179,10 +179,19 @@ class Session:
 
 
 def run(session: Session, only: list[str], budget: float, processes: int) -> Iterator[str]:
-    """Measures the missing cases, part by part; yields a line of text for each."""
+    """Measures the missing cases, part by part; yields a line of text for each.
+
+    The smoke runs before all parts, unless it passed in an earlier call.
+    """
     pool = _Pool(session, budget, processes)
     try:
         yield pool.first()
+        for again in (False, True):
+            yield from pool.phase(_missing(session, [parts.SMOKE], again))
+        smokes = [session.state(parts.SMOKE, case) for case in parts.PARTS[parts.SMOKE].cases]
+        if any(state is None or "seconds" not in state or "failed" in state for state in smokes):
+            yield "the smoke did not pass: nothing else runs"
+            return
         names = list(only or parts.PARTS)
         for again in (False, True):  # cases that failed in earlier calls run last
             for phase in _phases(names):

@@ -11,11 +11,14 @@ from pathlib import Path
 from benchmarks.gpu import device, parts, running
 
 MENDED = "GPU_BENCHMARK_MENDED"  # names a file in whose presence nothing goes wrong
+SMOKES = "GPU_BENCHMARK_SMOKES"  # in its presence the smoke fails
 
 
 def case(how: str) -> Iterator[dict[str, object]]:
     """A row, then what its name says, then another."""
     yield {"backend": how, "ms": 1.0, "least_ms": 1.0, "most_ms": 1.0}
+    if how == "smokes" and SMOKES in os.environ:
+        raise RuntimeError("what was timed is wrong: errors ['0.5']")
     if not Path(os.environ[MENDED]).exists():
         if how == "fails":
             raise RuntimeError("what was timed is wrong: errors ['0.5']")
@@ -36,6 +39,7 @@ def _part(*cases: str, timed: bool = True, bound: float = 60.0) -> parts.Part:
 
 
 PARTS = {
+    parts.SMOKE: _part("smokes"),
     "alone": _part("fine", "fails", "dies", "breaks", "hangs", "last"),
     "together": _part("one", "dies", "two", "fails", timed=False),
     "bounded": _part("first", "second", bound=-1.0),

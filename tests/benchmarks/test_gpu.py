@@ -199,6 +199,25 @@ def test_a_case_that_fails_dies_or_hangs_costs_itself_alone(odd, tmp_path):
                 assert [x["ms"] for x in of_case] == [1.0, 2.0]  # not those of before beside them
 
 
+@pytest.mark.slow
+def test_nothing_runs_after_a_smoke_that_fails(odd, tmp_path, monkeypatch):
+    def run() -> list[str]:
+        session = running.Session(tmp_path, running.read(tmp_path / "gpu.json"), "", keep=False)
+        lines = list(running.run(session, ["together"], budget=400, processes=2))
+        assert "gpu.json" in os.listdir(tmp_path)
+        return lines
+
+    odd.touch()
+    monkeypatch.setenv(odd_parts.SMOKES, "1")
+    assert run()[-1] == "the smoke did not pass: nothing else runs"
+    states = running.read(tmp_path / "gpu.json")["parts"]
+    assert list(states) == [parts.SMOKE]
+    assert "is wrong: errors ['0.5']" in states[parts.SMOKE]["cases"]["smokes"]["failed"]
+    monkeypatch.delenv(odd_parts.SMOKES)
+    assert "smoke" in run()[1]
+    assert list(running.read(tmp_path / "gpu.json")["parts"]) == [parts.SMOKE, "together"]
+
+
 def benchmark(*more: object, **options: object) -> subprocess.Popen:
     """`python -m benchmarks.gpu`, rehearsed."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", *map(str, more)]
