@@ -65,17 +65,18 @@ def _wrong(record: Record) -> float | None:
     return float(sum("failed" in state for state in states))
 
 
-_DENSE = ("dense cudnn", "dense flash")
+_DENSE = ("dense cudnn", "dense flash", "dense flash-attn-3")
+_FLEX = ("flex", "flex, FLASH")
 BARS = [
     Bar("cases of correctness that fail", "", 0, None, _wrong, at_most=True),
-    Bar("forward, main shape", "TFLOP/s", 450, 620, lambda record: rate(record, "forward")),
-    Bar("forward and backward, main shape", "TFLOP/s", 330, 450,
+    Bar("forward, main shape", "TFLOP/s", 400, 600, lambda record: rate(record, "forward")),
+    Bar("forward and backward, main shape", "TFLOP/s", 310, 450,
         lambda record: rate(record, "forward+backward")),
-    Bar("forward, times FlexAttention's speed", "x", 1.2, 1.6, _times("forward", "flex")),
-    Bar("forward and backward, times FlexAttention's speed", "x", 1.2, 1.6,
-        _times("forward+backward", "flex")),
-    Bar("forward, times the fastest dense, 90% sparse", "x", 7, 9.5, _times("forward", *_DENSE)),
-    Bar("forward and backward, times the fastest dense, 90% sparse", "x", 7, 9.5,
+    Bar("forward, times FlexAttention's speed", "x", 1.0, 1.3, _times("forward", *_FLEX)),
+    Bar("forward and backward, times FlexAttention's speed", "x", 1.0, 1.3,
+        _times("forward+backward", *_FLEX)),
+    Bar("forward, times the fastest dense, 90% sparse", "x", 6.5, 9, _times("forward", *_DENSE)),
+    Bar("forward and backward, times the fastest dense, 90% sparse", "x", 6.5, 9,
         _times("forward+backward", *_DENSE)),
     Bar("4096 tokens, 90% sparse, forward", "ms", 0.2, None,
         _worst("founding table", "ms", backend="ours", case="forward"), at_most=True),

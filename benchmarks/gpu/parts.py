@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ..measure import Row
-from . import calls, correctness, speed, tuned
+from . import calls, correctness, shapes, speed, tuned
 from .device import sized
 
 Case = Callable[[], Iterator[Row]]
@@ -106,7 +106,7 @@ PARTS: dict[str, Part] = {
     ),
     "main shapes": Part(
         "10% random blocks, 16 heads, 32768 tokens, bfloat16. Rates count visited blocks.",
-        {_named(*shape): partial(speed.main_shape, *shape) for shape in MAIN}, 120, 150,
+        {_named(*shape): partial(speed.main_shape, *shape) for shape in MAIN}, 180, 240,
     ),
     "founding table": Part(
         "4096 tokens, 8 heads of 64, float16, a window of blocks that leaves out 90%: called from "
@@ -183,13 +183,29 @@ PARTS: dict[str, Part] = {
         "The main shapes with the defaults and with the choices, in turns.",
         {_named(*shape): partial(tuned.beside_default, *shape) for shape in MAIN}, 20, 60,
     ),
-    "window": Part(
-        "A causal window of 4096 at 65536 tokens, 16 heads of 128.",
-        {"65536 tokens": speed.window}, 8, 30,
+    "windows": Part(
+        "Causal windows at 65536 tokens, 16 heads of 128, beside FlexAttention and, where it is "
+        "installed, FlashAttention-3. Rates count exact pairs.",
+        {f"{size} keys": partial(shapes.window, size) for size in sized((4096, 1024, 256), (40,))},
+        75, 150,
+    ),
+    "documents": Part(
+        "Packed documents of ragged lengths, causal, 65536 tokens, 16 heads of 128.",
+        {"65536 tokens": shapes.documents}, 25, 60,
+    ),
+    "selected blocks": Part(
+        "10% of the blocks, chosen for each row and head, beside random blocks: laid out once, and "
+        "anew at each call.",
+        {"main shape": shapes.selected}, 15, 45,
     ),
     "decoding": Part(
-        "One query of 32 heads against 131072 keys of 8, and a token of a KVCache.",
-        {"131072 keys": speed.decoding}, 10, 30,
+        "One query of 32 heads against 131072 keys of 8, beside dense attention, FlexAttention and "
+        "reading the keys; and a token of a KVCache.",
+        {"131072 keys": shapes.decoding}, 25, 60,
+    ),
+    "beside tuned FlexAttention": Part(
+        "The main shape beside FlexAttention's own search for the fastest kernel.",
+        {_named(*shape): partial(speed.beside_tuned_flex, *shape) for shape in MAIN[:1]}, 90, 120,
     ),
     "memory": Part(
         "Peak memory of a call at a million tokens, 16 heads of 64, beyond its arguments and "

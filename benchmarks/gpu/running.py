@@ -29,7 +29,7 @@ from . import bars, device, parts, tuned
 
 Record = dict[str, Any]
 
-LONGEST_CASE = device.sized(90.0, 300.0)  # seconds after which a case counts as hanging
+LONGEST_CASE = device.sized(120.0, 300.0)  # seconds after which a case counts as hanging
 _START = 120.0  # seconds that a process may take to start
 _SHARED = ("__init__", "device", "timing", "peers", "parts")  # modules that affect every figure
 

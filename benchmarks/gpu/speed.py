@@ -71,7 +71,14 @@ def ceilings() -> Iterator[Row]:
 
 def main_shape(width: int, block: int) -> Iterator[Row]:
     """Times B1 H16 on 32768 tokens with 10% random blocks: forward, and forward and backward."""
-    yield from over_blocks(width, block, MAIN_TOKENS, 0.1, Flex(), with_dense=True, exactly=True)
+    flexes = {"flex": Flex(), "flex, FLASH": Flex(backend="FLASH")}
+    yield from over_blocks(width, block, MAIN_TOKENS, 0.1, flexes, with_dense=True, exactly=True)
+
+
+def beside_tuned_flex(width: int, block: int) -> Iterator[Row]:
+    """Times the main shape beside FlexAttention with its own search for the fastest kernel."""
+    flexes = {"flex, max-autotune": Flex(mode="max-autotune-no-cudagraphs")}
+    yield from over_blocks(width, block, MAIN_TOKENS, 0.1, flexes, with_dense=False, exactly=True)
 
 
 def grid(width: int, block: int, tokens: int, with_flex: bool) -> Iterator[Row]:
@@ -80,14 +87,14 @@ def grid(width: int, block: int, tokens: int, with_flex: bool) -> Iterator[Row]:
     All heads share one table, since drawing one for each head would take long.
     """
     sr.layout_cache.set_limit(2 << 30)  # tables of many tokens exceed the default limit
-    flex = Flex() if with_flex else None
+    flexes = {"flex": Flex()} if with_flex else {}
     for number, share in enumerate(DENSITIES if GPU else DENSITIES[:2]):
         if flops(HEADS, share * tokens**2, width, False) > 2e14:
             yield {"backend": "ours", "tokens": tokens, "head_dim": width, "block_size": block,
                    "density": share, "left_out": "seconds a call"}  # fmt: skip
             continue
         with_dense = number == 0 and tokens <= 1 << 17
-        yield from over_blocks(width, block, tokens, share, flex, with_dense, exactly=False)
+        yield from over_blocks(width, block, tokens, share, flexes, with_dense, exactly=False)
 
 
 def over_blocks(
@@ -95,7 +102,7 @@ def over_blocks(
     block: int,
     tokens: int,
     share: float,
-    flex: Flex | None,
+    flexes: dict[str, Flex],
     with_dense: bool,
     exactly: bool,
 ) -> Iterator[Row]:
@@ -106,11 +113,11 @@ def over_blocks(
     density = pattern.layout(tokens, num_heads=HEADS, block_size=block).density
     grad = torch.randn_like(args[0])
     exact = exact_gradients(args, pattern, block, grad)[1:] if exactly else []
-    calls = {"ours": ours(args, pattern, block), **sparse(args, pattern, block, flex)}
+    calls = {"ours": ours(args, pattern, block), **sparse(args, pattern, block, flexes)}
     calls |= dense(args) if with_dense else {}
     for backward in (False, True):
         errors: dict[str, float] = {}
-        check = partial(_with_gradients_checked, grad=grad, exact=exact) if backward else _checked
+        check = partial(with_gradients_checked, grad=grad, exact=exact) if backward else _checked
         running, failed = prepared(calls, partial(check, args=args, pattern=pattern, errors=errors))
         case = "forward+backward" if backward else "forward"
         yield from ({**row, "case": case} for row in failed)
@@ -139,7 +146,7 @@ def _checked(
     return checked(name, call, partial(error_of_rows, args=args, pattern=own, rows=rows), errors)
 
 
-def _with_gradients_checked(
+def with_gradients_checked(
     name: str,
     call: Callable[[], Tensor],
     *,
@@ -152,7 +159,7 @@ def _with_gradients_checked(
     """Returns the call with gradients after checking their sums and, against `exact`, one head."""
 
     def error(got: Sequence[Tensor]) -> float:
-        distances = [_sums(args, grad, got, call)]
+        distances = [sums(args, grad, got, call)]
         if not name.startswith("dense"):
             distances += [relative(x[:, :1], y) for x, y in zip(got, exact, strict=False)]
         return largest(distances, 0.05, f"the gradient of {name}")
@@ -160,9 +167,10 @@ def _with_gradients_checked(
     return checked(name, with_gradients(call, args, grad), error, errors)
 
 
-def _sums(
+def sums(
     args: Sequence[Tensor], grad: Tensor, got: Sequence[Tensor], call: Callable[[], Tensor]
 ) -> float:
+    """Computes `error_of_gradients` of a call's gradients; it runs the call again for its out."""
     with torch.no_grad():
         return error_of_gradients(call(), got, args, grad)
 
@@ -188,7 +196,7 @@ def founding_table() -> Iterator[Row]:
                **time, "error": errors[name.partition(",")[0]]}  # fmt: skip
     grad = torch.randn_like(sets[0][0])
     both = with_gradients(own[0], sets[0], grad)
-    error = _sums(sets[0], grad, both(), own[0])
+    error = sums(sets[0], grad, both(), own[0])
     yield {"backend": "ours", "case": "forward+backward", **shape, "density": density,
            **taken({"ours": both})["ours"], "error": error}  # fmt: skip
 
@@ -294,53 +302,6 @@ def overhead() -> Iterator[Row]:
         time = on_the_host(run)
         yield {"backend": "ours", "case": case, "tokens": args[0].shape[2], **time,
                "us": time["ms"] * 1e3, "error": error}  # fmt: skip
-
-
-def window() -> Iterator[Row]:
-    """Times a causal window of 4096; two in 33 of its blocks are masked, the rest are whole."""
-    heads, length, width = sized((16, 65536, 128), (1, 256, 16))
-    pattern = sr.Causal() & sr.SlidingWindow(sized(4096, 64))
-    args = inputs(heads, length, width)
-    grad = torch.randn_like(args[0])
-    layout = pattern.layout(length, num_heads=heads)
-    call = partial(sr.attention, *args, pattern, backend="triton")
-    with poisoned():
-        error = error_of_rows(call(), args, pattern)
-    for backward in (False, True):
-        run: Call = with_gradients(call, args, grad) if backward else call
-        if backward:
-            error = _sums(args, grad, run(), call)
-        time = taken({"ours": run})["ours"]
-        yield {"backend": "ours", "case": "forward+backward" if backward else "forward",
-               "dtype": str(HALF)[6:], "tokens": length, "heads": heads, "head_dim": width,
-               "density": layout.density, **time,
-               "tflops": flops(heads, layout.num_pairs, width, backward) / time["ms"] / 1e9,
-               "error": error}  # fmt: skip
-
-
-def decoding() -> Iterator[Row]:
-    """Times one query against 131072 keys of 8 kv heads, and reading the keys once."""
-    length, width = sized((131072, 128), (256, 16))
-    heads, kv_heads = sized((32, 8), (4, 2))
-    query, key, value = inputs(heads, length, width, kv_heads=kv_heads)
-    query = query[:, :, -1:].contiguous()
-    call = partial(sr.attention, query, key, value, sr.Causal(), backend="triton")
-    with poisoned():
-        error = error_of_rows(call(), (query, key, value), sr.Causal(), rows=1)
-    calls: dict[str, Call] = {"ours": call, "reading": lambda: (key.sum(), value.sum())}
-    times = taken(calls) | {f"{name}, replayed": replayed([run]) for name, run in calls.items()}
-    moved = key.nbytes + value.nbytes
-    for name, time in times.items():
-        yield {"backend": name, "tokens": length, "heads": heads, "kv_heads": kv_heads,
-               "head_dim": width, **time, "gb_per_s": moved / time["ms"] / 1e6,
-               "error": error if name.startswith("ours") else None}  # fmt: skip
-    cache = sr.KVCache(sr.SlidingWindow(sized(4095, 31)), 1, kv_heads, width, num_heads=heads)
-    prompt = inputs(heads, sized(8192, 64), width, kv_heads=kv_heads)
-    cache.attend(*prompt)
-    token = [x[:, :, :1] for x in prompt]
-    time = on_the_host(lambda: (cache.attend(*token), synchronize())[0], sized(256, 2), 5)
-    yield {"backend": "ours, a token of a KVCache", "tokens": cache.kept, "heads": heads,
-           "kv_heads": kv_heads, "head_dim": width, **time}  # fmt: skip
 
 
 def memory() -> Iterator[Row]:

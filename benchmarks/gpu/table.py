@@ -48,7 +48,8 @@ def _main(record: Record) -> Iterator[str]:
     """Yields ours and the peers at the main shapes, with the share of a matrix product's rate."""
     ceiling = rows_of(record, "ceilings", backend="matmul")
     best = ceiling[0]["tflops"] if ceiling else None
-    peers = ("flex", "flash-attn-4", "dense cudnn", "dense flash", "dense")
+    peers = ("flex", "flex, FLASH", "flash-attn-4", "dense cudnn", "dense flash",
+             "dense flash-attn-3", "dense")  # fmt: skip
     rows = rows_of(record, "main shapes")
     there = [peer for peer in peers if any(row["backend"] == peer for row in rows)]
     yield "| case | ours | of a matrix product's rate | " + " | ".join(there) + " |"
@@ -72,13 +73,14 @@ def _main(record: Record) -> Iterator[str]:
 
 def _others(record: Record) -> Iterator[str]:
     yield from ("| what | ours | rate, error |", "|---|---|---|")
-    for part in ("founding table", "longnet", "window", "decoding", "overhead", "layouts",
-                 "tuned shapes", "ceilings"):  # fmt: skip
+    for part in ("founding table", "longnet", "windows", "documents", "selected blocks",
+                 "decoding", "beside tuned FlexAttention", "overhead", "layouts", "tuned shapes",
+                 "ceilings"):  # fmt: skip
         for row in rows_of(record, part):
             if str(row.get("backend", "ours")).startswith("dense"):
                 continue
             named = [part, row.get("backend"), row.get("pattern"), row.get("case")]
-            named += [row["setting"]] if part == "tuned shapes" else []
+            named += [row["setting"]] if part in ("tuned shapes", "windows") else []
             figures = [f"{row[key]:.3g} {unit}" for key, unit in
                     (("tflops", "TFLOP/s"), ("gb_per_s", "GB/s"), ("density", "dense"))
                     if row.get(key) is not None]  # fmt: skip

@@ -1,0 +1,168 @@
+"""Timed parts: windows, packed documents, selected blocks and decoding, beside their peers.
+
+Calls take turns. Each row has the density and an error against float64; wrong results raise before
+timing.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparsering as sr
+
+from ..flex import causal_window
+from ..measure import Row
+from .device import DEVICE, GPU, HALF, inputs, sized, synchronize
+from .peers import Flex, checked, dense, flash_3, flops, ours
+from .speed import HEADS, MAIN_TOKENS, sums
+from .timing import (
+    Call,
+    error_of_rows,
+    largest,
+    on_the_host,
+    prepared,
+    replayed,
+    taken,
+    with_gradients,
+)
+
+BLOCK = sized(128, 16)  # of masks and layouts
+
+
+def window(size: int) -> Iterator[Row]:
+    """Times a causal window of some keys; its edges are masked, which weighs in small windows."""
+    heads, length, width = sized((16, 65536, 128), (1, 256, 16))
+    args = inputs(heads, length, width)
+    pattern = sr.Causal() & sr.SlidingWindow(size)
+    peers = flash_3(args, size)
+    peers["flex"] = Flex().call(args, partial(_mask, causal_window(size), length), BLOCK)
+    yield from _beside(pattern, args, peers)
+
+
+def documents() -> Iterator[Row]:
+    """Times causal attention inside packed documents of many lengths."""
+    heads, length, width = sized((16, 65536, 128), (1, 256, 16))
+    args = inputs(heads, length, width)
+    lengths = []
+    for share in (8, 64, 16, 128, 4, 32, 256, 8, 16, 64):  # ragged: none is a multiple of a block
+        lengths.append(max(1, length // share - 3))
+    lengths.append(length - sum(lengths))
+    number = torch.repeat_interleave(
+        torch.arange(len(lengths), device=DEVICE), torch.tensor(lengths, device=DEVICE)
+    )
+
+    def same(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (number[q] == number[k]) & (q >= k)
+
+    pattern = sr.Documents(lengths) & sr.Causal()
+    peers = {"flex": Flex().call(args, partial(_mask, same, length), BLOCK)}
+    yield from _beside(pattern, args, peers)
+
+
+def selected() -> Iterator[Row]:
+    """Times selected blocks, laid out once and anew, beside random blocks of the same density."""
+    block, length, width = sized(128, 16), MAIN_TOKENS, sized(128, 16)
+    blocks, args = length // block, inputs(HEADS, length, width)
+    many = max(1, blocks // 10)
+    picked = torch.rand(1, HEADS, blocks, blocks, device=DEVICE).topk(many, -1).indices
+    selection = sr.SelectedBlocks(picked, block)
+    random = sr.RandomBlocks(many / blocks, block, per_head=True)
+    calls: dict[str, Call] = {
+        "ours": ours(args, selection, block),
+        "ours, laid out anew": lambda: sr.attention(
+            *args, sr.SelectedBlocks(picked, block), block_size=block, backend="triton"
+        ),
+        "ours, random blocks": ours(args, random, block),
+    }
+    patterns = {"ours, random blocks": random}
+    errors: dict[str, float] = {}
+
+    def right(name: str, call: Call) -> Call:
+        of_rows = partial(error_of_rows, args=args, pattern=patterns.get(name, selection))
+        return checked(name, call, of_rows, errors)
+
+    calls, _ = prepared(calls, right)
+    density = random.layout(length, num_heads=HEADS, block_size=block).density
+    for name, time in taken(calls).items():
+        work = flops(HEADS, density * length**2, width, False)
+        yield {"backend": name, "case": "forward", "dtype": str(HALF)[6:], "tokens": length,
+               "heads": HEADS, "head_dim": width, "block_size": block, "density": density,
+               **time, "tflops": work / time["ms"] / 1e9, "error": errors[name]}  # fmt: skip
+
+
+def decoding() -> Iterator[Row]:
+    """Times one query against 131072 keys of 8 kv heads, and reading the keys once."""
+    length, width = sized((131072, 128), (256, 16))
+    heads, kv_heads = sized((32, 8), (4, 2))
+    query, key, value = inputs(heads, length, width, kv_heads=kv_heads)
+    args = query[:, :, -1:].contiguous(), key, value
+    errors: dict[str, float] = {}
+
+    def right(name: str, call: Call) -> Call:
+        return checked(name, call, partial(error_of_rows, args=args, pattern=sr.Causal(), rows=1),
+                       errors)  # fmt: skip
+
+    peers = {"ours": partial(sr.attention, *args, sr.Causal(), backend="triton"), **dense(args)}
+    peers["flex"] = Flex().call(args, lambda: None, BLOCK)
+    calls, failed = prepared(dict(peers), right)
+    yield from failed
+    calls["reading"] = lambda: (key.sum(), value.sum())
+    times = taken(calls)
+    for name in ("ours", "reading"):
+        times[f"{name}, replayed"] = replayed([calls[name]])
+    moved = key.nbytes + value.nbytes
+    for name, time in times.items():
+        yield {"backend": name, "tokens": length, "heads": heads, "kv_heads": kv_heads,
+               "head_dim": width, **time, "gb_per_s": moved / time["ms"] / 1e6,
+               "error": errors.get(name.partition(",")[0])}  # fmt: skip
+    cache = sr.KVCache(sr.SlidingWindow(sized(4095, 31)), 1, kv_heads, width, num_heads=heads)
+    prompt = inputs(heads, sized(8192, 64), width, kv_heads=kv_heads)
+    cache.attend(*prompt)
+    token = [x[:, :, :1] for x in prompt]
+    time = on_the_host(lambda: (cache.attend(*token), synchronize())[0], sized(256, 2), 5)
+    yield {"backend": "ours, a token of a KVCache", "tokens": cache.kept, "heads": heads,
+           "kv_heads": kv_heads, "head_dim": width, **time}  # fmt: skip
+
+
+def _mask(inside: Callable[..., Tensor], length: int) -> Any:
+    """Builds FlexAttention's mask of a function of positions; it evaluates all pairs."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(
+        inside, None, None, length, length, device=DEVICE, BLOCK_SIZE=BLOCK, _compile=GPU
+    )
+
+
+def _beside(
+    pattern: sr.Pattern, args: Sequence[Tensor], peers: dict[str, Callable[[], Tensor]]
+) -> Iterator[Row]:
+    """Times a pattern's forward, and forward and backward, in turns with its peers."""
+    heads, length, width = args[0].shape[1:]
+    layout, grad = pattern.layout(length, num_heads=heads), torch.randn_like(args[0])
+    calls: dict[str, Call] = {
+        "ours": partial(sr.attention, *args, pattern, backend="triton"), **peers
+    }  # fmt: skip
+    for backward in (False, True):
+        errors: dict[str, float] = {}
+
+        def right(name: str, call: Any, backward: bool = backward, errors: Any = errors) -> Call:
+            if not backward:
+                return checked(name, call, partial(error_of_rows, args=args, pattern=pattern),
+                               errors)  # fmt: skip
+
+            def error(got: Sequence[Tensor]) -> float:
+                return largest([sums(args, grad, got, call)], 0.05, f"the gradient of {name}")
+
+            return checked(name, with_gradients(call, args, grad), error, errors)
+
+        case = "forward+backward" if backward else "forward"
+        running, failed = prepared(calls, right)
+        yield from ({**row, "case": case} for row in failed)
+        for name, time in taken(running).items():
+            yield {"backend": name, "case": case, "dtype": str(HALF)[6:], "tokens": length,
+                   "heads": heads, "head_dim": width, "density": layout.density, **time,
+                   "tflops": flops(heads, layout.num_pairs, width, backward) / time["ms"] / 1e9,
+                   "error": errors[name]}  # fmt: skip
