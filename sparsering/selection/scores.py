@@ -163,8 +163,8 @@ def _write_by_kernel(
     span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
 ) -> bool:
     """Writes the scores of a span by the C++ kernel; returns False if shares underflowed."""
-    # the kernel takes the share of real tokens in each part of a last block that is not whole
-    last = (estimate.counts()[-1] / estimate.part).float() if estimate.ragged else None
+    # the kernel takes the log share of real tokens in each part of a last block that is not whole
+    last = (estimate.counts()[-1] / estimate.part).log().float() if estimate.ragged else None
     underflow = cpu.block_shares(
         in_memory(query), in_memory(estimate.feature), in_memory(estimate.keys), last, out,
         features=estimate.method, scale=scale, log_part=math.log(estimate.part),

@@ -207,6 +207,19 @@ def test_tiny_shares_are_as_exact_as_large_ones(method):
     assert close(scores[0, 0].double(), expected.expand(64, 16), 1e-5)
 
 
+@pytest.mark.parametrize("logit", [-20.0, -100.0, 100.0])
+def test_parts_without_keys_never_weigh(logit):
+    """The summary of a part past the last key is 0, a logit above all others here."""
+    key = torch.nn.functional.pad(logit + torch.arange(9.0)[:, None], (0, 15))
+    query = torch.eye(16)[:1].expand(64, 16)
+    scores = block_scores(
+        query[None, None], key[None, None], 4, scale=1.0, method="sub", parts=4, causal=False
+    )
+    logits = torch.nn.functional.pad(key[:, 0].double(), (0, 3), value=-torch.inf)
+    expected = logits.unflatten(0, (3, 4)).logsumexp(-1).log_softmax(-1)
+    assert close(scores[0, 0].double(), expected.expand(64, 3), 1e-6)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_are_those_of_the_definition(method):
     shape = (13, 13, 4, 4, 2, None)

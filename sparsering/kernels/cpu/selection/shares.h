@@ -45,7 +45,7 @@ struct Shares {
   }
 
   Operands operands;
-  const float* last;  // [slots] share of a whole part's tokens that the last block's parts have
+  const float* last;  // [slots] log share of a part's tokens that there are, in the last block
   float log_part;
   int64_t blocks, Nk, first, offset, count, width, row;
   bool causal;
@@ -173,18 +173,14 @@ inline bool block_shares(const Shares& x, Tensor& result) {
         float *logits = s.logits.get() + i * columns, *near = s.near.get() + i * near_wide;
         for (int64_t c = 0; c < slots; ++c) {
           std::fill(logits + c * wide + seen, logits + (c + 1) * wide, -kInf);
+          if (x.last && seen == x.blocks) {  // a part without tokens must not be the highest
+            logits[c * wide + seen - 1] += x.last[c];
+          }
         }
         std::fill(near + std::min(keys, x.offset + (q + i) / group + 1), near + near_wide, -kInf);
         const Vec top = highest_of(near, near_wide, Vec(-kInf)) - Vec(x.log_part);
         const float highest = highest_of_lanes(highest_of(logits, columns, top));
-        float total = exponentiate(logits, columns, highest);
-        if (x.last && seen == x.blocks) {
-          for (int64_t c = 0; c < slots; ++c) {
-            float& weight = logits[c * wide + seen - 1];
-            total += weight * (x.last[c] - 1.f);
-            weight *= x.last[c];
-          }
-        }
+        const float total = exponentiate(logits, columns, highest);
         const float of_own = exponentiate(near, near_wide, highest + x.log_part);
         const float share = 1.f / (total + of_own);
         for (int64_t j = 0; j < wide; j += kLanes) {
