@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+import torch
 
 import sparsering as sr
 
@@ -32,3 +34,35 @@ def launched(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(call, "launch", note)
     return names
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch) -> None:
+    """Triton's interpreter computes in bfloat16 as a GPU does.
+
+    It stores bfloat16 as integers, which its products multiply as such, and it rounds by cutting
+    bits off. Here products are of float32, which holds bfloat16, and torch rounds.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    from sparsering.kernels.triton import call
+
+    product, converted = interpreter.InterpreterBuilder.create_dot, interpreter._convert_float
+
+    def convert(data, source, target, rounding):
+        if (source, target) == (language.float32, language.bfloat16):
+            rounded = torch.from_numpy(np.ascontiguousarray(data)).to(torch.bfloat16)
+            return rounded.view(torch.int16).numpy().view(np.uint16)
+        if (source, target) == (language.bfloat16, language.float32):
+            return data.astype(np.uint32) << 16
+        return converted(data, source, target, rounding)
+
+    def multiply(builder, a, b, *rest):
+        if a.dtype.scalar == language.bfloat16:
+            a, b = (builder.cast_impl(x, language.float32) for x in (a, b))
+        return product(builder, a, b, *rest)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", multiply)
+    monkeypatch.setattr(call, "_WRONG_INTERPRETED", ())

@@ -1,8 +1,8 @@
-"""The triton backend, its kernels interpreted in Python on CPU tensors: float32 and float16.
+"""The triton backend, its kernels interpreted in Python on CPU tensors.
 
 What is sharper than `test_attention` runs here: each pattern, head dim and block size; tiles that
-are cut, packed heads, heads in turn, tensor descriptors. bfloat16 and speed want a GPU
-(`benchmarks/gpu`); `test_triton_compile` compiles for GPUs that are not there.
+are cut, packed heads, heads in turn, tensor descriptors. Speed wants a GPU (`benchmarks/gpu`);
+`test_triton_compile` compiles for GPUs that are not there.
 """
 
 import itertools
@@ -137,9 +137,22 @@ def test_scales(scale):
 
 @first_fast("name", ["union of steps"], ["causal", "longnet", "blocks of each head"])
 def test_float16_errs_at_most_twice_as_much_as_dense_attention(name):
+    assert_errs_at_most_twice_as_much(name, torch.float16)
+
+
+@first_fast(
+    "name", ["union of steps", "mixture under masks"], ["causal", "longnet", "blocks of each head"]
+)
+@pytest.mark.usefixtures("bfloat16_products")
+def test_bfloat16_errs_at_most_twice_as_much_as_dense_attention(name):
+    assert_errs_at_most_twice_as_much(name, torch.bfloat16)
+
+
+def assert_errs_at_most_twice_as_much(name: str, dtype: torch.dtype) -> None:
+    """Out, lse and gradients in a half precision, beside those of dense attention in it."""
     case = Case(1, 2, 1, 48, 48, 32, 32, 32)
     pattern = PATTERNS[name](case)
-    args = inputs(case, torch.float16)
+    args = inputs(case, dtype)
     exact_args = [x.detach().double().requires_grad_() for x in args]
     counts = dense_counts(pattern, case)
     exact, eager = (eager_attention(*x, counts) for x in (exact_args, args))

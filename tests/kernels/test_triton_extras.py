@@ -183,9 +183,11 @@ def test_few_tokens_of_a_packed_group_have_extras():
     assert_follows_the_formulas(sr.Causal(), case, EVERY)
 
 
-def test_extras_of_float16_follow_their_formulas():
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.usefixtures("bfloat16_products")
+def test_extras_in_half_precision_follow_their_formulas(dtype, bound):
     case = replace(SMALL, head_dim=16)
-    assert_follows_the_formulas(mixture(case), case, EVERY, dtype=torch.float16, bound=4e-3)
+    assert_follows_the_formulas(mixture(case), case, EVERY, dtype=dtype, bound=bound)
 
 
 def test_rows_without_keys_have_their_sink_or_nothing():

@@ -27,6 +27,7 @@ EXTRAS = frozenset(
 """Options of a call, other than its scale, that these kernels compute."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WRONG_INTERPRETED = (torch.bfloat16,)
 _LEAST_PROGRAMS = 8  # programs per multiprocessor that fill the device
 _ROWS = 64  # rows per program of the kernels that combine or prepare
 _ALIGNED = 4  # float32 numbers of 16 bytes
@@ -40,7 +41,7 @@ def reasons(*tensors: Tensor) -> list[str]:
         found.append(f"it runs on {wanted} tensors" + " under TRITON_INTERPRET=1" * interpreting())
     if any(x.dtype not in _DTYPES for x in tensors):
         found.append("it computes in float32; float64 stays with gather")
-    if interpreting() and any(x.dtype == torch.bfloat16 for x in tensors):
+    if interpreting() and any(x.dtype in _WRONG_INTERPRETED for x in tensors):
         found.append("Triton's interpreter gets bfloat16 products wrong")
     if any(x.dim() and x.shape[-1] > MOST_HEAD_DIM for x in tensors):
         found.append(f"it holds head dims up to {MOST_HEAD_DIM}")
