@@ -71,7 +71,8 @@ class Coverage:
         self.right: Counter[Cell] = Counter(dict.fromkeys(cells, 0))
         self.refused: Counter[Cell] = Counter()
         self.reasons: dict[Cell, str] = {}
-        self.cases, self.seconds = 0, 0.0  # seconds of processor time
+        self.cases = 0
+        self.begin, self.seconds = 0.0, 0.0  # processor time: at first, and until the first fault
 
     def emptiest(self, count: int, seed: str, slow: bool) -> list[Cell]:
         """The least covered cells of slow or of other backends; the seed shuffles ties."""
@@ -144,7 +145,7 @@ def attack(
     """
     cells = [c for c in kind.CELLS if backends is None or c.backend.split()[-1] in backends]
     coverage, end, number = Coverage(cells), time.monotonic() + seconds, 0
-    begin = time.process_time()
+    coverage.begin = time.process_time()
     try:
         while cells and time.monotonic() < end and number != rounds:
             empty = {_is_slow(cell) for cell in coverage.empty()}
@@ -152,7 +153,7 @@ def attack(
             _round(kind, coverage, end, f"{seed} {number}", under_way, slow)
             number += 1
     finally:
-        coverage.seconds = time.process_time() - begin
+        coverage.seconds = coverage.seconds or time.process_time() - coverage.begin
     return coverage
 
 
@@ -213,6 +214,7 @@ def _round(
         except Refused as refusal:
             coverage.add(case, cell, str(refusal))
         except Exception:
+            coverage.seconds = coverage.seconds or time.process_time() - coverage.begin
             failed[:] = [cell, case, traceback.format_exc()]
             raise
         else:
