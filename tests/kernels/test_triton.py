@@ -203,18 +203,20 @@ def test_dims_of_size_0_on_hopper(sizes, monkeypatch):
     assert all(grad.eq(0).all() for grad in gradients((out, lse), args))
 
 
-def test_either_way_of_allowing_tf32_is_heard():
+def test_the_precision_that_the_user_asks_for_is_heard():
     code = (
         "import torch; from sparsering.kernels.triton.launch import precision as p;"
         "f = torch.float32;"
-        "assert p(f) == 'ieee'; {}; assert p(f) == 'tf32'; assert p(torch.float16) == 'ieee'"
+        "assert p(f) == 'tf32x3'; {}; assert p(f) == {!r}; assert p(torch.float16) == 'ieee'"
     )
-    for allow in (
-        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
-        "torch.set_float32_matmul_precision('high')",
-        "torch.backends.cuda.matmul.allow_tf32 = True",
+    for ask, heard in (
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "tf32"),
+        ("torch.set_float32_matmul_precision('high')", "tf32"),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", "tf32"),
+        ("torch.set_float32_matmul_precision('highest')", "ieee"),
+        ("torch.backends.cuda.matmul.fp32_precision = 'ieee'", "ieee"),
     ):
-        done = run(code.format(allow))
+        done = run(code.format(ask, heard))
         assert done.returncode == 0, done.stderr
 
 

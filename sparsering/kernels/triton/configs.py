@@ -54,10 +54,9 @@ _HALF = {
     (100, "query"): ((128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
     (100, "key"): ((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 8, 2)),
 }
-_SINGLE = {
-    "forward": ((64, 32, 8, 2), (64, 16, 8, 2), (32, 16, 8, 2)),
-    "query": ((64, 32, 8, 2), (64, 32, 8, 2), (32, 16, 8, 2)),
-    "key": ((64, 32, 8, 2), (64, 32, 8, 2), (32, 16, 8, 2)),
+_SINGLE = {  # by generation, for every kernel; products of tf32x3
+    80: ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2)),
+    90: ((64, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2)),
 }
 
 
@@ -73,7 +72,7 @@ def default(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
     """Config of the table, for use where nothing was measured."""
     size = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
     gpu = generation(like.device)
-    table = _SINGLE[kernel] if like.itemsize == 4 else _HALF[gpu, kernel]
+    table = _SINGLE[80 if gpu < 90 else 90] if like.itemsize == 4 else _HALF[gpu, kernel]
     rows, streamed, warps, stages, *masked = table[size]
     tma = gpu >= 90 and like.itemsize < 4
     chosen = Config(rows, streamed, warps, stages, tma, masked=masked[0] if masked else 0)
