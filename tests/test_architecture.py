@@ -31,11 +31,11 @@ ROOMS = {
     "dispatch": "kernels layouts patterns",
     "checks": "layouts patterns numerics",
     "extras": "checks dropout patterns",
-    "differentiable": "checks patterns numerics",
+    "differentiable": "checks patterns numerics streams",
     "pairs": "differentiable checks dropout patterns",
     "call_recipe": "dispatch extras checks kernels patterns",
     "ops": "call_recipe pairs dispatch differentiable extras checks kernels layouts patterns "
-    "numerics",
+    "numerics streams",
     "functional": "ops call_recipe dispatch checks patterns",
     "varlen": "functional checks patterns",
     "weights": "ops call_recipe dispatch checks layouts patterns numerics",
