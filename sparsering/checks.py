@@ -118,7 +118,7 @@ def check_tensor(name: str, x: object, dims: str = "of numbers") -> None:
     if not isinstance(x, Tensor):
         got = "None" if x is None else f"a {type(x).__name__}"
         raise ValueError(
-            f"{name} must be a tensor {dims}, got {got}; torch.as_tensor makes one of numbers"
+            f"{name} must be a tensor {dims}, got {got}; convert numbers by torch.as_tensor"
         )
     if x.is_nested:
         raise ValueError(

@@ -189,7 +189,7 @@ def _mapped(
     size, tensors, pattern = info.batch_size, inputs[count], inputs[count + 1]
     refuse_mapped_pattern(in_dims[count])
     if not size:
-        raise NotImplementedError("vmap over a dim of size 0 has no shapes; skip the call")
+        raise NotImplementedError("vmap needs a dim of at least 1, got 0; skip the call")
     stacked = [_stacked(x, dim, size) for x, dim in zip(inputs, in_dims, strict=True)]
     if parse(pattern, tensors).num_batches() is None:
         folded = [x.flatten(0, 1) if isinstance(x, Tensor) else x for x in stacked]

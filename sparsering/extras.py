@@ -141,7 +141,7 @@ def _checked_softcap(softcap: object, query: Tensor) -> float:
     if not number or not 2.0**-100 <= softcap <= 2.0**100:  # type: ignore[operator]
         raise ValueError(
             "softcap must be a finite number above 0, from 2 ** -100 to 2 ** 100, or None, got "
-            f"{shortened(repr(softcap))}; 50.0 is one"
+            f"{shortened(repr(softcap))}; for example 50.0"
         )
     return float(softcap)  # type: ignore[arg-type]
 

@@ -27,7 +27,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Returns:
         out in the outs' dtype, lse in float32 (float64 for float64 outs).
 
-    Raises: ValueError where there is no part, or shapes do not match.
+    Raises: ValueError if there is no part, or shapes do not match.
 
     Example:
         >>> out, lse = merge_attention((out_1, out_2), (lse_1, lse_2))

@@ -91,11 +91,13 @@ def attention_varlen(
 
 def _lengths(name: str, cumulative: object, tokens: int, items: str) -> tuple[int, ...]:
     """Converts cumulative lengths to lengths; ValueError if they are no cumulative lengths."""
-    way_out = "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) makes them of lengths"
+    way_out = "from lengths, compute torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
     if isinstance(cumulative, Tensor):
         check_tensor(name, cumulative, "[documents + 1] of integers")
         if cumulative.is_meta:
-            raise ValueError(f"{name} must be numbers, got a tensor on the meta device; {way_out}")
+            raise ValueError(
+                f"{name} must hold numbers, got a tensor on the meta device; pass a list of ints"
+            )
         if cumulative.dtype not in (torch.int32, torch.int64) or cumulative.dim() != 1:
             raise ValueError(
                 f"{name} must be an int32 or int64 tensor [documents + 1], got {cumulative.dtype} "

@@ -73,7 +73,7 @@ def attention_weights(
     Returns: `BlockWeights` in float32 (float64 for float64 inputs). With a sink, rows sum to less
         than 1: the sink has the rest.
 
-    Raises: ValueError if arguments do not fit together.
+    Raises: ValueError if arguments contradict one another.
 
     Cost: memory O(B H num_blocks block_size^2).
 
@@ -176,8 +176,8 @@ def key_mass(
 
     Returns: [B, Hq, Nk], float32 (float64 for float64 inputs), computed in that dtype.
 
-    Raises: ValueError if arguments do not fit, or if both sink and lse are given: lse has the sink
-        in it.
+    Raises: ValueError if an argument is invalid, or if both sink and lse are given: lse includes
+        the sink.
 
     Cost: the time of attention's backward without its values, plus a forward if no lse is given;
         memory O(N).

@@ -58,7 +58,7 @@ class KVCache:
     If more than a page of keys die at once, they are evicted at most `page_size / 8` tokens later.
     Gradients do not pass through the cache: it is for decoding, not for training.
 
-    Raises: ValueError where arguments do not fit.
+    Raises: ValueError if an argument is invalid.
 
     Example:
         >>> cache = KVCache(SlidingWindow(4095), 1, num_kv_heads=8, head_dim=64)
@@ -92,7 +92,7 @@ class KVCache:
         if type(page_size) is not int or page_size not in BLOCK_SIZES:
             raise ValueError(
                 "page_size must be a multiple of 16 from 16 to 256, got "
-                f"{shortened(repr(page_size))}; 128 is one"
+                f"{shortened(repr(page_size))}; for example 128"
             )
         check_batch(pattern, batch_size, "batch_size=")
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
@@ -212,7 +212,7 @@ class KVCache:
 
         Returns: [B, Hq, n, Dv]; rows of padding have out 0 and lse -inf.
 
-        Raises: ValueError where arguments do not fit; the cache is then unchanged.
+        Raises: ValueError if an argument is invalid; the cache is then unchanged.
         """
         stored, return_lse = checked_flag("stored", stored), checked_flag("return_lse", return_lse)
         for name in _REFUSED.keys() & options.keys() if options else ():
@@ -252,7 +252,7 @@ class KVCache:
             length: length of the prompt, default the last position + 1. Other ranks store the keys
                 of all other positions.
 
-        Raises: ValueError where arguments do not fit, or the cache has seen tokens.
+        Raises: ValueError if an argument is invalid, or the cache has seen tokens.
         """
         check_tensor("key", key, "[batch, heads, tokens, head dim]")
         n = key.shape[2] if key.dim() == 4 else 0
@@ -333,7 +333,7 @@ class KVCache:
     def crop(self, length: int) -> None:
         """Forgets the tokens from `length` on, as speculative decoding does with wrong guesses.
 
-        Raises: ValueError where that is more than `rollback` tokens back, or beyond the length of
+        Raises: ValueError if that is more than `rollback` tokens back, or beyond the length of
             the cache; the cache is then unchanged.
         """
         length = checked_integer("length", length, 0)

@@ -46,7 +46,7 @@ def checked_lengths(lengths: Tensor | Sequence[int], entries: int, most: int) ->
 
 
 def check_dtype(dtype: torch.dtype | None, key: Tensor) -> None:
-    """Raises ValueError where a cache holds keys of another dtype."""
+    """Raises ValueError if a cache holds keys of another dtype."""
     if dtype not in (None, key.dtype):
         raise ValueError(
             f"the cache holds {dtype}, got keys of {key.dtype}; cast with .to({dtype}), or make "

@@ -36,7 +36,7 @@ class SelectedCache(KVCache):
         top_p, sink, local: as in `select_blocks`.
         options: those of `KVCache`.
 
-    Raises: ValueError where arguments do not fit.
+    Raises: ValueError if an argument is invalid.
 
     Cost: a step reads k blocks and the summaries. For "sub" these are parts / block_size as many
         numbers as the keys, in float32.

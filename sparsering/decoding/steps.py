@@ -240,7 +240,7 @@ class _Group(NamedTuple):
         everything = Spanned(BlockLayout(frame, 128, (), math.nan), begins, ends)
         keys, values = self._spread(everything)
         first, n = self.history.length - frame.q_start, query.shape[2]
-        rest = frame.q_len - first - n  # other rows of the frame, whose results are dropped
+        rest = frame.q_len - first - n  # padding after the new queries; its results are dropped
         query = pad(query, (0, 0, first, rest))
         extras, sink = dict(self.tokens.extras), self.tokens.extras["sink"]
         if sink is not None and sink.shape[2] > 1:

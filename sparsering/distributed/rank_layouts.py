@@ -86,7 +86,7 @@ def local_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
 
 
 def guest_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
-    """Step of a rank's guests (others' query rows), in order of position, with its own keys."""
+    """The kernel call of query rows that other ranks sent here (guests), with this rank's keys."""
     queries = plan.guests_of(rank)
     return _cached(plan, ("guests", rank), device, lambda: _own_keys(plan, queries, rank, device))
 

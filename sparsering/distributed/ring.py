@@ -83,7 +83,7 @@ def ring_attention(
             group's.
         scale, return_lse, backend: as for `attention`, with the backends that run layouts.
         softcap, distance_bias, sink, dropout_p, dropout_seed: as for `attention`, the same on every
-            rank, except a sink per query, of which each rank passes its own rows. Gradients of
+            rank, except a sink per query: each rank passes its own rows. Gradients of
             tables and sinks are this rank's part: their sum over ranks is the whole. Without a
             seed, rank 0 draws one.
 

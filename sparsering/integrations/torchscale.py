@@ -47,7 +47,7 @@ class DilatedAttention(nn.Module):
         subln: adds a LayerNorm before the last projection.
         zero_padding: "exact", or "torchscale" for weights that were trained there.
 
-    Raises: ValueError for arguments that do not fit; NotImplementedError for `args.seq_parallel` in
+    Raises: ValueError for invalid arguments; NotImplementedError for `args.seq_parallel` in
         "exact".
 
     Example:
@@ -252,7 +252,7 @@ def integers(sizes: object, name: str) -> tuple[int, ...]:
         if len(sizes) > 1000 or not _INTEGERS.fullmatch(sizes):
             raise ValueError(
                 f"args.{name} must be ints, or text of ints between brackets, got "
-                f"{shortened(repr(sizes))}; [1024, 4096] is one"
+                f"{shortened(repr(sizes))}; for example [1024, 4096]"
             )
         return tuple(int(x) for x in re.findall(r"(?<![\w.])\d+", sizes))
     sizes = sizes.tolist() if hasattr(sizes, "tolist") else sizes
@@ -403,7 +403,7 @@ def _check_triangle(attn_mask: Tensor, length: int) -> bool:
 def _check_reproducible(
     pattern: Pattern, first: int, length: int, is_causal: bool, key_padding_mask: Tensor | None
 ) -> None:
-    """Raises ValueError where torchscale's own results are faulty or change between steps."""
+    """Raises ValueError if torchscale's own results are faulty or change between steps."""
     way_out = 'or zero_padding="exact"'
     for branch in pattern.branches if length else ():
         segment, start, rate = _last_segment(branch, length)

@@ -43,9 +43,9 @@ class Problem(NamedTuple):
             streams; without it there is one.
         key_mask: [B or 1, Nk] bool, False for keys that no query sees, whatever the layout says;
             results must not depend on their numbers, which may be NaN.
-        slots: for each pass, the bitmap row of the first query: decoding lays out a page of queries
-            once and calls it for a few of them. () for 0. Kernels without support for slots run
-            `in_first_slots()`.
+        slots: for each pass, the bitmap row of the first query; () means row 0. Decoding builds one
+            layout for a page of queries and uses it for a few of them at a time. Kernels without
+            support for slots run `in_first_slots()`.
         learns_distances: whether the gradient of the distance bias is wanted.
         in_float32: return half precision's results and gradients in float32, the dtype of sums.
     """
@@ -102,7 +102,7 @@ class Problem(NamedTuple):
         return self._replace(layout=replace(self.layout, passes=passes), slots=())
 
     def query_gradient(self, grad: Tensor) -> Tensor:
-        """Converts the gradient of the query of `with_positive_scale()` to that of the query."""
+        """Maps the gradient of `with_positive_scale()`'s query to the gradient of this query."""
         if _is_zero(self.scale):
             return torch.zeros_like(grad)
         return grad if self.scale > 0 else -grad

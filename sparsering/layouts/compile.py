@@ -40,7 +40,7 @@ class Table(NamedTuple):
     Attributes:
         row_ptr: [query tiles + 1], where each query tile's entries begin.
         key_tile: [entries].
-        bitmap: [entries], number of the entry's bitmap, or -1 where all its pairs attend.
+        bitmap: [entries], index of the entry's bitmap, or -1 if all its pairs attend.
         num_pairs: number of (query, key) pairs in the table.
     """
 
@@ -59,7 +59,7 @@ class CompiledPass:
         tables: [batch][head], a single one where all are equal.
         bitmaps: the distinct bitmaps.
         num_pairs: number of (query, key) pairs, mean over batch entries and heads.
-        branch: number of the mixture's branch.
+        branch: index of the mixture's branch.
         origins: `Pass` fields where positions restart: `query_origin`, `key_origin`, `stream`.
     """
 
@@ -77,7 +77,7 @@ def build_layout(
 ) -> BlockLayout:
     """Compiles a pattern without the cache; the host does not wait for a GPU to get the tables.
 
-    Raises: ValueError where the pattern does not fit or the block size is not legal.
+    Raises: ValueError if the pattern does not fit or the block size is not legal.
     """
     check_block_size(block_size)
     check_fits(pattern, frame)
@@ -94,11 +94,11 @@ def build_layout(
 
 
 def check_block_size(block_size: int) -> None:
-    """Raises ValueError where the block size is not legal."""
+    """Raises ValueError if the block size is not legal."""
     if type(block_size) is not int or block_size not in BLOCK_SIZES:
         got = shortened(repr(block_size))
         raise ValueError(
-            f"block_size must be a multiple of 16 from 16 to 256, got {got}; 128 is one"
+            f"block_size must be a multiple of 16 from 16 to 256, got {got}; for example 128"
         )
 
 
@@ -268,7 +268,7 @@ def compile_table(
 def _cells(
     mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(bitmaps, number of each tile pair's bitmap, number of real (query, key) pairs in it)."""
+    """(bitmaps, index of each tile pair's bitmap, number of (query, key) pairs in it)."""
     columns = [pairs.q.count, pairs.k.count, *rule.signature(pairs)]
     kind, first = number_rows(columns)
     bitmaps, bitmap, count = _distinct_bitmaps(mask, pairs[first], frame, block_size)
@@ -278,7 +278,7 @@ def _cells(
 def _cells_in_documents(
     mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns as `_cells`, for documents of many lengths, whose last tiles have many counts.
+    """Like `_cells`, for documents of many lengths, whose last tiles have many counts.
 
     Tile pairs that differ only in counts share a bitmap; each counts the cells in its own corner.
     """
@@ -317,7 +317,7 @@ def _largest_of_kind(
 def _distinct_bitmaps(
     mask: Mask, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns as `_cells`, but evaluates every tile pair, some at a time."""
+    """Like `_cells`, but evaluates every tile pair, in parts that bound the memory."""
     bitmaps, numbers, counts, total = [], [], [], 0
     for part in torch.arange(len(pairs)).split(_MOST_BITMAPS):
         cells, count = evaluate(mask, pairs[part], frame, block_size)

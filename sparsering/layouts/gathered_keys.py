@@ -155,7 +155,7 @@ def _by_tiles(
 def _by_keys(
     rows: _Rows, frame: Frame, queries: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds the tiles of rows with different masks by evaluating every key; as `_by_tiles`."""
+    """Like `_by_tiles`, for rows with different masks; evaluates every key."""
     count, keys = rows.keys.shape
     tiles, old = -(-keys // block_size), keys - queries  # Causal holds for all `old` keys
     query = (rows.first[:, None] + torch.arange(queries))[:, None]

@@ -183,7 +183,7 @@ class InBlocks(Condition):
 
         A pair is listed as key block * rows + query block, ascending.
         """
-        rows = -(-frame.kv_len // self.mask.block_size)  # as many key blocks as query blocks
+        rows = -(-frame.kv_len // self.mask.block_size)  # block masks are square
         if frame.kv_len not in self._listed:
             row, first, last = self.mask.spans(torch.arange(rows), frame.kv_len)
             span, number = expand_counts((last.clamp(max=rows - 1) - first + 1).clamp(min=0))
@@ -268,10 +268,10 @@ class PerDocument(Condition):
 
 @dataclass(frozen=True, eq=False)
 class Declared(Condition):
-    """A custom mask, by its own `Mask.status` and `Mask.candidates` where it defines them.
+    """A custom mask, which may define `Mask.status` and `Mask.candidates` itself.
 
     Attributes:
-        in_document: whether each origin is a document, which is a whole sequence to the mask.
+        in_document: whether the mask sees each document as a sequence, with positions from 0.
     """
 
     mask: Mask
@@ -314,7 +314,7 @@ class Declared(Condition):
         result = torch.full_like(x, -1)
         chosen = torch.nonzero(x >= 0)[:, 0]
         k, x = k[chosen], x[chosen]
-        step = torch.zeros_like(x)  # number of queries, from x downwards, of which none pairs
+        step = torch.zeros_like(x)  # number of queries, from x downwards, that have no pair
         for leap in _LEAPS:
             step = torch.where(step == 0, leap * self._is_empty(k, x, leap, frame), step)
         near = torch.nonzero(step == 0)[:, 0]

@@ -33,8 +33,8 @@ class Pass:
 
     A tile is the tokens `start, start + step, ...` below `stop`, at most block_size of them: query
     tiles in query *indices*, key tiles in key positions. An *entry* of a table is a visited pair of
-    tiles. A leading dim of size 1 is shared by all. Query head h of H uses table h * Ht // H and
-    the tiles of axis h * S // H.
+    tiles. There are S sets of tiles and Ht tables for each of Bt batch entries; a dim of size 1 is
+    shared by all. Query head h of H uses table h * Ht // H and the set of tiles h * S // H.
 
     Attributes:
         step: distance of neighbouring tokens in a tile.
@@ -42,20 +42,20 @@ class Pass:
         key_start, key_stop: [S, key tiles] int64.
         row_ptr: [Bt, Ht, query tiles + 1] int32, where each query tile's entries begin.
         key_tile: [Bt, Ht, entries] int32, ascending within a query tile; padded with 0.
-        bitmap: [Bt, Ht, entries] int32, number of the entry's bitmap in `bitmaps`, -1 where all
-            pairs of real tokens attend.
+        bitmap: [Bt, Ht, entries] int32, index of the entry's bitmap in `bitmaps`, -1 if all its
+            pairs attend.
         bitmaps: [bitmaps, block_size ** 2 / 8] uint8, the first cell in the lowest bit. Cells past
             `stop` have no meaning.
         covers: whether every query is in a query tile, and every key in a key tile.
         longest: upper bounds of the entries of any query tile, and of any key tile; None where
             the host does not know them.
-        branch: number of the mixture's branch that the pass belongs to.
+        branch: index of the mixture's branch that the pass belongs to.
         query_origin, key_origin: [S, query tiles] and [S, key tiles] int64 position of each tile's
             first token; None where positions follow from the starts, see `coordinates`.
-        stream: [S, query tiles] int64, number of the dropout stream that a tile uses; None for 0.
-        slot: [B or 1, H or 1, entries] int64, flat index into the indices [R, k] of a selection
-            that lists the entry, -1 for none; None without a selection, or where an entry spans
-            several of its rows or blocks.
+        stream: [S, query tiles] int64, index of the dropout stream that a tile uses; None for 0.
+        slot: [B or 1, H or 1, entries] int64, flat index of the choice, in a selection's indices
+            [R, k], that lists the entry; -1 for none. None without a selection, or if an entry
+            spans several of its rows or blocks.
     """
 
     step: int
@@ -305,7 +305,7 @@ class BlockLayout:
     def visits(self, batch: int, head: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Yields the pairs that one query head visits, pass by pass.
 
-        Yields: number of the pass's first entry; then for its n entries the query indices [n, b],
+        Yields: index of the pass's first entry; then for its n entries the query indices [n, b],
         the key positions [n, b] (q_len and kv_len in slots past a tile's end) and whether each
         pair attends [n, b, b].
         """

@@ -29,7 +29,7 @@ from .tiles import Axis, TilePairs
 _KEYS_AT_A_TIME = 1 << 16
 _TILE, _SPLIT = 1 << 10, 1 << 10  # keys of the smallest tiles, and parts that a tile is split into
 _MOST_POSITION = 1 << 60
-_MOST_PERIOD = 1 << 40  # longest period, in queries, of the visits to a key
+_MOST_PERIOD = 1 << 40  # longest period, in queries, after which a pattern repeats
 _MOST_SHIFT = 1 << 26  # positions examined for the bound of an endless sequence
 
 
@@ -50,7 +50,7 @@ def last_visits(
     Returns: int64 [stop - start] for each kv head; -1 where no query visits the key, `FOREVER`
         where visits do not end.
 
-    Raises: ValueError where the pattern depends on a length that is not given, or does not fit.
+    Raises: ValueError if the pattern depends on a length that is not given, or does not fit.
 
     Cost: O(stop - start) time and memory for each distinct mask.
     """
@@ -114,7 +114,7 @@ class _Sequence(NamedTuple):
     rules: dict[Mask, Condition]
 
     def check_position(self, name: str, position: int) -> None:
-        """Raises ValueError where the position is past the end."""
+        """Raises ValueError if the position is past the end."""
         if self.length is not None and position > self.length:
             raise ValueError(
                 f"{name} must be at most the {self.length} tokens of the sequence, got {position}; "
@@ -142,7 +142,7 @@ class _Sequence(NamedTuple):
             return self._descend(rule, k, self.length - 1, first_query)
         repeats = rule.future(int(k[-1]) + 1)
         if repeats is None:
-            raise self.needs_length("a mask of which that is not known")
+            raise self.needs_length("a mask of which no period is known")
         first, period, empty = repeats
         if first > _MOST_POSITION or period > _MOST_PERIOD:
             raise self.needs_length(f"one of period {period} from {first} on")
@@ -186,7 +186,7 @@ class _Sequence(NamedTuple):
         """How pairs repeat when both positions are shifted alike."""
         repeats = AnyOf(self.rules.values()).shifted()
         if repeats is None:
-            raise self.needs_length("a mask of which that is not known")
+            raise self.needs_length("a mask of which no period is known")
         if repeats.first + repeats.period > _MOST_SHIFT:
             raise self.needs_length(
                 f"one that repeats every {repeats.period} positions from {repeats.first} on"

@@ -35,7 +35,7 @@ def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
 
 
 def _is_within(mask: Mask, selection: Mask) -> bool:
-    """Whether the form of the mask shows that the selection has all its pairs."""
+    """Whether `&` and `|` in the mask already show that all its pairs are in the selection."""
     if isinstance(mask, And | Or):
         return (any if isinstance(mask, And) else all)(_is_within(x, selection) for x in mask.masks)
     return mask is selection

@@ -45,7 +45,7 @@ class LongNetEncoder(nn.Module):
     Weights and dropped paths are drawn from torch's global generator: call `torch.manual_seed`
     before. Fresh blocks are the identity.
 
-    Raises: ValueError where arguments do not fit.
+    Raises: ValueError if an argument is invalid.
 
     Example:
         >>> model = LongNetEncoder(LongNet((64, 256), (1, 4)), width=64, num_heads=4)
@@ -77,7 +77,7 @@ class LongNetEncoder(nn.Module):
         )
         drop_path = checked_number("drop_path", drop_path, 0, 1)
         if drop_path == 1:
-            raise ValueError("drop_path must be from 0 to below 1, got 1.0; 0.0 is none")
+            raise ValueError("drop_path must be at least 0 and below 1, got 1.0; 0.0 turns it off")
         self.pattern = pattern
         self.attend: Attend = partial(attention, pattern=pattern)
         self.num_heads, self.axes = num_heads, axes

@@ -57,7 +57,7 @@ class LongNetLM(nn.Module):
 
     Weights are drawn from torch's global generator: call `torch.manual_seed` before.
 
-    Raises: ValueError where width and num_heads do not fit.
+    Raises: ValueError if width and num_heads do not fit.
 
     Source: LongNet (arXiv 2307.02486), section 3; RoFormer (arXiv 2104.09864) for the rotary
     positions.
@@ -227,7 +227,7 @@ class LongNetLM(nn.Module):
         Returns: an iterator of int64 [B], on the CPU: the next token of each text, -1 for texts
             that have ended; it stops once all have.
 
-        Raises: ValueError for arguments that do not fit, at once; FloatingPointError from the
+        Raises: ValueError for invalid arguments, at once; FloatingPointError from the
             iterator where scores are not finite.
 
         Example:

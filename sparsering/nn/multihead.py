@@ -141,7 +141,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             num_heads, L, S] if not averaged, without B for inputs without a batch. An added bias
             key or zero key is a further column. None without `need_weights`.
 
-        Raises: ValueError where shapes or masks do not fit, or there would be more than 2^26
+        Raises: ValueError if shapes or masks do not fit, or there would be more than 2^26
             weights.
         """
         nested = all(isinstance(x, Tensor) and x.is_nested for x in (query, key, value))
@@ -226,7 +226,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return row.expand(len(like), -1, -1, -1)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Raises ValueError where inputs [B, N, E] do not fit."""
+        """Raises ValueError unless query is [B, N, E], key [B, M, kdim] and value [B, M, vdim]."""
         fits = query.dim() == key.dim() == value.dim() == 3 and len(query) == len(key) == len(value)
         widths = tuple(x.shape[-1] if fits else 0 for x in (query, key, value))
         E, kdim, vdim = self.embed_dim, self.kdim, self.vdim
@@ -297,7 +297,7 @@ def convert(module: nn.Module, pattern: Pattern) -> list[str]:
 
     Returns: the names of the submodules that were replaced.
 
-    Raises: ValueError where `module` is itself torch's, as it has no parent to change; TypeError if
+    Raises: ValueError if `module` is itself torch's, as it has no parent to change; TypeError if
         `pattern` is not a pattern.
 
     Example:

@@ -82,7 +82,7 @@ class SelectedAttention(nn.Module):
     Positions: none are added. Pass `rope`, or add them to x. Scores from the mean of a block's keys
     see rotary positions averaged over the block.
 
-    Raises: ValueError where arguments do not fit one another.
+    Raises: ValueError if arguments contradict one another.
 
     Cost: O(N k block_size) for the chosen blocks and their backward, plus the scorer (see
         `block_scores`), the window, and O(N^2 / stride) for the pooled branch. Scores take
@@ -138,7 +138,7 @@ class SelectedAttention(nn.Module):
             checked_method(scorer, 4, block_size, query_block)
         if scorer == "pooled" and pooled is None:
             raise ValueError(
-                "scorer='pooled' needs a pooled branch, got pooled=None; pooled=(32, 16) is NSA's"
+                "scorer='pooled' needs a pooled branch, got pooled=None; NSA has pooled=(32, 16)"
             )
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
@@ -205,9 +205,9 @@ class SelectedAttention(nn.Module):
     def hierarchical(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
         """Builds a layer that is exact near the query and coarse far away.
 
-        It has a window of 256 tokens, means of every 64 tokens, and 8 blocks of 64 that the
-        attention to these means chooses. The hierarchical attention of the prior library had levels
-        at fixed positions: rows of blocks at strides, of which some saw all (`Hierarchical`).
+        It has a window of 256 tokens, means of every 64 tokens, and the 8 blocks of 64 whose means
+        have the most attention. The hierarchical attention of the prior library had blocks at fixed
+        positions instead (`Hierarchical`).
         `options` are arguments of `SelectedAttention`; they override the ones above.
         """
         preset = {"pooled": (64, 64), "scorer": "pooled", "window": 256, "k": 8}

@@ -153,7 +153,7 @@ class Pattern:
                 `sparsering tune` measured another here.
             device: device of the tables.
 
-        Raises: ValueError where the pattern does not fit the lengths or heads.
+        Raises: ValueError if the pattern does not fit the lengths or heads.
 
         Cost: O(visited blocks) time and memory.
         """
@@ -182,7 +182,7 @@ class Pattern:
         Returns: for each kv head exactly the positions below `length`, int64, ascending, that any
             batch entry, branch or query head of it visits; `SelectedBlocks` may visit all.
 
-        Raises: ValueError where the pattern needs a `max_length`, or does not fit it or the heads.
+        Raises: ValueError if the pattern needs a `max_length`, or does not fit it or the heads.
 
         Cost: O(keys that may be live) for each distinct mask; custom masks are evaluated on pairs.
 
@@ -210,7 +210,7 @@ class Pattern:
         return cache_bound(self, num_heads, num_kv_heads, max_length)
 
     def check(self, frame: Frame) -> None:
-        """Raises ValueError where the pattern does not fit these lengths and heads."""
+        """Raises ValueError if the pattern does not fit these lengths and heads."""
         for mask in self._components():
             mask.check(frame)
 

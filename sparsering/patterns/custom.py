@@ -113,7 +113,7 @@ _versions: Counter[str] = Counter()  # number of classes registered so far, by n
 
 
 def _with_expression(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wraps a custom `__post_init__`, which may not call the one that it overrides."""
+    """Wraps a custom `__post_init__`, so that `Pattern.__post_init__` always runs too."""
 
     def check(self: Mask) -> None:
         post_init(self)

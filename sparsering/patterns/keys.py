@@ -59,8 +59,8 @@ class KeyMask(TensorMask):
         if isinstance(valid, Tensor) and valid.dtype != torch.bool:
             raise TypeError(
                 "KeyMask needs a bool tensor, True where a key may be attended, got "
-                f"{valid.dtype}; of ones and zeros .bool() makes one, of a mask that is added to "
-                "scores == 0"
+                f"{valid.dtype}; convert ones and zeros by .bool(), a mask that is added to scores "
+                "by == 0"
             )
         if isinstance(valid, Tensor) and valid.dim() not in self.table_dims:
             shape = tuple(valid.shape)
@@ -89,7 +89,7 @@ class KeyMask(TensorMask):
         self.check_length(frame.kv_len)
 
     def check_length(self, kv_len: int) -> None:
-        """Raises ValueError where the mask is for another number of keys."""
+        """Raises ValueError if the mask is for another number of keys."""
         if self.valid.shape[-1] != kv_len:
             raise ValueError(
                 f"KeyMask must say of each of {kv_len} keys whether it may be attended, got shape "
@@ -151,7 +151,7 @@ def _same(a: KeyMask | KeyPadding, b: KeyMask | KeyPadding) -> bool:
 
 
 def check_key_masks(masks: KeyMasks, batch: int, kv_len: int) -> None:
-    """Raises ValueError where masks are for other numbers of batch entries or keys."""
+    """Raises ValueError if masks are for other numbers of batch entries or keys."""
     for mask in masks:
         try:
             if (size := mask.num_batches()) not in (None, batch):

@@ -43,7 +43,7 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
 
     Returns: a mask, which differs by head or batch entry where the function depends on them.
 
-    Raises: ValueError where the function does not give a bool tensor, or depends on the batch entry
+    Raises: ValueError if the function does not give a bool tensor, or depends on the batch entry
         without a batch_size.
 
     Cost: the layout evaluates every pair once, for each head and batch entry that differs.
@@ -103,9 +103,9 @@ class MaskMod(Mask):
     def _validate(self) -> None:
         if (entry := _by_name.get(self.name)) is None:
             raise ValueError(
-                f"the mask_mod {self.name!r} is not known in this process, or is gone since "
-                f"{_MOST_FUNCTIONS} newer ones were made; make it by from_mask_mod, and keep the "
-                "pattern"
+                f"the mask_mod {self.name!r} is not known in this process, or was dropped after "
+                f"{_MOST_FUNCTIONS} newer ones; build it again with from_mask_mod, and hold a "
+                "reference to the pattern"
             )
         _use(entry)
         object.__setattr__(self, "_entry", entry)

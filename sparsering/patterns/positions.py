@@ -195,7 +195,7 @@ def LongNet(  # noqa: N802 - named like a mask class, since it constructs a patt
 
     w are the `segment_lengths`, r the `dilation_rates`. A single branch gives its `Dilated` alone.
 
-    Raises: ValueError where there are not as many lengths as rates, or none.
+    Raises: ValueError if there are not as many lengths as rates, or none.
 
     Example: `LongNet((2048, 4096), (1, 2)) & Causal()`.
 
@@ -237,7 +237,7 @@ class _InDocuments(Mask):
         return min(map(sum, self.entries))
 
     def ends(self) -> Tensor:
-        """Exclusive end position of each document of the one batch entry, [documents]."""
+        """Exclusive end position of each document, [documents], if all batch entries share them."""
         return torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
 
     def _validate(self) -> None:
@@ -350,7 +350,7 @@ def check_inner(name: str, pattern: object) -> None:
     if not isinstance(pattern, Mask):
         raise TypeError(
             f"{name} needs a pattern to lay in each document, got {type(pattern).__name__}; "
-            "Causal() is one"
+            "for example Causal()"
         )
 
 

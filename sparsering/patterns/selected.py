@@ -29,7 +29,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         block_size: keys in a block.
         query_block: queries in a row, a divisor of block_size; default block_size. With 1, each
             query chooses for itself, as in NSA, MoBA and DSA.
-        first_row: number of the sequence's row with which `indices` begins: a decoding step lists
+        first_row: index of the sequence's row with which `indices` begins: a decoding step lists
             its own row alone.
 
     Raises: ValueError at use where rows do not cover the queries.

@@ -124,7 +124,7 @@ def work_of(pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = Fals
 
     `cut` asks the CPU kernel, which must be there, for the pieces that it cuts long rows into.
 
-    Raises: ValueError if the pattern does not fit.
+    Raises: ValueError if the pattern does not fit the lengths or heads.
 
     Cost: that of its layout, if that has at most `MOST_ENTRIES` visited blocks, else seconds.
     """

@@ -32,7 +32,7 @@ def pattern_png(
 
     Returns: the bytes of a PNG file.
 
-    Raises: ValueError if the pattern does not fit.
+    Raises: ValueError if the pattern does not fit the lengths or heads.
 
     Cost: O(visited blocks) time, bounded memory.
     """

@@ -50,7 +50,7 @@ def select_blocks(
     Returns: int64 [..., R, k], detached, on the scores' device, for `SelectedBlocks(indices,
         block_size, query_block, first_row=q_start // query_block)`.
 
-    Raises: ValueError where sink and local blocks are more than k, or arguments do not fit.
+    Raises: ValueError if sink and local blocks are more than k, or arguments do not fit.
 
     Cost: O(R Nb), no wait for the device. Compiles as one graph.
 

@@ -42,7 +42,7 @@ class BlockEstimate(NamedTuple):
         feature: [B, Hkv, slots, Nb, F]; slot c of block b is its part c. A partial last block is
             left out where no query needs its features.
         keys: [B, Hkv, blocks, block_size, D], the blocks from `first_own` on, zeros past Nk.
-        first_own: number of the first block in `keys`.
+        first_own: index of the first block in `keys`.
     """
 
     method: str

@@ -39,7 +39,7 @@ def selection_loss(
 
     Returns: 0-d, float32 (float64 for float64 scores), in nats; at least 0.
 
-    Raises: ValueError for shapes that do not fit.
+    Raises: ValueError for invalid shapes.
 
     Cost: O(B H R m) time and memory.
 

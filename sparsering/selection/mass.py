@@ -40,7 +40,7 @@ def block_mass(
     Returns: [B, Hq, R, k] in the order of the slots; 0 for slots that are empty, list a future
         block or repeat one; float32 (float64 for float64 inputs).
 
-    Raises: ValueError where arguments do not fit, or the pattern has not one SelectedBlocks.
+    Raises: ValueError if an argument is invalid, or the pattern has not one SelectedBlocks.
 
     Cost: one product of queries and keys over the listed blocks, and attention's forward where no
         lse is given; memory O(R k) (on a GPU, a backward pass).

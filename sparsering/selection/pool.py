@@ -24,7 +24,7 @@ def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
 
     Returns: [B, H, Np, D] in x's dtype, Np = ceil(max(0, N - size) / stride) + 1; differentiable.
 
-    Raises: ValueError where arguments do not fit.
+    Raises: ValueError if an argument is invalid.
 
     Cost: O(N D), once more where windows overlap; summed in float32 (float64 for float64 inputs).
 

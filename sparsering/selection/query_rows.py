@@ -13,7 +13,7 @@ class Span(NamedTuple):
 
     Attributes:
         first: index of the first query.
-        block: number of the key block that the first query lies in.
+        block: index of the key block that the first query lies in.
         blocks: consecutive key blocks that the queries lie in; above 1 only if all are whole.
         width: queries in each block.
         row: queries in each row of the selection, a divisor of `width`.
@@ -59,7 +59,7 @@ def num_rows(q_start: int, q_len: int, query_block: int) -> int:
 
 
 def checked_blocks(query_block: int, block_size: int) -> tuple[int, int]:
-    """Returns both sizes as ints; ValueError where a row would cross a block boundary."""
+    """Returns both sizes as ints; ValueError if a row would cross a block boundary."""
     block_size = checked_integer("block_size", block_size, 1)
     query_block = checked_integer("query_block", query_block, 1)
     if block_size % query_block:

@@ -50,7 +50,7 @@ class PatternRefiner:
         table: int64 [H, R, k] on the CPU, the block of each slot. An update that changes the table
             assigns a new tensor; otherwise it stays the same object.
 
-    Raises: ValueError where arguments do not fit one another.
+    Raises: ValueError if arguments contradict one another.
 
     Example:
         >>> refiner = PatternRefiner(2, rows=64, blocks=64, k=6)
@@ -122,7 +122,7 @@ class PatternRefiner:
             indices: int64, broadcasting to [B, H, R, m]: the block of each slot. Slots of -1 or
                 outside the blocks, and repeats of a block, are ignored.
 
-        Raises: ValueError for shapes that do not fit, and observed masses that are not finite or
+        Raises: ValueError for invalid shapes, and observed masses that are not finite or
             are negative.
 
         Cost: O(B H R m), on the CPU; waits for the device of the mass, if it is another.

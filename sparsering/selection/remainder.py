@@ -49,7 +49,7 @@ def remainder_attention(
 
     Returns: [B, Hq, Nq, Dv], differentiable in query, key and value.
 
-    Raises: ValueError where arguments do not fit.
+    Raises: ValueError if an argument is invalid.
 
     Cost: the selected pairs plus 1 / block_size of dense attention, without waiting for the device;
         memory O(N + R Nb).

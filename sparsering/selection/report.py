@@ -49,13 +49,14 @@ class SelectionReport:
         density: selected pairs / visible pairs.
         captured: shares of the softmax, `exp(lse_selected - lse_full)`.
         error: error of the output, `|o_selected - o_full| / |o_full|` over all queries.
-        recall: share of a row's blocks of largest exact mass that are selected, counting as many
-            blocks as the row lists; mean over rows.
-        inflation: distinct blocks that block_size neighbouring queries list together, divided by
-            the blocks of one row; NaN in the baselines where only some rows were examined.
+        recall: if a row lists n blocks, the share of the n blocks of largest exact mass that are
+            among them; mean over rows.
+        inflation: distinct blocks that any of block_size neighbouring queries lists, divided by the
+            blocks of one row; NaN in the baselines if only some rows were examined.
         rows: number of rows that were examined.
-        random, window, oracle: reports on baselines with as many blocks in each row: the row's own
-            and random others; the latest; those of largest exact mass. None inside a baseline.
+        random, window, oracle: reports on baselines with as many blocks in each row. random: the
+            row's own block and random ones; window: the latest blocks; oracle: the blocks of
+            largest exact mass. None inside a baseline.
     """
 
     density: Tensor
@@ -138,8 +139,8 @@ def selection_report(
     start = key.shape[2] - query.shape[2]
     if min(query.numel(), key.numel()) == 0 or start < 0:
         raise ValueError(
-            "selection_report needs queries that are the last of its keys, got query "
-            f"{tuple(query.shape)} and key {tuple(key.shape)}; give both"
+            "selection_report needs tokens, and at most as many queries as keys, got query "
+            f"{tuple(query.shape)} and key {tuple(key.shape)}; pass the keys of the whole sequence"
         )
     check_fits(pattern, Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], start))
     seed = checked_integer("seed", seed, -(1 << 63), (1 << 63) - 1)

@@ -97,11 +97,11 @@ class BlockScorer(nn.Module):
             key: [B, Hkv, Nk, D].
             q_start: the first query's position, at least 0 where causal; default Nk - Nq.
 
-        Returns: [B, Hkv, R, Nb], float32 (float64 for float64 inputs): R rows from that of the
-            first query to that of the last, Nb = ceil(Nk / block_size); -inf where no query of the
-            row sees the block.
+        Returns: [B, Hkv, R, Nb], float32 (float64 for float64 inputs): R rows, each of query_block
+            queries, from the first query's row to the last query's, Nb = ceil(Nk / block_size);
+            -inf if no query of the row sees the block.
 
-        Raises: ValueError for shapes that do not fit, and positions below 0 where causal.
+        Raises: ValueError for invalid shapes, and positions below 0 where causal.
         """
         check_inputs(query, key, key, Full())
         if key.shape[1] != self.num_kv_heads or key.shape[3] != self.head_dim:

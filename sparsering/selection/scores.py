@@ -73,7 +73,7 @@ def block_scores(
         `q_start // query_block` on, Nb = ceil(Nk / block_size). Differentiable; the backward
         computes each part again.
 
-    Raises: ValueError where arguments do not fit.
+    Raises: ValueError if an argument is invalid.
 
     Cost: parts / block_size of dense scores ("gauss", "bounds": 2 / block_size; "antidiagonal":
         1 / parts); memory O(scores), whatever the method.

@@ -25,7 +25,7 @@ def first_slots(indices: Tensor, num_blocks: int) -> Tensor:
 
 
 def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
-    """Sums mass over each group of heads: [B, heads, R, m]; ValueError where it does not fit."""
+    """Sums mass over each group of heads: [B, heads, R, m]; ValueError if it does not fit."""
     check_tensor("mass", mass, "[batch, heads, rows, slots]")
     group = mass.shape[1] // max(1, heads) if mass.dim() == 4 else 0
     fits = mass.dim() == 4 and mass.is_floating_point() and mass.shape[1:3] == (group * heads, rows)
@@ -38,7 +38,7 @@ def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
 
 
 def checked_slots(indices: Tensor, shape: torch.Size) -> Tensor:
-    """Expands indices to the shape [B, H, R, m]; ValueError where they do not broadcast."""
+    """Expands indices to the shape [B, H, R, m]; ValueError if they do not broadcast."""
     check_tensor("indices", indices, "[..., rows, slots]")
     fits = indices.dtype == torch.int64 and 2 <= indices.dim() <= 4
     fits = fits and indices.shape[-2:] == shape[-2:]

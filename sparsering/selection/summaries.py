@@ -27,7 +27,7 @@ class BlockSummaries:
         method: as `block_scores`; or a causal `BlockScorer` with this block_size and query_block=1.
             A block is summarised with the weights that the scorer has at that time.
 
-    Raises: ValueError where arguments do not fit.
+    Raises: ValueError if an argument is invalid.
 
     Example:
         >>> summaries = BlockSummaries(64)
@@ -69,7 +69,7 @@ class BlockSummaries:
 
         Returns: [B, Hkv, n, Nb] float32 (of a `BlockScorer` in its dtype), no gradient.
 
-        Raises: ValueError where arguments do not fit.
+        Raises: ValueError if an argument is invalid.
 
         Cost: O(n Nb), plus reading the keys of the queries' own blocks; new blocks are read once.
         """

@@ -173,7 +173,7 @@ def load_model(folder: str | Path) -> LongNetLM:
 
 
 def _about(folder: Path, values: Any) -> About:
-    """Checks values of `checkpoint.json`; ValueError where `save_checkpoint` writes otherwise."""
+    """Checks values of `checkpoint.json`; ValueError if `save_checkpoint` writes otherwise."""
     if not isinstance(values, dict) or values.get("format") not in (FORMAT, OLDER_FORMAT):
         raise ValueError(f"a format other than {FORMAT!r}")
     tensors = _value(values, "tensors", dict)

@@ -217,7 +217,7 @@ def _prepare(
 def _inputs(
     recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks
 ) -> tuple[Recipe, Text, Checkpoint | None]:
-    """Reads the text and the checkpoint, and refuses them if they cannot be this run's."""
+    """Reads the text and, to resume, the checkpoint; raises if they do not belong to this run."""
     ranks.check(recipe)
     checkpoint = load_checkpoint(out, ranks) if resume else None
     text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)

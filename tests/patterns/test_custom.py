@@ -555,7 +555,7 @@ def test_functions_are_not_kept_forever(monkeypatch):
     held = sr.from_mask_mod(lambda b, h, q, k: q >= k)
     texts = [str(sr.from_mask_mod(lambda b, h, q, k, n=n: q - k >= n)) for n in range(10)]
     gc.collect()
-    with pytest.raises(ValueError, match="keep the pattern"):
+    with pytest.raises(ValueError, match="hold a reference to the pattern"):
         sr.parse(texts[0])
     assert str(sr.parse(texts[-1])) == texts[-1] and sr.parse(str(held)) == held
 

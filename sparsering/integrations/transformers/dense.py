@@ -83,7 +83,7 @@ def check_mask(mask: Tensor, query: Tensor, key: Tensor) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             "a 4-D attention_mask must be bool (True = may attend) or floating point (added to "
-            f"scores), got {mask.dtype}; of ones and zeros .bool() makes one"
+            f"scores), got {mask.dtype}; convert ones and zeros by .bool()"
         )
     if mask.dim() != 4 or any(a not in (1, b) for a, b in zip(mask.shape, shape, strict=True)):
         raise ValueError(

@@ -92,7 +92,7 @@ def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
 
 @triton.jit
 def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
-    """(part of a tile, unit, first head, batch entry) of this program; units vary before heads."""
+    """(part of a tile, unit, first head, batch entry) of this program; parts vary fastest."""
     program = tl.program_id(0).to(tl.int64)
     part = (program % parts).to(tl.int32)
     unit = program // parts % num_units

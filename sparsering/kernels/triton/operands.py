@@ -94,8 +94,8 @@ def streamed(
 ) -> dict[str, Any]:
     """Kernel arguments for streamed `tensors`, and for `rows` with one number per token.
 
-    It gives descriptors if all tensors permit them. A descriptor cannot leave rows out, so tiles
-    must have step 1 and a whole number of steps, and no key may be masked. Strides are in units of
+    Tensors get descriptors if all of them permit it. A descriptor cannot leave rows out: the pass
+    must have step 1, a tile must be read in equal parts, and no key may be masked. Strides are in
     `unit` elements. WIDE says that offsets need int64.
     """
     step, tile = part.layout.passes[number].step, part.layout.block_size

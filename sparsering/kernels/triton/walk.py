@@ -1,6 +1,6 @@
 """Cuts a pass's table into units of work for the programs of a Triton launch, on the device.
 
-A unit is a tile with a run of its entries, of which those without a mask come first. A tile with
+A unit is a tile with a run of its entries; those without a mask come first. A tile with
 many more entries than the rest is cut into pieces, whose results are combined afterwards. The
 longest units start first. The host reads nothing from the device and never waits for it; other
 CUDA streams wait until a cached walk is built.
