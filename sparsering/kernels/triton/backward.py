@@ -62,12 +62,12 @@ def query_kernel(
     ALIGN: tl.constexpr,
     RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr,
     LEARNS_DISTANCES: tl.constexpr, DROPPING: tl.constexpr, STREAMS: tl.constexpr,
-    KEYS_MASKED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    KEYS_MASKED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Writes dQ [B, heads, Nq, D] of each unit's rows; with BIASED, also sums of dS per entry.
 
-    Rows, units, pieces and kv_len are those of `forward_kernel`. With RUNNING, it adds to dQ
+    Rows, units, pieces, CUT and kv_len are those of `forward_kernel`. With RUNNING, it adds to dQ
     (float32).
     With LEARNS_DISTANCES, it writes lines for the distance bias by `store_diagonals`.
     """
@@ -149,7 +149,7 @@ def query_kernel(
             token = ahead + first_slot * step
             ahead = tl.load(start + (i + 1) // STEPS_OF, mask=i + 1 < upper * STEPS_OF, other=0)
             in_tile = keys < (tl.load(tokens + e) if masked_entries else TILE)
-            if masked_entries:  # a walk may be shared by calls with fewer keys
+            if masked_entries and CUT:
                 in_tile &= token + tl.arange(0, SIZE) * step < kv_len
             if KEYS_MASKED:
                 of_keys = key_mask + batch * mask_batch + token + tl.arange(0, SIZE) * step

@@ -81,15 +81,16 @@ def forward_kernel(
     ALIGN: tl.constexpr,
     RUNNING: tl.constexpr, SINK: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr,
     DISTANCES: tl.constexpr, DROPPING: tl.constexpr, STREAMS: tl.constexpr,
-    KEYS_MASKED: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    KEYS_MASKED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] of the rows of each unit.
 
     With RUNNING, they are merged with the present out (float32) and lse; with SINK, with 0 and the
-    present lse. Query i of a tile reads row `bitmap_row + i` of the tile's bitmaps; there are
-    `kv_len` keys. A unit with a slot is a piece of a cut tile: it writes its result to piece_out
-    [B, heads, slots, TILE, Dv] and piece_lse, for `merge_kernel`.
+    present lse. Query i of a tile reads row `bitmap_row + i` of the tile's bitmaps. With CUT, the
+    walk is one that calls with fewer keys share, and there are only `kv_len` keys. A unit with a
+    slot is a piece of a cut tile: it writes its result to piece_out [B, heads, slots, TILE, Dv] and
+    piece_lse, for `merge_kernel`.
     """
     step = step_of(step, TMA)
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
@@ -161,7 +162,7 @@ def forward_kernel(
             token = ahead + first_slot * step
             ahead = tl.load(start + (i + 1) // STEPS_OF, mask=i + 1 < upper * STEPS_OF, other=0)
             in_tile = keys < (tl.load(tokens + e) if masked_entries else TILE)
-            if masked_entries:  # a walk may be shared by calls with fewer keys
+            if masked_entries and CUT:
                 in_tile &= token + tl.arange(0, SIZE) * step < kv_len
             if KEYS_MASKED:
                 of_keys = key_mask + batch * mask_batch + token + tl.arange(0, SIZE) * step

@@ -80,7 +80,7 @@ def of_tiles(part: Part, number: int, w: Walk, config: Config, *, by_key: bool) 
         "num_cuts": w.cuts.shape[2], "num_tiles": starts.shape[1], "num_slots": w.slots,
         "table_batches": w.units.shape[0], "tables": w.units.shape[1], "axes": len(starts),
         "TILE": tile, "WORD": word, "MASKED": masked, "QUERIES": config.streamed,
-        "KEYS": config.rows if by_key else config.streamed,
+        "KEYS": config.rows if by_key else config.streamed, "CUT": p.walked_as is not p,
     }  # fmt: skip
 
 
