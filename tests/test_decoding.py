@@ -323,6 +323,14 @@ def test_a_length_that_is_passed_or_missing():
         sr.KVCache(sr.KeyPadding((7, 5)), 3, 1, 8)
 
 
+def test_a_cache_needs_a_kv_head():
+    for num_heads in (None, 0, 2):
+        with pytest.raises(ValueError, match="num_kv_heads must be at least 1, got 0"):
+            sr.KVCache(sr.Causal(), 1, 0, 8, num_heads=num_heads)
+    with pytest.raises(ValueError, match="num_kv_heads must be at least 1, got 0"):
+        sr.SelectedCache(1, 0, 8, k=4)
+
+
 def test_no_token_no_key_and_odd_strides():
     x = drawn()
     cache = cache_of(sr.SlidingWindow(9) & sr.Dilated(16, 4, 3), page_size=16)  # empty rows

@@ -37,23 +37,14 @@ class _Record:
 
 @dataclass(frozen=True, eq=False)
 class History(_Record):
-    """Length of a batch entry, and its keys from before the page; equal entries share one.
-
-    Attributes:
-        length: tokens of the sequence so far.
-        base: length at the last eviction.
-        positions: [Hkv, slots] positions of the keys, -1 in empty slots.
-        last: [branches, Hkv, slots] the last query of each branch that visits the key.
-        exact: whether these are all live keys, so that pattern and length alone determine them.
-        oldest: the least length that the entry can be cropped to.
-    """
+    """Length of a batch entry, and its keys from before the page; equal entries share one."""
 
     length: int
-    base: int
-    positions: Tensor
-    last: Tensor
-    exact: bool = True
-    oldest: int = 0
+    base: int  # length at the last eviction
+    positions: Tensor  # [Hkv, slots] positions of the keys, -1 in empty slots
+    last: Tensor  # [branches, Hkv, slots] the last query of each branch that visits the key
+    exact: bool = True  # whether all live keys are here: pattern and length determine them
+    oldest: int = 0  # least length that the entry can be cropped to
 
     @property
     def num_keys(self) -> int:
@@ -81,15 +72,12 @@ class History(_Record):
 class Page:
     """Results that the steps of one page share.
 
-    Attributes:
-        layouts: layouts of the page's queries, by number of new tokens.
-        recipe: recipe of the latest step; a step with the same recipe needs no checks.
-        written: number of the page's slots that may hold data: valid tokens, cropped ones, and
-            those of steps that raised.
+    Slots from `written` on are zeros. Those before hold valid tokens, cropped ones, and those of
+    steps that raised.
     """
 
-    layouts: dict[int, BlockLayout] = field(default_factory=dict)
-    recipe: CallRecipe | None = None
+    layouts: dict[int, BlockLayout] = field(default_factory=dict)  # by number of new tokens
+    recipe: CallRecipe | None = None  # of the latest step; one with the same needs no checks
     written: int = 0
 
 
@@ -97,36 +85,24 @@ class Page:
 class CacheState(_Record):
     """State of a `KVCache`. A step replaces it as a whole, so that a failed step changes nothing.
 
-    Steps only write in place to `page`, and to slots of the page that are not in use yet.
-
-    Attributes:
-        pattern: the pattern, made causal.
-        heads, kv_heads: number of query heads, and of key and value heads.
-        total: most tokens of a sequence (`max_length`, or the pattern's own), None for no limit.
-        rollback, page_size: as for `KVCache`.
-        histories: the `History` of each batch entry.
-        keys, values: [B, Hkv, slots, D]; no slots before the first token.
-        page_length: number of tokens in the page: those since the last eviction.
-        page_limit: value of `page_length` at which the next eviction is due: a page, or less where
-            many keys die at once in the entries with most keys, as only these free memory.
-        remote: positions of tokens in the page whose keys other ranks store.
-        summaries: block summaries of a `SelectedCache`, for blocks up to the length at least.
-        page: results that the steps of this page share.
+    Steps only write in place to `page`, and to slots of the page that are not in use yet. The next
+    eviction is due at `page_limit` tokens of the page: a page, or less where many keys die at once
+    in the entries with most keys, as only these free memory.
     """
 
-    pattern: Pattern
+    pattern: Pattern  # causal
     heads: int
     kv_heads: int
-    total: int | None
+    total: int | None  # most tokens of a sequence, None for no limit
     rollback: int
     page_size: int
-    histories: list[History]
-    keys: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))
+    histories: list[History]  # of each batch entry
+    keys: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))  # [B, Hkv, slots, D]
     values: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))
-    page_length: int = 0
+    page_length: int = 0  # tokens since the last eviction
     page_limit: int = 0
-    remote: tuple[int, ...] = ()
-    summaries: BlockSummaries | None = None
+    remote: tuple[int, ...] = ()  # positions of the page whose keys other ranks store
+    summaries: BlockSummaries | None = None  # of a `SelectedCache`, up to the length at least
     page: Page = field(default_factory=Page)
 
     @property
@@ -159,10 +135,7 @@ class CacheState(_Record):
         return torch.cat((used, new), 2) if used.shape[2] else new
 
     def clear_page(self, start: int) -> None:
-        """Zeroes the slots of the page from `start` on, behind those that a step will fill.
-
-        The step's queries do not see them, but masked NaN and infinities would still spread.
-        """
+        """Zeroes the page's slots from `start` on: masked NaN and infinities would still spread."""
         if (written := self.page.written) > start:
             for slots in (self.keys, self.values):
                 slots[:, :, self.page_start + start : self.page_start + written] = 0
@@ -224,17 +197,18 @@ class CacheState(_Record):
                 pad(x, room, value=-1) for x in (history.positions, history.last, slots)
             )
             survivors[number] = history.changed(positions=positions, last=last), slots
-        stays = [survivors[id(history)] for history in self.histories]
+        of_entries = [survivors[id(history)] for history in self.histories]
         slots = torch.zeros(0, self.kv_heads, 0, dtype=torch.int64)
-        if stays:  # equal entries share one row of slots
-            slots = torch.stack([x for _, x in (stays if len(survivors) > 1 else stays[:1])])
+        if of_entries:  # equal entries share one row of slots
+            rows = of_entries if len(survivors) > 1 else of_entries[:1]
+            slots = torch.stack([slots for _, slots in rows])
         keys, values = (
             _gathered(self.with_new(old, new), slots, self.page_size)
             for old, new in ((self.keys, key), (self.values, value))
         )
         widest = [x for x, _ in survivors.values() if x.num_keys + self.page_size > most]
         return self.changed(
-            histories=[history for history, _ in stays],
+            histories=[history for history, _ in of_entries],
             keys=keys,
             values=values,
             page_length=0,
@@ -260,12 +234,10 @@ class CacheState(_Record):
         return History(history.length, history.length, positions, last, exact, oldest), slot
 
     def _order(self, positions: Tensor, last: Tensor, alive: Tensor, length: int) -> Tensor:
-        """Order [Hkv, slots] of slots after an eviction; dead ones come last.
-
-        Keys that the same branches will visit lie together, so that a branch skips whole tiles.
-        """
+        """Order [Hkv, slots] of slots after an eviction; dead ones come last."""
         if len(last) == 1:
             return (~alive).to(torch.int8).argsort(dim=1, stable=True)
+        # keys that the same branches will visit lie together, so that a branch skips whole tiles
         live = (last[:_MOST_BRANCHES] >= length).long()  # for a sort key below FOREVER
         branches = (live << torch.arange(len(live))[:, None, None]).sum(0)
         rank = (branches << _POSITION_BITS) + positions
@@ -289,10 +261,7 @@ class CacheState(_Record):
         return max(int(due[0]), page_size // 8) if len(due) else page_size
 
     def _last_visits(self, start: int, stop: int) -> Tensor:
-        """Last query [branches, Hkv, stop - start] of each branch that visits each key.
-
-        All caches of a pattern share them through `layout_cache`.
-        """
+        """Last query [branches, Hkv, stop - start] of each branch that visits each key."""
         first = start // _LIFETIMES * _LIFETIMES
         end = max(first + _LIFETIMES, stop)
         end = end if self.total is None else min(end, self.total)
@@ -309,8 +278,8 @@ class CacheState(_Record):
 
 
 @contextlib.contextmanager
-def keeping_tensors() -> Iterator[None]:
-    """Context for tensors that a cache keeps: later steps may run in other modes of autograd."""
+def ordinary_tensors() -> Iterator[None]:
+    """Context for a cache's tensors, because later steps may run in other modes of autograd."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 

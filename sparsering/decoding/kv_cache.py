@@ -27,7 +27,7 @@ from ..patterns.arguments import (
     checked_integer,
     shortened,
 )
-from .cache_state import CacheState, History, causal_pattern, keeping_tensors
+from .cache_state import CacheState, History, causal_pattern, ordinary_tensors
 from .compiled import attend_op, operator_options, register
 from .new_tokens import NewTokens, check_dtype, checked_lengths, nothing_new, with_padding
 from .steps import attend_page, attend_spans, fits_page, page_layout
@@ -85,7 +85,7 @@ class KVCache:
         num_heads = num_kv_heads if num_heads is None else num_heads
         value_dim = head_dim if value_dim is None else value_dim
         batch_size = checked_integer("batch_size", batch_size, 0)
-        num_kv_heads = checked_integer("num_kv_heads", num_kv_heads, 0)
+        num_kv_heads = checked_integer("num_kv_heads", num_kv_heads, 1)
         num_heads = checked_integer("num_heads", num_heads, 0)
         rollback = checked_integer("rollback", rollback, 0)
         dims = checked_integer("head_dim", head_dim, 0), checked_integer("value_dim", value_dim, 0)
@@ -277,7 +277,7 @@ class KVCache:
                 f"positions must be {key.shape[2]} ascending ones, of each key, got "
                 f"{shortened(str(places.tolist()))}; sort both"
             )
-        with keeping_tensors():
+        with ordinary_tensors():
             self._state = self._state.loaded(key, value, places, length)
 
     def _attend(
@@ -315,16 +315,16 @@ class KVCache:
         if fits_page(state, recipe.backend, new, tokens):
             layout = state.page.layouts.get(most)
             if layout is None:
-                with keeping_tensors():
+                with ordinary_tensors():
                     layout = page_layout(state, most)
             results = attend_page(state, layout, recipe, tokens)
             state.page.recipe = recipe if recipe.plain else None
             state = state.advanced(new, state.page_length + most)
             if state.page_length >= state.page_limit:
-                with keeping_tensors():
+                with ordinary_tensors():
                     state = state.evicted()
         else:
-            with keeping_tensors():
+            with ordinary_tensors():
                 results = attend_spans(state, recipe, tokens, new)
                 state = state.advanced(new, state.page_length).evicted(tokens.key, tokens.value)
         self._state = state
@@ -348,7 +348,7 @@ class KVCache:
                 f"crop takes a cache of {self.length} tokens and rollback={self._state.rollback} "
                 f"back to {least} at least, got {length}; give KVCache a larger rollback"
             )
-        with keeping_tensors():
+        with ordinary_tensors():
             self._state = self._state.cropped(length)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
@@ -376,7 +376,7 @@ class KVCache:
                 f"{name} needs an index of {size} entries, got {len(entries)}; select takes any "
                 "number"
             )
-        with keeping_tensors():
+        with ordinary_tensors():
             self._state = self._state.of_entries(entries.clone())  # may be an inference tensor
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:

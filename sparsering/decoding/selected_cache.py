@@ -16,7 +16,7 @@ from ..patterns.selected import SelectedBlocks
 from ..selection.choose import select_blocks
 from ..selection.scorer import BlockScorer
 from ..selection.summaries import BlockSummaries
-from .cache_state import keeping_tensors
+from .cache_state import ordinary_tensors
 from .kv_cache import KVCache
 from .new_tokens import check_dtype, nothing_new
 
@@ -87,7 +87,7 @@ class SelectedCache(KVCache):
         """Bytes of the keys, the values, their positions and the block summaries."""
         return super().nbytes + self._summaries.nbytes
 
-    @keeping_tensors()
+    @ordinary_tensors()
     def _attend(
         self,
         query: Tensor,

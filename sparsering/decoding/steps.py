@@ -141,19 +141,13 @@ def _runs_spans(state: CacheState, name: str) -> bool:
 
 
 class _Group(NamedTuple):
-    """New tokens of batch entries that share a history.
-
-    Attributes:
-        state, history: of the cache, and of these entries.
-        entries: numbers of the entries, None for all.
-        recipe, tokens: of the call; the tokens of these entries alone.
-    """
+    """New tokens of batch entries that share a history."""
 
     state: CacheState
     history: History
-    entries: Tensor | None
+    entries: Tensor | None  # numbers of the entries, None for all
     recipe: CallRecipe
-    tokens: NewTokens
+    tokens: NewTokens  # of these entries alone
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """Attends over the spans of positions that the new tokens visit."""
@@ -182,10 +176,7 @@ class _Group(NamedTuple):
         return _run(recipe.backend, problem)
 
     def _stored(self, spanned: Spanned) -> Tensor | None:
-        """Mask [1, tokens] of the spans' positions whose keys are stored here; None for all.
-
-        One mask serves all heads: a head does not visit keys that are dead for it alone.
-        """
+        """Mask [1, tokens] of the spans' positions whose keys are stored here; None for all."""
         history, remote = self.history, self.state.remote
         if history.exact and not remote:
             return None
@@ -193,6 +184,7 @@ class _Group(NamedTuple):
         stored = history.positions_with(history.length - history.base).flatten()
         stored = torch.cat((stored[stored >= 0], torch.arange(history.length, end)))
         stored = stored[~torch.isin(stored, torch.tensor(remote, dtype=torch.int64))]
+        # one mask for all heads: a head does not visit keys that are dead for it alone
         mask = torch.zeros(1, spanned.length + 1, dtype=torch.bool)
         return mask.index_fill(1, spanned.place_of(stored), True)[:, :-1]
 

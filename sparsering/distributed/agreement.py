@@ -68,11 +68,7 @@ _HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)
 
 
 def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreement:
-    """Checks that all ranks make the same call, and picks the wire format of "auto".
-
-    Ranks first exchange a digest of the call. Only if digests differ, they exchange the fields too,
-    and all ranks raise RingMismatchError.
-    """
+    """Checks that all ranks make the same call, and picks the wire format of "auto"."""
     fields = _fields(exchange.world_size, backward, call)
     record = [_digest(list(fields.values())), call.query.shape[2], 0, call.seed]
     digests, lengths, failures, seeds = zip(*exchange.agree(record), strict=True)

@@ -31,9 +31,6 @@ _AT_A_TIME = 1 << 15  # pairs of tiles that are tested at once
 _ROWS_AT_A_TIME = 1 << 10  # query tiles whose candidates are listed at once
 _MOST_LINES = 4096  # largest common step of progressions; beyond it, they become single tokens
 
-Progressions = tuple[Tensor, Tensor, Tensor, int]
-"""Arithmetic progressions of tokens: (set number, first and last token of each, common step)."""
-
 
 class Cut(NamedTuple):
     """An axis cut into pieces: ascending ranges, with an owner (rank) and a label for each."""
@@ -49,10 +46,7 @@ class Cut(NamedTuple):
 
 
 def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ()) -> Cut:
-    """Cuts an axis into all ranks' ranges, labelled by rank.
-
-    Rows of `travellers`, (owner, rows), become pieces of their own, labelled world size + number.
-    """
+    """Cuts an axis by rank; rows of each traveller (owner, rows) get the label world + number."""
     pieces = []
     for rank, owned in enumerate(ranges):
         marked = sorted(row for owner, rows in travellers if owner == rank for row in rows)
@@ -68,16 +62,13 @@ def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ())
 
 @dataclass(frozen=True, eq=False)
 class TokenRanges:
-    """Sets of tokens, as disjoint progressions start, start + step, ..., last.
+    """Sets of tokens, as progressions start, start + step, ..., last; `union` makes them disjoint.
 
-    Attributes:
-        step: common to all progressions.
-        number: the set of each progression, ascending.
-        start, last: first and last token of each.
+    An empty progression has its start after its last token.
     """
 
     step: int
-    number: Tensor
+    number: Tensor  # the set of each progression, ascending after `union`
     start: Tensor
     last: Tensor
 
@@ -108,11 +99,8 @@ class TokenRanges:
 def needed_keys(
     masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int
 ) -> TokenRanges:
-    """Key tokens that the queries of each label visit and another rank owns.
-
-    The set for a label and an owner of keys has number `label * world + owner`.
-    """
-    needed: list[Progressions] = []
+    """Key tokens that queries of a label visit and another rank owns: set label * world + owner."""
+    needed: list[TokenRanges] = []
     for mask in masks:
         for size, grid, term in _coarse_terms(mask, frame):
             rule = condition(term, frame)
@@ -143,11 +131,8 @@ def count_pairs(
 
 
 def _coarse_terms(mask: Mask, frame: Frame) -> Iterator[tuple[int, Grid, Mask]]:
-    """Yields (size of the coarsest tiles, grid, mask) for each term of a mask.
-
-    Blockwise masks start with the smallest tiles, because they list the candidates themselves.
-    """
-    size = _LEAF
+    """Yields (size of the coarsest tiles, grid, mask) for each term of a mask."""
+    size = _LEAF  # of blockwise masks too, because they list the candidates themselves
     blockwise = any(isinstance(part, BlockwiseMask) for part in joined_masks(mask))
     while not blockwise and size * _COARSE_TILES < frame.q_len:
         size *= _SPLIT
@@ -179,11 +164,12 @@ def _pairs(
 
 def _visited_keys(
     rule: Condition, mask: Mask, pairs: TilePairs, set_number: Tensor, size: int, frame: Frame
-) -> Iterator[Progressions]:
+) -> Iterator[TokenRanges]:
     """Yields the key tokens of each tile pair that at least one of its queries visits."""
     status = rule.status(pairs)
     full = status == FULL
-    yield set_number[full], pairs.k.start[full], pairs.k.last[full], pairs.k.step
+    step = pairs.k.step
+    yield TokenRanges(step, set_number[full], pairs.k.start[full], pairs.k.last[full])
     varies = torch.nonzero((status != FULL) & (status != EMPTY))[:, 0]
     if not len(varies):
         return
@@ -207,8 +193,8 @@ def _visited_keys(
     runs = torch.bincount(owner, minlength=len(first))
     pair, place = expand_counts(runs[kind])
     run = (runs.cumsum(0) - runs)[kind][pair] + place
-    start, step = pairs.k.start[pair], pairs.k.step
-    yield set_number[pair], start + begin[run] * step, start + end[run] * step, step
+    start = pairs.k.start[pair]
+    yield TokenRanges(step, set_number[pair], start + begin[run] * step, start + end[run] * step)
 
 
 def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: Frame) -> Tensor:
@@ -256,36 +242,36 @@ def _part(tiles: Axis, number: Tensor, size: int) -> Axis:
     return Axis(tiles.step, tiles.residue, start, last + 1, last)
 
 
-def union(parts: list[Progressions], length: int) -> TokenRanges:
+def union(parts: list[TokenRanges], length: int) -> TokenRanges:
     """Joins progressions of tokens below `length` into disjoint ones with one common step."""
-    steps = sorted({part[3] for part in parts if len(part[0])})
+    steps = sorted({part.step for part in parts if len(part.number)})
     if len(steps) <= 1:
         return _merged(parts, steps[0] if steps else 1, length)
-    of_step = [_merged([part for part in parts if part[3] == step], step, length) for step in steps]
+    of_step = [_merged([x for x in parts if x.step == step], step, length) for step in steps]
     common = math.lcm(*steps)
     if common <= _MOST_LINES:
         return _merged([_of_multiple(runs, common) for runs in of_step], common, length)
-    tokens = [(number, token, token, 1) for number, token in map(TokenRanges.tokens, of_step)]
-    return _merged(tokens, 1, length)
+    tokens = map(TokenRanges.tokens, of_step)
+    return _merged([TokenRanges(1, number, x, x) for number, x in tokens], 1, length)
 
 
-def _merged(parts: list[Progressions], step: int, length: int) -> TokenRanges:
+def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:
     """Joins progressions of one step, as spans on a line for each set and residue class."""
     reach = length // step + 2  # a gap after each line: spans of two lines never touch
     begin, end = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
-    for number, start, last, _ in parts:
-        line = (number * step + start % step) * reach
-        begin.append(line + start // step)
-        end.append(begin[-1] + (last - start) // step + 1)
+    for part in parts:
+        line = (part.number * step + part.start % step) * reach
+        begin.append(line + part.start // step)
+        end.append(begin[-1] + (part.last - part.start) // step + 1)
     spans = Spans(torch.cat(begin), torch.cat(end))
     line = spans.begin // reach
     start = spans.begin % reach * step + line % step
     return TokenRanges(step, line // step, start, start + (spans.end - spans.begin - 1) * step)
 
 
-def _of_multiple(runs: TokenRanges, step: int) -> Progressions:
-    """Splits each progression into several with a multiple of its step."""
+def _of_multiple(runs: TokenRanges, step: int) -> TokenRanges:
+    """Splits each progression into several, some of them empty, with a multiple of its step."""
     lines = step // runs.step
     number, start, last = (x.repeat_interleave(lines) for x in (runs.number, runs.start, runs.last))
     start = start + runs.step * torch.arange(lines).repeat(len(runs.start))
-    return number, start, last, step  # empty if start is after last
+    return TokenRanges(step, number, start, last)

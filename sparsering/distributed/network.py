@@ -42,12 +42,9 @@ class Network:
         self.pending_guests = exchange.start("query rows to their hosts", sends, self.arriving)
 
     def rounds(self) -> Iterator[Tensor]:
-        """Iterates over the rounds' arrived rows: encoded as sent, then one row of zeros.
-
-        The first round is under way at once, the next one while the caller uses one.
-        """
+        """Iterates over the rounds' arrived rows: encoded as sent, then one row of zeros."""
         posts = map(self._post_round, range(len(self.plan.rounds)))
-        return _arrivals(chain(list(islice(posts, 1)), posts))
+        return _arrivals(chain(list(islice(posts, 1)), posts))  # the first is under way at once
 
     def guests(self) -> Tensor | None:
         """Waits for query rows of other ranks, [B, Hq, rows, columns]; None if there are none."""
@@ -62,10 +59,7 @@ class Network:
         return guests
 
     def answers(self, results: Tensor | None, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Sends results to the guests' owners; yields the results for this rank's own rows.
-
-        Yields: (host, [B, Hq, rows, columns]).
-        """
+        """Sends results to the guests' owners; yields (host, results [B, Hq, rows, columns])."""
         rounds = self.plan.answer_rounds
         posts = (self._post_answers(offsets, results, columns) for offsets in rounds)
         return chain.from_iterable(map(dict.items, _arrivals(posts)))
@@ -73,28 +67,20 @@ class Network:
     def _post_answers(
         self, offsets: tuple[int, ...], results: Tensor | None, columns: int
     ) -> tuple[dict[int, Tensor], Pending]:
-        rank, world = self.rank.rank, self.plan.world_size
-        owners = [(rank - offset) % world for offset in offsets]
-        hosts = [(rank + offset) % world for offset in offsets]
-        sends = {
-            owner: results[:, :, self.guest_places[owner]].contiguous()
-            for owner in owners
-            if results is not None and owner in self.guest_places
-        }
-        arriving = {
-            host: self.key.new_empty(*self.travelling_shapes[host], columns, dtype=self.rank.dtype)
-            for host in hosts
-            if host in self.travelling_shapes
-        }
+        rank, world, sends, arriving = self.rank.rank, self.plan.world_size, {}, {}
+        for offset in offsets:
+            owner, host = (rank - offset) % world, (rank + offset) % world
+            if results is not None and owner in self.guest_places:
+                sends[owner] = results[:, :, self.guest_places[owner]].contiguous()
+            if host in self.travelling_shapes:
+                shape = *self.travelling_shapes[host], columns
+                arriving[host] = self.key.new_empty(shape, dtype=self.rank.dtype)
         return arriving, self.exchange.start("answers to their owners", sends, arriving)
 
     def returned_gradients(
         self, parts: Iterable[dict[int, Tensor]]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Sends each round's key gradients to their owners.
-
-        Yields: (receiver, rows): gradients of this rank's keys that a receiver computed.
-        """
+        """Sends each round's key gradients to their owners; yields (receiver, its gradients)."""
         posts = (self._post_gradients(number, part) for number, part in enumerate(parts))
         return chain.from_iterable(map(dict.items, _arrivals(posts)))
 

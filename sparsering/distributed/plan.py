@@ -206,10 +206,7 @@ class RingPlan:
 
     @cached_property
     def answer_rounds(self) -> tuple[tuple[int, ...], ...]:
-        """Rounds in which hosts send answers: each brings an owner at most a shard's worth of rows.
-
-        In a round with offset s, rank r receives the answers of rank r + s.
-        """
+        """Rounds of offsets s at which rank r gets answers of r + s: at most a shard's worth."""
         world = self.world_size
         rows = [0] * world
         for traveller in self.travellers:
@@ -220,11 +217,7 @@ class RingPlan:
 
     @cached_property
     def rounds(self) -> tuple[tuple[int, ...], ...]:
-        """Rounds in which keys move: in a round with offset s, rank r receives from rank r - s.
-
-        A round brings no rank more than a shard's worth of tokens, so memory does not grow with the
-        number of ranks.
-        """
+        """Rounds of offsets s at which rank r receives keys of r - s: at most a shard's worth."""
         world = self.world_size
         size = max(num_tokens(ranges) for ranges in self.ranges)
         limit = size * self.frame.num_kv_heads * len(self.need_of)

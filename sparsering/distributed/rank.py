@@ -8,6 +8,7 @@ plan, in float32 (float64 for float64): the same bits from run to run, and with 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -84,25 +85,15 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """One rank's part in a call.
-
-    Attributes:
-        plan: which keys and query rows move between ranks.
-        rank: number of this rank.
-        backend: name of the kernels.
-        scale: of the scores.
-        wire: format in which rows of keys and values are sent.
-        dtype: of sums and merged results.
-        extras: of the call, as in a `Problem`; a sink per query has only this rank's queries.
-    """
+    """One rank's part in a call."""
 
     plan: RingPlan
     rank: int
     backend: str
     scale: float
     wire: Wire
-    dtype: torch.dtype
-    extras: Mapping[str, Any]
+    dtype: torch.dtype  # of sums and merged results
+    extras: Mapping[str, Any]  # as in a `Problem`; a sink per query has only this rank's queries
 
     def forward(
         self,
@@ -154,12 +145,10 @@ class Rank:
     def local_gradients(
         self, x: Saved, guests: Callable[[], Tensor | None], dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients from the rank's own pairs, and from guests' pairs with its keys.
+        """Gradients (dq, dk, dv, of guests or None) from own pairs, and guests' with own keys.
 
         It calls `guests` as late as it can, because that waits for their rows. It adds the gradient
         of the distance bias to `dtable`.
-
-        Returns: gradients of queries, keys and values in `dtype`, and of the guests (or None).
         """
         step = local_step(self.plan, self.rank, x.query.device)
         if step.layout is None:
@@ -181,10 +170,7 @@ class Rank:
     def round_gradients(
         self, number: int, sent: Tensor, x: Saved, dq: Tensor, dtable: Tensor | None
     ) -> dict[int, Tensor]:
-        """Adds the part of a round's arrived keys to `dq`, and to the bias gradient `dtable`.
-
-        Returns: gradients of the arrived rows, [rows, D + Dv] in `dtype`, by their sender.
-        """
+        """Gradients [rows, D + Dv] of a round's arrived rows, by sender; adds to `dq`, `dtable`."""
         step = round_step(self.plan, self.rank, number, len(dq), dq.device)
         rows = dq.new_zeros(step.arrived, x.key.shape[3] + x.value.shape[3])
         if step.layout is not None:
@@ -299,10 +285,7 @@ class Rank:
     def _differentiate(
         self, step: Step, x: Saved, key: Tensor, value: Tensor, dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of a step's queries, and of the keys and values of its buffer.
-
-        Adds the gradient of the distance bias to `dtable`.
-        """
+        """Gradients (dq, dk, dv) of a step's tensors; adds that of the bias to `dtable`."""
         backward = BACKENDS[self.backend].backward
         assert backward is not None
         results = (t[:, :, step.queries] for t in (x.out, x.lse, x.grad_out, x.grad_lse))
@@ -325,16 +308,15 @@ class Rank:
         return rows[..., : key.shape[3]], rows[..., key.shape[3] :]
 
     def _message(self, receiver: int, batch: int) -> Iterator[tuple[Any, Any, Tensor]]:
-        """Yields the parts of a message in order: batch entry, kv head, indices into the shard.
-
-        There is one part for all entries and heads if they need the same tokens.
-        """
-        plan, everything = self.plan, slice(None)
-        for b in range(1 if plan.alike else batch):
-            for h in range(1 if plan.alike else plan.frame.num_kv_heads):
-                tokens = plan.tokens_of(receiver, self.rank, b, h)
-                index = local_index(plan.ranges[self.rank], tokens)
-                yield (everything, everything, index) if plan.alike else (b, h, index)
+        """Yields the parts of a message in order: batch entry, kv head, indices into the shard."""
+        plan = self.plan
+        for b, h in product(range(batch), range(plan.frame.num_kv_heads)):
+            tokens = plan.tokens_of(receiver, self.rank, b, h)
+            index = local_index(plan.ranges[self.rank], tokens)
+            if plan.alike:  # one part for all entries and heads
+                yield slice(None), slice(None), index
+                return
+            yield b, h, index
 
 
 def _arrived_gradients(step: Step, dk: Tensor, dv: Tensor) -> Tensor:

@@ -27,24 +27,18 @@ from .sharding import local_index, num_tokens, without
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call of a kernel.
+    """One call of a kernel, on some of a shard's queries or of the guests.
 
-    Attributes:
-        layout: of the queries in `queries` with the keys of a shard or a buffer; None if there is
-            no pair.
-        queries: slice of the shard's queries, or of the guests, that the layout is for.
-        rows: [B, Hkv, keys of the buffer] index of each key's arrived row (`arrived`, the row of
-            zeros, if no query visits it); None if the arrived rows are the buffer in its order, and
-            for a shard.
-        arrived: number of rows that arrive.
-        own_keys: whether the keys are the rank's own shard.
+    `rows` is [B, Hkv, keys of the buffer], the index of each key's arrived row (`arrived`, the row
+    of zeros, if no query visits it). It is None for a shard, and if the rows arrive in the
+    buffer's order.
     """
 
-    layout: BlockLayout | None
+    layout: BlockLayout | None  # None without any pair
     queries: slice
     rows: Tensor | None = None
-    arrived: int = 0
-    own_keys: bool = False
+    arrived: int = 0  # number of rows that arrive
+    own_keys: bool = False  # whether the keys are the rank's own shard
 
     @property
     def nbytes(self) -> int:
@@ -81,37 +75,35 @@ class Step:
 
 def local_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
     """Step of a rank's own queries with its own keys."""
-    queries = plan.ranges[rank]
-    return _cached(plan, ("local", rank), device, lambda: _own_keys(plan, queries, rank, device))
+    return _cached(plan, device, _own_keys, rank, False)
 
 
 def guest_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
     """The kernel call of query rows that other ranks sent here (guests), with this rank's keys."""
-    queries = plan.guests_of(rank)
-    return _cached(plan, ("guests", rank), device, lambda: _own_keys(plan, queries, rank, device))
+    return _cached(plan, device, _own_keys, rank, True)
 
 
 def round_step(plan: RingPlan, rank: int, number: int, batch: int, device: torch.device) -> Step:
     """Step of a rank's own queries with the keys that arrive in a round."""
-    key = ("round", rank, number, batch)
-    return _cached(plan, key, device, lambda: _arriving_keys(plan, rank, number, batch, device))
+    return _cached(plan, device, _arriving_keys, rank, number, batch)
 
 
 def _cached(
-    plan: RingPlan, key: tuple[object, ...], device: torch.device, compile_step: Callable[[], Step]
+    plan: RingPlan, device: torch.device, compile_step: Callable[..., Step], *arguments: int
 ) -> Step:
     def build() -> Step:
-        step = compile_step()
+        step = compile_step(plan, device, *arguments)
         if step.layout is None or device.type == "cpu":
             return step
         return replace(step, layout=step.layout.kept(device))  # safe to share across CUDA streams
 
     plan_key = (plan.pattern, plan.frame, plan.world_size, plan.block_size, plan.sharding)
-    return layout_cache.keep((*plan_key, *key, device), build).ready()
+    return layout_cache.keep((*plan_key, compile_step, *arguments, device), build).ready()
 
 
-def _own_keys(plan: RingPlan, queries: Ranges, rank: int, device: torch.device) -> Step:
+def _own_keys(plan: RingPlan, device: torch.device, rank: int, of_guests: bool) -> Step:
     keys = plan.ranges[rank]
+    queries = plan.guests_of(rank) if of_guests else keys
     passes = []
     for p in _passes(plan, queries, keys):
         start, stop = _placed(p.key_start, p.key_stop, keys, p.key_start < p.key_stop)
@@ -122,7 +114,7 @@ def _own_keys(plan: RingPlan, queries: Ranges, rank: int, device: torch.device) 
 
 
 def _arriving_keys(
-    plan: RingPlan, rank: int, number: int, batch: int, device: torch.device
+    plan: RingPlan, device: torch.device, rank: int, number: int, batch: int
 ) -> Step:
     senders, shard = plan.senders(rank, number), plan.ranges[rank]
     keys = sorted(piece for sender in senders for piece in plan.ranges[sender])
@@ -193,9 +185,9 @@ def _by_axis(used: Tensor, axes: int) -> Tensor:
 
 
 def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lays visited key tiles out in a buffer: (start, stop) of each tile, position at each index.
+    """Lays visited key tiles out in a buffer from index `first` on: (start, stop) of each tile.
 
-    Tiles start at index `first` of the buffer; indices without a key have position -1.
+    Also returns the key position at each index, -1 for none.
     """
     batch, tables, entries = p.key_tile.shape
     axes, tiles = p.key_start.shape

@@ -17,29 +17,28 @@ SHARDINGS = ("contiguous", "zigzag", "balanced", "auto")
 
 
 def chunk_owners(sharding: str, world_size: int) -> list[int]:
-    """Lists the rank that owns each of the equal chunks.
-
-    Raises ValueError for an invalid sharding. Only a plan can resolve "auto" and "balanced".
-    """
-    if not isinstance(sharding, str):
-        raise _invalid(sharding, world_size)
-    ranks = list(range(world_size))
-    if sharding == "contiguous":
+    """Lists the rank that owns each of the equal chunks; ValueError for an invalid sharding."""
+    ranks, name = list(range(world_size)), sharding if isinstance(sharding, str) else ""
+    if name == "contiguous":
         return ranks
-    if sharding == "zigzag":
+    if name == "zigzag":
         return ranks + ranks[::-1]
-    if sharding in ("auto", "balanced"):
+    if name in ("auto", "balanced"):
         raise ValueError(
             f"sharding {sharding!r} depends on the pattern; pass what "
             f"RingPlan.build(pattern, ..., sharding={sharding!r}).sharding says"
         )
     try:
-        kind, _, numbers = sharding.partition(":")
+        kind, _, numbers = name.partition(":")
         owners = [int(owner) for owner in numbers.split(",")]
+        if kind != "chunks" or not all(0 <= owner < world_size for owner in owners):
+            raise ValueError
     except ValueError:
-        raise _invalid(sharding, world_size) from None
-    if kind != "chunks" or not all(0 <= owner < world_size for owner in owners):
-        raise _invalid(sharding, world_size)
+        raise ValueError(
+            f"sharding must be one of {', '.join(map(repr, SHARDINGS))} or 'chunks:' with the rank "
+            f"(below {world_size}) that owns each chunk, as in 'chunks:0,1,1,0', got "
+            f"{shortened(repr(sharding))}"
+        ) from None
     return owners
 
 
@@ -49,19 +48,8 @@ def check_sharding(sharding: str, world_size: int) -> None:
         chunk_owners(sharding, world_size)
 
 
-def _invalid(sharding: object, world_size: int) -> ValueError:
-    return ValueError(
-        f"sharding must be one of {', '.join(map(repr, SHARDINGS))} or 'chunks:' with the rank "
-        f"(below {world_size}) that owns each chunk, as in 'chunks:0,1,1,0', got "
-        f"{shortened(repr(sharding))}"
-    )
-
-
 def owned_ranges(sharding: str, seq_len: int, world_size: int) -> tuple[Ranges, ...]:
-    """Each rank's tokens as ascending ranges, in the order of its local shard.
-
-    Raises: ValueError as `chunk_owners`.
-    """
+    """Each rank's tokens as ascending ranges, in the order of its local shard."""
     return _owned_ranges(tuple(chunk_owners(sharding, world_size)), seq_len, world_size)
 
 

@@ -13,13 +13,7 @@ from .sharding import num_tokens
 
 
 class Traveller(NamedTuple):
-    """Query rows that are sent to the ranks that own their keys, as guests at these hosts.
-
-    Attributes:
-        owner: the rank they belong to.
-        rows: their positions.
-        hosts: the other ranks that own keys which the rows visit.
-    """
+    """Query rows that their owner sends to `hosts`, the other ranks that own keys they visit."""
 
     owner: int
     rows: Ranges
@@ -101,4 +95,4 @@ def _relabelled(
     receiver = torch.tensor(home)[runs.number // world]
     some = some & (receiver >= 0)
     number = (receiver * world + runs.number % world)[some]
-    return union([(number, runs.start[some], runs.last[some], runs.step)], length)
+    return union([TokenRanges(runs.step, number, runs.start[some], runs.last[some])], length)

@@ -17,15 +17,10 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class Wire(NamedTuple):
-    """Format in which rows are sent.
+    """Format in which rows are sent."""
 
-    Attributes:
-        numbers: dtype of the numbers on the wire.
-        dtype: of the rows before encoding and after decoding.
-    """
-
-    numbers: torch.dtype
-    dtype: torch.dtype
+    numbers: torch.dtype  # on the wire
+    dtype: torch.dtype  # of the rows before encoding and after decoding
 
     @property
     def scaled(self) -> bool:
