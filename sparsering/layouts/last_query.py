@@ -5,8 +5,10 @@ so far. A page costs about what one query costs, since compiling follows the pat
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +58,7 @@ class _Page:
         stops: for each pass [queries, S, 1], 1 where an axis has the query, else 0.
         latest: the last request, its result and when that is complete, since all layers of a model
             ask for the same.
+        launches: launches of kernels by the rows of a query, which its later ones use too.
     """
 
     layout: BlockLayout
@@ -64,6 +67,7 @@ class _Page:
     slot_of: list[list[int]]
     stops: list[Tensor]
     latest: tuple[Frame, tuple[BlockLayout, tuple[int, ...]], Built | None] | None = None
+    launches: dict[tuple[int, ...], dict[Hashable, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layout: BlockLayout) -> "_Page":
@@ -99,6 +103,8 @@ class _Page:
             slots.append(self.slot_of[number][index])
         # Decoding needs no number of pairs, so it is NaN here; `Pattern.layout` counts them.
         layout = BlockLayout(frame, self.layout.block_size, tuple(passes), math.nan)
+        of_query = tuple(row[index] for row in self.row_of)
+        vars(layout)["launches"] = self.launches.setdefault(of_query, {})
         device = self.stops[0].device if self.stops else torch.device("cpu")
         if not capturing(device):  # only a replay of the graph would fill its memory
             self.latest = frame, (layout, tuple(slots)), Built.now(device)

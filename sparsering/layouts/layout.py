@@ -1,8 +1,9 @@
 """The compiled form of a pattern: passes of tiles that kernels run, and figures about them."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -178,6 +179,7 @@ class BlockLayout:
         pairs: number of (query, key) pairs, mean over batch entries and query heads; a tensor where
             the device counts them.
         built: point of a CUDA stream at which the tables are complete, for other streams to wait.
+        launches: prepared launches of kernels over this layout, by the kind of a call.
     """
 
     frame: Frame
@@ -185,6 +187,7 @@ class BlockLayout:
     passes: tuple[Pass, ...]
     pairs: float | Tensor
     built: Built | None = field(default=None, kw_only=True)
+    launches: dict[Hashable, Any] = field(default_factory=dict, init=False)
 
     def build_tables(self, backward: bool) -> None:
         """Builds tables that kernels would build on first use; `backward` adds the transposes."""
@@ -206,8 +209,8 @@ class BlockLayout:
     def ready(self) -> "BlockLayout":
         """Returns itself after making the current stream wait until its tables are complete."""
         if self.built is not None:
-            shared = [self.entry_counts, self.first_entry]
-            self.built.wait([*shared, *(x for p in self.passes for x in p.tensors())])
+            of_passes = (x for p in self.passes for x in p.tensors())
+            self.built.wait(chain((self.entry_counts, self.first_entry), of_passes))
         return self
 
     @property

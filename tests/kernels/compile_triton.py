@@ -47,11 +47,12 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
     """(kernel, config, arguments) of every launch of a forward and backward call."""
     caught: list[tuple[Any, Any, dict[str, Any]]] = []
 
-    def catch(kernel, programs, config, arguments) -> None:
-        caught.append((kernel, config, {name: arguments[name] for name in kernel.arg_names}))
+    def catch(launch, of_call) -> None:
+        arguments = zip(launch.kernel.arg_names, launch.arguments(of_call), strict=True)
+        caught.append((launch.kernel, launch.config, dict(arguments)))
 
+    triton_launch.Launch.run = catch
     for module in (backend, extra_arguments):
-        module.launch = catch
         module.processors = lambda device: 132
     configs.generation = lambda device: capability or 80
     dtype = getattr(torch, case.get("dtype", "bfloat16"))

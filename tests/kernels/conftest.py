@@ -24,15 +24,15 @@ def cut_tiles(monkeypatch) -> Iterator[None]:
 @pytest.fixture
 def launched(monkeypatch) -> list[str]:
     """Names of the kernels that a test launches, in their order."""
-    from sparsering.kernels.triton import call
+    from sparsering.kernels.triton.launch import Launch
 
-    names, launch = [], call.launch
+    names, run = [], Launch.run
 
-    def note(kernel, *rest) -> None:
-        names.append(kernel.fn.__name__)
-        launch(kernel, *rest)
+    def note(launch, of_call) -> None:
+        names.append(launch.kernel.fn.__name__)
+        run(launch, of_call)
 
-    monkeypatch.setattr(call, "launch", note)
+    monkeypatch.setattr(Launch, "run", note)
     return names
 
 

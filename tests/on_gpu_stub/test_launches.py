@@ -1,5 +1,8 @@
 """What steady calls launch, and that a call which asks for more of a device is noticed."""
 
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +11,7 @@ import triton
 import triton.language as tl
 from calls import LONGNET, WINDOW, learnt, rows, steady
 from gpu_stub import capturing, counted, gpu
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import sparsering as sr
 from sparsering.distributed import exchange
@@ -33,6 +37,49 @@ def test_a_forward_and_a_backward(hopper):
     )
 
 
+def test_a_steady_call_runs_few_functions(hopper):
+    """The time of the host, as a number that no other work on the machine changes."""
+    query, token = rows(), rows(tokens=1)
+    cache = sr.KVCache(WINDOW, 1, 2, 64, num_heads=2, dtype=torch.bfloat16)
+    package = str(Path(sr.__file__).parent)
+
+    def functions_of(call: Callable[[], object]) -> int:
+        entered = []
+        for _ in range(3):
+            call()
+        sys.setprofile(lambda frame, event, _: entered.append((event, frame.f_code.co_filename)))
+        call()
+        sys.setprofile(None)
+        return sum(event == "call" and name.startswith(package) for event, name in entered)
+
+    with torch.no_grad():
+        cache.attend(query, query, query)
+        assert functions_of(lambda: sr.attention(query, query, query, WINDOW)) <= 85
+        assert functions_of(lambda: cache.attend(token, token, token)) <= 90
+
+
+def test_a_call_like_an_earlier_one_reads_its_own_tensors(hopper, monkeypatch):
+    """Also where the first had one tensor for all three; other kinds are prepared apart."""
+    given: list[tuple[object, ...]] = []
+    arguments = triton_launch.Launch.arguments
+    monkeypatch.setattr(
+        triton_launch.Launch,
+        "arguments",
+        lambda self, of_call: given.append((self, arguments(self, of_call))) or given[-1][1],
+    )
+    same, query, key, value = (rows() for _ in range(4))
+    moved = torch.zeros(2 * 512 * 64 + 1, dtype=torch.bfloat16, device="cuda")[1:]
+    for args in ((same,) * 3, (query, key, value), (query, key, moved.view(key.shape))):
+        sr.attention(*args, WINDOW)
+    first, second, third = ((x, y) for x, y in given if x.kernel.fn.__name__ == "forward_kernel")
+    assert first[0] is second[0] is not third[0]
+    names = first[0].kernel.arg_names
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        assert second[1][names.index(name)] is x
+    assert second[1][names.index("key_tiles")].base is key
+    assert not any(x is same for x in (*first[0].fixed, *third[1]))
+
+
 def test_lengths_batches_and_heads_are_not_compiled_for(hopper):
     sr.attention(rows(), rows(), rows(), WINDOW)
     with counted() as counts:
@@ -51,7 +98,7 @@ def test_a_parameter_with_a_reserved_name_is_seen(hopper):
 
     x = torch.zeros(1, dtype=torch.int64, device="cuda")
     with pytest.raises(AssertionError, match="stream option"):
-        triton_launch.launch(with_stream, 1, None, {"x": x, "stream": 1})
+        with_stream[(1,)](x=x, stream=1)
 
 
 def test_an_oversized_tile_is_seen(monkeypatch):
@@ -84,6 +131,8 @@ def test_a_misaligned_tensor_map_is_seen(hopper, monkeypatch):
 
     matrix = operands.matrix
     monkeypatch.setattr(operands, "matrix", described)
+    monkeypatch.setattr(TensorDescriptor, "__post_init__", lambda self: None)  # asks base too
+    sr.layout_cache.clear()
     with pytest.raises(RuntimeError, match="not aligned to 16 bytes"):
         sr.attention(query, flat.view(1, 2, 512, 64), query, WINDOW)
 
@@ -103,7 +152,7 @@ def test_a_wait_a_second_compile_and_a_hundredth_launch_are_seen(hopper):
     with pytest.raises(AssertionError, match="Launch"):
         steady(lambda: [call() for _ in range(4)], triton=3, torch=9)
     with pytest.raises(AssertionError, match="operators"):
-        steady(lambda: [call().add_(1) for _ in range(100)], triton=100, torch=100)
+        steady(lambda: [call().add_(1) for _ in range(100)], triton=100, torch=99)
     query = rows(width=32)
     with pytest.raises(AssertionError, match="forward_kernel"):
         steady(call, triton=3, torch=3, warm=0)
@@ -123,7 +172,7 @@ def test_memory_of_the_host_and_of_another_device_is_refused(hopper):
         tl.store(x, tl.load(y))
 
     with pytest.raises(AssertionError, match="on device"):
-        triton_launch.launch(of_two, 1, None, kernel)
+        triton_launch.Launch(of_two, 1, None, kernel).run({})
 
 
 # ---- Decoding. -------------------------------------------------------------

@@ -7,19 +7,22 @@ use.
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...layouts.layout import BlockLayout
+from ...streams import capturing
 from ..problem import Gradients, Problem, constant_in_graphs, dense_rows, sink_gradient
 from . import extra_arguments
 from .configs import Config, config_for
-from .launch import launch, padded, power_of_2, processors, strides
-from .operands import MOST_HEAD_DIM, Part, of_inputs, of_tiles, streamed
-from .walk import Walk, walk
+from .launch import Launch, kind_of, launch, padded, power_of_2, precision, processors, strides
+from .operands import MOST_HEAD_DIM, Part, of_call, of_inputs, of_tiles, streamed
+from .walk import Walk, use, walk
 
 EXTRAS = frozenset(
     ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")
@@ -31,6 +34,7 @@ _WRONG_INTERPRETED = (torch.bfloat16,)
 _LEAST_PROGRAMS = 8  # programs per multiprocessor that fill the device
 _ROWS = 64  # rows per program of the kernels that combine or prepare
 _ALIGNED = 4  # float32 numbers of 16 bytes
+_MOST_KINDS = 64  # of calls whose launches a layout keeps
 
 
 def reasons(*tensors: Tensor) -> list[str]:
@@ -71,7 +75,9 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     layout, query, value = problem.layout, problem.query, problem.value
     in_turn = _in_turn(problem)
     out = _blank(problem, (*query.shape[:3], value.shape[3]), overwritten=in_turn)
-    lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    if not _covered(problem):
+        lse.fill_(-torch.inf)
     if problem.sink is not None:
         lse.copy_(problem.sink)
     for part in _parts(problem, in_turn):
@@ -92,7 +98,8 @@ def backward(
     bias = problem.block_bias
     table = problem.distance_bias if problem.learns_distances else None
     grad_out = dense_rows(grad_out)
-    rows = _prepared(grad_out, grad_lse, out, lse, 1.0 if bias is not None else math.log2(math.e))
+    unit = 1.0 if bias is not None else math.log2(math.e)
+    rows = _prepared(layout, grad_out, grad_lse, out, lse, unit)
     in_turn, at_most = _in_turn(problem), None
     if table is not None:
         at_most = extra_arguments.kv_heads_at_a_time(problem, _config_for("query", problem))
@@ -145,11 +152,13 @@ def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Itera
     for first in range(0, num_kv_heads, at_a_time):
         kv_heads = slice(first, min(first + at_a_time, num_kv_heads))
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        own = problem._replace(
-            query=query[:, heads], key=key[:, kv_heads], value=value[:, kv_heads],
-            block_bias=None if bias is None else bias[:, heads],
-            distance_bias=None if table is None else table[:, heads],
-        )  # fmt: skip
+        own = problem._replace(block_bias=bias, distance_bias=table)
+        if at_a_time < num_kv_heads:
+            own = problem._replace(
+                query=query[:, heads], key=key[:, kv_heads], value=value[:, kv_heads],
+                block_bias=None if bias is None else bias[:, heads],
+                distance_bias=None if table is None else table[:, heads],
+            )  # fmt: skip
         yield Part(own, heads, kv_heads)
 
 
@@ -159,23 +168,30 @@ def _forward_pass(part: Part, number: int, out: Tensor, lse: Tensor) -> None:
     from .forward import forward_kernel
 
     config = _config_for("forward", part.problem)
-    rows = _rows(part, number, config)
-    w = _walk(part, number, rows["programs"], by_key=False)
-    pieces = out.new_empty(_slots(part, out.shape[1], w, out.shape[3]), dtype=torch.float32)
-    arguments = {
-        **of_inputs(part, config), **rows,
-        **of_tiles(part, number, w, config, by_key=False), "RUNNING": number > 0,
-        "SINK": number == 0 and part.problem.sink is not None,
-        "out": out, "lse": lse, "lse_batch": lse.stride(0), "lse_head": lse.stride(1),
-        "piece_out": pieces, "piece_lse": pieces.new_empty(pieces.shape[:-1]),
-        "num_heads": out.shape[1], "kv_len": part.key.shape[2],
-        "bitmap_row": part.problem.slots[number] if part.problem.slots else 0,
-        **strides(q=part.query, k=part.key, v=part.value, o=out),
-    }  # fmt: skip
-    of_keys = {"key": part.key, "value": part.value}
-    arguments |= streamed(part, number, config, arguments["ALIGN"], {}, **of_keys)
-    launch(forward_kernel, w.units.shape[2] * rows["programs"], config, arguments)
-    _combine(merge_kernel, w, out, arguments)
+
+    def build() -> tuple[Walk, list[Launch]]:
+        rows = _rows(part, number, config)
+        w = _walk(part, number, rows["programs"], by_key=False)
+        arguments = {
+            **of_inputs(part, config), **rows,
+            **of_tiles(part, number, w, config, by_key=False), "RUNNING": number > 0,
+            "SINK": number == 0 and part.problem.sink is not None,
+            "lse_batch": lse.stride(0), "lse_head": lse.stride(1), "num_heads": out.shape[1],
+            **strides(q=part.query, k=part.key, v=part.value, o=out),
+        }  # fmt: skip
+        of_keys = {"key": part.key, "value": part.value}
+        arguments |= streamed(part, number, config, arguments["ALIGN"], {}, **of_keys)
+        programs = w.units.shape[2] * rows["programs"]
+        whole = Launch(forward_kernel, programs, config, arguments)
+        return w, [whole, *_combined(merge_kernel, w, out, arguments)]
+
+    w, launches = _launches("forward", part, number, config, build, out, lse)
+    pieces = piece_lse = lse  # which no program writes to, if no tile is cut
+    if w.slots:
+        pieces = lse.new_empty(_slots(part, out.shape[1], w, out.shape[3]))
+        piece_lse = lse.new_empty(pieces.shape[:-1])
+    tensors = {"out": out, "lse": lse, "piece_out": pieces, "piece_lse": piece_lse}
+    launch(launches, of_call(part, number, w, by_key=False) | tensors, out.device)
 
 
 def _query_pass(
@@ -191,32 +207,38 @@ def _query_pass(
     from .combine import sum_kernel
 
     config = _config_for("query", part.problem)
-    rows = _rows(part, number, config)
-    w = _walk(part, number, rows["programs"], by_key=False)
     grad_out, delta, row_lse = grads
-    pieces = dq.new_empty(_slots(part, dq.shape[1], w, dq.shape[3]), dtype=torch.float32)
-    arguments = {
-        **of_inputs(part, config), **rows,
-        **of_tiles(part, number, w, config, by_key=False), "RUNNING": number > 0,
-        "grad_out": grad_out, "delta": delta, "row_lse": row_lse, "grad_query": dq,
-        "row_batch": delta.stride(0), "row_head": delta.stride(1), "piece": pieces, "grad": dq,
-        "num_heads": dq.shape[1], "kv_len": part.key.shape[2],
-        **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dq=dq, grad=dq),
-    }  # fmt: skip
+    tensors = {"grad_out": grad_out, "delta": delta, "row_lse": row_lse, "grad_query": dq}
+    rows = _rows(part, number, config)
     if dbias is not None:
         tile = part.layout.block_size
         steps = rows["parts"] * -(-tile // (config.masked or config.streamed))
-        of_steps = dbias.new_zeros(*dbias.shape, steps)
-        arguments |= {"grad_bias": of_steps, "num_blocks": dbias.shape[2]}
+        tensors["grad_bias"] = dbias.new_zeros(*dbias.shape, steps)
+
+    def build() -> tuple[Walk, list[Launch]]:
+        w = _walk(part, number, rows["programs"], by_key=False)
+        arguments = {
+            **of_inputs(part, config), **rows,
+            **of_tiles(part, number, w, config, by_key=False), "RUNNING": number > 0,
+            "row_batch": delta.stride(0), "row_head": delta.stride(1),
+            "num_heads": dq.shape[1], "num_blocks": 0 if dbias is None else dbias.shape[2],
+            **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dq=dq, grad=dq),
+        }  # fmt: skip
+        for name in (*tensors, *(() if dtable is None else extra_arguments.DIAGONALS)):
+            arguments.pop(name, None)
+        of_keys = {"key": part.key, "value": part.value}
+        arguments |= streamed(part, number, config, arguments["ALIGN"], {}, **of_keys)
+        whole = Launch(query_kernel, w.units.shape[2] * rows["programs"], config, arguments)
+        return w, [whole, *_combined(sum_kernel, w, dq, arguments, grad="grad_query")]
+
+    w, launches = _launches("query", part, number, config, build, *grads, dq)
+    tensors["piece"] = dq.new_empty(_slots(part, dq.shape[1], w, dq.shape[3]), dtype=torch.float32)
     if dtable is not None:
         room = extra_arguments.room_for_diagonals(part.problem, w, rows, config)
-        arguments |= room
-    of_keys = {"key": part.key, "value": part.value}
-    arguments |= streamed(part, number, config, arguments["ALIGN"], {}, **of_keys)
-    launch(query_kernel, w.units.shape[2] * rows["programs"], config, arguments)
-    _combine(sum_kernel, w, dq, arguments)
+        tensors |= room
+    launch(launches, of_call(part, number, w, by_key=False) | tensors, dq.device)
     if dbias is not None:
-        dbias += of_steps.sum(-1)
+        dbias += tensors["grad_bias"].sum(-1)
     if dtable is not None:
         extra_arguments.add_diagonals(dtable, room, part.layout.passes[number].step)
 
@@ -242,38 +264,47 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
         )
     programs = batch * dk.shape[1] * -(-layout.block_size // config.rows)
     grad_out, delta, row_lse = grads
-    for number in range(len(layout.passes)):
+
+    def build(number: int) -> tuple[Walk, list[Launch]]:
         w = _walk(part, number, programs, by_key=True)
-        pieces = [
-            x.new_empty(_slots(part, x.shape[1], w, x.shape[3]), dtype=torch.float32)
-            for x in (dk, dv)
-        ]
         arguments = {
             **of_inputs(part, config), **of_tiles(part, number, w, config, by_key=True),
             "HEADS": at_a_time,
             "RUNNING": number > 0, "num_heads": part.query.shape[1],
-            "grad_out": grad_out, "delta": delta, "row_lse": row_lse,
-            "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],
             "row_batch": delta.stride(0), "row_head": delta.stride(1),
             **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dk=dk, dv=dv),
         }  # fmt: skip
         rows = {"delta": delta, "row_lse": row_lse}
         of_queries = {"query": part.query, "grad_out": grad_out}
         arguments |= streamed(part, number, config, arguments["ALIGN"], rows, **of_queries)
-        launch(key_kernel, w.units.shape[2] * programs, config, arguments)
+        launches = [Launch(key_kernel, w.units.shape[2] * programs, config, arguments)]
         arguments |= {"num_heads": dk.shape[1], "first_head": part.kv_heads.start * shares}
         arguments |= {"all_heads": layout.frame.num_kv_heads * shares}
-        for grad, piece in zip((dk, dv), pieces, strict=True):
-            arguments |= {"grad": grad, "piece": piece, **strides(grad=grad)}
+        for name, grad in (("key", dk), ("value", dv)):
             arguments |= {"HEAD_DIM": grad.shape[3], "PADDED_DIM": padded(grad)}
-            _combine(sum_kernel, w, grad, arguments)
+            arguments |= strides(grad=grad)
+            names = {"grad": f"grad_{name}", "piece": f"piece_{name}"}
+            launches += _combined(sum_kernel, w, grad, arguments, **names)
+        return w, launches
+
+    for number in range(len(layout.passes)):
+        w, launches = _launches("key", part, number, config, partial(build, number), *grads, dk, dv)
+        pieces = [
+            x.new_empty(_slots(part, x.shape[1], w, x.shape[3]), dtype=torch.float32)
+            for x in (dk, dv)
+        ]
+        tensors = {
+            "grad_out": grad_out, "delta": delta, "row_lse": row_lse,
+            "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],
+        }  # fmt: skip
+        launch(launches, of_call(part, number, w, by_key=True) | tensors, dk.device)
     if not alone:
         for to, sums in zip(results, (dk, dv), strict=True):
             to.copy_(sums.unflatten(1, (num_kv_heads, shares)).sum(2))
 
 
 def _prepared(
-    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, unit: float
+    layout: BlockLayout, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, unit: float
 ) -> tuple[Tensor, Tensor]:
     """Returns (delta, lse for the kernels: +inf for rows without keys), both [B, Hq, Nq]."""
     from .prepare import prepare_kernel
@@ -281,17 +312,61 @@ def _prepared(
     batch, heads, q_len = lse.shape
     apart = -(-q_len // _ALIGNED) * _ALIGNED  # a descriptor needs heads aligned to 16 bytes
     delta, row_lse = (lse.new_empty(batch, heads, apart)[..., :q_len] for _ in range(2))
-    out = out.contiguous()
-    arguments = {
-        "grad_out": grad_out, "grad_lse": grad_lse.contiguous(), "out": out,
+    tensors = {
+        "grad_out": grad_out, "grad_lse": grad_lse.contiguous(), "out": out.contiguous(),
         "lse": lse.contiguous(), "delta": delta, "row_lse": row_lse,
-        **strides(g=grad_out, o=out), "row_head": apart,
-        "unit": unit, "num_heads": heads, "q_len": q_len,
-        "ROWS": _ROWS, "VALUE_DIM": out.shape[3], "PADDED_VALUE_DIM": padded(out),
     }  # fmt: skip
-    if lse.numel():
-        launch(prepare_kernel, batch * heads * -(-q_len // _ROWS), None, arguments)
+
+    def build() -> list[Launch]:
+        arguments = {
+            **strides(g=grad_out, o=tensors["out"]), "row_head": apart,
+            "unit": unit, "num_heads": heads, "q_len": q_len,
+            "ROWS": _ROWS, "VALUE_DIM": out.shape[3], "PADDED_VALUE_DIM": padded(out),
+        }  # fmt: skip
+        return [Launch(prepare_kernel, batch * heads * -(-q_len // _ROWS), None, arguments)]
+
+    kind = "prepare", unit, *kind_of(*tensors.values())
+    launches = _kept(layout, kind, build, out.device)
+    launch(launches, tensors, out.device)
     return delta, row_lse
+
+
+def _launches(
+    kernel: str,
+    part: Part,
+    number: int,
+    config: Config,
+    build: Callable[[], tuple[Walk, list[Launch]]],
+    *results: Tensor,
+) -> tuple[Walk, list[Launch]]:
+    """The walk and the launches of a pass, which `build` prepares for all calls like this one."""
+    problem, layout, by_key = part.problem, part.layout, kernel == "key"
+    query, key, value, scale, bias, softcap, table, sink, dropped, seed, mask = problem[1:12]
+    extras = [x for x in (bias, table, seed, mask) if x is not None]
+    p = layout.passes[number]
+    kind = (
+        p if by_key else p.walked_as, p.walked_as is p, kernel, number, config,
+        part.heads.start, scale, softcap, dropped, problem.learns_distances,
+        bias is None, table is None, mask is None, sink is None,
+        precision(query.dtype), key.shape[:2], key.shape[3], value.shape[3],
+        *(x[1:] for x in kind_of(key, value)), *kind_of(query, *results, *extras),
+    )  # fmt: skip
+    w, launches = _kept(layout, kind, build, query.device)
+    use(w, layout, number, by_key=by_key)
+    return w, launches
+
+
+def _kept(
+    layout: BlockLayout, kind: tuple[object, ...], build: Callable[[], Any], device: torch.device
+) -> Any:
+    """Returns what was built for calls of a kind over a layout, unless in a graph's capture."""
+    if (found := layout.launches.get(kind)) is None:
+        found = build()
+        if not capturing(device):  # only a replay of the graph would fill its tables
+            if len(layout.launches) >= _MOST_KINDS:
+                layout.launches.clear()
+            layout.launches[kind] = found
+    return found
 
 
 def _rows(part: Part, number: int, config: Config) -> dict[str, int]:
@@ -341,22 +416,30 @@ def _slots(part: Part, heads: int, w: Walk, head_dim: int) -> tuple[int, ...]:
     return len(part.query), heads, w.slots, part.layout.block_size, head_dim
 
 
-def _combine(kernel: Any, w: Walk, like: Tensor, arguments: dict[str, Any]) -> None:
-    """Combines the pieces of tiles that were cut, if the walk may have cut any."""
-    if w.slots:
-        tile = arguments["TILE"]
-        rows = min(_ROWS, power_of_2(tile))
-        programs = w.cuts.shape[2] * like.shape[0] * like.shape[1] * -(-tile // rows)
-        launch(kernel, programs, None, {**arguments, "ROWS": rows})
+def _combined(
+    kernel: Any, w: Walk, like: Tensor, arguments: dict[str, Any], **names: str
+) -> list[Launch]:
+    """The launch that combines the pieces of cut tiles, if the walk may have cut any."""
+    if not w.slots:
+        return []
+    tile = arguments["TILE"]
+    rows = min(_ROWS, power_of_2(tile))
+    programs = w.cuts.shape[2] * like.shape[0] * like.shape[1] * -(-tile // rows)
+    return [Launch(kernel, programs, None, {**arguments, "ROWS": rows}, **names)]
+
+
+def _covered(problem: Problem, by_key: bool = False) -> bool:
+    """Whether the kernels will write every row of a result."""
+    passes = problem.layout.passes
+    return len(passes) == 1 and passes[0].covers[by_key]
 
 
 def _blank(
     problem: Problem, shape: Sequence[int], *, by_key: bool = False, overwritten: bool = False
 ) -> Tensor:
     """Allocates a result: zeros, unless the kernels will write all of it."""
-    passes = problem.layout.passes
-    covered = len(passes) == 1 and passes[0].covers[by_key]
-    new = problem.query.new_empty if covered or overwritten else problem.query.new_zeros
+    whole = overwritten or _covered(problem, by_key)
+    new = problem.query.new_empty if whole else problem.query.new_zeros
     return new(*shape, dtype=problem.result_dtype)
 
 

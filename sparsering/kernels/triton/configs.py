@@ -63,20 +63,27 @@ _SINGLE = {  # by generation, for every kernel; products of tf32x3
 def config_for(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
     """Config of kernel "forward", "query" or "key"; `head_dim` is the larger of D and Dv."""
     tuned = measured.choices(like.device)["configs"]
-    if (found := tuned.get(config_key(kernel, like.dtype, head_dim, tile))) is not None:
+    if tuned and (found := tuned.get(config_key(kernel, like.dtype, head_dim, tile))) is not None:
         return Config(*found)
     return default(kernel, like, head_dim, tile)
 
 
 def default(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
     """Config of the table, for use where nothing was measured."""
+    return _default(kernel, like.dtype, like.device, head_dim, tile)
+
+
+@cache
+def _default(
+    kernel: str, dtype: torch.dtype, device: torch.device, head_dim: int, tile: int
+) -> Config:
     size = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
-    gpu = generation(like.device)
-    table = _SINGLE[80 if gpu < 90 else 90] if like.itemsize == 4 else _HALF[gpu, kernel]
+    gpu = generation(device)
+    table = _SINGLE[80 if gpu < 90 else 90] if dtype.itemsize == 4 else _HALF[gpu, kernel]
     rows, streamed, warps, stages, *masked = table[size]
-    tma = gpu >= 90 and like.itemsize < 4
+    tma = gpu >= 90 and dtype.itemsize < 4
     chosen = Config(rows, streamed, warps, stages, tma, masked=masked[0] if masked else 0)
-    return _fitted(kernel, chosen, like, head_dim, tile)
+    return _fitted(kernel, chosen, dtype, device, head_dim, tile)
 
 
 def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[Config]:
@@ -97,7 +104,9 @@ def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[
     if generation(like.device) == 100 and kernel == "forward":
         near.append(base._replace(warps=4, warp_specialize=True))
     fitting = (
-        _fitted(kernel, c, like, head_dim, tile) for c in near if c.streamed >= 16 and c.rows >= 16
+        _fitted(kernel, c, like.dtype, like.device, head_dim, tile)
+        for c in near
+        if c.streamed >= 16 and c.rows >= 16
     )
     yield from dict.fromkeys(fitting)
 
@@ -124,7 +133,14 @@ def generation(device: torch.device) -> int:
     return {9: 90, 10: 100}.get(major, 80)
 
 
-def _fitted(kernel: str, chosen: Config, like: Tensor, head_dim: int, tile: int) -> Config:
+def _fitted(
+    kernel: str,
+    chosen: Config,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int,
+    tile: int,
+) -> Config:
     """Shrinks a config to the size of a tile and to the shared memory of the device."""
     most = max(16, power_of_2(tile))
     if most - tile >= 64:  # 160 and 192 tokens are 3 x 64 rather than 256
@@ -133,12 +149,13 @@ def _fitted(kernel: str, chosen: Config, like: Tensor, head_dim: int, tile: int)
     masked = min(chosen.masked, streamed // 2)
     masked = masked if masked >= 16 else 0
     chosen = chosen._replace(rows=rows, streamed=streamed, masked=masked)
-    narrow = 128 if generation(like.device) == 90 else 64  # one warpgroup of Hopper has 64 rows
-    if rows * streamed <= 64 * 64 and like.itemsize < 4 and head_dim <= narrow:
+    narrow = 128 if generation(device) == 90 else 64  # one warpgroup of Hopper has 64 rows
+    if rows * streamed <= 64 * 64 and dtype.itemsize < 4 and head_dim <= narrow:
         chosen = chosen._replace(warps=min(4, chosen.warps))
     while True:
-        needed = _shared_bytes(kernel, chosen, like, max(16, power_of_2(head_dim)))
-        if needed <= _shared_memory(like.device) or chosen.streamed == 16:
+        width = max(16, power_of_2(head_dim))
+        needed = _shared_bytes(kernel, chosen, generation(device), width) * dtype.itemsize
+        if needed <= _shared_memory(device) or chosen.streamed == 16:
             return chosen
         if chosen.stages > 2:
             chosen = chosen._replace(stages=chosen.stages - 1)
@@ -146,18 +163,17 @@ def _fitted(kernel: str, chosen: Config, like: Tensor, head_dim: int, tile: int)
             chosen = chosen._replace(streamed=chosen.streamed // 2)
 
 
-def _shared_bytes(kernel: str, config: Config, like: Tensor, width: int) -> int:
-    """Upper bound of the shared memory of a compiled kernel.
+def _shared_bytes(kernel: str, config: Config, gpu: int, width: int) -> int:
+    """Upper bound of the shared memory of a compiled kernel, for numbers of one byte.
 
     Before Hopper, kernels keep the rows of one tensor (forward) or two, all but one stage of two
     streamed ones, and a tile of weights: compiled for 8.0, they take this or up to 12% less.
     """
-    if generation(like.device) >= 90:
-        tokens = 2 * config.rows + 2 * config.stages * config.streamed
-        return tokens * width * like.itemsize
+    if gpu >= 90:
+        return 2 * (config.rows + config.stages * config.streamed) * width
     tensors = 1 if kernel == "forward" else 2
     tokens = tensors * config.rows + 2 * (config.stages - 1) * config.streamed
-    return (tokens * width + config.rows * config.streamed) * like.itemsize
+    return tokens * width + config.rows * config.streamed
 
 
 @cache

@@ -12,12 +12,21 @@ import triton
 import triton.language as tl
 
 _INTS = (tl.int32, tl.int64)
+_TABLES = ("tile_start", "tile_stop", "tile_origin")  # single numbers of them are read
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """Compiles a kernel for the types of its integers, not for their values."""
-    kinds = inspect.get_annotations(function).items()
-    return triton.jit(function, do_not_specialize=[name for name, kind in kinds if kind in _INTS])
+    """Compiles a kernel for the types of its integers, not for their values.
+
+    Nor for the alignment of tables, which differs between the queries of a page.
+    """
+    kinds = inspect.get_annotations(function)
+    tables = [name for name in _TABLES if name in inspect.signature(function).parameters]
+    return triton.jit(
+        function,
+        do_not_specialize=[name for name, kind in kinds.items() if kind in _INTS],
+        do_not_specialize_on_alignment=tables,
+    )
 
 
 @triton.jit

@@ -11,9 +11,10 @@ from torch import Tensor
 from ...dropout import threshold
 from ..problem import Problem
 from .configs import Config
-from .launch import launch, power_of_2, processors
+from .launch import Launch, launch, power_of_2, processors
 from .walk import Walk
 
+DIAGONALS = ("diagonals", "ends", "diagonal_start")  # what `room_for_diagonals` allocates
 _FAR = 1 << 30  # a distance beyond every table
 _LINES, _DISTANCES = 16, 256  # per step and per program of `sum_diagonals_kernel`
 _PROGRAMS = 8  # programs per multiprocessor, for that kernel
@@ -27,36 +28,48 @@ def arguments(
     """Kernel arguments for a pass; the problem has the heads of a call from `first_head` on."""
     p, table, mask = problem.layout.passes[number], problem.distance_bias, problem.key_mask
     seed = problem.dropout_seed if problem.dropout_p else None
-    placed = table is not None or seed is not None
-    of_tiles = p.coordinates(problem.layout.frame.q_start)[by_key] if placed else p.query_start
     own = w.stream if by_key else p.stream
-    stream = p.query_start if seed is None or own is None else own
+    stream = w.units if seed is None or own is None else own
     shifted = by_key and p.query_origin is None
+    absent = {"bias", "distance_bias", "key_mask", "seed", "tile_origin"}
+    absent -= of_call(problem, number, w, by_key=by_key).keys()
     return {
+        **dict.fromkeys((*absent, "grad_bias", *DIAGONALS), w.units),
         "first_head": first_head,
         "CAPPED": problem.softcap is not None,
         "cap": problem.softcap or 1.0,
         "DISTANCES": table is not None,
         "LEARNS_DISTANCES": table is not None and problem.learns_distances,
-        "distance_bias": problem.query if table is None else table,
         "distance_batch": 0 if table is None else table.stride(0),
         "distance_head": 0 if table is None else table.stride(1),
         "reach": 0 if table is None else table.shape[2] // 2,
         "KEYS_MASKED": mask is not None,
-        "key_mask": w.start if mask is None else mask.contiguous().view(torch.uint8),
         "mask_batch": 0 if mask is None or len(mask) == 1 else mask.shape[1],
         "DROPPING": seed is not None,
         "STREAMS": stream is own,
-        "seed": p.query_start if seed is None else seed.contiguous(),
         "seed_batch": 0 if seed is None else seed.shape[1],
         "dropout_stream": stream.contiguous(),
         "branch": p.branch,
         "least": threshold(problem.dropout_p or 0.0),
         "kept_scale": 1 / (1 - (problem.dropout_p or 0.0)),
-        "tile_origin": of_tiles.contiguous(),
         "origin": w.start if w.origin is None else w.origin,
         "origin_shift": problem.layout.frame.q_start if shifted else 0,
     }
+
+
+def of_call(problem: Problem, number: int, w: Walk, *, by_key: bool) -> dict[str, Tensor]:
+    """Tensors of the extras that a call uses."""
+    table, mask = problem.distance_bias, problem.key_mask
+    seed = problem.dropout_seed if problem.dropout_p else None
+    tensors = {"bias": problem.block_bias, "distance_bias": table}
+    if mask is not None:
+        tensors["key_mask"] = mask.contiguous().view(torch.uint8)
+    if seed is not None:
+        tensors["seed"] = seed.contiguous()
+    if table is not None or seed is not None:
+        tiles = problem.layout.passes[number].coordinates(problem.layout.frame.q_start)[by_key]
+        tensors["tile_origin"] = tiles.contiguous()
+    return {name: x for name, x in tensors.items() if x is not None}
 
 
 def kv_heads_at_a_time(problem: Problem, config: Config) -> int:
@@ -100,11 +113,12 @@ def add_diagonals(grad: Tensor, made: dict[str, Tensor], step: int) -> None:
     splits = max(1, min(wanted, _MOST_SPLITS, -(-lines // _LINES)))
     partial = grad.new_empty(batch, heads, splits, size)
     named = {
-        **made, "grad": partial, "num_lines": lines, "split_lines": -(-lines // splits),
+        "num_lines": lines, "split_lines": -(-lines // splits),
         "step": step, "reach": size // 2, "splits": splits,
         "SPAN": span, "LINES": _LINES, "DISTANCES": _DISTANCES,
     }  # fmt: skip
-    launch(sum_diagonals_kernel, tables * splits * blocks, None, named)
+    sums = Launch(sum_diagonals_kernel, tables * splits * blocks, None, named)
+    launch([sums], {**made, "grad": partial}, grad.device)
     grad += partial.sum(2)
     low, high = made["ends"].sum(2).unbind(-1)
     grad[..., 0] += low

@@ -1,6 +1,7 @@
 """Launches of Triton kernels: strides, tensor descriptors and compile options."""
 
 import contextlib
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,14 +12,65 @@ from ...numerics import power_of_2
 from .configs import Config
 
 
-def launch(kernel: Any, programs: int, config: Config | None, arguments: dict[str, Any]) -> None:
-    """Runs a kernel with those of the arguments that it has parameters for."""
-    if not programs:
-        return
-    named = {name: arguments[name] for name in kernel.arg_names}
-    device = next(x for x in named.values() if isinstance(x, Tensor)).device
+class Launch:
+    """A kernel with its grid and those of its arguments that are equal in all calls of a kind.
+
+    The other arguments are filled in by name: `x_tiles` is a descriptor of `x`, or `x` itself. The
+    first run compiles; later ones use what it returned, without Triton's own checks of arguments.
+
+    Args:
+        arguments: the fixed ones, and a descriptor of the first call's tensor for each `x_tiles`.
+        names: names in the call of parameters that it calls otherwise.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        config: Config | None,
+        arguments: Mapping[str, Any],
+        **names: str,
+    ) -> None:
+        self.kernel, self.grid, self.config = kernel, (programs, 1, 1), config
+        self.fixed = [arguments.get(name) for name in kernel.arg_names]
+        self.places: list[tuple[int, str, Any, int]] = []
+        for place, name in enumerate(kernel.arg_names):
+            source = names.get(name, name.removesuffix("_tiles"))
+            tiles: Any = arguments.get(name)
+            if hasattr(tiles, "block_shape"):
+                rows_before = tiles.shape[0] - tiles.base.shape[2]
+                self.places.append((place, source, tiles, rows_before))
+                tiles.base = self.fixed[place] = None  # else they would keep that tensor
+            elif name not in arguments:
+                self.places.append((place, source, None, 0))
+        self.compiled: Any = None
+
+    def arguments(self, of_call: Mapping[str, Any]) -> list[Any]:
+        """All arguments in the order of the kernel's parameters."""
+        arguments = self.fixed.copy()
+        for place, name, tiles, rows_before in self.places:
+            x = of_call[name]
+            if tiles is not None:
+                shape = [rows_before + x.shape[2], *tiles.shape[1:]]
+                x = type(tiles)(x, shape, tiles.strides, tiles.block_shape)
+            arguments[place] = x
+        return arguments
+
+    def run(self, of_call: Mapping[str, Any]) -> None:
+        """Launches the kernel on the current device."""
+        arguments = self.arguments(of_call)
+        if self.compiled is None:
+            self.compiled = self.kernel[self.grid](*arguments, **options(self.config))
+        else:
+            self.compiled[self.grid](*arguments)
+
+
+def launch(launches: Iterable[Launch], of_call: Mapping[str, Any], device: torch.device) -> None:
+    """Runs kernels in order, with the tensors and numbers of a call."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(programs,)](**named, **options(config))
+        for x in launches:
+            if x.grid[0]:
+                x.run(of_call)
 
 
 def options(config: Config | None) -> dict[str, Any]:
@@ -100,6 +152,11 @@ def precision(dtype: torch.dtype) -> str:
 def padded(x: Tensor) -> int:
     """The head dim that kernels compute with: the next power of two, at least 16."""
     return max(16, power_of_2(x.shape[-1]))
+
+
+def kind_of(*tensors: Tensor) -> tuple[tuple[Any, ...], ...]:
+    """All that launches depend on of tensors; equal for tensors that differ in numbers only."""
+    return tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
 
 
 @cache

@@ -48,17 +48,27 @@ class Part(NamedTuple):
         return self.problem.group
 
 
+def of_call(part: Part, number: int, w: Walk, *, by_key: bool) -> dict[str, Any]:
+    """Arguments of pass `number` that calls of one kind do not share: tensors and lengths."""
+    p, problem = part.layout.passes[number], part.problem
+    starts, stops = (p.key_start, p.key_stop) if by_key else (p.query_start, p.query_stop)
+    return {
+        "query": problem.query, "key": problem.key, "value": problem.value,
+        "tile_start": starts.contiguous(), "tile_stop": stops.contiguous(),
+        "kv_len": problem.key.shape[2], "bitmap_row": problem.slots[number] if problem.slots else 0,
+        **extra_arguments.of_call(problem, number, w, by_key=by_key),
+    }  # fmt: skip
+
+
 def of_inputs(part: Part, config: Config) -> dict[str, Any]:
-    """Kernel arguments for the tensors of a call, their shapes, and how to compile for them."""
+    """Kernel arguments for the shapes of a call's tensors, and how to compile for them."""
     query, value, bias = part.query, part.value, part.problem.block_bias
     return {
-        "query": query, "key": part.key, "value": value,
         "HEAD_DIM": query.shape[3], "PADDED_DIM": padded(query),
         "VALUE_DIM": value.shape[3], "PADDED_VALUE_DIM": padded(value),
-        "bias": query if bias is None else bias, "BIASED": bias is not None,
+        "BIASED": bias is not None,
         "bias_batch": 0 if bias is None else bias.stride(0),
         "bias_head": 0 if bias is None else bias.stride(1),
-        **dict.fromkeys(("grad_bias", "diagonals", "ends", "diagonal_start"), query),
         "num_blocks": 0, "scale": part.problem.scale, "group": part.group,
         "all_heads": part.layout.frame.num_heads, "PRECISION": precision(query.dtype),
         "STAGES": config.stages, "WARP_SPECIALIZE": config.warp_specialize,
@@ -68,13 +78,12 @@ def of_inputs(part: Part, config: Config) -> dict[str, Any]:
 def of_tiles(part: Part, number: int, w: Walk, config: Config, *, by_key: bool) -> dict[str, Any]:
     """Kernel arguments for the tiles and walk of pass `number`; `by_key`: units are key tiles."""
     p, tile = part.layout.passes[number], part.layout.block_size
-    starts, stops = (p.key_start, p.key_stop) if by_key else (p.query_start, p.query_stop)
+    starts = p.key_start if by_key else p.query_start
     masked = config.masked or config.streamed
     word = 32 if tile % 32 == 0 and masked >= 32 else 16
     return {
         **w._asdict(),
         **extra_arguments.arguments(part.problem, number, w, part.heads.start, by_key=by_key),
-        "tile_start": starts.contiguous(), "tile_stop": stops.contiguous(),
         "words": w.bitmaps.contiguous().view(torch.int32 if word == 32 else torch.int16),
         "step": p.step, "num_units": w.units.shape[2], "num_entries": w.start.shape[2],
         "num_cuts": w.cuts.shape[2], "num_tiles": starts.shape[1], "num_slots": w.slots,
@@ -102,7 +111,6 @@ def streamed(
     reach = max(1, *(x.stride(2) for x in tensors.values()))
     arguments: dict[str, Any] = {"WIDE": tile * step * reach + MOST_HEAD_DIM >= 1 << 31}
     arguments |= {f"{name[0]}_side": 0 for name in tensors}
-    arguments |= {f"{name}_tiles": x for name, x in (tensors | rows).items()}
     masked = "key" in tensors and part.problem.key_mask is not None
     if not config.tma or step > 1 or tile % config.streamed or masked:
         return {**arguments, "TMA": False}

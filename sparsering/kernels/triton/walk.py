@@ -6,6 +6,7 @@ longest units start first. The host reads nothing from the device and never wait
 CUDA streams wait until a cached walk is built.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -37,6 +38,7 @@ class Walk(NamedTuple):
         cuts: [Bt, T, cuts, 3] tile (-1: none), first slot and number of pieces of each cut tile.
         slots: most slots that a table may use.
         bitmaps: bitmaps of the pass, with one line for each slot of the units' tile.
+        built: when the tables are complete, for other streams; None if none shares them.
     """
 
     units: Tensor
@@ -49,10 +51,11 @@ class Walk(NamedTuple):
     bitmaps: Tensor
     origin: Tensor | None = None
     stream: Tensor | None = None
+    built: Built | None = None
 
 
 _captured: list[object] = []  # CUDA graphs read these: never freed
-_walks: WeakKeyDictionary[Pass, dict[object, tuple[Walk, Built | None]]] = WeakKeyDictionary()
+_walks: WeakKeyDictionary[Pass, dict[object, Walk]] = WeakKeyDictionary()
 
 
 def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, processors: int) -> Walk:
@@ -76,29 +79,41 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
         kind = *kind, layout.table_shape, *(id(x.walked_as) for x in layout.passes[:number])
     walks = _walks.setdefault(p, {})
     if (found := walks.get(kind)) is not None:
-        if capturing(p.key_tile.device):
-            # a cut pass has memory of this capture, which nothing may keep; its tables are `p`'s
-            cut = p is not layout.passes[number]
-            kept = (p, layout.passes[number].query_stop) if cut else layout
-            _captured.append((kept, found[0]))
-        else:
-            _wait(p, *found)
-        return found[0]
+        use(found, layout, number, by_key=by_key)
+        return found
     if capturing(p.key_tile.device):  # not cached: it has no values until the graph runs
         layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))  # own caches
         return _walk(layout, number, by_key, limit)
     for other in list(walks.values()):  # their stream may still build the transpose
-        _wait(p, *other)
+        _wait(p, other)
     made = _walk(layout, number, by_key, limit)
-    walks[kind] = made, Built.now(p.key_tile.device)
+    walks[kind] = made = made._replace(built=Built.now(p.key_tile.device))
     return made
 
 
-def _wait(p: Pass, made: Walk, built: Built | None) -> None:
+def use(w: Walk, layout: BlockLayout, number: int, *, by_key: bool) -> None:
+    """Makes the current stream wait for a cached walk; a captured graph keeps it forever."""
+    if w.built is None:
+        return
+    cut = layout.passes[number]
+    p = cut if by_key else cut.walked_as
+    if capturing(p.key_tile.device):
+        # a cut pass has memory of this capture, which nothing may keep; its tables are `p`'s
+        _captured.append(((p, cut.query_stop) if p is not cut else layout, w))
+    else:
+        _wait(p, w)
+
+
+def _wait(p: Pass, w: Walk) -> None:
     """Makes the current stream wait for a walk, and for the pass's tables that it needs."""
-    if built is not None:
-        of_pass = [*p.transpose] if "transpose" in vars(p) else []
-        built.wait([*(x for x in made if isinstance(x, Tensor)), *of_pass, p.num_entries])
+
+    def shared() -> Iterator[Tensor]:
+        yield from (x for x in w if isinstance(x, Tensor))
+        yield from p.transpose if "transpose" in vars(p) else ()
+        yield p.num_entries
+
+    if w.built is not None:
+        w.built.wait(shared())
 
 
 def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
@@ -161,10 +176,12 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
         x.gather(-1, order).int().contiguous()
         for x in (start, tokens, bitmap, entry + first[..., None])
     )
+    origin, stream = (
+        None if x is None else of_other(x).gather(-1, order) for x in (origin, stream)
+    )
     return Walk(
         units.int().contiguous(), start, tokens, bitmap, entry, cuts.int().contiguous(), slots_used,
-        p.transposed_bitmaps if by_key else p.bitmaps,
-        *(None if x is None else of_other(x).gather(-1, order) for x in (origin, stream)),
+        p.transposed_bitmaps if by_key else p.bitmaps, origin, stream,
     )  # fmt: skip
 
 
