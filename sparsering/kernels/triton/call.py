@@ -326,8 +326,7 @@ def _prepared(
         return [Launch(prepare_kernel, batch * heads * -(-q_len // _ROWS), None, arguments)]
 
     kind = "prepare", unit, *kind_of(*tensors.values())
-    launches = _kept(layout, kind, build, out.device)
-    launch(launches, tensors, out.device)
+    launch(_kept(layout, kind, build, out.device), tensors, out.device)
     return delta, row_lse
 
 
@@ -345,11 +344,10 @@ def _launches(
     extras = [x for x in (bias, table, seed, mask) if x is not None]
     p = layout.passes[number]
     kind = (
-        p if by_key else p.walked_as, p.walked_as is p, kernel, number, config,
-        part.heads.start, scale, softcap, dropped, problem.learns_distances,
-        bias is None, table is None, mask is None, sink is None,
-        precision(query.dtype), key.shape[:2], key.shape[3], value.shape[3],
-        *(x[1:] for x in kind_of(key, value)), *kind_of(query, *results, *extras),
+        p if by_key else p.walked_as, p.walked_as is p, kernel, number, config, part.heads.start,
+        scale, softcap, dropped, problem.learns_distances, precision(query.dtype),
+        bias is None, table is None, mask is None, sink is None, key.shape[:2], key.shape[3],
+        value.shape[3], *(x[1:] for x in kind_of(key, value)), *kind_of(query, *results, *extras),
     )  # fmt: skip
     w, launches = _kept(layout, kind, build, query.device)
     use(w, layout, number, by_key=by_key)
