@@ -145,10 +145,7 @@ class Function:
 def assert_close(
     name: str, found: Tensor, expected: Tensor, relative: float, beside: float
 ) -> None:
-    """Asserts that numbers differ only by the rounding of sums and of the result's dtype.
-
-    A number beyond the dtype's range becomes infinite.
-    """
+    """Asserts that numbers differ only by rounding, and are infinite beyond the dtype's range."""
     assert found.shape == expected.shape, f"{name}: shape {tuple(found.shape)}"
     number, exact = found.detach().double(), expected.detach().double()
     assert not number.isnan().any(), f"{name}: NaN"
