@@ -77,7 +77,7 @@ def _compile(library: Path) -> None:
     command += [f"-isystem{path}" for path in include_paths("cpu")]
     command += [f"-L{path}" for path in library_paths("cpu")]
     command += ["-ltorch", "-ltorch_cpu", "-lc10", *_OPENMP_LIBRARY]
-    print("sparsering: compiling the CPU kernel, once, for about 15 s", file=sys.stderr)
+    print("sparsering: compiling the CPU kernel, once, for about 30 s", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         output = Path(folder) / library.name
         command += ["-o", str(output)]
