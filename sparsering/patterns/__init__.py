@@ -4,8 +4,9 @@
     pattern.to_dense(16)      # what it means, by definition; for small inputs
     pattern.layout(1 << 20)   # what kernels run, at the cost of the pattern
 
-`algebra` defines masks and mixtures and how they combine; `positions`, `blocks` and `keys` define
-the masks; `expression` reads them back from text; `custom` and `mask_mod` take custom masks.
+`algebra` defines masks and mixtures and how they combine; `positions`, `blocks`, `keys` and
+`selected` define the library's masks; `expression` reads patterns from text; `custom` and
+`mask_mod` make patterns of a user's classes and functions.
 """
 
 from .algebra import Mask, Mixture, Pattern

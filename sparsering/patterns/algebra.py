@@ -23,23 +23,23 @@ from .frame import Restarts as Restarts
 if TYPE_CHECKING:
     from ..layouts.layout import BlockLayout
 
-# A later registered class may replace one of its name, so expressions number the versions.
+# Expressions number the classes that a user registers under one name; `repr` omits the number.
 _VERSION = re.compile(r"__v\d+(?=\()")
 
 
 class Pattern:
     """Base class of masks and mixtures: a frozen value that says which pairs attend.
 
-    `expression` is its text, `tensors` are those that the text names; `parse` reads them back.
+    `expression` is its text, in which t0, t1, ... stand for its `tensors`; `parse` reads both.
     """
 
     expression: str
     tensors: tuple[Tensor, ...]
-    _name: ClassVar[str] = ""  # name in the expression, where it is not the class's own
-    __array_ufunc__ = None  # NumPy arrays then leave the operator to the pattern, as tensors do
+    _name: ClassVar[str] = ""  # name in the expression, "" for the name of the class
+    __array_ufunc__ = None  # makes `array & pattern` call the pattern's operator, not NumPy's
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Refuses classes that are not registered; a registered class is a dataclass."""
+        """Raises TypeError: a registered class is a dataclass, which has its own `__init__`."""
         name = type(self).__name__
         raise TypeError(
             f"{name} is no pattern yet; put @sparsering.register_pattern above its class"
@@ -55,7 +55,7 @@ class Pattern:
         """Normalises and checks the constructor's arguments."""
 
     def _spell(self, tensors: list[Tensor]) -> str:
-        """The text of the pattern; appends the tensors that it names."""
+        """Returns the text of the pattern, and appends its tensors to `tensors`."""
         values = []
         for value in self._values():
             if isinstance(value, Tensor):
@@ -72,14 +72,14 @@ class Pattern:
         return _VERSION.sub("", self.expression)
 
     def __eq__(self, other: object) -> bool:
-        """Compares by content: the expression, and the tensors that it names."""
+        """Compares by content: the expression and the tensors."""
         if type(other) is not type(self):
             return NotImplemented
         alike = self.expression == other.expression
         return alike and all(map(same_tensor, self.tensors, other.tensors))
 
     def __hash__(self) -> int:
-        """Hashes by content, reading tensors only where that costs no device sync; once."""
+        """Hashes by content, once; reads tensors only on the CPU, to wait for no device."""
         if "_hash" not in vars(self):
             content = (digest_of(tensor) for tensor in self.tensors)
             object.__setattr__(self, "_hash", hash((type(self), self.expression, *content)))
@@ -91,12 +91,12 @@ class Pattern:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles by arguments: hash and class versions are valid in one process."""
+        """Copies and pickles by arguments, since another process has other hashes and versions."""
         return type(self), tuple(self._values())
 
     @property
     def branches(self) -> "tuple[Mask, ...]":
-        """The masks whose multiset union this pattern is: one for a mask."""
+        """The masks of a mixture; for a mask, a tuple of the mask alone."""
         return self.masks if isinstance(self, Mixture) else (self,)  # type: ignore[return-value]
 
     def to_dense(
@@ -112,12 +112,11 @@ class Pattern:
 
         Args:
             q_len, kv_len: tokens; `kv_len` defaults to `q_len`.
-            num_heads, num_kv_heads: query heads and key/value heads (default: as many).
+            num_heads, num_kv_heads: number of query heads and of key/value heads (default: equal).
             q_start: position of the first query, default `kv_len - q_len`.
 
-        Returns:
-            [H or 1, Nq, Nk], or [B, H or 1, Nq, Nk] if it depends on the batch entry: bool for a
-            mask, int64 counts for a mixture.
+        Returns: [H or 1, Nq, Nk], or [B, H or 1, Nq, Nk] if the pattern depends on the batch entry:
+            bool for a mask, int64 counts for a mixture.
 
         Cost: O(B H Nq Nk) time and memory; for tests and small inputs.
         """
@@ -149,15 +148,15 @@ class Pattern:
 
         Args:
             q_len, kv_len, num_heads, num_kv_heads, q_start: as for `to_dense`.
-            block_size: a multiple of 16 from 16 to 256; default as `attention` chooses it, unless
-                `sparsering tune` measured another here.
+            block_size: a multiple of 16 from 16 to 256; default the choice of `attention`, unless
+                `sparsering tune` measured a better size on this machine.
             device: device of the tables.
 
-        Raises: ValueError if the pattern does not fit the lengths or heads.
+        Raises: ValueError if the pattern is for other lengths or heads.
 
         Cost: O(visited blocks) time and memory.
         """
-        # Layouts import patterns, so this and the next two methods import them when called.
+        # Layouts import patterns, so patterns can import layouts only inside functions.
         from ..layouts.block_size import block_size as chosen
         from ..layouts.cache import layout_cache, place_of
 
@@ -176,13 +175,16 @@ class Pattern:
     ) -> list[Tensor]:
         """The keys that later queries still visit: what a cache must hold after `length` tokens.
 
-        Args: heads as in `to_dense`; `length`, the tokens so far; `max_length`, the most there will
-            be, default no end or the pattern's own. `RandomBlocks` and custom masks need it.
+        Args:
+            length: tokens so far.
+            num_heads, num_kv_heads: as for `to_dense`.
+            max_length: most tokens of the sequence; default the length that the pattern is for,
+                else no end. `RandomBlocks` and custom masks need it.
 
-        Returns: for each kv head exactly the positions below `length`, int64, ascending, that any
-            batch entry, branch or query head of it visits; `SelectedBlocks` may visit all.
+        Returns: for each kv head the positions below `length`, int64, ascending, that some query of
+            its query heads visits, in any branch or batch entry; `SelectedBlocks` may visit all.
 
-        Raises: ValueError if the pattern needs a `max_length`, or does not fit it or the heads.
+        Raises: ValueError if the pattern needs a `max_length`, or is for other lengths or heads.
 
         Cost: O(keys that may be live) for each distinct mask; custom masks are evaluated on pairs.
 
@@ -197,25 +199,25 @@ class Pattern:
     def cache_bound(
         self, *, num_heads: int = 1, num_kv_heads: int | None = None, max_length: int | None = None
     ) -> int | None:
-        """The most keys of a kv head that are ever live at once; None where that has no bound.
+        """The most keys of a kv head that are ever live at once; None if there is no bound.
 
-        It is the greatest length of any result of `live_keys`; arguments as there.
+        It is the length of the longest result of `live_keys`, which has the same arguments.
 
-        Raises: as `live_keys`, and where pairs repeat only after more than 2^26 tokens.
+        Raises: as `live_keys`, and if the pattern repeats only after more than 2^26 tokens.
 
-        Cost: O(max_length), or O(tokens after which pairs repeat), for each distinct mask.
+        Cost: O(max_length), or O(tokens after which the pattern repeats), for each distinct mask.
         """
         from ..layouts.lifetimes import cache_bound
 
         return cache_bound(self, num_heads, num_kv_heads, max_length)
 
     def check(self, frame: Frame) -> None:
-        """Raises ValueError if the pattern does not fit these lengths and heads."""
+        """Raises ValueError if the pattern is for other lengths or heads."""
         for mask in self._components():
             mask.check(frame)
 
     def num_batches(self) -> int | None:
-        """The batch size that the pattern demands, None for any."""
+        """The batch size that the pattern is for, None for any."""
         sizes = {self._own_batches(), *(mask.num_batches() for mask in self._components())} - {None}
         if len(sizes) > 1:
             raise ValueError(
@@ -225,26 +227,26 @@ class Pattern:
         return sizes.pop() if sizes else None
 
     def _own_batches(self) -> int | None:
-        """The batch size that the pattern demands beside its components; None for any."""
+        """The batch size that the class's own fields are for, None for any."""
         return None
 
     def num_tables(self, frame: Frame) -> int:
-        """Number of heads with a pattern of their own: 1, num_kv_heads or num_heads."""
+        """Number of heads with different pairs: 1, num_kv_heads or num_heads."""
         return max((mask.num_tables(frame) for mask in self._components()), default=1)
 
     def _components(self) -> "tuple[Mask, ...]":
-        """The masks that are arguments of this pattern."""
+        """Returns the masks that are arguments of this pattern."""
         return ()
 
     @property
     def own_length(self) -> int | None:
-        """The least length, in tokens, that a part of the pattern is made for; None for any."""
+        """Least length, in tokens, that a mask in the pattern is for; None for any length."""
         lengths = (mask.own_length for mask in self._components())
         return min((length for length in lengths if length is not None), default=None)
 
     @property
     def restarts(self) -> "Restarts | None":
-        """Lengths of the documents at whose starts positions restart; None if there are none."""
+        """Lengths of the documents in which positions restart; None if they do not restart."""
         return None
 
     @property
@@ -263,8 +265,8 @@ class Pattern:
 
     def __invert__(self) -> NoReturn:
         raise TypeError(
-            "a pattern has no complement; say what attends, or write a mask of your own "
-            "(register_pattern)"
+            "a pattern has no complement; combine masks of the pairs that attend, or write a mask "
+            "of your own (register_pattern)"
         )
 
     def __and__(self, other: object) -> Any:
@@ -276,7 +278,7 @@ class Pattern:
     def __add__(self, other: object) -> Any:
         return _combined("+", self, other)
 
-    __rand__, __ror__, __radd__ = __and__, __or__, __add__  # `other` is no pattern: TypeError
+    __rand__, __ror__, __radd__ = __and__, __or__, __add__  # raise TypeError: left is no pattern
 
 
 class Mask(Pattern):
@@ -284,44 +286,42 @@ class Mask(Pattern):
 
     @property
     def asks_frame(self) -> bool:
-        """Whether `holds` depends on the frame, and not on positions alone."""
+        """Whether `holds` reads the frame; False if positions alone decide."""
         return True
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        """The definition: whether query position p pairs with key position k.
+        """Defines the mask: returns bool, True where query position p pairs with key position k.
 
-        Args: int64 tensors that broadcast, and the lengths and heads.
-
-        Returns: bool.
+        p and k are int64 tensors that broadcast; `frame` has the lengths and heads.
         """
         raise NotImplementedError
 
     def at(self, batch: int, head: int, frame: Frame) -> "Mask":
-        """The mask that one query head of one batch entry sees; it depends on neither any more."""
+        """Returns the mask of one query head of one batch entry, the same for all heads."""
         return self
 
     def status(
         self, q_first: Tensor, q_last: Tensor, k_first: Tensor, k_last: Tensor, frame: Frame
     ) -> Tensor | None:
-        """Whether all, some or no pairs of tiles hold; lets a custom mask be laid out fast.
+        """Whether all, some or no pairs of two tiles hold; makes layouts of a custom mask fast.
 
         Args: first and last query and key position of n pairs of tiles, int64 [n]; the positions of
             a tile need not be neighbours.
 
-        Returns: [n], 0 where no pair of a pair of tiles holds, 2 where all do, 1 where that varies
-            or is unknown; None where nothing is known.
+        Returns: [n], 0 if no position pair of the two tiles holds, 2 if all hold, 1 if some hold or
+            it is unknown; None if all are unknown.
         """
         return None
 
     def candidates(
         self, q_first: Tensor, q_last: Tensor, frame: Frame
     ) -> tuple[Tensor, Tensor] | None:
-        """Range of keys that each query tile may see; lets a custom mask be laid out fast.
+        """Range of keys that each query tile may see; makes layouts of a custom mask fast.
 
         Args: first and last query position of n tiles, int64 [n].
 
-        Returns: (first, last) key position of a range for each, outside of which no pair holds;
-            None where any key may pair.
+        Returns: first and last key position of each range, [n] and [n]; no pair outside holds. None
+            if any key may pair.
         """
         return None
 
@@ -387,7 +387,7 @@ class Or(_SetOperation):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Not(Mask):
-    """The complement; used only to leave the pairs of earlier passes out of a pass."""
+    """Complement of a mask; a pass uses it to exclude the pairs of earlier passes."""
 
     mask: Mask
 
@@ -406,7 +406,7 @@ class Not(Mask):
 
 
 def joined_masks(pattern: Pattern) -> Iterator[Mask]:
-    """Yields the masks that `&`, `|` and `+` join to a pattern, in their order."""
+    """Yields the masks in a pattern that `&`, `|` and `+` combine, in order."""
     if isinstance(pattern, _Combination):
         for mask in pattern.masks:
             yield from joined_masks(mask)
@@ -415,7 +415,7 @@ def joined_masks(pattern: Pattern) -> Iterator[Mask]:
 
 
 def check_fits(pattern: Pattern, frame: Frame) -> None:
-    """Raises ValueError, which quotes the pattern, where it does not fit lengths and heads."""
+    """Raises ValueError, with the pattern's text, if it is for other lengths or heads."""
     try:
         pattern.check(frame)
     except ValueError as error:
@@ -423,7 +423,7 @@ def check_fits(pattern: Pattern, frame: Frame) -> None:
 
 
 def _combined(symbol: str, left: Pattern, right: object) -> Pattern:
-    """The pattern `left symbol right`; TypeError where that has no meaning."""
+    """Returns the pattern `left symbol right`; TypeError if it has no meaning."""
     mixtures = [isinstance(side, Mixture) for side in (left, right)]
     if symbol == "|" and any(mixtures):
         raise TypeError(

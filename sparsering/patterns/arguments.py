@@ -13,13 +13,13 @@ from torch import Tensor
 from ..rows import mix
 
 MOST_TOKENS = 1 << 53
-"""The largest length in a pattern; it leaves room for products in 64 bits."""
+"""The largest length in a pattern, so that products of two numbers of it fit in 64 bits."""
 
-_SAMPLE = 1 << 14  # numbers of a tensor that its hash reads, evenly spaced
+_SAMPLE = 1 << 14  # most numbers of a tensor that its hash reads, evenly spaced
 
 
 def not_a_pattern(other: object) -> str:
-    """Error text: the operand that is no pattern, and how to make one."""
+    """Returns error text about a value that should be a pattern, with a suggested fix."""
     got, way_out = type(other).__name__, "patterns are made by Causal(), LongNet(...), ..."
     if isinstance(other, type):
         got, way_out = f"the class {other.__name__}", "call it with its arguments"
@@ -33,7 +33,7 @@ def not_a_pattern(other: object) -> str:
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """The text, without its middle where it is long."""
+    """Returns the text, without its middle if it is long."""
     half = most // 2
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
@@ -41,13 +41,16 @@ def shortened(text: str, most: int = 200) -> str:
 def checked_integer(
     name: str, value: object, least: int | None, most: int | None = MOST_TOKENS
 ) -> int:
-    """The value as an int within bounds; TypeError or ValueError naming it otherwise."""
+    """Returns the value as an int within bounds; else TypeError or ValueError with `name`."""
     try:
         if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
     except (TypeError, RuntimeError):  # tensors without data raise RuntimeError
-        raise TypeError(f"{name} must be an int, got {_described(value)}") from None
+        got = shortened(repr(value)) + "; wrap it in int()" * isinstance(value, str | float)
+        if isinstance(value, Tensor) and not value.is_nested and value.numel() != 1:
+            got = f"a tensor of shape {tuple(value.shape)}; a length is its .shape[2]"
+        raise TypeError(f"{name} must be an int, got {got}") from None
     if least is not None and number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
     if most is not None and number > most:
@@ -56,40 +59,32 @@ def checked_integer(
 
 
 def is_finite(number: object) -> bool:
-    """Whether the value is a real number that a float can hold, and no tensor."""
+    """Whether the value is a real number in the range of a float, and no tensor."""
     return isinstance(number, Real) and abs(number) <= sys.float_info.max  # type: ignore[operator]
 
 
 def checked_flag(name: str, value: object) -> bool:
-    """The value, which must be True or False; TypeError naming it otherwise."""
+    """Returns the value, True or False; TypeError for another type."""
     if type(value) is not bool:
         raise TypeError(f"{name} must be True or False, got {shortened(repr(value))}")
     return value
 
 
-def _described(value: object) -> str:
-    """Error text: the value received, and a suggested fix."""
-    if isinstance(value, Tensor) and not value.is_nested and value.numel() != 1:
-        return f"a tensor of shape {tuple(value.shape)}; lengths are those of its dim 2"
-    way_out = "; wrap it in int()" if isinstance(value, str | float) else ""
-    return shortened(repr(value)) + way_out
-
-
 def kind_of(value: object) -> str:
-    """Error text: dtype and shape of a tensor, or the type of another value."""
+    """Returns dtype and shape of a tensor, or the type of another value, as text."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
     return type(value).__name__
 
 
 def freeze_integer(pattern: object, name: str, *bounds: int | None) -> None:
-    """Replaces an argument by a checked int; bounds as for `checked_integer`."""
+    """Replaces a field of a frozen pattern by a checked int; bounds as in `checked_integer`."""
     number = checked_integer(f"{type(pattern).__name__} {name}", getattr(pattern, name), *bounds)
     object.__setattr__(pattern, name, number)
 
 
 def freeze_integers(pattern: object, name: str, *bounds: int | None) -> None:
-    """Replaces a sequence argument by a tuple of checked ints."""
+    """Replaces a field of a frozen pattern, a sequence, by a tuple of checked ints."""
     numbers = checked_integers(f"{type(pattern).__name__} {name}", getattr(pattern, name), *bounds)
     object.__setattr__(pattern, name, numbers)
 
@@ -97,7 +92,7 @@ def freeze_integers(pattern: object, name: str, *bounds: int | None) -> None:
 def checked_integers(
     name: str, value: object, least: int | None, most: int | None = MOST_TOKENS
 ) -> tuple[int, ...]:
-    """A sequence, tensor or array as a tuple of ints within bounds; TypeError or ValueError."""
+    """Returns a sequence, tensor or array as ints within bounds; else TypeError or ValueError."""
     numbers = listed(name, value)
     if isinstance(numbers, str) or not isinstance(numbers, Sequence):
         raise TypeError(f"{name} must be a sequence of ints, got {shortened(repr(value))}")
@@ -105,20 +100,21 @@ def checked_integers(
 
 
 def listed(name: str, value: Any) -> Any:
-    """A tensor or array as lists of numbers, anything else as it is; TypeError naming it."""
+    """Returns a tensor or array as lists of numbers, and any other value unchanged."""
     if isinstance(value, Tensor) and (
         value.is_meta or value.is_nested or value.layout is not torch.strided
     ):
+        kind = "nested" if value.is_nested else value.layout
         raise TypeError(
-            f"{name} must be numbers, got a {value.layout} tensor on {value.device}"
-            f"{' that is nested' * value.is_nested}; .tolist() of a dense one makes a list"
+            f"{name} must be numbers, got a {kind} tensor on {value.device}; pass a list, as "
+            ".tolist() of a dense tensor makes"
         )
     has_list = hasattr(value, "tolist") and not isinstance(value, type)
     return value.tolist() if has_list else value
 
 
 def as_float(value: Any) -> float:
-    """The value as a float, possibly infinite; NaN where it is no number."""
+    """Returns the value as a float, possibly infinite; NaN if it is no number."""
     if isinstance(value, bool | str | bytes | bytearray):
         return math.nan
     try:
@@ -128,7 +124,7 @@ def as_float(value: Any) -> float:
 
 
 def checked_number(name: str, value: object, least: float, most: float = math.inf) -> float:
-    """The value as a finite float within bounds; ValueError naming it otherwise."""
+    """Returns the value as a finite float within bounds; else ValueError with `name`."""
     if isinstance(value, bool) or not is_finite(value) or not least <= value <= most:  # type: ignore[operator]
         bounds = f"from {least:g} up" if most == math.inf else f"from {least:g} to {most:g}"
         raise ValueError(
@@ -139,7 +135,7 @@ def checked_number(name: str, value: object, least: float, most: float = math.in
 
 
 def checked_dtype(name: str, value: object) -> torch.dtype | None:
-    """The value, which must be a dtype or None; TypeError naming it otherwise."""
+    """Returns the value, a dtype or None; TypeError for another type."""
     if value is not None and not isinstance(value, torch.dtype):
         raise TypeError(
             f"{name} must be a dtype such as torch.float32 or None, got {shortened(repr(value))}"
@@ -155,10 +151,7 @@ def same_tensor(a: Tensor, b: Tensor) -> bool:
 
 
 def digest_of(tensor: Tensor) -> int:
-    """Hash of shape and a sample of the content; of shape alone where reading waits for a device.
-
-    Equality compares all of the content (`same_tensor`).
-    """
+    """Hashes the shape, and on the CPU a sample of the content; `same_tensor` compares it all."""
     content = 0
     if tensor.device.type == "cpu" and tensor.numel():
         numbers = tensor.contiguous().flatten()

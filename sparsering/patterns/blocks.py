@@ -1,8 +1,8 @@
 """Masks that are defined block by block, or by a tensor.
 
-Whole blocks of queries see whole blocks of keys. Their block size is part of the pattern and need
-not be the block size of the layout that runs it. b = p // block_size is a query's block, b' = k //
-block_size a key's; a negative position is in no block.
+Whole blocks of queries see whole blocks of keys. The block size is part of the pattern; its layout
+may have tiles of another size. b = p // block_size is the block of query position p, b' = k //
+block_size the block of key position k; a negative position is in no block.
 """
 
 import math
@@ -20,13 +20,10 @@ from .permutation import permute, unpermute
 
 
 class BlockwiseMask(Mask):
-    """A mask that says which key blocks each query block sees.
-
-    `by_distance`: whether b - b' alone decides that.
-    """
+    """A mask that says which key blocks each query block sees."""
 
     block_size: int
-    by_distance: ClassVar[bool] = False
+    by_distance: ClassVar[bool] = False  # True if the mask depends on b - b' alone
 
     def _validate(self) -> None:
         freeze_integer(self, "block_size", 1)
@@ -45,16 +42,13 @@ class BlockwiseMask(Mask):
         raise NotImplementedError
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Key blocks that each query block may see, as inclusive ranges.
-
-        Returns: (index into q_block, first, last).
-        """
+        """Returns inclusive ranges of key blocks that hold: (index into q_block, first, last)."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class BlockDilated(BlockwiseMask):
-    """A block of queries sees its own block of keys and those at a distance in `rates`.
+    """A block of queries sees its own block of keys, and blocks at a distance in `rates`.
 
     In blocks of `block_size` tokens: b' = b, or abs(b - b') is one of `rates`.
 
@@ -146,7 +140,7 @@ class Hierarchical(BlockwiseMask):
         object.__setattr__(self, "levels", levels)
 
     def in_blocks(self) -> list[tuple[int, int | None]]:
-        """(period, radius) of each level in blocks."""
+        """Returns (period of query blocks, radius of the window) of each level, in blocks."""
         size = self.block_size
         return [(max(1, s // size), None if w is None else w // size // 2) for s, w in self.levels]
 
@@ -210,10 +204,10 @@ class RandomBlocks(BlockwiseMask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _RandomBlocksOfHead(BlockwiseMask):
-    """`RandomBlocks` as one kv head sees it.
+    """The choice of `RandomBlocks` for one kv head.
 
-    A row draws the first `count` images of a permutation of the blocks, or, where the row's own
-    (diagonal) block exists, that block and `count - 1` images of a permutation of the others.
+    A query block takes the first `count` blocks of a random permutation. If its own (diagonal)
+    block exists, it takes this block and `count - 1` others.
     """
 
     density: float
@@ -221,7 +215,7 @@ class _RandomBlocksOfHead(BlockwiseMask):
     key: int
 
     def _row(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(has a diagonal block, number to draw, number to draw from, key) of each query block."""
+        """(has a diagonal block, number of drawn blocks, of candidates, hash) per query block."""
         blocks = -(-torch.as_tensor(kv_len) // self.block_size)
         count = (self.density * blocks.double() + 0.5).floor().long().clamp(min=1).minimum(blocks)
         diagonal = q_block < blocks
@@ -269,13 +263,13 @@ class TensorMask(Mask):
             got = "one on the meta device" if table.is_meta else str(table.layout)
             raise ValueError(
                 f"{name} needs a dense tensor with numbers, got "
-                f"{'a nested one' if table.is_nested else got}; make one with .to_dense() or on a "
-                "device"
+                f"{'a nested one' if table.is_nested else got}; convert with .to_dense(), or make "
+                "it on the CPU"
             )
         if table.dim() not in self.table_dims:
             raise ValueError(
                 f"{name} needs a tensor of {' or '.join(map(str, self.table_dims))} dims, "
-                f"got shape {tuple(table.shape)}; index or squeeze what is too many"
+                f"got shape {tuple(table.shape)}; remove dims with squeeze() or an index"
             )
         name = fields(self)[0].name  # type: ignore[arg-type]
         object.__setattr__(self, name, table.detach().clone())
@@ -330,7 +324,7 @@ class Dense(TensorMask):
 
 
 def lookup(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """table[row, column], False outside the table."""
+    """Returns table[row, column], False outside the table."""
     rows, columns = table.shape
     if not table.numel():
         return (row != row) | (column != column)

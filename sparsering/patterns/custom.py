@@ -10,8 +10,8 @@
     attention(query, key, value, Prefix(100) & SlidingWindow(512, 512))
 
 Cost: the layout of a custom mask evaluates every pair once, O(Nq Nk) time, unless the class defines
-`Mask.candidates` or `Mask.status` for tiles. The memory of a layout and the time of attention are
-those of any other mask with the same pairs.
+`Mask.candidates` or `Mask.status` for tiles. Memory and attention cost as much as for any mask with
+the same pairs.
 """
 
 from collections import Counter
@@ -30,14 +30,14 @@ Own = TypeVar("Own", bound=Mask)
 
 
 def register_pattern(cls: type[Own]) -> type[Own]:
-    """Turns a subclass of `Mask` that defines `holds` into a pattern like those of the library.
+    """Turns a subclass of `Mask` that defines `holds` into a pattern like the library's own.
 
-    Its annotated attributes become the arguments of its constructor (the class is made a frozen
-    dataclass): numbers, strings, None, CPU tensors (copied), tuples of these, or masks. It then
-    combines by `&`, `|`, `+`, runs on every backend, under torch.compile and over ranks, and
-    `parse` reads it. `holds` gets positions inside the sequence alone; `Mask` has further methods
-    that the class may override. A class may be registered again under its name, as when a notebook
-    cell runs again: `parse` reads the newest, and patterns of earlier classes stay as they are.
+    The class becomes a frozen dataclass, whose annotated attributes are its arguments: numbers,
+    strings, None, CPU tensors (copied), tuples of these, or masks. Its patterns combine by `&`,
+    `|`, `+`, run on every backend, under torch.compile and over ranks, and `parse` reads them.
+    `holds` gets only positions inside the sequence; the class may override other methods of `Mask`
+    too. A class may be registered again under its name, as when a notebook cell runs again: `parse`
+    then reads the newest class, and patterns of earlier classes do not change.
 
     Returns: the class, `cls`.
 
@@ -52,16 +52,15 @@ def register_pattern(cls: type[Own]) -> type[Own]:
     """
     if not (isinstance(cls, type) and issubclass(cls, Mask)):
         raise TypeError(
-            f"register_pattern wants a subclass of sparsering.Mask, got {shortened(repr(cls))}"
+            f"register_pattern needs a subclass of sparsering.Mask, got {shortened(repr(cls))}"
         )
     name = cls.__name__
     if "_name" in vars(cls):
         return cls
     if inherited := [base.__name__ for base in cls.__mro__ if base in _LAID_OUT_BY_CLASS]:
         raise TypeError(
-            f"register_pattern needs another class: {name} must not derive from {inherited[0]}, "
-            "which is laid out by rules of its own; "
-            f"derive from Mask, and combine the two with &, or ask {inherited[0]}(...).holds"
+            f"{name} must not derive from {inherited[0]}, whose layouts ignore a new `holds`; "
+            f"derive from Mask, and combine the two with &, or call {inherited[0]}(...).holds"
         )
     if cls.holds is Mask.holds:
         raise TypeError(
@@ -79,15 +78,15 @@ def register_pattern(cls: type[Own]) -> type[Own]:
     taken = {"expression", "tensors", *dir(Mask)} & set(vars(cls).get("__annotations__", {}))
     if taken:
         raise TypeError(
-            f"{name} must not call an argument {sorted(taken)[0]!r}, for every mask has one; "
+            f"{name} must not call an argument {sorted(taken)[0]!r}, an attribute of every mask; "
             "rename it"
         )
     pattern = dataclass(frozen=True, repr=False, eq=False)(cls)
     odd = [x.name for x in fields(pattern) if x.kw_only or not x.init]  # type: ignore[arg-type]
     if odd:
         raise TypeError(
-            f"{name} must take {odd[0]!r} as a plain argument, got one by keyword alone or none; "
-            "write it as `name: type = default`"
+            f"{name} must take {odd[0]!r} as a plain argument, got a field that is keyword-only or "
+            "not in __init__; write it as `name: type = default`"
         )
     _versions[name] += 1
     attributes: dict[str, Any] = {
@@ -113,7 +112,7 @@ _versions: Counter[str] = Counter()  # number of classes registered so far, by n
 
 
 def _with_expression(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wraps a custom `__post_init__`, so that `Pattern.__post_init__` always runs too."""
+    """Wraps a custom `__post_init__`, so that the one of `Pattern` always runs too."""
 
     def check(self: Mask) -> None:
         post_init(self)
@@ -130,7 +129,7 @@ def _fits(shape: torch.Size, target: torch.Size) -> bool:
 
 
 def _masks_of(pattern: Mask) -> dict[str, Mask]:
-    """The arguments of a pattern that are masks, by name."""
+    """Returns the arguments of a pattern that are masks, by name."""
     values = {field.name: getattr(pattern, field.name) for field in fields(pattern)}  # type: ignore[arg-type]
     return {name: value for name, value in values.items() if isinstance(value, Mask)}
 
@@ -142,7 +141,7 @@ def _at(self: Any, batch: int, head: int, frame: Frame) -> Mask:
 
 
 def _freeze_arguments(pattern: Pattern) -> None:
-    """Converts the arguments to values that can be written as text and read back."""
+    """Replaces the arguments by values that `expression` can write as text."""
     for field in fields(pattern):  # type: ignore[arg-type]
         value = getattr(pattern, field.name)
         label = f"{type(pattern).__name__} {field.name}"
@@ -160,7 +159,7 @@ def _frozen(label: str, value: object) -> object:
             return value.detach().clone()
         case float() if value != value or value in (float("inf"), float("-inf")):
             raise ValueError(f"{label} must be finite, got {value}; pass None for no bound")
-        case float():  # the text of a subclass may not be read back
+        case float():  # a subclass may print as text that `parse` cannot read
             return float(value)
         case str():
             return str.__str__(value)
@@ -174,14 +173,14 @@ def _frozen(label: str, value: object) -> object:
 
 
 def _inside_sequence(holds: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps `holds`: clamps positions into the sequence (tiles may leave it), checks the result."""
+    """Wraps `holds`: clamps positions, since tiles may end past a sequence; checks the result."""
 
     def inside(self: Mask, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         p, k = frame.inside(p, k)
         try:
             pairs = holds(self, p, k, frame)
         except Exception as error:
-            error.add_note(f"raised by holds of {self}, a mask of your own")
+            error.add_note(f"raised by the `holds` of {self}, a mask of your own")
             raise
         shape = torch.broadcast_shapes(p.shape, k.shape)
         is_bool = isinstance(pairs, Tensor) and pairs.dtype == torch.bool

@@ -2,8 +2,8 @@
 
     parse("LongNet((2048, 4096), (1, 2)) & Causal()")
 
-Nothing is evaluated. Tensors have no literal: `Pattern.expression` names them t0, t1, ... in the
-order of `Pattern.tensors`.
+No code in the text is executed. A tensor is written as a name, t0, t1, ..., which counts
+`Pattern.tensors`.
 """
 
 import ast
@@ -47,7 +47,7 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
 
     Returns: the mask or mixture, equal to the one that printed the text.
 
-    Raises: ValueError naming the part that is not a pattern.
+    Raises: ValueError that quotes the part which is not a pattern.
 
     Example:
         >>> parse("Causal() & SlidingWindow(511)") == Causal() & SlidingWindow(511)
@@ -55,11 +55,11 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
     """
     if not isinstance(text, str):
         raise ValueError(
-            f"{_EXPECTED}, got a {type(text).__name__}; what is a pattern needs no parsing"
+            f"{_EXPECTED}, got a {type(text).__name__}; use a pattern object without parse"
         )
     if not isinstance(tensors, Sequence) or not all(isinstance(x, Tensor) for x in tensors):
         got = shortened(repr(tensors))
-        raise ValueError(f"tensors must be a sequence of tensors, got {got}; as pattern.tensors")
+        raise ValueError(f"tensors must be a sequence of tensors, got {got}; pass pattern.tensors")
     return _parse(text, tuple(tensors)) if tensors else _parse_literal(text)
 
 
@@ -81,7 +81,7 @@ def _parse(text: str, tensors: tuple[Tensor, ...]) -> Pattern:
     except SyntaxError as error:
         raise ValueError(f"{_EXPECTED}, got {quoted}: {error.msg}") from None
     except (RecursionError, MemoryError):
-        raise ValueError(f"{_EXPECTED}, got {quoted}: it is nested too deep") from None
+        raise ValueError(f"{_EXPECTED}, got {quoted}, which is nested too deep") from None
     except TypeError as error:
         raise ValueError(f"{error}, in pattern {quoted}") from None
     if not isinstance(pattern, Pattern):
@@ -92,7 +92,7 @@ def _parse(text: str, tensors: tuple[Tensor, ...]) -> Pattern:
 class _Reader:
     def __init__(self, text: str, tensors: tuple[Tensor, ...]) -> None:
         self.text, self.tensors = text.strip(), tensors
-        self.patterns: dict[tuple[object, ...], Pattern] = {}  # reused, to copy tensors once
+        self.patterns: dict[tuple[object, ...], Pattern] = {}  # shared, since each copies tensors
 
     def read(self, node: ast.expr) -> Any:
         match node:
@@ -107,9 +107,7 @@ class _Reader:
             ):
                 named = {str(keyword.arg): self.read(keyword.value) for keyword in keywords}
                 if len(named) < len(keywords):
-                    raise ValueError(
-                        f"{name} must have each argument once, got one of them again; leave it out"
-                    )
+                    raise ValueError(f"{name} must have each argument once, got one of them twice")
                 values = [self.read(argument) for argument in arguments]
                 if named or not values or not all(isinstance(x, Tensor) for x in values):
                     return _constructors[name](*values, **named)
@@ -132,7 +130,7 @@ class _Reader:
 
 
 def _way_out(node: ast.expr) -> str:
-    """Error text: a suggested fix for a part that is no pattern."""
+    """Returns a suggested fix for a part that is no pattern, as error text."""
     names = [name for name in _constructors if name not in _INTERNAL and "__v" not in name]
     name = node.func if isinstance(node, ast.Call) else node
     similar = difflib.get_close_matches(name.id, names, 1) if isinstance(name, ast.Name) else []

@@ -9,7 +9,6 @@ from .arguments import MOST_TOKENS, checked_integer
 Restarts = tuple[tuple[int, ...], tuple[int, ...]]
 """Query and key lengths of documents, end to end, in which positions restart."""
 
-
 MOST_HEADS = 1 << 20
 """The largest number of heads, since each may get a table."""
 
@@ -49,16 +48,16 @@ class Frame(NamedTuple):
         return cls(q_len, kv_len, num_heads, num_kv_heads, q_start)
 
     def inside(self, p: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Clamps positions into the sequence, past whose ends tiles may reach."""
+        """Clamps positions into the sequence, because tiles may end past it."""
         last_query, last_key = self.q_start + max(0, self.q_len - 1), max(0, self.kv_len - 1)
         return p.clamp(self.q_start, last_query), k.clamp(0, last_key)
 
     def of_document(self, q_len: int, kv_len: int) -> "Frame":
-        """The frame of a document as a whole sequence, with its last query at its last key."""
+        """Returns the frame of a document as a sequence, with its last query at its last key."""
         return self._replace(q_len=q_len, kv_len=kv_len, q_start=kv_len - q_len)
 
     def of_documents(self, q_lengths: Tensor, kv_lengths: Tensor) -> "Frame":
-        """A frame with the positions of all these documents, for masks that ask no frame."""
+        """Returns a frame with all positions of these documents, for masks that ignore lengths."""
         longest = int(kv_lengths.max())
         return self.of_document(longest - int((kv_lengths - q_lengths).min()), longest)
 

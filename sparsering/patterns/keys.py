@@ -1,7 +1,7 @@
-"""Key masks, which hide single keys from all queries: padding, holes.
+"""Key masks, which hide single keys from all queries, such as padding.
 
-They do not depend on queries, so they need not be compiled: `without_key_masks` splits them off a
-pattern, and `key_mask` joins them into one tensor, which kernels take as data.
+They do not depend on queries, so layouts can ignore them: `without_key_masks` splits them off a
+pattern, and `key_mask` combines them in one tensor, which kernels take as data.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from .positions import GlobalTokens, intersection
 
 @dataclass(frozen=True, repr=False, eq=False)
 class KeyPadding(Mask):
-    """A query of a batch entry sees its first `lengths[batch]` keys; the rest is padding.
+    """A query of a batch entry sees the first `lengths[batch]` keys; the other keys are padding.
 
     Example: `Causal() & KeyPadding((100, 256))` for a batch of two, padded on the right.
     """
@@ -39,10 +39,9 @@ class KeyPadding(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class KeyMask(TensorMask):
-    """A query sees the keys where `valid` is True: any key may be padding, or a hole.
+    """A query sees the keys where `valid` is True: any key may be padding.
 
-    Create it once and reuse it: where its tensor is not on the CPU, results are reused for the same
-    object alone.
+    Create the mask once and reuse it: if its tensor is not on the CPU, caches compare objects.
 
     Args:
         valid: bool [Nk], or [B, Nk] for each batch entry; copied. It may be on any device.
@@ -59,8 +58,7 @@ class KeyMask(TensorMask):
         if isinstance(valid, Tensor) and valid.dtype != torch.bool:
             raise TypeError(
                 "KeyMask needs a bool tensor, True where a key may be attended, got "
-                f"{valid.dtype}; convert ones and zeros by .bool(), a mask that is added to scores "
-                "by == 0"
+                f"{valid.dtype}; convert ones and zeros by .bool(), zeros and -inf by == 0"
             )
         if isinstance(valid, Tensor) and valid.dim() not in self.table_dims:
             shape = tuple(valid.shape)
@@ -92,8 +90,8 @@ class KeyMask(TensorMask):
         """Raises ValueError if the mask is for another number of keys."""
         if self.valid.shape[-1] != kv_len:
             raise ValueError(
-                f"KeyMask must say of each of {kv_len} keys whether it may be attended, got shape "
-                f"{tuple(self.valid.shape)}; pad it with False, or slice it as the keys"
+                f"KeyMask must have a bool for each of {kv_len} keys, got shape "
+                f"{tuple(self.valid.shape)}; pad it with False, or slice it like the keys"
             )
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
@@ -107,10 +105,10 @@ KeyMasks = tuple[KeyMask | KeyPadding, ...]
 
 
 def without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
-    """Splits off key masks shared by all branches: (pattern without them, masks).
+    """Splits off key masks that all branches share: (pattern without them, key masks).
 
-    For `Causal() & KeyMask(valid)` these are `Causal()` and the one mask. Where branches do not all
-    intersect with the same key masks: the pattern itself and no mask. It waits for no device.
+    For `Causal() & KeyMask(valid)`, returns `Causal()` and a tuple of the key mask. If branches
+    have different key masks, returns the pattern itself and no mask. It waits for no device.
     """
     if "_without_key_masks" in vars(pattern):
         return vars(pattern)["_without_key_masks"]
@@ -142,7 +140,7 @@ def _same_masks(some: KeyMasks, others: KeyMasks) -> bool:
 
 
 def _same(a: KeyMask | KeyPadding, b: KeyMask | KeyPadding) -> bool:
-    """Whether two masks are known to be equal without waiting for a device."""
+    """Whether two masks are equal; False if the answer needs to wait for a device."""
     if isinstance(a, KeyMask) and isinstance(b, KeyMask):
         if a.valid is b.valid or torch.compiler.is_compiling() or a.valid.device.type != "cpu":
             return a.valid is b.valid
@@ -151,7 +149,7 @@ def _same(a: KeyMask | KeyPadding, b: KeyMask | KeyPadding) -> bool:
 
 
 def check_key_masks(masks: KeyMasks, batch: int, kv_len: int) -> None:
-    """Raises ValueError if masks are for other numbers of batch entries or keys."""
+    """Raises ValueError if a mask is for another number of batch entries or keys."""
     for mask in masks:
         try:
             if (size := mask.num_batches()) not in (None, batch):
@@ -168,7 +166,7 @@ def check_key_masks(masks: KeyMasks, batch: int, kv_len: int) -> None:
 def key_mask(masks: KeyMasks, kv_len: int, device: torch.device) -> Tensor:
     """[B or 1, kv_len] bool on a device: the keys that all masks allow.
 
-    The masks must fit (`check_key_masks`). Only masks on another device make the host wait.
+    `check_key_masks` has checked the masks. Only masks on another device make the host wait.
     """
     return reduce(torch.logical_and, [_valid_keys(mask, kv_len, device) for mask in masks])
 
@@ -181,7 +179,7 @@ def _valid_keys(mask: KeyMask | KeyPadding, kv_len: int, device: torch.device) -
     if device.type == "cpu":
         lengths = torch.tensor(numbers, dtype=torch.int64)
     elif torch.compiler.is_compiling() or device.type != "cuda" or capturing(device):
-        # Constants of the graph, which copy nothing from the host.
+        # `full` writes on the device; a copy from the host would break a captured graph.
         filled = [torch.full((1,), x, dtype=torch.int64, device=device) for x in numbers]
         lengths = torch.cat(filled) if filled else torch.zeros(0, device=device)
     else:

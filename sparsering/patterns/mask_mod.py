@@ -2,8 +2,8 @@
 
     attention(query, key, value, from_mask_mod(lambda b, h, q, k: q - k < 512) & Causal())
 
-A pattern reaches the operator as text; there a name that is valid in this process stands for the
-function.
+A pattern reaches the operator as text, in which a name stands for the function. The name is valid
+in this process alone.
 """
 
 import zlib
@@ -26,24 +26,24 @@ from .frame import MOST_HEADS
 
 MaskModFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_MOST_FUNCTIONS = 1024  # recent mask_mods that stay alive without a pattern
+_MOST_FUNCTIONS = 1024  # recent mask_mods that stay alive even if no pattern refers to them
 
 
 def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -> Mask:
     """The mask of a FlexAttention `mask_mod(batch, head, q_idx, kv_idx) -> bool tensor`.
 
-    As in FlexAttention, the function gets query *indices*, which count from 0 whatever `q_start`,
+    As in FlexAttention, the function gets query *indices*, which count from 0 for any `q_start`,
     and runs under `torch.vmap`. Create the mask once and reuse it: caches compare the function
     object.
 
     Args:
         mask_mod: any function that FlexAttention takes. Tensors that it closes over must be on the
             CPU and must not change. With several ranks, each rank must pass an equal function.
-        batch_size: batch entries; needed where the function depends on the batch entry.
+        batch_size: batch entries; needed if the function depends on the batch entry.
 
-    Returns: a mask, which differs by head or batch entry where the function depends on them.
+    Returns: a mask, which differs by head or batch entry if the function depends on them.
 
-    Raises: ValueError if the function does not give a bool tensor, or depends on the batch entry
+    Raises: ValueError if the function does not return a bool tensor, or depends on the batch entry
         without a batch_size.
 
     Cost: the layout evaluates every pair once, for each head and batch entry that differs.
@@ -67,7 +67,7 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
     except TypeError as error:
         raise ValueError(
             f"mask_mod must take (batch, head, q_idx, kv_idx), each an index tensor, got: {error}; "
-            "FlexAttention's functions are such"
+            "write it as for FlexAttention"
         ) from error
     if not isinstance(result, Tensor) or result.dtype != torch.bool or result.dim():
         raise ValueError(
@@ -84,8 +84,8 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
     by_batch, by_head = _dependence(mask_mod)
     if by_batch and batch_size is None:
         raise ValueError(
-            "mask_mod looks at the batch entry: expected batch_size, got None; pass the number of "
-            "batch entries"
+            "mask_mod depends on the batch entry: expected batch_size, got None; pass the number "
+            "of batch entries"
         )
     return MaskMod(_registered(mask_mod).name, batch_size if by_batch else None, by_head)
 
@@ -134,13 +134,13 @@ class MaskMod(Mask):
         over_pairs = torch.vmap(function, in_dims=(None, None, 0, 0))
         batch, head = torch.tensor(self.batch), torch.tensor(self.head)
         try:
-            # A thread of its own is free of the torch modes of this one, which torch.compile sets.
+            # torch.compile sets modes in this thread, so another one evaluates the function.
             with ThreadPoolExecutor(1) as thread:
                 pairs = thread.submit(over_pairs, batch, head, row.flatten(), column.flatten())
                 return pairs.result().view(row.shape)
         except IndexError as error:
             raise ValueError(
-                f"the mask_mod {self.name!r} must answer for query indices up to "
+                f"the mask_mod {self.name!r} must accept query indices up to "
                 f"{frame.q_len - 1} and key indices up to {frame.kv_len - 1}, got: {error}; the "
                 "tensors that it reads must reach that far"
             ) from error
@@ -167,7 +167,7 @@ def _registered(function: MaskModFunction) -> _Entry:
     """Names a function by its own name, a digest of its code and values, and a running number."""
     try:
         name = _names.get(function)
-    except TypeError:  # functions without a hash or weak references get a new name each time
+    except TypeError:  # no hash or weak reference: such a function gets a new name each time
         name = None
     if name is not None and (entry := _by_name.get(name)) is not None:
         return entry
@@ -183,7 +183,7 @@ def _registered(function: MaskModFunction) -> _Entry:
 
 
 def _use(entry: _Entry) -> None:
-    """Keeps an entry alive until enough others have been used after it."""
+    """Keeps an entry alive until `_MOST_FUNCTIONS` others have been used."""
     _recent[entry.name] = entry
     _recent.move_to_end(entry.name)
     while len(_recent) > _MOST_FUNCTIONS:
@@ -191,7 +191,7 @@ def _use(entry: _Entry) -> None:
 
 
 def _content(value: Any, depth: int = 4) -> Any:
-    """Values that identify a function in every process: code, constants, values closed over."""
+    """Returns values that identify a function in every process: code, constants, closure."""
     match value:
         case None | bool() | int() | float() | str() | bytes():
             return value
@@ -226,7 +226,7 @@ _LIKE_AN_ARGUMENT = {
 
 
 def _dependence(mask_mod: MaskModFunction) -> tuple[bool, bool]:
-    """Whether a result depends on the batch entry, and on the head, from the traced graph."""
+    """Whether the result depends on the batch entry, and on the head, by the traced graph."""
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
     indices = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]

@@ -1,9 +1,8 @@
-"""Seeded permutations of [0, n) computed one element at a time: no table, invertible, vectorised.
+"""Seeded permutations of [0, n) that compute each element alone, without a table, and inverses.
 
-A four-round Feistel network on the smallest power-of-four domain that holds n, walked until it
-lands inside [0, n). Used by `RandomBlocks`: the first c images of a row's permutation are its c
-random blocks, and "is block v chosen?" is one inverse evaluation, so no pattern ever needs a list
-of its blocks.
+A four-round Feistel network permutes the smallest domain of 4^h >= n numbers, and is repeated until
+its result is below n. `RandomBlocks` uses it: the first c images of a row's permutation are the
+row's c random blocks. One inverse evaluation says whether a row has a block, without a list.
 """
 
 from collections.abc import Callable
@@ -17,12 +16,12 @@ _ROUNDS = 4
 
 
 def permute(index: Tensor, size: Tensor, key: Tensor) -> Tensor:
-    """The image of `index` under the permutation of [0, size) named by `key`; they broadcast."""
+    """Returns the image of `index` under permutation number `key` of [0, size); they broadcast."""
     return _walk(index, size, key, _forward)
 
 
 def unpermute(image: Tensor, size: Tensor, key: Tensor) -> Tensor:
-    """The inverse of `permute`."""
+    """Returns the index that `permute` maps to `image`."""
     return _walk(image, size, key, _backward)
 
 
@@ -55,7 +54,7 @@ def _backward(value: Tensor, half_bits: Tensor, key: Tensor) -> Tensor:
 
 
 def _scramble(half: Tensor, key: Tensor, number: int) -> Tensor:
-    """The round function: rounds must not be shifts of each other, or small domains get biased."""
+    """The function of a round; rounds must differ, or permutations of few numbers get a bias."""
     state = (key ^ (number << 40)) * SPLITMIX[1] + half * SPLITMIX[0]
     for multiplier in SPLITMIX:
         state = (state ^ (state >> 29)) * multiplier

@@ -43,7 +43,7 @@ class Causal(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class PooledCausal(Mask):
-    """A query sees the pooled keys whose last token is not past it: p >= c * stride + size - 1.
+    """A query sees pooled key c if its last token is not later: p >= c * stride + size - 1.
 
     The keys come from `pool_blocks(x, size, stride)`. Query positions count tokens, so a call needs
     `q_start`: 0 for a whole sequence. The first size - 1 queries see no key.
@@ -70,7 +70,7 @@ class PooledCausal(Mask):
 class SlidingWindow(Mask):
     """A query sees `left` keys before it, itself, and `right` keys after it.
 
-    That is p - left <= k <= p + right and (p - k) % dilation == 0; None: unbounded on that side.
+    So p - left <= k <= p + right and (p - k) % dilation == 0; None: no bound on that side.
 
     Example: `SlidingWindow(511)` is causal and sees 512 keys.
 
@@ -99,7 +99,7 @@ class SlidingWindow(Mask):
 class GlobalTokens(Mask):
     """The first `count` tokens see all (`rows`), are seen by all (`columns`), or both.
 
-    That is (rows and 0 <= p < count) or (columns and k < count).
+    So (rows and 0 <= p < count) or (columns and k < count).
 
     Example: `Causal() & (SlidingWindow(511) | GlobalTokens(4))` is a window with 4 sinks.
     """
@@ -152,7 +152,7 @@ class Dilated(Mask):
             freeze_integer(self, "offset", None, None)
 
     def offset_of(self, kv_head: int, num_kv_heads: int) -> int:
-        """s(h) in [0, dilation_rate) of one kv head."""
+        """Returns s(h), in [0, dilation_rate), of one kv head."""
         if self.offset == "head":
             return kv_head % self.dilation_rate
         if self.offset == "block":
@@ -181,7 +181,7 @@ class Dilated(Mask):
         w, r = self.segment_length, self.dilation_rate
         if r == 1:
             return p // w == k // w
-        # Positions off the grid get a segment that matches none: one comparison decides a pair.
+        # Positions off the grid get a segment that equals no other: one comparison per pair.
         p_segment = torch.where(p % w % r == s, p // w, -MOST_TOKENS)
         return p_segment == torch.where(k % w % r == s, k // w, MOST_TOKENS)
 
@@ -193,7 +193,7 @@ def LongNet(  # noqa: N802 - named like a mask class, since it constructs a patt
 ) -> Mixture | Dilated:
     """The mixture `Dilated(w1, r1, offset) + Dilated(w2, r2, offset) + ...`.
 
-    w are the `segment_lengths`, r the `dilation_rates`. A single branch gives its `Dilated` alone.
+    w are the `segment_lengths`, r the `dilation_rates`. With one length, the result is a `Dilated`.
 
     Raises: ValueError if there are not as many lengths as rates, or none.
 
@@ -214,22 +214,21 @@ def LongNet(  # noqa: N802 - named like a mask class, since it constructs a patt
 
 
 Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...]
-"""Document lengths: one tuple for all batch entries, or one for each."""
+"""Document lengths: one tuple for all batch entries, or a tuple for each."""
 
 
 class _InDocuments(Mask):
-    """Base of masks that `lengths` of documents divide; the first field of each."""
+    """Base of masks on documents, whose first field is `lengths`."""
 
     lengths: Lengths
 
     @property
     def entries(self) -> tuple[tuple[int, ...], ...]:
-        """The document lengths of each batch entry, or one tuple for all entries."""
         return entries_of(self.lengths)
 
     @property
     def common_lengths(self) -> tuple[int, ...] | None:
-        """The document lengths that all batch entries share; None where they differ."""
+        """Document lengths of all batch entries; None if entries differ."""
         return self.entries[0] if len(set(self.entries)) == 1 else None
 
     @property
@@ -237,7 +236,7 @@ class _InDocuments(Mask):
         return min(map(sum, self.entries))
 
     def ends(self) -> Tensor:
-        """Exclusive end position of each document, [documents], if all batch entries share them."""
+        """Exclusive end of each document, [documents]; needs one tuple of lengths."""
         return torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
 
     def _validate(self) -> None:
@@ -262,7 +261,7 @@ class _InDocuments(Mask):
                 continue
             way_out = "give padding a document of its own"
             if entry[:1] == (0,) and entry[-1] == frame.kv_len:
-                way_out = "these look like cumulative lengths: give their differences"
+                way_out = "these look like cumulative lengths: pass their differences"
             of = f" of batch entry {number}" if _per_entry(self.lengths) else ""
             raise ValueError(
                 f"{type(self).__name__} lengths{of} must sum to the key length {frame.kv_len}, got "
@@ -274,8 +273,8 @@ class _InDocuments(Mask):
 class Documents(_InDocuments):
     """A query sees the keys of its own document; documents lie end to end, of these lengths.
 
-    The lengths, in tokens, sum to Nk; one may be 0. One sequence of them is for all batch entries,
-    a sequence of sequences has one for each.
+    The lengths, in tokens, sum to Nk; a length may be 0. A sequence of ints is for all batch
+    entries; a sequence of such sequences has one per batch entry.
 
     Example: `Documents((100, 156))` for 256 tokens; pass the differences of cumulative lengths.
     """
@@ -295,9 +294,9 @@ class Documents(_InDocuments):
 class Packed(_InDocuments):
     """A pattern inside each document, where positions restart at 0.
 
-    Packed of a mixture is a mixture. `lengths` are as in `Documents`; for the inner pattern each
-    document is a whole sequence (Nq = Nk = its length). Where batch entries have different
-    documents, tiles are not cut at the ends of documents.
+    `lengths` are as in `Documents`. Each document is a whole sequence for the inner pattern (Nq =
+    Nk = its length). Packed of a mixture is a mixture. If batch entries have different documents,
+    tiles may cross the ends of documents.
 
     Example: `Packed((100, 156), LongNet((32, 64), (1, 2)) & Causal())`.
     """
@@ -332,12 +331,12 @@ class Packed(_InDocuments):
 
 
 def intersection(masks: Sequence[Mask]) -> Mask:
-    """The pairs that all of some masks have: `Full` for no mask, the mask itself for one."""
+    """Joins masks by `&`: `Full` for no mask, the mask itself for one."""
     return And(tuple(masks)) if len(masks) > 1 else masks[0] if masks else Full()
 
 
 def entries_of(lengths: Lengths) -> tuple[tuple[int, ...], ...]:
-    """The document lengths of each batch entry, or one tuple for all entries."""
+    """Returns the document lengths of each batch entry, or one tuple for all entries."""
     return lengths if _per_entry(lengths) else (lengths,)  # type: ignore[return-value]
 
 
@@ -346,11 +345,11 @@ def _per_entry(lengths: Lengths) -> bool:
 
 
 def check_inner(name: str, pattern: object) -> None:
-    """Raises TypeError where the argument of `Packed` or `Varlen` is no mask."""
+    """Raises TypeError if the pattern of `Packed` or `Varlen` is no mask."""
     if not isinstance(pattern, Mask):
         raise TypeError(
-            f"{name} needs a pattern to lay in each document, got {type(pattern).__name__}; "
-            "for example Causal()"
+            f"{name} needs a pattern for each document, got {type(pattern).__name__}; for example "
+            "Causal()"
         )
 
 
@@ -374,9 +373,9 @@ def holds_in_documents(
         return inside & pattern.holds(p, k, frame.of_documents(q_lengths, kv_lengths))
     result = torch.zeros(inside.shape, dtype=torch.bool)
     pair = torch.nonzero(inside.flatten())[:, 0]
-    scale = int(kv_lengths.max()) + 1  # so that one integer says both lengths of a document
+    scale = int(kv_lengths.max()) + 1  # so that one integer encodes both lengths of a document
     kind = (q_lengths * scale + kv_lengths)[k_document.expand(inside.shape).flatten()[pair]]
-    if len(kind) and kind.min() < kind.max():  # sorted, to evaluate pairs of one kind at a time
+    if len(kind) and kind.min() < kind.max():  # sort, to evaluate all documents of equal lengths
         kind, order = kind.sort(stable=True)
         pair = pair[order]
     distinct, counts = kind.unique_consecutive(return_counts=True)

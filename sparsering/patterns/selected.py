@@ -18,21 +18,21 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
     """A query in row r sees the key blocks listed in `indices[..., r, :]`.
 
     A row is `query_block` consecutive queries; the positions of row r begin at
-    (first_row + r) * query_block. Alone or with `Causal` the pattern is laid out on the indices'
-    device without a host sync, where its block size is a multiple of the layout's. (Layouts of
-    patterns whose tensors are not on the CPU are never cached.)
+    (first_row + r) * query_block. Alone or with `Causal`, if its block size is a multiple of the
+    layout's, the layout is built on the indices' device without a host sync. Layouts of indices
+    that are not on the CPU are never cached.
 
     Args:
         indices: int64 [R, k], [H, R, k] or [B, H, R, k] with H = 1, Hkv or Hq, and B = 1 for all
-            batch entries; copied. Numbers outside the key blocks (such as -1) list nothing; a
-            repeated block counts once, the first time. `selection.select_blocks` computes them.
+            batch entries; copied. Numbers that are no key block (such as -1) are ignored; of a
+            repeated block the first slot counts. `selection.select_blocks` computes them.
         block_size: keys in a block.
         query_block: queries in a row, a divisor of block_size; default block_size. With 1, each
             query chooses for itself, as in NSA, MoBA and DSA.
-        first_row: index of the sequence's row with which `indices` begins: a decoding step lists
-            its own row alone.
+        first_row: row of the sequence at which `indices` begins; in decoding, a step passes its
+            own row alone.
 
-    Raises: ValueError at use where rows do not cover the queries.
+    Raises: ValueError at use if the rows do not cover the queries.
 
     Source: NSA (arXiv 2502.11089), MoBA (2502.13189), DSA (2512.02556): rows of one token, shared
         by the query heads of a kv head or not.
@@ -71,7 +71,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return _ListedBlocks(listed.unique_consecutive(), blocks, *rows)
 
     def slot_of_pairs(self, p: Tensor, k: Tensor, batch: int, head: int, frame: Frame) -> Tensor:
-        """Flat index in [R, k] of the first slot that lists the pair's block for its row, or -1."""
+        """Index in flattened [R, k] of the first slot that lists a pair's block, or -1."""
         listed, slot, blocks = self._listed(batch, head, frame)
         if not len(listed):
             return p * 0 + k * 0 - 1
@@ -80,10 +80,10 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return torch.where((listed[place] == row * blocks + block) & (p >= 0), slot[place], -1)
 
     def inflation(self, queries: int, kv_len: int) -> Tensor:
-        """Ratio of the blocks that `queries` neighbouring queries list together to those of a row.
+        """Distinct blocks of a tile of `queries` queries, over the mean number of its rows' blocks.
 
-        [H] or [1] for the heads of the indices: the distinct blocks in a tile of `queries`, over
-        the mean of its rows; 1 where rows agree, or a row is a tile. Cost: O(R k).
+        Returns [H] or [1], as the indices; 1 if the rows of a tile list the same blocks. Cost:
+        O(R k).
         """
         blocks, rows = -(-kv_len // self.block_size), max(1, queries // self.row_size)
         chosen = self.indices.view((1,) * (4 - self.indices.dim()) + self.indices.shape)
@@ -96,9 +96,9 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return in_union.sum((0, 2)) / mean_of_rows.sum((0, 2)).clamp(min=1e-9)
 
     def _listed(self, batch: int, head: int, frame: Frame) -> tuple[Tensor, Tensor, int]:
-        """Blocks that one head of one batch entry lists, ascending by row, block and slot.
+        """Lists the chosen blocks of a head of a batch entry, ascending by row, block and slot.
 
-        Returns: row * blocks + block of each, the slot of each, and the number of blocks.
+        Returns: row * blocks + block of each, the slot of each, and the number of key blocks.
         """
         one = self.indices.dim() == 4 and len(self.indices) == 1
         chosen = self._table_of(0 if one else batch, head, frame)
@@ -166,5 +166,5 @@ def _distinct(listed: Tensor, nothing: int) -> Tensor:
 
 
 def selections_of(pattern: Pattern) -> list[SelectedBlocks]:
-    """The selections that `&`, `|` and `+` join to a pattern."""
+    """Returns the selections in a pattern that `&`, `|` and `+` combine."""
     return [mask for mask in joined_masks(pattern) if isinstance(mask, SelectedBlocks)]

@@ -16,9 +16,9 @@ from .positions import check_inner, holds_in_documents
 class Varlen(Mask):
     """A pattern inside each document: positions restart, and the last query is at the last key.
 
-    The query rows of document i begin at sum(q_lengths[:i]), its keys at sum(kv_lengths[:i]). Its
-    query row r has position kv_lengths[i] - q_lengths[i] + r, its key c has position c. Either
-    length may be 0. Varlen of a mixture is a mixture.
+    The queries of document i begin at sum(q_lengths[:i]), its keys at sum(kv_lengths[:i]). Its
+    query r has position kv_lengths[i] - q_lengths[i] + r, its key c has position c. A length may be
+    0. Varlen of a mixture is a mixture.
     """
 
     q_lengths: tuple[int, ...]
@@ -36,8 +36,8 @@ class Varlen(Mask):
         check_inner("Varlen", self.pattern)
         if self.pattern.num_batches() is not None or _has_key_mask(self.pattern):
             raise ValueError(
-                "a pattern laid in documents must be the same for all of them, got "
-                f"{self.pattern}; leave padding out of the documents' lengths"
+                f"the pattern must be the same for all documents, got {self.pattern}; leave "
+                "padding out of the documents' lengths"
             )
         freeze_integers(self, "q_lengths", 0)
         freeze_integers(self, "kv_lengths", 0)
@@ -62,9 +62,9 @@ class Varlen(Mask):
         sums = sum(self.q_lengths), sum(self.kv_lengths)
         if sums != (frame.q_len, frame.kv_len) or frame.q_start:
             raise ValueError(
-                f"documents of {sums[0]} queries and {sums[1]} keys need as many, and q_start=0, "
-                f"got {frame.q_len}, {frame.kv_len} and q_start={frame.q_start}; the last "
-                "cumulative lengths are those of the tensors"
+                f"the documents have {sums[0]} queries and {sums[1]} keys, so tensors must have as "
+                f"many and q_start=0, got {frame.q_len}, {frame.kv_len} and "
+                f"q_start={frame.q_start}; the last cumulative lengths are the tensors' lengths"
             )
         for q_len, kv_len in dict.fromkeys(zip(*self.restarts, strict=True)):
             if q_len and kv_len:
