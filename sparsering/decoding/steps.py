@@ -83,7 +83,7 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
         return build()
     base = histories[0].base
     key = (state.pattern, state.frame(0, base), base, state.rollback, page_size, slots, device)
-    return layout_cache.keep((*key, "page"), lambda: build().kept(device)).ready()
+    return layout_cache.keep((*key, "page"), lambda: build().shared(device)).ready()
 
 
 def attend_page(

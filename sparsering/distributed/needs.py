@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ..layouts.bitmaps import unpack
-from ..layouts.compile import evaluate, terms
+from ..layouts.compile import evaluate
 from ..layouts.leaves import EMPTY, FULL, Condition, Origin, TilePairs
 from ..layouts.lower import condition
+from ..layouts.terms import terms
 from ..layouts.tiles import Axis, Grid, Ranges, Spans
 from ..patterns.algebra import And, Frame, Mask, Not, Or, joined_masks
 from ..patterns.blocks import BlockwiseMask

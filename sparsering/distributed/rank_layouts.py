@@ -95,7 +95,7 @@ def _cached(
         step = compile_step(plan, device, *arguments)
         if step.layout is None or device.type == "cpu":
             return step
-        return replace(step, layout=step.layout.kept(device))  # safe to share across CUDA streams
+        return replace(step, layout=step.layout.shared(device))
 
     plan_key = (plan.pattern, plan.frame, plan.world_size, plan.block_size, plan.sharding)
     return layout_cache.keep((*plan_key, compile_step, *arguments, device), build).ready()

@@ -1,13 +1,13 @@
-"""Bitmaps of a query tile and a key tile: one bit for each pair, set where it attends."""
+"""Bitmaps of a query tile and a key tile: one bit for each pair of positions, 1 if it attends."""
 
 import math
 
 import torch
 from torch import Tensor
 
-_GATHER = 0x0102040810204080  # a product with 8 bytes of 0 or 1 has their bits in its highest byte
-_BITS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)
-_BYTES = 0x0101010101010101
+_GATHER = 0x0102040810204080  # 8 bytes of 0 or 1 times this have their bits in the highest byte
+_BITS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)  # of a parallel bit count
+_BYTES = 0x0101010101010101  # 8 bytes times this have their sum in the highest byte
 _AT_A_TIME = 1 << 23  # bits counted at a time, to bound memory
 _SWAPS = (7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0)
 
@@ -19,7 +19,7 @@ def pack(cells: Tensor) -> Tensor:
 
 
 def unpack(bitmaps: Tensor, block_size: int) -> Tensor:
-    """Unpacks bitmaps to [n, b, b] bool; the inverse of `pack`."""
+    """Unpacks [n, b * b / 8] bytes to [n, b, b] bool; the inverse of `pack`."""
     bits = (bitmaps[..., None] >> torch.arange(8, device=bitmaps.device, dtype=torch.uint8)) & 1
     return bits.view(*bitmaps.shape[:-1], block_size, block_size).bool()
 
@@ -38,7 +38,7 @@ def transposed(bitmaps: Tensor) -> Tensor:
 
 
 def count_pairs(bitmaps: Tensor, number: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Number of cells set in the first rows[i] rows and columns[i] columns of bitmap number[i]."""
+    """Counts the 1 bits in the first rows[i] rows and columns[i] columns of bitmap number[i]."""
     size = int((8 * bitmaps.shape[1]) ** 0.5)
     corner, of_each = (columns + (size + 1) * (rows + (size + 1) * number)).unique(
         return_inverse=True
@@ -56,7 +56,7 @@ def count_pairs(bitmaps: Tensor, number: Tensor, rows: Tensor, columns: Tensor) 
 
 
 def _ones(words: Tensor) -> Tensor:
-    """Number of set bits in each word."""
+    """Counts the 1 bits of each 64-bit word."""
     pairs, fours, bytes_ = _BITS
     words = words - (words >> 1 & pairs)
     words = (words & fours) + (words >> 2 & fours)

@@ -1,4 +1,4 @@
-"""Chooses the tokens per tile of a call that names none, by the share of pairs that tiles waste.
+"""Chooses the default tokens per tile, by the share of pairs in tiles that do not attend.
 
 The rule counts pairs in a sample of the layout; its constants were measured on CPUs.
 """
@@ -10,11 +10,12 @@ import torch
 from ..patterns.algebra import Frame, Pattern, check_fits, joined_masks
 from ..patterns.blocks import BlockwiseMask
 from ..patterns.keys import without_key_masks
-from .compile import compile_passes, default_block_size, terms
+from .compile import compile_passes, default_block_size
+from .terms import terms
 
-_SAMPLE = 2048  # number of query positions that are counted to estimate all
+_SAMPLE = 2048  # number of query positions in the sample
 _LEAST_KEYS = 128  # a shorter sequence has too few tiles for a choice to matter
-_MOST_KEYS = 2048  # with more keys per query, the tiles at a pattern's edges are a small part
+_MOST_KEYS = 2048  # with more keys per query, few tiles lie at the edges of a pattern
 
 # Smaller tiles cost more per pair, but contain fewer pairs outside the pattern. A size is chosen if
 # its tiles contain at most this share of the pairs in the tiles of the next larger size.
@@ -23,11 +24,9 @@ _SMALLER = ((64, 0.92), (32, 0.6))
 
 
 def block_size(pattern: Pattern, frame: Frame, device: torch.device) -> int:
-    """Chooses the default tokens per tile: on a CPU by the share of pairs that tiles waste.
+    """Returns the default tokens per tile; on a CPU, a sparse pattern may get less than 128.
 
-    A pattern's own block size has priority, as in `default_block_size`.
-
-    Cost: laying out a few thousand queries, once per pattern and lengths.
+    Cost: compiling a few thousand queries, once per pattern and lengths.
     """
     size = default_block_size(pattern, frame.kv_len)
     if device.type != "cpu" or size != _LARGEST or frame.q_len <= 1 or frame.kv_len < _LEAST_KEYS:
@@ -58,12 +57,10 @@ def _by_density(pattern: Pattern, frame: Frame) -> int:
 
 
 def _pairs_in_tiles(pattern: Pattern, frame: Frame, size: int, queries: tuple[int, int]) -> float:
-    """Counts the pairs per query in the tiles that some queries visit; mean over heads.
-
-    Kernels round the last, partial tile of a sequence up to 16 tokens, not to a whole tile.
-    """
+    """Counts the pairs per query in the tiles that some queries visit; mean over heads."""
     total = 0.0
     for compiled in compile_passes(pattern, frame, size, queries=[queries]):
+        # Kernels round a partial tile up to 16 tokens, not to a whole tile.
         axes = zip(compiled.queries, compiled.keys, strict=True)
         rounded = [[-(-axis.count.clamp(min=0) // 16) * 16 for axis in pair] for pair in axes]
         tables = [table for row in compiled.tables for table in row]

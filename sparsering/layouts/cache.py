@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..patterns.algebra import Frame, Pattern, check_fits
-from ..patterns.arguments import checked_integer, shortened
+from ..patterns.arguments import checked_integer, not_a_pattern, shortened
 from ..patterns.keys import without_key_masks
 from ..patterns.selected import selections_of
 from ..streams import capturing
@@ -27,7 +27,7 @@ from .block_size import block_size as chosen
 from .compile import build_layout, check_block_size
 from .layout import BlockLayout
 
-_MOST_WAITING = 64
+_MOST_WAITING = 64  # requests to `prefetch` that wait at once
 _SECONDS_AT_EXIT = 10.0  # longest wait at exit for a torch call in progress
 
 
@@ -45,7 +45,7 @@ Value = TypeVar("Value")
 
 
 class _Build:
-    """A build in progress: the builder has the lock, and the value is None until it is done."""
+    """A build in progress: one thread holds the lock, and the value is None until it is done."""
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
@@ -76,11 +76,11 @@ class LayoutCache:
     def layout(
         self, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
     ) -> BlockLayout:
-        """The cached layout, or a new one; threads that ask for the same wait for one build.
+        """Returns the cached layout, or builds it; threads that need the same wait for one build.
 
-        Three kinds are never cached: patterns with device tensors, since comparing them waits for
-        the device; selections of a single query, which no other call repeats; and layouts first
-        built while a CUDA graph is captured, whose memory is empty until the graph runs.
+        Three kinds are never cached: layouts of patterns with tensors on a device, which cannot be
+        compared without waiting for it; layouts of one query's selection, which no other call
+        needs; and layouts built while a CUDA graph is captured, empty until the graph runs.
         """
         check_block_size(block_size)
         key, reusable = (pattern, frame, block_size, device), _is_reusable(pattern, frame)
@@ -96,7 +96,7 @@ class LayoutCache:
             layout = build_layout(pattern, frame, block_size, device)
             if device.type != "cpu":
                 self._warn_if_too_large(layout)
-            return layout.kept(device)
+            return layout.shared(device)
 
         return self.keep(key, build).ready()
 
@@ -122,40 +122,38 @@ class LayoutCache:
         Args:
             pattern: pattern of the call. The layout ignores key masks, which the default backends
                 take as data.
-            q_len, kv_len, num_heads, num_kv_heads, q_start, block_size: as in the call or
-                `Pattern.layout`. The heads are part of the cache's key. Where `sparsering tune`
-                measured another block size, pass that.
+            q_len, kv_len, num_heads, num_kv_heads, q_start, block_size: as for `Pattern.layout`,
+                equal to the call's. If `sparsering tune` measured a block size, pass that.
             device: device of the call's tensors.
             backward: whether to build the transposes that a backward pass reads.
 
-        Returns: a future of the layout, to wait for or to ask for its error; it may be dropped. A
-            build that fails here fails in the call too.
+        Returns: a future of the layout; a caller may ignore it. A build that fails here fails in
+            the call too.
 
-        Raises: ValueError at once where the arguments do not fit the pattern, or their layout is
-            never cached: for patterns with device tensors, and for one query, whose layout is cut
-            from that of a page. TypeError for a wrong type.
+        Raises: ValueError at once if the pattern is for other lengths or heads, or if the layout
+            would not be cached: for patterns with tensors on a device, and for a single query.
+            TypeError for a wrong type.
 
-        Cost: time of one core in parallel with the call. A layout beyond the cache's limit is built
-            in vain.
+        Cost: time of one core in parallel with the call. The cache drops a layout that is larger
+            than its limit.
 
         Example:
             >>> layout_cache.prefetch(RandomBlocks(0.1, seed=step + 1), 16384, num_heads=8)
         """
         if not isinstance(pattern, Pattern):
-            got = type(pattern).__name__  # type: ignore[unreachable]
-            raise TypeError(f"pattern must be a sparsering pattern such as Causal(), got {got}")
+            raise TypeError(f"pattern must be a sparsering pattern, {not_a_pattern(pattern)}")
         frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
         check_fits(pattern, frame)
         pattern, _ = without_key_masks(pattern)
         if block_size is not None:
             check_block_size(block_size)
         if frame.q_len == 1 or not _is_reusable(pattern, frame):
-            kind = "patterns with tensors of a device" if frame.q_len > 1 else "one query"
+            kind = "a pattern with tensors on a device" if frame.q_len > 1 else "one query"
             raise ValueError(
-                f"no layout is kept of {kind}, got {frame.q_len} queries of "
-                f"{shortened(str(pattern))}; leave prefetch out, the call waits for no other"
+                f"prefetch cannot cache the layout of {kind}, got {frame.q_len} queries of "
+                f"{shortened(str(pattern))}; call attention without prefetch"
             )
-        place = place_of(device)  # adds the index of the device
+        place = place_of(device)
 
         def work() -> BlockLayout:
             size = chosen(pattern, frame, place) if block_size is None else block_size
@@ -163,20 +161,20 @@ class LayoutCache:
             def build() -> BlockLayout:
                 layout = build_layout(pattern, frame, size, place)
                 layout.build_tables(backward)
-                return layout.kept(place)
+                return layout.shared(place)
 
             return self.keep((pattern, frame, size, place), build)
 
         return self.prepare(work)
 
     def prepare(self, work: Callable[[], Value]) -> "Future[Value]":
-        """Runs `work` in the background thread; the future is cancelled where too much waits."""
+        """Runs `work` in the background thread; cancels its future if 64 requests wait."""
         return self._ahead.take(work)
 
     def keep(self, key: Hashable, build: Callable[[], Value]) -> Value:
         """Returns the value cached under a key, or builds and caches it; threads share one build.
 
-        Threads that ask during a build wait for its value, whether or not it stays in the cache.
+        Threads that ask during a build wait for its value, even if it is too large for the cache.
         If the build fails or is interrupted, the waiting threads try one after the other.
         """
         with self._lock:
@@ -199,24 +197,22 @@ class LayoutCache:
         return value
 
     def _add(self, key: Hashable, value: Any) -> None:
-        """Stores what was built, and drops what exceeds the limit."""
         with self._lock:
             self._misses += 1
-            if self._entries:  # measure the latest: its backward may have added transposes
+            if self._entries:  # measure the latest entry again: backward may have added transposes
                 latest = next(reversed(self._entries))
                 self._put(latest, self._entries[latest][0])
             self._put(key, value)
             self._shrink()
 
     def _warn_if_too_large(self, layout: BlockLayout) -> None:
-        """Warns once of a layout that every call builds and copies to its device again."""
         if self._warned or (size := layout.nbytes) <= self._limit:
             return
-        self._warned = True
+        self._warned = True  # once is enough
         warnings.warn(
             f"a layout of {size >> 20} MiB is not kept, since layout_cache has a limit of "
-            f"{self._limit >> 20} MiB: each call builds it; layout_cache.set_limit({2 * size}) "
-            "keeps it",
+            f"{self._limit >> 20} MiB: each call builds it again; call "
+            f"layout_cache.set_limit({2 * size})",
             stacklevel=2,
         )
 
@@ -239,7 +235,7 @@ class LayoutCache:
             self._hits = self._misses = 0
 
     def invalidate(self, pattern: Pattern) -> int:
-        """Drops what was built from one pattern; returns the number of dropped entries."""
+        """Drops the entries of one pattern; returns their number."""
         with self._lock:
             stale = [key for key in self._entries if pattern in key]  # type: ignore[operator]
             for key in stale:
@@ -254,7 +250,7 @@ class LayoutCache:
             self._shrink()
 
     def _find(self, key: Hashable) -> Any:
-        """Returns the value of a key and counts a hit, or None; the caller has the lock."""
+        """Returns the value of a key and counts a hit, or None; the caller holds the lock."""
         if key not in self._entries:
             return None
         self._hits += 1
@@ -262,7 +258,7 @@ class LayoutCache:
         return self._entries[key][0]
 
     def _shrink(self) -> int:
-        """Drops entries that exceed the limit alone, then the oldest; returns the bytes left."""
+        """Drops entries larger than the limit, then the oldest ones; returns the bytes left."""
         for key in [key for key, (_, nbytes) in self._entries.items() if nbytes > self._limit]:
             del self._entries[key]
         total = sum(nbytes for _, nbytes in self._entries.values())
@@ -271,7 +267,7 @@ class LayoutCache:
         return total
 
     def _renew(self) -> None:
-        """Resets locks and threads after a fork; they belong to the parent process."""
+        """Resets locks and threads in a forked process, where they do not work."""
         self._lock, self._building = threading.Lock(), {}
         self._ahead = _Ahead()
 
@@ -316,13 +312,12 @@ class _Ahead:
                 future, work = self._waiting.popleft()
             if future.set_running_or_notify_cancel():
                 _settle(future, work)
-            del future, work  # frees what they refer to before the next task comes
+            del future, work  # frees the memory of the layout while the thread waits
 
     def _end(self) -> None:
-        """Cancels waiting tasks and interrupts the running one.
+        """Cancels waiting tasks, and ends the thread by an exception in the running task.
 
         A thread that returns from a torch call after the interpreter has ended aborts the process.
-        So the thread must end first: an exception is raised in it before its next line.
         """
         with self._changed:
             self._ended = True
@@ -335,7 +330,7 @@ class _Ahead:
         until = time.monotonic() + _SECONDS_AT_EXIT
         thread.join(0.05)  # an idle thread ends by itself
         while thread.is_alive() and time.monotonic() < until:
-            ended = ctypes.py_object(SystemExit)  # raised again in case the task's code caught it
+            ended = ctypes.py_object(SystemExit)  # repeated, because the task's code may catch it
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ended)
             thread.join(0.2)
 
@@ -357,7 +352,7 @@ def _settle(future: "Future[Any]", work: Callable[[], Any]) -> None:
 
 
 def _is_reusable(pattern: Pattern, frame: Frame) -> bool:
-    """Whether a layout may be used again, and its key compares without waiting for a device."""
+    """Whether calls may share a layout: its key compares without waiting for a device."""
     if not pattern.tensors:
         return True
     once = frame.q_len == 1 and selections_of(pattern)
@@ -365,7 +360,7 @@ def _is_reusable(pattern: Pattern, frame: Frame) -> bool:
 
 
 def place_of(device: torch.device | str) -> torch.device:
-    """The device with its index, as tensors made there report it; ValueError if unavailable."""
+    """Returns a device with its index; ValueError if this machine does not have it."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, ValueError, OverflowError, AssertionError) as error:

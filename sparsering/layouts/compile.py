@@ -1,11 +1,11 @@
-"""Compiles a pattern to passes of tiles, at the cost of the tile pairs that it visits.
+"""Compiles a pattern to passes of tiles, at the cost of the visited pairs of tiles.
 
 1. `terms` splits a mask into a union of masks that each fit one grid of tiles: plain, dilated or
    per document.
 2. Each term becomes one pass, without the pairs of earlier passes, so that passes are disjoint.
 3. For each distinct mask of a head and batch entry, its condition (`lower`) finds the pairs of
-   tiles and their status. Where that varies, the mask's definition is evaluated once per distinct
-   signature.
+   tiles and their status: all, none or some of their positions attend. Where some do, the mask's
+   definition is evaluated once for all pairs of tiles of one signature.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, check_fits, joined_masks
+from ..patterns.algebra import Frame, Mask, Mixture, Pattern, check_fits, joined_masks
 from ..patterns.arguments import shortened
 from ..patterns.blocks import BlockwiseMask
 from ..patterns.selected import selections_of
@@ -26,7 +26,7 @@ from .layout import BlockLayout, Pass
 from .leaves import EMPTY, FULL, Condition
 from .lower import condition
 from .selected_on_device import selected_layout, with_slots
-from .terms import terms as terms
+from .terms import disjoint_terms
 from .tiles import Axis, Grid, Origin, Ranges, Spans, TilePairs
 
 BLOCK_SIZES = range(16, 257, 16)
@@ -35,56 +35,40 @@ _MOST_BITMAPS = 1 << 12  # bitmaps collected before equal ones are merged
 
 
 class Table(NamedTuple):
-    """Entries of one head of one batch entry in one pass, ordered by query tile, then key tile.
+    """Entries of one head of one batch entry in one pass, ordered by query tile, then key tile."""
 
-    Attributes:
-        row_ptr: [query tiles + 1], where each query tile's entries begin.
-        key_tile: [entries].
-        bitmap: [entries], index of the entry's bitmap, or -1 if all its pairs attend.
-        num_pairs: number of (query, key) pairs in the table.
-    """
-
-    row_ptr: Tensor
-    key_tile: Tensor
-    bitmap: Tensor
-    num_pairs: int
+    row_ptr: Tensor  # [query tiles + 1], where each query tile's entries begin
+    key_tile: Tensor  # [entries]
+    bitmap: Tensor  # [entries], index of the entry's bitmap, or -1 if all its pairs attend
+    num_pairs: int  # number of (query, key) pairs
 
 
 @dataclass(frozen=True)
 class CompiledPass:
-    """Tiles and tables of one term of one branch.
+    """Tiles and tables of one term of one branch."""
 
-    Attributes:
-        queries, keys: one axis for all, or one per kv head.
-        tables: [batch][head], a single one where all are equal.
-        bitmaps: the distinct bitmaps.
-        num_pairs: number of (query, key) pairs, mean over batch entries and heads.
-        branch: index of the mixture's branch.
-        origins: `Pass` fields where positions restart: `query_origin`, `key_origin`, `stream`.
-    """
-
-    queries: list[Axis]
-    keys: list[Axis]
-    tables: list[list[Table]]
-    bitmaps: Tensor
-    num_pairs: float
-    branch: int = 0
-    origins: dict[str, Tensor] = field(default_factory=dict)
+    queries: list[Axis]  # query tiles of each kv head, or of all heads
+    keys: list[Axis]  # key tiles of each kv head, or of all heads
+    tables: list[list[Table]]  # [batch][head]; length 1 if all entries, or heads, have equal tables
+    bitmaps: Tensor  # the distinct bitmaps
+    num_pairs: float  # number of (query, key) pairs, mean over batch entries and heads
+    branch: int = 0  # index of the mixture's branch
+    origins: dict[str, Tensor] = field(default_factory=dict)  # see `RestartedDocuments.placed`
 
 
 def build_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> BlockLayout:
-    """Compiles a pattern without the cache; the host does not wait for a GPU to get the tables.
+    """Compiles a pattern without the cache; the host does not wait for copies to a GPU.
 
-    Raises: ValueError if the pattern does not fit or the block size is not legal.
+    Raises: ValueError for an illegal block size, or a pattern for other lengths or heads.
     """
     check_block_size(block_size)
     check_fits(pattern, frame)
     if (selected := selected_layout(pattern, frame, block_size)) is not None:
         return replace(selected, passes=tuple(p.to(device) for p in selected.passes))
-    some = frame.num_heads and pattern.num_batches() != 0
-    compiled = compile_passes(pattern, frame, block_size) if some else []
+    has_tables = frame.num_heads and pattern.num_batches() != 0
+    compiled = compile_passes(pattern, frame, block_size) if has_tables else []
     passes, branches = [], [part.branch for part in compiled]
     for part in compiled:
         p, branch = assemble(part, frame, block_size), pattern.branches[part.branch]
@@ -126,10 +110,7 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
         key_tile=stack("key_tile", longest),
         bitmap=stack("bitmap", longest),
         bitmaps=compiled.bitmaps,
-        covers=(
-            _cover(queries, block_size, frame.q_len),
-            _cover(keys, block_size, frame.kv_len),
-        ),
+        covers=(_cover(queries, block_size, frame.q_len), _cover(keys, block_size, frame.kv_len)),
         longest=(
             max((_most(t.row_ptr.diff()) for row in tables for t in row), default=0),
             max((_most(t.key_tile.bincount()) for row in tables for t in row), default=0),
@@ -140,7 +121,7 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
 
 
 def _cover(axes: list[Axis], block_size: int, length: int) -> bool:
-    """Whether the tiles of every axis hold `length` positions in total."""
+    """Whether the tiles of every axis have `length` positions in total."""
     return all(int(axis.count.clamp(0, block_size).sum()) == length for axis in axes)
 
 
@@ -149,14 +130,14 @@ def _most(counts: Tensor) -> int:
 
 
 def default_block_size(pattern: Pattern, kv_len: int) -> int:
-    """Default block size: the pattern's own smallest block, else 128, or less for few keys."""
+    """Smallest block size of the masks in a pattern, else 128, or less for few keys."""
     if pattern.restarts is not None:
         inner = Mixture(tuple(map(laid_in_documents, pattern.branches)))
         return default_block_size(inner, max(pattern.restarts[1], default=0))
     own = [mask.block_size for mask in joined_masks(pattern) if isinstance(mask, BlockwiseMask)]
     if own and min(own) in BLOCK_SIZES:
         return min(own)
-    if selections := selections_of(pattern):  # the largest size that divides a selected block
+    if selections := selections_of(pattern):  # the largest size that divides its blocks
         sizes = [b for b in BLOCK_SIZES if b <= 128 and selections[0].block_size % b == 0]
         return max(sizes, default=128)
     return 128 if kv_len > 64 else 64 if kv_len > 32 else 32
@@ -169,21 +150,18 @@ def compile_passes(
     queries: Ranges | None = None,
     keys: Ranges | None = None,
 ) -> list[CompiledPass]:
-    """Passes of a pattern that fits the frame, one branch after another.
+    """Compiles the passes of a pattern, branch by branch; passes of a branch share no pair.
 
-    Their pairs are disjoint within a branch. `queries`, `keys`: positions to compile, default all.
+    `queries`, `keys`: positions to compile, default all.
     """
     compiled = []
     for number, branch in enumerate(pattern.branches):
         restarts = pattern.restarts if queries is None and keys is None else None
         ground = ground_of(restarts, frame, queries, keys)
         mask = branch if restarts is None else laid_in_documents(branch)
-        earlier: list[Mask] = []
-        for grid, term in terms(mask, block_size):
-            rest = And((term, Not(Or(tuple(earlier))))) if earlier else term
-            compiled_pass = _compile_pass(ground, grid, rest, frame, block_size)
+        for grid, term in disjoint_terms(mask, block_size):
+            compiled_pass = _compile_pass(ground, grid, term, frame, block_size)
             compiled.append(replace(compiled_pass, branch=number))
-            earlier.append(term)
     return compiled
 
 
@@ -201,7 +179,7 @@ def _compile_pass(
     queries = [ground.queries(grid, tokens, s) for s in offsets]
     keys = [ground.keys(grid, block_size, s) for s in offsets]
 
-    numbers: dict[Mask, int] = {}  # heads and batch entries that see one mask share one table
+    numbers: dict[Mask, int] = {}  # heads and batch entries with equal masks share a table
     tables: list[tuple[Table, Tensor]] = []
     rows: list[list[int]] = []
     for batch in range(num_batches):
@@ -215,7 +193,7 @@ def _compile_pass(
                 axes = queries[axis], keys[axis]
                 tables.append(compile_table(ground, own, *axes, frame, block_size))
             rows[-1].append(numbers[own])
-    # Summed before tables are shared: tiles of heads with equal tables may have different lengths.
+    # Equal tables may differ in their number of pairs, because tiles of heads differ in length.
     num_pairs = sum(tables[number][0].num_pairs for row in rows for number in row)
     bitmaps, shared = _share_tables(tables, rows)
     queries, keys, origins = ground.placed(queries, keys)
@@ -224,7 +202,7 @@ def _compile_pass(
 
 
 def tokens_of_tile(mask: Mask, grid: Grid, block_size: int) -> int:
-    """Largest number of queries in a tile; all of them have one row of a selection."""
+    """Returns the most queries that a tile may have, so that one row of a selection has them."""
     rows = [x.row_size for x in selections_of(mask)] if grid == Grid(1, block_size) else []
     return math.gcd(block_size, *rows)
 
@@ -238,9 +216,9 @@ def compile_table(
     block_size: int,
     among: Spans | None = None,
 ) -> tuple[Table, Tensor]:
-    """Compiles one table; returns (table, bitmaps), where `table.bitmap` numbers the bitmaps.
+    """Compiles one table, with its bitmaps.
 
-    `among`: the pairs of tiles to examine, by default all where any pair may hold.
+    `among`: the pairs of tiles to examine, default all candidates of the mask's condition.
     """
     rule = condition(mask, frame, ground.in_document)
     origin = ground.origin(queries)
@@ -268,7 +246,7 @@ def compile_table(
 def _cells(
     mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(bitmaps, index of each tile pair's bitmap, number of (query, key) pairs in it)."""
+    """Returns bitmaps, and for each pair of tiles its bitmap's index and its number of pairs."""
     columns = [pairs.q.count, pairs.k.count, *rule.signature(pairs)]
     kind, first = number_rows(columns)
     bitmaps, bitmap, count = _distinct_bitmaps(mask, pairs[first], frame, block_size)
@@ -278,9 +256,9 @@ def _cells(
 def _cells_in_documents(
     mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `_cells`, for documents of many lengths, whose last tiles have many counts.
+    """Like `_cells`, for documents of many lengths, whose last tiles have many different lengths.
 
-    Tile pairs that differ only in counts share a bitmap; each counts the cells in its own corner.
+    Pairs of tiles that differ only in length share the bitmap of the longest.
     """
     q_count, k_count = pairs.q.count, pairs.k.count
     kind, largest = _largest_of_kind(rule.signature(pairs), q_count, k_count)
@@ -298,7 +276,7 @@ def _cells_in_documents(
 def _largest_of_kind(
     signature: list[Tensor], q_count: Tensor, k_count: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Numbers tile pairs by their signature: (kind of each, the largest tile pair of each kind)."""
+    """Numbers pairs of tiles by signature: (number of each, largest pair of tiles by number)."""
     kind, _ = number_rows(signature)
     most_q, most_k = (
         torch.zeros_like(kind).scatter_reduce(0, kind, count, "amax")[kind]
@@ -306,7 +284,7 @@ def _largest_of_kind(
     )
     largest = (q_count == most_q) & (k_count == most_k)
     has_one = torch.zeros_like(largest).index_put((kind[largest],), torch.tensor(True))[kind]
-    if not has_one.all():  # no pair of a kind has both most queries and most keys: split by counts
+    if not has_one.all():  # one pair has most queries, another most keys: they need two bitmaps
         apart = ~has_one
         kind, _ = number_rows([kind, apart * q_count, apart * k_count])
         largest = largest | apart
@@ -317,7 +295,7 @@ def _largest_of_kind(
 def _distinct_bitmaps(
     mask: Mask, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `_cells`, but evaluates every tile pair, in parts that bound the memory."""
+    """Like `_cells`, but evaluates every pair of tiles, in parts that bound the memory."""
     bitmaps, numbers, counts, total = [], [], [], 0
     for part in torch.arange(len(pairs)).split(_MOST_BITMAPS):
         cells, count = evaluate(mask, pairs[part], frame, block_size)
@@ -330,7 +308,7 @@ def _distinct_bitmaps(
 
 
 def evaluate(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> tuple[Tensor, Tensor]:
-    """Packed bitmaps of tile pairs, and the number of real (query, key) pairs in each."""
+    """Returns the packed bitmap of each pair of tiles, and its number of (query, key) pairs."""
     parts = torch.arange(len(pairs)).split(max(1, _MOST_CELLS // block_size**2))
     bitmaps = torch.cat([pack(_cells_of(mask, pairs[x], frame, block_size)) for x in parts])
     number = torch.arange(len(pairs))
@@ -338,7 +316,7 @@ def evaluate(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> tup
 
 
 def _cells_of(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Tensor:
-    """[pairs, block_size, block_size] whether each pair of positions holds."""
+    """Evaluates a mask on pairs of tiles, bool [pairs, block_size, block_size]."""
     p, k = (tiles.positions(block_size) for tiles in (pairs.q, pairs.k))
     cells = mask.holds(p[:, :, None], k[:, None, :], frame)
     return cells.expand(len(pairs), block_size, block_size)
@@ -347,7 +325,7 @@ def _cells_of(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Te
 def _share_tables(
     tables: list[tuple[Table, Tensor]], rows: list[list[int]]
 ) -> tuple[Tensor, list[list[Table]]]:
-    """(bitmaps, tables [batch][head]); equal tables of all heads or batch entries become one."""
+    """Returns (bitmaps, tables [batch][head]); tables that are equal for all heads become one."""
     bitmaps, distinct = _share_bitmaps(tables)
     shared = [[distinct[number] for number in row] for row in rows]
     if all(_equal(table, row[0]) for row in shared for table in row):
@@ -358,7 +336,7 @@ def _share_tables(
 
 
 def _share_bitmaps(tables: list[tuple[Table, Tensor]]) -> tuple[Tensor, list[Table]]:
-    """Stores equal bitmaps once and drops those that no entry uses."""
+    """Stores equal bitmaps once and drops unused ones: (bitmaps, renumbered tables)."""
     start, numbers = 0, []
     for table, bitmaps in tables:
         numbers.append(torch.where(table.bitmap < 0, -1, table.bitmap + start))

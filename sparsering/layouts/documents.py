@@ -1,7 +1,7 @@
-"""Grounds that a pattern is laid on: the whole sequence, or documents in which positions restart.
+"""Cuts a sequence, or documents in which positions restart, into tiles.
 
-A ground cuts its axes into tiles, in the positions that the pattern counts, and maps those tiles
-to tokens.
+`WholeSequence` and `RestartedDocuments` cut the positions that a pattern counts, and map these
+tiles to tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from .tiles import Axis, Grid, Origin, Ranges
 
 @dataclass(frozen=True)
 class WholeSequence:
-    """Ground of one sequence; `query_ranges` and `key_ranges` are the positions to compile."""
+    """One sequence; `query_ranges` and `key_ranges` are the positions to compile."""
 
     kv_len: int
     query_ranges: Ranges
@@ -33,19 +33,19 @@ class WholeSequence:
         return grid.axis(self.key_ranges, block_size, offset)
 
     def origin(self, tiles: Axis) -> Origin:
-        """The origin from which conditions count positions, for each tile."""
+        """Returns the origin from which conditions count positions, for each tile."""
         return Origin.of_sequence(len(tiles), self.kv_len)
 
     def placed(
         self, queries: list[Axis], keys: list[Axis]
     ) -> tuple[list[Axis], list[Axis], dict[str, Tensor]]:
-        """The tiles where their tokens lie, and `Pass` fields for positions that differ from it."""
+        """Returns the tiles in tokens, and fields of `Pass` for positions that differ from them."""
         return queries, keys, {}
 
 
 @dataclass(frozen=True, eq=False)
 class RestartedDocuments:
-    """Ground of documents end to end, each with positions of its own, as in `Varlen`."""
+    """Documents end to end, in each of which positions restart at 0, as in `Varlen`."""
 
     q_lengths: Tensor
     kv_lengths: Tensor
@@ -57,7 +57,7 @@ class RestartedDocuments:
         return cls(q_lengths, kv_lengths)
 
     def fitting(self, grid: Grid, block_size: int) -> Grid:
-        """The plain grid for documents inside these documents, else the grid itself."""
+        """Returns the plain grid if the mask has documents inside these, else the grid itself."""
         return grid if grid.documents is None else Grid(1, block_size)
 
     def queries(self, grid: Grid, block_size: int, offset: int) -> Axis:
@@ -85,7 +85,7 @@ class RestartedDocuments:
             "stream": of_query.expand(len(queries), -1).contiguous(),
         }
         key_begin = self.kv_lengths.cumsum(0) - self.kv_lengths
-        query_begin = self.q_lengths.cumsum(0) - self.kv_lengths  # the token index of position 0
+        query_begin = self.q_lengths.cumsum(0) - self.kv_lengths  # token of a query at position 0
         shifted = [_shifted(tiles, query_begin[of_query]) for tiles in queries]
         return shifted, [_shifted(tiles, key_begin[of_key]) for tiles in keys], origins
 
@@ -96,7 +96,7 @@ Ground = WholeSequence | RestartedDocuments
 def ground_of(
     restarts: Restarts | None, frame: Frame, queries: Ranges | None, keys: Ranges | None
 ) -> Ground:
-    """Ground of a pattern: documents if positions restart, else the given ranges, default all."""
+    """Returns documents if positions restart, else the sequence with the ranges, default all."""
     if restarts is not None:
         return RestartedDocuments.of(restarts)
     if queries is None:
@@ -107,7 +107,7 @@ def ground_of(
 
 
 def laid_in_documents(mask: Mask) -> Mask:
-    """The mask inside each document, for a mask whose positions restart (`Varlen`)."""
+    """Returns the mask inside each document, for a mask whose positions restart (`Varlen`)."""
     match mask:
         case Varlen(_, _, inner):
             return inner

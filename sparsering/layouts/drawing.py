@@ -1,4 +1,4 @@
-"""Drawings of a layout's pairs: as a raster of shares, and as characters for a terminal."""
+"""Draws a layout: as a raster of the shares of pairs that attend, and as characters."""
 
 import math
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ _AT_A_TIME = 1 << 22  # sampled pairs
 
 
 def drawing(layout: "BlockLayout", rows: int = 32, columns: int = 64) -> list[str]:
-    """Lines of characters, queries downwards, denser where more pairs of an area attend."""
+    """Returns lines of characters, queries downwards, darker where more pairs attend."""
     shares = pair_shares(layout, rows, columns, most_samples=1 << 20)
     if not shares.numel():
         return []
@@ -33,8 +33,8 @@ def pair_shares(
 ) -> Tensor:
     """[rows, columns] share of the pairs in each area that attend; 1 is dense.
 
-    A share above 1 means that pairs count twice, in a mixture. Small layouts count every position
-    of every tile; in large ones evenly spaced positions stand for their neighbours.
+    The share is above 1 if pairs count twice, in a mixture. In large layouts, only evenly spaced
+    positions of each tile are counted.
 
     Args:
         layout: any layout; its first batch entry is drawn.

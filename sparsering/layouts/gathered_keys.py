@@ -1,7 +1,7 @@
 """Layouts over cached keys, whose place in memory differs from their position.
 
-`page_over` takes keys in any order, each with its position, and a page of queries at once.
-`Spanned` moves the spans of positions that a layout visits next to each other.
+`page_over` builds passes for a page of queries over keys in any order, each with its position.
+`Spanned` is a layout over the visited keys alone, stored without gaps.
 """
 
 import math
@@ -39,13 +39,13 @@ def page_over(
     Args:
         pattern: a causal pattern.
         positions: [entries, Hkv, keys] int64 position of each key, -1 for no key; `entries` is 1
-            or one per batch entry. The last keys are those of the queries; others precede them.
-        live: [branches, entries, Hkv, keys] bool, False where no query of a branch visits a key.
+            or the batch size. The last keys belong to the queries; the others come before.
+        live: [branches, entries, Hkv, keys] bool, False if no query of the branch visits the key.
         starts: [entries] the position of the first query.
         frame: lengths and heads, for patterns that depend on them.
         queries: number of queries, at most `block_size`.
 
-    Cost: O(queries keys) for each distinct head and batch entry. Where all see one mask, only tiles
+    Cost: O(queries keys) for each distinct head and batch entry. If all have one mask, only tiles
         whose status varies are evaluated.
     """
     return tuple(
@@ -55,17 +55,11 @@ def page_over(
 
 
 class _Rows(NamedTuple):
-    """The rows of a page's tables: one for each head of each batch entry.
+    """The rows of a page's tables: one for each head of each batch entry."""
 
-    Attributes:
-        masks: mask of each row; a single one where all rows see the same.
-        first: [rows] the position of the first query.
-        keys: [rows, keys] positions, -1 where a row has none.
-    """
-
-    masks: list[Mask]
-    first: Tensor
-    keys: Tensor
+    masks: list[Mask]  # mask of each row; a single one if all rows have the same
+    first: Tensor  # [rows] position of the first query
+    keys: Tensor  # [rows, keys] positions, -1 for no key
 
 
 def _pass_over(
@@ -129,7 +123,7 @@ def _pass_over(
 def _by_tiles(
     rows: _Rows, frame: Frame, queries: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds the tiles of rows that share one mask; evaluates only tiles whose status varies.
+    """Finds the visited tiles of rows with one mask; evaluates only tiles whose status varies.
 
     Returns: [rows, tiles] whether a tile is visited, [rows, tiles] number of its bitmap or -1, and
         the bitmaps, with queries along the bits.
@@ -157,7 +151,7 @@ def _by_keys(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Like `_by_tiles`, for rows with different masks; evaluates every key."""
     count, keys = rows.keys.shape
-    tiles, old = -(-keys // block_size), keys - queries  # Causal holds for all `old` keys
+    tiles, old = -(-keys // block_size), keys - queries  # the first `old` keys precede all queries
     query = (rows.first[:, None] + torch.arange(queries))[:, None]
     bits = torch.zeros(count, tiles * block_size, block_size // 8, dtype=torch.uint8)
     past = [_without_causal(mask) for mask in rows.masks]
@@ -176,7 +170,7 @@ def _by_keys(
 
 
 def _bits(holds: Callable[..., Tensor], query: Tensor, key: Tensor, frame: Frame) -> Tensor:
-    """[rows, keys, queries / 8] bits: do queries [rows, 1, queries] see each key [rows, keys]."""
+    """[rows, keys, queries / 8] bits: 1 if a query [rows, 1, queries] sees a key [rows, keys]."""
     real, shape = key >= 0, (*key.shape, query.shape[2])
     pairs = holds(query, key.clamp(min=0)[:, :, None], frame)
     pairs = pairs & real[:, :, None] if not bool(real.all()) else pairs
@@ -184,7 +178,7 @@ def _bits(holds: Callable[..., Tensor], query: Tensor, key: Tensor, frame: Frame
 
 
 def _without_causal(mask: Mask) -> Mask:
-    """Drops `Causal` from a mask, which changes nothing for keys before all queries."""
+    """Drops `Causal` from a mask: it holds for keys before all queries."""
     if not isinstance(mask, And):
         return mask
     return intersection([part for part in mask.masks if part != Causal()])
@@ -231,16 +225,11 @@ def _status(mask: Mask, first: Tensor, last: Tensor, k: Tensor, frame: Frame) ->
 
 @dataclass(frozen=True, eq=False)
 class Spanned:
-    """A layout whose keys are the visited spans of positions alone, stored without gaps.
+    """A layout whose keys are the visited spans of positions alone, stored without gaps."""
 
-    Attributes:
-        layout: layout with key tiles at their new places; `Pass.key_origin` has their positions.
-        begin, end: positions where the spans begin and end, ascending and disjoint.
-    """
-
-    layout: BlockLayout
-    begin: Tensor
-    end: Tensor
+    layout: BlockLayout  # `Pass.key_start` has places without gaps, `Pass.key_origin` positions
+    begin: Tensor  # first position of each span; spans are ascending and disjoint
+    end: Tensor  # end of each span, exclusive
 
     @classmethod
     def of(cls, layout: BlockLayout) -> "Spanned":
@@ -262,7 +251,7 @@ class Spanned:
         return int((self.end - self.begin).sum())
 
     def place_of(self, positions: Tensor) -> Tensor:
-        """Places of positions in the gapless order; `length` for positions in no span."""
+        """Returns the place of each position without gaps; `length` for positions in no span."""
         if not len(self.begin):
             return torch.zeros_like(positions)
         lengths = self.end - self.begin
@@ -279,7 +268,7 @@ class Spanned:
 
 
 def _visited_tiles(p: Pass) -> Tensor:
-    """[S, key tiles] whether some head that uses an axis visits a tile."""
+    """[S, key tiles] whether some head visits a tile."""
     axes, tiles = p.key_start.shape
     tables = p.row_ptr.shape[1]
     real = torch.arange(p.key_tile.shape[2]) < p.num_entries[..., None]

@@ -1,6 +1,6 @@
-"""Conditions made of others: parts joined by and, or, not; a rule within documents; a custom mask.
+"""Conditions with parts: and, or, not; a rule for blocks, or inside documents; a custom mask.
 
-Parts are joined by Kleene logic: a pair of tiles that varies in one part may be decided by another.
+And, or, not follow Kleene logic: a part that is EMPTY or FULL may decide where another one varies.
 """
 
 import math
@@ -18,14 +18,13 @@ from ..rows import expand_counts
 from .leaves import EMPTY, FULL, VARIES, Condition, Repeats, SameDocument, with_any_key
 from .tiles import Axis, Origin, Spans, TilePairs, spans_of_positions
 
-# Where a pair of tiles spans more mask blocks than this, they are not looked up one by one.
-_MOST_SUB_BLOCKS = 1024
+_MOST_SUB_BLOCKS = 1024  # most blocks of a mask that are looked up for a pair of tiles
 _QUERIES_AT_A_TIME = 64  # queries of a key for which a custom mask is evaluated
-_LEAPS = (1 << 14, 1 << 10)  # queries that a custom mask may rule out at once
+_LEAPS = (1 << 14, 1 << 10)  # queries whose tile a custom mask may exclude at once
 
 
 class _Joint(Condition):
-    """Several conditions joined; a part that does not vary adds nothing to the signature."""
+    """Base of `AllOf` and `AnyOf`."""
 
     extreme: ClassVar[Any]  # joins the statuses of the parts
     join: ClassVar[Any]  # joins the candidates of the parts
@@ -39,7 +38,7 @@ class _Joint(Condition):
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
         columns = []
-        for part in self.parts:
+        for part in self.parts:  # where a part does not vary, its status alone decides the cells
             varies = part.status(pairs) == VARIES
             columns.append(varies.long())
             if varies.any():
@@ -67,7 +66,8 @@ class AllOf(_Joint):
         super().__init__(parts)
         self.moving = [part for part in self.parts if not part.convex]
         self.convex = not self.moving
-        self.settled = self.settled and len(self.moving) <= 1  # two may step past each other
+        # `before` of one moving part may step to a query that another one excludes.
+        self.settled = self.settled and len(self.moving) <= 1
 
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
         edges = [part.queries(k) for part in self.parts if part.convex]
@@ -109,18 +109,14 @@ class Negated(Condition):
 
 @dataclass(frozen=True, eq=False)
 class InBlocks(Condition):
-    """A blockwise mask, looked up for every pair of mask blocks that a pair of tiles spans.
-
-    Attributes:
-        rule: condition on the blocks of query and key, None where a table or a draw lists them.
-    """
+    """A blockwise mask, looked up for every pair of mask blocks that a pair of tiles spans."""
 
     mask: BlockwiseMask
-    rule: Condition | None = None
+    rule: Condition | None = None  # on block numbers; None if a table or random choice lists them
     _listed: dict[int, Tensor] = field(default_factory=dict)  # pairs of blocks, by kv_len
 
     def _sides(self, pairs: TilePairs) -> list[tuple[Tensor, Tensor, int]]:
-        """First and last position of queries and of keys, and the size of their blocks."""
+        """(first position, last position, block size) of the queries and of the keys."""
         q0, q1, k0, k1 = pairs.edges()
         return [(q0, q1, self.mask.row_size), (k0, k1, self.mask.block_size)]
 
@@ -131,7 +127,7 @@ class InBlocks(Condition):
         )
         if not len(q0):
             return None
-        rows, columns = (max(0, int(x.max())) + 1 for x in (q1 - q0, k1 - k0))  # tiles may be empty
+        rows, columns = (max(0, int(x.max())) + 1 for x in (q1 - q0, k1 - k0))
         if rows * columns > _MOST_SUB_BLOCKS:
             return None
         at = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
@@ -169,7 +165,7 @@ class InBlocks(Condition):
         row, number = expand_counts((last - first + 1).clamp(min=0))
         index, low, high = self.mask.spans(first[row] + number, origin.kv_len[row])
         row, most = row[index], (1 << 62) // size
-        low, high = low.clamp(-most, most), high.clamp(-most, most)  # products then fit in 64 bits
+        low, high = low.clamp(-most, most), high.clamp(-most, most)  # so products fit in 64 bits
         begin, end = origin.start[row] + low * size, origin.start[row] + high * size + size - 1
         return spans_of_positions(queries, keys, row, begin, end)
 
@@ -179,11 +175,9 @@ class InBlocks(Condition):
         return torch.minimum(x, step(k // size, x // size, frame) * size + (size - 1))
 
     def _last_listed(self, own: Tensor, block: Tensor, frame: Frame) -> Tensor:
-        """The last query block <= `block` that is listed with key block `own`, or a negative one.
-
-        A pair is listed as key block * rows + query block, ascending.
-        """
-        rows = -(-frame.kv_len // self.mask.block_size)  # block masks are square
+        """Last query block <= `block` that sees key block `own`, or a negative number."""
+        # The list has key block * rows + query block of each pair, ascending.
+        rows = -(-frame.kv_len // self.mask.block_size)
         if frame.kv_len not in self._listed:
             row, first, last = self.mask.spans(torch.arange(rows), frame.kv_len)
             span, number = expand_counts((last.clamp(max=rows - 1) - first + 1).clamp(min=0))
@@ -208,22 +202,18 @@ class InBlocks(Condition):
 
 @dataclass(frozen=True, eq=False)
 class PerDocument(Condition):
-    """`inner`, with positions counted from the start of the document that holds both tiles.
-
-    Attributes:
-        asks_length: whether `inner` depends on the length of the document.
-    """
+    """Both positions lie in one document, and `inner` holds of positions counted from its start."""
 
     same: SameDocument
     inner: Condition
-    asks_length: bool
+    asks_length: bool  # whether `inner` depends on the length of the document
 
     @property
     def settled(self) -> bool:  # type: ignore[override]
         return self.inner.settled
 
     def _document(self, first: Tensor, last: Tensor, origin: Origin) -> tuple[Tensor, Origin]:
-        """Whether first and last are in one document, and that document as an origin."""
+        """(True if both positions are in one document, the origin of the first's document)."""
         starts = self.same.starts
         number = self.same.document_of(first - origin.start)
         inside = (number == self.same.document_of(last - origin.start)) & (number < len(starts) - 1)
@@ -239,7 +229,7 @@ class PerDocument(Condition):
 
     def status(self, pairs: TilePairs) -> Tensor:
         inside, in_document = self._in_documents(pairs)
-        # Tiles that reach over several documents are VARIES if they share one of them, else EMPTY.
+        # Tiles over several documents are VARIES if they share a document, else EMPTY.
         return torch.where(inside, self.inner.status(in_document), self.same.status(pairs))
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
@@ -268,19 +258,15 @@ class PerDocument(Condition):
 
 @dataclass(frozen=True, eq=False)
 class Declared(Condition):
-    """A custom mask, which may define `Mask.status` and `Mask.candidates` itself.
-
-    Attributes:
-        in_document: whether the mask sees each document as a sequence, with positions from 0.
-    """
+    """A custom mask, which may define `Mask.status` and `Mask.candidates` itself."""
 
     mask: Mask
     frame: Frame
-    in_document: bool
+    in_document: bool  # whether the mask applies inside documents, with positions from 0
     settled = False
 
     def _frames(self, origin: Origin) -> Iterable[tuple[Tensor, Frame]]:
-        """(tile indices, frame) for each distinct frame: the sequence, or a length of document."""
+        """(tile indices, frame) for the sequence, or for each distinct length of documents."""
         if self.in_document:
             return origin.frames(self.frame)
         return [(torch.arange(len(origin.start)), self.frame)]
@@ -289,7 +275,7 @@ class Declared(Condition):
         status = torch.full_like(pairs.q.start, VARIES, dtype=torch.int8)
         for which, frame in self._frames(pairs.origin):
             q0, q1, k0, k1 = pairs[which].edges()
-            q1 = q1.clamp(max=frame.q_start + frame.q_len - 1)  # queries of lifetimes may not end
+            q1 = q1.clamp(max=frame.q_start + frame.q_len - 1)  # `lifetimes` has endless tiles
             if (own := self.mask.status(q0, q1, k0, k1, frame)) is not None:
                 status[which] = own.to(torch.int8)
         return status
@@ -310,11 +296,10 @@ class Declared(Condition):
         return spans
 
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
-        """Evaluates the mask at some queries of each key at a time; it may rule out many."""
         result = torch.full_like(x, -1)
         chosen = torch.nonzero(x >= 0)[:, 0]
         k, x = k[chosen], x[chosen]
-        step = torch.zeros_like(x)  # number of queries, from x downwards, that have no pair
+        step = torch.zeros_like(x)  # number of queries, from x downwards, that do not see the key
         for leap in _LEAPS:
             step = torch.where(step == 0, leap * self._is_empty(k, x, leap, frame), step)
         near = torch.nonzero(step == 0)[:, 0]
@@ -325,7 +310,7 @@ class Declared(Condition):
         return result
 
     def _is_empty(self, k: Tensor, x: Tensor, leap: int, frame: Frame) -> Tensor:
-        """Whether the mask rules out all queries in (x - leap, x]."""
+        """Whether the mask's `candidates` or `status` exclude all queries in (x - leap, x]."""
         empty, first = torch.zeros_like(x, dtype=torch.bool), (x - leap + 1).clamp(min=0)
         if (reach := self.mask.candidates(first, x, frame)) is not None:
             empty = (k < reach[0]) | (k > reach[1])
@@ -335,7 +320,7 @@ class Declared(Condition):
 
 
 def _together(parts: Sequence[Repeats | None]) -> Repeats | None:
-    """Combines the periods of several parts; None where one is unknown."""
+    """Returns the common period of several parts; None if one is unknown."""
     repeats = [part for part in parts if part is not None]
     if len(repeats) < len(parts):
         return None

@@ -1,7 +1,7 @@
-"""Layouts of the last query of a growing sequence: decoding compiles nothing per token.
+"""Layouts of the last query of a growing sequence, so that decoding compiles nothing per token.
 
-A page of queries is compiled at once and cached. Each query takes its row of tiles, cut to the keys
-so far. A page costs about what one query costs, since compiling follows the pattern's edges.
+A page of 1,024 queries is compiled at once and cached. The layout of a query is a row of its tiles,
+cut to the keys so far. A page takes about as long to compile as one query.
 """
 
 import math
@@ -24,10 +24,9 @@ PAGE = 1024
 def last_query_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]] | None:
-    """(layout, query's row in the bitmaps of each pass) for a frame with the last query alone.
+    """Returns the layout of the last query alone, and its row in the bitmaps of each pass.
 
-    None where the frame is another one, or the pattern has tensors or depends on the length:
-    compile these as they are.
+    None if the frame has other queries, or the pattern has tensors or depends on the length.
     """
     last = frame.q_len == 1 and frame.q_start == frame.kv_len - 1
     if not last or pattern.tensors or not _positions_decide(pattern):
@@ -43,7 +42,7 @@ def last_query_layout(
 
 @lru_cache(256)
 def _positions_decide(pattern: Pattern) -> bool:
-    """Whether a pair's two positions alone decide whether it attends, whatever the lengths."""
+    """Whether a pattern depends on positions alone, and not on lengths."""
     return pattern.restarts is None and not any(x.asks_frame for x in pattern.branches)
 
 
@@ -51,30 +50,25 @@ def _positions_decide(pattern: Pattern) -> bool:
 class _Page:
     """The layout of a page of queries, and the place of each query in it.
 
-    Attributes:
-        rows: for each pass and row of query tiles, a pass with that row alone, and the pass as
-            which it is walked, whatever the number of keys.
-        row_of, slot_of: for each pass and query, its row (-1 for none) and its slot in the tile.
-        stops: for each pass [queries, S, 1], 1 where an axis has the query, else 0.
-        latest: the last request, its result and when that is complete, since all layers of a model
-            ask for the same.
-        launches: launches of kernels by the rows of a query, which its later ones use too.
+    `rows` has two passes for each pass and row of query tiles: one with this row alone, and the one
+    for which kernels prepare (`Pass.walked_as`). `latest` is the last result, which all layers of a
+    model need.
     """
 
     layout: BlockLayout
     rows: list[list[tuple[Pass, Pass]]]
-    row_of: list[list[int]]
-    slot_of: list[list[int]]
-    stops: list[Tensor]
+    row_of: list[list[int]]  # row of tiles of each query, by pass; -1 if no tile has the query
+    slot_of: list[list[int]]  # place of each query in its tile, by pass
+    stops: list[Tensor]  # [queries, S, 1] for each pass: 1 if a set of tiles has the query, else 0
     latest: tuple[Frame, tuple[BlockLayout, tuple[int, ...]], Built | None] | None = None
-    launches: dict[tuple[int, ...], dict[Hashable, Any]] = field(default_factory=dict)
+    launches: dict[tuple[int, ...], dict[Hashable, Any]] = field(default_factory=dict)  # by rows
 
     @classmethod
     def of(cls, layout: BlockLayout) -> "_Page":
         rows, row_of, slot_of, stops = [], [], [], []
         for p in layout.passes:
             if p.bitmaps.device.type == "cpu":
-                _ = p.transposed_bitmaps  # built here once, then shared by all rows
+                _ = p.transposed_bitmaps  # builds them once for all rows
             tile, slot, in_axis = _places(p, layout.block_size)
             row_of.append(tile)
             slot_of.append(slot)
@@ -101,20 +95,20 @@ class _Page:
             stop, (p, whole) = self.stops[number][index], rows[row]
             passes.append(p.cut(stop, p.key_stop.clamp(max=frame.kv_len), whole))
             slots.append(self.slot_of[number][index])
-        # Decoding needs no number of pairs, so it is NaN here; `Pattern.layout` counts them.
+        # Decoding does not need the number of pairs, so it is NaN.
         layout = BlockLayout(frame, self.layout.block_size, tuple(passes), math.nan)
         of_query = tuple(row[index] for row in self.row_of)
         vars(layout)["launches"] = self.launches.setdefault(of_query, {})
         device = self.stops[0].device if self.stops else torch.device("cpu")
-        if not capturing(device):  # only a replay of the graph would fill its memory
+        if not capturing(device):  # memory of a captured graph is empty until the graph runs
             self.latest = frame, (layout, tuple(slots)), Built.now(device)
         return layout, tuple(slots)
 
 
 def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
-    """(row of tiles or -1, slot in it) of each query of a page; [S, queries] which axes have it.
+    """Returns the row of tiles and the slot of each query; [S, queries] which sets have the query.
 
-    All axes are cut alike: a query has the same row and slot in each axis that has it.
+    A query has the same row and slot in every set of tiles that has it.
     """
     query = p.query_start[..., None] + p.step * torch.arange(block_size, device=p.row_ptr.device)
     real = query < p.query_stop[..., None]
@@ -128,7 +122,7 @@ def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
 
 
 def _row(p: Pass, row: int) -> Pass:
-    """Pass with one row of query tiles alone, for a single query."""
+    """Returns a pass with one row of query tiles alone, for a single query."""
     begin, end = p.row_ptr[..., row].long(), p.row_ptr[..., row + 1].long()
     count = end - begin
     place = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)
@@ -147,11 +141,8 @@ def _row(p: Pass, row: int) -> Pass:
 
 
 def _walked(row: Pass, p: Pass, number: int, layout: BlockLayout) -> Pass:
-    """The pass of one row with a bitmap for each entry that some query of the row may cut.
-
-    The first of these queries sees the fewest keys: those up to its own position.
-    """
-    first = layout.frame.q_start + p.query_start[:, number].min()
+    """Returns a row's pass with a bitmap for each entry that has keys after one of its queries."""
+    first = layout.frame.q_start + p.query_start[:, number].min()  # this query has fewest keys
     last = torch.minimum(p.key_start + (layout.block_size - 1) * p.step, p.key_stop - 1)
     later = (last > first).any(0)  # [key tiles]
     cut = (row.bitmap < 0) & later[row.key_tile.long()] if len(later) else row.bitmap < 0

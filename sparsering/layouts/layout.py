@@ -1,4 +1,4 @@
-"""The compiled form of a pattern: passes of tiles that kernels run, and figures about them."""
+"""`BlockLayout`, the compiled form of a pattern: passes of tiles that kernels run."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -17,15 +17,11 @@ from .drawing import drawing
 
 
 class Transpose(NamedTuple):
-    """The table of a pass sorted by key tile, with the query tiles that visit each.
+    """The table of a pass sorted by key tile, with the query tiles that visit each."""
 
-    `row_ptr` [Bt, Ht, key tiles + 1] says where each key tile's entries begin; `query_tile` and
-    `entry` (its number in the pass's table) are [Bt, Ht, entries].
-    """
-
-    row_ptr: Tensor
-    query_tile: Tensor
-    entry: Tensor
+    row_ptr: Tensor  # [Bt, Ht, key tiles + 1], where each key tile's entries begin
+    query_tile: Tensor  # [Bt, Ht, entries]
+    entry: Tensor  # [Bt, Ht, entries], number of the entry in the pass's table
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,44 +33,27 @@ class Pass:
     tiles. There are S sets of tiles and Ht tables for each of Bt batch entries; a dim of size 1 is
     shared by all. Query head h of H uses table h * Ht // H and the set of tiles h * S // H.
 
-    Attributes:
-        step: distance of neighbouring tokens in a tile.
-        query_start, query_stop: [S, query tiles] int64, S = 1 or num_kv_heads.
-        key_start, key_stop: [S, key tiles] int64.
-        row_ptr: [Bt, Ht, query tiles + 1] int32, where each query tile's entries begin.
-        key_tile: [Bt, Ht, entries] int32, ascending within a query tile; padded with 0.
-        bitmap: [Bt, Ht, entries] int32, index of the entry's bitmap in `bitmaps`, -1 if all its
-            pairs attend.
-        bitmaps: [bitmaps, block_size ** 2 / 8] uint8, the first cell in the lowest bit. Cells past
-            `stop` have no meaning.
-        covers: whether every query is in a query tile, and every key in a key tile.
-        longest: upper bounds of the entries of any query tile, and of any key tile; None where
-            the host does not know them.
-        branch: index of the mixture's branch that the pass belongs to.
-        query_origin, key_origin: [S, query tiles] and [S, key tiles] int64 position of each tile's
-            first token; None where positions follow from the starts, see `coordinates`.
-        stream: [S, query tiles] int64, index of the dropout stream that a tile uses; None for 0.
-        slot: [B or 1, H or 1, entries] int64, flat index of the choice, in a selection's indices
-            [R, k], that lists the entry; -1 for none. None without a selection, or if an entry
-            spans several of its rows or blocks.
+    In bitmaps, the first cell is in the lowest bit; cells past `stop` have no meaning. `slot` says
+    where a selection's indices [R, k], flattened, list the entry's block for its row, -1 for
+    nowhere; it is None without a selection, or if an entry spans several of its rows or blocks.
     """
 
-    step: int
-    query_start: Tensor
-    query_stop: Tensor
-    key_start: Tensor
-    key_stop: Tensor
-    row_ptr: Tensor
-    key_tile: Tensor
-    bitmap: Tensor
-    bitmaps: Tensor
-    covers: tuple[bool, bool] = (False, False)
-    longest: tuple[int, int] | None = None
-    branch: int = 0
-    query_origin: Tensor | None = None
-    key_origin: Tensor | None = None
-    stream: Tensor | None = None
-    slot: Tensor | None = None
+    step: int  # distance of neighbouring tokens in a tile
+    query_start: Tensor  # [S, query tiles] int64, S = 1 or num_kv_heads
+    query_stop: Tensor  # [S, query tiles] int64
+    key_start: Tensor  # [S, key tiles] int64
+    key_stop: Tensor  # [S, key tiles] int64
+    row_ptr: Tensor  # [Bt, Ht, query tiles + 1] int32, where each query tile's entries begin
+    key_tile: Tensor  # [Bt, Ht, entries] int32, ascending within a query tile; padded with 0
+    bitmap: Tensor  # [Bt, Ht, entries] int32, index in `bitmaps`, or -1 if all pairs attend
+    bitmaps: Tensor  # [bitmaps, block_size ** 2 / 8] uint8
+    covers: tuple[bool, bool] = (False, False)  # do tiles contain every query, and every key?
+    longest: tuple[int, int] | None = None  # bounds of the entries of a query tile and a key tile
+    branch: int = 0  # index of the mixture's branch that the pass belongs to
+    query_origin: Tensor | None = None  # [S, query tiles] int64 position, if positions restart
+    key_origin: Tensor | None = None  # [S, key tiles] int64 position, if not key_start
+    stream: Tensor | None = None  # [S, query tiles] int64 dropout stream; None: all 0
+    slot: Tensor | None = None  # [B or 1, H or 1, entries] int64
 
     def coordinates(self, q_start: int) -> tuple[Tensor, Tensor]:
         """Position of the first token of each query tile and of each key tile, [S, tiles] int64.
@@ -100,12 +79,8 @@ class Pass:
         """Index of the table that a query head uses."""
         return head * self.row_ptr.shape[1] // max(1, num_heads)
 
-    def axis_of(self, head: int, num_heads: int) -> int:
-        """Index of the axis (row of `query_start`, `key_start`, ...) that a query head uses."""
-        return head * self.query_start.shape[0] // max(1, num_heads)
-
     def query_tiles(self) -> Tensor:
-        """[Bt, Ht, entries] query tile of each entry; the number of query tiles for padding."""
+        """[Bt, Ht, entries] query tile of each entry; for padding, the number of query tiles."""
         return row_of(self.row_ptr, self.key_tile.shape[-1])
 
     @cached_property
@@ -125,14 +100,14 @@ class Pass:
         return transposed(self.bitmaps)
 
     def like(self, **changes: Any) -> "Pass":
-        """A copy with some fields replaced; it shares transposed bitmaps that are already built."""
+        """Returns a copy with some fields replaced, which shares the transposed bitmaps."""
         other = replace(self, **changes)
         if "transposed_bitmaps" in vars(self):
             vars(other)["transposed_bitmaps"] = self.transposed_bitmaps
         return other
 
     def of_entries(self, entries: Tensor) -> "Pass":
-        """Returns the pass for some batch entries: their tables, where each entry has its own."""
+        """Returns the pass of some batch entries, given as indices."""
         if self.row_ptr.shape[0] == 1:
             return self
         tables = {"row_ptr": self.row_ptr, "key_tile": self.key_tile, "bitmap": self.bitmap}
@@ -142,27 +117,27 @@ class Pass:
 
     @property
     def walked_as(self) -> "Pass":
-        """Pass whose order of entries serves this one too; itself, unless `cut` made it."""
+        """Pass for which kernels prepare the order of tiles; itself, unless `cut` made this one."""
         whole: Pass = vars(self).get("_whole", self)
         return whole
 
     def cut(self, query_stop: Tensor, key_stop: Tensor, whole: "Pass") -> "Pass":
-        """A copy with fewer queries and keys, walked as `whole`.
+        """Returns a copy with fewer queries and keys; kernels prepare once, for `whole`.
 
-        `whole` has the same entries, with bitmaps for all tiles that any such copy cuts.
+        `whole` has the same entries, and a bitmap for each tile that some copy cuts.
         """
         other = self.like(query_stop=query_stop, key_stop=key_stop)
         vars(other)["_whole"] = whole
         return other
 
     def from_slot(self, slot: int, block_size: int) -> "Pass":
-        """A copy whose query tiles begin at row `slot` of the bitmaps."""
+        """Returns a copy whose query tiles begin at row `slot` of the bitmaps."""
         rows = self.bitmaps.view(len(self.bitmaps), block_size, block_size // 8)
         rows = torch.nn.functional.pad(rows[:, slot:], (0, 0, 0, slot))
         return replace(self, bitmaps=rows.reshape(self.bitmaps.shape))
 
     def to(self, device: torch.device) -> "Pass":
-        """A copy on a device; the host does not wait for a GPU."""
+        """Returns a copy on a device; the host does not wait for a GPU."""
         values: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(self)}
         tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
         return Pass(**values | {name: moved(x, device) for name, x in tensors.items()})
@@ -176,9 +151,9 @@ class BlockLayout:
         frame: lengths, heads and the position of the first query.
         block_size: most positions in a tile.
         passes: passes in the order in which kernels run them.
-        pairs: number of (query, key) pairs, mean over batch entries and query heads; a tensor where
+        pairs: number of (query, key) pairs, mean over batch entries and query heads; a tensor if
             the device counts them.
-        built: point of a CUDA stream at which the tables are complete, for other streams to wait.
+        built: point of a CUDA stream at which the tables are complete; other streams wait for it.
         launches: prepared launches of kernels over this layout, by the kind of a call.
     """
 
@@ -197,14 +172,14 @@ class BlockLayout:
             if backward:
                 _ = p.transpose
 
-    def kept(self, device: torch.device) -> "BlockLayout":
-        """A copy safe to share across CUDA streams; builds shared tables first."""
+    def shared(self, device: torch.device) -> "BlockLayout":
+        """Returns a copy safe to share across CUDA streams; builds shared tables first."""
         if device.type == "cpu":
             return self
         counts = {"entry_counts": self.entry_counts, "first_entry": self.first_entry}
-        shared = replace(self, built=Built.now(device))
-        vars(shared).update(counts)
-        return shared
+        copy = replace(self, built=Built.now(device))
+        vars(copy).update(counts)
+        return copy
 
     def ready(self) -> "BlockLayout":
         """Returns itself after making the current stream wait until its tables are complete."""
@@ -228,15 +203,12 @@ class BlockLayout:
 
     @cached_property
     def first_entry(self) -> Tensor:
-        """[passes, Bt, Ht] number of each pass's first entry in `entries` order."""
+        """[passes, Bt, Ht] number of each pass's first entry, in the order of `entries`."""
         return self.entry_counts.cumsum(0) - self.entry_counts
 
     @cached_property
     def entry_slots(self) -> Tensor:
-        """[Bt, Ht, entries] slot of a selection for each entry of `entries` order, -1 for none.
-
-        The last dim has room for the longest table; with a single pass, it is as wide as its slots.
-        """
+        """[Bt, Ht, entries] slot of each entry, in the order of `entries`; -1 without a slot."""
         if len(self.passes) == 1 and self.passes[0].slot is not None:
             return self.passes[0].slot
         shapes = [self.table_shape, *(p.slot.shape for p in self.passes if p.slot is not None)]
@@ -253,13 +225,13 @@ class BlockLayout:
 
     @property
     def table_shape(self) -> tuple[int, int]:
-        """(batch entries, heads) with tables of their own, 1 where all share one."""
+        """Number of batch entries and of heads with separate tables; 1 if all share one."""
         shapes = [p.row_ptr.shape for p in self.passes]
         return max((s[0] for s in shapes), default=1), max((s[1] for s in shapes), default=1)
 
     @property
     def num_blocks(self) -> int:
-        """Number of visited entries; the largest where tables differ by head or batch entry."""
+        """Number of visited entries; the maximum over heads and batch entries."""
         counts = self.entry_counts.sum(0)
         return int(counts.max()) if counts.numel() else 0
 
@@ -298,19 +270,19 @@ class BlockLayout:
         return torch.cat(rows) if rows else torch.zeros(0, 4, dtype=torch.int64)
 
     def table(self, p: Pass, batch: int, head: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Query tile, key tile and bitmap of each entry of a head; number of the head's axes."""
+        """Query tile, key tile and bitmap of each entry of a head; the head's set of tiles."""
         b = batch if p.row_ptr.shape[0] > 1 else 0
         h = p.table_of(head, self.frame.num_heads)
         n = int(p.num_entries[b, h])
         row, key, bitmap = row_of(p.row_ptr[b, h], n), p.key_tile[b, h, :n], p.bitmap[b, h, :n]
-        return row, key.long(), bitmap.long(), p.axis_of(head, self.frame.num_heads)
+        axis = head * p.query_start.shape[0] // max(1, self.frame.num_heads)
+        return row, key.long(), bitmap.long(), axis
 
     def visits(self, batch: int, head: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Yields the pairs that one query head visits, pass by pass.
 
-        Yields: index of the pass's first entry; then for its n entries the query indices [n, b],
-        the key positions [n, b] (q_len and kv_len in slots past a tile's end) and whether each
-        pair attends [n, b, b].
+        Yields: number of the pass's first entry; then for its n entries the query indices [n, b],
+        the key positions [n, b] and whether each pair attends [n, b, b], as `cells`.
         """
         first, slots = 0, torch.arange(self.block_size, device=self.entry_counts.device)
         for p in self.passes:
@@ -323,8 +295,8 @@ class BlockLayout:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query indices [n, s], key positions [n, s] and which pairs attend [n, s, s].
 
-        They are those of the given slots of tiles, for a part of a head's entries; the index is
-        q_len, and the position kv_len, in slots past a tile's end.
+        `part` selects n entries of a head, `slots` s places in each tile. Past the end of a tile,
+        the index is q_len and the position kv_len.
         """
         row, key, bitmap, axis = self.table(p, batch, head)
         row, key, bitmap = row[part], key[part], bitmap[part]
@@ -346,10 +318,7 @@ class BlockLayout:
         return (replace(self, frame=frame).entry_of_pairs(self.table_shape[0]) >= 0).sum(0)
 
     def entry_of_pairs(self, batch: int) -> Tensor:
-        """[passes, batch, H, Nq, Nk] number of the entry that has each pair, -1 where none has it.
-
-        Cost: O(Nq Nk) memory for each pass, batch entry and head.
-        """
+        """[passes, batch, H, Nq, Nk] number of the entry that has each pair, -1 for no entry."""
         frame = self.frame
         shape = (len(self.passes), batch, frame.num_heads, frame.q_len + 1, frame.kv_len + 1)
         number = torch.full(shape, -1)
@@ -379,24 +348,24 @@ class BlockLayout:
 
 
 def slots_of(start: Tensor, stop: Tensor, step: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """[..., block_size] token of each slot of tiles [...], and whether it lies below `stop`."""
+    """[..., block_size] tokens of tiles [...], and whether each lies below `stop`."""
     tokens = start[..., None] + step * torch.arange(block_size, device=start.device)
     return tokens, tokens < stop[..., None]
 
 
 def tile_counts(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
-    """Number of real positions in each tile."""
+    """Number of positions in each tile."""
     return ((stop - start).clamp(min=0) + step - 1).floor_divide(step).clamp(max=block_size)
 
 
 def stretched(table: Tensor, batch: int, heads: int) -> Tensor:
-    """Expands [Bt, Ht, ...] to [batch, heads, ...], each repeated for heads that share it."""
+    """Expands [Bt, Ht, ...] to [batch, heads, ...] by repeating shared tables."""
     repeated = table.repeat_interleave(heads // table.shape[1], 1)
     return repeated.expand(batch, *repeated.shape[1:])
 
 
 def row_of(row_ptr: Tensor, entries: int) -> Tensor:
-    """Row of each entry 0, 1, ..., entries - 1; past the last row it is the number of rows."""
+    """Returns the row of each entry 0, 1, ..., entries - 1; past the last row, the row count."""
     position = torch.arange(entries, device=row_ptr.device).expand(*row_ptr.shape[:-1], -1)
     ends = row_ptr[..., 1:].long().contiguous()
     return torch.searchsorted(ends, position.contiguous(), right=True)

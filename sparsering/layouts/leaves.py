@@ -1,11 +1,11 @@
-"""Conditions on a query and a key position: the facts of one kind of mask, without its pairs.
+"""Conditions on a query and a key position, which replace masks while a layout is built.
 
-A mask is lowered (`lower`) to a few kinds of condition. For tiles, each computes three things for
-many pairs of tiles at once. `status`: no pair holds, all hold, or it varies. `signature`: integers;
-two varying pairs of tiles with equal signatures hold at the same cells. `candidates`: the pairs of
-tiles where any pair may hold. The cells always come from the mask's own definition (`Mask.holds`).
-For the lifetimes of keys, `before` steps from a query down to the next that may pair with a key;
-`future` and `shifted` say how pairs repeat in a sequence without end.
+`lower` converts a mask to a few kinds of condition. For many pairs of tiles at once, a condition
+computes `status` (no position pair holds, all hold, or it varies), `signature` (varying pairs of
+tiles with equal integers have equal bitmaps) and `candidates` (the pairs of tiles that may hold).
+Bitmaps come from the mask's own definition (`Mask.holds`). For the lifetimes of keys, `before`
+steps from a query down to one that may see a key; `future` and `shifted` say how pairs repeat in a
+sequence without end.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from .tiles import Axis, Origin, Spans, TilePairs, spans_of_positions
 
 EMPTY, VARIES, FULL = 0, 1, 2
 FOREVER = 1 << 62
-"""A position past all others: of the last query where queries do not end."""
+"""Position of the last query of a sequence without end."""
 
 
 class Repeats(NamedTuple):
-    """From `first` on, pairs repeat every `period` positions; `empty`: there are none."""
+    """Pairs repeat every `period` positions from `first` on; `empty`: there are no pairs."""
 
     first: int
     period: int
@@ -32,24 +32,18 @@ class Repeats(NamedTuple):
 
 
 class Condition:
-    """Condition on p - origin.start and k - origin.start, p a query and k a key position.
+    """Condition on p - origin.start and k - origin.start, p a query and k a key position."""
 
-    Attributes:
-        convex: whether the queries that pair with a key are neighbours, without a gap.
-        moving: parts of the condition that are not convex, and that `queries` leaves out.
-        settled: whether `before` is exact; otherwise it is a bound from which to ask again.
-    """
-
-    convex: bool = False
-    moving: "Sequence[Condition]" = ()
-    settled: bool = True
+    convex: bool = False  # True if the queries that see a key have no gap between them
+    moving: "Sequence[Condition]" = ()  # parts that are not convex, which `queries` ignores
+    settled: bool = True  # True if `before` is exact, False if it is an upper bound
 
     def status(self, pairs: TilePairs) -> Tensor:
         """EMPTY, VARIES or FULL for each pair of tiles."""
         raise NotImplementedError
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
-        """Integer columns; VARIES tile pairs of one step with equal columns have equal cells."""
+        """Columns of integers; VARIES pairs of tiles with equal rows have equal bitmaps."""
         raise NotImplementedError
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
@@ -57,14 +51,14 @@ class Condition:
         return with_any_key(queries, keys, torch.arange(len(queries)))
 
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """First and last query that pair with each key, where `convex`; None without a bound."""
+        """First and last query that see each key, for `convex` conditions; None for no bound."""
         raise NotImplementedError
 
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
-        """Upper bound of the last query <= x that pairs with key k (exact where `settled`).
+        """Upper bound of the last query <= x that sees key k (exact where `settled`).
 
-        It is x itself where x pairs with k, and negative where no query does. The frame is that of
-        the sequence, or of the document, from whose start positions count.
+        It is x itself if x sees k, and negative if no query does. `frame` has the lengths of the
+        sequence, or of the document, from whose start positions count.
         """
         first, last = self.queries(k)
         x = x if last is None else torch.minimum(x, last)
@@ -73,11 +67,11 @@ class Condition:
         return x if first is None else torch.where(x >= first, x, -1)
 
     def future(self, stop: int) -> Repeats | None:
-        """How visits to keys below `stop` repeat in the far future; None where that is unknown."""
+        """How later queries repeat their visits to keys below `stop`; None if unknown."""
         return None
 
     def shifted(self) -> Repeats | None:
-        """How pairs repeat when both positions are shifted alike; None where that is unknown."""
+        """How pairs repeat when both positions grow by one number; None if unknown."""
         return None
 
 
@@ -129,7 +123,7 @@ class Linear(Condition):
     def shifted(self) -> Repeats | None:
         if self.a and self.b:
             return Repeats(0, 1) if self.a + self.b == 0 else None
-        sign = self.a + self.b  # pairs change at one position of queries or of keys, if at all
+        sign = self.a + self.b  # only one side counts: pairs change at one position, if at all
         return Repeats(max(0, self.c // sign + (sign < 0)) if sign else 0, 1)
 
 
@@ -150,7 +144,6 @@ class InKeys(Condition):
         return [pairs.edges()[2]]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        """Tiles between the first and the last valid key; holes are rarely whole tiles."""
         first, last = ((self.below <= x).sum() - 1 for x in (0, self.below[-1] - 1))
         begin, end = origin.start + first, origin.start + last
         return spans_of_positions(queries, keys, torch.arange(len(queries)), begin, end)
@@ -193,7 +186,7 @@ class OnGrid(Condition):
     residue: int
 
     def _place(self, pairs: TilePairs) -> tuple[Tensor, Tensor]:
-        """Place of a tile's first position in its segment, and whether the tile ends there too."""
+        """Place of a tile's first position in its segment, and whether its last is in there too."""
         tile = pairs.q if self.of_query else pairs.k
         first = (tile.start - pairs.origin.start) % self.segment
         return first, first + tile.last - tile.start < self.segment
@@ -223,7 +216,7 @@ class OnGrid(Condition):
             return super().before(k, x, frame)
         if self.residue >= self.segment:
             return torch.full_like(x, -1)
-        # One past the last position of a segment that is on the grid.
+        # The last place on the grid in a segment is end - 1.
         end = self.segment - (self.segment - 1 - self.residue) % self.rate
         place = _remainder(x, self.segment) - self.residue
         near, far = _remainder(place, self.rate), place + (self.residue + 1 + self.segment - end)
@@ -289,12 +282,8 @@ class SameDocument(Condition):
         return meet.to(torch.int8) + one.to(torch.int8)
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
-        """Rows and columns of the one document that both tiles touch.
-
-        Pairs of tiles that touch several common documents get a unique number instead.
-        """
         q0, q1, k0, k1 = map(self.document_of, pairs.edges())
-        low, high = torch.maximum(q0, k0), torch.minimum(q1, k1)
+        low, high = torch.maximum(q0, k0), torch.minimum(q1, k1)  # documents that both tiles touch
         begin = self.starts[low.clamp(min=0)] + pairs.origin.start
         end = self.starts[(low + 1).clamp(max=len(self.starts) - 1)] + pairs.origin.start
         sides = [
@@ -302,7 +291,7 @@ class SameDocument(Condition):
             for tile in (pairs.q, pairs.k)
             for edge in (begin, torch.minimum(end, tile.last + tile.step))
         ]
-        several = torch.where(high > low, 1 + torch.arange(len(low)), 0)
+        several = torch.where(high > low, 1 + torch.arange(len(low)), 0)  # a unique number
         return [several, *(torch.where(high > low, 0, side) for side in sides)]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
@@ -318,7 +307,7 @@ class SameDocument(Condition):
 
 
 def with_any_key(queries: Axis, keys: Axis, rows: Tensor) -> Spans:
-    """Pairs of the given query tiles with all key tiles of their residue."""
+    """Pairs the query tiles `rows` with all key tiles of their residue."""
     return spans_of_positions(queries, keys, rows, rows * 0, rows * 0 + _end(keys))
 
 
@@ -327,5 +316,5 @@ def _end(axis: Axis) -> int:
 
 
 def _remainder(x: Tensor, modulus: int) -> Tensor:
-    """The remainder x % modulus, by bits for powers of two: ten times as fast as a division."""
+    """Returns x % modulus, for powers of two by bits: ten times as fast as a division."""
     return x % modulus if modulus & (modulus - 1) else x & (modulus - 1)

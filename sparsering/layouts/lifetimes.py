@@ -3,8 +3,8 @@
     last_visits(Causal() & SlidingWindow(511), 0, 4)       ->  [tensor([511, 512, 513, 514])]
 
 They decide which keys a cache still needs (`live_keys`) and how large it grows (`cache_bound`).
-For a sequence without end, queries are examined until the keys that they see repeat; a key that is
-visited within one such period is visited forever.
+In a sequence without end, late queries repeat their visits to a key with some period: a key that is
+visited in one such period is visited forever.
 """
 
 import itertools
@@ -27,9 +27,9 @@ from .terms import distinct_heads
 from .tiles import Axis, TilePairs
 
 _KEYS_AT_A_TIME = 1 << 16
-_TILE, _SPLIT = 1 << 10, 1 << 10  # keys of the smallest tiles, and parts that a tile is split into
+_TILE, _SPLIT = 1 << 10, 1 << 10  # keys in the smallest tiles, and number of parts of a tile
 _MOST_POSITION = 1 << 60
-_MOST_PERIOD = 1 << 40  # longest period, in queries, after which a pattern repeats
+_MOST_PERIOD = 1 << 40  # longest period of a pattern, in queries
 _MOST_SHIFT = 1 << 26  # positions examined for the bound of an endless sequence
 
 
@@ -44,13 +44,13 @@ def last_visits(
 ) -> list[Tensor]:
     """The last query position at `start` or later that visits each key in [start, stop).
 
-    All query heads of a kv head, branches of a mixture and batch entries count. The blocks of
-    `SelectedBlocks` are not known beforehand, so it counts as `Full`.
+    It is the last visit by any query head of the kv head, in any branch or batch entry. Since the
+    blocks of later selections are not known, `SelectedBlocks` counts as `Full`.
 
-    Returns: int64 [stop - start] for each kv head; -1 where no query visits the key, `FOREVER`
-        where visits do not end.
+    Returns: int64 [stop - start] for each kv head; -1 if no query visits the key, `FOREVER` if
+        visits do not end.
 
-    Raises: ValueError if the pattern depends on a length that is not given, or does not fit.
+    Raises: ValueError if the pattern needs a `max_length`, or is for other lengths or heads.
 
     Cost: O(stop - start) time and memory for each distinct mask.
     """
@@ -97,24 +97,15 @@ def cache_bound(
 
 
 class _Sequence(NamedTuple):
-    """A pattern over a sequence of some length, or without end.
+    """A pattern over a sequence of some length, or without end."""
 
-    Attributes:
-        pattern: the pattern, for error messages.
-        length: in tokens; None: without end.
-        frame: lengths and heads, of the most tokens where there is no end.
-        masks: for each kv head, the masks whose union its queries see.
-        rules: the condition of each of these masks.
-    """
-
-    pattern: Pattern
-    length: int | None
-    frame: Frame
-    masks: list[list[Mask]]
-    rules: dict[Mask, Condition]
+    pattern: Pattern  # for error messages
+    length: int | None  # in tokens; None: without end
+    frame: Frame  # lengths and heads, of `MOST_TOKENS` tokens if there is no end
+    masks: list[list[Mask]]  # for each kv head, the masks whose union its queries see
+    rules: dict[Mask, Condition]  # the condition of each mask
 
     def check_position(self, name: str, position: int) -> None:
-        """Raises ValueError if the position is past the end."""
         if self.length is not None and position > self.length:
             raise ValueError(
                 f"{name} must be at most the {self.length} tokens of the sequence, got {position}; "
@@ -123,10 +114,10 @@ class _Sequence(NamedTuple):
             )
 
     def needs_length(self, got: str) -> ValueError:
-        """The error for a pattern that has no period; `got` says why."""
+        """Returns the error for a pattern without a period; `got` says why it has none."""
         return ValueError(
-            f"expected a pattern whose pairs repeat without end, got {got}; pass max_length, the "
-            f"most tokens that there will be, for {shortened(str(self.pattern))}"
+            f"expected a pattern whose pairs repeat with a period, got {got}; pass max_length, the "
+            f"most tokens of the sequence, for {shortened(str(self.pattern))}"
         )
 
     def last(self, rule: Condition, start: int, stop: int) -> Tensor:
@@ -142,10 +133,10 @@ class _Sequence(NamedTuple):
             return self._descend(rule, k, self.length - 1, first_query)
         repeats = rule.future(int(k[-1]) + 1)
         if repeats is None:
-            raise self.needs_length("a mask of which no period is known")
+            raise self.needs_length("a mask whose period is not known")
         first, period, empty = repeats
         if first > _MOST_POSITION or period > _MOST_PERIOD:
-            raise self.needs_length(f"one of period {period} from {first} on")
+            raise self.needs_length(f"a period of {period} tokens, from position {first} on")
         if empty:
             return self._descend(rule, k, first - 1, first_query)
         first = max(first, first_query)
@@ -153,17 +144,17 @@ class _Sequence(NamedTuple):
         return last.masked_fill_(last >= first, FOREVER)
 
     def _descend(self, rule: Condition, k: Tensor, most: int, least: int) -> Tensor:
-        """Last query in [least, most] that pairs with each key, or -1."""
+        """Last query in [least, most] that visits each key, or -1."""
         last = rule.before(k, torch.full_like(k, most), self.frame)
         pending = torch.nonzero((last < most) & (last >= least) & (not rule.settled))[:, 0]
-        while len(pending):  # keys whose bound may still be above their last query
+        while len(pending):  # keys whose upper bound may not be exact yet
             above = last[pending]
             below = last[pending] = rule.before(k[pending], above, self.frame)
             pending = pending[(below < above) & (below >= least)]
         return last.masked_fill_(last < least, -1)
 
     def keys_seen_after(self, length: int, rule: Condition) -> Iterator[Tensor]:
-        """Yields the keys below `length` in tiles that later queries may visit, in chunks."""
+        """Yields chunks of the keys below `length` whose tiles later queries may visit."""
         end = FOREVER if self.length is None else self.length
         begin, size = torch.zeros(min(1, length, end - length), dtype=torch.int64), _TILE
         while size < length:
@@ -183,24 +174,23 @@ class _Sequence(NamedTuple):
                 yield key
 
     def shifted(self) -> Repeats:
-        """How pairs repeat when both positions are shifted alike."""
+        """How pairs repeat when both positions grow by one number."""
         repeats = AnyOf(self.rules.values()).shifted()
         if repeats is None:
-            raise self.needs_length("a mask of which no period is known")
-        if repeats.first + repeats.period > _MOST_SHIFT:
-            raise self.needs_length(
-                f"one that repeats every {repeats.period} positions from {repeats.first} on"
-            )
+            raise self.needs_length("a mask whose period is not known")
+        first, period, _ = repeats
+        if first + period > _MOST_SHIFT:
+            raise self.needs_length(f"a period of {period} tokens, from position {first} on")
         return repeats
 
     def most_ever(self, last: Tensor, repeats: Repeats) -> int | None:
-        """Most keys ever live at once, from last visits of one period of keys; None: unbounded."""
+        """Most keys ever live at once; `last` ends with one period of keys. None: no bound."""
         first, period = repeats.first, repeats.period
         early, later = last[:first], last[first:]
         if (later == FOREVER).any():
             return None
         age = (later - torch.arange(first, first + period)).clamp(min=0)
-        whole, rest = age // period, age % period
+        whole, rest = age // period, age % period  # n whole periods: n copies of the key live
         ends = torch.bincount(torch.arange(period) + rest, minlength=2 * period)
         change = (torch.arange(2 * period) < period).long() - ends
         wave = change.cumsum(0).view(2, period).sum(0)
@@ -208,7 +198,7 @@ class _Sequence(NamedTuple):
         passing = early[early < FOREVER]
         until = max(first, int(passing.max()) if len(passing) else 0)
         if until > _MOST_SHIFT:
-            raise self.needs_length(f"one that begins to repeat after {until} positions")
+            raise self.needs_length(f"a pattern that begins to repeat after {until} positions")
         copy = torch.arange(-(-(until - first) // period))[:, None]
         alike = torch.where(later >= 0, later + period * copy, -1).flatten()[: until - first]
         return max(ever, _most_live(torch.cat((early, alike))))
@@ -217,7 +207,7 @@ class _Sequence(NamedTuple):
 def _sequence(
     pattern: Pattern, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> _Sequence:
-    """Checks a pattern and lowers its masks to conditions."""
+    """Checks a pattern and converts its masks to conditions."""
     plain = _without_selection(pattern)
     length = own_length(plain, max_length)
     frame = Frame.build(MOST_TOKENS if length is None else length, None, num_heads, num_kv_heads, 0)
@@ -229,7 +219,7 @@ def _sequence(
     sequence = _Sequence(pattern, length, frame, [list(of_head) for of_head in masks], {})
     for mask in dict.fromkeys(itertools.chain(*masks)):
         if length is None and mask.asks_frame:
-            raise sequence.needs_length("one that depends on the sequence's length")
+            raise sequence.needs_length("a mask that depends on the sequence's length")
         sequence.rules[mask] = condition(mask, frame)
     return sequence
 
@@ -247,7 +237,7 @@ def _without_selection(pattern: Pattern) -> Pattern:
 
 
 def own_length(pattern: Pattern, max_length: int | None = None) -> int | None:
-    """Length of a sequence: `max_length`, else the least that the pattern implies; None: no end."""
+    """Length of a sequence: `max_length`, else the pattern's own; None: without end."""
     if max_length is not None:
         return checked_integer("max_length", max_length, 0)
     return pattern.own_length
@@ -260,7 +250,7 @@ def _latest(parts: list[Tensor], keys: int) -> Tensor:
 def _union(parts: list[Tensor]) -> Tensor:
     filled = [part for part in parts if len(part)]
     if len(filled) == 1:
-        return filled[0].clone()  # several heads may share the original
+        return filled[0].clone()  # the caller may write to it, and heads share the original
     return torch.cat(filled).unique() if filled else torch.zeros(0, dtype=torch.int64)
 
 

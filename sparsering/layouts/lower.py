@@ -1,4 +1,4 @@
-"""Lowers masks to conditions, which say what holds of whole tiles and when keys are last seen."""
+"""Converts masks to conditions (`leaves`), which build layouts and compute lifetimes of keys."""
 
 from collections.abc import Sequence
 
@@ -22,9 +22,9 @@ from .leaves import Condition, Congruent, InKeys, Linear, OnGrid, SameDocument, 
 
 
 def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
-    """Lowers the mask of one head and batch entry (`Mask.at`) to a condition.
+    """Converts the mask of one head and batch entry (`Mask.at`) to a condition.
 
-    `in_document`: whether the mask applies inside documents, each a whole sequence to it.
+    `in_document`: whether the mask applies inside documents, with positions that restart.
     """
     match mask:
         case Full():
@@ -71,11 +71,11 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
 
 
 def _near(left: int | None, right: int | None) -> list[Condition]:
-    """Conditions for p - left <= k <= p + right; None: unbounded on that side."""
+    """Conditions for p - left <= k <= p + right; None: no bound on that side."""
     parts: list[Condition] = [] if left is None else [Linear(-1, 1, -left)]
     return parts if right is None else [*parts, Linear(1, -1, -right)]
 
 
 def _in_blocks(mask: BlockwiseMask, levels: Sequence[Sequence[Condition]]) -> Condition:
-    """A blockwise mask that holds where every condition of some level holds for the blocks."""
+    """A blockwise mask that holds where all conditions of some level hold of block numbers."""
     return InBlocks(mask, AllOf((Linear(1, 0, 0), AnyOf(map(AllOf, levels)))))

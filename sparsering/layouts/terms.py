@@ -1,26 +1,27 @@
 """Splits a mask into terms: masks that each fit one grid of tiles (plain, dilated or packed).
 
-Also groups heads by the masks that they see: heads that see the same masks share tables.
+Also groups heads with equal masks, which share tables.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from ..patterns.algebra import And, Frame, Mask, Or, Pattern, joined_masks
+from ..patterns.algebra import And, Frame, Mask, Not, Or, Pattern, joined_masks
 from ..patterns.positions import Dilated, Packed, SlidingWindow
 from ..patterns.selected import selections_of
 from .tiles import Grid
 
 Heads = dict[tuple[Mask, ...], list[tuple[int, int]]]
-"""Tuples of masks, each with the (batch entry, head) pairs that see them."""
+"""Tuples of masks, each with its (batch entry, head) pairs."""
 
-_MOST_SPLIT = 256  # masks in the terms of one mask, which `&` of unions multiplies
+_MOST_SPLIT = 256  # most masks in the terms of one mask; `&` multiplies the numbers of two unions
 
 
 def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
-    """Masks whose union is `mask`, one for each distinct grid, with that grid.
+    """Returns masks whose union is `mask`, one for each distinct grid, with that grid.
 
-    The first term that has a pair gets it. For pairs in the blocks of a selection that is the plain
-    grid: only its tiles lie in one row and one block of the selection, and so in one slot.
+    If several terms have a pair, the first one counts. The first term has all pairs in the blocks
+    of a selection, on the plain grid: only its tiles lie in one row and one block, and so one slot.
     """
     found, plain = _split(mask, block_size), Grid(1, block_size)
     selections = selections_of(mask)
@@ -32,6 +33,14 @@ def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
     listed = [part if grid == plain else And((*selections, part)) for grid, part in found]
     rest = [(grid, part) for grid, part in others if not _is_within(part, selections[0])]
     return [(plain, listed[0] if len(listed) == 1 else Or(tuple(listed))), *rest]
+
+
+def disjoint_terms(mask: Mask, block_size: int) -> Iterator[tuple[Grid, Mask]]:
+    """Yields `terms` without the pairs of earlier ones, so that no two share a pair."""
+    earlier: list[Mask] = []
+    for grid, term in terms(mask, block_size):
+        yield grid, And((term, Not(Or(tuple(earlier))))) if earlier else term
+        earlier.append(term)
 
 
 def _is_within(mask: Mask, selection: Mask) -> bool:
@@ -93,17 +102,13 @@ def _dilated_grid(mask: Dilated, block_size: int) -> Grid:
 
 
 def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
-    """The grid, restarted in each document.
-
-    For Packed in Packed, every non-empty outer document repeats the inner ones.
-    """
-    if grid.documents is not None:
+    if grid.documents is not None:  # Packed in Packed: every non-empty outer document has these
         lengths = grid.documents * sum(length > 0 for length in lengths)
     return replace(grid, documents=lengths)
 
 
 def distinct_heads(pattern: Pattern, frame: Frame) -> Heads:
-    """Groups query heads by the branches that they see."""
+    """Groups query heads by their masks, one for each branch."""
     seen: Heads = {}
     num_batches = pattern.num_batches()
     for batch in range(1 if num_batches is None else num_batches):
@@ -114,7 +119,7 @@ def distinct_heads(pattern: Pattern, frame: Frame) -> Heads:
 
 
 def distinct_kv_heads(pattern: Pattern, frame: Frame) -> Heads:
-    """Groups kv heads by the masks whose union their queries see."""
+    """Groups kv heads by the masks of their query heads."""
     of_place: dict[tuple[int, int], dict[Mask, None]] = {}
     for branches, places in distinct_heads(pattern, frame).items():
         for batch, head in places:

@@ -16,34 +16,29 @@ from ..patterns.positions import Dilated
 from ..rows import expand_counts, number_rows
 
 Ranges = Sequence[tuple[int, int]]
-"""Positions as ranges (first, exclusive last), ascending and disjoint."""
+"""Ranges of positions (first, exclusive end), ascending and disjoint."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Rule for cutting positions into tiles: `step` apart, never across a segment.
+    """Rule for cutting positions into tiles, none of which crosses the end of a segment.
 
-    Attributes:
-        step: distance of neighbouring positions in a tile.
-        segment: segment length in tokens, counted from 0 or from the start of each document.
-        residues: number of residue classes modulo `step` that get tiles: 1, or `step` for all.
-            Tiles pair only within a residue class.
-        documents: document lengths, or None.
-        anchor: the mask whose per-head offset shifts the tiles, or None.
+    `residues` is the number of residue classes modulo `step` that get tiles: 1, or `step` for all.
+    A query tile visits only key tiles of its residue class.
     """
 
-    step: int
-    segment: int
+    step: int  # distance of neighbouring positions in a tile
+    segment: int  # segment length in tokens, from 0 or from the start of each document
     residues: int = 1
-    documents: tuple[int, ...] | None = None
-    anchor: Dilated | None = None
+    documents: tuple[int, ...] | None = None  # document lengths, if tiles restart in documents
+    anchor: Dilated | None = None  # mask whose offset for a head shifts the head's tiles
 
     def selectivity(self) -> tuple[int, bool, int]:
-        """Sort key: the grid that sorts higher covers fewer pairs outside the mask."""
+        """Sort key: tiles of a higher grid contain fewer pairs outside the mask."""
         return self.step, self.documents is not None, self.segment
 
     def axis(self, ranges: Ranges, block_size: int, offset: int) -> "Axis":
-        """The tiles that hold the positions of some ranges; none crosses the end of a range.
+        """Returns the tiles of the positions in some ranges; none crosses the end of a range.
 
         The first tile of a segment begins `offset` tokens into the segment.
         """
@@ -62,10 +57,10 @@ class Grid:
         return self._tiles(residue, start[tile] + residue + offset, lows[within], stop)
 
     def axis_of_documents(self, low: Tensor, high: Tensor, block_size: int, offset: int) -> "Axis":
-        """The tiles of positions [low, high) in each document, which counts its own positions.
+        """Returns the tiles of positions [low, high) in each document, where positions restart.
 
-        A tile of residue r in document d of n gets the residue r * n + d, so that tiles pair only
-        within a document.
+        A tile of residue r in document d of n gets the residue r * n + d, so that tiles visit only
+        tiles of their document.
         """
         documents, first = len(low), low // self.segment
         count = torch.where(high > low, -(-high // self.segment) - first, 0)
@@ -81,7 +76,7 @@ class Grid:
     def _pieces(
         self, begin: Tensor, end: Tensor, low: Tensor, high: Tensor, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Cuts the part of segments in [low, high) into pieces as long as a tile reaches.
+        """Cuts the part of segments in [low, high) into pieces of `step * block_size` positions.
 
         Returns: the segment, begin and end of each piece, and the length of the longest segment.
         """
@@ -94,20 +89,20 @@ class Grid:
         return segment, start, end, int(length.max()) if len(length) else 0
 
     def _tiles(self, residue: Tensor, start: Tensor, low: Tensor, stop: Tensor) -> "Axis":
-        """Tiles [residues, pieces], flattened; each begins at its first position from `low` on."""
+        """Returns tiles [residues, pieces], flattened; each begins at `low` or later."""
         start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
         start, stop = start.flatten(), stop.repeat(len(start))
         last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
         return Axis(self.step, residue.flatten(), start, stop, last)
 
     def _residues(self, ranges: Ranges, longest: int) -> Tensor:
-        """Residue classes that may have a position, in segments of at most `longest` tokens."""
+        """Returns the residue classes that segments of at most `longest` tokens can have."""
         if self.documents is None and ranges and ranges[-1][1] - ranges[0][0] < self.residues:
             return (torch.arange(ranges[0][0], ranges[-1][1]) % self.residues).unique()
         return torch.arange(min(self.residues, max(1, longest)))
 
     def _segments(self, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Begin and exclusive end of the segments that may hold positions in [low, high)."""
+        """Returns the begins and exclusive ends of the segments that meet [low, high)."""
         if self.documents is None:
             first = low // self.segment
             begin = torch.arange(first, max(first, -(-high // self.segment))) * self.segment
@@ -122,16 +117,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class Axis:
-    """The tiles of one axis, ordered by residue and position.
-
-    `last` < `start` marks a tile with no position.
-    """
+    """The tiles of queries or of keys, ordered by residue class and position; [tiles] each."""
 
     step: int
     residue: Tensor
-    start: Tensor
-    stop: Tensor
-    last: Tensor
+    start: Tensor  # first position
+    stop: Tensor  # exclusive end
+    last: Tensor  # last position; below `start` for a tile without positions
 
     def __len__(self) -> int:
         return len(self.start)
@@ -146,7 +138,7 @@ class Axis:
         )
 
     def runs(self, size: int) -> tuple["Axis", Tensor]:
-        """Joins every `size` tiles into one; returns these, and whether each joins them exactly."""
+        """Joins every `size` tiles into one; returns these, and whether each has no gap."""
         first = torch.arange(len(self) // size) * size
         end = first + size - 1
         runs = replace(self[first], stop=self.stop[end], last=self.last[end])
@@ -157,12 +149,12 @@ class Axis:
         return runs, joined[: len(first) * size].view(-1, size).all(1)
 
     def positions(self, block_size: int) -> Tensor:
-        """[tiles, block_size] positions of the slots of each tile, also past its `stop`."""
+        """[tiles, block_size] positions of each tile, also past its `stop`."""
         return self.start[:, None] + self.step * torch.arange(block_size)
 
 
 class Origin(NamedTuple):
-    """Start and lengths of the document, or the sequence, in which each tile's positions count."""
+    """Start and lengths of the document, or sequence, from whose start a tile's positions count."""
 
     start: Tensor
     kv_len: Tensor
@@ -170,14 +162,13 @@ class Origin(NamedTuple):
 
     @classmethod
     def of_sequence(cls, tiles: int, kv_len: int) -> "Origin":
-        """The whole sequence as the origin of each tile."""
         lengths = torch.full((tiles,), kv_len)
         return cls(torch.zeros(tiles, dtype=torch.int64), lengths, lengths)
 
     def frames(self, frame: Frame, by_length: bool = True) -> Iterator[tuple[Tensor, Frame]]:
         """Yields (tile indices, frame) for each distinct pair of document lengths.
 
-        Not `by_length`: one frame for all, for masks that ask no frame.
+        With `by_length` False, yields one frame for all, for masks that do not read it.
         """
         if not len(self.start):
             return
@@ -192,7 +183,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TilePairs:
-    """Pairs of tiles (q[i], k[i]), and the origins from which their positions count."""
+    """Pairs of tiles (q[i], k[i]), and the origin from which the positions of each count."""
 
     q: Axis
     k: Axis
@@ -200,7 +191,6 @@ class TilePairs:
 
     @classmethod
     def of_sequence(cls, q: Axis, k: Axis, kv_len: int) -> "TilePairs":
-        """Pairs whose positions count from the start of the whole sequence."""
         return cls(q, k, Origin.of_sequence(len(q), kv_len))
 
     def __len__(self) -> int:
@@ -247,7 +237,7 @@ class Spans:
         return self & Spans(begin, torch.cat((other.begin, torch.tensor([1 << 62]))))
 
     def runs(self, columns: int, size: int) -> "Spans":
-        """(row, run) pairs whose columns are all in; run r is `size` columns from r * size."""
+        """Returns (row, run) pairs with all columns in the set; run r has `size`, from r * size."""
         most = columns // size
 
         def place(edge: Tensor, above: int) -> Tensor:
@@ -257,7 +247,7 @@ class Spans:
         return Spans(place(self.begin, size - 1), place(self.end, 0))
 
     def expand(self) -> Tensor:
-        """Every pair of the set as row * columns + column, ascending."""
+        """Returns every pair of the set as row * columns + column, ascending."""
         count = self.end - self.begin
         base = self.begin - (count.cumsum(0) - count)
         return torch.arange(int(count.sum())) + base.repeat_interleave(count)
@@ -266,11 +256,11 @@ class Spans:
 def spans_of_positions(
     queries: Axis, keys: Axis, row: Tensor, first: Tensor, last: Tensor
 ) -> Spans:
-    """Query tiles `row`, each with the key tiles of its residue that reach into [first, last]."""
+    """Pairs query tiles `row` with the key tiles of their residue that meet [first, last]."""
     if not len(keys) or not len(row):
         return Spans(none := torch.zeros(0, dtype=torch.int64), none)
     highest = int(keys.stop.max()) - 1
-    stride = highest + keys.step + 1  # positions of different residues never meet
+    stride = highest + keys.step + 1  # separates residue classes on the line
     first, last = first.clamp(min=0), last.clamp(max=highest)
     row, first, last = (x[first <= last] for x in (row, first, last))
     lane = queries.residue[row] * stride

@@ -3,8 +3,8 @@
     work = work_of(Causal(), frame, 128)
     work.pairs, work.entries, flops(work.pairs, 64, backward=True)
 
-A very large layout is never built only to be counted. Its counts are extrapolated from some of its
-query tiles, and `known` says so.
+For a very large layout, only some query tiles are counted; `known` says that the rest is
+extrapolated.
 """
 
 from collections.abc import Iterator
@@ -16,60 +16,48 @@ from torch import Tensor
 
 from ..kernels.cpu.build import library
 from ..layouts.cache import layout_cache
-from ..layouts.compile import check_block_size, compile_table, terms, tokens_of_tile
+from ..layouts.compile import check_block_size, compile_table, tokens_of_tile
 from ..layouts.documents import Ground, ground_of, laid_in_documents
 from ..layouts.layout import BlockLayout, Pass, tile_counts
 from ..layouts.leaves import FULL, VARIES
 from ..layouts.lower import condition
+from ..layouts.terms import disjoint_terms
 from ..layouts.tiles import Axis, Grid, Origin, Spans, TilePairs
 from ..numerics import round_up
-from ..patterns.algebra import And, Frame, Mask, Not, Or, Pattern, check_fits
+from ..patterns.algebra import Frame, Mask, Pattern, check_fits
 from ..patterns.selected import selections_of
 
 MOST_ENTRIES = 1 << 21
-"""Most visited blocks, over all tables, that are counted exactly; above, tiles are sampled."""
-_FIRST_TILES = 16  # this many query tiles suffice to estimate a layout's size
+"""Most visited blocks, over all tables, that are counted exactly; beyond it, tiles are sampled."""
+_FIRST_TILES = 16  # query tiles from which the size of a layout is estimated
 _TILES, _HEADS = 96, 2  # query tiles and heads that are sampled of a large layout
 _GOLDEN = 0.6180339887498949
-_EDGE = 2  # tiles at both ends are not extrapolated, because global tokens lie there
-_RUN = 64  # number of neighbouring key tiles that are tested as one
+_EDGE = 2  # tiles at each end that are always counted, because global tokens lie there
+_RUN = 64  # number of neighbouring key tiles whose status is computed as one
 
 
 class PassWork(NamedTuple):
-    """Work of one pass; a mean over query heads and batch entries unless stated otherwise.
+    """Work of one pass; floats are means over query heads and batch entries.
 
-    Attributes:
-        step: distance of neighbours in a tile, in tokens.
-        query_tiles, key_tiles: number of tiles of each head.
-        longest: largest number of tokens in a query tile, and in a key tile.
-        entries: visited blocks.
-        masked: visited blocks that have a bitmap.
-        cells: sum over entries of query tokens x key tokens, both rounded up to 16.
-        wide_cells: `cells` with query tokens rounded up to 32.
-        rows: queries in tiles that visit a block.
-        key_tiles_seen: key tiles that any query head of a kv head visits; mean over kv heads.
-        ragged: key tiles of a length that is no multiple of 16, which kernels copy.
-        pieces, pieces_by_key: parts of query tiles, and of key tiles, with far more entries than
-            others; the CPU kernel cuts these and sums each part separately. 0 without `cut`.
-        tables: number of different tables of entries, over all heads.
-        batches: number of batch entries with tables of their own.
+    The CPU kernel cuts tiles with far more entries than others into pieces, and sums each piece
+    separately. `pieces` counts parts of query tiles, `pieces_by_key` of key tiles; 0 without `cut`.
     """
 
-    step: int
-    query_tiles: int
-    key_tiles: int
-    longest: tuple[int, int]
-    entries: float
-    masked: float
-    cells: float
-    wide_cells: float
-    rows: float
-    key_tiles_seen: float
-    ragged: float
+    step: int  # distance of neighbours in a tile, in tokens
+    query_tiles: int  # number of query tiles of each head
+    key_tiles: int  # number of key tiles of each head
+    longest: tuple[int, int]  # most tokens in a query tile, and in a key tile
+    entries: float  # visited blocks
+    masked: float  # visited blocks that have a bitmap
+    cells: float  # sum over entries of query tokens x key tokens, both rounded up to 16
+    wide_cells: float  # `cells` with query tokens rounded up to 32
+    rows: float  # queries in tiles that visit a block
+    key_tiles_seen: float  # key tiles that any query head of a kv head visits; mean over kv heads
+    ragged: float  # key tiles of a length that 16 does not divide, which kernels copy
     pieces: float
     pieces_by_key: float
-    tables: int
-    batches: int
+    tables: int  # number of different tables of entries, over all heads
+    batches: int  # number of batch entries with separate tables
 
     @property
     def num_tables(self) -> int:
@@ -79,24 +67,15 @@ class PassWork(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a call.
-
-    Attributes:
-        frame, block_size: those of the layout.
-        pairs: (query, key) pairs with multiplicity, mean over query heads and batch entries.
-        passes: work of each pass of the layout.
-        layout_bytes: bytes of its tables and bitmaps, without those that a backward pass adds.
-        bitmap_bytes: bytes of its bitmaps alone, which kernels also store transposed.
-        known: "arithmetic", or "extrapolated from some query tiles".
-    """
+    """Work of a call over a layout."""
 
     frame: Frame
     block_size: int
-    pairs: float
+    pairs: float  # (query, key) pairs with multiplicity, mean over query heads and batch entries
     passes: tuple[PassWork, ...]
-    layout_bytes: int
-    bitmap_bytes: int
-    known: str = "arithmetic"
+    layout_bytes: int  # bytes of tables and bitmaps, without the transposes for backward
+    bitmap_bytes: int  # bytes of bitmaps alone, which kernels also store transposed
+    known: str = "arithmetic"  # or "extrapolated from some query tiles"
 
     @property
     def entries(self) -> float:
@@ -115,25 +94,25 @@ class Work:
 
 
 def flops(pairs: float, head_dim: int, backward: bool) -> float:
-    """FLOPs on exact pairs of one query head: two products forward, and five more backward."""
+    """FLOPs of products on exact pairs: two in the forward pass, and five more in backward."""
     return 2.0 * pairs * head_dim * (7 if backward else 2)
 
 
 def work_of(pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = False) -> Work:
     """Counts the work of a pattern; the layout cache stores the result.
 
-    `cut` asks the CPU kernel, which must be there, for the pieces that it cuts long rows into.
+    `cut`: also counts the pieces of long tiles, by the compiled CPU kernel.
 
-    Raises: ValueError if the pattern does not fit the lengths or heads.
+    Raises: ValueError if the pattern is for other lengths or heads.
 
-    Cost: that of its layout, if that has at most `MOST_ENTRIES` visited blocks, else seconds.
+    Cost: building the layout if it has at most `MOST_ENTRIES` visited blocks, else seconds.
     """
     check_block_size(block_size)
     check_fits(pattern, frame)
 
     def count() -> Work:
         if not selections_of(pattern):
-            tiles: _TilesOfPass = {}  # building the tiles of a long sequence takes most of the time
+            tiles: _TilesOfPass = {}  # for both calls: building tiles takes most of the time
             rough = _sampled(pattern, frame, block_size, _FIRST_TILES, 1, tiles)
             if sum(p.num_tables * p.entries for p in rough.passes) > MOST_ENTRIES:
                 return _sampled(pattern, frame, block_size, _TILES, _HEADS, tiles)
@@ -144,10 +123,7 @@ def work_of(pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = Fals
 
 
 def counted(layout: BlockLayout, *, cut: bool = False) -> Work:
-    """Counts the work of a layout exactly.
-
-    Cost: O(visited blocks) of every table.
-    """
+    """Counts the work of a layout exactly, in O(visited blocks) of every table."""
     passes = tuple(_counted_pass(p, layout, cut) for p in layout.passes)
     tensors = [getattr(p, f.name) for p in layout.passes for f in fields(p)]
     size = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))
@@ -162,7 +138,7 @@ def _tally(
 
     Args:
         row: the query tile that visits each run.
-        first, end: the first key tile of each run, and the one after its last.
+        first, end: the first key tile of each run, and its exclusive end.
         masked: True for a run of one tile that has a bitmap.
         queries: tokens of each query tile.
         before: `_tokens_before` of the key tiles.
@@ -174,18 +150,16 @@ def _tally(
 
 
 def _tokens_before(keys: Tensor) -> Tensor:
-    """Padded tokens before each key tile, and of all of them; `keys`: tokens of each tile."""
+    """Returns the padded tokens before each key tile, and at the end their sum."""
     return torch.nn.functional.pad(round_up(keys, 16).cumsum(0), (1, 0))
 
 
 def _longest(queries: Tensor, keys: Tensor) -> tuple[int, int]:
-    """Most tokens in a query tile and in a key tile, from the tokens of each tile."""
     most_queries, most_keys = (int(x.max()) if x.numel() else 0 for x in (queries, keys))
     return most_queries, most_keys
 
 
 def _ragged(keys: Tensor) -> float:
-    """Counts the tiles of a length that 16 does not divide; mean over heads."""
     return float((keys % 16 > 0).double().sum(-1).mean())
 
 
@@ -220,19 +194,13 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassWork:
 
 
 class _Tiles(NamedTuple):
-    """All tiles of one head in one pass.
-
-    Attributes:
-        queries, keys: the tiles.
-        runs, joined: runs of `_RUN` key tiles, and whether each is one range of positions.
-        before: `_tokens_before` of the key tiles.
-    """
+    """All tiles of one head in one pass."""
 
     queries: Axis
     keys: Axis
-    runs: Axis
-    joined: Tensor
-    before: Tensor
+    runs: Axis  # runs of `_RUN` neighbouring key tiles
+    joined: Tensor  # True for a run without a gap between its tiles
+    before: Tensor  # `_tokens_before` of the key tiles
 
 
 _TilesOfPass = dict[tuple[int, int], _Tiles]
@@ -249,9 +217,7 @@ def _sampled(
 ) -> Work:
     """Estimates the work from about `num_tiles` query tiles of up to `num_heads` heads.
 
-    They are those of the first batch entry. `tiles_of_pass` keeps all tiles for a second call.
-
-    Cost: laying out the sampled tiles.
+    It samples the first batch entry alone. `tiles_of_pass` stores all tiles for a second call.
     """
     passes: list[PassWork] = []
     pairs = 0.0
@@ -297,18 +263,15 @@ def _sampled(
 def _terms(pattern: Pattern, ground: Ground, block_size: int) -> Iterator[tuple[Grid, Mask]]:
     """Yields the grid and the mask of each pass, in the order of `compile_passes`."""
     for branch in pattern.branches:
-        earlier: list[Mask] = []
         branch = laid_in_documents(branch) if ground.in_document else branch
-        for grid, term in terms(branch, block_size):
-            mask = And((term, Not(Or(tuple(earlier))))) if earlier else term
+        for grid, mask in disjoint_terms(branch, block_size):
             yield ground.fitting(grid, block_size), mask
-            earlier.append(term)
 
 
 def _tiles(
     ground: Ground, grid: Grid, mask: Mask, frame: Frame, block_size: int, offset: int
 ) -> _Tiles:
-    """Builds all tiles of a head whose first tile begins at `offset`."""
+    """Builds all tiles of a head whose first tile in a segment begins at `offset`."""
     keys = ground.keys(grid, block_size, offset)
     tokens = tokens_of_tile(mask, grid, block_size)
     alike = tokens == block_size and frame.q_len == frame.kv_len and not ground.in_document
@@ -319,11 +282,9 @@ def _tiles(
 def _runs(
     ground: Ground, mask: Mask, queries: Axis, tiles: _Tiles, frame: Frame, block_size: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
-    """Returns the visits of some query tiles as runs for `_tally`, and their number of pairs.
+    """Returns (query tile, first key tile, end, has a bitmap) of visited runs, and their pairs.
 
-    Most runs are of one tile.
-
-    Cost: laying out their masked tiles, and one test for each run of `_RUN` other key tiles.
+    A run of `_RUN` key tiles that hold completely, or not at all, is tested at once.
     """
     rule, origin = condition(mask, frame, ground.in_document), ground.origin(queries)
     keys, runs = tiles.keys, tiles.runs
@@ -349,7 +310,7 @@ def _runs(
 def _draws(count: int, most: int) -> Iterator[tuple[Tensor, float]]:
     """Yields sampled tile numbers below `count` with their weight: both ends, and some between.
 
-    The range between is cut into equal parts; each gives one tile, at places without a period.
+    One tile of each of `most` equal parts is sampled, at places that never repeat with a period.
     """
     if count <= most + 2 * _EDGE:
         yield torch.arange(count), 1.0
