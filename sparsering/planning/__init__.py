@@ -1,1 +1,1 @@
-"""Plans before a run: counts, bytes and seconds of a call, over ranks too, and sizes that fit."""
+"""Predicts the counts, bytes and seconds of a call, and the largest sizes that fit in memory."""

@@ -1,9 +1,9 @@
 """Measures the seconds of each kind of work on this machine, on request, and stores them in a file.
 
-    sparsering calibrate        # a few seconds; `sr.estimate` then knows this machine
+    sparsering calibrate        # a few seconds; `sr.estimate` then uses the measured rates
 
-The cache folder has one file for each processor, number of threads and torch version, which is read
-on first use. Importing the library and calling it never measure anything.
+The cache folder has a file for each processor, number of threads and torch version. `estimate`
+reads it and never measures anything.
 """
 
 import json
@@ -36,23 +36,17 @@ _ROUNDS = 4
 
 
 class Calibration(NamedTuple):
-    """Rates of this machine.
+    """Rates that were measured on this machine."""
 
-    Attributes:
-        rates: for each part of a call, the seconds per unit of each kind of work.
-        threads: number of threads during the measurement.
-        error: median of |predicted / measured - 1| over the calls of the fit.
-    """
-
-    rates: dict[str, Rates]
-    threads: int
-    error: float
+    rates: dict[str, Rates]  # by part of a call, as `seconds.parts_of` names them
+    threads: int  # number of threads during the measurement
+    error: float  # median of |predicted / measured - 1| over the measured calls
 
 
 _Probe = tuple[Pattern, int, int, int, int]
 """A call to measure: pattern, tokens, query heads, kv heads, head dim."""
 
-# Calls of about ten milliseconds each, with different proportions of work.
+# Calls of about ten milliseconds each. Their shares of the kinds of work differ, as the fit needs.
 _PROBES: tuple[_Probe, ...] = (
     (Causal(), 128, 2, 2, 64),
     (Causal(), 2048, 4, 4, 32),
@@ -77,7 +71,7 @@ def calibrated() -> Calibration | None:
 
 
 def why_not() -> str:
-    """Explains why there is no calibration, and what to do."""
+    """Explains why `calibrated` returns None, and what to do."""
     way_out = "run `sparsering calibrate`, a few seconds, for figures of this machine"
     path = _path()
     if path.exists() and calibrated() is None:
@@ -88,9 +82,7 @@ def why_not() -> str:
 def calibrate() -> tuple[Calibration, Path]:
     """Measures this machine with the current number of threads, and writes the rates to a file.
 
-    Returns: the rates, and the path of the file.
-
-    Raises: OSError if the file cannot be written.
+    Returns: the rates, and the path of the file. Raises: OSError if the file cannot be written.
 
     Cost: a few seconds on two cores, which should be idle otherwise; about 200 MB.
     """
@@ -111,7 +103,7 @@ def calibrate() -> tuple[Calibration, Path]:
 
 
 def _measured() -> Iterator[tuple[str, list[float], float]]:
-    """Yields (part, its amounts, its seconds) for every probe."""
+    """Yields (name of a part, amounts of work, seconds) for both parts of every probe."""
     for probe in _PROBES[:10:2]:
         yield from _measured_call("gather", gather, torch.float32, probe)
     if cpu.reasons():
@@ -120,7 +112,7 @@ def _measured() -> Iterator[tuple[str, list[float], float]]:
         for probe in _PROBES:
             yield from _measured_call("cpu", cpu, dtype, probe)
             pattern, tokens, heads, _, head_dim = probe
-            # Several threads share one kv head, which is another kind of backward pass.
+            # With fewer kv heads than threads, the kernel splits backward in another way.
             if tokens > 128 and torch.get_num_threads() > 1:
                 one_kv_head = pattern, tokens, max(1, heads // 2), 1, head_dim
                 yield from _measured_call("cpu", cpu, dtype, one_kv_head)
@@ -145,16 +137,12 @@ def _measured_call(
         (forward, lambda: backend.forward(problem)),
         (backward, lambda: backend.backward(problem, out, lse, *grads)),
     ):
-        # The first run warms up; the minimum of the others excludes interference.
-        seconds = min(timeit.repeat(run, number=1, repeat=1 + _ROUNDS)[1:])
-        yield part, amounts(part, work, call), seconds
+        seconds = timeit.repeat(run, number=1, repeat=1 + _ROUNDS)
+        yield part, amounts(part, work, call), min(seconds[1:])  # the first run warms up
 
 
 def _fitted(rows: tuple[list[float], ...], seconds: tuple[float, ...]) -> Rates:
-    """Fits rates >= 0 by least squares of predicted / measured - 1.
-
-    Coordinate descent: each step finds the best rate of one kind while the others stay fixed.
-    """
+    """Fits rates >= 0 by least squares of predicted / measured - 1, by coordinate descent."""
     share = torch.tensor(rows, dtype=torch.float64)
     share = share / torch.tensor(seconds, dtype=torch.float64)[:, None]
     scale = share.norm(dim=0).clamp(min=1e-300)
@@ -173,7 +161,6 @@ def _fitted(rows: tuple[list[float], ...], seconds: tuple[float, ...]) -> Rates:
 
 
 def _path() -> Path:
-    """Returns the path of the file for this machine and number of threads."""
     features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     processor = features.get("cpu_name") or platform.machine()
     name = f"{processor} {torch.backends.cpu.get_cpu_capability()}"
@@ -182,7 +169,7 @@ def _path() -> Path:
 
 @cache
 def _read(path: Path, threads: int) -> Calibration | None:
-    """Reads a calibration file; None if it is missing or not in `calibrate`'s format."""
+    """Reads a calibration file; None if it is missing or damaged, or for other threads."""
     try:
         content = json.loads(read_file(path, _MOST_BYTES))
         rates = {

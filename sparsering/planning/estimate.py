@@ -3,7 +3,7 @@
     print(sr.estimate(sr.LongNet((2048, 32768), (1, 12)) & sr.Causal(), tokens=1 << 20, ranks=8))
 
 Counts and bytes are arithmetic on the pattern. Seconds come from rates that `sparsering calibrate`
-measured on this machine, or from the published peaks of a named machine. Each figure says which.
+measured on this machine, or from the published peaks of a named machine. `Figure.known` says which.
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,11 @@ from .calibrate import calibrated, why_not
 from .machines import Machine, machine_of
 from .memory import MEMORY, Call, Memory
 from .seconds import default_seconds, seconds_of
+from .sizes import show_bytes
 from .work import Work, flops, work_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_STACKS = 4 << 20  # bytes of thread stacks, and of leftovers from the allocator and first layout
+_STACKS = 4 << 20  # bytes of thread stacks, and of memory that the allocator does not give back
 
 
 class Figure(NamedTuple):
@@ -42,10 +43,7 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """A call, the machine that runs it, and the ranks that share it: the arguments of `estimate`.
-
-    Raises: TypeError or ValueError if an argument does not fit, or the pattern does not.
-    """
+    """The checked arguments of `estimate`: a call, its machine, and the ranks that share it."""
 
     pattern: Pattern
     tokens: int
@@ -69,12 +67,12 @@ class Scenario:
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in _DTYPES:
             raise ValueError(
                 f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got "
-                f"{shortened(repr(self.dtype))}; costs of others are not known"
+                f"{shortened(repr(self.dtype))}; the costs of other dtypes are not known"
             )
         batches = self.pattern.num_batches()
         if batches not in (None, self.batch_size):
             raise ValueError(
-                f"batch_size must be the pattern's own {batches}, got {self.batch_size}; pass "
+                f"the pattern is for a batch of {batches}, got batch_size={self.batch_size}; pass "
                 f"batch_size={batches}"
             )
         object.__setattr__(self, "num_kv_heads", self._frame.num_kv_heads)
@@ -82,9 +80,9 @@ class Scenario:
             raise ValueError("num_kv_heads must be at least 1, got 0; leave it out for num_heads")
         if self.batch_size * self.num_heads * self.tokens * self.head_dim >= 1 << 60:
             raise ValueError(
-                "batch_size, num_heads, tokens and head_dim must be of fewer than 2^60 numbers, "
-                f"got {self.batch_size} * {self.num_heads} * {self.tokens} * {self.head_dim}; no "
-                "machine holds them"
+                "the query must have fewer than 2^60 numbers, got batch_size * num_heads * tokens "
+                f"* head_dim = {self.batch_size} * {self.num_heads} * {self.tokens} * "
+                f"{self.head_dim}; no machine has that much memory"
             )
 
     @property
@@ -94,14 +92,14 @@ class Scenario:
 
 @dataclass(frozen=True, repr=False)
 class Estimate(Scenario):
-    """Predicted costs of a call, with the arguments that they are for; `print` shows a table.
+    """Predicted costs of a call, and the arguments of `estimate`; `print` shows a table.
 
     Attributes:
         pattern, tokens, num_heads, num_kv_heads, head_dim, dtype, batch_size, backward, ranks: the
             arguments of `estimate`.
         machine: the machine whose published figures are used; None for this machine.
         sharding: the rule for which rank owns which tokens.
-        backend, block_size: those that the call would run with.
+        backend, block_size: the backend and the tokens per tile of the call.
         density: share of pairs in visited blocks, as `BlockLayout.density`.
         pairs: (query, key) pairs of all heads and batch entries, with multiplicity.
         seconds: time of the call with its layout cached; over ranks, time of the busiest rank
@@ -109,10 +107,10 @@ class Estimate(Scenario):
         peak_bytes: most memory in use at once, inputs included; of one rank.
         memory: the parts of `peak_bytes`.
         flops: FLOPs of the products on these pairs, over all ranks.
-        received_bytes: bytes that each rank receives, those of the backward pass included.
+        received_bytes: bytes that each rank receives, in the forward and the backward pass.
         link_seconds: transfer time of the rank that receives most; None for an unknown link.
         balance: the largest number of pairs of a rank over the mean.
-        hint: a way to better figures, or "".
+        hint: how to get better figures, or "".
     """
 
     num_kv_heads: int
@@ -134,8 +132,8 @@ class Estimate(Scenario):
             f"Estimate of {shortened(str(self.pattern), 60)}, {self.tokens} tokens, backend "
             f"{self.backend}, blocks of {self.block_size}, density {self.density:.3g}",
             f"  seconds  {self.seconds.value:.3g} ({self.seconds.known})",
-            f"  peak     {_bytes(self.peak_bytes.value)} ({self.peak_bytes.known}): "
-            + ", ".join(f"{name} {_bytes(size)}" for name, size in self.memory._asdict().items()),
+            f"  peak     {show_bytes(self.peak_bytes.value)} ({self.peak_bytes.known}): "
+            + ", ".join(f"{part} {show_bytes(x)}" for part, x in self.memory._asdict().items()),
             f"  FLOPs    {self.flops.value:.3g} ({self.flops.known}) on {self.pairs:.3g} pairs",
         ]
         if self.ranks > 1:
@@ -143,14 +141,10 @@ class Estimate(Scenario):
             transfer = "" if link is None else f", {link.value:.3g} s ({link.known})"
             lines.append(
                 f"  ranks    {self.ranks}, {shortened(self.sharding, 40)}: at most "
-                f"{_bytes(max(self.received_bytes))} received{transfer}, balance "
+                f"{show_bytes(max(self.received_bytes))} received{transfer}, balance "
                 f"{self.balance.value:.3g}"
             )
         return "\n".join([*lines, f"  {self.hint}"] if self.hint else lines)
-
-
-def _bytes(size: float) -> str:
-    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
 
 
 def estimate(
@@ -174,24 +168,24 @@ def estimate(
     Args:
         pattern: a mask or a mixture.
         tokens: number of queries, and of keys.
-        num_heads, num_kv_heads: query heads, and key/value heads, default as many.
+        num_heads, num_kv_heads: number of query heads, and of key/value heads (default: equal).
         head_dim: channels of each head of query, key and value.
         dtype: float32, bfloat16 or float16.
         batch_size: number of batch entries.
         backward: adds the backward pass, and the tensors that it needs.
-        machine: a machine or its name, as in `sparsering plan --gpu`; default this one.
+        machine: a machine or its name, as in `sparsering plan --gpu`; default this machine.
         ranks: number of devices that share the sequence.
-        sharding: as `RingPlan.build`, for more than one rank.
-        backend: default the one that `attention` would run; "triton" on a named GPU.
-        block_size: tokens per tile, default as `attention`.
+        sharding: as in `RingPlan.build`, for more than one rank.
+        backend: default the backend that `attention` would run; "triton" on a named GPU.
+        block_size: tokens per tile, default as in `attention`.
 
     Returns: an `Estimate`; each figure says how it is known.
 
-    Raises: ValueError if an argument or the pattern does not fit, or if no costs of the backend are
-        known. ImportError, NotImplementedError as `attention` for a backend that cannot run here.
+    Raises: ValueError for an argument out of range, a pattern for other lengths or heads, or a
+        backend whose costs are not known. ImportError, NotImplementedError as `attention`.
 
-    Cost: that of the layout, which stays in `layout_cache`. A layout of over two million blocks
-        takes at most seconds, because only some query tiles are counted. Nothing is measured.
+    Cost: building the layout, which `layout_cache` stores. For a layout of over two million blocks
+        only some query tiles are counted, which takes seconds. Nothing is measured.
 
     Example:
         >>> estimate(Causal(), tokens=4096, backward=True).peak_bytes
@@ -204,7 +198,7 @@ def estimate(
 
 
 def estimate_of(scenario: Scenario) -> Estimate:
-    """Predicts the costs of a scenario; errors and cost are those of `estimate`."""
+    """Implements `estimate`."""
     pattern, frame, machine = scenario.pattern, scenario._frame, scenario.machine
     backend, block_size = _backend_and_block_size(scenario, frame)
     work = work_of(pattern, frame, block_size, cut=backend == "cpu" and not build_failure())
@@ -243,10 +237,7 @@ def estimate_of(scenario: Scenario) -> Estimate:
 
 
 def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]:
-    """Returns the backend and the block size that would run.
-
-    Raises: ValueError if costs of the backend are not known.
-    """
+    """Returns the backend and the block size that would run; ValueError for unknown costs."""
     pattern, machine, size = scenario.pattern, scenario.machine, scenario.block_size
     shape = scenario.batch_size, scenario.num_heads, scenario.tokens, scenario.head_dim
     query = torch.empty(1, dtype=scenario.dtype).expand(shape)
@@ -258,7 +249,7 @@ def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]
     if backend not in MEMORY:
         raise ValueError(
             f"backend must be one whose costs are known, {', '.join(MEMORY)}, got {backend!r}; "
-            "leave it out for the one that would run"
+            "leave it out for the default backend"
         )
     if size is None and gpu:
         size = default_block_size(pattern, scenario.tokens)
@@ -270,10 +261,7 @@ def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]
 def _shares(
     scenario: Scenario, frame: Frame, block_size: int
 ) -> tuple[str, float, tuple[int, ...]]:
-    """Returns the sharding, the balance of pairs, and the bytes that each rank receives.
-
-    They follow from the plan of `ring_attention`.
-    """
+    """Returns the sharding, the balance of pairs, and the bytes that each rank receives."""
     if scenario.ranks == 1:
         if scenario.sharding not in ("auto", "balanced"):
             from ..distributed.sharding import chunk_owners
@@ -305,12 +293,12 @@ def _shares(
 
 
 def _seconds_here(backend: str, work: Work, call: Call, backward: bool) -> tuple[Figure, str]:
-    """Predicts the seconds of a call on this machine; returns them with a hint."""
+    """Returns the seconds of a call on this machine, and a hint how to get better ones."""
     calibration = calibrated()
     rates = {} if calibration is None else calibration.rates
     seconds = seconds_of(backend, work, call, backward, rates)
     if seconds is not None:
         return Figure(seconds, "measured here"), ""
-    missing = f"no rates of such calls of {backend} are measured"
-    hint = why_not() if calibration is None else missing
+    hint = f"the calibration of this machine has no rates for such calls of {backend}"
+    hint = why_not() if calibration is None else hint
     return Figure(default_seconds(work, call, backward), "uncalibrated"), hint

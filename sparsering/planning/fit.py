@@ -3,9 +3,8 @@
     choose_batch_size(pattern, tokens="64K", memory="24GB", backward=True)     # 11
     longest_sequence(pattern, memory="24GB", num_heads=16, machine="L4")
 
-The peak of one attention call must fit: inputs, results, tensors saved for backward, workspace and
-layout. It does not include weights, activations of other layers, or the interpreter. A share of the
-memory, `SPARE`, stays free.
+Memory must hold one attention call: inputs, results, tensors saved for backward, workspace and
+layout, but no weights, other layers or interpreter. A share of the memory, `SPARE`, stays free.
 """
 
 import math
@@ -26,11 +25,12 @@ from .sizes import parse_bytes, parse_tokens, show_bytes
 
 SPARE = 0.08
 """Share of memory that a plan leaves free. `estimate` counts memory in use, but a memory limit may
-also count reserved memory, such as the untouched part of buffers.
-"""
+also count reserved memory, such as the untouched part of buffers."""
+
 MOST = 1 << 40
 """Upper bound of a search: larger batches and longer sequences fit nowhere."""
-_FIRST_TOKENS = 4096  # of the first estimate of a search for the longest sequence
+
+_FIRST_TOKENS = 4096  # length with which the search for the longest sequence begins
 
 
 def choose_batch_size(
@@ -54,16 +54,14 @@ def choose_batch_size(
     One entry more does not fit, by the arithmetic of `estimate` and with `SPARE` left free.
 
     Args:
-        tokens: Length of a sequence, or a text such as "64K" (2^16).
-        memory: Memory of one device, in bytes or as "24GB" (10^9) or "24GiB" (2^30); default all
-            that the machine has.
+        tokens: length of a sequence, or a text such as "64K" (2^16).
+        memory: memory of one device, in bytes or as "24GB" (10^9) or "24GiB" (2^30); default all
+            memory of the machine.
         The others: as in `estimate`. `ranks` devices share each sequence.
 
-    Returns:
-        Number of batch entries, at least 1.
+    Returns: number of batch entries, at least 1.
 
-    Raises:
-        ValueError: Not even one entry fits, or an argument is out of range.
+    Raises: ValueError if not even one entry fits, or an argument is out of range.
 
     Cost: the layout (and plan) of one length, then about ten estimates.
 
@@ -80,7 +78,7 @@ def choose_batch_size(
         return entries
     raise ValueError(
         f"memory must hold one entry of {scenario.tokens:,} tokens, which needs "
-        f"{_shortage(scenario, limit)}; take fewer tokens (longest_sequence says how many fit), a "
+        f"{_shortage(scenario, limit)}; pass fewer tokens (longest_sequence says how many fit), a "
         "smaller dtype, or more ranks"
     )
 
@@ -107,16 +105,14 @@ def longest_sequence(
     `multiple_of` tokens more do not fit, by the arithmetic of `estimate`, with `SPARE` left free.
 
     Args:
-        memory: Memory of one device, as in `choose_batch_size`.
-        batch_size: Number of sequences in the call.
-        multiple_of: The result is a multiple of it.
+        memory: memory of one device, as in `choose_batch_size`.
+        batch_size: number of sequences in the call.
+        multiple_of: the result is a multiple of this number.
         The others: as in `estimate`. `ranks` devices share each sequence.
 
-    Returns:
-        Number of tokens, a multiple of `multiple_of`.
+    Returns: number of tokens, a multiple of `multiple_of`.
 
-    Raises:
-        ValueError: Not even `multiple_of` tokens fit, or an argument is out of range.
+    Raises: ValueError if not even `multiple_of` tokens fit, or an argument is out of range.
 
     Cost: the layouts of about six lengths, the longest slightly longer than the result: seconds if
     millions of tokens fit.
@@ -131,7 +127,7 @@ def longest_sequence(
     if units := most_that_fit(lambda n: replace(scenario, tokens=n * multiple_of), limit, first):
         return units * multiple_of
     raise ValueError(
-        f"memory must hold {multiple_of} tokens, which need {_shortage(scenario, limit)}; take "
+        f"memory must hold {multiple_of} tokens, which need {_shortage(scenario, limit)}; pass "
         "fewer heads or entries, a smaller dtype, or more memory"
     )
 
@@ -152,7 +148,7 @@ def most_that_fit(scenario_of: Callable[[int], Scenario], limit: int, start: int
     def memory(n: int) -> Memory:
         return estimate_of(scenario_of(n)).memory
 
-    # Tensors alone bound the search. Each of the three parts may have been rounded up by a byte.
+    # Tensors grow with n, so they bound it. Each of three sizes may be rounded up by a byte.
     inputs, results, saved, _, _ = memory(start)
     most = start * room // max(1, inputs + results + saved - 3)
     return largest_that_fits(lambda n: memory(n).peak, room, start, min(MOST, most))
@@ -164,9 +160,8 @@ def largest_that_fits(
     """Finds n <= most with `peak(n) <= limit < peak(n + 1)`; returns 0 if 1 is too large.
 
     Peaks are almost quadratic in n, so the next guess is where the parabola through three known
-    points crosses the limit. The first point is left out once there are two others: constant
-    buffers dominate the peak of a small size. Where five guesses leave more than a sixteenth of the
-    bracket, the next one halves it, which bounds the search.
+    points crosses the limit. If five guesses leave more than a sixteenth of the bracket, the next
+    guess halves it, which bounds the search.
     """
     low, high = 0, most + 1  # low fits, high does not
     width = high
@@ -179,6 +174,7 @@ def largest_that_fits(
             low = guess
         else:
             high = guess
+        # Constant buffers dominate the first, small peak: two later ones replace it.
         guess = _crossing({n: peaks[n] for n in list(peaks)[len(peaks) > 2 :]}, limit)
         if len(peaks) % 5 == 0:
             guess = (low + high) // 2 if high - low > width // 16 else guess
@@ -189,9 +185,9 @@ def largest_that_fits(
 
 
 def about_largest(peak: Callable[[int], float], limit: float, start: int, most: int) -> int:
-    """Finds the largest n with `peak(n) <= limit`, to some percent; below 1 if none fits.
+    """Finds the largest n with `peak(n) <= limit`, to some percent; below 1 if there is none.
 
-    The search evaluates no peak beyond `most`, and usually one near the answer.
+    It evaluates no peak beyond `most`; a larger result is extrapolated.
     """
     peaks: dict[int, float] = {}
     guess, expected = 0, start
@@ -208,7 +204,7 @@ def about_largest(peak: Callable[[int], float], limit: float, start: int, most: 
 def _crossing(peaks: dict[int, float], limit: float) -> int:
     """Returns where the parabola through the three points nearest to the limit crosses it.
 
-    A line replaces the parabola if fewer points are known, or if the parabola never crosses.
+    With fewer points, or a parabola that does not cross the limit, a line replaces it.
     """
     *others, b = sorted(sorted(peaks, key=lambda n: abs(peaks[n] - limit))[:3])
     room = limit - peaks[b]
@@ -222,16 +218,12 @@ def _crossing(peaks: dict[int, float], limit: float) -> int:
 
 
 def usable(memory: int) -> int:
-    """Returns the bytes of a memory that a call may use."""
+    """Returns the bytes that a call may use, all but `SPARE`."""
     return int((1 - SPARE) * memory)
 
 
 def memory_of(machine: Machine | str | None, memory: int | str | None) -> int:
-    """Returns `memory` in bytes, by default those that the machine has.
-
-    Raises:
-        ValueError: Neither is known, or no machine has the name.
-    """
+    """Returns `memory` in bytes, default all of the machine's; ValueError if it is not known."""
     device = machine_of(machine)
     if memory is not None:
         return parse_bytes(memory)
@@ -239,7 +231,7 @@ def memory_of(machine: Machine | str | None, memory: int | str | None) -> int:
         return memory_here()
     if device.memory_bytes is None:
         raise ValueError(
-            f"memory must be given for {device.name}, which has what its owner put in; such as "
+            f"memory must be given for {device.name}, since servers differ in it; for example "
             "memory='256GB'"
         )
     return device.memory_bytes
@@ -251,6 +243,6 @@ def memory_here() -> int:
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             size = min(size, int(Path(limit).read_text()))
-        except (OSError, ValueError):  # not Linux, no such group, or "max"
+        except (OSError, ValueError):  # not Linux, no such control group, or the text "max"
             continue
     return size

@@ -3,9 +3,9 @@
     machine = named("H200")
     machine.peak("bfloat16")          # FLOP/s without structured sparsity
 
-A published peak is never reached: a time that follows from it is a bound ("at least"), not a
-measurement. Figures of GPUs are for dense products; data sheets that double them for 2:4 sparsity
-are halved here. float32 is IEEE float32, not TF32, which torch disables by default.
+No program reaches a published peak, so a time that follows from it is a lower bound. GPU figures
+are for dense products: half of those that data sheets state for 2:4 sparsity. float32 is IEEE
+float32, not TF32, which torch disables by default.
 """
 
 import math
@@ -19,15 +19,14 @@ class Machine:
     """One accelerator, or one CPU socket, as its maker describes it or as it was measured.
 
     Attributes:
-        name: The name that `named` accepts.
+        name: the name that `named` accepts.
         kind: "gpu" or "cpu".
-        memory_bytes: Memory of the device; None for server CPUs, whose owners choose it.
-        bandwidth: Of that memory, in bytes/s.
-        peaks: FLOP/s of dense products by dtype name; empty where the maker publishes neither
-            rates nor clocks.
-        link_bandwidth: Bytes/s that one device receives from its peers, one direction; None if it
-            depends on the network.
-        source: Publication that the figures come from.
+        memory_bytes: size of the device's memory; None for server CPUs, whose owners choose it.
+        bandwidth: bytes/s of the memory.
+        peaks: FLOP/s of dense products by dtype name; empty if the maker does not publish them.
+        link_bandwidth: bytes/s that one device receives from its peers; None if it depends on the
+            network.
+        source: publication that the figures come from.
         known: "published" or "measured here".
     """
 
@@ -41,10 +40,7 @@ class Machine:
     known: str = "published"
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of dense products in a dtype, such as "float32".
-
-        Infinite where no figure is published: memory alone then bounds the time.
-        """
+        """FLOP/s of dense products in a dtype, such as "float32"; infinite if not published."""
         return self.peaks.get(dtype, math.inf)
 
 
@@ -68,10 +64,10 @@ def _socket(
 
 
 _LIST = (
-    # Memory in GB, bandwidth in GB/s, TFLOP/s of float32 and of half precision with float32 sums,
-    # and GB/s of a link in one direction. Makers state NVLink and PCIe as the sum of both
-    # directions, so a device receives half of it. They state half precision with sparsity, twice
-    # the rate: 1,979 (H100 SXM, H200), 1,513 (H100 PCIe), 624 (A100), 242 (L4).
+    # Memory in GB, bandwidth in GB/s, TFLOP/s in float32 and in half precision with float32 sums,
+    # and GB/s of a link in one direction. Data sheets state links as the sum of both directions,
+    # and half precision with sparsity, at twice the rate: 1,979 (H100 SXM, H200), 1,513 (H100
+    # PCIe), 624 (A100), 242 (L4). So both are halved here.
     _gpu("H200", 141, 4800, 67, 989.5, 450, "NVIDIA H200 data sheet (SXM; NVLink 900 GB/s)"),
     _gpu("H100 SXM", 80, 3350, 67, 989.5, 450, "NVIDIA H100 data sheet (SXM; NVLink 900 GB/s)"),
     _gpu(
@@ -85,14 +81,14 @@ _LIST = (
         "RTX 4090", 24, 1008, 82.6, 165.2, 32,
         "NVIDIA Ada GPU architecture white paper (PCIe Gen4 x16 64 GB/s)",
     ),
-    # Apple's chips in their largest configuration: memory in GB, bandwidth in GB/s. Apple publishes
-    # no rates or clocks of the CPU.
+    # Apple's chips in their largest configuration: memory in GB, bandwidth in GB/s. Apple does not
+    # publish FLOP/s or clock rates of the CPU.
     _apple("M2 Ultra", 192, 800, "June 2023"),
     _apple("M3 Max", 128, 400, "October 2023"),
     _apple("M4 Max", 128, 546, "October 2024"),
-    # One socket with every core at its highest clock, so that no call can be faster: channels of
-    # memory of 8 bytes, their 10^6 transfers/s, cores * Hz, and FLOP of a core in a cycle by dtype.
-    # AVX-512: two units of 16 lanes; AVX512-FP16 twice as many; AMX as Intel states it.
+    # One socket with every core at its highest clock, an upper bound of its speed. The numbers are
+    # memory channels of 8 bytes, 10^6 transfers/s of a channel, cores * Hz, and FLOP per cycle of a
+    # core by dtype: AVX-512 has two units of 16 lanes, AVX512-FP16 twice the lanes, AMX as stated.
     _socket(
         "Xeon 8480+", 8, 4800, 56 * 3.8 * 1e9, {"float32": 64, "float16": 128, "bfloat16": 1024},
         "Intel, Xeon Platinum 8480+ specifications and AMX brief; one socket",
@@ -107,7 +103,7 @@ _LIST = (
         "EPYC 9755", 12, 6400, 128 * 4.1 * 1e9, {"float32": 64, "float16": 64, "bfloat16": 128},
         "AMD, EPYC 9005 series specifications (Turin); one socket",
     ),
-    # AWS publishes neither rates nor clocks.
+    # AWS does not publish FLOP/s or clock rates.
     _socket(
         "Graviton4", 12, 5600, 0, {},
         "AWS, announcement of Graviton4 (November 2023): 12 channels of DDR5-5600",
@@ -127,7 +123,6 @@ _OTHER_NAMES = {
 
 
 def _plain(name: str) -> str:
-    """Returns a name without case, spaces, dashes and underscores."""
     return "".join(character for character in name.lower() if character not in " -_")
 
 
@@ -136,7 +131,7 @@ _BY_PLAIN_NAME |= {other: MACHINES[name] for other, name in _OTHER_NAMES.items()
 
 
 def machine_of(machine: Machine | str | None) -> Machine | None:
-    """Returns a machine, or the one of a name as `named` does; None stands for this machine."""
+    """Returns the machine of a name, and a `Machine` or None (this machine) unchanged."""
     return machine if machine is None or isinstance(machine, Machine) else named(machine)
 
 
@@ -145,13 +140,12 @@ def named(name: str) -> Machine:
 
     "H100" alone means the SXM card, "A100" alone the card with 80 GB.
 
-    Raises:
-        ValueError: No machine has this name; the message lists all names.
+    Raises: ValueError for an unknown name; the message lists all names.
     """
     machine = _BY_PLAIN_NAME.get(_plain(name)) if isinstance(name, str) else None
     if machine is None:
         raise ValueError(
-            f"machine must be one of {', '.join(MACHINES)}, got "
-            f"{shortened(repr(name))}; for this machine leave it out and run `sparsering calibrate`"
+            f"machine must be one of {', '.join(MACHINES)}, got {shortened(repr(name))}; leave it "
+            "out for this machine, which `sparsering calibrate` measures"
         )
     return machine

@@ -1,7 +1,7 @@
 """Computes the bytes of a call by arithmetic: inputs, results, saved tensors, workspace, layout.
 
-The compiled CPU kernel itself says how much workspace it takes. The formulas of the others follow
-their buffers: gather's accumulators and workspace, and the sums of the GPU kernels.
+The compiled CPU kernel itself returns the size of its workspace. For the backends gather and
+triton, formulas here add up the buffers that their code allocates.
 """
 
 from typing import NamedTuple
@@ -17,21 +17,13 @@ from .work import PassWork, Work
 
 
 class Memory(NamedTuple):
-    """Bytes of a call.
+    """Bytes of a call."""
 
-    Attributes:
-        inputs: query, key and value; with backward also the gradient of the result.
-        results: the result; with backward also the three gradients.
-        saved: lse, which the forward pass returns and backward needs.
-        workspace: largest size of temporary buffers, in addition to the others.
-        layout: tables and bitmaps, which the layout cache stores.
-    """
-
-    inputs: int
-    results: int
-    saved: int
-    workspace: int
-    layout: int
+    inputs: int  # query, key and value; with backward also the gradient of the result
+    results: int  # the result; with backward also the three gradients
+    saved: int  # lse, which the forward pass returns and backward reads
+    workspace: int  # most bytes of temporary buffers at once
+    layout: int  # tables and bitmaps, which the layout cache stores
 
     @property
     def peak(self) -> int:
@@ -40,7 +32,7 @@ class Memory(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Sizes of a call's tensors; this process's number of threads computes it."""
+    """Sizes of a call that do not affect its layout."""
 
     batch_size: int
     head_dim: int
@@ -55,31 +47,25 @@ class Tensors(NamedTuple):
     lse: int
 
     def memory(self, forward: int, layout: int, later: int | None = None) -> Memory:
-        """Builds the `Memory` of a call with `forward` bytes of workspace, and `later` in backward.
-
-        Backward allocates the gradients, as large as the inputs, only after forward is done.
-        """
+        """Builds a `Memory` from the workspace of the forward pass, and of backward (`later`)."""
         if later is None:
             return Memory(self.inputs, self.out, self.lse, forward, layout)
+        # The gradients, as large as the inputs, do not exist yet during forward.
         workspace = max(forward - self.inputs, later)
         return Memory(self.inputs + self.out, self.out + self.inputs, self.lse, workspace, layout)
 
 
 def tensors_of(frame: Frame, call: Call) -> Tensors:
     """Returns the bytes of a call's tensors, which do not depend on the pattern."""
-    of_token = call.batch_size * call.head_dim * call.dtype.itemsize
-    out = of_token * frame.num_heads * frame.q_len
+    per_token = call.batch_size * call.head_dim * call.dtype.itemsize
+    out = per_token * frame.num_heads * frame.q_len
     lse = call.batch_size * frame.num_heads * frame.q_len * sum_dtype(call.dtype).itemsize
-    return Tensors(out + 2 * of_token * frame.num_kv_heads * frame.kv_len, out, lse)
+    return Tensors(out + 2 * per_token * frame.num_kv_heads * frame.kv_len, out, lse)
 
 
 def cpu_memory(work: Work, call: Call, backward: bool) -> Memory:
-    """Bytes of a call of the compiled CPU kernel, which answers for its own buffers.
-
-    Where it cannot be built, `attention` runs gather on CPUs: the bytes are then those of gather,
-    also for a named machine.
-    """
-    if build_failure():
+    """Bytes of a call of the compiled CPU kernel, which returns the size of its own buffers."""
+    if build_failure():  # `attention` then runs gather
         return gather_memory(work, call, backward)
     sizes = tensors_of(work.frame, call)
     forward = _cpu_workspace(work, call, False)
@@ -92,7 +78,6 @@ def cpu_memory(work: Work, call: Call, backward: bool) -> Memory:
 
 
 def _cpu_workspace(work: Work, call: Call, backward: bool) -> int:
-    """Asks the kernel for the bytes of its buffers in the forward or the backward pass."""
     frame = work.frame
     query, key = (
         torch.empty(call.batch_size, heads, length, call.head_dim, dtype=call.dtype, device="meta")
@@ -112,9 +97,9 @@ def _cpu_workspace(work: Work, call: Call, backward: bool) -> int:
 
 
 def gather_memory(work: Work, call: Call, backward: bool) -> Memory:
-    """Bytes of a call of the portable backend."""
+    """Bytes of a call of the backend "gather"."""
     sizes = tensors_of(work.frame, call)
-    limit = set_workspace(1)
+    limit = set_workspace(1)  # returns the bytes so far, which the next line restores
     set_workspace(limit)
     scale = sum_dtype(call.dtype).itemsize // call.dtype.itemsize
     plans = int(48 * sum(p.entries * p.num_tables for p in work.passes))
@@ -128,7 +113,7 @@ def gather_memory(work: Work, call: Call, backward: bool) -> Memory:
 
 
 def triton_memory(work: Work, call: Call, backward: bool) -> Memory:
-    """Bytes of a call of the GPU kernels, with float32 sums of several passes and table walks."""
+    """Bytes of a call of the GPU kernels, which sum several passes in float32."""
     sizes = tensors_of(work.frame, call)
     layout = work.layout_bytes
     walks = int(sum(p.num_tables * (16 * p.entries + 20 * p.query_tiles) for p in work.passes))
@@ -146,10 +131,10 @@ MEMORY = {"cpu": cpu_memory, "gather": gather_memory, "triton": triton_memory}
 
 
 def takes_heads(work: Work, call: Call) -> bool:
-    """Whether threads of the CPU kernel's backward pass take whole kv heads."""
+    """Whether each thread of the CPU kernel's backward pass computes whole kv heads."""
     return takes_whole_heads(call.batch_size * work.frame.num_kv_heads, torch.get_num_threads())
 
 
 def is_walked(p: PassWork, group: float) -> bool:
-    """Whether the CPU kernel computes a pass key tile by key tile."""
+    """Whether the CPU kernel iterates over the key tiles of a pass, not over its query tiles."""
     return is_walked_shape(p.longest, (p.query_tiles, p.key_tiles), p.entries, group)

@@ -1,6 +1,6 @@
 """Builds the output of `sparsering plan`: the costs of a pattern on one screen.
 
-Times on named machines are bounds by published peaks, and say so. Nothing is measured here.
+Times on named machines are lower bounds by published peaks, and say so. Nothing is measured here.
 """
 
 from dataclasses import replace
@@ -25,9 +25,7 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
         memory: memory of one device, as in `choose_batch_size`.
         text: the pattern as the user wrote it, for the first line.
 
-    Raises: ValueError as `estimate`, for a machine, size or pattern that is not possible.
-
-    Cost: a few seconds for 2^20 tokens; the layout and the plans of one length.
+    Raises: as `estimate`. Cost: a few seconds for 2^20 tokens.
     """
     machine, estimate = scenario.machine, estimate_of(scenario)
     has_limit = memory is not None or machine is None or machine.memory_bytes is not None
@@ -56,8 +54,7 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
         "",
         _row("runs", f"{estimate.backend}, blocks of {estimate.block_size}"),
         _row(
-            "pairs",
-            f"{pairs:.3g} a head and entry; blocks visited {100 * estimate.density:.3g}%",
+            "pairs", f"{pairs:.3g} a head and entry; blocks visited {100 * estimate.density:.3g}%"
         ),
         _row("dense", f"{dense_name} has {dense_pairs:.3g} pairs, {_times(saving)} as many"),
         _row("time", _time(estimate, of_rank)),
@@ -83,13 +80,13 @@ def _row(name: str, text: str) -> str:
 def _is_causal(scenario: Scenario) -> bool:
     """Whether no query sees a later key, tested on at most 2,048 tokens."""
     length = min(scenario.tokens, 2048)
-    pattern: Any = scenario.pattern  # masks and mixtures define `&` differently
+    pattern: Any = scenario.pattern
     try:
         return bool(
             pattern.layout(length, num_heads=scenario.num_heads).num_pairs
             == (pattern & Causal()).layout(length, num_heads=scenario.num_heads).num_pairs
         )
-    except (ValueError, TypeError):  # the pattern fits one length only, or takes no `&`
+    except (ValueError, TypeError):  # the pattern is for one length only, or `&` refuses it
         return False
 
 
@@ -108,12 +105,12 @@ def _time(estimate: Estimate, of_rank: str) -> str:
 
 
 def _capacity(scenario: Scenario, limit: int | None) -> str:
-    """Says which batch and which length fit in memory."""
+    """Returns which batch and which length fit in memory, as text."""
     if limit is None:
         return "with --memory: the largest batch and the longest sequence"
     try:
         batch = most_that_fit(lambda n: replace(scenario, batch_size=n), limit, 1)
-    except ValueError:  # a batch of 1 does not suit the pattern, which has a batch of its own
+    except ValueError:  # the pattern is for a batch of another size
         batch = 0
     text = f"a batch of {batch:,}" if batch else "not even a batch of 1"
     text += " at this length"
@@ -123,16 +120,16 @@ def _capacity(scenario: Scenario, limit: int | None) -> str:
 
     try:
         tokens = about_largest(peak, usable(limit), 4096, MOST_SEARCHED)
-    except ValueError:  # the pattern fits one length only
+    except ValueError:  # the pattern is for one length only
         return text
     if tokens < 1:
         return text
-    two_digits = int(float(f"{tokens:.1e}"))  # the estimate is not more exact
+    two_digits = int(float(f"{tokens:.1e}"))  # the search stops at some percent
     return f"{text}; about {show_tokens(two_digits)} tokens at this batch"
 
 
 def _rank_rows(scenario: Scenario, estimate: Estimate) -> list[str]:
-    """Compares one device, and each sharding, if there are several ranks."""
+    """Returns rows that compare one device, and each sharding, if there are several ranks."""
     if scenario.ranks == 1:
         return []
     alone = estimate_of(replace(scenario, ranks=1))
@@ -159,7 +156,6 @@ def _rank_rows(scenario: Scenario, estimate: Estimate) -> list[str]:
 
 
 def _short_time(estimate: Estimate) -> str:
-    """Formats a time, with "at least" if it is a bound."""
     bound = "at least " if estimate.seconds.known.startswith("published") else ""
     return bound + show_seconds(estimate.seconds.value)
 

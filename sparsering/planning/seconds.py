@@ -3,7 +3,7 @@
     seconds = sum over kinds of amount x rate
 
 `amounts` computes the amounts; `calibrate` fits the rates to measured calls, for each backend,
-dtype and part of the call. Nothing is measured here. The layout counts as cached.
+dtype and part of the call. Nothing is measured here. The time to build a layout does not count.
 """
 
 import torch
@@ -19,15 +19,15 @@ KINDS = (
     "call", "cells", "products", "entries", "masked", "rows", "strided", "merged", "keys", "bytes",
 )  # fmt: skip
 """Kinds of work in a part of a call: the call itself; cells of visited tiles; cells times head dim;
-visited blocks; cells under a bitmap; numbers in query rows; numbers in strided rows and keys;
-numbers in query rows once more if several passes add up; numbers in packed keys; bytes of results
-so large that the allocator requests them from the system each time."""
+visited blocks; cells of blocks with a bitmap; numbers in query rows; numbers in strided rows and
+keys; numbers in query rows that several passes add up; numbers in copied keys; bytes of results so
+large that the allocator requests them from the system each time."""
 
 _NEW_EACH_TIME = 32 << 20  # bytes: glibc maps larger tensors each time, and zeroes every page
 
 
 def parts_of(backend: str, work: Work, call: Call, backward: bool) -> tuple[str, ...]:
-    """Names the parts of a call, as in the tables of rates."""
+    """Returns the names of the parts of a call, which are the keys of its rates."""
     in_bfloat16 = backend != "gather" and multiplies_bfloat16(call.dtype)
     name = f"{backend} {'bfloat16' if in_bfloat16 else 'float32'}"
     unit = "heads" if backend == "gather" or takes_heads(work, call) else "tiles"
@@ -53,7 +53,7 @@ def amounts(part: str, work: Work, call: Call) -> list[float]:
     results = [heads * frame.q_len * size]
     if "backward" in part:
         results += 2 * [kv_heads * frame.kv_len * size]
-        if "heads" in part:  # the busiest thread takes more whole kv heads than the mean
+        if "heads" in part:  # the busiest thread computes more kv heads than the mean
             uneven = round_up(kv_heads, torch.get_num_threads()) / kv_heads
             cells, entries, masked = cells * uneven, entries * uneven, masked * uneven
     return [
@@ -64,7 +64,7 @@ def amounts(part: str, work: Work, call: Call) -> list[float]:
 
 
 def multiplies_bfloat16(dtype: torch.dtype) -> bool:
-    """Whether this machine multiplies a dtype in bfloat16."""
+    """Whether this machine has instructions that multiply in this dtype, and it is bfloat16."""
     features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     has_products = torch.backends.mkldnn.is_available() and features.get("avx512_f")
     return dtype == torch.bfloat16 and bool(has_products)
@@ -73,10 +73,10 @@ def multiplies_bfloat16(dtype: torch.dtype) -> bool:
 def seconds_of(
     backend: str, work: Work, call: Call, backward: bool, rates: dict[str, Rates]
 ) -> float | None:
-    """Predicts the seconds of a call from measured rates; None if they do not apply.
+    """Predicts the seconds of a call from measured rates.
 
-    That is so for a part without rates, because the backend could not run during calibration, and
-    for passes that are walked, which calibration does not measure.
+    None if a part has no rates, or if a pass runs by key tiles (`is_walked`), which `calibrate`
+    does not measure.
     """
     parts = parts_of(backend, work, call, backward)
     group = work.frame.num_heads / work.frame.num_kv_heads
@@ -91,7 +91,7 @@ def seconds_by(rates: Rates, amount: list[float]) -> float:
 
 
 def default_seconds(work: Work, call: Call, backward: bool) -> float:
-    """Guesses seconds without measurements, from modest rates per core."""
+    """Guesses seconds without a calibration: 40 GFLOP/s a core, 2.5 times as many in bfloat16."""
     peak = 40e9 * (2.5 if multiplies_bfloat16(call.dtype) else 1.0)
     cells = amounts("cpu float32 forward", work, call)[1]
     return 1e-4 + flops(cells, call.head_dim, backward) / (peak * torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""Parses sizes that people write, such as "24GB" or "1M" tokens, and formats sizes for them."""
+"""Parses sizes as people write them, such as "24GB" or "1M" tokens, and formats sizes."""
 
 import re
 from collections.abc import Mapping
@@ -13,20 +13,12 @@ COUNT_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def parse_bytes(size: int | str) -> int:
-    """Parses a size in bytes: 24_000_000_000, "24GB" (10^9) or "24GiB" (2^30).
-
-    Raises:
-        ValueError: `size` is no positive size.
-    """
+    """Parses bytes: 24_000_000_000, "24GB" (10^9) or "24GiB" (2^30); ValueError if not positive."""
     return _number(size, BYTE_UNITS, "memory must be bytes, or a text such as '24GB' or '24GiB'")
 
 
 def parse_tokens(count: int | str) -> int:
-    """Parses a count of tokens: 1_048_576, "1M" (2^20) or "64K" (2^16).
-
-    Raises:
-        ValueError: `count` is no positive whole number.
-    """
+    """Parses tokens: 1_048_576, "1M" (2^20) or "64K" (2^16); ValueError if not a positive int."""
     return _number(count, COUNT_UNITS, "tokens must be a whole number, or a text such as '64K'")
 
 
@@ -48,7 +40,7 @@ def show_bytes(size: float) -> str:
 
 
 def show_tokens(count: int) -> str:
-    """Formats a count of tokens: whole below 2^14, else in K, M, G, T, powers of 1024."""
+    """Formats a number of tokens, from 2^14 on in units of K, M, G, T, powers of 1024."""
     if count < 2**14:
         return f"{count:,}"
     return _scaled(count, ("", "K", "M", "G", "T"), 1024).replace(" ", "")
