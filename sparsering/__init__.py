@@ -7,7 +7,7 @@
     print(sr.explain(query, key, value, pattern))               # which backend runs, and why
     print(pattern.layout(8192))                                 # visited tiles, and the density
 
-`sparsering.distributed` computes it over many ranks. docs/architecture.md maps the files.
+`sparsering.distributed` shares a sequence among ranks. docs/architecture.md maps the files.
 """
 
 from .decoding import KVCache, SelectedCache
@@ -19,32 +19,8 @@ from .kernels.gather import set_workspace
 from .layouts.cache import layout_cache
 from .layouts.layout import BlockLayout
 from .numerics import merge_attention
-from .patterns import (
-    BlockDilated,
-    Blocks,
-    BlockWindow,
-    Causal,
-    Dense,
-    Dilated,
-    Documents,
-    Full,
-    GlobalTokens,
-    Hierarchical,
-    KeyMask,
-    KeyPadding,
-    LongNet,
-    Mask,
-    Mixture,
-    Packed,
-    Pattern,
-    PooledCausal,
-    RandomBlocks,
-    SelectedBlocks,
-    SlidingWindow,
-    from_mask_mod,
-    parse,
-    register_pattern,
-)
+from .patterns import *  # noqa: F403 - `sparsering.patterns` lists the names
+from .patterns import __all__ as _patterns
 from .planning.estimate import Estimate, Figure, estimate
 from .planning.fit import choose_batch_size, longest_sequence
 from .varlen import attention_varlen
@@ -53,33 +29,13 @@ from .weights import BlockWeights, attention_weights, key_mass
 __version__ = "0.2.0"
 
 __all__ = [
-    "BlockDilated",
+    *_patterns,
     "BlockLayout",
     "BlockWeights",
-    "BlockWindow",
-    "Blocks",
-    "Causal",
-    "Dense",
-    "Dilated",
-    "Documents",
     "Estimate",
     "Figure",
-    "Full",
-    "GlobalTokens",
-    "Hierarchical",
     "KVCache",
-    "KeyMask",
-    "KeyPadding",
-    "LongNet",
-    "Mask",
-    "Mixture",
-    "Packed",
-    "Pattern",
-    "PooledCausal",
-    "RandomBlocks",
-    "SelectedBlocks",
     "SelectedCache",
-    "SlidingWindow",
     "alibi",
     "attention",
     "attention_varlen",
@@ -89,12 +45,9 @@ __all__ = [
     "dropout_kept",
     "estimate",
     "explain",
-    "from_mask_mod",
     "key_mass",
     "layout_cache",
     "longest_sequence",
     "merge_attention",
-    "parse",
-    "register_pattern",
     "set_workspace",
 ]

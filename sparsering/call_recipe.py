@@ -1,7 +1,7 @@
 """Checks a call and decides how it runs, once for all calls of one kind.
 
-The decision, a `CallRecipe`, depends on shapes, dtypes, device, pattern and options, and never on
-the numbers in a tensor: equal calls share it, with gradients or without.
+The decision, a `CallRecipe`, depends on shapes, dtypes, device, pattern, options and on whether
+autograd records the call, but not on the numbers in a tensor. Calls that agree in these share it.
 """
 
 from collections.abc import Hashable, Mapping
@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import (
-    autocast_inputs,
-    check_inputs,
-    check_integer_or_none,
-    checked_scale,
-    kind_of,
-)
+from .checks import autocast_inputs, check_inputs, check_integer_or_none, checked_scale, kind_of
 from .dispatch import BACKENDS, Backend, choose
 from .extras import NO_EXTRAS, checked_extras
 from .kernels.triton import interpreting
@@ -30,28 +24,16 @@ LayoutKey = tuple[str, Pattern, Frame, int, torch.device]
 
 @dataclass(slots=True, eq=False)
 class CallRecipe:
-    """Decision of a call.
-
-    Attributes:
-        backend: name of the backend that runs it.
-        scale: factor of the scores.
-        q_start: position of the first query.
-        block_size: tokens per tile, as in the call.
-        plain: whether query, key and value are tensors that nothing but autograd observes.
-        learns: whether autograd records one of them.
-        layout_key: key of the layout of all calls with this recipe; None until one has run.
-        direct: whether a kernel can run the layout without extras, key masks and gradients.
-        table: all backends at the time of the decision.
-    """
+    """How a call runs; valid as long as `table` equals `BACKENDS`."""
 
     backend: str
     scale: float
     q_start: int
-    block_size: int | None = None
-    plain: bool = False
-    learns: bool = False
-    layout_key: LayoutKey | None = None
-    direct: bool = False
+    block_size: int | None = None  # tokens per tile, None if the caller does not choose
+    plain: bool = False  # True if no compiler, tracer, profiler, mode or transform observes it
+    learns: bool = False  # True if autograd records query, key or value
+    layout_key: LayoutKey | None = None  # of all calls with this recipe; None until one has run
+    direct: bool = False  # True without extras, key masks and gradients: only the layout is needed
     table: tuple[Backend, ...] = ()
 
     @property
@@ -78,10 +60,8 @@ def recipe_of(
     A call like an earlier one takes its recipe. Extras are checked in each call.
 
     Args:
-        choices: backend, scale, q_start and block_size, as `attention` has them.
+        choices: `attention`'s backend, scale, q_start and block_size.
         extras: all other options of the call, {} if none is in use.
-
-    Raises: as `attention`.
     """
     kind = _kind(query, key, value, pattern, choices, extras)
     recipe = None if kind is None else _recipes.get(kind)
@@ -95,8 +75,8 @@ def recipe_of(
     if kind is not None:
         recipe.plain, recipe.learns, recipe.table = True, kind[0][-1], tuple(BACKENDS.values())
         if len(_recipes) >= _MOST:
-            for oldest in list(_recipes)[:1]:  # another thread may remove it first
-                _recipes.pop(oldest, None)
+            for oldest in list(_recipes)[:1]:
+                _recipes.pop(oldest, None)  # None: another thread has removed it
         _recipes[kind] = recipe
     return recipe, inputs, options
 
@@ -109,9 +89,9 @@ def _kind(
     choices: tuple[Any, ...],
     extras: Mapping[str, Any],
 ) -> tuple[Any, ...] | None:
-    """Returns all that a recipe depends on, or None where that cannot be compared.
+    """Returns the dictionary key of a call's recipe, or None if no other call can share it.
 
-    Tensors of a pattern are left out: they decide the layout alone, which is looked up each time.
+    The key omits a pattern's tensors: only the layout depends on them, and each call looks it up.
     """
     types = tuple(map(type, choices))
     if not isinstance(pattern, Pattern) or not _COMPARED.issuperset(types):
@@ -127,7 +107,7 @@ def _kind(
         in_use = tuple(name for name, x in extras.items() if x is not None and name != unused)
     interpreted = (choices[0] == "triton" or tensors[4].type != "cpu") and interpreting()
     pattern_key = type(pattern) if pattern.tensors else pattern
-    return tensors, pattern_key, choices, types, in_use, interpreted  # types, as 1 == 1.0 == True
+    return tensors, pattern_key, choices, types, in_use, interpreted  # types: 1 == 1.0 == True
 
 
 _COMPARED = frozenset((type(None), int, float, str))

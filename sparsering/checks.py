@@ -22,7 +22,7 @@ from .layouts.cache import place_of
 from .layouts.layout import BlockLayout
 from .numerics import autocasting, sum_dtype
 from .patterns.algebra import Pattern
-from .patterns.arguments import MOST_TOKENS, checked_integers, shortened
+from .patterns.arguments import MOST_TOKENS, checked_integers, not_a_pattern, shortened
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN, _STRIDED = (Tensor, Parameter), torch.strided
@@ -30,7 +30,7 @@ MOST_SCALE = torch.finfo(torch.float64).max
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
-    """Raises ValueError if the arguments do not fit together, TypeError for a wrong pattern."""
+    """Raises ValueError if shapes, dtypes or devices differ, TypeError if `pattern` is none."""
     check_pattern(pattern)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, "[batch, heads, tokens, head dim]")
@@ -81,20 +81,11 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 def check_pattern(pattern: object) -> None:
     """Raises TypeError, with a suggested fix, if the argument is not a Pattern."""
-    if isinstance(pattern, Pattern):
-        return
-    got, way_out = type(pattern).__name__, "patterns are made by Causal(), LongNet(...), ..."
-    if isinstance(pattern, type) and issubclass(pattern, Pattern):
-        got, way_out = f"the class {pattern.__name__}", "call it with its arguments"
-    elif isinstance(pattern, BlockLayout):
-        way_out = "pass the pattern, whose layouts are kept"
-    elif isinstance(pattern, str):
-        way_out = "parse(text) reads one"
-    elif isinstance(pattern, Tensor):
-        way_out = "Dense(mask) takes bool [Nq, Nk] or [H, Nq, Nk], True where a pair attends"
-    elif callable(pattern):
-        way_out = "from_mask_mod(function) takes FlexAttention's mask_mod"
-    raise TypeError(f"pattern must be a sparsering pattern such as Causal(), got {got}; {way_out}")
+    if not isinstance(pattern, Pattern):
+        got = not_a_pattern(pattern)
+        if isinstance(pattern, BlockLayout):
+            got = "got a BlockLayout; pass its pattern, since the library caches layouts itself"
+        raise TypeError(f"pattern must be a sparsering pattern such as Causal(), {got}")
 
 
 def check_group(group: object) -> None:
@@ -126,7 +117,7 @@ def check_tensor(name: str, x: object, dims: str = "of numbers") -> None:
             "and use KeyPadding, or lay the documents end to end and use Packed"
         )
     if x.layout is not torch.strided:
-        raise ValueError(f"{name} must be a dense tensor, got {x.layout}; make it so: .to_dense()")
+        raise ValueError(f"{name} must be a dense tensor, got {x.layout}; convert by .to_dense()")
 
 
 def checked_scale(scale: object, query: Tensor) -> float:
@@ -146,12 +137,12 @@ def checked_scale(scale: object, query: Tensor) -> float:
         raise ValueError(f"scale must be a number or None, got {got}; wrap it in float()")
     if not abs(scale) <= MOST_SCALE:  # type: ignore[operator]
         got = shortened(repr(scale))
-        raise ValueError(f"scale must be a finite float, got {got}; None is D ** -0.5")
+        raise ValueError(f"scale must be a finite float, got {got}; None means D ** -0.5")
     return float(scale)
 
 
 def checked_device(device: torch.device | str | None) -> torch.device | None:
-    """Returns None for None, else the device of tensors made there; ValueError if none can be."""
+    """Returns a device with its index, or None for None; ValueError if there is no such device."""
     return None if device is None else place_of(device)
 
 
@@ -172,7 +163,7 @@ def check_batch(pattern: Pattern, size: int, name: str = "a query of ") -> None:
     if (batch := pattern.num_batches()) not in (None, size):
         raise ValueError(
             f"the pattern is for {batch} batch entries, got {name}{size}; give one length or "
-            f"table per entry, in {shortened(str(pattern))}"
+            f"table per batch entry, in {shortened(str(pattern))}"
         )
 
 
@@ -206,7 +197,7 @@ def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
 
 
 def checked_rows(name: str, x: Tensor, query: Tensor, broadcasts: bool = True) -> Tensor:
-    """Returns x, one number per query, in the dtype of sums; ValueError if its shape is wrong."""
+    """Returns x [B, H, Nq] in the dtype of sums; ValueError if its shape or dtype is wrong."""
     shape, one = query.shape[:3], " or 1" * broadcasts
     check_tensor(name, x)
     fits = x.dim() == 3 and x.shape[2] == shape[2] and x.is_floating_point()
@@ -225,13 +216,13 @@ def refuse_meta(*tensors: Tensor, named: str = "tensors") -> None:
     """Raises ValueError if a tensor is on the meta device, where it has no numbers."""
     if any(x.is_meta for x in tensors):
         raise ValueError(
-            f"expected {named} with numbers, got some on the meta device; attention alone takes "
-            "those, for shapes"
+            f"expected {named} with numbers, got some on the meta device; only attention takes "
+            "meta tensors, to compute shapes"
         )
 
 
 def refuse_forward_mode(*values: object) -> None:
-    """Raises if a value has a forward-mode tangent: the operator would silently drop it."""
+    """Raises if a tensor has a forward-mode tangent: the operator would silently drop it."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     tensors = (x for x in values if isinstance(x, Tensor))
@@ -240,8 +231,7 @@ def refuse_forward_mode(*values: object) -> None:
 
 
 NO_FORWARD_MODE = (
-    "forward-mode derivatives (jvp) exist for backend='reference' alone; pass that, or use reverse "
-    "mode"
+    "forward-mode derivatives (jvp) need backend='reference'; pass it, or use reverse mode (grad)"
 )
 
 
@@ -258,7 +248,7 @@ def in_memory(x: Tensor) -> Tensor:
 
 
 def needs_operator(*tensors: Tensor) -> bool:
-    """True if autograd records one of the tensors, or `observed` is true of them."""
+    """True if autograd records one of the tensors, or if they are `observed`."""
     return observed(*tensors) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
@@ -272,10 +262,10 @@ def observed(*values: object) -> bool:
 
 
 def kind_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...] | None:
-    """Returns all that checks of three tensors depend on: shapes, dtype, device, learns.
+    """Returns the shapes, dtype and device of a call, and True if autograd records it.
 
-    `learns` is True if autograd records a tensor. None if the checks depend on more than that, or
-    if something besides autograd observes the call.
+    Calls of one kind need one check. None for a call that must be checked each time: under
+    autocast, with unusual tensors, or with an observer besides autograd.
     """
     if _is_observed_call() or forward_ad._current_level >= 0 or _is_any_autocast_enabled():
         return None
@@ -296,7 +286,7 @@ def _is_plain(x: Tensor) -> bool:
 
 def _is_observed_call() -> bool:
     """True if a compiler, tracer, profiler, mode or transform observes all calls at this moment."""
-    observers: bool = (
+    return bool(
         torch.compiler.is_compiling()
         or _are_functorch_transforms_active()
         or _len_torch_dispatch_stack() > 0
@@ -304,4 +294,3 @@ def _is_observed_call() -> bool:
         or _get_tracing_state() is not None
         or _profiler_enabled()
     )
-    return observers

@@ -29,12 +29,13 @@ def differentiable(
     """Registers the operator `sparsering::NAME`, and its backward.
 
     Args:
-        call: the schema of its arguments: tensors [B, ...], query, key and value first, which have
-            gradients if they are floating; `Tensor[] tensors` and `str pattern`; plain values.
+        call: the schema of its arguments: tensors [B, ...], query, key and value first; then
+            `Tensor[] tensors` and `str pattern`; then plain values. The floating point tensors
+            before `tensors` get gradients.
         forward: maps the arguments to (out, lse).
-        backward: maps (arguments, out, lse, grad_out, grad_lse, wanted) to the gradients of the
-            first tensors. `wanted` has a bool for each: where it is False, the gradient may be
-            anything of its shape. The gradient of a None argument is None.
+        backward: maps (*arguments, out, lse, grad_out, grad_lse, wanted) to a gradient for each
+            tensor before `tensors`. `wanted` has a bool for each: if it is False, or if the
+            argument is None, the result is ignored.
         refusal: error text of a second derivative.
 
     Returns: a function that takes the arguments by keyword.
@@ -103,16 +104,11 @@ def differentiable(
 
 
 def _gradients(
-    name: str,
-    call: str,
-    count: int,
-    backward: Callable[..., Sequence[Tensor | None]],
-    refusal: str,
+    name: str, call: str, count: int, backward: Callable[..., Sequence[Tensor | None]], refusal: str
 ) -> Callable[..., Sequence[Any]]:
     """Registers the operator `sparsering::NAME_backward` of `differentiable`.
 
-    Returns: a function from the arguments of `backward` to `count` gradients. A gradient that is
-        not wanted is an empty tensor.
+    It takes the arguments of `backward` and returns `count` gradients, empty if not wanted.
     """
 
     def gradients(*arguments: Any) -> list[Tensor]:
@@ -128,12 +124,11 @@ def _gradients(
         raise NotImplementedError(refusal)
 
     results = "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, bool[] wanted"
-    schema = f"({call}, {results}) -> Tensor[]"
     op = torch.library.custom_op(
         f"sparsering::{name}_backward",
         gradients,
         mutates_args=(),
-        schema=schema,
+        schema=f"({call}, {results}) -> Tensor[]",
         tags=OUTSIDE_CUDA_GRAPHS,
     )
     op.register_fake(fake)
@@ -152,7 +147,7 @@ def _gradients(
 def _transformed(
     op: Callable[..., Any], count: int, save: Callable[..., None], backward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns the autograd.Function that runs an operator inside transforms of torch.func."""
+    """Returns an autograd.Function that runs an operator inside transforms of torch.func."""
 
     class Transformed(Function):
         forward = staticmethod(lambda *inputs: tuple(op(*inputs)))
@@ -182,7 +177,9 @@ def transforming() -> bool:
 def _mapped(
     run: Callable[..., Any], count: int, info: Any, in_dims: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Runs `run` over a vmapped dim: folded into the batch, or in turn if the pattern has a batch.
+    """Implements vmap: joins the mapped dim and the batch in one call.
+
+    A pattern for a fixed batch size is called once for each index of the mapped dim instead.
 
     Returns: the results, and the index of the mapped dim in each: 0, or None if it has none.
     """
@@ -204,13 +201,13 @@ def refuse_mapped_pattern(in_dims: Sequence[int | None]) -> None:
     """Raises NotImplementedError if vmap maps over a tensor of the pattern."""
     if any(dim is not None for dim in in_dims):
         raise NotImplementedError(
-            "vmap cannot map over the tensors of a pattern, for layouts are built of their values; "
-            "give the pattern the batch dim itself ([B, H, ...]) and call attention without vmap"
+            "vmap cannot map over the tensors of a pattern, since layouts depend on their values; "
+            "give the pattern a batch dim ([B, H, ...]) and call attention without vmap"
         )
 
 
 def _stacked(x: Any, dim: int | None, size: int) -> Any:
-    """Moves a tensor's mapped dim first, or adds one by expanding; returns other values as is."""
+    """Moves a tensor's mapped dim to the front, or expands the tensor; returns other values."""
     if not isinstance(x, Tensor):
         return x
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)

@@ -19,19 +19,19 @@ class Backend(NamedTuple):
     """One way to compute a problem.
 
     Attributes:
-        reasons: returns why it cannot run on some tensors (without tensors: on this machine); [] if
-            it can.
+        reasons: returns why the backend cannot run on query, key and value, or without arguments
+            on this machine; [] if it can.
         forward: None only for the reference, which uses no layout.
         backward: None if forward is plain differentiable torch and needs no operator.
-        extras: names of the options of a call, other than its scale, that it computes.
-        entry_mass: sums the weights of a problem over each entry, in the shape of its block bias;
-            None if the gradient of that bias is used instead.
-        only_named: True if it runs only when the caller names it.
-        package: the package that it needs; the pip extra of the backend's name installs it.
+        extras: names of the extras of a call that the backend computes.
+        entry_mass: sums the weights in each entry of the layout, [B, Hq, entries]; None: the
+            gradient of a block bias gives these sums.
+        only_named: True if the backend runs only when the caller names it.
+        package: the package that the backend needs; the pip extra of its name installs it.
         reads_slots: True if its forward runs problems with `slots`; the others get
             `Problem.in_first_slots()`.
-        refuses: returns why it cannot run a pattern from a first query position on; None if it runs
-            any pattern.
+        refuses: returns why the backend cannot run a pattern whose first query has a given
+            position; None if it runs any pattern.
     """
 
     reasons: Callable[..., list[str]]
@@ -99,8 +99,8 @@ def choose(
 
     Args:
         tensors: query, key and value.
-        options: the options that only some backends compute, None for an unused one.
-        pattern, q_start: for a call that runs the pattern as a whole.
+        options: the extras of the call; the value of an unused extra is None.
+        pattern, q_start: pattern and first query position; None if the caller splits the pattern.
 
     Raises: ValueError for an unknown name, ImportError if the named backend's package is missing,
         NotImplementedError with every reason otherwise.
@@ -136,7 +136,7 @@ def reasons_against(
     backend = BACKENDS[name]
     reasons = list(backend.reasons(*tensors))
     for option, x in (options or {}).items():
-        extra = "block_bias" if option == "slot_bias" else option  # kernels get it as a block bias
+        extra = "block_bias" if option == "slot_bias" else option  # converted before kernels run
         if x is not None and extra not in backend.extras:
             able = [other for other, its in BACKENDS.items() if extra in its.extras]
             reasons.append(f"it has no {option} ({', '.join(able)} have it)")
@@ -146,10 +146,9 @@ def reasons_against(
 
 
 def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -> int:
-    """Returns the block size of a call that names none.
+    """Returns the block size that `sparsering tune` measured for the pattern on this machine.
 
-    It is the one that `sparsering tune` measured for the pattern on this machine, else the estimate
-    of `layouts.block_size`.
+    Without a measurement, returns the estimate of `layouts.block_size`.
     """
     measured = _MEASURED.get(backend)
     size = None if measured is None else measured.block_size(pattern.expression, query)

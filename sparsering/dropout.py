@@ -60,7 +60,7 @@ def kept_pairs(
 
 
 def threshold(p: float) -> int:
-    """Returns the smallest hash, as a signed 32-bit number, for which a pair is kept."""
+    """Returns the smallest hash, as a signed 32-bit number, whose pair is kept."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
@@ -116,8 +116,9 @@ def dropout_kept(
         entry, head, query, key, branch = torch.broadcast_tensors(*numbers.values())
     except RuntimeError:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in numbers.items())
-        message = f"positions must broadcast, got {shapes}; add dims by x[:, None]"
-        raise ValueError(message) from None
+        raise ValueError(
+            f"positions must broadcast, got {shapes}; add dims by x[:, None]"
+        ) from None
     return kept_pairs(mix(seed, entry), float(p), head, query, key, branch)
 
 
@@ -147,7 +148,7 @@ def checked_seed(seed: object) -> Tensor:
 def _checked_numbers(name: str, x: object) -> Tensor:
     if (numbers := _as_int64(x)) is not None:
         return numbers
-    got = f"one of {x.dtype} on {x.device}" if isinstance(x, Tensor) else shortened(repr(x))
+    got = f"a {x.dtype} tensor on {x.device}" if isinstance(x, Tensor) else shortened(repr(x))
     raise ValueError(
         f"{name} must be an int or a dense int64 tensor of numbers, got {got}; cast with .long()"
     )

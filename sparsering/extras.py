@@ -57,10 +57,11 @@ def checked_extras(
     /,
     **options: Any,
 ) -> dict[str, Any]:
-    """Returns the extras of a call as fields of `Problem`, and the slot bias if there is one.
+    """Returns the extras of a call as fields of `Problem`, and `slot_bias` if it is in use.
 
-    Unused fields are None. Tables and sinks get a batch dim. A call without `key` takes no
-    slot_bias. Raises ValueError if something does not fit.
+    Unused fields are None. Tables and sinks get a batch dim. Without `key`, slot_bias is unknown.
+
+    Raises: ValueError for a wrong shape, dtype or number; TypeError for an unknown option.
     """
     names = NO_EXTRAS if key is None else (*NO_EXTRAS, "slot_bias")
     if unknown := options.keys() - set(names):
@@ -81,10 +82,10 @@ def checked_extras(
     if p := checked_probability(p):
         if number is None:
             number = drawn_seed(query)
-        elif not isinstance(seed, Tensor):  # filled in by a kernel: a copy would wait for the GPU
+        elif not isinstance(seed, Tensor):  # torch.full never waits for the GPU, a copy does
             number = torch.full((), operator.index(seed), dtype=torch.int64, device=query.device)
         number = number.to(query.device)
-        batch, streams = len(query), pattern.num_streams  # a document of an entry is a stream
+        batch, streams = len(query), pattern.num_streams  # each document has a seed of its own
         extras["dropout_p"] = p
         extras["dropout_seed"] = batch_seeds(number, batch * streams).view(batch, streams)
     return extras
@@ -94,7 +95,7 @@ def _checked_block_bias(bias: object, query: Tensor, block_size: int | None) -> 
     """Expands a block bias [B or 1, H or 1, num_blocks] to [B, Hq, num_blocks]."""
     if block_size is None:
         raise ValueError(
-            "block_bias needs an explicit block_size, for its blocks are those of "
+            "block_bias needs an explicit block_size: it has one number for each block of "
             "pattern.layout(block_size=...)"
         )
     bias = _checked_floats("block_bias", bias, query)
@@ -113,13 +114,14 @@ def _checked_slots(
     """Expands a selection's slot bias to every batch entry and query head, [B, Hq, R * k]."""
     if block_bias is not None:
         raise ValueError(
-            "expected block_bias or slot_bias, got both; slot_bias is the one for SelectedBlocks"
+            "expected block_bias or slot_bias, got both; pass slot_bias with SelectedBlocks, "
+            "block_bias with other patterns"
         )
     selections = selections_of(pattern)
     if len(selections) != 1:
         raise ValueError(
             f"slot_bias needs a pattern with one SelectedBlocks, got {len(selections)} in "
-            f"{shortened(str(pattern))}; block_bias is for other patterns"
+            f"{shortened(str(pattern))}; pass block_bias with other patterns"
         )
     bias = _checked_floats("slot_bias", bias, query)
     (batch, heads), kv_heads = query.shape[:2], key.shape[1]
@@ -152,8 +154,8 @@ def _checked_table(table: object, query: Tensor) -> Tensor:
     table = _checked_floats("distance_bias", table, query)
     if table.dim() != 2 or table.shape[0] not in (1, heads) or table.shape[1] % 2 == 0:
         raise ValueError(
-            f"distance_bias must be [{heads} or 1, 2R + 1], of distances -R to R, got "
-            f"{tuple(table.shape)}; alibi(slopes, R) makes one"
+            f"distance_bias must be [{heads} or 1, 2R + 1], a number for each distance from -R to "
+            f"R, got {tuple(table.shape)}; alibi(slopes, R) makes one"
         )
     return table.expand(len(query), heads, -1)
 
@@ -167,7 +169,7 @@ def _checked_sink(sink: object, query: Tensor) -> Tensor:
     fits = sink.dim() == 3 and sink.shape[0] in (1, batch) and sink.shape[1] == heads
     if not fits or sink.shape[2] not in (1, tokens):
         raise ValueError(
-            f"sink must be [{heads}], a logit of each query head, or [{batch} or 1, {heads}, "
+            f"sink must be [{heads}], a logit for each query head, or [{batch} or 1, {heads}, "
             f"{tokens} or 1], got {tuple(sink.shape)}; sink[..., None] adds a dim"
         )
     return sink.expand(batch, -1, -1)
@@ -184,8 +186,4 @@ def _checked_floats(name: str, x: object, query: Tensor) -> Tensor:
     return in_memory(x)
 
 
-_CHECKS = {
-    "softcap": _checked_softcap,
-    "distance_bias": _checked_table,
-    "sink": _checked_sink,
-}
+_CHECKS = {"softcap": _checked_softcap, "distance_bias": _checked_table, "sink": _checked_sink}

@@ -52,14 +52,14 @@ def file_size(path: Path) -> int:
     """
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path.name} that is no plain file")
+        raise ValueError(f"{path.name}, which is a folder, link, pipe or device, not a file")
     return status.st_size
 
 
 def read_file(path: Path, most: int) -> bytes:
     """Returns the content of a plain file of at most `most` bytes. Raises as `file_size`."""
     if (size := file_size(path)) > most:
-        raise ValueError(f"{path.name} of {size} bytes, where at most {most} are read")
+        raise ValueError(f"{path.name} with {size} bytes, more than the limit of {most}")
     return path.read_bytes()
 
 
@@ -73,7 +73,7 @@ def opened(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
     with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{path.name} is no plain file")
+            raise ValueError(f"{path.name} is a folder, pipe or device, not a file")
         if most is not None and status.st_size > most:
-            raise ValueError(f"{path.name} has {status.st_size} bytes, at most {most} are read")
+            raise ValueError(f"{path.name} has {status.st_size} bytes, over the limit of {most}")
         yield file

@@ -121,8 +121,8 @@ def attention(
         gradients flow too.
 
     Raises:
-        ValueError: shapes, dtypes or pattern do not fit. NotImplementedError: the named backend
-            cannot run, with reasons.
+        ValueError: shapes or dtypes differ, or the pattern is for other lengths or heads.
+        NotImplementedError: the named backend cannot run; the message has the reasons.
 
     Cost: O(pairs in visited blocks) time, O(N) memory plus a bounded workspace, forward and
     backward.
@@ -155,14 +155,13 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
 
     Args:
         query, key, value, pattern: as `attention`.
-        options: as the options of `attention`, without `return_lse` and `backend`.
+        options: the options of `attention`, without `return_lse` and `backend`.
 
-    Returns: text: the backend, its block size and how it reads the shapes; for each selection its
-        rows, and how many times more blocks a tile of queries lists than its rows; a line for each
-        backend: "usable", or why it cannot run, and whether it runs only when named.
+    Returns: lines of text. The first has the backend, its block size, and the batch, heads and
+        lengths. One for each selection has its rows, and how many times as many blocks a tile of
+        queries reads as one of its rows. One for each backend says "usable", or why it cannot run.
 
-    Raises: as `attention`, and if the pattern does not fit these lengths and heads. No layout is
-        built.
+    Raises: as `attention`. No layout is built.
 
     Example:
         >>> print(explain(query, key, value, Causal()))
@@ -170,7 +169,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         cpu: usable
         ...
     """
-    options = {"dropout_seed": 0, **options}  # so that no seed is drawn from the generator
+    options = {"dropout_seed": 0, **options}  # a default seed would advance torch's generator
     inputs, call, extras = checked_call(query, key, value, pattern, **options)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     check_batch(pattern, batch)
@@ -185,12 +184,12 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     for selection in selections_of(pattern):
         tokens, blocks = selection.row_size, selection.indices.shape[-1]
         more = float(selection.inflation(size, kv_len).mean())
-        lines.append(
+        line = (
             f"selection: each row of {tokens} queries lists {blocks} blocks of "
-            f"{selection.block_size}; a tile of {size} queries {more:.3g} times those of its rows"
-            + "; a row's choice may see its later queries"
-            * (tokens > 1)
+            f"{selection.block_size}; a tile of {size} queries {more:.3g} times as many"
         )
+        later = "; the choice for a query may depend on later queries of its row"
+        lines.append(line + later * (tokens > 1))
     for name in BACKENDS:
         reasons = reasons_against(name, inputs, extras, pattern, frame.q_start)
         state = "; ".join(reasons) or "usable"

@@ -55,7 +55,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         if out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(
                 "merge_attention needs outs of one shape [B, H, N, Dv] and lses [B, H, N], got out "
-                f"{tuple(out.shape)} and lse {tuple(lse.shape)} beside out {tuple(outs[0].shape)}"
+                f"{tuple(out.shape)} and lse {tuple(lse.shape)}; the first out has shape "
+                f"{tuple(outs[0].shape)}"
             )
     dtype = sum_dtype(outs[0])
     lse = torch.stack([part.to(dtype) for part in lses])  # [parts, B, H, N]

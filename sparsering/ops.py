@@ -1,7 +1,7 @@
-"""The operator boundary: what torch.compile, autograd, torch.func and the FLOP counter see.
+"""The torch operator of `attention`, which torch.compile, autograd and the FLOP counter see.
 
-A pattern crosses the boundary as its expression (a string) and its tensors, so that a compiled
-graph holds no Python objects. On the other side the call becomes a `Problem` over a layout.
+A pattern reaches the operator as its expression (a string) and its tensors, so that a compiled
+graph holds no Python objects. Inside, the call becomes a `Problem` over a layout, for a backend.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .call_recipe import CallRecipe, LayoutKey
+from .call_recipe import CallRecipe, Inputs, LayoutKey
 from .checks import check_batch, check_bias, needs_operator, refuse_forward_mode
 from .differentiable import differentiable, transforming
 from .dispatch import BACKENDS, Backend, block_size_of
@@ -42,13 +42,13 @@ def attend(
     """Computes (out, lse) of a call that `recipe_of` checked.
 
     A backend with a `backward` runs as a torch operator, which calls `_forward` and `_backward`.
-    The operator costs a good part of a small call's time, so it is skipped if nothing needs to see
-    it. A backend without `backward` runs as plain torch.
+    The operator takes a good part of a small call's time, so the kernel is called without it if
+    nothing needs to see it. A backend without `backward` runs as plain torch.
     """
-    backend = BACKENDS[recipe.backend]
+    inputs, backend = (query, key, value), BACKENDS[recipe.backend]
     if recipe.direct and recipe.layout_key is not None and backend.forward is not None:
         layout, slots = _layout(*recipe.layout_key)
-        problem = Problem(layout, query, key, value, recipe.scale, slots=slots)
+        problem = Problem(layout, *inputs, recipe.scale, slots=slots)
         return backend.forward(problem if backend.reads_slots else problem.in_first_slots())
     if recipe.plain and recipe.layout_key is None and backend.backward and not pattern.tensors:
         layout_key, masks = _layout_key(recipe, query, key, pattern, extras)
@@ -59,7 +59,7 @@ def attend(
     if backend.backward is not None:
         tensors = [x for x in (*extras.values(), *pattern.tensors) if isinstance(x, Tensor)]
         if not recipe.plain:
-            tensors += [query, key, value]
+            tensors += inputs
             refuse_forward_mode(*tensors)
         if recipe.learns or (tensors and needs_operator(*tensors)):
             return _attention(
@@ -76,13 +76,13 @@ def attend(
             )
     elif backend.forward is not None and not recipe.plain and transforming():
         raise NotImplementedError(
-            f"{recipe.backend} does not run under torch.func (grad, vmap); name another backend or "
-            "none"
+            f"{recipe.backend} does not run under torch.func (grad, vmap); pass another backend, "
+            "or leave it out"
         )
     with without_autocast(query):
         if backend.forward is None:
-            return _reference(recipe, query, key, value, pattern, extras)
-        return backend.forward(_problem(recipe, query, key, value, pattern, extras))
+            return _reference(recipe, inputs, pattern, extras)
+        return backend.forward(_problem(recipe, inputs, pattern, extras))
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def value_gradient(
     lse [B, Hq, Nq] may cover more keys than the pattern. A sink must be part of lse, not an extra.
     """
     value = query.new_zeros(*key.shape[:3], grad_out.shape[3])
-    problem = _problem(recipe, query, key, value, pattern, extras)
+    problem = _problem(recipe, (query, key, value), pattern, extras)
     problem = problem._replace(learns_distances=False).in_first_slots()
     backward = BACKENDS[recipe.backend].backward
     assert backward is not None
@@ -139,19 +139,19 @@ def slot_mass(
     q_start: int,
     backend: str,
 ) -> Tensor:
-    """Sums `weight exp(s - lse)` over the pairs of each slot, [B, Hq, R * k].
+    """Sums `weight exp(s - lse)` over the pairs of each slot of a selection, [B, Hq, R * k].
 
-    The call is checked and its pattern has one selection; `weight` is [B, Hq, Nq].
+    `weight` is [B, Hq, Nq]. The caller has checked the arguments; the pattern has one selection.
     """
     value = parse(pattern, tensors)
     slots = lse.new_zeros(*query.shape[:2], _num_slots(value))
     extras = {**NO_EXTRAS, "slot_bias": slots}
-    problem = _problem(CallRecipe(backend, scale, q_start), query, key, key, value, extras)
+    problem = _problem(CallRecipe(backend, scale, q_start), (query, key, key), value, extras)
     kernels = BACKENDS[backend]
     with without_autocast(query):
         if kernels.entry_mass is not None:
             mass = kernels.entry_mass(problem, lse, weight)
-        else:  # with zero out and grad_out, and grad_lse = weight, the backward has dS = P * weight
+        else:  # with out = grad_out = 0 and grad_lse = weight, backward computes dS = P * weight
             assert kernels.backward is not None
             zeros, grad_lse = torch.zeros_like(query), weight.contiguous()
             grads = kernels.backward(problem.in_first_slots(), zeros, lse, zeros, grad_lse)
@@ -169,7 +169,6 @@ def _(
 
 
 def _num_slots(pattern: Pattern) -> int:
-    """Returns the number of slots R * k of a pattern's only selection."""
     (selection,) = selections_of(pattern)
     return math.prod(selection.indices.shape[-2:])
 
@@ -191,7 +190,7 @@ _attention = differentiable(
 
 
 def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Pattern, dict[str, Any]]:
-    """Turns the operator's arguments behind query, key, value into (recipe, pattern, extras)."""
+    """Converts the operator's arguments after query, key, value to (recipe, pattern, extras)."""
     call = dict(zip(_NAMES[3:], arguments[3:], strict=True))
     pattern = parse(call.pop("pattern"), call.pop("tensors"))
     recipe = CallRecipe(*(call.pop(name) for name in ("backend", "scale", "q_start", "block_size")))
@@ -199,22 +198,17 @@ def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Pattern, dict[st
 
 
 def _parsed_problem(arguments: Sequence[Any]) -> tuple[Backend, Problem]:
-    """Turns the operator's arguments into the backend that runs the call, and its `Problem`."""
+    """Converts the operator's arguments to the backend that runs the call, and its `Problem`."""
     recipe, pattern, extras = _parsed_call(arguments)
     query, key, value = arguments[:3]
-    return BACKENDS[recipe.backend], _problem(recipe, query, key, value, pattern, extras)
+    return BACKENDS[recipe.backend], _problem(recipe, (query, key, value), pattern, extras)
 
 
 def _problem(
-    recipe: CallRecipe,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    extras: Mapping[str, Any],
+    recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Mapping[str, Any]
 ) -> Problem:
-    """Builds the `Problem` of a call: looks up its layout, and takes over the extras."""
-    options = dict(extras)
+    """Builds the `Problem` of a call from its layout and extras."""
+    (query, key, _), options = inputs, dict(extras)
     slot_bias = options.pop("slot_bias", None)
     layout_key, masks = _layout_key(recipe, query, key, pattern, extras)
     if masks:
@@ -227,7 +221,7 @@ def _problem(
     check_bias(options["block_bias"], layout)
     if slot_bias is not None:
         options["block_bias"] = _entry_bias(slot_bias, layout)
-    problem = Problem(layout, query, key, value, recipe.scale, slots=slots, **options)
+    problem = Problem(layout, *inputs, recipe.scale, slots=slots, **options)
     return problem if BACKENDS[recipe.backend].reads_slots else problem.in_first_slots()
 
 
@@ -235,16 +229,16 @@ def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
     """Converts a bias of slots [B, Hq, R * k] to a bias of layout entries [B, Hq, entries]."""
     if all(p.slot is None for p in layout.passes) and layout.passes:
         raise NotImplementedError(
-            "slots need tiles of one row and one block of SelectedBlocks: a block_size that "
-            "divides the selection's; choose blocks of a multiple of 16 tokens, or give slot_bias "
-            "to attention with backend='reference'"
+            "slot_bias needs tiles of one row and one block of SelectedBlocks, so a block_size "
+            "that divides the selection's; select blocks of a multiple of 16 tokens, or pass "
+            "backend='reference'"
         )
     slot = stretched(layout.entry_slots, *slot_bias.shape[:2])
     return torch.nn.functional.pad(slot_bias, (0, 1)).gather(-1, slot % (slot_bias.shape[2] + 1))
 
 
 def _slot_gradient(grad: Tensor, layout: BlockLayout, slot_bias: Tensor) -> Tensor:
-    """Converts the gradient of a bias of entries to the gradient of the bias of slots."""
+    """Sums numbers of layout entries [B, Hq, entries] by slot, in the shape of `slot_bias`."""
     slot = stretched(layout.entry_slots, *grad.shape[:2])
     by_slot = grad.new_zeros(*slot_bias.shape[:2], slot_bias.shape[2] + 1)
     return by_slot.scatter_add_(-1, slot % by_slot.shape[2], grad)[..., :-1].contiguous()
@@ -253,10 +247,10 @@ def _slot_gradient(grad: Tensor, layout: BlockLayout, slot_bias: Tensor) -> Tens
 def _layout_key(
     recipe: CallRecipe, query: Tensor, key: Tensor, pattern: Pattern, extras: Mapping[str, Any]
 ) -> tuple[LayoutKey, KeyMasks]:
-    """Returns the arguments of `_layout`, and the key masks that the backend gets as data.
+    """Returns the arguments of `_layout`, and the key masks that the backend takes as data.
 
-    A new mask then needs no new layout. With a block bias the layout includes the masks too,
-    because the bias counts the blocks of the pattern.
+    A new key mask then needs no new layout. With a block bias, the layout has the key masks too:
+    the bias has a number for each block of the whole pattern.
     """
     check_batch(pattern, query.shape[0])
     masks: KeyMasks = ()
@@ -275,20 +269,16 @@ def _layout(
 ) -> tuple[BlockLayout, tuple[int, ...]]:
     """Returns a layout from the cache, and for each pass the bitmap row of the first query."""
     page = None
-    if frame.q_len == 1 and BACKENDS[backend].refuses is None:  # such a backend takes no page
+    if frame.q_len == 1 and BACKENDS[backend].refuses is None:  # sdpa reads whole layouts only
         page = last_query_layout(pattern, frame, block_size, device)
     return page or (layout_cache.layout(pattern, frame, block_size, device), ())
 
 
 def _reference(
-    recipe: CallRecipe,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    extras: Mapping[str, Any],
+    recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Dense attention by the pattern's definition; a layout only locates the blocks of a bias."""
+    query, key, _ = inputs
     dtype, factor = sum_dtype(query), None
     call = query.detach(), key.detach(), pattern.tensors, pattern.expression, recipe.q_start
     rest = {"slot_bias": None, **extras}
@@ -323,14 +313,14 @@ def _reference(
         entry = entry_of_distance(distances_op(*call), distance_bias)
         distance_bias = distance_bias.to(dtype)[..., entry]
     rest |= {"distance_bias": distance_bias, "dropout_factor": factor}
-    return reference_attention(query, key, value, log_counts, recipe.scale, **rest)
+    return reference_attention(*inputs, log_counts, recipe.scale, **rest)
 
 
 def _log_biased_counts(number: Tensor, block_bias: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Returns the log of each pair's multiplicity times exp(bias), [B, Hq, Nq, Nk].
+    """Returns the log of the sum of exp(bias) over the passes that have a pair, [B, Hq, Nq, Nk].
 
-    Sums over passes, or only over those that `mask` allows for the pair.
     `number`: [passes, B, Hq, Nq, Nk] bias index of every pair, -1 if the pass has no such pair.
+    `mask`: False for a pair of a pass that the sum omits.
     """
     block_bias = torch.nn.functional.pad(block_bias, (0, 1))  # gather fails on an empty dim
     flat = block_bias[None, :, :, None].expand(len(number), -1, -1, number.shape[3], -1)
@@ -342,23 +332,22 @@ def _log_biased_counts(number: Tensor, block_bias: Tensor, mask: Tensor | None =
     return torch.where(empty, -torch.inf, highest + torch.where(empty, 1.0, total).log())
 
 
-def _visited_pairs(arguments: Sequence[Any]) -> float:
-    query, key = arguments[:2]
+def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int:
+    """FLOPs on the pattern's exact pairs, from the numbers of products over D and over Dv."""
+    query, key, value, *_ = arguments
     recipe, pattern, extras = _parsed_call(arguments[: len(_NAMES)])
     layout_key, _ = _layout_key(recipe, query, key, pattern, extras)
-    layout = layout_cache.layout(pattern, *layout_key[2:])
-    return query.shape[0] * query.shape[1] * layout.num_pairs
+    pairs = (
+        query.shape[0] * query.shape[1] * layout_cache.layout(pattern, *layout_key[2:]).num_pairs
+    )
+    return int(2 * pairs * (by_head_dim * query.shape[3] + by_value_dim * value.shape[3]))
 
 
 @register_flop_formula(torch.ops.sparsering.attention, get_raw=True)
-def _flops(*arguments: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Counts two matmuls on the pattern's exact pairs; extras are not matmuls and count as 0."""
-    query, _, value, *_ = arguments
-    return int(2 * _visited_pairs(arguments) * (query.shape[3] + value.shape[3]))
+def _(*arguments: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return _flops(arguments, 1, 1)
 
 
 @register_flop_formula(torch.ops.sparsering.attention_backward, get_raw=True)
-def _flops_backward(*arguments: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Counts five matmuls on the pattern's exact pairs."""
-    query, _, value, *_ = arguments
-    return int(2 * _visited_pairs(arguments) * (3 * query.shape[3] + 2 * value.shape[3]))
+def _(*arguments: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return _flops(arguments, 3, 2)

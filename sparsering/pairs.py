@@ -1,6 +1,6 @@
-"""Dense tensors over all pairs of a call, computed from the pattern's definition, as operators.
+"""Operators that compute dense tensors over all pairs of a call, from the pattern's definition.
 
-Only the reference backend uses them. They depend on the sizes of query and key, not their numbers.
+Only the reference backend uses them. They read the sizes of query and key, not their numbers.
 """
 
 import itertools
@@ -24,10 +24,7 @@ def frame_of(query: Tensor, key: Tensor, q_start: int) -> Frame:
 
 
 def kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Tensor:
-    """Returns whether dropout keeps each pair of each branch, bool [branches, B, Hq, Nq, Nk].
-
-    `seed` is [B, streams].
-    """
+    """Returns bool [branches, B, Hq, Nq, Nk], True where dropout with `seed` [B, streams] keeps."""
     query, key, stream = pattern.coordinates(frame)
     stream = stream.to(seed.device)
     row_seed = seed[:, stream][:, None, :, None]  # [B, 1, Nq, 1]
@@ -47,10 +44,7 @@ def pair_counts_op(
     dropout_p: float | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """Returns the multiplicity of every pair, int64 [B, Hq, Nq, Nk].
-
-    With dropout, counts only the branches in which the pair is kept.
-    """
+    """Returns the multiplicity of every pair, int64 [B, Hq, Nq, Nk]; dropout removes branches."""
     value = parse(pattern, tensors)
     check_batch(value, query.shape[0])
     frame = frame_of(query, key, q_start)
@@ -76,7 +70,7 @@ def slots_op(
 ) -> Tensor:
     """Returns 1 + the slot of each pair's block, int64 [branches, B, Hq, Nq, Nk].
 
-    0 for a pair whose block is in no slot, -1 where the branch has no such pair.
+    It is 0 if no slot lists the block, and -1 if the branch does not have the pair.
     """
     value, frame = parse(pattern, tensors), frame_of(query, key, q_start)
     check_fits(value, frame)
@@ -120,13 +114,13 @@ def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
 
 
 def _of_lengths(operator: Any) -> Callable[..., tuple[Tensor, None]]:
-    """Returns a vmap rule for an operator that depends only on sizes: one result for all maps."""
+    """Returns a vmap rule for an operator that depends only on sizes: it runs once, unmapped."""
 
     def rule(info: Any, in_dims: Any, query: Tensor, key: Tensor, *rest: Any) -> Any:
         refuse_mapped_pattern(in_dims[2])
         if any(dim is not None for dim in in_dims[5:]):
             raise NotImplementedError(
-                "vmap cannot map over dropout_seed with backend='reference'; name another or none"
+                "vmap cannot map over dropout_seed with backend='reference'; pass another backend"
             )
         query, key = (
             x if dim is None else x.select(dim, 0)

@@ -7,16 +7,16 @@ SPLITMIX = (-4658895280553007687, -7723592293110705685)  # splitmix64's multipli
 
 
 def expand_counts(count: Tensor) -> tuple[Tensor, Tensor]:
-    """Lists the places of rows with `count[i]` places each: (row, place within the row)."""
+    """Returns (row, place in the row) of every place, where row i has `count[i]` places."""
     row = torch.arange(len(count), device=count.device).repeat_interleave(count)
     first = count.cumsum(0) - count
     return row, torch.arange(len(row), device=count.device) - first[row]
 
 
 def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Numbers the distinct rows of a table, given by its columns, in ascending order.
+    """Numbers the distinct rows of a table, given as its columns, in ascending order.
 
-    Returns: the number of each row, and for each number the index of one such row.
+    Returns: the number of each row, and for each number the index of a row that has it.
     """
     group = torch.zeros_like(columns[0])
     for column in columns:
@@ -29,16 +29,13 @@ def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the distinct rows of a byte matrix, and the number of each row.
-
-    Rows are compared by hash, and the result is then verified.
-    """
+    """Returns the distinct rows of a byte matrix, and for each row its index among them."""
     words = rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows.long()
     digest = (words * mix(torch.arange(words.shape[1]))).sum(1)
     _, rank = digest.unique(return_inverse=True)
     first = torch.zeros(int(rank.max()) + 1 if len(rank) else 0, dtype=torch.int64)
     first[rank.flip(0)] = torch.arange(len(rank)).flip(0)
-    if not torch.equal(rows[first][rank], rows):  # two different rows have the same digest
+    if not torch.equal(rows[first][rank], rows):  # two different rows have the same hash
         distinct, rank = rows.unique(dim=0, return_inverse=True)
         return distinct, rank
     return rows[first], rank
@@ -50,7 +47,7 @@ def mix(*parts: int | Tensor) -> Tensor:
     for part in parts:
         number = part if isinstance(part, Tensor) else torch.tensor(part, dtype=torch.int64)
         if isinstance(state, Tensor) and state.is_cuda and number.dim():
-            state = state.to(number.device)  # numbers of the host need no copy: they are scalars
+            state = state.to(number.device)  # a host scalar needs no copy to join a GPU tensor
         state = number.long() + state * 31 + 0x9E3779B9
         for multiplier, shift in zip(SPLITMIX, (30, 27), strict=True):
             state = (state ^ (state >> shift)) * multiplier

@@ -1,6 +1,6 @@
 """Asynchronous copies to a GPU, and tensors that several CUDA streams share.
 
-`moved` queues a copy behind the work of the current stream. `Built` remembers the point of a stream
+`moved` queues a copy after the work of the current stream. `Built` remembers the point of a stream
 at which shared tensors are complete; other streams wait for it before they read them.
 """
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 OUTSIDE_CUDA_GRAPHS = (torch.Tag.cudagraph_unsafe,)
-"""Tags of operators that keep layouts and walks for later calls. In `torch.compile`'s mode
-"reduce-overhead" they run between the graphs: a graph's memory is reused and cannot hold tables."""
+"""Tags of operators that cache tables for later calls. `torch.compile(mode="reduce-overhead")` runs
+them outside its CUDA graphs, which would overwrite the tables' memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +63,9 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         if capturing(device):
             raise RuntimeError(
-                "a CUDA graph cannot capture the copy of a layout or of a mask of keys to the GPU; "
-                "make the same call once before the capture, which keeps layouts, and give masks "
-                "of keys as tensors on the GPU"
+                "a CUDA graph cannot capture the copy of a layout or a key mask to the GPU; make "
+                "the same call once before the capture, so that its layout is cached, and pass key "
+                "masks as tensors on the GPU"
             )
         x = x.contiguous().pin_memory()  # an expanded tensor cannot be pinned
     return x.to(device, non_blocking=True)

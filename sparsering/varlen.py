@@ -16,8 +16,8 @@ from .patterns.varlen_mask import Varlen
 
 _REFUSED = {
     "q_start": "each document's last query is aligned with its last key",
-    "block_bias": "the blocks of documents have no order that a caller could know",
-    "slot_bias": "rows of a selection are those of a whole sequence",
+    "block_bias": "a caller cannot know the order of the documents' blocks",
+    "slot_bias": "a selection lists blocks for the rows of one sequence, not of documents",
 }
 
 
@@ -53,7 +53,7 @@ def attention_varlen(
         for float64 inputs), through which gradients flow too.
 
     Raises:
-        ValueError: the arguments do not fit together. NotImplementedError: as `attention`.
+        ValueError: shapes, lengths or dtypes differ. NotImplementedError: as `attention`.
 
     Cost: the sum of the documents' costs, in one call: tiles never cross documents. A layout is
     compiled for each new tuple of lengths, in milliseconds, and cached.
@@ -63,7 +63,7 @@ def attention_varlen(
     """
     for name, why in _REFUSED.items():
         if name in options:
-            raise ValueError(f"attention_varlen takes no {name}, for {why}; leave it out")
+            raise ValueError(f"attention_varlen takes no {name}, since {why}; leave it out")
     check_pattern(pattern)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, "[tokens, heads, head dim]")
@@ -77,8 +77,8 @@ def attention_varlen(
     kv_lengths = _lengths("cu_k", cu_k, key.shape[0], "keys")
     if len(q_lengths) != len(kv_lengths):
         raise ValueError(
-            "cu_q and cu_k must name as many documents, got "
-            f"{len(q_lengths)} and {len(kv_lengths)}; one without queries, or keys, has length 0"
+            f"cu_q and cu_k must name as many documents, got {len(q_lengths)} and "
+            f"{len(kv_lengths)}; a document without queries, or keys, has length 0"
         )
     packed: Pattern = Varlen(q_lengths, kv_lengths, pattern)  # type: ignore[arg-type]  # or mixture
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))

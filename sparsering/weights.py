@@ -41,7 +41,7 @@ class BlockWeights:
         batch, heads = self.values.shape[:2]
         tables = []
         for b, h in itertools.product(range(batch), range(heads)):
-            # one more row and column, for the padding of ragged tiles
+            # one more row and column takes the padding of ragged tiles
             dense = self.values.new_zeros(frame.q_len + 1, frame.kv_len + 1)
             for first, q, k, _ in self.layout.visits(b, h):
                 part = self.values[b, h, first : first + len(q)]
@@ -73,7 +73,7 @@ def attention_weights(
     Returns: `BlockWeights` in float32 (float64 for float64 inputs). With a sink, rows sum to less
         than 1: the sink has the rest.
 
-    Raises: ValueError if arguments contradict one another.
+    Raises: as `attention`.
 
     Cost: memory O(B H num_blocks block_size^2).
 
@@ -110,7 +110,7 @@ def attention_weights(
             device=query.device,
         )
         group = query.shape[1] // max(1, key.shape[1])
-        # one more row, for the padding of ragged tiles
+        # one more row takes the padding of ragged tiles
         q, k = (pad(x.to(lse.dtype), (0, 0, 0, 1)) for x in (query, key))
         lse = pad(finite_or_zero(lse), (0, 1))
         position, key_position, _ = pattern.coordinates(layout.frame)
@@ -188,7 +188,7 @@ def key_mass(
     """
     if sink is not None and lse is not None:
         raise ValueError(
-            "expected sink or lse, got both; the lse that attention returns has the sink in it"
+            "expected sink or lse, got both; the lse that attention returns includes the sink"
         )
     inputs, call, options = checked_call(
         query,
