@@ -19,8 +19,32 @@ from .kernels.gather import set_workspace
 from .layouts.cache import layout_cache
 from .layouts.layout import BlockLayout
 from .numerics import merge_attention
-from .patterns import *  # noqa: F403 - `sparsering.patterns` lists the names
-from .patterns import __all__ as _patterns
+from .patterns import (
+    BlockDilated,
+    Blocks,
+    BlockWindow,
+    Causal,
+    Dense,
+    Dilated,
+    Documents,
+    Full,
+    GlobalTokens,
+    Hierarchical,
+    KeyMask,
+    KeyPadding,
+    LongNet,
+    Mask,
+    Mixture,
+    Packed,
+    Pattern,
+    PooledCausal,
+    RandomBlocks,
+    SelectedBlocks,
+    SlidingWindow,
+    from_mask_mod,
+    parse,
+    register_pattern,
+)
 from .planning.estimate import Estimate, Figure, estimate
 from .planning.fit import choose_batch_size, longest_sequence
 from .varlen import attention_varlen
@@ -29,13 +53,33 @@ from .weights import BlockWeights, attention_weights, key_mass
 __version__ = "0.2.0"
 
 __all__ = [
-    *_patterns,
+    "BlockDilated",
     "BlockLayout",
     "BlockWeights",
+    "BlockWindow",
+    "Blocks",
+    "Causal",
+    "Dense",
+    "Dilated",
+    "Documents",
     "Estimate",
     "Figure",
+    "Full",
+    "GlobalTokens",
+    "Hierarchical",
     "KVCache",
+    "KeyMask",
+    "KeyPadding",
+    "LongNet",
+    "Mask",
+    "Mixture",
+    "Packed",
+    "Pattern",
+    "PooledCausal",
+    "RandomBlocks",
+    "SelectedBlocks",
     "SelectedCache",
+    "SlidingWindow",
     "alibi",
     "attention",
     "attention_varlen",
@@ -45,9 +89,12 @@ __all__ = [
     "dropout_kept",
     "estimate",
     "explain",
+    "from_mask_mod",
     "key_mass",
     "layout_cache",
     "longest_sequence",
     "merge_attention",
+    "parse",
+    "register_pattern",
     "set_workspace",
 ]
