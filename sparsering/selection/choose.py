@@ -29,30 +29,31 @@ def select_blocks(
 ) -> Tensor:
     """Returns the k best-scored blocks of each row; the sink and local blocks are always chosen.
 
-    A row lists its forced blocks first, by number: the first `sink` blocks and the last `local`
-    ones up to the row's own. The others follow by (score descending, block ascending), then -1 as
-    padding. Unforced blocks of score -inf or NaN are not chosen, nor, under `causal`, any block
-    past the row's own. Every device gives the same result.
+    A row lists its forced blocks first, in ascending order: the first `sink` blocks of the keys and
+    the `local` blocks that end at the block of the row's queries. The best-scored other blocks
+    follow by (score descending, block ascending), then -1 as padding. A block that is not forced is
+    never chosen if its score is -inf or NaN. With `causal`, blocks after the block of the row's
+    queries are never chosen. Every device gives the same result.
 
     Args:
         scores: [..., R, Nb], as `block_scores` returns them; ranked in float32.
-        k: most blocks of a row, forced ones included.
-        block_size, query_block: keys of a block and queries of a row, as for the scores.
-        top_p: keeps a block while the blocks listed before it, forced ones included, sum to less
-            than this share of `softmax(scores)` over the visible blocks. Forced blocks are always
-            kept. 0 < top_p <= 1; 1 sets no limit.
-        sink: forced blocks at the start of the keys.
-        local: forced blocks that end at the block of the row's queries, or at the last block where
-            the queries lie past the keys.
-        causal: whether blocks past the row's own are hidden.
+        k: largest number of blocks in a row, including forced blocks.
+        block_size, query_block: keys in a block and queries in a row, as for the scores.
+        top_p: limit on the share of `softmax(scores)` over the visible blocks, 0 < top_p <= 1. A
+            block that is not forced is chosen only while the blocks before it, including forced
+            blocks, sum to less than this share. 1 sets no limit.
+        sink: number of forced blocks at the start of the keys.
+        local: number of forced blocks that end at the block of the row's queries, or at the last
+            block if the queries lie past the keys.
+        causal: whether a row is denied the blocks after the block of its queries.
         q_start: position of the first query; `block_scores` uses Nk - Nq by default.
 
     Returns: int64 [..., R, k], detached, on the scores' device, for `SelectedBlocks(indices,
         block_size, query_block, first_row=q_start // query_block)`.
 
-    Raises: ValueError if sink and local blocks are more than k, or arguments do not fit.
+    Raises: ValueError if an argument is invalid or sink + local is more than k.
 
-    Cost: O(R Nb), no wait for the device. Compiles as one graph.
+    Cost: O(R Nb) time, without waiting for the device. Compiles as one graph.
 
     Source: forced blocks inside k: NSA (arXiv 2502.11089), MoBA (2502.13189); top-p: Twilight
         (2502.02770).
@@ -75,8 +76,8 @@ def select_blocks(
     *outer, rows, blocks = scores.shape
     if min(sink + local, blocks) > k:
         raise ValueError(
-            f"sink and local blocks must be at most k={k}, got {sink} + {local}; they are chosen "
-            "first: raise k"
+            f"sink + local must be at most k={k}, got {sink} + {local}; pass a larger k or force "
+            "fewer blocks"
         )
     current = current_blocks(q_start // query_block, rows, query_block, block_size)
     scores = scores.detach().reshape(math.prod(outer), rows, blocks)

@@ -1,7 +1,7 @@
 """Summaries of key blocks, from which queries estimate the softmax mass of each block.
 
-A block is cut into parts. The logit of a part is the dot product of its key features and the
-query's features, plus the log of its number of real tokens. Each method defines the features.
+A block is cut into equal parts. The logit of a query and a part is the dot product of their
+features, plus the log of the number of tokens in the part. Each method defines its features.
 """
 
 from typing import NamedTuple
@@ -33,28 +33,20 @@ def checked_method(method: str, parts: int, block_size: int, query_block: int = 
 
 
 class BlockEstimate(NamedTuple):
-    """Keys cut into blocks, and the features of their parts.
+    """Keys cut into blocks, and the features of the blocks' parts."""
 
-    Attributes:
-        method: name of the estimate, one of METHODS.
-        length: number of keys, Nk.
-        part: tokens per part.
-        feature: [B, Hkv, slots, Nb, F]; slot c of block b is its part c. A partial last block is
-            left out where no query needs its features.
-        keys: [B, Hkv, blocks, block_size, D], the blocks from `first_own` on, zeros past Nk.
-        first_own: index of the first block in `keys`.
-    """
-
-    method: str
-    length: int
-    part: int
+    method: str  # one of METHODS
+    length: int  # number of keys, Nk
+    part: int  # tokens in each part
+    # [B, Hkv, slots, Nb, F], slot c holds part c of each block. Without the last block if that
+    # block is partial and every query that sees it is inside it.
     feature: Tensor
-    keys: Tensor
+    keys: Tensor  # [B, Hkv, blocks, block_size, D], blocks from `first_own` on, padded with zeros
     first_own: int = 0
 
     @classmethod
-    def of(cls, key: Tensor, block_size: int, method: str, part: int) -> "BlockEstimate":
-        """Builds the estimate for all keys [B, Hkv, Nk, D]."""
+    def build(cls, key: Tensor, block_size: int, method: str, part: int) -> "BlockEstimate":
+        """Summarises all keys [B, Hkv, Nk, D]."""
         length = key.shape[2]
         blocks = -(-length // block_size)
         keys = pad(key, (0, 0, 0, blocks * block_size - length)).unflatten(2, (blocks, block_size))
@@ -77,43 +69,43 @@ class BlockEstimate(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """Number of consecutive queries that share one logit."""
+        """Number of consecutive queries that share one logit per part."""
         return self.part if self.method == "antidiagonal" else 1
 
     @property
     def ragged(self) -> bool:
-        """Whether the last block has fewer tokens."""
+        """Whether the last block has fewer than `block_size` tokens."""
         return self.length % self.block_size > 0
 
     def counts(self, blocks: int | None = None) -> Tensor:
-        """Number of real tokens of each part of the first blocks: [blocks, slots], float64."""
+        """Number of tokens in each part of the first blocks: float64 [blocks, slots]."""
         part, end = self.part, self.num_blocks * self.block_size
         first = torch.arange(0, end, part).view(self.num_blocks, self.block_size // part)
         return (self.length - first).clamp(0, part).double()[:blocks]
 
     def log_counts(self, blocks: int) -> Tensor:
-        """Log of the number of real tokens of each part [slots, blocks]; NEVER where it is 0."""
+        """Log of the number of tokens in each part [slots, blocks]; NEVER for empty parts."""
         count = self.counts(blocks)
         logs = torch.where(count > 0, count.clamp(min=1).log(), NEVER).mT
         return logs.to(self.feature)
 
-    def of_queries(self, query: Tensor, scale: float, front: int) -> Tensor:
+    def query_strides(self, query: Tensor, scale: float, front: int) -> Tensor:
         """Features [entries, n / stride * G, F] of queries [entries, n, G, D], times the scale.
 
-        `front`: number of empty places before the first query in its stride.
+        `front` rows of zeros are put before the first query, which need not begin a stride.
         """
         query = query_features(query, scale, self.method)
-        if self.stride > 1:  # antidiagonals: queries descend as keys ascend
+        if self.stride > 1:  # an antidiagonal pairs the last query of a stride with the first key
             back = -(front + query.shape[1]) % self.stride
             query = pad(query, (0, 0, 0, 0, front, back)).unflatten(1, (-1, self.stride)).flip(2)
             query = query.transpose(2, 3).flatten(3)
         return query.flatten(1, 2)
 
-    def products(self, blocks: int, present: Tensor | None) -> Tensor | float:
-        """Reciprocal of the number of products in each antidiagonal sum.
+    def antidiagonal_weight(self, blocks: int, present: Tensor | None) -> Tensor | float:
+        """Weight that turns the sum of an antidiagonal's products into their mean.
 
-        A float where all sums are full, else [slots, n / stride, 1, blocks].
-        `present`: mask [n / stride, stride] of the queries that exist, None for all.
+        `present` [n / stride, stride] marks the places that hold a query; None if all do. Returns a
+        float if all antidiagonals are full, else [slots, n / stride, 1, blocks].
         """
         if present is None and not (self.ragged and blocks == self.num_blocks):
             return 1 / self.stride
@@ -125,7 +117,7 @@ class BlockEstimate(NamedTuple):
 
 
 def query_features(query: Tensor, scale: float, method: str) -> Tensor:
-    """Features [..., F] of queries [..., D]; the dot product with key `features` is a logit."""
+    """Features [..., F] of queries [..., D]; their dot product with key features is a logit."""
     if method == "gauss":
         return torch.cat((query * scale, query.square() * (scale * scale / 2)), -1)
     if method == "bounds":
@@ -134,22 +126,22 @@ def query_features(query: Tensor, scale: float, method: str) -> Tensor:
 
 
 def features(keys: Tensor, count: Tensor, method: str) -> Tensor:
-    """Features [..., blocks, slots, F] of keys [..., blocks, slots, part, D], zeros past the end.
+    """Features [..., blocks, slots, F] of keys [..., blocks, slots, part, D].
 
-    `count`: number of real keys of each part, [blocks, slots].
+    `count` [blocks, slots] is the number of keys in each part; the rest of a part is zeros.
     """
     if method == "exact":
         return keys.squeeze(-2)
     if method == "antidiagonal":
         return keys.flatten(-2)
-    is_real = torch.arange(keys.shape[-2], device=keys.device)[:, None] < count[..., None, None]
+    exists = torch.arange(keys.shape[-2], device=keys.device)[:, None] < count[..., None, None]
     if method == "bounds":
-        highest = torch.where(is_real, keys, -torch.inf).amax(-2)
-        lowest = torch.where(is_real, keys, torch.inf).amin(-2)
+        highest = torch.where(exists, keys, -torch.inf).amax(-2)
+        lowest = torch.where(exists, keys, torch.inf).amin(-2)
         return torch.cat((highest, lowest), -1)
     divisor = count.clamp(min=1).to(keys.dtype)[..., None]
     mean = keys.sum(-2) / divisor
     if method != "gauss":
         return mean
-    centred = torch.where(is_real, keys - mean[..., None, :], 0.0)
+    centred = torch.where(exists, keys - mean[..., None, :], 0.0)
     return torch.cat((mean, centred.square().sum(-2) / divisor), -1)

@@ -19,14 +19,14 @@ def selection_loss(
 
     `L = sum_r w_r KL(p_r || softmax(s_r)) / sum_r w_r` with `p_r = mass_r / sum(mass_r)`. The
     gradient of s_r is `w_r (softmax(s_r) - p_r) / sum_r w_r`. Slots of -1, repeats of a block and
-    blocks of score -inf get no gradient, and p_r leaves out their mass. No gradient reaches the
-    mass or the weights. Rows without mass have weight 0; where all rows do, the loss and its
-    gradients are 0.
+    blocks of score -inf get no gradient, and their mass does not count. No gradient reaches the
+    mass or the weights. A row without mass has weight 0. If all rows have weight 0, the loss and
+    its gradients are 0.
 
     Two stages train a scorer. While attention is dense, pass the mass of every block and no
     indices: the scorer learns where attention looks. Once attention is sparse, pass the indices and
-    the `block_mass` of their slots: both sides are then shares among the selected blocks. The mass
-    must come from the whole softmax of the attention: where a window or pooled keys share that
+    the `block_mass` of their slots: the loss then compares shares among the selected blocks. The
+    mass must come from the whole softmax of the attention: if a window or pooled keys share that
     softmax, give `block_mass` the joint lse.
 
     Args:
@@ -34,8 +34,8 @@ def selection_loss(
         mass: [B, H or a multiple, R, m], not negative; heads of a group are summed. m = Nb without
             indices, else the number of slots.
         indices: int64 [R, m], [H or 1, R, m] or [B or 1, H or 1, R, m], the block of each slot;
-            default every block in order.
-        row_weight: w, [R] or a shape that broadcasts to [B, H, R]; not negative; default 1.
+            default: all blocks in order.
+        row_weight: w, at least 0, broadcasts to [B, H, R]; default 1.
 
     Returns: 0-d, float32 (float64 for float64 scores), in nats; at least 0.
 
@@ -66,8 +66,8 @@ def selection_loss(
             )
     if mass.shape[0] != batch or (indices is None and mass.shape[3] != blocks):
         raise ValueError(
-            f"mass must be of the {batch} batch entries and {blocks} blocks of the scores, got "
-            f"{tuple(mass.shape)}; with selected blocks, pass their indices too"
+            f"mass must have the {batch} batch entries and {blocks} blocks of the scores, got "
+            f"{tuple(mass.shape)}; if it has selected blocks only, pass their indices"
         )
     score = scores.to(dtype)
     if not blocks:

@@ -24,26 +24,26 @@ def block_mass(
 ) -> Tensor:
     """Computes the exact softmax mass of each listed block, summed over the queries of its row.
 
-    `mass[r, s] = sum_{q in row r} w_q sum_{k in block of slot s} e^{s_qk - lse_q}`, over the pairs
-    of the pattern alone. SeerAttention, DSA and MSA approximate this mass or train on it. It is a
-    training target, so it has no gradient.
+    `mass[r, s] = sum_{q in row r} w_q sum_{k in block of slot s} e^{s_qk - lse_q}`, over pairs of
+    the pattern. SeerAttention, DSA and MSA approximate this mass or train on it. It is a training
+    target, so it has no gradient.
 
     Args:
         query: [B, Hq, Nq, D]; key: [B, Hkv, Nk, D].
-        pattern: a pattern with exactly one `SelectedBlocks`, whose slots are measured.
+        pattern: a pattern with exactly one `SelectedBlocks`; the result has its slots.
         lse: [B, Hq, Nq], log of the softmax denominator, as `attention` returns it; by default it
             is computed for the whole pattern. With the lse of a joint softmax (merged with a window
             or a sink) the masses are shares of that softmax.
-        weight: [B or 1, Hq or 1, Nq], a weight of each query; default 1.
+        weight: w, [B or 1, Hq or 1, Nq]; default 1.
         scale, q_start: as `attention`.
 
-    Returns: [B, Hq, R, k] in the order of the slots; 0 for slots that are empty, list a future
-        block or repeat one; float32 (float64 for float64 inputs).
+    Returns: [B, Hq, R, k] in the order of the slots; 0 for a slot that is -1, lists a future block
+        or repeats a block; float32 (float64 for float64 inputs).
 
-    Raises: ValueError if an argument is invalid, or the pattern has not one SelectedBlocks.
+    Raises: ValueError if an argument is invalid, or the pattern has no or several SelectedBlocks.
 
-    Cost: one product of queries and keys over the listed blocks, and attention's forward where no
-        lse is given; memory O(R k) (on a GPU, a backward pass).
+    Cost: one product of queries and keys over the listed blocks (on a GPU, as much as attention's
+        backward), and attention's forward without `lse`; memory O(R k).
 
     Example:
         >>> out, lse = attention(query, key, value, chosen & Causal(), return_lse=True)
@@ -54,7 +54,7 @@ def block_mass(
     if len(selections) != 1:
         raise ValueError(
             f"block_mass needs a pattern with one SelectedBlocks, got {len(selections)}; key_mass "
-            "tells the mass of keys for any pattern"
+            "computes the mass of each key, for any pattern"
         )
     refuse_meta(query, key)
     refuse_forward_mode(query, key)

@@ -14,8 +14,8 @@ from ..patterns.arguments import checked_integer
 def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
     """Averages windows of tokens; window c covers tokens `c * stride` to `c * stride + size - 1`.
 
-    The last window averages the tokens that remain. Where `stride > size` it may lie past the end
-    and is then 0. For causal attention to pooled keys, use `PooledCausal(size, stride)`.
+    The last window averages the tokens that remain. If `stride > size` it may lie past the last
+    token and is then 0. For causal attention to pooled keys, use `PooledCausal(size, stride)`.
 
     Args:
         x: [B, H, N, D].
@@ -26,7 +26,7 @@ def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
 
     Raises: ValueError if an argument is invalid.
 
-    Cost: O(N D), once more where windows overlap; summed in float32 (float64 for float64 inputs).
+    Cost: O(N D), twice that if windows overlap; sums are float32 (float64 for float64 inputs).
 
     Example:
         >>> coarse = [pool_blocks(x, 32, 16) for x in (key, value)]
@@ -44,7 +44,7 @@ def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
     stride = size if stride is None else checked_integer("stride", stride, 1)
     length = x.shape[2]
     count = -(-max(0, length - size) // stride) + 1
-    piece = math.gcd(size, stride)  # every window is a run of such pieces
+    piece = math.gcd(size, stride)  # tokens; every window starts and ends at a multiple
     places = (count - 1) * stride + size
     whole = pad(x, (0, 0, 0, places - length)).unflatten(2, (places // piece, piece))
     total = whole.sum(3, dtype=sum_dtype(x))  # [B, H, pieces, D]

@@ -1,4 +1,4 @@
-"""Rows of a selection: runs of `query_block` queries, cut at absolute positions."""
+"""Rows of a selection: row r has the queries at positions r * query_block up to the next row's."""
 
 from typing import NamedTuple
 
@@ -9,23 +9,14 @@ from ..patterns.arguments import checked_integer, shortened
 
 
 class Span(NamedTuple):
-    """Run of queries that are computed together: `width` queries in each of `blocks` blocks.
+    """Consecutive queries that are computed together: `width` in each of `blocks` key blocks."""
 
-    Attributes:
-        first: index of the first query.
-        block: index of the key block that the first query lies in.
-        blocks: consecutive key blocks that the queries lie in; above 1 only if all are whole.
-        width: queries in each block.
-        row: queries in each row of the selection, a divisor of `width`.
-        offset: place of the first query in its block.
-    """
-
-    first: int
-    block: int
-    blocks: int
-    width: int
-    row: int
-    offset: int
+    first: int  # index of the first query
+    block: int  # index of the key block at the first query's position
+    blocks: int  # number of key blocks; above 1 only if the queries fill all of them
+    width: int  # queries in each block
+    row: int  # queries in each row of the selection, a divisor of `width`
+    offset: int  # place of the first query in its block
 
     @property
     def queries(self) -> int:
@@ -37,7 +28,7 @@ class Span(NamedTuple):
 
 
 def spans(q_start: int, q_len: int, query_block: int, block_size: int) -> list[Span]:
-    """Cuts queries at row and block boundaries; only the first and the last row may be short."""
+    """Cuts queries at row and block boundaries; only the first and the last row may be partial."""
     end = q_start + q_len
     cuts = {end}
     for size in (query_block, block_size):
@@ -47,7 +38,7 @@ def spans(q_start: int, q_len: int, query_block: int, block_size: int) -> list[S
         whole = start % block_size == stop % block_size == 0
         width = block_size if whole else stop - start
         row = query_block if start % query_block == stop % query_block == 0 else width
-        block, offset = start // block_size, start % block_size  # Dynamo has no divmod of SymInts
+        block, offset = start // block_size, start % block_size  # Dynamo cannot trace divmod here
         pieces.append(Span(start - q_start, block, (stop - start) // width, width, row, offset))
         start = stop
     return pieces
@@ -65,11 +56,11 @@ def checked_blocks(query_block: int, block_size: int) -> tuple[int, int]:
     if block_size % query_block:
         raise ValueError(
             f"query_block must divide block_size, {block_size}, got {shortened(repr(query_block))};"
-            " 1 lets every query choose for itself"
+            " with 1 every query chooses its own blocks"
         )
     return query_block, block_size
 
 
 def current_blocks(first_row: int, rows: int, query_block: int, block_size: int) -> Tensor:
-    """Key block [rows] that each row's queries lie in; on the CPU, as it depends on no tensor."""
+    """Key block [rows] at the position of each row's queries, on the CPU."""
     return (torch.arange(rows) + first_row) * query_block // block_size

@@ -18,21 +18,21 @@ UNIT = 1 << 32
 class PatternRefiner:
     """Keeps a table of `k` blocks for each row, and swaps poor blocks for better ones.
 
-    It suits data where a row needs the same blocks in every example (images, video, tables). Text
-    is not such data: choose blocks by content there.
+    It suits data where a row needs the same blocks in every example (images, video, tables). For
+    text, choose blocks by content instead.
 
     Each update adds the observed mass of a block to its running mean:
     `M = ema * M + (1 - ema) * mean`. It then swaps at most `swaps` blocks in each row: the block of
     least M in the table for the block of largest M outside it, while
-    `M_in > (1 + margin) * M_out`; ties go to the lower block. k stays the same. The first `sink`
-    blocks and the last `local` blocks up to the row's own, r * blocks // rows, never leave. A block
+    `M_in > (1 + margin) * M_out`; ties go to the lower block. k stays the same. Row r never loses
+    the first `sink` blocks, and the `local` blocks that end at block r * blocks // rows. A block
     that was swapped out cannot return for `cooldown` updates. A block that was never observed has
     no M and is never swapped; a block that is not observed for a while keeps its M.
 
     So a block outside the table must be *observed* before it can enter. A pattern yields no mass
     for blocks that it does not visit: now and then observe some rows over all blocks, as in the
-    example. All masses of a row must be shares of one softmax; shares among visited blocks alone
-    look larger than they are.
+    example. All masses of a row must be shares of the softmax over all blocks; shares of a softmax
+    over visited blocks alone would be too large.
 
     Args:
         num_kv_heads: heads of the table.
@@ -40,10 +40,10 @@ class PatternRefiner:
         blocks: key blocks.
         k: slots of a row, at least sink + local and at most blocks.
         ema: weight of the old running mean, at least 0 and below 1.
-        swaps: most swaps of a row in an update.
-        margin: share by which a block must exceed the one that it replaces.
-        sink, local: number of first and of local blocks that never leave.
-        cooldown: updates for which a block that was swapped out stays out.
+        swaps: largest number of swaps of a row in an update.
+        margin: a block replaces another only if its M is larger by this share.
+        sink, local: numbers of blocks that never leave, as described above.
+        cooldown: number of updates for which a block that was swapped out stays out.
         seed: seed of the first table, which is random.
 
     Attributes:
@@ -55,12 +55,10 @@ class PatternRefiner:
     Example:
         >>> refiner = PatternRefiner(2, rows=64, blocks=64, k=6)
         >>> pattern = SelectedBlocks(refiner.table, 64)
-        >>> chosen = torch.rand(64) < 0.1  # rows to look at, whole
-        >>> every = torch.where(chosen[:, None], torch.arange(64), -1)
-        >>> mass = block_scores(  # exact; for rows of many queries, logs of summed shares
-        ...     query, key, 64, query_block=64, method="exact", causal=False
-        ... ).exp()
-        >>> refiner.observe(mass, every)
+        >>> observed = torch.rand(64) < 0.1  # a tenth of the rows, over all blocks
+        >>> indices = torch.where(observed[:, None], torch.arange(64), -1)
+        >>> scores = block_scores(query, key, 64, query_block=64, method="exact", causal=False)
+        >>> refiner.observe(scores.exp(), indices)  # exact scores are logs of the mass
         >>> if refiner.update():
         ...     pattern = SelectedBlocks(refiner.table, 64)
     """
@@ -90,13 +88,13 @@ class PatternRefiner:
         if not forced <= k <= blocks:
             raise ValueError(
                 f"k must be at least sink + local = {forced} and at most blocks = {blocks}, got "
-                f"{k}; give rows more slots, or force fewer blocks"
+                f"{k}; pass another k, or force fewer blocks"
             )
         if not (is_finite(ema) and 0 <= ema < 1 and is_finite(margin) and margin >= 0):
             raise ValueError(
                 "ema must be at least 0 and below 1, and margin finite and at least 0, got "
-                f"{shortened(repr(ema))} and {shortened(repr(margin))}; ema=0 uses the latest "
-                "observations alone"
+                f"{shortened(repr(ema))} and {shortened(repr(margin))}; ema=0 uses only the latest "
+                "observations"
             )
         seed = checked_integer("seed", seed, -(1 << 63), (1 << 63) - 1)
         self.ema, self.margin = ema, margin
@@ -114,18 +112,17 @@ class PatternRefiner:
         self._updates = torch.zeros((), dtype=torch.int64)
 
     def observe(self, mass: Tensor, indices: Tensor) -> None:
-        """Records the softmax mass that the blocks of slots received, for the next update.
+        """Records the softmax mass that blocks received, for the next update.
 
         Args:
-            mass: [B, H or a multiple, R, m], not negative: shares of the softmax of a row's
-                queries, summed; heads of a group are summed.
-            indices: int64, broadcasting to [B, H, R, m]: the block of each slot. Slots of -1 or
-                outside the blocks, and repeats of a block, are ignored.
+            mass: [B, H or a multiple, R, m], softmax weights summed over the block's keys and the
+                row's queries; heads of a group are summed.
+            indices: int64, broadcasts to [B, H, R, m]: the block that each mass belongs to. Numbers
+                outside 0 .. blocks - 1, and repeats of a block in a row, are ignored.
 
-        Raises: ValueError for invalid shapes, and observed masses that are not finite or
-            are negative.
+        Raises: ValueError for invalid shapes, and masses that are negative or not finite.
 
-        Cost: O(B H R m), on the CPU; waits for the device of the mass, if it is another.
+        Cost: O(B H R m), on the CPU; waits for the device of the mass.
         """
         heads, rows, blocks = self.shape
         mass = checked_mass(mass, heads, rows).double()
@@ -136,9 +133,9 @@ class PatternRefiner:
         mass = torch.where(valid, mass, 0.0)
         if not bool((mass >= 0).all() & (mass < 1 << 20).all()):
             raise ValueError(
-                "observed masses must be at least 0 and below 2^20, the sum of a row's softmax "
-                f"weights, got some from {mass.min().item()} to {mass.max().item()}; pass -1 as "
-                "the index of what is not to be observed"
+                "observed masses must be at least 0 and below 2^20, as sums of a row's softmax "
+                f"weights are, got some from {mass.min().item()} to {mass.max().item()}; pass "
+                "index -1 for slots without a mass"
             )
         slot = torch.where(valid, indices, 0)
         units = (mass * UNIT).round().long()
@@ -150,12 +147,12 @@ class PatternRefiner:
         """Swaps blocks by the mass observed since the last update.
 
         Args:
-            group: ranks that all call this. They sum their observations as integers, and so decide
-                alike.
+            group: ranks that all call this method. They sum their observations as integers, so
+                that all make the same swaps.
 
         Returns: whether the table changed.
 
-        Raises: ValueError, on all ranks, where their tables or means were not equal before.
+        Raises: ValueError, on all ranks, if their tables or means differed before the call.
 
         Cost: O(H R blocks log(blocks)); with a group, an all-reduce of 16 H R blocks bytes.
         """
@@ -173,7 +170,7 @@ class PatternRefiner:
         most = min(self.swaps, self.k, self.shape[2])
         enter_mass, entering = _least(torch.where(can_enter, -self._mass, torch.inf), most)
         leave_mass, leaving = _least(torch.where(can_leave, self._mass, torch.inf), most)
-        swap = -enter_mass > (1 + self.margin) * leave_mass  # false for infinite, no candidates
+        swap = -enter_mass > (1 + self.margin) * leave_mass  # False for inf: no candidate
         if not bool(swap.any()):
             return False
         slot = (self.table[..., None] == leaving[:, :, None]) & swap[:, :, None]  # [H, R, k, swaps]
@@ -185,7 +182,7 @@ class PatternRefiner:
         return True
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all state; a run resumed from it, even between updates, gives the same bits."""
+        """Copies all state. A run that resumes from it, even between updates, has the same bits."""
         return {name.lstrip("_"): getattr(self, name).clone() for name in STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -199,14 +196,14 @@ class PatternRefiner:
             names = sorted(state) if isinstance(state, Mapping) else shortened(repr(state))
             raise ValueError(
                 f"expected the state_dict of a PatternRefiner of {self.shape} heads, rows and "
-                f"blocks and k={self.k}, got one with {names}; make the refiner with the "
-                "arguments that it was saved with"
+                f"blocks and k={self.k}, got one with {names}; construct the refiner with the "
+                "arguments of the saved one"
             )
         for name in STATE:
             setattr(self, name, state[name.lstrip("_")].detach().cpu().clone())
 
     def _group_sums(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """Sums and counts over the ranks of a group; ValueError if their states differ."""
+        """Sums masses and their counts over the ranks; ValueError if the ranks' states differ."""
         check_group(group)
         if group is None:
             return self._sums, self._counts
@@ -223,7 +220,7 @@ class PatternRefiner:
         if not torch.equal(most, ~least):
             raise ValueError(
                 "expected refiners with the same arguments and state on all ranks of the group, "
-                "got different ones; make them with one seed, and call update(group) on all"
+                "got different ones; give all the same seed, and call update(group) on all ranks"
             )
         totals = torch.stack((self._sums, self._counts)).to(device)
         dist.all_reduce(totals, group=group)
@@ -240,6 +237,6 @@ def _digest(x: Tensor) -> int:
 
 
 def _least(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the `count` least values of each row and their blocks; ties go to the lower block."""
+    """Returns the `count` least values of each row and their blocks; the lower block wins ties."""
     least, block = value.sort(dim=2, stable=True)
     return least[..., :count], block[..., :count]

@@ -34,25 +34,25 @@ def remainder_attention(
 ) -> Tensor:
     """Attends to selected blocks exactly, and to all others through the means of their keys.
 
-    One softmax over both: `out_q ~ sum_{k selected} e^{s_k} v_k + sum_{b not selected} n_b
+    One softmax covers both: `out_q ~ sum_{k selected} e^{s_k} v_k + sum_{b not selected} n_b
     e^{s_b} v_b`, `s_b = scale q.k_b`, with k_b and v_b the means over the n_b tokens of block b.
-    Blocks outside the selection thus still contribute, with an estimated mass, and get gradients.
+    So a block that is not selected contributes with an estimated mass, and gets gradients.
 
     Args:
         query, key, value: as `attention`.
         indices: int64 [R, k], [H, R, k] or [B, H, R, k] with H = 1, Hkv or Hq, as `select_blocks`
             returns them; the first row is the one that holds the first query.
-        block_size, query_block: keys of a block, queries of a row.
-        causal: whether later keys are hidden. A row's own block is then never pooled: it is seen
-            only if it is selected.
+        block_size, query_block: keys in a block, queries in a row.
+        causal: whether a query is denied later keys. The block at a row's own position is then
+            never pooled: the row attends to it only if it is selected.
         scale, q_start: as `attention`.
 
     Returns: [B, Hq, Nq, Dv], differentiable in query, key and value.
 
     Raises: ValueError if an argument is invalid.
 
-    Cost: the selected pairs plus 1 / block_size of dense attention, without waiting for the device;
-        memory O(N + R Nb).
+    Cost: attention to the selected pairs plus 1 / block_size of dense attention, without waiting
+        for the device; memory O(N + R Nb).
 
     Source: MRA-2 (arXiv 2207.10284), equation 5.
     """
@@ -94,7 +94,7 @@ def remainder_attention(
 def _attend_pooled(
     query: Tensor, key: Tensor, value: Tensor, log_tokens: Tensor, visible: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention (out, lse) to pooled keys, in their dtype; `visible`: [B or 1, H or 1, n, Nb]."""
+    """Attends to the pooled keys where `visible` [B or 1, H or 1, n, Nb]; returns (out, lse)."""
     kv_heads = key.shape[1]
     query = query.to(key.dtype).unflatten(1, (kv_heads, -1))  # [B, Hkv, G, n, D]
     heads = visible.shape[1]

@@ -18,10 +18,8 @@ from .query_rows import num_rows
 from .slots import listed_blocks
 
 _AT_A_TIME = 1 << 23  # logits
-_RISK = 1e-3  # probability that the mean of all rows lies outside the interval
+_RISK = 1e-3  # probability that the mean of all rows lies outside `Captured.interval`
 _BASELINES = ("random", "window", "oracle")
-
-Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +28,10 @@ class Captured:
 
     Attributes:
         mean, p05, least: [Hkv] mean, 5% quantile and minimum over queries and the query heads of a
-            kv head. Rounding may lift a share slightly above 1.
-        interval: [Hkv] half width of an interval around `mean` that holds the mean of all rows with
-            probability 0.999 (Hoeffding and Serfling's inequality); 0 where all rows were examined.
+            kv head. Rounding may make a share slightly larger than 1.
+        interval: [Hkv] half width of the interval around `mean` that contains the mean over all
+            rows with probability 0.999 (inequality of Hoeffding and Serfling); 0 if all rows were
+            examined.
     """
 
     mean: Tensor
@@ -49,14 +48,15 @@ class SelectionReport:
         density: selected pairs / visible pairs.
         captured: shares of the softmax, `exp(lse_selected - lse_full)`.
         error: error of the output, `|o_selected - o_full| / |o_full|` over all queries.
-        recall: if a row lists n blocks, the share of the n blocks of largest exact mass that are
-            among them; mean over rows.
-        inflation: distinct blocks that any of block_size neighbouring queries lists, divided by the
-            blocks of one row; NaN in the baselines if only some rows were examined.
+        recall: for a row that lists n blocks, how many of the n blocks of largest exact mass it
+            lists, divided by n; mean over rows.
+        inflation: number of distinct blocks that block_size neighbouring queries list together,
+            divided by the number that one row lists; NaN in the baselines if only some rows were
+            examined.
         rows: number of rows that were examined.
-        random, window, oracle: reports on baselines with as many blocks in each row. random: the
-            row's own block and random ones; window: the latest blocks; oracle: the blocks of
-            largest exact mass. None inside a baseline.
+        random, window, oracle: reports on baselines with as many blocks in each row; None inside a
+            baseline. random: the block at the row's position and random blocks; window: the latest
+            blocks; oracle: the blocks of largest exact mass.
     """
 
     density: Tensor
@@ -109,22 +109,21 @@ def selection_report(
         value: [B, Hkv, Nk, Dv].
         pattern: `SelectedBlocks(...)`, or `SelectedBlocks(...) & Causal()`; dense attention is
             causal in the second case.
-        rows: number of rows of the selection to examine, drawn without replacement; None examines
-            all, exactly.
-        seed: seed of the drawn rows and the random baseline; its draws are equal on all devices.
+        rows: number of rows of the selection to examine, drawn at random; None examines all rows.
+        seed: seed of the drawn rows and of the random baseline; all devices draw the same.
 
     Returns: `SelectionReport`; `print` shows it as a table.
 
-    Raises: ValueError for other patterns (for instance, a selection merged with a window), or where
-        arguments do not fit.
+    Raises: ValueError for another pattern (such as a selection merged with a window) or an invalid
+        argument.
 
-    Cost: O(n Nk) time for the n queries of the rows, in pieces; memory O(B Hq R Nb / query_block
-        + N). It waits for the device: for inspection, not for training steps.
+    Cost: O(n Nk) time for the n queries of the examined rows; memory O(N + B Hq R Nb).
+        It waits for the device: use it for inspection, not in training steps.
 
     Example:
         >>> print(selection_report(query, key, value, chosen & Causal(), rows=64))
 
-    Source: SSA (arXiv 2511.20102) for the note that is printed.
+    Source: SSA (arXiv 2511.20102) for the note below the printed table.
     """
     check_inputs(query, key, value, pattern)
     refuse_meta(query, key, value)
@@ -133,14 +132,14 @@ def selection_report(
     causal = any(isinstance(mask, Causal) for mask in masks)
     if len(selections) != 1 or len(masks) != 1 + causal:
         raise ValueError(
-            "selection_report needs SelectedBlocks(...), or that & Causal(), got "
+            "selection_report needs SelectedBlocks(...) or SelectedBlocks(...) & Causal(), got "
             f"{shortened(str(pattern))}; select_blocks(local=...) lists a window as blocks"
         )
     start = key.shape[2] - query.shape[2]
     if min(query.numel(), key.numel()) == 0 or start < 0:
         raise ValueError(
             "selection_report needs tokens, and at most as many queries as keys, got query "
-            f"{tuple(query.shape)} and key {tuple(key.shape)}; pass the keys of the whole sequence"
+            f"{tuple(query.shape)} and key {tuple(key.shape)}; pass the keys of all tokens"
         )
     check_fits(pattern, Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], start))
     seed = checked_integer("seed", seed, -(1 << 63), (1 << 63) - 1)
@@ -151,7 +150,7 @@ def selection_report(
         order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
         sample = order[:rows].sort().values
     with without_autocast(query):
-        comparison = _Comparison((query, key, value), selections[0], causal, sample, total)
+        comparison = _Comparison(query, key, value, selections[0], causal, sample, total)
         listed = comparison.listed()
         count = listed.sum(-1, keepdim=True)
         ranks = comparison.ranks(seed).items()
@@ -160,45 +159,41 @@ def selection_report(
 
 
 class _Comparison:
-    """Some rows of a selection, with the dense attention of their queries.
-
-    Attributes:
-        sample: [rows] indices of the examined rows, of `total` rows; `first_row` is the number of
-            the first of all.
-        query_index: [n] indices of the rows' queries.
-        position, row: [n] each query's position, and the index of its row in `sample`.
-        heads: number of heads that have their own lists, H.
-        visible: [rows, Nb] visible keys of each block, summed over a row's queries.
-        lse, out: results of dense attention, [B, Hq, n] and [B, Hq, n, Dv].
-        mass: [B, H, rows, Nb] exact softmax mass of each block, summed over a row's queries and the
-            query heads that share its list.
-    """
+    """The examined rows of a selection, with dense attention for their queries."""
 
     def __init__(
-        self, inputs: Inputs, selected: SelectedBlocks, causal: bool, sample: Tensor, total: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        selected: SelectedBlocks,
+        causal: bool,
+        sample: Tensor,  # [rows] indices of the examined rows, ascending
+        total: int,  # number of all rows
     ) -> None:
-        query, key, _ = self.query, self.key, self.value = inputs
+        self.query, self.key, self.value = query, key, value
         self.selected, self.causal, self.total = selected, causal, total
         self.sample = sample.to(query.device)
         size, start = selected.row_size, key.shape[2] - query.shape[2]
-        self.first_row = start // size
+        self.first_row = start // size  # the row of the first query
         position = start + torch.arange(query.shape[2], device=query.device)
         row = position // size - self.first_row
-        self.query_index = torch.nonzero(torch.isin(row, self.sample))[:, 0]
+        self.query_index = torch.nonzero(torch.isin(row, self.sample))[:, 0]  # [n]
         self.position = position[self.query_index]
-        self.row = torch.searchsorted(self.sample, row[self.query_index])
+        self.row = torch.searchsorted(self.sample, row[self.query_index])  # [n] index in `sample`
         heads = selected.indices.shape[-3] if selected.indices.dim() > 2 else 1
-        self.heads = max(heads, key.shape[1])
+        self.heads = max(heads, key.shape[1])  # heads that choose blocks separately, H
         self.blocks = -(-key.shape[2] // selected.block_size)
         block = torch.arange(self.blocks, device=query.device) * selected.block_size
         stop = self.position[:, None] + 1 if causal else torch.full_like(block[:1], key.shape[2])
         keys = (stop.clamp(max=key.shape[2]) - block).clamp(0, selected.block_size).double()
         keys = keys.expand(len(self.position), -1)
+        # visible pairs of each row and block: [rows, Nb]
         self.visible = keys.new_zeros(len(sample), self.blocks).index_add(0, self.row, keys)
         self._attend()
 
     def _attend(self) -> None:
-        """Computes dense attention, some queries at a time."""
+        """Computes dense attention: lse [B, Hq, n], out [B, Hq, n, Dv], mass [B, H, rows, Nb]."""
         dtype, size = sum_dtype(self.query), self.selected.block_size
         batch, heads, _, dim = self.query.shape
         group, kv_len = heads // self.key.shape[1], self.key.shape[2]
@@ -224,13 +219,13 @@ class _Comparison:
         self.lse, self.out = torch.cat(lses, 2), torch.cat(outs, 2)
 
     def listed(self) -> Tensor:
-        """Mask [B, H, rows, Nb] of the visible blocks that the selection lists."""
+        """Marks the visible blocks that the selection lists, [B, H, rows, Nb]."""
         rows = self.sample + self.first_row - self.selected.first_row
         indices = self.selected.indices.to(self.query.device)[..., rows, :]
         return listed_blocks(indices, self.blocks).expand_as(self.mass) & (self.visible > 0)
 
     def ranks(self, seed: int) -> dict[str, Tensor]:
-        """Rank [B, H, rows, Nb] of each block in every baseline."""
+        """Ranks [B, H, rows, Nb] of the blocks in each baseline, which takes the lowest ranks."""
         block = torch.arange(self.blocks, device=self.query.device)
         own = (self.sample + self.first_row) * self.selected.row_size // self.selected.block_size
         generator = torch.Generator().manual_seed(seed)
@@ -241,16 +236,16 @@ class _Comparison:
         return dict(zip(_BASELINES, map(self._rank, scores), strict=True))
 
     def _rank(self, score: Tensor) -> Tensor:
-        """Rank of each block by descending score; blocks that a row does not see come last."""
+        """Ranks blocks by descending score; blocks that a row does not see come last."""
         score = torch.where(self.visible > 0, score, -torch.inf)
         return score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
 
     def report(
         self, listed: Tensor, baselines: dict[str, SelectionReport] | None = None
     ) -> SelectionReport:
-        """Reports on the selection of the blocks where `listed` [B, H, rows, Nb] is true.
+        """Reports on a selection of the blocks where `listed` [B, H, rows, Nb] is true.
 
-        Without `baselines` it is the report on a baseline.
+        The report contains the `baselines`; without them the selection is itself a baseline.
         """
         kv_heads = self.key.shape[1]
         table = self._table(listed)
@@ -302,6 +297,6 @@ class _Comparison:
         return SelectedBlocks(table, block_size, row_size, self.first_row)
 
     def _of_kv_heads(self, x: Tensor) -> Tensor:
-        """Mean [Hkv] over the lists of a kv head's query heads; one list may serve all heads."""
+        """Mean [Hkv] of x [H] over the query heads of each kv head; H may be 1."""
         kv_heads = self.key.shape[1]
         return x.unflatten(0, (kv_heads, -1)).mean(-1) if len(x) > 1 else x.expand(kv_heads)

@@ -19,9 +19,9 @@ KINDS = ("linear", "cosine", "step")
 class Schedule:
     """A number as a function of the step alone, so that ranks and resumed runs agree.
 
-    Between two points, "linear" interpolates, "cosine" follows half a cosine that is flat at both,
-    and "step" keeps the earlier value. Before the first point and from the last on the value is
-    constant. Where two points have the same step, the value jumps to the later one there.
+    Between two points, "linear" interpolates, "cosine" follows half a cosine that is flat at both
+    points, and "step" keeps the earlier value. The value is constant before the first point and
+    after the last. If two points have the same step, the value jumps there to that of the later.
 
     Args:
         points: ((step, value), ...) in order of steps.
@@ -44,14 +44,14 @@ class Schedule:
         points = self.points
         if not isinstance(points, Sequence) or not points:
             raise ValueError(
-                "points must be ((step, value), ...), at least one of them, got "
-                f"{shortened(repr(points))}; one point is a constant"
+                "points must be a sequence of at least one (step, value), got "
+                f"{shortened(repr(points))}; one point gives a constant"
             )
         for point in points:
             if not isinstance(point, Sequence) or len(point) != 2 or not all(map(is_finite, point)):
                 raise ValueError(
                     "each point must be a (step, value) of finite numbers, got "
-                    f"{shortened(repr(point))}; one point alone is written ((step, value),)"
+                    f"{shortened(repr(point))}; a single point is written ((step, value),)"
                 )
         for before, after in pairwise(points):
             if after[0] < before[0]:
@@ -62,7 +62,7 @@ class Schedule:
         object.__setattr__(self, "points", tuple((x, y) for x, y in points))
 
     def __call__(self, step: float) -> float:
-        """Value at a step, which may be any number but NaN (ValueError)."""
+        """Returns the value at a step; ValueError if the step is NaN or no number."""
         argument, step = step, as_float(step)
         if math.isnan(step):
             got = shortened(repr(argument))
@@ -82,12 +82,12 @@ class Schedule:
 class GatedSchedule:
     """A schedule whose clock moves only while a measurement reaches a bar.
 
-    A schedule by step makes a pattern sparse even if the model has not learned yet, which then has
-    nothing to learn from. This schedule waits for the model.
+    A plain `Schedule` makes attention sparse even if the model has not yet learned where to attend,
+    and then it may never learn. This schedule waits for the model.
 
     Args:
         schedule: maps the clock, which counts from 0, to the value.
-        bar: the least metric at which the clock moves.
+        bar: the clock moves if the metric is at least this number.
 
     Attributes:
         clock: how often the clock has moved.
@@ -96,13 +96,13 @@ class GatedSchedule:
 
     Example:
         >>> blocks = GatedSchedule(Schedule(((0, 128), (1000, 4))), bar=0.95)
-        >>> k = round(blocks.step(running_accuracy))  # of a loss: bar=-0.1, step(-loss)
+        >>> k = round(blocks.step(accuracy))  # for a loss: bar=-0.1 and step(-loss)
     """
 
     def __init__(self, schedule: Schedule, bar: float) -> None:
         if type(schedule) is not Schedule:
             got = shortened(repr(schedule))
-            raise TypeError(f"schedule must be a Schedule, got {got}; Schedule(points) makes one")
+            raise TypeError(f"schedule must be a Schedule, got {got}; pass Schedule(points)")
         if not is_finite(bar):
             raise ValueError(f"bar must be a finite number, got {shortened(repr(bar))}")
         self.schedule, self.bar, self.clock = schedule, bar, 0
@@ -112,14 +112,14 @@ class GatedSchedule:
 
         Args:
             metric: larger is better; NaN never moves the clock.
-            group: ranks that all call this. They use the mean of their metrics, so that their
-                clocks stay equal.
+            group: ranks that all call this method. All use the mean of their metrics, so that
+                their clocks stay equal.
         """
         try:
             metric = float(metric)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             got = shortened(repr(metric))
-            raise ValueError(f"metric must be a number, got {got}; .item() of a tensor") from None
+            raise ValueError(f"metric must be a number, got {got}; use .item()") from None
         check_group(group)
         if group is not None:
             device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -130,7 +130,7 @@ class GatedSchedule:
         return self.schedule(self.clock)
 
     def state_dict(self) -> dict[str, int]:
-        """State from which a run can resume."""
+        """Returns the clock, from which a run can resume."""
         return {"clock": self.clock}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -138,6 +138,6 @@ class GatedSchedule:
         if not isinstance(state, Mapping) or set(state) != {"clock"}:
             raise ValueError(
                 "expected the state_dict of a GatedSchedule, with 'clock', got "
-                f"{shortened(repr(state))}; GatedSchedule.state_dict() makes one"
+                f"{shortened(repr(state))}; GatedSchedule.state_dict() returns it"
             )
         self.clock = checked_integer("clock", state["clock"], 0)

@@ -21,25 +21,24 @@ _AT_A_TIME = 1 << 24  # scores that are computed at a time, of all query heads
 class BlockScorer(nn.Module):
     """Scores blocks of keys for rows of queries, by learned projections.
 
-    A block's keys are pooled by a softmax over them and projected. The score is the dot product
-    with the projected query:
+    The keys of block b are averaged, weighted by a softmax, and projected. The score is the dot
+    product with the projected query:
     `score_b(q) = (W_q q) . (W_k sum_j softmax_j(u . k_j) k_j) / sqrt(index_dim)`, j over the keys
-    of block b. Each kv head has its own u, W_k and W_q. u starts at 0, which gives the keys' mean.
+    of block b. Each kv head has its own u, W_k and W_q. u starts at 0, which gives the plain mean.
 
     Each query of each query head takes a softmax of these scores over the blocks that it sees. The
     result for a row and a kv head is the log of the sum of these softmaxes, as in `block_scores`.
-    Causal: blocks before the query's own are pooled whole, the query's own block is pooled over the
-    keys up to the query, and later blocks are -inf. No query's score depends on a later token. But
-    a row sums over all its queries: with `query_block` above 1, the blocks that an early query sees
-    depend on later queries of its row.
+    With `causal`, a query averages only the keys up to its own position, and later blocks score
+    -inf: no query's score depends on a later token. But a row sums over all its queries: with
+    `query_block` above 1, the scores of a row depend on its last query.
 
     Args:
         head_dim: channels of queries and keys.
         num_kv_heads: heads of the keys; the number of query heads may be a multiple.
-        block_size: keys of a block.
+        block_size: keys in a block.
         index_dim: channels of the projections.
-        query_block: queries of a row, by absolute position; divides block_size.
-        causal: whether queries see up to their own position, or all.
+        query_block: queries in a row, a divisor of block_size; rows begin at multiples of it.
+        causal: whether a query is denied later keys.
         detach: gradients reach the scorer's weights alone, not the queries and keys. The model is
             then trained by its own loss, and the scorer by `selection_loss`.
 
@@ -47,15 +46,15 @@ class BlockScorer(nn.Module):
         pool: u, [Hkv, D].
         project_key, project_query: W_k and W_q, [Hkv, index_dim, D].
 
-    Cost: O(Nq Nb index_dim + Nk block_size D) time for each head; memory O(scores), as the backward
-        recomputes the terms that a row sums.
+    Cost: O(Nq Nb index_dim + Nk block_size D) time for each head; memory O(scores), because the
+        backward computes the softmaxes again.
 
     Example:
         >>> scorer = BlockScorer(64, num_kv_heads=2, block_size=64)
         >>> scores = scorer(query, key)  # [B, 2, N, Nb]
         >>> indices = select_blocks(scores, 16, block_size=64)
 
-    Source: SeerAttention-R (arXiv 2506.08889), with the pooling weights of softmax-gated pooling.
+    Source: SeerAttention-R (arXiv 2506.08889); the weights softmax_j are an addition.
     """
 
     def __init__(
@@ -95,19 +94,19 @@ class BlockScorer(nn.Module):
         Args:
             query: [B, Hq, Nq, D].
             key: [B, Hkv, Nk, D].
-            q_start: the first query's position, at least 0 where causal; default Nk - Nq.
+            q_start: the first query's position, at least 0 if causal; default Nk - Nq.
 
-        Returns: [B, Hkv, R, Nb], float32 (float64 for float64 inputs): R rows, each of query_block
-            queries, from the first query's row to the last query's, Nb = ceil(Nk / block_size);
-            -inf if no query of the row sees the block.
+        Returns: [B, Hkv, R, Nb], float32 (float64 for float64 inputs); the first of the R rows is
+            row q_start // query_block, Nb = ceil(Nk / block_size). -inf if no query of the row sees
+            the block.
 
-        Raises: ValueError for invalid shapes, and positions below 0 where causal.
+        Raises: ValueError for invalid shapes, or a negative position if causal.
         """
         check_inputs(query, key, key, Full())
         if key.shape[1] != self.num_kv_heads or key.shape[3] != self.head_dim:
             raise ValueError(
                 f"expected keys [B, {self.num_kv_heads}, Nk, {self.head_dim}], the sizes of "
-                f"this scorer, got {tuple(key.shape)}; make another BlockScorer"
+                f"this scorer, got {tuple(key.shape)}; construct another BlockScorer"
             )
         check_integer_or_none("q_start", q_start)
         first = key.shape[2] - query.shape[2] if q_start is None else q_start
@@ -125,11 +124,11 @@ class BlockScorer(nn.Module):
 
     def summaries(self, key: Tensor) -> Tensor:
         """Pools and projects each block of keys [B, Hkv, Nk, D]: [B, Hkv, Nb, index_dim]."""
-        keys, is_real = _in_blocks(key, self.block_size)
-        return _pooled(self._gate(keys), keys, is_real) @ self.project_key.to(key.dtype).mT
+        keys, exists = _in_blocks(key, self.block_size)
+        return _pooled(self._gate(keys), keys, exists) @ self.project_key.to(key.dtype).mT
 
     def _gate(self, keys: Tensor) -> Tensor:
-        """Returns pooling logits [B, Hkv, Nb, size] of keys [B, Hkv, Nb, size, D]."""
+        """Computes u . k, [B, Hkv, Nb, size], for keys [B, Hkv, Nb, size, D]."""
         return (keys @ self.pool.to(keys.dtype)[:, None, :, None])[..., 0]
 
     def scores_of(
@@ -138,12 +137,11 @@ class BlockScorer(nn.Module):
         """Computes scores [B, Hkv, R, Nb] from summaries of the blocks; inputs share a dtype.
 
         Args:
-            query: [B, Hq, Nq, D].
-            pooled: [B, Hkv, Nb, index_dim], `summaries` of the keys. Where causal, a query ignores
-                the summaries of its own block and of later ones.
-            key: [B, Hkv, Nk, D], the keys without those of the first `num_skipped` blocks.
-            first: the first query's position.
-            num_skipped: number of blocks left out of `key`, all before the first query's own block.
+            query: [B, Hq, Nq, D], the first one at position `first`.
+            pooled: [B, Hkv, Nb, index_dim], `summaries` of the blocks. If causal, a query uses the
+                summaries of earlier blocks only.
+            key: [B, Hkv, n, D], the keys after the first `num_skipped` blocks, which must end
+                before the block of the first query.
         """
         dtype, (batch, heads, q_len) = query.dtype, query.shape[:3]
         size, kv_heads, blocks = self.block_size, key.shape[1], pooled.shape[2]
@@ -156,10 +154,10 @@ class BlockScorer(nn.Module):
             begin = min(first // size, blocks - 1)
             end = min((first + q_len - 1) // size, blocks - 1) + 1
             own_keys = key[:, :, (begin - num_skipped) * size : (end - num_skipped) * size]
-            keys, is_real = _in_blocks(own_keys, size)
+            keys, exists = _in_blocks(own_keys, size)
             triangle = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
             gate = self._gate(keys)[:, :, :, None]
-            prefixes = _pooled(gate, keys, triangle & is_real[:, None]).flatten(2, 3)
+            prefixes = _pooled(gate, keys, triangle & exists[:, None]).flatten(2, 3)
             place = first - begin * size + torch.arange(q_len, device=key.device)
             own = prefixes[:, :, place.clamp(max=prefixes.shape[2] - 1)] @ project
         step = self.query_block
@@ -176,7 +174,10 @@ class BlockScorer(nn.Module):
         return torch.cat(parts, 2)
 
     def _score_rows(self, query: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
-        """Scores some rows, [B, Hkv, R, Nb]: log of the sum of their queries' softmaxes."""
+        """Scores some rows, [B, Hkv, R, Nb].
+
+        `own` [B, Hkv, Nq, index_dim]: each query's block, pooled over the keys up to the query.
+        """
         q_len, blocks, step = query.shape[3], pooled.shape[2], self.query_block
         lowest = torch.finfo(query.dtype).min
         score = query @ pooled.mT[:, :, None]  # [B, Hkv, G, Nq, Nb]
@@ -199,7 +200,7 @@ class BlockScorer(nn.Module):
 
 
 def _in_blocks(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Returns keys [.., Nk, D] as [.., Nb, size, D], padded by zeros, and the mask of real keys."""
+    """Pads keys [.., Nk, D] with zeros to [.., Nb, size, D]; also returns the mask of the keys."""
     length = key.shape[2]
     blocks = -(-length // size)
     keys = F.pad(key, (0, 0, 0, blocks * size - length)).unflatten(2, (blocks, size))
@@ -207,7 +208,7 @@ def _in_blocks(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _pooled(gate: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-    """Sums keys [.., Nb, size, D], weighted by the softmax of `gate` over the keys of the mask."""
+    """Averages keys [.., Nb, size, D], weighted by the softmax of `gate` where `mask` is true."""
     weight = torch.where(mask, gate, torch.finfo(gate.dtype).min).softmax(-1)
     weight = torch.where(mask, weight, 0.0)
     return weight @ keys if weight.dim() == keys.dim() else (weight[..., None, :] @ keys)[..., 0, :]

@@ -1,4 +1,4 @@
-"""`block_scores`: estimates how much attention each key block would get, without attending."""
+"""`block_scores`: estimates the softmax mass of key blocks without computing attention."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from .estimates import NEVER, BlockEstimate, checked_method
 from .query_rows import Span, checked_blocks, num_rows, spans
 
 _AT_A_TIME = 1 << 22  # logits computed at a time where no fused kernel runs
-_MANY = 64  # queries from which the C++ kernel pays, as it copies the keys first
+_MANY = 64  # with fewer queries the C++ kernel loses time, because it copies the keys first
 
 
 def block_scores(
@@ -40,7 +40,7 @@ def block_scores(
     of the log mass `log sum_j e^{scale q_i.k_j}` of block b. With exact masses, the k blocks of
     largest score are the k shared blocks that capture most attention.
 
-    Estimates, n the number of real tokens in a block (or a part of it), k the mean of its keys:
+    Estimates; n is the number of tokens in a block (or a part of it), k the mean of its keys:
 
     - "mean": `log n + scale q.k`, never above the mass (MoBA, arXiv 2502.13189).
     - "sub": `log sum_c n_c e^{scale q.k_c}` over `parts` sub-blocks of block_size / parts tokens.
@@ -51,27 +51,27 @@ def block_scores(
       products that exist (XAttention, 2503.16428). S divides query_block.
     - "exact": the mass itself, in O(N^2) time.
 
-    Under `causal` a query estimates the blocks before its own; its own block has the exact mass of
-    the keys up to the query; later blocks, and they alone, score -inf. Without it all blocks are
-    estimated. Only query_block=1 is strictly causal: the choice of a longer row depends on its last
-    query. Estimates use means of keys. They are good for keys without rotary positions, or for
-    parts in which rotary positions turn the keys little.
+    With `causal`, blocks that end before the query are estimated, the block at the query's position
+    has the exact mass of the keys up to the query, and only later blocks score -inf. Without
+    `causal` all blocks are estimated. Only query_block=1 is strictly causal: the scores of a longer
+    row depend on its last query. Means of keys are good estimates if the keys have no rotary
+    positions, or if rotary positions turn the keys of a part by small angles.
 
     Args:
         query: [B, Hq, Nq, D].
         key: [B, Hkv, Nk, D], Hq a multiple of Hkv.
-        block_size: keys of a block.
-        query_block: queries of a row, by absolute position; divides block_size. The first and the
-            last row may have fewer.
+        block_size: keys in a block.
+        query_block: queries in a row, a divisor of block_size. Rows begin at multiples of it, so
+            the first and the last row may have fewer queries.
         method: "mean", "sub", "gauss", "bounds", "antidiagonal" or "exact".
         parts: sub-blocks for "sub", the stride for "antidiagonal"; divides block_size.
-        causal: whether later keys are hidden.
+        causal: whether a query is denied later keys.
         scale: factor of the products, default D ** -0.5.
         q_start: position of the first query, default Nk - Nq.
 
-    Returns: [B, Hkv, R, Nb] float32 (computed in float64 for float64 inputs), R the rows from
-        `q_start // query_block` on, Nb = ceil(Nk / block_size). Differentiable; the backward
-        computes each part again.
+    Returns: [B, Hkv, R, Nb] float32 (computed in float64 for float64 inputs); the first of the R
+        rows is row q_start // query_block, Nb = ceil(Nk / block_size). Differentiable; the backward
+        computes the logits again.
 
     Raises: ValueError if an argument is invalid.
 
@@ -93,7 +93,7 @@ def block_scores(
     start = key.shape[2] - query.shape[2] if q_start is None else q_start
     with without_autocast(query):
         dtype = sum_dtype(query)
-        estimate = BlockEstimate.of(key.to(dtype), block_size, method, part)
+        estimate = BlockEstimate.build(key.to(dtype), block_size, method, part)
         return scores_of(query, estimate, query_block, causal, scale, start).float()
 
 
@@ -105,7 +105,7 @@ def scores_of(
     scale: float,
     q_start: int,
 ) -> Tensor:
-    """Computes `block_scores` from summaries of the keys, in the summaries' dtype."""
+    """Computes `block_scores` [B, Hkv, R, Nb] from a summary of the keys, in its dtype."""
     batch, heads, q_len, _ = query.shape
     blocks = estimate.num_blocks
     kv_heads = estimate.feature.shape[1]
@@ -113,15 +113,15 @@ def scores_of(
     rows = num_rows(q_start, q_len, query_block)
     shape = (batch * kv_heads, rows, blocks)
     if not math.prod(shape) or not group:
-        nothing = query[..., :0].sum() + estimate.feature[..., :0].sum()  # 0, but differentiable
-        return estimate.feature.new_full((batch, kv_heads, rows, blocks), -torch.inf) + nothing
-    # heads innermost, so that a row's queries lie together: [B * Hkv, Nq, G, D]
+        zero = query[..., :0].sum() + estimate.feature[..., :0].sum()  # has a gradient
+        return estimate.feature.new_full((batch, kv_heads, rows, blocks), -torch.inf) + zero
+    # [B * Hkv, Nq, G, D]: all heads of a query lie together, so that a row is one slice
     grouped = query.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(0, 1)
     feature, keys = (x.flatten(0, 1) for x in (estimate.feature, estimate.keys))
     estimate = estimate._replace(feature=feature, keys=keys)
     if torch.is_grad_enabled() and (query.requires_grad or feature.requires_grad):
         span_scores: Callable[..., Tensor] = _span_scores
-        if not torch.compiler.is_compiling():  # the compiler decides what to recompute
+        if not torch.compiler.is_compiling():  # torch.compile itself decides what to recompute
             span_scores = partial(
                 checkpoint, _span_scores, use_reentrant=False, preserve_rng_state=False
             )
@@ -145,7 +145,7 @@ def scores_of(
 def _write(
     span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
 ) -> None:
-    """Writes the scores of a span into `out`, some batch entries and blocks at a time."""
+    """Writes the scores of a span into `out` with torch, some entries and blocks at a time."""
     group = query.shape[2]
     logits_per_block = span.width * group * estimate.slots * estimate.num_blocks
     step = max(1, _AT_A_TIME // logits_per_block)
@@ -163,7 +163,7 @@ def _write_by_kernel(
     span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
 ) -> bool:
     """Writes the scores of a span by the C++ kernel; returns False if shares underflowed."""
-    # the kernel takes the log share of real tokens in each part of a last block that is not whole
+    # log(tokens / part) for each part of a partial last block; the kernel adds log(part) itself
     last = (estimate.counts()[-1] / estimate.part).log().float() if estimate.ragged else None
     underflow = cpu.block_shares(
         in_memory(query), in_memory(estimate.feature), in_memory(estimate.keys), last, out,
@@ -181,7 +181,8 @@ def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Itera
     done = 0
     while done < span.blocks:
         block = span.block + done
-        if causal and block + math.isqrt(room) < blocks:  # solves count * (block + count) = room
+        if causal and block + math.isqrt(room) < blocks:
+            # Later spans see more blocks: count * (block + count) logits fill the room.
             count = (math.isqrt(block * block + 4 * room) - block) // 2
         else:
             count = room // blocks
@@ -210,7 +211,7 @@ def _span_scores(
 
 
 def _own_mass(span: Span, query: Tensor, estimate: BlockEstimate, scale: float) -> Tensor:
-    """Exact log mass [entries, n, G] of the visible keys in each query's own block."""
+    """Exact log mass [entries, n, G] of the keys from the start of a query's block to the query."""
     group = query.shape[2]
     first, stop = max(span.block, 0), min(span.block + span.blocks, estimate.num_blocks)
     blocks = max(0, stop - first)
@@ -239,20 +240,21 @@ def _shares(
     own_mass: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log shares of the past blocks and of each row's own block, summed over the row's queries.
+    """Log of the softmax over blocks, summed over the queries of each row.
 
-    Returns: [entries, rows, num_past] and [entries, rows]; None for the latter without `own_mass`,
-        where the past blocks are all blocks.
+    With `own_mass`, the blocks are the `num_past` blocks before the query and the query's own
+    block: returns [entries, rows, num_past] and [entries, rows]. Without, they are all `num_past`
+    blocks: returns [entries, rows, num_past] and None.
     """
     (_, n, group, _), stride = query.shape, estimate.stride
     front, present = span.offset % stride, None
     back = -(front + n) % stride
     if front or back:
         present = pad(torch.ones(n, dtype=torch.bool), (front, back)).view(-1, stride)
-    query_feature = estimate.of_queries(query, scale, front)[:, None]
+    query_feature = estimate.query_strides(query, scale, front)[:, None]
     logits = (query_feature @ estimate.feature[:, :, :num_past].mT).unflatten(2, (-1, group))
     if stride > 1:
-        logits = logits * estimate.products(num_past, present)
+        logits = logits * estimate.antidiagonal_weight(num_past, present)
     # [entries, slots, n / stride, G, num_past] -> [.., n / stride, G, num_past]
     logits = (logits + estimate.log_counts(num_past)[:, None, None]).logsumexp(1)
     if own_mass is not None:

@@ -1,4 +1,4 @@
-"""Slots of a selection: the blocks that they list, and checks of their indices and masses."""
+"""Slots of a selection: which blocks they list; checks of their indices and masses."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def listed_blocks(indices: Tensor, num_blocks: int) -> Tensor:
 
 
 def first_slots(indices: Tensor, num_blocks: int) -> Tensor:
-    """Marks the slots that are the first to list their block, of 0 .. num_blocks - 1: [..., k]."""
+    """Marks each slot that lists a block from 0 to num_blocks - 1 as the row's first: [..., k]."""
     ordered, order = indices.sort(dim=-1, stable=True)
     repeated = torch.zeros_like(ordered, dtype=torch.bool)
     repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
@@ -25,14 +25,14 @@ def first_slots(indices: Tensor, num_blocks: int) -> Tensor:
 
 
 def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
-    """Sums mass over each group of heads: [B, heads, R, m]; ValueError if it does not fit."""
+    """Sums mass over each group of heads: [B, heads, R, m]; ValueError for a wrong shape."""
     check_tensor("mass", mass, "[batch, heads, rows, slots]")
     group = mass.shape[1] // max(1, heads) if mass.dim() == 4 else 0
     fits = mass.dim() == 4 and mass.is_floating_point() and mass.shape[1:3] == (group * heads, rows)
     if not fits or (heads and not group):
         raise ValueError(
             f"mass must be floating point [B, a multiple of {heads} heads, {rows} rows, slots], "
-            f"got {mass.dtype} {tuple(mass.shape)}; block_mass of the same selection returns it"
+            f"got {mass.dtype} {tuple(mass.shape)}; block_mass returns it for the same selection"
         )
     return mass.detach().unflatten(1, (heads, group)).sum(2, dtype=sum_dtype(mass))
 
@@ -46,8 +46,8 @@ def checked_slots(indices: Tensor, shape: torch.Size) -> Tensor:
     fits = fits and all(n in (1, m) for n, m in zip(outer, shape[:-2][::-1], strict=False))
     if not fits:
         raise ValueError(
-            f"indices must be int64 that broadcast to {tuple(shape)}, the slots that mass is of, "
-            f"got {indices.dtype} {tuple(indices.shape)}; pass the indices of the "
-            "SelectedBlocks that the mass is of"
+            f"indices must be int64 that broadcast to the shape of mass, {tuple(shape)}, got "
+            f"{indices.dtype} {tuple(indices.shape)}; pass the indices of the SelectedBlocks "
+            "whose mass was computed"
         )
     return indices.expand(shape)

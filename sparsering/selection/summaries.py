@@ -25,7 +25,7 @@ class BlockSummaries:
     Args:
         block_size, parts: as `block_scores`.
         method: as `block_scores`; or a causal `BlockScorer` with this block_size and query_block=1.
-            A block is summarised with the weights that the scorer has at that time.
+            A block's summary is not updated when the scorer's weights change later.
 
     Raises: ValueError if an argument is invalid.
 
@@ -45,8 +45,8 @@ class BlockSummaries:
             got = f"blocks of {method.block_size}, rows of {method.query_block}"
             raise ValueError(
                 f"expected a causal BlockScorer of blocks of {block_size} and rows of 1, got one "
-                f"of {got}, causal={method.causal}; pass block_size={method.block_size}, or make "
-                "such a scorer"
+                f"of {got}, causal={method.causal}; pass block_size={method.block_size}, or "
+                "another scorer"
             )
         self._feature: Tensor | None = None  # [B, Hkv, slots, room, F]
         self._blocks = 0
@@ -60,26 +60,27 @@ class BlockSummaries:
     def scores(self, query: Tensor, key: Tensor, *, scale: float | None = None) -> Tensor:
         """Scores all blocks for the last queries, in rows of one query, from the summaries.
 
-        The scores equal those of `block_scores`, or of the `BlockScorer`, on the whole sequence.
+        `block_scores` or the `BlockScorer`, called on the whole sequence, give the same scores.
 
         Args:
-            query: [B, Hq, n, D], of the last n tokens.
+            query: [B, Hq, n, D], queries of the last n tokens.
             key: [B, Hkv, Nk, D], all keys so far; keys of earlier calls must not have changed.
-            scale: factor of the products, default D ** -0.5; a `BlockScorer` has its own.
+            scale: factor of the products, default D ** -0.5; a `BlockScorer` ignores it.
 
-        Returns: [B, Hkv, n, Nb] float32 (of a `BlockScorer` in its dtype), no gradient.
+        Returns: [B, Hkv, n, Nb], without gradient: float32, or the dtype of the `BlockScorer`.
 
         Raises: ValueError if an argument is invalid.
 
-        Cost: O(n Nb), plus reading the keys of the queries' own blocks; new blocks are read once.
+        Cost: O(n Nb), plus reading the keys of the blocks that contain the queries' positions; each
+            new block is read once.
         """
         check_inputs(query, key, key, Full())
         length, size = key.shape[2], self._size
         start = length - query.shape[2]
         if start < 0:
             raise ValueError(
-                f"query must be of the last tokens of {length} keys, got {query.shape[2]}; append "
-                "keys before the queries score them"
+                f"query must be of the last tokens of {length} keys, got {query.shape[2]} queries; "
+                "append their keys first"
             )
         dtype = sum_dtype(query)
         with without_autocast(query):
@@ -88,7 +89,7 @@ class BlockSummaries:
             if isinstance(self._method, BlockScorer):
                 pooled = feature[:, :, 0, : -(-length // size)]
                 return self._method.scores_of(query.to(dtype), pooled, own, start, start // size)
-            feature = feature[:, :, :, : max(length // size, 1)]  # one, even if none is whole
+            feature = feature[:, :, :, : max(length // size, 1)]  # an empty one if no block is full
             scale = checked_scale(scale, query)
             if query.shape[2] == 1 and query.shape[1]:
                 feature = feature[:, :, :, : start // size]
@@ -121,7 +122,7 @@ class BlockSummaries:
             self._feature = self._feature.index_select(0, chosen.to(self._feature.device))
 
     def _extended(self, key: Tensor, dtype: torch.dtype) -> Tensor:
-        """Summarises new whole blocks; returns all summaries, [B, Hkv, slots, >= blocks, F]."""
+        """Summarises new full blocks; returns all summaries, [B, Hkv, slots, >= blocks, F]."""
         size, whole = self._size, key.shape[2] // self._size
         first = self._blocks = min(self._blocks, whole)
         if whole > first or self._feature is None:
@@ -129,7 +130,7 @@ class BlockSummaries:
             if isinstance(self._method, BlockScorer):
                 new = self._method.summaries(keys)[:, :, None]
             else:
-                new = BlockEstimate.of(keys, size, self._method, self._part).feature
+                new = BlockEstimate.build(keys, size, self._method, self._part).feature
             buffer = new[:, :, :, :0] if self._feature is None else self._feature
             if buffer.shape[3] <= whole:  # a full buffer grows by half
                 room = max(whole, first + first // 2) + 1 - first

@@ -188,7 +188,7 @@ def test_far_scores_stay_finite_in_half_precision():
         ),
         (
             (torch.zeros(B, H, R, NB), torch.zeros(B, H, R, K), torch.zeros(R, NB).long()),
-            "slots that mass is of",
+            "the shape of mass",
         ),
     ],
 )

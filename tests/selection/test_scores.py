@@ -132,7 +132,7 @@ def test_scores_of_no_tokens_are_part_of_the_graph(lengths):
 @pytest.mark.parametrize("learns", [False, True])
 def test_float64_inside(learns):
     query, key = drawn(SHAPES[0])
-    estimate = scores.BlockEstimate.of(key, 8, "sub", 2)
+    estimate = scores.BlockEstimate.build(key, 8, "sub", 2)
     found = scores.scores_of(query.requires_grad_(learns), estimate, 1, True, 0.7, 0).detach()
     assert close(found, defined(query.detach(), key, SHAPES[0], "sub", True, 0.7), 1e-13)
 
@@ -299,7 +299,7 @@ def test_more_blocks_than_a_product_has_columns(method, width):
 
 def test_the_kernel_reads_nothing_that_is_not_there():
     query, key = torch.randn(2, 4, 64, 16), torch.randn(2, 2, 64, 16)
-    estimate = scores.BlockEstimate.of(key, 8, "sub", 2)
+    estimate = scores.BlockEstimate.build(key, 8, "sub", 2)
     feature, keys = (x.flatten(0, 1) for x in (estimate.feature, estimate.keys))
     right = {
         "query": query, "feature": feature, "key": keys, "last": None,
