@@ -4,7 +4,7 @@
     states = model(tiles, coordinates)             # [B, N, 1536], [B, N, 2] -> [B, 1 + N, 768]
     slide = states[:, 0]                           # state of the class token
 
-The blocks equal `LongNetLM`'s; tokens attend in both directions, as the pattern says.
+It has the transformer blocks of `LongNetLM`, and tokens also attend to later tokens.
 """
 
 from collections.abc import Sequence
@@ -28,22 +28,22 @@ class LongNetEncoder(nn.Module):
 
     Args:
         pattern: pattern over the whole sequence, in which a class token is token 0.
-        in_width: channels of the input, which a linear layer maps to width; default width, and no
-            layer.
-        width: channels of the residual stream; a multiple of num_heads, with a head dim that is a
-            multiple of 2 * axes.
+        in_width: channels of the input, which a linear layer maps to width; None: x has `width`
+            channels, and there is no such layer.
+        width: channels of the residual stream; the head dim, width / num_heads, must be a multiple
+            of 2 * axes.
         num_layers, num_heads: transformer blocks, and attention heads in each.
         mlp_ratio: MLP channels per channel of width.
         class_token: put a learned token before all others.
         axes: 1 for tokens in a line, 2 for tokens on a grid: rotary positions then rotate half of
             the channels by row and half by column.
-        drop_path: stochastic depth while training: share of batch entries that skip the last
-            block's attention, and its MLP. In earlier blocks the share rises linearly from 0.
+        drop_path: stochastic depth in training: share of batch entries that skip the attention of
+            the last block, and likewise its MLP. It rises linearly from 0 in the first block.
         rope_base: wavelengths of the rotary positions run from 2 pi to about 2 pi rope_base.
-        checkpoint_layers: keep only each block's input for backward and run the block again there.
+        checkpoint_layers: store only each block's input for backward, which runs the block again.
 
     Weights and dropped paths are drawn from torch's global generator: call `torch.manual_seed`
-    before. Fresh blocks are the identity.
+    before. New blocks are the identity.
 
     Raises: ValueError if an argument is invalid.
 
@@ -71,7 +71,7 @@ class LongNetEncoder(nn.Module):
     ) -> None:
         super().__init__()
         check_pattern(pattern)
-        axes = checked_integer("axes", axes, 1, 2)  # a line or a grid
+        axes = checked_integer("axes", axes, 1, 2)
         width, num_heads, num_layers, mlp_ratio = checked_sizes(
             width, num_heads, num_layers, mlp_ratio, axes
         )
@@ -106,19 +106,19 @@ class LongNetEncoder(nn.Module):
 
         Args:
             x: [B, N, in_width].
-            coordinates: positions of the tokens, [N] or [B, N], with axes=2 [N, 2] or [B, N, 2], in
-                steps of the grid; scores depend on differences of them. With one axis the default
-                is the place in the sequence. The class token is at 0.
-            attend: maps (query, key, value), each [B, H, N, D], to [B, H, N, D]; one for all blocks
-                or one for each; default: the model's pattern.
-            positions: int64 [N], for a part of a sequence: where the tokens stand in the sequence
-                that `attend` sees. The one rank that has position 0 then has the class token's
-                place in x; x and coordinates are not read there.
+            coordinates: coordinates of the tokens, [N] or [B, N], with axes=2 [N, 2] or [B, N, 2],
+                in steps of the grid; scores depend on their differences. With one axis the default
+                is the index in the sequence. The class token is at 0.
+            attend: maps (query, key, value), each [B, H, N, D], to [B, H, N, D]; one function for
+                all blocks or one for each; default: attention over the model's pattern.
+            positions: int64 [N], given if x is a rank's part of a sequence: the index of each token
+                in the whole sequence. The class token then replaces the row of x and coordinates at
+                position 0.
             all_layer_embed: also return the states before each block.
 
-        Returns: the normalised residual stream [B, 1 + N, width], the class token first ([B, N,
-            width] without one, and where positions are given). With `all_layer_embed`, a list of
-            num_layers + 1 of them, whose last is the usual result.
+        Returns: the normalised residual stream: [B, 1 + N, width] with the class token first, or
+            [B, N, width] without a class token or with `positions`. With `all_layer_embed`, a list
+            of the states before each block and this result.
         """
         x, place = self._with_class_token(x, coordinates, positions)
         cos, sin = self._rotation(place, x.device)
@@ -144,13 +144,13 @@ class LongNetEncoder(nn.Module):
         if x.dim() != 3 or x.shape[2] != width or not x.is_floating_point():
             raise ValueError(
                 f"x must be floating point [B, N, {width}], got {x.dtype} {tuple(x.shape)}; "
-                "in_width is the width of what comes in"
+                "construct the encoder with in_width=x.shape[2]"
             )
         B, N, _ = x.shape
         if positions is not None and positions.shape != (N,):
             raise ValueError(
-                f"positions must be [{N}], one per token of x, got {tuple(positions.shape)}; with "
-                "a class token its place counts"
+                f"positions must be [{N}], one per token of x, got {tuple(positions.shape)}; x has "
+                "a row for the class token too"
             )
         place = self._checked_coordinates(coordinates, B, N, positions)
         first = self.class_token
@@ -160,11 +160,11 @@ class LongNetEncoder(nn.Module):
             x = self._projected(x)
             return torch.cat((first.expand(B, 1, -1), x), 1), F.pad(place, (0, 0, 1, 0))
         is_first = (positions.to(x.device) == 0)[:, None]
-        x = self._projected(torch.where(is_first, 0.0, x))  # a NaN there would spread to gradients
+        x = self._projected(torch.where(is_first, 0.0, x))  # NaN in that row would reach gradients
         return torch.where(is_first, first, x), torch.where(is_first, 0.0, place)
 
     def _projected(self, x: Tensor) -> Tensor:
-        """Maps x to the residual stream, in the parameters' dtype even under autocast."""
+        """Maps x [B, N, in_width] to the residual stream, in the parameters' dtype."""
         x = x if self.project is None else self.project(x)
         return x.to(self.norm.weight.dtype)
 
@@ -181,16 +181,16 @@ class LongNetEncoder(nn.Module):
         if coordinates is None or coordinates.shape not in shapes:
             got = "None" if coordinates is None else str(tuple(coordinates.shape))
             raise ValueError(
-                f"coordinates must be {list(shapes[0])} or {list(shapes[1])} of {self.axes} axes, "
-                f"got {got}; a tile's coordinates are its pixels // the tile's size"
+                f"coordinates must be {list(shapes[0])} or {list(shapes[1])} for {self.axes} axes, "
+                f"got {got}; for image tiles pass pixel coordinates // tile size"
             )
         place = coordinates.to(self.norm.weight.device, torch.float32)
         return place if dims else place[..., None]
 
     def _rotation(self, place: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [N, D / 2] or [B, 1, N, D / 2]; each axis has its share of channels."""
+        """Cosine and sine [N, D / 2] or [B, 1, N, D / 2]; each axis has an equal part of D."""
         head_dim = self.norm.weight.shape[0] // self.num_heads
-        place = place if place.dim() == 2 else place[:, None]  # all heads rotate alike
+        place = place if place.dim() == 2 else place[:, None]  # [B, 1, N, axes]
         tables = [
             rotary_table(0, head_dim // self.axes, self.rope_base, device, positions)
             for positions in place.unbind(-1)
@@ -199,11 +199,11 @@ class LongNetEncoder(nn.Module):
         return cos, sin
 
     def _shares(self, x: Tensor) -> list[Tensor | None]:
-        """Factors [2, B] of each block's attention and MLP; None where no path is dropped."""
+        """Factors [2, B] of each block's attention and MLP: 0 drops it; None drops no path."""
         depth = len(self.blocks)
         if not self.training or not self.drop_path:
             return [None] * depth
         rate = torch.linspace(0, self.drop_path, depth)[:, None, None]
-        # drawn on the CPU, so that all ranks with one seed drop the same paths
+        # Drawn on the CPU, so that ranks with the same seed drop the same paths.
         alive = torch.rand(depth, 2, len(x)) >= rate
         return list((alive / (1 - rate)).to(x.device, x.dtype))

@@ -5,9 +5,8 @@
     prompt = torch.tensor([list(b"def ")])
     text = bytes(int(token) for token in model.generate(prompt, 200))
 
-A plain pre-norm transformer: RMSNorm, rotary positions, normalised queries and keys, a squared-ReLU
-MLP, and one table of embeddings that also reads out the logits. Only the call of `attend` knows of
-sparsity.
+It is a plain pre-norm transformer: RMSNorm, rotary positions, normalised queries and keys, an MLP
+with squared ReLU, and one table of embeddings for inputs and logits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,7 @@ from ..patterns.arguments import (
 from ..patterns.positions import Causal
 from .next_token import Sampling
 
-READOUT_TOKENS = 4096  # logits exist for this many tokens at a time
+READOUT_TOKENS = 4096  # `loss` computes the logits of this many tokens at a time
 
 
 def dense_causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -47,20 +46,19 @@ class LongNetLM(nn.Module):
     """Predicts each byte from the bytes before it.
 
     Args:
-        pattern: any pattern; pairs that look ahead are removed (`& Causal()`).
-        width: channels of the residual stream; a multiple of num_heads, with an even head dim.
+        pattern: any pattern; pairs whose key is after the query are removed (`& Causal()`).
+        width: channels of the residual stream; the head dim, width / num_heads, must be even.
         num_layers, num_heads: transformer blocks, and attention heads in each.
         mlp_ratio: MLP channels per channel of width.
         vocab_size: number of tokens; 256 for bytes.
         rope_base: wavelengths of the rotary positions run from 2 pi to about 2 pi rope_base tokens.
-        checkpoint_layers: keep only each block's input for backward and run the block again there.
+        checkpoint_layers: store only each block's input for backward, which runs the block again.
 
     Weights are drawn from torch's global generator: call `torch.manual_seed` before.
 
-    Raises: ValueError if width and num_heads do not fit.
+    Raises: ValueError if an argument is invalid.
 
-    Source: LongNet (arXiv 2307.02486), section 3; RoFormer (arXiv 2104.09864) for the rotary
-    positions.
+    Source: LongNet (arXiv 2307.02486), section 3.
     """
 
     def __init__(
@@ -81,7 +79,9 @@ class LongNetLM(nn.Module):
             width, num_heads, num_layers, mlp_ratio
         )
         vocab_size = checked_integer("vocab_size", vocab_size, 1)
-        self.pattern = without_lookahead(pattern)
+        # `pattern & Causal()`, but a pattern whose branches all contain Causal() keeps its text
+        masks = (x.masks if isinstance(x, And) else (x,) for x in pattern.branches)
+        self.pattern = pattern if all(Causal() in x for x in masks) else pattern & Causal()
         self.attend: Attend = partial(attention, pattern=self.pattern)
         self.num_heads = num_heads
         self.rope_base = checked_number("rope_base", rope_base, 1)
@@ -91,17 +91,17 @@ class LongNetLM(nn.Module):
             Block(width, num_heads, mlp_ratio * width) for _ in range(num_layers)
         )
         self.norm = nn.RMSNorm(width)
-        nn.init.normal_(self.embedding.weight, std=0.02)  # small, as it is also the readout
+        nn.init.normal_(self.embedding.weight, std=0.02)  # small, because it also gives the logits
 
     def forward(self, tokens: Tensor, *, attend: Attend | Sequence[Attend] | None = None) -> Tensor:
         """Scores the byte after each position.
 
         Args:
             tokens: int64 [B, N].
-            attend: maps (query, key, value), each [B, H, N, D], to [B, H, N, D]; one for all blocks
-                or one for each; default: the model's pattern.
+            attend: maps (query, key, value), each [B, H, N, D], to [B, H, N, D]; one function for
+                all blocks or one for each; default: attention over the model's pattern.
 
-        Returns: logits [B, N, vocab_size]; those at position i depend on tokens 0..i alone.
+        Returns: logits [B, N, vocab_size]; the logits at position i depend on tokens 0..i alone.
         """
         return F.linear(self.hidden(tokens, attend=attend), self.embedding.weight)
 
@@ -112,12 +112,9 @@ class LongNetLM(nn.Module):
         attend: Attend | Sequence[Attend] | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Returns the normalised residual stream [B, N, width] from which logits are computed.
+        """Returns the normalised residual stream [B, N, width], from which `forward` takes logits.
 
-        Args:
-            tokens, attend: as `forward`.
-            positions: int64 [N], where the tokens stand in the sequence that `attend` sees; default
-                0 .. N - 1.
+        `positions` int64 [N] is each token's index in the whole sequence, default 0 .. N - 1.
         """
         attend = attend or self.attend
         attends = [attend] * len(self.blocks) if callable(attend) else attend
@@ -147,23 +144,28 @@ class LongNetLM(nn.Module):
         Args:
             tokens, targets: int64 [B, N]; `targets[b, i]` is the byte after `tokens[b, i]`.
             attend, positions: as `hidden`.
-            num_targets: divisor of the sum, default the size of `targets`. A rank with a share of a
-                step's targets passes their total number, so that losses add up to the mean.
+            num_targets: divisor of the summed loss, default the size of `targets`. Ranks that share
+                a step's targets pass their total number, so that the ranks' losses sum to the mean.
 
         Cost: READOUT_TOKENS x vocab_size logits at a time; backward computes them again.
         """
         hidden = self.hidden(tokens, attend=attend, positions=positions).flatten(0, 1)
         weight = self.embedding.weight
-        x, y = (tensor.split(READOUT_TOKENS) for tensor in (hidden, targets.flatten()))
-        pairs = zip(x, y, strict=True)
-        sums = [checkpoint(readout_loss, x, weight, y, use_reentrant=False) for x, y in pairs]
+
+        def summed_loss(x: Tensor, y: Tensor) -> Tensor:
+            logits = F.linear(x, weight)  # [n, vocab_size]
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return F.cross_entropy(logits, y, reduction="sum")
+
+        pairs = zip(*(x.split(READOUT_TOKENS) for x in (hidden, targets.flatten())), strict=True)
+        sums = [checkpoint(summed_loss, x, y, use_reentrant=False) for x, y in pairs]
         return torch.stack(sums).sum() / (num_targets or targets.numel())
 
     def caches(self, batch_size: int = 1, *, max_length: int | None = None) -> list[KVCache]:
-        """Returns an empty `KVCache` for `batch_size` texts, over the model's pattern, per block.
+        """Returns an empty `KVCache` for each block, for `batch_size` texts.
 
-        A pattern that depends on the sequence's length takes `max_length`, in tokens, as this
-        length; other patterns ignore it and have no limit but their own.
+        `max_length` is the sequence length in tokens for patterns that depend on it; others ignore
+        it.
         """
         with suppress(ValueError):  # raised for patterns that depend on the sequence's length
             self.pattern.live_keys(1, num_heads=self.num_heads)
@@ -175,7 +177,7 @@ class LongNetLM(nn.Module):
         ]
 
     def cache_bytes(self, caches: Sequence[KVCache]) -> tuple[int, int]:
-        """Bytes of the caches, and of all keys and values so far in the weights' dtype."""
+        """Bytes of the caches, and of caches that would store all keys and values so far."""
         weight = self.embedding.weight
         token_bytes = 2 * weight.shape[1] * weight.element_size()
         full = sum(token_bytes * sum(cache.lengths) for cache in caches)
@@ -183,11 +185,11 @@ class LongNetLM(nn.Module):
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor, caches: Sequence[KVCache]) -> Tensor:
-        """Scores the token after the last, [B, vocab_size], and adds the tokens to the caches.
+        """Adds tokens int64 [B, N] to the caches, and scores the next token: [B, vocab_size].
 
-        Tokens are int64 [B, N] and follow those in the caches, which `self.caches` has returned.
+        The tokens follow the tokens that the caches hold. `self.caches` makes caches.
 
-        Cost: that of `forward` for N tokens; a single token costs as much as the keys it visits.
+        Cost: attention to the keys that the N tokens visit.
         """
         first = caches[0].length if caches else 0
         positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
@@ -208,27 +210,27 @@ class LongNetLM(nn.Module):
     ) -> Iterator[Tensor]:
         """Continues texts token by token, drawing each token from the model's scores.
 
-        The prompt runs in one pass, when the first token is requested. Each later token costs as
-        much as the keys it visits. Tokens see the same keys as in `forward` of the whole text.
+        The prompt runs in one pass, when the first token is requested. Each later token costs
+        attention to the keys that it visits. Tokens see the same keys as in `forward`.
 
         Args:
             tokens: int64 [B, N], prompts of one length, of at least one token.
-            num_tokens: how many to add at most.
+            num_tokens: largest number of tokens to add.
             temperature: divides the scores; 0 takes the most likely token.
             top_k: draw only from the k largest scores.
             top_p: draw only from the fewest most likely tokens whose probabilities, after
                 `temperature` and `top_k`, sum to p or more.
-            stop: one or more tokens; a text ends after this sequence, which is still returned. The
-                prompt does not count.
+            stop: one or more tokens; a text ends when it has generated this sequence, which is
+                still returned.
             generator: random generator of the draws, on the CPU; default torch's.
-            caches: as returned by `caches`, to inspect or to continue from; the last token that was
-                returned is not in them yet. Default: empty, with max_length N + num_tokens.
+            caches: as returned by `caches`, to inspect or to continue from; they do not contain the
+                last token that was returned. Default: empty, with max_length N + num_tokens.
 
         Returns: an iterator of int64 [B], on the CPU: the next token of each text, -1 for texts
-            that have ended; it stops once all have.
+            that have ended; it stops once all texts have ended.
 
-        Raises: ValueError for invalid arguments, at once; FloatingPointError from the
-            iterator where scores are not finite.
+        Raises: ValueError for invalid arguments, at once; FloatingPointError from the iterator if
+            scores are not finite.
 
         Example:
             >>> for token in model.generate(torch.tensor([list(b"def ")]), 200, top_p=0.9):
@@ -248,7 +250,7 @@ class LongNetLM(nn.Module):
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
             raise ValueError(
                 f"tokens must be from 0 to {vocabulary - 1}, got some from {int(tokens.min())} to "
-                f"{int(tokens.max())}; vocab_size says how many a model knows"
+                f"{int(tokens.max())}; construct the model with a larger vocab_size"
             )
         if stop is not None:
             stop = checked_integers("stop", stop, 0, vocabulary - 1)
@@ -257,14 +259,14 @@ class LongNetLM(nn.Module):
         on_cpu = isinstance(generator, torch.Generator) and generator.device.type == "cpu"
         if generator is not None and not on_cpu:
             got = shortened(repr(getattr(generator, "device", generator)))
-            raise ValueError(f"generator must be of the CPU, got {got}; torch.Generator() is")
+            raise ValueError(f"generator must be on the CPU, got {got}; pass torch.Generator()")
         if caches is None:
             caches = self.caches(tokens.shape[0], max_length=tokens.shape[1] + num_tokens)
         is_list = isinstance(caches, Sequence) and all(isinstance(x, KVCache) for x in caches)
         if not is_list or len(caches) != len(self.blocks):
             got = str(len(caches)) if is_list else shortened(repr(caches))
             raise ValueError(
-                f"caches must be one for each of {len(self.blocks)} blocks, got {got}; "
+                f"caches must be a list, one for each of {len(self.blocks)} blocks, got {got}; "
                 "model.caches() makes them"
             )
         return self._generate(tokens, num_tokens, sampling, stop, generator, caches)
@@ -291,16 +293,3 @@ class LongNetLM(nn.Module):
                     active &= (torch.stack(last, 1) != torch.tensor(stop)).any(1)
                 if not active.any():
                     return
-
-
-def readout_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Summed cross-entropy of tokens x [n, width] with targets [n]."""
-    logits = F.linear(x, weight)  # [n, vocab_size]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, targets, reduction="sum")
-
-
-def without_lookahead(pattern: Pattern) -> Pattern:
-    """Returns `pattern & Causal()`, or the pattern itself if all its branches contain that mask."""
-    masks = (x.masks if isinstance(x, And) else (x,) for x in pattern.branches)
-    return pattern if all(Causal() in x for x in masks) else pattern & Causal()

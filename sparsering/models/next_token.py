@@ -11,12 +11,9 @@ from ..patterns.arguments import checked_number, is_finite, shortened
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rules for drawing a token, as in `LongNetLM.generate`: `temperature`, then `top_k`, `top_p`.
+    """Draws a token by the rules of `LongNetLM.generate`: `temperature`, then `top_k`, `top_p`.
 
-    Among equal scores, `top_k` and `top_p` keep the lower token first.
-
-    Raises: ValueError for a temperature that is not finite or below 0, a top_k below 1, a top_p
-        that is not above 0 and at most 1.
+    Among equal scores, `top_k` and `top_p` prefer lower tokens.
     """
 
     temperature: float = 0.7
@@ -25,7 +22,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         k, p = self.top_k, self.top_p
-        temperature = checked_number("temperature", self.temperature, 0)  # 0 takes the most likely
+        temperature = checked_number("temperature", self.temperature, 0)
         object.__setattr__(self, "temperature", temperature)
         if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
             raise ValueError(
@@ -38,11 +35,11 @@ class Sampling:
             object.__setattr__(self, "top_p", float(p))
 
     def chances(self, logits: Tensor) -> Tensor:
-        """Probability of each token, float64 [B, vocab_size], from scores of that shape."""
+        """Computes each token's probability, float64 [B, vocab_size], from scores of this shape."""
         logits = logits.double()
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1)
-        # the largest score becomes 0, so that a small temperature does not overflow
+        # The largest score becomes 0, so that division by a small temperature cannot overflow.
         scores = (logits - logits.amax(1, keepdim=True)) / self.temperature
         if self.top_k is None and self.top_p is None:
             return scores.softmax(1)
@@ -60,15 +57,13 @@ class Sampling:
     def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draws a token for each row of scores [B, vocab_size]: int64 [B] on the CPU.
 
-        The generator is on the CPU, default torch's; with temperature 0 it is not used.
-
-        Raises: FloatingPointError where scores are not finite.
+        Raises: FloatingPointError if scores are not finite.
         """
         logits = logits.cpu().double()
         if not math.isfinite(logits.sum()):
             raise FloatingPointError(
                 "expected finite scores of the next token, got infinity or NaN; the model's "
-                "weights are unusable: load another checkpoint"
+                "weights are unusable, so load another checkpoint"
             )
         if self.temperature == 0:
             return logits.argmax(1)

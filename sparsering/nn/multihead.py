@@ -1,9 +1,9 @@
 """`MultiheadAttention`: torch's module of that name, over a pattern.
 
     attention = MultiheadAttention(512, 8, batch_first=True, pattern=SlidingWindow(255, 255))
-    convert(model, pattern)  # the same inside a model that has torch's, with its parameters
+    convert(model, pattern)  # replaces torch's modules inside a model, and keeps their parameters
 
-Parameters, initial values and results are torch's; `sparsering.attention` computes them.
+Parameters, initial values and results equal torch's.
 """
 
 import copy
@@ -24,7 +24,8 @@ from ..checks import (
     refuse_meta,
 )
 from ..functional import attention
-from ..numerics import autocasting, merge_attention
+from ..kernels.reference import dense_softmax
+from ..numerics import autocasting, merge_attention, sum_dtype
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import (
     checked_dtype,
@@ -37,7 +38,8 @@ from ..patterns.blocks import Dense
 from ..patterns.keys import KeyMask, KeyPadding
 from ..patterns.positions import Causal, Full
 from .transformer import checked_heads
-from .weighted import weighted_attention
+
+MOST_WEIGHTS = 1 << 26
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -48,21 +50,21 @@ class MultiheadAttention(nn.MultiheadAttention):
             index 0. Default: all pairs.
         scale: factor of the scores, default head_dim ** -0.5.
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
-            device, dtype: as torch's.
+            device, dtype: as in torch's module.
 
-    The parameters have torch's names, order and initial values: a state_dict loads strictly in both
-    directions.
+    The parameters have torch's names, order and initial values, so a state_dict of one module loads
+    strictly into the other.
 
-    Differences: masks intersect the pattern. A query that sees no key attends to nothing, and its
-    output is the bias of `out_proj`; torch gives NaN or another number, depending on its code path.
-    `is_causal` means `& Causal()`, with a mask or without. No fused path of torch bypasses the
-    pattern: `TransformerEncoderLayer` calls this module in eval mode too.
+    Differences: masks intersect the pattern. The output of a query that sees no key is the bias of
+    `out_proj`; torch gives NaN or another number, depending on its code path. `is_causal` means
+    `& Causal()`, with a mask or without. No fused path of torch bypasses the pattern:
+    `TransformerEncoderLayer` calls this module in eval mode too.
 
     Raises: ValueError or TypeError for invalid sizes, flags, scale or pattern; ValueError if
         embed_dim is no multiple of num_heads.
 
-    Cost: the projections, and `attention` at the cost of the pattern. Masks of bools, or of floats
-    0 and -inf, keep that cost. Other float masks and `need_weights=True` take O(N^2) memory, up to
+    Cost: the projections, and `attention` at the cost of the pattern, also with bool masks and with
+    float masks of 0 and -inf. Other float masks and `need_weights=True` take O(N^2) memory, up to
     2^26 weights.
 
     Example:
@@ -102,13 +104,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             checked_device(device),
             checked_dtype("dtype", dtype),
         )
-        self._attend_by(Full() if pattern is None else pattern, scale)
+        self._set_pattern(Full() if pattern is None else pattern, scale)
 
-    def _attend_by(self, pattern: Pattern, scale: float | None) -> None:
+    def _set_pattern(self, pattern: Pattern, scale: float | None) -> None:
         check_pattern(pattern)
         self.pattern = pattern
         self.scale = None if scale is None else checked_scale(scale, torch.empty(1))
-        self.register_forward_pre_hook(_called)
+        self.register_forward_pre_hook(_called)  # makes torch's fused layers call this module
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, {self.num_heads}, pattern={self.pattern}"
@@ -127,22 +129,21 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Projects the inputs, attends, and projects the result.
 
         Args:
-            query: [B, L, E] if batch_first, else [L, B, E]; or [L, E] without a batch; or nested,
-                with entries [L_b, E].
-            key, value: [B, S, kdim] and [B, S, vdim], in the same form as the query.
+            query: [B, L, E] if batch_first, else [L, B, E]; or [L, E] without a batch; or a nested
+                tensor of [L_b, E].
+            key, value: [B, S, kdim] and [B, S, vdim], with the dims in the same order as the query.
             key_padding_mask: [B, S] (or [S]), True for keys that no query sees, or floats that are
                 added to the scores.
             attn_mask: [L, S] or [B * num_heads, L, S], True for pairs that do not attend, or floats
                 that are added to the scores.
-            is_causal: hide keys after the query's index.
-            need_weights, average_attn_weights: as torch's.
+            is_causal: hides keys whose index is above the query's.
+            need_weights, average_attn_weights: as in torch's module.
 
-        Returns: out in the form of the query, and the weights after dropout: [B, L, S], or [B,
+        Returns: the output, shaped as the query, and the weights after dropout: [B, L, S], or [B,
             num_heads, L, S] if not averaged, without B for inputs without a batch. An added bias
             key or zero key is a further column. None without `need_weights`.
 
-        Raises: ValueError if shapes or masks do not fit, or there would be more than 2^26
-            weights.
+        Raises: ValueError for invalid shapes or masks, or more than 2^26 weights.
         """
         nested = all(isinstance(x, Tensor) and x.is_nested for x in (query, key, value))
         if not nested:
@@ -155,8 +156,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if nested:
             if attn_mask is not None or key_padding_mask is not None or not self.batch_first:
                 raise ValueError(
-                    "nested tensors are batch_first and come without masks, for their lengths say "
-                    "it; pad them with .to_padded_tensor(0.0) and pass key_padding_mask"
+                    "nested tensors need batch_first=True and come without masks, because their "
+                    "lengths are the mask; else pad them with .to_padded_tensor(0.0)"
                 )
             pattern = pattern & KeyPadding(tuple(len(x) for x in key.unbind()))
             query, key, value = _each(lambda x: x.to_padded_tensor(0.0), query, key, value)
@@ -189,19 +190,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         bias: Tensor | None,
         need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attends with inputs [B, N, E]; `bias`, if any, is added to the scores [B, H, L, S]."""
+        """Projects [B, N, E], attends and projects; `bias`, if any, is added to [B, H, L, S]."""
         q, k, v = self._projected(query, key, value)
         dropout = self.dropout if self.training else 0.0
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         weights = None
         extra: list[tuple[Tensor, Tensor]] = []  # keys and values that every query sees
         if self.bias_k is not None and self.bias_v is not None:
-            extra.append((self._bias_row(self.bias_k, k), self._bias_row(self.bias_v, v)))
+            bias_key, bias_value = (
+                x.view(1, self.num_heads, 1, self.head_dim).to(k.dtype).expand(len(k), -1, -1, -1)
+                for x in (self.bias_k, self.bias_v)
+            )
+            extra.append((bias_key, bias_value))
         if need_weights or bias is not None:
             if self.add_zero_attn:
                 extra.append((torch.zeros_like(k[:, :, :1]), torch.zeros_like(v[:, :, :1])))
             k, v = (torch.cat(rows, 2) for rows in zip((k, v), *extra, strict=True))
-            out, weights = weighted_attention(
+            out, weights = _weighted_attention(
                 q, k, v, pattern, scale=scale, bias=bias, extra_keys=len(extra), dropout=dropout
             )
         else:
@@ -210,7 +215,6 @@ class MultiheadAttention(nn.MultiheadAttention):
             if not extra:
                 out = attention(q, k, v, pattern, **options)
             else:
-                ((bias_key, bias_value),) = extra
                 out, lse = attention(q, k, v, pattern, return_lse=True, **options)
                 bias_lse = scale * (q * bias_key).sum(-1).to(lse.dtype)
                 bias_out = bias_value.expand_as(out)
@@ -219,11 +223,6 @@ class MultiheadAttention(nn.MultiheadAttention):
                 out, _ = merge_attention((out, bias_out.to(out.dtype)), (lse, bias_lse))
         joined = out.transpose(1, 2).flatten(2)  # [B, L, E]
         return self.out_proj(joined), weights if need_weights else None
-
-    def _bias_row(self, bias: Tensor, like: Tensor) -> Tensor:
-        """Expands a learned key or value to one row of each batch entry, [B, H, 1, D]."""
-        row = bias.view(1, self.num_heads, 1, self.head_dim).to(like.dtype)
-        return row.expand(len(like), -1, -1, -1)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Raises ValueError unless query is [B, N, E], key [B, M, kdim] and value [B, M, vdim]."""
@@ -234,8 +233,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
             raise ValueError(
                 f"query, key and value must be [batch, tokens, {E}], [batch, keys, {kdim}] and "
-                f"[batch, keys, {vdim}], got {shapes}, batch first; batch_first={self.batch_first} "
-                "here"
+                f"[batch, keys, {vdim}], got {shapes} with the batch first; "
+                f"batch_first={self.batch_first} here"
             )
         own = self.out_proj.weight.dtype
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -243,7 +242,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 raise ValueError(f"{name} must be of {own}, got {x.dtype}; cast with .to()")
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Projected query, key and value, each [B, H, N, D]."""
+        """Projects query, key and value, each to [B, H, N, D]."""
         bias = self.in_proj_bias
         weights: list[Tensor]
         if not self._qkv_same_embed_dim:
@@ -269,7 +268,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
     ) -> tuple[Pattern, Tensor | None]:
-        """Returns the pattern without blocked pairs, and the sum of float masks or None."""
+        """Returns the pattern without masked pairs, and the sum of the float masks or None."""
         (batch, length), keys, heads = query.shape[:2], key.shape[1], self.num_heads
         biases: list[Tensor] = []
         if key_padding_mask is not None:
@@ -284,8 +283,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 attn_mask = attn_mask.view(batch, heads, length, keys)
             if (allowed := _allowed(attn_mask)) is None:
                 biases.append(attn_mask)
+            elif allowed.dim() == 2 and bool((allowed == torch.ones_like(allowed).tril()).all()):
+                pattern = pattern & Causal()
             else:
-                pattern = pattern & _pairs(allowed)
+                pattern = pattern & Dense(allowed)
         return pattern, sum(biases[1:], biases[0]) if biases else None
 
 
@@ -293,12 +294,13 @@ def convert(module: nn.Module, pattern: Pattern) -> list[str]:
     """Replaces each torch `MultiheadAttention` below a module by one that follows a pattern.
 
     New modules share the parameters, hooks and modes of the old ones. A module that is registered
-    in several places stays one module. Modules of other classes stay, also ones converted before.
+    in several places stays one module. Modules of other classes do not change, nor do modules that
+    are already converted.
 
     Returns: the names of the submodules that were replaced.
 
-    Raises: ValueError if `module` is itself torch's, as it has no parent to change; TypeError if
-        `pattern` is not a pattern.
+    Raises: ValueError if `module` is itself a torch `MultiheadAttention`; TypeError if `pattern` is
+        not a pattern.
 
     Example:
         >>> convert(model, SlidingWindow(255, 255) | GlobalTokens(1))
@@ -324,20 +326,20 @@ def convert(module: nn.Module, pattern: Pattern) -> list[str]:
 
 
 def _converted(module: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAttention:
-    """Builds a module over a pattern that shares all parameters and hooks with torch's."""
+    """Builds a module over a pattern that shares all parameters and hooks with `module`."""
     converted = MultiheadAttention.__new__(MultiheadAttention)
     for name, x in vars(module).items():
         vars(converted)[name] = copy.copy(x) if isinstance(x, dict | set) else x
-    converted._attend_by(pattern, None)
+    converted._set_pattern(pattern, None)
     return converted
 
 
 def _called(module: nn.Module, inputs: Any) -> None:  # pickled modules contain this name
-    """Hook that does nothing: torch's fused layers do not bypass a module that has a hook."""
+    """Does nothing; torch's fused layers do not bypass a module that has a forward hook."""
 
 
 def _nested_like(query: Tensor, out: Tensor) -> Tensor:
-    """Converts the padded out to the nested layout of the query."""
+    """Converts a padded output to a nested tensor like the query."""
     rows = [x[: len(entry)] for x, entry in zip(out, query.unbind(), strict=True)]
     if query.layout is torch.jagged:
         offsets = cast(Any, query).offsets()
@@ -346,7 +348,7 @@ def _nested_like(query: Tensor, out: Tensor) -> Tensor:
 
 
 def _each(change: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
-    """Applies `change` to tensors; arguments that are one tensor give one tensor."""
+    """Applies `change` to tensors, only once to a tensor that is passed several times."""
     changed = {id(x): change(x) for x in tensors}
     return [changed[id(x)] for x in tensors]
 
@@ -355,19 +357,19 @@ def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
     check_tensor(name, mask, "of bools, or floats that are added to scores")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
-            f"{name} must be bool, True for what is blocked, or floats that are added to scores, "
-            f"got {mask.dtype}; .bool() converts it"
+            f"{name} must be bool, True where a pair does not attend, or floats that are added to "
+            f"scores, got {mask.dtype}; .bool() converts it"
         )
     refuse_meta(mask, named=name)
     if tuple(mask.shape) not in shapes:
         raise ValueError(
-            f"{name} must be {' or '.join(map(str, shapes))} here, got "
+            f"{name} must have shape {' or '.join(map(str, shapes))} here, got "
             f"{shortened(str(tuple(mask.shape)))}; expand it"
         )
 
 
 def _allowed(mask: Tensor) -> Tensor | None:
-    """Converts torch's mask to True for pairs that attend; None if it adds numbers to scores."""
+    """Inverts torch's mask: True for pairs that attend; None if it adds numbers to scores."""
     if mask.dtype == torch.bool:
         return ~mask
     blocked = mask == -torch.inf
@@ -375,8 +377,35 @@ def _allowed(mask: Tensor) -> Tensor | None:
     return None if learns or not bool((blocked | (mask == 0)).all()) else ~blocked
 
 
-def _pairs(allowed: Tensor) -> Pattern:
-    """Pattern of a table of pairs; `Causal()` where the table is lower triangular."""
-    if allowed.dim() == 2 and bool((allowed == torch.ones_like(allowed).tril()).all()):
-        return Causal()
-    return Dense(allowed)
+def _weighted_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    scale: float,
+    bias: Tensor | None,  # broadcasts to [B, H, Nq, Nk - extra_keys]
+    extra_keys: int,  # the last keys, which every query sees; the pattern covers the others
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """Computes dense attention [B, H, Nq, D] and its weights [B, H, Nq, Nk] after dropout."""
+    shape = *query.shape[:3], key.shape[2]
+    if query.shape[:3].numel() * key.shape[2] > MOST_WEIGHTS:
+        raise ValueError(
+            "need_weights=True, and float masks of numbers other than 0 and -inf, compute up to "
+            f"2^26 weights, got {' x '.join(map(str, shape))}; pass need_weights=False and bool "
+            "masks; sparsering.attention_weights computes only the weights of visited blocks"
+        )
+    heads, inner = query.shape[1], key.shape[2] - extra_keys
+    counts = pattern.to_dense(query.shape[2], inner, num_heads=heads, q_start=0)
+    dtype = sum_dtype(query)
+    log_counts = counts.to(query.device, dtype).log()
+    visible = F.pad(log_counts > -torch.inf, (0, extra_keys), value=True)
+    bias = log_counts if bias is None else log_counts + bias.to(dtype)
+    in_use = visible.any(-2)[..., None]  # a key that no query sees may hold NaN
+    key, value = torch.where(in_use, key, 0.0), torch.where(in_use, value, 0.0)
+    score = scale * (query @ key.mT).to(dtype) + F.pad(bias, (0, extra_keys))
+    score = torch.where(visible, score, -torch.inf)
+    weight, total, _ = dense_softmax(score)
+    weights = F.dropout((weight / total).to(query.dtype), dropout)
+    return weights @ value, weights

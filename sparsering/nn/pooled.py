@@ -6,18 +6,15 @@ from torch.nn.functional import pad
 
 from ..numerics import sum_dtype, without_autocast
 
-LEAST = 1e-30  # floor of a visible share, so that its log is finite
-_AT_A_TIME = 1 << 22  # weights that are computed at a time
+LEAST = 1e-30  # lower bound of the weight of a visible key, so that its log is finite
+_AT_A_TIME = 1 << 22  # weights computed at a time
 
 
 def gated_pool(gate: Tensor, x: Tensor, size: int, stride: int) -> Tensor:
-    """Weighted means of windows of tokens, by a softmax of each token's gate over its window.
+    """Averages windows of x [B, H, N, D], weighted by the softmax of gate [B, H, N] in each window.
 
-    Gates are [B, H, N], x is [B, H, N, D]. Window c covers tokens c * stride to c * stride + size
-    - 1, as in `pool_blocks`; stride <= size. Equal gates give plain means.
-
-    Returns: [B, H, Np, D] in x's dtype, Np = ceil(max(0, N - size) / stride) + 1.
-
+    Window c covers tokens c * stride to c * stride + size - 1, as in `pool_blocks`; stride <= size.
+    Equal gates give plain means. Returns [B, H, Np, D], Np = ceil(max(0, N - size) / stride) + 1.
     Cost: O(N D size / stride) time and memory.
     """
     length = x.shape[2]
@@ -41,21 +38,18 @@ def pooled_scores(
     query_block: int,
     causal: bool,
 ) -> Tensor:
-    """Log of the softmax over pooled keys, summed over the parts that lie in each block.
+    """Scores blocks [B, Hkv, R, Nb] by the attention weights p that pooled keys get.
 
     `score[r, b] = log sum_i sum_c p_i[c] |c and b| / size`, i over the queries of row r in all
-    query heads of the kv head, |c and b| the tokens that pooled key c shares with block b; -inf
-    where no pooled key of the block is visible.
+    query heads of the kv head, |c and b| the number of tokens that window c shares with block b;
+    -inf if no window of the block is visible.
 
     Args:
-        query: [B, Hq, N, D], at positions from 0 on.
+        query: [B, Hq, N, D], at positions 0 to N - 1.
         pooled_key: [B, Hkv, Np, D]; key c pools tokens c * stride to c * stride + size - 1.
-        block_size, query_block: keys of a block, queries of a row.
-        pooled: size and stride of the pooling, in tokens.
-        kv_len: keys before pooling.
-        causal: whether a pooled key is seen from its last token on, or always.
-
-    Returns: [B, Hkv, R, Nb] float32 (float64 for float64 inputs).
+        pooled: (size, stride) of the windows, in tokens.
+        kv_len: number of keys before pooling.
+        causal: whether a query sees a pooled key only from the last token of its window on.
 
     Source: NSA (arXiv 2502.11089), equations 8 to 10.
     """
@@ -80,7 +74,7 @@ def pooled_scores(
         share = pad(share.sum(2), (0, 0, 0, -part.shape[3] % query_block))
         shares.append(share.unflatten(2, (-1, query_block)).sum(3))
     share = torch.cat(shares, 2)  # [B, Hkv, R, Np]
-    total = share.new_zeros(batch, kv_heads, rows, blocks + 1)  # the last is dropped
+    total = share.new_zeros(batch, kv_heads, rows, blocks + 1)  # last: windows past the keys
     for after in range((size + block_size - 2) // block_size + 1):
         block = start // block_size + after
         end = (start + size).clamp(max=kv_len).minimum((block + 1) * block_size)

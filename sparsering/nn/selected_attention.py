@@ -36,51 +36,52 @@ class SelectedAttention(nn.Module):
     Attention to the chosen blocks is exact, and causal inside them. Two more branches are optional:
     a sliding window, and pooled keys. Each branch has its own softmax over the same projections.
     The result is the sum of the branches, each times a gate for every head and token. Each row
-    chooses separately in every kv head. The k blocks always include the first `sink` blocks and
-    the last `local` ones up to the row's own.
+    chooses separately in every kv head. The k blocks always include the first `sink` blocks and the
+    `local` blocks that end at the block of the row.
 
-    Training of the choice: no gradient flows through it. A method of `block_scores` has no weights;
-    queries and keys adapt because they attend. "pooled" scores by the attention of the pooled
-    branch, which the model's own loss trains. "learned" has a `BlockScorer`, trained by its own
-    loss alone: `out, loss = layer(x, return_loss=True)`, add `loss` to the model's loss. That loss
-    is over all blocks while the layer is dense, and over the chosen ones once it selects. A scorer
-    that selects few blocks from the start never learns what to select: keep `k` large (dense) until
-    the model has learned, then shrink it slowly by setting `layer.k` to the value of a
-    `GatedSchedule`. The pooled branch needs no schedule.
+    Training of the choice: no gradient flows through it. A method of `block_scores` has no weights,
+    but the projections of queries and keys learn from the attention. "pooled" scores blocks by the
+    attention of the pooled branch, which the model's loss trains. "learned" has a `BlockScorer`,
+    which a loss of its own trains: `out, loss = layer(x, return_loss=True)`, add `loss` to the
+    model's loss. That loss covers all blocks while the layer is dense, and only the chosen blocks
+    later. A scorer that selects few blocks from the start never learns what to select: keep `k`
+    large (dense) until the model has learned, then shrink it slowly by setting `layer.k` to the
+    value of a `GatedSchedule`. The pooled branch needs no schedule.
 
     Args:
         embed_dim: channels of x.
         num_heads: query heads, of embed_dim / num_heads channels.
         num_kv_heads: heads of keys and values, a divisor of num_heads; default num_heads.
-        block_size: keys of a block.
-        k: blocks of a row, sink and local ones included.
-        query_block: queries of a row, a divisor of block_size. Above 1, a choice depends on later
+        block_size: keys in a block.
+        k: number of blocks that a row chooses, including sink and local blocks.
+        query_block: queries in a row, a divisor of block_size. Above 1, a choice depends on later
             queries of its row: fine for encoders and prompts, a leak in causal training.
         scorer: a method of `block_scores` ("mean", "sub", "gauss", "bounds", "antidiagonal",
             "exact"), "pooled", or "learned".
-        window: tokens of the window branch, up to and with the query's own (and as far after it
-            where not causal); None for no such branch.
-        sink, local: number of first and of local blocks that are always chosen.
+        window: tokens in the window branch, which ends at the query (and reaches as far after it if
+            not causal); None for no such branch.
+        sink, local: numbers of first and of local blocks that are always chosen.
         pooled: (size, stride) in tokens of the pooled branch, which attends to weighted means of
             keys and values; None for no such branch. The weights are a softmax of u . k over each
-            window, u learned. They start as plain means, which cannot single out one key.
-        gate: weights of several branches. "sigmoid": a sigmoid of a linear map of x for each, which
-            starts at 1/2. "zero": 1 for chosen blocks and a linear map that starts at 0 for the
-            others; for models that were trained without these (from scratch such a branch, and a
-            scorer that depends on it, do not learn).
-        dense_below: sequences shorter than this attend to everything instead of choosing. Those
+            window, u learned. They start equal, and a plain mean cannot single out one key.
+        gate: factors of the branches, if there are several. "sigmoid": each is a sigmoid of a
+            linear map of x and starts at 1/2. "zero": 1 for the chosen blocks, and for each other
+            branch a linear map that starts at 0. Use "zero" to add branches to a trained model; in
+            a new model a branch that starts at 0, and a scorer that depends on it, do not learn.
+        dense_below: sequences shorter than this attend to everything instead of choosing. Sequences
             of at most k blocks always do, with the same result.
-        causal: whether queries see up to their own position, or all.
+        causal: whether a query is denied later keys.
 
     Attributes:
         q_proj, k_proj, v_proj, out_proj: linear maps without bias.
-        gate_proj: with bias, only with several branches; chosen blocks first, window, pooled.
+        gate_proj: linear map with bias, None for a single branch; its outputs are in the order
+            chosen blocks, window, pooled.
         pool_gate: u of the pooled branch, [Hkv, D].
-        block_scorer: the `BlockScorer`, only for "learned".
+        block_scorer: the `BlockScorer` of "learned", else None.
         k: may be set between calls.
 
-    Positions: none are added. Pass `rope`, or add them to x. Scores from the mean of a block's keys
-    see rotary positions averaged over the block.
+    Positions: none are added. Pass `rope`, or add positions to x. A mean of a block's keys also
+    averages their rotary positions.
 
     Raises: ValueError if arguments contradict one another.
 
@@ -175,18 +176,18 @@ class SelectedAttention(nn.Module):
 
         Differences: pooled keys and values are weighted means, where NSA learns an MLP; and one
         projection of keys and values serves all three branches. NSA has 16 query heads per kv head.
-        `options` are arguments of `SelectedAttention`; they override the ones above.
+        `options` are arguments of `SelectedAttention` and override the preset.
         """
         preset = {"pooled": (32, 16), "scorer": "pooled", "window": 512, "local": 2}
         return cls(embed_dim, num_heads, **{**preset, **options})
 
     @classmethod
     def moba(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
-        """Builds MoBA: 3 blocks of 512, with the query's own, scored by the mean of their keys.
+        """Builds MoBA: 3 blocks of 512, one of them the query's, scored by the mean of their keys.
 
-        As in MoBA, each query head chooses for itself where num_kv_heads is num_heads. Here, query
-        heads that share keys share the choice. `options` are arguments of `SelectedAttention`; they
-        override the ones above.
+        If num_kv_heads equals num_heads, each query head chooses for itself, as in MoBA. Query
+        heads that share a kv head choose together. `options` are arguments of `SelectedAttention`
+        and override the preset.
         """
         preset = {"block_size": 512, "k": 3, "scorer": "mean", "sink": 0}
         return cls(embed_dim, num_heads, **{**preset, **options})
@@ -195,9 +196,8 @@ class SelectedAttention(nn.Module):
     def adaptive(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
         """Builds a layer whose blocks a learned scorer chooses.
 
-        In the adaptive attention of the prior library, no gradient reached any of the scorer's 17
-        parameters. Here `forward(x, return_loss=True)` returns the loss that trains the scorer.
-        `options` are arguments of `SelectedAttention`.
+        `forward(x, return_loss=True)` returns the loss that trains the scorer. `options` are
+        arguments of `SelectedAttention`.
         """
         return cls(embed_dim, num_heads, **{"scorer": "learned", **options})
 
@@ -206,9 +206,7 @@ class SelectedAttention(nn.Module):
         """Builds a layer that is exact near the query and coarse far away.
 
         It has a window of 256 tokens, means of every 64 tokens, and the 8 blocks of 64 whose means
-        have the most attention. The hierarchical attention of the prior library had blocks at fixed
-        positions instead (`Hierarchical`).
-        `options` are arguments of `SelectedAttention`; they override the ones above.
+        get most attention. `options` are arguments of `SelectedAttention` and override the preset.
         """
         preset = {"pooled": (64, 64), "scorer": "pooled", "window": 256, "k": 8}
         return cls(embed_dim, num_heads, **{**preset, **options})
@@ -233,7 +231,7 @@ class SelectedAttention(nn.Module):
 
         Returns: [B, N, embed_dim]; with `return_loss` also a 0-d loss.
 
-        Raises: ValueError for another x, and for `return_loss` where the scorer is not learned.
+        Raises: ValueError for another shape of x, and for `return_loss` without a learned scorer.
         """
         check_tensor("x", x, f"[batch, tokens, {self.q_proj.in_features}]")
         wanted = x.dim() == 3 and x.shape[2] == self.q_proj.in_features
@@ -247,8 +245,8 @@ class SelectedAttention(nn.Module):
             raise ValueError(f"x must be of {own}, got {x.dtype}; cast with .to()")
         if checked_flag("return_loss", return_loss) and self.block_scorer is None:
             raise ValueError(
-                f"return_loss=True needs scorer='learned', got {self.scorer!r}, which has no loss "
-                "of its own; leave it out"
+                f"return_loss=True needs scorer='learned', got {self.scorer!r}, which has no loss; "
+                "leave return_loss out"
             )
         query, key, value = (
             project(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # [B, H, N, D]
@@ -260,8 +258,8 @@ class SelectedAttention(nn.Module):
         if self.is_dense(x.shape[1]):
             out = attention(query, key, value, Causal() if self.causal else Full())
             loss = None
-            if return_loss:  # on the mass of every block, whose log the "exact" scores are
-                mass = self._estimates(query, key, "exact").exp()
+            if return_loss:
+                mass = self._estimates(query, key, "exact").exp()  # exact scores are log masses
                 loss = selection_loss(self.scores(query, key), mass)
         else:
             out, loss = self._attend_selected(query, key, value, return_loss)
@@ -278,12 +276,12 @@ class SelectedAttention(nn.Module):
         return out if loss is None else (out, loss)
 
     def is_dense(self, length: int) -> bool:
-        """Whether a sequence of that many tokens attends to everything."""
+        """Whether a sequence of `length` tokens attends to everything."""
         short = self.dense_below is not None and length < self.dense_below
         return short or length <= self.k * self.block_size
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """Scores [B, Hkv, R, Nb] that choose blocks, for query and key [B, H, N, D]."""
+        """Scores blocks for query and key [B, H, N, D]: [B, Hkv, R, Nb]."""
         if self.block_scorer is not None:
             scores: Tensor = self.block_scorer(query, key)
             return scores
@@ -303,7 +301,7 @@ class SelectedAttention(nn.Module):
         return block_scores(query, key, self.block_size, method=method, **self._row_options)
 
     def pool(self, key: Tensor, x: Tensor) -> Tensor:
-        """Pools keys or values x into [B, Hkv, Np, D], by weights computed from the keys."""
+        """Pools keys or values x to [B, Hkv, Np, D], with weights computed from the keys."""
         assert self.pooled is not None and self.pool_gate is not None
         gate = (key * self.pool_gate[:, None]).sum(3)
         return gated_pool(gate, x, *self.pooled)
@@ -328,7 +326,7 @@ class SelectedAttention(nn.Module):
         return out, selection_loss(scores, mass, indices)
 
     def _gated_sum(self, x: Tensor, branches: list[Tensor]) -> Tensor:
-        """Sum of the branches [B, H, N, D], each times its gate."""
+        """Sums the branches [B, H, N, D], each times its gate."""
         if self.gate_proj is None:
             return branches[0]
         gates = self.gate_proj(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
@@ -345,8 +343,8 @@ class SelectedAttention(nn.Module):
 def _checked_pooling(pooled: Sequence[int]) -> tuple[int, int]:
     if not isinstance(pooled, Sequence) or len(pooled) != 2:
         raise ValueError(
-            f"pooled must be (size, stride) in tokens, got {shortened(repr(pooled))}; (32, 16) is "
-            "NSA's"
+            f"pooled must be (size, stride) in tokens, got {shortened(repr(pooled))}; NSA has "
+            "(32, 16)"
         )
     size = checked_integer("pooled size", pooled[0], 1)
     return size, checked_integer("pooled stride", pooled[1], 1, size)

@@ -13,13 +13,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def checked_heads(embed_dim: int, num_heads: int) -> tuple[int, int]:
-    """Returns both as ints; TypeError or ValueError names the one that is wrong."""
+    """Returns both arguments as ints; TypeError or ValueError if one is invalid."""
     embed_dim = checked_integer("embed_dim", embed_dim, 1)
     num_heads = checked_integer("num_heads", num_heads, 1)
     if embed_dim % num_heads:
         raise ValueError(
             f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; "
-            f"{num_heads * 64} gives heads of 64"
+            f"{num_heads * 64} gives head dim 64"
         )
     return embed_dim, num_heads
 
@@ -27,7 +27,10 @@ def checked_heads(embed_dim: int, num_heads: int) -> tuple[int, int]:
 def checked_sizes(
     width: int, num_heads: int, num_layers: int, mlp_ratio: int, axes: int = 1
 ) -> tuple[int, int, int, int]:
-    """Returns the sizes of a model as ints; TypeError or ValueError names the one that is wrong."""
+    """Returns the sizes of a model as ints; TypeError or ValueError if one is invalid.
+
+    Rotary positions rotate pairs of channels along each of `axes` axes.
+    """
     width = checked_integer("width", width, 1)
     num_heads = checked_integer("num_heads", num_heads, 1)
     num_layers = checked_integer("num_layers", num_layers, 0)
@@ -36,7 +39,7 @@ def checked_sizes(
         multiple = "even head dim" if axes == 1 else f"head dim that is a multiple of {2 * axes}"
         raise ValueError(
             f"width must be num_heads times a {multiple}, got width {width} and {num_heads} heads; "
-            f"width {num_heads * 64} gives heads of 64"
+            f"width {num_heads * 64} gives head dim 64"
         )
     return width, num_heads, num_layers, mlp_ratio
 
@@ -55,18 +58,15 @@ class Block(nn.Module):
         self.down = nn.Linear(mlp_width, width, bias=False)
         for layer in (self.qkv, self.up):
             nn.init.normal_(layer.weight, std=width**-0.5)
-        for layer in (self.out, self.down):  # a fresh block is the identity
+        for layer in (self.out, self.down):  # a new block is the identity
             nn.init.zeros_(layer.weight)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, shares: Tensor | None = None
     ) -> Tensor:
-        """Maps x [B, N, width].
+        """Maps x [B, N, width]; cos and sin are [N, D / 2] or [B, 1, N, D / 2].
 
-        Args:
-            cos, sin: from `rotary_table`, [N, D / 2] or [B, 1, N, D / 2].
-            attend: computes attention from query, key and value.
-            shares: [2, B], factors of the attention and of the MLP of each batch entry.
+        `shares` [2, B] are factors of the attention and of the MLP of each batch entry.
         """
         B, N, width = x.shape
         heads = self.num_heads, width // self.num_heads

@@ -6,8 +6,6 @@
     hf.apply(model, pattern)                # the pattern, within padding, documents and causality
     model.generate(**inputs, past_key_values=hf.SparseCache(model))     # keeps only live keys
     print(hf.explain(model))
-
-docs/transformers.md has the rules.
 """
 
 try:
@@ -19,8 +17,8 @@ except ImportError as error:
 
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 4):
     raise ImportError(
-        "sparsering.integrations.transformers needs transformers 5.4 or newer, whose masks say "
-        f"where queries begin, got {transformers.__version__}; pip install 'sparsering[hf]'"
+        "sparsering.integrations.transformers needs transformers 5.4 or newer, got "
+        f"{transformers.__version__}; pip install 'sparsering[hf]'"
     )
 
 from .apply import apply, explain, register

@@ -34,7 +34,8 @@ def register() -> None:
 
     A model with this implementation attends over its own mask, at that mask's cost: windows,
     chunks, padding on any side, packed documents, caches, softcap, sinks, T5's biases, dropout.
-    From then on a warning appears if a config holds a pattern of `apply` that the model ignores.
+    Registering also makes transformers warn if a model ignores the pattern that `apply` stored in
+    its config.
 
     Example:
         >>> register()
@@ -48,7 +49,7 @@ def register() -> None:
 
 
 def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps transformers' choice of an implementation: warns if it ignores a stored pattern."""
+    """Wraps the method that chooses a model's attention: warns if it ignores a stored pattern."""
 
     @functools.wraps(check)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -72,18 +73,18 @@ def apply(model: Any, pattern: Patterns) -> None:
     """Lets a model's layers attend over a pattern, in place of their own window or chunk.
 
     The model's mask still applies: causality, padding and documents. Positions count from each
-    row's first real token, and restart in each document. Cross attention does not change. The
-    config stores the pattern as text, so that copies have it, and so do models that are saved and
-    loaded with `attn_implementation="sparsering"`.
+    row's first token that is not padding, and restart in each document. Cross attention does not
+    change. The config stores the pattern as text. So copies of the model have it, and so has a
+    model that is saved and loaded again with `attn_implementation="sparsering"`.
 
     Args:
         model: a model whose family uses transformers' attention interface.
         pattern: one for all layers, or {layer index or layer type: pattern}, where an index
-            overrides a type; layers that are not named keep their own mask. Types are those of
-            `config.layer_types`, such as "sliding_attention" and "full_attention".
+            overrides a type; layers that are not named keep their own mask. The types are in
+            `config.layer_types`, for example "sliding_attention" and "full_attention".
 
     Raises: NotImplementedError for a family that does not use the interface. ValueError for a key
-        that is no layer, or a pattern that cannot be written as text.
+        that names no layer, or a pattern that cannot be written as text.
 
     Example:
         >>> apply(model, Causal() & (SlidingWindow(511) | GlobalTokens(4, rows=False)))
@@ -93,9 +94,9 @@ def apply(model: Any, pattern: Patterns) -> None:
     modules = list(attention_modules(model))
     if not modules:
         raise NotImplementedError(
-            f"{type(model).__name__} computes attention in classes of its own and does not ask "
-            "transformers' attention interface, so that no pattern would reach it; use a "
-            "family for which attn_implementation can be set"
+            f"{type(model).__name__} computes attention in its own classes and does not ask "
+            "transformers' attention interface, so a pattern would have no effect; use a family "
+            "for which attn_implementation can be set"
         )
     texts = text_of(pattern)
     parse_in_advance(texts)
@@ -105,35 +106,32 @@ def apply(model: Any, pattern: Patterns) -> None:
     unchanged = {type(x).__name__ for x in modules if x.config._attn_implementation != NAME}
     if unchanged:
         raise NotImplementedError(
-            f"transformers does not let {', '.join(sorted(unchanged))} change its attention; load "
-            f'the model with attn_implementation="{NAME}", then apply the pattern'
+            f"transformers does not let {', '.join(sorted(unchanged))} change its attention after "
+            f'loading; load the model with attn_implementation="{NAME}", then call apply'
         )
     for module in (model, *modules):
         setattr(module.config, NAME, texts)
 
 
 def _check_keys(pattern: Mapping[Any, Any], modules: list[Any]) -> None:
-    """Raises ValueError for a key that is no index and no type of any layer."""
+    """Raises ValueError for a key that is neither an index nor a type of a layer."""
     numbers = {getattr(module, "layer_idx", None) for module in modules}
     indices = [index for index in numbers if isinstance(index, int)]
     kinds = {kind for x in modules for kind in types_of(x.config) or ["full_attention"]}
     for key in pattern:
         if key not in (indices if type(key) is int else kinds):
-            span = f"0 to {max(indices)}" if indices else "none, for this family has no numbers"
+            span = f"0 to {max(indices)}" if indices else "none, as this family has no layer_idx"
             raise ValueError(
                 f"apply needs layer indices ({span}) or layer types ({', '.join(sorted(kinds))}), "
-                f"got {key!r}; a single pattern is for all layers"
+                f"got {key!r}; pass a single pattern for all layers"
             )
 
 
 def explain(model: Any) -> str:
     """Describes each layer in a line: index, pattern, backend, and upper bound of cached keys.
 
-    Args:
-        model: any model of transformers.
-
-    Returns: the lines. For a model that runs another implementation, one line that names it and
-        any pattern that its config stores.
+    For a model with another attn_implementation it returns one line, which names that and any
+    pattern that the model's config stores.
     """
     config = decoder_config(model)
     implementation = config._attn_implementation

@@ -1,4 +1,4 @@
-"""The attention function that `register` gives transformers: translates its calls into ours."""
+"""The attention function that `register` gives transformers: it calls `sparsering.attention`."""
 
 import warnings
 from typing import Any
@@ -9,14 +9,13 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ...functional import attention
 from ...patterns.keys import KeyMask
-from .bias import depends_on_distance, distance_table, is_zero, once
 from .config import pattern_of
 from .dense import as_bool, check_mask, dense_attention
-from .masks import Inputs, ModelMask, mask_interface
+from .masks import Inputs, ModelMask, mask_interface, once
 from .override import attend_pattern
 from .sparse_cache import attend_cached, cache_layer_of
 
-# Models and trainers pass these keywords along; they change no score.
+# Models and trainers pass these keywords; none of them changes a score.
 _HARMLESS = {
     *("use_cache", "output_router_logits", "output_hidden_states", "return_dict", "deterministic"),
     *("sliding_window", "cache_position", "num_items_in_batch", "max_length_q", "max_length_k"),
@@ -28,11 +27,11 @@ _REFUSED = {
     "topk_indices": "keys chosen for each query",
     "cache": "a paged cache; continuous batching has its own attention",
     "block_table": "a paged cache; continuous batching has its own attention",
-    "head_mask": "heads that are left out",
-    "attention_bias": "a bias of pairs",
-    "relative_position": "a bias of positions",
-    "alibi": "a bias of positions",
-    "encoder_hidden_states": "another sequence to attend to",
+    "head_mask": "a factor for each head",
+    "attention_bias": "a bias for each pair",
+    "relative_position": "a bias by position",
+    "alibi": "a bias by position",
+    "encoder_hidden_states": "keys of another sequence",
 }
 
 
@@ -60,10 +59,10 @@ def attention_function(
         query: [B, Hq, Nq, D]; key, value: [B, Hkv, Nk, D | Dv].
         attention_mask: the result of `mask_interface`, a user's 4-D mask, or None.
         position_bias: [B or 1, H or 1, Nq, Nk], added to scores.
-        position_ids: [B, Nq], checked for packed documents that the mask does not contain.
+        position_ids: [B, Nq]; a warning appears if they show documents that the mask ignores.
         cu_seq_lens_q, cu_seq_lens_k: cumulative document lengths of a single row; must be equal.
 
-    Returns: [B, Nq, Hq, Dv], and None for the attention weights, which are never computed.
+    Returns: [B, Nq, Hq, Dv], and None in place of attention weights.
 
     Raises: NotImplementedError for a keyword that changes the result and is not supported.
     """
@@ -76,13 +75,13 @@ def attention_function(
         "sink": s_aux if s_aux is not None else sinks,
         "dropout_p": float(dropout),
     }
-    if position_bias is not None and is_zero(position_bias):
+    if position_bias is not None and _is_zero(position_bias):
         position_bias = None
     inputs = query, key, value
     if (layer := cache_layer_of(key)) is not None:
         if not isinstance(attention_mask, ModelMask):
             raise NotImplementedError(
-                "a SparseCache goes with attention_mask [batch, tokens] or none, got one of all "
+                "a SparseCache needs attention_mask [batch, tokens] or None, got a mask of all "
                 "pairs, or a layer without a mask; use the default cache"
             )
         pattern = pattern_of(module)
@@ -93,8 +92,8 @@ def attention_function(
     elif isinstance(attention_mask, Tensor):
         if pattern_of(module) is not None:
             raise NotImplementedError(
-                "a pattern of a layer's own goes with attention_mask [batch, tokens], got one of "
-                "all pairs; say its pairs as a pattern in apply(model, pattern)"
+                "a layer with a pattern needs attention_mask [batch, tokens], got one of all pairs; "
+                "write its pairs as a pattern for apply(model, pattern)"
             )
         out = _attend_tensor(inputs, attention_mask, position_bias, extras)
     else:
@@ -112,30 +111,30 @@ def _attend_masked(
     if compiling and isinstance(mask.q_start, Tensor):
         if pattern is not None:
             raise NotImplementedError(
-                "a pattern of a layer's own with a static cache cannot be compiled, because only "
-                "the device knows the length; generate with the default cache, or with "
+                "a layer with a pattern cannot be compiled with a static cache, whose length is "
+                "only on the device; generate with the default cache, or with "
                 "past_key_values=SparseCache(model)"
             )
         if mask.visible is None or bias is not None:
             return dense_attention("a compiled static cache", *inputs, mask.dense(), bias, **extras)
         return attention(*inputs, KeyMask(mask.visible), q_start=0, **extras)
     q_start = int(mask.q_start)
-    if bias is not None and depends_on_distance(bias, module):
-        extras, bias = {**extras, "distance_bias": distance_table(bias, q_start)}, None
+    if bias is not None and _depends_on_distance(bias, module):
+        extras, bias = {**extras, "distance_bias": _distance_table(bias, q_start)}, None
     if pattern is not None and (mask.kind is None or bias is not None):
-        got = "a bias of pairs" if bias is not None else "a mask with a function of the model's own"
+        got = "a bias for each pair" if bias is not None else "a function of the model's own"
         raise NotImplementedError(
-            "a pattern of a layer's own goes with masks of causality, windows, chunks, documents "
-            f"and padding, and with biases of distances, got {got}; name the layers that have none "
-            "in apply(model, {...})"
+            "a layer with a pattern needs a mask of causality, windows, chunks, documents and "
+            f"padding, and a bias by distance or none, got {got}; name only the other layers in "
+            "apply(model, {...})"
         )
     if mask.kind is None or bias is not None:
-        why = "a bias of pairs" if bias is not None else "an unknown mask"
+        why = "a bias for each pair" if bias is not None else "an unknown mask"
         return dense_attention(why, *inputs, once(mask, "dense", mask.dense), bias, **extras)
     query, key, value = inputs
     stop = q_start + query.shape[2]
     if mask.kind.causal and not compiling and stop < key.shape[2]:
-        key, value = key[:, :, :stop], value[:, :, :stop]  # a static cache is empty from there on
+        key, value = key[:, :, :stop], value[:, :, :stop]  # the rest of a static cache is empty
     if pattern is not None:
         return attend_pattern(pattern, (query, key, value), mask, q_start, extras)
     kv_len = key.shape[2]
@@ -146,7 +145,7 @@ def _attend_masked(
 def _attend_tensor(
     inputs: Inputs, mask: Tensor, bias: Tensor | None, extras: dict[str, Any]
 ) -> Tensor:
-    """Attends with a 4-D mask: sparse if it only masks keys, else over all pairs."""
+    """Attends with a 4-D mask: as a pattern if the mask only hides keys, else over all pairs."""
     query, key, _ = inputs
     check_mask(mask, query, key)
     allowed = as_bool(mask)
@@ -159,7 +158,7 @@ def _attend_tensor(
 
 
 def _mask_by_default(module: Any, query: Tensor, key: Tensor, causal: bool | None) -> ModelMask:
-    """Builds the mask of a call without one: causal if the module is, else of all pairs."""
+    """Builds the mask of a call that has none: causal if the module is causal, else full."""
     q_len, kv_len = query.shape[2], key.shape[2]
     if causal is None:
         causal = getattr(module, "is_causal", True)
@@ -174,7 +173,7 @@ def _mask_by_default(module: Any, query: Tensor, key: Tensor, causal: bool | Non
 
 
 def _check_keywords(keywords: dict[str, Any]) -> None:
-    """Refuses keywords that change the result; warns of unknown ones."""
+    """Raises NotImplementedError for keywords that change the result; warns of unknown ones."""
     for name, value in keywords.items():
         if value is None or value is False or name in _HARMLESS:
             continue
@@ -195,7 +194,7 @@ def _check_keywords(keywords: dict[str, Any]) -> None:
 def _with_documents(
     mask: ModelMask | Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, batch: int
 ) -> ModelMask:
-    """Adds documents by their cumulative lengths, as trainers pass them for flash attention."""
+    """Adds documents, given by the cumulative lengths that trainers pass for flash attention."""
     if isinstance(mask, ModelMask) and mask.kind and cu_q is not None and cu_k is not None:
         same = cu_q.shape == cu_k.shape
         same = same and (torch.compiler.is_compiling() or torch.equal(cu_q, cu_k))
@@ -204,21 +203,21 @@ def _with_documents(
             ids = torch.searchsorted(cu_q[1:].long().contiguous(), key, right=True)[None]
             return once(mask, "cu_seq_lens", lambda: mask.with_documents(ids))
     raise NotImplementedError(
-        '"sparsering" attention takes cu_seq_lens_q and cu_seq_lens_k for a single row of whole '
-        "documents, without a cache, both the same; give position_ids that restart"
+        '"sparsering" attention takes equal cu_seq_lens_q and cu_seq_lens_k for a single row of '
+        "whole documents, without a cache; else pass position_ids that restart in each document"
     )
 
 
 def _check_mask(mask: ModelMask, query: Tensor, key: Tensor, position_ids: Tensor | None) -> None:
-    """Raises ValueError for a mask of other lengths; warns if it lacks packed documents.
+    """Raises ValueError for a mask of other lengths; warns if the mask ignores packed documents.
 
-    Positions that restart are packed documents, which transformers ignores in models with a cache.
+    Packed documents are positions that restart. With a cache, transformers' masks ignore them.
     """
     q_len, kv_len = mask.shape[2:]
     if (query.shape[2], key.shape[2]) != (q_len, kv_len):
         raise ValueError(
             f"the model's mask is for {q_len} queries of {kv_len} keys, got {query.shape[2]} of "
-            f"{key.shape[2]}; a cache must give all the keys that its get_mask_sizes tells"
+            f"{key.shape[2]}; a cache must return as many keys as its get_mask_sizes announces"
         )
     if mask.packing_checked or torch.compiler.is_compiling():
         return
@@ -238,3 +237,33 @@ def _check_mask(mask: ModelMask, query: Tensor, key: Tensor, position_ids: Tenso
             "only without a cache and without attention_mask; pass use_cache=False and no mask",
             stacklevel=4,
         )
+
+
+def _is_zero(bias: Tensor) -> bool:
+    """Whether a bias is all zeros and needs no gradient, as in T5's cross attention."""
+    if torch.compiler.is_compiling() or bias.requires_grad:
+        return False
+    return not once(bias, "any", lambda: bool(bias.any()))
+
+
+def _depends_on_distance(bias: Tensor, module: Any) -> bool:
+    """Whether a bias is a function of k - p, so that its gradient may be summed by distance.
+
+    The values are compared exactly. A bias with a gradient must also come from a module of T5: a
+    bias with a parameter for each pair may have equal values by chance.
+    """
+    if torch.compiler.is_compiling() or bias.dim() != 4 or bias.shape[0] != 1:
+        return False
+    if bias.requires_grad and not hasattr(module, "has_relative_attention_bias"):
+        return False
+    shifted = bias[..., 1:, 1:], bias[..., :-1, :-1]
+    return once(bias, "distance", lambda: bool(torch.equal(*shifted)))
+
+
+def _distance_table(bias: Tensor, q_start: int) -> Tensor:
+    """Converts a bias [1, H, Nq, Nk] that depends on distance to a `distance_bias` [H, 2R + 1]."""
+    q_len, kv_len = bias.shape[2:]
+    table = torch.cat((bias[0, :, :, 0].flip(-1), bias[0, :, 0, 1:]), -1)
+    most_before, most_after = q_start + q_len - 1, kv_len - 1 - q_start
+    radius = max(most_before, most_after, 0)
+    return torch.nn.functional.pad(table, (radius - most_before, radius - most_after))

@@ -1,8 +1,7 @@
 """The config of a model: patterns that it stores as text, types of layers, attention modules.
 
-Saving and copying a model keep the patterns, because they are part of its config.
-`config.sparsering` is the text of one pattern for all layers, or a dict that maps a layer's index
-or type, as text, to the text of its pattern.
+`config.sparsering` is the text of one pattern for all layers, or a dict from a layer's index or
+type, as text, to the text of its pattern. A config is saved and copied with its model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,10 +23,7 @@ Texts = str | Mapping[str, str]
 
 
 def text_of(patterns: Patterns) -> str | dict[str, str]:
-    """Converts patterns to the text that a config stores.
-
-    Raises: ValueError if a pattern cannot be read back from its text; TypeError if it is none.
-    """
+    """Converts patterns to the text that a config stores; ValueError if that is not possible."""
     if isinstance(patterns, Mapping):
         return {str(key): _checked_text(pattern) for key, pattern in patterns.items()}
     return _checked_text(patterns)
@@ -39,9 +35,9 @@ def _checked_text(pattern: Pattern) -> str:
     if selections_of(pattern):
         raise ValueError(
             "a model's pattern must be one that its config can hold as text, for any input, got "
-            f"{shortened(text)}, whose blocks are chosen for one; choose them in an attention "
-            "function of your own, registered with transformers' AttentionInterface (docs/"
-            "transformers.md shows one), or give the model SelectedAttention layers"
+            f"{shortened(text)}, whose blocks are chosen for one input; write an attention function "
+            "that chooses blocks, registered with transformers' AttentionInterface "
+            "(docs/transformers.md shows one), or give the model SelectedAttention layers"
         )
     has_functions = any(isinstance(part, MaskMod) for part in parts_of(pattern))
     try:
@@ -51,8 +47,8 @@ def _checked_text(pattern: Pattern) -> str:
     if parsed != pattern or pattern.num_batches() is not None:
         raise ValueError(
             "a model's pattern must be one that its config can hold as text, for any batch, got "
-            f"{shortened(text)}; the model finds padding and documents in its own inputs, and "
-            "sparsering.attention takes masks of tensors or functions"
+            f"{shortened(text)}; the model takes padding and documents from its inputs; for masks "
+            "of tensors or functions call sparsering.attention"
         )
     return text
 
@@ -64,10 +60,7 @@ def parts_of(pattern: Pattern) -> list[Pattern]:
 
 
 def stored_text(config: Any) -> Texts | None:
-    """Returns the patterns that a config stores, as text; None if it stores none.
-
-    Raises: ValueError if the attribute is neither a text nor a dict of texts.
-    """
+    """Returns the text of the patterns that a config stores, or None; ValueError if malformed."""
     texts = getattr(config, NAME, None)
     if texts is None or texts is False:
         return None
@@ -81,7 +74,7 @@ def stored_text(config: Any) -> Texts | None:
 
 
 def pattern_of(module: Any) -> Pattern | None:
-    """Returns the stored pattern that replaces a layer's own window or chunk; None without one."""
+    """Returns the pattern that `apply` stored for an attention module, or None."""
     texts = stored_text(getattr(module, "config", None))
     if texts is None or is_cross_attention(module):
         return None
@@ -94,25 +87,24 @@ def pattern_of(module: Any) -> Pattern | None:
     return _patterns[text] if text in _patterns else parse(text)
 
 
-_patterns: dict[str, Pattern] = {}
-"""Parsed patterns by their text, because torch.compile cannot trace the parser."""
+_patterns: dict[str, Pattern] = {}  # parsed patterns by their text
 
 
 def parse_in_advance(texts: Texts) -> None:
-    """Parses the patterns of a config for layers that torch.compile traces later."""
+    """Parses the patterns of a config, because torch.compile cannot trace the parser."""
     for text in [texts] if isinstance(texts, str) else texts.values():
         _patterns[text] = parse(text)
 
 
 def text_for(texts: Texts | None, index: int | None, kind: str) -> str | None:
-    """Returns the text for a layer; in a dict, an entry by index overrides one by type."""
+    """Returns the text for a layer; in a dict, the layer's index overrides its type."""
     if texts is None or isinstance(texts, str):
         return texts
     return texts.get(str(index), texts.get(kind))
 
 
 def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
-    """Returns the pattern of each layer, stored or its own; None for types that have none."""
+    """Returns each layer's pattern, from `apply` or the model itself; None for unknown types."""
     texts = stored_text(config)
     patterns: list[Pattern | None] = []
     for index, kind in enumerate(types_of(config)):
@@ -125,7 +117,7 @@ def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
 
 
 def _own_pattern(config: Any, kind: str, causal: bool) -> Pattern | None:
-    """Returns a layer type's pattern by the model's own config; None if it has none."""
+    """Returns the pattern of a layer type without `apply`; None for an unknown type."""
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     if kind == "full_attention":
@@ -144,7 +136,7 @@ def decoder_config(model: Any) -> Any:
 
 
 def types_of(config: Any) -> list[str]:
-    """Returns the type of each layer, by the rules of transformers' caches."""
+    """Returns the type of each layer, as transformers' caches determine it."""
     if (types := getattr(config, "layer_types", None)) is not None:
         return list(types)
     kind = "full_attention"

@@ -1,45 +1,32 @@
-"""Dense attention where no pattern exists: 4-D masks, biases of pairs, unrecognised masks."""
+"""Dense attention for calls without a pattern: 4-D masks, biases per pair, unknown masks."""
 
 import torch
 from torch import Tensor
 
 from ...numerics import capped, sum_dtype
 
-MOST_SCORES = 1 << 28
-"""Upper bound of B x H x Nq x Nk in one call: 1 GiB of float32 scores, as eager attention has."""
+MOST_SCORES = 1 << 28  # upper bound of B x H x Nq x Nk in one call: 1 GiB of float32 scores
 
 
 def dense_attention(
-    why: str,
+    why: str,  # names the mask or bias in the error
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    allowed: Tensor | None,
-    bias: Tensor | None,
+    allowed: Tensor | None,  # bool, broadcasts to [B, H, Nq, Nk], True where a pair attends
+    bias: Tensor | None,  # added to scores, broadcasts to [B, H, Nq, Nk]
     *,
     scale: float,
     softcap: float | None,
-    sink: Tensor | None,
+    sink: Tensor | None,  # logit of an extra key of value 0: [H], or [B or 1, H, Nq or 1]
     dropout_p: float,
 ) -> Tensor:
-    """Computes attention with a mask or a bias for every pair.
-
-    Args:
-        why: the mask or bias that needs all pairs, for the error.
-        query: [B, H, Nq, D]; key, value: [B, Hkv, Nk, D | Dv].
-        allowed: bool that broadcasts to [B, H, Nq, Nk], True where a pair attends; None for all.
-        bias: added to scores, broadcasts the same way.
-        sink: logit of an extra key of value 0: [H], or [B or 1, H, Nq or 1].
-
-    Returns: [B, H, Nq, Dv]; 0 in rows that see no key.
-
-    Raises: ValueError for more than 2^28 scores.
-    """
+    """Computes attention [B, H, Nq, Dv] over all pairs; ValueError for more than 2^28 scores."""
     batch, heads, q_len, _ = query.shape
     if not torch.compiler.is_compiling() and batch * heads * q_len * key.shape[2] > MOST_SCORES:
         raise ValueError(
             f"{why} is computed over all pairs, up to 2^28 scores, got {batch} x {heads} x {q_len} "
-            f"x {key.shape[2]}; say it as a pattern with apply(model, pattern), or take smaller "
+            f"x {key.shape[2]}; write it as a pattern for apply(model, pattern), or use smaller "
             "batches"
         )
     group = heads // key.shape[1]
@@ -64,9 +51,9 @@ def dense_attention(
 
 
 def as_bool(mask: Tensor) -> Tensor | None:
-    """Converts an additive mask of only 0 and -inf to a bool mask; returns None for a true bias.
+    """Converts a float mask of only 0 and -inf to bool; returns None if it has other numbers.
 
-    The lowest finite number counts as -inf, because transformers writes it.
+    The lowest finite number counts as -inf, because transformers' masks contain it.
     """
     if mask.dtype == torch.bool:
         return mask
@@ -78,15 +65,15 @@ def as_bool(mask: Tensor) -> Tensor | None:
 
 
 def check_mask(mask: Tensor, query: Tensor, key: Tensor) -> None:
-    """Raises ValueError if a tensor does not fit as the mask of a call's pairs."""
+    """Raises ValueError if a 4-D mask has a wrong dtype or shape."""
     shape = (*query.shape[:3], key.shape[2])
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
-            "a 4-D attention_mask must be bool (True = may attend) or floating point (added to "
+            "a 4-D attention_mask must be bool (True = attends) or floating point (added to "
             f"scores), got {mask.dtype}; convert ones and zeros by .bool()"
         )
     if mask.dim() != 4 or any(a not in (1, b) for a, b in zip(mask.shape, shape, strict=True)):
         raise ValueError(
             f"attention_mask must broadcast to [batch, heads, queries, keys] {shape}, got "
-            f"{tuple(mask.shape)}; slice it as the keys"
+            f"{tuple(mask.shape)}; slice it to these lengths"
         )
