@@ -1,13 +1,13 @@
 """Dilated attention with torchscale's interface, for LongNet, LongViT and Prov-GigaPath.
 
     from sparsering.integrations import torchscale
-    names = torchscale.convert(slide_encoder)     # swaps the attention of a built model, in place
+    names = torchscale.convert(slide_encoder)     # replaces the attention inside a model
     layer = torchscale.DilatedAttention(args, 768, 16, self_attention=True, subln=True)
 
 It runs on any device, without torchscale, flash-attn, einops or fairscale. torchscale pads segments
-with zero keys that its softmax sees, and weights trained there expect them.
-`zero_padding="torchscale"` adds them as a sink; `"exact"` computes LongNet's formula on real keys
-only. Gradients are exact; torchscale's own ignore that branch weights depend on query and key.
+with zero keys, which are part of its softmax, so models trained with it expect them.
+`zero_padding="torchscale"` adds them as a sink; `"exact"` computes LongNet's formula without them.
+Gradients are exact; torchscale leaves out the gradient of the branch weights.
 """
 
 import copy
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import attention
+from ..nn.transformer import checked_heads
 from ..numerics import sum_dtype
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import shortened
@@ -37,15 +38,17 @@ class DilatedAttention(nn.Module):
     Each head sees the residue class that torchscale assigns it: `Dilated(..., offset="block")`.
 
     Args:
-        args: has `segment_length` and `dilated_ratio` (sequences of ints, or their text, which is
-            parsed, never evaluated), and may have `multiway`, `layernorm_eps`, `xpos_rel_pos`,
-            `xpos_scale_base`, `seq_parallel`; `flash_attention` is ignored. Read once.
-        embed_dim, num_heads: number of channels, and of heads that divide them.
-        dropout: probability for attention weights, in training only. torchscale's acts in eval too.
+        args: an object with the attributes `segment_length` and `dilated_ratio` (sequences of ints,
+            or text such as "[1024, 4096]"), and optionally `multiway`, `layernorm_eps`,
+            `xpos_rel_pos`, `xpos_scale_base` and `seq_parallel`. Later changes have no effect.
+        embed_dim: number of channels, a multiple of num_heads.
+        num_heads: number of attention heads.
+        dropout: probability of dropping an attention weight, in training only; torchscale also
+            drops in eval mode.
         self_attention, encoder_decoder_attention: exactly one is True. Only self-attention has a
             norm or xPos.
         subln: adds a LayerNorm before the last projection.
-        zero_padding: "exact", or "torchscale" for weights that were trained there.
+        zero_padding: "exact", or "torchscale" for weights that were trained with torchscale.
 
     Raises: ValueError for invalid arguments; NotImplementedError for `args.seq_parallel` in
         "exact".
@@ -76,19 +79,15 @@ class DilatedAttention(nn.Module):
                 "expected one of self_attention and encoder_decoder_attention to be True, got "
                 f"{self_attention} and {encoder_decoder_attention}; pass self_attention=True"
             )
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(
-                f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; "
-                f"{max(1, num_heads) * 64} gives heads of 64"
-            )
-        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.embed_dim, self.num_heads = checked_heads(embed_dim, num_heads)
         self.head_dim = embed_dim // num_heads
         self.dropout = dropout
         self.self_attention = self_attention
         self.encoder_decoder_attention = encoder_decoder_attention
         self.pattern = checked_pattern(args, zero_padding)
         self.args, self.zero_padding = args, zero_padding
-        self.k_proj, self.v_proj, self.q_proj, self.out_proj = (  # in torchscale's order of draws
+        # torchscale's order, for the same random initial weights
+        self.k_proj, self.v_proj, self.q_proj, self.out_proj = (
             _multiway(args, nn.Linear(embed_dim, embed_dim)) for _ in range(4)
         )
         eps = getattr(args, "layernorm_eps", 1e-5)
@@ -99,7 +98,7 @@ class DilatedAttention(nn.Module):
         self.xpos = XPos(self.head_dim, base) if has_xpos else None
 
     def reset_parameters(self) -> None:
-        """Redraws the projections' weights, as torchscale's method of this name does."""
+        """Draws new weights for the projections, as torchscale's method of this name does."""
         for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
             gain = 1.0 if name == "out_proj" else 1 / math.sqrt(2)
             proj = getattr(self, name)
@@ -128,27 +127,27 @@ class DilatedAttention(nn.Module):
 
         Args:
             query, key, value: [B, N, E], of equal lengths.
-            incremental_state: keys and values [B, H, n, D] of earlier tokens, as "prev_key" and
-                "prev_value"; the call appends the new ones. Steps equal one pass.
+            incremental_state: keys and values [B, H, n, D] of n earlier tokens, as "prev_key" and
+                "prev_value"; the call appends the new tokens' keys and values.
             key_padding_mask: [B, n + N], nonzero for keys to mask out. torchscale ignores it;
                 with zero_padding="torchscale" it must be all zero.
             attn_mask: None, or the causal triangle [N, N], which has the effect of `is_causal`.
             rel_pos: must be None.
-            is_first_step: ignored; `incremental_state` determines it.
-            is_causal: no query sees later keys.
+            is_first_step: ignored.
+            is_causal: whether a query is denied later keys.
 
         Returns: out [B, N, E] and None.
 
-        Raises: ValueError for inputs that do not fit, and where torchscale's results cannot be
-            reproduced; NotImplementedError for `rel_pos` and for masks other than the triangle.
+        Raises: ValueError for invalid shapes, and if torchscale's results cannot be reproduced;
+            NotImplementedError for `rel_pos` and for another `attn_mask`.
         """
         _check_shapes(query, key, value, self.embed_dim)
         B, N, E = query.shape
         is_causal = bool(is_causal) if attn_mask is None else _check_triangle(attn_mask, N)
         if rel_pos is not None:
             raise NotImplementedError(
-                "rel_pos is not computed, nor does torchscale's dilated attention; pass None, or "
-                "sparsering.attention(..., distance_bias=)"
+                "rel_pos is not supported, as in torchscale's dilated attention; pass None, or "
+                "call sparsering.attention(..., distance_bias=...)"
             )
         state = {} if incremental_state is None else incremental_state
         first = state["prev_key"].shape[2] if "prev_key" in state else 0
@@ -161,7 +160,7 @@ class DilatedAttention(nn.Module):
             if key_padding_mask.shape != (B, first + N):
                 raise ValueError(
                     f"key_padding_mask must be [{B}, {first + N}], a number per key, got "
-                    f"{tuple(key_padding_mask.shape)}; it covers keys of steps before too"
+                    f"{tuple(key_padding_mask.shape)}; include the keys of earlier steps"
                 )
             if (padding := key_padding_mask.to(torch.bool)).any():
                 pattern = pattern & KeyMask(~padding)
@@ -186,9 +185,9 @@ class DilatedAttention(nn.Module):
 def convert(model: nn.Module, *, zero_padding: str = "torchscale") -> list[str]:
     """Converts every torchscale `DilatedAttention` inside a model to this library's, in place.
 
-    The modules stay the same objects, with their parameters, hooks and places; only their class
-    changes. torchscale is not imported: the class name and the attributes identify the modules.
-    Subclasses of another name are left alone, since they may compute something else.
+    The modules stay the same objects, with their parameters and hooks; only their class changes.
+    torchscale is not imported: class name and attributes identify its modules. Subclasses with
+    another name do not change, because they may compute something else.
 
     Args:
         model: a model of torchscale, or of a copy of it such as Prov-GigaPath's.
@@ -209,8 +208,8 @@ def convert(model: nn.Module, *, zero_padding: str = "torchscale") -> list[str]:
     for name, module in modules.items():
         if "forward" in vars(module):
             raise ValueError(
-                f"expected the class of {name or 'the model'} to have its forward, got one that is "
-                "set on the instance, as checkpoint wrappers do; convert before wrapping"
+                f"expected {name or 'the model'} to use its class's forward, got a forward set on "
+                "the instance, as checkpoint wrappers do; convert before wrapping"
             )
     for module, pattern in zip(modules.values(), patterns, strict=True):
         module.__class__ = DilatedAttention
@@ -231,9 +230,9 @@ def checked_pattern(args: Any, zero_padding: str) -> Pattern:
     if getattr(args, "seq_parallel", False):
         kind = ValueError if zero_padding == "torchscale" else NotImplementedError
         raise kind(
-            "expected args.seq_parallel=False, got True, which is not computed here, nor is "
-            "torchscale's own right in a causal pass; set it to False, or train a "
-            "sparsering.models.LongNetEncoder with attend=ring_attention"
+            "expected args.seq_parallel=False, got True, which is not supported (and wrong in "
+            "torchscale if causal); set it to False, or train a sparsering.models.LongNetEncoder "
+            "with attend=ring_attention"
         )
     lengths, rates = (
         integers(getattr(args, name, None), name) for name in ("segment_length", "dilated_ratio")
@@ -260,18 +259,18 @@ def integers(sizes: object, name: str) -> tuple[int, ...]:
         return (sizes,)
     if not isinstance(sizes, Sequence):
         raise ValueError(
-            f"args.{name} must be a sequence of ints, got {shortened(repr(sizes))}; [1024, 4096] "
-            "is one"
+            f"args.{name} must be a sequence of ints, got {shortened(repr(sizes))}; for example "
+            "[1024, 4096]"
         )
     return tuple(sizes)
 
 
 def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Tensor | None:
-    """Returns a sink [1, H, N] that replaces the zero keys of torchscale's padding, if any.
+    """Returns a sink [1, H, N] with the softmax mass of torchscale's zero keys; None without any.
 
-    A branch pads the last segment to full length, and each segment to a multiple of the rate. The
-    zeros in a head's residue class are keys of logit 0 and value 0, which the rows of that segment
-    and residue class see. `like` gives dtype and device.
+    A branch pads the last segment to full length, and each segment to a multiple of the rate. A
+    zero key has logit 0 and value 0. The queries of the same segment and residue class see it.
+    `like` gives dtype and device.
     """
     count = torch.zeros(1, num_heads, length, dtype=sum_dtype(like), device=like.device)
     has_zeros = False
@@ -287,28 +286,22 @@ def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Te
 
 
 def _last_segment(branch: Pattern, length: int) -> tuple[int, int, int]:
-    """Returns (segment length, start of the last segment, rate); only the last has zero keys."""
+    """Returns (segment length, start of the last segment, dilation rate) of a branch."""
     assert isinstance(branch, Dilated)
     segment = min(branch.segment_length, length)
     return segment, (length - 1) // segment * segment, branch.dilation_rate
 
 
 class XPos(nn.Module):
-    """Holds the parameters of xPos's decay, under torchscale's names.
+    """Holds the parameters of xPos's decay, under torchscale's names."""
 
-    Attributes:
-        scale: [D / 2], the decay base of each pair of channels.
-        scale_base: number of positions over which the base applies once.
-    """
-
-    scale: Tensor
+    scale: Tensor  # [D / 2], the decay of each pair of channels over `scale_base` positions
 
     def __init__(self, head_dim: int, scale_base: float = 512) -> None:
         super().__init__()
         if head_dim % 2:
             raise ValueError(
-                f"xpos_rel_pos needs an even head dim, got {head_dim}; choose another number of "
-                "heads"
+                f"xpos_rel_pos needs an even head dim, got {head_dim}; change num_heads"
             )
         self.head_dim, self.scale_base = head_dim, scale_base
         base = (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim)
@@ -320,8 +313,8 @@ def apply_xpos(
 ) -> Tensor:
     """Rotates channels (2i, 2i + 1) of x [B, H, n, D] by position, and scales them.
 
-    The first token is at position `first` of a sequence of `length`. The scale is 1 in the middle
-    of the sequence; `downscale` divides by it.
+    The n tokens begin at position `first` of a sequence of `length` tokens. The scale is 1 in the
+    middle of the sequence; `downscale` divides by it.
     """
     scale, dtype = xpos.scale, sum_dtype(x)
     assert isinstance(scale, Tensor)
@@ -337,10 +330,9 @@ def apply_xpos(
 
 
 class Multiway(nn.Module):
-    """Applies module A to tokens before `split_position` and its sibling B to the others.
+    """Applies module A to tokens before `split_position` and its copy B to the others.
 
-    A position of -1 means A for all tokens, 0 means B for all. torchscale's `set_split_position`
-    sets the attribute.
+    -1 applies A to all tokens, 0 applies B to all. torchscale's `set_split_position` sets it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -351,7 +343,6 @@ class Multiway(nn.Module):
         self.split_position = -1
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps x [B, N, ...], split along the tokens."""
         if self.split_position in (-1, 0):
             out: Tensor = self.B(x) if self.split_position == 0 else self.A(x)
             return out
@@ -366,8 +357,8 @@ def _multiway(args: Any, module: nn.Module) -> nn.Module:
 def _checked_padding(zero_padding: str) -> str:
     if zero_padding not in ZERO_PADDINGS:
         raise ValueError(
-            'zero_padding must be "exact" or "torchscale", got '
-            f"{shortened(repr(zero_padding))}; the latter is for weights trained there"
+            f'zero_padding must be "exact" or "torchscale", got {shortened(repr(zero_padding))}; '
+            '"torchscale" is for weights trained with torchscale'
         )
     return zero_padding
 
@@ -377,12 +368,12 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, embed_dim: int) -> 
     if any(len(shape) != 3 or shape[2] != embed_dim for shape in shapes):
         raise ValueError(
             f"query, key and value must be [batch, tokens, {embed_dim}], got {shapes}; transpose "
-            "what has tokens first"
+            "inputs that have tokens first"
         )
     if len(set(shapes)) > 1:
         raise ValueError(
-            f"query, key and value must have one shape, got {shapes}; for queries of other tokens "
-            "than keys use sparsering.nn or sparsering.attention"
+            f"query, key and value must have one shape, got {shapes}; for cross attention use "
+            "sparsering.nn or sparsering.attention"
         )
 
 
@@ -393,9 +384,9 @@ def _check_triangle(attn_mask: Tensor, length: int) -> bool:
     triangle = attn_mask.shape == later.shape and torch.equal(blocked, later)
     if not triangle or (attn_mask.dtype != torch.bool and bool(attn_mask[~later].any())):
         raise NotImplementedError(
-            "attn_mask is computed only where it is the causal triangle (-inf above the diagonal, "
-            f"else 0), got another of shape {tuple(attn_mask.shape)}; pass None and is_causal, or "
-            "a pattern to sparsering.attention"
+            "attn_mask must be the causal triangle (-inf above the diagonal, else 0), got another "
+            f"of shape {tuple(attn_mask.shape)}; pass None and is_causal, or call "
+            "sparsering.attention with a pattern"
         )
     return True
 
@@ -403,23 +394,23 @@ def _check_triangle(attn_mask: Tensor, length: int) -> bool:
 def _check_reproducible(
     pattern: Pattern, first: int, length: int, is_causal: bool, key_padding_mask: Tensor | None
 ) -> None:
-    """Raises ValueError if torchscale's own results are faulty or change between steps."""
+    """Raises ValueError if torchscale's results are wrong, or depend on the number of steps."""
     way_out = 'or zero_padding="exact"'
     for branch in pattern.branches if length else ():
         segment, start, rate = _last_segment(branch, length)
         if start and segment % rate:
             raise ValueError(
-                "torchscale misplaces rows where a rate does not divide its segment length and "
-                f"there are several segments, got rate {rate}, segments of {segment} and "
-                f"{length} tokens; pass at most {segment} tokens, {way_out}"
+                "torchscale misplaces rows if a rate does not divide its segment length and there "
+                f"are several segments, got rate {rate}, segments of {segment} and {length} "
+                f"tokens; pass at most {segment} tokens, {way_out}"
             )
     if key_padding_mask is not None and bool(key_padding_mask.any()):
         raise ValueError(
-            'expected no padding in key_padding_mask with zero_padding="torchscale", for '
+            'expected no padding in key_padding_mask with zero_padding="torchscale", because '
             f"torchscale ignores it; pass sequences without padding one by one, {way_out}"
         )
     if first and not is_causal:
         raise ValueError(
-            'expected is_causal in incremental steps with zero_padding="torchscale", for its zero '
-            f"keys change with every token; pass is_causal=True, {way_out}"
+            'expected is_causal in incremental steps with zero_padding="torchscale", because its '
+            f"zero keys change with every token; pass is_causal=True, {way_out}"
         )

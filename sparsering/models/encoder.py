@@ -77,7 +77,7 @@ class LongNetEncoder(nn.Module):
         )
         drop_path = checked_number("drop_path", drop_path, 0, 1)
         if drop_path == 1:
-            raise ValueError("drop_path must be at least 0 and below 1, got 1.0; 0.0 turns it off")
+            raise ValueError("drop_path must be at least 0 and below 1, got 1.0; 0.0 drops nothing")
         self.pattern = pattern
         self.attend: Attend = partial(attention, pattern=pattern)
         self.num_heads, self.axes = num_heads, axes
@@ -149,8 +149,8 @@ class LongNetEncoder(nn.Module):
         B, N, _ = x.shape
         if positions is not None and positions.shape != (N,):
             raise ValueError(
-                f"positions must be [{N}], one per token of x, got {tuple(positions.shape)}; x has "
-                "a row for the class token too"
+                f"positions must be [{N}], one per token of x, got {tuple(positions.shape)}; with "
+                "a class token, x has a row for it too"
             )
         place = self._checked_coordinates(coordinates, B, N, positions)
         first = self.class_token

@@ -269,27 +269,22 @@ class LongNetLM(nn.Module):
                 f"caches must be a list, one for each of {len(self.blocks)} blocks, got {got}; "
                 "model.caches() makes them"
             )
-        return self._generate(tokens, num_tokens, sampling, stop, generator, caches)
+        layer_caches: Sequence[KVCache] = caches
 
-    def _generate(
-        self,
-        tokens: Tensor,
-        num_tokens: int,
-        sampling: Sampling,
-        stop: Sequence[int] | None,
-        generator: torch.Generator | None,
-        caches: Sequence[KVCache],
-    ) -> Iterator[Tensor]:
-        active = torch.ones(tokens.shape[0], dtype=torch.bool)
-        last: list[Tensor] = []
-        for _ in range(num_tokens):
-            tokens = tokens.to(self.embedding.weight.device)
-            token = sampling.draw(self.next_logits(tokens, caches), generator)
-            yield token.where(active, -1)
-            tokens = token[:, None]
-            if stop is not None:
-                last = [*last, token][-len(stop) :]
-                if len(last) == len(stop):
-                    active &= (torch.stack(last, 1) != torch.tensor(stop)).any(1)
-                if not active.any():
-                    return
+        def new_tokens() -> Iterator[Tensor]:
+            active = torch.ones(tokens.shape[0], dtype=torch.bool)
+            last: list[Tensor] = []
+            fed = tokens
+            for _ in range(num_tokens):
+                fed = fed.to(self.embedding.weight.device)
+                token = sampling.draw(self.next_logits(fed, layer_caches), generator)
+                yield token.where(active, -1)
+                fed = token[:, None]
+                if stop is not None:
+                    last = [*last, token][-len(stop) :]
+                    if len(last) == len(stop):
+                        active &= (torch.stack(last, 1) != torch.tensor(stop)).any(1)
+                    if not active.any():
+                        return
+
+        return new_tokens()

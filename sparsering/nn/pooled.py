@@ -74,7 +74,8 @@ def pooled_scores(
         share = pad(share.sum(2), (0, 0, 0, -part.shape[3] % query_block))
         shares.append(share.unflatten(2, (-1, query_block)).sum(3))
     share = torch.cat(shares, 2)  # [B, Hkv, R, Np]
-    total = share.new_zeros(batch, kv_heads, rows, blocks + 1)  # last: windows past the keys
+    # The last column collects windows past the keys, and the result drops it.
+    total = share.new_zeros(batch, kv_heads, rows, blocks + 1)
     for after in range((size + block_size - 2) // block_size + 1):
         block = start // block_size + after
         end = (start + size).clamp(max=kv_len).minimum((block + 1) * block_size)

@@ -128,7 +128,7 @@ class SelectedAttention(nn.Module):
         if num_heads % kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {kv_heads}; "
-                "1 shares keys among all heads"
+                "num_kv_heads=1 shares keys among all heads"
             )
         scorers = (*METHODS, "pooled", "learned")
         for name, value, choices in (("scorer", scorer, scorers), ("gate", gate, GATES)):
@@ -168,7 +168,7 @@ class SelectedAttention(nn.Module):
             self.block_scorer = BlockScorer(
                 self.head_dim, kv_heads, block_size, query_block=query_block, causal=causal
             )
-        self._select(torch.zeros(1, 1, 1, self.k + 1))  # validates k, sink and local early
+        self._select(torch.zeros(1, 1, 1, self.k + 1))  # raises now if sink + local > k
 
     @classmethod
     def nsa(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
@@ -212,7 +212,7 @@ class SelectedAttention(nn.Module):
         return cls(embed_dim, num_heads, **{**preset, **options})
 
     def extra_repr(self) -> str:
-        """Arguments of the constructor, for `repr`."""
+        """Lists the constructor's arguments for `repr`."""
         names = ("block_size", "k", "query_block", "scorer", "window", "sink", "local", "pooled")
         parts = [f"{name}={getattr(self, name)!r}" for name in (*names, "dense_below", "causal")]
         return f"{self.num_heads} heads on {self.num_kv_heads}, {', '.join(parts)}"

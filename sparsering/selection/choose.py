@@ -71,7 +71,7 @@ def select_blocks(
     checked_flag("causal", causal)
     if top_p is not None and not (is_finite(top_p) and 0 < top_p <= 1):
         raise ValueError(
-            f"top_p must be above 0 and at most 1, got {shortened(repr(top_p))}; None is no limit"
+            f"top_p must be above 0 and at most 1, got {shortened(repr(top_p))}; None sets no limit"
         )
     *outer, rows, blocks = scores.shape
     if min(sink + local, blocks) > k:

@@ -28,7 +28,7 @@ def checked_method(method: str, parts: int, block_size: int, query_block: int = 
     if block_size % parts or (method == "antidiagonal" and query_block % parts):
         sizes = "block_size" if method == "sub" else "block_size and query_block"
         got = block_size if method == "sub" else f"{block_size} and {query_block}"
-        raise ValueError(f"parts must divide {sizes}, {got}, got {parts}; 1 does")
+        raise ValueError(f"parts must divide {sizes} ({got}), got {parts}; 1 always does")
     return parts if method == "antidiagonal" else block_size // parts
 
 
@@ -38,8 +38,8 @@ class BlockEstimate(NamedTuple):
     method: str  # one of METHODS
     length: int  # number of keys, Nk
     part: int  # tokens in each part
-    # [B, Hkv, slots, Nb, F], slot c holds part c of each block. Without the last block if that
-    # block is partial and every query that sees it is inside it.
+    # [B, Hkv, slots, Nb, F], slot c holds part c of each block. A partial last block may be left
+    # out if only queries inside that block see it.
     feature: Tensor
     keys: Tensor  # [B, Hkv, blocks, block_size, D], blocks from `first_own` on, padded with zeros
     first_own: int = 0

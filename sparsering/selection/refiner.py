@@ -170,7 +170,7 @@ class PatternRefiner:
         most = min(self.swaps, self.k, self.shape[2])
         enter_mass, entering = _least(torch.where(can_enter, -self._mass, torch.inf), most)
         leave_mass, leaving = _least(torch.where(can_leave, self._mass, torch.inf), most)
-        swap = -enter_mass > (1 + self.margin) * leave_mass  # False for inf: no candidate
+        swap = -enter_mass > (1 + self.margin) * leave_mass  # False if inf, for no candidate
         if not bool(swap.any()):
             return False
         slot = (self.table[..., None] == leaving[:, :, None]) & swap[:, :, None]  # [H, R, k, swaps]
@@ -195,9 +195,9 @@ class PatternRefiner:
         ):
             names = sorted(state) if isinstance(state, Mapping) else shortened(repr(state))
             raise ValueError(
-                f"expected the state_dict of a PatternRefiner of {self.shape} heads, rows and "
-                f"blocks and k={self.k}, got one with {names}; construct the refiner with the "
-                "arguments of the saved one"
+                "expected the state_dict of a PatternRefiner with (heads, rows, blocks) = "
+                f"{self.shape} and k={self.k}, got one with {names}; construct the refiner with "
+                "the arguments of the saved one"
             )
         for name in STATE:
             setattr(self, name, state[name.lstrip("_")].detach().cpu().clone())
@@ -211,10 +211,10 @@ class PatternRefiner:
         settings = torch.tensor(
             (self.ema, self.margin, self.swaps, self.cooldown), dtype=torch.float64
         )
-        names = (name for name in STATE if name not in ("_sums", "_counts"))  # ranks differ there
+        names = (name for name in STATE if name not in ("_sums", "_counts"))  # each rank's own
         state = settings, self._protected, *(getattr(self, name) for name in names)
         own = torch.tensor([_digest(x) for x in state])
-        extremes = torch.cat((own, ~own)).to(device)  # max(~x) is ~min(x): one MAX gives both
+        extremes = torch.cat((own, ~own)).to(device)  # one MAX gives max(x) and ~min(x)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         most, least = extremes.cpu().chunk(2)
         if not torch.equal(most, ~least):
@@ -232,7 +232,6 @@ STATE = ("table", "_mass", "_observed", "_sums", "_counts", "_barred_until", "_u
 
 
 def _digest(x: Tensor) -> int:
-    """Hash of the bits of a tensor."""
     return digest_of(x.contiguous().view(torch.int64) if x.dtype == torch.float64 else x.long())
 
 

@@ -17,7 +17,7 @@ from ..patterns.selected import SelectedBlocks
 from .query_rows import num_rows
 from .slots import listed_blocks
 
-_AT_A_TIME = 1 << 23  # logits
+_AT_A_TIME = 1 << 23  # logits computed at a time
 _RISK = 1e-3  # probability that the mean of all rows lies outside `Captured.interval`
 _BASELINES = ("random", "window", "oracle")
 
@@ -70,7 +70,7 @@ class SelectionReport:
     oracle: "SelectionReport | None" = None
 
     def __str__(self) -> str:
-        """Table with a line for each selection: means over kv heads, with shares clamped to 1."""
+        """Formats a table, a line for each selection: means over kv heads, shares at most 1."""
         titles = ("", "density", "captured", "p05", "least", "error", "recall", "inflation")
         lines = ["".join(f"{title:>10}" for title in titles)]
         names, reports = ("selected", *_BASELINES), (self, self.random, self.window, self.oracle)
@@ -178,9 +178,9 @@ class _Comparison:
         self.first_row = start // size  # the row of the first query
         position = start + torch.arange(query.shape[2], device=query.device)
         row = position // size - self.first_row
-        self.query_index = torch.nonzero(torch.isin(row, self.sample))[:, 0]  # [n]
+        self.query_index = torch.nonzero(torch.isin(row, self.sample))[:, 0]  # [n] in these rows
         self.position = position[self.query_index]
-        self.row = torch.searchsorted(self.sample, row[self.query_index])  # [n] index in `sample`
+        self.row = torch.searchsorted(self.sample, row[self.query_index])  # [n] in `sample`
         heads = selected.indices.shape[-3] if selected.indices.dim() > 2 else 1
         self.heads = max(heads, key.shape[1])  # heads that choose blocks separately, H
         self.blocks = -(-key.shape[2] // selected.block_size)
@@ -225,7 +225,7 @@ class _Comparison:
         return listed_blocks(indices, self.blocks).expand_as(self.mass) & (self.visible > 0)
 
     def ranks(self, seed: int) -> dict[str, Tensor]:
-        """Ranks [B, H, rows, Nb] of the blocks in each baseline, which takes the lowest ranks."""
+        """Ranks each row's blocks [B, H, rows, Nb] from 0 on, as each baseline prefers them."""
         block = torch.arange(self.blocks, device=self.query.device)
         own = (self.sample + self.first_row) * self.selected.row_size // self.selected.block_size
         generator = torch.Generator().manual_seed(seed)
@@ -248,7 +248,13 @@ class _Comparison:
         The report contains the `baselines`; without them the selection is itself a baseline.
         """
         kv_heads = self.key.shape[1]
-        table = self._table(listed)
+        # A selection that lists these blocks in the examined rows, and no blocks in other rows.
+        most = int(listed.sum(-1).max())
+        order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
+        indices = order.new_full((*order.shape[:2], self.total, most), -1)
+        indices[:, :, self.sample] = torch.where(listed.gather(-1, order), order, -1)
+        sizes = self.selected.block_size, self.selected.row_size
+        table = SelectedBlocks(indices, *sizes, self.first_row)
         pattern = table & Causal() if self.causal else table
         query, key, value = (x.to(self.out.dtype) for x in (self.query, self.key, self.value))
         out, lse = attention(query, key, value, pattern, return_lse=True)
@@ -286,15 +292,6 @@ class _Comparison:
             rows=rows,
             **(baselines or {}),
         )
-
-    def _table(self, listed: Tensor) -> SelectedBlocks:
-        """Builds a selection that lists these blocks in the examined rows, and none elsewhere."""
-        most = int(listed.sum(-1).max())
-        order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
-        table = order.new_full((*order.shape[:2], self.total, most), -1)
-        table[:, :, self.sample] = torch.where(listed.gather(-1, order), order, -1)
-        block_size, row_size = self.selected.block_size, self.selected.row_size
-        return SelectedBlocks(table, block_size, row_size, self.first_row)
 
     def _of_kv_heads(self, x: Tensor) -> Tensor:
         """Mean [Hkv] of x [H] over the query heads of each kv head; H may be 1."""

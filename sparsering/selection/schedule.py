@@ -21,7 +21,7 @@ class Schedule:
 
     Between two points, "linear" interpolates, "cosine" follows half a cosine that is flat at both
     points, and "step" keeps the earlier value. The value is constant before the first point and
-    after the last. If two points have the same step, the value jumps there to that of the later.
+    after the last. If two points have the same step, the value jumps to the later one there.
 
     Args:
         points: ((step, value), ...) in order of steps.
@@ -134,7 +134,7 @@ class GatedSchedule:
         return {"clock": self.clock}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state from `state_dict`; ValueError if it is not one."""
+        """Restores the state from `state_dict`; ValueError for another dict."""
         if not isinstance(state, Mapping) or set(state) != {"clock"}:
             raise ValueError(
                 "expected the state_dict of a GatedSchedule, with 'clock', got "

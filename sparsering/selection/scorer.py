@@ -15,7 +15,7 @@ from ..patterns.arguments import checked_flag, checked_integer
 from ..patterns.positions import Full
 from .query_rows import checked_blocks, num_rows
 
-_AT_A_TIME = 1 << 24  # scores that are computed at a time, of all query heads
+_AT_A_TIME = 1 << 24  # scores computed at a time, over all query heads
 
 
 class BlockScorer(nn.Module):
@@ -81,7 +81,7 @@ class BlockScorer(nn.Module):
         self.project_query = nn.Parameter(torch.randn(shape) * head_dim**-0.5)
 
     def extra_repr(self) -> str:
-        """Arguments of the constructor, for `repr`."""
+        """Lists the constructor's arguments for `repr`."""
         return (
             f"{self.head_dim}, {self.num_kv_heads}, {self.block_size}, "
             f"index_dim={self.project_key.shape[1]}, query_block={self.query_block}, "
@@ -150,7 +150,8 @@ class BlockScorer(nn.Module):
         query = query @ self.project_query.to(dtype).mT[:, None]
         query = query * project.shape[2] ** -0.5  # [B, Hkv, G, Nq, index_dim]
         own = None
-        if self.causal and q_len and blocks:  # pool each query's own block up to the query
+        if self.causal and q_len and blocks:
+            # pools the block at each query's position over the keys up to the query
             begin = min(first // size, blocks - 1)
             end = min((first + q_len - 1) // size, blocks - 1) + 1
             own_keys = key[:, :, (begin - num_skipped) * size : (end - num_skipped) * size]

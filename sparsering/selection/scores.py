@@ -113,7 +113,7 @@ def scores_of(
     rows = num_rows(q_start, q_len, query_block)
     shape = (batch * kv_heads, rows, blocks)
     if not math.prod(shape) or not group:
-        zero = query[..., :0].sum() + estimate.feature[..., :0].sum()  # has a gradient
+        zero = query[..., :0].sum() + estimate.feature[..., :0].sum()  # 0, but differentiable
         return estimate.feature.new_full((batch, kv_heads, rows, blocks), -torch.inf) + zero
     # [B * Hkv, Nq, G, D]: all heads of a query lie together, so that a row is one slice
     grouped = query.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(0, 1)
@@ -216,7 +216,7 @@ def _own_mass(span: Span, query: Tensor, estimate: BlockEstimate, scale: float) 
     first, stop = max(span.block, 0), min(span.block + span.blocks, estimate.num_blocks)
     blocks = max(0, stop - first)
     keys = estimate.keys[:, first - estimate.first_own :][:, :blocks]
-    before = (first - span.block) * (blocks > 0)  # blocks of the span before the first key
+    before = (first - span.block) * (blocks > 0)  # blocks at negative positions
     query = query.unflatten(1, (span.blocks, span.width))[:, before : before + blocks]
     logits = query.flatten(2, 3) @ (keys.mT * scale)
     logits = logits.unflatten(2, (span.width, group))

@@ -16,7 +16,7 @@ def listed_blocks(indices: Tensor, num_blocks: int) -> Tensor:
 
 
 def first_slots(indices: Tensor, num_blocks: int) -> Tensor:
-    """Marks each slot that lists a block from 0 to num_blocks - 1 as the row's first: [..., k]."""
+    """Marks slots whose block exists and is in no earlier slot of the row: bool [..., k]."""
     ordered, order = indices.sort(dim=-1, stable=True)
     repeated = torch.zeros_like(ordered, dtype=torch.bool)
     repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]

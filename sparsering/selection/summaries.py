@@ -101,7 +101,7 @@ class BlockSummaries:
     def _scores_of_one(
         self, method: str, query: Tensor, feature: Tensor, own: Tensor, scale: float
     ) -> Tensor:
-        """Scores for a single query, which sees all keys so far in its own block."""
+        """Scores blocks for a single query, at the last position."""
         query = query.unflatten(1, (feature.shape[1], -1)).flatten(0, 1)  # [B * Hkv, G, 1, D]
         query_feature = query_features(query.transpose(1, 2), scale, method)  # [B * Hkv, 1, G, F]
         logits = query_feature @ feature.flatten(0, 1).mT + math.log(self._part)

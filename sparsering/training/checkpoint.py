@@ -9,7 +9,7 @@ one file (`tensor_files`), and any number of processes can read them.
 
 A checkpoint may come from a stranger, so nothing in it is executed or unpickled. `checkpoint.json`
 is checked against the files' headers, and both against the recipe's model, before memory is
-allocated for tensors. The hashes come from the same stranger: they detect damage, not forgery.
+allocated for tensors. The hashes detect damage, not forgery.
 """
 
 import json
@@ -37,27 +37,20 @@ _FILE_NAME = re.compile(r"checkpoint-[0-9a-z-]{1,80}\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class About:
-    """Contents of a `checkpoint.json`: a run after `step` optimizer steps.
-
-    Attributes:
-        command: the subcommand that wrote it, "train" or "demo".
-        fingerprint: hash of the text (`Text.fingerprint`).
-        launch: name of the torchrun launch that wrote it; None for a single process.
-        files: size and hash of each file of tensors, by name.
-    """
+    """Contents of a `checkpoint.json`: a run after `step` optimizer steps."""
 
     folder: Path
     step: int
-    command: str
+    command: str  # the subcommand that wrote it, "train" or "demo"
     recipe: Recipe
-    fingerprint: str
-    launch: str | None
-    files: Files
+    fingerprint: str  # hash of the text (`Text.fingerprint`)
+    launch: str | None  # name of the torchrun launch that wrote it; None for a single process
+    files: Files  # size and hash of each file of tensors, by name
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint(About):
-    """A checkpoint with its tensors: weights `model.*`, optimizer state `optimizer.*`."""
+    """A checkpoint with the index of its tensors: `model.*` weights, `optimizer.*` state."""
 
     tensors: TensorIndex
 
@@ -84,16 +77,14 @@ def save_checkpoint(
 ) -> None:
     """Replaces the folder's checkpoint atomically; the arguments are as in `About`.
 
-    All ranks call this function, and each writes its share to a folder that all of them see.
-
-    Raises: OSError on all ranks if one cannot write; the old checkpoint stays untouched.
-    ImportError without safetensors.
+    All ranks call this function, and each writes its share to a folder that all ranks can read.
+    If a rank cannot write, all ranks raise OSError and the old checkpoint does not change.
     """
     tensors = named_tensors(model, optimizer)
     own: Files = {}
     try:
         ranks.together(lambda: own.update(write_tensors(folder, step, tensors, ranks)))
-    except Exception:  # all ranks raise, so no checkpoint.json will name these files
+    except Exception:  # all ranks raise, so no checkpoint.json names the files of this call
         _remove(folder, own.keys() - _named_files(folder))
         raise
     files = {name: file for share in ranks.gather(own) for name, file in share.items()}
@@ -113,7 +104,7 @@ def save_checkpoint(
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Returns weights `model.*` and optimizer state `optimizer.*` of this process, by name."""
+    """Returns this process's weights `model.*` and optimizer state `optimizer.*`, by name."""
     tensors: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
         tensors[f"model.{name}"] = weight.detach()
@@ -123,9 +114,7 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def load_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Checkpoint:
-    """Reads and verifies a checkpoint without loading its tensors.
-
-    Each rank verifies some of the files and does not wait for the others: see `Ranks.together`.
+    """Reads and verifies a checkpoint without loading its tensors; each rank verifies some files.
 
     Raises: FileNotFoundError if there is no checkpoint; ValueError if it is damaged or from another
     program; ImportError without safetensors.
@@ -137,14 +126,14 @@ def load_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Checkpoint:
         tensors.verify(ranks)
     except FileNotFoundError as error:
         missing = Path(error.filename or "file").name
-        raise _damaged(folder, f"no {missing}, which checkpoint.json names") from None
+        raise _damaged(folder, f"{missing}, which checkpoint.json names, is missing") from None
     except ValueError as error:
         raise _damaged(folder, str(error)) from None
     return Checkpoint(**vars(about), tensors=tensors)
 
 
 def read_about(folder: Path) -> About:
-    """Reads the folder's `checkpoint.json`, but no tensors. Raises as `load_checkpoint`."""
+    """Reads the folder's `checkpoint.json`, but no tensors; raises as `load_checkpoint`."""
     try:
         text = read_file(folder / "checkpoint.json", MOST_JSON_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -157,15 +146,15 @@ def read_about(folder: Path) -> About:
     try:
         values = json.loads(text, object_pairs_hook=_dict_of_pairs)
     except (ValueError, RecursionError):
-        raise _damaged(folder, "checkpoint.json that is not JSON") from None
+        raise _damaged(folder, "checkpoint.json is not JSON, or has a name twice") from None
     try:
         return _about(folder, values)
     except ValueError as error:
-        raise _damaged(folder, f"checkpoint.json with {error}") from None
+        raise _damaged(folder, f"in checkpoint.json, {error}") from None
 
 
 def load_model(folder: str | Path) -> LongNetLM:
-    """Returns a checkpoint's model in eval mode. Raises as `load_checkpoint`."""
+    """Returns a checkpoint's model in eval mode; raises as `load_checkpoint`."""
     checkpoint = load_checkpoint(Path(folder))
     model = checkpoint.recipe.build_model()
     checkpoint.restore(model)
@@ -173,9 +162,9 @@ def load_model(folder: str | Path) -> LongNetLM:
 
 
 def _about(folder: Path, values: Any) -> About:
-    """Checks values of `checkpoint.json`; ValueError if `save_checkpoint` writes otherwise."""
+    """Checks the values of `checkpoint.json`; ValueError if `save_checkpoint` cannot write them."""
     if not isinstance(values, dict) or values.get("format") not in (FORMAT, OLDER_FORMAT):
-        raise ValueError(f"a format other than {FORMAT!r}")
+        raise ValueError(f"the format is not {FORMAT!r}")
     tensors = _value(values, "tensors", dict)
     if values["format"] == FORMAT:
         files = _value(tensors, "files", dict)
@@ -183,20 +172,20 @@ def _about(folder: Path, values: Any) -> About:
         files = {_value(tensors, "file", str): tensors}
     else:
         raise ValueError(
-            "tensors written through pickle by an early version, which can run code and is never "
-            "read"
+            "the tensors were written through pickle by an early version; they could run code and "
+            "are never read"
         )
     if not files:
-        raise ValueError("no files of tensors")
+        raise ValueError("no file of tensors is named")
     for name in files:
         if not _FILE_NAME.fullmatch(name):
-            raise ValueError(f"{name!r} for a file of tensors")
+            raise ValueError(f"{name!r} is not the name of a file of tensors")
         for key, kind in (("bytes", int), ("sha256", str)):
             _value(_value(files, name, dict), key, kind)
     recipe = Recipe.from_json(_value(values, "recipe", dict))
     step = _value(values, "step", int)
     if not 0 <= step <= recipe.steps:
-        raise ValueError(f"step {step} of {recipe.steps}")
+        raise ValueError(f"step {step} is not from 0 to the recipe's {recipe.steps}")
     return About(
         folder,
         step,
@@ -211,42 +200,42 @@ def _about(folder: Path, values: Any) -> About:
 def _value(values: dict[str, Any], name: str, kind: type) -> Any:
     value = values.get(name)
     if type(value) is not kind:
-        raise ValueError(f"{name!r} that is no {kind.__name__}")
+        raise ValueError(f"{name!r} is no {kind.__name__}")
     return value
 
 
 def _dict_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Converts a JSON object to a dict; ValueError if a name stands in it twice."""
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a name twice")
+    """Converts a JSON object to a dict; ValueError if a name occurs twice."""
+    if len(values := dict(pairs)) != len(pairs):
+        raise ValueError("a name occurs twice")
     return values
 
 
 def _check_kinds(about: About, kinds: dict[str, Kind]) -> None:
-    """Raises ValueError at the first difference from the tensors of the recipe's model."""
+    """Raises ValueError if the tensors do not match the recipe's model and its optimizer."""
     unexpected = kinds.keys() - {"rng"}  # older checkpoints also store torch's random state
     for parameter, shape in about.recipe.parameter_shapes():
         kind = Kind(tuple(shape))
         expected = {f"model.{parameter}": kind}
-        if about.step:  # before its first step AdamW has no state
+        if about.step:  # AdamW has no state before its first step
             expected[f"optimizer.{parameter}.step"] = Kind(())
             expected[f"optimizer.{parameter}.exp_avg"] = kind
             expected[f"optimizer.{parameter}.exp_avg_sq"] = kind
         for name, kind in expected.items():
             if name not in kinds:
-                raise ValueError(f"no tensor {name}, which the recipe's model has")
+                raise ValueError(f"the recipe's model needs {name}, which no file has")
             if kinds[name] != kind:
-                raise ValueError(f"{name} of {kinds[name]}, not {kind}")
+                raise ValueError(f"{name} is {kinds[name]}, and the recipe's model needs {kind}")
         unexpected -= expected.keys()
     if unexpected:
-        raise ValueError(f"tensors of another model ({', '.join(sorted(unexpected)[:3])})")
+        names = ", ".join(sorted(unexpected)[:3])
+        raise ValueError(f"the files have tensors of another model ({names})")
 
 
 def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
-    """Makes these files the folder's checkpoint, and removes the files of all others.
+    """Makes these files the folder's checkpoint, and removes the files of older checkpoints.
 
-    Raises: OSError if `checkpoint.json` cannot be written; then it removes these files.
+    If `checkpoint.json` cannot be written, it removes these files instead and raises OSError.
     """
     try:
         replace_file(folder / "checkpoint.json", json.dumps(about, indent=2).encode() + b"\n")
@@ -254,11 +243,11 @@ def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
         _remove(folder, files.keys() - _named_files(folder))
         raise
     on_disk = (*folder.glob("checkpoint-*.safetensors"), *folder.glob(".checkpoint*.part"))
-    _remove(folder, {path.name for path in on_disk} - files.keys())  # a killed process leaves some
+    _remove(folder, {path.name for path in on_disk} - files.keys())  # also of killed processes
 
 
 def _named_files(folder: Path) -> set[str]:
-    """Names of the files that the folder's checkpoint needs; empty if it cannot be read."""
+    """Names the files of the folder's checkpoint; none if it cannot be read."""
     try:
         return set(read_about(folder).files)
     except (OSError, ValueError):

@@ -23,20 +23,13 @@ Windows = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Training bytes and validation bytes, from different files.
+    """Training bytes and validation bytes, from different files."""
 
-    Attributes:
-        train, validation: uint8 [bytes].
-        train_files, validation_files: names relative to the folder; for a single file, its name
-            with the span of bytes.
-        fingerprint: sha256 over the names of both sides and all bytes.
-    """
-
-    train: Tensor
-    validation: Tensor
-    train_files: tuple[str, ...]
+    train: Tensor  # uint8 [bytes]
+    validation: Tensor  # uint8 [bytes]
+    train_files: tuple[str, ...]  # names in the folder, or "name[:last byte]" for a single file
     validation_files: tuple[str, ...]
-    fingerprint: str
+    fingerprint: str  # sha256 of all names and bytes
 
 
 def read_text(
@@ -51,12 +44,11 @@ def read_text(
 
     Args:
         path: a file or a folder (read recursively, without hidden names and `__pycache__`).
-            Default: Python's standard library on this machine: its `*.py` files without its tests,
-            which some systems omit.
-        context: tokens per training window; each side needs context + 1 bytes.
-        seed: decides which files go to validation.
+            Default: the `*.py` files of Python's standard library on this machine, without tests.
+        context: tokens per window; training and validation each need context + 1 bytes.
+        seed: decides which files are for validation.
         glob: file names to read in a folder.
-        validation_share: approximate share of bytes for validation. Of a single file, its end.
+        validation_share: approximate share of bytes for validation; from the end of a single file.
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -109,7 +101,7 @@ def read_text(
 def training_window(
     train: Tensor, *, context: int, batch_size: int, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Draws a step's int64 tokens and targets [batch_size, context] from (seed, step)."""
+    """Draws a step's tokens and targets int64 [batch_size, context], as (seed, step) decides."""
     draw = random.Random(f"{seed}:{step}")
     starts = [draw.randrange(len(train) - context) for _ in range(batch_size)]
     windows = torch.stack([train[start : start + context + 1] for start in starts]).long()
@@ -117,7 +109,7 @@ def training_window(
 
 
 def validation_windows(validation: Tensor, *, context: int, count: int) -> Windows:
-    """Cuts up to `count` disjoint, evenly spread windows: int64 tokens and targets [1, context]."""
+    """Cuts up to `count` disjoint windows at equal distances: int64 [1, context] each."""
     count = max(1, min(count, (len(validation) - 1) // context))
     gap = (len(validation) - 1 - context) // max(count - 1, 1)
     windows = [validation[i * gap : i * gap + context + 1].long()[None] for i in range(count)]
@@ -125,14 +117,14 @@ def validation_windows(validation: Tensor, *, context: int, count: int) -> Windo
 
 
 def unigram_loss(train: Tensor, windows: Windows) -> float:
-    """Nats per target byte under the byte frequencies of `train`, each count plus one."""
+    """Computes the loss, in nats, of predicting each byte by its frequency in `train`."""
     counts = torch.bincount(train, minlength=256).double() + 1
     log_share = (counts / counts.sum()).log()
     return -float(torch.cat([log_share[targets].flatten() for _, targets in windows]).mean())
 
 
 def bigram_loss(train: Tensor, windows: Windows) -> float:
-    """Nats per target byte under the byte-pair frequencies of `train`, each count plus one."""
+    """Computes the loss, in nats, of predicting bytes by the frequency of pairs in `train`."""
     pairs = train[:-1].long() * 256 + train[1:]
     counts = torch.bincount(pairs, minlength=256 * 256).view(256, 256).double() + 1
     log_share = (counts / counts.sum(1, keepdim=True)).log()
@@ -148,8 +140,7 @@ def _text_files(path: Path, glob: str) -> dict[str, Path]:
         return {path.name: path}
     if not path.is_dir():
         raise ValueError(
-            f"expected a text file or a folder at {path}, got neither; copy the text to a file "
-            "first"
+            f"expected a text file or a folder at {path}, got neither; copy the text to a file"
         )
     if not (files := _files_below(path, glob, {"__pycache__"})):
         raise ValueError(
@@ -160,7 +151,7 @@ def _text_files(path: Path, glob: str) -> dict[str, Path]:
 
 
 def _files_below(folder: Path, glob: str, excluded: set[str]) -> dict[str, Path]:
-    """Files in a folder and its subfolders by name, without hidden and excluded names."""
+    """Finds files in a folder and its subfolders, by name, without hidden and excluded names."""
     names = [file.relative_to(folder) for file in sorted(folder.rglob(glob)) if file.is_file()]
     return {
         name.as_posix(): folder / name
@@ -173,14 +164,14 @@ def _read(file: Path) -> bytes:
     content = file.read_bytes()
     if (place := content.find(SEPARATOR)) >= 0:
         raise ValueError(
-            f"expected text, got a binary file: {file} has a NUL byte at {place}; take it out, or "
-            "pick the text files of the folder with --glob '*.txt'"
+            f"expected text, got a binary file: {file} has a NUL byte at {place}; remove it, or "
+            "choose the text files of the folder with --glob '*.txt'"
         )
     return content
 
 
 def _validation_files(contents: dict[str, bytes], target: int, seed: int) -> list[str]:
-    """Picks files at random until they have `target` bytes, but never more than half of all."""
+    """Draws files at random until they have `target` bytes, but never more than half of all."""
     order = sorted(contents)
     random.Random(f"{seed}:validation").shuffle(order)
     most = sum(map(len, contents.values())) // 2

@@ -19,21 +19,19 @@ from .loop import Run, train
 from .measure import StepTime, TimedTokens, peak_memory_bytes, step_times
 from .recipe import Recipe
 
-RECIPE = Recipe(steps=300, num_layers=2)  # a small model, for more steps in the same time
+RECIPE = Recipe(steps=300, num_layers=2)
 PROMPT_BYTES, SAMPLE_BYTES = 200, 300
 
 
 def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
-    """Trains, times a step with sparse and with dense attention, writes plots and `report.html`.
+    """Trains, times steps with sparse and with dense attention, writes plots and `report.html`.
 
-    It takes about four minutes on two cores. Files of an earlier demo are replaced.
+    It takes about four minutes on two cores, and replaces the files of an earlier demo.
 
     Returns: 0; 1 if the model does not beat the bigram baseline; 128 + n if signal n stopped the
     training.
-
-    Raises: as `train`; ImportError if matplotlib is missing, before any work.
     """
-    require_matplotlib()  # fails now rather than after the training
+    require_matplotlib()  # fails before the training, not after it
     began = time.perf_counter()
     pattern = parse(recipe.pattern)
     pairs, dense_pairs = (
@@ -97,7 +95,6 @@ def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
 def _training_rows(
     run: Run, times: tuple[StepTime, StepTime], baselines: dict[str, float], memory: int | None
 ) -> list[tuple[str, str]]:
-    """Rows (name, value) of the report's table."""
     sparse, dense = times
     parameters = sum(p.numel() for p in run.model.parameters())
     seconds = [record["seconds"] for record in run.metrics if "seconds" in record]
@@ -126,7 +123,7 @@ def _training_rows(
 
 
 def _generation_rows(run: Run) -> list[tuple[str, str]]:
-    """Generates after a prompt of validation text; together they fill one context."""
+    """Generates after a prompt of validation text; prompt and new bytes fill one context."""
     prompt = run.text.validation[: max(run.recipe.context - SAMPLE_BYTES, 1)].long()[None]
     caches = run.model.caches(max_length=prompt.shape[1] + SAMPLE_BYTES)
     tokens = TimedTokens(run.model.generate(prompt, SAMPLE_BYTES, caches=caches, temperature=0))
@@ -143,7 +140,7 @@ def _generation_rows(run: Run) -> list[tuple[str, str]]:
 def _images(
     run: Run, times: tuple[StepTime, StepTime], baselines: dict[str, float]
 ) -> dict[str, bytes]:
-    """Draws the report's plots: PNG bytes by caption."""
+    """Draws the report's plots: PNG bytes, by caption."""
     sparse, dense = times
     pattern, length = parse(run.recipe.pattern), run.recipe.context
     start = max(length // 16, 1)

@@ -1,4 +1,4 @@
-"""Demo of sequence-parallel training: the demo's model over several ranks, with bytes moved.
+"""Demo of sequence-parallel training: several ranks share each sequence; reports moved bytes.
 
 Run as `torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring --out runs/demo-ring`.
 """
@@ -26,40 +26,32 @@ from .torchrun import ranks_of_torchrun
 
 RECIPE = Recipe(steps=60, num_layers=2, dtype="float32")
 COMPARED_STEPS = 10
-TOLERANCE = 1e-4
-"""Largest relative difference from the losses of one process; sums round in another order."""
-TIMEOUT_S = 300.0  # the ranks wait while rank 0 trains alone for the comparison
+TOLERANCE = 1e-4  # largest relative difference from one process, whose sums have another order
+TIMEOUT_S = 300.0  # the other ranks wait while rank 0 trains alone for the comparison
 
 
 class RankFigures(NamedTuple):
-    """Work, traffic and memory of one rank.
-
-    Attributes:
-        pairs: (query, key) pairs of its queries, with multiplicity, over all heads.
-        received: bytes for one layer's attention: (counted, planned, planned if every rank needed
-            every key) in forward, then the same in backward.
-        peak_bytes: largest resident memory in training; None if the system does not say.
-    """
+    """Work, traffic and memory of one rank."""
 
     tokens: int
-    pairs: int | float
+    pairs: int | float  # (query, key) pairs of its queries, with multiplicity, over all heads
+    # Bytes for one layer's attention: counted, planned, and planned if every rank needed every key,
+    # in forward and again in backward.
     received: list[int | float]
-    peak_bytes: int | None
+    peak_bytes: int | None  # largest resident memory in training; None if unknown
 
 
 def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
     """Trains with each window's tokens sharded over all ranks, and compares with one process.
 
-    It takes about a minute with four ranks on two cores. Files of an earlier demo are replaced.
+    It takes about a minute with four ranks on two cores, and replaces the files of an earlier demo.
 
     Returns: 0; 1 if losses or bytes are not as expected; 128 + n if signal n stopped it.
-
-    Raises: as `train`; ValueError if torchrun did not start it; ImportError without matplotlib.
     """
     require_matplotlib()
     if not dist.is_torchelastic_launched():
         raise ValueError(
-            "expected processes that torchrun starts, got one by itself; run make demo-ring, or "
+            "expected processes started by torchrun, got a single process; run make demo-ring, or "
             "torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring"
         )
     began = time.perf_counter()
@@ -71,7 +63,7 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
                 f"{recipe.pattern}.",
                 flush=True,
             )
-        every = recipe.steps  # saves and validates at the end alone
+        every = recipe.steps  # saves and validates only at the end
         run = train(
             recipe, out, command="demo", save_every=every, validate_every=every, ranks=ranks
         )
@@ -86,7 +78,7 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
 
 
 def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> RankFigures:
-    """Figures of this rank, after training. One more forward and backward counts the bytes."""
+    """Measures this rank after training; one more forward and backward counts the bytes."""
     memory = peak_memory_bytes()
     with autocast(run.recipe.dtype, ranks.device.type):
         ranks.loss(run.model, *run.windows[0]).backward()
@@ -102,7 +94,7 @@ def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> RankFigures:
 
 
 def _full_ring(plan: RingPlan) -> RingPlan:
-    """Plan of the same shards if each query saw every key."""
+    """Plans the same shards if each query saw every key."""
     return RingPlan.build(
         Full(),
         plan.frame.kv_len,
@@ -118,7 +110,7 @@ def _report(out: Path, run: Run, plan: RingPlan, figures: list[RankFigures]) -> 
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         alone, peak = pool.submit(_losses_alone, run.recipe).result()
     losses = [record["loss"] for record in run.metrics if "loss" in record]
-    pairs = list(zip(losses, alone, strict=False))  # the first steps
+    pairs = list(zip(losses, alone, strict=False))  # `alone` has only the first steps
     largest = max(abs(a - b) / abs(b) for a, b in pairs)
 
     widths: tuple[int, ...] = (4, 16, 16, 14)
@@ -144,8 +136,8 @@ def _report(out: Path, run: Run, plan: RingPlan, figures: list[RankFigures]) -> 
     parameters = sum(p.nbytes for p in run.model.parameters())
     print(f"Beside it, each step sums gradients of {_size(parameters)} over the ranks.")
     print(f"Peak memory of the one process: {_size(peak)}.")
-    key_and_value = 2 * run.recipe.width // run.recipe.num_heads  # numbers of a token and head
-    row_bytes = key_and_value * DTYPES[run.recipe.dtype].itemsize
+    # Bytes of the key and the value of a token and head.
+    row_bytes = 2 * run.recipe.width // run.recipe.num_heads * DTYPES[run.recipe.dtype].itemsize
     drawings = [
         (f"needed keys: {run.recipe.pattern}", plan.tokens, row_bytes),
         ("a full ring: every key to every rank", _full_ring(plan).tokens, row_bytes),
@@ -154,12 +146,12 @@ def _report(out: Path, run: Run, plan: RingPlan, figures: list[RankFigures]) -> 
     if counted != planned:
         print("The counted bytes differ from the plan.")
     if not largest <= TOLERANCE:
-        print("The losses differ from a single process's.")
+        print("The losses differ from the losses of one process.")
     return int(counted != planned or not largest <= TOLERANCE)
 
 
 def _losses_alone(recipe: Recipe) -> tuple[list[float], int | None]:
-    """Trains in one process: returns the first losses and the peak memory."""
+    """Trains in one process; returns the first losses and the peak memory."""
     text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
     model = recipe.build_model()
     optimizer = adamw(model, recipe)

@@ -1,7 +1,4 @@
-"""The demo's report as one self-contained HTML page, and its table as text for the terminal.
-
-`benchmarks/report` builds its page from the same functions.
-"""
+"""Functions that build a report as one self-contained HTML page, and its table as text."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -27,7 +24,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; backgro
 def report_html(
     title: str, summary: str, rows: Rows, images: Mapping[str, bytes], texts: Mapping[str, str]
 ) -> str:
-    """Builds the demo's page: a table of (name, value), PNGs and preformatted texts by caption."""
+    """Builds the demo's page: a table of rows, PNGs by caption, and plain texts by caption."""
     body = [f"<h1>{escape(title)}</h1>", f"<p>{escape(summary)}</p>", "<h2>Measured</h2>"]
     body += ["<table>", *(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in rows)]
     body.append("</table>")
@@ -39,7 +36,7 @@ def report_html(
 
 
 def page_html(title: str, body: Sequence[str], style: str = "") -> str:
-    """Builds a self-contained HTML page from lines of its body; `style` is additional CSS."""
+    """Builds a self-contained HTML page from lines of HTML; `style` is additional CSS."""
     return "\n".join(
         [
             "<!doctype html>",
@@ -53,7 +50,7 @@ def page_html(title: str, body: Sequence[str], style: str = "") -> str:
 
 
 def image_html(png: bytes, alt: str) -> str:
-    """Builds an inlined picture, with a description `alt` in words."""
+    """Builds an HTML image that contains the PNG; `alt` describes it in words."""
     data = base64.b64encode(png).decode()
     return f'<img alt="{escape(alt)}" src="data:image/png;base64,{data}">'
 
@@ -65,5 +62,5 @@ def table(rows: Rows) -> str:
 
 
 def printable(text: str) -> str:
-    """Replaces each character that is not printable with a replacement mark."""
+    """Replaces each character that is not printable with U+FFFD."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

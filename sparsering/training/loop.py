@@ -2,9 +2,9 @@
 
     run = train(Recipe(steps=200), Path("runs/mine"))
 
-Everything random in a step is a function of (seed, step), so a run that was stopped and resumed
-has the same losses as an uninterrupted one. On SIGINT or SIGTERM, training finishes the current
-step, saves and returns.
+All random numbers of a step depend on (seed, step) alone, so a run that was stopped and resumed has
+the losses of an uninterrupted run. On SIGINT or SIGTERM, training finishes the current step, saves
+and returns.
 """
 
 import json
@@ -38,35 +38,25 @@ MOST_METRICS_BYTES = 256 << 20
 
 @dataclass(eq=False)
 class Run:
-    """A training run: the state between two steps, and the result of `train`.
+    """A training run: the state between two steps, and the result of `train`."""
 
-    Attributes:
-        recipe: the settings, with "auto" replaced by the dtype in use.
-        windows: validation windows, (tokens, targets) each.
-        step: steps done; after `train` fewer than recipe.steps if the run was stopped.
-        saved_at: step of the last checkpoint.
-        metrics: the records of `metrics.jsonl`.
-        stopped_by: number of the signal that stopped the run, or None.
-        file: `metrics.jsonl` while rank 0 trains.
-    """
-
-    recipe: Recipe
+    recipe: Recipe  # the settings, with "auto" replaced by the dtype in use
     text: Text
-    windows: Windows
+    windows: Windows  # validation windows
     model: LongNetLM
     optimizer: torch.optim.Optimizer
     out: Path
     command: str
     ranks: Ranks
-    step: int
-    saved_at: int
-    metrics: list[dict[str, Any]]
-    stopped_by: int | None = None
-    file: TextIO | None = None
+    step: int  # steps done; after `train` fewer than recipe.steps if the run was stopped
+    saved_at: int  # step of the last checkpoint
+    metrics: list[dict[str, Any]]  # the records of `metrics.jsonl`
+    stopped_by: int | None = None  # number of the signal that stopped the run
+    file: TextIO | None = None  # `metrics.jsonl`, open on rank 0 during training
 
     @property
     def validation_loss(self) -> float:
-        """The last validation loss in nats per byte; NaN before the first."""
+        """The last validation loss in nats per byte; NaN before the first validation."""
         losses = [math.nan, *(r["validation_loss"] for r in self.metrics if "validation_loss" in r)]
         return losses[-1]
 
@@ -87,7 +77,7 @@ class Run:
 
     @torch.no_grad()
     def validate(self, stop: Callable[[], int | None]) -> None:
-        """Logs the mean validation loss of this step, unless it is on record or a signal comes."""
+        """Logs the step's mean validation loss, unless it is already logged or a signal arrives."""
         if any(r["step"] == self.step and "validation_loss" in r for r in self.metrics):
             return
         losses = []
@@ -99,7 +89,7 @@ class Run:
         self._log(step=self.step, validation_loss=sum(losses) / len(losses))
 
     def advance(self, show: Show) -> None:
-        """Trains one step, logs and shows it; FloatingPointError if its loss is not finite."""
+        """Trains one step, logs and shows it; FloatingPointError if the loss is not finite."""
         recipe, began = self.recipe, time.perf_counter()
         loss, norm, rate = training_step(
             self.model, self.optimizer, recipe, self.step, self.text.train, self.ranks
@@ -113,14 +103,8 @@ class Run:
             )
         self.step += 1
         tokens = recipe.batch_size * recipe.context
-        self._log(
-            step=self.step,
-            loss=loss,
-            learning_rate=rate,
-            grad_norm=norm,
-            tokens=tokens,
-            seconds=seconds,
-        )
+        speed = {"tokens": tokens, "seconds": seconds}
+        self._log(step=self.step, loss=loss, learning_rate=rate, grad_norm=norm, **speed)
         show(self.step, loss, tokens / seconds)
 
     def _log(self, **record: Any) -> None:
@@ -146,18 +130,18 @@ def train(
 
     Args:
         recipe: the settings that the losses depend on.
-        out: the output folder. Without `resume` it must not contain a checkpoint; a demo may
-            replace that of an earlier demo.
-        resume: continue from the folder's checkpoint. Records of later steps are cut from
+        out: the output folder. Without `resume` it must not contain a checkpoint, except that a
+            demo may replace the checkpoint of a demo.
+        resume: continue from the folder's checkpoint, and remove the records of later steps from
             `metrics.jsonl`.
-        command: "train" or "demo", noted in the checkpoint.
+        command: "train" or "demo", stored in the checkpoint.
         save_every, validate_every: interval in steps; both also happen at the end.
-        num_validation_windows: non-overlapping windows of the validation bytes, always the same.
+        num_validation_windows: number of disjoint windows of the validation bytes.
         stop_after: stop as if interrupted when this many steps are done.
-        ranks: the processes that train together, each of which calls this; see `ranks`. Only rank 0
-            prints and writes metrics. A signal to one of them stops all at the same step.
+        ranks: the processes that train together, each of which calls this function. Only rank 0
+            prints and writes metrics. A signal to one rank stops all ranks at the same step.
 
-    Returns: the run, whether finished or stopped early.
+    Returns: the run, finished or stopped early.
 
     Raises:
         FileExistsError: the folder contains a checkpoint and `resume` is false.
@@ -207,7 +191,7 @@ def _prepare(
     windows = validation_windows(text.validation, context=recipe.context, count=num_windows)
     run = Run(recipe, text, windows, model, optimizer, out, command, ranks, step, step, [])
     if checkpoint is None:
-        run.save()  # an unwritable folder fails here, before any training is lost
+        run.save()  # so that a folder that cannot be written fails before the training
     last = None if checkpoint is None else step
     metrics = ranks.together(lambda: _cut_metrics(out, last) if ranks.leads else [])
     run.metrics = ranks.from_leader(metrics)
@@ -217,7 +201,7 @@ def _prepare(
 def _inputs(
     recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks
 ) -> tuple[Recipe, Text, Checkpoint | None]:
-    """Reads the text and, to resume, the checkpoint; raises if they do not belong to this run."""
+    """Reads the text and, if `resume`, the checkpoint; raises if they belong to another run."""
     ranks.check(recipe)
     checkpoint = load_checkpoint(out, ranks) if resume else None
     text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
@@ -244,8 +228,7 @@ def training_step(
 ) -> tuple[float, float, float]:
     """Runs forward, backward and update on the step's windows of the training bytes.
 
-    Returns: loss (nats per byte), gradient norm and learning rate. On several ranks they are those
-    of the whole step.
+    Returns: loss (nats per byte) and gradient norm over all ranks' windows, and learning rate.
     """
     tokens, targets = training_window(
         train, context=recipe.context, batch_size=recipe.batch_size, seed=recipe.seed, step=step
@@ -274,7 +257,7 @@ def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def autocast(dtype: str, device_type: str = "cpu") -> AbstractContextManager[Any]:
-    """Returns autocast to bfloat16, disabled for float32."""
+    """Returns a context that autocasts to bfloat16, or does nothing for float32."""
     return torch.autocast(device_type, DTYPES["bfloat16"], enabled=dtype == "bfloat16")
 
 
@@ -282,8 +265,8 @@ def autocast(dtype: str, device_type: str = "cpu") -> AbstractContextManager[Any
 def stop_signal(ranks: Ranks) -> Iterator[Callable[[], int | None]]:
     """Yields a function that returns the number of a SIGINT or SIGTERM to any rank, or None.
 
-    All ranks call it together. A second signal has its usual effect at once. Outside the main
-    thread handlers cannot be set, so there signals keep their usual effect.
+    All ranks call it together. A second signal has its usual effect at once. Python sets handlers
+    only in the main thread, so in other threads signals keep their usual effect.
     """
     numbers: list[int] = []
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -307,16 +290,17 @@ def stop_signal(ranks: Ranks) -> Iterator[Callable[[], int | None]]:
 
 
 def _resumed_recipe(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recipe:
-    """Replaces dtype "auto" by the checkpoint's; ValueError if losses would differ from its run."""
+    """Returns the recipe with the checkpoint's dtype for "auto"; ValueError if recipes differ."""
     saved = checkpoint.recipe
     if recipe.dtype == "auto":
         recipe = replace(recipe, dtype=saved.dtype)
-    # the fingerprint stands for the text, wherever it lies now
+    # The text may have moved: its fingerprint is compared below, not its path.
     ours, theirs = asdict(replace(recipe, data=saved.data, glob=saved.glob)), asdict(saved)
     if differences := [f"{name} {theirs[name]!r}" for name in ours if ours[name] != theirs[name]]:
         raise ValueError(
             f"expected the recipe of the checkpoint in {checkpoint.folder}, which has "
-            f"{', '.join(differences)}; leave these out, or start a new run with another --out"
+            f"{', '.join(differences)}; leave these options out, or start a new run with another "
+            "--out"
         )
     if text.fingerprint != checkpoint.fingerprint:
         raise ValueError(
@@ -327,7 +311,7 @@ def _resumed_recipe(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recip
 
 
 def _cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
-    """Cuts `metrics.jsonl` to the records up to `step` (None: to none), and returns them."""
+    """Removes the records after `step` (None: all) from `metrics.jsonl`; returns the others."""
     path = out / "metrics.jsonl"
     records: list[dict[str, Any]] = []
     try:
@@ -337,15 +321,15 @@ def _cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
         pass
     except ValueError as error:
         raise ValueError(
-            f"expected numbers by name, the records of a run, in {path}, got {error}; remove it to "
-            "go on without them"
+            f"expected the metrics of a run in {path}, but {error}; remove the file to go on "
+            "without them"
         ) from None
     replace_file(path, "".join(json.dumps(record) + "\n" for record in records).encode())
     return records
 
 
 def _records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    """Parses metrics records, which may come with a stranger's checkpoint; else ValueError."""
+    """Parses metrics, which may come from a stranger; ValueError if a line is no record."""
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
@@ -356,5 +340,5 @@ def _records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
             or type(record.get("step")) is not int
             or any(type(x) not in (int, float) or abs(x) > 1e300 for x in record.values())
         ):
-            raise ValueError(f"JSON that is no record in line {number} of metrics.jsonl")
+            raise ValueError(f"line {number} is no JSON object of numbers with a step")
         yield record

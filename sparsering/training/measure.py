@@ -1,4 +1,4 @@
-"""Measures a run: time of sparse and dense training steps, generation speed, memory."""
+"""Measures a run: time of sparse and dense training steps, speed of generation, memory."""
 
 import copy
 import statistics
@@ -26,7 +26,7 @@ class TimedAttention:
     """Attention with a stopwatch: `seconds` sums the time of its forward and backward.
 
     Backward is timed from the gradient of the output to the first gradient of query, key or value.
-    That is all of it: attention is one node of autograd's graph, which the CPU runs in one go.
+    Attention is one node of autograd's graph, so that is its whole backward on a CPU.
     """
 
     def __init__(self, attend: Attend) -> None:
@@ -56,10 +56,7 @@ class TimedAttention:
 def step_times(run: Run, *, repeats: int = 3) -> tuple[StepTime, StepTime]:
     """Times training steps of a copy of the model: with its pattern, and with dense attention.
 
-    After one warm-up step each the two alternate, on the same windows and the same model. The run
-    itself is not changed.
-
-    Returns: the medians, (sparse, dense).
+    Sparse and dense steps alternate, after one warm-up step each. Returns medians (sparse, dense).
     """
     model = copy.deepcopy(run.model)
     optimizer = adamw(model, run.recipe)
@@ -76,15 +73,13 @@ def step_times(run: Run, *, repeats: int = 3) -> tuple[StepTime, StepTime]:
 
 
 class TimedTokens:
-    """Iterator over the tokens of `LongNetLM.generate`, with a stopwatch.
-
-    `prompt_seconds` is the time until the first token, `seconds` from there to the last.
-    """
+    """Iterator over the tokens of `LongNetLM.generate`, with a stopwatch."""
 
     def __init__(self, tokens: Iterable[Tensor]) -> None:
         self.tokens = tokens
         self.num_tokens = 0
-        self.prompt_seconds = self.seconds = 0.0
+        self.prompt_seconds = 0.0  # until the first token
+        self.seconds = 0.0  # from the first token to the last
 
     def __iter__(self) -> Iterator[Tensor]:
         began = time.perf_counter()
@@ -98,14 +93,14 @@ class TimedTokens:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Rate of the tokens after the first; None without any."""
+        """Rate of the tokens after the first; None if there is only one."""
         return (self.num_tokens - 1) / self.seconds if self.num_tokens > 1 else None
 
 
 def peak_memory_bytes() -> int | None:
-    """Largest resident set of this process so far; None if the system does not say.
+    """Returns this process's largest resident memory so far; None if the system does not say.
 
-    On Linux VmHWM counts this program alone; `getrusage` also counts the process that forked it.
+    On Linux `getrusage` would also count the process that forked this one; VmHWM does not.
     """
     with suppress(OSError, StopIteration), open("/proc/self/status") as status:
         return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))

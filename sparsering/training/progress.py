@@ -1,4 +1,4 @@
-"""Progress of the training steps: a live bar on a terminal (with rich), plain lines elsewhere."""
+"""Shows the progress of training: a live bar on a terminal (with rich), plain lines elsewhere."""
 
 import sys
 import time
@@ -13,22 +13,21 @@ LINE_EVERY_S = 5.0
 
 @contextmanager
 def live_progress(steps: int, done: int) -> Iterator[Show]:
-    """Yields `show(step, loss, tokens_per_s)`, to be called after each step that follows `done`."""
-    first: tuple[int, float] | None = None
-
-    def time_left(step: int) -> str:
-        """Remaining steps x mean time per step so far, validation and checkpoints included."""
-        nonlocal first
-        now = time.monotonic()
-        if first is None:
-            first = (step, now)
-            return "?"
-        seconds = round((steps - step) * (now - first[1]) / max(step - first[0], 1))
-        return f"{seconds // 60}:{seconds % 60:02d}"
-
+    """Yields `show(step, loss, tokens_per_s)`, which the caller calls after each step."""
     on_terminal = sys.stdout.isatty() and find_spec("rich") is not None
     with _bar(steps, done) if on_terminal else nullcontext(_plain_lines(steps)) as draw:
-        yield lambda step, loss, speed: draw(step, loss, speed, time_left(step))
+        first: tuple[int, float] | None = None
+
+        def show(step: int, loss: float, speed: float) -> None:
+            nonlocal first
+            now = time.monotonic()
+            first = first or (step, now)
+            num_steps = step - first[0]
+            seconds = round((steps - step) * (now - first[1]) / max(num_steps, 1))
+            left = f"{seconds // 60}:{seconds % 60:02d}" if num_steps else "?"
+            draw(step, loss, speed, left)
+
+        yield show
 
 
 @contextmanager

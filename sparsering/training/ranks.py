@@ -2,12 +2,9 @@
 
     torchrun --nproc-per-node 8 -m sparsering train --sequence-parallel 4 --batch-size 2 --out out
 
-    with ranks_of_torchrun(sequence_parallel=4) as ranks:
-        train(recipe, Path("runs/x"), ranks=ranks)
-
-The mesh has two axes. Ranks along "sp" share one sequence in shards and attend by `ring_attention`.
-Ranks along "dp" have different windows, and FSDP2 shards the parameters over them. Losses and
-gradients are summed, not averaged: each rank divides its part by the number of all targets.
+The mesh has two axes. Ranks along "sp" share each sequence and attend by `ring_attention`. Ranks
+along "dp" have different windows, and FSDP2 shards the parameters over them. Losses and gradients
+are summed, not averaged: each rank divides its part by the number of all targets.
 """
 
 from collections.abc import Callable
@@ -39,26 +36,18 @@ class Ranks:
     """Processes that train together; a single process without a mesh.
 
     Every rank calls the same methods in the same order.
-
-    Attributes:
-        mesh: device mesh with the axes "dp" and "sp".
-        sharding: how "sp" ranks divide a sequence, as for `RingPlan`; "auto" depends on the model's
-            pattern.
-        timeout: seconds that a rank waits for its peers at each step of a ring.
     """
 
-    mesh: DeviceMesh | None = None
-    sharding: str = "contiguous"
-    timeout: float | None = None
+    mesh: DeviceMesh | None = None  # with the axes "dp" and "sp"
+    sharding: str = "contiguous"  # how "sp" ranks divide a sequence, as for `RingPlan`
+    timeout: float | None = None  # seconds that a rank waits for its peers at each step of a ring
 
     @property
     def rank(self) -> int:
-        """This process's number."""
         return 0 if self.mesh is None else self.mesh.get_rank()
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
         return 1 if self.mesh is None else self.mesh.size()
 
     @property
@@ -67,7 +56,7 @@ class Ranks:
         return self.rank == 0
 
     def start(self, command: str) -> str:
-        """Returns the shell line that runs `sparsering COMMAND` on as many processes."""
+        """Returns the shell command that runs `sparsering COMMAND` on as many processes."""
         if self.mesh is None:
             return f"sparsering {command}"
         torchrun = f"torchrun --nproc-per-node {self.world_size} -m sparsering {command}"
@@ -75,7 +64,6 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank's model."""
         on_gpu = self.mesh is not None and self.mesh.device_type == "cuda"
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
@@ -88,18 +76,17 @@ class Ranks:
         return 0 if self.mesh is None else self.mesh[axis].get_local_rank()
 
     def check(self, recipe: Recipe) -> None:
-        """Raises ValueError if the windows of a step do not divide evenly over "dp"."""
+        """Raises ValueError if "dp" ranks would have different numbers of windows in a step."""
         if recipe.batch_size % self.size("dp"):
             dp, sp = self.size("dp"), self.size("sp")
             raise ValueError(
-                f"expected a batch size that is a multiple of {dp}, as {dp * sp} processes at "
-                f"--sequence-parallel {sp} share out windows {dp} ways, got {recipe.batch_size}; "
-                f"pass --batch-size {-(-recipe.batch_size // dp) * dp}, or --sequence-parallel "
-                f"{dp * sp}"
+                f"expected a batch size that is a multiple of {dp}, because {dp * sp} processes "
+                f"with --sequence-parallel {sp} are {dp} groups, got {recipe.batch_size}; pass "
+                f"--batch-size {-(-recipe.batch_size // dp) * dp}, or --sequence-parallel {dp * sp}"
             )
 
     def from_leader(self, value: T) -> T:
-        """Returns the leader's value on all ranks."""
+        """Returns the value of rank 0 on all ranks."""
         return self.gather(value)[0]
 
     def gather(self, value: T) -> list[T]:
@@ -110,10 +97,10 @@ class Ranks:
         return values
 
     def together(self, do: Callable[[], T]) -> T:
-        """Runs `do` on all ranks and returns its result; if it raises on any, all ranks raise.
+        """Runs `do` on all ranks and returns its result; if it raises on one rank, all ranks raise.
 
-        A rank where `do` raised raises that error; the others raise the error of the first rank
-        that failed. `do` must not wait for other ranks, as those may have failed.
+        A rank without an error of its own raises the error of the first rank that failed. `do` must
+        not wait for other ranks, because they may have failed.
         """
         if self.mesh is None:
             return do()
@@ -176,10 +163,10 @@ class Ranks:
     def loss(
         self, model: LongNetLM, tokens: Tensor, targets: Tensor, attend: Attend | None = None
     ) -> Tensor:
-        """This rank's part of the mean loss over windows [B, N], which every rank passes whole.
+        """Computes this rank's part of the mean loss over windows [B, N] of all ranks.
 
-        If the windows do not divide evenly over "dp", every rank along it computes all of them and
-        counts 1 / dp of the loss.
+        If the windows do not divide evenly over "dp", every rank along "dp" computes all windows
+        and 1 / dp of the loss.
         """
         if self.mesh is None:
             return model.loss(tokens, targets, attend=attend)
@@ -235,8 +222,7 @@ def arrange(
 ) -> Ranks:
     """Arranges the default process group as `Ranks`; every process calls it.
 
-    `sequence_parallel` ranks share one sequence. Groups of this size divide the windows of a step
-    among them. ValueError if the number of processes is not a multiple of it.
+    Groups of `sequence_parallel` ranks share each sequence; the groups share a step's windows.
     """
     world = dist.get_world_size()
     if world % sequence_parallel:

@@ -12,8 +12,8 @@ from ..models.longnet import LongNetLM
 from ..patterns.expression import parse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Characters; a recipe may come from a stranger, and parsing takes longer than linear time.
 LONGEST_PATTERN = 1000
-"""Characters. Parsing takes longer than linear time, and a recipe may come from a stranger."""
 
 _RANGES = {
     **dict.fromkeys(("context", "batch_size", "steps"), (1, 1 << 40)),
@@ -25,42 +25,25 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of a run. Two runs of one recipe on one machine have bitwise equal losses.
+    """Settings of a run. Two runs of one recipe on one machine have bitwise equal losses."""
 
-    Attributes:
-        pattern: the attention pattern as a Python expression; `Causal()` is added if missing.
-        data: path of a text file or folder, None for the standard library's sources.
-        glob: file names to read in a folder.
-        context: tokens per window.
-        batch_size: windows per step.
-        steps: optimizer steps of the whole run; the learning rate's cosine ends there.
-        width, num_layers, num_heads: size of the model.
-        learning_rate: the peak, after `warmup_steps`; it falls to a tenth by a half cosine.
-        warmup_steps: steps of linear warm-up.
-        weight_decay: AdamW's weight decay, applied to the weight matrices only.
-        clip_norm: largest norm of the gradient; a larger gradient is scaled down.
-        seed: decides the weights, the validation files and the order of windows.
-        dtype: "float32", "bfloat16" (autocast) or "auto": bfloat16 if the CPU multiplies it in
-            hardware, and on GPUs.
-        checkpoint_layers: saves memory by running each block's forward twice.
-    """
-
+    # a Python expression; `Causal()` is added if missing
     pattern: str = "LongNet((256, 1024, 4096, 16384), (1, 4, 16, 64)) & Causal()"
-    data: str | None = None
-    glob: str = "*"
-    context: int = 16384
-    batch_size: int = 1
-    steps: int = 1000
+    data: str | None = None  # a text file or folder; None for the standard library's sources
+    glob: str = "*"  # file names to read in a folder
+    context: int = 16384  # tokens per window
+    batch_size: int = 1  # windows per step
+    steps: int = 1000  # optimizer steps of the whole run
     width: int = 128
     num_layers: int = 4
     num_heads: int = 2
-    learning_rate: float = 8e-3
-    warmup_steps: int = 20
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    seed: int = 0
-    dtype: str = "auto"
-    checkpoint_layers: bool = False
+    learning_rate: float = 8e-3  # the peak after `warmup_steps`; a half cosine down to a tenth
+    warmup_steps: int = 20  # steps in which the learning rate rises linearly
+    weight_decay: float = 0.1  # of AdamW, for the weight matrices only
+    clip_norm: float = 1.0  # a gradient of larger norm is scaled down to this norm
+    seed: int = 0  # decides the weights, the validation files and the order of windows
+    dtype: str = "auto"  # "float32", "bfloat16" (autocast) or "auto": `best_dtype`
+    checkpoint_layers: bool = False  # saves memory by running each block's forward twice
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -82,21 +65,18 @@ class Recipe:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Recipe":
-        """Builds the recipe of a checkpoint, which may come from a stranger.
-
-        Raises: ValueError if names are missing or unknown, or values have a wrong type.
-        """
+        """Builds the recipe of a checkpoint; ValueError if names or types of values are wrong."""
         kinds = {field.name: field.type for field in fields(cls)}
         if values.keys() != kinds.keys():
             odd = ", ".join(sorted(values.keys() ^ kinds.keys())[:3])
-            raise ValueError(f"a recipe with other names than this version's: {odd}")
+            raise ValueError(f"the recipe's names differ from this version's: {odd}")
         for name, kind in kinds.items():
             if not _has_type(kind, value := values[name]):
-                raise ValueError(f"{name} of the recipe that is an unusable {type(value).__name__}")
+                raise ValueError(f"the recipe's {name} is an unusable {type(value).__name__}")
         return cls(**values)
 
     def build_model(self) -> LongNetLM:
-        """Builds a model with weights drawn from the seed."""
+        """Builds a model whose weights the seed decides."""
         torch.manual_seed(self.seed)
         return self._model()
 
@@ -121,7 +101,7 @@ class Recipe:
                 yield name, parameter.shape
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then a half cosine to a tenth of the peak at `steps`."""
+        """Rises linearly for `warmup_steps`, then falls by a half cosine to a tenth at `steps`."""
         warm = min(1.0, (step + 1) / max(self.warmup_steps, 1))
         progress = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
         cosine = (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2
@@ -129,17 +109,17 @@ class Recipe:
 
 
 def _has_type(kind: Any, value: object) -> bool:
-    """Whether a JSON value has a field's type; a float may be written as an integer."""
+    """Whether a JSON value has the type of a field; an int may stand for a float."""
     if kind is float:
         return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[arg-type]
     return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
 
 
 def best_dtype() -> str:
-    """The faster autocast dtype of this CPU.
+    """Returns the faster autocast dtype of this CPU: bfloat16 if it has instructions for it.
 
     Measured with the demo's model on a CPU with avx512_bf16 and no AMX: a step takes 1.7 s in
-    float32 and 1.0 s in bfloat16. Without either, bfloat16 products are emulated and slower.
+    float32 and 1.0 s in bfloat16. Without these instructions bfloat16 is slower than float32.
     """
     amx, avx512 = (
         getattr(torch.cpu, name, lambda: False)()

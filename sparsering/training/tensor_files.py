@@ -5,10 +5,9 @@
     index.verify(ranks)
     index.load(targets)
 
-A whole tensor is stored under its name. A tensor that FSDP2 shards is stored by ranges of rows,
-each under a name such as `model.norm.weight[64:128]`. So the files describe themselves, and any
-number of ranks can each read the rows they need. Nothing is unpickled, and headers are checked
-before memory is allocated.
+A whole tensor is stored under its name. A tensor that FSDP2 shards is stored as ranges of rows,
+each under a name such as `model.norm.weight[64:128]`. So the files describe themselves, and ranks
+of any number can each read the rows that they need.
 """
 
 import hashlib
@@ -27,16 +26,15 @@ from torch.distributed.tensor import DTensor, Shard
 from ..files import file_size, replace_file
 from .ranks import Ranks
 
-MOST_HEADER_BYTES = 16 << 20  # some 100,000 tensors; parsing them takes ten times these bytes
+MOST_HEADER_BYTES = 16 << 20  # about 100,000 tensors; parsing takes ten times as many bytes
 
-Files = dict[str, dict[str, Any]]
-"""Size and hash of each file, by name: {"bytes": ..., "sha256": ...}."""
+Files = dict[str, dict[str, Any]]  # {file name: {"bytes": ..., "sha256": ...}}
 
 _ROWS = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
 
 
 class Kind(NamedTuple):
-    """Shape and dtype of a tensor, as safetensors names it."""
+    """Shape of a tensor, and its dtype by the name in safetensors."""
 
     shape: tuple[int, ...]
     dtype: str = "F32"
@@ -57,31 +55,22 @@ class StoredRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TensorIndex:
-    """Index of the tensors in some files; their values are not loaded.
+    """Index of the tensors in some files; their values are not loaded."""
 
-    Attributes:
-        kinds: shape and dtype of each whole tensor, by name.
-        rows: the stored rows of each tensor, in order.
-        digests: sha256 of each file, by path.
-    """
-
-    kinds: dict[str, Kind]
-    rows: dict[str, list[StoredRows]]
-    digests: dict[Path, str]
+    kinds: dict[str, Kind]  # shape and dtype of each whole tensor, by name
+    rows: dict[str, list[StoredRows]]  # the stored rows of each tensor, in order
+    digests: dict[Path, str]  # sha256 of each file
 
     def verify(self, ranks: Ranks) -> None:
-        """Compares files with their digests; each rank checks a share of the files.
-
-        Raises: ValueError if a file has changed since it was written.
-        """
+        """Raises ValueError if a file has changed; each rank checks a share of the files."""
         for path in sorted(self.digests)[ranks.rank :: ranks.world_size]:
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if digest != self.digests[path]:
-                raise ValueError(f"{path.name} with another sha256 than when it was written")
+                raise ValueError(f"{path.name} has another sha256 than when it was written")
 
     def load(self, targets: Mapping[str, Tensor]) -> None:
-        """Copies values into tensors, by name; into a sharded one only this rank's rows."""
+        """Copies values into tensors, by name; of a sharded tensor only this rank's rows."""
         with ExitStack() as stack:
             opened = cache(lambda path: stack.enter_context(_opened(path)))
             for name, x in targets.items():
@@ -100,11 +89,9 @@ class TensorIndex:
 
 
 def write_tensors(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks: Ranks) -> Files:
-    """Writes this rank's share of the tensors to a file named after its content, if there is any.
+    """Writes this rank's share of the tensors to a file named after its content.
 
-    One rank alone writes a tensor that several ranks have; the shares are about equal in size.
-
-    Raises: OSError if it cannot be written; ImportError without safetensors.
+    Returns: the file's size and hash by its name; nothing if the share is empty.
     """
     save = _safetensors().torch.save
     if not (share := _own_share(tensors, ranks)):
@@ -117,16 +104,12 @@ def write_tensors(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks:
 
 
 def read_index(folder: Path, files: Files) -> TensorIndex:
-    """Reads the headers of files and indexes their tensors.
-
-    Raises: FileNotFoundError; ValueError if a file is not safetensors, or if rows of a tensor are
-    missing or overlap; ImportError without safetensors.
-    """
+    """Reads the headers of files and indexes their tensors; ValueError if files are malformed."""
     index: dict[str, list[StoredRows]] = {}
     for file_name, about in files.items():
         path = folder / file_name
         if (size := file_size(path)) != about["bytes"]:
-            raise ValueError(f"{file_name} of {size} bytes, not those that were written")
+            raise ValueError(f"{file_name} has {size} bytes, but {about['bytes']} were written")
         with _opened(path) as file:
             for key in file.keys():  # noqa: SIM118 - the file is not a mapping
                 header = file.get_slice(key)
@@ -138,18 +121,18 @@ def read_index(folder: Path, files: Files) -> TensorIndex:
 
 
 def _stored_rows(path: Path, key: str, shape: list[int], dtype: str) -> tuple[str, StoredRows]:
-    """Returns name and rows of the whole tensor that a stored tensor belongs to."""
+    """Returns the name of the whole tensor and the rows of it that a stored tensor has."""
     kind = Kind(tuple(shape), dtype)
     if (match := _ROWS.fullmatch(key)) is None:
         return key, StoredRows(path, key, 0, shape[0] if shape else 1, kind)
     first, stop = int(match[2]), int(match[3])
     if not shape or stop - first != shape[0]:
-        raise ValueError(f"{path.name} with {key!r} of shape {shape}")
+        raise ValueError(f"{path.name} has {key!r} of shape {shape}")
     return match[1], StoredRows(path, key, first, stop, kind)
 
 
 def _whole_kind(name: str, rows: list[StoredRows]) -> Kind:
-    """Sorts the rows and returns the kind of the whole tensor; ValueError at a gap."""
+    """Sorts the stored rows, returns the whole tensor's kind; ValueError for gaps or overlaps."""
     rows.sort(key=lambda part: (part.first, part.stop))
     kind, stop = rows[0].kind, 0
     if len(rows) == 1 and rows[0].key == name:
@@ -157,16 +140,16 @@ def _whole_kind(name: str, rows: list[StoredRows]) -> Kind:
     for part in rows:
         alike = (part.kind.shape[1:], part.kind.dtype) == (kind.shape[1:], kind.dtype)
         if part.key == name or part.first != stop or not alike:
-            raise ValueError(f"{part.path.name} with {part.key!r}, which leaves a gap or overlaps")
+            raise ValueError(f"{part.path.name} has {part.key!r}, which leaves a gap or overlaps")
         stop = part.stop
     return Kind((stop, *kind.shape[1:]), kind.dtype)
 
 
 def _own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Tensors that this rank writes, by their names in the file.
+    """Returns the tensors that this rank writes, by their names in the file.
 
-    Ranks along "sp" have identical tensors and split the work by size. Ranks along "dp" have
-    different rows of sharded tensors; the first of them writes the tensors that are not sharded.
+    Ranks along "sp" have the same tensors; each writes some, about as many bytes as the others.
+    Ranks along "dp" have different rows of sharded tensors; the first rank writes all others.
     """
     share: dict[str, Tensor] = {}
     share_bytes = [0] * ranks.size("sp")
@@ -186,7 +169,7 @@ def _own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]
 
 
 def _own_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Returns this rank's rows of a tensor and the first row's number, as torch.chunk splits it."""
+    """Returns this rank's rows of a tensor, and the index of the first row."""
     if not isinstance(x, DTensor):
         return x, 0
     assert tuple(x.placements) == (Shard(0),), x.placements
@@ -199,16 +182,16 @@ def _own_rows(x: Tensor) -> tuple[Tensor, int]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Opens a safetensors file without loading tensors; ValueError if it is malformed."""
+    """Opens a safetensors file without loading tensors; ValueError if the file is malformed."""
     safetensors = _safetensors()
     with open(path, "rb") as start:
         if (length := int.from_bytes(start.read(8), "little")) > MOST_HEADER_BYTES:
-            raise ValueError(f"{path.name} with a header of {length} bytes")
+            raise ValueError(f"{path.name} has a header of {length} bytes, which is too long")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             yield file
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path.name} that is not safetensors ({error})") from None
+        raise ValueError(f"{path.name} is not a safetensors file ({error})") from None
 
 
 def _safetensors() -> ModuleType:

@@ -29,21 +29,19 @@ def ranks_of_torchrun(
 ) -> Iterator[Ranks]:
     """Joins the processes that torchrun started, with gloo on CPUs and NCCL on GPUs.
 
+    Without torchrun it yields `Ranks` of a single process.
+
     Args:
-        sequence_parallel: number of ranks that share one sequence, as for `arrange`; default 1.
+        sequence_parallel: number of ranks that share each sequence; default 1.
         sharding: as for `RingPlan`; default "contiguous".
         timeout: seconds that a rank waits for its peers; default TIMEOUT_S.
-
-    Yields: the ranks; a single process without torchrun.
-
-    Raises: ValueError if the processes cannot be arranged so.
     """
     if not dist.is_torchelastic_launched():
         if (sequence_parallel or 1) > 1 or sharding is not None or timeout is not None:
             raise ValueError(
-                "--sequence-parallel, --sharding and --timeout are for processes that torchrun "
-                "starts, got one that it did not start; begin the command with torchrun "
-                f"--nproc-per-node {sequence_parallel or 1} -m sparsering, or leave them out"
+                "--sequence-parallel, --sharding and --timeout need processes started by torchrun, "
+                "got a process started without it; begin the command with torchrun "
+                f"--nproc-per-node {sequence_parallel or 1} -m sparsering, or leave these out"
             )
         yield Ranks()
         return
@@ -53,7 +51,7 @@ def ranks_of_torchrun(
     seconds = TIMEOUT_S if timeout is None else timeout
     if not seconds > 0:
         raise ValueError(f"--timeout must be above 0 seconds, got {timeout}; leave it out for 60")
-    start = max(seconds, TIMEOUT_S)  # processes start at different times, whatever the timeout
+    start = max(seconds, TIMEOUT_S)  # starting may take long even if the timeout is short
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=start)))
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -63,26 +61,26 @@ def ranks_of_torchrun(
         timeout=timedelta(seconds=seconds),
     )
     yield arrange(sequence_parallel or 1, sharding=sharding or "contiguous", timeout=seconds)
-    dist.destroy_process_group()  # skipped after an error, because peers may be gone
+    dist.destroy_process_group()  # not after an error, which may have killed a peer
 
 
 def starts_again(ranks: Ranks, folder: Path) -> bool:
-    """Whether torchrun has restarted these processes and the folder has a checkpoint of theirs.
+    """Whether torchrun has restarted these processes, and they have saved a checkpoint before.
 
-    A checkpoint of another launch does not count: a new run in its folder is a mistake.
+    A checkpoint from another launch of torchrun does not count.
     """
     if ranks.mesh is None:
         return False
     restarts = ranks.gather(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     same_launch = False
-    if ranks.leads and max(restarts) > 0:  # hosts may count restarts differently
+    if ranks.leads and max(restarts) > 0:  # the count may differ between hosts
         with suppress(OSError, ValueError):
             same_launch = read_about(folder).launch == launch()
     return ranks.from_leader(same_launch)
 
 
 def launch() -> str | None:
-    """Identifies this torchrun launch; a restart of its processes does not change it."""
+    """Returns a name of this torchrun launch, which a restart of its processes does not change."""
     if not dist.is_torchelastic_launched():
         return None
     name = os.environ["TORCHELASTIC_RUN_ID"]
@@ -92,10 +90,10 @@ def launch() -> str | None:
 def _fresh_store(store: dist.Store, rank: int, world: int, timeout: float) -> dist.Store:
     """Returns a namespace of torchrun's store that only these processes use.
 
-    torchrun keeps its store over a restart, with the addresses of dead processes in it, and
-    `init_process_group` connects to whichever it finds first. So rank 0 picks a random namespace,
-    and every other rank writes a random greeting there. Rank 0 publishes the greetings it has read;
-    a rank that finds its own among them knows that the namespace is not a dead process's.
+    torchrun keeps its store when it restarts processes, with the addresses of the dead processes.
+    So rank 0 draws a random namespace, and every other rank writes a random greeting there. Rank 0
+    publishes the greetings that it has read. A rank that finds its own greeting knows that the
+    namespace is not from a dead rank 0.
     """
     name = secrets.token_hex(8)
     if rank == 0:

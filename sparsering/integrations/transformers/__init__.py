@@ -6,6 +6,8 @@
     hf.apply(model, pattern)                # the pattern, within padding, documents and causality
     model.generate(**inputs, past_key_values=hf.SparseCache(model))     # keeps only live keys
     print(hf.explain(model))
+
+docs/transformers.md explains the rules.
 """
 
 try:

@@ -92,8 +92,8 @@ def attention_function(
     elif isinstance(attention_mask, Tensor):
         if pattern_of(module) is not None:
             raise NotImplementedError(
-                "a layer with a pattern needs attention_mask [batch, tokens], got one of all pairs; "
-                "write its pairs as a pattern for apply(model, pattern)"
+                "a layer with a pattern needs attention_mask [batch, tokens], got one of all "
+                "pairs; write its pairs as a pattern for apply(model, pattern)"
             )
         out = _attend_tensor(inputs, attention_mask, position_bias, extras)
     else:
@@ -227,10 +227,10 @@ def _check_mask(mask: ModelMask, query: Tensor, key: Tensor, position_ids: Tenso
     if position_ids.dim() != 2 or position_ids.shape[1] != q_len:
         return
     restarts = position_ids[:, 1:] <= position_ids[:, :-1]
-    if mask.padding is not None:
+    if mask.valid_keys is not None:
         start = int(mask.q_start) + mask.kv_start
-        real = mask.padding[:, start : start + q_len]
-        restarts = restarts & real[:, 1:] & real[:, :-1]
+        valid = mask.valid_keys[:, start : start + q_len]
+        restarts = restarts & valid[:, 1:] & valid[:, :-1]
     if bool(restarts.any()):
         warnings.warn(
             "position_ids restart, but the model's mask has no documents: packing is detected "

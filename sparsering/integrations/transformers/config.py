@@ -35,7 +35,7 @@ def _checked_text(pattern: Pattern) -> str:
     if selections_of(pattern):
         raise ValueError(
             "a model's pattern must be one that its config can hold as text, for any input, got "
-            f"{shortened(text)}, whose blocks are chosen for one input; write an attention function "
+            f"{shortened(text)}, whose blocks are chosen for one input; use an attention function "
             "that chooses blocks, registered with transformers' AttentionInterface "
             "(docs/transformers.md shows one), or give the model SelectedAttention layers"
         )

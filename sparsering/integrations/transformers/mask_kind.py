@@ -1,9 +1,9 @@
-"""`MaskKind`: recognises transformers' mask functions, so that no pair is evaluated by itself.
+"""`MaskKind`: recognises transformers' mask functions, so that they need not run for each pair.
 
-transformers builds a mask from functions of indices, `(batch, head, query, key) -> bool`, joined by
-`and_masks`. They are recognised by their code, and their closures hold the parameters. Inside
-torch.compile closures cannot be read. There the kind of mask follows from the arguments of the
-request, and the ends of runs from evaluating the function for neighbouring tokens.
+transformers joins mask functions `(batch, head, query, key) -> bool` by `and_masks`. A function is
+recognised by its code object, and its closure contains its parameters. torch.compile cannot read
+closures: there the kind of mask follows from the other arguments of the mask interface, and the
+borders of documents and chunks from evaluating the function for neighbouring tokens.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _NOTHING = torch.zeros(1, 1, dtype=torch.int64)
 
 
 def _code_of(factory: str, *arguments: Any) -> Any:
-    """Returns the code of a transformers factory's functions; None if the factory is missing."""
+    """Returns the code of the mask functions that a factory makes; None if it is missing."""
     make = getattr(masking_utils, factory, None)
     return None if make is None else make(*arguments).__code__
 
@@ -37,40 +37,33 @@ _REMAPPED = _code_of("remap_positions_for_packed_sequence", _CAUSAL, _NOTHING)
 
 @dataclass
 class MaskKind:
-    """Describes the pairs that a mask function lets attend.
-
-    Attributes:
-        causal: True if no query sees later keys.
-        left, right: number of visible keys before and after the query; None for all.
-        chunks: (size, left padding of each row [B], positions [B, N] or None for indices).
-        documents: numbers of documents [B, N].
-        is_joined: inside compile: several functions are joined, and some may be documents.
-        has_chunks: inside compile: the mask has chunks, from which documents cannot be separated.
-    """
+    """Describes the pairs that attend by a mask function."""
 
     causal: bool = False
-    left: int | None = None
-    right: int | None = None
+    left: int | None = None  # number of visible keys before the query; None for all
+    right: int | None = None  # number of visible keys after the query; None for all
+    # (size, left padding of each row [B], positions [B, N] or None for indices)
     chunks: list[tuple[int, Tensor, Tensor | None]] = field(default_factory=list)
-    documents: list[Tensor] = field(default_factory=list)
-    is_joined: bool = False
-    has_chunks: bool = False
+    documents: list[Tensor] = field(default_factory=list)  # each token's document [B, N]
+    # Only inside torch.compile:
+    is_joined: bool = False  # the mask joins several functions; one of them may be documents
+    has_chunks: bool = False  # there are chunks, and documents cannot be told from them
 
     def narrow(self, left: int, right: int | None = None) -> None:
-        """Narrows the window to at most `left` keys before the query and `right` after it."""
+        """Limits the window to `left` keys before the query and `right` after it."""
         self.left = left if self.left is None else min(self.left, left)
         if right is not None:
             self.right = right if self.right is None else min(self.right, right)
 
 
 def recognise(mask_function: MaskFunction) -> MaskKind | None:
-    """Returns the kind of a mask function; None if some part of it is not recognised."""
+    """Returns the kind of a mask function; None if a part of it is unknown."""
     kind = MaskKind()
     return kind if _add(mask_function, None, kind) else None
 
 
 def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bool:
-    """Adds a function of indices, or of `positions`, to `kind`; False if it is not recognised."""
+    """Adds a mask function to `kind`, over `positions` or indices; returns False if unknown."""
     if function is _CAUSAL:
         kind.causal = True
         return True
@@ -100,16 +93,13 @@ def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bo
 def recognise_inside_compile(
     mask_function: MaskFunction, local_size: int | None, config: Any, keywords: dict[str, Any]
 ) -> MaskKind | None:
-    """Returns the kind of mask by the arguments of its request, which do not say where runs end.
-
-    `keywords`: the keywords that only some of transformers' functions pass to a mask interface.
-    """
+    """Returns the kind of mask by the arguments of `mask_interface`; None if it is unknown."""
     if mask_function is _CAUSAL:
         return MaskKind(causal=True)
     if mask_function is _BIDIRECTIONAL:
         return MaskKind()
     if keywords.get("use_vmap") or mask_function.__code__ is not _AND:
-        return None  # the model adds a mask function of its own
+        return None  # the model has added a mask function
     kind = MaskKind(causal="allow_is_bidirectional_skip" not in keywords, is_joined=True)
     if local_size is None:
         return kind
@@ -129,7 +119,7 @@ def recognise_inside_compile(
 def runs_by_neighbours(
     mask_function: MaskFunction, batch_size: int, kv_length: int, kv_offset: int, device: Any
 ) -> Tensor:
-    """Numbers the runs [B, Nk]: a run begins where a token does not see its predecessor."""
+    """Numbers runs of keys [B, Nk]: a run begins where a token does not see the token before."""
     batch = torch.arange(batch_size, device=device)[:, None, None, None]
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
     key = torch.arange(kv_length, device=device)[None, None, None] + kv_offset

@@ -1,8 +1,7 @@
 """`ModelMask`: a compact description of a model's mask, in place of an N x N tensor.
 
-transformers asks a mask interface for a mask once per step and kind of layer, and passes the result
-through the model to the attention function. Our result names the pattern, the position of the first
-query, and the real keys; nothing in it is as large as the number of pairs.
+transformers calls a mask interface once per step and layer type, and passes the result through the
+model to the attention function.
 """
 
 from collections.abc import Callable
@@ -20,40 +19,37 @@ from ...patterns.positions import Causal, Dilated, Full, SlidingWindow
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
 from .runs import SameRun, common_runs, several_runs
 
-Inputs = tuple[Tensor, Tensor, Tensor]
+Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value
+
+
+def once(shared: Any, name: Any, compute: Callable[[], Any]) -> Any:
+    """Returns `compute()`, computed once for a mask or a bias that several layers share."""
+    if torch.compiler.is_compiling():
+        return compute()
+    results = vars(shared).setdefault("_sparsering_results", {})
+    if name not in results:
+        results[name] = compute()
+    return results[name]
 
 
 @dataclass(eq=False, repr=False)
 class ModelMask:
-    """Describes the mask of one step; key positions count from the step's first key.
-
-    Attributes:
-        shape: (batch, 1, queries, keys), the shape of the tensor that it replaces.
-        q_start: position of the first query among the keys: an int, or a tensor of a static cache.
-        kv_start: number of keys that a cache dropped before the first one.
-        kind: the kind of mask; None if it is not recognised: then `dense` builds the mask.
-        documents: [B or 1, keys] numbers of packed documents; None if there is only one.
-        runs: [B or 1, keys] numbers of documents and chunks together; None if there is only one.
-        padding: [B, all keys] True where a token is real; None if all are.
-        dense: builds transformers' own mask, bool [B, 1, queries, keys].
-        visible: [B, keys] True where a single query sees a key; set if `q_start` is a tensor.
-        packing_checked: the search for lost packing runs once per step.
-    """
+    """Describes the mask of one step; key positions count from the step's first key."""
 
     ndim = 4
     dtype = torch.bool
     requires_grad = False
 
-    shape: tuple[int, int, int, int]
-    q_start: int | Tensor
-    kv_start: int
-    kind: MaskKind | None
-    documents: Tensor | None
-    runs: Tensor | None
-    padding: Tensor | None
-    dense: Callable[[], Tensor]
-    visible: Tensor | None = None
-    packing_checked: bool = False
+    shape: tuple[int, int, int, int]  # (batch, 1, queries, keys)
+    q_start: int | Tensor  # position of the first query; a tensor with a static cache
+    kv_start: int  # number of earlier keys that the cache has dropped
+    kind: MaskKind | None  # None if unknown; then only `dense` describes the mask
+    documents: Tensor | None  # [B or 1, keys] each token's document; None for a single document
+    runs: Tensor | None  # [B or 1, keys] each token's document and chunk; None for a single run
+    valid_keys: Tensor | None  # [B, all keys] False for padding; None if there is no padding
+    dense: Callable[[], Tensor]  # builds transformers' own mask, bool [B, 1, queries, keys]
+    visible: Tensor | None = None  # [B, keys] keys of a single query whose q_start is a tensor
+    packing_checked: bool = False  # the warning about packed documents is given once per step
 
     def __repr__(self) -> str:
         batch, _, q_len, kv_len = self.shape
@@ -76,26 +72,26 @@ class ModelMask:
         _refuse(getattr(function, "__name__", "an operation of torch"))
 
     def valid(self, kv_len: int) -> Tensor | None:
-        """Returns [B, kv_len], True where a key is real; None if all are."""
-        if self.padding is None:
+        """Returns [B, kv_len], False for padding; None if there is no padding."""
+        if self.valid_keys is None:
             return None
-        valid = self.padding[:, self.kv_start : self.kv_start + kv_len]
+        valid = self.valid_keys[:, self.kv_start : self.kv_start + kv_len]
         return None if not torch.compiler.is_compiling() and bool(valid.all()) else valid
 
     def pattern(self, q_start: int, kv_len: int) -> Mask:
-        """Returns the model's own pattern over the first `kv_len` keys; needs a recognised kind."""
+        """Returns the model's own pattern over the first `kv_len` keys; the kind must be known."""
         assert self.kind is not None
         mask = _of_distances(self.kind)
         valid, runs = self.valid(kv_len), self.runs
         if runs is not None and self.shape[2] == 1 and not torch.compiler.is_compiling():
-            own_run = runs[:, :kv_len] == runs[:, q_start : q_start + 1]  # of the only query
+            own_run = runs[:, :kv_len] == runs[:, q_start : q_start + 1]  # there is one query
             valid = own_run if valid is None else valid & own_run
         elif runs is not None:
             mask = mask & SameRun(runs[:, :kv_len])
         return mask if valid is None else mask & KeyMask(valid)
 
     def own_causal(self) -> Mask | None:
-        """Returns the causal pattern of real tokens, without documents; None if it has none."""
+        """Returns a causal mask's pattern without padding and documents, None for other masks."""
         if self.kind is None or not self.kind.causal:
             return None
         if not self.kind.chunks:
@@ -104,11 +100,12 @@ class ModelMask:
         return None if others else Dilated(size, 1) & Causal()
 
     def with_documents(self, ids: Tensor) -> "ModelMask":
-        """Returns this mask restricted to documents, given by their numbers [1, keys]."""
+        """Returns this mask within documents; ids [1, keys] are each token's document."""
         documents = ids if self.documents is None else common_runs(ids, self.documents)
         runs = documents if self.runs is None else common_runs(documents, self.runs)
         place = self.shape, self.q_start, self.kv_start
-        return ModelMask(*place, self.kind, documents, runs, self.padding, self.dense, self.visible)
+        masks = self.valid_keys, self.dense, self.visible
+        return ModelMask(*place, self.kind, documents, runs, *masks)
 
 
 def _of_distances(kind: MaskKind) -> Mask:
@@ -120,10 +117,10 @@ def _of_distances(kind: MaskKind) -> Mask:
 
 
 def _refuse(name: str, *_: object) -> NoReturn:
-    """Raises NotImplementedError for an operation of torch, or of Python, on a mask."""
+    """Raises NotImplementedError for an operation on a mask."""
     raise NotImplementedError(
-        f"this model uses its attention mask as a tensor ({name}) inside its own attention, and "
-        '"sparsering" has no mask of all pairs; load it with attn_implementation="sdpa"'
+        f"this model uses its attention mask as a tensor ({name}) inside its own attention, but "
+        '"sparsering" builds no mask of all pairs; load it with attn_implementation="sdpa"'
     )
 
 
@@ -146,17 +143,13 @@ def mask_interface(
 ) -> ModelMask:
     """Builds the `ModelMask` of a step, with the arguments of transformers' mask interfaces.
 
-    Args:
-        attention_mask: [B, N] True where a token is real, N as long as the keys or shorter; or an
-            earlier result of this function, which transformers passes back with a static cache.
-
-    Returns: the mask, never None: for None an attention function would have to guess the mask.
+    `attention_mask` [B, N] is False for padding; N may be shorter than the keys.
     """
-    if isinstance(attention_mask, ModelMask):
+    if isinstance(attention_mask, ModelMask):  # with a static cache, transformers passes it back
         return attention_mask
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()  # a static cache advances it before the layer attends
-    padding = _padding(attention_mask, kv_length + kv_offset)
+    valid_keys = _valid_keys(attention_mask, kv_length + kv_offset)
     keys = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset}
     dense = partial(
         masking_utils.sdpa_mask,
@@ -183,17 +176,17 @@ def mask_interface(
         documents, runs = (None, None) if kind is None else _runs(kind, **keys, device=device)
     shape = (batch_size, 1, q_length, kv_length)
     q_start = q_offset - kv_offset
-    return ModelMask(shape, q_start, kv_offset, kind, documents, runs, padding, dense, visible)
+    return ModelMask(shape, q_start, kv_offset, kind, documents, runs, valid_keys, dense, visible)
 
 
-def _padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
-    """Returns [B, length], True where a token is real; None if all are known to be real."""
+def _valid_keys(attention_mask: Tensor | None, length: int) -> Tensor | None:
+    """Checks the mask and pads it to [B, length]; returns None if no token is padding."""
     if attention_mask is None:
         return None
     if attention_mask.dim() != 2:
         raise ValueError(
             "attention_mask must be [batch, tokens], or a bool or float mask [batch, 1, queries, "
-            f"keys], got shape {tuple(attention_mask.shape)}; index or unsqueeze it"
+            f"keys], got shape {tuple(attention_mask.shape)}; index or unsqueeze the mask"
         )
     if (missing := length - attention_mask.shape[1]) > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
@@ -205,7 +198,7 @@ def _padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
 def _runs(
     kind: MaskKind, batch_size: int, kv_length: int, kv_offset: int, device: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Numbers documents, and documents with chunks: [B or 1, keys]; None for a single run."""
+    """Numbers documents, and documents cut at chunks: [B or 1, keys], or None for a single one."""
     chunks = []
     for size, padding, positions in kind.chunks:
         if positions is None:

@@ -1,7 +1,7 @@
 """Attention over a layer's pattern from `apply`, within the model's mask.
 
-The mask contributes causality, padding and documents. Positions count from each row's first real
-token and restart in each document, so that a row's result is the same alone, padded or packed.
+The mask contributes causality, padding and documents. Positions count from each row's first token
+after the padding and restart in each document: a row has the same result alone, padded or packed.
 """
 
 from functools import lru_cache
@@ -16,19 +16,18 @@ from ...patterns.arguments import shortened
 from ...patterns.blocks import RandomBlocks
 from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Full, SlidingWindow
-from .bias import once
 from .config import parts_of
-from .masks import Inputs, ModelMask
+from .masks import Inputs, ModelMask, once
 from .runs import InRuns, SameRun, several_runs
 
 
 def attend_pattern(
     pattern: Pattern, inputs: Inputs, mask: ModelMask, q_start: int, extras: dict[str, Any]
 ) -> Tensor:
-    """Attends over a pattern within a mask of a recognised kind; returns [B, Hq, Nq, Dv].
+    """Attends over a pattern within a mask of known kind; returns [B, Hq, Nq, Dv].
 
     Raises: ValueError if the cache has dropped keys that the pattern needs, or if the pattern
-        depends on the whole length, which a decoding step does not know.
+        depends on the length of the whole sequence, which is unknown in decoding.
     """
     query, key, _ = inputs
     kind, kv_len = mask.kind, key.shape[2]
@@ -36,24 +35,24 @@ def attend_pattern(
     in_steps = q_start + mask.kv_start > 0
     if in_steps and any(isinstance(part, RandomBlocks) for part in parts_of(pattern)):
         raise ValueError(
-            "tokens that come in steps need a pattern that is the same at every length, got "
-            f"{shortened(str(pattern))}; its blocks are drawn for a whole sequence: call the model "
-            "with use_cache=False"
+            "decoding with a cache needs a pattern that does not depend on the length, got "
+            f"{shortened(str(pattern))}, whose blocks are drawn for a whole sequence; call the "
+            "model with use_cache=False"
         )
     if kind.causal:
         pattern = looking_back(pattern)
     elif not torch.compiler.is_compiling() and query.shape[2] != kv_len:
         raise NotImplementedError(
-            "a pattern of a layer's own is for self-attention, got keys of another sequence "
-            f"({query.shape[2]} queries, {kv_len} keys) in a layer that does not say so; name the "
-            "other layers in apply(model, {...})"
+            "a layer with a pattern must be self-attention, got keys of another sequence "
+            f"({query.shape[2]} queries, {kv_len} keys); name only the other layers in "
+            "apply(model, {...})"
         )
     if mask.kv_start > 0:
         _check_dropped(pattern, mask.kv_start, q_start, query.shape[1], key.shape[1])
     if kind.has_chunks:
         raise NotImplementedError(
-            "inside torch.compile the documents of a layer with chunks look like its chunks, "
-            "so that a pattern cannot replace them; leave these layers out of apply"
+            "inside torch.compile, chunks cannot be told from documents, so a pattern cannot "
+            "replace them; leave layers with chunks out of apply"
         )
     valid = once(mask, ("valid", kv_len), lambda: mask.valid(kv_len))
     if _is_shift_invariant(pattern):
@@ -68,14 +67,11 @@ def attend_pattern(
 
 def looking_back(pattern: Pattern) -> Pattern:
     """Returns `pattern & Causal()`, built once for all layers and steps."""
-    if torch.compiler.is_compiling():  # which warns of lru_cache
-        return pattern & Causal()
-    return _looking_back(pattern)
+    compiling = torch.compiler.is_compiling()  # torch.compile warns of lru_cache
+    return pattern & Causal() if compiling else _looking_back(pattern)
 
 
-@lru_cache(256)
-def _looking_back(pattern: Pattern) -> Pattern:
-    return pattern & Causal()
+_looking_back = lru_cache(256)(lambda pattern: pattern & Causal())
 
 
 def _attend(
@@ -86,11 +82,11 @@ def _attend(
 
 
 def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
-    """Numbers the runs in which positions restart: [B or 1, keys]; None for a single run."""
+    """Numbers runs of keys [B or 1, Nk]; positions restart in each. None for a single run."""
     ids = [] if mask.documents is None else [mask.documents[:, :kv_len]]
-    if mask.padding is not None:
-        real = mask.padding[:, mask.kv_start : mask.kv_start + kv_len]
-        ids.append((real.cumsum(1) > 0).long())  # left padding is run 0
+    if mask.valid_keys is not None:
+        valid = mask.valid_keys[:, mask.kv_start : mask.kv_start + kv_len]
+        ids.append((valid.cumsum(1) > 0).long())  # left padding is run 0
     return several_runs(*ids)
 
 
@@ -102,9 +98,9 @@ def _attend_rows(
     q_start: int,
     extras: dict[str, Any],
 ) -> Tensor:
-    """Attends with one query per row, in groups of rows that begin at the same key.
+    """Attends with one query per row, in groups of rows with the same number of padding keys.
 
-    A group slices off the keys before its beginning and needs no runs, so its layout is cached.
+    A group slices its padding off, so its pattern has no tensor of runs and its layout is cached.
     """
     query, key, value = inputs
     begins = (ids == ids[:, :1]).sum(1) * (ids[:, -1] > ids[:, 0])
@@ -112,7 +108,7 @@ def _attend_rows(
     for begin in begins.unique().tolist():
         rows = (begins == begin).nonzero()[:, 0]
         first, last = int(rows[0]), int(rows[-1])
-        part = slice(first, last + 1) if last - first == len(rows) - 1 else rows  # without a copy
+        part = slice(first, last + 1) if last - first == len(rows) - 1 else rows  # a slice: no copy
         group = query[part], key[part][:, :, begin:], value[part][:, :, begin:]
         group_valid = None if valid is None else valid[part][:, begin:]
         outs[part] = _attend(pattern, group, group_valid, q_start - begin, extras).to(outs.dtype)
@@ -120,7 +116,7 @@ def _attend_rows(
 
 
 def _is_shift_invariant(pattern: Pattern) -> bool:
-    """Whether the origin of positions does not matter to a pattern."""
+    """Whether a pattern stays the same if all positions move by one number."""
     if isinstance(pattern, And | Or | Mixture):
         return all(_is_shift_invariant(mask) for mask in pattern.masks)
     return isinstance(pattern, Causal | Full | SlidingWindow)
@@ -135,7 +131,7 @@ def _check_dropped(
     first = min((int(keys[0]) for keys in needed), default=dropped)
     if first < dropped or not _is_shift_invariant(pattern):
         raise ValueError(
-            f"the cache has dropped the first {dropped} keys, as the model's own window lets it; "
-            f"{shortened(str(pattern))} needs keys from {first} on, at positions from the first; "
+            f"the cache has dropped the first {dropped} keys, which lie outside the model's own "
+            f"window; {shortened(str(pattern))} needs keys from {first} on and positions from 0; "
             "pass past_key_values=SparseCache(model)"
         )

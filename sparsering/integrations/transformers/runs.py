@@ -1,8 +1,7 @@
-"""`SameRun` and `InRuns`: masks of a model's documents and chunks, given as a tensor.
+"""`SameRun` and `InRuns`: masks of a model's documents and chunks, given as a tensor of numbers.
 
-The tensor numbers the tokens that belong together. It is a field of the mask, so that it reaches
-the operator under torch.compile too. The operator can read its numbers, and replaces the mask by
-`Documents` or `Packed`.
+Equal numbers mark a run of tokens that belong together. The operator gets the tensor, also under
+torch.compile, and replaces these masks by `Documents` and `Packed`.
 """
 
 from dataclasses import dataclass
@@ -20,13 +19,9 @@ from ...patterns.positions import Documents, Packed
 
 @dataclass(frozen=True, repr=False, eq=False)
 class SameRun(TensorMask):
-    """Lets a query see the keys of its own run.
+    """Lets a query see the keys of its own run."""
 
-    Args:
-        ids: int64 [B or 1, Nk]; a new run begins where neighbours differ.
-    """
-
-    ids: Tensor
+    ids: Tensor  # int64 [B or 1, Nk]; a new run begins where neighbours differ
     dtype: ClassVar[torch.dtype] = torch.int64
     table_dims: ClassVar[tuple[int, ...]] = (2,)
 
@@ -41,7 +36,7 @@ class SameRun(TensorMask):
         if self.ids.shape[1] != frame.kv_len:
             raise ValueError(
                 f"{type(self).__name__} must number the runs of {frame.kv_len} keys, got shape "
-                f"{tuple(self.ids.shape)}; slice it as the keys"
+                f"{tuple(self.ids.shape)}; slice it to that length"
             )
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
@@ -75,13 +70,13 @@ add_constructor("InRuns", InRuns)
 
 
 def common_runs(*ids: Tensor) -> Tensor:
-    """Numbers the runs in which all of several ids [B or 1, Nk] stay constant: [B or 1, Nk]."""
+    """Numbers runs of tokens [B or 1, Nk]; a run begins where any of ids [B or 1, Nk] changes."""
     starts = reduce(torch.logical_or, (x[:, 1:] != x[:, :-1] for x in ids))
     return torch.nn.functional.pad(starts, (1, 0)).cumsum(1)
 
 
 def several_runs(*ids: Tensor) -> Tensor | None:
-    """Numbers the runs as `common_runs`; None for a single run, which torch.compile cannot know."""
+    """Returns `common_runs`, or None if there is one run; torch.compile cannot count the runs."""
     if not ids:
         return None
     runs = common_runs(*ids)

@@ -1,7 +1,7 @@
 """`SparseCache`: a cache for transformers that keeps only the keys that later queries can visit.
 
-A cache layer passes new keys through the model unchanged, with a reference to itself attached. The
-attention function reads it and lets the layer's `KVCache` attend, which holds the earlier keys.
+`SparseLayer.update` attaches the layer to the new keys, as an attribute. The attention function
+finds the layer there, and calls the layer's `KVCache`, which stores the earlier keys.
 """
 
 from typing import Any
@@ -12,20 +12,17 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...decoding import KVCache
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
-from .bias import once
 from .config import NAME, decoder_config, layer_patterns, types_of
-from .masks import Inputs, ModelMask
+from .masks import Inputs, ModelMask, once
 from .override import looking_back
 
-_NOTE = "_sparsering_layer"
+_LAYER = "_sparsering_layer"  # attribute of a tensor of keys
 
 
 class SparseLayer(CacheLayerMixin):
     """Stores the keys and values of one layer that later queries can visit.
 
-    Args:
-        pattern: the layer's pattern, causal.
-        rollback: number of tokens that `crop` can remove.
+    `crop` can remove the last `rollback` tokens.
     """
 
     is_sliding = False
@@ -38,7 +35,7 @@ class SparseLayer(CacheLayerMixin):
         self.pattern = pattern
         self.rollback = rollback
         self.kv_cache: KVCache | None = None
-        self.columns = 0  # number of tokens so far, with padding
+        self.columns = 0  # number of tokens so far, including padding
 
     def __repr__(self) -> str:
         return f"SparseLayer({self.kv_cache if self.kv_cache is not None else self.pattern})"
@@ -49,15 +46,15 @@ class SparseLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Counts new tokens and attaches this layer to their keys."""
+        """Counts new tokens; returns keys that refer to this layer, and the values."""
         self.lazy_initialization(key_states, value_states)
         self.columns += key_states.shape[2]
         key_states = key_states.view_as(key_states)
-        setattr(key_states, _NOTE, self)
+        setattr(key_states, _LAYER, self)
         return key_states, value_states
 
     def attend(self, inputs: Inputs, lengths: list[int] | None, extras: dict[str, Any]) -> Tensor:
-        """Attends with the first `lengths[b]` new tokens of each row b; returns [B, Hq, n, Dv]."""
+        """Attends with the first `lengths[b]` new tokens of row b; returns [B, Hq, n, Dv]."""
         query, key, value = inputs
         if self.kv_cache is None:
             sizes, value_dim = (len(key), key.shape[1], key.shape[3]), value.shape[3]
@@ -65,7 +62,7 @@ class SparseLayer(CacheLayerMixin):
             self.kv_cache = KVCache(
                 self.pattern, *sizes, num_heads=heads, value_dim=value_dim, rollback=rollback
             )
-        # Defaults are left out because `KVCache` checks steps without options only once.
+        # `KVCache` checks the arguments only once for steps that have no options.
         options = {name: x for name, x in extras.items() if x is not None}
         for name, default in (("scale", query.shape[3] ** -0.5), ("dropout_p", 0.0)):
             if options[name] == default:
@@ -81,8 +78,7 @@ class SparseLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        return self.get_max_length()  # older versions call this name
+    get_max_cache_shape = get_max_length  # older versions of transformers call this name
 
     def reset(self) -> None:
         self.kv_cache, self.columns = None, 0
@@ -100,11 +96,11 @@ class SparseLayer(CacheLayerMixin):
             self.kv_cache.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens; their number is negative."""
+        """Removes the last -tokens_to_remove tokens."""
         if tokens_to_remove > 0:
             raise ValueError(
-                f"crop takes how many tokens to remove, as a negative number, got "
-                f"{tokens_to_remove}; -1 removes the last"
+                f"crop takes the number of tokens to remove as a negative number, got "
+                f"{tokens_to_remove}; -1 removes the last token"
             )
         if tokens_to_remove and self.kv_cache is not None:
             self.kv_cache.crop(self.kv_cache.length + tokens_to_remove)
@@ -113,7 +109,7 @@ class SparseLayer(CacheLayerMixin):
 
 def cache_layer_of(key: Tensor) -> SparseLayer | None:
     """Returns the `SparseCache` layer that is attached to these keys, if any."""
-    return getattr(key, _NOTE, None)
+    return getattr(key, _LAYER, None)
 
 
 def attend_cached(
@@ -124,53 +120,47 @@ def attend_cached(
     bias: Tensor | None,
     extras: dict[str, Any],
 ) -> Tensor:
-    """Attends with new tokens, [B, Hq, n, Dv]; left padding is neither stored nor counted.
-
-    Raises: ValueError for padding elsewhere, or for a pattern other than the cache's;
-        NotImplementedError for biases and other masks.
-    """
+    """Attends with new tokens, [B, Hq, n, Dv]; the cache does not store left padding."""
     if bias is not None or mask.kind is None or mask.documents is not None:
         got = "documents" if bias is None and mask.kind is not None else "a bias or another mask"
         raise NotImplementedError(
-            f"a SparseCache goes with masks of causality, windows, chunks and padding, got {got}; "
-            "use the default cache"
+            f"a SparseCache needs a mask of causality, windows, chunks and padding, got {got}; use "
+            "the default cache"
         )
     expected = mask.own_causal() if pattern is None else looking_back(pattern)
     if layer.pattern != expected:
         raise ValueError(
-            f"the SparseCache holds what {shortened(str(layer.pattern))} visits, but the layer now "
+            f"the SparseCache stores keys for {shortened(str(layer.pattern))}, but the layer now "
             f"has {shortened(str(expected))}; make another cache after apply"
         )
     n = inputs[0].shape[2]
-    padding = once(mask, "padding", lambda: _real_first(mask, n))
-    if padding is None:
+    sorted_tokens = once(mask, "sorted_tokens", lambda: _padding_last(mask, n))
+    if sorted_tokens is None:
         return layer.attend(inputs, None, extras)
-    order, inverse, lengths = padding
+    order, inverse, lengths = sorted_tokens
     query, key, value = (_reorder(x, order) for x in inputs)
     return _reorder(layer.attend((query, key, value), lengths, extras), inverse)
 
 
-def _real_first(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] | None:
-    """Orders the last n tokens of each row so that real ones are first; None if all are real.
+def _padding_last(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] | None:
+    """Orders the last n tokens of each row so that padding is last; None if there is no padding.
 
-    Returns: the order and its inverse, [B, n], and the number of real tokens in each row.
-
-    Raises ValueError if padding is not on the left.
+    Returns: the order and its inverse, [B, n], and each row's number of tokens that are no padding.
     """
-    if mask.padding is None:
+    if mask.valid_keys is None:
         return None
     stop = mask.shape[3]
-    valid = mask.padding[:, :stop]
+    valid = mask.valid_keys[:, :stop]
     if not bool((valid.long().diff(dim=1) >= 0).all()):
         raise ValueError(
-            "a SparseCache needs padding on the left alone, for positions count real tokens, got "
-            "padding elsewhere; set tokenizer.padding_side to left"
+            "a SparseCache needs padding on the left alone, because positions do not count "
+            "padding, got padding elsewhere; set tokenizer.padding_side to left"
         )
-    real = valid[:, stop - n :]
-    if bool(real.all()):
+    valid = valid[:, stop - n :]
+    if bool(valid.all()):
         return None
-    order = (~real).long().argsort(dim=1, stable=True)
-    return order, order.argsort(dim=1), real.sum(1).tolist()
+    order = (~valid).long().argsort(dim=1, stable=True)
+    return order, order.argsort(dim=1), valid.sum(1).tolist()
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:
@@ -182,11 +172,12 @@ class SparseCache(Cache):
     """A cache for models that run "sparsering"; it keeps only keys that later queries can visit.
 
     Args:
-        model: its layers' patterns (own windows and chunks, or those of `apply`) decide which.
+        model: the pattern of each layer, from `apply` or the model's own window or chunk, decides
+            which keys its cache keeps.
         rollback: number of tokens that `crop` can remove, as assisted generation does.
 
-    Results equal those of a full cache. Each key/value head keeps the keys of `pattern.live_keys`
-    and at most one page more; left padding is not stored.
+    Results are the same as with a full cache. Each key/value head keeps the keys of
+    `pattern.live_keys` and at most one page more; left padding is not stored.
 
     Raises: ValueError if the model does not run "sparsering"; NotImplementedError if a layer type
         has no pattern.
@@ -200,8 +191,8 @@ class SparseCache(Cache):
         config = decoder_config(model)
         if getattr(model.config, "is_encoder_decoder", False):
             raise NotImplementedError(
-                f"{type(model).__name__} has an encoder and a decoder, and a SparseCache is for "
-                "decoders alone; use the default cache"
+                f"a SparseCache needs a model with only a decoder, but {type(model).__name__} has "
+                "an encoder and a decoder; use the default cache"
             )
         if config._attn_implementation != NAME:
             raise ValueError(
@@ -213,8 +204,8 @@ class SparseCache(Cache):
         for kind, pattern in zip(types_of(config), layer_patterns(config), strict=True):
             if pattern is None:
                 raise NotImplementedError(
-                    f"a layer of type {kind} is no pattern of pairs, so that a SparseCache cannot "
-                    "hold it; use the default cache"
+                    f"a SparseCache needs a pattern for each layer, got a layer of type {kind}; "
+                    "use the default cache"
                 )
             layers.append(SparseLayer(pattern, rollback))
         super().__init__(layers=layers)
