@@ -81,7 +81,7 @@ def attention_function(
     if (layer := cache_layer_of(key)) is not None:
         if not isinstance(attention_mask, ModelMask):
             raise NotImplementedError(
-                "a SparseCache needs attention_mask [batch, tokens] or None, got a mask of all "
+                "a SparseCache needs attention_mask [batch, tokens] or None, got one of all "
                 "pairs, or a layer without a mask; use the default cache"
             )
         pattern = pattern_of(module)
