@@ -130,8 +130,8 @@ def _check_keys(pattern: Mapping[Any, Any], modules: list[Any]) -> None:
 def explain(model: Any) -> str:
     """Describes each layer in a line: index, pattern, backend, and upper bound of cached keys.
 
-    For a model with another attn_implementation it returns one line, which names that and any
-    pattern that the model's config stores.
+    Returns: the lines; for a model with another attn_implementation one line, which names that and
+        any pattern that the model's config stores.
     """
     config = decoder_config(model)
     implementation = config._attn_implementation
