@@ -184,7 +184,7 @@ def test_beams_reorder_repeat_and_select():
     with pytest.raises(ValueError, match="index of 4 entries, got 2"):
         cache.reorder([0, 1])
     of_entries = cache_of(sr.KeyPadding((70, 60)))
-    with pytest.raises(ValueError, match="repeat needs entries that may be any"):
+    with pytest.raises(ValueError, match="repeat cannot exchange batch entries"):
         of_entries.repeat(2)
 
 
@@ -385,7 +385,7 @@ def test_load_refuses_what_does_not_fit():
     _, key, value = drawn()
     cache = cache_of(sr.SlidingWindow(9))
     for places in ([0, 1], list(range(75))[::-1], [*range(74), 73]):
-        with pytest.raises(ValueError, match="positions must be 75 ascending ones"):
+        with pytest.raises(ValueError, match="positions must be 75 ascending ints"):
             cache.load(key, value, places)
     with pytest.raises(ValueError, match="length must be at least 75, got 70"):
         cache.load(key, value, length=70)

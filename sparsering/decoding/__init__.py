@@ -1,4 +1,4 @@
-"""Decoding: caches that keep exactly the keys that the pattern can still visit."""
+"""Decoding: caches that store exactly the keys that later queries of the pattern can visit."""
 
 from .kv_cache import KVCache
 from .selected_cache import SelectedCache

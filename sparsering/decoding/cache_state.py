@@ -1,7 +1,7 @@
-"""State of a cache: keys and values in slots, their positions, and the last query to visit each.
+"""State of a cache: keys and values in slots, their positions, and the last query that visits each.
 
-The first slots store the keys that stayed at the last eviction. A page of slots for newer tokens
-follows: the i-th newer token lies in slot i of the page, in every batch entry and head.
+The first slots have the keys that survived the last eviction. A page of slots for newer tokens
+follows: the i-th newer token is in slot i of the page, in every batch entry and head.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from ..patterns.algebra import And, Frame, Mask, Pattern
 from ..patterns.positions import Causal
 from ..selection.summaries import BlockSummaries
 
-_LIFETIMES = 1024  # least number of keys whose last visits are computed at a time
-_POSITION_BITS, _MOST_BRANCHES = 40, 20  # bits of a sort key: at most 62 together, to fit an int64
+_LIFETIMES = 1024  # number of keys whose last visits are computed at a time, or more
+_POSITION_BITS, _MOST_BRANCHES = 40, 20  # bits of a sort key: the sum must fit an int64
 
 
 class _Record:
     def changed(self, **changes: Any) -> Self:
-        """Returns a copy with changed attributes; faster than `replace`, as each step needs one."""
+        """Returns a copy with changed attributes; faster than `dataclasses.replace`."""
         other = object.__new__(type(self))
         vars(other).update(vars(self), **changes)
         return other
@@ -37,47 +37,43 @@ class _Record:
 
 @dataclass(frozen=True, eq=False)
 class History(_Record):
-    """Length of a batch entry, and its keys from before the page; equal entries share one."""
+    """Length of a batch entry, and its keys before the page; equal entries share one history."""
 
     length: int
     base: int  # length at the last eviction
     positions: Tensor  # [Hkv, slots] positions of the keys, -1 in empty slots
     last: Tensor  # [branches, Hkv, slots] the last query of each branch that visits the key
-    exact: bool = True  # whether all live keys are here: pattern and length determine them
+    exact: bool = True  # True if all live keys are here, so that the length determines them
     oldest: int = 0  # least length that the entry can be cropped to
 
     @property
     def num_keys(self) -> int:
-        """Largest number of keys that a head has, without the page."""
+        """Largest number of keys of a head, without the page."""
         return int((self.positions >= 0).sum(1).max()) if self.positions.numel() else 0
 
     def cropped(self, length: int) -> "History":
-        """The history without its tokens from `length` on."""
+        """Returns the history without the tokens from `length` on."""
         if length >= self.base:
             return self.changed(length=length)
         positions = torch.where(self.positions < length, self.positions, -1)
         return self.changed(length=length, base=length, positions=positions, exact=False)
 
     def positions_with(self, count: int) -> Tensor:
-        """Positions [Hkv, slots + count] of the keys and of `count` tokens in the page."""
+        """Returns positions [Hkv, slots + count] of the keys and of `count` tokens in the page."""
         new = torch.arange(self.base, self.base + count).expand(len(self.positions), -1)
         return torch.cat((self.positions, new), 1)
-
-    def live_with(self, count: int) -> Tensor:
-        """Mask [branches, Hkv, slots + count] of keys that the branch may still visit."""
-        return pad(self.last >= self.base, (0, count), value=True)
 
 
 @dataclass(eq=False)
 class Page:
-    """Results that the steps of one page share.
+    """Layouts and checks that the steps of one page share.
 
-    Slots from `written` on are zeros. Those before hold valid tokens, cropped ones, and those of
-    steps that raised.
+    Slots of the page before `written` may have tokens, also tokens that were cropped, or whose step
+    raised. Slots from `written` on are zeros.
     """
 
     layouts: dict[int, BlockLayout] = field(default_factory=dict)  # by number of new tokens
-    recipe: CallRecipe | None = None  # of the latest step; one with the same needs no checks
+    recipe: CallRecipe | None = None  # of the latest step; a step of an equal call skips checks
     written: int = 0
 
 
@@ -85,24 +81,24 @@ class Page:
 class CacheState(_Record):
     """State of a `KVCache`. A step replaces it as a whole, so that a failed step changes nothing.
 
-    Steps only write in place to `page`, and to slots of the page that are not in use yet. The next
-    eviction is due at `page_limit` tokens of the page: a page, or less where many keys die at once
-    in the entries with most keys, as only these free memory.
+    In place, steps write only to `page` and to unused slots of the page. The next eviction comes
+    after `page_limit` tokens: a page, or less if many keys die at once. Only batch entries with
+    most keys decide that, because only they determine the memory of the cache.
     """
 
-    pattern: Pattern  # causal
+    pattern: Pattern  # the pattern within `Causal()`
     heads: int
     kv_heads: int
-    total: int | None  # most tokens of a sequence, None for no limit
+    total: int | None  # upper bound of a sequence's tokens, None for no bound
     rollback: int
     page_size: int
-    histories: list[History]  # of each batch entry
+    histories: list[History]  # one per batch entry
     keys: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))  # [B, Hkv, slots, D]
     values: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))
     page_length: int = 0  # tokens since the last eviction
     page_limit: int = 0
-    remote: tuple[int, ...] = ()  # positions of the page whose keys other ranks store
-    summaries: BlockSummaries | None = None  # of a `SelectedCache`, up to the length at least
+    remote: tuple[int, ...] = ()  # positions of the page's tokens whose keys other ranks store
+    summaries: BlockSummaries | None = None  # of a `SelectedCache`; may have cropped blocks too
     page: Page = field(default_factory=Page)
 
     @property
@@ -118,24 +114,24 @@ class CacheState(_Record):
         return list({id(history): history for history in self.histories}.values())
 
     def frame(self, queries: int, first: int) -> Frame:
-        """Frame of some queries; if the total length is known, that of the whole sequence."""
+        """Returns the frame of some queries, or of the whole sequence if its length is bounded."""
         if self.total is not None:
             return Frame(self.total, self.total, self.heads, self.kv_heads, 0)
         return Frame(queries, first + queries, self.heads, self.kv_heads, first)
 
     def in_use(self, slots: Tensor) -> Tensor:
-        """Slots of `keys` or `values` without the unused rest of the page."""
+        """Returns the slots of `keys` or `values` without the unused rest of the page."""
         return slots[:, :, : self.page_start + self.page_length]
 
     def with_new(self, slots: Tensor, new: Tensor | None) -> Tensor:
-        """Used slots of `keys` or `values`, and behind them new tokens, if there are any."""
+        """Returns the used slots of `keys` or `values`, followed by new tokens, if any."""
         used = self.in_use(slots)
         if new is None:
             return used
         return torch.cat((used, new), 2) if used.shape[2] else new
 
     def clear_page(self, start: int) -> None:
-        """Zeroes the page's slots from `start` on: masked NaN and infinities would still spread."""
+        """Zeroes the page's slots from `start` on: even a masked NaN would spread in products."""
         if (written := self.page.written) > start:
             for slots in (self.keys, self.values):
                 slots[:, :, self.page_start + start : self.page_start + written] = 0
@@ -153,7 +149,7 @@ class CacheState(_Record):
         return self.changed(histories=histories, page_length=page_length)
 
     def cropped(self, length: int) -> "CacheState":
-        """Returns the state without tokens from `length` on, where entries have one length."""
+        """Returns the state without tokens from `length` on; entries must have equal lengths."""
         shorter = {id(history): history.cropped(length) for history in self.distinct()}
         histories = [shorter[id(history)] for history in self.histories]
         page_length = max((x.length - x.base for x in histories), default=0)
@@ -163,13 +159,12 @@ class CacheState(_Record):
         return state.evicted() if past_page else state
 
     def loaded(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> "CacheState":
-        """Returns the state after a prompt that ran elsewhere; `positions` [n] of its keys."""
+        """Returns the state after a prompt of `length` tokens, of which it stores `positions`."""
         last = self._last_visits(0, length)[..., positions]
         history = History(length, length, positions.expand(self.kv_heads, -1), last, exact=False)
         return self.changed(histories=[history] * len(self.histories)).evicted(key, value)
 
     def of_entries(self, entries: Tensor) -> "CacheState":
-        """Returns the state of some batch entries."""
         keys, values = (
             x.index_select(0, entries.to(x.device)) if x.shape[2] else x
             for x in (self.keys, self.values)
@@ -184,10 +179,10 @@ class CacheState(_Record):
         )
 
     def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "CacheState":
-        """Returns the state with the keys that later queries visit, and an empty page.
+        """Returns the state with an empty page, and the keys that later queries visit before it.
 
-        `key`, `value`: the last tokens [B, Hkv, n, D], if they are not in the page; an entry with
-        fewer new tokens has them first.
+        `key`, `value`: the latest tokens [B, Hkv, n, D], if they are not in the page. An entry with
+        fewer than n new tokens has padding last.
         """
         survivors = {id(history): self._survivors(history) for history in self.distinct()}
         most = max((slots.shape[1] for _, slots in survivors.values()), default=0)
@@ -218,7 +213,7 @@ class CacheState(_Record):
         )
 
     def _survivors(self, history: History) -> tuple[History, Tensor]:
-        """Returns the history without dead keys, and the slot [Hkv, keys] of each key or -1."""
+        """Returns the history without dead keys, and each key's slot [Hkv, keys], -1 for none."""
         positions = history.positions_with(history.length - history.base)
         last = torch.cat((history.last, self._last_visits(history.base, history.length)), 2)
         oldest = max(history.oldest, history.length - self.rollback)
@@ -234,25 +229,25 @@ class CacheState(_Record):
         return History(history.length, history.length, positions, last, exact, oldest), slot
 
     def _order(self, positions: Tensor, last: Tensor, alive: Tensor, length: int) -> Tensor:
-        """Order [Hkv, slots] of slots after an eviction; dead ones come last."""
+        """Returns the order [Hkv, slots] of slots after an eviction, slots of dead keys last."""
         if len(last) == 1:
             return (~alive).to(torch.int8).argsort(dim=1, stable=True)
-        # keys that the same branches will visit lie together, so that a branch skips whole tiles
-        live = (last[:_MOST_BRANCHES] >= length).long()  # for a sort key below FOREVER
+        # keys that the same branches visit become neighbours, so that a branch skips whole tiles
+        live = (last[:_MOST_BRANCHES] >= length).long()
         branches = (live << torch.arange(len(live))[:, None, None]).sum(0)
         rank = (branches << _POSITION_BITS) + positions
         return torch.where(alive, rank, FOREVER).argsort(dim=1)
 
     def _page_limit(self, history: History) -> int:
-        """Number of tokens, at most a page, after which more than a page of a head's keys is dead.
+        """Returns how many tokens, at most a page, make more than a page of a head's keys dead.
 
-        At least an eighth of a page: at the end of a segment, heads lose their keys one by one.
+        It is at least an eighth of a page, because at a segment's end keys die at every step.
         """
         base, page_size = history.base, self.page_size
         end = base + page_size if self.total is None else min(base + page_size, self.total)
         old = torch.where(history.positions < 0, base + page_size, history.last.amax(0))
         last = torch.cat((old, self._last_visits(base, end).amax(0)), 1)
-        death = torch.where(last < 0, 0, last - base + self.rollback + 1)  # counted from the base
+        death = torch.where(last < 0, 0, last - base + self.rollback + 1)  # tokens after the base
         birth = pad(torch.arange(1, end - base + 1), (old.shape[1], 0))
         death = torch.maximum(death, birth).clamp(max=page_size + 1)
         deaths = torch.zeros(len(death), page_size + 2, dtype=torch.int64)
@@ -261,7 +256,7 @@ class CacheState(_Record):
         return max(int(due[0]), page_size // 8) if len(due) else page_size
 
     def _last_visits(self, start: int, stop: int) -> Tensor:
-        """Last query [branches, Hkv, stop - start] of each branch that visits each key."""
+        """Returns the last query that visits each key, [branches, Hkv, stop - start]."""
         first = start // _LIFETIMES * _LIFETIMES
         end = max(first + _LIFETIMES, stop)
         end = end if self.total is None else min(end, self.total)
@@ -279,15 +274,15 @@ class CacheState(_Record):
 
 @contextlib.contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Context for a cache's tensors, because later steps may run in other modes of autograd."""
+    """Creates tensors without gradients that are no inference tensors, as later steps need."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _gathered(source: Tensor, slots: Tensor, page_size: int) -> Tensor:
-    """Gathers slots [B or 1, Hkv, keys] of a source, then zeros: [B, Hkv, keys + page_size, D].
+    """Gathers slots [B or 1, Hkv, keys] of keys or values, and appends a page of zeros.
 
-    Slots of -1, which come last, give zeros too: their keys are masked, but must not be NaN.
+    Slots of -1, which come last, give zeros too: a masked key must not be NaN.
     """
     (batch, heads, _, width), most = source.shape, slots.shape[2]
     result = source.new_empty(batch, heads, most + page_size, width)

@@ -1,10 +1,11 @@
-"""`KVCache`: keeps the keys and values that some later query of a pattern can still visit."""
+"""`KVCache`: stores the keys and values that later queries of a pattern can visit."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..call_recipe import recipe_of
 from ..checks import (
@@ -25,37 +26,37 @@ from ..patterns.arguments import (
     checked_dtype,
     checked_flag,
     checked_integer,
+    listed,
     shortened,
 )
 from .cache_state import CacheState, History, causal_pattern, ordinary_tensors
 from .compiled import attend_op, operator_options, register
-from .new_tokens import NewTokens, check_dtype, checked_lengths, nothing_new, with_padding
-from .steps import attend_page, attend_spans, fits_page, page_layout
+from .steps import NewTokens, attend_page, attend_spans, empty_results, fits_page, page_layout
 
-_REFUSED = {
-    "q_start": "the cache knows where its tokens are",
-    "block_bias": "blocks are those of whole sequences",
-    "slot_bias": "rows are those of whole sequences",
+_REFUSED = {  # options of `attention` that `attend` does not take, and why
+    "q_start": "the cache knows the positions of its tokens",
+    "block_bias": "it needs the blocks of a whole sequence",
+    "slot_bias": "it needs the rows of a whole sequence",
 }
 
 
 class KVCache:
-    """Keeps keys and values for decoding, as long as a later query of the pattern can visit them.
+    """Stores keys and values for decoding, as long as a later query of the pattern can visit them.
 
     Args:
         pattern: pattern of the whole sequence; pairs that look ahead are removed (`& Causal()`).
         batch_size, num_kv_heads, head_dim: sizes of the keys.
         num_heads: query heads, default `num_kv_heads`.
         value_dim: head dim of the values, default `head_dim`.
-        max_length: most tokens of a sequence. Patterns that depend on the total length
+        max_length: upper bound of a sequence's tokens. Patterns that depend on the total length
             (`RandomBlocks`) need it; some patterns define it themselves.
-        rollback: how many of the last tokens `crop` can take back.
+        rollback: number of the last tokens that `crop` can remove.
         page_size: new tokens between two evictions, a multiple of 16 from 16 to 256.
-        dtype, device: of the keys and values; by default, as the first ones have them.
+        dtype, device: dtype and device of keys and values; default those of the first keys.
 
-    It holds the keys of `pattern.live_keys(length)` (with `rollback=n`, those of the last n
-    lengths) and at most a page more per head. An eviction copies the keys that stay, once a page.
-    If more than a page of keys die at once, they are evicted at most `page_size / 8` tokens later.
+    It stores the keys of `pattern.live_keys(length)` (with `rollback=n`, of the last n lengths),
+    and at most a page more per head. An eviction, once a page, drops dead keys and copies the
+    others. If more than a page of keys die at once, it comes at most `page_size / 8` tokens later.
     Gradients do not pass through the cache: it is for decoding, not for training.
 
     Raises: ValueError if an argument is invalid.
@@ -96,7 +97,7 @@ class KVCache:
             )
         check_batch(pattern, batch_size, "batch_size=")
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises where it is needed
+        last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises if it needs max_length
         none = torch.zeros(len(pattern.branches), num_kv_heads, 0, dtype=torch.int64)
         histories = [History(0, 0, none[0], none)] * batch_size
         total = own_length(pattern, max_length)
@@ -132,13 +133,13 @@ class KVCache:
 
     @property
     def _kind(self) -> tuple[torch.dtype | None, torch.device | None]:
-        """Dtype and device of the keys and values; None if the first keys will decide it."""
+        """Dtype and device of the keys and values; None if the first keys will decide them."""
         keys = self._state.keys
         return (keys.dtype, keys.device) if keys.shape[2] else self._first_kind
 
     @property
     def kept(self) -> int:
-        """Largest number of keys that any kv head of any entry holds."""
+        """Largest number of keys stored for a kv head of a batch entry."""
         state = self._state
         most = max((history.num_keys for history in state.distinct()), default=0)
         return most + state.page_length - len(state.remote)
@@ -152,7 +153,7 @@ class KVCache:
         return sum(x.nbytes for x in tensors)
 
     def positions(self, head: int, entry: int = 0) -> Tensor:
-        """Positions of the keys that a kv head of a batch entry holds, ascending int64."""
+        """Positions of the keys stored for a kv head of a batch entry, ascending int64."""
         entry = checked_integer("entry", entry, 0, len(self.lengths) - 1)
         head = checked_integer("head", head, 0, self._state.kv_heads - 1)
         history, remote = self._state.histories[entry], torch.tensor(self._state.remote).long()
@@ -203,12 +204,12 @@ class KVCache:
         Args:
             query, key, value: the new tokens, [B, H, n, D] as in `attention`.
             lengths: number of new tokens of each batch entry, default n; further tokens of the
-                entry are padding. The lengths of entries then differ.
-            stored: False where another rank's cache stores the new tokens: they count towards the
-                length here, but are neither seen nor kept. `merge_attention` joins the results of
-                the ranks.
+                entry are padding. Entries then have sequences of different lengths.
+            stored: False if another rank's cache stores the new tokens. This cache then counts them
+                in its length, but neither stores nor visits their keys. `merge_attention` joins the
+                results of the ranks.
             return_lse: also return lse [B, Hq, n].
-            options: those of `attention` but `q_start`, `block_bias` and `slot_bias`.
+            options: options of `attention`, except `q_start`, `block_bias` and `slot_bias`.
 
         Returns: [B, Hq, n, Dv]; rows of padding have out 0 and lse -inf.
 
@@ -216,13 +217,13 @@ class KVCache:
         """
         stored, return_lse = checked_flag("stored", stored), checked_flag("return_lse", return_lse)
         for name in _REFUSED.keys() & options.keys() if options else ():
-            raise ValueError(f"attend takes no {name}, for {_REFUSED[name]}; leave it out")
+            raise ValueError(f"attend takes no {name}: {_REFUSED[name]}; leave it out")
         if torch.is_grad_enabled():
             values = (query, key, value, *options.values())
             if any(isinstance(x, Tensor) and x.requires_grad for x in values):
                 raise ValueError(
                     "attend keeps no gradients, got tensors that require them; call it under "
-                    "torch.no_grad(), or attention() on whole sequences to train"
+                    "torch.no_grad(), or train with attention() on whole sequences"
                 )
         if torch.compiler.is_compiling():
             if lengths is not None or not stored or return_lse:
@@ -244,15 +245,15 @@ class KVCache:
         *,
         length: int | None = None,
     ) -> None:
-        """Stores the keys and values of a prompt whose attention ran elsewhere, as over ranks.
+        """Stores keys and values of a prompt that was attended elsewhere, for example by a ring.
 
         Args:
             key, value: [B, Hkv, n, D].
             positions: positions of the keys, [n] ascending; default 0 to n - 1.
-            length: length of the prompt, default the last position + 1. Other ranks store the keys
-                of all other positions.
+            length: tokens of the prompt, default the last position + 1. The keys of all other
+                positions belong to caches of other ranks.
 
-        Raises: ValueError if an argument is invalid, or the cache has seen tokens.
+        Raises: ValueError if an argument is invalid, or the cache is not empty.
         """
         check_tensor("key", key, "[batch, heads, tokens, head dim]")
         n = key.shape[2] if key.dim() == 4 else 0
@@ -268,14 +269,14 @@ class KVCache:
         if self.length:
             raise ValueError(
                 f"load needs a cache that has seen nothing, got one of {self.length} tokens; make "
-                "another one"
+                "another KVCache"
             )
         self._new_tokens([length] * len(self.lengths), length)
         rising = bool((places.diff() > 0).all()) and bool((places[:1] >= 0).all())
         if len(places) != key.shape[2] or not rising:
             raise ValueError(
-                f"positions must be {key.shape[2]} ascending ones, of each key, got "
-                f"{shortened(str(places.tolist()))}; sort both"
+                f"positions must be {key.shape[2]} ascending ints, one per key, got "
+                f"{shortened(str(places.tolist()))}; sort positions and keys together"
             )
         with ordinary_tensors():
             self._state = self._state.loaded(key, value, places, length)
@@ -297,17 +298,17 @@ class KVCache:
         recipe, inputs, extras = recipe_of(query, key, value, state.pattern, call, options)
         if state.page.recipe is not recipe:
             self._check(query, key, value)
-            check_dtype(self._kind[0], inputs[1])
+            self._check_dtype(inputs[1])
         n = query.shape[2]
         new = self._new_tokens(lengths, n)
         most = n if lengths is None else max(new, default=0)
         if not stored and len(set(zip(self.lengths, new, strict=True))) > 1:
             raise ValueError(
-                "stored=False needs entries of one length, got "
-                f"{shortened(str(self.lengths))}; select some"
+                "stored=False needs batch entries of equal length, got lengths "
+                f"{shortened(str(self.lengths))}; pick entries with select()"
             )
         if most == 0:
-            return nothing_new(inputs[0], self._dims[1])
+            return empty_results(inputs[0], self._dims[1])
         if not stored:
             state = state.changed(remote=(*state.remote, *range(self.length, self.length + most)))
         tokens = NewTokens(*inputs, extras)
@@ -317,7 +318,7 @@ class KVCache:
             if layout is None:
                 with ordinary_tensors():
                     layout = page_layout(state, most)
-            results = attend_page(state, layout, recipe, tokens)
+            out, lse = attend_page(state, layout, recipe, tokens)
             state.page.recipe = recipe if recipe.plain else None
             state = state.advanced(new, state.page_length + most)
             if state.page_length >= state.page_limit:
@@ -325,21 +326,24 @@ class KVCache:
                     state = state.evicted()
         else:
             with ordinary_tensors():
-                results = attend_spans(state, recipe, tokens, new)
+                out, lse = attend_spans(state, recipe, tokens, new)
                 state = state.advanced(new, state.page_length).evicted(tokens.key, tokens.value)
         self._state = state
-        return with_padding(results, n - most)
+        if padding := n - most:
+            out, lse = pad(out, (0, 0, 0, padding)), pad(lse, (0, padding), value=-torch.inf)
+        return out, lse
 
     def crop(self, length: int) -> None:
-        """Forgets the tokens from `length` on, as speculative decoding does with wrong guesses.
+        """Removes the tokens from `length` on, such as wrong guesses of speculative decoding.
 
-        Raises: ValueError if that is more than `rollback` tokens back, or beyond the length of
-            the cache; the cache is then unchanged.
+        Raises: ValueError if it would remove more than `rollback` tokens, or `length` is beyond the
+            length of the cache; the cache is then unchanged.
         """
         length = checked_integer("length", length, 0)
         if len(set(self.lengths)) > 1:
             raise ValueError(
-                f"crop needs entries of one length, got {shortened(str(self.lengths))}; select some"
+                "crop needs batch entries of equal length, got lengths "
+                f"{shortened(str(self.lengths))}; pick entries with select()"
             )
         oldest = max((history.oldest for history in self._state.histories), default=0)
         least = max(oldest, self.length - self._state.rollback)
@@ -352,23 +356,23 @@ class KVCache:
             self._state = self._state.cropped(length)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
-        """Replaces entry i by entry `index[i]`, as beam search needs; the batch size stays."""
+        """Replaces batch entry i by entry `index[i]`, as beam search needs, in place."""
         self._take("reorder", index, len(self.lengths))
 
     def repeat(self, n: int) -> None:
-        """Repeats each entry n times, copies adjacent (0 0 1 1), as beam search needs."""
+        """Repeats each batch entry n times, copies adjacent (0 0 1 1), as beam search needs."""
         n = checked_integer("n", n, 1)
         self._take("repeat", torch.arange(len(self.lengths)).repeat_interleave(n))
 
     def select(self, index: Tensor | Sequence[int]) -> None:
-        """Keeps only the entries that an index lists, in its order."""
+        """Keeps only the batch entries that an index lists, in its order."""
         self._take("select", index)
 
     def _take(self, name: str, index: Tensor | Sequence[int], size: int | None = None) -> None:
         if self.pattern.num_batches() is not None:
             raise ValueError(
-                f"{name} needs entries that may be any, but the pattern has one table for each, in "
-                f"{shortened(str(self.pattern))}; make a cache for each entry"
+                f"{name} cannot exchange batch entries, because they have different masks in the "
+                f"pattern {shortened(str(self.pattern))}; make a cache for each entry"
             )
         entries = checked_index(name, index, len(self.lengths))
         if size not in (None, len(entries)):
@@ -392,22 +396,34 @@ class KVCache:
             raise ValueError(
                 "attend needs query, key and value of as many new tokens, "
                 f"{', '.join(map(str, expected))} here, got "
-                f"{', '.join(str(tuple(x)) for x in shapes)}; the cache has those before"
+                f"{', '.join(str(tuple(x)) for x in shapes)}; leave out tokens that are cached"
             )
         if (device := self._kind[1]) not in (None, key.device):
             raise ValueError(
                 f"the cache is on {device}, got keys on {key.device}; move them with .to()"
             )
 
+    def _check_dtype(self, key: Tensor) -> None:
+        if (dtype := self._kind[0]) not in (None, key.dtype):
+            raise ValueError(
+                f"the cache holds {dtype}, got keys of {key.dtype}; cast them with .to({dtype}), "
+                "or make another cache"
+            )
+
     def _new_tokens(self, lengths: Sequence[int] | Tensor | None, most: int) -> list[int]:
+        """Returns the number of new tokens of each batch entry; ValueError if it is invalid."""
         entries, total = len(self._state.histories), self._state.total
-        new = [most] * entries if lengths is None else checked_lengths(lengths, entries, most)
-        if total is None:
-            return new
+        new = [most] * entries if lengths is None else listed("lengths", lengths)
+        are_counts = isinstance(new, Sequence) and len(new) == entries
+        if not are_counts or not all(type(n) is int and 0 <= n <= most for n in new):
+            raise ValueError(
+                f"lengths must be {entries} ints from 0 to {most}, the new tokens of each batch "
+                f"entry, got {shortened(repr(new))}; leave lengths out if no token is padding"
+            )
         for length, n in zip(self.lengths, new, strict=True):
-            if length + n > total:
+            if total is not None and length + n > total:
                 raise ValueError(
                     f"the cache is for {total} tokens, got {n} more after {length}; give KVCache a "
                     "larger max_length (and the pattern as many tokens)"
                 )
-        return new
+        return list(new)

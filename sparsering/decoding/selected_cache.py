@@ -18,28 +18,28 @@ from ..selection.scorer import BlockScorer
 from ..selection.summaries import BlockSummaries
 from .cache_state import ordinary_tensors
 from .kv_cache import KVCache
-from .new_tokens import check_dtype, nothing_new
+from .steps import empty_results
 
 
 class SelectedCache(KVCache):
-    """A `KVCache` in which each new token scores all blocks of keys and sees the best k of them.
+    """A `KVCache` in which each new token scores all blocks of keys and attends to the best k.
 
-    A step appends the token's key, scores all blocks by summaries of their keys, selects k of them
-    and attends to these exactly. The result equals `block_scores`, `select_blocks` and `attention`
-    on the whole sequence with rows of one query. All keys are kept. Scores may be learned: pass
-    `method=scorer`, a trained `BlockScorer` with query_block=1.
+    A step appends the token's key, scores all blocks by summaries of their keys, selects k blocks
+    and attends to them exactly. The result equals `block_scores`, `select_blocks` and `attention`
+    on the whole sequence with rows of one query. The cache evicts no keys. Scores may be learned:
+    pass `method=scorer`, a trained `BlockScorer` with query_block=1.
 
     Args:
         batch_size, num_kv_heads, head_dim: sizes of the keys.
-        k: blocks that a token sees, `sink` and `local` ones included.
+        k: blocks that a token attends to; `sink` and `local` blocks count.
         block_size, method, parts: as in `BlockSummaries`.
         top_p, sink, local: as in `select_blocks`.
-        options: those of `KVCache`.
+        options: options of `KVCache`.
 
     Raises: ValueError if an argument is invalid.
 
-    Cost: a step reads k blocks and the summaries. For "sub" these are parts / block_size as many
-        numbers as the keys, in float32.
+    Cost: a step reads k blocks and the summaries. For "sub" the summaries have parts / block_size
+        as many numbers as the keys, in float32.
 
     Example:
         >>> cache = SelectedCache(1, 2, 64, k=64, num_heads=8)
@@ -106,12 +106,12 @@ class SelectedCache(KVCache):
         new = self._new_tokens(lengths, n)
         if set(new) - {n} or not stored:
             raise ValueError(
-                "a SelectedCache takes the same new tokens for all of its entries, got lengths "
-                f"{shortened(str(new))} and stored={stored}; give KVCache those"
+                "a SelectedCache takes the same new tokens for all batch entries, and stores all, "
+                f"got lengths {shortened(str(new))} and stored={stored}; KVCache takes these"
             )
         if n == 0:
-            return nothing_new(query, self._dims[1])
-        check_dtype(self._kind[0], key)
+            return empty_results(query, self._dims[1])
+        self._check_dtype(key)
         if state.page_length + n > state.page_size >= n and state.keys.shape[2]:
             state = state.evicted()
         paged = state.keys.shape[2] > 0 and state.page_length + n <= state.page_size
@@ -121,7 +121,7 @@ class SelectedCache(KVCache):
                 slots.narrow(2, state.page_start + state.page_length, n).copy_(x)
         state = state.advanced(new, state.page_length + (n if paged else 0))
         keys, values = (state.with_new(slots, None if paged else x) for slots, x in pairs)
-        summaries = copy(self._summaries)  # a step that fails leaves the state's summaries as is
+        summaries = copy(self._summaries)  # a failed step must not change the state's summaries
         summaries.crop(begin)
         scores = summaries.scores(query, keys, scale=options.get("scale"))
         blocks = self._select_blocks(scores, q_start=begin)
@@ -150,7 +150,7 @@ class SelectedCache(KVCache):
         check_tensor("key", key, "[batch, heads, tokens, head dim]")
         if positions is not None or length not in (None, *key.shape[2:3]):
             raise ValueError(
-                "a SelectedCache scores all keys, got positions or a length of others; leave them "
-                "out"
+                "a SelectedCache scores all keys of a prompt, got positions or another length; "
+                "leave both out"
             )
         super().load(key, value)

@@ -1,13 +1,14 @@
-"""Attention of new tokens to a cache: over the slots of a page, or over spans of positions.
+"""Attention of new tokens to a cache, in one of two ways.
 
-One layout serves all queries of a page, over all slots: those before the page and its own. Tokens
-that fit the page attend to keys in place. All else, prompts and extras that depend on positions,
-copies keys into the spans of positions that it visits.
+If the new tokens fit the page, they attend to the keys in their slots, by one layout that all steps
+of the page share. Prompts, and extras that depend on positions, need another way: keys are copied
+into the spans of positions that the new tokens visit, and a layout of these positions is compiled.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,13 +29,33 @@ from ..patterns.algebra import Frame, Mask
 from ..patterns.keys import KeyMask
 from ..streams import moved
 from .cache_state import CacheState, History
-from .new_tokens import NewTokens
 
 _CPU = torch.device("cpu")
 
 
+class NewTokens(NamedTuple):
+    """Query, key and value [B, H, n, D] of the new tokens, and the extras of their `Problem`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    extras: Mapping[str, Any]
+
+    def first(self, n: int) -> "NewTokens":
+        query, key, value, extras = self
+        if extras["sink"] is not None and extras["sink"].shape[2] > 1:
+            extras = {**extras, "sink": extras["sink"][:, :, :n]}
+        return NewTokens(query[:, :, :n], key[:, :, :n], value[:, :, :n], extras)
+
+    def of_entries(self, entries: Tensor) -> "NewTokens":
+        """Selects batch entries."""
+        query, key, value, extras = self
+        extras = {name: x[entries] if isinstance(x, Tensor) else x for name, x in extras.items()}
+        return NewTokens(query[entries], key[entries], value[entries], extras)
+
+
 def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens) -> bool:
-    """Whether all entries have equally many new tokens, and the page can serve this call."""
+    """True if `attend_page` can run: equally many new tokens in all entries, and room for them."""
     extras = tokens.extras
     return (
         len(set(new)) == 1
@@ -42,7 +63,7 @@ def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens
         and state.page_length + new[0] <= state.page_size
         and BACKENDS[backend].forward is not None
         and not (state.remote and "key_mask" not in BACKENDS[backend].extras)
-        and extras["distance_bias"] is extras["dropout_p"] is None  # both need key positions
+        and extras["distance_bias"] is extras["dropout_p"] is None  # they need positions of keys
     )
 
 
@@ -61,14 +82,15 @@ def page_layout(state: CacheState, queries: int) -> BlockLayout:
 
 
 def _whole_page_layout(state: CacheState) -> BlockLayout:
-    """Layout of the page's queries over all slots; entries with equal histories share tables."""
+    """Builds the layout of a page's queries over all slots; equal histories share tables."""
     histories = state.distinct() if len(state.distinct()) == 1 else state.histories
     slots, page_size, device = state.keys.shape[2], state.page_size, state.keys.device
 
     def build() -> BlockLayout:
         block = max(page_size, 128)
         positions = torch.stack([x.positions_with(page_size) for x in histories])
-        live = torch.stack([x.live_with(page_size) for x in histories], 1)
+        alive = [pad(x.last >= x.base, (0, page_size), value=True) for x in histories]
+        live = torch.stack(alive, 1)  # per branch: keys that a query of the page may visit
         starts = torch.tensor([x.base for x in histories])
         frame = state.frame(page_size, int(starts.max()))
         passes = page_over(state.pattern, positions, live, starts, frame, page_size, block)
@@ -89,7 +111,7 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
 def attend_page(
     state: CacheState, layout: BlockLayout, recipe: CallRecipe, tokens: NewTokens
 ) -> tuple[Tensor, Tensor]:
-    """Writes the new keys into their slots and attends; `layout` is for this number of queries."""
+    """Writes the new keys into their slots and attends, by a layout from `page_layout`."""
     query, key, value, extras = tokens
     first = state.page_start + state.page_length
     state.clear_page(state.page_length + query.shape[2])
@@ -112,15 +134,14 @@ def attend_page(
 def attend_spans(
     state: CacheState, recipe: CallRecipe, tokens: NewTokens, new: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Attends from each entry's first `new` tokens to cached keys; equal entries go together."""
+    """Attends from the first `new` tokens of each entry; equal entries are computed together."""
     groups: dict[tuple[int, int], list[int]] = {}
     for entry, (history, n) in enumerate(zip(state.histories, new, strict=True)):
         groups.setdefault((id(history), n), []).append(entry)
     if len(groups) == 1:
         return _Group(state, state.histories[0], None, recipe, tokens).attend()
     query, _, value, _ = tokens
-    out = query.new_zeros(*query.shape[:3], value.shape[3])
-    lse = query.new_full(query.shape[:3], -torch.inf, dtype=sum_dtype(query))
+    out, lse = empty_results(query, value.shape[3])
     whole = not _runs_spans(state, recipe.backend) and state.pattern.num_batches() is not None
     for (_, n), numbers in groups.items():
         if not n:
@@ -134,7 +155,7 @@ def attend_spans(
 
 
 def _runs_spans(state: CacheState, name: str) -> bool:
-    """Whether a backend runs layouts, and can mask the keys of spans that are not stored here."""
+    """True if a backend runs layouts, and can mask keys that this cache does not store."""
     backend = BACKENDS[name]
     all_stored = not state.remote and all(x.exact for x in state.distinct())
     return backend.forward is not None and (all_stored or "key_mask" in backend.extras)
@@ -145,9 +166,9 @@ class _Group(NamedTuple):
 
     state: CacheState
     history: History
-    entries: Tensor | None  # numbers of the entries, None for all
+    entries: Tensor | None  # indices of the batch entries, None for all
     recipe: CallRecipe
-    tokens: NewTokens  # of these entries alone
+    tokens: NewTokens  # new tokens of these entries only
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """Attends over the spans of positions that the new tokens visit."""
@@ -176,7 +197,7 @@ class _Group(NamedTuple):
         return _run(recipe.backend, problem)
 
     def _stored(self, spanned: Spanned) -> Tensor | None:
-        """Mask [1, tokens] of the spans' positions whose keys are stored here; None for all."""
+        """Returns a mask [1, tokens] of the spans' tokens whose keys are stored; None for all."""
         history, remote = self.history, self.state.remote
         if history.exact and not remote:
             return None
@@ -184,12 +205,12 @@ class _Group(NamedTuple):
         stored = history.positions_with(history.length - history.base).flatten()
         stored = torch.cat((stored[stored >= 0], torch.arange(history.length, end)))
         stored = stored[~torch.isin(stored, torch.tensor(remote, dtype=torch.int64))]
-        # one mask for all heads: a head does not visit keys that are dead for it alone
+        # one mask serves all heads: a head visits no key that is dead for this head only
         mask = torch.zeros(1, spanned.length + 1, dtype=torch.bool)
         return mask.index_fill(1, spanned.place_of(stored), True)[:, :-1]
 
     def _layout(self, frame: Frame) -> tuple[BlockLayout, tuple[int, ...]]:
-        """Layout of the new queries, and the `slots` of its `Problem`."""
+        """Returns a layout of the new queries, and the `slots` of its `Problem`."""
         pattern, size = self.state.pattern, self.recipe.block_size
         begin, queries = self.history.length, self.tokens.query.shape[2]
         size = default_block_size(pattern, frame.kv_len) if size is None else size
@@ -214,7 +235,7 @@ class _Group(NamedTuple):
         results = []
         for slots, new in ((state.keys, self.tokens.key), (state.values, self.tokens.value)):
             batch, heads, count, width = new.shape
-            result = new.new_zeros(batch, heads, length + 1, width)  # the last slot is dropped
+            result = new.new_zeros(batch, heads, length + 1, width)  # unused keys go to the end
             if history.length:
                 cached = state.in_use(slots)
                 cached = cached if self.entries is None else cached[self.entries]
@@ -226,13 +247,13 @@ class _Group(NamedTuple):
         return results
 
     def _attend_whole(self, frame: Frame) -> tuple[Tensor, Tensor]:
-        """Attends over all positions, evicted keys as zeros, on a backend without layouts."""
+        """Attends over all positions by a backend without layouts; evicted keys are zeros."""
         query, recipe, pattern = self.tokens.query, self.recipe, self.state.pattern
         begins, ends = torch.zeros(1, dtype=torch.int64), torch.full((1,), frame.kv_len)
         everything = Spanned(BlockLayout(frame, 128, (), math.nan), begins, ends)
         keys, values = self._spread(everything)
         first, n = self.history.length - frame.q_start, query.shape[2]
-        rest = frame.q_len - first - n  # padding after the new queries; its results are dropped
+        rest = frame.q_len - first - n  # zeros after the new queries; their results are unused
         query = pad(query, (0, 0, first, rest))
         extras, sink = dict(self.tokens.extras), self.tokens.extras["sink"]
         if sink is not None and sink.shape[2] > 1:
@@ -244,8 +265,14 @@ class _Group(NamedTuple):
         return out[:, :, first : first + n], lse[:, :, first : first + n]
 
 
-def _run(backend: str, problem: Problem) -> tuple[Tensor, Tensor]:
-    how = BACKENDS[backend]
-    assert how.forward is not None
+def empty_results(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse) of queries that visit no key: zeros and -inf."""
+    out = query.new_zeros(*query.shape[:3], value_dim)
+    return out, query.new_full(query.shape[:3], -torch.inf, dtype=sum_dtype(query))
+
+
+def _run(name: str, problem: Problem) -> tuple[Tensor, Tensor]:
+    backend = BACKENDS[name]
+    assert backend.forward is not None
     with without_autocast(problem.query):
-        return how.forward(problem if how.reads_slots else problem.in_first_slots())
+        return backend.forward(problem if backend.reads_slots else problem.in_first_slots())
