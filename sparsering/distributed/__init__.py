@@ -1,8 +1,8 @@
-"""One pattern over many ranks: ring attention that moves only the keys that are needed.
+"""Ring attention: ranks share a sequence, and each receives only the keys that its queries visit.
 
     out = ring_attention(query, key, value, LongNet((2048, 32768), (1, 8)) & Causal())
 
-Under `torchrun`, on gloo or NCCL; `simulate_ring` computes the same in one process.
+It runs under `torchrun`, on gloo or NCCL. `simulate_ring` computes the same in one process.
 """
 
 from .exchange import RingError, RingMismatchError, Traffic

@@ -1,4 +1,7 @@
-"""Agreement of all ranks on a call, before any payload; a difference raises on all of them."""
+"""Ranks compare the arguments of a call before they send keys; a difference raises on every rank.
+
+Each rank sends its record, a few integers, to all others: digests of arguments, and its length.
+"""
 
 import contextlib
 import hashlib
@@ -17,15 +20,15 @@ from .plan import RingPlan
 from .sharding import num_tokens
 from .wire import FORMATS, wire_format
 
-_VERSION = 2
-_BUDGET = 0.01
+_VERSION = 2  # of the record: ranks with unlike versions of this package must not go on
+_BUDGET = 0.01  # error bound of compression="auto"
 
 
 class RingCall(NamedTuple):
     """Arguments of the ring operator on one rank, in the order of its schema.
 
-    Ranks agree on all of them but the rows of their own tokens, `timeout`, `group` and `backend`.
-    If `seed_is_given` is False, they all use rank 0's seed.
+    They must be equal on all ranks, except tensors with a row per token, `timeout`, `group` and
+    `backend`. If `seed_is_given` is False, all ranks use rank 0's seed.
     """
 
     query: Tensor
@@ -55,20 +58,20 @@ class RingCall(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """Results of the agreement, equal on all ranks; only `error` is of this rank's own rows."""
+    """Facts about a call that all ranks share; only `error` differs by rank."""
 
-    lengths: list[int]
-    compression: str | None
-    error: float
+    lengths: list[int]  # tokens of each rank's shard
+    compression: str | None  # wire format of keys and values, "auto" resolved
+    error: float  # relative error of this rank's keys and values in that format
     seed: int
 
 
 _TABLES = "softcap, distance_bias, sink, dropout_p and dropout_seed"
-_HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)
+_HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)  # fields with digests as values
 
 
 def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreement:
-    """Checks that all ranks make the same call, and picks the wire format of "auto"."""
+    """Checks that all ranks make the same call, and resolves the compression "auto"."""
     fields = _fields(exchange.world_size, backward, call)
     record = [_digest(list(fields.values())), call.query.shape[2], 0, call.seed]
     digests, lengths, failures, seeds = zip(*exchange.agree(record), strict=True)
@@ -79,22 +82,29 @@ def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreeme
     if len(set(digests)) > 1:
         _raise_difference(exchange, fields)
     compression, budget = call.compression, error_budget(call.compression)
-    errors = [0.0] * len(FORMATS)
+    errors = [0.0] * len(FORMATS)  # 0 for formats that are not measured
     if budget is not None or not backward:
-        errors = _wire_errors(compression, call.key, call.value)
+        for i, name in enumerate(FORMATS):
+            if budget is not None or name == compression:
+                errors[i] = max(_error(x, name) for x in (call.key, call.value))
     if budget is not None:
         bits = [struct.unpack("<q", struct.pack("<d", error))[0] for error in errors]
         columns = zip(*exchange.agree(bits), strict=True)
         worst = [max(struct.unpack("<d", struct.pack("<q", x))[0] for x in xs) for xs in columns]
-        compression = _smallest(worst, budget, call.query.dtype)
+        formats = [
+            (wire_format(name, call.query.dtype).row_bytes(64, 64), of_all, name)
+            for name, of_all in zip(FORMATS, worst, strict=True)
+            if of_all <= budget and wire_format(name, call.query.dtype).element != call.query.dtype
+        ]
+        compression = min(formats)[2] if formats else None  # fewest bytes, then least error
     error = 0.0 if compression is None else errors[FORMATS.index(compression)]
     return Agreement(list(lengths), compression, error, seeds[0])
 
 
 def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
-    """Integers that must be equal on all ranks, by their name in an error."""
+    """Returns integers that must be equal on all ranks, by their name in an error."""
     query, key, value, bias, sink, *_ = call
-    shared_sink = None if sink is None or sink.shape[2] > 1 else sink  # else of a rank's own rows
+    shared_sink = None if sink is None or sink.shape[2] > 1 else sink  # a sink per query differs
     tables = [x[:1] for x in (bias, shared_sink) if x is not None]
     seed = call.seed if call.seed_is_given else None
     extras = (call.softcap, call.dropout_p, seed, bias is None, sink is None)
@@ -118,14 +128,14 @@ def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
 
 
 def _raise_difference(exchange: Exchange, fields: dict[str, int]) -> NoReturn:
-    """Raises on all ranks, and names the first field that differs."""
+    """Raises an error that names the first field that differs; all ranks call this."""
     records = exchange.agree(list(fields.values()))
     for name, values in zip(fields, zip(*records, strict=True), strict=True):
         if len(set(values)) > 1:
             other = next(rank for rank, v in enumerate(values) if v != values[0])
             got = "" if name in _HASHED else f": {values[0]} and {values[other]}"
             text = f"ranks must agree on the {name}, but rank 0 and rank {other} differ{got}"
-            raise _mismatch(f"{text}; pass the same on every rank", exchange.rank, other)
+            raise _mismatch(f"{text}; pass equal arguments on every rank", exchange.rank, other)
     raise AssertionError("digests differ, fields do not")
 
 
@@ -134,7 +144,7 @@ def _mismatch(text: str, rank: int, peer: int) -> RingMismatchError:
 
 
 def report_failure(group: dist.ProcessGroup, timeout: float | None) -> None:
-    """Makes the other ranks' agreement fail at once, because this rank raised before it."""
+    """Tells the other ranks that this rank raised before the call began, so that they raise too."""
     with contextlib.suppress(RingError):
         Exchange(group, timeout).agree([0, 0, 1, 0])
 
@@ -145,13 +155,13 @@ def agree_on_lengths(exchange: Exchange, length: int, common: object) -> list[in
         digests, lengths = zip(*exchange.agree([_digest(common), length]), strict=True)
     if len(set(digests)) > 1:
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        text = f"ranks must agree on dim, dtype and the other sizes, but rank 0 and rank {other}"
-        raise _mismatch(f"{text} differ; pass parts of one tensor", exchange.rank, other)
+        text = "ranks must agree on dim, dtype and the sizes of other dims, but rank 0 and rank "
+        raise _mismatch(f"{text}{other} differ; pass parts of one tensor", exchange.rank, other)
     return list(lengths)
 
 
 def check_lengths(plan: RingPlan, lengths: list[int], rank: int) -> None:
-    """Raises RingMismatchError if a shard's length is not that of the plan's sharding."""
+    """Raises RingMismatchError if a rank's shard is not as long as the plan's sharding says."""
     for peer, (length, ranges) in enumerate(zip(lengths, plan.ranges, strict=True)):
         if length != num_tokens(ranges):
             raise _mismatch(
@@ -164,7 +174,7 @@ def check_lengths(plan: RingPlan, lengths: list[int], rank: int) -> None:
 
 
 def error_budget(compression: str | None) -> float | None:
-    """Returns the bound of "auto" or "auto:bound", None for other names. Raises ValueError."""
+    """Returns the error bound of "auto" or "auto:BOUND", None for a named format."""
     if not (isinstance(compression, str) and compression.startswith("auto")):
         return None
     try:
@@ -180,14 +190,8 @@ def error_budget(compression: str | None) -> float | None:
     return budget
 
 
-def _wire_errors(compression: str | None, key: Tensor, value: Tensor) -> list[float]:
-    """Relative error of each format on this rank's keys and values; 0 for formats out of use."""
-    names = FORMATS if error_budget(compression) is not None else (compression,)
-    return [max(_error(key, x), _error(value, x)) if x in names else 0.0 for x in FORMATS]
-
-
 def _error(x: Tensor, name: str) -> float:
-    """Relative root mean square error of a tensor in a format."""
+    """Returns the relative root mean square error of a tensor in a wire format."""
     form, square_error, square = wire_format(name, x.dtype), 0.0, 0.0
     for rows in x.detach().flatten(0, 1):  # one head at a time, to save memory
         decoded = form.decode(form.encode(rows, rows.shape[1]), rows.shape[1], 0)
@@ -197,18 +201,7 @@ def _error(x: Tensor, name: str) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _smallest(errors: list[float], budget: float, dtype: torch.dtype) -> str | None:
-    """Smallest format within the budget, of equals the most exact; None if none saves bytes."""
-    formats = [
-        (wire_format(name, dtype).row_bytes(64, 64), error, name)
-        for name, error in zip(FORMATS, errors, strict=True)
-        if error <= budget and wire_format(name, dtype).element != dtype
-    ]
-    return min(formats)[2] if formats else None
-
-
 def _digest(*parts: object) -> int:
-    """Hashes values to 63 bits."""
     state = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
@@ -217,4 +210,4 @@ def _digest(*parts: object) -> int:
         else:
             content = repr(part).encode()
         state.update(len(content).to_bytes(8, "little") + content)
-    return int.from_bytes(state.digest()[:8], "little") >> 1
+    return int.from_bytes(state.digest()[:8], "little") >> 1  # 63 bits fit an int64

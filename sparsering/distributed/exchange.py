@@ -1,7 +1,7 @@
-"""Exchanges messages between ranks, after they agreed on the call; every wait has a timeout.
+"""Sends messages between ranks. A peer that died or does not answer in time raises `RingError`.
 
 If two ranks expect different sizes of a message, gloo aborts a process or corrupts memory. So
-nothing is posted before all ranks agree on the call. A dead or silent peer raises `RingError`.
+ranks first compare the arguments of their calls, and only then send tensors.
 """
 
 import time
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class RingError(RuntimeError):
-    """A ring call failed; says which rank noticed, with which peer (None: unknown), at what step.
+    """A ring call failed. Attributes: the `rank` that raises, its `peer` (or None), and the `step`.
 
     The process group is unusable afterwards: make a new one with `torch.distributed.new_group`, or
     start the processes again.
@@ -33,18 +33,17 @@ class RingError(RuntimeError):
 
 
 class RingMismatchError(RingError, ValueError):
-    """Ranks passed arguments that do not match; raised on all of them, before any payload."""
+    """Arguments differ between ranks; raised on all ranks, before keys or values are sent."""
 
 
 class Traffic(NamedTuple):
-    """Payload that a rank's last call moved, without control messages.
+    """Tensors that this rank sent and received in its last call; excludes control messages.
 
     Attributes:
-        sent_bytes, received_bytes, messages: of this rank.
+        sent_bytes, received_bytes, messages: totals of this rank.
         compression: the wire format of keys and values, None for their own dtype.
-        error: relative root mean square error of this rank's keys or values in that format,
-            whichever is larger. 0 for their own dtype, and in a backward pass with a named format,
-            where it is not measured again.
+        error: relative root mean square error of this rank's keys and values in that format (the
+            larger of the two). 0 for their own dtype. A backward pass measures it for "auto" only.
     """
 
     sent_bytes: int = 0
@@ -57,8 +56,11 @@ class Traffic(NamedTuple):
 class Exchange:
     """Sends and receives the messages of one call over a process group; counts their bytes.
 
-    `timeout` is in seconds, None for the group's own. `device` is that of the payload: messages of
-    a group without a CPU backend lie there too. All ranks start the same exchanges in order.
+    All ranks start the same exchanges in the same order.
+
+    Args:
+        timeout: seconds that a rank waits for a peer, None for the group's own timeout.
+        device: device of the tensors to send. A group without a CPU backend needs it.
     """
 
     def __init__(
@@ -77,31 +79,31 @@ class Exchange:
 
     @contextmanager
     def break_on_error(self) -> Iterator[None]:
-        """Marks the group as broken if its body raises: messages may still be under way."""
+        """Marks the group as unusable if the body raises, because messages may be unfinished."""
         try:
             yield
-        except RingMismatchError:  # raised on all ranks: no message is under way
+        except RingMismatchError:  # all ranks raise it, so every message is finished
             raise
         except BaseException as error:
             _broken[self.group] = f"{type(error).__name__}: {_first_line(error)}"
             raise
 
     def agree(self, record: Sequence[int]) -> list[list[int]]:
-        """Gathers the records of all ranks, of equal length; every call begins with this."""
+        """Returns the records of all ranks, equally many integers each; every call begins so."""
         kinds = {kind.type for kind in self.group._device_types}
         device: torch.device | str = "cpu" if "cpu" in kinds or not kinds else min(kinds)
         if device != "cpu" and self.device is not None and self.device.type in kinds:
-            device = self.device  # the current device may be another rank's
+            device = self.device  # the process's current GPU may be the GPU of another rank
         own = torch.tensor(record, dtype=torch.int64, device=device)
         others = {p: torch.empty_like(own) for p in range(self.world_size) if p != self.rank}
-        self._start("agreement", dict.fromkeys(others, own), others).wait()
+        self.start("agreement", dict.fromkeys(others, own), others).wait()
         records = {**others, self.rank: own}
         return torch.stack([records[p] for p in range(self.world_size)]).tolist()
 
     def start(
         self, step: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> "Pending":
-        """Posts sends and receives of contiguous tensors, by peer; skips empty tensors."""
+        """Starts to send and receive contiguous tensors, by peer; skips empty tensors."""
         sends, receives = ({p: x for p, x in m.items() if x.numel()} for m in (sends, receives))
         sent, received = (sum(x.nbytes for x in m.values()) for m in (sends, receives))
         before = self.traffic
@@ -110,16 +112,12 @@ class Exchange:
             received_bytes=before.received_bytes + received,
             messages=before.messages + len(sends),
         )
-        return self._start(step, sends, receives)
-
-    def _start(
-        self, step: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
-    ) -> "Pending":
         pending = Pending(self, step, [*receives.values(), *sends.values()])
         operations: list[tuple[Any, int, Tensor]]
         operations = [(dist.irecv, peer, x) for peer, x in receives.items()]
         operations += [(dist.isend, peer, x) for peer, x in sends.items()]
-        if operations and operations[0][2].device.type != "cpu":  # one batch cannot deadlock
+        # NCCL could deadlock on single messages, but not on one batch of all
+        if operations and operations[0][2].device.type != "cpu":
             batch = [dist.P2POp(op, x, group=self.group, group_peer=p) for op, p, x in operations]
             with pending.failing(None):
                 pending.works = [(None, work) for work in dist.batch_isend_irecv(batch)]
@@ -132,7 +130,7 @@ class Exchange:
 
 
 class Pending:
-    """Messages under way; keeps their tensors alive until they are done."""
+    """Unfinished messages of one step; holds references to their tensors until they finish."""
 
     def __init__(self, exchange: Exchange, step: str, tensors: list[Tensor]) -> None:
         self.exchange, self.step, self.tensors = exchange, step, tensors
@@ -140,10 +138,10 @@ class Pending:
         self.failure: RingError | None = None
 
     def wait(self) -> None:
-        """Waits until all messages are sent and received; RingError on failure or timeout.
+        """Waits until all messages are sent and received; raises RingError if one fails.
 
-        After a failure it still waits for the messages of the other peers, so that each of them
-        reports the peer that really failed.
+        After a failure it still waits for the other peers. They would otherwise report this rank as
+        failed, instead of the peer that failed first.
         """
         deadline = None
         if self.exchange.timeout is not None:
@@ -161,14 +159,14 @@ class Pending:
 
     @contextmanager
     def failing(self, peer: int | None) -> Iterator[None]:
-        """Records the first failure, which `wait` raises at its end."""
+        """Catches an error of the body; `wait` raises the first one when it has waited for all."""
         try:
             yield
         except RuntimeError as error:
             if self.failure is None:
                 self.failure = RingError(
-                    f"the peer does not answer ({_first_line(error)}); it died, hangs or left the "
-                    "call; start it again and make a new process group",
+                    f"the peer does not answer ({_first_line(error)}); it died, hangs or raised an "
+                    "error; start it again and make a new process group",
                     self.exchange.rank,
                     peer,
                     self.step,
@@ -177,7 +175,7 @@ class Pending:
 
 
 _broken: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
-"""Process groups in which a failed call may have left messages under way, and its error."""
+"""Process groups that a failed call made unusable, with the error of that call."""
 
 
 def _first_line(error: BaseException) -> str:

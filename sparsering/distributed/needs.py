@@ -1,9 +1,9 @@
 """Finds the key tokens that ranks need from each other, and counts the pairs that they compute.
 
-Tiles are tested from coarse to fine, by the conditions that also compile layouts. A full or empty
-pair of tiles is decided at once, whatever its size. A mixed one is split into smaller pairs, and
-the smallest are evaluated by the mask's definition. So the cost grows with the edges of the
-pattern, not with its area.
+It tests pairs of a query tile and a key tile, from coarse to fine, by the conditions that also
+compile layouts. A tile pair is done if the mask has all or none of its (query, key) pairs. Others
+are split into smaller tiles, and the smallest are evaluated by the mask's definition. So the cost
+grows with the edges of the pattern, not with its area.
 """
 
 import math
@@ -26,28 +26,36 @@ from ..rows import expand_counts, number_rows
 from .sharding import without
 
 _LEAF = 128  # tokens in the smallest tiles
-_SPLIT = 4  # parts that a mixed tile is split into
-_COARSE_TILES = 512  # most tiles that the sequence is first cut into
+_SPLIT = 4  # number of smaller tiles that a tile is split into
+_COARSE_TILES = 512  # upper bound of the tiles that the sequence is first cut into
 _AT_A_TIME = 1 << 15  # pairs of tiles that are tested at once
-_ROWS_AT_A_TIME = 1 << 10  # query tiles whose candidates are listed at once
-_MOST_LINES = 4096  # largest common step of progressions; beyond it, they become single tokens
+_ROWS_AT_A_TIME = 1 << 10  # query tiles whose key tiles are listed at once
+_MOST_LINES = 4096  # a larger common step of progressions would give too many of them
 
 
 class Cut(NamedTuple):
-    """An axis cut into pieces: ascending ranges, with an owner (rank) and a label for each."""
+    """The positions of a sequence in pieces: ascending ranges, each with an owner and a label.
+
+    The label is the owner, except for pieces of query rows that may be sent to other ranks.
+    """
 
     ranges: Ranges
-    rank: Tensor
+    rank: Tensor  # the owner of each range
     label: Tensor
 
     def piece_of(self, tiles: Axis) -> Tensor:
-        """Index of the range that contains each tile; no tile crosses the end of a range."""
+        """Returns the index of the range that contains each tile; no tile crosses a range's end."""
         ends = torch.tensor([stop for _, stop in self.ranges], dtype=torch.int64)
         return torch.searchsorted(ends, tiles.start, right=True)
 
 
 def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ()) -> Cut:
-    """Cuts an axis by rank; rows of each traveller (owner, rows) get the label world + number."""
+    """Cuts positions into pieces of one owner; the rows of traveller i get the label world + i.
+
+    Args:
+        ranges: positions of each rank.
+        travellers: (owner, query rows) that are sent to other ranks, or may be.
+    """
     pieces = []
     for rank, owned in enumerate(ranges):
         marked = sorted(row for owner, rows in travellers if owner == rank for row in rows)
@@ -63,13 +71,13 @@ def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ())
 
 @dataclass(frozen=True, eq=False)
 class TokenRanges:
-    """Sets of tokens, as progressions start, start + step, ..., last; `union` makes them disjoint.
+    """Sets of tokens, stored as arithmetic progressions start, start + step, ..., last.
 
-    An empty progression has its start after its last token.
+    After `union` the progressions are disjoint. A progression with last < start is empty.
     """
 
     step: int
-    number: Tensor  # the set of each progression, ascending after `union`
+    number: Tensor  # index of the set that each progression belongs to; `union` sorts by it
     start: Tensor
     last: Tensor
 
@@ -82,17 +90,17 @@ class TokenRanges:
         return self.number.nbytes + self.start.nbytes + self.last.nbytes
 
     def sizes(self, sets: int) -> Tensor:
-        """[sets] number of tokens in each set."""
+        """Returns the number of tokens in each set, [sets]."""
         return torch.zeros(sets, dtype=torch.int64).index_add_(0, self.number, self.count)
 
     def of(self, number: int) -> Tensor:
-        """Tokens of one set, in the order of its progressions."""
+        """Returns the tokens of one set, in the order of its progressions."""
         first, end = torch.searchsorted(self.number, torch.tensor([number, number + 1])).tolist()
         columns = (x[first:end] for x in (self.number, self.start, self.last))
         return TokenRanges(self.step, *columns).tokens()[1]
 
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Every token of every set: (its set, the token), in the order of the progressions."""
+        """Lists the tokens of all progressions: (index of the set, token)."""
         run, place = expand_counts(self.count)
         return self.number[run], self.start[run] + self.step * place
 
@@ -100,7 +108,10 @@ class TokenRanges:
 def needed_keys(
     masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int
 ) -> TokenRanges:
-    """Key tokens that queries of a label visit and another rank owns: set label * world + owner."""
+    """Returns the key tokens that queries visit and whose owner is not the queries' rank.
+
+    Set label * world + owner has the tokens of one owner, visited by queries of one label.
+    """
     needed: list[TokenRanges] = []
     for mask in masks:
         for size, grid, term in _coarse_terms(mask, frame):
@@ -116,11 +127,15 @@ def needed_keys(
 def count_pairs(
     branches: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int, labels: int
 ) -> Tensor:
-    """Counts pairs of labels' queries with ranks' keys, once per branch: [labels, world]."""
+    """Counts the pairs of queries of each label with keys of each rank, [labels, world].
+
+    A pair in several branches of a mixture counts several times.
+    """
     total = torch.zeros(labels, world, dtype=torch.int64)
     for branch in branches:
         earlier: list[Mask] = []
         for size, grid, term in _coarse_terms(branch, frame):
+            # terms may overlap, and a pair of a branch counts once
             rest = And((term, Not(Or(tuple(earlier))))) if earlier else term
             rule = condition(rest, frame)
             for pairs in _pairs(rule, grid, size, frame, queries, keys):
@@ -132,8 +147,8 @@ def count_pairs(
 
 
 def _coarse_terms(mask: Mask, frame: Frame) -> Iterator[tuple[int, Grid, Mask]]:
-    """Yields (size of the coarsest tiles, grid, mask) for each term of a mask."""
-    size = _LEAF  # of blockwise masks too, because they list the candidates themselves
+    """Yields (tokens of a coarsest tile, grid, term) for the terms whose union is a mask."""
+    size = _LEAF  # a blockwise mask keeps this size: it lists its blocks fast at any size
     blockwise = any(isinstance(part, BlockwiseMask) for part in joined_masks(mask))
     while not blockwise and size * _COARSE_TILES < frame.q_len:
         size *= _SPLIT
@@ -144,7 +159,7 @@ def _coarse_terms(mask: Mask, frame: Frame) -> Iterator[tuple[int, Grid, Mask]]:
 def _pairs(
     rule: Condition, grid: Grid, size: int, frame: Frame, queries: Cut, keys: Cut
 ) -> Iterator[TilePairs]:
-    """Yields batches of tile pairs where the rule may hold."""
+    """Yields batches of tile pairs in which the mask of the rule may have a pair."""
     offset = 0 if grid.anchor is None else grid.anchor.offset_of(0, 1)
     every_q, k = (grid.axis(pieces.ranges, size, offset) for pieces in (queries, keys))
     for rows in torch.arange(len(every_q)).split(_ROWS_AT_A_TIME):
@@ -166,7 +181,10 @@ def _pairs(
 def _visited_keys(
     rule: Condition, mask: Mask, pairs: TilePairs, set_number: Tensor, size: int, frame: Frame
 ) -> Iterator[TokenRanges]:
-    """Yields the key tokens of each tile pair that at least one of its queries visits."""
+    """Yields the key tokens of each tile pair that at least one query of the pair visits.
+
+    They belong to the set `set_number` of the tile pair.
+    """
     status = rule.status(pairs)
     full = status == FULL
     step = pairs.k.step
@@ -175,7 +193,7 @@ def _visited_keys(
     if not len(varies):
         return
     pairs, set_number = pairs[varies], set_number[varies]
-    _, first = _kinds(rule, pairs, set_number, pairs.k.start)  # equal pairs give equal keys
+    _, first = _kinds(rule, pairs, set_number, pairs.k.start)  # equal tile pairs give equal keys
     pairs, set_number = pairs[first], set_number[first]
     if size > _LEAF:
         for part in torch.arange(len(set_number)).split(_AT_A_TIME // _SPLIT**2):
@@ -199,7 +217,7 @@ def _visited_keys(
 
 
 def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: Frame) -> Tensor:
-    """Number of (query, key) pairs in each pair of tiles; equal tile pairs are evaluated once."""
+    """Counts the (query, key) pairs in each pair of tiles; evaluates equal tile pairs once."""
     status = rule.status(pairs)
     total = torch.where(status == FULL, pairs.q.count * pairs.k.count, 0)
     varies = torch.nonzero((status != FULL) & (status != EMPTY))[:, 0]
@@ -221,44 +239,45 @@ def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: F
 
 
 def _kinds(rule: Condition, pairs: TilePairs, *further: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups tile pairs of equal content and `further` columns: (kind of each, one of a kind)."""
+    """Groups tile pairs whose content and `further` columns are equal.
+
+    Returns: the group of each tile pair, and the index of one tile pair of each group.
+    """
     return number_rows([pairs.q.count, pairs.k.count, *further, *rule.signature(pairs)])
 
 
 def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
-    """Splits each pair of tiles into pairs of their parts: (index of the pair, pairs of parts)."""
+    """Splits each pair of tiles into pairs of smaller tiles: (index of the pair, smaller pairs)."""
     at = torch.cartesian_prod(torch.arange(_SPLIT), torch.arange(_SPLIT))
     pair = torch.arange(len(pairs)).repeat_interleave(len(at))
     number = at.repeat(len(pairs), 1)
-    whole = pairs[pair]
-    q = _part(whole.q, number[:, 0], size // _SPLIT)
-    k = _part(whole.k, number[:, 1], size // _SPLIT)
+    whole, size = pairs[pair], size // _SPLIT
+    parts = []
+    for tiles, index in zip((whole.q, whole.k), number.unbind(1), strict=True):
+        start = tiles.start + index * size * tiles.step
+        last = torch.minimum(tiles.last, start + (size - 1) * tiles.step)
+        parts.append(Axis(tiles.step, tiles.residue, start, last + 1, last))
+    q, k = parts
     real = torch.nonzero((q.count > 0) & (k.count > 0))[:, 0]
     return pair[real], TilePairs(q, k, whole.origin)[real]
 
 
-def _part(tiles: Axis, number: Tensor, size: int) -> Axis:
-    start = tiles.start + number * size * tiles.step
-    last = torch.minimum(tiles.last, start + (size - 1) * tiles.step)
-    return Axis(tiles.step, tiles.residue, start, last + 1, last)
-
-
 def union(parts: list[TokenRanges], length: int) -> TokenRanges:
-    """Joins progressions of tokens below `length` into disjoint ones with one common step."""
+    """Joins sets of tokens below `length`: the result has disjoint progressions of one step."""
     steps = sorted({part.step for part in parts if len(part.number)})
     if len(steps) <= 1:
         return _merged(parts, steps[0] if steps else 1, length)
-    of_step = [_merged([x for x in parts if x.step == step], step, length) for step in steps]
+    by_step = [_merged([x for x in parts if x.step == step], step, length) for step in steps]
     common = math.lcm(*steps)
     if common <= _MOST_LINES:
-        return _merged([_of_multiple(runs, common) for runs in of_step], common, length)
-    tokens = map(TokenRanges.tokens, of_step)
+        return _merged([_with_step(runs, common) for runs in by_step], common, length)
+    tokens = map(TokenRanges.tokens, by_step)
     return _merged([TokenRanges(1, number, x, x) for number, x in tokens], 1, length)
 
 
 def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:
-    """Joins progressions of one step, as spans on a line for each set and residue class."""
-    reach = length // step + 2  # a gap after each line: spans of two lines never touch
+    """Joins progressions of one step: they are spans on a line for each set and residue class."""
+    reach = length // step + 2  # length of a line with a gap, so that spans of two never touch
     begin, end = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for part in parts:
         line = (part.number * step + part.start % step) * reach
@@ -270,8 +289,8 @@ def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:
     return TokenRanges(step, line // step, start, start + (spans.end - spans.begin - 1) * step)
 
 
-def _of_multiple(runs: TokenRanges, step: int) -> TokenRanges:
-    """Splits each progression into several, some of them empty, with a multiple of its step."""
+def _with_step(runs: TokenRanges, step: int) -> TokenRanges:
+    """Splits each progression into several, perhaps empty ones; `step` is a multiple of theirs."""
     lines = step // runs.step
     number, start, last = (x.repeat_interleave(lines) for x in (runs.number, runs.start, runs.last))
     start = start + runs.step * torch.arange(lines).repeat(len(runs.start))

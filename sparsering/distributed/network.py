@@ -1,4 +1,4 @@
-"""Messages with a rank's rows over a process group: posted early, waited for when needed."""
+"""Sends and receives rows over a process group: messages start early, and are awaited when used."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
@@ -14,12 +14,15 @@ _Arriving = TypeVar("_Arriving")
 
 
 class Network:
-    """Messages of one rank's call. All ranks post the same kinds of messages in the same order."""
+    """Messages of one rank's call. All ranks start the same kinds of messages in the same order.
+
+    `travelling` [B, Hq, tokens, columns] are the rank's query rows. The constructor starts to send
+    some of them to other ranks, as the plan says.
+    """
 
     def __init__(
         self, rank: Rank, exchange: Exchange, key: Tensor, value: Tensor, travelling: Tensor
     ) -> None:
-        """Posts the query rows that go to hosts, out of `travelling` [B, Hq, tokens, columns]."""
         self.rank, self.plan, self.exchange = rank, rank.plan, exchange
         self.key, self.value = key, value
         hosts, owners = self.plan.hosts_of(rank.rank), self.plan.owners_at(rank.rank)
@@ -42,12 +45,12 @@ class Network:
         self.pending_guests = exchange.start("query rows to their hosts", sends, self.arriving)
 
     def rounds(self) -> Iterator[Tensor]:
-        """Iterates over the rounds' arrived rows: encoded as sent, then one row of zeros."""
+        """Iterates over rounds: yields the rows that arrive, encoded, and then a row of zeros."""
         posts = map(self._post_round, range(len(self.plan.rounds)))
-        return _arrivals(chain(list(islice(posts, 1)), posts))  # the first is under way at once
+        return _arrivals(chain(list(islice(posts, 1)), posts))  # starts the first round now
 
     def guests(self) -> Tensor | None:
-        """Waits for query rows of other ranks, [B, Hq, rows, columns]; None if there are none."""
+        """Waits for query rows of other ranks; returns [B, Hq, rows, columns], or None for none."""
         self.pending_guests.wait()
         if not self.arriving:
             return None
@@ -59,7 +62,10 @@ class Network:
         return guests
 
     def answers(self, results: Tensor | None, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Sends results to the guests' owners; yields (host, results [B, Hq, rows, columns])."""
+        """Sends `results` of other ranks' query rows back; yields results of this rank's rows.
+
+        Yields: (the rank that computed them, results [B, Hq, rows, columns]).
+        """
         rounds = self.plan.answer_rounds
         posts = (self._post_answers(offsets, results, columns) for offsets in rounds)
         return chain.from_iterable(map(dict.items, _arrivals(posts)))
@@ -80,7 +86,10 @@ class Network:
     def returned_gradients(
         self, parts: Iterable[dict[int, Tensor]]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Sends each round's key gradients to their owners; yields (receiver, its gradients)."""
+        """Sends each round's key gradients to the keys' owners; yields gradients of own keys.
+
+        Yields: (the rank that computed them, gradients).
+        """
         posts = (self._post_gradients(number, part) for number, part in enumerate(parts))
         return chain.from_iterable(map(dict.items, _arrivals(posts)))
 
@@ -103,7 +112,7 @@ class Network:
 
 
 def _arrivals(posts: Iterable[tuple[_Arriving, Pending]]) -> Iterator[_Arriving]:
-    """Yields tensors once they have arrived; the next message is posted before each wait."""
+    """Yields tensors once they have arrived; starts the next message before each wait."""
     posts = iter(posts)
     under_way = next(posts, None)
     while under_way is not None:

@@ -1,9 +1,9 @@
-"""The plan of a ring: which tokens each rank needs from which other, before anything moves.
+"""Plans of ring attention: which keys each rank needs from each other rank.
 
     plan = RingPlan.build(LongNet((2048, 32768), (1, 4)) & Causal(), 1 << 20, 64)
     plan.tokens_received(3), plan.load(3)
 
-Pure arithmetic on the pattern, without processes; the same on every rank.
+A plan is arithmetic on the pattern. It needs no processes, and all ranks compute equal plans.
 """
 
 from dataclasses import dataclass
@@ -26,26 +26,31 @@ from ..patterns.arguments import (
     checked_integers,
     shortened,
 )
-from .balance import PAIRS_PER_TOKEN, balanced
 from .needs import TokenRanges, count_pairs, cut, needed_keys
 from .sharding import check_sharding, num_tokens, overlap, owned_ranges
 from .travellers import Traveller, choose_travellers, global_rows
 from .wire import wire_format
 
+_PAIRS_PER_TOKEN = 2048
+"""A rank is assumed to compute so many (query, key) pairs in the time of receiving one token. GPUs
+compute about 1,000 (NVLink) to 10,000 (network), processes on one CPU about 250.
+"""
+_CHUNKS_PER_RANK = 8
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RingPlan:
-    """Says which keys each rank needs from which other, for one pattern, length and sharding.
+    """Says which keys each rank needs from each other rank, for a pattern, length and sharding.
 
     Attributes:
         pattern, frame: the pattern, and the lengths and numbers of heads of the call.
         block_size: tokens per tile.
         sharding: which rank owns which tokens: "contiguous", "zigzag" or "chunks:...".
         ranges: each rank's tokens, as ascending ranges of positions.
-        needs: key tokens to move, an item for each distinct mask of a kv head; the sets of an item
-            are numbered receiver * world_size + sender.
+        needs: tokens whose keys are sent, an item for each distinct mask of a kv head. In an item,
+            set receiver * world_size + sender has the tokens from the sender to the receiver.
         need_of: [batch entries or 1][kv head] index into `needs`.
-        travellers: query rows that are sent to the keys instead.
+        travellers: query rows that are sent to the keys, because that moves fewer bytes.
     """
 
     pattern: Pattern
@@ -70,22 +75,22 @@ class RingPlan:
         block_size: int = 128,
         sharding: str = "contiguous",
     ) -> "RingPlan":
-        """Builds the plan, or returns it from `layout_cache`, which caches plans by value.
+        """Builds the plan, or returns it from `layout_cache`.
 
         Args:
             pattern: a mask or a mixture, for queries and keys at positions 0 ... seq_len - 1.
             seq_len: tokens of the whole sequence.
-            num_heads: query heads; loads depend on them, and the traffic of query rows.
+            num_heads: query heads; they change loads, and the traffic of query rows.
             num_kv_heads: key/value heads, default `num_heads`.
-            block_size: tokens per tile of the ranks' layouts; no load or traffic depends on it.
-            sharding: "contiguous", "zigzag", "chunks:...", "balanced" (deals equal chunks to ranks
-                by cost), or "auto": whichever of contiguous, zigzag and balanced gives the busiest
-                rank the least to compute and to receive.
+            block_size: tokens per tile of the ranks' layouts; loads and traffic ignore it.
+            sharding: "contiguous", "zigzag", "chunks:...", "balanced" (gives equal chunks to ranks
+                by cost), or "auto": the one of contiguous, zigzag and balanced whose busiest rank
+                has the least to compute and to receive.
 
-        Raises: ValueError if the pattern does not fit, or an argument is out of range.
+        Raises: ValueError if the pattern is for another length, or an argument is out of range.
 
-        Cost: grows with the edges of the pattern; 2^20 tokens over 64 ranks take a fraction of a
-            second.
+        Cost: grows with the edges of the pattern's areas; 2^20 tokens over 64 ranks take a fraction
+            of a second.
         """
         check_pattern(pattern)
         seq_len = checked_integer("seq_len", seq_len, 0)
@@ -94,16 +99,16 @@ class RingPlan:
         frame = Frame.build(seq_len, seq_len, num_heads, num_kv_heads, 0)
         if frame.num_heads and not frame.num_kv_heads:
             raise ValueError(
-                f"num_kv_heads must be at least 1, got 0 beside {frame.num_heads} query heads; "
-                "leave it out for as many"
+                f"num_kv_heads must be at least 1, got 0 with {frame.num_heads} query heads; leave "
+                "it out for one kv head per query head"
             )
         check_fits(pattern, frame)
         check_sharding(sharding, world_size)
         if sharding in ("auto", "balanced"):
-            one_each = frame  # the choice does not depend on how many query heads share a kv head
-            if pattern.num_tables(frame) <= frame.num_kv_heads:
-                one_each = frame._replace(num_heads=frame.num_kv_heads)
-            sharding = _choose_sharding(pattern, one_each, world_size, block_size, sharding)
+            reduced = frame
+            if pattern.num_tables(frame) <= frame.num_kv_heads:  # query heads of a group are alike
+                reduced = frame._replace(num_heads=frame.num_kv_heads)
+            sharding = _choose_sharding(pattern, reduced, world_size, block_size, sharding)
         return _plan(pattern, frame, world_size, block_size, sharding)
 
     def __repr__(self) -> str:
@@ -111,10 +116,7 @@ class RingPlan:
         return f"<RingPlan {shortened(str(self.pattern))}, {ranks}, {shortened(self.sharding)}>"
 
     def tokens_received(self, rank: int) -> int | float:
-        """Number of (token, kv head) pairs that arrive at a rank in the forward pass.
-
-        Mean over batch entries.
-        """
+        """Number of (token, kv head) pairs that a forward pass receives, mean over the batch."""
         rank = checked_integer("rank", rank, 0, self.world_size - 1)
         return _whole(int(self.tokens[rank].sum()) / len(self.need_of))
 
@@ -128,22 +130,23 @@ class RingPlan:
         compression: str | None = None,
         backward: bool = False,
     ) -> int | float:
-        """Payload bytes that arrive at a rank in the forward or the backward pass, per batch entry.
+        """Bytes of tensors that a rank receives in a forward or a backward pass, per batch entry.
 
-        Counts keys and values (backward: also their gradients). If query rows travel, also counts
-        these rows, and the partial results (backward: gradients) that return to their owners.
+        They are keys and values, and in a backward pass also gradients of the rank's own keys and
+        values, in float32. If query rows are sent to other ranks, these rows count too, and the
+        partial results (backward: gradients) that return to their owners.
 
         Args:
             head_dim: D, or (D, Dv).
-            dtype: of query, key and value.
-            num_kv_heads: default the plan's; another only if the pattern is the same for all heads.
+            dtype: dtype of query, key and value.
+            num_kv_heads: default the plan's; another number needs a pattern that is equal for all
+                heads.
             compression: the wire format of keys and values.
-            backward: count the backward pass, where keys and values arrive again, and gradients of
-                own keys and values in float32.
+            backward: count the backward pass instead of the forward pass.
         """
         rank = checked_integer("rank", rank, 0, self.world_size - 1)
         if checked_dtype("dtype", dtype) is None:
-            raise TypeError("dtype must be that of query, key and value, got None; torch.float32")
+            raise TypeError("dtype must be a torch.dtype, got None; for example torch.float32")
         backward = checked_flag("backward", backward)
         planned = self.frame.num_kv_heads
         kv_heads = planned if num_kv_heads is None else num_kv_heads
@@ -159,41 +162,39 @@ class RingPlan:
         d, dv = checked_integers("head_dim", widths, 0)
         exact = sum_dtype(dtype).itemsize
         tokens = self.tokens.sum(1)[rank].item() * wire_format(compression, dtype).row_bytes(d, dv)
-        guest, returned = d * dtype.itemsize, (dv + 1) * exact
+        sent, returned = d * dtype.itemsize, (dv + 1) * exact  # bytes of a query row; out and lse
         if backward:
             tokens += self.tokens.sum(0)[rank].item() * (d + dv) * exact
-            guest, returned = (d + dv + 2) * exact, d * exact
+            sent, returned = (d + dv + 2) * exact, d * exact  # q, dO, lse and delta; dQ
         total = tokens / len(self.need_of) * kv_heads / max(1, planned)
         num_heads = self.frame.num_heads * kv_heads // max(1, planned)
         for traveller in self.travellers:
             count = num_tokens(traveller.rows) * num_heads
             if rank in traveller.hosts:
-                total += count * guest
+                total += count * sent
             if rank == traveller.owner:
                 total += count * returned * len(traveller.hosts)
         return _whole(total)
 
     def load(self, rank: int) -> int | float:
-        """Number of (query, key) pairs, with multiplicity, that a rank computes.
+        """Number of (query, key) pairs, with multiplicity, that a rank computes in a forward pass.
 
-        Summed over the query heads, mean over batch entries.
+        It is the sum over query heads, and the mean over batch entries.
         """
         rank = checked_integer("rank", rank, 0, self.world_size - 1)
         return _whole(self.loads[rank].item())
 
     @cached_property
     def tokens(self) -> Tensor:
-        """[receiver, sender] number of (token, kv head) pairs to move, over all batch entries."""
-        sizes = [runs.sizes(self.world_size**2) for runs in self.needs]
-        total = torch.zeros(self.world_size**2, dtype=torch.int64)
-        for row in self.need_of:
-            for number in row:
-                total += sizes[number]
-        return total.view(self.world_size, self.world_size)
+        """Number of (token, kv head) pairs [receiver, sender] to send, over all batch entries."""
+        world = self.world_size
+        sizes = [runs.sizes(world**2).view(world, world) for runs in self.needs]
+        zeros = torch.zeros(world, world, dtype=torch.int64)
+        return sum((sizes[number] for row in self.need_of for number in row), zeros)
 
     @cached_property
     def loads(self) -> Tensor:
-        """[rank] number of pairs that each rank computes, float64."""
+        """Number of (query, key) pairs that each rank computes, float64 [world size]."""
         world = self.world_size
         travellers = [(t.owner, t.rows) for t in self.travellers]
         queries, keys = cut(self.ranges, travellers), cut(self.ranges)
@@ -206,7 +207,10 @@ class RingPlan:
 
     @cached_property
     def answer_rounds(self) -> tuple[tuple[int, ...], ...]:
-        """Rounds of offsets s at which rank r gets answers of r + s: at most a shard's worth."""
+        """Rounds in which results of sent query rows return to their owner, at most a shard's rows.
+
+        A round lists offsets s: rank r receives from the ranks r + s.
+        """
         world = self.world_size
         rows = [0] * world
         for traveller in self.travellers:
@@ -217,7 +221,10 @@ class RingPlan:
 
     @cached_property
     def rounds(self) -> tuple[tuple[int, ...], ...]:
-        """Rounds of offsets s at which rank r receives keys of r - s: at most a shard's worth."""
+        """Rounds in which keys are sent, at most a shard's keys (or one message) to each rank.
+
+        A round lists offsets s: rank r receives from the ranks r - s.
+        """
         world = self.world_size
         size = max(num_tokens(ranges) for ranges in self.ranges)
         limit = size * self.frame.num_kv_heads * len(self.need_of)
@@ -238,17 +245,17 @@ class RingPlan:
         return tuple(rounds)
 
     def senders(self, rank: int, number: int) -> list[int]:
-        """Ranks whose keys arrive at a rank in a round, in the order of their rows."""
+        """Ranks that send keys to a rank in a round; the received rows have this order."""
         peers = [(rank - offset) % self.world_size for offset in self.rounds[number]]
         return [sender for sender in peers if self.tokens[rank, sender]]
 
     def receivers(self, rank: int, number: int) -> list[int]:
-        """Ranks that receive a rank's keys in a round."""
+        """Ranks to which a rank sends keys in a round."""
         peers = [(rank + offset) % self.world_size for offset in self.rounds[number]]
         return [receiver for receiver in peers if self.tokens[receiver, rank]]
 
     def message_rows(self, receiver: int, sender: int, batch: int) -> int:
-        """Number of key and value rows from a sender to a receiver, for `batch` entries."""
+        """Number of key and value rows that a sender sends to a receiver, for `batch` entries."""
         return int(self.tokens[receiver, sender]) * batch // len(self.need_of)
 
     def tokens_of(self, receiver: int, sender: int, batch: int, kv_head: int) -> Tensor:
@@ -257,25 +264,25 @@ class RingPlan:
         return needs.of(receiver * self.world_size + sender)
 
     def hosts_of(self, rank: int) -> list[int]:
-        """Ranks that a rank's query rows travel to, ascending."""
+        """Ranks to which a rank sends some of its query rows, ascending."""
         return sorted({host for t in self.travellers if t.owner == rank for host in t.hosts})
 
     def owners_at(self, host: int) -> list[int]:
-        """Ranks whose query rows travel to a host, ascending."""
+        """Ranks that send some of their query rows to the rank `host`, ascending."""
         return sorted({t.owner for t in self.travellers if host in t.hosts})
 
     def rows_of(self, owner: int, host: int | None = None) -> Ranges:
-        """Positions of a rank's query rows that travel to one host, or to any."""
+        """Positions of the query rows that `owner` sends to `host`; for None, to any rank."""
         travellers = [t for t in self.travellers if t.owner == owner]
         return [row for t in travellers if host is None or host in t.hosts for row in t.rows]
 
     def guests_of(self, host: int) -> Ranges:
-        """Positions of the query rows that travel to a host, ascending."""
+        """Positions of the query rows that other ranks send to `host`, ascending."""
         return sorted(row for t in self.travellers if host in t.hosts for row in t.rows)
 
     @cached_property
     def alike(self) -> bool:
-        """Whether all batch entries and kv heads need the same tokens."""
+        """True if all batch entries and kv heads need the same tokens."""
         return len({number for row in self.need_of for number in row}) == 1
 
     @property
@@ -288,69 +295,93 @@ class RingPlan:
         """Cost of the busiest rank in pairs per head, rounded so that equal costs compare equal."""
         received = self.tokens.sum(1) / len(self.need_of) / max(1, self.frame.num_kv_heads)
         pairs = self.loads / max(1, self.frame.num_heads)
-        return float(f"{float((pairs + PAIRS_PER_TOKEN * received).max()):.6g}")
+        return float(f"{float((pairs + _PAIRS_PER_TOKEN * received).max()):.6g}")
 
     @property
     def is_even(self) -> bool:
-        """Whether no sharding can cost less: nothing arrives, and all ranks have equal loads."""
+        """True if ranks receive nothing and have equal loads, so that no sharding costs less."""
         return self.cost == float(f"{float(self.loads.mean() / max(1, self.frame.num_heads)):.6g}")
 
 
 def _plan(
     pattern: Pattern, frame: Frame, world_size: int, block_size: int, sharding: str
 ) -> RingPlan:
-    """Builds a plan of a resolved sharding, or returns it from the cache."""
+    """Returns the plan for a sharding other than "auto" and "balanced", cached."""
     key = (pattern, frame, world_size, block_size, sharding)
 
     def build() -> RingPlan:
         ranges = owned_ranges(sharding, frame.kv_len, world_size)
-        return RingPlan(*key, ranges, *_needs_of_ranks(pattern, frame, world_size, ranges))
+        rows = global_rows(pattern, frame)
+        candidates: list[tuple[int, Ranges]] = [
+            (rank, [row]) for rank, owned in enumerate(ranges) for row in overlap(owned, rows)
+        ]
+        queries, keys = cut(ranges, candidates), cut(ranges)
+        needs: list[TokenRanges] = []
+        need_of = [[0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)]
+        for masks, places in distinct_kv_heads(pattern, frame).items():
+            for batch, head in places:
+                need_of[batch][head] = len(needs)
+            needs.append(needed_keys(list(masks), frame, queries, keys, world_size))
+        if not needs:  # there are no heads or no batch entries
+            needs.append(needed_keys([], frame, queries, keys, world_size))
+        travellers: tuple[Traveller, ...] = ()
+        if candidates:
+            uses = [sum(row.count(number) for row in need_of) for number in range(len(needs))]
+            most = max(map(num_tokens, ranges))
+            travellers, needs = choose_travellers(needs, uses, candidates, frame, world_size, most)
+        return RingPlan(*key, ranges, tuple(needs), tuple(map(tuple, need_of)), travellers)
 
     return layout_cache.keep(("plan", *key), build)
-
-
-def _needs_of_ranks(
-    pattern: Pattern, frame: Frame, world_size: int, ranges: tuple[Ranges, ...]
-) -> tuple[tuple[TokenRanges, ...], tuple[tuple[int, ...], ...], tuple[Traveller, ...]]:
-    """Computes `needs`, `need_of` and `travellers` of a plan."""
-    rows = global_rows(pattern, frame)
-    candidates: list[tuple[int, Ranges]] = [
-        (rank, [row]) for rank, owned in enumerate(ranges) for row in overlap(owned, rows)
-    ]
-    queries, keys = cut(ranges, candidates), cut(ranges)
-    needs: list[TokenRanges] = []
-    need_of = [[0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)]
-    for masks, places in distinct_kv_heads(pattern, frame).items():
-        for batch, head in places:
-            need_of[batch][head] = len(needs)
-        needs.append(needed_keys(list(masks), frame, queries, keys, world_size))
-    if not needs:  # no head, or no batch entry
-        needs.append(needed_keys([], frame, queries, keys, world_size))
-    travellers: tuple[Traveller, ...] = ()
-    if candidates:
-        uses = [sum(row.count(number) for row in need_of) for number in range(len(needs))]
-        most = max(map(num_tokens, ranges))
-        travellers, needs = choose_travellers(needs, uses, candidates, frame, world_size, most)
-    return tuple(needs), tuple(map(tuple, need_of)), travellers
 
 
 def _choose_sharding(
     pattern: Pattern, frame: Frame, world_size: int, block_size: int, name: str
 ) -> str:
-    """Resolves "auto" or "balanced" to the sharding that it stands for."""
+    """Returns the sharding that "auto" or "balanced" chooses for a pattern."""
 
     def plan(sharding: str) -> RingPlan:
         return _plan(pattern, frame, world_size, block_size, sharding)
 
     def choose() -> str:
         if name == "balanced":
-            return balanced(pattern, frame, world_size)
-        if plan("contiguous").is_even:  # no other plan can be better
+            return _balanced(pattern, frame, world_size)
+        if plan("contiguous").is_even:
             return "contiguous"
         even = _choose_sharding(pattern, frame, world_size, block_size, "balanced")
         return min(map(plan, ("contiguous", "zigzag", even)), key=lambda plan: plan.cost).sharding
 
     return layout_cache.keep(("sharding", pattern, frame, world_size, name), choose)
+
+
+def _balanced(pattern: Pattern, frame: Frame, world_size: int) -> str:
+    """Returns a sharding with even loads and few tokens to send, and equally many chunks per rank.
+
+    Chunks with most pairs come first. Each chunk goes to the rank with the least cost: the pairs
+    that the rank has so far, minus the tokens that need not be sent because both ends are there.
+    """
+    if frame.kv_len < _CHUNKS_PER_RANK * world_size or world_size == 1:
+        return "contiguous"
+    chunks = _CHUNKS_PER_RANK * world_size
+    pieces = cut(owned_ranges("contiguous", frame.kv_len, chunks))
+    load = torch.zeros(chunks, dtype=torch.float64)
+    tokens = torch.zeros(chunks, chunks, dtype=torch.float64)
+    for branches, places in distinct_heads(pattern, frame).items():
+        pairs = count_pairs(list(branches), frame, pieces, pieces, chunks, chunks)
+        load += pairs.sum(1) * len(places)
+        runs = needed_keys(list(branches), frame, pieces, pieces, chunks)
+        tokens += runs.sizes(chunks * chunks).view(chunks, chunks) * len(places)
+    tokens = tokens + tokens.T
+    together = torch.zeros(chunks, world_size, dtype=torch.float64)  # tokens chunk and rank share
+    sums, room = torch.zeros(world_size, dtype=torch.float64), [_CHUNKS_PER_RANK] * world_size
+    owners = [0] * chunks
+    for chunk in load.argsort(descending=True, stable=True).tolist():
+        cost = sums - _PAIRS_PER_TOKEN * together[chunk]
+        cost[torch.tensor(room) == 0] = torch.inf
+        rank = int(cost.argmin())
+        owners[chunk], room[rank] = rank, room[rank] - 1
+        sums[rank] += load[chunk]
+        together[:, rank] += tokens[:, chunk]
+    return "chunks:" + ",".join(map(str, owners))
 
 
 def _whole(number: float) -> int | float:

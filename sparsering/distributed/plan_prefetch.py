@@ -3,8 +3,8 @@
     prefetch(next_pattern, 1 << 20, num_heads=8, sharding="zigzag")  # on every rank
     out = ring_attention(query, key, value, pattern, sharding="zigzag")
 
-Nothing is sent: a plan is arithmetic, and every rank computes the same one. Ranks agree on their
-arguments only in the call itself, because a rank may make another call than it has prefetched.
+No message is sent, because every rank computes an equal plan. Ranks compare their arguments only in
+the call itself: a rank may prefetch one call and then make another.
 """
 
 from concurrent.futures import Future
@@ -41,25 +41,22 @@ def prefetch(
     """Builds the plan of a later `ring_attention`, and this rank's layouts, in a thread.
 
     It uses the thread of `layout_cache.prefetch`. The later call finds the plan and layouts in the
-    cache, or waits until they are built. Each rank prefetches for itself; no message is sent, so
-    ranks may call this at any time, in any order, or not at all.
+    cache, or waits until they are built. No message is sent, so ranks may call this at any time, in
+    any order, or not at all.
 
     Args:
-        pattern, sharding: of the call.
+        pattern, sharding, group, mesh: arguments of the later call. For a single rank, the layout
+            of `attention` is built.
         seq_len: tokens of the whole sequence.
-        num_heads, num_kv_heads, batch_size: of the call's tensors.
-        group, mesh: as for `ring_attention`. For a single rank, the layout of `attention` is
-            built.
-        device: of the call's tensors.
-        backward: also builds the tables that the backward pass reads.
+        num_heads, num_kv_heads, batch_size, device: sizes and device of the call's tensors.
+        backward: also build the tables that the backward pass reads.
 
-    Returns: a future of the plan (for a single rank, of the layout), to wait for or to ask for its
-        error; it may be dropped.
+    Returns: a future of the plan (for a single rank, of the layout). You may wait for it, ask for
+        its error, or ignore it.
 
-    Raises: ValueError at once if arguments do not fit the pattern, and as
-        `layout_cache.prefetch`.
+    Raises: ValueError at once if an argument is invalid, and as `layout_cache.prefetch`.
 
-    Cost: that of `RingPlan.build` and of the layouts, on another core than the call's own.
+    Cost: a `RingPlan.build` and the layouts, on another CPU core than the current call.
     """
     check_pattern(pattern)
     group = resolve_group(group, mesh)
@@ -72,7 +69,7 @@ def prefetch(
     if world == 1:
         return layout_cache.prefetch(pattern, seq_len, **heads, device=device, backward=backward)
     check_fits(pattern, Frame.build(seq_len, seq_len, num_heads, num_kv_heads, 0))
-    place = place_of(device)  # "cuda:0", not "cuda": the layout cache looks devices up by number
+    place = place_of(device)  # the cache's keys have "cuda:0", not "cuda"
 
     def build() -> RingPlan:
         size = default_block_size(pattern, seq_len)

@@ -1,8 +1,9 @@
-"""Computes one rank's part of a call, with any transport of the other ranks' rows.
+"""Computes one rank's part of a ring call; `network` or `simulate` brings rows of other ranks.
 
-A rank starts with its own keys, goes on with those that arrive, round by round, and ends with the
-partial results of query rows that travelled. Everything is merged, or summed, in the order of the
-plan, in float32 (float64 for float64): the same bits from run to run, and with every transport.
+A rank attends to its own keys, then to the keys that arrive, round by round. It may send some query
+rows to other ranks, and merges their partial results last. It also attends for query rows that
+other ranks send to it, its guests. Sums and merges follow the order of the plan, in float32
+(float64 for float64), so that every run and every transport gives the same bits.
 """
 
 import math
@@ -30,23 +31,21 @@ from .wire import Wire
 def choose_kernels(
     backend: str | None, query: Tensor, key: Tensor, value: Tensor, extras: dict[str, Any]
 ) -> str:
-    """Returns the backend that computes a rank's part; raises as `attention` if it cannot."""
+    """Returns the backend that computes a rank's part; raises NotImplementedError for others."""
     name = choose(backend, (query, key, value), extras)
     if not BACKENDS[name].runs_any_layout:
         able = ", ".join(name for name, backend in BACKENDS.items() if backend.runs_any_layout)
-        raise NotImplementedError(
-            f"{name}: a ring computes with kernels that run any layout: {able}"
-        )
+        raise NotImplementedError(f"{name}: a ring needs a backend that runs any layout: {able}")
     return name
 
 
 def check_ring_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
-    """Raises as `attention` does, and if queries and keys are not of the same tokens."""
+    """Raises ValueError as `attention` does, and if queries and keys are not equally many."""
     check_inputs(query, key, value, pattern)
     if query.shape[2] != key.shape[2]:
         raise ValueError(
-            "a ring needs the queries and keys of the same tokens, sharded alike, got "
-            f"{query.shape[2]} and {key.shape[2]}"
+            "a ring needs queries and keys of the same tokens, got "
+            f"{query.shape[2]} queries and {key.shape[2]} keys; shard both alike"
         )
     refuse_forward_mode(query, key, value)
 
@@ -54,7 +53,7 @@ def check_ring_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Patter
 def plan_of_call(
     pattern: Pattern, length: int, world: int, sharding: str, query: Tensor, key: Tensor
 ) -> RingPlan:
-    """Builds the plan for these tensors' heads; ValueError if the pattern does not fit."""
+    """Builds the plan for these tensors' heads; ValueError if the pattern is for other sizes."""
     check_batch(pattern, query.shape[0])
     return RingPlan.build(
         pattern,
@@ -68,7 +67,7 @@ def plan_of_call(
 
 
 class Saved(NamedTuple):
-    """Tensors that a rank differentiates with: shards of inputs, results and their gradients."""
+    """Tensors that a rank's backward pass needs, all [.., tokens, ..] of its own tokens."""
 
     query: Tensor
     key: Tensor
@@ -79,21 +78,21 @@ class Saved(NamedTuple):
     grad_lse: Tensor
 
     def none(self) -> "Saved":
-        """Returns these tensors, cut to no tokens."""
+        """Returns these tensors with 0 tokens."""
         return Saved(*(x[:, :, :0] for x in self))
 
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """One rank's part in a call."""
+    """One rank's part of a ring call."""
 
     plan: RingPlan
     rank: int
     backend: str
     scale: float
-    wire: Wire
-    dtype: torch.dtype  # of sums and merged results
-    extras: Mapping[str, Any]  # as in a `Problem`; a sink per query has only this rank's queries
+    wire: Wire  # format of rows that ranks send
+    dtype: torch.dtype  # dtype of sums and merged results
+    extras: Mapping[str, Any]  # fields of `Problem`; a sink per query has this rank's queries only
 
     def forward(
         self,
@@ -106,12 +105,13 @@ class Rank:
         """Computes (out, lse) of the rank's queries; out in the query's dtype.
 
         Args:
-            query, key, value: its shards.
-            rounds: encoded rows that arrive in each round, and a row of zeros: [rows + 1, columns].
-            answers: (host, results) that other ranks computed for its travelling rows.
+            query, key, value: the rank's shards.
+            rounds: for each round, the encoded rows that arrive, then a row of zeros, [rows + 1,
+                columns].
+            answers: (rank, partial results) of query rows that this rank sent to others.
         """
         step = local_step(self.plan, self.rank, query.device)
-        if step.layout is not None and step.layout.frame.q_len == query.shape[2]:
+        if step.layout is not None and step.layout.frame.q_len == query.shape[2]:  # all queries
             out, lse = self._attend(step, query, key, value)
         else:
             out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=self.dtype)
@@ -134,21 +134,23 @@ class Rank:
         return out.to(query.dtype), lse
 
     def sink_gradient(self, x: Saved, sink: Tensor) -> Tensor:
-        """Gradient of the rank's sink, which is one for all queries or one per query."""
+        """Returns the gradient of the sink: this rank's part, or its rows of a sink per query."""
         return sink_gradient(sink, x.lse, self._delta(x))
 
     def blank_table(self) -> Tensor | None:
-        """Returns zeros for the gradient of the distance bias, None without one."""
+        """Returns zeros in the shape of the distance bias, to sum its gradient; None without it."""
         table = self.extras["distance_bias"]
         return None if table is None else torch.zeros_like(table, dtype=self.dtype)
 
     def local_gradients(
         self, x: Saved, guests: Callable[[], Tensor | None], dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients (dq, dk, dv, of guests or None) from own pairs, and guests' with own keys.
+        """Computes gradients of all pairs with the rank's own keys.
 
-        It calls `guests` as late as it can, because that waits for their rows. It adds the gradient
-        of the distance bias to `dtable`.
+        It calls `guests` last, because that waits for the query rows that other ranks send here. It
+        adds the gradient of the distance bias to `dtable`.
+
+        Returns: dq, dk and dv of the rank, and dq of the guests or None.
         """
         step = local_step(self.plan, self.rank, x.query.device)
         if step.layout is None:
@@ -162,27 +164,35 @@ class Rank:
         rows = guests()
         if rows is None:
             return dq, dk, dv, None
-        answers, *grads = self._answer_gradients(rows, x.key, x.value, dtable)
-        dk += grads[0]
-        dv += grads[1]
-        return dq, dk, dv, answers
+        guest_dq, guest_dk, guest_dv = self._answer_gradients(rows, x.key, x.value, dtable)
+        dk += guest_dk
+        dv += guest_dv
+        return dq, dk, dv, guest_dq
 
     def round_gradients(
         self, number: int, sent: Tensor, x: Saved, dq: Tensor, dtable: Tensor | None
     ) -> dict[int, Tensor]:
-        """Gradients [rows, D + Dv] of a round's arrived rows, by sender; adds to `dq`, `dtable`."""
+        """Computes gradients of pairs with the keys of a round; adds to `dq` and `dtable`.
+
+        Returns: gradients [rows, D + Dv] of the keys and values that arrived, by their sender.
+        """
         step = round_step(self.plan, self.rank, number, len(dq), dq.device)
         rows = dq.new_zeros(step.arrived, x.key.shape[3] + x.value.shape[3])
         if step.layout is not None:
             buffer = self._buffer(step, sent, x.key, x.value)
             part, *grads = self._differentiate(step, x, *buffer, dtable)
             dq[:, :, step.queries] += part
-            rows = _arrived_gradients(step, *grads)
+            rows = torch.cat(grads, -1).flatten(0, -2)  # one row per key of the buffer
+            if step.rows is not None:  # a row may be in the buffer several times
+                padded = torch.nn.functional.pad(rows, (0, 0, 0, 1))
+                rows = padded.index_select(0, step.copies[0])
+                for copy in step.copies[1:]:
+                    rows += padded.index_select(0, copy)
         sizes = self._arriving_sizes(number, len(dq))
         return dict(zip(sizes, rows.split([*sizes.values()]), strict=True))
 
     def add_returned(self, receiver: int, rows: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Adds gradients [rows, D + Dv] that a receiver of this rank's keys sent back."""
+        """Adds gradients of keys and values [rows, D + Dv], which their `receiver` sent back."""
         first, width = 0, dk.shape[3]
         for b, h, index in self._message(receiver, len(dk)):
             shape = (*dk[b, h].shape[:-2], len(index))
@@ -192,7 +202,7 @@ class Rank:
             dv[b, h].index_add_(-2, index, part[..., width:])
 
     def answer(self, guests: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Partial results of guest rows with the rank's keys: [B, Hq, rows, Dv + 1], lse last."""
+        """Attends from query rows of other ranks to own keys: out | lse, [B, Hq, rows, Dv + 1]."""
         step = guest_step(self.plan, self.rank, key.device)
         answers = guests.new_zeros(*guests.shape[:3], value.shape[3] + 1, dtype=self.dtype)
         answers[..., -1] = -torch.inf
@@ -204,7 +214,10 @@ class Rank:
     def _answer_gradients(
         self, guests: Tensor, key: Tensor, value: Tensor, dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query rows of other ranks [B, Hq, rows, D], and of own keys and values."""
+        """Returns gradients of query rows of other ranks, and of own keys and values.
+
+        `guests` are as from `gradient_rows`.
+        """
         step = guest_step(self.plan, self.rank, key.device)
         width, value_width = key.shape[3], value.shape[3]
         dq = guests.new_zeros(*guests.shape[:3], width)
@@ -212,13 +225,13 @@ class Rank:
             return dq, torch.zeros_like(key), torch.zeros_like(value)
         query, grad_out, lse, delta = guests.split([width, value_width, 1, 1], -1)
         query, grad_out = query.to(key.dtype), grad_out.to(key.dtype)
-        no_out = torch.zeros_like(grad_out)  # kernels read it for delta alone: here -grad_lse
+        no_out = torch.zeros_like(grad_out)  # kernels compute delta = rowsum(dO * O) - grad_lse
         x = Saved(query, key, value, no_out, lse[..., 0], grad_out, -delta[..., 0])
         dq[:, :, step.queries], dk, dv = self._differentiate(step, x, key, value, dtable)
         return dq, dk, dv
 
     def gradient_rows(self, x: Saved) -> Tensor:
-        """Rows that a host needs to differentiate queries: q | dO | lse | delta, in `dtype`."""
+        """Joins what another rank needs to differentiate query rows: q | dO | lse | delta."""
         query, grad_out = x.query.to(self.dtype), x.grad_out.to(self.dtype)
         return torch.cat((query, grad_out, x.lse[..., None], self._delta(x)[..., None]), -1)
 
@@ -226,7 +239,7 @@ class Rank:
         return (x.grad_out.to(self.dtype) * x.out.to(self.dtype)).sum(-1) - x.grad_lse
 
     def pack(self, receiver: int, key: Tensor, value: Tensor) -> Tensor:
-        """Encodes the rows of this rank's keys and values that a receiver needs."""
+        """Encodes the keys and values of this rank that `receiver` needs, as rows to send."""
         rows = [key.new_empty(0, key.shape[3] + value.shape[3])]
         for b, h, index in self._message(receiver, len(key)):
             parts = (x[b, h].index_select(-2, index.to(key.device)) for x in (key, value))
@@ -234,7 +247,10 @@ class Rank:
         return self.wire.encode(torch.cat(rows) if len(rows) > 2 else rows[-1], key.shape[3])
 
     def room(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """Allocates the rows of a round and a row of zeros; also returns its parts, by sender."""
+        """Allocates memory for the rows of a round and a row of zeros.
+
+        Returns: the memory, and its part for each sender.
+        """
         sizes = self._arriving_sizes(number, len(key))
         columns = self.wire.columns(key.shape[3], value.shape[3])
         room = key.new_empty(sum(sizes.values()) + 1, columns, dtype=self.wire.element)
@@ -242,42 +258,37 @@ class Rank:
         return room, dict(zip(sizes, room[:-1].split([*sizes.values()]), strict=True))
 
     def _arriving_sizes(self, number: int, batch: int) -> dict[int, int]:
-        """Number of rows that arrive in a round, by their sender."""
+        """Returns the number of rows that arrive in a round, by their sender."""
         senders = self.plan.senders(self.rank, number)
         return {sender: self.plan.message_rows(self.rank, sender, batch) for sender in senders}
 
     def travelling_places(self, host: int, device: torch.device) -> Tensor:
-        """Indices in the rank's shard of its query rows that travel to a host."""
+        """Returns indices in this rank's shard: query rows that it sends to the rank `host`."""
         rows = positions(self.plan.rows_of(self.rank, host))
         return local_index(self.plan.ranges[self.rank], rows).to(device)
 
     def guest_places(self, owner: int, device: torch.device) -> Tensor:
-        """Indices of one owner's query rows among the rank's guests."""
+        """Returns the indices of an owner's query rows among all that other ranks send here."""
         rows = positions(self.plan.rows_of(owner, self.rank))
         return local_index(self.plan.guests_of(self.rank), rows).to(device)
 
     def _problem(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Problem:
-        """Builds the kernels' problem for a step: its queries with the keys of its buffer."""
+        """Builds the kernels' problem for a step, with these keys and values."""
         assert step.layout is not None
-        exact = self.dtype == torch.float32
         query = query[:, :, step.queries]
-        extras = {**self.extras, "sink": None}  # added once, after everything is merged
-        if step.own_keys:  # arrived keys need no mask: visited, or 0
-            extras["key_mask"] = self._own_key_mask(query.device)
-        return Problem(step.layout, query, key, value, self.scale, in_float32=exact, **extras)
-
-    def _own_key_mask(self, device: torch.device) -> Tensor | None:
-        """Key mask of the rank's own keys: NaN in a masked key must not reach any result."""
+        extras = {**self.extras, "sink": None}  # `forward` adds the sink to the merged result
         _, masks = without_key_masks(self.plan.pattern)
-        if not masks:
-            return None
-        mask = key_mask(masks, self.plan.frame.kv_len, device)
-        return mask[:, positions(self.plan.ranges[self.rank]).to(device)]
+        if step.own_keys and masks:  # masked keys may be NaN; other ranks do not send masked keys
+            places = positions(self.plan.ranges[self.rank]).to(query.device)
+            mask = key_mask(masks, self.plan.frame.kv_len, query.device)
+            extras["key_mask"] = mask[:, places]
+        exact = self.dtype == torch.float32
+        return Problem(step.layout, query, key, value, self.scale, in_float32=exact, **extras)
 
     def _attend(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of a step's queries with the keys of its buffer."""
+        """Computes (out, lse) of a step's queries over these keys."""
         forward = BACKENDS[self.backend].forward
         assert forward is not None
         return forward(self._problem(step, query, key, value))
@@ -285,7 +296,7 @@ class Rank:
     def _differentiate(
         self, step: Step, x: Saved, key: Tensor, value: Tensor, dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients (dq, dk, dv) of a step's tensors; adds that of the bias to `dtable`."""
+        """Computes (dq, dk, dv) of a step; adds the gradient of the distance bias to `dtable`."""
         backward = BACKENDS[self.backend].backward
         assert backward is not None
         results = (t[:, :, step.queries] for t in (x.out, x.lse, x.grad_out, x.grad_lse))
@@ -297,7 +308,7 @@ class Rank:
     def _buffer(
         self, step: Step, sent: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Decodes the rows that arrived into keys and values of a step."""
+        """Decodes the rows that arrived, and copies them into the keys and values of a step."""
         assert step.layout is not None
         rows = self.wire.decode(sent, key.shape[3], value.shape[3])
         if step.rows is None:
@@ -313,20 +324,7 @@ class Rank:
         for b, h in product(range(batch), range(plan.frame.num_kv_heads)):
             tokens = plan.tokens_of(receiver, self.rank, b, h)
             index = local_index(plan.ranges[self.rank], tokens)
-            if plan.alike:  # one part for all entries and heads
+            if plan.alike:  # one part for all batch entries and heads
                 yield slice(None), slice(None), index
                 return
             yield b, h, index
-
-
-def _arrived_gradients(step: Step, dk: Tensor, dv: Tensor) -> Tensor:
-    """Sums gradients of the buffer into those of the arrived rows, [rows, D + Dv]."""
-    places = torch.cat((dk, dv), -1).flatten(0, -2)
-    if step.rows is None:
-        return places
-    places = torch.nn.functional.pad(places, (0, 0, 0, 1))
-    copies = step.copies
-    rows = places.index_select(0, copies[0])
-    for copy in copies[1:]:
-        rows += places.index_select(0, copy)
-    return rows

@@ -1,9 +1,9 @@
-"""Layouts of a rank's kernel calls, whose tiles point into its shard and into arrived keys.
+"""Layouts of a rank's kernel calls. Their tiles are indices into its shard and into arrived keys.
 
-A layout is compiled for some queries and keys of the whole sequence. Then only the starts of its
-tiles are rewritten, from positions to indices in the shard, or in a buffer of arrived keys. In a
-buffer, groups of `step` tiles are interleaved, because a kernel uses one stride for queries and
-keys.
+A layout is compiled for some queries and keys at positions of the whole sequence. Then the starts
+of its tiles are rewritten from positions to indices in the shard, or in a buffer of arrived keys.
+A kernel uses one stride, `step`, for queries and keys. So `step` key tiles are interleaved in the
+buffer, one token of each in turn.
 """
 
 from collections import defaultdict
@@ -27,27 +27,31 @@ from .sharding import local_index, num_tokens, without
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call of a kernel, on some of a shard's queries or of the guests.
+    """One call of a kernel: queries of this rank, or rows of other ranks, with one set of keys.
 
-    `rows` is [B, Hkv, keys of the buffer], the index of each key's arrived row (`arrived`, the row
-    of zeros, if no query visits it). It is None for a shard, and if the rows arrive in the
-    buffer's order.
+    Attributes:
+        layout: None if no query visits a key.
+        queries: the queries from the first to the last that visit a key.
+        rows: [B, Hkv, keys of the buffer] index of each key among the rows that arrived. Keys that
+            no query visits have the index `arrived`, a row of zeros. None if the keys are the
+            rank's own, or arrive in the buffer's order.
+        arrived: number of rows that arrive.
+        own_keys: True if the keys are the rank's own.
     """
 
-    layout: BlockLayout | None  # None without any pair
+    layout: BlockLayout | None
     queries: slice
     rows: Tensor | None = None
-    arrived: int = 0  # number of rows that arrive
-    own_keys: bool = False  # whether the keys are the rank's own shard
+    arrived: int = 0
+    own_keys: bool = False
 
     @property
     def nbytes(self) -> int:
-        tensors = [] if self.rows is None else [self.rows]
-        tensors += vars(self).get("copies", [])
-        return sum(x.nbytes for x in tensors) + (self.layout.nbytes if self.layout else 0) + 64
+        parts = [self.layout, self.rows, *vars(self).get("copies", [])]
+        return sum(x.nbytes for x in parts if x is not None) + 64
 
     def ready(self) -> "Step":
-        """Makes the current stream wait until the step is built; returns the step."""
+        """Returns the step; the current CUDA stream first waits for the stream that built it."""
         if self.layout is not None and self.layout.built is not None:
             self.layout.ready()
             self.layout.built.wait([] if self.rows is None else [self.rows])
@@ -55,9 +59,10 @@ class Step:
 
     @cached_property
     def copies(self) -> list[Tensor]:
-        """Buffer indices of each arrived row's copies, [arrived] per copy; past the end for none.
+        """Indices of each arrived row in the buffer, in which a row may stand several times.
 
-        Gradients of copies are summed in this order.
+        Item n has the n-th index of each row, [arrived]; an index past the end means that the row
+        stands fewer times. Gradients are summed in this order.
         """
         assert self.rows is not None
         places = self.rows.flatten().long()
@@ -74,17 +79,17 @@ class Step:
 
 
 def local_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
-    """Step of a rank's own queries with its own keys."""
+    """Returns the kernel call of a rank's own queries with its own keys."""
     return _cached(plan, device, _own_keys, rank, False)
 
 
 def guest_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
-    """The kernel call of query rows that other ranks sent here (guests), with this rank's keys."""
+    """Returns the kernel call of query rows that other ranks send to this rank, with its keys."""
     return _cached(plan, device, _own_keys, rank, True)
 
 
 def round_step(plan: RingPlan, rank: int, number: int, batch: int, device: torch.device) -> Step:
-    """Step of a rank's own queries with the keys that arrive in a round."""
+    """Returns the kernel call of a rank's own queries with the keys that arrive in a round."""
     return _cached(plan, device, _arriving_keys, rank, number, batch)
 
 
@@ -132,7 +137,7 @@ def _arriving_keys(
 
 
 def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
-    """Passes with query and key tiles in positions of the whole sequence; without empty ones."""
+    """Compiles the passes of some queries and keys, all as positions of the whole sequence."""
     if not (queries and keys and plan.frame.num_heads and plan.pattern.num_batches() != 0):
         return []
     compiled = compile_passes(plan.pattern, plan.frame, plan.block_size, queries, keys)
@@ -147,7 +152,10 @@ def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
 def _step(
     plan: RingPlan, passes: list[Pass], queries: Ranges, length: int, device: torch.device
 ) -> Step:
-    """Rewrites query tiles to indices in a shard, from the first query that visits a key."""
+    """Builds a step from passes: rewrites query tiles from positions to indices in `queries`.
+
+    The indices count from the first query that visits a key. `length` is the number of keys.
+    """
     placed = []
     for p in passes:
         visits = _by_axis((p.row_ptr.diff(dim=-1) > 0).any(0), len(p.query_start))
@@ -167,17 +175,18 @@ def _step(
 
 
 def _placed(start: Tensor, stop: Tensor, ranges: Ranges, used: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewrites tiles from positions to indices in a shard; empties tiles that are not `used`."""
+    """Rewrites tiles from positions to indices in a shard; makes tiles empty if not `used`."""
     shift = local_index(ranges, start) - start
     return torch.where(used, start + shift, 0), torch.where(used, stop + shift, 0)
 
 
 def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: int) -> bool:
+    """True if the tiles of each axis have all `length` tokens."""
     return bool((tile_counts(start, stop, step, block_size).sum(1) == length).all())
 
 
 def _by_axis(used: Tensor, axes: int) -> Tensor:
-    """Reduces [tables, tiles] to [axes, tiles]: whether any table of an axis uses the tile."""
+    """Reduces bools [tables, tiles] to [axes, tiles]: True if a table of the axis uses the tile."""
     tables = len(used)
     if tables <= axes:
         return used.repeat_interleave(axes // tables, 0)
@@ -185,9 +194,9 @@ def _by_axis(used: Tensor, axes: int) -> Tensor:
 
 
 def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lays visited key tiles out in a buffer from index `first` on: (start, stop) of each tile.
+    """Places visited key tiles in a buffer, from index `first` on.
 
-    Also returns the key position at each index, -1 for none.
+    Returns: start and stop of each tile, and the key position of each index, -1 for none.
     """
     batch, tables, entries = p.key_tile.shape
     axes, tiles = p.key_start.shape
@@ -215,9 +224,9 @@ def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, 
 def _arrived_rows(
     plan: RingPlan, rank: int, senders: list[int], positions: list[Tensor], batch: int, length: int
 ) -> tuple[Tensor, int]:
-    """Returns [B, Hkv, length] the arrived row of each buffer index, and the number of rows.
+    """Returns the arrived row of each buffer index, [B, Hkv, length], and the number of rows.
 
-    Rows are ordered by sender, batch entry, kv head, and as the plan lists their tokens.
+    Rows arrive ordered by sender, batch entry and kv head; the plan orders the tokens of a head.
     """
     heads = plan.frame.num_kv_heads
     parts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)

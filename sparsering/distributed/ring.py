@@ -1,8 +1,8 @@
 """Ring attention over a process group: local shards in, local shards out.
 
-A call agrees with all ranks on its arguments, takes the plan, and computes on the keys that arrive.
-The backward pass fetches keys and values again, so that between the two passes a rank keeps only
-its own shards.
+All ranks first check that their arguments agree. Then each rank builds the same plan, exchanges
+keys and values, and attends to them as they arrive. The backward pass fetches keys and values
+again, so that between the two passes a rank stores only its own shards.
 """
 
 import os
@@ -54,17 +54,17 @@ def ring_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention over a pattern, of a sequence that is sharded over ranks; differentiable.
+    """Computes exact attention over a sequence that is sharded over ranks; differentiable.
 
-    Every rank of the group calls it with the same pattern and options, and gets its own part of the
+    Every rank of the group calls it with the same pattern and options, and gets its own rows of the
     result of `attention` for the whole sequence. A rank receives only the keys that its queries
     visit and other ranks own. The backward pass receives them again and returns their gradients in
-    float32. Besides its shards, a rank needs memory for two rounds under way, of at most a shard
-    each, and for one round laid out for the kernel: at most a shard, or a shard for each dilated
-    branch. This does not grow with the number of ranks. A single rank does not communicate.
+    float32. Keys arrive in rounds of at most a shard. Besides its shards, a rank needs memory for
+    two rounds, and for a copy of one round: at most a shard, or a shard for each dilated branch.
+    This does not grow with the number of ranks. A single rank does not communicate.
 
-    As with any collective, all ranks make their calls on one group in the same order; calls from
-    several threads need a group each. A call that raised in the middle leaves its group unusable.
+    As with any collective, all ranks make their calls on one group in the same order. Threads that
+    call at the same time need a group each. After a failed call its group is unusable.
 
     Args:
         query: [B, Hq, n, D], this rank's part as `shard` cuts it; n may be 0.
@@ -73,26 +73,26 @@ def ring_attention(
         pattern: a mask or a mixture, on positions of the whole sequence.
         group, mesh: the ranks: a process group or a `DeviceMesh` of one axis (`mesh["sp"]`);
             default all ranks.
-        sharding: which rank owns which tokens; see `RingPlan`. With "auto" and "balanced" the
-            shards must be those of the plan's choice.
-        compression: the format that keys and values travel in: None for their own dtype, "bf16",
-            "fp8" or "int8" (a byte a number, one scale per row), or "auto", the smallest whose
-            error on these keys and values, relative and root mean square, is below 0.01
-            ("auto:0.001": another bound). `last_traffic` reports the choice and its error.
+        sharding: which rank owns which tokens; see `RingPlan`. For "auto" and "balanced", cut the
+            shards by `RingPlan.sharding`.
+        compression: the format in which keys and values are sent: None for their own dtype, "bf16",
+            "fp8" or "int8" (a byte per number, a scale per row), or "auto": the smallest format
+            whose relative root mean square error on these keys and values is at most 0.01
+            ("auto:0.001" sets another bound). `last_traffic` reports the format and its error.
         timeout: seconds (or a timedelta) that a rank waits for its peers at each step; default the
             group's.
-        scale, return_lse, backend: as for `attention`, with the backends that run layouts.
-        softcap, distance_bias, sink, dropout_p, dropout_seed: as for `attention`, the same on every
-            rank, except a sink per query: each rank passes its own rows. Gradients of
-            tables and sinks are this rank's part: their sum over ranks is the whole. Without a
+        scale, return_lse, backend: as for `attention`; the backend must run layouts.
+        softcap, distance_bias, sink, dropout_p, dropout_seed: as for `attention`, equal on all
+            ranks. Only a sink per query differs: each rank passes its own rows. The gradient of a
+            table or sink is this rank's part; the sum over ranks is the whole gradient. Without a
             seed, rank 0 draws one.
 
     Returns: out [B, Hq, n, Dv] in the query's dtype, and with `return_lse` lse [B, Hq, n].
 
     Raises:
-        ValueError: arguments that cannot be right on this rank.
-        RingMismatchError: (a ValueError and a RingError) ranks passed arguments that do not match;
-            raised on all of them, before any payload.
+        ValueError: an argument is invalid on this rank.
+        RingMismatchError: (a ValueError and a RingError) arguments differ between ranks; raised on
+            all ranks, before keys or values are sent.
         RingError: a peer died or did not answer in time; names the peer and the step.
 
     Example:
@@ -170,7 +170,7 @@ def last_traffic(*, backward: bool = False) -> Traffic:
     return _last_traffic[checked_flag("backward", backward)]
 
 
-ring_attention.last_traffic = last_traffic  # type: ignore[attr-defined] # a shortcut
+ring_attention.last_traffic = last_traffic  # type: ignore[attr-defined] # needs no second import
 
 
 def resolve_group(
@@ -178,7 +178,7 @@ def resolve_group(
 ) -> dist.ProcessGroup | None:
     """Returns the process group to use, None if this process is alone. Raises ValueError."""
     if group is not None and mesh is not None:
-        raise ValueError("expected group or mesh, got both; a mesh of one axis has its own group")
+        raise ValueError("pass group or mesh, got both; a mesh of one axis brings its own group")
     if mesh is not None:
         if not isinstance(mesh, DeviceMesh):
             raise ValueError(
@@ -198,26 +198,27 @@ def resolve_group(
         world = os.environ.get("WORLD_SIZE", "1")
         if world not in ("", "1"):
             raise ValueError(
-                f"expected a process group, for {world} processes were started (WORLD_SIZE), got "
-                'none; call torch.distributed.init_process_group("gloo", or "nccl" on GPUs) first'
+                f"{world} processes were started (WORLD_SIZE), but no process group exists; call "
+                'torch.distributed.init_process_group("gloo"), or "nccl" on GPUs, first'
             )
         return None
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            "this process is not in the group; only its members call, each with its own group"
+            "this process is not a member of the group; call this on members only, or pass the "
+            "group that this process belongs to"
         )
     return group
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's shards."""
+    """Computes (out, lse) of this rank's queries."""
     call = RingCall(*arguments)
     query, key, value, *_ = call
     rank, exchange = _begin(False, call)
     with exchange.break_on_error(), without_autocast(query):
         network = Network(rank, exchange, key, value, query)
 
-        def answers() -> Iterator[tuple[int, Tensor]]:
+        def answers() -> Iterator[tuple[int, Tensor]]:  # starts after the last round of keys
             guests = network.guests()
             results = None if guests is None else rank.answer(guests, key, value)
             yield from network.answers(results, value.shape[3] + 1)
@@ -228,7 +229,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*arguments: Any) -> list[Tensor | None]:
-    """Gradients of this rank's query, key, value, distance bias and sink; None for the seed."""
+    """Returns gradients of this rank's query, key, value, distance bias and sink, then None."""
     *inputs, out, lse, grad_out, grad_lse, _ = arguments
     call = RingCall(*inputs)
     query, key, value, table, sink, *_ = call
@@ -251,10 +252,10 @@ def _backward(*arguments: Any) -> list[Tensor | None]:
     grads: list[Tensor | None] = [x.to(query.dtype).contiguous() for x in (dq, dk, dv)]
     grads.append(None if dtable is None or table is None else dtable.to(table.dtype))
     grads.append(None if sink is None else rank.sink_gradient(x, sink))
-    return [*grads, None]
+    return [*grads, None]  # the dropout seed has no gradient
 
 
-_ring = differentiable(
+_ring = differentiable(  # the operator that autograd and torch.compile see
     "ring_attention",
     "Tensor query, Tensor key, Tensor value, Tensor? distance_bias, Tensor? sink, "
     "Tensor? dropout_seed, Tensor[] tensors, str pattern, float scale, float? softcap, "
@@ -262,18 +263,18 @@ _ring = differentiable(
     "float? timeout, str backend, bool differentiable",
     _forward,
     _backward,
-    refusal="a ring has no second derivatives; attention(..., backend='reference') has them",
+    refusal="ring_attention has no second derivatives; attention(..., backend='reference') does",
 )
 
 
 def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
-    """Starts a call: agrees with all ranks, then builds the plan and this rank's part."""
+    """Checks that all ranks make the same call, then plans it for this rank."""
     query, key, *_ = call
     group = dist.distributed_c10d._resolve_process_group(call.group)  # type: ignore[arg-type]
     exchange = Exchange(group, call.timeout, query.device)
     with exchange.break_on_error():
         lengths, compression, error, seed = agree_on_call(exchange, backward, call)
-    exchange.traffic = Traffic(compression=compression, error=error)
+    exchange.traffic = Traffic(compression=compression, error=error)  # without those messages
     pattern = parse(call.pattern, [tensor.cpu() for tensor in call.tensors])
     plan = plan_of_call(pattern, sum(lengths), len(lengths), call.sharding, query, key)
     check_lengths(plan, lengths, exchange.rank)

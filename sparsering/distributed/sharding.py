@@ -1,8 +1,9 @@
 """Shardings: strings that say which rank owns which tokens of a sequence.
 
-`"contiguous"`: rank r owns chunk r of P. `"zigzag"`: chunks r and 2P - 1 - r of 2P, which evens out
-causal work. `"chunks:0,1,1,0"`: the general form, which lists the owners of equal chunks; a plan's
-balancer writes it. A chunk has ceil(N / chunks) tokens; the last ones may have fewer, or none.
+The sequence is cut into equal chunks. `"contiguous"`: rank r of P owns chunk r of P. `"zigzag"`:
+rank r owns chunks r and 2P - 1 - r of 2P, which gives all ranks as much causal work.
+`"chunks:0,1,1,0"` lists the owner of each chunk. A chunk has ceil(N / chunks) tokens; the last
+chunks may have fewer, or none.
 """
 
 from functools import lru_cache
@@ -17,7 +18,7 @@ SHARDINGS = ("contiguous", "zigzag", "balanced", "auto")
 
 
 def chunk_owners(sharding: str, world_size: int) -> list[int]:
-    """Lists the rank that owns each of the equal chunks; ValueError for an invalid sharding."""
+    """Returns the rank that owns each chunk. Raises ValueError for an invalid sharding."""
     ranks, name = list(range(world_size)), sharding if isinstance(sharding, str) else ""
     if name == "contiguous":
         return ranks
@@ -25,8 +26,8 @@ def chunk_owners(sharding: str, world_size: int) -> list[int]:
         return ranks + ranks[::-1]
     if name in ("auto", "balanced"):
         raise ValueError(
-            f"sharding {sharding!r} depends on the pattern; pass what "
-            f"RingPlan.build(pattern, ..., sharding={sharding!r}).sharding says"
+            f"sharding {sharding!r} depends on the pattern; pass "
+            f"RingPlan.build(pattern, ..., sharding={sharding!r}).sharding instead"
         )
     try:
         kind, _, numbers = name.partition(":")
@@ -49,7 +50,7 @@ def check_sharding(sharding: str, world_size: int) -> None:
 
 
 def owned_ranges(sharding: str, seq_len: int, world_size: int) -> tuple[Ranges, ...]:
-    """Each rank's tokens as ascending ranges, in the order of its local shard."""
+    """Returns the ranges of positions that each rank owns, in the order of its shard."""
     return _owned_ranges(tuple(chunk_owners(sharding, world_size)), seq_len, world_size)
 
 
@@ -68,23 +69,23 @@ def _owned_ranges(owners: tuple[int, ...], seq_len: int, world_size: int) -> tup
 
 
 def num_tokens(ranges: Ranges) -> int:
-    """Number of positions in ranges."""
+    """Counts the positions in some ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
 def overlap(ranges: Ranges, others: Ranges) -> Ranges:
-    """Positions that two ascending lists of ranges share."""
+    """Returns the positions that are in both of two ascending lists of ranges."""
     return [(max(a, c), min(b, d)) for a, b in ranges for c, d in others if max(a, c) < min(b, d)]
 
 
 def positions(*ranges: Ranges) -> Tensor:
-    """All positions in lists of ranges, in their order."""
+    """Lists all positions of some ranges, as an int64 tensor."""
     pieces = [torch.arange(start, stop) for owned in ranges for start, stop in owned]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces])
 
 
 def local_index(ranges: Ranges, position: Tensor) -> Tensor:
-    """Indices in a rank's shard of positions that the rank owns."""
+    """Maps positions of the sequence to indices in the shard of the rank that owns `ranges`."""
     starts = torch.tensor([start for start, _ in ranges], dtype=torch.int64)
     sizes = torch.tensor([stop - start for start, stop in ranges], dtype=torch.int64)
     number = (torch.searchsorted(starts, position, right=True) - 1).clamp(min=0)

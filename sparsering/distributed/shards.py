@@ -1,4 +1,4 @@
-"""Cuts a whole tensor into the ranks' shards, and joins shards to the whole tensor."""
+"""Cuts a tensor of the whole sequence into shards of ranks, and joins shards again."""
 
 from typing import Any
 
@@ -24,12 +24,12 @@ def shard(
     mesh: DeviceMesh | None = None,
     sharding: str = "contiguous",
 ) -> Tensor:
-    """Returns this rank's part of a tensor that every rank has whole; differentiable, no messages.
+    """Returns this rank's shard of a tensor that every rank has whole; differentiable, no messages.
 
     Args:
-        tensor: of any shape, with tokens in `dim`; it may also hold positions, ids or labels.
+        tensor: any tensor with tokens in `dim`, such as queries, positions, ids or labels.
         dim: dim that counts tokens; default 2, as in [B, H, N, D].
-        group, mesh, sharding: as for `ring_attention`; for "auto" pass `plan.sharding`.
+        group, mesh, sharding: as for `ring_attention`; instead of "auto" pass `plan.sharding`.
 
     Returns: a copy of the tokens that the rank owns, in the order of its shard; it may be empty.
 
@@ -50,17 +50,17 @@ def unshard(
     sharding: str = "contiguous",
     length: int | None = None,
 ) -> Tensor:
-    """Returns the whole tensor on every rank, from the ranks' parts; every rank must call it.
+    """Joins the shards of all ranks to the whole tensor, on every rank; every rank must call it.
 
-    Differentiable: the gradient of a rank's part is the sum of all ranks' gradients of it.
+    Differentiable: the gradient of a shard is the sum of its gradients on all ranks.
 
     Args:
-        tensor: this rank's part.
+        tensor: this rank's shard.
         dim, group, mesh, sharding: as for `shard`.
-        length: tokens of the whole; default the sum of the parts. Any other sum is refused.
+        length: tokens of the whole tensor; default the sum over the shards.
 
-    Raises: ValueError (on all ranks) if the parts do not fit together, or do not fit the sharding;
-    RingError if a peer does not answer within the group's timeout.
+    Raises: ValueError (on all ranks) if dtypes or other dims differ, or lengths differ from those
+        of the sharding; RingError if a peer does not answer within the group's timeout.
     """
     group = resolve_group(group, mesh)
     dim = _checked_dim(tensor, dim)
@@ -76,8 +76,8 @@ def unshard(
     ranges = owned_ranges(sharding, sum(sizes) if length is None else length, world)
     if sizes != (expected := [num_tokens(owned) for owned in ranges]):
         raise ValueError(
-            f"sharding {sharding!r} of {sum(expected)} tokens gives ranks {expected}, got {sizes}; "
-            "cut the sequence with sparsering.distributed.shard"
+            f"sharding {sharding!r} gives the ranks {expected} of {sum(expected)} tokens, got "
+            f"{sizes}; cut the sequence with sparsering.distributed.shard"
         )
     if group is None or world == 1:
         return tensor
@@ -117,7 +117,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _cut(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """Copies the positions in some ranges."""
+    """Copies the tokens at the positions in some ranges."""
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
     return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0).clone()
 
@@ -126,7 +126,7 @@ def _checked_dim(tensor: Tensor, dim: int) -> int:
     check_tensor("tensor", tensor, "with tokens in `dim`")
     if type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
-            f"dim must be one of the tensor's {tensor.dim()}, got {shortened(repr(dim))}; pass the "
-            "one that counts tokens"
+            f"dim must be one of the tensor's {tensor.dim()} dims, got {shortened(repr(dim))}; "
+            "pass the dim that counts tokens"
         )
     return dim % tensor.dim()

@@ -1,4 +1,4 @@
-"""The ring in one process: computes every rank's part in turn, bit for bit as real ranks."""
+"""Ring attention in one process, without messages: computes the part of each rank in turn."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -38,19 +38,20 @@ def simulate_ring(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes `ring_attention` over `world_size` ranks in one process; differentiable.
 
-    The results are the same bit for bit, if ranks use as many threads. With `offload`, queries,
-    keys and values may be in host memory: the accelerator (if any) holds one rank's shards and one
-    round's arrived keys at a time, and results go to the query's device.
+    Results have the same bits as those of real ranks with as many threads as this process.
 
     Args:
         query, key, value: the whole sequence, [B, H, N, D], as for `attention`.
         world_size: number of ranks.
         pattern, sharding, scale, return_lse: as for `ring_attention`.
+        offload: compute on the accelerator (if any), while queries, keys and values stay in host
+            memory. The accelerator then stores the shards of one rank and the keys of one round at
+            a time. Results are on the query's device.
         softcap, distance_bias, sink, dropout_p, dropout_seed: as for `attention`.
 
     Returns: out [B, Hq, N, Dv], and with `return_lse` lse [B, Hq, N].
 
-    Raises: ValueError if inputs do not fit.
+    Raises: ValueError if an argument is invalid.
     """
     check_ring_inputs(query, key, value, pattern)
     offload, return_lse = checked_flag("offload", offload), checked_flag("return_lse", return_lse)
@@ -59,7 +60,8 @@ def simulate_ring(
     refuse_meta(query, key, value)
     if transforming():
         raise NotImplementedError(
-            "simulate_ring does not run under torch.func (grad, vmap); use autograd, or attention"
+            "simulate_ring does not run under torch.func (grad, vmap); call backward(), or use "
+            "attention"
         )
     query, key, value = autocast_inputs(query, key, value)
     extras = checked_extras(
@@ -79,25 +81,19 @@ def simulate_ring(
     q, k, v = (x[:, :, :1].to(device) for x in (query, key, value))
     backend = choose_kernels(None, q, k, v, extras)
     wire, dtype = wire_format(None, query.dtype), sum_dtype(query)
-    ranks = []
+    on_device = {
+        name: x.detach().to(device) if isinstance(x, Tensor) else x for name, x in extras.items()
+    }
+    ranks, sink = [], on_device["sink"]
     for rank in range(world_size):
-        own_extras = _extras_of_rank(extras, positions(plan.ranges[rank]), device)
-        ranks.append(Rank(plan, rank, backend, scale, wire, dtype, own_extras))
+        if sink is not None and sink.shape[2] > 1:  # a sink per query: this rank's queries
+            places = positions(plan.ranges[rank]).to(device)
+            on_device = {**on_device, "sink": sink[:, :, places]}
+        ranks.append(Rank(plan, rank, backend, scale, wire, dtype, on_device))
     with without_autocast(query):
         tables = extras["distance_bias"], extras["sink"]
         out, lse = _Simulated.apply(query, key, value, *tables, _Shards(ranks, device))
     return (out, lse) if return_lse else out
-
-
-def _extras_of_rank(extras: dict[str, Any], places: Tensor, device: torch.device) -> dict[str, Any]:
-    """Moves the extras of a call to a device; a sink per query is cut to the rank's queries."""
-    extras = {
-        name: x.detach().to(device) if isinstance(x, Tensor) else x for name, x in extras.items()
-    }
-    sink = extras["sink"]
-    if sink is not None and sink.shape[2] > 1:
-        extras["sink"] = sink[:, :, places.to(device)]
-    return extras
 
 
 class _Simulated(torch.autograd.Function):
@@ -141,7 +137,7 @@ class _Simulated(torch.autograd.Function):
 def _backward(
     shards: "_Shards", whole: Saved, distance_bias: Tensor | None, sink: Tensor | None
 ) -> list[Tensor | None]:
-    """Gradients of the whole query, key, value, distance bias and sink."""
+    """Computes the gradients of the whole query, key, value, distance bias and sink."""
     query, key, value, *_ = whole
     ranks, plan = shards.ranks, shards.plan
     dtable = ranks[0].blank_table()
@@ -154,10 +150,10 @@ def _backward(
     for rank in ranks:
         is_host = rank.rank in shards.hosts
         guests = partial(shards.guests, rank.rank, rows) if is_host else lambda: None
-        *grads, of_guests = rank.local_gradients(part(rank), guests, dtable)
+        *grads, guest_dq = rank.local_gradients(part(rank), guests, dtable)
         sums.append([x.to(query.device) for x in grads])
-        if of_guests is not None:
-            answers[rank.rank] = of_guests
+        if guest_dq is not None:
+            answers[rank.rank] = guest_dq
     rounds = [shards.rounds(rank, key, value) for rank in ranks]
     for number in range(len(plan.rounds)):
         returned = []
@@ -191,7 +187,7 @@ def _backward(
 
 
 class _Shards:
-    """The ranks' parts of whole tensors, moved to a device."""
+    """Cuts tensors of the whole sequence into the shards of simulated ranks, on one device."""
 
     def __init__(self, ranks: list[Rank], device: torch.device) -> None:
         self.ranks, self.plan, self.device = ranks, ranks[0].plan, device
@@ -202,7 +198,7 @@ class _Shards:
         return [x[:, :, self.places[rank].to(x.device)].to(self.device) for x in tensors]
 
     def rounds(self, rank: Rank, key: Tensor, value: Tensor) -> Iterator[Tensor]:
-        """Yields the rows that arrive at a rank in each round, packed by their senders."""
+        """Yields the rows that a rank would receive in each round, as their senders encode them."""
         for number in range(len(self.plan.rounds)):
             room, parts = rank.room(number, key, value)
             for sender, part in parts.items():
@@ -212,12 +208,12 @@ class _Shards:
             yield room.to(self.device)
 
     def guests(self, host: int, travelling: Tensor) -> Tensor:
-        """Picks the query rows that travel to a host out of those of the whole sequence."""
+        """Returns the query rows that other ranks send to `host`, out of the whole sequence."""
         at = positions(self.plan.guests_of(host))
         return travelling[:, :, at.to(travelling.device)].to(self.device)
 
     def answers(self, rank: Rank, answers: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yields (host, its results for a rank's rows), in the order in which they would arrive."""
+        """Yields (host, its results for a rank's query rows), in the order of real messages."""
         hosts = self.plan.hosts_of(rank.rank)
         for offset in (offset for offsets in self.plan.answer_rounds for offset in offsets):
             host = (rank.rank + offset) % self.plan.world_size

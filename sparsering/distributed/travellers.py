@@ -1,4 +1,7 @@
-"""Global query rows visit keys on all ranks: they are sent to the keys, not all keys to them."""
+"""Chooses query rows to send to the ranks that own their keys, instead of fetching those keys.
+
+That pays for global rows, which visit keys of all ranks.
+"""
 
 from typing import NamedTuple
 
@@ -13,7 +16,7 @@ from .sharding import num_tokens
 
 
 class Traveller(NamedTuple):
-    """Query rows that their owner sends to `hosts`, the other ranks that own keys they visit."""
+    """Query rows that their owner sends to the ranks `hosts`, because those own the rows' keys."""
 
     owner: int
     rows: Ranges
@@ -21,9 +24,9 @@ class Traveller(NamedTuple):
 
 
 def global_rows(pattern: Pattern, frame: Frame) -> Ranges:
-    """Query rows that a pattern's `GlobalTokens` make global, in packed documents too."""
+    """Returns the query rows that `GlobalTokens` of a pattern make global, as disjoint ranges."""
     rows = [row for branch in pattern.branches for row in _global_rows(branch, frame.q_len)]
-    spans = Spans(*torch.tensor(rows, dtype=torch.int64).view(-1, 2).unbind(1))  # joins them
+    spans = Spans(*torch.tensor(rows, dtype=torch.int64).view(-1, 2).unbind(1))  # joins overlaps
     return list(zip(spans.begin.tolist(), spans.end.tolist(), strict=True))
 
 
@@ -52,22 +55,23 @@ def choose_travellers(
     world: int,
     most: int,
 ) -> tuple[tuple[Traveller, ...], list[TokenRanges]]:
-    """Chooses query rows that cost clearly less to send than to fetch the keys only they visit.
+    """Chooses query rows for which sending the rows moves clearly fewer bytes than fetching keys.
 
-    A row leaves as a query and returns as a partial output in float32. Per query head, forward and
-    backward together move about as many bytes as for a token's key and value and their gradients;
-    forward alone moves up to twice as many.
+    A sent row costs a query, and its partial result in float32 comes back. Per query head, forward
+    and backward together move about as many bytes as fetching one token; forward alone moves up to
+    twice as many.
 
     Args:
-        needs: needed keys, in sets of receivers, and of world + number for each candidate.
-        uses: number of (batch entry, kv head) that have each of the needs.
+        needs: keys to fetch. Set label * world + owner has keys of `owner`; a label is a rank, or
+            world + i for the rows of candidate i.
+        uses: for each item of `needs`, the number of (batch entry, kv head) that it applies to.
         candidates: (owner, rows) of global rows.
-        most: number of rows that may travel, which bounds the memory of hosts.
+        most: upper bound of the number of sent rows, which bounds the memory of receivers.
 
-    Returns: the travellers, and the needs of ranks without the travellers' own.
+    Returns: the travellers, and the keys to fetch for all other query rows.
     """
     travellers: list[Traveller] = []
-    home = list(range(world)) + [owner for owner, _ in candidates]  # rank that fetches for a label
+    home = list(range(world)) + [owner for owner, _ in candidates]  # the rank that has each label
     for number, (owner, rows) in enumerate(candidates):
         saved, hosts = 0, set()
         for runs, count in zip(needs, uses, strict=True):
@@ -82,7 +86,7 @@ def choose_travellers(
         size = num_tokens(rows)
         if 2 * size * len(hosts) * frame.num_heads < saved and size <= most:
             travellers.append(Traveller(owner, rows, tuple(sorted(hosts))))
-            home[world + number] = -1
+            home[world + number] = -1  # nobody fetches keys for these rows
             most -= size
     rest = [_relabelled(x, x.number >= 0, home, world, frame.kv_len) for x in needs]
     return tuple(travellers), rest
@@ -91,7 +95,7 @@ def choose_travellers(
 def _relabelled(
     runs: TokenRanges, some: Tensor, home: list[int], world: int, length: int
 ) -> TokenRanges:
-    """Assigns some of the needs to the rank that is home to their label; -1 drops them."""
+    """Returns the selected keys, in sets of the rank `home[label]` instead of a label; drops -1."""
     receiver = torch.tensor(home)[runs.number // world]
     some = some & (receiver >= 0)
     number = (receiver * world + runs.number % world)[some]

@@ -1,7 +1,7 @@
-"""Wire formats of key and value rows, which are sent side by side as K | V.
+"""Wire formats: how ranks send rows. A row is the key, then the value, of one token and kv head.
 
-A row is the key and value of one token and kv head. In one-byte formats, key and value each have a
-scale of their own, in float32 after the numbers.
+Formats of one byte per number have one scale for the key and one for the value. The scales follow
+the numbers of the row, in float32.
 """
 
 from typing import NamedTuple
@@ -17,10 +17,10 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class Wire(NamedTuple):
-    """Format in which rows are sent."""
+    """Format in which rows of keys and values are sent."""
 
-    numbers: torch.dtype  # on the wire
-    dtype: torch.dtype  # of the rows before encoding and after decoding
+    numbers: torch.dtype  # dtype of the numbers that are sent
+    dtype: torch.dtype  # dtype of the rows before encoding and after decoding
 
     @property
     def scaled(self) -> bool:
@@ -28,24 +28,24 @@ class Wire(NamedTuple):
 
     @property
     def element(self) -> torch.dtype:
-        """Dtype of the tensors that are sent."""
+        """Dtype of the sent tensors: bytes, if a row has numbers and scales."""
         return torch.uint8 if self.scaled else self.numbers
 
     def columns(self, width: int, value_width: int) -> int:
         """Number of elements of an encoded row."""
-        return width + value_width + (8 if self.scaled else 0)
+        return width + value_width + (8 if self.scaled else 0)  # two scales of four bytes
 
     def row_bytes(self, width: int, value_width: int) -> int:
         return self.columns(width, value_width) * self.element.itemsize
 
     def encode(self, rows: Tensor, width: int) -> Tensor:
-        """Encodes rows [n, D + Dv] as they are sent, [n, columns]."""
+        """Encodes rows [n, D + Dv] to the tensor that is sent, [n, columns]; `width` is D."""
         if not self.scaled:
             return rows.to(self.numbers)
         largest = _LARGEST[self.numbers]
         numbers, scales = [], []
         for part in (rows[:, :width], rows[:, width:]):
-            part = F.pad(part.float(), (0, 1))  # so that a width of 0 has a maximum
+            part = F.pad(part.float(), (0, 1))  # the maximum needs a number, even if D is 0
             scale = part.abs().amax(1, keepdim=True)
             scale = (scale / largest).clamp(min=torch.finfo(torch.float32).tiny)
             part = part[:, :-1] / scale
@@ -55,7 +55,7 @@ class Wire(NamedTuple):
         return torch.cat((*numbers, *scales), 1)
 
     def decode(self, sent: Tensor, width: int, value_width: int) -> Tensor:
-        """The inverse of `encode`, up to its rounding."""
+        """Decodes sent rows to keys and values [n, D + Dv], up to the rounding of `encode`."""
         if not self.scaled:
             return sent.to(self.dtype)
         sizes = [width, value_width, 4, 4]
@@ -68,7 +68,7 @@ class Wire(NamedTuple):
 
 
 def wire_format(compression: str | None, dtype: torch.dtype) -> Wire:
-    """Returns the format `compression`, None for the rows' own dtype. Raises ValueError."""
+    """Returns the wire format of a name; None sends rows of `dtype` unchanged."""
     if compression is None:
         return Wire(dtype, dtype)
     if not isinstance(compression, str) or compression not in FORMATS:

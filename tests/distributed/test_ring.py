@@ -235,8 +235,8 @@ def run_traced(rank: int) -> list[str]:
 
         return call
 
-    saved = exchange.Exchange._start, exchange.Pending.wait, Rank._attend, Rank._differentiate
-    exchange.Exchange._start = noted("post", saved[0])
+    saved = exchange.Exchange.start, exchange.Pending.wait, Rank._attend, Rank._differentiate
+    exchange.Exchange.start = noted("post", saved[0])
     exchange.Pending.wait = noted("wait", saved[1])
     Rank._attend = noted("attend", saved[2])
     Rank._differentiate = noted("differentiate", saved[3])
@@ -244,7 +244,7 @@ def run_traced(rank: int) -> list[str]:
         own = [torch.randn(1, 1, 8, 4, requires_grad=True) for _ in range(3)]
         ring_attention(*own, sr.Full(), group=groups[3]).sum().backward()
     finally:
-        exchange.Exchange._start, exchange.Pending.wait, Rank._attend, Rank._differentiate = saved
+        exchange.Exchange.start, exchange.Pending.wait, Rank._attend, Rank._differentiate = saved
     return [event for event in events if "query rows" not in event and "answers" not in event]
 
 

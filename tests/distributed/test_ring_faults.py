@@ -196,14 +196,14 @@ def test_a_silent_peer_is_named_within_the_timeout_and_a_new_group_works(mortal)
 
 def die(rank: int, step: str) -> None:
     """Rank 1 is killed when it comes to a step."""
-    start = Exchange._start
+    start = Exchange.start
 
     def start_or_die(self: Exchange, name: str, *args: Any) -> Any:
         if rank == 1 and name.startswith(step):
             os.kill(os.getpid(), signal.SIGKILL)
         return start(self, name, *args)
 
-    Exchange._start = start_or_die  # type: ignore[method-assign]
+    Exchange.start = start_or_die  # type: ignore[method-assign]
     call(rank)
 
 

@@ -226,7 +226,7 @@ def test_ranks_agree_on_the_device_of_the_query(hopper, monkeypatch):
     monkeypatch.setattr(exchange.dist, "get_world_size", lambda group: 2)
     start = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(
-        exchange.Exchange, "_start", lambda self, step, sends, receives: sent.append(sends) or start
+        exchange.Exchange, "start", lambda self, step, sends, receives: sent.append(sends) or start
     )
     with gpu(80) as elsewhere:
         key = rows()
