@@ -1,8 +1,8 @@
 """Adapter to FlashAttention-4's block sparsity (the package flash-attn-4; Hopper, Blackwell).
 
-Only the forward: its block-sparse backward was wrong on Hopper for some head dims (flash-attention
-#2623, #2896). Gradients come from the Triton kernels, which need only (out, lse). Only layouts of
-whole blocks of 128 fit, because its masks inside a block would have to be CuTe programs.
+It computes the forward only, because the package's block-sparse backward was wrong on Hopper for
+some head dims (flash-attention #2623, #2896). The Triton kernels compute gradients from (out, lse).
+Layouts must have whole blocks of 128: the package takes masks inside a block as CuTe programs only.
 """
 
 from functools import cache
@@ -11,7 +11,6 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ..layouts.layout import BlockLayout
 from .problem import Problem
 
 EXTRAS: frozenset[str] = frozenset()
@@ -27,7 +26,7 @@ def _is_installed() -> bool:
 
 
 def reasons(*tensors: Tensor) -> list[str]:
-    """Returns why FlashAttention-4 cannot run on these tensors, or on this machine."""
+    """Returns why FlashAttention-4 cannot run on these tensors or on this machine; [] if it can."""
     faults = [] if _is_installed() else ["the package flash-attn-4 is missing"]
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10):
         faults.append("it needs a Hopper or Blackwell GPU")
@@ -36,20 +35,28 @@ def reasons(*tensors: Tensor) -> list[str]:
     if any(x.dtype not in (torch.bfloat16, torch.float16) for x in tensors):
         faults.append("it computes in bfloat16 and float16")
     if any(x.dim() and x.shape[-1] not in _HEAD_DIMS for x in tensors):
-        faults.append(f"head dims other than {' and '.join(map(str, _HEAD_DIMS))} are untried")
+        faults.append(f"it is tested for head dims {' and '.join(map(str, _HEAD_DIMS))} only")
     return faults
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Computes attention over a layout of whole blocks; lse is float32.
 
-    Raises NotImplementedError, with the reasons, for any other layout.
+    Raises: NotImplementedError for any other layout; the message has the reasons.
     """
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import flash_attn_func
 
-    layout = problem.layout
-    if faults := _misfits(layout):
+    layout, frame, faults = problem.layout, problem.layout.frame, []
+    if layout.block_size != _BLOCK or frame.q_len % _BLOCK or frame.kv_len % _BLOCK:
+        faults.append(f"it needs blocks of {_BLOCK}, and lengths that are multiples of {_BLOCK}")
+    if len(layout.passes) != 1:
+        faults.append(f"it runs one pass, this layout has {len(layout.passes)}")
+    elif not (layout.passes[0].step == 1 and all(layout.passes[0].covers)):
+        faults.append("it needs tiles of adjacent tokens, this layout has strided ones")
+    if any(len(p.bitmaps) for p in layout.passes):
+        faults.append("it needs blocks with all pairs, this layout has masks inside some")
+    if faults:
         raise NotImplementedError(f"flash: {'; '.join(faults)}; name another backend or none")
     _, query, key, value, scale, *_ = problem.with_positive_scale().with_dense_rows()
     p = layout.passes[0]
@@ -60,7 +67,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     counts = p.row_ptr.diff().int()
     heads = 1 if counts.shape[1] == 1 else query.shape[1]
     slot = torch.arange(columns, device=counts.device)
-    place = p.row_ptr[..., :-1, None].long() + slot  # index of each row's entries in the table
+    place = p.row_ptr[..., :-1, None].long() + slot  # table index of each row's i-th entry
     place = place.clamp(max=p.key_tile.shape[2] - 1).flatten(2)
     index = p.key_tile.gather(2, place).unflatten(2, (rows, columns))
     index = torch.where(slot < counts[..., None], index, 0)
@@ -81,16 +88,3 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     empty = (counts == 0).repeat_interleave(_BLOCK, -1).expand(*query.shape[:3])
     out = torch.where(empty[..., None], 0.0, out.transpose(1, 2)).contiguous()
     return out, torch.where(empty, -torch.inf, lse)
-
-
-def _misfits(layout: BlockLayout) -> list[str]:
-    faults, frame = [], layout.frame
-    if layout.block_size != _BLOCK or frame.q_len % _BLOCK or frame.kv_len % _BLOCK:
-        faults.append(f"it wants blocks of {_BLOCK} and lengths that are multiples of them")
-    if len(layout.passes) != 1:
-        faults.append(f"it runs one pass, this layout has {len(layout.passes)}")
-    elif not (layout.passes[0].step == 1 and all(layout.passes[0].covers)):
-        faults.append("it wants plain tiles, this layout has strided ones")
-    if any(len(p.bitmaps) for p in layout.passes):
-        faults.append("it wants whole blocks, this layout has masks inside some")
-    return faults

@@ -1,8 +1,8 @@
 """Adapter to FlexAttention, for comparison and for devices that no other backend runs on.
 
-Each pass becomes a `BlockMask` on a regular grid of blocks; if its tiles are no such grid, their
-tokens are gathered first. Plain differentiable torch. On the CPU FlexAttention runs uncompiled,
-computes every score and has no backward.
+Each pass becomes a `BlockMask` on a regular grid of blocks; tokens of dilated tiles are gathered
+first. It is plain differentiable torch. On the CPU FlexAttention runs uncompiled, computes every
+score and has no backward.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,17 @@ from ..layouts.layout import BlockLayout, Pass, slots_of
 from ..numerics import add_sink, capped, entry_of_distance, merge_attention, sum_dtype
 from .problem import Problem
 
-if TYPE_CHECKING:  # the import loads half of the compiler, so calls import it on first use
+if TYPE_CHECKING:  # calls import it on first use, because it loads half of torch's compiler
     from torch.nn.attention.flex_attention import BlockMask
 
 EXTRAS = frozenset(("softcap", "distance_bias", "sink"))
 """Options of a call, other than its scale, that this backend computes."""
 
-_LEAST_HEAD_DIM = 16  # of FlexAttention's compiled kernel
+_LEAST_HEAD_DIM = 16  # lower bound of FlexAttention's compiled kernel
 
 
 def reasons(*tensors: Tensor) -> list[str]:
-    """Returns why FlexAttention cannot run on these tensors."""
+    """Returns why FlexAttention cannot run on these tensors; [] if it can."""
     faults = []
     if any(x.dim() and 0 in x.shape for x in tensors):
         faults.append("FlexAttention takes no dim of size 0")
@@ -43,7 +43,7 @@ def reasons(*tensors: Tensor) -> list[str]:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Computes attention over a layout; differentiable where FlexAttention is.
+    """Computes attention over a layout; differentiable on GPUs.
 
     Cost: O((N / block_size)^2) memory for the block mask, and copies of the gathered tokens.
     """
@@ -70,7 +70,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             kernel_options=kernel_options(layout.block_size, query.device.type),
         )
         slots = _slots_of_tokens(queries, query.shape[2])
-        # one more row, for tokens that are in no slot
+        # index -1 of `slots` marks tokens without a slot: they take this additional last row
         lse = pad(aux.lse.to(dtype), (0, 1), value=-torch.inf)
         out = pad(torch.where((aux.lse == -torch.inf)[..., None], 0.0, out), (0, 0, 0, 1))
         outs.append(_take(out, slots))
@@ -83,7 +83,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _score_mod(problem: Problem, p: Pass) -> Callable[..., Tensor] | None:
-    """Returns the score_mod of softcap and distance bias; None without them."""
+    """Returns a score_mod for softcap and distance bias; None if the call has neither."""
     softcap, table, heads = problem.softcap, problem.distance_bias, problem.query.shape[1]
     if softcap is None and table is None:
         return None
@@ -109,7 +109,7 @@ def _run(device: str) -> Any:
 
 
 def kernel_options(block_size: int, device: str) -> dict[str, Any] | None:
-    """Returns FlexAttention's kernel options: its kernels' block sizes must divide `block_size`."""
+    """Returns FlexAttention's kernel options; None if its default blocks divide `block_size`."""
     divisor = block_size & -block_size
     if device == "cpu" or divisor >= 128:
         return None
@@ -123,7 +123,7 @@ def _tokens(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
 
 
 def _take(x: Tensor, tokens: Tensor) -> Tensor:
-    """Gathers the rows of x [B, H, N, ..] that tokens [S, n] list, S groups of heads; -1: last."""
+    """Gathers rows of x [B, H, N, ..]: tokens [S, n] of S groups of heads; -1 is the last row."""
     if torch.equal(tokens, torch.arange(x.shape[2], device=x.device)[None]):
         return x
     by_head = tokens.repeat_interleave(x.shape[1] // len(tokens), 0)
@@ -143,7 +143,7 @@ def _slots_of_tokens(tokens: Tensor, length: int) -> Tensor:
 def _block_mask(
     layout: BlockLayout, p: Pass, queries: Tensor, keys: Tensor, heads: int
 ) -> "BlockMask":
-    """Builds a BlockMask from a pass's table; `queries` and `keys` mark slots that hold tokens."""
+    """Builds a BlockMask from a pass; `queries` and `keys` are False for slots without a token."""
     from torch.nn.attention.flex_attention import BlockMask
 
     size, batch = layout.block_size, len(p.row_ptr)
@@ -151,11 +151,12 @@ def _block_mask(
     row = p.query_tiles().clamp(max=rows - 1)
     real = torch.arange(row.shape[2], device=row.device) < p.num_entries[..., None]
     block = torch.where(real, row * columns + p.key_tile, rows * columns)
-    number = p.bitmap.new_full((*row.shape[:2], rows * columns + 1), -2)  # -2 for no entry
+    # bitmap of each block: -1 for all pairs, -2 for a block that is not visited
+    number = p.bitmap.new_full((*row.shape[:2], rows * columns + 1), -2)
     number = number.scatter(2, block, p.bitmap)[..., :-1]
     number = number.repeat_interleave(heads // number.shape[1], 1).unflatten(2, (rows, columns))
     cells = unpack(p.bitmaps, size)
-    cells = torch.cat((cells, cells.new_ones(1, size, size)))  # the last one for -1, all pairs
+    cells = torch.cat((cells, cells.new_ones(1, size, size)))  # appends a bitmap of all pairs
     per_axis = heads // len(queries)
 
     def in_pattern(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -166,7 +167,7 @@ def _block_mask(
         return pairs & queries[axis, q] & keys[axis, k]
 
     visited, full = number > -2, number == -1
-    whole = keys.unflatten(1, (columns, size)).all(-1)  # tiles with padding keys need the mask
+    whole = keys.unflatten(1, (columns, size)).all(-1)  # key tiles with padding need `in_pattern`
     full = full & whole.repeat_interleave(per_axis, 0)[None, :, None, :]
     partial = visited & ~full
 

@@ -1,4 +1,4 @@
-"""Input and output of a backend's call, and preparations of tensors that kernels need."""
+"""Input and output of a backend: `Problem` and `Gradients`, and helpers to prepare tensors."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,15 +17,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Problem(NamedTuple):
     """Attention of query, key and value over a layout: the input of a backend.
 
-    A backend computes `forward(problem) -> (out, lse)`, out [B, Hq, Nq, Dv] in `result_dtype` and
-    lse [B, Hq, Nq] in float32 (float64 for float64), and `backward(problem, out, lse, grad_out,
-    grad_lse) -> Gradients`. With the merged lse and `delta = rowsum(dO * O) - dlse` every visited
-    pair of every pass has `P = exp(s - lse)` and `dS = P * (dP - delta)`; the backward needs no
-    results of single passes. Extras apply in the order that `attention` documents. Dropped weights
-    count in lse, and `dP` is 0 where P was dropped, else divided by 1 - p. Distances and dropout
-    use the positions of `Pass.coordinates`, never the row of a token in its tensor.
+    A backend has two functions. `forward(problem) -> (out, lse)` computes out [B, Hq, Nq, Dv] in
+    `result_dtype` and lse [B, Hq, Nq] in float32 (float64 for float64). `backward(problem, out,
+    lse, grad_out, grad_lse) -> Gradients` needs no results of single passes: with the lse of all
+    passes and `delta = rowsum(dO * O) - dlse`, each pair has `P = exp(s - lse)` and `dS = P * (dP -
+    delta)`. Extras apply in the order that `attention` documents. Dropped weights count in lse; dP
+    is 0 for a dropped weight, and divided by 1 - p for others. Distances and dropout use the
+    positions of `Pass.coordinates`, not the index of a token in its tensor.
 
-    Extras are None if the call does not use them.
+    Fields of extras are None if the call does not use them.
 
     Attributes:
         layout: passes of tiles.
@@ -37,17 +37,17 @@ class Problem(NamedTuple):
         softcap: scores become `softcap * tanh(s / softcap)`.
         distance_bias: [B, Hq, 2R + 1], entry `R + clamp(k - p, -R, R)` is added to the score of
             query position p and key position k. Strides may be 0.
-        sink: [B, Hq, Nq or 1] logit of one more key of each row, whose value is 0.
-        dropout_p: share of the weights that is dropped.
-        dropout_seed: [B, streams] int64 seeds for `dropout.kept_pairs`. `Pass.stream` numbers the
-            streams; without it there is one.
-        key_mask: [B or 1, Nk] bool, False for keys that no query sees, whatever the layout says;
-            results must not depend on their numbers, which may be NaN.
+        sink: [B, Hq, Nq or 1] logit of an additional key of each row, whose value is 0.
+        dropout_p: probability that a weight is dropped.
+        dropout_seed: [B, streams] int64 seeds for `dropout.kept_pairs`. `Pass.stream` has the index
+            of each query tile's stream; without it there is one stream.
+        key_mask: [B or 1, Nk] bool, False for keys that no query sees, even if the layout has pairs
+            with them. These keys and values may be NaN, and must not change results.
         slots: for each pass, the bitmap row of the first query; () means row 0. Decoding builds one
-            layout for a page of queries and uses it for a few of them at a time. Kernels without
-            support for slots run `in_first_slots()`.
-        learns_distances: whether the gradient of the distance bias is wanted.
-        in_float32: return half precision's results and gradients in float32, the dtype of sums.
+            layout for a page of queries and uses it for a few of them at a time. Backends that do
+            not read slots run `in_first_slots()`.
+        learns_distances: True if the gradient of the distance bias is needed.
+        in_float32: return results and gradients of half precision in float32, the dtype of sums.
     """
 
     layout: BlockLayout
@@ -83,9 +83,10 @@ class Problem(NamedTuple):
         return self._replace(query=query, key=key, value=value)
 
     def with_positive_scale(self) -> "Problem":
-        """Returns a problem with equal scores and a scale above 0: softmax kernels rely on that.
+        """Returns a problem with equal scores and a scale above 0, as softmax kernels need.
 
-        The query takes the sign. A scale that is 0 in float32 becomes a zero query.
+        For a negative scale it negates the query. For a scale that is 0 in float32, the query
+        becomes 0.
         """
         if _is_zero(self.scale):
             return self._replace(query=torch.zeros_like(self.query), scale=1.0)
@@ -94,7 +95,7 @@ class Problem(NamedTuple):
         return self._replace(query=-self.query, scale=-self.scale)
 
     def in_first_slots(self) -> "Problem":
-        """Returns the problem with shifted bitmaps and no slots, which every kernel can run."""
+        """Returns an equal problem without `slots`; it shifts the bitmaps instead."""
         if not any(self.slots):
             return self._replace(slots=())
         pairs = zip(self.layout.passes, self.slots, strict=True)
@@ -102,7 +103,7 @@ class Problem(NamedTuple):
         return self._replace(layout=replace(self.layout, passes=passes), slots=())
 
     def query_gradient(self, grad: Tensor) -> Tensor:
-        """Maps the gradient of `with_positive_scale()`'s query to the gradient of this query."""
+        """Converts the gradient of the query of `with_positive_scale()` to that of this query."""
         if _is_zero(self.scale):
             return torch.zeros_like(grad)
         return grad if self.scale > 0 else -grad
@@ -120,13 +121,10 @@ class Gradients(NamedTuple):
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Returns the gradient of a sink [B, Hq, Nq or 1], from lse and delta [B, Hq, Nq].
-
-    The sink is a key of value 0: its dP is 0.
-    """
+    """Returns the gradient of a sink [B, Hq, Nq or 1], from lse and delta [B, Hq, Nq]."""
     share = (sink.to(lse.dtype) - lse).exp()
-    share = torch.where(lse == -torch.inf, 0.0, share)  # rows without keys whose sink is -inf
-    rows = -(share * delta)
+    share = torch.where(lse == -torch.inf, 0.0, share)  # a row without keys, and a sink of -inf
+    rows = -(share * delta)  # dS = P * (dP - delta), and dP is 0 because the sink's value is 0
     return (rows if sink.shape[2] == rows.shape[2] else rows.sum(2, keepdim=True)).to(sink.dtype)
 
 
@@ -140,10 +138,10 @@ def _is_zero(scale: float) -> bool:
 
 
 def constant_in_graphs(function: F) -> F:
-    """Marks a function whose result torch.compile may take as a constant of its graphs.
+    """Decorates a function whose result torch.compile may treat as a constant of its graphs.
 
-    This is `torch.compiler.assume_constant_result` without its import of torch._dynamo, which takes
-    longer than the rest of `import sparsering`.
+    It does what `torch.compiler.assume_constant_result` does, but without the slow import of
+    torch._dynamo.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

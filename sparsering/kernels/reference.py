@@ -1,4 +1,4 @@
-"""Reference backend: dense attention by definition, in plain torch that differentiates twice."""
+"""Reference backend: dense attention by its formula, in plain torch; has second derivatives."""
 
 import torch
 from torch import Tensor
@@ -25,9 +25,9 @@ def reference_attention(
 
     Args:
         query: [B, Hq, Nq, D]; key: [B, Hkv, Nk, D]; value: [B, Hkv, Nk, Dv].
-        log_counts: log m(q, k) (plus any bias), broadcastable to [B, Hq, Nq, Nk]; -inf where there
-            is no pair.
-        softcap: `s = softcap * tanh(s / softcap)`, before anything is added.
+        log_counts: log of m(q, k), the multiplicity of each pair, plus the block bias;
+            broadcastable to [B, Hq, Nq, Nk]; -inf where there is no pair.
+        softcap: `s = softcap * tanh(s / softcap)`, before biases are added.
         distance_bias: [B, Hq, Nq, Nk], added to s.
         sink: [B, Hq, Nq or 1].
         dropout_factor: [B, Hq, Nq, Nk], multiplies each p: 0, or 1 / (1 - dropout_p).
@@ -42,7 +42,7 @@ def reference_attention(
     q = query.to(dtype)
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (key, value))
     pairs = (log_counts != -torch.inf).expand(*q.shape[:3], k.shape[2])
-    k = torch.where(pairs.any(2)[..., None], k, 0.0)  # keys without a pair may be NaN
+    k = torch.where(pairs.any(2)[..., None], k, 0.0)  # keys that no query sees may be NaN
     score = capped(scale * (q @ k.mT), softcap)
     if distance_bias is not None:
         score = score + distance_bias
@@ -53,7 +53,7 @@ def reference_attention(
     weight, pairs = weight[..., : k.shape[2]], score[..., : k.shape[2]] != -torch.inf
     weight = weight if dropout_factor is None else weight * dropout_factor
     finite = v.isfinite()
-    # 0 * NaN is NaN, so only rows with a pair of such a key get its non-finite value
+    # 0 * NaN is NaN, so values that are not finite are set to 0, and rows that see them to NaN
     spoilt = pairs.to(dtype) @ (~finite).to(dtype) > 0
     out = weight @ torch.where(finite, v, 0.0) / total
     out = torch.where(lse[..., None] == -torch.inf, 0.0, out)
@@ -61,12 +61,12 @@ def reference_attention(
 
 
 def dense_softmax(score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the parts of a softmax over the last dim; scores of -inf are no pairs.
+    """Computes a softmax over the last dim, not yet normalized; a score of -inf is no pair.
 
-    Returns: weights `e^{s - max s}` [..., n], their sum [..., 1] and lse [...]; 0, 1 and -inf in
-        rows without pairs, whose gradients are 0.
+    Returns: weights `e^{s - max s}` [..., n], their sum [..., 1] and lse [...]. Rows without pairs
+        have weights 0, sum 1, lse -inf and gradients 0.
     """
-    pairs = score != -torch.inf  # a NaN counts as a pair: it makes its row NaN
+    pairs = score != -torch.inf  # a NaN score counts as a pair and makes its row NaN
     highest = finite_or_zero(score.detach().amax(-1, keepdim=True)) if score.shape[-1] else 0.0
     weight = torch.where(pairs, (score - highest).exp(), 0.0)
     empty = ~pairs.any(-1, keepdim=True)

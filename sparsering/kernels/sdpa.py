@@ -1,6 +1,6 @@
-"""Adapter to torch's dense CPU kernel, for comparison: all pairs, or a causal triangle.
+"""Adapter to torch's dense CPU kernel, for comparison. It runs `Full()` and `Causal()` only.
 
-It reads no tiles. It runs a pattern as a whole, not the layouts of a cache or a ring.
+It reads no tiles of a layout, so it cannot run layouts of a cache or a ring.
 """
 
 import itertools
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..layouts.layout import BlockLayout
 from ..numerics import finite_or_zero, sum_dtype
 from ..patterns.algebra import Pattern
 from ..patterns.positions import Causal, Full
@@ -20,16 +19,16 @@ EXTRAS: frozenset[str] = frozenset()
 """Options of a call, other than its scale, that this backend computes."""
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_CHANNELS = 16  # head dims that `backward` adds to carry the gradient of lse
+_CHANNELS = 16  # `backward` widens the head dim by so many, to pass on the gradient of lse
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def reasons(*tensors: Tensor) -> list[str]:
-    """Returns why torch's dense kernel cannot run on these tensors."""
+    """Returns why torch's dense kernel cannot run on these tensors; [] if it can."""
     faults = []
     if any(x.device.type != "cpu" for x in tensors):
-        faults.append("it runs on the CPU alone, where its kernel returns lse and takes it back")
+        faults.append("it runs on the CPU only, where torch's kernel returns lse")
     if any(x.dtype not in _DTYPES for x in tensors):
         faults.append("it computes in floating point of 2, 4 and 8 bytes")
     if tensors and any(x.dim() and x.shape[-1] != tensors[0].shape[-1] for x in tensors):
@@ -40,10 +39,9 @@ def reasons(*tensors: Tensor) -> list[str]:
 
 
 def refuses(pattern: Pattern, q_start: int) -> list[str]:
-    """Returns why it cannot run a pattern; [] if it can."""
-    if type(pattern) is Full or (type(pattern) is Causal and q_start == 0):
-        return []
-    return ["it runs Full(), and Causal() with q_start=0, and no other pattern"]
+    """Returns why this backend cannot run a pattern; [] if it can."""
+    runs = type(pattern) is Full or (type(pattern) is Causal and q_start == 0)
+    return [] if runs else ["it runs Full(), and Causal() with q_start=0, and no other pattern"]
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -54,7 +52,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     causal, query, key, value = _operands(problem)
     out, lse = _KERNEL(query, key, value, 0.0, causal, scale=problem.scale)
     if causal and not math.isfinite(float(out.sum(dtype=sum_dtype(query)))):
-        return _by_definition(problem)  # a NaN may have leaked to earlier rows: 0 * NaN is NaN
+        return _by_definition(problem)  # 0 * NaN is NaN: a late key may have spoilt early rows
     return out.contiguous(), lse.contiguous()
 
 
@@ -63,9 +61,9 @@ def backward(
 ) -> Gradients:
     """Computes the gradients of query, key and value.
 
-    The kernel's backward takes no gradient of lse, so one more channel carries it. There grad_out
-    is grad_lse and values are 1, which adds grad_lse to `dP`; out is 0 there, which leaves `delta =
-    rowsum(dO * O)` unchanged. Hence `dS = P * (dP + grad_lse - delta)`.
+    Torch's backward takes no gradient of lse. So this one widens the head dim by columns in which
+    grad_out sums to grad_lse, value is 1 and out is 0. They add grad_lse to `dP`, and leave `delta
+    = rowsum(dO * O)` unchanged. Hence `dS = P * (dP + grad_lse - delta)`.
     """
     if not problem.query.numel() or not problem.key.numel():
         return Gradients(*map(torch.zeros_like, problem[1:4]))
@@ -75,7 +73,7 @@ def backward(
         query, key, out = (pad(x, (0, _CHANNELS)) for x in (query, key, out))
         value = pad(value, (0, _CHANNELS), value=1.0)
         rest = grad_lse
-        for _ in range(3):  # three numbers of a half-precision dtype add up to one of float32
+        for _ in range(3):  # a sum of three half-precision numbers is as exact as float32
             part = rest.to(grad_out.dtype)
             grad_out, rest = torch.cat((grad_out, part[..., None]), -1), rest - part.to(rest.dtype)
         grad_out = pad(grad_out, (0, _CHANNELS - 3))
@@ -87,34 +85,25 @@ def backward(
 
 
 def _operands(problem: Problem) -> tuple[bool, Tensor, Tensor, Tensor]:
-    """Returns whether the call is causal, and dense rows of query, key and value.
+    """Returns True for `Causal()`, and query, key and value contiguous in the head dim.
 
-    Keys after the last query of a triangle are cut off.
+    It tells `Causal()` from `Full()` by the number of pairs. For `Causal()` it leaves out the keys
+    that no query sees.
     """
-    causal, (_, query, key, value, *_) = _is_causal(problem.layout), problem
+    layout, query, key, value, *_ = problem
+    queries, keys = layout.frame.q_len, layout.frame.kv_len
+    side = min(queries, keys)
+    causal = layout.num_pairs != queries * keys
+    if causal and layout.num_pairs != side * (side + 1) // 2 + (queries - side) * keys:
+        # layouts of a cache do not count their pairs
+        raise NotImplementedError("sdpa: it runs no layouts of a cache; name another or no backend")
     if causal:
         key, value = (x[:, :, : query.shape[2]] for x in (key, value))
     return causal, dense_rows(query), dense_rows(key), dense_rows(value)
 
 
-def _is_causal(layout: BlockLayout) -> bool:
-    """Tells a layout of `Causal()` from one of `Full()` by its number of pairs.
-
-    Layouts of a cache, which do not count their pairs, raise NotImplementedError.
-    """
-    queries, keys = layout.frame.q_len, layout.frame.kv_len
-    side = min(queries, keys)
-    if layout.num_pairs == queries * keys:
-        return False
-    if layout.num_pairs == side * (side + 1) // 2 + (queries - side) * keys:
-        return True
-    raise NotImplementedError(
-        "sdpa: it runs whole patterns, not the layouts of a cache; name another backend or none"
-    )
-
-
 def _by_definition(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of a triangle with infinities or NaN, by head, in O(Nq Nk) memory."""
+    """Computes `Causal()` for inputs with infinities or NaN, in O(Nq Nk) memory."""
     _, query, key, value = _operands(problem)
     dtype, shape = sum_dtype(query), query.shape[:3]
     out, lse = torch.empty_like(query), query.new_empty(shape, dtype=dtype)
@@ -127,7 +116,7 @@ def _by_definition(problem: Problem) -> tuple[Tensor, Tensor]:
         weight = torch.where(pairs, (score - finite_or_zero(row)[:, None]).exp(), 0.0)
         weight = torch.where(row.isnan()[:, None], torch.nan, weight)
         finite = v.isfinite()
-        spoilt = pairs.to(dtype) @ (~finite).to(dtype) > 0  # rows with a non-finite value
+        spoilt = pairs.to(dtype) @ (~finite).to(dtype) > 0  # rows that see a value not finite
         mean = weight @ torch.where(finite, v, 0.0)
         out[b, h] = torch.where(spoilt, torch.nan, mean).to(query.dtype)
     return out, lse

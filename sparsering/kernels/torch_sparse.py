@@ -1,6 +1,7 @@
-"""Backend for comparison: torch's sampled matrix product over the pairs, as a CSR matrix.
+"""Backend for comparison: torch's sampled matrix product over a CSR matrix of (query, key) pairs.
 
-Plain differentiable torch, one head at a time. Correct but slow: it stores an index per pair.
+It is plain differentiable torch, one head at a time. It is slow, because it stores an index of each
+pair.
 """
 
 import itertools
@@ -16,27 +17,29 @@ EXTRAS = frozenset(("block_bias", "softcap", "sink"))
 
 
 def reasons(*tensors: Tensor) -> list[str]:
-    """Returns why the sampled product cannot run on these tensors."""
-    if any(x.dim() and 0 in x.shape for x in tensors):
-        return ["torch.sparse has no products of size 0"]
-    return []
+    """Returns why the sampled product cannot run on these tensors; [] if it can."""
+    empty = any(x.dim() and 0 in x.shape for x in tensors)
+    return ["torch.sparse multiplies no matrices of size 0"] if empty else []
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Computes attention over a layout; differentiable.
 
-    Cost: O(pairs) memory for each head, and as much again for the gradients.
+    Cost: O(pairs) memory for each head, and twice that with gradients.
     """
     layout, query, group = problem.layout, problem.query, problem.group
     dtype = sum_dtype(query)
     q, k, v = (x.to(dtype) for x in (query, problem.key, problem.value))
-    nothing = q.sum() * 0 + k.sum() * 0 + v.sum() * 0  # keeps heads without pairs in the graph
+    nothing = q.sum() * 0 + k.sum() * 0 + v.sum() * 0  # gives heads without pairs zero gradients
     empty = q.new_zeros(layout.frame.q_len, v.shape[3]), q.new_full(q.shape[2:3], -torch.inf)
     outs, lses, shape = [], [], query.shape[:3]
     for b, h in itertools.product(*map(range, shape[:2])):
         parts = [empty]
         for first, queries, keys, cells in layout.visits(b, h):
-            pairs, entry = _pairs(queries, keys, cells, layout.frame.kv_len)
+            entry, row, column = torch.nonzero(cells, as_tuple=True)
+            pairs = torch.stack((queries[entry, row], keys[entry, column]))
+            order = (pairs[0] * layout.frame.kv_len + pairs[1]).argsort()  # by query, then key
+            pairs, entry = pairs[:, order], entry[order]
             bias = None
             if problem.block_bias is not None:
                 bias = problem.block_bias[b, h].to(dtype)[first + entry]
@@ -54,14 +57,6 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     return out.to(query.dtype), lse
 
 
-def _pairs(queries: Tensor, keys: Tensor, cells: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-    """Returns the pairs [2, n] of a head's pass (query, key), sorted by row, and their entries."""
-    entry, row, column = torch.nonzero(cells, as_tuple=True)
-    pairs = torch.stack((queries[entry, row], keys[entry, column]))
-    order = (pairs[0] * kv_len + pairs[1]).argsort()
-    return pairs[:, order], entry[order]
-
-
 def _over_pairs(
     pairs: Tensor,
     q: Tensor,
@@ -71,7 +66,7 @@ def _over_pairs(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes (out [Nq, Dv], lse [Nq]) of one head over distinct pairs."""
+    """Computes (out [Nq, Dv], lse [Nq]) of one head over distinct (query, key) pairs [2, n]."""
     rows, columns = pairs
     first = torch.searchsorted(rows, torch.arange(len(q) + 1, device=rows.device))
     size = len(q), len(k)

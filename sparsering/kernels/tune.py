@@ -1,10 +1,9 @@
-"""Measures a backend's choices on this machine: `sparsering tune`.
+"""Measures which block size, and which config of each Triton kernel, is fastest: `sparsering tune`.
 
-For each block size, the Triton kernels first search their configs one coordinate at a time: the
-forward kernel, then the two backward ones. Then the block sizes are compared, by a training step. A
-choice counts only if its results agree with those of the first one. The fastest are saved to disk,
-and every later process uses them. `attention` never measures anything, so its results do not depend
-on timings.
+For each block size, it first picks a config for the forward kernel, then for the two backward
+kernels. Then it compares the block sizes, by a forward and backward pass. A candidate counts only
+if its results agree with the first candidate's. The fastest are saved to disk, and later processes
+use them. `attention` never measures anything, so its results do not depend on timings.
 """
 
 import statistics
@@ -35,7 +34,7 @@ _BACKENDS = {"cpu": (cpu, cpu_sizes.measured), "triton": (triton, configs.measur
 _SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 3.0, 3, 40
 
 AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Upper bound of `error_of` for the results of a candidate, by dtype."""
+"""By dtype: largest relative error that a candidate's results may have."""
 
 
 def tune(
@@ -54,12 +53,13 @@ def tune(
 
     Args:
         backend: "cpu" or "triton".
-        pattern: pattern of a training step on `tokens` tokens, one batch entry.
-        block_sizes: candidates for the pattern's block size, for calls that do not name one. A
-            single one is saved only if the backend has nothing else to choose.
+        pattern: pattern of the measured calls, which have `tokens` tokens and one batch entry.
+        block_sizes: candidates for the block size of later calls with this pattern that name none.
+            On "triton", a single candidate is not saved, only the configs are.
         say: receives a line of text for each measurement.
 
-    Raises: NotImplementedError if the kernels cannot run. ValueError if the pattern does not fit.
+    Raises: NotImplementedError if the kernels cannot run. ValueError if the pattern is for another
+        length.
     """
     kernel, measured = _BACKENDS[backend]
     if reasons := kernel.reasons():
@@ -81,27 +81,22 @@ def tune(
         problem = Problem(layout, query, key, value, head_dim**-0.5)
         if backend == "triton":
             _choose_configs(problem, grad, chosen, say)
-        steps[size] = _step(kernel, problem, grad)
+        steps[size] = partial(_forward_and_backward, kernel, problem, grad)
     with configs.trial(chosen, device) if chosen else nullcontext():
         best = _fastest("block size", steps, device, say)
     sizes = {} if chosen and len(steps) == 1 else {pattern.expression: best}
     return measured.keep(chosen, sizes, query)
 
 
-def _step(kernel: ModuleType, problem: Problem, grad: Tensor) -> Run:
-    """Returns a function that runs forward and backward, like a training step."""
-
-    def run() -> tuple[Tensor, ...]:
-        out, lse = kernel.forward(problem)
-        return out, *kernel.backward(problem, out, lse, grad, torch.zeros_like(lse))[:3]
-
-    return run
+def _forward_and_backward(kernel: ModuleType, problem: Problem, grad: Tensor) -> tuple[Tensor, ...]:
+    out, lse = kernel.forward(problem)
+    return out, *kernel.backward(problem, out, lse, grad, torch.zeros_like(lse))[:3]
 
 
 def _choose_configs(
     problem: Problem, grad: Tensor, chosen: dict[str, Config], say: Callable[[str], None]
 ) -> None:
-    """Adds the fastest config of each Triton kernel to `chosen`, and measures with that in use."""
+    """Adds the fastest config of each Triton kernel to `chosen`; later kernels run with it."""
     query, size = problem.query, problem.layout.block_size
     out, lse = triton.forward(problem)
     no_grad = torch.zeros_like(lse)
@@ -122,13 +117,13 @@ def _choose_configs(
 def _fastest(
     title: str, runs: Mapping[_Choice, Run], device: torch.device, say: Callable[[str], None]
 ) -> _Choice:
-    """Returns the fastest of the choices whose results agree with those of the first."""
+    """Returns the fastest choice whose results agree with those of the first choice."""
     first = next(iter(runs))
     expected, correct = runs[first](), {first: runs[first]}
     for choice, run in list(runs.items())[1:]:
         try:
             error = error_of(run(), expected)
-        except Exception as problem:  # compiler errors, or too much shared memory
+        except Exception as problem:  # the compiler fails, or shared memory is too small
             first_line = str(problem).partition("\n")[0][:80]
             say(f"{title} {choice}: left out, {type(problem).__name__}: {first_line}")
             continue
@@ -155,13 +150,13 @@ def _milliseconds(runs: Mapping[_Choice, Run], device: torch.device) -> dict[_Ch
 
 
 def _milliseconds_of(run: Run, device: torch.device) -> float:
-    """Runs once and returns the milliseconds, on a GPU those between two events of its stream."""
-    if device.type == "cuda":  # the stream is idle before: the last run was waited for
+    """Runs once and returns the milliseconds; on a GPU, those between two events in its stream."""
+    if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
         end.record()
-        end.synchronize()
+        end.synchronize()  # so that the next run starts on an idle GPU
         return start.elapsed_time(end)
     begin = time.perf_counter()
     run()
@@ -171,7 +166,8 @@ def _milliseconds_of(run: Run, device: torch.device) -> float:
 def error_of(results: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """Returns the largest relative error of several results: norm of the difference over norm.
 
-    Only finite expected numbers count; infinite if the two are finite in different places.
+    Numbers count where the expected result is finite. If the two results are finite in different
+    places, the error is infinite.
     """
     errors = []
     for a, b in zip(results, expected, strict=True):

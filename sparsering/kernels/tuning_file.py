@@ -1,4 +1,4 @@
-"""Results of `sparsering tune` on disk: one file for each processor and kernel."""
+"""Reads and writes the results of `sparsering tune`: one file for each processor and backend."""
 
 import json
 import os
@@ -16,35 +16,34 @@ from ..layouts.compile import check_block_size
 from ..patterns.arguments import shortened
 
 Choices = dict[str, dict[str, Any]]
-"""Two tables, `configs` of kernels and `block_sizes` of patterns; keys name the measured case."""
+"""Content of a file: the table `configs` of kernels, and the table `block_sizes` of patterns."""
 
 _MOST_BYTES = 4 << 20
 
 
 class TuningFile:
-    """Measured choices of one backend; reads the file of each device once."""
+    """Measured choices of one backend; it reads the file of each device once."""
 
     def __init__(self, path: Callable[[torch.device], Path]) -> None:
         self.path = path
         self._choices: dict[torch.device, Choices] = {}
 
     def choices(self, device: torch.device) -> Choices:
-        """Returns the choices measured for a device."""
         if device not in self._choices:
             self._choices[device] = read(self.path(device))
         return self._choices[device]
 
     def block_size(self, expression: str, like: Tensor) -> int | None:
-        """Returns the measured block size of a pattern on tensors like this one, or None."""
+        """Returns the measured block size of a pattern for tensors like this one, or None."""
         sizes = self.choices(like.device)["block_sizes"]
         return sizes.get(_key(expression, like)) if sizes else None
 
     def keep(self, configs: dict[str, Any], block_sizes: dict[str, int], like: Tensor) -> Path:
-        """Adds choices for tensors like this one, in one step; returns the file.
+        """Adds choices for tensors like this one to the file, atomically; returns the file.
 
         Args:
             configs: configs of kernels by `config_key`.
-            block_sizes: block sizes by expression of a pattern.
+            block_sizes: block sizes by the expression of a pattern.
         """
         path = self.path(like.device)
         choices = read(path)
@@ -64,7 +63,7 @@ def _key(expression: str, like: Tensor) -> str:
 
 
 def processor_name() -> str:
-    """Returns the name of this machine's processor, or its architecture if the name is unknown."""
+    """Returns the name of this machine's processor, else its architecture."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -72,7 +71,7 @@ def processor_name() -> str:
 
 
 def file_of(kind: str, processor: str, version: str) -> Path:
-    """Returns the file of measurements of a kind (a kernel) on a processor; it need not exist."""
+    """Returns the path of the file for a kind (backend) and a processor; it need not exist."""
     plain = "".join(c if c.isalnum() else "-" for c in processor)
     return cache_folder() / f"{kind}-{plain}-{version}.json"
 
@@ -85,7 +84,7 @@ def read(path: Path) -> Choices:
                 return _checked(json.loads(file.read(), object_pairs_hook=_without_duplicates))
     except (OSError, ValueError, RecursionError) as error:
         warnings.warn(
-            f"sparsering ignores {path}, which is not as `sparsering tune` writes it "
+            f"sparsering ignores {path}: `sparsering tune` did not write this content "
             f"({shortened(str(error))}); delete it, or run `sparsering tune` again",
             stacklevel=2,
         )
@@ -94,19 +93,19 @@ def read(path: Path) -> Choices:
 
 def _checked(content: Any) -> Choices:
     if not isinstance(content, dict) or set(content) != {"configs", "block_sizes"}:
-        raise ValueError("an object of configs and block_sizes was expected")
+        raise ValueError("expected an object with the keys configs and block_sizes")
     if not all(isinstance(table, dict) for table in content.values()):
         raise ValueError("configs and block_sizes must be objects")
     for size in content["block_sizes"].values():
         check_block_size(size)
     for key, config in content["configs"].items():
         if not _is_config(config):
-            raise ValueError(f"no config of a kernel under {shortened(repr(key))}")
+            raise ValueError(f"{shortened(repr(key))} has no valid config of a kernel")
     return content
 
 
 def _is_config(config: object) -> bool:
-    """True for a valid Triton `Config`: rows, streamed, warps, stages, and at most five more."""
+    """True for a valid Triton `Config`: rows, streamed, warps, stages, and up to five options."""
     if not isinstance(config, list) or not 4 <= len(config) <= 9:
         return False
     if not all(type(x) in (int, bool) and 0 <= x <= 512 for x in config):
@@ -118,5 +117,5 @@ def _is_config(config: object) -> bool:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table := dict(pairs)) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("an object has a key twice")
     return table

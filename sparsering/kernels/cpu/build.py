@@ -1,8 +1,7 @@
-"""Builds `cpu.cpp` on first use; caches the library by torch version, processor kind and source.
+"""Builds `cpu.cpp` on first use, and caches the library by torch version, processor and source.
 
-The library is built in a temporary folder and moved in one step, under a lock that the system
-releases if its holder dies. It carries a digest of itself, and is built again if that does not
-match. `build_failure` says why it cannot be built.
+A process builds it in a temporary folder, under a file lock, and then moves it into the cache. The
+file ends with a digest of its content; a library with another digest is built again.
 """
 
 import contextlib
@@ -31,8 +30,8 @@ _CAPABILITY_FLAGS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c -mprefer-vector-width=512",
     "AVX2": "-mavx2 -mfma -mf16c",
 }
-# On macOS torch ships OpenMP's header and library, and Apple's clang accepts -fopenmp only for its
-# front end. A library finds torch's libraries by rpath, not by the names of loaded libraries.
+# On macOS torch ships OpenMP's header and library, and Apple's clang accepts -fopenmp only after
+# -Xclang. There a library finds torch's libraries by its rpath.
 _IS_MACOS = sys.platform == "darwin"
 _OPENMP = ["-Xclang", "-fopenmp"] if _IS_MACOS else ["-fopenmp"]
 _OPENMP_LIBRARY = ["-lomp"] if _IS_MACOS else []
@@ -41,8 +40,8 @@ _OPENMP_LIBRARY = ["-lomp"] if _IS_MACOS else []
 def build() -> Path:
     """Compiles the kernel for this torch and processor unless it is cached; returns the library.
 
-    Raises OSError (the folder cannot be written) or RuntimeError (no compiler, or it failed); the
-    message says what to do.
+    Raises: OSError if the cache folder cannot be written; RuntimeError if there is no compiler, or
+        it failed.
     """
     folder = cache_folder()
     machine = (torch.__version__, str(torch.version.git_version), platform.machine())
@@ -60,9 +59,9 @@ def build() -> Path:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Holds a lock on a file; the system releases it if the process dies."""
+    """Locks a file for the body; the system releases the lock if the process dies."""
     with open(path, "w") as file:
-        with contextlib.suppress(ImportError):  # without fcntl two processes may both build: safe
+        with contextlib.suppress(ImportError):  # no fcntl: two processes may build, which is safe
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -90,7 +89,7 @@ def _compile(library: Path) -> None:
             )
         content = output.read_bytes()
         output.write_bytes(content + hashlib.sha256(content).digest())
-        output.chmod(0o755)  # whatever the umask: _is_whole rejects files that others can write
+        output.chmod(0o755)  # `_is_whole` rejects a file that others can write
         output.replace(library)
 
 
@@ -106,7 +105,7 @@ def _is_whole(library: Path) -> bool:
                 "you; delete it, or set SPARSERING_CACHE to a folder of your own"
             )
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return False  # others may have written it, so it is built again
+            return False  # another user may have changed the library
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
@@ -114,7 +113,7 @@ def _compiler() -> str:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         if name and (path := shutil.which(name)):
             return path
-    raise RuntimeError("no C++ compiler found (c++, g++ or clang++; or name one in CXX)")
+    raise RuntimeError("no C++ compiler found: install g++ or clang++, or name one in CXX")
 
 
 def _flags() -> list[str]:
@@ -137,7 +136,7 @@ def build_failure() -> list[str]:
 
 
 def library() -> Any:
-    """Returns the operators; loads them if needed, as a compiled graph may call them first."""
+    """Returns the kernel's operators, and loads them first if needed."""
     if reason := _load():
         raise NotImplementedError(f"cpu: {reason}")
     return torch.ops.sparsering_cpu

@@ -1,4 +1,4 @@
-"""Calls of the compiled kernel: converts problems to the arguments of its operators."""
+"""Calls the compiled kernel: converts problems to the arguments of its operators."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,14 +17,15 @@ EXTRAS = frozenset(
 """Options of a call, other than its scale, that this backend computes."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FEW_QUERIES = 8  # equals kFewQueries of layout.h
-_MOST_WALKED_QUERIES = 16  # per tile: the number of lanes of a vector
-_LEAST_WALKED_QUERIES, _LEAST_WALKED_ROWS = 32, 8
-_MOST_REPEATED_WORK = 1.4  # `run_tiles` computes seven products where `run_heads` computes five
+_FEW_QUERIES = 8  # must equal kFewQueries of layout.h
+# bounds of `is_walked_shape`: queries of a tile (lanes of a vector), queries in all, rows per key
+# tile
+_MOST_WALKED_QUERIES, _LEAST_WALKED_QUERIES, _LEAST_WALKED_ROWS = 16, 32, 8
+_MOST_REPEATED_WORK = 1.4  # threads that share a kv head compute seven products, not five
 
 
 def reasons(*tensors: Tensor) -> list[str]:
-    """Returns why the kernel cannot run on these tensors, or on this machine."""
+    """Returns why the kernel cannot run on these tensors, or on this machine; [] if it can."""
     faults = []
     if any(x.device.type != "cpu" for x in tensors):
         faults.append("it runs on the CPU alone")
@@ -38,7 +39,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Computes attention over a layout; lse is float32.
 
-    `new`: (keys, values, first) with [B, Hkv, n, D] to copy into the problem's from row `first` on.
+    `new`: (keys, values, first). The kernel first copies these keys and values [B, Hkv, n, D] into
+    the problem's keys and values, from row `first` on.
     """
     if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
         problem = problem.in_first_slots()
@@ -60,8 +62,8 @@ def backward(
 ) -> Gradients:
     """Computes the gradients of the problem's tensors.
 
-    Results are bitwise reproducible for a fixed number of threads. They may differ between numbers:
-    if threads cannot share the kv heads evenly, a separate sweep sums dK and dV.
+    Results have the same bits in every call with the same number of threads. Another number may
+    change the order of sums.
     """
     by_head = takes_whole_heads(len(problem.key) * problem.key.shape[1], torch.get_num_threads())
     passes = problem.layout.passes
@@ -83,24 +85,24 @@ def backward(
 
 
 def takes_whole_heads(kv_heads: int, threads: int) -> bool:
-    """True if each thread of a backward takes whole kv heads, because they share evenly enough."""
+    """True if each thread of a backward computes whole kv heads, because few threads then idle."""
     return round_up(kv_heads, threads) <= _MOST_REPEATED_WORK * kv_heads
 
 
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> Tensor:
     """Returns the softmax mass of each entry of the layout, float32 [B, Hq, num_blocks].
 
-    The mass is the sum over the entry's queries of `weight_i * sum_j exp(s_ij - lse_i)`. It is zero
-    for the layout's padding, and rows with lse = -inf add zero.
+    It is `sum_i weight_i * sum_j exp(s_ij - lse_i)` over the entry's pairs (i, j), and zero for
+    padding of the layout. Rows with lse = -inf add zero.
 
     Args:
-        lse: [B, Hq, Nq] float32, over these keys or more; it includes the sink, if there is one.
-        weight: [B, Hq, Nq], the factor of each query; None for 1.
+        lse: [B, Hq, Nq] float32, over these keys or more, with the sink if there is one.
+        weight: [B, Hq, Nq], a factor of each query; None for 1.
 
-    Raises: NotImplementedError for softcap, distance_bias and dropout: the walk has none of them.
+    Raises: NotImplementedError for softcap, distance_bias and dropout.
     """
     if _needs_query_walk(problem):
-        raise NotImplementedError("cpu: masses of entries have no softcap, distance_bias, dropout")
+        raise NotImplementedError("cpu: entry_mass takes no softcap, distance_bias or dropout")
     layout, bias = problem.layout, problem.block_bias
     entries = layout.num_blocks if bias is None else bias.shape[2]
     if not layout.num_blocks:
@@ -115,10 +117,13 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
 def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool:
     """Writes log shares of blocks to `out`, float32 [entries, rows, blocks].
 
-    Returns True if a share was too small. Takes the arguments of the operator `shares`: query,
-    feature, key, last and out, then numbers by name, as `Shares` in shares.h and `Operands` in
-    operands.h describe them. Queries have any strides and dtype, features and keys are float32;
-    `features` is "gauss", "bounds" or any other name for the plain query.
+    Args:
+        tensors: query, feature, key, last and out, as `Operands` in selection/operands.h describes
+            them. Queries have any strides and dtype; features and keys are float32.
+        features: "gauss", "bounds", or another name for the query itself.
+        numbers: the other arguments of the operator, as `Shares` in selection/shares.h describes.
+
+    Returns: True if a share was too small for float32.
     """
     kind = {"gauss": 1, "bounds": 2}.get(features, 0)
     underflowed: bool = library().shares(*tensors, kind=kind, **numbers)
@@ -126,7 +131,7 @@ def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool
 
 
 def _arguments(problem: Problem) -> tuple[Any, ...]:
-    """Returns the arguments that forward, backward and mass have in common."""
+    """Returns the arguments that the operators forward, backward and mass share."""
     problem = problem.with_positive_scale()
     layout, bias, table = problem.layout, problem.block_bias, problem.distance_bias
     mask, passes, by_query = problem.key_mask, layout.passes, _needs_query_walk(problem)
@@ -154,10 +159,7 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
 
 
 def _is_walked(problem: Problem, p: Pass) -> int:
-    """Returns 1 if the kernel walks a pass by key tile (walk/visits.h), else 0.
-
-    The pass's shape decides, unless the call needs the walk by query tile.
-    """
+    """Returns 1 if the kernel loops over a pass by key tile (walk/visits.h), 0 for query tiles."""
     if _needs_query_walk(problem) or not p.key_tile.numel():
         return 0
     shape: tuple[tuple[int, int], float] | None = vars(p).get("_walked_shape")
@@ -177,10 +179,10 @@ def _is_walked(problem: Problem, p: Pass) -> int:
 def is_walked_shape(
     longest: tuple[int, int], tiles: tuple[int, int], entries: float, group: float
 ) -> bool:
-    """True if the walk by key tile is faster for a pass of this shape.
+    """True if a loop over key tiles is faster for a pass of this shape than over query tiles.
 
     Args:
-        longest: most tokens of a query tile, and of a key tile.
+        longest: tokens of the longest query tile, and of the longest key tile.
         tiles: number of query tiles, and of key tiles.
         entries: entries per query head.
         group: query heads per kv head.
@@ -192,13 +194,16 @@ def is_walked_shape(
 
 
 def _needs_query_walk(problem: Problem) -> bool:
-    """True with softcap, distances or dropout, which exist only in the walk by query tile."""
+    """True with softcap, distance bias or dropout: only the loop over query tiles has them."""
     extras = problem.softcap, problem.distance_bias, problem.dropout_p
     return any(extra is not None for extra in extras)
 
 
 class _CheckedLayout(NamedTuple):
-    """Layout checked by the kernel, for calls without extras; copies and pickles are empty."""
+    """A layout as the kernel's own object. A copy or a pickle of it is empty, so layouts have one.
+
+    The kernel has checked the tables, and later calls without extras skip the check.
+    """
 
     scale: float
     passes: Tensor
@@ -208,7 +213,7 @@ class _CheckedLayout(NamedTuple):
 
 
 def _checked_layout(problem: Problem) -> Tensor:
-    """Returns the layout's passes as the kernel's own object, checked once and cached with it."""
+    """Returns the layout's passes as the kernel's own object, from an attribute of the layout."""
     layout, scale = problem.layout, problem.scale
     cached = vars(layout).get("_checked_layout")
     if type(cached) is not _CheckedLayout or cached.scale != scale:
@@ -228,7 +233,7 @@ def _checked_layout(problem: Problem) -> Tensor:
 
 @cache
 def _no_entries(passes: int) -> Tensor:
-    """Returns a `first_entry` of zeros, for calls without a bias."""
+    """Returns the argument `first_entry` of a call without block bias."""
     return torch.zeros(passes, 1, 1, dtype=torch.int64)
 
 
@@ -240,7 +245,7 @@ def _tables(p: Pass) -> list[Tensor]:
 
 def _transpose(problem: Problem, p: Pass) -> list[Tensor]:
     if _is_walked(problem, p):
-        return 3 * [p.row_ptr]  # placeholders: the kernel does not read them
+        return 3 * [p.row_ptr]  # the kernel needs three tensors here, but does not read them
     return [x.contiguous() for x in p.transpose]
 
 

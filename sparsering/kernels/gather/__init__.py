@@ -1,4 +1,4 @@
-"""Portable backend: gathers each query tile's keys and runs library kernels on them."""
+"""Portable backend: copies the keys that each query tile visits, and multiplies them by torch."""
 
 from .call import EXTRAS, backward, entry_mass, forward, set_workspace
 

@@ -1,9 +1,9 @@
 """Forward and backward of the portable backend.
 
-A unit (see `plan`) is a few query tiles and the keys that they all visit. Forward is two matmuls
-and a softmax per unit, merged into (out, lse); backward five matmuls. Scores exist for a few units
-at a time: extra memory is O(N) for accumulators and a workspace (`set_workspace`). Any device, any
-dtype (half precision computes in float32); sums run in a fixed order.
+A unit is a few query tiles and the keys that all of them visit. Forward computes two matmuls and a
+softmax per unit, and merges the results; backward computes five matmuls. A chunk is some units that
+fit into the workspace (`set_workspace`). Other extra memory is O(N), for sums. It runs on any
+device and dtype; half precision computes in float32. Sums run in a fixed order.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,19 +22,20 @@ EXTRAS = frozenset(
 )
 """Options of a call, other than its scale, that this backend computes."""
 
-_MOST_QUERIES = 512  # tokens of a unit: enough for the full rate of a matmul
-_MOST_KEYS = 2048  # tokens of a unit: few enough that its scores stay in cache
-_LEAST_PAIRS_ALONE = 1 << 15  # smaller units run in batches
+_MOST_QUERIES = 512  # of a unit; more would not make its matmuls faster
+_MOST_KEYS = 2048  # of a unit, so that its scores stay in cache
+_LEAST_PAIRS_ALONE = 1 << 15  # units with fewer (query, key) pairs run in batches
 _workspace = {"bytes": 16 << 20}
 
 
 def set_workspace(limit: int) -> int:
-    """Sets how many bytes a call gathers at a time (at least one unit is). Returns the old limit.
+    """Sets how many bytes a call uses for copied keys and scores at a time; returns the old limit.
 
-    The default, 16 MiB, is where more stops to pay; less saves memory and costs calls. Accumulators
-    of O(N) come on top.
+    The default is 16 MiB; more is hardly faster. Less saves memory, but needs more matmuls. A call
+    also needs O(N) memory for sums, and at least the bytes of a unit: up to 512 queries and 2,048
+    keys.
 
-    Raises: ValueError for a limit that is no positive int.
+    Raises: ValueError if the limit is not a positive int.
     """
     limit = checked_integer("limit", limit, 1)
     old, _workspace["bytes"] = _workspace["bytes"], limit
@@ -42,7 +43,7 @@ def set_workspace(limit: int) -> int:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Computes attention over a layout; see `Problem`."""
+    """Computes (out, lse) of attention over a layout, as `Problem` says."""
     query, value, sink = problem.query, problem.value, problem.sink
     dtype = sum_dtype(query)
     q, k, v = _flat(query), _flat(problem.key), _flat(value)
@@ -53,13 +54,12 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
         lse.view(query.shape[:3]).copy_(sink)
     for fresh, chunk in _walk(problem):
         group, parts, part_lses = chunk.q.shape[1], [], []
-        added = extras.added(chunk)
-        for unit, product in _units(chunk, dtype):
+        for unit, product, added in _units(chunk, extras):
             uq = _take(q, chunk.q[unit], dtype).mul_(problem.scale).flatten(-3, -2)  # [.., g*m, D]
             uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))  # [..., n, D]
             extras.clear(chunk, unit, uk, uv)
             score, _ = extras.adjust(product(uq, uk), chunk, unit)
-            weight, part_lse = _softmax(score, _for_unit(added, unit), group)
+            weight, part_lse = _softmax(score, added, group)
             extras.drop(weight, chunk, unit)
             parts.append(product(weight, uv.mT).flatten(0, -2))
             part_lses.append(part_lse.flatten())
@@ -84,20 +84,19 @@ def backward(
     extras = Extras(problem, dtype)
     delta = (do.to(dtype) * _flat(out).to(dtype)).sum(1) - grad_lse.reshape(-1).to(dtype)
     dsink = None if sink is None else sink_gradient(sink, lse, delta.view(lse.shape))
-    # lse = inf gives weights exp(s - inf) = 0 in rows without keys
+    # rows without keys need weights of 0: exp(s - inf)
     lse = torch.where(lse == -torch.inf, torch.inf, lse).reshape(-1)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     for _, chunk in _walk(problem):
         rows, columns = chunk.q.flatten(), chunk.k.flatten()
         clse, cdelta = (x[chunk.q].flatten(1, 2)[..., None] for x in (lse, delta))
         group, dqs, dks, dvs, dbiases = chunk.q.shape[1], [], [], [], []
-        added = extras.added(chunk)
-        for unit, product in _units(chunk, dtype):
+        for unit, product, added in _units(chunk, extras):
             uq, udo = (_take(x, chunk.q[unit], dtype).flatten(-3, -2) for x in (q, do))
             uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))
             extras.clear(chunk, unit, uk, uv)
             score, slope = extras.adjust(product(uq.mul_(problem.scale), uk), chunk, unit)
-            weight = _biased(score, _for_unit(added, unit), group).sub_(clse[unit]).exp_()
+            weight = _biased(score, added, group).sub_(clse[unit]).exp_()
             dweight = extras.drop(product(udo, uv), chunk, unit)
             dscore = dweight.sub_(cdelta[unit]).mul_(weight)
             extras.drop(weight, chunk, unit)
@@ -121,9 +120,9 @@ def backward(
 
 
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
-    """Sums `weight_q e^{s - lse_q}` over each entry's pairs, in the shape of the block bias.
+    """Sums `weight_q e^{s - lse_q}` over each entry's pairs; returns the shape of the block bias.
 
-    lse and weight: [B, Hq, Nq] in the dtype of sums.
+    `lse` and `weight` are [B, Hq, Nq], in float32 (float64 for float64).
     """
     dtype = sum_dtype(problem.query)
     q, k = _flat(problem.query), _flat(problem.key)
@@ -132,13 +131,13 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
     weight = weight.reshape(-1)
     for _, chunk in _walk(problem):
         clse, cweight = (x[chunk.q].flatten(1, 2)[..., None] for x in (lse, weight))
-        group, masses, added = chunk.q.shape[1], [], extras.added(chunk)
-        for unit, product in _units(chunk, dtype):
+        group, masses = chunk.q.shape[1], []
+        for unit, product, added in _units(chunk, extras):
             uq = _take(q, chunk.q[unit], dtype).mul_(problem.scale).flatten(-3, -2)
             uk = _take(k, chunk.k[unit], dtype)
             extras.clear(chunk, unit, uk, uk)
             score, _ = extras.adjust(product(uq, uk), chunk, unit)
-            mass = _biased(score, _for_unit(added, unit), group).sub_(clse[unit]).exp_()
+            mass = _biased(score, added, group).sub_(clse[unit]).exp_()
             masses.append(mass.mul_(cweight[unit]).unflatten(-2, (group, -1)).sum(-2))
         extras.add_bias_gradient(masses, chunk)
     masses_of_entries, _ = extras.gradients()
@@ -147,7 +146,7 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
 
 
 def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
-    """Yields every chunk of every pass, and True if no earlier chunk has its query rows."""
+    """Yields (True if no earlier chunk has its query rows, chunk) for all chunks of all passes."""
     query, b, dtype = problem.query, problem.layout.block_size, sum_dtype(problem.query)
     per_token = 3 * dtype.itemsize * (query.shape[-1] + problem.value.shape[-1])
     most_queries = 1 if problem.block_bias is not None else max(1, _MOST_QUERIES // b)
@@ -160,26 +159,22 @@ def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
 
 
 def _units(
-    chunk: Chunk, dtype: torch.dtype
-) -> Iterator[tuple[int | slice, Callable[[Tensor, Tensor], Tensor]]]:
-    """Yields (index of the units to compute together, function for the matmul a @ b^T).
+    chunk: Chunk, extras: Extras
+) -> Iterator[tuple[int | slice, Callable[[Tensor, Tensor], Tensor], Tensor | None]]:
+    """Yields (index of units to compute together, function for a @ b^T, summand of their scores).
 
     Large units run one by one, so that their scores stay in cache; smaller ones run as one batch.
     """
-    if not _alone(chunk.q[0].numel() * chunk.k.shape[1], chunk.q.device, dtype):
-        yield slice(None), _batched_product
+    added = extras.added(chunk)
+    if not _alone(chunk.q[0].numel() * chunk.k.shape[1], chunk.q.device, extras.dtype):
+        yield slice(None), _batched_product, added
         return
     for unit in range(len(chunk.q)):
-        yield unit, _product
-
-
-def _for_unit(added: Tensor | None, unit: int | slice) -> Tensor | None:
-    if added is None or isinstance(unit, slice):
-        return added
-    return added[unit if len(added) > 1 else 0]
+        yield unit, _product, None if added is None else added[unit if len(added) > 1 else 0]
 
 
 def _alone(pairs: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """True if a unit with so many pairs runs alone, by oneDNN."""
     return (
         pairs >= _LEAST_PAIRS_ALONE
         and device.type == "cpu"
@@ -189,7 +184,7 @@ def _alone(pairs: int, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a @ b^T, computed by oneDNN: up to twice the rate of torch's default BLAS."""
+    """Returns a @ b^T by oneDNN, up to twice as fast as by torch's default BLAS."""
     return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
 
 
@@ -198,7 +193,7 @@ def _batched_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _softmax(score: Tensor, additive: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
-    """Returns the softmax over the last dim and its lse; weights 0 and lse -inf for empty rows."""
+    """Returns softmax weights over the last dim, and lse; 0 and -inf in rows without pairs."""
     score = _biased(score, additive, group)
     highest = score.amax(-1, keepdim=True)
     weight = torch.softmax(score, -1)
@@ -210,7 +205,7 @@ def _softmax(score: Tensor, additive: Tensor | None, group: int) -> tuple[Tensor
 
 
 def _biased(score: Tensor, additive: Tensor | None, group: int) -> Tensor:
-    """Adds [..., g or 1, m or 1, n] to scores [..., g * m, n], g = group, in place."""
+    """Adds [..., g or 1, m or 1, n] to scores [..., g * m, n] in place; g is `group`."""
     if additive is not None:
         score.unflatten(-2, (group, -1)).add_(additive)
     return score
@@ -228,7 +223,7 @@ def _merge_rows(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: 
 
 
 def _take(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copies rows of x [n, width] in a dtype, [*rows.shape, width]."""
+    """Copies rows of x [n, width] to a tensor [*rows.shape, width] of a dtype."""
     return x.index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1]).to(dtype)
 
 

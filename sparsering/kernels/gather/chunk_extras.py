@@ -1,4 +1,4 @@
-"""Extras of a call on a chunk's scores and weights, and the gradients of their tables."""
+"""Extras of a call (such as softcap and dropout) for the scores and weights of a chunk."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from ..problem import Problem
 from .units import Chunk, Places
 
 Unit = int | slice
-"""Index of the units of a chunk that are computed together: one unit, or all."""
+"""Index of the units of a chunk that are computed together: an int for one, a slice for all."""
 
 
 class Extras:
@@ -22,22 +22,22 @@ class Extras:
         self.dbias = None if bias is None else bias.new_zeros(bias.numel(), dtype=dtype)
         self.table = None if table is None else table.to(dtype).flatten()
         self.dtable = None
-        if table is not None and problem.learns_distances:  # float64: each sum has many terms
+        if table is not None and problem.learns_distances:  # float64, because sums have many terms
             self.dtable = table.new_zeros(table.numel(), dtype=torch.float64)
-        self.masked = None  # [B * Hkv * Nk], as the rows of flattened keys
+        self.masked = None  # bool [B * Hkv * Nk], True for keys that the key mask excludes
         if mask is not None:
             self.masked = ~mask[:, None].expand(len(query), key.shape[1], -1).flatten()
 
     def clear(self, chunk: Chunk, unit: Unit, *rows: Tensor) -> None:
-        """Zeroes masked keys and values in place, because their numbers may be NaN."""
+        """Zeroes masked keys and values in place, because they may be NaN."""
         if self.masked is not None:
             for x in rows:
                 x.masked_fill_(self.masked[chunk.k[unit]][..., None], 0.0)
 
     def added(self, chunk: Chunk) -> Tensor | None:
-        """Returns the summand of a chunk's scores: the block bias, and -inf outside the pattern.
+        """Returns what to add to a chunk's scores: the block bias, and -inf outside the pattern.
 
-        Shape [C or 1, g or 1, m or 1, n]; None if there is nothing to add.
+        Its shape is [C or 1, g or 1, m or 1, n]; None if there is nothing to add.
         """
         added = zero = torch.zeros((), dtype=self.dtype, device=chunk.q.device)
         if self.bias is not None and chunk.bias is not None:
@@ -53,7 +53,7 @@ class Extras:
     def adjust(self, score: Tensor, chunk: Chunk, unit: Unit) -> tuple[Tensor, Tensor | None]:
         """Applies softcap and distance bias to scores [..., g * m, n], in place.
 
-        Returns: the scores, and the derivative of the cap, None without a cap.
+        Returns: the scores, and the derivative of the softcap, None without softcap.
         """
         cap, slope = self.problem.softcap, None
         if cap is not None:
@@ -87,7 +87,7 @@ class Extras:
             self.dtable.index_add_(0, entry.flatten(), dscore.flatten().double())
 
     def add_bias_gradient(self, unit_sums: list[Tensor], chunk: Chunk) -> None:
-        """Adds sums over queries [.., g, n], one per key, to the block bias of the key's entry."""
+        """Sums numbers of keys [.., g, n] into the gradient of the block bias of their entry."""
         if self.dbias is None or chunk.bias is None:
             return
         entries, slots = chunk.bias
@@ -98,17 +98,15 @@ class Extras:
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns the gradients of the block bias and of the distance bias."""
+        tables = self.problem.block_bias, self.problem.distance_bias
         dbias, dtable = (
             None if grad is None or x is None else grad.view(x.shape).to(x.dtype)
-            for grad, x in (
-                (self.dbias, self.problem.block_bias),
-                (self.dtable, self.problem.distance_bias),
-            )
+            for grad, x in zip((self.dbias, self.dtable), tables, strict=True)
         )
         return dbias, dtable
 
     def _entries(self, places: Places, unit: Unit) -> Tensor:
-        """Returns the index into the flattened distance table for each pair, [.., g, m, n]."""
+        """Returns each pair's index into the flattened distance bias, [.., g, m, n]."""
         table = self.problem.distance_bias
         assert table is not None
         radius = table.shape[2] // 2

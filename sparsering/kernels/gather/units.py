@@ -1,6 +1,7 @@
-"""Cuts a pass into batched calls of the gather backend: units of one shape, and chunks of units.
+"""Cuts a pass into units, and units of equal shape into chunks that the gather backend batches.
 
-Everything is index arithmetic on the layout's tables: no number of query, key or value is read.
+A unit is a few query tiles and the keys that all of them visit. This file computes indices from the
+layout's tables only; it reads no query, key or value.
 """
 
 from collections.abc import Iterator
@@ -20,17 +21,18 @@ from ..problem import Problem
 
 @dataclass(frozen=True)
 class Units:
-    """Units of one shape: in each, a few query tiles that all visit one list of key tiles.
+    """Units of equal shape. In each, t query tiles all visit the same e key tiles.
 
     Attributes:
-        batch, head: [units] batch entry and head of each unit among the layout's tables; batch is 0
-            if all batch entries share one table.
-        query_tiles: [units, t]; key_tiles: [units, e].
-        entries: [units, e] number of each entry in its table.
+        batch, head: [units] batch entry and head of each unit's table; batch is 0 if all batch
+            entries share one table.
+        query_tiles: [units, t] indices of query tiles.
+        key_tiles: [units, e] indices of key tiles.
+        entries: [units, e] index of each key tile's entry in the table.
         bitmaps: [units, e] bitmap of each entry (-1: all pairs), [1, e] if all units share them,
-            None if the pattern has all pairs of all entries.
+            None if all entries have all pairs.
         num_queries, num_keys: tokens in a unit's query tiles and in its key tiles.
-        fresh: True if no earlier units of the pass write these query tiles.
+        fresh: True if no earlier units of the pass have these query tiles.
     """
 
     batch: Tensor
@@ -48,11 +50,11 @@ _plans: WeakKeyDictionary[Pass, dict[tuple[int, int], list[Units]]] = WeakKeyDic
 
 
 def plan(p: Pass, block_size: int, most_queries: int, most_keys: int) -> list[Units]:
-    """Returns the units of a pass, cached as long as the pass lives.
+    """Returns the units of a pass, cached as long as the pass exists.
 
-    Joins neighbouring query tiles with equal key lists, at most `most_queries` per unit, and cuts
-    key lists into pieces of at most `most_keys` tiles. Entries with and without a bitmap are in
-    different units, except in rows that `_rows_in_one_unit` selects.
+    It joins neighbouring query tiles that visit equal key tiles, at most `most_queries` per unit,
+    and cuts lists of key tiles into pieces of at most `most_keys`. Entries with a bitmap and
+    entries with all pairs are in different units, except in rows of `_rows_in_one_unit`.
     """
     plans = _plans.setdefault(p, {})
     if (most_queries, most_keys) not in plans:
@@ -65,7 +67,7 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
     tables = p.row_ptr.shape[1]
     real = torch.arange(p.bitmap.shape[-1], device=p.bitmap.device) < p.num_entries[..., None]
     real = real.repeat_interleave(heads // tables, 1).flatten(0, 1)
-    table, entry = torch.nonzero(real, as_tuple=True)  # one table per batch entry and head
+    table, entry = torch.nonzero(real, as_tuple=True)  # a table for each batch entry and head
     head = table % heads
     place = (table // heads, head * tables // heads, entry)
     row, key, bitmap = p.query_tiles()[place], p.key_tile[place].long(), p.bitmap[place].long()
@@ -114,9 +116,10 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
 
 
 def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
-    """Selects rows whose full and masked entries form one unit instead of two to merge.
+    """Selects rows of a table whose entries with and without a bitmap form one unit, not two.
 
-    That pays if the row fits into one unit and shares its mask with other rows, or rows are few.
+    That saves a merge of two results. It pays if the row is short enough for one unit, and if other
+    rows have equal bitmaps or the table has few rows.
     """
     index = torch.arange(len(row), device=row.device)
     total = torch.bincount(row)
@@ -128,7 +131,10 @@ def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
 
 
 def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts sorted entries into runs of one row, up to `longest`: (begin, length, index in row)."""
+    """Cuts sorted entries into runs of one row, of at most `longest` entries.
+
+    Returns: begin and length of each run, and its number within the row.
+    """
     index = torch.arange(len(row), device=row.device)
     head = torch.diff(row, prepend=row[:1] - 1) != 0
     place = index - index[head][head.cumsum(0) - 1]
@@ -137,7 +143,7 @@ def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _first_runs(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: int) -> Tensor:
-    """Returns the first run of each unit: up to `most` neighbours on a line with equal keys."""
+    """Returns the first run of each unit; a unit joins up to `most` neighbours with equal keys."""
     index = torch.arange(len(begin), device=begin.device)
     before = (index - 1).clamp(min=0)
     same = (line == line[before]) & (length == length[before]) & (index > 0)
@@ -150,7 +156,7 @@ def _first_runs(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: 
 
 
 def _sums(values: Tensor, begin: Tensor, length: Tensor | None = None) -> Tensor:
-    """Sums each run of values; contiguous runs need no lengths."""
+    """Sums the values of each run; without `length`, a run ends where the next one begins."""
     total = F.pad(values.cumsum(0), (1, 0))
     if length is None:
         return torch.diff(total[begin], append=total[-1:])
@@ -158,16 +164,16 @@ def _sums(values: Tensor, begin: Tensor, length: Tensor | None = None) -> Tensor
 
 
 def _equal_rows(columns: list[Tensor]) -> Iterator[Tensor]:
-    """Yields sets of equal rows of a table, given by its columns, as indices."""
+    """Yields the row indices of each set of equal rows in a table of some columns."""
     number, _ = number_rows(columns)
     order = number.argsort(stable=True)
     yield from order.split(torch.bincount(number).tolist())
 
 
 def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields sets of units that share all their bitmaps, with these bitmaps [1, e].
+    """Yields sets of units that share all bitmaps: (indices of the units, bitmaps [1, e]).
 
-    If only few units share, yields all units at once, with bitmaps [units, e].
+    If that makes too many sets, it yields all units at once, with bitmaps [units, e].
     """
     sets = list(_equal_rows(list(bitmaps.unbind(1))))
     if len(sets) > max(8, len(bitmaps) // 16):
@@ -178,33 +184,26 @@ def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Places(NamedTuple):
-    """Places of a chunk's rows in the whole attention.
+    """Batch entry, heads and positions of each query and key in a chunk of C units."""
 
-    Attributes:
-        batch, head, branch: [C] batch entry; [C, g] query heads; branch of the mixture.
-        query, key: [C, m] and [C, n] absolute positions.
-        stream: [C, m] stream of dropout's seed.
-    """
-
-    batch: Tensor
-    head: Tensor
-    branch: int
-    query: Tensor
-    key: Tensor
-    stream: Tensor
+    batch: Tensor  # [C]
+    head: Tensor  # [C, g] query heads
+    branch: int  # index of the mixture's branch
+    query: Tensor  # [C, m] absolute positions
+    key: Tensor  # [C, n] absolute positions
+    stream: Tensor  # [C, m] index of the dropout seed
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """C units of one shape as row indices, ready to gather.
+    """C units of equal shape, as indices of the rows to gather.
 
     Attributes:
-        q: [C, g, m] rows of the flattened [B * Hq * Nq, ...] tensors, for g query heads that share
-            keys.
+        q: [C, g, m] rows of the flattened [B * Hq * Nq, ...] tensors; g query heads share keys.
         k: [C, n] rows of the flattened [B * Hkv * Nk, ...] tensors.
-        cells: bool [C or 1, m, n], True for the pattern's pairs; None if all pairs are in it.
-        bias: None without block bias, else two tensors: indices into the flattened [B, Hq,
-            num_blocks] bias, [C, g, e], and for each key its entry out of e, [C, n].
+        cells: bool [C or 1, m, n], True for pairs of the pattern; None if it has all pairs.
+        bias: None without block bias, else two tensors: indices [C, g, e] of the unit's entries in
+            the flattened bias [B, Hq, num_blocks], and the entry of each key, [C, n] out of e.
         places: None if no extra depends on positions.
     """
 
@@ -220,8 +219,8 @@ def chunks(
 ) -> Iterator[Chunk]:
     """Cuts units of pass `number` into chunks of at most `workspace` bytes.
 
-    `per_token` and `per_pair` are the bytes that the caller allocates per query or key token and
-    per pair.
+    The caller allocates `per_token` bytes for each query and key of a unit, and `per_pair` bytes
+    for each (query, key) pair.
     """
     layout, batch = problem.layout, len(problem.query)
     p, frame, b = layout.passes[number], layout.frame, layout.block_size
@@ -290,12 +289,12 @@ def chunks(
 def _positions(
     start: Tensor, stop: Tensor, axis: Tensor, tiles: Tensor, step: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tokens of tiles, [C, t * block_size], and False for padding."""
+    """Returns the tokens of tiles, [C, t * block_size], and a mask that is False for padding."""
     first, end = (edge[axis[:, None], tiles] for edge in (start, stop))
     positions, real = slots_of(first, end, step, block_size)
     return positions.flatten(1), real.flatten(1)
 
 
 def _per_token(per_tile: Tensor, axis: Tensor, tiles: Tensor, block_size: int) -> Tensor:
-    """Repeats a number of each tile for each of its tokens, [C, t * block_size]."""
+    """Expands numbers of tiles to one number per token, [C, t * block_size]."""
     return per_tile[axis[:, None], tiles].repeat_interleave(block_size, 1)
