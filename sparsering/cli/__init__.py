@@ -1,6 +1,6 @@
 """The command line: `sparsering train | demo | plot | plan | info | build | ...`.
 
-Errors of the user and limits of the machine end in one line on stderr and exit code 2.
+An error of the user, or of too little memory, prints one line to stderr; the exit code is 2.
 """
 
 import argparse
@@ -10,8 +10,7 @@ from typing import NoReturn
 
 from . import machine, patterns, planning, training
 
-# Commands import inside their functions, so that `--help` and a mistyped option do not wait for
-# matplotlib or the model.
+# Commands import inside their functions, so that `--help` and wrong options answer at once.
 
 USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
 TOO_LARGE = (MemoryError, OverflowError, RecursionError)
@@ -20,14 +19,14 @@ MOVED = ("bench", "report")  # commands of 0.2.0 that now need a clone of the re
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line, without the usage."""
+    """Prints an error in one line, without argparse's usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser; each subcommand sets `run`, a function of the parsed arguments."""
+    """Builds the parser; each command sets `run`, a function of the parsed arguments."""
     parser = _Parser(
         prog="sparsering", description="Exact sparse attention over declared patterns."
     )
@@ -38,13 +37,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0, 2 for errors of use, 128 + n after signal n."""
+    """Runs one command; returns its exit code: 0, 2 for an error, 128 + n after signal n."""
     parser, words = build_parser(), sys.argv[1:] if argv is None else argv
     if words and words[0] in MOVED:
         parser.exit(
             2,
-            f"sparsering: {words[0]} is not in the package any more; in a clone of the repository "
-            f"run `python -m benchmarks {words[0]}`\n",
+            f"sparsering: the package no longer has {words[0]}; run `python -m benchmarks "
+            f"{words[0]}` in a clone of the repository\n",
         )
     arguments = parser.parse_args(words)
     try:
@@ -57,12 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except TOO_LARGE as error:
         text = _in_one_line(f"{type(error).__name__} {error}")
-        print(f"sparsering: too large a number or size for this machine: {text}", file=sys.stderr)
+        print(f"sparsering: a number is too large for this machine: {text}", file=sys.stderr)
         return 2
 
 
 def _in_one_line(text: str) -> str:
-    """Makes a message safe for a terminal, because names in it can come from strangers."""
+    """Removes line breaks and control characters: names in a message can come from strangers."""
     from ..patterns.arguments import shortened
 
     plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))

@@ -1,13 +1,16 @@
-"""Argument types that the commands share."""
+"""Types, choices and help texts of arguments that several commands have."""
 
 import argparse
 from typing import TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
+DTYPES = ("float32", "bfloat16", "float16")
+PATTERN = "such as 'LongNet((1024, 4096), (1, 4)) & Causal()'"
+
 
 def positive(text: str) -> int:
-    """Parses a whole number above 0; an argument type for argparse."""
+    """Parses a whole number above 0, for argparse's `type`."""
     try:
         number = int(text)
     except ValueError:

@@ -61,9 +61,9 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> str:
-    """Describes Linux's NUMA nodes: their number, processors and memory; else "unknown".
+    """Describes the NUMA nodes of Linux: number, processors and memory; "unknown" elsewhere.
 
-    Memory of another node is slower to read. docs/planning.md shows how to bind ranks to a node.
+    A processor reads another node's memory more slowly; docs/planning.md binds ranks to nodes.
     """
     from ..planning.sizes import show_bytes
 
@@ -84,7 +84,7 @@ def _build(arguments: argparse.Namespace) -> int:
 
     try:
         print(cpu.build())
-    except RuntimeError as error:  # has the compiler's whole output
+    except RuntimeError as error:  # `main` would shorten the compiler's output
         print(f"sparsering: {error}", file=sys.stderr)
         return 2
     return 0

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .argument_types import Commands, positive
+from .argument_types import DTYPES, PATTERN, Commands, positive
 
 
 def add_commands(commands: Commands) -> None:
@@ -11,8 +11,8 @@ def add_commands(commands: Commands) -> None:
     plot = commands.add_parser("plot", help="draw a pattern")
     plot.set_defaults(run=_plot)
     add = plot.add_argument
-    add("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
-    add("--length", type=positive, required=True, help="tokens")
+    add("pattern", help=PATTERN)
+    add("--length", type=positive, required=True, help="tokens of the sequence")
     add("--out", type=Path, required=True, help="PNG file to write")
     add("--block-size", type=positive, default=128, help="tokens of a block")
     add("--heads", type=positive, default=1, help="heads of the layout, up to 4 drawn")
@@ -22,27 +22,17 @@ def add_commands(commands: Commands) -> None:
     )
     tune.set_defaults(run=_tune)
     add = tune.add_argument
-    add("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
+    add("pattern", help=PATTERN)
     add("--tokens", type=positive, help="sequence length (default: 32768 on a GPU, else 8192)")
     add("--heads", type=positive, help="query heads (default: 16 on a GPU, else 8)")
     add("--kv-heads", type=positive, help="key and value heads (default: --heads)")
     add("--head-dim", type=positive, help="channels of a head (default: 128 on a GPU, else 64)")
     add(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        help="dtype of inputs (default: bfloat16 on a GPU, else float32)",
+        "--dtype", choices=DTYPES, help="dtype of inputs (default: bfloat16 on a GPU, else float32)"
     )
-    add(
-        "--block-sizes",
-        type=positive,
-        nargs="+",
-        help="sizes to measure (default: 64 and 128, without a GPU 32 too)",
-    )
-    add(
-        "--backend",
-        choices=("cpu", "triton"),
-        help="backend to tune (default: triton if there is a GPU, else cpu)",
-    )
+    sizes = "sizes to measure (default: 64 and 128, without a GPU 32 too)"
+    add("--block-sizes", type=positive, nargs="+", help=sizes)
+    add("--backend", choices=("cpu", "triton"), help="default: triton if there is a GPU, else cpu")
 
 
 def _plot(arguments: argparse.Namespace) -> int:

@@ -1,9 +1,8 @@
 """The commands that predict costs before a run: `plan`, `calibrate`."""
 
 import argparse
-from collections.abc import Callable
 
-from .argument_types import Commands, positive
+from .argument_types import DTYPES, PATTERN, Commands, positive
 
 
 def add_commands(commands: Commands) -> None:
@@ -13,9 +12,9 @@ def add_commands(commands: Commands) -> None:
     )
     plan.set_defaults(run=_plan)
     add = plan.add_argument
-    add("pattern", help="such as 'LongNet((1024, 4096), (1, 4)) & Causal()'")
-    add("--tokens", type=_size("parse_tokens"), required=True, help="of a sequence: 65536, 64K, 1M")
-    add("--memory", type=_size("parse_bytes"), help="of one device: 24GB (default: all it has)")
+    add("pattern", help=PATTERN)
+    add("--tokens", required=True, help="tokens of a sequence, such as 65536, 64K or 1M")
+    add("--memory", help="memory of one device, such as 24GB (default: all that it has)")
     add("--gpu", "--machine", dest="machine", help="such as H200 (default: this machine)")
     add("--ranks", type=positive, default=1, help="devices that share each sequence")
     add("--sharding", default="auto", help="which rank has which tokens")
@@ -23,35 +22,19 @@ def add_commands(commands: Commands) -> None:
     add("--kv-heads", type=positive, help="key and value heads (default: --heads)")
     add("--head-dim", type=positive, default=64, help="channels of a head")
     add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of inputs (default: bfloat16 on a GPU, float32 on a CPU)",
+        "--dtype", choices=DTYPES, help="dtype of inputs (default: bfloat16 on a GPU, else float32)"
     )
     add("--batch-size", type=positive, default=1, help="sequences of one call")
     passes = plan.add_mutually_exclusive_group().add_argument
     passes("--backward", action="store_true", help="with gradients, as in training")
     passes("--forward", dest="backward", action="store_false", help="without gradients (default)")
-    add("--backend", help="default: the one that would run")
-    add("--block-size", type=positive, help="default: the one that would be chosen")
+    add("--backend", help="default: the backend that would run")
+    add("--block-size", type=positive, help="default: the block size that would run")
 
     calibrate = commands.add_parser(
         "calibrate", help="measure this machine for some seconds, for `plan` and `sr.estimate`"
     )
     calibrate.set_defaults(run=_calibrate)
-
-
-def _size(parser: str) -> Callable[[str], int]:
-    """Turns a function of `planning.sizes` into an argument type that imports it when called."""
-
-    def parse(text: str) -> int:
-        from ..planning import sizes
-
-        try:
-            return int(getattr(sizes, parser)(text))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -61,16 +44,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     from ..planning.estimate import Scenario
     from ..planning.machines import machine_of
     from ..planning.screen import screen
+    from ..planning.sizes import parse_bytes, parse_tokens
 
+    memory = None if arguments.memory is None else parse_bytes(arguments.memory)
     machine = machine_of(arguments.machine)
     on_gpu = machine is not None and machine.kind == "gpu"
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if on_gpu else "float32"))
     scenario = Scenario(
-        parse(arguments.pattern), arguments.tokens, arguments.heads, arguments.kv_heads,
-        arguments.head_dim, dtype, arguments.batch_size, arguments.backward, machine,
-        arguments.ranks, arguments.sharding, arguments.backend, arguments.block_size,
+        parse(arguments.pattern), parse_tokens(arguments.tokens), arguments.heads,
+        arguments.kv_heads, arguments.head_dim, dtype, arguments.batch_size, arguments.backward,
+        machine, arguments.ranks, arguments.sharding, arguments.backend, arguments.block_size,
     )  # fmt: skip
-    print(screen(scenario, arguments.memory, arguments.pattern))
+    print(screen(scenario, memory, arguments.pattern))
     return 0
 
 
@@ -78,7 +63,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from ..planning.calibrate import calibrate
 
     calibration, path = calibrate()
-    threads, error = calibration.threads, f"{100 * calibration.error:.0f}%"
-    print(f"calibrated for {threads} threads; half of its own calls are told within {error}")
+    print(
+        f"calibrated for {calibration.threads} threads; half of the measured calls are estimated "
+        f"within {100 * calibration.error:.0f}%"
+    )
     print(f"Wrote {path}")
     return 0

@@ -9,7 +9,7 @@ from .argument_types import Commands, positive
 _RECIPE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("pattern", str, "attention pattern, as a Python expression of the pattern names"),
     ("data", str, "text file or folder (default: the Python standard library's sources)"),
-    ("glob", str, "which names of a folder to read, such as '*.txt'"),
+    ("glob", str, "names of the files to read in a folder, such as '*.txt'"),
     ("context", int, "tokens per window"),
     ("batch-size", int, "windows per step"),
     ("steps", int, "optimizer steps"),
@@ -48,18 +48,11 @@ def add_commands(commands: Commands) -> None:
     add("--save-every", type=positive, default=50, help="steps between checkpoints")
     add("--validate-every", type=positive, default=50, help="steps between validations")
     add("--stop-after", type=positive, help="stop, as if interrupted, after this step")
-
-    add(
-        "--sequence-parallel",
-        type=positive,
-        help="under torchrun: number of processes that share the tokens of a window",
-    )
-    add(
-        "--sharding",
-        choices=("contiguous", "zigzag", "balanced", "auto"),
-        help="under torchrun: which process has which tokens (default: contiguous)",
-    )
-    add("--timeout", type=float, help="under torchrun: seconds to wait for a peer (default: 60)")
+    parallel = train.add_argument_group("under torchrun").add_argument
+    parallel("--sequence-parallel", type=positive, help="processes that share a window's tokens")
+    shardings, text = ("contiguous", "zigzag", "balanced", "auto"), "default: contiguous"
+    parallel("--sharding", choices=shardings, help=f"which process has which tokens ({text})")
+    parallel("--timeout", type=float, help="seconds to wait for another process (default: 60)")
 
     demo = commands.add_parser("demo", help="train, measure and report, in under five minutes")
     demo.set_defaults(run=_demo)
@@ -86,12 +79,7 @@ def add_commands(commands: Commands) -> None:
     add("--stop", metavar="TEXT", help="end after this text")
     add("--temperature", type=float, default=0.7, help="0 takes the likeliest byte")
     add("--top-k", type=int, metavar="K", help="draw from the K likeliest bytes")
-    add(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="draw from the fewest likeliest bytes whose chances sum to P",
-    )
+    add("--top-p", type=float, metavar="P", help="draw from the likeliest bytes that sum to P")
     add("--seed", type=int, default=0, help="seed of the draws")
 
 
@@ -176,7 +164,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         for token in tokens:
             print(printable(text.decode(bytes(token.tolist()))), end="", flush=True)
         print(printable(text.decode(b"", final=True)), flush=True)
-    except BrokenPipeError:  # `head` closed the pipe; Python would flush again on exit
+    except BrokenPipeError:  # a reader such as `head` ended; Python would flush again on exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
     except BaseException:
