@@ -1,8 +1,8 @@
-"""Pictures as PNG bytes: patterns, the keys that a cache keeps, training runs, traffic of ranks.
+"""Pictures as PNG bytes: patterns, the keys that a cache stores, training runs, traffic of ranks.
 
     Path("pattern.png").write_bytes(pattern_png(LongNet((1024, 4096), (1, 4)), 1 << 20))
 
-Without matplotlib (`pip install sparsering[plots]`), each raises ImportError.
+They need matplotlib (`pip install sparsering[plots]`), and raise ImportError without it.
 """
 
 from ..layouts.drawing import pair_shares

@@ -1,13 +1,14 @@
 """Builds figures as PNG bytes, without a display and without matplotlib's global state."""
 
 import io
+import textwrap
 from typing import Any
 
 SPARSE, DENSE, GREY = "#1f6f8b", "#d1603d", "#8a8f98"
 
 
 def require_matplotlib() -> None:
-    """Raises ImportError that names the extra if matplotlib is missing."""
+    """Raises ImportError, with the command to install it, if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -34,12 +35,7 @@ def png(figure: Any) -> bytes:
 
 def wrapped(text: str, width: int) -> str:
     """Breaks a text between words into lines of about `width` characters."""
-    lines = [""]
-    for word in text.split(" "):
-        if len(lines[-1]) + len(word) > width and lines[-1]:
-            lines.append("")
-        lines[-1] += (" " if lines[-1] else "") + word
-    return "\n".join(lines)
+    return textwrap.fill(text, width + 1, break_long_words=False, break_on_hyphens=False)
 
 
 def short_count(count: int) -> str:

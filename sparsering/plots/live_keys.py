@@ -1,4 +1,4 @@
-"""Draws the keys that a cache keeps, and those that it drops."""
+"""Draws the keys that a cache stores, and the keys that it drops."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,13 @@ _LIVE, _DROPPED = torch.tensor([0.12, 0.44, 0.55]), torch.tensor([0.91, 0.92, 0.
 def kept_png(
     pattern: Pattern, lengths: Sequence[int], *, num_heads: int = 1, title: str | None = None
 ) -> bytes:
-    """Draws the live keys after each of some lengths: positions to the right, a row per head.
+    """Draws which keys a cache keeps, a picture per length: positions to the right, a row per head.
 
-    Blue keys are kept, grey keys are dropped, and white ones have yet to come. `title`: default the
-    pattern's expression.
+    Blue keys are kept, grey keys are dropped, white keys are of later tokens.
+
+    Args:
+        lengths: numbers of tokens in the cache; the pictures are one below the other.
+        title: default the pattern's expression.
 
     Raises: ValueError as `Pattern.live_keys`.
     """
@@ -27,22 +30,20 @@ def kept_png(
         axes = figure.add_subplot(len(lengths), 1, place)
         heads = pattern.live_keys(length, num_heads=num_heads)
         share = torch.stack([_share(live, most, cells) for live in heads])
-        there = _share(torch.arange(length), most, cells).expand(num_heads, -1)
+        exists = _share(torch.arange(length), most, cells).expand(num_heads, -1) > 0
         shade = share.sqrt()[..., None] * _LIVE + (1 - share.sqrt())[..., None] * _DROPPED
         axes.imshow(
-            torch.where(there[..., None] > 0, shade, 1).numpy(),
+            torch.where(exists[..., None], shade, 1).numpy(),
             aspect="auto",
             extent=(0, most, num_heads - 0.5, -0.5),
             interpolation="nearest",
         )
         counts = sorted({len(live) for live in heads})
         sizes = " or ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
-        axes.set_title(
-            f"after {length:,} tokens: {sizes} kept of each head", fontsize=8, loc="left", pad=3
-        )
-        axes.hlines(
-            [head + 0.5 for head in range(num_heads - 1)], 0, most, color="white", linewidth=1.5
-        )
+        text = f"after {length:,} tokens: {sizes} kept of each head"
+        axes.set_title(text, fontsize=8, loc="left", pad=3)
+        edges = [head + 0.5 for head in range(num_heads - 1)]
+        axes.hlines(edges, 0, most, color="white", linewidth=1.5)
         axes.set_yticks(range(num_heads))
         axes.tick_params(labelsize=7, length=0)
         axes.tick_params(axis="x", labelbottom=place == len(lengths), length=2)
@@ -54,7 +55,7 @@ def kept_png(
 
 
 def _share(positions: torch.Tensor, most: int, cells: int) -> torch.Tensor:
-    """Returns [cells]: the share of each cell's positions below `most` that `positions` has."""
+    """Cuts the positions below `most` into cells; returns the share of each that is listed."""
     cell = torch.arange(most) * cells // most
     counts = torch.bincount(cell[positions], minlength=cells)
     return counts / torch.bincount(cell, minlength=cells)

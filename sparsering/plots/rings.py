@@ -1,4 +1,4 @@
-"""Draws the traffic of a ring: how much each rank sends to each other rank."""
+"""Draws the traffic of ring attention: how much each rank sends to each other rank."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,15 @@ from .figure import new_figure, png, wrapped
 
 
 def traffic_png(panels: Sequence[tuple[str, Tensor, int]], *, panel_width: float = 4.8) -> bytes:
-    """Draws the traffic of a ring: senders downwards, receivers to the right.
+    """Draws the traffic of ring attention: senders downwards, receivers to the right.
 
-    Darker cells move more rows; all panels share one scale.
+    Darker cells are more rows; all panels share one scale.
 
     Args:
         panels: (caption, number of rows of keys and values [receiver, sender] as `RingPlan.tokens`
             counts them, bytes of a row).
-        panel_width: inches of each panel; below 4.8 only up to 4 ranks have numbers, else up to 8.
+        panel_width: inches of each panel. Cells have numbers for up to 8 ranks, or up to 4 in
+            panels narrower than 4.8 inches.
     """
     figure = new_figure(panel_width * len(panels), panel_width + 0.1)
     legible = 8 if panel_width >= 4.8 else 4
@@ -33,10 +34,8 @@ def traffic_png(panels: Sequence[tuple[str, Tensor, int]], *, panel_width: float
                 text = "own" if sender == receiver else f"{count:,}{kilobytes if count else ''}"
                 axes.text(receiver, sender, text, ha="center", va="center", fontsize=8)
         total = int(rows.sum())
-        size = f"{total * row_bytes / (1 << 20):,.2f} MiB in all"
-        axes.set_title(
-            f"{wrapped(caption, int(12.5 * panel_width))}\n{total:,} rows, {size}", fontsize=8.5
-        )
+        sums = f"{total:,} rows, {total * row_bytes / (1 << 20):,.2f} MiB in all"
+        axes.set_title(f"{wrapped(caption, int(12.5 * panel_width))}\n{sums}", fontsize=8.5)
         axes.set_xlabel("receiving rank", fontsize=8)
         axes.set_ylabel("sending rank", fontsize=8)
         ticks = range(0, world, -(-world // 16))

@@ -26,13 +26,13 @@ def pattern_png(
     Args:
         pattern: any pattern.
         length: number of queries, and of keys.
-        num_heads: heads of the layout; up to four are drawn, side by side.
+        num_heads: heads of the layout; the first four are drawn, side by side.
         block_size: tokens per tile of the layout.
-        title: default: the pattern's expression.
+        title: default the pattern's expression.
 
     Returns: the bytes of a PNG file.
 
-    Raises: ValueError if the pattern does not fit the lengths or heads.
+    Raises: ValueError if the pattern is for another length or another number of heads.
 
     Cost: O(visited blocks) time, bounded memory.
     """
@@ -54,19 +54,18 @@ def patterns_png(
     panels: Sequence[tuple[str, Pattern, int]],
     *,
     num_heads: int = 1,
-    head: int = 0,
     columns: int = 1,
 ) -> bytes:
-    """Draws one head of each (caption, pattern, length in tokens), `columns` side by side.
+    """Draws the first head of each (caption, pattern, length in tokens), in `columns` columns.
 
-    Errors and cost are those of `pattern_png`.
+    Errors and cost are as for `pattern_png`.
     """
     rows = -(-len(panels) // columns)
     figure = new_figure(4.6 * columns, 5.0 * rows)
     for place, (caption, pattern, length) in enumerate(panels, 1):
         layout = pattern.layout(length, num_heads=num_heads)
         axes = figure.add_subplot(rows, columns, place)
-        draw_pattern(axes, layout, head=head)
+        draw_pattern(axes, layout)
         pairs = f"{layout.num_pairs:,.0f} pairs per head ({layout.num_pairs / length**2:.2%})"
         axes.set_title(f"{wrapped(caption, 44)}\n{pairs}", fontsize=8.5)
     return png(figure)
@@ -77,9 +76,10 @@ def draw_pattern(axes: Any, layout: BlockLayout, *, head: int = 0, cells: int = 
     frame = layout.frame
     step = max((p.step for p in layout.passes), default=1)
     if frame.q_len > cells and frame.q_len // step >= 128:
-        cells = min(cells, frame.q_len // step)  # each pixel has every residue class
+        cells = min(cells, frame.q_len // step)  # at least `step` tokens a pixel: no moire
     shares = pair_shares(layout, cells, head=head)
-    shade = torch.where(shares > 0, 0.25 + 0.75 * shares.clamp(max=1).pow(0.4), 0)  # few pairs show
+    # a pixel with few pairs stays visible
+    shade = torch.where(shares > 0, 0.25 + 0.75 * shares.clamp(max=1).pow(0.4), 0)
     axes.imshow(
         shade.numpy(),
         cmap="Blues",
@@ -91,7 +91,7 @@ def draw_pattern(axes: Any, layout: BlockLayout, *, head: int = 0, cells: int = 
     axes.set_xlabel("key position", fontsize=8)
     axes.set_ylabel("query position", fontsize=8)
     axes.tick_params(labelsize=7)
-    axes.spines[:].set_visible(False)  # spines would hide the columns at the edges
+    axes.spines[:].set_visible(False)  # they would hide pixels at the edges
     for axis in (axes.xaxis, axes.yaxis):
         low, high = sorted(axis.get_view_interval())
         ticks = [round(low + i * (high - low) / 4) for i in range(5)]
