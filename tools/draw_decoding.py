@@ -8,9 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.plots import decoding_png
+from benchmarks.plots import decoding_png, kept_png
 from sparsering import Causal, LongNet
-from sparsering.plots import kept_png
 
 PATTERN = LongNet((64, 256), (1, 4)) & Causal()
 LENGTHS = (180, 250, 280)

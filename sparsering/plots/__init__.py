@@ -1,4 +1,4 @@
-"""Pictures as PNG bytes: patterns, the keys that a cache stores, training runs, traffic of ranks.
+"""Pictures as PNG bytes: patterns, training runs, traffic of ranks.
 
     Path("pattern.png").write_bytes(pattern_png(LongNet((1024, 4096), (1, 4)), 1 << 20))
 
@@ -7,14 +7,12 @@ They need matplotlib (`pip install sparsering[plots]`), and raise ImportError wi
 
 from ..layouts.drawing import pair_shares
 from .figure import require_matplotlib
-from .live_keys import kept_png
 from .losses import loss_png, speed_png
 from .rings import traffic_png
 from .visible_keys import draw_pattern, pattern_png, patterns_png
 
 __all__ = [
     "draw_pattern",
-    "kept_png",
     "loss_png",
     "pair_shares",
     "pattern_png",
