@@ -23,7 +23,7 @@ from ..patterns.algebra import And, Frame, Mask, Pattern
 from ..patterns.positions import Causal
 from ..selection.summaries import BlockSummaries
 
-_LIFETIMES = 1024  # number of keys whose last visits are computed at a time, or more
+_LIFETIMES = 1024  # last visits are computed for at least so many keys at a time
 _POSITION_BITS, _MOST_BRANCHES = 40, 20  # bits of a sort key: the sum must fit an int64
 
 
@@ -98,7 +98,7 @@ class CacheState(_Record):
     page_length: int = 0  # tokens since the last eviction
     page_limit: int = 0
     remote: tuple[int, ...] = ()  # positions of the page's tokens whose keys other ranks store
-    summaries: BlockSummaries | None = None  # of a `SelectedCache`; may have cropped blocks too
+    summaries: BlockSummaries | None = None  # of a `SelectedCache`; blocks past the length are old
     page: Page = field(default_factory=Page)
 
     @property
@@ -179,7 +179,7 @@ class CacheState(_Record):
         )
 
     def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "CacheState":
-        """Returns the state with an empty page, and the keys that later queries visit before it.
+        """Returns the state after an eviction: the keys that later queries visit, then an empty page.
 
         `key`, `value`: the latest tokens [B, Hkv, n, D], if they are not in the page. An entry with
         fewer than n new tokens has padding last.
@@ -239,7 +239,7 @@ class CacheState(_Record):
         return torch.where(alive, rank, FOREVER).argsort(dim=1)
 
     def _page_limit(self, history: History) -> int:
-        """Returns how many tokens, at most a page, make more than a page of a head's keys dead.
+        """Returns after how many tokens, at most a page, a head has more than a page of dead keys.
 
         It is at least an eighth of a page, because at a segment's end keys die at every step.
         """
@@ -274,7 +274,7 @@ class CacheState(_Record):
 
 @contextlib.contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Creates tensors without gradients that are no inference tensors, as later steps need."""
+    """Makes the body create tensors without gradients, which are usable outside inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 

@@ -381,7 +381,7 @@ class KVCache:
                 "number"
             )
         with ordinary_tensors():
-            self._state = self._state.of_entries(entries.clone())  # may be an inference tensor
+            self._state = self._state.of_entries(entries.clone())  # a clone is no inference tensor
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         refuse_meta(query, key, value)

@@ -20,7 +20,7 @@ from .plan import RingPlan
 from .sharding import num_tokens
 from .wire import FORMATS, wire_format
 
-_VERSION = 2  # of the record: ranks with unlike versions of this package must not go on
+_VERSION = 2  # version of the record: ranks with another version of the package get an error
 _BUDGET = 0.01  # error bound of compression="auto"
 
 
@@ -67,7 +67,8 @@ class Agreement(NamedTuple):
 
 
 _TABLES = "softcap, distance_bias, sink, dropout_p and dropout_seed"
-_HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)  # fields with digests as values
+# fields whose values are digests, so that an error does not show them
+_HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)
 
 
 def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreement:
@@ -104,7 +105,7 @@ def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreeme
 def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
     """Returns integers that must be equal on all ranks, by their name in an error."""
     query, key, value, bias, sink, *_ = call
-    shared_sink = None if sink is None or sink.shape[2] > 1 else sink  # a sink per query differs
+    shared_sink = None if sink is None or sink.shape[2] > 1 else sink  # else differs by rank
     tables = [x[:1] for x in (bias, shared_sink) if x is not None]
     seed = call.seed if call.seed_is_given else None
     extras = (call.softcap, call.dropout_p, seed, bias is None, sink is None)
@@ -136,7 +137,7 @@ def _raise_difference(exchange: Exchange, fields: dict[str, int]) -> NoReturn:
             got = "" if name in _HASHED else f": {values[0]} and {values[other]}"
             text = f"ranks must agree on the {name}, but rank 0 and rank {other} differ{got}"
             raise _mismatch(f"{text}; pass equal arguments on every rank", exchange.rank, other)
-    raise AssertionError("digests differ, fields do not")
+    raise AssertionError("the digests of two ranks differ, but no field does")
 
 
 def _mismatch(text: str, rank: int, peer: int) -> RingMismatchError:
@@ -150,7 +151,7 @@ def report_failure(group: dist.ProcessGroup, timeout: float | None) -> None:
 
 
 def agree_on_lengths(exchange: Exchange, length: int, common: object) -> list[int]:
-    """Returns each rank's length; raises RingMismatchError on all ranks if `common` differs."""
+    """Returns the lengths of all ranks; RingMismatchError on every rank if `common` differs."""
     with exchange.break_on_error():
         digests, lengths = zip(*exchange.agree([_digest(common), length]), strict=True)
     if len(set(digests)) > 1:

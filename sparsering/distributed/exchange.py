@@ -56,7 +56,7 @@ class Traffic(NamedTuple):
 class Exchange:
     """Sends and receives the messages of one call over a process group; counts their bytes.
 
-    All ranks start the same exchanges in the same order.
+    All ranks must send and receive in the same order.
 
     Args:
         timeout: seconds that a rank waits for a peer, None for the group's own timeout.
@@ -89,7 +89,7 @@ class Exchange:
             raise
 
     def agree(self, record: Sequence[int]) -> list[list[int]]:
-        """Returns the records of all ranks, equally many integers each; every call begins so."""
+        """Sends a record of integers to all ranks, and returns the records of all ranks."""
         kinds = {kind.type for kind in self.group._device_types}
         device: torch.device | str = "cpu" if "cpu" in kinds or not kinds else min(kinds)
         if device != "cpu" and self.device is not None and self.device.type in kinds:

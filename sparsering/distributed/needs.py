@@ -27,7 +27,7 @@ from .sharding import without
 
 _LEAF = 128  # tokens in the smallest tiles
 _SPLIT = 4  # number of smaller tiles that a tile is split into
-_COARSE_TILES = 512  # upper bound of the tiles that the sequence is first cut into
+_COARSE_TILES = 512  # the sequence is first cut into at most so many tiles
 _AT_A_TIME = 1 << 15  # pairs of tiles that are tested at once
 _ROWS_AT_A_TIME = 1 << 10  # query tiles whose key tiles are listed at once
 _MOST_LINES = 4096  # a larger common step of progressions would give too many of them
@@ -276,7 +276,7 @@ def union(parts: list[TokenRanges], length: int) -> TokenRanges:
 
 
 def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:
-    """Joins progressions of one step: they are spans on a line for each set and residue class."""
+    """Joins progressions of one step: as spans on lines, one line per set and residue class."""
     reach = length // step + 2  # length of a line with a gap, so that spans of two never touch
     begin, end = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for part in parts:
@@ -290,7 +290,7 @@ def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:
 
 
 def _with_step(runs: TokenRanges, step: int) -> TokenRanges:
-    """Splits each progression into several, perhaps empty ones; `step` is a multiple of theirs."""
+    """Splits each progression into several of a larger `step`, a multiple of the old one."""
     lines = step // runs.step
     number, start, last = (x.repeat_interleave(lines) for x in (runs.number, runs.start, runs.last))
     start = start + runs.step * torch.arange(lines).repeat(len(runs.start))

@@ -162,10 +162,10 @@ class RingPlan:
         d, dv = checked_integers("head_dim", widths, 0)
         exact = sum_dtype(dtype).itemsize
         tokens = self.tokens.sum(1)[rank].item() * wire_format(compression, dtype).row_bytes(d, dv)
-        sent, returned = d * dtype.itemsize, (dv + 1) * exact  # bytes of a query row; out and lse
+        sent, returned = d * dtype.itemsize, (dv + 1) * exact  # q is sent; out and lse return
         if backward:
             tokens += self.tokens.sum(0)[rank].item() * (d + dv) * exact
-            sent, returned = (d + dv + 2) * exact, d * exact  # q, dO, lse and delta; dQ
+            sent, returned = (d + dv + 2) * exact, d * exact  # q, dO, lse, delta; dQ returns
         total = tokens / len(self.need_of) * kv_heads / max(1, planned)
         num_heads = self.frame.num_heads * kv_heads // max(1, planned)
         for traveller in self.travellers:
@@ -287,7 +287,7 @@ class RingPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `needs`."""
+        """Bytes of the tensors in `needs`."""
         return sum(runs.nbytes for runs in self.needs)
 
     @property
@@ -356,8 +356,9 @@ def _choose_sharding(
 def _balanced(pattern: Pattern, frame: Frame, world_size: int) -> str:
     """Returns a sharding with even loads and few tokens to send, and equally many chunks per rank.
 
-    Chunks with most pairs come first. Each chunk goes to the rank with the least cost: the pairs
-    that the rank has so far, minus the tokens that need not be sent because both ends are there.
+    Chunks with most pairs are placed first. A chunk goes to the rank with the least cost: the pairs
+    that the rank has so far, minus the cost of tokens that are not sent, because chunks on one rank
+    need no messages.
     """
     if frame.kv_len < _CHUNKS_PER_RANK * world_size or world_size == 1:
         return "contiguous"

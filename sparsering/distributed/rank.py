@@ -231,7 +231,7 @@ class Rank:
         return dq, dk, dv
 
     def gradient_rows(self, x: Saved) -> Tensor:
-        """Joins what another rank needs to differentiate query rows: q | dO | lse | delta."""
+        """Joins q, dO, lse and delta of query rows, for a backward pass on another rank."""
         query, grad_out = x.query.to(self.dtype), x.grad_out.to(self.dtype)
         return torch.cat((query, grad_out, x.lse[..., None], self._delta(x)[..., None]), -1)
 
@@ -263,7 +263,7 @@ class Rank:
         return {sender: self.plan.message_rows(self.rank, sender, batch) for sender in senders}
 
     def travelling_places(self, host: int, device: torch.device) -> Tensor:
-        """Returns indices in this rank's shard: query rows that it sends to the rank `host`."""
+        """Returns the indices, in this rank's shard, of query rows that it sends to `host`."""
         rows = positions(self.plan.rows_of(self.rank, host))
         return local_index(self.plan.ranges[self.rank], rows).to(device)
 
@@ -324,7 +324,7 @@ class Rank:
         for b, h in product(range(batch), range(plan.frame.num_kv_heads)):
             tokens = plan.tokens_of(receiver, self.rank, b, h)
             index = local_index(plan.ranges[self.rank], tokens)
-            if plan.alike:  # one part for all batch entries and heads
+            if plan.alike:  # a single part, because all batch entries and heads need equal tokens
                 yield slice(None), slice(None), index
                 return
             yield b, h, index

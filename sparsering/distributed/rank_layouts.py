@@ -181,7 +181,7 @@ def _placed(start: Tensor, stop: Tensor, ranges: Ranges, used: Tensor) -> tuple[
 
 
 def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: int) -> bool:
-    """True if the tiles of each axis have all `length` tokens."""
+    """True if all `length` tokens are in tiles, on each axis."""
     return bool((tile_counts(start, stop, step, block_size).sum(1) == length).all())
 
 

@@ -160,7 +160,7 @@ def _seconds(timeout: object) -> float | None:
     if isinstance(seconds, bool) or not is_finite(seconds) or not seconds > 0:  # type: ignore[operator]
         raise ValueError(
             "timeout must be a number of seconds above 0, a timedelta or None, got "
-            f"{shortened(repr(timeout))}; leave it out for the group's own"
+            f"{shortened(repr(timeout))}; leave it out for the group's own timeout"
         )
     return float(seconds)  # type: ignore[arg-type]
 
@@ -180,15 +180,11 @@ def resolve_group(
     if group is not None and mesh is not None:
         raise ValueError("pass group or mesh, got both; a mesh of one axis brings its own group")
     if mesh is not None:
-        if not isinstance(mesh, DeviceMesh):
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+            axes = getattr(mesh, "mesh_dim_names", None)
             raise ValueError(
-                f"mesh must be a DeviceMesh of one axis or None, got {type(mesh).__name__}; "
-                "torch.distributed.device_mesh.init_device_mesh makes one"
-            )
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"mesh must have one axis, got {mesh.ndim} ({mesh.mesh_dim_names}); pick the one "
-                'that the sequence is sharded over, as in mesh["sp"]'
+                f"mesh must be a DeviceMesh of one axis, got {type(mesh).__name__} of axes {axes}; "
+                'pick the axis that the sequence is sharded over, as in mesh["sp"]'
             )
         return mesh.get_group()
     check_group(group)

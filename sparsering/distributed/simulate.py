@@ -128,8 +128,7 @@ class _Simulated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        whole = Saved(query, key, value, out, lse, grad_out, grad_lse)
+        whole = Saved._make((*ctx.saved_tensors, grad_out, grad_lse))
         with without_autocast(grad_out):
             return (*_backward(ctx.shards, whole, *ctx.tables), None)
 

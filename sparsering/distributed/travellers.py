@@ -71,7 +71,7 @@ def choose_travellers(
     Returns: the travellers, and the keys to fetch for all other query rows.
     """
     travellers: list[Traveller] = []
-    home = list(range(world)) + [owner for owner, _ in candidates]  # the rank that has each label
+    home = list(range(world)) + [owner for owner, _ in candidates]  # by label: rank of its queries
     for number, (owner, rows) in enumerate(candidates):
         saved, hosts = 0, set()
         for runs, count in zip(needs, uses, strict=True):

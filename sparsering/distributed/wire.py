@@ -28,7 +28,7 @@ class Wire(NamedTuple):
 
     @property
     def element(self) -> torch.dtype:
-        """Dtype of the sent tensors: bytes, if a row has numbers and scales."""
+        """Dtype of the sent tensors: uint8 for formats with scales."""
         return torch.uint8 if self.scaled else self.numbers
 
     def columns(self, width: int, value_width: int) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # calls import it on first use, because it loads half of torc
 EXTRAS = frozenset(("softcap", "distance_bias", "sink"))
 """Options of a call, other than its scale, that this backend computes."""
 
-_LEAST_HEAD_DIM = 16  # lower bound of FlexAttention's compiled kernel
+_LEAST_HEAD_DIM = 16  # smallest head dim of FlexAttention's compiled kernel
 
 
 def reasons(*tensors: Tensor) -> list[str]:

@@ -67,7 +67,11 @@ def backward(
     """
     by_head = takes_whole_heads(len(problem.key) * problem.key.shape[1], torch.get_num_threads())
     passes = problem.layout.passes
-    transposes = [] if by_head else [x for p in passes for x in _transpose(problem, p)]
+    transposes: list[Tensor] = []
+    for p in () if by_head else passes:
+        # the kernel needs three tensors per pass; it reads none of a pass that it walks by key tile
+        tables = 3 * (p.row_ptr,) if _is_walked(problem, p) else p.transpose
+        transposes += [x.contiguous() for x in tables]
     results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
     learns = problem.learns_distances
     dq, dk, dv, dbias, dtables, delta = library().backward(
@@ -200,9 +204,9 @@ def _needs_query_walk(problem: Problem) -> bool:
 
 
 class _CheckedLayout(NamedTuple):
-    """A layout as the kernel's own object. A copy or a pickle of it is empty, so layouts have one.
+    """A layout as the kernel's own object, with checked tables; copies and pickles of it are empty.
 
-    The kernel has checked the tables, and later calls without extras skip the check.
+    Calls without extras take it from the layout, and do not check the tables again.
     """
 
     scale: float
@@ -213,7 +217,7 @@ class _CheckedLayout(NamedTuple):
 
 
 def _checked_layout(problem: Problem) -> Tensor:
-    """Returns the layout's passes as the kernel's own object, from an attribute of the layout."""
+    """Returns the layout's passes as the kernel's own object, which the layout stores."""
     layout, scale = problem.layout, problem.scale
     cached = vars(layout).get("_checked_layout")
     if type(cached) is not _CheckedLayout or cached.scale != scale:
@@ -241,12 +245,6 @@ def _tables(p: Pass) -> list[Tensor]:
     tiles = p.query_start, p.query_stop, p.key_start, p.key_stop
     tables = p.row_ptr, p.key_tile, p.bitmap, p.transposed_bitmaps, p.bitmaps
     return [x.contiguous() for x in (*tiles, *tables)]
-
-
-def _transpose(problem: Problem, p: Pass) -> list[Tensor]:
-    if _is_walked(problem, p):
-        return 3 * [p.row_ptr]  # the kernel needs three tensors here, but does not read them
-    return [x.contiguous() for x in p.transpose]
 
 
 def _places(p: Pass, q_start: int) -> list[Tensor]:

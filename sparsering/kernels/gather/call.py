@@ -167,7 +167,7 @@ def _units(
     """
     added = extras.added(chunk)
     if not _alone(chunk.q[0].numel() * chunk.k.shape[1], chunk.q.device, extras.dtype):
-        yield slice(None), _batched_product, added
+        yield slice(None), lambda a, b: a @ b.mT, added
         return
     for unit in range(len(chunk.q)):
         yield unit, _product, None if added is None else added[unit if len(added) > 1 else 0]
@@ -186,10 +186,6 @@ def _alone(pairs: int, device: torch.device, dtype: torch.dtype) -> bool:
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Returns a @ b^T by oneDNN, up to twice as fast as by torch's default BLAS."""
     return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
-
-
-def _batched_product(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b.mT
 
 
 def _softmax(score: Tensor, additive: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
