@@ -8,8 +8,8 @@
 
 namespace sparsering::cpu {
 
-// Entries `begin` to `end` of a query tile, for some heads. `piece` numbers the pieces of rows that
-// were cut and must be merged; -1 for whole rows.
+// Entries `begin` to `end` of a query tile, for some heads. A long row is cut into pieces, whose
+// results are merged: `piece` is the index of the piece, -1 for a whole row.
 struct Item {
   int64_t batch, head, heads, row, begin, end, piece;
 };
@@ -122,8 +122,8 @@ class Attend {
     return tile;
   }
 
-  // Attention of a few queries, of one tile and of heads that share their keys: reads each key and
-  // value once, without packing.
+  // Computes attention of few queries: one query tile of all heads that share keys. Reads each key
+  // and value once, without packing.
   Tile few_queries(Scratch& s, const Pass& pass, const Item& item, int64_t number) const {
     if (x_.D == x_.Dv && x_.D == 64) {
       return few_queries_of<64>(s, pass, item, number);
@@ -210,7 +210,7 @@ class Attend {
     return tile;
   }
 
-  // Takes the next key tiles of an item, as many as fit into one softmax step.
+  // Returns the next key tiles of an item, as many as one softmax step takes.
   Stack stack(const Pass& pass, const Item& item, int64_t number, int64_t& entry) const {
     Stack result;
     const int64_t table = pass.table(item.batch, item.head, x_.Hq),
@@ -231,8 +231,8 @@ class Attend {
     return result;
   }
 
-  // True if a bitmap has any pair of these queries. Decoding lays out a page of queries together,
-  // so an entry of the page may have no pair for some of them.
+  // True if a bitmap has a pair with one of these queries. Decoding has one layout for a page of
+  // queries, and runs a few of them: an entry may have pairs with other queries only.
   bool visited(const Pass& pass, int64_t number, int64_t queries, int64_t keys) const {
     int any = 0;
     for (int64_t i = 0; i < queries; ++i) {
@@ -273,7 +273,7 @@ class Attend {
                        s.factor.get() + c);
   }
 
-  // Multiplies the sums O^T [Dv, queries] by each query's factor.
+  // Multiplies the sums O^T [Dv, queries] by a factor of each query.
   void multiply_sums(Scratch& s, int64_t queries) const {
     for (int64_t d = 0; d < x_.Dv; ++d) {
       float* sum = s.sums.get() + d * queries;
@@ -283,7 +283,7 @@ class Attend {
     }
   }
 
-  // Adjusts the scores of one query, number `i` of its tile, with the keys of a tile.
+  // Applies extras to the scores of one query, with index `i` in its tile, and a tile of keys.
   void adjust_row(const Pass& pass, const Item& item, int64_t head, int64_t i, int64_t column,
                   int64_t count, float* biases, float* scores) const {
     const float* table = x_.extras.table(item.batch, head);

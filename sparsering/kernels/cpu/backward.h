@@ -146,8 +146,9 @@ class Backward {
     Gradients::Room sums;
   };
 
-  // Entries `begin` to `end` of a query tile, or of a key tile: those of all heads of its kv head,
-  // in order. `piece` numbers pieces of cut tiles, which are added up; -1 for whole tiles.
+  // Entries `begin` to `end` of a query tile, or of a key tile (with the entries of all heads of
+  // its group). A tile with many entries is cut into pieces, whose sums are added: `piece` is the
+  // index of the piece, -1 for a whole tile.
   struct Item {
     int64_t head, tile, begin, end, piece;
   };
@@ -155,7 +156,7 @@ class Backward {
     Item item;
     int64_t pieces;
   };
-  // Items of a wave, in order, and the tiles that were cut.
+  // Items of a wave (the kv heads that are computed together), and the tiles that were cut.
   struct Items {
     // Cuts a tile with more than `longest` entries into pieces.
     void add(int64_t head, int64_t tile, int64_t begin, int64_t end, int64_t longest) {
@@ -177,7 +178,7 @@ class Backward {
     return WalkBackward<T>(x_, pairs_, pass, number, {dout_, lse_, delta_, dbias_});
   }
 
-  // Values of dQ of a query tile, and of dK and dV, or K and V, of a key tile.
+  // Numbers of values: dQ of a query tile; dK and dV (or K and V) of a key tile.
   int64_t row_size() const {
     return x_.block * pairs_.width();
   }
@@ -247,7 +248,7 @@ class Backward {
       }
     };
     const auto make = [&] { return Scratch(pairs_); };
-    // One thread sweeps the items that add to the same gradient of a distance table.
+    // Items that add to the same gradient of a distance table run in one thread.
     const int64_t tasks = dtable_ ? heads * groups_ : items.all.size();
     share_out<Scratch>(tasks, 1, make, [&](Scratch& s, int64_t i) {
       if (!dtable_) {
@@ -302,7 +303,7 @@ class Backward {
     });
   }
 
-  // Adds up the pieces of each split in order, and calls put(split, sum).
+  // Adds the pieces of each cut tile in order, and calls put(split, sum).
   template <typename Put>
   static void add_up(const std::vector<Split>& splits, float* parts, int64_t size, const Put& put) {
     share_out<int>(
@@ -318,8 +319,9 @@ class Backward {
         });
   }
 
-  // Returns dQ of some entries of a query tile, in rows, or nullptr if there are none; also writes
-  // the bias's gradient. Adds to `dk` and `dv` unless nullptr. `keys` are those of the head.
+  // Returns dQ of some entries of a query tile, in rows, or nullptr without entries. Also writes
+  // the gradient of the block bias, and adds to `dk` and `dv` unless they are nullptr. `keys` are
+  // the packed keys of the kv head.
   const float* sweep_row(Scratch& s, const Pass& pass, int64_t number, const Item& item,
                          int64_t group, const Keys* keys, float* dk, float* dv) const {
     const int64_t b = item.head / x_.Hq, head = item.head % x_.Hq, block = x_.block;
@@ -360,7 +362,7 @@ class Backward {
     return s.floats.get();
   }
 
-  // Computes dK and dV of some entries of a key tile, in `s`.
+  // Computes dK and dV of some entries of a key tile, and stores them in `s`.
   void sweep_column(Scratch& s, const Pass& pass, const Transpose& by_key, int64_t number,
                     const Item& item, const Keys& keys) const {
     const int64_t b = item.head / x_.Hkv, kv_head = item.head % x_.Hkv, column = item.tile;
@@ -423,7 +425,7 @@ class Backward {
   float* dbias_;
   double* dtable_;  // [B, Hq, groups, 2R + 1]
   int64_t groups_;
-  // Largest of all passes; then largest of the passes that are not walked by key tile.
+  // Most key tiles of any pass; then most key and query tiles of passes looped over by query tile.
   int64_t most_columns_ = 0, columns_ = 0, rows_ = 0;
 };
 

@@ -11,9 +11,9 @@
 //              dV += P^T dO     dK += dS^T Q       dQ^T += K^T dS^T
 //
 // T is the type of the products' operands: BFloat16 if the processor multiplies it, else float.
-// Sums, scores and softmax are float. Key tiles are packed once per kv head and pass; each thread
-// has one scratch for everything else. Threads take rows of tiles in any order, and no result
-// depends on which thread computed it.
+// Sums, scores and softmax are float. Key tiles are packed once per kv head and pass; a thread has
+// one scratch for all other buffers. Threads take rows of tiles in any order, and results do not
+// depend on that order.
 
 #include <torch/library.h>
 
@@ -33,7 +33,7 @@
 namespace sparsering::cpu {
 namespace {
 
-// Makes x contiguous in the head dim, as all loops need it; copies only if it is not.
+// Returns x contiguous in the head dim, as all loops need it; copies it only if needed.
 Tensor dense_rows(const Tensor& x) {
   return x.dim() != 4 || x.size(3) <= 1 || x.stride(3) == 1 ? x : x.contiguous();
 }
@@ -93,7 +93,7 @@ std::tuple<Tensor, Tensor> attend(const Problem& x, const std::vector<Pass>& pas
                       : at::zeros({x.B, x.Hq, x.Nq, x.Dv}, of_out);
   Tensor lse = at::empty({x.B, x.Hq, x.Nq}, options.dtype(at::kFloat));
   if (sink) {
-    lse.copy_(*sink);  // an output of 0 with lse = sink, into which rows are merged
+    lse.copy_(*sink);  // results are merged into rows with out = 0 and lse = sink
   } else {
     std::fill_n(lse.mutable_data_ptr<float>(), lse.numel(), -kInf);
   }
@@ -120,13 +120,13 @@ std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>&
   return attend(x, passes, covers, query.options(), in_float32, sink);
 }
 
-// Passes of a layout for calls without extras, read and checked once. Python holds them by an empty
-// tensor, whose storage owns them.
+// Passes of a layout for calls without extras, read and checked once. Python keeps them in an empty
+// tensor, whose storage owns this struct.
 struct Laid {
   std::vector<Tensor> tensors;
   std::vector<Pass> passes;
   Tensor first_entry;
-  int64_t block, queries = 0, keys = 0;  // least lengths of query and key that tiles fit into
+  int64_t block, queries = 0, keys = 0;  // query and key must be at least so long
   int64_t versions;                      // sum of the tensors' versions when they were checked
   bool covers;
   double scale;
@@ -188,7 +188,7 @@ std::tuple<Tensor, Tensor> forward_laid(const Tensor& query, const Tensor& key, 
     fits = fits && (p.batches == 1 || p.batches == x.B) && (p.axes == 1 || p.axes == x.Hkv) &&
            (x.Hq == 0 || (p.tables > 0 && x.Hq % p.tables == 0));
   }
-  for (size_t i = 0; !fits && i < laid.passes.size(); ++i) {  // raises the error that says why
+  for (size_t i = 0; !fits && i < laid.passes.size(); ++i) {  // this check raises the error
     const auto of_pass = at::TensorList(laid.tensors).slice(i * Pass::kTensors, Pass::kTensors);
     check_pass(of_pass, laid.passes[i], x.Nq, x.Nk, x.B, x.Hq, x.Hkv);
   }
@@ -200,7 +200,7 @@ std::tuple<Tensor, Tensor> forward_laid(const Tensor& query, const Tensor& key, 
   return attend(x, passes, laid.covers, query.options(), false, {});
 }
 
-// Copies rows [B, H, n, width] into `held`, from row `first` on.
+// Copies rows [B, H, n, width] into the tensor `held`, from row `first` on.
 void put(const Tensor& held, const Tensor& rows, int64_t first) {
   const Tensor from = dense_rows(rows);
   const int64_t B = held.size(0), H = held.size(1), width = held.size(3), n = rows.size(2);
@@ -270,7 +270,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                       "sparsering cpu: lse and its gradient must be as forward made them");
   }
   Tensor delta = at::empty_like(grad_lse);
-  // Gradients of a head's distance table are summed in groups of rows, to keep all threads busy.
+  // The gradient of a head's distance table is summed in groups of rows, so that all threads work.
   const int64_t wanted = 4 * at::get_num_threads() / std::max<int64_t>(1, x.B * x.Hq) + 1;
   const int64_t groups = by_key.empty() ? 1 : wanted;
   const int64_t distances = distance_bias && learns_distances ? distance_bias->size(2) : 0;
@@ -294,7 +294,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dq, dk, dv, dbias, dtable, delta};
 }
 
-// Softmax mass of each of `blocks` entries, [B, Hq, blocks]; every pass is walked by key tile.
+// Returns the softmax mass of each entry, [B, Hq, blocks]; loops over every pass by key tile.
 Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& weight,
             int64_t blocks) {
   const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),

@@ -1,5 +1,5 @@
-// Attention of a few queries, without packing keys and values: decoding reads each of them once,
-// and a packed copy would double that.
+// Attention of a few queries, as in decoding. Each key and value is read once; packing would read
+// and write each once more.
 
 #pragma once
 
@@ -7,7 +7,8 @@
 
 namespace sparsering::cpu {
 
-// Head dim of a loop: `W` for common head dims, so that the loop is unrolled, else W = 0.
+// Head dim of a loop. Common head dims are the constant `W`, so that the compiler unrolls the loop;
+// W = 0 for others.
 template <int W>
 int64_t width_or(int64_t width) {
   return W ? W : width;
@@ -16,12 +17,12 @@ int64_t width_or(int64_t width) {
 // Queries of one kv head that share all keys; row r of scores begins at r * ld.
 struct FewQueries {
   int64_t count, key_width, value_width, ld;
-  int64_t width;  // of the queries: key_width padded with zeros to whole vectors
+  int64_t width;  // values of a query: the head dim, padded with zeros to whole vectors
   const float* queries;
   float *scores, *sums;
-  float* spare;  // 2 * kLanes * width
+  float* spare;  // room for 2 * kLanes * width values
 
-  // Returns the problem with scores that begin at another key.
+  // Returns a copy whose scores begin at another key.
   FewQueries from(int64_t key) const {
     FewQueries result = *this;
     result.scores += key;
@@ -29,7 +30,7 @@ struct FewQueries {
   }
 };
 
-// Prefetches a row into the second-level cache: all keys and values of a tile fit there.
+// Prefetches a row into the second-level cache, which has room for the keys and values of a tile.
 template <int W, typename S>
 void prefetch(const S* from, int64_t size) {
 #pragma GCC unroll 8
@@ -51,7 +52,7 @@ inline Vec sums_of_lanes(Vec (&x)[kLanes]) {
   return x[0];
 }
 
-// Dot products of a query with kLanes keys; holds `P` of the query's vectors in registers.
+// Computes dot products of a query with kLanes keys; keeps `P` vectors of the query in registers.
 template <int P, int W, typename S>
 Vec products(const float* query, const S* keys, int64_t stride, int64_t width) {
   Vec sum[kLanes];
@@ -77,7 +78,7 @@ Vec products(const float* query, const S* keys, int64_t stride, int64_t width) {
   return sums_of_lanes(sum);
 }
 
-// Dot products of four queries, from `row` on, with kLanes transposed keys.
+// Computes dot products of four queries, from `row` on, with kLanes keys that are transposed.
 inline void score_rows(const FewQueries& x, int64_t row, const float* turned, int64_t first) {
   const float* query = x.queries + row * x.width;
   Vec sum[4] = {Vec(0.f), Vec(0.f), Vec(0.f), Vec(0.f)};
@@ -92,11 +93,11 @@ inline void score_rows(const FewQueries& x, int64_t row, const float* turned, in
   }
 }
 
-// Dot products of each query with `count` keys, kLanes at a time; prefetches the values.
+// Computes dot products of each query with `count` keys, kLanes at a time; prefetches the values.
 template <int W, typename S>
 void score_keys(const FewQueries& x, const S* keys, int64_t stride, int64_t count, const S* values,
                 int64_t value_stride) {
-  const int64_t in_fours = x.count / 4 * 4;  // groups of four make transposing the keys worthwhile
+  const int64_t in_fours = x.count / 4 * 4;  // four queries share the cost of transposing keys
   const auto score = [&](const auto* from, int64_t ld, int64_t first) {
     for (int64_t r = in_fours; r < x.count; ++r) {
       const float* query = x.queries + r * x.width;
@@ -141,7 +142,7 @@ inline void keep_bits(const uint8_t* bits, int64_t count, float* scores) {
   }
 }
 
-// One softmax step of one query: replaces `count` scores by weights.
+// Runs a softmax step of one query: replaces `count` scores by weights.
 inline void weigh(const FewQueries& x, int64_t row, int64_t count, float& highest, float& total) {
   float *scores = x.scores + row * x.ld, *sums = x.sums + row * x.value_width;
   const auto largest = [](Vec a, Vec b) { return at::vec::maximum(a, b); };
@@ -195,7 +196,7 @@ void add_to_rows(const FewQueries& x, int64_t row, const S* values, int64_t stri
   }
 }
 
-// Adds the weighted values to each query's sums; prefetches the next keys along the way.
+// Adds the weighted values to each query's sums; also prefetches the keys of the next tile.
 template <int W, typename S>
 void add_values(const FewQueries& x, const S* values, int64_t stride, int64_t count,
                 const S* next_keys, int64_t key_stride, int64_t num_next) {

@@ -1,4 +1,4 @@
-// Forward pass: packs key tiles, shares items among threads, merges pieces.
+// Forward pass: packs key tiles, distributes items to threads, merges results of pieces.
 
 #pragma once
 
@@ -32,7 +32,7 @@ class Forward {
     }
   }
 
-  // `fresh`: the first pass has every query in a tile, so that it writes all rows.
+  // `fresh`: every query is in a tile of the first pass, so its rows are written instead of merged.
   void run(bool fresh, const Tensor& out, const Tensor& lse) const {
     const int64_t num_kv = x_.B * x_.Hkv;
     if (alone()) {
@@ -88,7 +88,7 @@ class Forward {
   using Operands = typename Attend<T>::Operands;
   using Scratch = typename Attend<T>::Scratch;
 
-  // Bytes of a kv head's packed keys and values that stay in the cache of one core.
+  // A core's cache has room for so many bytes of packed keys and values.
   static constexpr int64_t kNear = 1 << 19;
 
   struct Split {
@@ -104,7 +104,7 @@ class Forward {
         : rows(pieces * x.block * x.Dv), lses(pieces * x.block) {}
     Buffer<float> rows, lses;
   };
-  // Kv heads that are packed together and then computed, by one thread (`alone`) or by all.
+  // Kv heads whose keys are packed together, and then visited, by one thread (`alone`) or by all.
   struct Wave {
     bool alone;
     int64_t first = 0, count = 0;
@@ -121,7 +121,7 @@ class Forward {
   int64_t bytes_of_head() const {
     return columns_ * x_.block * (width_ + x_.Dv) * sizeof(T);
   }
-  // True if each thread packs and computes kv heads of its own.
+  // True if each thread computes whole kv heads by itself.
   bool alone() const {
     return columns_ && bytes_of_head() <= kNear && shares_evenly(x_.B * x_.Hkv);
   }
@@ -136,7 +136,7 @@ class Forward {
   T* reserve_values(Wave& w, int64_t tiles) const {
     return w.values.at_least(tiles * x_.block * x_.Dv);
   }
-  // True if keys of whole tiles are read where they lie.
+  // True if whole key tiles can be read from the tensor, without packing.
   bool in_place(const Pass& pass) const {
     return pass.step == 1 && x_.k.template lies_as<T>(width_);
   }
@@ -225,7 +225,7 @@ class Forward {
     return most;
   }
 
-  // Lists the items of a head. Cuts rows with far more entries than others, by the table alone.
+  // Lists the items of a head. Cuts rows with many more entries than others, as longest_piece says.
   int64_t list_items(const Pass& pass, int64_t b, int64_t head, int64_t heads, bool fresh,
                      int64_t pieces, std::vector<Item>& items, std::vector<Split>& splits) const {
     const int64_t axis = head * pass.axes / x_.Hq;
@@ -276,8 +276,8 @@ class Forward {
     put(pass, split.item, tile, rows, lse, fresh, out);
   }
 
-  // Packs K in rows, and V^T, of the key tiles that some head of each group visits. Keys that are
-  // already stored in such rows are not copied.
+  // Packs K (in rows) and V^T of the key tiles that a head of the group visits. Keys that already
+  // are in such rows are not copied.
   void pack_keys(Wave& w, const Pass& pass) const {
     const int64_t first = w.first, count = w.count;
     const int64_t columns = pass.columns, block = x_.block;
@@ -335,8 +335,8 @@ class Forward {
   const std::vector<Pass>& passes_;
   const Attend<T> attend_;
   const int64_t width_;
-  std::vector<bool> few_;           // per pass: few queries, whose keys are read without packing
-  int64_t columns_ = 0, rows_ = 0;  // largest of the passes whose keys are packed
+  std::vector<bool> few_;           // per pass: true if few.h computes it
+  int64_t columns_ = 0, rows_ = 0;  // most key and query tiles of a pass whose keys are packed
 };
 
 }  // namespace sparsering::cpu

@@ -22,7 +22,7 @@ using Vec = at::vec::Vectorized<float>;
 
 constexpr int64_t kLanes = Vec::size();
 constexpr int64_t kMostKeys = 256;  // keys per softmax step: their scores stay in cache
-constexpr int64_t kFewQueries = 8;  // up to so many rows, dot products cost less than packing keys
+constexpr int64_t kFewQueries = 8;  // for so few queries, packing keys costs more than it saves
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 template <typename T>
@@ -32,7 +32,7 @@ inline int64_t round_up(int64_t n, int64_t unit) {
   return (n + unit - 1) / unit * unit;
 }
 
-// Calls f with a value of the C++ type that `type` names.
+// Calls f with a value of the C++ type that belongs to the dtype `type`.
 template <typename F>
 void with_type(at::ScalarType type, const F& f) {
   if (type == at::kFloat) {
@@ -52,7 +52,7 @@ struct Source {
         width(x.size(3)),
         item(x.element_size()),
         strides{x.stride(0), x.stride(1), x.stride(2)} {
-    // `contiguous` leaves the strides of an empty tensor, which has no rows to read.
+    // an empty tensor may have any strides, because no row is read
     const bool dense = width <= 1 || x.stride(3) == 1 || x.numel() == 0;
     TORCH_CHECK(dense, "sparsering cpu: the last dimension must be dense");
   }
@@ -66,7 +66,7 @@ struct Source {
     return static_cast<const S*>(row(b, h, n));
   }
 
-  // True if the rows of a head are contiguous, with `wide` values of type T each.
+  // True if a head's rows are contiguous and have `wide` values of type T each.
   template <typename T>
   bool lies_as(int64_t wide) const {
     return type == c10::CppTypeToScalarType<T>::value && width == wide && strides[2] == wide;
@@ -86,8 +86,8 @@ struct Tile {
 struct Pass {
   static constexpr int kTensors = 9, kPlaces = 3;
 
-  // `places`: origins of query tiles and of key tiles, streams of query tiles (empty: all 0). The
-  // list is empty if no extra depends on positions.
+  // `places`: positions of query tiles, positions of key tiles, and dropout streams of query tiles
+  // (empty: all 0). The list is empty if no extra depends on positions.
   Pass(at::TensorList tensors, at::TensorList places, int64_t step_, int64_t block_,
        int64_t branch_)
       : step(step_),
@@ -113,7 +113,7 @@ struct Pass {
         key_origin_(places.empty() ? nullptr : values_of<int64_t>(places[1])),
         stream_(places.empty() || !places[2].numel() ? nullptr : values_of<int64_t>(places[2])) {}
 
-  // A pass of a plan: sizes without tables. `longest`: queries of its longest tile.
+  // A pass of a plan, which has sizes but no tables. `longest`: queries of its longest tile.
   Pass(int64_t step_, int64_t block_, int64_t rows_, int64_t columns_, int64_t tables_,
        int64_t longest_, bool walked_)
       : step(step_),
@@ -170,8 +170,8 @@ struct Pass {
   const uint8_t* bitmaps = nullptr;        // one row per key, whose bits are queries
   const uint8_t* rows_of_bits_ = nullptr;  // one row per query, whose bits are keys
   int64_t branch = 0;
-  int64_t longest = -1;  // of a plan alone
-  bool walked = false;   // true for the walk by key tile, see walk/visits.h
+  int64_t longest = -1;  // only in a plan: queries of its longest tile
+  bool walked = false;   // true for a loop over key tiles, see walk/visits.h
   int64_t slot = 0;      // bitmap row of a tile's first query
   const int64_t *query_origin_ = nullptr, *key_origin_ = nullptr, *stream_ = nullptr;
 
@@ -182,10 +182,10 @@ struct Pass {
   }
 };
 
-constexpr int64_t kLeastRowsCut = 64;  // in the forward pass, rows are cut as if of so many
+constexpr int64_t kLeastRowsCut = 64;  // `at_least` of longest_piece in the forward pass
 
-// Rows (or columns) with more entries than this are cut into pieces. It is twice the mean of the
-// rows, but counts at least `at_least` rows. Depends only on the table, not on threads.
+// Rows (or columns) of a table with more entries than this are cut into pieces. It is twice the
+// mean number of entries of max(rows, at_least) rows, and does not depend on the threads.
 inline int64_t longest_piece(int64_t entries, int64_t rows, int64_t at_least) {
   return std::max<int64_t>(16, 2 * entries / std::max<int64_t>(rows, at_least));
 }
@@ -362,7 +362,7 @@ struct Extras {
   const bool* mask_ = nullptr;
 };
 
-// Input that all parts of a call read. In loops, `kv` counts kv heads through the batch.
+// Input of a call. In loops, `kv` is the index of a kv head among those of all batch entries.
 struct Problem {
   Problem(const Tensor& query, const Tensor& key, const Tensor& value,
           const std::optional<Tensor>& bias_, const Extras& extras_, const Tensor& first_entry_,
@@ -423,7 +423,7 @@ struct Problem {
     return bias ? bias[bias_of(pass, b, head) + entry] : 0.f;
   }
 
-  // Scale that is still to be applied: `adjust` has already scaled the scores if it ran.
+  // Factor that scores still need: 1 if `adjust` ran, because it scales them.
   float rest_of_scale() const {
     return extras.adjusts() ? 1.f : scale;
   }

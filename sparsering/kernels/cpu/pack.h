@@ -53,7 +53,7 @@ Vec lanes_of(const S* from, int64_t size) {
   return Vec::loadu(lanes);
 }
 
-// Query tiles are padded to whole pairs of vectors.
+// The queries of a tile are padded to a multiple of this number.
 template <typename T>
 constexpr int64_t kQueryUnit = kPaired<T> ? 32 : 16;
 
@@ -88,8 +88,8 @@ void read_tile(const Source& x, int64_t b, int64_t h, Tile tile, int64_t step, i
   std::fill(to + tile.count * width, to + rows * width, T(0));
 }
 
-// Returns a tile's rows in place if they are contiguous and need no padding, else copies them to
-// `spare`.
+// Returns a tile's rows: a pointer into the tensor if they are contiguous and need no padding, else
+// a copy in `spare`.
 template <typename T>
 const T* tile_rows(const Source& x, int64_t b, int64_t h, Tile tile, int64_t step, int64_t rows,
                    int64_t width, T* spare) {
@@ -100,7 +100,8 @@ const T* tile_rows(const Source& x, int64_t b, int64_t h, Tile tile, int64_t ste
   return spare;
 }
 
-// Transposes kLanes x kLanes by log2(kLanes) perfect shuffles of rows; times `factor` if Scaled.
+// Transposes kLanes x kLanes values by log2(kLanes) shuffles of rows; multiplies by `factor` if
+// Scaled.
 template <bool Scaled = false>
 void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_to,
                       Vec factor = Vec(1.f)) {
@@ -129,7 +130,7 @@ void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_
   }
 }
 
-// Transposes [rows, width]. Values may be pairs of bfloat16, at addresses not aligned for float.
+// Transposes [rows, width]. A value may be a pair of bfloat16, so its address may be unaligned.
 inline void transpose(const float* from, int64_t rows, int64_t width, float* to) {
   const int64_t whole_rows = rows / kLanes * kLanes, whole_width = width / kLanes * kLanes;
   for (int64_t i = 0; i < whole_rows; i += kLanes) {
@@ -184,7 +185,7 @@ inline const BFloat16* pack(const BFloat16* from, int64_t rows, int64_t width, B
   return to;
 }
 
-// Transposes [rows, width]; bfloat16 goes through `spare`, which has room for rows * width values.
+// Transposes [rows, width]. For bfloat16, `spare` must have room for rows * width values.
 inline void transpose(const float* from, int64_t rows, int64_t width, float* to, float*) {
   transpose(from, rows, width, to);
 }
@@ -194,7 +195,7 @@ inline void transpose(const BFloat16* from, int64_t rows, int64_t width, BFloat1
   transpose(reinterpret_cast<const float*>(spare), rows / 2, width, reinterpret_cast<float*>(to));
 }
 
-// Packs the right operand X^T of X [rows, width]; in bfloat16 its pairs are adjacent already.
+// Packs the right operand X^T of X [rows, width]. In bfloat16 its pairs are adjacent in X.
 inline void pack_transposed(const float* from, int64_t rows, int64_t width, float* to) {
   transpose(from, rows, width, to);
 }
@@ -221,7 +222,7 @@ void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T*
   multiply(M, N, K, A, lda, B, N, C, N, add);
 }
 
-// Zeroes the rows of masked keys, because their numbers may be NaN.
+// Zeroes the rows of masked keys, because they may be NaN.
 template <typename T>
 void clear_unseen(const bool* seen, Tile tile, int64_t step, int64_t width, T* rows) {
   for (int64_t j = 0; seen && j < tile.count; ++j) {

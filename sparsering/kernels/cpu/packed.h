@@ -8,7 +8,8 @@
 
 namespace sparsering::cpu {
 
-// Operands by slot: K^T of every tile, and copies of K and V only where they cannot stay in place.
+// Operands of key tiles, one slot per tile: K^T, and copies of K and V if the tensor's rows cannot
+// be used.
 template <typename T>
 class PackedKeys {
  public:
@@ -52,7 +53,7 @@ class PackedKeys {
   const Pairs<T>& pairs_;
   int64_t key_size_, value_size_;
   Buffer<T> transposed_, copies_;
-  std::vector<int64_t> copy_;  // number of a slot's copy, -1 for none
+  std::vector<int64_t> copy_;  // per slot: index of its copy of K and V, -1 for none
 };
 
 }  // namespace sparsering::cpu

@@ -1,4 +1,4 @@
-// Backward of one pair of tiles: its weights, their gradients, and its summands of dQ, dK and dV.
+// Backward of one pair of tiles: its weights, their gradients, and what it adds to dQ, dK and dV.
 
 #pragma once
 
@@ -63,7 +63,7 @@ class Pairs {
     Buffer<uint32_t> a, b;
   };
 
-  // A pair of tiles of one head, with the input of its masks and extras.
+  // A query tile and a key tile of one head, with their bitmap and extras.
   struct Pair {
     int64_t b, head, row, column;
     int64_t bitmap;  // -1 for none
@@ -78,7 +78,7 @@ class Pairs {
     return value_width_;
   }
 
-  // True if K and V of whole key tiles are read where they lie.
+  // True if K and V of whole key tiles can be read from their tensors, without a copy.
   bool in_place(const Pass& pass) const {
     return pass.step == 1 && x_.k.template lies_as<T>(width_) &&
            x_.v.template lies_as<T>(value_width_);
@@ -88,9 +88,9 @@ class Pairs {
            pass.key_tile(kv_head * pass.axes / x_.Hkv, column).count % 16;
   }
 
-  // Packs a key tile; K and V stay in their tensors unless the tile `is_copied`. `kt` and, for
-  // copies, `k` have room for block * width values, `v` for block * value_width; `spare`, for
-  // bfloat16 only, for the larger of these.
+  // Packs K^T of a key tile to `kt`; also copies K and V to `k` and `v` if the tile `is_copied`.
+  // `kt` and `k` need room for block * width values, `v` for block * value_width; `spare`, used for
+  // bfloat16, for the larger of these.
   Keys pack_keys(T* spare, const Pass& pass, int64_t b, int64_t kv_head, int64_t column, T* k,
                  T* kt, T* v) const {
     const Tile tile = pass.key_tile(kv_head * pass.axes / x_.Hkv, column);
@@ -112,7 +112,7 @@ class Pairs {
   Queries pack_queries(Scratch& s, const Pass& pass, int64_t b, int64_t head, Tile tile) const {
     const int64_t count = round_up(tile.count, kQueryUnit<T>);
     const auto operands = [&](const Source& x, int64_t width, T* to, T* transposed) {
-      // bfloat16 must be interleaved, so its rows are first copied to another buffer.
+      // bfloat16 rows are copied to another buffer first, because packing interleaves them
       T* spare = kPaired<T> ? s.tile.get() : to;
       const T* rows = tile_rows(x, b, head, tile, pass.step, count, width, spare);
       pack_transposed(rows, count, width, transposed);
@@ -200,7 +200,7 @@ class Pairs {
     }
   }
 
-  // Turns scores and dP into P and dS, as operands. Returns the sum of dS.
+  // Computes P and dS from scores and dP, as operands. Returns the sum of dS.
   template <bool kExtras>
   float weights(Scratch& s, int64_t keys, int64_t queries, const Pair& pair) const {
     constexpr int W = kPaired<T> ? 2 : 1;

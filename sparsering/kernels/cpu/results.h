@@ -1,5 +1,5 @@
-// Results that arrive in parts: sums over passes in float, outputs merged by their lse, and the
-// gradients that the backward pass adds to.
+// Results of several passes or pieces: outputs are merged by their lse, and gradients are summed in
+// float.
 
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace sparsering::cpu {
 
-// Some heads of a dense result [B, H, N, width]. While several passes add to them, their sums are
-// in float, in `room`, which is reused for the next heads to avoid fragmenting memory.
+// Some heads of a dense result [B, H, N, width]. If several passes add to them, sums are in float
+// in `room`, until `finish` converts them. The next heads reuse the room.
 class Part {
  public:
   Part(const Tensor& whole, int64_t first, int64_t heads, bool single_pass, Buffer<float>& room)
@@ -27,7 +27,7 @@ class Part {
         sums_(is_apart() ? room.at_least(rows_ * width_) : nullptr),
         data_(is_apart() ? reinterpret_cast<char*>(sums_) : whole_) {}
 
-  // True if sums are in `room`, which is not cleared, until `finish` converts them to the result.
+  // True if sums are in `room`, which is not zeroed, instead of in the result itself.
   bool is_apart() const {
     return type_ != whole_type_;
   }
@@ -37,7 +37,7 @@ class Part {
   int64_t width() const {
     return width_;
   }
-  // `row` counts through all heads of the whole result.
+  // `row` is an index into the rows of all heads of the whole result.
   template <typename S>
   S* row(int64_t row) const {
     return reinterpret_cast<S*>(data_) + (row - first_row_) * width_;
@@ -64,7 +64,7 @@ class Part {
   }
 
  private:
-  static constexpr int64_t kMuch = 1 << 20;  // bytes per thread that are worth waking it
+  static constexpr int64_t kMuch = 1 << 20;  // bytes per thread; for fewer, it does not pay
 
   at::ScalarType type_, whole_type_;
   int64_t width_, first_row_, rows_;
@@ -73,7 +73,7 @@ class Part {
   char* data_;
 };
 
-// Rows of an output [B, H, N, width] that arrive in parts, each with its lse.
+// Rows of an output [B, H, N, width] into which partial results are merged by their lse.
 struct Output {
   Output(const Part& part, const Tensor& lse_) : sums(part), lse(lse_.data_ptr<float>()) {}
 
@@ -106,7 +106,7 @@ struct Output {
     });
   }
 
-  // Merges (other, other_lse) into part; other_lse is not -inf. Returns the merged lse.
+  // Merges the row `other` with its lse (not -inf) into the row `part`. Returns the merged lse.
   template <typename S>
   static float merge(float* part, float part_lse, const S* other, float other_lse, int64_t width) {
     const float highest = part_lse == -kInf ? other_lse : std::max(part_lse, other_lse);
@@ -117,7 +117,7 @@ struct Output {
     return highest + std::log(total);
   }
 
-  // Merges a sink, a key whose value is 0, into part. Returns the merged lse.
+  // Merges a sink, a key whose value is 0, into the row `part`. Returns the merged lse.
   static float shrink(float* part, float part_lse, float sink, int64_t width) {
     const float highest = std::max(part_lse, sink);
     const float a = std::exp(part_lse - highest), total = a + std::exp(sink - highest);
@@ -153,7 +153,7 @@ struct Delta {
   Delta(const Problem& x, const Tensor& grad_out, const Tensor& out, const Tensor& grad_lse)
       : dout(grad_out), o(out), dlse(values_of<float>(grad_lse)), Hq(x.Hq), Nq(x.Nq) {}
 
-  // Computes rows `begin` to `end`, counted through the batch.
+  // Computes rows `begin` to `end` among the rows of all batch entries and heads.
   void of_rows(int64_t begin, int64_t end, float* to) const {
     with_type(o.type, [&](auto value) {
       using S = decltype(value);
@@ -176,7 +176,7 @@ struct Delta {
   int64_t Hq, Nq;
 };
 
-// Gradients of some kv heads and of the query heads that they serve.
+// Gradients of some kv heads, and of the query heads of their groups.
 struct Gradients {
   struct Room {
     Buffer<float> q, k, v;

@@ -39,8 +39,9 @@ inline void add_distances(double* table, int64_t radius, int64_t first, int64_t 
   }
 }
 
-// Scales `size` scores of one key (or of one query), applies the cap (0 for none) and adds `bias`
-// (may be nullptr if there is a cap). Writes the cap's derivative to `slope`, unless nullptr.
+// Scales `size` scores of one key (or of one query), applies softcap `cap` (0 for none) and adds
+// `bias` (nullptr is allowed with a cap). Writes the derivative of the cap to `slope`, if not
+// nullptr.
 inline void adjust(float* scores, int64_t size, float scale, float cap, const float* bias,
                    float* slope) {
   for (int64_t i = 0; i < size; i += kLanes) {
@@ -59,14 +60,14 @@ inline void adjust(float* scores, int64_t size, float scale, float cap, const fl
   }
 }
 
-// Mixing step of the hash words that dropout.py describes, on 32 bits.
+// Mixes the bits of a hash word; dropout.py describes the hash of a (query, key) pair.
 inline uint32_t mixed(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x21F0AAADu;
   x = (x ^ (x >> 15)) * 0xD35A2D97u;
   return x ^ (x >> 15);
 }
 
-// Computes the hash words a and b of `count` rows.
+// Computes the hash words a and b of `count` queries.
 inline void row_words(int64_t seed, int64_t head, int64_t branch, int64_t first, int64_t step,
                       int64_t count, uint32_t* a, uint32_t* b) {
   constexpr uint32_t kAddends[2] = {0x9E3779B9u, 0x7F4A7C15u};
@@ -81,7 +82,7 @@ inline void row_words(int64_t seed, int64_t head, int64_t branch, int64_t first,
   }
 }
 
-// Computes the hash words of query tile `row` of a head; words past its queries have no meaning.
+// Computes the hash words of query tile `row` of a head; words of its padding are undefined.
 inline void row_words(const Problem& x, const Pass& pass, int64_t b, int64_t head, int64_t row,
                       int64_t count, uint32_t* a, uint32_t* to_b) {
   const int64_t axis = head * pass.axes / x.Hq;
@@ -100,10 +101,10 @@ inline bool is_kept(uint32_t key, uint32_t a, uint32_t b, int32_t threshold) {
   return static_cast<int32_t>(x) >= threshold;
 }
 
-// Input of dropout for a pair of tiles: the words of its rows and the positions of its keys.
+// Input of dropout for a pair of tiles: hash words of its queries, and positions of its keys.
 struct Dropout {
-  const uint32_t *a, *b;  // words of each query
-  int64_t first, step;    // first position of the keys, and their distance
+  const uint32_t *a, *b;  // hash words of each query
+  int64_t first, step;    // position of the first key, and distance of neighbours
   int32_t threshold;
 };
 
@@ -117,7 +118,7 @@ inline void drop(float* weights, int64_t keys, int64_t queries, const Dropout& x
     }
   }
 }
-// Sets dropped weights to 0 in a tile whose pairs of key rows are interleaved.
+// Sets dropped weights to 0 in a tile of bfloat16, whose pairs of key rows are interleaved.
 inline void drop(BFloat16* weights, int64_t keys, int64_t queries, const Dropout& x) {
   using Pair [[gnu::may_alias]] = uint32_t;
   for (int64_t j = 0; j < keys; j += 2) {

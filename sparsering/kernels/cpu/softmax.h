@@ -1,4 +1,4 @@
-// Online softmax, in steps over stacks of key tiles.
+// Online softmax: each step computes the weights of a stack of key tiles.
 
 #pragma once
 
@@ -10,8 +10,8 @@ namespace sparsering::cpu {
 
 constexpr float kLog2E = 1.44269504f;
 
-// e^x for x <= 88 with relative error 3e-7; 0 below -87, NaN for NaN. e^x = 2^(n + rest): adding a
-// large number leaves n in the low bits of the sum, as an exponent; 2^rest is a polynomial.
+// Returns e^x for x <= 88 with relative error 3e-7; 0 below -87, NaN for NaN. e^x = 2^(n + rest):
+// adding a large number rounds to n, in the low bits of the sum; 2^rest is a polynomial.
 inline Vec exp_of(Vec x) {
   const Vec large(12582912.f + 127.f), smallest(1.17549435e-38f);  // 1.5 * 2^23, 2^-126
   const Vec bounded = at::vec::clamp_min(x * Vec(kLog2E), Vec(-126.f));
@@ -47,7 +47,7 @@ struct Stack {
     int64_t column, entry, rows, padded;
     float bias;
   };
-  Part parts[kMostKeys / 16];  // each part has at least 16 padded rows
+  Part parts[kMostKeys / 16];  // a part is a key tile, padded to at least 16 rows
   int64_t size = 0, padded = 0;
 };
 
@@ -87,7 +87,7 @@ void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, flo
   float* row = scores;
   for (int64_t i = 0; i < stack.size; ++i) {
     const auto& part = stack.parts[i];
-    const auto weight = [&](int64_t j, int w) {  // same rounding as in the maximum: at most 1
+    const auto weight = [&](int64_t j, int w) {  // at most 1, because the maximum rounds alike
       const Vec score = Vec::loadu(row + j * ld + w * kLanes);
       return exp_of(at::vec::fmadd(score, Vec(scale), Vec(part.bias)) + base[w]);
     };
@@ -112,7 +112,7 @@ void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, flo
   }
 }
 
-// Computes the final factor of a row's sums, and its lse; 0 and -inf for a row without keys.
+// Computes the factor that normalizes a row's sums, and its lse; 0 and -inf without keys.
 inline void finish(float highest, float total, float& factor, float& lse) {
   const bool empty = highest == -kInf && total == 0.f;
   factor = empty ? 0.f : 1.f / (total + (highest - highest));  // NaN if highest is not finite

@@ -19,8 +19,8 @@ const T* values_of(const at::Tensor& x) {
   return static_cast<const T*>(x.const_data_ptr());
 }
 
-// While it exists, buffers of its thread get no memory, and it adds up their bytes. A plan thus
-// asks the code that allocates.
+// Counts the bytes of buffers: while a Meter exists, buffers of its thread only add their size to
+// it, and get no memory. So the code that allocates also tells a plan how much it would allocate.
 class Meter {
  public:
   Meter() : outer_(current()) {
@@ -40,7 +40,7 @@ class Meter {
   Meter* outer_;
 };
 
-// Returns the bytes of the buffers that f() makes.
+// Returns the bytes of the buffers that f() allocates.
 template <typename F>
 int64_t bytes_of(const F& f) {
   Meter meter;
@@ -70,7 +70,7 @@ class Buffer {
   T* get() const {
     return static_cast<T*>(data_.get());
   }
-  // Returns room for `size` values; if it must grow, the old values are lost.
+  // Returns memory for `size` values; if it must grow, the old values are lost.
   T* at_least(int64_t size) {
     if (size > size_) {
       if (Meter* meter = Meter::current()) {

@@ -1,5 +1,5 @@
-// Reports memory access of matrix products to sanitizers, because products are compiled at run time
-// without their checks.
+// Reports the memory that matrix products read and write to sanitizers. Products are compiled at
+// run time, so sanitizers cannot see them.
 
 #pragma once
 

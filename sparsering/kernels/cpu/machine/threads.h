@@ -11,8 +11,8 @@
 
 namespace sparsering::cpu {
 
-// Runs body(scratch, i) for every i < count, on whichever thread is free. Uses no more threads than
-// have `least` items each.
+// Runs body(scratch, i) for every i < count; a free thread takes the next i. Uses at most one
+// thread per `least` items.
 template <typename Scratch, typename Make, typename Body>
 void share_out(int64_t count, int64_t least, const Make& make, const Body& body) {
   std::atomic<int64_t> next{0};
@@ -28,7 +28,8 @@ void share_out(int64_t count, int64_t least, const Make& make, const Body& body)
   });
 }
 
-// Runs body(scratch, i) on this thread with the scratch `mine`; on all threads if it is nullptr.
+// Runs body(scratch, i) on this thread, with the scratch `mine`; if that is nullptr, on all
+// threads.
 template <typename Scratch, typename Make, typename Body>
 void share_out(std::optional<Scratch>* mine, int64_t count, int64_t least, const Make& make,
                const Body& body) {
@@ -44,14 +45,14 @@ void share_out(std::optional<Scratch>* mine, int64_t count, int64_t least, const
   }
 }
 
-// True if threads share whole kv heads evenly enough; then they need not wait for each other.
+// True if all threads get nearly equally many kv heads. Then each computes whole heads by itself.
 inline bool shares_evenly(int64_t num_kv) {
   const int64_t threads = at::get_num_threads(), most = (num_kv + threads - 1) / threads;
   return num_kv >= threads && 10 * most * threads <= 11 * num_kv;
 }
 
-// Number of kv heads that are packed together: no more than keep all threads busy with `rows` items
-// each, but at least 4 MiB.
+// Returns how many kv heads are packed at a time: just enough for all threads, with `rows` items
+// per head, but at least 4 MiB of packed keys (`bytes` per head).
 inline int64_t wave_of(int64_t num_kv, int64_t rows, int64_t bytes) {
   const int64_t busy = 64 * at::get_num_threads() / std::max<int64_t>(rows, 1) + 1;
   const int64_t small = (int64_t{4} << 20) / std::max<int64_t>(bytes, 1);

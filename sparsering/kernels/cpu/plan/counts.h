@@ -7,12 +7,13 @@
 
 namespace sparsering::cpu {
 
-// Counts of a pass of a plan, means over heads, as in planning/work.py: entries, key tiles that a
-// group visits, key tiles whose length is no multiple of 16, and pieces of cut rows and columns.
+// Counts of a pass of a plan, means over heads, from planning/work.py: entries; key tiles that a
+// group of heads visits (`seen`); key tiles whose length is no multiple of 16 (`ragged`); pieces
+// that query tiles and key tiles are cut into.
 struct Counts {
   double entries, seen, ragged, pieces, pieces_by_key;
 
-  // Key tiles of which a copy is packed, of `tiles`.
+  // Returns how many of `tiles` key tiles are copied; `in_place`: whole tiles need no copy.
   double copied(double tiles, bool in_place) const {
     return in_place ? std::min(ragged, tiles) : tiles;
   }

@@ -10,7 +10,7 @@
 
 namespace sparsering::cpu {
 
-// True if brgemm multiplies bfloat16 on this processor; where it cannot, it throws.
+// True if brgemm multiplies bfloat16 on this processor; on others it throws an error.
 inline bool has_bfloat16_products() {
   if (!at::globalContext().userEnabledMkldnn()) {
     return false;
@@ -31,8 +31,8 @@ inline bool has_bfloat16_products() {
   return has;
 }
 
-// Bytes of the buffers of a call, from counts of its passes (planning/memory.py), without running
-// it. Meta tensors give the shapes.
+// Returns the bytes of the buffers of a call without running it, from counts of its passes
+// (planning/memory.py) and meta tensors.
 inline int64_t workspace_bytes(const Tensor& query, const Tensor& key, const Tensor& value,
                                int64_t block, at::ArrayRef<double> counts, bool backward,
                                bool by_head) {
@@ -61,8 +61,8 @@ inline int64_t workspace_bytes(const Tensor& query, const Tensor& key, const Ten
   return x.q.type == at::kBFloat16 && has_bfloat16_products() ? bytes(BFloat16()) : bytes(float());
 }
 
-// Pieces that the forward pass cuts rows with these numbers of entries into, and the backward pass
-// key tiles.
+// Returns the number of pieces that rows (or key tiles, `by_key`) with so many entries are cut
+// into: rows by the forward pass, key tiles by the backward pass.
 inline int64_t pieces(const Tensor& entries, bool by_key) {
   const int64_t* of_tile = values_of<int64_t>(entries);
   const int64_t tiles = entries.numel();

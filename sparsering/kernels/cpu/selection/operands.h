@@ -6,12 +6,13 @@
 
 namespace sparsering::cpu {
 
-// Kinds of query features, named as in estimates.py: the query itself, or two sets of D numbers.
+// Kinds of query features, as in selection/estimates.py: kMean is the query itself, others have 2 D
+// numbers.
 enum class Features { kMean, kGauss, kBounds };
 
-// Queries [B, Hq, Nq, D]; features [entries, slots, blocks, F] of parts of blocks; and keys
-// [entries, own blocks, block, D], of block `first_own` and later ones. An entry is a batch entry
-// and kv head. `scale` multiplies the keys, and the features unless the query's features have it.
+// Inputs of block scores: queries [B, Hq, Nq, D]; features [entries, slots, blocks, F] of parts of
+// key blocks; keys [entries, own blocks, block, D] of blocks from `first_own` on. Here an entry is
+// a kv head of a batch entry. `scale` multiplies the keys, and for kMean the features too.
 struct Operands {
   Operands(const Tensor& query_, const Tensor& feature_, const Tensor& key_, int64_t kind_,
            float scale_, int64_t first_own_, int64_t first_query_)
@@ -55,8 +56,8 @@ struct Operands {
   }
 };
 
-// Transposes rows [count, width], `stride` apart, times a factor, to rows `ld` apart [width,
-// padded]: count is padded with zeros to a multiple of 16.
+// Transposes rows [count, width], which are `stride` apart, and multiplies by a factor. The result
+// has `width` rows, `ld` apart; count is padded with zeros to a multiple of 16.
 inline void turn(const float* from, int64_t stride, int64_t count, int64_t width, float factor,
                  float* to, int64_t ld) {
   const int64_t whole = width / kLanes * kLanes, padded = round_up(count, 16);
@@ -73,8 +74,8 @@ inline void turn(const float* from, int64_t stride, int64_t count, int64_t width
   }
 }
 
-// Features of the first `blocks` blocks as right operands: one panel [F, columns] for every
-// `columns` blocks of an entry and slot.
+// Features of the first `blocks` blocks, packed as right operands. A panel [F, columns] has the
+// features of `columns` blocks of an entry and slot.
 class Panels {
  public:
   static constexpr int64_t kColumns = 128;
@@ -99,7 +100,7 @@ class Panels {
     return columns_;
   }
 
-  // Panel of an entry and slot that begins at block `first`, a multiple of `columns`.
+  // Returns the panel of an entry and slot whose first block is `first`, a multiple of `columns`.
   const float* of(int64_t entry, int64_t slot, int64_t first) const {
     return data_.get() + ((entry * slots_ + slot) * count_ + first / columns_) * size_;
   }
@@ -109,7 +110,7 @@ class Panels {
   Buffer<float> data_;
 };
 
-// Reads queries of an entry from `first` on, as rows [count, D], ordered by token, then by head.
+// Copies queries of an entry from `first` on to rows [count, D], ordered by token, then by head.
 inline void read_queries(const Operands& x, int64_t entry, int64_t first, int64_t count,
                          float* to) {
   with_type(x.query.type, [&](auto value) {

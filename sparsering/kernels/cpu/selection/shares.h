@@ -1,4 +1,4 @@
-// Shares of blocks of keys: softmax over parts of blocks, summed over the queries of a row.
+// Shares of key blocks: the softmax over parts of blocks, summed over the queries of a result row.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace sparsering::cpu {
 
-// Shares of `count` runs of `width` queries. The first run begins at token `offset` of block
-// `first`, each later run is in the next block. `row` queries, of all heads, form a result row.
+// Input: `count` runs of `width` queries. The first run begins at token `offset` of block `first`,
+// each later run in the next block. `row` queries (over all heads of the group) form a result row.
 struct Shares {
   Shares(const Operands& of, const std::optional<Tensor>& last_, float log_part_, int64_t blocks_,
          int64_t length, int64_t first_, int64_t offset_, int64_t count_, int64_t width_,
@@ -39,13 +39,13 @@ struct Shares {
                       "sparsering cpu: shares lack blocks that queries see");
   }
 
-  // Number of blocks that queries of block `own` see by estimates; its own keys are exact.
+  // Returns how many blocks have estimated scores for queries of block `own`, whose keys are exact.
   int64_t seen(int64_t own) const {
     return causal ? std::clamp<int64_t>(own, 0, blocks) : blocks;
   }
 
   Operands operands;
-  const float* last;  // [slots] log share of a part's tokens that there are, in the last block
+  const float* last;  // [slots] for the last block: log share of each part's tokens that exist
   float log_part;
   int64_t blocks, Nk, first, offset, count, width, row;
   bool causal;
@@ -58,7 +58,7 @@ inline float least_of_lanes(Vec x) {
   return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::minimum(a, b); }, x);
 }
 
-// Returns the maximum. It may skip NaN, but the exponential of a NaN still reaches the sum.
+// Returns the maximum. It may ignore NaN, which still makes the sum of exponentials NaN.
 inline Vec highest_of(const float* from, int64_t size, Vec top) {
   Vec tops[4] = {top, top, top, top};  // four independent maxima hide the latency of each
   int64_t j = 0;
@@ -84,7 +84,7 @@ inline float exponentiate(float* x, int64_t size, float base) {
   return sum_of_lanes(total);
 }
 
-// A smaller share is computed again from logs: exp_of is off by 2^-126.
+// Smaller shares are computed again from logs, because exp_of has an absolute error of 2^-126.
 constexpr float kLeastShare = 0x1p-96f;
 
 // Writes logs of numbers. Returns true if one of the numbers was less than kLeastShare.
@@ -137,7 +137,7 @@ inline bool block_shares(const Shares& x, Tensor& result) {
     }
   };
   const auto work = [&](Scratch& s, int64_t item) {
-    item = from.entries * x.count - 1 - item;  // longest items first, for an even load
+    item = from.entries * x.count - 1 - item;  // threads take the longest items first
     const int64_t e = item % from.entries, run = item / from.entries, own = x.first + run;
     const int64_t seen = x.seen(own), wide = round_up(seen, 16), columns = slots * wide;
     const bool has_own = x.causal && own >= 0 && own < x.blocks;
@@ -161,7 +161,7 @@ inline bool block_shares(const Shares& x, Tensor& result) {
                   panels.columns(), s.logits.get() + c * wide + j, columns);
         }
       }
-      // Few distinct widths, because brgemm compiles a kernel for each.
+      // the widths take few values, because brgemm compiles a kernel for each value
       for (int64_t j = 0; j < near_wide; j += Panels::kColumns) {
         product(count, std::min(Panels::kColumns, near_wide - j), D, query, s.key.get() + j,
                 near_most, s.near.get() + j, near_wide);
@@ -173,7 +173,7 @@ inline bool block_shares(const Shares& x, Tensor& result) {
         float *logits = s.logits.get() + i * columns, *near = s.near.get() + i * near_wide;
         for (int64_t c = 0; c < slots; ++c) {
           std::fill(logits + c * wide + seen, logits + (c + 1) * wide, -kInf);
-          if (x.last && seen == x.blocks) {  // a part without tokens must not be the highest
+          if (x.last && seen == x.blocks) {  // parts without tokens must not set the maximum
             logits[c * wide + seen - 1] += x.last[c];
           }
         }

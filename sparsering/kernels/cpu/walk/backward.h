@@ -1,5 +1,5 @@
-// Backward pass by key tile: gathered rows add to the dK and dV of one key tile, and to the dQ of
-// their chunk, which is in memory.
+// Backward pass in a loop over key tiles: the query rows that visit a key tile are gathered. They
+// add to its dK and dV, and to the dQ of their chunk of rows.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace sparsering::cpu {
 template <typename T>
 class WalkBackward {
  public:
-  // Input of all rows, and the gradient of the block bias, or nullptr.
+  // Tensors with a row per query, and the gradient of the block bias (may be nullptr).
   struct Rows {
     const Source& dout;
     const float *lse, *delta;
@@ -44,7 +44,7 @@ class WalkBackward {
       delta = Buffer<float>(walk.rows);
       totals = Buffer<float>(walk.rows);
     }
-    // Makes room for a chunk of so many rows.
+    // Allocates memory for a chunk of so many rows.
     void reserve(int64_t rows) {
       all_q.at_least(rows * width);
       all_dout.at_least(rows * value_width);
@@ -57,7 +57,7 @@ class WalkBackward {
     Visits visits;
     Buffer<T> spare, k, kt, v, gathered, q, qt, dout, dout_t, p, ds, ds_paired;
     Buffer<float> scores, dscores, dq_t, dq, lse, delta, totals;
-    // Rows of a whole chunk.
+    // Q and dO of all rows of a chunk.
     Buffer<T> all_q, all_dout;
     Buffer<float> all_lse, all_delta, all_dq;
   };
@@ -72,7 +72,7 @@ class WalkBackward {
         width_(pairs.width()),
         value_width_(pairs.value_width()) {}
 
-  // Computes a whole kv head; `dk` and `dv` have room for all its key tiles.
+  // Computes a kv head; `dk` and `dv` have room for all of its key tiles.
   void run_head(int64_t kv, float* dk, float* dv, const Gradients& sums) const {
     const std::vector<Chunk> chunks = walk_.chunks(kv, 1);
     add_chunks(chunks, 0, chunks.size(), dk, dv, sums);
@@ -82,8 +82,8 @@ class WalkBackward {
     }
   }
 
-  // Computes some kv heads. The chunks of each form groups with dK and dV of their own, as many as
-  // there is room for; groups do not depend on the number of threads.
+  // Computes some kv heads. The chunks of a kv head form groups, and each group sums its own dK and
+  // dV, so that threads share a head. The number of groups depends on memory, not on threads.
   void run_wave(int64_t first, int64_t count, const Gradients& sums) const {
     const Groups of(*this, count, walk_.chunks(0, 1).size());
     for (int64_t kv = first; kv < first + count; kv += of.heads) {
@@ -92,7 +92,7 @@ class WalkBackward {
     }
   }
 
-  // Bytes of `run_wave` for a pass of a plan, without scratch; and of the scratch of a thread.
+  // Returns the bytes that `run_wave` needs for a pass of a plan; `scratch`: those of a thread.
   int64_t workspace(int64_t count, double entries) const {
     return bytes_of([&] { Groups(*this, count, walk_.num_chunks(entries)); });
   }
@@ -101,9 +101,9 @@ class WalkBackward {
   }
 
  private:
-  static constexpr int64_t kRoom = 1 << 26;  // values of dK and dV; two groups may exceed it
+  static constexpr int64_t kRoom = 1 << 26;  // most values of dK and dV, but room for two groups
 
-  // Rooms for dK and dV: `heads` kv heads at a time, in `groups` each, of `size` values.
+  // Memory for dK and dV of `heads` kv heads at a time: `size` values for each of `groups` groups.
   struct Groups {
     Groups(const WalkBackward& f, int64_t count, int64_t num_chunks)
         : size(f.walk_.pass.columns * f.x_.block * (f.width_ + f.value_width_)) {
@@ -196,7 +196,7 @@ class WalkBackward {
     }
   }
 
-  // Reads lse and delta of a chunk's rows.
+  // Copies lse and delta of a chunk's rows.
   void read_sums(const Scratch& s, const Chunk& chunk, float* lse, float* delta) const {
     for (int64_t row = chunk.begin; row < chunk.end; ++row) {
       const Tile tile = walk_.pass.query_tile(walk_.axis(chunk.head), row);
@@ -210,7 +210,7 @@ class WalkBackward {
     }
   }
 
-  // Packs a gathered tile's rows and their transpose as right operands; zeros past its end.
+  // Packs the rows of a gathered tile, and their transpose, as right operands; pads with zeros.
   const T* operands(Scratch& s, const T* all, int64_t heads, int64_t count, int64_t width, T* to,
                     T* transposed) const {
     const int64_t size = s.tile.size * heads;
@@ -295,7 +295,7 @@ class WalkBackward {
     }
   }
 
-  // Turns scores and dP into P^T and dS^T, as operands, and sums dS of each row; see Pairs.
+  // Computes P^T and dS^T from scores and dP, as operands, and the sum of dS of each row.
   void weigh(Scratch& s, int64_t keys, int64_t padded, int64_t rows) const {
     constexpr int W = kPaired<T> ? 2 : 1;
     float *scores = s.scores.get(), *dscores = s.dscores.get();

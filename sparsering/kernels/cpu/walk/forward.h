@@ -1,4 +1,5 @@
-// Forward pass by key tile: a chunk of rows keeps its running softmax and sums in memory.
+// Forward pass in a loop over key tiles. The softmax state and sums of all rows of a chunk are in
+// memory, because the rows visit a key tile at different times.
 
 #pragma once
 
@@ -11,8 +12,8 @@
 
 namespace sparsering::cpu {
 
-// Right operands of a key tile: K^T, and V if needed. Scores are [rows, keys] here, not transposed:
-// the small key tile is transposed instead, once for many rows.
+// Right operands of a key tile: K^T, and V if needed. Scores are [rows, keys] here, because it is
+// cheaper to transpose one key tile than the many rows that visit it.
 template <typename T>
 class RowKeys {
  public:
@@ -114,7 +115,7 @@ class WalkForward {
       bias = Buffer<float>::zeros(walk.rows);
       factor = Buffer<float>::zeros(walk.rows);
     }
-    // Makes room for a chunk of so many rows.
+    // Allocates memory for a chunk of so many rows.
     void reserve(const Problem& x, const Walk& walk, int64_t rows) {
       const int64_t room = rows + walk.rows;
       q.at_least(room * keys.width());
@@ -182,7 +183,7 @@ class WalkForward {
     }
   }
 
-  // One softmax step of up to kLanes rows from `first` on; see softmax_step.
+  // Runs a softmax step of up to kLanes rows from `first` on, as softmax_step does for queries.
   void weigh(Scratch& s, int64_t heads, int64_t first, int64_t count, T* weights) const {
     const int64_t padded = s.keys.padded;
     const float* scores = s.scores.get() + first * padded;

@@ -1,5 +1,5 @@
-// Softmax mass of each visited block: the sum over the query tile's rows of
-// weight_i * sum_j exp(s_ij - lse_i), with one product per gathered tile.
+// Softmax mass of each entry: the sum over queries i of weight_i * sum_j exp(s_ij - lse_i). One
+// matrix product per gathered tile.
 
 #pragma once
 
@@ -10,7 +10,7 @@ namespace sparsering::cpu {
 template <typename T>
 class Mass {
  public:
-  // `weight` may be nullptr, for 1; `mass` [B, Hq, blocks] must be 0.
+  // Without `weight` (nullptr), weights are 1. `mass` [B, Hq, blocks] must be 0 before.
   Mass(const Problem& problem, const float* lse, const float* weight, float* mass)
       : x_(problem), lse_(lse), weight_(weight), mass_(mass) {}
 
@@ -41,7 +41,7 @@ class Mass {
     }
   }
 
-  // Reads lse and weights of a chunk's rows.
+  // Copies lse and weights of a chunk's rows.
   void read_rows(Scratch& s, const Walk& walk, const Chunk& chunk) const {
     const int64_t heads = chunk.heads, rows = s.visits.tokens() * heads;
     float *lse = s.highest.at_least(rows), *weight = s.total.at_least(rows);

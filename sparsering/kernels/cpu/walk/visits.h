@@ -1,12 +1,13 @@
-// Walk by key tile, for passes whose query tiles are short: gathers the rows that visit a key tile,
-// wherever they are, into tiles that are large enough for a matrix product. No row is computed with
-// a key tile that it does not visit, and short query tiles are not padded one by one.
+// A walk: a loop over key tiles, for passes whose query tiles are short. It gathers all rows that
+// visit a key tile into tiles that are large enough for a matrix product. So rows are multiplied
+// only with key tiles that they visit, and short query tiles need no padding.
 //
-// A row is a query of a head. A chunk stores its rows by token, then by head, because heads that
-// share a table are gathered together. Chunks depend only on the layout. The entries of a chunk are
-// sorted by key tile, so that each row sees its key tiles in ascending order on any thread.
+// A row is a query of a head. A chunk is some query tiles, whose rows are stored by token, then by
+// head, because heads that share a table are gathered together. Chunks depend only on the layout.
+// The entries of a chunk are sorted by key tile, so that each row visits its key tiles in ascending
+// order on any thread.
 //
-// Source: FSA (arXiv 2508.18224) and FlashMoBA (2511.11571) walk selections by key block.
+// Source: FSA (arXiv 2508.18224) and FlashMoBA (2511.11571) loop over key blocks of selections.
 
 #pragma once
 
@@ -19,11 +20,11 @@
 namespace sparsering::cpu {
 
 constexpr int64_t kGathered = 64;  // rows per gathered tile, unless one token has more heads
-// The rows of a chunk are chosen so that a key tile has `kMuch` visiting rows on average. A chunk
-// is limited to `kNearRows`, which stay in a core's cache, if that leaves at least `kEnough`.
+// A chunk has so many rows that `kMuch` of them visit a key tile on average, but at most
+// `kNearRows`, which fit a core's cache, unless fewer than `kEnough` would then visit a key tile.
 constexpr int64_t kMuch = 256, kEnough = 64, kLeastRows = 1024, kNearRows = 4096;
 
-// Query tiles `begin` to `end` for some heads that share a table.
+// Query tiles `begin` to `end`, for some heads that share a table.
 struct Chunk {
   int64_t batch, head, heads, begin, end;
 };
@@ -36,7 +37,7 @@ struct Walk {
     rows = round_up(tokens * heads, 32);
   }
 
-  // Lists the chunks of some kv heads, counted through the batch.
+  // Lists the chunks of some kv heads; `first_kv` is an index among those of all batch entries.
   std::vector<Chunk> chunks(int64_t first_kv, int64_t count) const {
     std::vector<Chunk> result;
     for (int64_t kv = first_kv; kv < first_kv + count; ++kv) {
@@ -63,9 +64,9 @@ struct Walk {
 
   const Problem& x;
   const Pass& pass;
-  int64_t heads, tokens, rows;  // of a gathered tile: heads, tokens at most, rows padded
+  int64_t heads, tokens, rows;  // sizes of a gathered tile: heads, most tokens, padded rows
 
-  // Number of chunks of a kv head, and rows of the longest, for a pass of a plan.
+  // Returns the number of chunks of a kv head for a pass of a plan; `most_rows`: their rows.
   int64_t num_chunks(double entries) const {
     const int64_t most = most_rows(entries) / heads;
     return (pass.rows * pass.longest + most - 1) / most * (x.group / heads);
@@ -84,12 +85,12 @@ struct Walk {
   }
 };
 
-// A gathered tile: for each token its index in the chunk, its entry, and its index in its query
-// tile, which is its bitmap row.
+// A gathered tile. Each token has its index in the chunk, its entry in the table, and its index in
+// its query tile (the bitmap row).
 struct Gathered {
   explicit Gathered(const Walk& walk)
       : token(walk.tokens), entry(walk.tokens), place(walk.tokens) {}
-  int64_t size = 0;  // tokens
+  int64_t size = 0;  // number of tokens
   std::vector<int64_t> token, entry, place;
 
   bool lies_together() const {
@@ -136,7 +137,8 @@ class Visits {
     return begin_[column] < begin_[column + 1];
   }
 
-  // Gathers the rows that visit a key tile into `tile`, and calls f() for each full or last one.
+  // Gathers the tokens that visit a key tile into `tile`. Calls f() when the tile is full, and for
+  // the rest.
   template <typename F>
   void for_tiles(int64_t column, Gathered& tile, const F& f) const {
     const int64_t most = tile.token.size();
@@ -168,7 +170,7 @@ class Visits {
   std::vector<Visit> of_tile_;
 };
 
-// Copies the rows of a chunk to `to`, by token and then by head, with `width` values each.
+// Copies the rows of a chunk to `to`, by token, then by head, with `width` values each.
 template <typename T>
 void read_chunk(const Walk& walk, const Chunk& chunk, const Visits& visits, const Source& from,
                 int64_t width, T* to) {
@@ -194,8 +196,8 @@ void read_chunk(const Walk& walk, const Chunk& chunk, const Visits& visits, cons
   }
 }
 
-// Returns the rows of a gathered tile, in place if they are adjacent, else copied to `to`. Rows
-// past its end have any values.
+// Returns the rows of a gathered tile: in place if they are adjacent, else a copy in `to`. Padding
+// rows are undefined.
 template <typename T>
 const T* gather(const Gathered& tile, const T* rows, int64_t width, T* to) {
   if (tile.lies_together()) {
