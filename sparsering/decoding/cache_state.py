@@ -179,7 +179,7 @@ class CacheState(_Record):
         )
 
     def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "CacheState":
-        """Returns the state after an eviction: the keys that later queries visit, then an empty page.
+        """Returns the state after an eviction: keys that later queries visit, then an empty page.
 
         `key`, `value`: the latest tokens [B, Hkv, n, D], if they are not in the page. An entry with
         fewer than n new tokens has padding last.

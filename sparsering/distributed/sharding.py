@@ -6,8 +6,6 @@ rank r owns chunks r and 2P - 1 - r of 2P, which shares causal work equally.
 chunks may have fewer, or none.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -51,11 +49,7 @@ def check_sharding(sharding: str, world_size: int) -> None:
 
 def owned_ranges(sharding: str, seq_len: int, world_size: int) -> tuple[Ranges, ...]:
     """Returns the ranges of positions that each rank owns, in the order of its shard."""
-    return _owned_ranges(tuple(chunk_owners(sharding, world_size)), seq_len, world_size)
-
-
-@lru_cache(maxsize=256)
-def _owned_ranges(owners: tuple[int, ...], seq_len: int, world_size: int) -> tuple[Ranges, ...]:
+    owners = chunk_owners(sharding, world_size)
     size = -(-seq_len // len(owners))
     owned: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
     for chunk, owner in enumerate(owners):
