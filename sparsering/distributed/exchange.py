@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class RingError(RuntimeError):
-    """A ring call failed. Attributes: the `rank` that raises, its `peer` (or None), and the `step`.
+    """A ring call failed: `rank` raised this at `step`, because of `peer` (None if unknown).
 
     The process group is unusable afterwards: make a new one with `torch.distributed.new_group`, or
     start the processes again.
