@@ -50,7 +50,7 @@ def unshard(
     sharding: str = "contiguous",
     length: int | None = None,
 ) -> Tensor:
-    """Joins the shards of all ranks to the whole tensor, on every rank; every rank must call it.
+    """Returns the whole tensor, joined from the shards of all ranks; every rank must call it.
 
     Differentiable: the gradient of a shard is the sum of its gradients on all ranks.
 

@@ -29,7 +29,7 @@ _workspace = {"bytes": 16 << 20}
 
 
 def set_workspace(limit: int) -> int:
-    """Sets how many bytes a call uses for copied keys and scores at a time; returns the old limit.
+    """Sets how many bytes a call uses for copied keys and scores at a time. Returns the old limit.
 
     The default is 16 MiB; more is hardly faster. Less saves memory, but needs more matmuls. A call
     also needs O(N) memory for sums, and at least the bytes of a unit: up to 512 queries and 2,048
