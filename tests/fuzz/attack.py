@@ -129,6 +129,7 @@ def attack(
     under_way: Path | None = None,
     backends: Sequence[str] | None = None,
     rounds: int | None = None,
+    cases: int = 64,
 ) -> Coverage:
     """Checks cases of a kind for some seconds.
 
@@ -138,8 +139,8 @@ def attack(
         seed: the same seed draws the same cases, as far as the time allows.
         under_way: a file with the case that is running, in case the process dies.
         backends: the backends to test, default all.
-
-        rounds: how many rounds of up to 64 cases, default as many as there is time for.
+        rounds: how many rounds, default as many as there is time for.
+        cases: most cases of a round.
 
     Raises: Fault for the first case that fails, after shrinking it.
     """
@@ -150,7 +151,7 @@ def attack(
         while cells and time.monotonic() < end and number != rounds:
             empty = {_is_slow(cell) for cell in coverage.empty()}
             slow = number % SLOW_ROUNDS == SLOW_ROUNDS - 1 or empty == {True}
-            _round(kind, coverage, end, f"{seed} {number}", under_way, slow)
+            _round(kind, coverage, end, f"{seed} {number}", under_way, slow, cases)
             number += 1
     finally:
         coverage.seconds = coverage.seconds or time.process_time() - coverage.begin
@@ -182,13 +183,19 @@ def prepare() -> None:
 
 
 def _round(
-    kind: Kind, coverage: Coverage, end: float, seed: str, under_way: Path | None, slow: bool
+    kind: Kind,
+    coverage: Coverage,
+    end: float,
+    seed: str,
+    under_way: Path | None,
+    slow: bool,
+    cases: int,
 ) -> None:
     cells = coverage.emptiest(32, seed, slow)
     failed: list[Any] = []
 
     @hypothesis.settings(
-        max_examples=64,
+        max_examples=cases,
         database=None,
         deadline=None,
         derandomize=False,

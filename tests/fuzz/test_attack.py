@@ -8,7 +8,6 @@ import hypothesis.strategies as st
 import pytest
 
 from . import calls
-from .__main__ import KINDS
 from .attack import Cell, Fault, Refused, attack
 
 
@@ -91,12 +90,15 @@ class DrawnCall:
         return self.call.script()
 
 
+CASES = {"calls": 100, "caches": 50, "selections": 60, "rings": 20, "hostile": 100}  # seconds
 ROUNDS = {"calls": 6, "caches": 2, "selections": 5, "rings": 2, "hostile": 5}  # a minute in all
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's own kernels, once a process
-@pytest.mark.parametrize("name", KINDS)
-def test_an_attack_of_some_seconds_finds_nothing(name):
+@pytest.mark.filterwarnings("ignore")  # torch's own kernels warn, once in a process
+@pytest.mark.parametrize("is_long", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CASES)
+def test_an_attack_of_some_seconds_finds_nothing(name, is_long):
     kind = import_module(f"fuzz.{name}")
-    coverage = attack(kind, 600.0, seed="make test", rounds=ROUNDS[name])
+    size = {"rounds": ROUNDS[name]} if is_long else {"rounds": 1, "cases": CASES[name]}
+    coverage = attack(kind, 600.0, seed="make test", **size)
     assert coverage.right.total()

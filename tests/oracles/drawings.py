@@ -1,8 +1,8 @@
 """Patterns as matrices drawn by hand, from `drawn_positions.txt` and `drawn_tiles.txt`.
 
-A paragraph there is a drawing: the behaviour that it shows; the pattern as a spec of
-`patterns_oracle`, the number of queries and other arguments of `to_dense`; and the counts
-[B, H, Nq, Nk] in the notation of `patterns_oracle.matrix`. Lines that begin with # are comments.
+A paragraph there is a drawing: the pattern as a spec of `patterns_oracle`, the number of queries
+and other arguments of `to_dense`; then the counts [B, H, Nq, Nk] in the notation of
+`patterns_oracle.matrix`. The first comment is the behaviour that the drawing shows.
 """
 
 import ast
@@ -24,8 +24,10 @@ class Drawing:
 
     @classmethod
     def parse(cls, text: str) -> "Drawing":
-        """Reads the behaviour, the call and the picture, each on lines of their own."""
-        behaviour, call, *rows = (line for line in text.split("\n") if line[:1] != "#")
+        """Reads the first comment, the call and the picture."""
+        lines = [line.partition("#") for line in text.split("\n")]
+        behaviour = next(comment.strip() for _, _, comment in lines if comment)
+        call, *rows = (code.strip() for code, _, _ in lines if code)
         parsed = ast.parse(f"drawing({call})", mode="eval").body
         assert isinstance(parsed, ast.Call)
         spec, q_len = (ast.literal_eval(x) for x in parsed.args)
