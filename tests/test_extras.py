@@ -13,6 +13,7 @@ from oracles.attention_oracle import (
     inputs,
 )
 from oracles.extras_oracle import ALL, expected_of, extras_of
+from thinned import thinned
 from torch import Tensor
 
 import sparsering as sr
@@ -110,12 +111,12 @@ PART_OF_THE_QUERIES = {
 
 @pytest.mark.parametrize(
     ("name", "extras", "dtype"),
-    [
-        pytest.param(name, extras, dtype, marks=() if (i + j + k) % 2 else pytest.mark.slow)
-        for i, name in enumerate(PART_OF_THE_QUERIES)
-        for j, extras in enumerate(("sink", "sink_of_rows", "sink_of_entries"))
-        for k, dtype in enumerate((torch.bfloat16, torch.float16))
-    ],
+    thinned(
+        2,
+        PART_OF_THE_QUERIES,
+        ["sink", "sink_of_rows", "sink_of_entries"],
+        [torch.bfloat16, torch.float16],
+    ),
 )
 def test_a_sink_where_some_queries_have_no_tile(
     name: str, extras: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -4,13 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles.attention_oracle import (
-    Case,
-    assert_close,
-    assert_same_attention,
-    gradients,
-    inputs,
-)
+from oracles.attention_oracle import Case, assert_close, assert_same_attention, gradients, inputs
 from oracles.extras_oracle import ALL, SEED, extras_of
 from torch import Tensor
 

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles.attention_oracle import (
-    Case,
-    assert_close,
-    attend_by_rows,
-    inputs,
-    random_table,
-)
+from oracles.attention_oracle import Case, assert_close, attend_by_rows, inputs, random_table
 from torch import Tensor
 
 import sparsering as sr
@@ -94,10 +88,7 @@ WRONG_TENSORS = {
         tensors(value=torch.bfloat16),
         contains("share a dtype", "torch.float32", "torch.bfloat16", ".to()"),
     ),
-    "two devices": (
-        tensors(key="meta"),
-        contains("on one device", "got cpu, meta, cpu", ".to()"),
-    ),
+    "two devices": (tensors(key="meta"), contains("on one device", "got cpu, meta, cpu", ".to()")),
 }
 
 

@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-from oracles.attention_oracle import (
-    Case,
-    assert_close,
-    inputs,
-)
+from oracles.attention_oracle import Case, assert_close, inputs
 from oracles.extras_oracle import extras_of
 from torch import Tensor
 

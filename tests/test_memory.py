@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from oracles.attention_oracle import workspace
+from thinned import slow_except, thinned
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -109,8 +110,15 @@ def test_peak_is_the_tensors_it_makes_and_the_workspace(name):
         assert got.kept == length * (4 * WIDTH + 1) * FLOAT  # out, lse and three gradients
 
 
-@pytest.mark.parametrize("call", [forward, forward_and_backward], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ["causal longnet", pytest.param("window", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("call", "name"),
+    slow_except(
+        [(forward_and_backward, "causal longnet"), (forward, "window")],
+        [forward, forward_and_backward],
+        ["causal longnet", "window"],
+    ),
+    ids=lambda x: getattr(x, "__name__", x),
+)
 def test_peak_grows_linearly_and_stays_far_below_the_pairs(name, call):
     pattern = PATTERNS[name]
     tensors = tensors_forward if call is forward else tensors_backward
@@ -242,13 +250,8 @@ def scratch() -> int:
     return torch.get_num_threads() * 8 * 128 * 256 * FLOAT
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
-)
-@pytest.mark.parametrize(
-    "name",
-    [x if x == "causal longnet" else pytest.param(x, marks=pytest.mark.slow) for x in PATTERNS],
-)
+@pytest.mark.parametrize("dtype", thinned(2, [torch.float32, torch.bfloat16]), ids=str)
+@pytest.mark.parametrize("name", slow_except(["causal longnet"], PATTERNS))
 def test_the_cpu_kernel_takes_a_few_tensors_at_any_length(name, dtype):
     """Forward and backward, one [B, H, N, D] counting as one tensor.
 

@@ -1,7 +1,7 @@
 """Parameters of which `make test` runs some and `make test-all` runs all."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -13,10 +13,18 @@ def thinned(step: int, *values: Iterable[Any]) -> list[Any]:
     Those are fast whose indices add up to a multiple of `step`. Each value of a list is in one of
     them if the other lists together have `step` sums of indices.
     """
+    numbered = [list(enumerate(some)) for some in values]
     return [
-        pytest.param(
-            *(value for _, value in chosen),
-            marks=() if sum(index for index, _ in chosen) % step == 0 else pytest.mark.slow,
-        )
-        for chosen in itertools.product(*map(list, map(enumerate, values)))
+        _parameters((value for _, value in chosen), sum(i for i, _ in chosen) % step == 0)
+        for chosen in itertools.product(*numbered)
     ]
+
+
+def slow_except(fast: Collection[Any], *values: Iterable[Any]) -> list[Any]:
+    """Lists all combinations of values; those that `fast` does not contain are slow tests."""
+    found = list(itertools.product(*values))
+    return [_parameters(x, (x if len(x) > 1 else x[0]) in fast) for x in found]
+
+
+def _parameters(values: Iterable[Any], is_fast: bool) -> Any:
+    return pytest.param(*values, marks=() if is_fast else pytest.mark.slow)

@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles.attention_oracle import (
-    Case,
-    assert_same_attention,
-    inputs,
-)
+from oracles.attention_oracle import Case, assert_same_attention, inputs
 from torch import Tensor
 
 import sparsering as sr

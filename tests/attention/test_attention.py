@@ -23,6 +23,7 @@ from oracles.attention_oracle import (
 )
 from oracles.patterns_oracle import Spec, build
 from oracles.strategies import Scene, cases, examples
+from thinned import thinned
 
 import sparsering as sr
 
@@ -38,14 +39,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        pytest.param(name, shape, marks=() if (j - i) % 8 in (0, 5 * (i % 2)) else pytest.mark.slow)
-        for i, name in enumerate(PATTERNS)
-        for j, shape in enumerate(SHAPES)
-    ],
-)
+@pytest.mark.parametrize(("name", "shape"), thinned(8, PATTERNS, SHAPES))
 def test_is_the_reference_forward_and_backward(name, shape):
     case = SHAPES[shape]
     assert_is_the_reference(PATTERNS[name](case), case)
@@ -80,11 +74,7 @@ def test_is_the_reference_for_any_expression_at_several_blocks(case: tuple[Spec,
 
 @pytest.mark.parametrize(
     ("length", "block_size"),
-    [
-        pytest.param(length, size, marks=() if (j - i) % 3 == 0 else pytest.mark.slow)
-        for i, length in enumerate((1, 15, 16, 17, 127, 129, 257))
-        for j, size in enumerate((16, 48, 80, 128, 256, None))
-    ],
+    thinned(3, [1, 15, 16, 17, 127, 129, 257], [16, 48, 80, 128, 256, None]),
 )
 def test_ragged_lengths_at_every_block_size(length, block_size):
     case = Case(1, 2, 2, length, length, 8, 8, block_size)

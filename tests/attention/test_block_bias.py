@@ -16,6 +16,7 @@ from oracles.attention_oracle import (
     inputs,
     workspace,
 )
+from thinned import thinned
 from torch import Tensor
 
 import sparsering as sr
@@ -42,11 +43,7 @@ BIASED = {
 
 @pytest.mark.parametrize(
     ("name", "outer"),
-    [
-        pytest.param(name, outer, marks=() if (i + j) % 4 == 0 else pytest.mark.slow)
-        for i, name in enumerate(BIASED)
-        for j, outer in enumerate(("full", "one batch entry", "one head", "one of both"))
-    ],
+    thinned(4, BIASED, ["full", "one batch entry", "one head", "one of both"]),
 )
 def test_block_bias_adds_to_the_scores_of_each_entry_in_the_order_of_entries(name, outer):
     case = BIASED[name]
@@ -71,28 +68,14 @@ def test_block_bias_adds_to_the_scores_of_each_entry_in_the_order_of_entries(nam
         assert_same_attention(got, expected, (*args, bias))
 
 
-@pytest.mark.parametrize(
-    ("name", "limit"),
-    [
-        pytest.param(name, limit, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
-        for i, name in enumerate(
-            (
-                "full",
-                "longnet",
-                "longnet, offset of each head",
-                "longnet, every rate above 1",
-                "union of steps",
-                "mixture with overlap",
-                "branch twice",
-                "mixture under masks",
-                "packed longnet",
-                "dilated window",
-                "nothing",
-            )
-        )
-        for j, limit in enumerate((1, 64 << 20))
-    ],
+OTHERS = (
+    *("full", "longnet", "longnet, offset of each head", "longnet, every rate above 1", "nothing"),
+    *("union of steps", "mixture with overlap", "branch twice", "mixture under masks"),
+    *("packed longnet", "dilated window"),
 )
+
+
+@pytest.mark.parametrize(("name", "limit"), thinned(2, OTHERS, [1, 64 << 20]))
 def test_block_bias_is_the_reference_s(name, limit):
     case = Case(2, 4, 2, 75, 75, 8, 6, 16)
     pattern = PATTERNS[name](case)

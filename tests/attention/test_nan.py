@@ -5,13 +5,7 @@ import math
 import pytest
 import torch
 from each_backend import attend
-from oracles.attention_oracle import (
-    Case,
-    dense_counts,
-    gradients,
-    inputs,
-    workspace,
-)
+from oracles.attention_oracle import Case, dense_counts, gradients, inputs, workspace
 from torch import Tensor
 
 import sparsering as sr

@@ -14,25 +14,28 @@ from oracles.attention_oracle import (
     inputs,
     workspace,
 )
+from thinned import thinned
 
 import sparsering as sr
 
 
 @pytest.mark.usefixtures("each_cpu_backend")
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("length", "block_size", "limit", "repetitions"),
-    [
-        (130, 32, 20_000, 1),
-        pytest.param(200, 32, 20_000, 2, marks=pytest.mark.slow),
-        pytest.param(600, 128, 64 << 20, 2, marks=pytest.mark.slow),
-        pytest.param(900, 32, 64 << 20, 20, marks=pytest.mark.slow),
-    ],
+    ("size", "num_threads", "dtype"),
+    thinned(
+        8,
+        [
+            (130, 32, 20_000, 1),
+            (200, 32, 20_000, 2),
+            (600, 128, 64 << 20, 2),
+            (900, 32, 64 << 20, 20),
+        ],
+        [1, 2],
+        [torch.float32, torch.bfloat16],
+    ),
 )
-def test_same_bits_at_every_repetition(
-    num_threads, dtype, length, block_size, limit, repetitions, threads
-):
+def test_same_bits_at_every_repetition(size, num_threads, dtype, threads):
+    length, block_size, limit, repetitions = size
     torch.set_num_threads(num_threads)
     case = Case(1, 4, 2, length, length, 32, 32)
     pattern = sr.LongNet((64, 256, 512), (1, 2, 4)) + (sr.Causal() & sr.SlidingWindow(100))
@@ -83,13 +86,11 @@ def test_threads_of_one_process_do_not_disturb_each_other():
 
 @pytest.mark.parametrize(
     ("name", "limit"),
-    [
-        pytest.param(name, limit, marks=() if (i + j) % 4 == 0 else pytest.mark.slow)
-        for i, name in enumerate(
-            ("full", "longnet", "mixture under masks", "blocks of each batch entry")
-        )
-        for j, limit in enumerate((1, 1000, 10_000, 100_000, 1 << 30))
-    ],
+    thinned(
+        4,
+        ["full", "longnet", "mixture under masks", "blocks of each batch entry"],
+        [1, 1000, 10_000, 100_000, 1 << 30],
+    ),
 )
 def test_any_workspace_gives_the_same_result_within_rounding(name, limit):
     case = Case(2, 4, 2, 140, 140, 8, 6)

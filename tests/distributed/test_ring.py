@@ -12,7 +12,7 @@ from oracles.attention_oracle import PATTERNS, Case, assert_same_attention, grad
 from oracles.ring_oracle import plan_of
 from oracles.strategies import examples, scenes, specs
 from ring_workers import MAX_WORLD, Workers, groups
-from thinned import thinned
+from thinned import slow_except, thinned
 from torch import Tensor
 
 import sparsering as sr
@@ -32,7 +32,7 @@ def workers() -> Iterator[Workers]:
 SHARDINGS = ("contiguous", "zigzag", "chunks:2,0,1,1,0,0,2")
 
 
-@pytest.mark.parametrize(("name", "sharding"), thinned(5, PATTERNS, SHARDINGS))
+@pytest.mark.parametrize(("name", "sharding"), thinned(9, PATTERNS, SHARDINGS))
 def test_simulated_ranks_compute_what_one_process_does(name, sharding):
     pattern = PATTERNS[name](CASE)
     own = inputs(CASE)
@@ -57,9 +57,7 @@ def test_simulated_ranks_with_any_expression(data):
     assert_same_attention(got, expected, own, forward=1e-12, backward=1e-12)
 
 
-@pytest.mark.parametrize(
-    "length", (0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8)), 9)
-)
+@pytest.mark.parametrize("length", slow_except([0, 1, 9], [0, 1, 3, 8, 9]))
 def test_fewer_tokens_than_ranks(workers, length):
     case = replace(CASE, q_len=length, kv_len=length)
     for name, world, sharding in (
@@ -116,9 +114,7 @@ WORLDS = {
 }
 WORLDS_OF_PATTERNS = [
     pytest.param(
-        name,
-        world,
-        marks=() if fast or world in WORLDS.get(name, ()) else pytest.mark.slow,
+        name, world, marks=() if fast or world in WORLDS.get(name, ()) else pytest.mark.slow
     )
     for i, name in enumerate(PATTERNS)
     for world in range(1, MAX_WORLD + 1)
@@ -202,13 +198,7 @@ def run_shards(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("causal", marks=pytest.mark.slow),
-        "global tokens",
-        pytest.param("longnet", marks=pytest.mark.slow),
-        "blocks of each batch entry",
-    ],
+    "name", thinned(2, ["blocks of each batch entry", "causal", "global tokens", "longnet"])
 )
 def test_offloaded_keys_give_the_same_bits(name):
     own = inputs(CASE)

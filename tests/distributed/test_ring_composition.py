@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ring_workers import Workers, groups
+from thinned import slow_except
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -104,18 +105,11 @@ def four() -> Any:
     started.close()
 
 
+KINDS = ["plain", "recomputed", "fsdp", "ddp", "compiled"]
+
+
 @pytest.mark.parametrize("sharding", ("contiguous", "zigzag"))
-@pytest.mark.parametrize(
-    "kind",
-    (
-        "plain",
-        "recomputed",
-        "fsdp",
-        "ddp",
-        "compiled",
-        pytest.param("compiled by inductor", marks=pytest.mark.slow),
-    ),
-)
+@pytest.mark.parametrize("kind", slow_except(KINDS, [*KINDS, "compiled by inductor"]))
 def test_a_model_over_two_axes_has_the_loss_and_gradients_of_one_process(four, kind, sharding):
     loss, grads = alone()
     for got, of_rank in four.run(over_ranks, kind, sharding):

@@ -41,8 +41,7 @@ def extras(sink_of_rows: bool, dtype: torch.dtype = torch.float64) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "sink_of_rows", "sharding"),
-    thinned(3, NAMES, [False, True], ["contiguous", "zigzag"]),
+    ("name", "sink_of_rows", "sharding"), thinned(3, NAMES, [False, True], ["contiguous", "zigzag"])
 )
 def test_simulated_ranks_equal_the_formulas(name: str, sink_of_rows: bool, sharding: str):
     whole, options = inputs(CASE), extras(sink_of_rows)

@@ -9,6 +9,7 @@ from oracles import patterns_oracle
 from oracles.attention_oracle import PATTERNS, Case
 from oracles.ring_oracle import assert_plan_is_exact, owned
 from oracles.strategies import examples, scenes, specs
+from thinned import thinned
 
 import sparsering as sr
 from sparsering.distributed import RingPlan
@@ -16,14 +17,7 @@ from sparsering.distributed import RingPlan
 SHARDINGS = ("contiguous", "zigzag", "chunks:1,0,2,2,1,0,0")
 
 
-@pytest.mark.parametrize(
-    ("name", "sharding"),
-    [
-        pytest.param(name, sharding, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
-        for i, name in enumerate(PATTERNS)
-        for j, sharding in enumerate(SHARDINGS)
-    ],
-)
+@pytest.mark.parametrize(("name", "sharding"), thinned(3, PATTERNS, SHARDINGS))
 def test_needs_and_loads_are_those_of_the_definition(name, sharding):
     case = Case(batch=2, num_heads=4, num_kv_heads=2, q_len=75, kv_len=75)
     assert_plan_is_exact(PATTERNS[name](case), case, 3, sharding)
@@ -58,12 +52,15 @@ def test_any_expression(data):
 
 @pytest.mark.parametrize(
     "pattern",
-    (
-        sr.LongNet((64, 4096), (1, 16)),
-        pytest.param(sr.SlidingWindow(500, 300) & sr.Causal(), marks=pytest.mark.slow),
-        sr.Documents((700, 1900, 5, 1491)) & sr.Causal(),
-        pytest.param(sr.SlidingWindow(40, 40, 5) | sr.Dilated(1024, 7), marks=pytest.mark.slow),
-        sr.SlidingWindow(64, 64) | sr.GlobalTokens(300),
+    thinned(
+        3,
+        [
+            sr.SlidingWindow(64, 64) | sr.GlobalTokens(300),
+            sr.SlidingWindow(500, 300) & sr.Causal(),
+            sr.LongNet((64, 4096), (1, 16)),
+            sr.Documents((700, 1900, 5, 1491)) & sr.Causal(),
+            sr.SlidingWindow(40, 40, 5) | sr.Dilated(1024, 7),
+        ],
     ),
     ids=str,
 )

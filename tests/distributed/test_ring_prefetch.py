@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ring_workers import Workers, groups
+from thinned import slow_except
 
 import sparsering as sr
 from sparsering.distributed import RingMismatchError, RingPlan, prefetch, ring_attention, shard
@@ -56,13 +57,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("causal", "padding") else pytest.param(name, marks=pytest.mark.slow)
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", slow_except(["causal", "padding"], CASES))
 def test_a_ring_builds_nothing_that_was_built_ahead(workers, name):
     pattern, sharding = CASES[name]
     for found, expected in zip(

@@ -351,11 +351,7 @@ class Run:
         return found, found["sink"].view(1, -1, 1).expand(self.batch, -1, n)
 
     def _call(
-        self,
-        inputs: dict[str, Tensor],
-        cache: Any = None,
-        with_lse: bool = False,
-        **options: Any,
+        self, inputs: dict[str, Tensor], cache: Any = None, with_lse: bool = False, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         case, cache = self.case, self.cache if cache is None else cache
         if case.backend != "default":

@@ -491,10 +491,9 @@ def pools(draw: st.DrawFn, cell: Cell) -> Pool:
     """Draws calls of `pool_blocks`."""
     option, ints = cell.option, st.integers
     size, stride = draw(ints(1, 9)), draw(ints(1, 9))
-    size, stride = {
-        "overlap": (size + stride, stride),
-        "gaps": (size, size + stride),
-    }.get(option, (size, stride))
+    size, stride = {"overlap": (size + stride, stride), "gaps": (size, size + stride)}.get(
+        option, (size, stride)
+    )
     lengths = {"one token": st.just(1), "no token": st.just(0)}
     length = draw(lengths.get(option, ints(0, 40)))
     if option == "ragged last block":

@@ -9,12 +9,7 @@ import pytest
 import torch
 from thinned import thinned
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    StaticCache,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
-)
+from transformers import DynamicCache, StaticCache, WhisperConfig, WhisperForConditionalGeneration
 from transformers_models import (
     DECODERS,
     ENCODERS,
@@ -134,10 +129,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "way"),
-    thinned(3, DECODERS, WAYS),
-)
+@pytest.mark.parametrize(("family", "way"), thinned(3, DECODERS, WAYS))
 def test_generates_token_for_token(family, way):
     (eager, ours), options = pair(family), WAYS[way]
     ids, mask = tokens(length=9), padded("left", 9, (9, 5))
@@ -206,14 +198,7 @@ def gradients(model, **inputs) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(
-    ("family", "checkpointing"),
-    [
-        pytest.param(family, checkpointing, marks=() if (i + j) % 2 else pytest.mark.slow)
-        for i, family in enumerate(EVERY)
-        for j, checkpointing in enumerate((None, False, True))
-    ],
-)
+@pytest.mark.parametrize(("family", "checkpointing"), thinned(2, EVERY, [True, False, None]))
 def test_gradients_of_every_parameter(family, checkpointing):
     eager, ours = pair(family)
     inputs = inputs_of(family)

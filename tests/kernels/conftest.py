@@ -1,12 +1,21 @@
-"""How the triton backend cuts its work, and which kernels it launches."""
+"""How kernels cut their work, and which ones Triton launches."""
 
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+from exactness import SWEEPS
 
 import sparsering as sr
+
+
+@pytest.fixture(params=SWEEPS)
+def sweep(request, monkeypatch) -> str:
+    """How the CPU kernel sums dK and dV."""
+    most = float("inf") if request.param == "by head" else 0
+    monkeypatch.setattr("sparsering.kernels.cpu.call._MOST_REPEATED_WORK", most)
+    return request.param
 
 
 @pytest.fixture

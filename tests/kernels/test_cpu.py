@@ -11,17 +11,17 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+from exactness import SWEEPS, assert_is_exact
 from hypothesis import assume
 from hypothesis import strategies as st
 from oracles.attention_oracle import PATTERNS, Case, assert_close, dense_counts, gradients, inputs
 from oracles.patterns_oracle import Spec, build
 from oracles.strategies import Scene, cases, examples
-from thinned import thinned
+from thinned import slow_except, thinned
 from torch import Tensor
 
 import sparsering as sr
@@ -31,9 +31,6 @@ from sparsering.kernels.cpu.call import backward, forward
 from sparsering.kernels.problem import Problem
 from sparsering.layouts import bitmaps
 
-FORWARD = 3e-6  # float32 sums of up to some hundred terms; a wrong pair is off by 1e-3 at least
-BACKWARD = 2e-5
-
 
 @pytest.fixture(autouse=True)
 def two_threads(threads) -> None:
@@ -41,40 +38,8 @@ def two_threads(threads) -> None:
     torch.set_num_threads(2)
 
 
-SWEEPS = ("by head", "by tile")
-
-
-@pytest.fixture(params=SWEEPS)
-def sweep(request, monkeypatch) -> str:
-    """How dK and dV are summed."""
-    most = float("inf") if request.param == "by head" else 0
-    monkeypatch.setattr(call, "_MOST_REPEATED_WORK", most)
-    return request.param
-
-
 def attend(args, pattern: sr.Pattern, **options) -> tuple[Tensor, Tensor]:
     return sr.attention(*args, pattern, return_lse=True, **{"backend": "cpu", **options})
-
-
-def assert_is_exact(pattern: sr.Pattern, case: Case, bias: Tensor | None = None, **options) -> None:
-    """Forward and backward in float32 against the reference in float64, on the same numbers."""
-    args = inputs(case, torch.float32)
-    exact_args = [x.detach().double().requires_grad_() for x in args]
-    options = {"q_start": case.q_start, "block_size": case.block_size, **options}
-    biases = {} if bias is None else {"block_bias": bias.float().requires_grad_()}
-    exact_bias = {} if bias is None else {"block_bias": bias.double().requires_grad_()}
-    got = attend(args, pattern, **options, **biases)
-    exact = attend(exact_args, pattern, **options, **exact_bias, backend="reference")
-    for name, a, b in zip(("out", "lse"), got, exact, strict=True):
-        assert_close(a.detach(), b.detach().float(), FORWARD, name)
-    wrt = [*args, *biases.values()]
-    grads, exact_grads = (
-        gradients(got, wrt),
-        gradients(exact, [*exact_args, *exact_bias.values()]),
-    )
-    names = ("dquery", "dkey", "dvalue", "dblock_bias")
-    for name, a, b in zip(names, grads, exact_grads, strict=False):
-        assert_close(a, b.float(), BACKWARD, name)
 
 
 SHAPES = {
@@ -127,13 +92,7 @@ def test_is_the_reference_for_any_expression(
         assert_is_exact(build(spec), shapes)
 
 
-@pytest.mark.parametrize(
-    "block_size",
-    [
-        pytest.param(n, marks=() if n in (16, 48, 256) else pytest.mark.slow)
-        for n in range(16, 257, 16)
-    ],
-)
+@pytest.mark.parametrize("block_size", slow_except([16, 48, 256], range(16, 257, 16)))
 @pytest.mark.parametrize("length", [17, 300])
 def test_every_block_size(length, block_size, sweep):
     pattern = sr.Causal() & (sr.SlidingWindow(40) | sr.GlobalTokens(3))
@@ -142,17 +101,13 @@ def test_every_block_size(length, block_size, sweep):
 
 @pytest.mark.parametrize(
     ("name", "q_len"),
-    [
-        pytest.param(name, q_len, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
-        for i, name in enumerate(("causal", "longnet", "blocks of each head", "key padding"))
-        for j, q_len in enumerate((1, 75, 2))
-    ],
+    thinned(2, ["causal", "longnet", "blocks of each head", "key padding"], [1, 75, 2]),
 )
 def test_block_bias_and_its_gradient(name, q_len, sweep):
     case = Case(2, 4, 2, q_len, 75, 20, 12, 32)
     pattern = PATTERNS[name](case)
     layout = pattern.layout(**case.heads, block_size=32)
-    assert_is_exact(pattern, case, bias=2 * torch.randn(2, 4, layout.num_blocks))
+    assert_is_exact(pattern, case, 2 * torch.randn(2, 4, layout.num_blocks))
 
 
 def test_no_query_heads():
@@ -180,13 +135,7 @@ def test_a_bias_of_minus_inf_takes_its_block_out(sweep):
     layout = sr.Full().layout(**case.heads, block_size=16)
     bias = torch.zeros(1, 2, layout.num_blocks)
     bias[..., 1::2] = -torch.inf
-    args = inputs(case, torch.float32)
-    exact_args = [x.detach().double().requires_grad_() for x in args]
-    got = attend(args, sr.Full(), block_size=16, block_bias=bias)
-    exact = attend(exact_args, sr.Full(), block_size=16, block_bias=bias, backend="reference")
-    assert_close(got[0].double(), exact[0], FORWARD)
-    for a, b in zip(gradients(got, args), gradients(exact, exact_args), strict=True):
-        assert_close(a, b.float(), BACKWARD)
+    assert_is_exact(sr.Full(), case, bias)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-50, -1e-50, -0.5, 3])
@@ -196,12 +145,7 @@ def test_any_scale(scale, sweep):
 
 
 @pytest.mark.parametrize(
-    ("q_len", "num_heads"),
-    [
-        pytest.param(n, h, marks=() if (n, h) in ((1, 8), (3, 1), (40, 2)) else pytest.mark.slow)
-        for n in (1, 2, 3, 40)
-        for h in (1, 2, 8)
-    ],
+    ("q_len", "num_heads"), slow_except([(1, 8), (3, 1), (40, 2)], [1, 2, 3, 40], [1, 2, 8])
 )
 def test_rows_that_are_cut_into_pieces(q_len, num_heads):
     """64 tables of one row each would be 16 entries long at most: these are of 125."""
@@ -217,20 +161,11 @@ def test_one_heavy_row_among_light_ones(sweep):
 
 def test_heavy_rows_and_columns_with_every_gradient(sweep):
     """Backward cuts both; where there is a distance table, rows of a group stay in order."""
-    case = Case(2, 4, 2, 700, 700, 16, 8, 16)
+    case = Case(1, 4, 2, 700, 700, 16, 8, 16)
     pattern = sr.SlidingWindow(20) | sr.GlobalTokens(2)
-    biases = torch.randn(2, 4, pattern.layout(**case.heads, block_size=16).num_blocks)
-    assert_is_exact(pattern, case, bias=biases)
-    args = inputs(case, torch.float32)
-    exact_args = [x.detach().double().requires_grad_() for x in args]
-    table = torch.randn(4, 2 * 30 + 1, requires_grad=True)
-    exact_table = table.detach().double().requires_grad_()
-    options = {"block_size": 16, "softcap": 3.0}
-    got = attend(args, pattern, distance_bias=table, **options)
-    exact = attend(exact_args, pattern, distance_bias=exact_table, **options, backend="reference")
-    grads = gradients(got, [*args, table]), gradients(exact, [*exact_args, exact_table])
-    for a, b in zip(*grads, strict=True):
-        assert_close(a, b.float(), BACKWARD)
+    biases = torch.randn(1, 4, pattern.layout(**case.heads, block_size=16).num_blocks)
+    assert_is_exact(pattern, case, biases)
+    assert_is_exact(pattern, case, distance_bias=torch.randn(4, 2 * 30 + 1), softcap=3.0)
 
 
 @pytest.mark.parametrize(("num_heads", "width"), thinned(2, range(1, 9), [16, 40, 64, 80]))
@@ -245,15 +180,7 @@ def test_few_queries_of_any_number_and_width(num_heads, width):
 def test_half_precision_widths_that_no_vector_fits(dtype, q_len, sweep):
     for width, value_width in ((1, 1), (3, 7), (10, 6), (33, 47)):
         case = Case(1, 2, 1, q_len, 100, width, value_width, 32, arrange="from an odd address")
-        args = inputs(case, dtype)
-        exact_args = [x.detach().double().requires_grad_() for x in args]
-        got = attend(args, sr.Causal(), block_size=32)
-        exact = attend(exact_args, sr.Causal(), backend="reference")
-        eps = torch.finfo(dtype).eps
-        for a, b in zip(got, exact, strict=True):
-            assert_close(a.detach().double(), b.detach(), 2 * eps)
-        for a, b in zip(gradients(got, args), gradients(exact, exact_args), strict=True):
-            assert_close(a.double(), b, 8 * eps)
+        assert_is_exact(sr.Causal(), case, dtype=dtype)
 
 
 def test_every_pair_of_patterns_as_a_mixture():
@@ -342,44 +269,46 @@ def test_transposed_bitmaps(block_size, count):
 # Layouts that lie
 
 
-def broken_layouts() -> Iterator[tuple[str, str, object]]:
-    yield "key_tile", "key_tile must be in", 10_000
-    yield "key_tile", "key_tile must be in", -1
-    yield "bitmap", "bitmap must be in", 10_000
-    yield "bitmap", "bitmap must be in", -2
-    yield "row_ptr", "row_ptr must rise", 10_000
-    yield "row_ptr", "row_ptr must rise", -1
-    yield "query_start", "query tile", -5
-    yield "query_stop", "query tile", 10_000
-    yield "key_start", "key tile", -5
-    yield "key_stop", "key tile", 10_000
-
-
-@pytest.mark.parametrize(("name", "message", "value"), list(broken_layouts()))
-def test_an_index_outside_its_tensor_raises(name, message, value):
+def causal_problem() -> Problem:
     args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
+    sr.layout_cache.clear()  # no other call may read a layout that a test changes
     layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
-    sr.layout_cache.clear()  # nobody else gets to see it
-    out, lse = forward(Problem(layout, *args, 0.25))
-    tensor = getattr(layout.passes[0], name)
-    tensor[..., tensor.shape[-1] // 2] = value
-    with pytest.raises(ValueError, match=f"malformed layout: {message}"):
-        forward(Problem(layout, *args, 0.25))
-    with pytest.raises(ValueError, match=f"malformed layout: {message}"):
-        backward(Problem(layout, *args, 0.25), out, lse, out, lse)
+    sr.layout_cache.clear()
+    return Problem(layout, *args, 0.25)
+
+
+BROKEN = {
+    ("key_tile", "key_tile must be in"): (10_000, -1),
+    ("bitmap", "bitmap must be in"): (10_000, -2),
+    ("row_ptr", "row_ptr must rise"): (10_000, -1),
+    ("query_start", "query tile"): (-5,),
+    ("query_stop", "query tile"): (10_000,),
+    ("key_start", "key tile"): (-5,),
+    ("key_stop", "key tile"): (10_000,),
+}
+
+
+@pytest.mark.parametrize(("name", "message"), BROKEN)
+def test_an_index_outside_its_tensor_raises(name, message):
+    for value in BROKEN[name, message]:
+        x = causal_problem()
+        out, lse = forward(x)
+        tensor = getattr(x.layout.passes[0], name)
+        tensor[..., tensor.shape[-1] // 2] = value
+        with pytest.raises(ValueError, match=f"malformed layout: {message}"):
+            forward(x)
+        with pytest.raises(ValueError, match=f"malformed layout: {message}"):
+            backward(x, out, lse, out, lse)
 
 
 def test_a_transposed_table_that_lies_raises(monkeypatch):
     monkeypatch.setattr(call, "_MOST_REPEATED_WORK", 0)
-    args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
     for name in ("row_ptr", "query_tile", "entry"):
-        sr.layout_cache.clear()
-        layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
-        out, lse = forward(Problem(layout, *args, 0.25))
-        getattr(layout.passes[0].transpose, name)[..., 3] = 10_000
+        x = causal_problem()
+        out, lse = forward(x)
+        getattr(x.layout.passes[0].transpose, name)[..., 3] = 10_000
         with pytest.raises(ValueError, match="malformed layout"):
-            backward(Problem(layout, *args, 0.25), out, lse, out, lse)
-    sr.layout_cache.clear()
+            backward(x, out, lse, out, lse)
 
 
 def test_a_transposed_table_that_leads_to_padding_raises(monkeypatch):
@@ -398,43 +327,40 @@ def test_a_transposed_table_that_leads_to_padding_raises(monkeypatch):
 
 
 def test_query_tiles_that_overlap_leave_no_row_unwritten():
-    args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
-    layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
-    p = replace(layout.passes[0], covers=(False, False))
-    layout = replace(layout, passes=(p,))
+    x = causal_problem()
+    p = replace(x.layout.passes[0], covers=(False, False))
     p.query_start[0, 1], p.query_stop[0, 1] = 0, 16
-    out, lse = forward(Problem(layout, *args, 0.25))
-    sr.layout_cache.clear()
+    out, lse = forward(x._replace(layout=replace(x.layout, passes=(p,))))
     assert (lse[..., 16:32] == -torch.inf).all() and (out[..., 16:32, :] == 0).all()
 
 
 @pytest.mark.parametrize("name", ["out", "lse", "grad_out", "grad_lse", "bias", "dtype"])
 def test_tensors_that_do_not_fit_each_other_raise(name):
-    query, key, value = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
-    layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
-    out, lse = forward(Problem(layout, query, key, value, 0.25))
+    x = causal_problem()
+    out, lse = forward(x)
     given = {"out": out, "lse": lse, "grad_out": out, "grad_lse": lse}
-    bias = torch.zeros(1, 1, layout.num_blocks) if name == "bias" else None
-    value = value.bfloat16() if name == "dtype" else value
     if name in given:
         given[name] = given[name][:, :1]
+    elif name == "bias":
+        x = x._replace(block_bias=torch.zeros(1, 1, x.layout.num_blocks))
+    else:
+        x = x._replace(value=x.value.bfloat16())
     with pytest.raises(ValueError, match="sparsering cpu: "):
-        backward(Problem(layout, query, key, value, 0.25, bias), **given)
+        backward(x, **given)
 
 
 def test_a_layout_of_other_lengths_raises():
-    args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
     layout = sr.Causal().layout(128, num_heads=2, num_kv_heads=1, block_size=16)
     with pytest.raises(ValueError, match="malformed layout"):
-        forward(Problem(layout, *args, 0.25))
+        forward(causal_problem()._replace(layout=layout))
 
 
 def test_a_layout_that_was_called_raises_for_fewer_tokens_and_other_heads():
-    layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
-    forward(Problem(layout, *inputs(Case(1, 2, 1, 100, 100), torch.float32, False), 0.25))
+    x = causal_problem()
+    forward(x)
     for case in (Case(1, 2, 1, 90, 100), Case(1, 2, 1, 100, 90)):
         with pytest.raises(ValueError, match=r"malformed layout: (query|key) tile"):
-            forward(Problem(layout, *inputs(case, torch.float32, False), 0.25))
+            forward(Problem(x.layout, *inputs(case, torch.float32, False), 0.25))
     dilated = sr.LongNet((16, 32), (1, 2)).layout(100, num_heads=2, block_size=16)
     forward(Problem(dilated, *inputs(Case(1, 2, 2, 100, 100), torch.float32, False), 0.25))
     with pytest.raises(ValueError, match="malformed layout: the shapes"):
@@ -443,19 +369,17 @@ def test_a_layout_that_was_called_raises_for_fewer_tokens_and_other_heads():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copied_layout_is_a_layout(copied):
-    args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
-    layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
-    expected = forward(Problem(layout, *args, 0.25))
+    x = causal_problem()
+    expected = forward(x)
     for _ in range(2):
-        found = forward(Problem(copied(layout), *args, 0.25))
+        found = forward(x._replace(layout=copied(x.layout)))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_too_few_biases_raise():
-    args = inputs(Case(1, 2, 1, 100, 100), torch.float32, requires_grad=False)
-    layout = sr.Causal().layout(100, num_heads=2, num_kv_heads=1, block_size=16)
+    x = causal_problem()
     with pytest.raises(ValueError, match="malformed layout: entries"):
-        forward(Problem(layout, *args, 0.25, torch.zeros(1, 2, layout.num_blocks - 1)))
+        forward(x._replace(block_bias=torch.zeros(1, 2, x.layout.num_blocks - 1)))
 
 
 # Reasons, and narrower vectors

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from exactness import FORWARD, SWEEPS, assert_is_exact
 from oracles.attention_oracle import PATTERNS, Case, assert_close, gradients, inputs
 from thinned import thinned
 from torch import Tensor
@@ -19,22 +20,10 @@ from sparsering.kernels.cpu import call
 from sparsering.kernels.cpu.call import backward, entry_mass, forward
 from sparsering.kernels.problem import Problem
 
-FORWARD = 3e-6  # as in test_cpu
-BACKWARD = 2e-5
-SWEEPS = ("by head", "by tile")
-
 
 @pytest.fixture(autouse=True)
 def two_threads(threads) -> None:
     torch.set_num_threads(2)
-
-
-@pytest.fixture(params=SWEEPS)
-def sweep(request, monkeypatch) -> str:
-    """How dK and dV are summed."""
-    most = float("inf") if request.param == "by head" else 0
-    monkeypatch.setattr(call, "_MOST_REPEATED_WORK", most)
-    return request.param
 
 
 @pytest.fixture
@@ -53,27 +42,6 @@ def selection(case: Case, tokens: int, k: int = 3, block: int = 32, tables: int 
     indices = torch.randint(-1, blocks, (case.batch, heads, rows, k))
     indices[..., 1:2, :] = -1
     return sr.SelectedBlocks(indices, block, query_block=tokens)
-
-
-def assert_is_exact(pattern: sr.Pattern, case: Case, bias: Tensor | None = None, **options) -> None:
-    """Forward and backward in float32 against the reference in float64, on the same numbers."""
-    args = inputs(case, torch.float32)
-    exact_args = [x.detach().double().requires_grad_() for x in args]
-    options = {"q_start": case.q_start, "block_size": case.block_size, **options}
-    biases = [] if bias is None else [bias.float().requires_grad_()]
-    exact_biases = [] if bias is None else [bias.double().requires_grad_()]
-
-    def attend(args, biases, backend: str):
-        named = {"block_bias": biases[0]} if biases else {}
-        return sr.attention(*args, pattern, return_lse=True, backend=backend, **options, **named)
-
-    got, exact = attend(args, biases, "cpu"), attend(exact_args, exact_biases, "reference")
-    for name, a, b in zip(("out", "lse"), got, exact, strict=True):
-        assert_close(a.detach(), b.detach().float(), FORWARD, name)
-    grads = gradients(got, [*args, *biases]), gradients(exact, [*exact_args, *exact_biases])
-    names = ("dquery", "dkey", "dvalue", "dblock_bias")
-    for name, a, b in zip(names, *grads, strict=False):
-        assert_close(a, b.float(), BACKWARD, name)
 
 
 def bias_of(pattern: sr.Pattern, case: Case) -> Tensor:
@@ -114,15 +82,7 @@ def test_block_bias_and_its_gradient(shape, tokens, sweep):
         assert_is_exact(pattern, case, bias_of(pattern, case))
 
 
-@pytest.mark.parametrize(
-    ("name", "sweep"),
-    [
-        pytest.param(name, sweep, marks=() if (i + j) % 2 else pytest.mark.slow)
-        for i, name in enumerate(PATTERNS)
-        for j, sweep in enumerate(SWEEPS)
-    ],
-    indirect=["sweep"],
-)
+@pytest.mark.parametrize(("name", "sweep"), thinned(2, PATTERNS, SWEEPS), indirect=["sweep"])
 @pytest.mark.usefixtures("walked", "sweep")
 def test_any_pattern_may_be_walked(name):
     """Strided tiles, bitmaps of every kind, several passes, tables of batch entries and heads."""
@@ -175,14 +135,7 @@ def test_a_bias_of_minus_inf_takes_its_block_out(sweep):
     pattern = selection(case, 1, block=16)
     bias = bias_of(pattern, case)
     bias[..., ::2] = -torch.inf
-    args = inputs(case, torch.float32)
-    exact_args = [x.detach().double().requires_grad_() for x in args]
-    options = {"block_size": 16, "block_bias": bias, "return_lse": True}
-    got = sr.attention(*args, pattern, backend="cpu", **options)
-    exact = sr.attention(*exact_args, pattern, backend="reference", **options)
-    assert_close(got[0].detach(), exact[0].detach().float(), FORWARD)
-    for a, b in zip(gradients(got, args), gradients(exact, exact_args), strict=True):
-        assert_close(a, b.float(), BACKWARD)
+    assert_is_exact(pattern, case, bias)
 
 
 @pytest.mark.usefixtures("walked")
@@ -195,13 +148,7 @@ def test_sinks_and_keys_that_are_masked(sweep):
     with torch.no_grad():
         for x in args[1:]:
             x.transpose(1, 2)[~mask] = torch.nan
-    exact_args = [x.detach().double().nan_to_num().requires_grad_() for x in args]
-    options = {"block_size": 32, "return_lse": True, "sink": torch.randn(4)}
-    got = sr.attention(*args, pattern, backend="cpu", **options)
-    exact = sr.attention(*exact_args, pattern, backend="reference", **options)
-    assert_close(got[0].detach(), exact[0].detach().float(), FORWARD)
-    for a, b in zip(gradients(got, args), gradients(exact, exact_args), strict=True):
-        assert_close(a, b.float(), BACKWARD)
+    assert_is_exact(pattern, case, args=args, sink=torch.randn(4))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, 3])
@@ -220,16 +167,7 @@ def test_half_precision(dtype, block, width, value_width, sweep):
     for tokens in (1, 16):
         case = Case(1, 4, 2, 100, 100, width, value_width, block)
         pattern = selection(case, tokens, block=block) & sr.Causal()
-        args = inputs(case, dtype)
-        exact_args = [x.detach().double().requires_grad_() for x in args]
-        options = {"block_size": block, "return_lse": True}
-        got = sr.attention(*args, pattern, backend="cpu", **options)
-        exact = sr.attention(*exact_args, pattern, backend="reference", **options)
-        eps = torch.finfo(dtype).eps
-        for a, b in zip(got, exact, strict=True):
-            assert_close(a.detach().double(), b.detach(), 2 * eps)
-        for a, b in zip(gradients(got, args), gradients(exact, exact_args), strict=True):
-            assert_close(a.double(), b, 8 * eps)
+        assert_is_exact(pattern, case, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

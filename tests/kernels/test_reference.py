@@ -188,10 +188,7 @@ def test_a_row_without_keys_has_out_0_lse_minus_inf_and_no_gradient():
 
 
 @pytest.mark.parametrize("pattern", [sr.Full(), sr.Causal() + sr.LongNet((4, 8), (1, 2))], ids=str)
-@pytest.mark.parametrize(
-    "size",
-    ["batch", "num_heads", "q_len", "kv_len", "head_dim", "value_dim"],
-)
+@pytest.mark.parametrize("size", ["batch", "num_heads", "q_len", "kv_len", "head_dim", "value_dim"])
 def test_a_dim_of_size_0_gives_an_empty_result_or_empty_rows(size, pattern):
     case = replace(Case(2, 4, 2, 5, 5, 3, 2), **{size: 0})
     case = replace(case, num_kv_heads=0) if size == "num_heads" else case

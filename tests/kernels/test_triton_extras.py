@@ -5,12 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracles.attention_oracle import (
-    PATTERNS,
-    Case,
-    assert_close,
-    inputs,
-)
+from oracles.attention_oracle import PATTERNS, Case, assert_close, inputs
+from thinned import slow_except
 from torch import Tensor
 
 import sparsering as sr
@@ -146,15 +142,11 @@ def test_an_extra_alone_follows_its_formula(name):
     assert_follows_the_formulas(mixture(SMALL), SMALL, name)
 
 
+SOME = ["blocks of each head", "dilated, offset of each head"]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "blocks of each head",
-        pytest.param("mixture with overlap", marks=pytest.mark.slow),
-        "dilated, offset of each head",
-        pytest.param("dilated window", marks=pytest.mark.slow),
-        pytest.param("nothing", marks=pytest.mark.slow),
-    ],
+    "name", slow_except(SOME, [*SOME, "mixture with overlap", "dilated window", "nothing"])
 )
 def test_all_extras_together_follow_their_formulas(name):
     case = Case(1, 2, 1, 18, 30, 24, 8, q_start=5)
@@ -203,9 +195,7 @@ def test_rows_without_keys_have_their_sink_or_nothing():
     assert_follows_the_formulas(None, case, {"key_mask": nothing[:1]}, layout=layout)
 
 
-@pytest.mark.parametrize(
-    "reach", [20, *(pytest.param(x, marks=pytest.mark.slow) for x in (0, 1, 300))]
-)
+@pytest.mark.parametrize("reach", slow_except([20], [20, 0, 1, 300]))
 def test_a_table_of_any_reach_that_heads_share(reach):
     case = Case(2, 2, 1, 20, 40, 8, 8, 32)
     table = torch.randn(1, 1, 2 * reach + 1).expand(2, 2, -1)
@@ -270,9 +260,7 @@ def test_heads_that_share_memory_for_diagonals_get_the_bits_of_all_at_once(launc
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
-    "size", [1e-3, 40.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.1, 2.0))]
-)
+@pytest.mark.parametrize("size", slow_except([1e-3, 40.0], [1e-3, 40.0, 0.1, 2.0]))
 def test_a_capped_score_is_right_to_its_last_bits(size):
     key = torch.linspace(-1, 1, 400)[None, None, :, None]
     problem = Problem(

@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 from oracles.patterns_oracle import Spec, build, is_mixture, leaves
 from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene, cases, examples
+from thinned import slow_except
 from torch import Tensor
 
 import sparsering as sr
@@ -135,13 +136,7 @@ def test_long_layout_holds_the_pairs_of_the_pattern(
     assert_layout_is_the_pattern(*case, block_size)
 
 
-@pytest.mark.parametrize(
-    "block_size",
-    [
-        pytest.param(n, marks=() if n in (16, 48, 112, 208, 256) else pytest.mark.slow)
-        for n in range(16, 257, 16)
-    ],
-)
+@pytest.mark.parametrize("block_size", slow_except([16, 48, 112, 208, 256], range(16, 257, 16)))
 def test_every_legal_block_size_holds_the_pairs(block_size: int) -> None:
     long = Scene(300, 530, 2, 2, None, 1)
     spec = ("+", ("LongNet", (64, 300), (1, 3)), ("&", ("Causal",), ("BlockDilated", (2,), 24)))

@@ -138,8 +138,7 @@ def endless(depth: int = 2) -> st.SearchStrategy[Spec]:
     side, size = st.one_of(st.none(), st.integers(0, 15)), st.integers(1, 5)
     window = st.tuples(st.just("SlidingWindow"), side, side, st.sampled_from((1, 1, 2, 3, 4)))
     sinks = st.tuples(
-        *(st.just("GlobalTokens"), st.integers(0, 9)),
-        *(st.booleans(), st.booleans()),
+        *(st.just("GlobalTokens"), st.integers(0, 9)), *(st.booleans(), st.booleans())
     )
     dilated = st.tuples(
         *(st.just("Dilated"), st.integers(1, 20), st.integers(1, 5)), head_offsets(scene)

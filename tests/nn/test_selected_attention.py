@@ -132,14 +132,7 @@ def by_dense_mathematics(layer: SelectedAttention, x: Tensor, dense: bool = Fals
     return out.transpose(1, 2).reshape(x.shape) @ layer.out_proj.weight.T
 
 
-@pytest.mark.parametrize(
-    ("kind", "length"),
-    [
-        pytest.param(kind, length, marks=() if (i + j) % 2 else pytest.mark.slow)
-        for i, kind in enumerate(KINDS)
-        for j, length in enumerate(LENGTHS)
-    ],
-)
+@pytest.mark.parametrize(("kind", "length"), thinned(2, KINDS, LENGTHS))
 def test_it_is_dense_mathematics_over_what_it_chose(kind, length):
     layer, x = made(**KINDS[kind]), drawn(length)
     weight = torch.randn_like(x)

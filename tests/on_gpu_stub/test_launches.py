@@ -31,9 +31,7 @@ def test_a_forward_and_a_backward(hopper):
     inputs = learnt(rows(), rows(), rows())
     grad = rows()
     steady(
-        lambda: torch.autograd.grad(sr.attention(*inputs, WINDOW), inputs, grad),
-        triton=5,
-        torch=3,
+        lambda: torch.autograd.grad(sr.attention(*inputs, WINDOW), inputs, grad), triton=5, torch=3
     )
 
 

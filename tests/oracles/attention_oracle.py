@@ -35,13 +35,7 @@ class Case:
     arrange: str = "contiguous"
 
     @classmethod
-    def of(
-        cls,
-        scene: "Scene",
-        head_dim: int,
-        value_dim: int,
-        block_size: int | None,
-    ) -> "Case":
+    def of(cls, scene: "Scene", head_dim: int, value_dim: int, block_size: int | None) -> "Case":
         """Builds a case from a drawn scene and widths."""
         return cls(
             scene.batch,

@@ -151,11 +151,7 @@ def pool_blocks(x: Tensor, size: int, stride: int) -> Tensor:
 
 
 def selection_loss(
-    scores: Tensor,
-    mass: Tensor,
-    indices: Tensor | None = None,
-    *,
-    row_weight: Tensor | None = None,
+    scores: Tensor, mass: Tensor, indices: Tensor | None = None, *, row_weight: Tensor | None = None
 ) -> Tensor:
     """Computes the mean over rows of KL(share of the mass || softmax(scores)), row by row."""
     batch, heads, rows, blocks = scores.shape

@@ -54,11 +54,7 @@ def travelling(plan) -> list[int]:
 
 
 def assert_plan_is_exact(
-    pattern: sr.Pattern,
-    case: Case,
-    world: int,
-    sharding: str,
-    dtype: torch.dtype = torch.float32,
+    pattern: sr.Pattern, case: Case, world: int, sharding: str, dtype: torch.dtype = torch.float32
 ) -> None:
     """Asserts that a plan's shards, needed tokens, bytes and loads agree with the dense counts."""
     plan = plan_of(pattern, case, world, sharding)

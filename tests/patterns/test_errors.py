@@ -249,11 +249,7 @@ MIXTURES = [
 @pytest.mark.parametrize("mixture", MIXTURES, ids=repr)
 def test_operators_that_a_mixture_has_not_raise(mixture: Any) -> None:
     mask, other = sr.Causal(), sr.Full() + sr.SlidingWindow(3)
-    for call in (
-        lambda: mixture | mask,
-        lambda: mask | mixture,
-        lambda: mixture | mixture,
-    ):
+    for call in (lambda: mixture | mask, lambda: mask | mixture, lambda: mixture | mixture):
         message = raised(TypeError, call)
         assert "a mixture counts" in message and "use +, or | inside each branch" in message
     for call in (lambda: mixture & mixture, lambda: mixture & other, lambda: other & mixture):

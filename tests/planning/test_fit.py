@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsering as sr
-from sparsering.planning.fit import (
-    about_largest,
-    largest_that_fits,
-    memory_here,
-    memory_of,
-    usable,
-)
+from sparsering.planning.fit import about_largest, largest_that_fits, memory_here, memory_of, usable
 from sparsering.planning.machines import MACHINES
 from sparsering.planning.sizes import show_bytes
 

@@ -138,8 +138,7 @@ def test_slots_that_are_not_observed():
     """-1, numbers that are no block, and the later of repeated ones."""
     refiner = one_row()
     refiner.observe(
-        torch.tensor([[[[0.5, float("nan"), 0.25, 0.125, 7.0]]]]),
-        torch.tensor([[3, -1, 8, 4, 3]]),
+        torch.tensor([[[[0.5, float("nan"), 0.25, 0.125, 7.0]]]]), torch.tensor([[3, -1, 8, 4, 3]])
     )
     refiner.update()
     state = refiner.state_dict()

@@ -181,11 +181,7 @@ def test_it_prints():
     ("pattern", "options", "message"),
     [
         (sr.Causal(), {}, "needs SelectedBlocks"),
-        (
-            LISTS | sr.SlidingWindow(3),
-            {},
-            "needs Selected",
-        ),
+        (LISTS | sr.SlidingWindow(3), {}, "needs Selected"),
         (LISTS, {"rows": 0}, "rows must be at least 1"),
         (sr.SelectedBlocks(torch.zeros(2, 1).long(), 8), {}, "must cover"),
     ],

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from thinned import slow_except
 from torch import Tensor
 
 import sparsering as sr
@@ -324,14 +325,7 @@ def test_the_kernel_reads_nothing_that_is_not_there():
             cpu.block_shares(**{**right, **changed})
 
 
-@pytest.mark.parametrize(
-    ("method", "learns"),
-    [
-        pytest.param(x, learns, marks=() if x == "sub" and learns else pytest.mark.slow)
-        for x in METHODS
-        for learns in (False, True)
-    ],
-)
+@pytest.mark.parametrize(("method", "learns"), slow_except([("sub", True)], METHODS, [False, True]))
 def test_one_graph(method, learns):
     query, key = drawn((40, 40), torch.float32)
 

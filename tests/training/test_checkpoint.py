@@ -122,7 +122,7 @@ READERS_OF_CODE = {
     ),
 }
 ALLOWED = {
-    ("kernels/cpu/build.py", "torch.ops.load_library"),  # the kernel that was compiled here
+    ("kernels/cpu/build.py", "torch.ops.load_library")  # the kernel that was compiled here
 }
 
 

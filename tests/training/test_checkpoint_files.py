@@ -144,10 +144,7 @@ STEP = "optimizer.embedding.weight.step"
         renamed(EMBEDDING, f"{EMBEDDING}[0:\u0662\u0665\u0666]"),
         renamed(EMBEDDING, f"{EMBEDDING}[0:256][0:256]"),
         renamed(STEP, f"{STEP}[0:1]"),
-        lambda tensors: [
-            *without(EMBEDDING)(tensors),
-            {f"{EMBEDDING}[0:256]": torch.ones(128, 8)},
-        ],
+        lambda tensors: [*without(EMBEDDING)(tensors), {f"{EMBEDDING}[0:256]": torch.ones(128, 8)}],
         lambda tensors: [
             {**tensors, EMBEDDING: torch.ones(2, 8), f"{EMBEDDING}[2:256]": torch.ones(254, 8)}
         ],

@@ -125,11 +125,7 @@ def test_a_signalled_run_leaves_a_whole_checkpoint_and_resumes(recipe, tmp_path,
         if field.name != "checkpoint_layers":
             command += ["--" + field.name.replace("_", "-"), value]
     with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(
-            [str(word) for word in command],
-            stdout=log,
-            stderr=log,
-        )
+        process = subprocess.Popen([str(word) for word in command], stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + 60
         while not (out / "metrics.jsonl").exists() or max(losses_so_far(out), default=0) < 5:
