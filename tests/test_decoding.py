@@ -188,28 +188,6 @@ def test_beams_reorder_repeat_and_select():
         of_entries.repeat(2)
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "longnet", "dilated window"])
-def test_entries_of_lengths_of_their_own(name):
-    """A ragged prompt, then tokens: each entry is a sequence of its own."""
-    pattern, x = PATTERNS[name](CASE), drawn()
-    cache, done = cache_of(pattern, page_size=16), [0, 0]
-    expected = whole(pattern, x)
-    for lengths in ([20, 31], *[[1, 1]] * 20, [0, 7], [9, 2], *[[1, 1]] * 3):
-        most = max(lengths)
-        part = [
-            torch.stack([torch.nn.functional.pad(y[b, :, done[b] : done[b] + n],
-                                                 (0, 0, 0, most - n), value=9.0)
-                         for b, n in enumerate(lengths)])
-            for y in x
-        ]  # fmt: skip
-        out = cache.attend(*part, lengths=lengths)
-        for b, n in enumerate(lengths):
-            assert_close(out[b, :, :n], expected[b, :, done[b] : done[b] + n], 1e-12)
-            assert not out[b, :, n:].any()
-            done[b] += n
-        assert cache.lengths == done
-
-
 def test_selected_blocks_keep_all():
     x = drawn()
     index = torch.tensor([[0, 0], [1, 0], [1, 2], [0, 3], [4, 1]]).expand(2, 2, -1, -1)

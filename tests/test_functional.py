@@ -193,7 +193,7 @@ def test_a_scale_may_be_any_number():
 
 
 @pytest.mark.parametrize("name", ["q_start", "block_size"])
-@pytest.mark.parametrize("value", ["a", 1.0, True])
+@pytest.mark.parametrize("value", ["16", 1.5, 1.0, True])
 def test_a_number_of_another_kind_raises_value_error(name, value):
     message = contains(f"{name} must be an int or None", f"got {value!r}", "int()")
     for call in attention_in_every_way(tensors(), sr.Causal(), **{name: value}):
@@ -448,14 +448,6 @@ def test_return_lse_decides_between_a_tensor_and_a_pair():
     assert torch.equal(out, pair[0])
     expected = attend_by_rows(*(x.double() for x in args.values()), torch.ones(40, 40).tril())
     assert_close(pair[1].double(), expected[1], 1e-6, "lse")
-
-
-@pytest.mark.parametrize("options", [{"q_start": 1.5}, {"block_size": "16"}])
-def test_a_position_or_size_that_is_no_int_raises(options):
-    query = torch.randn(1, 1, 8, 4)
-    (name, value), *_ = options.items()
-    with pytest.raises(ValueError, match=f"{name} must be an int or None, got {value!r}"):
-        sr.attention(query, query, query, sr.Causal(), **options)
 
 
 def test_a_call_like_one_before_gives_the_same_bits_and_refuses_as_much():

@@ -32,6 +32,7 @@ ALIKE: dict[str, sr.Pattern] = {
     "causal": sr.Causal(),
     "window": sr.SlidingWindow(9),
     "longnet": sr.LongNet((8, 32), (1, 2)) & sr.Causal(),
+    "dilated window": sr.SlidingWindow(30, 30, 3),
 }
 
 
@@ -113,10 +114,11 @@ def test_a_sink_of_each_query_goes_with_padding():
         assert not got[:, :, new:].any()
 
 
-@pytest.mark.parametrize(("name", "backend"), thinned(3, OF_ENTRIES, BACKENDS))
-def test_unlike_lengths_of_a_pattern_with_a_table_for_each_entry(name, backend):
+@pytest.mark.parametrize(("name", "backend"), thinned(3, {**OF_ENTRIES, **ALIKE}, BACKENDS))
+def test_unlike_lengths(name, backend):
+    """A ragged prompt, then tokens: each entry is a sequence of its own."""
     dtype, tolerance = (torch.float32, 3e-6) if backend == "cpu" else (torch.float64, 1e-12)
-    cache = cache_of(OF_ENTRIES[name])
+    cache = cache_of({**OF_ENTRIES, **ALIKE}[name])
     check(cache, sequence(dtype), UNLIKE_STEPS, tolerance, backend=backend)
 
 

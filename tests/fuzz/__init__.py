@@ -2,6 +2,6 @@
 
 `calls` tests `attention`, `caches` KVCache and SelectedCache, `selections` blocks selected by
 content, `rings` `simulate_ring`, `hostile` every public name with bad values. Hypothesis draws the
-cases; a case checks itself and prints itself as a short script. `attack` draws the combinations
-that were tested least so far. The same seed draws the same cases.
+cases; a case checks itself, and a script of three lines runs it again. `attack` draws the
+combinations that were tested least so far. The same seed draws the same cases.
 """

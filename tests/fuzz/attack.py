@@ -1,7 +1,7 @@
 """Draws cases where coverage is least, checks them, and shrinks the first that fails.
 
 A kind of case is a module with `CELLS`, all combinations to test, and `cases(cell)`, a hypothesis
-strategy of cases that cover the cell. A case has `cells()`, `check()` and `script()`.
+strategy of cases that cover the cell. A case has `cells()` and `check()`; its repr is its source.
 """
 
 import hashlib
@@ -40,9 +40,6 @@ class Case(Protocol):
 
     def check(self) -> None:
         """Raises `Refused` if the library refuses the case, AssertionError if it is wrong."""
-
-    def script(self) -> str:
-        """Returns a few lines of Python that reproduce the case."""
 
 
 class Kind(Protocol):
@@ -234,10 +231,15 @@ def _round(
         if not failed:  # the error is in the fuzzer itself, not in a case
             raise
         cell, case, trace = failed
-        text = f"{' / '.join(cell)}\n\n{case.script()}\n\n{trace}"
+        text = f"{' / '.join(cell)}\n\n{script(case)}\n\n{trace}"
         fault = Fault(text)
         fault.coverage = coverage
         raise fault from error
+
+
+def script(case: Case) -> str:
+    """Python that runs a case again, with `tests` on the path."""
+    return f"from fuzz.calls import *\nfrom {type(case).__module__} import *\n{case!r}.check()"
 
 
 def _is_slow(cell: Cell) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsering.selection import block_scores, select_blocks
 
-from . import oracle, specs
+from . import oracle
 from .attack import Refused
 from .calls import COARSE, DTYPES, compare, present_pairs
 
@@ -43,8 +43,7 @@ class Run:
             self.rows[name] = torch.zeros(case.batch, heads, case.total, dtype=of_sums)
         self.rows["fresh"] = torch.zeros(case.batch, case.total, dtype=torch.int64)
         self.here = [True] * case.total
-        self.tables = self._tables()
-        self.lines = self._opening()
+        self.tables = case.tables(case.batch, heads, None)
         self.cache = case.cache()
         self.live: dict[int, int] = {}
 
@@ -57,65 +56,7 @@ class Run:
         if self.refusal:
             raise Refused(self.refusal)
 
-    def _tables(self) -> dict[str, Tensor]:
-        case = self.case
-        dtype = torch.bfloat16 if case.half_tables else torch.float32
-        self.table_dtype = torch.float64 if case.dtype == "float64" else dtype
-        found = {}
-        if case.distance_bias is not None:
-            radius, each = case.distance_bias
-            table = torch.randn(case.num_heads if each else 1, 2 * radius + 1)
-            found["distance_bias"] = table.to(self.table_dtype)
-        if case.sink is not None and case.sink != "[B, H, N]":
-            shape = (1, case.num_heads, 1) if case.sink == "[1, H, 1]" else (case.num_heads,)
-            sink = torch.randn(shape).to(self.table_dtype)
-            found["sink"] = torch.full_like(sink, -torch.inf) if case.sink == "none" else sink
-        return found
-
-    def _opening(self) -> list[str]:
-        case = self.case
-        given = ", ".join(f"{name}={x!r}" for name, x in case.keywords().items())
-        if case.selection is None:
-            pattern, made = specs.source(case.spec), "sr.KVCache(pattern"
-        else:
-            chosen = ", ".join(f"{name}={x!r}" for name, x in vars(case.selection).items())
-            pattern, given, made = "sr.Full()", f"{chosen}, {given}", "sr.SelectedCache("
-        made = f"{made}, {case.batch}, {case.num_kv_heads}, {case.head_dim}".replace("(, ", "(")
-        options = [f"{name}={x!r}" for name in ("scale", "softcap") if (x := getattr(case, name))]
-        options += [f"{name}=torch.randn({tuple(x.shape)}, dtype={x.dtype})"
-                    for name, x in self.tables.items()]  # fmt: skip
-        if case.dropout is not None:
-            options.append("dropout_p={}, dropout_seed={}".format(*case.dropout))
-        shapes = [
-            f"(B, {case.num_heads}, n, {case.head_dim})",
-            f"(B, {case.num_kv_heads}, n, {case.head_dim})",
-            f"(B, {case.num_kv_heads}, n, {case.value_dim})",
-        ]
-        backend = None if case.backend == "default" else case.backend
-        block = f", block_size={case.block_size}" if case.block_size else ""
-        return [
-            "import torch, sparsering as sr",
-            f"pattern, options = {pattern}, dict({', '.join(options)})",
-            f"cache = {made}, {given})",
-            f"B, T, rows = {case.batch}, {case.total}, [[] for _ in range({case.batch})]",
-            "def whole(b, i):  # query, key or value of an entry's tokens so far, padded",
-            "    x = torch.stack([token[i] for token in rows[b]], 1)",
-            "    return torch.nn.functional.pad(x, (0, 0, 0, T - x.shape[1]))",
-            "def step(n, lengths=None, options=options, **more):",
-            f"    new = [torch.randn(s, dtype={case.precision()}) for s in [{', '.join(shapes)}]]",
-            "    for b, m in enumerate(lengths or [n] * B):",
-            "        rows[b] = rows[b] + [[x[b, :, j] for x in new] for j in range(m)]",
-            "    out = cache.attend(*new, lengths=lengths, "
-            f"backend={backend!r}{block}, **options, **more)",
-            "    every = [torch.stack([whole(b, i) for b in range(B)]) for i in range(3)]",
-            "    expected = sr.attention(*every, pattern & sr.Causal(), backend='reference', "
-            "**options)",
-            "    for b, m in enumerate(lengths or [n] * B):",
-            "        of_step = expected[b, :, len(rows[b]) - m : len(rows[b])]",
-            "        print((out[b, :, :m] - of_step).abs().amax((0, 2)))",
-        ]
-
-    # Each step fits its numbers to the lengths, adds its line to the script, and runs.
+    # Each step fits its numbers to the lengths, and runs.
 
     def _attend(
         self, n: int, cut: tuple[int, ...] | None, stored: bool, plain: bool, with_lse: bool
@@ -132,9 +73,6 @@ class Run:
         given: dict[str, Any] = {} if stored else {"stored": False}
         if cut is not None:
             given["lengths"] = torch.tensor(new, dtype=torch.int64) if case.seed % 2 else new
-        said = "".join(f", lengths={new}" for _ in [cut] if cut is not None)
-        said += ", stored=False" * (not stored) + ", options={}" * plain
-        self.lines.append(f"step({n}{said})")
         inputs = self._inputs(n)
         options, sink = self._options(n, plain)
         refused = case.selection is not None and (not stored or set(new) - {n})
@@ -176,7 +114,6 @@ class Run:
         self._verify()
         length, case = self.lengths[0], self.case
         target = max(0, length - back)
-        self.lines.append(f"cache.crop({target}); rows = [row[:{target}] for row in rows]")
         if target < length - case.rollback:
             self._refused(lambda: self.cache.crop(target))
             self._did("refused step", True)
@@ -187,7 +124,6 @@ class Run:
                 self.cache.crop(target)
             except ValueError:
                 assert self._state() == before, "a refused crop changed the cache"
-                self.lines.pop()
                 return
         else:
             self.cache.crop(target)
@@ -201,18 +137,14 @@ class Run:
             return
         self._verify()
         if kind == "repeat":
-            n = 1 + numbers[0] % 2
-            index, argument = [b for b in range(self.batch) for _ in range(n)], str(n)
+            given: Any = 1 + numbers[0] % 2
+            index = [b for b in range(self.batch) for _ in range(given)]
         else:
             cycle = itertools.islice(itertools.cycle(numbers), self.batch)
             listed = list(cycle) if kind == "reorder" else list(numbers)
             index = [i % self.batch for i in listed]
-            argument = str(index)
-        self.lines.append(f"cache.{kind}({argument}); rows = [rows[i] for i in {index}]")
-        self.lines[-1] += f"; B = {len(index)}" if len(index) != self.batch else ""
+            given = torch.tensor(index) if self.case.seed % 2 else index
         take = getattr(self.cache, kind)
-        given: Any = int(argument) if kind == "repeat" else index
-        given = torch.tensor(index) if kind != "repeat" and self.case.seed % 2 else given
         if build(self.case.spec).num_batches() is not None:
             self.refusal = self._refused(lambda: take(given))
             return
@@ -231,7 +163,6 @@ class Run:
         inputs = self._inputs(length)
         gone = {i % n for i in missing} if n else set()
         here = [i for i in range(n) if i not in gone]
-        self.lines.append(f"# cache.load(key, value, {here}, length={length}) of new tokens")
         key, value = (inputs[name].to(case.precision()) for name in ("key", "value"))
         if case.selection is not None and len(here) < length:
             load = lambda: self.cache.load(key[:, :, here], value[:, :, here], here, length=length)  # noqa: E731
@@ -252,8 +183,6 @@ class Run:
         first = self.cache
         by_pickle = by_pickle and "MaskMod" not in str(self.case.spec)  # a lambda has no pickle
         self.cache = pickle.loads(pickle.dumps(first)) if by_pickle else copy.deepcopy(first)
-        said = "pickle.loads(pickle.dumps(cache))" if by_pickle else "copy.deepcopy(cache)"
-        self.lines.append(f"import copy, pickle; first, cache = cache, {said}; # first goes on")
         before = self._state()
         n = min([3, *(self.case.total - length for length in self.lengths)])
         self._call(self._inputs(n), cache=first)
@@ -293,7 +222,7 @@ class Run:
             case "q_start":
                 step = attend(q_start=longest)
             case "sink of another shape":
-                step = attend(sink=torch.zeros(case.num_heads + 1, dtype=self.table_dtype))
+                step = attend(sink=torch.zeros(case.num_heads + 1, dtype=case.table_dtype))
             case "index out of range":
                 step = lambda: cache.select([self.batch])  # noqa: E731
             case "past max_length":
@@ -303,7 +232,6 @@ class Run:
                 step = (lambda: cache.load(key, value)) if longest else None
         if step is None:
             return
-        self.lines.append(f"# a refused step: {which}")
         before = self._state()
         try:
             step()
@@ -346,7 +274,7 @@ class Run:
         if case.sink is None:
             return found, None
         if case.sink == "[B, H, N]":
-            found["sink"] = torch.randn(self.batch, case.num_heads, n).to(self.table_dtype)
+            found["sink"] = torch.randn(self.batch, case.num_heads, n).to(case.table_dtype)
             return found, found["sink"]
         return found, found["sink"].view(1, -1, 1).expand(self.batch, -1, n)
 
@@ -376,7 +304,6 @@ class Run:
 
     def _refused(self, step: Callable[[], Any]) -> str:
         """Runs a step that must be refused and change nothing; returns the error message."""
-        self.lines.append("# the line before is refused")
         before = self._state()
         try:
             step()

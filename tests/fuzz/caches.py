@@ -5,7 +5,6 @@ from itertools import product
 from typing import Any
 
 import hypothesis.strategies as st
-import torch
 from oracles.patterns_oracle import Spec, build, is_batched, leaves
 from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene
 
@@ -14,7 +13,7 @@ import sparsering as sr
 from . import specs
 from .attack import Cell
 from .cache_steps import Run
-from .calls import BACKENDS, DTYPES, HALF_ALONE, Call, shared_options, with_half_tables
+from .calls import BACKENDS, DTYPES, HALF_ALONE, Call, Options, shared_options, with_half_tables
 
 STEPS = (
     "chunks",
@@ -77,8 +76,8 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """Steps of one cache; tensors are drawn from `seed`. An option that is not in use is None."""
+class Decoding(Options):
+    """Steps of one cache; tensors are drawn from `seed`."""
 
     spec: Spec
     steps: tuple[Step, ...]
@@ -94,17 +93,7 @@ class Decoding:
     page_size: int = 16
     rollback: int = 0
     has_max_length: bool = False
-    arrange: str = "contiguous"
-    magnitude: float = 1.0
-    autocast: bool = False
     selection: Selection | None = None
-    scale: float | None = None
-    block_size: int | None = None
-    softcap: float | None = None
-    distance_bias: tuple[int, bool] | None = None  # radius, whether each head has its own
-    sink: str | None = None
-    dropout: tuple[float, int] | None = None
-    half_tables: bool = False
     done: set[str] = field(default_factory=set, compare=False, repr=False)  # steps that ran
 
     @property
@@ -116,17 +105,12 @@ class Decoding:
         return ("&", self.spec, ("Causal",))
 
     def cells(self) -> list[Cell]:
-        used = {
+        used = self.used() | {
             "page_size": self.page_size != 128,
             "max_length": self.has_max_length,
             "rollback": self.rollback > 0,
             "groups": self.num_heads != self.num_kv_heads,
-            "strides": self.arrange != "contiguous",
-            "large scores": self.magnitude > 1,
-            "autocast": self.autocast,
-            "half tables": self.half_tables,
         }
-        used |= {name: getattr(self, name) is not None for name in EXTRAS[:-1]}
         options = [*sorted(self.done), *(name for name, is_used in used.items() if is_used)]
         classes = [SELECTED] if self.selection else specs.classes_of(self.spec)
         return [Cell(o, c, self.backend, self.dtype) for o in options for c in classes]
@@ -150,9 +134,6 @@ class Decoding:
             "max_length": self.total if self.has_max_length else None,
         }
 
-    def precision(self) -> torch.dtype:
-        return torch.bfloat16 if self.autocast else DTYPES[self.dtype]
-
     def call(self, with_options: bool, spec: Spec, batch: int) -> Call:
         """Returns the call that computes the whole sequence in one pass."""
         names = ("scale", "softcap", "distance_bias", "sink", "dropout", "half_tables")
@@ -165,15 +146,6 @@ class Decoding:
         """Compares every row of every step with the oracle, and the cached keys with live keys."""
         self.done.clear()
         Run(self).run()
-
-    def script(self) -> str:
-        """Returns the steps up to the failing one, each compared with one pass."""
-        run = Run(self)
-        try:
-            run.run()
-        except Exception as error:
-            run.lines.append(f"# {type(error).__name__}: {str(error).splitlines()[0][:150]}")
-        return "\n".join([*run.lines, f"# {self}"])
 
 
 SLOW = ("triton", "torch_sparse", "flex")  # flex compiles each pattern

@@ -61,9 +61,56 @@ CELLS = [
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of calls and of caches; one that is not in use is None."""
+
+    block_size: int | None = None
+    scale: float | None = None
+    arrange: str = "contiguous"
+    magnitude: float = 1.0
+    autocast: bool = False
+    softcap: float | None = None
+    distance_bias: tuple[int, bool] | None = None  # radius, whether each head has its own
+    sink: str | None = None
+    dropout: tuple[float, int] | None = None
+    half_tables: bool = False
+
+    def used(self) -> dict[str, bool]:
+        """Returns whether each option is in use."""
+        extras = ("scale", "block_size", "softcap", "distance_bias", "sink", "dropout")
+        return {name: getattr(self, name) is not None for name in extras} | {
+            "strides": self.arrange != "contiguous",
+            "large scores": self.magnitude > 1,
+            "autocast": self.autocast,
+            "half tables": self.half_tables,
+        }
+
+    def precision(self) -> torch.dtype:
+        is_low = self.autocast and self.dtype != "float64"
+        return torch.bfloat16 if is_low else DTYPES[self.dtype]
+
+    @property
+    def table_dtype(self) -> torch.dtype:
+        single = torch.bfloat16 if self.half_tables else torch.float32
+        return torch.float64 if self.dtype == "float64" else single
+
+    def tables(self, batch: int, heads: int, tokens: int | None) -> dict[str, Tensor]:
+        """Draws a distance bias and a sink; without a number of tokens, none of each token."""
+        found = {}
+        if self.distance_bias is not None:
+            radius, each = self.distance_bias
+            found["distance_bias"] = torch.randn(heads if each else 1, 2 * radius + 1)
+        if self.sink is not None and (self.sink != "[B, H, N]" or tokens is not None):
+            shapes = {"[1, H, 1]": (1, heads, 1), "[B, H, N]": (batch, heads, tokens)}
+            sink = torch.randn(shapes.get(self.sink, (heads,)))
+            found["sink"] = torch.full_like(sink, -torch.inf) if self.sink == "none" else sink
+        return {name: x.to(self.table_dtype) for name, x in found.items()}
+
+
 @dataclass(frozen=True)
-class Call:
-    """One call; tensors are drawn from `seed`. An option that is not in use is None."""
+class Call(Options):
+    """One call; tensors are drawn from `seed`."""
 
     spec: Spec
     scene: Scene
@@ -72,35 +119,18 @@ class Call:
     seed: int = 0
     head_dim: int = 16
     value_dim: int = 16
-    block_size: int | None = None
-    scale: float | None = None
-    arrange: str = "contiguous"
-    magnitude: float = 1.0
-    autocast: bool = False
-    softcap: float | None = None
-    distance_bias: tuple[int, bool] | None = None  # radius, whether each head has its own
     block_bias: tuple[bool, bool, bool] | None = None  # per batch entry, per head, with -inf
     slot_bias: tuple[bool, bool] | None = None  # per batch entry, per head
-    sink: str | None = None
-    dropout: tuple[float, int] | None = None
-    half_tables: bool = False
     function: ClassVar[str] = "sr.attention"
 
     def options(self) -> list[str]:
         """Returns the names of the options in use."""
-        scene = self.scene
-        used = {
-            "scale": self.scale is not None,
-            "q_start": scene.q_start is not None,
-            "block_size": self.block_size is not None,
-            "strides": self.arrange != "contiguous",
-            "groups": scene.num_heads != scene.num_kv_heads,
-            "large scores": self.magnitude > 1,
-            "autocast": self.autocast,
-            "half tables": self.half_tables,
+        used = self.used() | {
+            "q_start": self.scene.q_start is not None,
+            "groups": self.scene.num_heads != self.scene.num_kv_heads,
+            "block_bias": self.block_bias is not None,
+            "slot_bias": self.slot_bias is not None,
         }
-        extras = ("softcap", "distance_bias", "block_bias", "slot_bias", "sink", "dropout")
-        used |= {name: getattr(self, name) is not None for name in extras}
         return [name for name, is_used in used.items() if is_used] or ["none"]
 
     def cells(self) -> list[Cell]:
@@ -119,11 +149,7 @@ class Call:
         with torch.no_grad():
             query.mul_(self.magnitude)
         found = {"query": query, "key": key, "value": value}
-        table_dtype = torch.bfloat16 if self.half_tables else torch.float32
-        table_dtype = torch.float64 if dtype == torch.float64 else table_dtype
-        if self.distance_bias is not None:
-            radius, each = self.distance_bias
-            found["distance_bias"] = torch.randn(heads if each else 1, 2 * radius + 1)
+        found |= self.tables(batch, heads, scene.q_len)
         if self.block_bias is not None:
             each_entry, each_head, cut = self.block_bias
             number = self.layout().num_blocks
@@ -135,12 +161,8 @@ class Call:
             shape = torch.tensor(indices).shape[-2:]
             outer = (batch if each_entry else 1, heads if each_head else 1)
             found["slot_bias"] = torch.randn(*outer, *shape)
-        if self.sink is not None:
-            shapes = {"[H]": (heads,), "[1, H, 1]": (1, heads, 1), "none": (heads,)}
-            sink = torch.randn(*shapes.get(self.sink, (batch, heads, scene.q_len)))
-            found["sink"] = torch.full_like(sink, -torch.inf) if self.sink == "none" else sink
-        for name in found.keys() - {"query", "key", "value"}:
-            found[name] = found[name].to(table_dtype)
+        for name in found.keys() & {"block_bias", "slot_bias"}:
+            found[name] = found[name].to(self.table_dtype)
         return {name: x.requires_grad_() for name, x in found.items()}
 
     def layout(self) -> Any:
@@ -199,9 +221,6 @@ class Call:
             query, key, value, build(self.spec), **tables, **self.keywords()
         )
         return found
-
-    def precision(self) -> torch.dtype:
-        return torch.bfloat16 if self.autocast and self.dtype != "float64" else DTYPES[self.dtype]
 
     def expected(
         self, tensors: dict[str, Tensor], grad_out: Tensor, grad_lse: Tensor
@@ -274,32 +293,6 @@ class Call:
             if self.sink is not None:
                 each_result["sink"] = summed_to(of_sink, rounded["sink"].shape)
         return results
-
-    def script(self) -> str:
-        """Returns the call in a few lines, with new random numbers."""
-        tensors = self.tensors()
-        draws = [
-            f"{name} = torch.randn({tuple(x.shape)}, dtype={x.dtype}, requires_grad=True)"
-            for name, x in tensors.items()
-        ]
-        arguments = ["query, key, value", specs.source(self.spec)]
-        arguments += [f"{name}={name}" for name in list(tensors)[3:]]
-
-        def called(function: str, given: dict[str, Any]) -> str:
-            each = [f"{name}={x!r}" for name, x in given.items()]
-            return f"{function}({', '.join([*arguments, *each])})"
-
-        exact = Call.keywords(self) | {"backend": "reference"}
-        return "\n".join(
-            [
-                "import torch, sparsering as sr, sparsering.distributed",
-                "; ".join(draws),
-                f"got = {called(self.function, self.keywords())}",
-                f"expected = {called('sr.attention', exact)}",
-                "print([(a - b).abs().max() for a, b in zip(got, expected)])",
-                f"# {self}",
-            ]
-        )
 
 
 @functools.lru_cache(maxsize=8)

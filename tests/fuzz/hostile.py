@@ -233,21 +233,6 @@ class Hostile:
             different = differs(result, self.expected())
             assert not different, f"equal values give {different}"
 
-    def script(self) -> str:
-        lines = [
-            "from fuzz.hostile import *  # with tests on the path",
-            f"call, given = Hostile({self.name!r}, (), {self.backend!r}).sane()",
-            "bad = dict(given)",
-        ]
-        for argument, kind, number in self.replaced:
-            source = CODE[kind][number]
-            lines.append(
-                f"bad.pop({argument!r})"
-                if source == "MISSING"
-                else f"bad[{argument!r}] = value_of({source!r}, given, {argument!r})"
-            )
-        return "\n".join([*lines, "call(**bad)"])
-
 
 OF_TORCH = (
     r"can't allocate memory|not enough memory|Storage size calculation overflowed|"

@@ -123,24 +123,6 @@ class Function:
             most = sum(x.abs().max().item() for x in (b, grad) if x.numel())
             assert_close(f"gradient of {name}", a, b, sums * largest * largest, most)
 
-    def script(self) -> str:
-        """Returns the call and its definition in a few lines."""
-        draws = []
-        for name, x in self.inputs().items():
-            drawn = f"torch.randn({tuple(x.shape)})" if x.numel() > 256 else f"torch.{x.detach()!r}"
-            draws.append(f"{name} = {drawn}.to({x.dtype}).requires_grad_({x.requires_grad})")
-        arguments = ", ".join([*(f"{n}={n}" for n in self.inputs()), f"**{self.given()!r}"])
-        return "\n".join(
-            [
-                "import torch, sparsering.selection; from oracles import blocks_oracle  # of tests",
-                "from torch import inf, nan",
-                *draws,
-                f"print(sparsering.selection.{self.function}({arguments}))",
-                f"print(blocks_oracle.{self.function}({arguments}))",
-                f"# {self}",
-            ]
-        )
-
 
 def assert_close(
     name: str, found: Tensor, expected: Tensor, relative: float, beside: float
@@ -380,12 +362,6 @@ class Mass(calls.Call):
         expected = biased.expected(tensors, nothing, weight * (-further.double()).exp())
         exact = torch.float64 if self.dtype == "float64" else torch.float32
         calls.compare({"slot_bias": mass}, expected, exact)
-
-    def script(self) -> str:
-        lines = super().script().splitlines()
-        call = f"sr.selection.block_mass(query, key, {specs.source(self.spec)}, "
-        call += f"scale={self.scale}, q_start={self.scene.q_start})"
-        return "\n".join([*lines[:2], "import sparsering.selection", f"print({call})", lines[-1]])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 from oracles import blocks_oracle
 from oracles import strategies as drawn
-from oracles.patterns_oracle import OPERATORS, Spec, is_mixture, leaves
+from oracles.patterns_oracle import OPERATORS, Spec, is_mixture
 from oracles.strategies import Scene
 
 LEAVES = {
@@ -140,28 +140,6 @@ def specs_with(
         else:
             spec = draw(drawn.selected_blocks(scene))
     return spec, scene
-
-
-def source(spec: Spec) -> str:
-    """Formats the spec as Python source."""
-    name, *args = spec
-    if name in OPERATORS:
-        return f"({source(args[0])} {name} {source(args[1])})"
-    if name == "MaskMod":
-        text, batch = drawn.MASK_MODS[args[0]], args[1]
-        return f"sr.from_mask_mod({text}, batch_size={batch})"
-    parts: list[Any] = [repr(x) for x in args]
-    if name == "Packed":
-        parts[1] = source(args[1])
-    if name in ("Blocks", "Dense", "KeyMask", "SelectedBlocks"):
-        parts[0] = f"torch.tensor({args[0]!r})"
-    return f"sr.{name}({', '.join(parts)})"
-
-
-def is_bound(spec: Spec) -> bool:
-    """Whether the pattern fixes the length of the sequence."""
-    bound = ("Documents", "Packed", "KeyMask", "Blocks", "Dense", "SelectedBlocks")
-    return any(leaf[0] in bound for leaf in leaves(spec))
 
 
 @st.composite

@@ -257,14 +257,6 @@ def test_operators_that_a_mixture_has_not_raise(mixture: Any) -> None:
         assert "a mixture counts" in message and "or + of both" in message
 
 
-@pytest.mark.parametrize("pattern", [sr.Causal(), MIXTURES[0]], ids=repr)
-@pytest.mark.parametrize("other", [3, True, None, "mask", torch.ones(2, 2, dtype=torch.bool)])
-def test_operators_with_something_else_raise(pattern: Any, other: Any) -> None:
-    for op in (operator.and_, operator.or_, operator.add):
-        raised(TypeError, lambda op=op: op(pattern, other))
-        raised(TypeError, lambda op=op: op(other, pattern))
-
-
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [

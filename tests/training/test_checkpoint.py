@@ -256,6 +256,8 @@ def test_a_missing_name_is_refused(run, missing):
         lambda text: text.replace(b'"context": 32', b'"context": 32, "__class__": "os.system"'),
         lambda text: text + b" " * (17 << 20),
         lambda text: b"null",
+        lambda text: b'{"model_type": "gpt2", "step": 7}',  # of another program
+        lambda text: text.replace(b'"num_heads"', b'"heads"'),
         lambda text: text.decode().encode("utf-16")[:-1],
     ],
 )

@@ -228,70 +228,41 @@ def test_a_file_other_than_the_one_that_was_written_is_refused(run, key):
 # What stands where a file should be
 
 
-def folder_in_place(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
+PLACED: dict[str, Callable[[Path], object]] = {
+    "folder": lambda path: (path.unlink(), path.mkdir()),
+    "link to the right file": lambda path: path.symlink_to(path.rename(path.parents[1] / "file")),
+    "pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+    "nothing": lambda path: path.unlink(),
+    "huge file": lambda path: os.truncate(path, 1 << 40),  # takes no room on the disk
+}
 
 
-def link_in_place(path: Path) -> None:
-    """To the right file, outside."""
-    path.symlink_to(path.rename(path.parent.parent / path.name))
-
-
-def pipe_in_place(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def device_in_place(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def nothing_in_place(path: Path) -> None:
-    path.unlink()
-
-
-def huge_in_place(path: Path) -> None:
-    with open(path, "r+b") as file:
-        file.truncate(1 << 40)  # takes no room on the disk
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        folder_in_place,
-        link_in_place,
-        pipe_in_place,
-        device_in_place,
-        nothing_in_place,
-        huge_in_place,
-    ],
-)
+@pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("name", ["checkpoint.json", "tensors", "metrics.jsonl"])
-def test_only_plain_files_are_opened(run, place, name):
-    place(tensor_file(run) if name == "tensors" else run / name)
+def test_only_plain_files_are_opened(run, placed, name):
+    PLACED[placed](tensor_file(run) if name == "tensors" else run / name)
     if name != "metrics.jsonl":
         assert_refused(run, "checkpoint")
-    elif place is nothing_in_place:
+    elif placed == "nothing":
         assert command("train", "--out", run, "--resume") == (0, "")
     else:
         assert_one_line(*command("train", "--out", run, "--resume"))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("5", "[]", "null", '"x"', "{}", '{"step": "1"}', '{"step": true}', '{"step": 1.0}'),
-        *(
-            '{"step": 1, "loss": "x"}',
-            '{"step": 1, "loss": [1]}',
-            '{"step": 1, "loss": 1' + "0" * 400,
-        ),
-    ],
+METRICS = (
+    *("5", "[]", "null", '"x"', "{}", '{"step": "1"}', '{"step": true}', '{"step": 1.0}'),
+    *(
+        '{"step": 1, "loss": "x"}',
+        '{"step": 1, "loss": [1]}',
+        f'{{"step": 1, "loss": 1{"0" * 400}}}',
+    ),
 )
+
+
+@pytest.mark.parametrize("line", METRICS)
 def test_metrics_that_are_no_records_are_one_line(run, line):
-    (run / "metrics.jsonl").write_text(line + ("}\n" if line.endswith("0") else "\n"))
+    (run / "metrics.jsonl").write_text(f"{line}\n")
     code, said = command("train", "--out", run, "--resume")
     assert_one_line(code, said)
     assert "metrics.jsonl" in said
