@@ -21,30 +21,15 @@ from sparsering.patterns.varlen_mask import Varlen
 
 CASE = Case(num_heads=4, num_kv_heads=2, q_len=75, kv_len=91, head_dim=12, value_dim=20)
 SOME = [
-    "causal",
-    "two-sided window",
-    "dilated window",
-    "global tokens",
-    "longnet",
-    "packed longnet",
-    "blocks of each batch entry",
-    "union of steps",
-    "mixture with overlap",
-    "mixture under masks",
-    "key padding",
-    "nothing",
+    *("causal", "two-sided window", "dilated window", "global tokens", "longnet", "packed longnet"),
+    *("blocks of each batch entry", "union of steps", "mixture with overlap"),
+    *("mixture under masks", "key padding", "nothing"),
 ]
 
 
 EXTRAS = [
-    "softcap",
-    "distance_bias",
-    "far_distance_bias",
-    "sink",
-    "sink_of_rows",
-    "sink_of_entries",
-    "dropout",
-    ALL,
+    *("softcap", "distance_bias", "far_distance_bias", "sink", "sink_of_rows", "sink_of_entries"),
+    *("dropout", ALL),
 ]
 
 

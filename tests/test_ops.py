@@ -178,12 +178,8 @@ def between_other_operations(query: Tensor, key: Tensor, value: Tensor) -> Any:
 
 
 COMPILED = (
-    longnet_closed_over,
-    pattern_made_inside,
-    padding_made_inside,
-    table_closed_over,
-    reference_inside,
-    between_other_operations,
+    *(longnet_closed_over, pattern_made_inside, padding_made_inside, table_closed_over),
+    *(reference_inside, between_other_operations),
 )
 
 

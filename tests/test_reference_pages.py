@@ -14,12 +14,8 @@ from sparsering import Mask, Pattern
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 MODULES = (
-    "sparsering",
-    "sparsering.distributed",
-    "sparsering.integrations.torchscale",
-    "sparsering.integrations.transformers",
-    "sparsering.models",
-    "sparsering.nn",
+    *("sparsering", "sparsering.distributed", "sparsering.integrations.torchscale"),
+    *("sparsering.integrations.transformers", "sparsering.models", "sparsering.nn"),
     "sparsering.selection",
 )
 

@@ -21,23 +21,10 @@ import sparsering as sr
 CASE = Case(2, 4, 2, 40, 40, 8, 6)
 
 WEIGHED = [
-    "full",
-    "causal",
-    "two-sided window",
-    "dilated, rate not dividing",
-    "dilated, offset of each head",
-    "longnet",
-    "longnet, every rate above 1",
-    "random blocks",
-    "blocks of each batch entry",
-    "blocks of each kv head",
-    "key padding",
-    "packed longnet",
-    "union of steps",
-    "mixture with overlap",
-    "branch twice",
-    "mixture under masks",
-    "nothing",
+    *("full", "causal", "two-sided window", "dilated, rate not dividing"),
+    *("dilated, offset of each head", "longnet", "longnet, every rate above 1", "random blocks"),
+    *("blocks of each batch entry", "blocks of each kv head", "key padding", "packed longnet"),
+    *("union of steps", "mixture with overlap", "branch twice", "mixture under masks", "nothing"),
 ]
 
 

@@ -16,20 +16,8 @@ from .cache_steps import Run
 from .calls import BACKENDS, DTYPES, HALF_ALONE, Call, Options, shared_options, with_half_tables
 
 STEPS = (
-    "chunks",
-    "single tokens",
-    "no tokens",
-    "unlike lengths",
-    "fewer than given",
-    "return_lse",
-    "stored=False",
-    "crop",
-    "reorder",
-    "repeat",
-    "select",
-    "load",
-    "copy",
-    "refused step",
+    *("chunks", "single tokens", "no tokens", "unlike lengths", "fewer than given", "return_lse"),
+    *("stored=False", "crop", "reorder", "repeat", "select", "load", "copy", "refused step"),
 )
 OF_CACHE = ("page_size", "max_length", "rollback", "groups", "strides", "large scores", "autocast")
 EXTRAS = ("scale", "block_size", "softcap", "distance_bias", "sink", "dropout", "half tables")
@@ -43,20 +31,10 @@ CELLS = [
 ]
 TAKES = ("reorder", "repeat", "select")
 WRONG = (
-    "lengths too large",
-    "lengths of too few entries",
-    "crop forwards",
-    "crop too far",
-    "keys of another dtype",
-    "keys of another width",
-    "more keys than queries",
-    "unknown backend",
-    "negative softcap",
-    "q_start",
-    "sink of another shape",
-    "index out of range",
-    "past max_length",
-    "load after tokens",
+    *("lengths too large", "lengths of too few entries", "crop forwards", "crop too far"),
+    *("keys of another dtype", "keys of another width", "more keys than queries"),
+    *("unknown backend", "negative softcap", "q_start", "sink of another shape"),
+    *("index out of range", "past max_length", "load after tokens"),
 )
 
 Step = tuple[Any, ...]

@@ -29,27 +29,11 @@ DTYPES = {
 }
 BACKENDS = ("default", *(name for name in sr.backends() if name != "flash"))  # flash needs a GPU
 OPTIONS = (
-    "none",
-    "scale",
-    "q_start",
-    "block_size",
-    "strides",
-    "groups",
-    "large scores",
-    "autocast",
-    "softcap",
-    "distance_bias",
-    "block_bias",
-    "slot_bias",
-    "sink",
-    "dropout",
-    "half tables",
+    *("none", "scale", "q_start", "block_size", "strides", "groups", "large scores", "autocast"),
+    *("softcap", "distance_bias", "block_bias", "slot_bias", "sink", "dropout", "half tables"),
 )
 ARRANGES = (
-    "contiguous",
-    "tokens before heads",
-    "one head expanded",
-    "every other of a larger tensor",
+    *("contiguous", "tokens before heads", "one head expanded", "every other of a larger tensor"),
     "width before tokens",
 )
 COARSE = ("sdpa", "flex")  # torch's own kernels: sums in half precision are less exact

@@ -321,9 +321,5 @@ def cases(draw: st.DrawFn, cell: Cell) -> Hostile:
 
 
 BACKENDS_OF = (
-    "attention",
-    "attention slots",
-    "attention plain",
-    "attention_varlen",
-    "KVCache.attend",
+    *("attention", "attention slots", "attention plain", "attention_varlen", "KVCache.attend"),
 )

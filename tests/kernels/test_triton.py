@@ -73,10 +73,7 @@ SHAPES = [
 
 
 PLAIN = [
-    "mixture under masks",
-    "global rows",
-    "dense of each head",
-    "longnet, offset of each head",
+    *("mixture under masks", "global rows", "dense of each head", "longnet, offset of each head"),
     "blocks of each batch entry",
 ]
 

@@ -166,11 +166,7 @@ def test_default_block_size_is_128() -> None:
 def test_causal_entries_are_the_lower_triangle_of_tiles() -> None:
     layout = sr.Causal().layout(48, block_size=16)
     assert layout.entries().tolist() == [
-        [0, 0, 16, 16],
-        [16, 0, 16, 16],
-        [16, 16, 16, 16],
-        [32, 0, 16, 16],
-        [32, 16, 16, 16],
+        *([0, 0, 16, 16], [16, 0, 16, 16], [16, 16, 16, 16], [32, 0, 16, 16], [32, 16, 16, 16]),
         [32, 32, 16, 16],
     ]
     assert layout.num_blocks == 6
@@ -188,13 +184,8 @@ def test_ragged_entries_count_only_real_tokens() -> None:
 def test_window_entries_are_a_band_of_tiles() -> None:
     layout = sr.SlidingWindow(16).layout(64, block_size=16)
     assert layout.entries().tolist() == [
-        [0, 0, 16, 16],
-        [16, 0, 16, 16],
-        [16, 16, 16, 16],
-        [32, 16, 16, 16],
-        [32, 32, 16, 16],
-        [48, 32, 16, 16],
-        [48, 48, 16, 16],
+        *([0, 0, 16, 16], [16, 0, 16, 16], [16, 16, 16, 16], [32, 16, 16, 16], [32, 32, 16, 16]),
+        *([48, 32, 16, 16], [48, 48, 16, 16]),
     ]
     assert layout.num_pairs == 64 * 17 - 16 * 17 // 2
 
@@ -212,13 +203,8 @@ def test_window_one_token_wider_than_the_block_visits_one_more_tile() -> None:
 def test_block_window_entries_are_whole_tiles() -> None:
     layout = sr.BlockWindow(1, 16).layout(48, block_size=16)
     assert layout.entries().tolist() == [
-        [0, 0, 16, 16],
-        [0, 16, 16, 16],
-        [16, 0, 16, 16],
-        [16, 16, 16, 16],
-        [16, 32, 16, 16],
-        [32, 16, 16, 16],
-        [32, 32, 16, 16],
+        *([0, 0, 16, 16], [0, 16, 16, 16], [16, 0, 16, 16], [16, 16, 16, 16], [16, 32, 16, 16]),
+        *([32, 16, 16, 16], [32, 32, 16, 16]),
     ]
     assert layout.num_pairs == 7 * 256
 
@@ -257,11 +243,7 @@ def test_causal_longnet_visits_the_dilated_tiles_of_each_branch_in_turn() -> Non
     pattern = sr.LongNet((64, 256), (1, 4), offset=0) & sr.Causal()
     layout = pattern.layout(256, block_size=64)
     assert layout.entries().tolist() == [
-        [0, 0, 64, 64],
-        [64, 64, 64, 64],
-        [128, 128, 64, 64],
-        [192, 192, 64, 64],
-        [0, 0, 64, 64],
+        *([0, 0, 64, 64], [64, 64, 64, 64], [128, 128, 64, 64], [192, 192, 64, 64], [0, 0, 64, 64]),
     ]
     assert layout.num_pairs == 5 * 64 * 65 // 2
 
@@ -307,13 +289,8 @@ def test_pattern_s_blocks_may_be_smaller_and_larger_than_the_layout_s() -> None:
 def test_mixture_visits_a_tile_once_per_mask() -> None:
     layout = (sr.Causal() + sr.Full()).layout(32, block_size=16)
     assert layout.entries().tolist() == [
-        [0, 0, 16, 16],
-        [16, 0, 16, 16],
-        [16, 16, 16, 16],
-        [0, 0, 16, 16],
-        [0, 16, 16, 16],
-        [16, 0, 16, 16],
-        [16, 16, 16, 16],
+        *([0, 0, 16, 16], [16, 0, 16, 16], [16, 16, 16, 16], [0, 0, 16, 16], [0, 16, 16, 16]),
+        *([16, 0, 16, 16], [16, 16, 16, 16]),
     ]
 
 

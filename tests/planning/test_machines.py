@@ -70,15 +70,9 @@ def test_what_is_not_published_bounds_nothing():
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("h200", "H200"),
-        ("H100", "H100 SXM"),
-        ("h100-pcie", "H100 PCIe"),
-        ("A100", "A100 80GB"),
-        ("a100_40gb", "A100 40GB"),
-        ("rtx4090", "RTX 4090"),
-        ("4090", "RTX 4090"),
-        ("m4max", "M4 Max"),
-        ("Genoa", "EPYC 9654"),
+        *(("h200", "H200"), ("H100", "H100 SXM"), ("h100-pcie", "H100 PCIe")),
+        *(("A100", "A100 80GB"), ("a100_40gb", "A100 40GB"), ("rtx4090", "RTX 4090")),
+        *(("4090", "RTX 4090"), ("m4max", "M4 Max"), ("Genoa", "EPYC 9654")),
         ("xeon 8480+", "Xeon 8480+"),
     ],
 )

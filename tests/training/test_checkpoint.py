@@ -113,11 +113,7 @@ READERS_OF_CODE = {
     *("torch.load", "torch.save", "torch.distributed.checkpoint", "torch.jit.load", "torch.hub"),
     *("torch.package", "torch.export.load", "numpy", "eval", "exec", "compile", "__import__"),
     *(
-        "runpy",
-        "code.interact",
-        "codeop",
-        "yaml",
-        "importlib.import_module",
+        *("runpy", "code.interact", "codeop", "yaml", "importlib.import_module"),
         "torch.ops.load_library",
     ),
 }
@@ -170,14 +166,11 @@ def test_no_module_of_the_package_reads_what_can_run_code():
 @pytest.mark.parametrize(
     "source",
     [
-        "import pickle",
-        "def f():\n    from pickle import loads as text",
-        "import torch as t\nt.load('x')",
-        "from torch import load",
+        *("import pickle", "def f():\n    from pickle import loads as text"),
+        *("import torch as t\nt.load('x')", "from torch import load"),
         "import torch.distributed.checkpoint as dcp",
         "from torch.distributed.checkpoint import FileSystemReader",
-        "from torch.distributed import checkpoint",
-        "x = eval('1')",
+        *("from torch.distributed import checkpoint", "x = eval('1')"),
         "import numpy as np\nnp.load('x', allow_pickle=True)",
     ],
 )
