@@ -4,10 +4,11 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from forked import FORKED
@@ -65,6 +66,18 @@ class Workers:
             process.kill()
             process.join()
         self.folder.cleanup()
+
+
+def workers_of(world: int, scope: str = "module") -> Any:
+    """A fixture: workers that the tests of a scope share."""
+
+    @pytest.fixture(scope=scope)
+    def started() -> Iterator[Workers]:
+        workers = Workers(world)
+        yield workers
+        workers.close()
+
+    return started
 
 
 def _work(pipe: Connection, rank: int, world: int, address: str, timeout: float) -> None:

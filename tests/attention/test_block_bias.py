@@ -42,8 +42,7 @@ BIASED = {
 
 
 @pytest.mark.parametrize(
-    ("name", "outer"),
-    thinned(4, BIASED, ["full", "one batch entry", "one head", "one of both"]),
+    ("name", "outer"), thinned(4, BIASED, ["full", "one batch entry", "one head", "one of both"])
 )
 def test_block_bias_adds_to_the_scores_of_each_entry_in_the_order_of_entries(name, outer):
     case = BIASED[name]

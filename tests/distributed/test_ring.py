@@ -1,6 +1,5 @@
 """Ring attention: exact, bit for bit as simulated, moving what the plan says, no more."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from oracles import patterns_oracle
 from oracles.attention_oracle import PATTERNS, Case, assert_same_attention, gradients, inputs
 from oracles.ring_oracle import plan_of
 from oracles.strategies import examples, scenes, specs
-from ring_workers import MAX_WORLD, Workers, groups
+from ring_workers import MAX_WORLD, groups, workers_of
 from thinned import slow_except, thinned
 from torch import Tensor
 
@@ -22,11 +21,7 @@ from sparsering.distributed.sharding import owned_ranges
 CASE = Case(batch=2, num_heads=4, num_kv_heads=2, q_len=75, kv_len=75, head_dim=8, value_dim=16)
 
 
-@pytest.fixture(scope="session")
-def workers() -> Iterator[Workers]:
-    started = Workers(MAX_WORLD)
-    yield started
-    started.close()
+workers = workers_of(MAX_WORLD, "session")
 
 
 SHARDINGS = ("contiguous", "zigzag", "chunks:2,0,1,1,0,0,2")

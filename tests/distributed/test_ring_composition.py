@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ring_workers import Workers, groups
+from ring_workers import groups, workers_of
 from thinned import slow_except
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -98,11 +98,7 @@ def over_ranks(rank: int, kind: str, sharding: str) -> tuple[Tensor, list[Tensor
     return total, grads
 
 
-@pytest.fixture(scope="module")
-def four() -> Any:
-    started = Workers(4)
-    yield started
-    started.close()
+four = workers_of(4)
 
 
 KINDS = ["plain", "recomputed", "fsdp", "ddp", "compiled"]

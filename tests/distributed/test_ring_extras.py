@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracles.attention_oracle import PATTERNS, Case, assert_close, assert_same_attention, inputs
 from oracles.extras_oracle import attend_with_extras, branches_of
-from ring_workers import MAX_WORLD, Workers, groups
+from ring_workers import MAX_WORLD, groups, workers_of
 from thinned import thinned
 from torch import Tensor
 
@@ -19,11 +19,7 @@ CASE = Case(batch=2, num_heads=4, num_kv_heads=2, q_len=75, kv_len=75, head_dim=
 NAMES = ("causal", "longnet", "global tokens", "key padding", "packed longnet", "dilated window")
 
 
-@pytest.fixture(scope="module")
-def workers():
-    started = Workers(min(4, MAX_WORLD))
-    yield started
-    started.close()
+workers = workers_of(min(4, MAX_WORLD))
 
 
 def extras(sink_of_rows: bool, dtype: torch.dtype = torch.float64) -> dict[str, Any]:

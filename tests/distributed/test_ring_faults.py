@@ -4,13 +4,13 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ring_workers import Workers, groups
+from ring_workers import groups, workers_of
 
 import sparsering as sr
 from sparsering.distributed import RingError, RingMismatchError, ring_attention, unshard
@@ -20,20 +20,10 @@ WORLD = 3
 TIMEOUT = 3.0
 
 
-@pytest.fixture
-def mortal() -> Iterator[Workers]:
-    """Workers of this test alone."""
-    started = Workers(WORLD)
-    yield started
-    started.close()
+mortal = workers_of(WORLD, "function")  # workers of this test alone
 
 
-@pytest.fixture(scope="module")
-def lasting() -> Iterator[Workers]:
-    """Workers of tests after which they are as before."""
-    started = Workers(WORLD)
-    yield started
-    started.close()
+lasting = workers_of(WORLD)  # workers of tests after which they are as before
 
 
 def shards(tokens: int = 40, head_dim: int = 8, dtype: torch.dtype = torch.float64) -> list[Any]:

@@ -1,12 +1,11 @@
 """Plans and layouts of a ring built ahead: its call builds nothing, and gives the same bits."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from ring_workers import Workers, groups
+from ring_workers import groups, workers_of
 from thinned import slow_except
 
 import sparsering as sr
@@ -15,11 +14,7 @@ from sparsering.distributed import RingMismatchError, RingPlan, prefetch, ring_a
 WORLD, TOKENS, SECONDS = 3, 150, 60.0
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    started = Workers(WORLD)
-    yield started
-    started.close()
+workers = workers_of(WORLD)
 
 
 def called(rank, pattern, sharding, ahead, batch=2, heads=4, kv_heads=2):

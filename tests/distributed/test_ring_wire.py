@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ring_workers import Workers, groups
+from ring_workers import groups, workers_of
 from torch import Tensor
 
 import sparsering as sr
@@ -54,11 +54,7 @@ def run(rank: int, compression: str | None, scale: float) -> tuple[list[Tensor],
     return results, traffic, ring_attention.last_traffic(backward=True)
 
 
-@pytest.fixture(scope="module")
-def two():
-    started = Workers(WORLD)
-    yield started
-    started.close()
+two = workers_of(WORLD)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -243,7 +243,7 @@ def test_causal_longnet_visits_the_dilated_tiles_of_each_branch_in_turn() -> Non
     pattern = sr.LongNet((64, 256), (1, 4), offset=0) & sr.Causal()
     layout = pattern.layout(256, block_size=64)
     assert layout.entries().tolist() == [
-        *([0, 0, 64, 64], [64, 64, 64, 64], [128, 128, 64, 64], [192, 192, 64, 64], [0, 0, 64, 64]),
+        *([0, 0, 64, 64], [64, 64, 64, 64], [128, 128, 64, 64], [192, 192, 64, 64], [0, 0, 64, 64])
     ]
     assert layout.num_pairs == 5 * 64 * 65 // 2
 

@@ -17,6 +17,10 @@ def raised(error: type[Exception] | tuple[type[Exception], ...], call: Any) -> s
     return str(caught.value)
 
 
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -66,14 +70,11 @@ def raised(error: type[Exception] | tuple[type[Exception], ...], call: Any) -> s
         (lambda: sr.KeyMask(TABLE[None, None]), ["KeyMask", "(1, 1, 2, 2)", "Dense(mask)"]),
         (lambda: sr.KeyMask(TABLE.to("meta")), ["KeyMask", "meta device"]),
         (lambda: sr.KeyMask(TABLE.to_sparse()), ["KeyMask", "torch.sparse_coo", ".to_dense()"]),
-        (lambda: sr.Blocks(torch.ones(4, dtype=torch.bool), 16), ["Blocks", "4"]),
-        (
-            lambda: sr.Blocks(torch.ones(1, 1, 1, 2, 2, dtype=torch.bool), 16),
-            ["Blocks", "1, 1, 1, 2, 2"],
-        ),
+        (lambda: sr.Blocks(ones(4), 16), ["Blocks", "4"]),
+        (lambda: sr.Blocks(ones(1, 1, 1, 2, 2), 16), ["Blocks", "1, 1, 1, 2, 2"]),
         (lambda: sr.Blocks(TABLE, 0), ["block_size", "0"]),
-        (lambda: sr.Dense(torch.ones(4, dtype=torch.bool)), ["Dense", "4"]),
-        (lambda: sr.Dense(torch.ones(1, 1, 2, 2, 2, dtype=torch.bool)), ["Dense"]),
+        (lambda: sr.Dense(ones(4)), ["Dense", "4"]),
+        (lambda: sr.Dense(ones(1, 1, 2, 2, 2)), ["Dense"]),
     ],
 )
 def test_value_error_at_construction_names_the_argument_and_the_value(
@@ -125,9 +126,9 @@ def test_type_error_at_construction_names_the_argument(call: Any, words: list[st
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (torch.ones(2, 2, dtype=torch.bool), ["got Tensor", "Dense(mask)", "KeyMask(valid)"]),
+        (ones(2, 2), ["got Tensor", "Dense(mask)", "KeyMask(valid)"]),
         (torch.nn.Parameter(torch.ones(2)), ["got Parameter", "Dense(mask)"]),
-        (torch.ones(2, 2, dtype=torch.bool).numpy(), ["got ndarray", "Dense(mask)"]),
+        (ones(2, 2).numpy(), ["got ndarray", "Dense(mask)"]),
         (3, ["got int", "Causal()"]),
         (None, ["got NoneType", "Causal()"]),
         ("Causal()", ["got str", "parse(text)"]),
@@ -175,26 +176,11 @@ USES = [
             {"num_heads": 4, "num_kv_heads": 2},
             ["offset", "4", "2"],
         ),
-        (sr.Blocks(torch.ones(2, 3, dtype=torch.bool), 16), 48, {}, ["Blocks", "2", "3"]),
-        (sr.Blocks(torch.ones(3, 2, dtype=torch.bool), 16), 48, {}, ["Blocks", "2", "3"]),
-        (
-            sr.Blocks(torch.ones(2, 3, dtype=torch.bool), 16),
-            1,
-            {"kv_len": 48},
-            ["Blocks", "2", "3"],
-        ),
-        (
-            sr.Blocks(torch.ones(2, 2, dtype=torch.bool), 16),
-            8,
-            {"kv_len": 32, "q_start": 25},
-            ["Blocks", "2", "3"],
-        ),
-        (
-            sr.Blocks(torch.ones(3, 2, 2, dtype=torch.bool), 16),
-            32,
-            {"num_heads": 4, "num_kv_heads": 2},
-            ["3", "4", "2"],
-        ),
+        (sr.Blocks(ones(2, 3), 16), 48, {}, ["Blocks", "2", "3"]),
+        (sr.Blocks(ones(3, 2), 16), 48, {}, ["Blocks", "2", "3"]),
+        (sr.Blocks(ones(2, 3), 16), 1, {"kv_len": 48}, ["Blocks", "2", "3"]),
+        (sr.Blocks(ones(2, 2), 16), 8, {"kv_len": 32, "q_start": 25}, ["Blocks", "2", "3"]),
+        (sr.Blocks(ones(3, 2, 2), 16), 32, {"num_heads": 4, "num_kv_heads": 2}, ["3", "4", "2"]),
         (sr.Documents(((31, 16), (47,), (40, 6))), 47, {}, ["batch entry 2", "47", "46"]),
         (sr.Packed(((40,), (31, 16)), sr.Causal()), 40, {}, ["batch entry 1", "47", "40"]),
         (sr.Packed(((40,), (20, 20)), sr.Documents((20,))), 40, {}, ["20", "40"]),
@@ -206,14 +192,9 @@ USES = [
         (sr.Packed(((4,), (4,)), sr.KeyPadding((1, 2, 3))), 4, {}, ["[2, 3]"]),
         (sr.Dense(TABLE), 3, {}, ["Dense", "2", "3"]),
         (sr.Dense(TABLE), 2, {"kv_len": 3}, ["Dense", "2", "3"]),
-        (sr.Dense(torch.ones(3, 2, 2, dtype=torch.bool)), 2, {"num_heads": 2}, ["Dense", "3", "2"]),
+        (sr.Dense(ones(3, 2, 2)), 2, {"num_heads": 2}, ["Dense", "3", "2"]),
         (sr.KeyPadding((1, 2)) & sr.KeyPadding((1, 2, 3)), 4, {}, ["2", "3"]),
-        (
-            sr.KeyPadding((1, 2)) | sr.Blocks(torch.ones(3, 1, 1, 1, dtype=torch.bool), 16),
-            4,
-            {},
-            ["2", "3"],
-        ),
+        (sr.KeyPadding((1, 2)) | sr.Blocks(ones(3, 1, 1, 1), 16), 4, {}, ["2", "3"]),
         (sr.Causal(), 8, {"num_heads": 6, "num_kv_heads": 4}, ["6", "4"]),
         (sr.Causal(), -1, {}, ["-1"]),
         (sr.Causal(), 8, {"kv_len": -8}, ["-8"]),

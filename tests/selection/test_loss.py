@@ -157,14 +157,6 @@ def test_nothing_to_learn_from_gives_zero_and_zero_gradients(indices):
     assert loss.item() == 0 and (scores.grad == 0).all()  # zeros, not None
 
 
-def test_no_key_and_no_row():
-    for rows, blocks in ((0, NB), (R, 0)):
-        scores = torch.zeros(B, H, rows, blocks, requires_grad=True)
-        loss = selection_loss(scores, torch.zeros(B, H, rows, blocks))
-        loss.backward()
-        assert loss.item() == 0 and scores.grad is not None
-
-
 def test_far_scores_stay_finite_in_half_precision():
     scores, mass = drawn()
     for dtype in (torch.float16, torch.bfloat16):

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from ring_workers import Workers, groups
+from ring_workers import groups, workers_of
 from torch import Tensor
 
 from sparsering.selection import PatternRefiner, block_scores
@@ -399,11 +399,7 @@ def test_what_is_barred_stays_barred_after_resuming():
     assert changed == [False, False, True] and row(resumed) == [0, 1, 2]
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    workers = Workers(3)
-    yield workers
-    workers.close()
+workers = workers_of(3)
 
 
 def refine_on_a_rank(rank: int, world: int) -> tuple[list[Tensor], dict[str, Tensor], float]:

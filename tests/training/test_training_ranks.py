@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from ring_workers import Workers
+from ring_workers import Workers, workers_of
 from torch.distributed.tensor import DTensor
 
 from sparsering.cli import main
@@ -44,18 +44,8 @@ TOLERANCE = 2e-6
 """Relative, of losses and gradient norms in float32; 4e-7 is the largest difference seen."""
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Workers]:
-    started = Workers(2)
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Workers]:
-    started = Workers(4)
-    yield started
-    started.close()
+two = workers_of(2)
+four = workers_of(4)
 
 
 @pytest.fixture(scope="module")
