@@ -93,12 +93,12 @@ def select_blocks(
     k: int,
     *,
     block_size: int,
-    query_block: int,
-    top_p: float | None,
-    sink: int,
-    local: int,
-    causal: bool,
-    q_start: int,
+    query_block: int = 1,
+    top_p: float | None = None,
+    sink: int = 1,
+    local: int = 1,
+    causal: bool = True,
+    q_start: int = 0,
 ) -> Tensor:
     """Selects blocks [..., R, k] for each row of scores [..., R, Nb]."""
     *outer, rows, _ = scores.shape

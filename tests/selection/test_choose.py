@@ -6,45 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from oracles import blocks_oracle
 
 from sparsering.selection import choose, select_blocks
-
-
-def sorted_blocks(
-    scores: Tensor,
-    k: int,
-    *,
-    block_size: int,
-    query_block: int = 1,
-    top_p: float | None = None,
-    sink: int = 1,
-    local: int = 1,
-    causal: bool = True,
-    q_start: int = 0,
-) -> Tensor:
-    rows, blocks = scores.shape[-2:]
-    out = torch.full((*scores.shape[:-1], k), -1)
-    n = math.prod(scores.shape[:-2])
-    flat, lists = scores.float().reshape(n, rows, blocks).tolist(), out.view(n, rows, k)
-    for n, r in torch.cartesian_prod(torch.arange(len(flat)), torch.arange(rows)).tolist():
-        own = (q_start // query_block + r) * query_block // block_size
-        score = [-math.inf if math.isnan(x) else x for x in flat[n][r]]
-        last = min(own, blocks - 1)
-        may = [b for b in range(blocks) if not causal or b <= own]
-        forced = [b for b in may if b < sink or last - local < b <= last]
-        rest = [b for b in may if b not in forced and score[b] > -math.inf]
-        order = forced + sorted(rest, key=lambda b: (-score[b], b))
-        if top_p is not None and top_p < 1:  # 1 is no limit
-            highest = max((score[b] for b in may), default=0.0)
-            weight = {b: math.exp(score[b] - highest) if score[b] > -math.inf else 0 for b in may}
-            total = sum(weight.values())
-            before = [sum(weight[b] for b in order[:m]) for m in range(len(order))]
-            kept = zip(order, before, strict=True)
-            order = [b for b, w in kept if b in forced or w < top_p * total]
-        order = order[:k]
-        lists[n, r, : len(order)] = torch.tensor(order, dtype=torch.int64)
-    return out
 
 
 @st.composite
@@ -73,7 +37,8 @@ def selections(draw):
 def test_blocks_are_those_that_sorting_gives(drawn):
     scores, options = drawn
     k = options.pop("k")
-    assert torch.equal(select_blocks(scores, k, **options), sorted_blocks(scores, k, **options))
+    expected = blocks_oracle.select_blocks(scores, k, **options)
+    assert torch.equal(select_blocks(scores, k, **options), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -82,7 +47,9 @@ def test_many_blocks_in_parts(dtype, monkeypatch):
     scores = torch.randn(2, 2, 64, 40).to(dtype)
     for options in ({}, {"top_p": 0.7}, {"sink": 0, "local": 3, "causal": False}):
         found = select_blocks(scores, 6, block_size=4, query_block=2, **options)
-        expected = sorted_blocks(scores, 6, block_size=4, query_block=2, **options)
+        expected = blocks_oracle.select_blocks(
+            scores.float(), 6, block_size=4, query_block=2, **options
+        )
         assert torch.equal(found, expected)
 
 

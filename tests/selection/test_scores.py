@@ -1,9 +1,10 @@
-"""`block_scores` against its definition, in float64, query by query and block by block."""
+"""`block_scores` against its definition in float64."""
 
 import math
 
 import pytest
 import torch
+from oracles import blocks_oracle
 from thinned import slow_except
 from torch import Tensor
 
@@ -27,61 +28,12 @@ SHAPES = [
 ]
 
 
-def estimated(method: str, q: Tensor, keys: Tensor, scale: float, parts: int) -> Tensor:
-    """Log mass of one query on the keys of one block, as the page of the method says."""
-    n = math.log(len(keys))
-    if method == "mean":
-        return n + scale * (keys.mean(0) @ q)
-    if method == "sub":
-        each = [math.log(len(x)) + scale * (x.mean(0) @ q) for x in keys.split(parts)]
-        return torch.stack(each).logsumexp(0)
-    if method == "gauss":
-        spread = keys.var(0, unbiased=False) @ q.square()
-        return n + scale * (keys.mean(0) @ q) + scale**2 / 2 * spread
-    if method == "bounds":
-        return n + scale * torch.maximum(q * keys.amax(0), q * keys.amin(0)).sum()
-    return (scale * (keys @ q)).logsumexp(0)
-
-
-def antidiagonal(query: Tensor, i: int, start: int, keys: Tensor, scale: float, s: int) -> Tensor:
-    """The same for query i of one head, whose strides are cut by position."""
-    first, found = (start + i) // s * s - start, []
-    for y in range(0, len(keys), s):
-        pairs = [(first + s - 1 - m, y + m) for m in range(s)]
-        there = [(a, b) for a, b in pairs if 0 <= a < len(query) and b < len(keys)]
-        products = [query[a] @ keys[b] for a, b in there]
-        logit = scale * torch.stack(products).mean() if products else torch.zeros(())
-        found.append(math.log(min(s, len(keys) - y)) + logit)
-    return torch.stack(found).logsumexp(0)
-
-
 def defined(
     query: Tensor, key: Tensor, shape: tuple, method: str, causal: bool, scale: float
 ) -> Tensor:
-    """[B, Hkv, R, Nb] by definition, in the inputs' dtype."""
-    q_len, kv_len, size, row, parts, start = shape
-    start = kv_len - q_len if start is None else start
-    batch, kv_heads, group = len(query), key.shape[1], query.shape[1] // key.shape[1]
-    rows, blocks = -(-(start + q_len) // row) - start // row, -(-kv_len // size)
-    share = query.new_zeros(batch, kv_heads, rows, blocks)
-    seen = torch.zeros(share.shape, dtype=torch.bool)
-    for b, head, i in torch.cartesian_prod(*map(torch.arange, (batch, group * kv_heads, q_len))):
-        h, q, p = head // group, query[b, head, i], start + int(i)
-        mass = {}
-        for c, keys in enumerate(key[b, h].split(size)):
-            if causal and p // size == c:
-                mass[c] = estimated("exact", q, keys[: p - c * size + 1], scale, 0)
-            elif not causal or c < p // size:
-                mass[c] = (
-                    antidiagonal(query[b, head], int(i), start, keys, scale, parts)
-                    if method == "antidiagonal"
-                    else estimated(method, q, keys, scale, size // parts)
-                )
-        if mass:
-            at = b, h, p // row - start // row
-            share[at][list(mass)] += torch.stack(list(mass.values())).softmax(0)
-            seen[at][list(mass)] = True
-    return torch.where(seen, share.log(), -torch.inf)
+    _, _, size, row, parts, start = shape
+    options = {"query_block": row, "parts": parts, "causal": causal, "q_start": start}
+    return blocks_oracle.block_scores(query, key, size, method=method, scale=scale, **options)
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
@@ -167,8 +119,8 @@ def test_bounds_enclose_the_mass():
     mass = (query @ key.mT).unflatten(-1, (8, 8)).logsumexp(-1)
     keys = key.unflatten(2, (8, 8))
     for method, sign in (("mean", 1), ("bounds", -1)):
-        each = [estimated(method, query[b, 0, 0], k, 1.0, 8) for b in range(2) for k in keys[b, 0]]
-        found = torch.stack(each).view(2, 8)
+        each = [blocks_oracle.log_masses(query, k, method, 8, 1.0) for k in keys.unbind(2)]
+        found = torch.stack(each, 3).view(2, 8)
         assert (sign * (mass[:, 0, 0] - found) >= 0).all()
         shares = block_scores(query, key, 8, method=method, **options)[:, 0, 0].double()
         assert close(shares, found.log_softmax(-1), 2e-6)
