@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from thinned import slow_except
 from transformers import DynamicCache, StaticCache
 from transformers_models import assert_same, made, padded, pair, result, tokens
 
@@ -22,14 +23,14 @@ def compiled(model):
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 
 
-def first_fast(*families: str) -> pytest.MarkDecorator:
-    """The first family in `make test`, the others in `make test-all`."""
-    others = [pytest.param(family, marks=pytest.mark.slow) for family in families[1:]]
-    return pytest.mark.parametrize("family", [families[0], *others])
-
-
-@pytest.mark.parametrize("side", [None, "left", "right"])
-@first_fast("llama", "mistral", "llama4", "bert", "modernbert")
+@pytest.mark.parametrize(
+    ("family", "side"),
+    slow_except(
+        [("llama", "left")],
+        ["llama", "mistral", "llama4", "bert", "modernbert"],
+        [None, "left", "right"],
+    ),
+)
 def test_one_graph_without_a_cache(family, side):
     eager, ours = pair(family)
     inputs, mask = {"input_ids": tokens()}, side and padded(side)

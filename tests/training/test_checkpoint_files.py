@@ -67,15 +67,8 @@ def changed_entry(**values: object) -> Callable[[bytes], bytes]:
         *(
             lambda content, head=head: with_header(head, content)
             for head in (
-                [],
-                5,
-                None,
-                "x",
-                b"",
-                b"{",
-                b"[" * 100_000,
-                b'{"a":' * 50_000,
-                b'{"\xff":1}',
+                *([], 5, None, "x", b"", b"{"),
+                *(b"[" * 100_000, b'{"a":' * 50_000, b'{"\xff":1}'),
             )
         ),
         lambda content: with_header({"__metadata__": 5, **header(content)[0]}, header(content)[1]),
