@@ -18,14 +18,13 @@ from thinned import slow_except, thinned
 
 import sparsering as sr
 
-
-@pytest.mark.usefixtures("each_cpu_backend")
 SIZES = [  # length, block size, workspace, repetitions
     *((130, 32, 20_000, 1), (200, 32, 20_000, 2)),
     *((600, 128, 64 << 20, 2), (900, 32, 64 << 20, 20)),
 ]
 
 
+@pytest.mark.usefixtures("each_cpu_backend")
 @pytest.mark.parametrize(
     ("size", "num_threads", "dtype"),
     slow_except(
