@@ -2,8 +2,10 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
+from oracles import blocks_oracle
 from oracles.extras_oracle import attend_with_extras, branches_of
 from thinned import thinned
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -51,18 +53,10 @@ def drawn(row_size, first_row, block_size, q_len, heads=2, batch=2, seed=0):
 @functools.cache
 def slot_of_pairs(chosen, q_len):
     """[B, 4, Nq, Nk] the first slot that lists each pair's block, -1 for none; pair by pair."""
-    found = torch.full((2, 4, q_len, KEYS), -1)
-    heads = chosen.indices.shape[1]
-    for b in range(2):
-        for h in range(4):
-            table = chosen.indices[b % len(chosen.indices), h * heads // 4].tolist()
-            for i in range(q_len):
-                row = (KEYS - q_len + i) // chosen.query_block - chosen.first_row
-                for k in range(KEYS):
-                    if k // chosen.block_size in table[row]:
-                        slot = table[row].index(k // chosen.block_size)
-                        found[b, h, i, k] = row * SLOTS + slot
-    return found
+    shape, first = (2, 4, q_len, KEYS), KEYS - q_len
+    rest = chosen.block_size, chosen.query_block, chosen.first_row
+    found = blocks_oracle.slots_of_pairs(chosen.indices.numpy(), shape, first, *rest)
+    return torch.from_numpy(np.where(found < chosen.indices.shape[2] * SLOTS, found, -1))
 
 
 @pytest.mark.parametrize("rows", ROWS)

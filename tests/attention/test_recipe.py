@@ -118,6 +118,13 @@ def test_modes_and_transforms_are_seen_after_plain_calls():
         assert torch.equal(sr.attention(*args, pattern), plain)
     with pytest.raises(ValueError, match="must share a dtype"):
         sr.attention(args[0], args[1].double(), args[2], pattern)
+    nested = torch.nested.nested_tensor(list(args[0]), layout=torch.jagged)
+    for wrong in (nested, args[0].to_sparse()):
+        with pytest.raises(ValueError, match="must be a dense tensor"):
+            sr.attention(wrong, *args[1:], pattern)
+    for name in ("scale", "q_start", "block_size"):
+        with pytest.raises(ValueError, match=name):
+            sr.attention(*args, pattern, **{name: torch.ones(())})
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(args[0], args[0])
         with pytest.raises(NotImplementedError, match="forward-mode"):
@@ -164,14 +171,18 @@ def test_extras_are_checked_in_each_call():
 
 
 def test_strides_and_threads_change_no_decision():
+    def attend(*args: Tensor) -> Tensor:
+        pattern = sr.Causal() & sr.SlidingWindow(20)
+        return sr.attention(*args, pattern, scale=1.0, q_start=1, block_size=16)
+
     args = drawn()
-    out = sr.attention(*args, sr.Causal())
+    out = attend(*args)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in args]
-    assert torch.equal(sr.attention(*strided, sr.Causal()), out)
+    assert torch.equal(attend(*strided), out)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert torch.equal(sr.attention(*args, sr.Causal()), out)
+        assert torch.equal(attend(*args), out)
     finally:
         torch.set_num_threads(before)
 

@@ -229,7 +229,7 @@ class Call(Options):
             present, number = by_entry(self, present)
             places["block_bias"] = places_of_heads(rounded["block_bias"].shape, scene, number)
         if self.slot_bias is not None:
-            listed = specs.slots(self.spec, scene, positions, keys)  # [1, B, H, Nq, Nk]
+            listed = specs.slots(self.spec, scene)  # [1, B, H, Nq, Nk]
             places["slot_bias"] = places_of_slots(rounded["slot_bias"].shape, scene, listed)
         for name, place in places.items():
             table = (

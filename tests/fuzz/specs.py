@@ -70,33 +70,20 @@ def selections(spec: Spec) -> list[Spec]:
     return [spec] if name == "SelectedBlocks" else []
 
 
-def slots(spec: Spec, scene: Scene, positions: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def slots(spec: Spec, scene: Scene) -> np.ndarray:
     """[J, B, H, Nq, Nk] slot of each pair's block; R * k if no slot lists it."""
-    shape = (scene.batch, scene.num_heads, len(positions), len(keys))
+    shape = (scene.batch, scene.num_heads, scene.q_len, scene.kv_len)
     found = []
     for branch in branches(spec):
         listed = selections(branch)
         if listed:
-            found.append(_slots(listed[0], scene, positions, keys))
+            _, indices, *rest = listed[0]
+            table, first = np.array(indices), scene.first_position
+            found.append(blocks_oracle.slots_of_pairs(table, shape, first, *rest))
         else:
             (selection,) = selections(spec)
             found.append(np.full(shape, np.prod(np.array(selection[1]).shape[-2:])))
     return np.stack(found)
-
-
-def _slots(selection: Spec, scene: Scene, positions: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    _, indices, size, row_size, first_row = selection
-    table = np.array(indices)
-    table = table.reshape((1,) * (4 - table.ndim) + table.shape)
-    rows, listed = table.shape[2:]
-    out = np.full((scene.batch, scene.num_heads, len(positions), len(keys)), rows * listed)
-    for b, h, i, j in np.ndindex(out.shape):
-        row = positions[i] // row_size - first_row
-        head = h * table.shape[1] // scene.num_heads
-        blocks = list(table[b % len(table), head, row])
-        if keys[j] // size in blocks:
-            out[b, h, i, j] = row * listed + blocks.index(keys[j] // size)
-    return out
 
 
 @st.composite

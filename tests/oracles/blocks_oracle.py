@@ -5,6 +5,7 @@ It is plain torch, so that autograd gives the gradients; it shares no code with 
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,6 +142,26 @@ def chosen_blocks(
             before += share[block]
         order = kept
     return [*order[:k], *[-1] * (k - len(order))]
+
+
+def slots_of_pairs(
+    table: np.ndarray,
+    shape: tuple[int, int, int, int],
+    first: int,
+    block_size: int,
+    query_block: int,
+    first_row: int,
+) -> np.ndarray:
+    """[B, H, Nq, Nk] slot of each pair's block in its row of a table; R * k if none lists it."""
+    table = table.reshape((1,) * (4 - table.ndim) + table.shape)
+    rows, listed = table.shape[2:]
+    out = np.full(shape, rows * listed)
+    for b, h, i, k in np.ndindex(shape):
+        row = (first + i) // query_block - first_row
+        blocks = list(table[b % len(table), h * table.shape[1] // shape[1], row])
+        if k // block_size in blocks:
+            out[b, h, i, k] = row * listed + blocks.index(k // block_size)
+    return out
 
 
 def pool_blocks(x: Tensor, size: int, stride: int) -> Tensor:
