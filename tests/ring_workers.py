@@ -23,7 +23,7 @@ groups: dict[int, dist.ProcessGroup] = {}
 class Workers:
     """`world` processes with a default group, and a group of the first n for each n.
 
-    What the environment now says counts for those that are not `forked` alone.
+    Only workers that are not `forked` see the current environment variables.
     """
 
     def __init__(self, world: int, timeout: float = 60.0, forked: bool = True) -> None:
@@ -41,7 +41,7 @@ class Workers:
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, world: int | None = None) -> list[Any]:
-        """What `function(rank, *args)` returns on each of the first `world` ranks.
+        """Returns `function(rank, *args)` of each of the first `world` ranks.
 
         The first error of a rank is raised here.
         """

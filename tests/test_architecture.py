@@ -1,4 +1,4 @@
-"""Which file may import which: the direction that docs/architecture.md draws, held.
+"""Files import one another only in the direction that docs/architecture.md draws.
 
 Every import of the package by the package counts, also one inside a function; those under
 TYPE_CHECKING, which never run, do not.

@@ -220,7 +220,7 @@ NOT_FINITE = {
 def test_a_score_of_minus_inf_is_no_pair_and_one_of_inf_or_nan_makes_a_row_nan(
     name: str, value: float, backend: str
 ):
-    """As a softmax of such scores has it; other heads have the gradients that they had."""
+    """A softmax of such scores does the same; gradients of other heads do not change."""
     case = Case(1, 2, 2, NOT_FINITE[name], 50)
     pattern = sr.Causal() + sr.SlidingWindow(6, 2)
     if name.startswith("slot"):
@@ -263,7 +263,7 @@ def test_a_score_of_minus_inf_is_no_pair_and_one_of_inf_or_nan_makes_a_row_nan(
 
 @pytest.mark.parametrize("backend", ["reference", "gather", "cpu", "triton"])
 def test_a_row_whose_scores_are_all_minus_inf_has_no_keys(backend: str):
-    """By its distances: out and gradients are 0, lse is -inf or the row's sink."""
+    """Out and gradients of such a row are 0; its lse is -inf, or the row's sink."""
     case = Case(1, 2, 1, 40, 40)
     x, table = inputs(case, torch.float32), torch.zeros(2, 9, requires_grad=True)
     with torch.no_grad():

@@ -67,7 +67,7 @@ def test_another_key_mask_needs_no_other_layout(backend: str):
 
 
 def test_a_key_mask_has_the_results_of_its_pattern_laid_out_whole():
-    """Where blocks have a bias the mask is part of the layout, else data: the same attention."""
+    """The mask is part of the layout if blocks have a bias, else data; results agree."""
     case = CASE
     x = inputs(case, torch.float32, requires_grad=False)
     pattern = masked_pattern(torch.rand(case.batch, case.kv_len) < 0.6)

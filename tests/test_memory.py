@@ -35,7 +35,7 @@ PATTERNS = {
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a call took on top of what there was: at most at any time, and still at its end."""
+    """Bytes that a call allocates: at their peak, and those that remain at its end."""
 
     peak: int
     kept: int
@@ -76,7 +76,7 @@ def forward_and_backward(args: tuple[Tensor, ...], pattern: sr.Pattern, **option
 
 
 def tensors_forward(length: int) -> int:
-    """Out and lse."""
+    """Bytes of out and lse."""
     return length * (WIDTH + 1) * FLOAT
 
 
@@ -229,7 +229,7 @@ def test_a_million_tokens():
 
 
 def test_key_mass_takes_a_few_tensors_at_any_length():
-    """Two gradients that nobody asked for, packed inputs, lse and channels of ones."""
+    """It allocates two unused gradients, packed inputs, lse and channels of ones."""
     heads, kv_heads = 4, 2
     for length in LENGTHS[:2]:
         query, key, _ = inputs(length, heads, kv_heads)

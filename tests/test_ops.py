@@ -339,7 +339,7 @@ def test_compiled_autocast_is_eager_autocast():
 
 
 def gradients_of_checkpoint(args: tuple[Tensor, ...], use_reentrant: bool) -> list[Tensor]:
-    """By .backward, which is all that the reentrant form supports."""
+    """Gradients by `.backward`, the only way that reentrant checkpoints support."""
     out, lse = checkpoint(longnet_closed_over, *args, use_reentrant=use_reentrant)
     generator = torch.Generator().manual_seed(1)
     grads = [
@@ -442,7 +442,7 @@ DIGEST = """
 
 
 def test_fresh_processes_load_no_optional_package_and_compute_the_same_bits():
-    """One where all packages can be imported, and one where none can."""
+    """One process can import all packages, the other none of them."""
     call = textwrap.dedent(CALL) + textwrap.dedent(DIGEST)
     first, *loaded = run_fresh(
         "import sys, torch\nbefore = set(sys.modules)\nimport sparsering as sr\n"

@@ -47,7 +47,7 @@ ABSTRACT = (Mask, Pattern)  # that only refuse to be made
 
 @functools.cache
 def listed() -> dict[tuple[str, str], str]:
-    """What the pages say of each (module, name): a list item below the heading of the module."""
+    """Descriptions on the pages by (module, name): list items below a module's heading."""
     found = {}
     for page in sorted(FOLDER.glob("*.md")):
         module = ""

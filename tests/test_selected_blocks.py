@@ -188,7 +188,7 @@ def test_a_block_of_several_tiles_has_one_bias():
     ),
 )
 def test_the_mass_of_each_slot(rows, joined, backend, monkeypatch):
-    """By dense weights, with a weight of each query, against the whole softmax or a joint one."""
+    """Sums dense weights times a weight of each query, for one or a joint softmax."""
     if backend == "backward":
         backend = "gather"
         monkeypatch.setitem(BACKENDS, "gather", BACKENDS["gather"]._replace(entry_mass=None))

@@ -17,7 +17,7 @@ BACKEND_OF = {torch.float64: "gather"}  # of each dtype; those that are not here
 
 @contextmanager
 def below_float64(backend: str) -> Iterator[None]:
-    """Lower precisions run on this backend, where it can have them."""
+    """Makes `attend` use a backend for the dtypes below float64 that the backend supports."""
     lower = [torch.float32, torch.bfloat16, torch.float16]
     if backend == "triton":  # its interpreter gets bfloat16 products wrong
         lower.remove(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""One decision for all calls of a kind: it is shared by equal calls, and by no others."""
+"""Equal calls share one recipe (backend, layout, scale); other calls do not."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def exact(args: list[Tensor], pattern: sr.Pattern, **options: Any) -> Tensor:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by an item for each call whose arguments are checked in full."""
+    """List that gets an item for each call whose arguments are checked in full."""
     seen: list[int] = []
     real = call_recipe.check_inputs
     monkeypatch.setattr(call_recipe, "check_inputs", lambda *x: (seen.append(1), real(*x)))

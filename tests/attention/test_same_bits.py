@@ -1,4 +1,4 @@
-"""The same bits at every repetition, and the same result in any workspace."""
+"""Repeated calls give the same bits, and any workspace gives the same result."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor

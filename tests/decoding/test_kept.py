@@ -1,4 +1,4 @@
-"""What a `KVCache` holds: never more than is live, and a page."""
+"""A `KVCache` holds at most its live keys and one page."""
 
 import copy
 import pickle

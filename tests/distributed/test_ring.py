@@ -206,7 +206,7 @@ def test_offloaded_keys_give_the_same_bits(name):
 
 
 def run_traced(rank: int) -> list[str]:
-    """What a rank does, in order: posts, waits and kernels."""
+    """Lists the posts, waits and kernels of a rank in their order."""
     from sparsering.distributed import exchange
     from sparsering.distributed.rank import Rank
 

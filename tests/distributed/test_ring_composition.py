@@ -21,7 +21,7 @@ TOKENS, WIDTH, HEADS, BATCH = 60, 16, 2, 2
 
 
 class Model(nn.Module):
-    """Two layers of attention, by whatever `attend` does."""
+    """Two layers around `attend`, any attention function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_a_model_over_two_axes_has_the_loss_and_gradients_of_one_process(four, k
 
 
 def in_two_layers(rank: int) -> list[Tensor]:
-    """Two calls whose backward passes come in the order of their use, not of their making."""
+    """Runs two calls; their backward passes run in order of use, not of creation."""
     torch.manual_seed(3)
     group = groups[4]
     whole = [torch.randn(1, 2, 40, 8, dtype=torch.float64) for _ in range(6)]
@@ -168,7 +168,7 @@ def test_odd_inputs(four):
 
 
 def in_subgroups(rank: int) -> tuple[Tensor, Tensor]:
-    """Two rings of two ranks each, at the same time, of different sequences."""
+    """Runs two rings of two ranks at the same time, on different sequences."""
     pairs = [dist.new_group([0, 3]), dist.new_group([1, 2])]
     number = 0 if rank in (0, 3) else 1
     torch.manual_seed(number)

@@ -66,7 +66,7 @@ def test_a_ring_builds_nothing_that_was_built_ahead(workers, name):
 
 
 def different(rank):
-    """What a call of the same pattern raises, after each rank prefetched another."""
+    """Calls one pattern after each rank prefetched another; the ring must notice."""
     own = [torch.randn(1, 2, 4, 8) for _ in range(3)]
     patterns = [sr.SlidingWindow(rank + 1), sr.Causal()]
     plans = [prefetch(p, 4 * WORLD, num_heads=2).result(SECONDS) for p in patterns]

@@ -1,8 +1,7 @@
-"""The CPU kernel against float64: every pattern and shape, both ways to sum dK and dV.
+"""The CPU kernel against float64: every pattern and shape, and both ways to sum dK and dV.
 
-And any number of threads, and layouts that lie. `test_cpu_library` is about the build. What all
-backends share (precision beside dense attention, NaN, empty rows, determinism) is tested in
-tests/attention, for each of them.
+It also tests numbers of threads, and layouts with wrong tables. `test_cpu_library` tests the build;
+tests/attention tests every backend for precision, NaN, empty rows and repeatable bits.
 """
 
 import copy
@@ -34,7 +33,7 @@ from sparsering.layouts import bitmaps
 
 @pytest.fixture(autouse=True)
 def two_threads(threads) -> None:
-    """All other tests have one, which shares its work with none."""
+    """Uses two threads; with one, as in other tests, no work is shared."""
     torch.set_num_threads(2)
 
 
@@ -170,7 +169,7 @@ def test_heavy_rows_and_columns_with_every_gradient(sweep):
 
 @pytest.mark.parametrize(("num_heads", "width"), thinned(2, range(1, 9), [16, 40, 64, 80]))
 def test_few_queries_of_any_number_and_width(num_heads, width):
-    """Those that share keys are scored by fours, the rest one by one."""
+    """The kernel scores queries that share keys by fours, others one by one."""
     case = Case(2, num_heads, 1, 1, 150, width, 24, 64)
     assert_is_exact(sr.Causal() & sr.SlidingWindow(131), case)
 
@@ -266,7 +265,7 @@ def test_transposed_bitmaps(block_size, count):
     assert p.transposed_bitmaps is p.transposed_bitmaps
 
 
-# Layouts that lie
+# Layouts with wrong tables
 
 
 def causal_problem() -> Problem:
@@ -399,7 +398,7 @@ def test_reasons_name_what_the_kernel_does_not_do():
     [("avx2", "AVX2"), ("avx2", "DEFAULT"), ("default", "DEFAULT"), ("default", "SSE41")],
 )
 def test_with_narrower_vectors(capability, products, tmp_path):
-    """Those of the kernel, those of the products that it calls, and both."""
+    """The kernel, the matrix products that it calls, or both use narrower vectors."""
     environment = {
         "ATEN_CPU_CAPABILITY": capability,
         "ONEDNN_MAX_CPU_ISA": products,

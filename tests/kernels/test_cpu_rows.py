@@ -264,7 +264,7 @@ def test_what_goes_by_positions_is_not_walked_and_exact(extra):
 
 
 def test_rows_that_are_walked_by_themselves(sweep):
-    """As calls come: by the rule, from the same layout twice."""
+    """The rule of calls walks them; the second call has the same layout."""
     case = Case(1, 8, 2, 130, 130, 32, 32, 32)
     pattern = selection(case, 1) & sr.Causal()
     assert is_walked(pattern, case) == [1]
@@ -273,7 +273,7 @@ def test_rows_that_are_walked_by_themselves(sweep):
     assert_is_exact(pattern, case, bias_of(pattern, case))
 
 
-# Layouts that lie
+# Layouts with wrong tables
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_a_walk_of_what_goes_by_positions_raises():
 
 
 def exact_mass(x: Problem, lse: Tensor, weight: Tensor | None) -> Tensor:
-    """By definition, in float64, pair by pair."""
+    """Computes the mass of each entry by definition, in float64, pair by pair."""
     score = x.scale * x.query.double() @ x.key.double().repeat_interleave(x.group, 1).mT
     if x.key_mask is not None:
         score = score.masked_fill(~x.key_mask[:, None, None], -torch.inf)

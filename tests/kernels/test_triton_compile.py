@@ -18,7 +18,7 @@ EXTRAS = ["softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_
 
 
 def run(*arguments: object) -> list[dict]:
-    """What the script prints, one dict a line."""
+    """Runs the script, and returns its output: one dict for each line."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     told = [a if isinstance(a, str) else json.dumps(a) for a in arguments]
     done = subprocess.run(

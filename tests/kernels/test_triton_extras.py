@@ -59,7 +59,7 @@ def dense_attention(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def positions(layout, p) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a pass, by head: [H, Nq] positions of queries, [H, Nk] of keys, [H, Nq] streams."""
+    """Positions of queries [H, Nq] and keys [H, Nk], and streams [H, Nq], of a pass."""
     frame = layout.frame
     found = []
     for length, start, stop, origin in (

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 def dense_counts(pattern: Any, scene: Scene) -> Tensor:
-    """What `to_dense` says, int64 at [B or 1, Hq, Nq, Nk]."""
+    """Counts of `to_dense`, int64 [B or 1, Hq, Nq, Nk]."""
     dense = pattern.to_dense(**scene.arguments).to(torch.int64)
     dense = dense if dense.dim() == 4 else dense[None]
     return dense.expand(-1, scene.num_heads, -1, -1)

@@ -1,4 +1,4 @@
-"""What steady calls launch, and that a call which asks for more of a device is noticed."""
+"""Steady calls launch few kernels; tests notice a call that asks more of a device."""
 
 import sys
 from collections.abc import Callable

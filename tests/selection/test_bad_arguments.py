@@ -1,4 +1,4 @@
-"""What the functions of a selection are given: each argument that does not fit is named."""
+"""Functions of a selection name the argument that does not fit."""
 
 import math
 import warnings

@@ -98,7 +98,7 @@ def test_the_layout_is_that_of_a_slope():
 
 
 def remainder(query, key, value, chosen, size, row, causal, start):
-    """By definition, a query at a time."""
+    """Computes the remainder by definition, one query at a time."""
     (batch, heads, q_len, dim), (kv_heads, kv_len) = query.shape, key.shape[1:3]
     out = []
     for b, h, i in torch.cartesian_prod(*map(torch.arange, (batch, heads, q_len))).tolist():

@@ -246,7 +246,7 @@ def rows_at_random(generator: torch.Generator) -> Tensor:
 
 
 def looks_at_rows(refiner: PatternRefiner, shares: Tensor, generator: torch.Generator) -> None:
-    """What the docstring says: some rows whole, now and then."""
+    """Observes some whole rows now and then, as the docstring of the class says."""
     refiner.observe(shares, rows_at_random(generator))
 
 
@@ -257,7 +257,7 @@ def looks_at_visited(refiner: PatternRefiner, shares: Tensor, generator: torch.G
 
 
 class PriorRefinement:
-    """What the prior library did: importance of the attended, 0 where nothing attended.
+    """The prior library's refinement: importance of visited blocks, 0 for all others.
 
     Its additions were those above a threshold among blocks outside the pattern, whose weights were
     zero because they were outside.
@@ -287,7 +287,7 @@ Look = Callable[[PatternRefiner, Tensor, torch.Generator], None]
 
 
 def refine(refiner, plant: Plant, updates: int, look: Look = looks_at_rows) -> Iterator[float]:
-    """What part of the planted blocks the table holds after each update, of 4 steps each."""
+    """Yields the share of planted blocks in the table after each update of 4 steps."""
     generator = torch.Generator().manual_seed(5)
     for _ in range(updates):
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""A stranger's checkpoint: it runs no code, and whatever is wrong with its JSON is one line.
+"""A stranger's checkpoint runs no code; each error in its JSON is one line of text.
 
 Each test changes a copy of a whole checkpoint and gives it to the command line.
 """
@@ -62,7 +62,7 @@ def pickled(path: Path) -> bytes:
 
 
 def zipped(path: Path) -> bytes:
-    """As torch.save writes it."""
+    """Pickles the payload as torch.save does."""
     file = io.BytesIO()
     torch.save(Payload(path), file)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""A stranger's checkpoint: whatever is wrong with its files is one line.
+"""A stranger's checkpoint: each error in its files is one line of text.
 
 Each test changes a copy of a whole checkpoint and gives it to the command line.
 """

@@ -173,7 +173,7 @@ def counting(opened: Any, read: list[int], path: Path) -> Iterator[Any]:
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole."""
+    """Loads all tensors of a checkpoint, whole."""
     index = load_checkpoint(folder).tensors
     room = {name: torch.zeros(kind.shape) for name, kind in index.kinds.items()}
     index.load(room)
@@ -202,7 +202,7 @@ def test_a_resumed_run_over_the_same_ranks_is_the_same_bit_for_bit(two, recipe, 
 
 
 def refusal(rank: int, recipe: Recipe, out: Path) -> str:
-    """What a rank says where it cannot go on."""
+    """Returns the error of a rank that cannot resume, else "none"."""
     try:
         train(recipe, out, resume=True, ranks=arrange(2))
     except ValueError as error:
@@ -335,7 +335,7 @@ def worker(launcher: int, rank: int) -> int:
 
 
 def restart(rank: int, recipe: Recipe, out: Path, launch: str) -> bool:
-    """Whether processes that torchrun has started again, in some launch, go on by themselves."""
+    """Whether processes that torchrun restarts in some launch resume by themselves."""
     os.environ["TORCHELASTIC_RUN_ID"] = launch
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1" if rank else "0"
     try:
