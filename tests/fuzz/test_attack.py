@@ -83,15 +83,17 @@ class DrawnCall:
         self.made.append(self.call)
 
 
-CASES = {"calls": 100, "caches": 50, "selections": 60, "rings": 20, "hostile": 100}  # seconds
-ROUNDS = {"calls": 6, "caches": 2, "selections": 5, "rings": 2, "hostile": 5}  # a minute in all
+SHORT = [("calls", 1, 100), ("caches", 1, 50), ("selections", 1, 60), ("rings", 1, 20)]
+SHORT += [("hostile", 5, 64)]  # refusals that no other test sees
+LONG = [("calls", 6, 64), ("caches", 2, 64), ("selections", 5, 64), ("rings", 2, 64)]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own kernels warn, once in a process
-@pytest.mark.parametrize("is_long", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASES)
-def test_an_attack_of_some_seconds_finds_nothing(name, is_long):
+@pytest.mark.parametrize(
+    ("name", "rounds", "cases"),
+    [*SHORT, *(pytest.param(*size, marks=pytest.mark.slow) for size in LONG)],
+)
+def test_an_attack_of_some_seconds_finds_nothing(name, rounds, cases):
     kind = import_module(f"fuzz.{name}")
-    size = {"rounds": ROUNDS[name]} if is_long else {"rounds": 1, "cases": CASES[name]}
-    coverage = attack(kind, 600.0, seed="make test", **size)
+    coverage = attack(kind, 600.0, seed="make test", rounds=rounds, cases=cases)
     assert coverage.right.total()
