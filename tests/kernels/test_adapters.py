@@ -73,6 +73,8 @@ def test_torch_sparse_takes_a_block_bias_and_half_precision():
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
     assert_close(out.float(), exact[0].float(), 2**-8)
     assert_close(lse, exact[1], 1e-6)
+    with pytest.raises(NotImplementedError, match=r"torch\.sparse has no products of size 0"):
+        attend(*(x[:, :, :0] for x in half), pattern, backend="torch_sparse")
 
 
 def test_flex_says_what_it_cannot():
