@@ -11,6 +11,7 @@ from .kernels.cpu import block_sizes
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import configs
 from .layouts.block_size import block_size as estimated
+from .layouts.layout import BlockLayout
 from .patterns.algebra import Frame, Pattern
 from .patterns.arguments import shortened
 
@@ -32,6 +33,8 @@ class Backend(NamedTuple):
             `Problem.in_first_slots()`.
         refuses: returns why the backend cannot run a pattern whose first query has a given
             position; None if it runs any pattern.
+        selected_layout: builds layouts of some selections, from a pattern, a frame, a block size
+            and a device; returns None for all other patterns.
     """
 
     reasons: Callable[..., list[str]]
@@ -43,6 +46,7 @@ class Backend(NamedTuple):
     entry_mass: Callable[[Problem, Tensor, Tensor], Tensor] | None = None
     refuses: Callable[[Pattern, int], list[str]] | None = None
     reads_slots: bool = False
+    selected_layout: Callable[..., BlockLayout | None] | None = None
 
     @property
     def runs_any_layout(self) -> bool:
@@ -61,7 +65,7 @@ BACKENDS: dict[str, Backend] = {
     ),
     "triton": Backend(
         triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",
-        reads_slots=True,
+        reads_slots=True, selected_layout=triton.selected_layout,
     ),
     "gather": Backend(
         _no_reason, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass

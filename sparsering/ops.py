@@ -19,13 +19,14 @@ from .dispatch import BACKENDS, Backend, block_size_of
 from .extras import NO_EXTRAS
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
+from .kernels.triton import remember
 from .layouts.cache import layout_cache
 from .layouts.last_query import last_query_layout
 from .layouts.layout import BlockLayout, stretched
 from .numerics import entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .pairs import distances_op, frame_of, kept_by_branch, pair_counts_op, slots_op
 from .patterns.algebra import Frame, Pattern, check_fits
-from .patterns.expression import parse
+from .patterns.expression import parse, parse_owned
 from .patterns.keys import KeyMasks, check_key_masks, key_mask, without_key_masks
 from .patterns.selected import selections_of
 from .streams import OUTSIDE_CUDA_GRAPHS
@@ -56,6 +57,8 @@ def attend(
         is_bare = not masks and all(x is None for x in extras.values())
         recipe.direct = is_bare and not recipe.learns
         recipe.layout_key = layout_key
+    if pattern.tensors and not torch.compiler.is_compiling():
+        remember(pattern)
     if backend.backward is not None:
         tensors = [x for x in (*extras.values(), *pattern.tensors) if isinstance(x, Tensor)]
         if not recipe.plain:
@@ -143,7 +146,7 @@ def slot_mass(
 
     `weight` is [B, Hq, Nq]. The caller has checked the arguments; the pattern has one selection.
     """
-    value = parse(pattern, tensors)
+    value = parse_owned(pattern, tensors)
     slots = lse.new_zeros(*query.shape[:2], _num_slots(value))
     extras = {**NO_EXTRAS, "slot_bias": slots}
     problem = _problem(CallRecipe(backend, scale, q_start), (query, key, key), value, extras)
@@ -192,7 +195,7 @@ _attention = differentiable(
 def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Pattern, dict[str, Any]]:
     """Converts the operator's arguments after query, key, value to (recipe, pattern, extras)."""
     call = dict(zip(_NAMES[3:], arguments[3:], strict=True))
-    pattern = parse(call.pop("pattern"), call.pop("tensors"))
+    pattern = parse_owned(call.pop("pattern"), call.pop("tensors"))
     recipe = CallRecipe(*(call.pop(name) for name in ("backend", "scale", "q_start", "block_size")))
     return recipe, pattern, call
 
@@ -271,6 +274,9 @@ def _layout(
     page = None
     if frame.q_len == 1 and BACKENDS[backend].refuses is None:  # sdpa reads whole layouts only
         page = last_query_layout(pattern, frame, block_size, device)
+    build = BACKENDS[backend].selected_layout
+    if build is not None and (layout := build(pattern, frame, block_size, device)) is not None:
+        return layout, ()
     return page or (layout_cache.layout(pattern, frame, block_size, device), ())
 
 

@@ -23,17 +23,10 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
     without reading the indices: tables have room for every slot. Slots that list nothing, repeat a
     block or lie in the future become padding at the end.
     """
-    masks = pattern.masks if isinstance(pattern, And) else (pattern,)
-    selections = [mask for mask in masks if isinstance(mask, SelectedBlocks)]
-    causal = any(isinstance(mask, Causal) for mask in masks)
-    if len(selections) != 1 or len(masks) != 1 + causal:
+    if (found := selection_of(pattern, frame, block_size)) is None:
         return None
-    (selection,) = selections
+    selection, causal = found
     chosen = selection.indices
-    if selection.block_size % block_size or frame.q_start < 0:
-        return None
-    if not frame.q_len or not frame.kv_len or not frame.num_heads or not chosen.shape[-1]:
-        return None
     device, end = chosen.device, frame.q_start + frame.q_len
     tokens, parts = gcd(selection.row_size, block_size), selection.block_size // block_size
     tile = torch.arange(frame.q_start // tokens, -(-end // tokens), device=device)
@@ -86,6 +79,23 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
     )
     mean = pairs.sum().double() / max(1, pairs.shape[:2].numel())
     return BlockLayout(frame, block_size, (p,), mean)
+
+
+def selection_of(
+    pattern: Pattern, frame: Frame, block_size: int
+) -> tuple[SelectedBlocks, bool] | None:
+    """(selection, whether `Causal` joins it) of a pattern that `selected_layout` lays out."""
+    masks = pattern.masks if isinstance(pattern, And) else (pattern,)
+    selections = [mask for mask in masks if isinstance(mask, SelectedBlocks)]
+    causal = any(isinstance(mask, Causal) for mask in masks)
+    if len(selections) != 1 or len(masks) != 1 + causal:
+        return None
+    (selection,) = selections
+    if selection.block_size % block_size or frame.q_start < 0:
+        return None
+    if not (frame.q_len and frame.kv_len and frame.num_heads and selection.indices.shape[-1]):
+        return None
+    return selection, causal
 
 
 def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int, alone: bool) -> Pass:

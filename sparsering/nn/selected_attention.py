@@ -18,6 +18,7 @@ from ..functional import attention
 from ..numerics import autocasting
 from ..patterns.algebra import Mask
 from ..patterns.arguments import checked_flag, checked_integer, shortened
+from ..patterns.blocks import Owned
 from ..patterns.positions import Causal, Full, PooledCausal, SlidingWindow
 from ..patterns.selected import SelectedBlocks
 from ..selection import BlockScorer, block_mass, block_scores, select_blocks, selection_loss
@@ -316,7 +317,8 @@ class SelectedAttention(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and with_loss):
             scores = self.scores(query, key)
         indices = self._select(scores)
-        pattern: Mask = SelectedBlocks(indices, self.block_size, self.query_block)
+        owned: Any = Owned(indices)
+        pattern: Mask = SelectedBlocks(owned, self.block_size, self.query_block)
         if self.causal:
             pattern = pattern & Causal()
         out, lse = attention(query, key, value, pattern, return_lse=True)

@@ -8,7 +8,7 @@ block_size the block of key position k; a negative position is in no block.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -243,6 +243,15 @@ class _RandomBlocksOfHead(BlockwiseMask):
         return torch.cat((index, added)), blocks, blocks
 
 
+class Owned(NamedTuple):
+    """A tensor that nothing writes to: a mask takes it without a copy, unless it is on a CPU.
+
+    Masks on a CPU are kept for later calls, beyond the life of their owner.
+    """
+
+    tensor: Tensor
+
+
 class TensorMask(Mask):
     """A mask whose first field is a tensor, copied at construction and compared by content."""
 
@@ -255,7 +264,9 @@ class TensorMask(Mask):
         return table
 
     def _validate(self) -> None:
-        name, table = type(self).__name__, self.table
+        name, table, owned = type(self).__name__, next(self._values()), False
+        if isinstance(table, Owned):
+            table, owned = table.tensor, table.tensor.device.type != "cpu"
         if not isinstance(table, Tensor) or table.dtype != self.dtype:
             kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
             raise TypeError(f"{name} needs a {self.dtype} tensor, got {kind}; convert with .to()")
@@ -272,7 +283,7 @@ class TensorMask(Mask):
                 f"got shape {tuple(table.shape)}; remove dims with squeeze() or an index"
             )
         name = fields(self)[0].name  # type: ignore[arg-type]
-        object.__setattr__(self, name, table.detach().clone())
+        object.__setattr__(self, name, table if owned else table.detach().clone())
         super()._validate()
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:

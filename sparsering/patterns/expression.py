@@ -63,6 +63,14 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
     return _parse(text, tuple(tensors)) if tensors else _parse_literal(text)
 
 
+def parse_owned(text: str, tensors: Sequence[Tensor]) -> Pattern:
+    """Reads a pattern as `parse`, of tensors that nothing writes to for as long as it lives.
+
+    A selection on a GPU then takes its indices without a copy.
+    """
+    return _parse(text, tuple(tensors), owned=True) if tensors else _parse_literal(text)
+
+
 def add_constructor(name: str, constructor: Callable[..., Pattern]) -> None:
     """Lets `parse` read patterns of a further kind."""
     _constructors[name] = constructor
@@ -74,10 +82,10 @@ def _parse_literal(text: str) -> Pattern:
     return _parse(text, ())
 
 
-def _parse(text: str, tensors: tuple[Tensor, ...]) -> Pattern:
+def _parse(text: str, tensors: tuple[Tensor, ...], owned: bool = False) -> Pattern:
     quoted = shortened(repr(text))
     try:
-        pattern = _Reader(text, tensors).read(ast.parse(text.strip(), mode="eval").body)
+        pattern = _Reader(text, tensors, owned).read(ast.parse(text.strip(), mode="eval").body)
     except SyntaxError as error:
         raise ValueError(f"{_EXPECTED}, got {quoted}: {error.msg}") from None
     except (RecursionError, MemoryError):
@@ -90,8 +98,8 @@ def _parse(text: str, tensors: tuple[Tensor, ...]) -> Pattern:
 
 
 class _Reader:
-    def __init__(self, text: str, tensors: tuple[Tensor, ...]) -> None:
-        self.text, self.tensors = text.strip(), tensors
+    def __init__(self, text: str, tensors: tuple[Tensor, ...], owned: bool) -> None:
+        self.text, self.tensors, self.owned = text.strip(), tensors, owned
         self.patterns: dict[tuple[object, ...], Pattern] = {}  # shared, since each copies tensors
 
     def read(self, node: ast.expr) -> Any:
@@ -109,6 +117,8 @@ class _Reader:
                 if len(named) < len(keywords):
                     raise ValueError(f"{name} must have each argument once, got one of them twice")
                 values = [self.read(argument) for argument in arguments]
+                if self.owned and values and _constructors[name] is SelectedBlocks:
+                    values[0] = blocks.Owned(values[0])
                 if named or not values or not all(isinstance(x, Tensor) for x in values):
                     return _constructors[name](*values, **named)
                 key = (name, *map(id, values))

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import check_tensor
+from ..checks import check_tensor, observed
+from ..kernels import triton
 from ..patterns.arguments import checked_flag, checked_integer, is_finite, shortened
 from .query_rows import checked_blocks, current_blocks
 
@@ -79,8 +80,15 @@ def select_blocks(
             f"sink + local must be at most k={k}, got {sink} + {local}; pass a larger k or force "
             "fewer blocks"
         )
-    current = current_blocks(q_start // query_block, rows, query_block, block_size)
     scores = scores.detach().reshape(math.prod(outer), rows, blocks)
+    options = {"query_block": query_block, "block_size": block_size}
+    if (
+        scores.is_cuda and scores.numel() and triton.ranks(k) and top_p in (None, 1) and q_start >= 0
+        and not triton.reasons() and not observed(scores)
+    ):  # fmt: skip
+        first = {"sink": sink, "local": local, "causal": causal, "first_row": q_start // query_block}
+        return triton.best_blocks(scores, k, **first, **options).view(*outer, rows, k)
+    current = current_blocks(q_start // query_block, rows, **options)
     best = partial(_best_blocks, k=k, top_p=top_p, sink=sink, local=local, causal=causal)
     if scores.device.type != "cpu" or torch.compiler.is_compiling() or not scores.numel():
         chosen = best(scores, current.to(scores.device))

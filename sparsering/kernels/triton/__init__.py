@@ -1,5 +1,9 @@
 """The GPU backend: Triton kernels over the passes of a layout. Triton is imported on first use."""
 
 from .call import EXTRAS, backward, forward, interpreting, reasons
+from .selected import best_blocks, ranks, remember, selected_layout
 
-__all__ = ["EXTRAS", "backward", "forward", "interpreting", "reasons"]
+__all__ = [
+    *("EXTRAS", "backward", "best_blocks", "forward", "interpreting", "ranks", "reasons"),
+    *("remember", "selected_layout"),
+]

@@ -1,0 +1,190 @@
+"""Selections on a GPU: ranks blocks, and builds the tables of selected blocks, in four launches.
+
+One launch ranks (`best_blocks`), two build the layout and its walk by query (`selected_layout`),
+and one the walk by key, on first use. Tables equal those of `layouts.selected_on_device` and of
+`walk` bit for bit; those build what does not fit here. The host never waits for the device.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...layouts.compile import check_block_size
+from ...layouts.layout import BlockLayout, Pass
+from ...layouts.selected_on_device import selection_of
+from ...patterns.algebra import Frame, Pattern, check_fits
+from ...streams import Built, capturing
+from .launch import Launch, launch, power_of_2
+from .walk import Walk, hand_over
+
+_MOST_RANKED = 256  # blocks of a row, as all of them stay in registers
+_MOST_ENTRIES = 128  # of a query tile
+_MOST_KEY_TILES = 4096  # beyond, the counts of a run's bins take more room than its entries
+_LANES = 2048  # entries of a program
+_BINS, _TILES = 1024, 128  # bins counted, and added up, at a time
+
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Layouts by the indices of a call's own pattern: tensors that nothing writes to."""
+
+
+def best_blocks(
+    scores: Tensor,
+    k: int,
+    *,
+    sink: int,
+    local: int,
+    causal: bool,
+    first_row: int,
+    query_block: int,
+    block_size: int,
+) -> Tensor:
+    """Ranks blocks [entries, rows, k] by scores [entries, rows, blocks], as `select_blocks`."""
+    from .ranking import rank_kernel
+
+    entries, rows, blocks = scores.shape
+    chosen = scores.new_empty(entries, rows, k, dtype=torch.int64)
+    best = power_of_2(k)
+    at_a_time = max(best, min(power_of_2(blocks), _LANES // 2))
+    of_program = max(1, _LANES // 2 // at_a_time)
+    arguments = {
+        "scores": scores, "chosen": chosen, "num_rows": rows, "num_blocks": blocks, "k": k,
+        **dict(zip(("outer", "of_row", "of_block"), scores.stride(), strict=True)),
+        "sink": min(sink, blocks), "local": min(local, blocks), "first_row": first_row,
+        "query_block": query_block, "block_size": block_size, "CAUSAL": causal,
+        "ROWS": of_program, "BLOCKS": at_a_time, "BEST": best,
+    }  # fmt: skip
+    _run(rank_kernel, entries * -(-rows // of_program), arguments, scores.device)
+    return chosen
+
+
+def ranks(k: int) -> bool:
+    """Whether `best_blocks` can rank k blocks of a row."""
+    return 0 < k <= _MOST_RANKED
+
+
+def remember(pattern: Pattern) -> None:
+    """Lets calls keep the layouts of a pattern's selections for as long as their indices live."""
+    for x in pattern.tensors:
+        if x.is_cuda and not x.is_inference():
+            _kept.setdefault(x, {})
+
+
+def selected_layout(
+    pattern: Pattern, frame: Frame, block_size: int, device: torch.device
+) -> BlockLayout | None:
+    """The layout of a selection whose tables the kernels build; None for all others.
+
+    The forward and the backward of a call share one.
+    """
+    if (found := selection_of(pattern, frame, block_size)) is None:
+        return None
+    selection, causal = found
+    indices = selection.indices
+    width = indices.shape[-1] * selection.block_size // block_size
+    num_keys = -(-frame.kv_len // block_size)
+    fits = width <= _MOST_ENTRIES and num_keys <= _MOST_KEY_TILES
+    if indices.device != device or not indices.numel() or not fits:
+        return None
+    if width * (frame.q_len + 2 * block_size) >= 1 << 30:
+        return None
+    layouts = None if capturing(device) else _kept.get(indices)
+    kind = pattern.expression, frame, block_size, 0 if layouts is None else indices._version
+    if layouts and (layout := layouts.get(kind)) is not None:
+        if layout.built is not None:
+            layout.built.wait(x for p in layout.passes for x in p.tensors())
+        return layout
+    check_block_size(block_size)
+    check_fits(pattern, frame)
+    rows = math.gcd(selection.row_size, block_size), selection.row_size, selection.first_row
+    parts = selection.block_size // block_size
+    layout = _built(indices, rows, parts, causal, frame, block_size)
+    if layouts is not None:
+        layouts[kind] = layout
+    return layout
+
+
+def _built(
+    indices: Tensor, rows: tuple[int, int, int], parts: int, causal: bool, frame: Frame, tile: int
+) -> BlockLayout:
+    """Builds the tables; `rows` are the tokens of a query tile and of a row, and the first row."""
+    from .ranking import place_kernel, rows_kernel
+
+    tokens, device = rows[0], indices.device
+    indices = indices.view((1,) * (4 - indices.dim()) + indices.shape).contiguous()
+    batch, heads, num_rows, slots = indices.shape
+    q_start, q_stop = frame.q_start, frame.q_start + frame.q_len
+    num_tiles, num_keys = -(-q_stop // tokens) - q_start // tokens, -(-frame.kv_len // tile)
+    width, tables = slots * parts, batch * heads
+    lanes = max(16, power_of_2(width))
+    per_run, apart = _LANES // lanes, tile // tokens
+    runs, bins = -(-num_tiles // per_run), 2 * num_keys + 1
+    bitmaps = num_tiles if num_tiles <= apart else apart + (q_start % tokens > 0)
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    entries = batch, heads, num_tiles * width
+    long, byte = torch.int64, torch.uint8
+    query_start, query_stop = (new(1, num_tiles, dtype=long) for _ in range(2))
+    key_start, key_stop = (new(1, num_keys, dtype=long) for _ in range(2))
+    of_pairs, turned = (new(bitmaps * causal, tile * tile // 8, dtype=byte) for _ in range(2))
+    row_ptr, key_tile, bitmap = new(batch, heads, num_tiles + 1), new(*entries), new(*entries)
+    slot, units = new(*entries, dtype=long), new(batch, heads, num_tiles, 5)
+    start, count, entry = new(*entries), new(*entries), new(*entries)
+    counts, offsets, begins = new(tables, num_tiles), new(tables, runs, bins), new(tables, bins)
+    arguments = {
+        "indices": indices, "lists": new(*entries), "counts": counts,
+        "lengths": new(tables, runs, width + 1), "bins": new(tables, runs, bins),
+        "query_start": query_start, "query_stop": query_stop, "key_start": key_start,
+        "key_stop": key_stop, "bitmaps": of_pairs, "turned": turned, "offsets": offsets,
+        "begins": begins, "row_ptr": row_ptr, "key_tile": key_tile, "bitmap": bitmap, "slot": slot,
+        "units": units, "start": start, "count": count, "entry": entry, "num_rows": num_rows,
+        "slots": slots, "parts": parts, "tokens": tokens, "row_size": rows[1],
+        "first_row": rows[2], "q_start": q_start, "q_stop": q_stop, "kv_len": frame.kv_len,
+        "num_tiles": num_tiles, "num_keys": num_keys, "width": width, "tables": tables,
+        "num_bitmaps": bitmaps * causal, "TILE": tile, "CAUSAL": causal, "ROWS": per_run,
+        "LANES": lanes, "LENGTHS": power_of_2(width + 1), "BINS": _BINS,
+    }  # fmt: skip
+    _run(rows_kernel, tables * runs, arguments, device)
+    _run(place_kernel, tables * (runs + -(-bins // _TILES)), arguments, device)
+    built = None if capturing(device) else Built.now(device)
+    p = Pass(
+        1, query_start, query_stop, key_start, key_stop, row_ptr, key_tile, bitmap, of_pairs,
+        covers=(True, True), longest=(width, num_tiles), slot=slot,
+    )  # fmt: skip
+    vars(p)["transposed_bitmaps"] = turned
+    w = Walk(units, start, count, bitmap, entry, new(batch, heads, 0, 3), 0, of_pairs, built=built)
+    names = "tokens", "q_start", "q_stop", "num_tiles", "num_keys", "width", "tables", "TILE"
+    given = {name: arguments[name] for name in (*names, "ROWS", "LANES")}
+    given |= {"counts": counts, "row_ptr": row_ptr, "bitmap": bitmap, "key_tile": key_tile}
+    given |= {"offsets": offsets, "begins": begins}
+    hand_over(p, w, partial(_walk_by_key, given, turned, tables * (runs + 1)))
+    return BlockLayout(frame, tile, (p,), math.nan, built=built)
+
+
+def _walk_by_key(given: dict[str, Any], bitmaps: Tensor, programs: int, limit: int) -> Walk:
+    """The walk by key of a layout, with tiles of more than `limit` entries cut."""
+    from .ranking import keys_kernel
+
+    like, num_keys = given["bitmap"], given["num_keys"]
+    batch, heads, size = like.shape
+    spare = size // limit
+    start, count, key_bitmap, entry = (torch.empty_like(like) for _ in range(4))
+    units = like.new_empty(batch, heads, num_keys + spare, 5)
+    cuts = like.new_empty(batch, heads, min(num_keys, spare), 3)
+    arguments = {
+        **given, "start": start, "count": count, "key_bitmap": key_bitmap, "entry": entry,
+        "units": units, "unit_lengths": like.new_empty(units.shape[:3]), "cuts": cuts,
+        "limit": limit, "num_units": units.shape[2], "num_cuts": cuts.shape[2],
+    }  # fmt: skip
+    _run(keys_kernel, programs, arguments, like.device)
+    slots = 2 * size // limit if spare else 0
+    return Walk(units, start, count, key_bitmap, entry, cuts, slots, bitmaps)
+
+
+def _run(kernel: Any, programs: int, arguments: dict[str, Any], device: torch.device) -> None:
+    launch([Launch(kernel, programs, None, arguments)], {}, device)

@@ -1,0 +1,111 @@
+"""A step over selected blocks: four launches from scores to the tables of all three kernels."""
+
+from collections import Counter
+
+import pytest
+import torch
+from calls import learnt, rows, steady
+from gpu_stub import Counts, capturing, counted, gpu
+from torch import Tensor
+
+import sparsering as sr
+from sparsering.kernels.triton import selected
+from sparsering.nn import SelectedAttention
+from sparsering.selection import select_blocks
+
+TABLES = Counter(rank_kernel=1, rows_kernel=1, place_kernel=1, keys_kernel=1)
+SIZES = {"rows of a token": 1, "rows of a block": 64}
+
+
+def of_tables(counts: Counts) -> Counter[str]:
+    return Counter(x.kernel for x in counts.launches if x.kernel in TABLES)
+
+
+def step(query_block: int, k: int = 4, tokens: int = 512) -> Counts:
+    """Counts a step from scores to gradients, after others like it."""
+    query, key, value = inputs = learnt(rows(4, tokens), rows(2, tokens), rows(2, tokens))
+    scores = torch.randn(1, 2, tokens // query_block, tokens // 64, device="cuda")
+    grad = torch.zeros_like(query)
+
+    def call() -> None:
+        indices = select_blocks(scores, k, block_size=64, query_block=query_block)
+        pattern = sr.SelectedBlocks(indices, 64, query_block) & sr.Causal()
+        torch.autograd.grad(sr.attention(query, key, value, pattern), inputs, grad)
+
+    return steady(call, triton=10, torch=8)
+
+
+def assert_few(counts: Counts) -> None:
+    """Four launches of tables, and no operator but a copy of the indices and sums of gradients."""
+    assert of_tables(counts) == TABLES, counts
+    for name, place in counts.operators:
+        of_gradients = "kernels/triton/call.py" in place or (name, place) == ("zero_", "?")
+        assert of_gradients or (name, place.split(":")[0]) == ("copy_", "sparsering/patterns/blocks.py")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("query_block", SIZES.values(), ids=SIZES)
+def test_a_step_from_scores_to_gradients(capability, query_block):
+    with gpu(capability):
+        assert_few(step(query_block))
+
+
+def test_a_layer_does_not_even_copy_its_choice(hopper, monkeypatch):
+    layer = SelectedAttention(256, 4, num_kv_heads=2, k=4).to("cuda", torch.bfloat16)
+    scores = torch.randn(1, 2, 512, 8, device="cuda")
+    monkeypatch.setattr(SelectedAttention, "scores", lambda *rest: scores)
+    x = rows(1, 512, 256)[0]
+    counts = steady(lambda: layer(x).sum().backward(), triton=10, torch=60)
+    assert of_tables(counts) == TABLES, counts
+    copied = [place for name, place in counts.operators if "patterns/" in place or "choose" in place]
+    assert not copied, copied
+
+
+def test_without_gradients_nothing_is_written_for_the_walk_by_key(hopper):
+    query, indices = rows(), torch.zeros(1, 2, 8, 2, dtype=torch.int64, device="cuda")
+    pattern = sr.SelectedBlocks(indices, 64) & sr.Causal()
+
+    def call() -> Tensor:
+        return sr.attention(query, query, query, pattern)
+
+    counts = steady(call, triton=1, torch=0)  # the tables live as long as the pattern
+    assert not of_tables(counts), counts
+    pattern.masks[0].indices.add_(1)
+    with counted() as counts:
+        call()
+    assert of_tables(counts) == Counter(rows_kernel=1, place_kernel=1), counts
+
+
+def test_tables_that_are_not_kept_for_the_backward_are_seen(hopper, monkeypatch):
+    monkeypatch.setattr(selected._kept, "setdefault", lambda *rest: None)
+    with pytest.raises(AssertionError, match="rows_kernel"):
+        assert_few(step(1))
+
+
+def test_a_captured_step_keeps_nothing(hopper):
+    query, key, value = inputs = learnt(rows(), rows(), rows())
+    scores = torch.randn(1, 2, 512, 8, device="cuda")
+
+    def call() -> None:
+        indices = select_blocks(scores, 4, block_size=64, query_block=1)
+        pattern = sr.SelectedBlocks(indices, 64, 1) & sr.Causal()
+        out = sr.attention(query, key, value, pattern)
+        torch.autograd.grad(out, inputs, torch.zeros_like(out))
+
+    call()
+    with capturing() as counts:
+        call()
+    assert of_tables(counts)["keys_kernel"] == 1, counts
+    assert not counts.surviving(), counts.surviving()
+
+
+def test_another_stream_waits_for_the_tables(hopper, monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda self, event: waits.append(self))
+    query, indices = rows(), torch.zeros(1, 2, 8, 2, dtype=torch.int64, device="cuda")
+    pattern = sr.SelectedBlocks(indices, 64) & sr.Causal()
+    sr.attention(query, query, query, pattern)
+    assert not waits
+    with torch.cuda.stream(torch.cuda.Stream()):
+        sr.attention(query, query, query, pattern)
+    assert len(waits) >= 2  # for the layout, and for its walk
