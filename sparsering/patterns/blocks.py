@@ -265,8 +265,9 @@ class TensorMask(Mask):
 
     def _validate(self) -> None:
         name, table, owned = type(self).__name__, next(self._values()), False
-        if isinstance(table, Owned):
-            table, owned = table.tensor, table.tensor.device.type != "cpu"
+        if isinstance(given := table, Owned):
+            table = given.tensor
+            owned = table.device.type != "cpu"
         if not isinstance(table, Tensor) or table.dtype != self.dtype:
             kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
             raise TypeError(f"{name} needs a {self.dtype} tensor, got {kind}; convert with .to()")

@@ -19,8 +19,9 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
 
     A row is `query_block` consecutive queries; the positions of row r begin at
     (first_row + r) * query_block. Alone or with `Causal`, if its block size is a multiple of the
-    layout's, the layout is built on the indices' device without a host sync. Layouts of indices
-    that are not on the CPU are never cached.
+    layout's, the layout is built on the indices' device without a host sync. The layout cache
+    keeps no layout of indices that are not on the CPU. The triton backend keeps one for as long
+    as the indices live, so that the backward pass finds the tables of its forward pass.
 
     Args:
         indices: int64 [R, k], [H, R, k] or [B, H, R, k] with H = 1, Hkv or Hq, and B = 1 for all

@@ -81,14 +81,15 @@ def select_blocks(
             "fewer blocks"
         )
     scores = scores.detach().reshape(math.prod(outer), rows, blocks)
-    options = {"query_block": query_block, "block_size": block_size}
-    if (
-        scores.is_cuda and scores.numel() and triton.ranks(k) and top_p in (None, 1) and q_start >= 0
-        and not triton.reasons() and not observed(scores)
-    ):  # fmt: skip
-        first = {"sink": sink, "local": local, "causal": causal, "first_row": q_start // query_block}
-        return triton.best_blocks(scores, k, **first, **options).view(*outer, rows, k)
-    current = current_blocks(q_start // query_block, rows, **options)
+    first_row = q_start // query_block
+    plain = scores.is_cuda and not observed(scores) and top_p in (None, 1)
+    if plain and scores.numel() and first_row >= 0 and triton.ranks(k, scores.device):
+        chosen = triton.best_blocks(
+            scores, k, sink=sink, local=local, causal=causal, first_row=first_row,
+            query_block=query_block, block_size=block_size,
+        )  # fmt: skip
+        return chosen.view(*outer, rows, k)
+    current = current_blocks(first_row, rows, query_block, block_size)
     best = partial(_best_blocks, k=k, top_p=top_p, sink=sink, local=local, causal=causal)
     if scores.device.type != "cpu" or torch.compiler.is_compiling() or not scores.numel():
         chosen = best(scores, current.to(scores.device))

@@ -142,7 +142,7 @@ CASES = {
     "short rows": (chosen(2, 17, 3, blocks=3), (32, 4, 32), (67, 67, None)),
     "from within a row": (chosen(1, 2, 35, 3, blocks=3), (32, 4, 32), (40, 137, None)),
     "few, from within": (chosen(2, 9, 3, blocks=3), (32, 8, 32), (11, 40, None)),
-    "smaller tiles": (chosen(3, 4, 4), (48, 48, 16), (140, 140, None)),
+    "smaller tiles": (chosen(2, 4, 4), (48, 48, 16), (140, 140, None)),
     "smaller tiles and rows": (chosen(1, 1, 9, 2, blocks=4), (64, 16, 32), (131, 135, 0)),
     "more slots than blocks": (chosen(9, 20, blocks=5), (16, 16, 16), (40, 75, 0)),
     "queries behind the keys": (chosen(9, 4, blocks=3), (16, 16, 16), (60, 40, 70)),
@@ -223,7 +223,11 @@ DEFECTS: list[tuple[str, str, Callable[[], None]]] = [
     ("key > own, num_keys", "key >= own, num_keys", tables_of_rows),
     ("longer = tl.sum(total) - tl.cumsum(total)", "longer = total * 0", tables_of_rows),
     ("middle = tl.minimum(tl.maximum(masked, lower), upper)", "middle = masked", tables_of_rows),
-    ("(its == length[:, None]) & (other < ", "(its == length[:, None]) & (other > ", tables_of_rows),
+    (
+        "(its == length[:, None]) & (other < ",
+        "(its == length[:, None]) & (other > ",
+        tables_of_rows,
+    ),
     ("num_real + (tile", "num_real - 1 + (tile", tables_of_rows),
 ]
 

@@ -40,7 +40,10 @@ def assert_few(counts: Counts) -> None:
     assert of_tables(counts) == TABLES, counts
     for name, place in counts.operators:
         of_gradients = "kernels/triton/call.py" in place or (name, place) == ("zero_", "?")
-        assert of_gradients or (name, place.split(":")[0]) == ("copy_", "sparsering/patterns/blocks.py")
+        assert of_gradients or (name, place.split(":")[0]) == (
+            "copy_",
+            "sparsering/patterns/blocks.py",
+        )
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -57,7 +60,9 @@ def test_a_layer_does_not_even_copy_its_choice(hopper, monkeypatch):
     x = rows(1, 512, 256)[0]
     counts = steady(lambda: layer(x).sum().backward(), triton=10, torch=60)
     assert of_tables(counts) == TABLES, counts
-    copied = [place for name, place in counts.operators if "patterns/" in place or "choose" in place]
+    copied = [
+        place for name, place in counts.operators if "patterns/" in place or "choose" in place
+    ]
     assert not copied, copied
 
 

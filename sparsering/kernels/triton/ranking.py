@@ -198,7 +198,7 @@ def place_kernel(
     to = row_ptr + table * (num_tiles + 1) + tile
     tl.store(to + 1, end, mask=real)
     tl.store(to, begin, mask=tile == 0)
-    row_begin, first, stop = tile_at(tile, q_start, q_stop, tokens)
+    row_begin, first, _ = tile_at(tile, q_start, q_stop, tokens)
     inside = real[:, None] & (lane < width)
     kept = inside & (lane < size[:, None])
     listed = tl.load(lists + (table * num_tiles + tile)[:, None] * width + lane, mask=kept, other=0)
@@ -266,7 +266,7 @@ def keys_kernel(
     num_units: tl.int32, num_cuts: tl.int32,
     TILE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):
-    """Writes the walk by key: a program for each run of query tiles, and one for a table's units."""
+    """Writes the walk by key: a program for each run of query tiles, one for a table's units."""
     chunks = tl.cdiv(num_tiles, ROWS)
     if tl.program_id(0) >= tables * chunks:
         table = (tl.program_id(0) - tables * chunks).to(tl.int64)
@@ -280,7 +280,7 @@ def keys_kernel(
     row_ptr += table * (num_tiles + 1)
     size = tl.load(counts + table * num_tiles + tile, mask=real, other=0)
     begin = tl.load(row_ptr + tile, mask=real, other=0)
-    row_begin, first, stop = tile_at(tile, q_start, q_stop, tokens)
+    _, first, stop = tile_at(tile, q_start, q_stop, tokens)
     inside = real[:, None] & (lane < width)
     kept = inside & (lane < size[:, None])
     of_table = table * num_tiles * width
@@ -288,7 +288,7 @@ def keys_kernel(
     key = tl.load(key_tile + at, mask=kept, other=0)
     masked = (tl.load(bitmap + at, mask=kept, other=0) >= 0) | (stop - first < TILE)[:, None]
 
-    row_begin, last_first, last_stop = tile_at(num_tiles - 1, q_start, q_stop, tokens)
+    _, last_first, last_stop = tile_at(num_tiles - 1, q_start, q_stop, tokens)
     at = tl.load(row_ptr + num_tiles) + (tile * width - begin - size)[:, None] + lane
     padding = inside & (lane >= size[:, None])
     nothing = tl.zeros([ROWS, LANES], tl.int32)
@@ -304,7 +304,7 @@ def keys_kernel(
     bin, place = code // NUMBER, code % NUMBER
     kept_ = bin < 2 * num_keys
     tile_ = chunk * ROWS + place // LANES
-    row_begin, first_, stop_ = tile_at(tile_, q_start, q_stop, tokens)
+    _, first_, stop_ = tile_at(tile_, q_start, q_stop, tokens)
     at_ = tl.load(row_ptr + tile_, mask=kept_, other=0) + place % LANES
     of_chunk = (table * chunks + chunk) * (2 * num_keys + 1)
     to = tl.load(offsets + of_chunk + bin, mask=kept_, other=0) + tl.arange(0, NUMBER) + of_table

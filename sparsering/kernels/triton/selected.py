@@ -6,7 +6,7 @@ and one the walk by key, on first use. Tables equal those of `layouts.selected_o
 """
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ...layouts.layout import BlockLayout, Pass
 from ...layouts.selected_on_device import selection_of
 from ...patterns.algebra import Frame, Pattern, check_fits
 from ...streams import Built, capturing
+from .call import interpreting, reasons
 from .launch import Launch, launch, power_of_2
 from .walk import Walk, hand_over
 
@@ -61,9 +62,14 @@ def best_blocks(
     return chosen
 
 
-def ranks(k: int) -> bool:
-    """Whether `best_blocks` can rank k blocks of a row."""
-    return 0 < k <= _MOST_RANKED
+def ranks(k: int, device: torch.device) -> bool:
+    """Whether `best_blocks` can rank k blocks of a row on a device."""
+    return 0 < k <= _MOST_RANKED and _compiles_for(device)
+
+
+@cache
+def _compiles_for(device: torch.device) -> bool:
+    return device.type == "cuda" and not interpreting() and not reasons()
 
 
 def remember(pattern: Pattern) -> None:
