@@ -217,7 +217,12 @@ def _problem(
     if masks:
         check_key_masks(masks, len(query), key.shape[2])
         options["key_mask"] = key_mask(masks, key.shape[2], query.device)
-    if options["block_bias"] is None:
+    selected, build = None, BACKENDS[recipe.backend].selected_layout
+    if build is not None and pattern.tensors and options["block_bias"] is None:
+        selected = build(*layout_key[1:])
+    if selected is not None:
+        layout, slots = selected, ()
+    elif options["block_bias"] is None:
         layout, slots = _layout(*layout_key)
     else:
         layout, slots = layout_cache.layout(*layout_key[1:]), ()
@@ -274,9 +279,6 @@ def _layout(
     page = None
     if frame.q_len == 1 and BACKENDS[backend].refuses is None:  # sdpa reads whole layouts only
         page = last_query_layout(pattern, frame, block_size, device)
-    build = BACKENDS[backend].selected_layout
-    if build is not None and (layout := build(pattern, frame, block_size, device)) is not None:
-        return layout, ()
     return page or (layout_cache.layout(pattern, frame, block_size, device), ())
 
 

@@ -112,8 +112,10 @@ def assert_same_passes(found: Pass, expected: Pass) -> None:
 
 def assert_same_walks(found: BlockLayout, expected: BlockLayout, limits: tuple[int, ...]) -> None:
     (p,), uncut = found.passes, found.passes[0].key_tile.shape[-1] + 1
-    for by_key, limit in [(False, uncut), (True, uncut), *((True, n) for n in limits)]:
-        made = walk._by_key[p](limit) if by_key else walk._walks[p][False, limit]
+    walks = [(False, uncut), (True, uncut)]
+    for by_key, limit in [*walks, *((by_key, n) for by_key in (False, True) for n in limits)]:
+        is_uncut = limit == uncut and not by_key
+        made = walk._walks[p][False, uncut] if is_uncut else walk._builders[p][by_key](limit)
         for name, x in walk._walk(expected, 0, by_key, limit)._asdict().items():
             own, what = getattr(made, name), (by_key, limit, name)
             assert_same(own, x, what) if isinstance(x, Tensor) else None

@@ -114,3 +114,17 @@ def test_another_stream_waits_for_the_tables(hopper, monkeypatch):
     with torch.cuda.stream(torch.cuda.Stream()):
         sr.attention(query, query, query, pattern)
     assert len(waits) >= 2  # for the layout, and for its walk
+
+
+def test_a_short_sequence_cuts_its_query_tiles_in_launches_of_their_own(hopper):
+    query, key, value = inputs = learnt(*(rows(2, 1024) for _ in range(3)))
+    indices = torch.zeros(1, 2, 16, 16, dtype=torch.int64, device="cuda")
+
+    def call() -> None:
+        pattern = sr.SelectedBlocks(indices, 64) & sr.Causal()
+        out = sr.attention(query, key, value, pattern)
+        torch.autograd.grad(out, inputs, torch.zeros_like(out))
+
+    counts = steady(call, triton=14, torch=10)
+    names = Counter(x.kernel for x in counts.launches)
+    assert names["merge_kernel"] and 1 <= names["units_kernel"] <= 2, counts

@@ -157,8 +157,8 @@ def rows_kernel(
 
 @kernel
 def place_kernel(
-    lists, counts, lengths, bins, offsets, begins, row_ptr, key_tile, bitmap, slot, units, start,
-    count, entry, slots: tl.int64, parts: tl.int32, tokens: tl.int32, row_size: tl.int32,
+    lists, counts, lengths, bins, offsets, begins, spans, row_ptr, key_tile, bitmap, slot, units,
+    start, count, entry, slots: tl.int64, parts: tl.int32, tokens: tl.int32, row_size: tl.int32,
     first_row: tl.int32, q_start: tl.int32, q_stop: tl.int32, kv_len: tl.int32,
     num_tiles: tl.int32, num_keys: tl.int32, width: tl.int32, tables: tl.int32,
     TILE: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
@@ -168,6 +168,7 @@ def place_kernel(
 
     `begins` is the first entry of each bin in the walk by key. `offsets` says where a run's entries
     go: those of a bin begin at its offset plus the number of the run's entries in lower bins.
+    `spans` has the first entry of each query tile and its first that needs a mask, in turns.
     """
     chunks = tl.cdiv(num_tiles, ROWS)
     if tl.program_id(0) >= tables * chunks:
@@ -228,6 +229,10 @@ def place_kernel(
     unit = tl.sum(earlier * of_length, 1)  # longest units first
     masked = (number >= 0) | (tokens_of_key < TILE)
     middle = end - tl.sum((kept & masked).to(tl.int32), 1)
+    to = spans + table * (2 * num_tiles + 1) + 2 * tile
+    tl.store(to, begin, mask=real)
+    tl.store(to + 1, middle, mask=real)
+    tl.store(to + 2, end, mask=tile == num_tiles - 1)
     to = units + (table * num_tiles + unit) * 5
     tl.store(to, tile, mask=real)
     tl.store(to + 1, begin, mask=real)
@@ -270,9 +275,9 @@ def keys_kernel(
     chunks = tl.cdiv(num_tiles, ROWS)
     if tl.program_id(0) >= tables * chunks:
         table = (tl.program_id(0) - tables * chunks).to(tl.int64)
-        key_units(begins + table * (2 * num_keys + 1), units + table * num_units * 5,
-                  unit_lengths + table * num_units, cuts + table * num_cuts * 3, num_keys, limit,
-                  num_units, num_cuts)
+        write_units(begins + table * (2 * num_keys + 1), units + table * num_units * 5,
+                    unit_lengths + table * num_units, cuts + table * num_cuts * 3, num_keys, limit,
+                    num_units, num_cuts)
         return
     table, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     tile, lane = chunk * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
@@ -315,17 +320,29 @@ def keys_kernel(
     tl.store(entry + to, at_, mask=kept_)
 
 
+@kernel
+def units_kernel(
+    spans, units, unit_lengths, cuts, num_tiles: tl.int32, limit: tl.int32, num_units: tl.int32,
+    num_cuts: tl.int32,
+):
+    """Writes the units of a walk by query that cuts tiles: a program for each table."""
+    table = tl.program_id(0).to(tl.int64)
+    write_units(spans + table * (2 * num_tiles + 1), units + table * num_units * 5,
+                unit_lengths + table * num_units, cuts + table * num_cuts * 3, num_tiles, limit,
+                num_units, num_cuts)
+
+
 @triton.jit
-def key_units(begins, units, unit_lengths, cuts, num_keys, limit, num_units, num_cuts):
-    """Writes the units of one table, the longest first, and its cut tiles."""
+def write_units(begins, units, unit_lengths, cuts, num_keys, limit, num_units, num_cuts):
+    """Writes the units of one table of tiles, the longest first, and its cut tiles."""
     for low in range(0, num_units, 64):
         unit = low + tl.arange(0, 64)
-        tile, lower, middle, upper, slot, length = unit_at_key(begins, unit, num_keys, limit)
+        tile, lower, middle, upper, slot, length = unit_of(begins, unit, num_keys, limit)
         tl.store(unit_lengths + unit, length, mask=unit < num_units)
     tl.debug_barrier()  # other threads of this program read the lengths
     for low in range(0, num_units, 64):
         unit = low + tl.arange(0, 64)
-        tile, lower, middle, upper, slot, length = unit_at_key(begins, unit, num_keys, limit)
+        tile, lower, middle, upper, slot, length = unit_of(begins, unit, num_keys, limit)
         place = tl.zeros([64], tl.int32)
         for first in range(0, num_units, _TILES):
             other = (first + tl.arange(0, _TILES))[None, :]
@@ -365,7 +382,7 @@ def pieces_of(begins, tile, num_keys, limit):
 
 
 @triton.jit
-def unit_at_key(begins, unit, num_keys, limit):
+def unit_of(begins, unit, num_keys, limit):
     """(tile, first entry, first masked entry, end, slot, length) of units, as in `walk`."""
     tile, before, slot = unit * 0, unit * 0, unit * 0
     seen = 0

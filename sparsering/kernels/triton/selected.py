@@ -142,18 +142,19 @@ def _built(
     slot, units = new(*entries, dtype=long), new(batch, heads, num_tiles, 5)
     start, count, entry = new(*entries), new(*entries), new(*entries)
     counts, offsets, begins = new(tables, num_tiles), new(tables, runs, bins), new(tables, bins)
+    spans = new(tables, 2 * num_tiles + 1)
     arguments = {
         "indices": indices, "lists": new(*entries), "counts": counts,
         "lengths": new(tables, runs, width + 1), "bins": new(tables, runs, bins),
         "query_start": query_start, "query_stop": query_stop, "key_start": key_start,
         "key_stop": key_stop, "bitmaps": of_pairs, "turned": turned, "offsets": offsets,
-        "begins": begins, "row_ptr": row_ptr, "key_tile": key_tile, "bitmap": bitmap, "slot": slot,
-        "units": units, "start": start, "count": count, "entry": entry, "num_rows": num_rows,
-        "slots": slots, "parts": parts, "tokens": tokens, "row_size": rows[1],
-        "first_row": rows[2], "q_start": q_start, "q_stop": q_stop, "kv_len": frame.kv_len,
-        "num_tiles": num_tiles, "num_keys": num_keys, "width": width, "tables": tables,
-        "num_bitmaps": bitmaps * causal, "TILE": tile, "CAUSAL": causal, "ROWS": per_run,
-        "LANES": lanes, "LENGTHS": power_of_2(width + 1), "BINS": _BINS,
+        "begins": begins, "spans": spans, "row_ptr": row_ptr, "key_tile": key_tile,
+        "bitmap": bitmap, "slot": slot, "units": units, "start": start, "count": count,
+        "entry": entry, "num_rows": num_rows, "slots": slots, "parts": parts, "tokens": tokens,
+        "row_size": rows[1], "first_row": rows[2], "q_start": q_start, "q_stop": q_stop,
+        "kv_len": frame.kv_len, "num_tiles": num_tiles, "num_keys": num_keys, "width": width,
+        "tables": tables, "num_bitmaps": bitmaps * causal, "TILE": tile, "CAUSAL": causal,
+        "ROWS": per_run, "LANES": lanes, "LENGTHS": power_of_2(width + 1), "BINS": _BINS,
     }  # fmt: skip
     _run(rows_kernel, tables * runs, arguments, device)
     _run(place_kernel, tables * (runs + -(-bins // _TILES)), arguments, device)
@@ -164,32 +165,51 @@ def _built(
     )  # fmt: skip
     vars(p)["transposed_bitmaps"] = turned
     w = Walk(units, start, count, bitmap, entry, new(batch, heads, 0, 3), 0, of_pairs, built=built)
+    by_query = partial(_cut, w._replace(built=None), spans)
     names = "tokens", "q_start", "q_stop", "num_tiles", "num_keys", "width", "tables", "TILE"
     given = {name: arguments[name] for name in (*names, "ROWS", "LANES")}
     given |= {"counts": counts, "row_ptr": row_ptr, "bitmap": bitmap, "key_tile": key_tile}
     given |= {"offsets": offsets, "begins": begins}
-    hand_over(p, w, partial(_walk_by_key, given, turned, tables * (runs + 1)))
+    hand_over(p, w, by_query, partial(_walk_by_key, given, turned, tables * (runs + 1)))
     return BlockLayout(frame, tile, (p,), math.nan, built=built)
+
+
+def _cut(w: Walk, spans: Tensor, limit: int) -> Walk:
+    """The walk by query `w` with tiles of more than `limit` entries cut."""
+    from .ranking import units_kernel
+
+    num_tiles = w.units.shape[2]
+    arguments = _of_units(w.start, num_tiles, limit)
+    given = {"spans": spans, "num_tiles": num_tiles, **arguments}
+    _run(units_kernel, len(spans), given, spans.device)
+    slots = 2 * w.start.shape[2] // limit
+    return w._replace(units=arguments["units"], cuts=arguments["cuts"], slots=slots)
 
 
 def _walk_by_key(given: dict[str, Any], bitmaps: Tensor, programs: int, limit: int) -> Walk:
     """The walk by key of a layout, with tiles of more than `limit` entries cut."""
     from .ranking import keys_kernel
 
-    like, num_keys = given["bitmap"], given["num_keys"]
+    like = given["bitmap"]
+    start, count, key_bitmap, entry = (torch.empty_like(like) for _ in range(4))
+    arguments = _of_units(like, given["num_keys"], limit)
+    tables = {"start": start, "count": count, "key_bitmap": key_bitmap, "entry": entry}
+    _run(keys_kernel, programs, given | arguments | tables, like.device)
+    slots = 2 * like.shape[2] // limit if limit <= like.shape[2] else 0
+    units, cuts = arguments["units"], arguments["cuts"]
+    return Walk(units, start, count, key_bitmap, entry, cuts, slots, bitmaps)
+
+
+def _of_units(like: Tensor, num_tiles: int, limit: int) -> dict[str, Any]:
+    """Arguments for the units of tables [B, H, entries] that cut tiles of over `limit` entries."""
     batch, heads, size = like.shape
     spare = size // limit
-    start, count, key_bitmap, entry = (torch.empty_like(like) for _ in range(4))
-    units = like.new_empty(batch, heads, num_keys + spare, 5)
-    cuts = like.new_empty(batch, heads, min(num_keys, spare), 3)
-    arguments = {
-        **given, "start": start, "count": count, "key_bitmap": key_bitmap, "entry": entry,
+    units = like.new_empty(batch, heads, num_tiles + spare, 5)
+    cuts = like.new_empty(batch, heads, min(num_tiles, spare), 3)
+    return {
         "units": units, "unit_lengths": like.new_empty(units.shape[:3]), "cuts": cuts,
         "limit": limit, "num_units": units.shape[2], "num_cuts": cuts.shape[2],
     }  # fmt: skip
-    _run(keys_kernel, programs, arguments, like.device)
-    slots = 2 * size // limit if spare else 0
-    return Walk(units, start, count, key_bitmap, entry, cuts, slots, bitmaps)
 
 
 def _run(kernel: Any, programs: int, arguments: dict[str, Any], device: torch.device) -> None:

@@ -56,13 +56,16 @@ class Walk(NamedTuple):
 
 _captured: list[object] = []  # CUDA graphs read these: never freed
 _walks: WeakKeyDictionary[Pass, dict[object, Walk]] = WeakKeyDictionary()
-_by_key: WeakKeyDictionary[Pass, Callable[[int], Walk]] = WeakKeyDictionary()
+_builders: WeakKeyDictionary[Pass, tuple[Callable[[int], Walk], ...]] = WeakKeyDictionary()
 
 
-def hand_over(p: Pass, by_query: Walk, by_key: Callable[[int], Walk]) -> None:
-    """Takes the uncut walk by query of a pass, and what builds its walk by key for a limit."""
-    _walks[p] = {(False, p.key_tile.shape[-1] + 1): by_query}
-    _by_key[p] = by_key
+def hand_over(p: Pass, uncut: Walk, *builders: Callable[[int], Walk]) -> None:
+    """Takes the uncut walk by query of a pass, and what builds others by query and by key.
+
+    Builders get the number of entries above which a tile is cut.
+    """
+    _walks[p] = {(False, p.key_tile.shape[-1] + 1): uncut}
+    _builders[p] = builders
 
 
 def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, processors: int) -> Walk:
@@ -88,15 +91,15 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
     if (found := walks.get(kind)) is not None:
         use(found, layout, number, by_key=by_key)
         return found
-    make = _by_key.get(p) if by_key else None
+    builders = _builders.get(p)
     if capturing(p.key_tile.device):  # not cached: it has no values until the graph runs
-        if make is not None:
-            return make(limit)
+        if builders is not None:
+            return builders[by_key](limit)
         layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))  # own caches
         return _walk(layout, number, by_key, limit)
     for other in list(walks.values()):  # their stream may still build the transpose
         _wait(p, other)
-    made = _walk(layout, number, by_key, limit) if make is None else make(limit)
+    made = builders[by_key](limit) if builders else _walk(layout, number, by_key, limit)
     walks[kind] = made = made._replace(built=Built.now(p.key_tile.device))
     return made
 
