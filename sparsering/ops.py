@@ -217,15 +217,16 @@ def _problem(
     if masks:
         check_key_masks(masks, len(query), key.shape[2])
         options["key_mask"] = key_mask(masks, key.shape[2], query.device)
+    slots: tuple[int, ...] = ()
     selected, build = None, BACKENDS[recipe.backend].selected_layout
     if build is not None and pattern.tensors and options["block_bias"] is None:
         selected = build(*layout_key[1:])
     if selected is not None:
-        layout, slots = selected, ()
+        layout = selected
     elif options["block_bias"] is None:
         layout, slots = _layout(*layout_key)
     else:
-        layout, slots = layout_cache.layout(*layout_key[1:]), ()
+        layout = layout_cache.layout(*layout_key[1:])
     check_bias(options["block_bias"], layout)
     if slot_bias is not None:
         options["block_bias"] = _entry_bias(slot_bias, layout)
