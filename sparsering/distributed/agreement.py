@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checks import DTYPES
 from ..patterns.arguments import shortened
-from .exchange import Exchange, RingError, RingMismatchError
+from .exchange import Exchange, RingMismatchError
 from .plan import RingPlan
 from .sharding import num_tokens
 from .wire import FORMATS, wire_format
@@ -144,10 +144,11 @@ def _mismatch(text: str, rank: int, peer: int) -> RingMismatchError:
     return RingMismatchError(text, rank, peer, "agreement")
 
 
-def report_failure(group: dist.ProcessGroup, timeout: float | None) -> None:
+def report_failure(group: dist.ProcessGroup, timeout: float | None, query: object) -> None:
     """Tells the other ranks that this rank raised before the call began, so that they raise too."""
-    with contextlib.suppress(RingError):
-        Exchange(group, timeout).agree([0, 0, 1, 0])
+    device = query.device if isinstance(query, Tensor) else None
+    with contextlib.suppress(RuntimeError):  # a RingError, or the error of a capture
+        Exchange(group, timeout, device).agree([0, 0, 1, 0])
 
 
 def agree_on_lengths(exchange: Exchange, length: int, common: object) -> list[int]:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..streams import capturing
+
 
 class RingError(RuntimeError):
     """A ring call failed: `rank` raised this at `step`, because of `peer` (None if unknown).
@@ -61,12 +63,19 @@ class Exchange:
     Args:
         timeout: seconds that a rank waits for a peer, None for the group's own timeout.
         device: device of the tensors to send. A group without a CPU backend needs it.
+
+    Raises: RuntimeError in a CUDA graph's capture, because the host reads what the ranks agree on.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, timeout: float | None, device: torch.device | None = None
     ) -> None:
         self.group, self.timeout, self.device = group, timeout, device
+        if device is not None and capturing(device):
+            raise RuntimeError(
+                "a CUDA graph cannot capture a call over several ranks: the host compares their "
+                "arguments at each call; capture what lies before and after it"
+            )
         if reason := _broken.get(group):
             raise RingError(
                 f"an earlier call on this process group failed ({reason}); make a new group",

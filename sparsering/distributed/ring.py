@@ -94,6 +94,7 @@ def ring_attention(
         RingMismatchError: (a ValueError and a RingError) arguments differ between ranks; raised on
             all ranks, before keys or values are sent.
         RingError: a peer died or did not answer in time; names the peer and the step.
+        RuntimeError: in the capture of a CUDA graph, which cannot hold what the ranks agree on.
 
     Example:
         >>> out = ring_attention(query, key, value, Causal(), mesh=mesh["sp"], sharding="zigzag")
@@ -123,7 +124,7 @@ def ring_attention(
         name = choose_kernels(backend, query, key, value, extras)
     except Exception:
         if group is not None and group.size() > 1 and not torch.compiler.is_compiling():
-            report_failure(group, seconds)
+            report_failure(group, seconds, query)
         raise
     if group is None or group.size() == 1:
         _last_traffic.update({False: Traffic(), True: Traffic()})

@@ -93,10 +93,7 @@ class LayoutCache:
             return build_layout(pattern, frame, block_size, device)
 
         def build() -> BlockLayout:
-            layout = build_layout(pattern, frame, block_size, device)
-            if device.type != "cpu":
-                self._warn_if_too_large(layout)
-            return layout.shared(device)
+            return build_layout(pattern, frame, block_size, device).shared(device)
 
         return self.keep(key, build).ready()
 
@@ -205,8 +202,10 @@ class LayoutCache:
             self._put(key, value)
             self._shrink()
 
-    def _warn_if_too_large(self, layout: BlockLayout) -> None:
-        if self._warned or (size := layout.nbytes) <= self._limit:
+    def _warn_of_rebuilding(self, key: Any, size: int) -> None:
+        """Warns once of a layout that every call builds and copies to its device again."""
+        devices = (x.type for x in key if isinstance(x, torch.device))
+        if self._warned or all(kind == "cpu" for kind in devices):
             return
         self._warned = True  # once is enough
         warnings.warn(
@@ -260,7 +259,7 @@ class LayoutCache:
     def _shrink(self) -> int:
         """Drops entries larger than the limit, then the oldest ones; returns the bytes left."""
         for key in [key for key, (_, nbytes) in self._entries.items() if nbytes > self._limit]:
-            del self._entries[key]
+            self._warn_of_rebuilding(key, self._entries.pop(key)[1])
         total = sum(nbytes for _, nbytes in self._entries.values())
         while total > self._limit:
             total -= self._entries.popitem(last=False)[1][1]

@@ -15,6 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import sparsering as sr
 from sparsering.distributed import exchange
+from sparsering.distributed.agreement import report_failure
+from sparsering.kernels import flash
 from sparsering.kernels.triton import call as backend
 from sparsering.kernels.triton import launch as triton_launch
 from sparsering.kernels.triton import operands
@@ -215,21 +217,58 @@ def test_dropout_waits_for_nothing_and_can_be_captured(hopper, seed):
         call()
 
 
-def test_ranks_agree_on_the_device_of_the_query(hopper, monkeypatch):
-    class Group:
-        _device_types = (torch.device("cuda"),)
+class Group:
+    """A process group of two ranks on GPUs alone."""
 
-    sent = []
+    _device_types = (torch.device("cuda"),)
+
+
+@pytest.fixture
+def sent(monkeypatch) -> list[dict[int, torch.Tensor]]:
+    """What rank 1 of 2 sends, by peer; nothing arrives."""
+    messages: list[dict[int, torch.Tensor]] = []
     monkeypatch.setattr(exchange.dist, "get_rank", lambda group: 1)
     monkeypatch.setattr(exchange.dist, "get_world_size", lambda group: 2)
     start = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(
-        exchange.Exchange, "start", lambda self, step, sends, receives: sent.append(sends) or start
+        exchange.Exchange, "start", lambda self, step, out, back: messages.append(out) or start
     )
+    return messages
+
+
+def test_ranks_agree_on_the_device_of_the_query(hopper, sent):
     with gpu(80) as elsewhere:
         key = rows()
     exchange.Exchange(Group(), None, key.device).agree([3, 4])
-    assert sent[0][0].device == elsewhere != hopper
+    report_failure(Group(), None, key)
+    assert [x[0].device for x in sent] == [elsewhere, elsewhere] != [hopper, hopper]
+
+
+def test_a_graph_cannot_capture_what_ranks_agree_on(hopper, sent):
+    with capturing(), pytest.raises(RuntimeError, match="cannot capture a call over several ranks"):
+        exchange.Exchange(Group(), None, hopper)
+    with capturing():
+        report_failure(Group(), None, rows())  # hides no error of this rank
+    assert not sent
+
+
+def test_each_gpu_is_judged_by_its_own_capability(hopper, monkeypatch):
+    capability = torch.cuda.get_device_capability
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_capability",
+        lambda device=None: (7, 5) if capability(device) == (8, 0) else capability(device),
+    )
+    with gpu(80):
+        old = rows()
+        assert not backend.reasons(query := rows().to(hopper)) and not is_old(flash.reasons(query))
+        assert is_old(backend.reasons())
+    assert is_old(backend.reasons(old)) and is_old(flash.reasons(old))
+    assert is_old(backend.reasons(query, old)) and not is_old(backend.reasons())
+
+
+def is_old(reasons: list[str]) -> bool:
+    return any("capability 8.0" in x or "Hopper" in x for x in reasons)
 
 
 # ---- Layouts and pages that calls, streams and graphs share. ---------------
@@ -242,6 +281,18 @@ def test_a_layout_too_large_to_be_kept_is_warned_of_once(hopper, monkeypatch):
     with pytest.warns(UserWarning, match="layout_cache.set_limit"):
         sr.attention(query, query, query, WINDOW)
     sr.attention(query, query, query, WINDOW)  # a second warning would be an error
+
+
+def test_a_layout_that_grows_too_large_is_warned_of(hopper, monkeypatch):
+    """Its transposes, for the backward, do not fit."""
+    monkeypatch.setattr(sr.layout_cache, "_warned", False)
+    inputs = learnt(rows(), rows(), rows())
+    limit = WINDOW.layout(512, num_heads=2, device=hopper).nbytes + 100
+    monkeypatch.setattr(sr.layout_cache, "_limit", limit)
+    out = sr.attention(*inputs, WINDOW)
+    torch.autograd.grad(out, inputs, rows())
+    with pytest.warns(UserWarning, match="layout_cache.set_limit"):
+        sr.layout_cache.info()
 
 
 def test_a_capture_keeps_nothing_that_only_its_replay_fills(hopper):

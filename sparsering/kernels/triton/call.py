@@ -39,7 +39,7 @@ _MOST_KINDS = 64  # of calls whose launches a layout keeps
 
 def reasons(*tensors: Tensor) -> list[str]:
     """Lists why the kernels cannot run on these tensors, or on this machine."""
-    found = _machine_reasons()
+    found = _machine_reasons(tuple({x.device.index for x in tensors if x.is_cuda}) or (None,))
     wanted = "cpu" if interpreting() else "cuda"
     if any(x.device.type != wanted for x in tensors):
         found.append(f"it runs on {wanted} tensors" + " under TRITON_INTERPRET=1" * interpreting())
@@ -53,15 +53,15 @@ def reasons(*tensors: Tensor) -> list[str]:
 
 
 @constant_in_graphs
-def _machine_reasons() -> list[str]:
+def _machine_reasons(gpus: tuple[int | None, ...]) -> list[str]:
+    """Lists why the kernels cannot run on GPUs of these numbers; None is the current one."""
     found = [] if find_spec("triton") else ["the package triton is missing (pip install triton)"]
     if interpreting():
         return found
     if not torch.cuda.is_available():
         return [*found, "it needs a GPU (TRITON_INTERPRET=1 tries its kernels without one)"]
-    if not torch.version.hip and torch.cuda.get_device_capability() < (8, 0):
-        found.append("it needs compute capability 8.0")
-    return found
+    old = not torch.version.hip and min(map(torch.cuda.get_device_capability, gpus)) < (8, 0)
+    return [*found, "it needs compute capability 8.0"] if old else found
 
 
 @constant_in_graphs
