@@ -17,8 +17,11 @@ from torch import Tensor
 os.environ["OMP_NUM_THREADS"] = "1"  # also of what tests start: two wait for each other, mostly
 torch.set_num_threads(1)
 os.environ.setdefault("MPLBACKEND", "Agg")  # before matplotlib is imported: no test opens a window
-ON_STUB = os.environ.get("SPARSERING_TEST_DEVICE") == "stub"  # tests/on_gpu_stub runs alone
-if not ON_STUB:
+DEVICE = os.environ.get("SPARSERING_TEST_DEVICE", "")  # "cuda": see `device_runs`
+assert DEVICE in ("", "cuda", "stub"), f"SPARSERING_TEST_DEVICE is cuda or stub, got {DEVICE}"
+ON_STUB = DEVICE == "stub"  # tests/on_gpu_stub runs alone
+os.environ.pop("TRITON_INTERPRET", None)
+if not DEVICE:
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: they run on CPU tensors
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)

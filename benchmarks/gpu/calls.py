@@ -3,7 +3,7 @@
 Results are compared with the reference backend in float64, on the same device.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from sparsering.nn import MultiheadAttention, SelectedAttention
 from sparsering.selection import block_scores, select_blocks
 
 from ..measure import Row
-from .correctness import DTYPES, TF32, products_of
+from .correctness import DTYPES, TF32, checked, products_of
 from .device import DEVICE, GPU, HALF, captured, inputs, sized, synchronize, waits_are_errors
 from .timing import largest, relative
 
@@ -204,8 +204,8 @@ def extras(dtype: str, name: str) -> Iterator[Row]:
 
 def _error_of_extras(args: list[Tensor], pattern: sr.Pattern, extras: dict[str, Any]) -> float:
     """Largest error of out, lse and all gradients against float64, relative to the largest."""
-    results = []
-    for kind, backend in ((None, "triton"), (torch.float64, "reference")):
+
+    def results(kind: torch.dtype | None, backend: str) -> list[Tensor]:
         own = [x.detach().to(kind or x.dtype).requires_grad_() for x in args]
         options = {k: x.detach().to(kind or x.dtype).requires_grad_() if isinstance(x, Tensor)
                    else x for k, x in extras.items()}  # fmt: skip
@@ -217,14 +217,19 @@ def _error_of_extras(args: list[Tensor], pattern: sr.Pattern, extras: dict[str, 
         grads[1] = torch.where(both[1].isfinite(), grads[1], 0.0)
         leaves = [*own, *(x for x in options.values() if isinstance(x, Tensor))]
         gradients = torch.autograd.grad(list(both), leaves, grads)
-        results.append([x.detach() for x in (*both, *gradients)])
-    errors = []
-    for a, b in zip(*results, strict=True):
-        finite = b.isfinite()
-        if not torch.equal(a.isfinite(), finite):
-            raise RuntimeError("not finite in the same places")
-        difference = (a.double() - b.double())[finite].abs().max()
-        errors.append(float(difference / b[finite].abs().max().clamp(min=1.0)))
+        return [x.detach() for x in (*both, *gradients)]
+
+    exact, errors = results(torch.float64, "reference"), []
+
+    def check(got: Sequence[Tensor]) -> None:
+        for a, b in zip(got, exact, strict=True):
+            finite = b.isfinite()
+            if not torch.equal(a.isfinite(), finite):
+                raise RuntimeError("not finite in the same places")
+            difference = (a.double() - b.double())[finite].abs().max()
+            errors.append(float(difference / b[finite].abs().max().clamp(min=1.0)))
+
+    checked(lambda: results(None, "triton"), check)
     return max(errors)
 
 

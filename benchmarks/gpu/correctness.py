@@ -1,13 +1,15 @@
 """Checks the kernels on this GPU: patterns, dtypes, shapes, backends.
 
 Everything is compared with dense float64. An error may be twice that of dense attention in the
-inputs' dtype. `calls` checks graphs, compilation, modules and other kinds of calls.
+inputs' dtype. Each case of the Triton kernels runs twice, with equal bits, and once with pipelines
+of one stage, which may not be less exact. `calls` checks graphs, compilation, modules and other
+kinds of calls.
 """
 
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,9 @@ DTYPES = {
     TF32: torch.float32,
 }  # fmt: skip
 
+REPEATED = GPU
+"""Whether cases run three times; the interpreter has one way to compute."""
+
 
 @cache
 def oracle() -> Any:
@@ -39,6 +44,14 @@ def oracle() -> Any:
     from oracles import attention_oracle
 
     return attention_oracle
+
+
+def checked(run: Callable[[], Sequence[Tensor]], check: Callable[[Sequence[Tensor]], None]) -> None:
+    """Checks what a call of the Triton kernels returns, as the tests do on a GPU."""
+    oracle()
+    from device_runs import checked
+
+    checked(run, check, repeated=REPEATED)
 
 
 @contextlib.contextmanager
@@ -162,16 +175,26 @@ def against_eager(
 
     true = all_of(exact, exact_args)
     eager = all_of(oracle().eager_attention(*args, counts), args)
-    with poisoned() if backend == "triton" else contextlib.nullcontext():
-        got = all_of(
-            sr.attention(*args, pattern, backend=backend, return_lse=True, **options), args
-        )
     ratios, worst = [], 0.0
-    for ours, theirs, c in zip(got, eager, true, strict=True):
-        size = float(torch.cat((c[c.isfinite()].abs(), c.new_ones(1))).max())
-        mine, bound = (oracle().errors(x, c)[0] for x in (ours, theirs))
-        ratios.append(mine / (bound + _GRANT[dtype] * size))
-        worst = max(worst, oracle().errors(ours, c)[1] / size)
+
+    def run() -> list[Tensor]:
+        with poisoned() if backend == "triton" else contextlib.nullcontext():
+            return all_of(
+                sr.attention(*args, pattern, backend=backend, return_lse=True, **options), args
+            )
+
+    def check(got: Sequence[Tensor]) -> None:
+        nonlocal worst
+        for ours, theirs, c in zip(got, eager, true, strict=True):
+            size = float(torch.cat((c[c.isfinite()].abs(), c.new_ones(1))).max())
+            mine, bound = (oracle().errors(x, c)[0] for x in (ours, theirs))
+            ratios.append(mine / (bound + _GRANT[dtype] * size))
+            worst = max(worst, oracle().errors(ours, c)[1] / size)
+
+    if backend == "triton":
+        checked(run, check)
+    else:
+        check(run())
     label = dtype_name or str(dtype)[6:]
     ratio = largest(ratios, 2.0, f"{name} of {backend} in {label}, head dim {case.head_dim}")
     return {"backend": backend, "pattern": name, "dtype": label, "head_dim": case.head_dim,
@@ -190,15 +213,20 @@ def biased_selection() -> Iterator[Row]:
     args.append(torch.randn(1, 2, number, device=DEVICE).requires_grad_())
     exact_args = [x.detach().double().requires_grad_() for x in args]
     grads = torch.randn_like(args[0]), torch.randn(1, 2, length, device=DEVICE)
-    results = []
-    for own, backend in ((args, "triton"), (exact_args, "reference")):
+
+    def results(own: Sequence[Tensor], backend: str) -> list[Tensor]:
         both = sr.attention(
             *own[:3], pattern, block_bias=own[3], block_size=block, backend=backend,
             return_lse=True,
         )  # fmt: skip
         cotangents = [grad.to(x) for grad, x in zip(grads, both, strict=True)]
-        results.append([*both, *torch.autograd.grad(list(both), own, cotangents)])
-    errors = [relative(a, b) for a, b in zip(*results, strict=True)]
+        return [*both, *torch.autograd.grad(list(both), own, cotangents)]
+
+    exact, errors = results(exact_args, "reference"), []
+    checked(
+        lambda: results(args, "triton"),
+        lambda got: errors.extend(relative(a, b) for a, b in zip(got, exact, strict=True)),
+    )
     worst = largest(errors, 0.02 if GPU else 1e-5, "a block bias")
     yield {"pattern": "SelectedBlocks with a bias", "dtype": str(HALF)[6:], "error": worst}
 

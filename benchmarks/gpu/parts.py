@@ -80,14 +80,14 @@ PARTS: dict[str, Part] = {
     SMOKE: Part(
         "One forward and one backward of a causal window, bfloat16, against float64. If it fails, "
         "its error is the record.",
-        {"one call": correctness.smoke}, 15, 60,
+        {"one call": correctness.smoke}, 20, 60,
     ),
     "main shapes are right": Part(
         "Random blocks, a window and LongNet at the shapes that are measured below, bfloat16: out, "
         "lse and gradients through both against float64; an error may be twice that of dense "
         "attention in bfloat16.",
         {_named(*shape): partial(correctness.main_shapes, *shape) for shape in MAIN},
-        30, 90, timed=False,
+        60, 150, timed=False,
     ),
     "calls are right": Part(
         "CUDA graphs replayed on new inputs, torch.compile, calls that never wait for the GPU, "
@@ -97,7 +97,7 @@ PARTS: dict[str, Part] = {
             "torch.compile": calls.compiled, "no waits": calls.without_waiting,
             "a bias of blocks": correctness.biased_selection,
         },
-        25, 90, timed=False,
+        30, 90, timed=False,
     ),
     "ceilings": Part(
         "A bfloat16 matrix product of 8192 and a copy of 2 GB, both ways counted, on random "
@@ -130,7 +130,7 @@ PARTS: dict[str, Part] = {
         "The patterns of the tests, 450 tokens, 4 heads of 128 on 2, against float64.",
         _patterns("bfloat16", 3) | _patterns("float16", 2) | _patterns("float32", 2)
         | _patterns(correctness.TF32, 2),
-        45, 100, timed=False,
+        80, 160, timed=False,
     ),
     "shapes are right": Part(
         "Head dims, block sizes, lengths, strides, and more than 2^31 elements.",
@@ -139,7 +139,7 @@ PARTS: dict[str, Part] = {
             **{f"blocks of {size}": partial(correctness.block_size, size) for size in BLOCKS},
             "strides": correctness.strides, "beyond int32": correctness.beyond_int32,
         },
-        45, 100, timed=False,
+        80, 160, timed=False,
     ),
     "extras are right": Part(
         "Softcap, a bias by distance, a sink, dropout, masked keys, against float64.",
@@ -147,7 +147,7 @@ PARTS: dict[str, Part] = {
             f"{name}, {dtype}": partial(calls.extras, dtype, name)
             for dtype, names in EXTRAS.items() for name in names
         },
-        50, 100, timed=False,
+        90, 160, timed=False,
     ),
     "other calls are right": Part(
         "A ring in one process with the sequence on the host, decoding, modules, the language "

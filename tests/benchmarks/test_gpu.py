@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import odd_parts
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 import sparsering as sr
-from benchmarks.gpu import bars, parts, running, table, timing
+from benchmarks.gpu import bars, calls, correctness, parts, running, table, timing
 from benchmarks.measure import environment
 from benchmarks.report.page import report_page
+from sparsering.kernels import triton
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -163,6 +165,29 @@ def test_what_guards_gradients_knows_right_from_wrong():
         timing.error_of_rows(out.detach().roll(1, 2), args, pattern)
     with pytest.raises(RuntimeError, match="nan"):
         timing.largest([0.0, float("nan")], 1.0, "it")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [correctness.smoke, correctness.biased_selection, partial(calls.extras, "float32", "sink")],
+    ids=["smoke", "biased selection", "extras"],
+)
+def test_a_case_with_other_bits_in_its_second_run_fails(case, monkeypatch):
+    runs, forward = [], triton.call._forward_pass
+
+    def planted(part, number, out, lse) -> None:
+        forward(part, number, out, lse)
+        runs.append(out)
+        if not repeatable and len(runs) == 2:
+            lse += 1e-3
+
+    monkeypatch.setattr(triton.call, "_forward_pass", planted)
+    monkeypatch.setattr(correctness, "REPEATED", True)
+    repeatable = True
+    assert next(case())["error"] < 1e-5 and len(runs) >= 3
+    repeatable = runs.clear()
+    with pytest.raises(AssertionError, match="result 1 has other bits"):
+        next(case())
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from device_runs import ON_GPU
 from exactness import SWEEPS
 
 import sparsering as sr
@@ -52,6 +53,8 @@ def bfloat16_products(monkeypatch) -> None:
     It stores bfloat16 as integers, which its products multiply as such, and it rounds by cutting
     bits off. Here products are of float32, which holds bfloat16, and torch rounds.
     """
+    if ON_GPU:
+        return
     from triton import language
     from triton.runtime import interpreter
 

@@ -1,4 +1,4 @@
-"""The triton backend, its kernels interpreted in Python on CPU tensors.
+"""The triton backend, its kernels interpreted in Python on CPU tensors, or run (`device_runs`).
 
 What is sharper than `test_attention` runs here: each pattern, head dim and block size; tiles that
 are cut, packed heads, heads in turn, tensor descriptors. Speed wants a GPU (`benchmarks/gpu`);
@@ -7,10 +7,12 @@ are cut, packed heads, heads in turn, tensor descriptors. Speed wants a GPU (`be
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from device_runs import ON_GPU, checked, placed
 from forked import run
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -41,7 +43,12 @@ from sparsering.patterns.algebra import Frame
 
 
 def attend(*args, **options) -> tuple[Tensor, Tensor]:
-    return sr.attention(*args, **{"backend": "triton", "return_lse": True, **options})
+    options = {"backend": "triton", "return_lse": True, **options}
+    if options["backend"] == "reference":
+        return sr.attention(*args, **options)
+    options = {name: placed(x) for name, x in options.items()}
+    out, lse = sr.attention(*map(placed, args), **options)
+    return out.cpu(), lse.cpu()
 
 
 def assert_is_the_reference(pattern: sr.Pattern, case: Case, **options) -> None:
@@ -49,17 +56,20 @@ def assert_is_the_reference(pattern: sr.Pattern, case: Case, **options) -> None:
     args = inputs(case, torch.float32)
     exact_args = [x.detach().double().requires_grad_() for x in args]
     options = {"q_start": case.q_start, "block_size": case.block_size, **options}
-    got = attend(*args, pattern, **options)
     exact = attend(*exact_args, pattern, **options, backend="reference")
-    assert_rounded(got, exact, args, exact_args)
+    assert_rounded(lambda: attend(*args, pattern, **options), exact, args, exact_args)
 
 
-def assert_rounded(got, exact, wrt, exact_wrt) -> None:
+def assert_rounded(call: Callable[[], tuple[Tensor, Tensor]], exact, wrt, exact_wrt) -> None:
     """Results and gradients are within float32's rounding of the exact ones."""
-    for name, a, b in zip(("out", "lse"), got, exact, strict=True):
-        assert_close(a.detach(), b.detach().float(), 2e-6, name)
-    for i, (a, b) in enumerate(zip(gradients(got, wrt), gradients(exact, exact_wrt), strict=True)):
-        assert_close(a, b.float(), 4e-6, f"gradient {i}")
+    expected = [x.detach().float() for x in (*exact, *gradients(exact, exact_wrt))]
+
+    def check(found: Sequence[Tensor]) -> None:
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            what = ("out", "lse")[i] if i < 2 else f"gradient {i - 2}"
+            assert_close(a.detach(), b, 2e-6 if i < 2 else 4e-6, what)
+
+    checked(lambda: [*(got := call()), *gradients(got, wrt)], check)
 
 
 SHAPES = [
@@ -153,14 +163,21 @@ def assert_errs_at_most_twice_as_much(name: str, dtype: torch.dtype) -> None:
     exact_args = [x.detach().double().requires_grad_() for x in args]
     counts = dense_counts(pattern, case)
     exact, eager = (eager_attention(*x, counts) for x in (exact_args, args))
-    got = attend(*args, pattern, block_size=32)
-    named = [*zip(got, eager, exact, strict=True)]
-    wrt = (args, args, exact_args)
-    grads = [gradients([x[0]], w) for x, w in zip((got, eager, exact), wrt, strict=True)]
-    for ours, theirs, true in (*named, *zip(*grads, strict=True)):
-        bound = errors(theirs, true.detach().double())
-        mine = errors(ours, true.detach().double())
-        assert mine[0] <= 2 * bound[0] + 1e-6 and mine[1] <= 4 * bound[1] + 1e-6
+    exact, eager = (
+        [*found, *gradients(found[:1], wrt)] for found, wrt in ((exact, exact_args), (eager, args))
+    )
+
+    def run() -> list[Tensor]:
+        out, lse = attend(*args, pattern, block_size=32)
+        return [out, lse, *gradients([out], args)]
+
+    def check(found: Sequence[Tensor]) -> None:
+        for ours, theirs, true in zip(found, eager, exact, strict=True):
+            bound = errors(theirs, true.detach().double())
+            mine = errors(ours, true.detach().double())
+            assert mine[0] <= 2 * bound[0] + 1e-6 and mine[1] <= 4 * bound[1] + 1e-6
+
+    checked(run, check)
 
 
 @first_fast("size", [1e7], [1e3, 1e5])
@@ -258,9 +275,11 @@ def _assert_bias_is_the_reference(
     args = inputs(case, torch.float32)
     exact_args = [x.detach().double().requires_grad_() for x in args]
     options = {"block_size": case.block_size}
-    got = attend(*args, pattern, block_bias=bias, **options)
     exact = attend(*exact_args, pattern, block_bias=exact_bias, **options, backend="reference")
-    assert_rounded(got, exact, (*args, bias), (*exact_args, exact_bias))
+    assert_rounded(
+        lambda: attend(*args, pattern, block_bias=bias, **options),
+        exact, (*args, bias), (*exact_args, exact_bias),
+    )  # fmt: skip
 
 
 @first_fast("group", [5], [2, 8])
@@ -406,7 +425,7 @@ def test_gradients_of_one_query_read_no_key_past_the_last(kv_len):
     args, pattern = (query, key, value), sr.Causal()
     exact_args = [x.detach().double().requires_grad_() for x in args]
     exact = attend(*exact_args, pattern, backend="reference")
-    assert_rounded(attend(*args, pattern, block_size=32), exact, args, exact_args)
+    assert_rounded(lambda: attend(*args, pattern, block_size=32), exact, args, exact_args)
 
 
 def test_a_walk_over_selected_blocks_never_reads_a_value_from_the_device():
@@ -435,6 +454,7 @@ def test_configs_fit_their_tiles():
             assert config.warps in (1, 2, 4, 8) and config.stages >= 1
 
 
+@pytest.mark.skipif(ON_GPU, reason="it is about the interpreter")
 def test_measured_choices_are_kept_and_used(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
     configs.measured.forget()
@@ -461,6 +481,7 @@ def test_measured_choices_are_kept_and_used(tmp_path, monkeypatch):
     configs.measured.forget()
 
 
+@pytest.mark.skipif(ON_GPU, reason="it is about the interpreter")
 @pytest.mark.slow
 def test_tune_keeps_the_fastest_that_is_right(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
@@ -497,6 +518,7 @@ def test_tune_keeps_the_fastest_that_is_right(tmp_path, monkeypatch):
     configs.measured.forget()
 
 
+@pytest.mark.skipif(ON_GPU, reason="it is about the interpreter")
 def test_reasons_name_what_is_wrong():
     half, double = torch.zeros(1, 1, 4, 16).bfloat16(), torch.zeros(1, 1, 4, 16).double()
     assert backend.reasons() == []
@@ -507,6 +529,7 @@ def test_reasons_name_what_is_wrong():
             sr.attention(bad, bad, bad, sr.Full(), backend="triton")
 
 
+@pytest.mark.skipif(ON_GPU, reason="it is about the interpreter")
 def test_without_an_interpreter_a_gpu_is_missing(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

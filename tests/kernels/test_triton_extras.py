@@ -1,10 +1,12 @@
-"""Extras of the triton backend against their formulas; its kernels are interpreted."""
+"""Extras of the triton backend against their formulas, where `device_runs` says."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from device_runs import DEVICE, checked, placed
 from oracles.attention_oracle import PATTERNS, Case, assert_close, inputs
 from thinned import slow_except
 from torch import Tensor
@@ -112,21 +114,38 @@ def assert_follows_the_formulas(
     names = [name for name in names if getattr(problem, name) is not None]
     leaves = {name: getattr(problem, name).double().requires_grad_() for name in names}
     exact = dense_attention(problem._replace(**leaves))
-    out, lse = backend.forward(problem)
     loose = bound / 2 if dtype == torch.float32 else bound
-    assert_close(out, exact[0].detach().to(dtype), loose, "out")
-    assert_close(lse, exact[1].detach().float(), loose, "lse")
-    grad_out = torch.randn(out.shape).to(dtype)
-    grad_lse = torch.randn(lse.shape)
-    expected = torch.autograd.grad(
+    grad_out = torch.randn(exact[0].shape).to(dtype)
+    grad_lse = torch.randn(exact[1].shape)
+    grads = torch.autograd.grad(
         exact, list(leaves.values()), (grad_out.double(), grad_lse.double()), allow_unused=True
     )
-    got = backend.backward(problem, out, lse, grad_out, grad_lse)._asdict()
-    for name, x in zip(names, expected, strict=True):
-        like = getattr(problem, name)
-        x = torch.zeros_like(like) if x is None else x.to(like.dtype)
-        assert_close(got.pop(name), x, bound, f"gradient of {name}")
-    assert all(x is None for x in got.values())
+    there = on_device(problem)
+
+    def run() -> list[Tensor]:
+        out, lse = backend.forward(there)
+        own = backend.backward(there, out, lse, placed(grad_out), placed(grad_lse))._asdict()
+        got = [own.pop(name) for name in names]
+        assert all(x is None for x in own.values())
+        return [x.cpu() for x in (out, lse, *got)]
+
+    def check(found: Sequence[Tensor]) -> None:
+        out, lse, *got = found
+        assert_close(out, exact[0].detach().to(dtype), loose, "out")
+        assert_close(lse, exact[1].detach().float(), loose, "lse")
+        for name, ours, true in zip(names, got, grads, strict=True):
+            like = getattr(problem, name)
+            true = torch.zeros_like(like) if true is None else true.to(like.dtype)
+            assert_close(ours, true, bound, f"gradient of {name}")
+
+    checked(run, check)
+
+
+def on_device(problem: Problem) -> Problem:
+    """The problem with its layout and tensors on the device of the tests."""
+    problem = Problem(*map(placed, problem))
+    passes = tuple(p.to(DEVICE) for p in problem.layout.passes)
+    return problem._replace(layout=replace(problem.layout, passes=passes))
 
 
 def mixture(case: Case) -> sr.Pattern:
@@ -245,7 +264,7 @@ def test_heads_that_share_memory_for_diagonals_get_the_bits_of_all_at_once(launc
     case = Case(1, 2, 2, 20, 30, 8, 8)
     layout = mixture(case).layout(**case.heads, block_size=16)
     args = inputs(case, torch.float32, requires_grad=False)
-    problem = Problem(layout, *args, 1.0, **extras_of(EVERY, case, layout))
+    problem = on_device(Problem(layout, *args, 1.0, **extras_of(EVERY, case, layout)))
     out, lse = backend.forward(problem)
 
     def run() -> list[Tensor]:
@@ -268,5 +287,5 @@ def test_a_capped_score_is_right_to_its_last_bits(size):
         *(torch.ones_like(key), key, key), size, softcap=5.0,
     )  # fmt: skip
     expected = 5.0 * torch.tanh(torch.tensor(size).double() * key.double() / 5.0)[..., 0]
-    _, lse = backend.forward(problem)  # of one key: its score
-    assert ((lse - expected).abs() <= 4e-7 * expected.abs() + 1e-30).all()
+    _, lse = backend.forward(on_device(problem))  # of one key: its score
+    assert ((lse.cpu() - expected).abs() <= 4e-7 * expected.abs() + 1e-30).all()

@@ -7,6 +7,7 @@ compile for the first time, so that only a few cases are fast tests.
 from collections.abc import Callable
 from typing import Any
 
+import device_runs
 import pytest
 import torch
 from calls import LONGNET, WINDOW
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import sparsering as sr
 from sparsering.kernels.triton.configs import config_for
+from sparsering.kernels.triton.launch import Launch
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -153,6 +155,38 @@ def test_heads_and_lengths(capability):
         run(sr.Full(), inputs(queries=0))
         run(sr.Full(), inputs(keys=0), q_start=0)
         run(sr.Causal(), [x[:0] for x in inputs()])
+
+
+# ---- The tests of the kernels, where a variable sends them to a GPU. ---------------------------
+
+
+@pytest.mark.parametrize("arranged", LAYOUTS, ids=lambda f: f.__name__)
+def test_a_test_of_the_kernels_would_run_there_three_times(hopper, arranged, monkeypatch):
+    monkeypatch.setattr(device_runs, "DEVICE", hopper)
+    args = [arranged(x.cpu()).requires_grad_() for x in inputs()]
+    there = [device_runs.placed(x) for x in args]
+    for x, own in zip(there, args, strict=True):
+        assert (x.device, x.shape, x.stride()) == (hopper, own.shape, own.stride())
+        assert torch.equal(x.cpu(), own) and x.storage_offset() == own.storage_offset()
+
+    def call() -> list[Tensor]:
+        out = sr.attention(*map(device_runs.placed, args), WINDOW, block_size=64)
+        grads = torch.autograd.grad(out.cpu(), args, torch.ones_like(args[0]))
+        assert all(x.device.type == "cpu" for x in grads)
+        return [out, *grads]
+
+    stages: dict[str, list[int]] = {}
+
+    def note(launch: Launch, of_call: Any, run: Callable[..., None] = Launch.run) -> None:
+        if launch.config is not None:
+            stages.setdefault(launch.kernel.fn.__name__, []).append(launch.config.stages)
+        run(launch, of_call)
+
+    monkeypatch.setattr(Launch, "run", note)
+    device_runs.checked(call, lambda found: None, repeated=True)
+    assert stages.keys() == {"forward_kernel", "query_kernel", "key_kernel"}
+    for first, second, last in stages.values():
+        assert first == second > last == 1
 
 
 # ---- Cards with 99 KB of shared memory take the tiles of an A100 that fit. ---------------------

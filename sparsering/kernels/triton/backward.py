@@ -139,7 +139,8 @@ def query_kernel(
         for i in tl.range(
             lower * (MASKED_STEPS if masked_entries else STEPS),
             upper * (MASKED_STEPS if masked_entries else STEPS),
-            num_stages=2 if masked_entries else STAGES, warp_specialize=WARP_SPECIALIZE,
+            num_stages=2 if masked_entries and STAGES > 2 else STAGES,
+            warp_specialize=WARP_SPECIALIZE,
         ):
             SIZE: tl.constexpr = MASKED if masked_entries else KEYS
             STEPS_OF: tl.constexpr = MASKED_STEPS if masked_entries else STEPS
@@ -316,7 +317,7 @@ def key_kernel(
             for i in tl.range(
                 lower * (MASKED_STEPS if masked_entries else STEPS),
                 upper * (MASKED_STEPS if masked_entries else STEPS),
-                num_stages=2 if masked_entries else STAGES,
+                num_stages=2 if masked_entries and STAGES > 2 else STAGES,
                 warp_specialize=WARP_SPECIALIZE,
             ):
                 SIZE: tl.constexpr = MASKED if masked_entries else QUERIES
