@@ -31,9 +31,12 @@ MULTIPLIERS = (0x21F0AAAD, 0xD35A2D97 - (1 << 32))
 ADDENDS = (0x9E3779B9 - (1 << 32), 0x7F4A7C15)  # for the words a and b
 
 
-def batch_seeds(seed: Tensor, batch: int) -> Tensor:
-    """Returns an int64 seed for each batch entry, [batch], derived from a call's int64 seed."""
-    return mix(seed, torch.arange(batch, device=seed.device))
+def batch_seeds(seed: Tensor, batch: int, device: torch.device | None = None) -> Tensor:
+    """Returns an int64 seed for each batch entry, [batch], derived from a call's int64 seed.
+
+    They lie on `device`, default the seed's; a GPU takes the seed of the host without a copy.
+    """
+    return mix(seed, torch.arange(batch, device=seed.device if device is None else device))
 
 
 def drawn_seed(like: Tensor) -> Tensor:

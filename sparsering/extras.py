@@ -3,7 +3,6 @@
 Extras apply in this order: softcap, distance and block bias, the pattern, softmax, sink, dropout.
 """
 
-import operator
 from numbers import Real
 from typing import Any
 
@@ -82,12 +81,12 @@ def checked_extras(
     if p := checked_probability(p):
         if number is None:
             number = drawn_seed(query)
-        elif not isinstance(seed, Tensor):  # torch.full never waits for the GPU, a copy does
-            number = torch.full((), operator.index(seed), dtype=torch.int64, device=query.device)
-        number = number.to(query.device)
+        elif isinstance(seed, Tensor):  # an int stays on the host: kernels take it as a scalar
+            number = number.to(query.device)
         batch, streams = len(query), pattern.num_streams  # each document has a seed of its own
         extras["dropout_p"] = p
-        extras["dropout_seed"] = batch_seeds(number, batch * streams).view(batch, streams)
+        seeds = batch_seeds(number, batch * streams, query.device)
+        extras["dropout_seed"] = seeds.view(batch, streams)
     return extras
 
 

@@ -276,7 +276,7 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
     plan = plan_of_call(pattern, sum(lengths), len(lengths), call.sharding, query, key)
     check_lengths(plan, lengths, exchange.rank)
     extras = {name: getattr(call, name) for name in NAMES if name != "block_bias"}
-    seeds = batch_seeds(torch.tensor(seed), len(query))[:, None].to(query.device)
+    seeds = batch_seeds(torch.tensor(seed), len(query), query.device)[:, None]
     extras["dropout_seed"] = None if call.dropout_p is None else seeds
     wire, dtype = wire_format(compression, query.dtype), sum_dtype(query)
     return Rank(plan, exchange.rank, call.backend, call.scale, wire, dtype, extras), exchange

@@ -212,7 +212,8 @@ def test_dropout_waits_for_nothing_and_can_be_captured(hopper, seed):
     def call() -> torch.Tensor:
         return sr.attention(query, query, query, WINDOW, dropout_p=0.1, dropout_seed=given)
 
-    steady(call, triton=3, torch=30)
+    counts = steady(call, triton=3, torch=14 if seed == "int" else 30)
+    assert seed != "int" or not any(name.startswith("f") for name, _ in counts.operators)  # filled
     with capturing():
         call()
 
