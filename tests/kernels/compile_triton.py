@@ -143,6 +143,7 @@ def compiled(
         "shared": made.metadata.shared,
         "registers": int(re.search(r"Used (\d+) registers", told)[1]),
         "spilled": sum(int(n) for n in re.findall(r"(\d+) bytes spill", told)),
+        "serialized": "C7515" in told,  # ptxas makes each wgmma wait for the one before
         "wgmma": ptx.count("wgmma.mma_async"),
         "tcgen05": ptx.count("tcgen05.mma"),
         "mma": ptx.count("mma.sync"),

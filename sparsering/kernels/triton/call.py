@@ -19,7 +19,7 @@ from ...layouts.layout import BlockLayout
 from ...streams import capturing
 from ..problem import Gradients, Problem, constant_in_graphs, dense_rows, sink_gradient
 from . import extra_arguments
-from .configs import Config, config_for
+from .configs import Config, config_for, with_extras
 from .launch import Launch, kind_of, launch, padded, power_of_2, precision, processors, strides
 from .operands import MOST_HEAD_DIM, Part, of_call, of_inputs, of_tiles, streamed
 from .walk import Walk, use, walk
@@ -444,7 +444,5 @@ def _blank(
 def _config_for(kernel: str, problem: Problem) -> Config:
     head_dim = max(problem.query.shape[3], problem.value.shape[3])
     config = config_for(kernel, problem.query, head_dim, problem.layout.block_size)
-    if problem.distance_bias is None:
-        return config
-    # a bias per pair needs more registers
-    return config._replace(streamed=max(16, config.streamed // 2), masked=0)
+    more = bool(problem.dropout_p) or problem.softcap is not None
+    return with_extras(config, kernel, problem.distance_bias is not None, more)

@@ -47,9 +47,9 @@ _HALF = {
     (80, "forward"): ((128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
     (80, "query"): ((128, 64, 8, 3, 32), (64, 64, 8, 3), (64, 32, 8, 2)),
     (80, "key"): ((64, 32, 4, 3), (64, 64, 8, 3), (64, 32, 8, 2)),
-    (90, "forward"): ((128, 64, 8, 3, 32), (128, 128, 8, 2, 64), (128, 32, 8, 2)),
-    (90, "query"): ((128, 128, 8, 3, 64), (128, 64, 8, 2, 32), (128, 32, 8, 2)),
-    (90, "key"): ((128, 128, 8, 2, 32), (128, 64, 8, 2, 32), (64, 64, 8, 2)),
+    (90, "forward"): ((128, 64, 8, 3, 32), (128, 128, 8, 2, 64), (128, 32, 8, 2, 16)),
+    (90, "query"): ((128, 128, 8, 3, 64), (128, 64, 8, 2, 32), (64, 32, 8, 2, 16)),
+    (90, "key"): ((128, 128, 8, 2, 32), (128, 64, 8, 2, 32), (64, 64, 8, 2, 32)),
     (100, "forward"): ((128, 128, 8, 2, 64), (128, 128, 8, 2, 32), (128, 32, 8, 2)),
     (100, "query"): ((128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
     (100, "key"): ((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 8, 2)),
@@ -68,6 +68,15 @@ def config_for(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
     return default(kernel, like, head_dim, tile)
 
 
+def with_extras(config: Config, kernel: str, distances: bool, more: bool) -> Config:
+    """A config for calls whose extras take registers: a distance bias; `more`: softcap, dropout."""
+    if distances:
+        return config._replace(streamed=max(16, config.streamed // 2), masked=0)
+    if more and kernel == "forward":
+        return config._replace(streamed=min(64, config.streamed), masked=min(32, config.masked))
+    return config
+
+
 def default(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
     """Config of the table, for use where nothing was measured."""
     return _default(kernel, like.dtype, like.device, head_dim, tile)
@@ -81,6 +90,8 @@ def _default(
     gpu = generation(device)
     table = _SINGLE[80 if gpu < 90 else 90] if dtype.itemsize == 4 else _HALF[gpu, kernel]
     rows, streamed, warps, stages, *masked = table[size]
+    if gpu == 90 and kernel == "forward" and head_dim & (head_dim - 1):
+        streamed = min(streamed, 64)  # loads by pointers take registers
     tma = gpu >= 90 and dtype.itemsize < 4
     chosen = Config(rows, streamed, warps, stages, tma, masked=masked[0] if masked else 0)
     return _fitted(kernel, chosen, dtype, device, head_dim, tile)
