@@ -161,10 +161,13 @@ def _as_int64(x: object) -> Tensor | None:
     """Returns an int64 tensor if x is one, or a 64-bit integer, else None."""
     if isinstance(x, Tensor):
         return x if x.dtype == torch.int64 and not (x.is_nested or x.is_meta) else None
-    if isinstance(x, bool) or not hasattr(x, "__index__"):
+    if type(x) is int:
+        number = x  # operator.index would make it a constant of a compiled function
+    elif isinstance(x, bool) or not hasattr(x, "__index__"):
         return None
-    try:
-        number = operator.index(x)
-    except TypeError:  # arrays of several numbers and classes have __index__, but refuse
-        return None
+    else:
+        try:
+            number = operator.index(x)
+        except TypeError:  # arrays of several numbers and classes have __index__, but refuse
+            return None
     return torch.tensor(number, device="cpu") if -(2**63) <= number < 2**63 else None

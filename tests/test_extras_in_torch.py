@@ -203,6 +203,21 @@ def test_calls_that_nothing_watches_skip_the_operator(monkeypatch: pytest.Monkey
         sr.attention(*x, sr.Causal())
 
 
+def test_an_int_seed_that_changes_is_not_compiled_for_again():
+    torch.compiler.reset()
+    graphs = []
+    compiled = torch.compile(
+        call_with_all, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph
+    )
+    leaves = leaves_of()
+    for seed in (1, 2, 2**62, -5, 0):
+        for found, expected in zip(
+            compiled(*leaves, seed), call_with_all(*leaves, seed), strict=True
+        ):
+            assert torch.equal(found, expected)
+    assert len(graphs) == 2  # one for the first seed, one for all others
+
+
 def test_vmap_of_calls_of_one_batch_entry_drops_as_each_would():
     x = torch.randn(3, 3, 1, 4, 30, 16)
 
