@@ -69,7 +69,10 @@ def ranks(k: int, device: torch.device) -> bool:
 
 @cache
 def _compiles_for(device: torch.device) -> bool:
-    return device.type == "cuda" and not interpreting() and not reasons()
+    if device.type != "cuda" or interpreting():
+        return False
+    with torch.cuda.device(device):
+        return not reasons()
 
 
 def remember(pattern: Pattern) -> None:
