@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import sparsering as sr
 from sparsering import streams as module
 from sparsering.distributed import rank_layouts
-from sparsering.kernels.triton.walk import walk
+from sparsering.kernels.triton.walk import Walk, walk
 from sparsering.layouts.compile import build_layout
 from sparsering.layouts.layout import BlockLayout
 from sparsering.patterns.algebra import Frame
@@ -199,10 +199,15 @@ def streams(monkeypatch):
     sr.layout_cache.clear()
 
 
+VISITED: list[Walk] = []  # kept, so that no later walk has the address of an earlier one
+
+
 def visit(layout: BlockLayout) -> list[int]:
     """Which walks a launch is given."""
     with _Watch():  # no synchronise either: the meta device has none
-        return [id(walk(layout, 0, by_key=b, programs=2, processors=9)) for b in (False, True)]
+        walks = [walk(layout, 0, by_key=b, programs=2, processors=9) for b in (False, True)]
+    VISITED.extend(walks)
+    return [id(x) for x in walks]
 
 
 def test_other_streams_wait_for_a_layout_and_its_walks_and_the_host_for_nothing(streams):

@@ -185,6 +185,11 @@ def test_inputs_are_left_as_they_were():
     assert all(torch.equal(a, b) for a, b in zip(args, copies, strict=True))
 
 
+def test_a_list_of_tiles_that_begins_like_a_longer_one_has_its_own_end():
+    active = torch.ones(4, 4).tril().flip(0).bool()  # each row of blocks sees one block fewer
+    assert_is_the_reference(sr.Blocks(active, 16), Case(1, 2, 1, 64, 64, 4, 4, 16))
+
+
 def test_each_query_and_key_head_of_each_batch_entry_is_a_problem_of_its_own():
     case = Case(2, 4, 2, 60, 60, 8, 8, 16)
     args = inputs(case)

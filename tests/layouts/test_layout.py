@@ -276,6 +276,12 @@ def test_padding_shortens_the_tables_of_its_batch_entries() -> None:
     assert layout.density == pytest.approx((3 + 0 + 1) / 3 * 16**2 / (16 * 48))
 
 
+def test_a_tile_of_which_one_key_is_masked_is_not_whole() -> None:
+    valid = torch.ones(48, dtype=torch.bool)
+    valid[20] = False
+    assert sr.KeyMask(valid).layout(48, 48, block_size=16).pairs == 48 * 47
+
+
 def test_pattern_s_blocks_may_be_smaller_and_larger_than_the_layout_s() -> None:
     table = torch.tensor([[True, False, False], [False, False, True], [False, True, False]])
     small = sr.Blocks(table, 16).layout(48, block_size=32)
