@@ -11,7 +11,7 @@ EXTRAS = (("rich", "cli"), ("safetensors", "cli"), ("matplotlib", "plots"), ("tr
 
 
 def add_commands(commands: Commands) -> None:
-    """Adds the commands of this file."""
+    """Adds `info` and `build` to the command line's parser."""
     info = commands.add_parser("info", help="versions, threads, CPU features and backends")
     info.set_defaults(run=_info)
     build = commands.add_parser("build", help="compile the CPU kernel now, not on first use")

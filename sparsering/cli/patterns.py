@@ -7,7 +7,7 @@ from .argument_types import DTYPES, PATTERN, Commands, positive
 
 
 def add_commands(commands: Commands) -> None:
-    """Adds the commands of this file."""
+    """Adds `plot` and `tune` to the command line's parser."""
     plot = commands.add_parser("plot", help="draw a pattern")
     plot.set_defaults(run=_plot)
     add = plot.add_argument

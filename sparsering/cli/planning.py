@@ -6,7 +6,7 @@ from .argument_types import DTYPES, PATTERN, Commands, positive
 
 
 def add_commands(commands: Commands) -> None:
-    """Adds the commands of this file."""
+    """Adds `plan` and `calibrate` to the command line's parser."""
     plan = commands.add_parser(
         "plan", help="what a pattern costs on a machine: time, memory, what fits, over ranks"
     )

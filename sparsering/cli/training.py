@@ -25,7 +25,7 @@ _RECIPE_OPTIONS: tuple[tuple[str, type, str], ...] = (
 
 
 def add_commands(commands: Commands) -> None:
-    """Adds the commands of this file."""
+    """Adds the commands that train and generate to the command line's parser."""
     train = commands.add_parser("train", help="train a byte-level LongNet model on text")
     train.set_defaults(run=_train)
     add = train.add_argument

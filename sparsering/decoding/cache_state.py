@@ -37,13 +37,13 @@ class _Record:
 
 @dataclass(frozen=True, eq=False)
 class History(_Record):
-    """Length of a batch entry, and its keys before the page; equal entries share one history."""
+    """A batch entry's length and its keys in slots before the page; equal entries share one."""
 
     length: int
-    base: int  # length at the last eviction
+    base: int  # length at the last eviction: position of the page's first token
     positions: Tensor  # [Hkv, slots] positions of the keys, -1 in empty slots
-    last: Tensor  # [branches, Hkv, slots] the last query of each branch that visits the key
-    exact: bool = True  # True if all live keys are here, so that the length determines them
+    last: Tensor  # [branches, Hkv, slots] position of the last query that visits the key
+    exact: bool = True  # True if the stored keys follow from the length alone: none is missing
     oldest: int = 0  # least length that the entry can be cropped to
 
     @property
@@ -66,14 +66,14 @@ class History(_Record):
 
 @dataclass(eq=False)
 class Page:
-    """Layouts and checks that the steps of one page share.
+    """Layouts and checks that the decoding steps of one page of slots share.
 
-    Slots of the page before `written` may have tokens, also tokens that were cropped, or whose step
-    raised. Slots from `written` on are zeros.
+    Slots of the page before `written` may have tokens, even of cropped tokens or failed steps.
+    Slots from `written` on are zeros.
     """
 
     layouts: dict[int, BlockLayout] = field(default_factory=dict)  # by number of new tokens
-    recipe: CallRecipe | None = None  # of the latest step; a step of an equal call skips checks
+    recipe: CallRecipe | None = None  # recipe of the latest step; an equal call skips its checks
     written: int = 0
 
 
@@ -82,11 +82,11 @@ class CacheState(_Record):
     """State of a `KVCache`. A step replaces it as a whole, so that a failed step changes nothing.
 
     In place, steps write only to `page` and to unused slots of the page. The next eviction comes
-    after `page_limit` tokens: a page, or less if many keys die at once. Only batch entries with
-    most keys decide that, because only they determine the memory of the cache.
+    after `page_limit` tokens: a page, or less if many keys die, so that no later query visits them.
+    Only batch entries with most keys decide that, because only they determine the cache's memory.
     """
 
-    pattern: Pattern  # the pattern within `Causal()`
+    pattern: Pattern  # the cache's pattern & `Causal()`
     heads: int
     kv_heads: int
     total: int | None  # upper bound of a sequence's tokens, None for no bound
@@ -98,7 +98,7 @@ class CacheState(_Record):
     page_length: int = 0  # tokens since the last eviction
     page_limit: int = 0
     remote: tuple[int, ...] = ()  # positions of the page's tokens whose keys other ranks store
-    summaries: BlockSummaries | None = None  # of a `SelectedCache`; blocks past the length are old
+    summaries: BlockSummaries | None = None  # block summaries of a `SelectedCache`
     page: Page = field(default_factory=Page)
 
     @property
@@ -114,7 +114,7 @@ class CacheState(_Record):
         return list({id(history): history for history in self.histories}.values())
 
     def frame(self, queries: int, first: int) -> Frame:
-        """Returns the frame of some queries, or of the whole sequence if its length is bounded."""
+        """Returns lengths and heads of some queries; of the whole sequence if it has a bound."""
         if self.total is not None:
             return Frame(self.total, self.total, self.heads, self.kv_heads, 0)
         return Frame(queries, first + queries, self.heads, self.kv_heads, first)
@@ -138,7 +138,7 @@ class CacheState(_Record):
         self.page.written = start
 
     def advanced(self, new: list[int], page_length: int) -> "CacheState":
-        """Returns the state after `new` more tokens of each entry."""
+        """Returns the state after `new[i]` more tokens of each batch entry i."""
         longer: dict[tuple[int, int], History] = {}
         histories = []
         for history, n in zip(self.histories, new, strict=True):
@@ -179,7 +179,7 @@ class CacheState(_Record):
         )
 
     def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "CacheState":
-        """Returns the state after an eviction: keys that later queries visit, then an empty page.
+        """Returns a state that stores only keys that later queries visit, then an empty page.
 
         `key`, `value`: the latest tokens [B, Hkv, n, D], if they are not in the page. An entry with
         fewer than n new tokens has padding last.
@@ -213,7 +213,7 @@ class CacheState(_Record):
         )
 
     def _survivors(self, history: History) -> tuple[History, Tensor]:
-        """Returns the history without dead keys, and each key's slot [Hkv, keys], -1 for none."""
+        """Returns the history without evicted keys, and each key's old slot [Hkv, keys], or -1."""
         positions = history.positions_with(history.length - history.base)
         last = torch.cat((history.last, self._last_visits(history.base, history.length)), 2)
         oldest = max(history.oldest, history.length - self.rollback)
@@ -229,7 +229,7 @@ class CacheState(_Record):
         return History(history.length, history.length, positions, last, exact, oldest), slot
 
     def _order(self, positions: Tensor, last: Tensor, alive: Tensor, length: int) -> Tensor:
-        """Returns the order [Hkv, slots] of slots after an eviction, slots of dead keys last."""
+        """Returns the order [Hkv, slots] of slots after an eviction; slots to evict come last."""
         if len(last) == 1:
             return (~alive).to(torch.int8).argsort(dim=1, stable=True)
         # keys that the same branches visit become neighbours, so that a branch skips whole tiles
@@ -241,13 +241,14 @@ class CacheState(_Record):
     def _page_limit(self, history: History) -> int:
         """Returns after how many tokens, at most a page, a head has more than a page of dead keys.
 
-        It is at least an eighth of a page, because at a segment's end keys die at every step.
+        A key is dead if no later query visits it. `death` and `birth` count tokens after `base`.
+        The limit is at least an eighth of a page: at a segment's end keys die at every step.
         """
         base, page_size = history.base, self.page_size
         end = base + page_size if self.total is None else min(base + page_size, self.total)
         old = torch.where(history.positions < 0, base + page_size, history.last.amax(0))
         last = torch.cat((old, self._last_visits(base, end).amax(0)), 1)
-        death = torch.where(last < 0, 0, last - base + self.rollback + 1)  # tokens after the base
+        death = torch.where(last < 0, 0, last - base + self.rollback + 1)
         birth = pad(torch.arange(1, end - base + 1), (old.shape[1], 0))
         death = torch.maximum(death, birth).clamp(max=page_size + 1)
         deaths = torch.zeros(len(death), page_size + 2, dtype=torch.int64)
@@ -256,7 +257,7 @@ class CacheState(_Record):
         return max(int(due[0]), page_size // 8) if len(due) else page_size
 
     def _last_visits(self, start: int, stop: int) -> Tensor:
-        """Returns the last query that visits each key, [branches, Hkv, stop - start]."""
+        """Returns the last query that visits each key in [start, stop): [branches, Hkv, keys]."""
         first = start // _LIFETIMES * _LIFETIMES
         end = max(first + _LIFETIMES, stop)
         end = end if self.total is None else min(end, self.total)

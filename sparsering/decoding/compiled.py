@@ -25,7 +25,7 @@ _OPTIONS = re.findall(r"(\w+)=None", _SCHEMA)
 
 
 def register(cache: Any) -> Tensor:
-    """Returns the clock of a `KVCache`, int64 [2]: the cache's number and its length."""
+    """Registers a `KVCache`; returns its clock, an int64 tensor: the cache's number and length."""
     number = next(_NUMBERS)
     _CACHES[number] = cache
     return torch.tensor([number, 0])

@@ -55,8 +55,8 @@ class KVCache:
         dtype, device: dtype and device of keys and values; default those of the first keys.
 
     It stores the keys of `pattern.live_keys(length)` (with `rollback=n`, of the last n lengths),
-    and at most a page more per head. An eviction, once a page, drops dead keys and copies the
-    others. If more than a page of keys die at once, it comes at most `page_size / 8` tokens later.
+    and at most a page more per head. After each page, an eviction drops keys that no later query
+    visits. If those are more than a page at once, it comes at most `page_size / 8` tokens later.
     Gradients do not pass through the cache: it is for decoding, not for training.
 
     Raises: ValueError if an argument is invalid.
@@ -116,7 +116,7 @@ class KVCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         with torch.inference_mode(False):
-            self._clock = register(self)  # a copy needs a clock of its own
+            self._clock = register(self)  # a copied cache needs a clock of its own
 
     def __repr__(self) -> str:
         return f"<KVCache of {shortened(str(self.pattern))}: {self.kept} of {self.length} tokens>"
@@ -197,7 +197,7 @@ class KVCache:
         return_lse: bool = False,
         **options: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attends from new tokens to all visible tokens, old and new; then evicts dead keys.
+        """Attends from new tokens to all visible tokens, old and new; then may evict keys.
 
         The result equals the same rows of one call of `attention` on the whole sequence.
 

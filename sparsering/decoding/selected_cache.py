@@ -31,7 +31,7 @@ class SelectedCache(KVCache):
 
     Args:
         batch_size, num_kv_heads, head_dim: sizes of the keys.
-        k: blocks that a token attends to; `sink` and `local` blocks count.
+        k: blocks that a token attends to, with the `sink` and `local` blocks.
         block_size, method, parts: as in `BlockSummaries`.
         top_p, sink, local: as in `select_blocks`.
         options: options of `KVCache`.

@@ -34,7 +34,7 @@ _CPU = torch.device("cpu")
 
 
 class NewTokens(NamedTuple):
-    """Query, key and value [B, H, n, D] of the new tokens, and the extras of their `Problem`."""
+    """Query, key and value [B, H, n, D] of new tokens, and extras of the call, such as softcap."""
 
     query: Tensor
     key: Tensor
@@ -48,14 +48,14 @@ class NewTokens(NamedTuple):
         return NewTokens(query[:, :, :n], key[:, :, :n], value[:, :, :n], extras)
 
     def of_entries(self, entries: Tensor) -> "NewTokens":
-        """Selects batch entries."""
+        """Returns the new tokens of some batch entries, given by index."""
         query, key, value, extras = self
         extras = {name: x[entries] if isinstance(x, Tensor) else x for name, x in extras.items()}
         return NewTokens(query[entries], key[entries], value[entries], extras)
 
 
 def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens) -> bool:
-    """True if `attend_page` can run: equally many new tokens in all entries, and room for them."""
+    """True if `attend_page` can run: all entries have as many new tokens, and the page has room."""
     extras = tokens.extras
     return (
         len(set(new)) == 1
@@ -82,7 +82,7 @@ def page_layout(state: CacheState, queries: int) -> BlockLayout:
 
 
 def _whole_page_layout(state: CacheState) -> BlockLayout:
-    """Builds the layout of a page's queries over all slots; equal histories share tables."""
+    """Builds a layout from a page of queries to all slots; equal batch entries share tables."""
     histories = state.distinct() if len(state.distinct()) == 1 else state.histories
     slots, page_size, device = state.keys.shape[2], state.page_size, state.keys.device
 
@@ -90,14 +90,14 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
         block = max(page_size, 128)
         positions = torch.stack([x.positions_with(page_size) for x in histories])
         alive = [pad(x.last >= x.base, (0, page_size), value=True) for x in histories]
-        live = torch.stack(alive, 1)  # per branch: keys that a query of the page may visit
+        live = torch.stack(alive, 1)  # by branch: keys that a query of the page may visit
         starts = torch.tensor([x.base for x in histories])
         frame = state.frame(page_size, int(starts.max()))
         passes = page_over(state.pattern, positions, live, starts, frame, page_size, block)
         passes = tuple(p.to(device) for p in passes)
         if device == _CPU:
             for p in passes:
-                _ = p.transposed_bitmaps  # builds the table once, for all steps
+                _ = p.transposed_bitmaps  # computed now and cached for all steps of the page
         frame = Frame(page_size, slots, state.heads, state.kv_heads, slots - page_size)
         return BlockLayout(frame, block, passes, math.nan)
 
@@ -134,7 +134,7 @@ def attend_page(
 def attend_spans(
     state: CacheState, recipe: CallRecipe, tokens: NewTokens, new: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Attends from the first `new` tokens of each entry; equal entries are computed together."""
+    """Attends from the first `new[i]` tokens of entry i; computes equal entries together."""
     groups: dict[tuple[int, int], list[int]] = {}
     for entry, (history, n) in enumerate(zip(state.histories, new, strict=True)):
         groups.setdefault((id(history), n), []).append(entry)
@@ -155,14 +155,14 @@ def attend_spans(
 
 
 def _runs_spans(state: CacheState, name: str) -> bool:
-    """True if a backend runs layouts, and can mask keys that this cache does not store."""
+    """True if a backend runs layouts, and masks missing keys if this cache does not store all."""
     backend = BACKENDS[name]
     all_stored = not state.remote and all(x.exact for x in state.distinct())
     return backend.forward is not None and (all_stored or "key_mask" in backend.extras)
 
 
 class _Group(NamedTuple):
-    """New tokens of batch entries that share a history."""
+    """New tokens of the batch entries that have equal stored keys, a common `History`."""
 
     state: CacheState
     history: History
@@ -171,7 +171,7 @@ class _Group(NamedTuple):
     tokens: NewTokens  # new tokens of these entries only
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """Attends over the spans of positions that the new tokens visit."""
+        """Attends from the new tokens to the ranges of positions that they visit."""
         query, key, value, extras = self.tokens
         state, recipe, begin = self.state, self.recipe, self.history.length
         frame = state.frame(query.shape[2], begin)
@@ -197,7 +197,7 @@ class _Group(NamedTuple):
         return _run(recipe.backend, problem)
 
     def _stored(self, spanned: Spanned) -> Tensor | None:
-        """Returns a mask [1, tokens] of the spans' tokens whose keys are stored; None for all."""
+        """Returns a mask [1, tokens] of the spans' tokens with a stored key; None if all have."""
         history, remote = self.history, self.state.remote
         if history.exact and not remote:
             return None
@@ -205,7 +205,7 @@ class _Group(NamedTuple):
         stored = history.positions_with(history.length - history.base).flatten()
         stored = torch.cat((stored[stored >= 0], torch.arange(history.length, end)))
         stored = stored[~torch.isin(stored, torch.tensor(remote, dtype=torch.int64))]
-        # one mask serves all heads: a head visits no key that is dead for this head only
+        # one mask serves all heads: a head visits no key that was evicted for this head only
         mask = torch.zeros(1, spanned.length + 1, dtype=torch.bool)
         return mask.index_fill(1, spanned.place_of(stored), True)[:, :-1]
 
@@ -228,7 +228,7 @@ class _Group(NamedTuple):
         return layout_cache.keep(key, build), ()
 
     def _spread(self, spanned: Spanned) -> list[Tensor]:
-        """Copies cached and new keys, and values, into a layout's spans: [b, Hkv, tokens, D]."""
+        """Copies cached and new keys, and values, in the spans' order: [b, Hkv, tokens, D]."""
         state, history, length = self.state, self.history, spanned.length
         positions = history.positions_with(state.page_length)
         place = torch.where(positions < 0, length, spanned.place_of(positions.clamp(min=0)))

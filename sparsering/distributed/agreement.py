@@ -1,6 +1,7 @@
 """Ranks compare the arguments of a call before they send keys; a difference raises on every rank.
 
-Each rank sends its record, a few integers, to all others: digests of arguments, and its length.
+Each rank sends a record of a few integers to all others: a digest of its arguments, the length of
+its shard, whether it failed, and its dropout seed.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from .sharding import num_tokens
 from .wire import FORMATS, wire_format
 
 _VERSION = 2  # version of the record: ranks with another version of the package get an error
-_BUDGET = 0.01  # error bound of compression="auto"
+_BUDGET = 0.01  # default error bound of compression="auto"
 
 
 class RingCall(NamedTuple):
@@ -103,9 +104,9 @@ def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreeme
 
 
 def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
-    """Returns integers that must be equal on all ranks, by their name in an error."""
+    """Returns integers that must be equal on all ranks, by the name that an error shows."""
     query, key, value, bias, sink, *_ = call
-    shared_sink = None if sink is None or sink.shape[2] > 1 else sink  # else differs by rank
+    shared_sink = None if sink is None or sink.shape[2] > 1 else sink  # a sink per query may differ
     tables = [x[:1] for x in (bias, shared_sink) if x is not None]
     seed = call.seed if call.seed_is_given else None
     extras = (call.softcap, call.dropout_p, seed, bias is None, sink is None)
@@ -147,7 +148,7 @@ def _mismatch(text: str, rank: int, peer: int) -> RingMismatchError:
 def report_failure(group: dist.ProcessGroup, timeout: float | None, query: object) -> None:
     """Tells the other ranks that this rank raised before the call began, so that they raise too."""
     device = query.device if isinstance(query, Tensor) else None
-    with contextlib.suppress(RuntimeError):  # a RingError, or the error of a capture
+    with contextlib.suppress(RuntimeError):  # a RingError, or a CUDA graph is being captured
         Exchange(group, timeout, device).agree([0, 0, 1, 0])
 
 

@@ -64,7 +64,7 @@ class Exchange:
         timeout: seconds that a rank waits for a peer, None for the group's own timeout.
         device: device of the tensors to send. A group without a CPU backend needs it.
 
-    Raises: RuntimeError in a CUDA graph's capture, because the host reads what the ranks agree on.
+    Raises: RuntimeError while a CUDA graph is captured: the host must read other ranks' arguments.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Exchange:
         """Marks the group as unusable if the body raises, because messages may be unfinished."""
         try:
             yield
-        except RingMismatchError:  # all ranks raise it, so every message is finished
+        except RingMismatchError:  # raised on all ranks, after their last message
             raise
         except BaseException as error:
             _broken[self.group] = f"{type(error).__name__}: {_first_line(error)}"
@@ -102,7 +102,7 @@ class Exchange:
         kinds = {kind.type for kind in self.group._device_types}
         device: torch.device | str = "cpu" if "cpu" in kinds or not kinds else min(kinds)
         if device != "cpu" and self.device is not None and self.device.type in kinds:
-            device = self.device  # the process's current GPU may be the GPU of another rank
+            device = self.device  # the process's current GPU may belong to another rank
         own = torch.tensor(record, dtype=torch.int64, device=device)
         others = {p: torch.empty_like(own) for p in range(self.world_size) if p != self.rank}
         self.start("agreement", dict.fromkeys(others, own), others).wait()
@@ -112,7 +112,7 @@ class Exchange:
     def start(
         self, step: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> "Pending":
-        """Starts to send and receive contiguous tensors, by peer; skips empty tensors."""
+        """Starts to send and receive contiguous tensors, given by peer rank; skips empty ones."""
         sends, receives = ({p: x for p, x in m.items() if x.numel()} for m in (sends, receives))
         sent, received = (sum(x.nbytes for x in m.values()) for m in (sends, receives))
         before = self.traffic
@@ -168,7 +168,7 @@ class Pending:
 
     @contextmanager
     def failing(self, peer: int | None) -> Iterator[None]:
-        """Catches an error of the body; `wait` raises the first one when it has waited for all."""
+        """Stores an error of the body; `wait` raises the first one after it has waited for all."""
         try:
             yield
         except RuntimeError as error:

@@ -30,13 +30,13 @@ _SPLIT = 4  # number of smaller tiles that a tile is split into
 _COARSE_TILES = 512  # the sequence is first cut into at most so many tiles
 _AT_A_TIME = 1 << 15  # pairs of tiles that are tested at once
 _ROWS_AT_A_TIME = 1 << 10  # query tiles whose key tiles are listed at once
-_MOST_LINES = 4096  # a larger common step of progressions would give too many of them
+_MOST_LINES = 4096  # progressions with a larger common step are listed token by token
 
 
 class Cut(NamedTuple):
-    """The positions of a sequence in pieces: ascending ranges, each with an owner and a label.
+    """Positions of a sequence, cut into ascending ranges that have one owner (a rank) each.
 
-    The label is the owner, except for pieces of query rows that may be sent to other ranks.
+    The label is the owner, or world + i for the i-th set of query rows that other ranks may get.
     """
 
     ranges: Ranges
@@ -50,11 +50,11 @@ class Cut(NamedTuple):
 
 
 def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ()) -> Cut:
-    """Cuts positions into pieces of one owner; the rows of traveller i get the label world + i.
+    """Cuts positions into ranges of one owner; rows of `travellers[i]` get the label world + i.
 
     Args:
-        ranges: positions of each rank.
-        travellers: (owner, query rows) that are sent to other ranks, or may be.
+        ranges: positions that each of the `world` ranks owns.
+        travellers: (owner, its query rows that are or may be sent to other ranks).
     """
     pieces = []
     for rank, owned in enumerate(ranges):
@@ -108,9 +108,9 @@ class TokenRanges:
 def needed_keys(
     masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int
 ) -> TokenRanges:
-    """Returns the key tokens that queries visit and whose owner is not the queries' rank.
+    """Returns the keys that queries visit and that another rank than the queries' owner owns.
 
-    Set label * world + owner has the tokens of one owner, visited by queries of one label.
+    Set number label * world + owner has this owner's keys that queries with this label visit.
     """
     needed: list[TokenRanges] = []
     for mask in masks:
@@ -127,7 +127,7 @@ def needed_keys(
 def count_pairs(
     branches: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int, labels: int
 ) -> Tensor:
-    """Counts the pairs of queries of each label with keys of each rank, [labels, world].
+    """Counts (query, key) pairs [labels, world] by the label of the query and the key's owner.
 
     A pair in several branches of a mixture counts several times.
     """
@@ -135,7 +135,7 @@ def count_pairs(
     for branch in branches:
         earlier: list[Mask] = []
         for size, grid, term in _coarse_terms(branch, frame):
-            # terms may overlap, and a pair of a branch counts once
+            # terms of a branch may overlap, but a pair in several of them counts once
             rest = And((term, Not(Or(tuple(earlier))))) if earlier else term
             rule = condition(rest, frame)
             for pairs in _pairs(rule, grid, size, frame, queries, keys):
@@ -147,8 +147,8 @@ def count_pairs(
 
 
 def _coarse_terms(mask: Mask, frame: Frame) -> Iterator[tuple[int, Grid, Mask]]:
-    """Yields (tokens of a coarsest tile, grid, term) for the terms whose union is a mask."""
-    size = _LEAF  # a blockwise mask keeps this size: it lists its blocks fast at any size
+    """Splits a mask into a union of simpler masks: yields (largest tile size, tile grid, mask)."""
+    size = _LEAF  # kept for a blockwise mask, which lists its blocks fast at any tile size
     blockwise = any(isinstance(part, BlockwiseMask) for part in joined_masks(mask))
     while not blockwise and size * _COARSE_TILES < frame.q_len:
         size *= _SPLIT
@@ -159,7 +159,7 @@ def _coarse_terms(mask: Mask, frame: Frame) -> Iterator[tuple[int, Grid, Mask]]:
 def _pairs(
     rule: Condition, grid: Grid, size: int, frame: Frame, queries: Cut, keys: Cut
 ) -> Iterator[TilePairs]:
-    """Yields batches of tile pairs in which the mask of the rule may have a pair."""
+    """Yields batches of tile pairs that may contain a (query, key) pair of the rule's mask."""
     offset = 0 if grid.anchor is None else grid.anchor.offset_of(0, 1)
     every_q, k = (grid.axis(pieces.ranges, size, offset) for pieces in (queries, keys))
     for rows in torch.arange(len(every_q)).split(_ROWS_AT_A_TIME):
@@ -181,9 +181,9 @@ def _pairs(
 def _visited_keys(
     rule: Condition, mask: Mask, pairs: TilePairs, set_number: Tensor, size: int, frame: Frame
 ) -> Iterator[TokenRanges]:
-    """Yields the key tokens of each tile pair that at least one query of the pair visits.
+    """Yields the keys of each tile pair that at least one of the tile pair's queries visits.
 
-    They belong to the set `set_number` of the tile pair.
+    The keys of tile pair i belong to the set `set_number[i]`.
     """
     status = rule.status(pairs)
     full = status == FULL
@@ -263,7 +263,7 @@ def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
 
 
 def union(parts: list[TokenRanges], length: int) -> TokenRanges:
-    """Joins sets of tokens below `length`: the result has disjoint progressions of one step."""
+    """Joins sets of tokens below `length`; the result has disjoint progressions with one step."""
     steps = sorted({part.step for part in parts if len(part.number)})
     if len(steps) <= 1:
         return _merged(parts, steps[0] if steps else 1, length)
@@ -276,8 +276,8 @@ def union(parts: list[TokenRanges], length: int) -> TokenRanges:
 
 
 def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:
-    """Joins progressions of one step: as spans on lines, one line per set and residue class."""
-    reach = length // step + 2  # length of a line with a gap, so that spans of two never touch
+    """Joins progressions of one step: each (set, start mod step) has its part of a number line."""
+    reach = length // step + 2  # length of a part, with a gap that keeps spans of two parts apart
     begin, end = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for part in parts:
         line = (part.number * step + part.start % step) * reach

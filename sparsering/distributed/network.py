@@ -17,7 +17,7 @@ class Network:
     """Messages of one rank's call. All ranks start the same kinds of messages in the same order.
 
     `travelling` [B, Hq, tokens, columns] are the rank's query rows. The constructor starts to send
-    some of them to other ranks, as the plan says.
+    some of them to other ranks, their hosts, as the plan says; there they are guests.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Network:
             owner: travelling.new_empty(*travelling.shape[:2], len(at), travelling.shape[3])
             for owner, at in self.guest_places.items()
         }
-        copies: dict[tuple[tuple[int, int], ...], Tensor] = {}  # most hosts get the same rows
+        copies: dict[tuple[tuple[int, int], ...], Tensor] = {}  # shared: most hosts get equal rows
         sends = {}
         for host, at in places.items():
             rows = tuple(self.plan.rows_of(rank.rank, host))
@@ -45,12 +45,12 @@ class Network:
         self.pending_guests = exchange.start("query rows to their hosts", sends, self.arriving)
 
     def rounds(self) -> Iterator[Tensor]:
-        """Iterates over rounds: yields the rows that arrive, encoded, and then a row of zeros."""
+        """Yields a tensor per round: the encoded rows that arrive, followed by a row of zeros."""
         posts = map(self._post_round, range(len(self.plan.rounds)))
-        return _arrivals(chain(list(islice(posts, 1)), posts))  # starts the first round now
+        return _arrivals(chain(list(islice(posts, 1)), posts))  # sends the first round at once
 
     def guests(self) -> Tensor | None:
-        """Waits for query rows of other ranks; returns [B, Hq, rows, columns], or None for none."""
+        """Waits for other ranks' query rows: [B, Hq, rows, columns], or None if there are none."""
         self.pending_guests.wait()
         if not self.arriving:
             return None
@@ -62,7 +62,7 @@ class Network:
         return guests
 
     def answers(self, results: Tensor | None, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Sends `results` of other ranks' query rows back; yields results of this rank's rows.
+        """Sends `results` to the owners of the query rows; yields results of this rank's own rows.
 
         Yields: (the rank that computed them, results [B, Hq, rows, columns]).
         """

@@ -50,7 +50,7 @@ class RingPlan:
         needs: tokens whose keys are sent, an item for each distinct mask of a kv head. In an item,
             set receiver * world_size + sender has the tokens from the sender to the receiver.
         need_of: [batch entries or 1][kv head] index into `needs`.
-        travellers: query rows that are sent to the keys, because that moves fewer bytes.
+        travellers: query rows that are sent to the owners of their keys: fewer bytes than the keys.
     """
 
     pattern: Pattern
@@ -116,7 +116,7 @@ class RingPlan:
         return f"<RingPlan {shortened(str(self.pattern))}, {ranks}, {shortened(self.sharding)}>"
 
     def tokens_received(self, rank: int) -> int | float:
-        """Number of (token, kv head) pairs that a forward pass receives, mean over the batch."""
+        """Number of (token, kv head) pairs that a rank receives in forward, mean over the batch."""
         rank = checked_integer("rank", rank, 0, self.world_size - 1)
         return _whole(int(self.tokens[rank].sum()) / len(self.need_of))
 
@@ -165,7 +165,7 @@ class RingPlan:
         sent, returned = d * dtype.itemsize, (dv + 1) * exact  # q is sent; out and lse return
         if backward:
             tokens += self.tokens.sum(0)[rank].item() * (d + dv) * exact
-            sent, returned = (d + dv + 2) * exact, d * exact  # q, dO, lse, delta; dQ returns
+            sent, returned = (d + dv + 2) * exact, d * exact  # sends q, dO, lse, delta; dQ returns
         total = tokens / len(self.need_of) * kv_heads / max(1, planned)
         num_heads = self.frame.num_heads * kv_heads // max(1, planned)
         for traveller in self.travellers:
@@ -207,9 +207,9 @@ class RingPlan:
 
     @cached_property
     def answer_rounds(self) -> tuple[tuple[int, ...], ...]:
-        """Rounds in which results of sent query rows return to their owner, at most a shard's rows.
+        """Rounds in which the results of sent query rows return to the ranks that own the rows.
 
-        A round lists offsets s: rank r receives from the ranks r + s.
+        A round lists offsets s: rank r receives from the ranks r + s, at most a shard's rows in sum.
         """
         world = self.world_size
         rows = [0] * world
@@ -221,7 +221,7 @@ class RingPlan:
 
     @cached_property
     def rounds(self) -> tuple[tuple[int, ...], ...]:
-        """Rounds in which keys are sent, at most a shard's keys (or one message) to each rank.
+        """Rounds in which keys are sent; each brings a rank a shard's keys at most, or one message.
 
         A round lists offsets s: rank r receives from the ranks r - s.
         """
@@ -292,7 +292,7 @@ class RingPlan:
 
     @property
     def cost(self) -> float:
-        """Cost of the busiest rank in pairs per head, rounded so that equal costs compare equal."""
+        """Cost of the busiest rank, as a rounded number of (query, key) pairs per head."""
         received = self.tokens.sum(1) / len(self.need_of) / max(1, self.frame.num_kv_heads)
         pairs = self.loads / max(1, self.frame.num_heads)
         return float(f"{float((pairs + _PAIRS_PER_TOKEN * received).max()):.6g}")
@@ -357,8 +357,8 @@ def _balanced(pattern: Pattern, frame: Frame, world_size: int) -> str:
     """Returns a sharding with even loads and few tokens to send, and equally many chunks per rank.
 
     Chunks with most pairs are placed first. A chunk goes to the rank with the least cost: the pairs
-    that the rank has so far, minus the cost of tokens that are not sent, because chunks on one rank
-    need no messages.
+    that the rank has so far, minus the cost of the tokens that the chunk and the rank's chunks need
+    from each other, because chunks of one rank send no messages.
     """
     if frame.kv_len < _CHUNKS_PER_RANK * world_size or world_size == 1:
         return "contiguous"
@@ -372,7 +372,7 @@ def _balanced(pattern: Pattern, frame: Frame, world_size: int) -> str:
         runs = needed_keys(list(branches), frame, pieces, pieces, chunks)
         tokens += runs.sizes(chunks * chunks).view(chunks, chunks) * len(places)
     tokens = tokens + tokens.T
-    together = torch.zeros(chunks, world_size, dtype=torch.float64)  # tokens chunk and rank share
+    together = torch.zeros(chunks, world_size, dtype=torch.float64)  # saved messages, in tokens
     sums, room = torch.zeros(world_size, dtype=torch.float64), [_CHUNKS_PER_RANK] * world_size
     owners = [0] * chunks
     for chunk in load.argsort(descending=True, stable=True).tolist():

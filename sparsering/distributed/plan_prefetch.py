@@ -54,7 +54,7 @@ def prefetch(
     Returns: a future of the plan (for a single rank, of the layout). You may wait for it, ask for
         its error, or ignore it.
 
-    Raises: ValueError at once if an argument is invalid, and as `layout_cache.prefetch`.
+    Raises: ValueError at once if an argument is invalid; the errors of `layout_cache.prefetch`.
 
     Cost: a `RingPlan.build` and the layouts, on another CPU core than the current call.
     """

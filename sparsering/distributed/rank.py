@@ -1,7 +1,7 @@
 """Computes one rank's part of a ring call; `network` or `simulate` brings rows of other ranks.
 
 A rank attends to its own keys, then to the keys that arrive, round by round. It may send some query
-rows to other ranks, and merges their partial results last. It also attends for query rows that
+rows to other ranks, and merges their partial results last. It also attends from query rows that
 other ranks send to it, its guests. Sums and merges follow the order of the plan, in float32
 (float64 for float64), so that every run and every transport gives the same bits.
 """
@@ -31,7 +31,7 @@ from .wire import Wire
 def choose_kernels(
     backend: str | None, query: Tensor, key: Tensor, value: Tensor, extras: dict[str, Any]
 ) -> str:
-    """Returns the backend that computes a rank's part; raises NotImplementedError for others."""
+    """Returns the name of a rank's backend; NotImplementedError if it cannot run any layout."""
     name = choose(backend, (query, key, value), extras)
     if not BACKENDS[name].runs_any_layout:
         able = ", ".join(name for name, backend in BACKENDS.items() if backend.runs_any_layout)
@@ -40,7 +40,7 @@ def choose_kernels(
 
 
 def check_ring_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
-    """Raises ValueError as `attention` does, and if queries and keys are not equally many."""
+    """Raises ValueError as `attention` does, and if there are not as many queries as keys."""
     check_inputs(query, key, value, pattern)
     if query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -67,7 +67,7 @@ def plan_of_call(
 
 
 class Saved(NamedTuple):
-    """Tensors that a rank's backward pass needs, all [.., tokens, ..] of its own tokens."""
+    """Tensors that a rank's backward pass needs; dim 2 of each has the rank's own tokens."""
 
     query: Tensor
     key: Tensor
@@ -84,13 +84,13 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """One rank's part of a ring call."""
+    """One rank's part of a ring call: it runs kernels, merges results and packs rows to send."""
 
     plan: RingPlan
     rank: int
     backend: str
     scale: float
-    wire: Wire  # format of rows that ranks send
+    wire: Wire  # format of the key and value rows that ranks send
     dtype: torch.dtype  # dtype of sums and merged results
     extras: Mapping[str, Any]  # fields of `Problem`; a sink per query has this rank's queries only
 
@@ -111,7 +111,7 @@ class Rank:
             answers: (rank, partial results) of query rows that this rank sent to others.
         """
         step = local_step(self.plan, self.rank, query.device)
-        if step.layout is not None and step.layout.frame.q_len == query.shape[2]:  # all queries
+        if step.layout is not None and step.layout.frame.q_len == query.shape[2]:  # has all queries
             out, lse = self._attend(step, query, key, value)
         else:
             out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=self.dtype)
@@ -134,7 +134,7 @@ class Rank:
         return out.to(query.dtype), lse
 
     def sink_gradient(self, x: Saved, sink: Tensor) -> Tensor:
-        """Returns the gradient of the sink: this rank's part, or its rows of a sink per query."""
+        """Returns the sink's gradient: this rank's summand, or its rows of a sink per query."""
         return sink_gradient(sink, x.lse, self._delta(x))
 
     def blank_table(self) -> Tensor | None:
@@ -150,7 +150,7 @@ class Rank:
         It calls `guests` last, because that waits for the query rows that other ranks send here. It
         adds the gradient of the distance bias to `dtable`.
 
-        Returns: dq, dk and dv of the rank, and dq of the guests or None.
+        Returns: dq, dk and dv of the rank; dq of the query rows from other ranks, or None.
         """
         step = local_step(self.plan, self.rank, x.query.device)
         if step.layout is None:
@@ -183,7 +183,7 @@ class Rank:
             part, *grads = self._differentiate(step, x, *buffer, dtable)
             dq[:, :, step.queries] += part
             rows = torch.cat(grads, -1).flatten(0, -2)  # one row per key of the buffer
-            if step.rows is not None:  # a row may be in the buffer several times
+            if step.rows is not None:  # an arrived row may be in the buffer several times
                 padded = torch.nn.functional.pad(rows, (0, 0, 0, 1))
                 rows = padded.index_select(0, step.copies[0])
                 for copy in step.copies[1:]:
@@ -202,7 +202,7 @@ class Rank:
             dv[b, h].index_add_(-2, index, part[..., width:])
 
     def answer(self, guests: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends from query rows of other ranks to own keys: out | lse, [B, Hq, rows, Dv + 1]."""
+        """Attends from other ranks' query rows to own keys: out and lse, [B, Hq, rows, Dv + 1]."""
         step = guest_step(self.plan, self.rank, key.device)
         answers = guests.new_zeros(*guests.shape[:3], value.shape[3] + 1, dtype=self.dtype)
         answers[..., -1] = -torch.inf
@@ -214,9 +214,9 @@ class Rank:
     def _answer_gradients(
         self, guests: Tensor, key: Tensor, value: Tensor, dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns gradients of query rows of other ranks, and of own keys and values.
+        """Returns gradients of other ranks' query rows, and of this rank's keys and values.
 
-        `guests` are as from `gradient_rows`.
+        `guests` are those query rows, packed by their owners' `gradient_rows`.
         """
         step = guest_step(self.plan, self.rank, key.device)
         width, value_width = key.shape[3], value.shape[3]
@@ -225,7 +225,7 @@ class Rank:
             return dq, torch.zeros_like(key), torch.zeros_like(value)
         query, grad_out, lse, delta = guests.split([width, value_width, 1, 1], -1)
         query, grad_out = query.to(key.dtype), grad_out.to(key.dtype)
-        no_out = torch.zeros_like(grad_out)  # kernels compute delta = rowsum(dO * O) - grad_lse
+        no_out = torch.zeros_like(grad_out)  # so that rowsum(dO * O) - grad_lse equals delta
         x = Saved(query, key, value, no_out, lse[..., 0], grad_out, -delta[..., 0])
         dq[:, :, step.queries], dk, dv = self._differentiate(step, x, key, value, dtable)
         return dq, dk, dv
@@ -247,7 +247,7 @@ class Rank:
         return self.wire.encode(torch.cat(rows) if len(rows) > 2 else rows[-1], key.shape[3])
 
     def room(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """Allocates memory for the rows of a round and a row of zeros.
+        """Allocates memory for the rows that arrive in a round, and then a row of zeros.
 
         Returns: the memory, and its part for each sender.
         """

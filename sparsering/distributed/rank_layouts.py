@@ -27,11 +27,11 @@ from .sharding import local_index, num_tokens, without
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call of a kernel: queries of this rank, or rows of other ranks, with one set of keys.
+    """One call of a kernel: query rows of this rank, or of other ranks, with one set of keys.
 
     Attributes:
         layout: None if no query visits a key.
-        queries: the queries from the first to the last that visit a key.
+        queries: slice from the first to the last query that visits a key.
         rows: [B, Hkv, keys of the buffer] index of each key among the rows that arrived. Keys that
             no query visits have the index `arrived`, a row of zeros. None if the keys are the
             rank's own, or arrive in the buffer's order.
@@ -181,12 +181,12 @@ def _placed(start: Tensor, stop: Tensor, ranges: Ranges, used: Tensor) -> tuple[
 
 
 def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: int) -> bool:
-    """True if all `length` tokens are in tiles, on each axis."""
+    """True if each set of tiles (a row of `start`) contains all `length` tokens."""
     return bool((tile_counts(start, stop, step, block_size).sum(1) == length).all())
 
 
 def _by_axis(used: Tensor, axes: int) -> Tensor:
-    """Reduces bools [tables, tiles] to [axes, tiles]: True if a table of the axis uses the tile."""
+    """Converts bools [tables, tiles] to [axes, tiles]; an axis is the tiles that tables share."""
     tables = len(used)
     if tables <= axes:
         return used.repeat_interleave(axes // tables, 0)
@@ -196,7 +196,7 @@ def _by_axis(used: Tensor, axes: int) -> Tensor:
 def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Places visited key tiles in a buffer, from index `first` on.
 
-    Returns: start and stop of each tile, and the key position of each index, -1 for none.
+    Returns: start and stop of each tile, and the key position at each buffer index, -1 for none.
     """
     batch, tables, entries = p.key_tile.shape
     axes, tiles = p.key_start.shape
@@ -226,7 +226,7 @@ def _arrived_rows(
 ) -> tuple[Tensor, int]:
     """Returns the arrived row of each buffer index, [B, Hkv, length], and the number of rows.
 
-    Rows arrive ordered by sender, batch entry and kv head; the plan orders the tokens of a head.
+    Rows arrive ordered by sender, batch entry, kv head, and by `RingPlan.tokens_of` within a head.
     """
     heads = plan.frame.num_kv_heads
     parts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)

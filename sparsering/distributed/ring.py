@@ -94,7 +94,7 @@ def ring_attention(
         RingMismatchError: (a ValueError and a RingError) arguments differ between ranks; raised on
             all ranks, before keys or values are sent.
         RingError: a peer died or did not answer in time; names the peer and the step.
-        RuntimeError: in the capture of a CUDA graph, which cannot hold what the ranks agree on.
+        RuntimeError: during the capture of a CUDA graph, because each call compares arguments.
 
     Example:
         >>> out = ring_attention(query, key, value, Causal(), mesh=mesh["sp"], sharding="zigzag")
@@ -171,13 +171,13 @@ def last_traffic(*, backward: bool = False) -> Traffic:
     return _last_traffic[checked_flag("backward", backward)]
 
 
-ring_attention.last_traffic = last_traffic  # type: ignore[attr-defined] # needs no second import
+ring_attention.last_traffic = last_traffic  # type: ignore[attr-defined] # one import gives both
 
 
 def resolve_group(
     group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> dist.ProcessGroup | None:
-    """Returns the process group to use, None if this process is alone. Raises ValueError."""
+    """Returns the process group, None if this process is alone; ValueError for wrong arguments."""
     if group is not None and mesh is not None:
         raise ValueError("pass group or mesh, got both; a mesh of one axis brings its own group")
     if mesh is not None:
@@ -215,7 +215,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     with exchange.break_on_error(), without_autocast(query):
         network = Network(rank, exchange, key, value, query)
 
-        def answers() -> Iterator[tuple[int, Tensor]]:  # starts after the last round of keys
+        def answers() -> Iterator[tuple[int, Tensor]]:  # runs after the last round of keys
             guests = network.guests()
             results = None if guests is None else rank.answer(guests, key, value)
             yield from network.answers(results, value.shape[3] + 1)
@@ -226,7 +226,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*arguments: Any) -> list[Tensor | None]:
-    """Returns gradients of this rank's query, key, value, distance bias and sink, then None."""
+    """Returns gradients of the rank's query, key, value, distance bias and sink, None for seeds."""
     *inputs, out, lse, grad_out, grad_lse, _ = arguments
     call = RingCall(*inputs)
     query, key, value, table, sink, *_ = call
@@ -271,7 +271,7 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
     exchange = Exchange(group, call.timeout, query.device)
     with exchange.break_on_error():
         lengths, compression, error, seed = agree_on_call(exchange, backward, call)
-    exchange.traffic = Traffic(compression=compression, error=error)  # without those messages
+    exchange.traffic = Traffic(compression=compression, error=error)  # excludes these checks
     pattern = parse(call.pattern, [tensor.cpu() for tensor in call.tensors])
     plan = plan_of_call(pattern, sum(lengths), len(lengths), call.sharding, query, key)
     check_lengths(plan, lengths, exchange.rank)

@@ -1,6 +1,6 @@
 """Chooses query rows to send to the ranks that own their keys, instead of fetching those keys.
 
-That pays for global rows, which visit keys of all ranks.
+That moves fewer bytes for global rows, which visit keys of all ranks.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from .sharding import num_tokens
 
 
 class Traveller(NamedTuple):
-    """Query rows that their owner sends to the ranks `hosts`, because those own the rows' keys."""
+    """Query rows that `owner` sends to the ranks `hosts`, which own the keys that they visit."""
 
     owner: int
     rows: Ranges
@@ -26,7 +26,7 @@ class Traveller(NamedTuple):
 def global_rows(pattern: Pattern, frame: Frame) -> Ranges:
     """Returns the query rows that `GlobalTokens` of a pattern make global, as disjoint ranges."""
     rows = [row for branch in pattern.branches for row in _global_rows(branch, frame.q_len)]
-    spans = Spans(*torch.tensor(rows, dtype=torch.int64).view(-1, 2).unbind(1))  # joins overlaps
+    spans = Spans(*torch.tensor(rows, dtype=torch.int64).view(-1, 2).unbind(1))  # merges overlaps
     return list(zip(spans.begin.tolist(), spans.end.tolist(), strict=True))
 
 
@@ -64,14 +64,14 @@ def choose_travellers(
     Args:
         needs: keys to fetch. Set label * world + owner has keys of `owner`; a label is a rank, or
             world + i for the rows of candidate i.
-        uses: for each item of `needs`, the number of (batch entry, kv head) that it applies to.
+        uses: for each item of `needs`, the number of (batch entry, kv head) pairs that need it.
         candidates: (owner, rows) of global rows.
         most: upper bound of the number of sent rows, which bounds the memory of receivers.
 
     Returns: the travellers, and the keys to fetch for all other query rows.
     """
     travellers: list[Traveller] = []
-    home = list(range(world)) + [owner for owner, _ in candidates]  # by label: rank of its queries
+    home = list(range(world)) + [owner for owner, _ in candidates]  # owner of each label's rows
     for number, (owner, rows) in enumerate(candidates):
         saved, hosts = 0, set()
         for runs, count in zip(needs, uses, strict=True):
@@ -95,7 +95,7 @@ def choose_travellers(
 def _relabelled(
     runs: TokenRanges, some: Tensor, home: list[int], world: int, length: int
 ) -> TokenRanges:
-    """Returns the selected keys, in sets of the rank `home[label]` instead of a label; drops -1."""
+    """Renumbers the sets of selected keys from labels to ranks `home[label]`; drops rank -1."""
     receiver = torch.tensor(home)[runs.number // world]
     some = some & (receiver >= 0)
     number = (receiver * world + runs.number % world)[some]

@@ -28,24 +28,24 @@ class Problem(NamedTuple):
     Fields of extras are None if the call does not use them.
 
     Attributes:
-        layout: passes of tiles.
+        layout: the compiled pattern: passes, each with tiles and a table of visited tile pairs.
         query: [B, Hq, Nq, D].
         key: [B, Hkv, Nk, D].
         value: [B, Hkv, Nk, Dv].
         scale: factor of the scores.
-        block_bias: [B, Hq, num_blocks], added to every score of an entry.
+        block_bias: [B, Hq, num_blocks], added to every score of an entry (a visited pair of tiles).
         softcap: scores become `softcap * tanh(s / softcap)`.
         distance_bias: [B, Hq, 2R + 1], entry `R + clamp(k - p, -R, R)` is added to the score of
             query position p and key position k. Strides may be 0.
         sink: [B, Hq, Nq or 1] logit of an additional key of each row, whose value is 0.
         dropout_p: probability that a weight is dropped.
         dropout_seed: [B, streams] int64 seeds for `dropout.kept_pairs`. `Pass.stream` has the index
-            of each query tile's stream; without it there is one stream.
+            of the seed that each query tile uses; without it all use the first.
         key_mask: [B or 1, Nk] bool, False for keys that no query sees, even if the layout has pairs
             with them. These keys and values may be NaN, and must not change results.
         slots: for each pass, the bitmap row of the first query; () means row 0. Decoding builds one
-            layout for a page of queries and uses it for a few of them at a time. Backends that do
-            not read slots run `in_first_slots()`.
+            layout for a page (the next 16 to 256 queries), of which a call computes a few. Backends
+            that do not read slots run `in_first_slots()`.
         learns_distances: True if the gradient of the distance bias is needed.
         in_float32: return results and gradients of half precision in float32, the dtype of sums.
     """
@@ -103,7 +103,7 @@ class Problem(NamedTuple):
         return self._replace(layout=replace(self.layout, passes=passes), slots=())
 
     def query_gradient(self, grad: Tensor) -> Tensor:
-        """Converts the gradient of the query of `with_positive_scale()` to that of this query."""
+        """Converts dQ of the problem that `with_positive_scale()` returns to dQ of this problem."""
         if _is_zero(self.scale):
             return torch.zeros_like(grad)
         return grad if self.scale > 0 else -grad
@@ -123,7 +123,7 @@ class Gradients(NamedTuple):
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Returns the gradient of a sink [B, Hq, Nq or 1], from lse and delta [B, Hq, Nq]."""
     share = (sink.to(lse.dtype) - lse).exp()
-    share = torch.where(lse == -torch.inf, 0.0, share)  # a row without keys, and a sink of -inf
+    share = torch.where(lse == -torch.inf, 0.0, share)  # rows without keys and with a sink of -inf
     rows = -(share * delta)  # dS = P * (dP - delta), and dP is 0 because the sink's value is 0
     return (rows if sink.shape[2] == rows.shape[2] else rows.sum(2, keepdim=True)).to(sink.dtype)
 
@@ -140,8 +140,7 @@ def _is_zero(scale: float) -> bool:
 def constant_in_graphs(function: F) -> F:
     """Decorates a function whose result torch.compile may treat as a constant of its graphs.
 
-    It does what `torch.compiler.assume_constant_result` does, but without the slow import of
-    torch._dynamo.
+    Like `torch.compiler.assume_constant_result`, but without the slow import of torch._dynamo.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

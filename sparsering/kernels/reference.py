@@ -61,7 +61,7 @@ def reference_attention(
 
 
 def dense_softmax(score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes a softmax over the last dim, not yet normalized; a score of -inf is no pair.
+    """Computes a softmax over the last dim, not yet normalized; a score of -inf marks no pair.
 
     Returns: weights `e^{s - max s}` [..., n], their sum [..., 1] and lse [...]. Rows without pairs
         have weights 0, sum 1, lse -inf and gradients 0.

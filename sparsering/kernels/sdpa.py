@@ -96,7 +96,7 @@ def _operands(problem: Problem) -> tuple[bool, Tensor, Tensor, Tensor]:
     causal = layout.num_pairs != queries * keys
     if causal and layout.num_pairs != side * (side + 1) // 2 + (queries - side) * keys:
         # layouts of a cache do not count their pairs
-        raise NotImplementedError("sdpa: it runs no layouts of a cache; name another or no backend")
+        raise NotImplementedError("sdpa: it runs no layouts of a cache; pass another backend")
     if causal:
         key, value = (x[:, :, : query.shape[2]] for x in (key, value))
     return causal, dense_rows(query), dense_rows(key), dense_rows(value)
@@ -116,7 +116,7 @@ def _by_definition(problem: Problem) -> tuple[Tensor, Tensor]:
         weight = torch.where(pairs, (score - finite_or_zero(row)[:, None]).exp(), 0.0)
         weight = torch.where(row.isnan()[:, None], torch.nan, weight)
         finite = v.isfinite()
-        spoilt = pairs.to(dtype) @ (~finite).to(dtype) > 0  # rows that see a value not finite
+        spoilt = pairs.to(dtype) @ (~finite).to(dtype) > 0  # rows that see an infinity or NaN
         mean = weight @ torch.where(finite, v, 0.0)
         out[b, h] = torch.where(spoilt, torch.nan, mean).to(query.dtype)
     return out, lse

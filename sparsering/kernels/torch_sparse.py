@@ -1,7 +1,6 @@
 """Backend for comparison: torch's sampled matrix product over a CSR matrix of (query, key) pairs.
 
-It is plain differentiable torch, one head at a time. It is slow, because it stores an index of each
-pair.
+It is plain differentiable torch, one head at a time, and slow: it stores an index of each pair.
 """
 
 import itertools

@@ -10,7 +10,7 @@ from .figure import new_figure, png, wrapped
 def traffic_png(panels: Sequence[tuple[str, Tensor, int]], *, panel_width: float = 4.8) -> bytes:
     """Draws the traffic of ring attention: senders downwards, receivers to the right.
 
-    Darker cells are more rows; all panels share one scale.
+    A darker cell means more rows; all panels share one scale.
 
     Args:
         panels: (caption, number of rows of keys and values [receiver, sender] as `RingPlan.tokens`

@@ -18,8 +18,8 @@ EXTRAS = frozenset(
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FEW_QUERIES = 8  # must equal kFewQueries of layout.h
-# bounds of `is_walked_shape`: queries of a tile (lanes of a vector), queries in all, rows per key
-# tile
+# limits in `is_walked_shape`: most queries of a tile (lanes of a vector), fewest queries in all,
+# fewest rows per key tile
 _MOST_WALKED_QUERIES, _LEAST_WALKED_QUERIES, _LEAST_WALKED_ROWS = 16, 32, 8
 _MOST_REPEATED_WORK = 1.4  # threads that share a kv head compute seven products, not five
 
@@ -69,7 +69,7 @@ def backward(
     passes = problem.layout.passes
     transposes: list[Tensor] = []
     for p in () if by_head else passes:
-        # the kernel needs three tensors per pass; it reads none of a pass that it walks by key tile
+        # the kernel takes three tensors per pass; it reads none if it loops over the key tiles
         tables = 3 * (p.row_ptr,) if _is_walked(problem, p) else p.transpose
         transposes += [x.contiguous() for x in tables]
     results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
@@ -119,7 +119,7 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
 
 
 def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool:
-    """Writes log shares of blocks to `out`, float32 [entries, rows, blocks].
+    """Writes the log share of every key block to `out`, float32 [entries, rows, blocks].
 
     Args:
         tensors: query, feature, key, last and out, as `Operands` in selection/operands.h describes
@@ -198,7 +198,7 @@ def is_walked_shape(
 
 
 def _needs_query_walk(problem: Problem) -> bool:
-    """True with softcap, distance bias or dropout: only the loop over query tiles has them."""
+    """True with softcap, distance bias or dropout: only the loop over query tiles computes them."""
     extras = problem.softcap, problem.distance_bias, problem.dropout_p
     return any(extra is not None for extra in extras)
 
@@ -206,7 +206,7 @@ def _needs_query_walk(problem: Problem) -> bool:
 class _CheckedLayout(NamedTuple):
     """A layout as the kernel's own object, with checked tables; copies and pickles of it are empty.
 
-    Calls without extras take it from the layout, and do not check the tables again.
+    Calls without extras reuse it, and do not check the tables again.
     """
 
     scale: float

@@ -22,8 +22,8 @@ EXTRAS = frozenset(
 )
 """Options of a call, other than its scale, that this backend computes."""
 
-_MOST_QUERIES = 512  # of a unit; more would not make its matmuls faster
-_MOST_KEYS = 2048  # of a unit, so that its scores stay in cache
+_MOST_QUERIES = 512  # most queries of a unit; more would not make its matmuls faster
+_MOST_KEYS = 2048  # most keys of a unit, so that its scores stay in cache
 _LEAST_PAIRS_ALONE = 1 << 15  # units with fewer (query, key) pairs run in batches
 _workspace = {"bytes": 16 << 20}
 
@@ -120,7 +120,7 @@ def backward(
 
 
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
-    """Sums `weight_q e^{s - lse_q}` over each entry's pairs; returns the shape of the block bias.
+    """Sums `weight_q e^{s - lse_q}` over each visited pair of tiles, shaped like the block bias.
 
     `lse` and `weight` are [B, Hq, Nq], in float32 (float64 for float64).
     """
@@ -146,7 +146,7 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
 
 
 def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
-    """Yields (True if no earlier chunk has its query rows, chunk) for all chunks of all passes."""
+    """Yields (fresh, chunk) over all passes; if fresh, no earlier chunk has its query rows."""
     query, b, dtype = problem.query, problem.layout.block_size, sum_dtype(problem.query)
     per_token = 3 * dtype.itemsize * (query.shape[-1] + problem.value.shape[-1])
     most_queries = 1 if problem.block_bias is not None else max(1, _MOST_QUERIES // b)
@@ -201,7 +201,7 @@ def _softmax(score: Tensor, additive: Tensor | None, group: int) -> tuple[Tensor
 
 
 def _biased(score: Tensor, additive: Tensor | None, group: int) -> Tensor:
-    """Adds [..., g or 1, m or 1, n] to scores [..., g * m, n] in place; g is `group`."""
+    """Adds `additive` [..., g or 1, m or 1, n] to scores [..., g * m, n] in place; g is `group`."""
     if additive is not None:
         score.unflatten(-2, (group, -1)).add_(additive)
     return score

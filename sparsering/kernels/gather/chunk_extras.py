@@ -1,4 +1,4 @@
-"""Extras of a call (such as softcap and dropout) for the scores and weights of a chunk."""
+"""Applies a call's extras (such as softcap and dropout) to the scores and weights of a chunk."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ Unit = int | slice
 
 
 class Extras:
-    """Applies the extras of one problem to its chunks, and sums the gradients of its tables."""
+    """Applies the extras of one problem to its chunks, and sums the gradients of its biases."""
 
     def __init__(self, problem: Problem, dtype: torch.dtype) -> None:
         self.problem, self.dtype = problem, dtype
@@ -81,13 +81,13 @@ class Extras:
         return weight.mul_(mask.flatten(-3, -2)).div_(1 - p)
 
     def add_distance_gradient(self, dscore: Tensor, chunk: Chunk, unit: Unit) -> None:
-        """Adds gradients of scores [..., g * m, n] to the table entries of their distances."""
+        """Adds gradients of scores [..., g * m, n] to the distance bias at their distances."""
         if self.dtable is not None and chunk.places is not None:
             entry = self._entries(chunk.places, unit)
             self.dtable.index_add_(0, entry.flatten(), dscore.flatten().double())
 
     def add_bias_gradient(self, unit_sums: list[Tensor], chunk: Chunk) -> None:
-        """Sums numbers of keys [.., g, n] into the gradient of the block bias of their entry."""
+        """Adds sums per key [.., g, n] to the block bias gradient of the entry that has the key."""
         if self.dbias is None or chunk.bias is None:
             return
         entries, slots = chunk.bias

@@ -67,7 +67,7 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
     tables = p.row_ptr.shape[1]
     real = torch.arange(p.bitmap.shape[-1], device=p.bitmap.device) < p.num_entries[..., None]
     real = real.repeat_interleave(heads // tables, 1).flatten(0, 1)
-    table, entry = torch.nonzero(real, as_tuple=True)  # a table for each batch entry and head
+    table, entry = torch.nonzero(real, as_tuple=True)  # `table` counts (batch entry, head)
     head = table % heads
     place = (table // heads, head * tables // heads, entry)
     row, key, bitmap = p.query_tiles()[place], p.key_tile[place].long(), p.bitmap[place].long()
@@ -131,7 +131,7 @@ def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
 
 
 def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts sorted entries into runs of one row, of at most `longest` entries.
+    """Cuts entries, sorted by row, into runs: at most `longest` neighbours of one row.
 
     Returns: begin and length of each run, and its number within the row.
     """
@@ -143,7 +143,7 @@ def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _first_runs(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: int) -> Tensor:
-    """Returns the first run of each unit; a unit joins up to `most` neighbours with equal keys."""
+    """Returns each unit's first run; a unit joins up to `most` neighbour runs of equal keys."""
     index = torch.arange(len(begin), device=begin.device)
     before = (index - 1).clamp(min=0)
     same = (line == line[before]) & (length == length[before]) & (index > 0)
@@ -296,5 +296,5 @@ def _positions(
 
 
 def _per_token(per_tile: Tensor, axis: Tensor, tiles: Tensor, block_size: int) -> Tensor:
-    """Expands numbers of tiles to one number per token, [C, t * block_size]."""
+    """Repeats the number of each tile for each of its tokens, [C, t * block_size]."""
     return per_tile[axis[:, None], tiles].repeat_interleave(block_size, 1)
