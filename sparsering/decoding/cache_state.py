@@ -48,7 +48,7 @@ class History(_Record):
 
     @property
     def num_keys(self) -> int:
-        """Largest number of keys of a head, without the page."""
+        """Largest number of keys that a kv head has in slots before the page."""
         return int((self.positions >= 0).sum(1).max()) if self.positions.numel() else 0
 
     def cropped(self, length: int) -> "History":
@@ -72,7 +72,7 @@ class Page:
     Slots from `written` on are zeros.
     """
 
-    layouts: dict[int, BlockLayout] = field(default_factory=dict)  # by number of new tokens
+    layouts: dict[int, BlockLayout] = field(default_factory=dict)  # by the new tokens of a step
     recipe: CallRecipe | None = None  # recipe of the latest step; an equal call skips its checks
     written: int = 0
 
@@ -159,7 +159,7 @@ class CacheState(_Record):
         return state.evicted() if past_page else state
 
     def loaded(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> "CacheState":
-        """Returns the state after a prompt of `length` tokens, of which it stores `positions`."""
+        """Returns the state after a prompt of `length` tokens, with its keys at `positions`."""
         last = self._last_visits(0, length)[..., positions]
         history = History(length, length, positions.expand(self.kv_heads, -1), last, exact=False)
         return self.changed(histories=[history] * len(self.histories)).evicted(key, value)

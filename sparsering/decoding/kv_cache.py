@@ -50,7 +50,7 @@ class KVCache:
         value_dim: head dim of the values, default `head_dim`.
         max_length: upper bound of a sequence's tokens. Patterns that depend on the total length
             (`RandomBlocks`) need it; some patterns define it themselves.
-        rollback: number of the last tokens that `crop` can remove.
+        rollback: largest number of last tokens that `crop` can remove.
         page_size: new tokens between two evictions, a multiple of 16 from 16 to 256.
         dtype, device: dtype and device of keys and values; default those of the first keys.
 
@@ -268,7 +268,7 @@ class KVCache:
         length = end if length is None else checked_integer("length", length, end)
         if self.length:
             raise ValueError(
-                f"load needs a cache that has seen nothing, got one of {self.length} tokens; make "
+                f"load needs an empty cache, got one that has seen {self.length} tokens; make "
                 "another KVCache"
             )
         self._new_tokens([length] * len(self.lengths), length)
@@ -349,7 +349,7 @@ class KVCache:
         least = max(oldest, self.length - self._state.rollback)
         if not least <= length <= self.length:
             raise ValueError(
-                f"crop takes a cache of {self.length} tokens and rollback={self._state.rollback} "
+                f"crop takes a cache of {self.length} tokens with rollback={self._state.rollback} "
                 f"back to {least} at least, got {length}; give KVCache a larger rollback"
             )
         with ordinary_tensors():
@@ -377,8 +377,8 @@ class KVCache:
         entries = checked_index(name, index, len(self.lengths))
         if size not in (None, len(entries)):
             raise ValueError(
-                f"{name} needs an index of {size} entries, got {len(entries)}; select takes any "
-                "number"
+                f"{name} needs an index of {size} entries, got {len(entries)}; pass select an "
+                "index of another size"
             )
         with ordinary_tensors():
             self._state = self._state.of_entries(entries.clone())  # a clone is no inference tensor

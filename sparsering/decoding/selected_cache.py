@@ -106,7 +106,7 @@ class SelectedCache(KVCache):
         new = self._new_tokens(lengths, n)
         if set(new) - {n} or not stored:
             raise ValueError(
-                "a SelectedCache takes the same new tokens for all batch entries, and stores all, "
+                "a SelectedCache takes equally many new tokens for all entries, and stores all, "
                 f"got lengths {shortened(str(new))} and stored={stored}; KVCache takes these"
             )
         if n == 0:

@@ -210,7 +210,7 @@ class _Group(NamedTuple):
         return mask.index_fill(1, spanned.place_of(stored), True)[:, :-1]
 
     def _layout(self, frame: Frame) -> tuple[BlockLayout, tuple[int, ...]]:
-        """Returns a layout of the new queries, and the `slots` of its `Problem`."""
+        """Compiles a layout for the new queries; returns it, and `slots` for its `Problem`."""
         pattern, size = self.state.pattern, self.recipe.block_size
         begin, queries = self.history.length, self.tokens.query.shape[2]
         size = default_block_size(pattern, frame.kv_len) if size is None else size

@@ -153,7 +153,7 @@ def report_failure(group: dist.ProcessGroup, timeout: float | None, query: objec
 
 
 def agree_on_lengths(exchange: Exchange, length: int, common: object) -> list[int]:
-    """Returns the lengths of all ranks; RingMismatchError on every rank if `common` differs."""
+    """Returns `length` of each rank; RingMismatchError on all ranks if `common` differs on any."""
     with exchange.break_on_error():
         digests, lengths = zip(*exchange.agree([_digest(common), length]), strict=True)
     if len(set(digests)) > 1:

@@ -139,7 +139,7 @@ class Exchange:
 
 
 class Pending:
-    """Unfinished messages of one step; holds references to their tensors until they finish."""
+    """Unfinished messages of one step of a call; references their tensors until they finish."""
 
     def __init__(self, exchange: Exchange, step: str, tensors: list[Tensor]) -> None:
         self.exchange, self.step, self.tensors = exchange, step, tensors

@@ -106,7 +106,7 @@ class RingPlan:
         check_sharding(sharding, world_size)
         if sharding in ("auto", "balanced"):
             reduced = frame
-            if pattern.num_tables(frame) <= frame.num_kv_heads:  # query heads of a group are alike
+            if pattern.num_tables(frame) <= frame.num_kv_heads:  # a group has one mask
                 reduced = frame._replace(num_heads=frame.num_kv_heads)
             sharding = _choose_sharding(pattern, reduced, world_size, block_size, sharding)
         return _plan(pattern, frame, world_size, block_size, sharding)
@@ -209,7 +209,7 @@ class RingPlan:
     def answer_rounds(self) -> tuple[tuple[int, ...], ...]:
         """Rounds in which the results of sent query rows return to the ranks that own the rows.
 
-        A round lists offsets s: rank r receives from the ranks r + s, at most a shard's rows in sum.
+        A round lists offsets s: rank r receives from all ranks r + s, at most a shard's rows.
         """
         world = self.world_size
         rows = [0] * world
@@ -245,12 +245,12 @@ class RingPlan:
         return tuple(rounds)
 
     def senders(self, rank: int, number: int) -> list[int]:
-        """Ranks that send keys to a rank in a round; the received rows have this order."""
+        """Ranks that send keys to `rank` in round `number`; the received rows have this order."""
         peers = [(rank - offset) % self.world_size for offset in self.rounds[number]]
         return [sender for sender in peers if self.tokens[rank, sender]]
 
     def receivers(self, rank: int, number: int) -> list[int]:
-        """Ranks to which a rank sends keys in a round."""
+        """Ranks to which `rank` sends keys in round `number`."""
         peers = [(rank + offset) % self.world_size for offset in self.rounds[number]]
         return [receiver for receiver in peers if self.tokens[receiver, rank]]
 

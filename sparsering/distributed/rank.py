@@ -78,7 +78,7 @@ class Saved(NamedTuple):
     grad_lse: Tensor
 
     def none(self) -> "Saved":
-        """Returns these tensors with 0 tokens."""
+        """Returns these tensors cut to 0 tokens, for a rank that sends no query rows."""
         return Saved(*(x[:, :, :0] for x in self))
 
 
@@ -192,7 +192,7 @@ class Rank:
         return dict(zip(sizes, rows.split([*sizes.values()]), strict=True))
 
     def add_returned(self, receiver: int, rows: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Adds gradients of keys and values [rows, D + Dv], which their `receiver` sent back."""
+        """Adds gradients of keys and values [rows, D + Dv], which the rank `receiver` sent back."""
         first, width = 0, dk.shape[3]
         for b, h, index in self._message(receiver, len(dk)):
             shape = (*dk[b, h].shape[:-2], len(index))
@@ -273,7 +273,7 @@ class Rank:
         return local_index(self.plan.guests_of(self.rank), rows).to(device)
 
     def _problem(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Problem:
-        """Builds the kernels' problem for a step, with these keys and values."""
+        """Builds the `Problem` of a step's kernel call, with these keys and values and no sink."""
         assert step.layout is not None
         query = query[:, :, step.queries]
         extras = {**self.extras, "sink": None}  # `forward` adds the sink to the merged result

@@ -271,7 +271,7 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
     exchange = Exchange(group, call.timeout, query.device)
     with exchange.break_on_error():
         lengths, compression, error, seed = agree_on_call(exchange, backward, call)
-    exchange.traffic = Traffic(compression=compression, error=error)  # excludes these checks
+    exchange.traffic = Traffic(compression=compression, error=error)  # omits messages so far
     pattern = parse(call.pattern, [tensor.cpu() for tensor in call.tensors])
     plan = plan_of_call(pattern, sum(lengths), len(lengths), call.sharding, query, key)
     check_lengths(plan, lengths, exchange.rank)

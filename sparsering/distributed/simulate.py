@@ -212,7 +212,7 @@ class _Shards:
         return travelling[:, :, at.to(travelling.device)].to(self.device)
 
     def answers(self, rank: Rank, answers: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yields (host rank, results that it computed for `rank`), in the order of real messages."""
+        """Yields (host, results that it computed for `rank`), in the order of real messages."""
         hosts = self.plan.hosts_of(rank.rank)
         for offset in (offset for offsets in self.plan.answer_rounds for offset in offsets):
             host = (rank.rank + offset) % self.plan.world_size

@@ -17,7 +17,7 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class Wire(NamedTuple):
-    """Format in which rows of keys and values are sent."""
+    """Format in which ranks send rows of keys and values to each other."""
 
     numbers: torch.dtype  # dtype of the numbers that are sent
     dtype: torch.dtype  # dtype of the rows before encoding and after decoding
@@ -32,7 +32,7 @@ class Wire(NamedTuple):
         return torch.uint8 if self.scaled else self.numbers
 
     def columns(self, width: int, value_width: int) -> int:
-        """Number of elements of an encoded row."""
+        """Number of elements of an encoded row, each of dtype `element`."""
         return width + value_width + (8 if self.scaled else 0)  # two scales of four bytes
 
     def row_bytes(self, width: int, value_width: int) -> int:

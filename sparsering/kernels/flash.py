@@ -62,7 +62,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     if any(len(p.bitmaps) for p in layout.passes):
         faults.append("it needs blocks with all pairs, this layout has masks inside some")
     if faults:
-        raise NotImplementedError(f"flash: {'; '.join(faults)}; name another backend or none")
+        raise NotImplementedError(f"flash: {'; '.join(faults)}; pass another backend, or None")
     _, query, key, value, scale, *_ = problem.with_positive_scale().with_dense_rows()
     p = layout.passes[0]
     if not p.key_tile.shape[2]:

@@ -37,7 +37,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
         for first, queries, keys, cells in layout.visits(b, h):
             entry, row, column = torch.nonzero(cells, as_tuple=True)
             pairs = torch.stack((queries[entry, row], keys[entry, column]))
-            order = (pairs[0] * layout.frame.kv_len + pairs[1]).argsort()  # by query, then key
+            order = (pairs[0] * layout.frame.kv_len + pairs[1]).argsort()  # by query, then by key
             pairs, entry = pairs[:, order], entry[order]
             bias = None
             if problem.block_bias is not None:

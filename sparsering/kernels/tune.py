@@ -127,7 +127,7 @@ def _fastest(
             first_line = str(problem).partition("\n")[0][:80]
             say(f"{title} {choice}: left out, {type(problem).__name__}: {first_line}")
             continue
-        if error <= AGREEMENT[expected[0].dtype]:  # False for NaN
+        if error <= AGREEMENT[expected[0].dtype]:  # False if the error is NaN
             correct[choice] = run
         else:
             say(f"{title} {choice}: left out, its results differ by {error:.2g}")

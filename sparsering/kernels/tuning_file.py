@@ -22,7 +22,7 @@ _MOST_BYTES = 4 << 20
 
 
 class TuningFile:
-    """Measured choices of one backend; it reads the file of each device once."""
+    """Measured block sizes and configs of one backend; reads the file of each device once."""
 
     def __init__(self, path: Callable[[torch.device], Path]) -> None:
         self.path = path
@@ -63,7 +63,7 @@ def _key(expression: str, like: Tensor) -> str:
 
 
 def processor_name() -> str:
-    """Returns the name of this machine's processor, else its architecture."""
+    """Returns the name of this machine's processor, or its architecture if that is unknown."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -117,5 +117,5 @@ def _is_config(config: object) -> bool:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table := dict(pairs)) != len(pairs):
-        raise ValueError("an object has a key twice")
+        raise ValueError("a JSON object has a key twice")
     return table

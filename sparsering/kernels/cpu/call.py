@@ -17,7 +17,7 @@ EXTRAS = frozenset(
 """Options of a call, other than its scale, that this backend computes."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FEW_QUERIES = 8  # must equal kFewQueries of layout.h
+_FEW_QUERIES = 8  # must equal kFewQueries of layout.h; calls of more do not use `slots`
 # limits in `is_walked_shape`: most queries of a tile (lanes of a vector), fewest queries in all,
 # fewest rows per key tile
 _MOST_WALKED_QUERIES, _LEAST_WALKED_QUERIES, _LEAST_WALKED_ROWS = 16, 32, 8
@@ -237,7 +237,7 @@ def _checked_layout(problem: Problem) -> Tensor:
 
 @cache
 def _no_entries(passes: int) -> Tensor:
-    """Returns the argument `first_entry` of a call without block bias."""
+    """Returns zeros, cached: the argument `first_entry` of a call without block bias."""
     return torch.zeros(passes, 1, 1, dtype=torch.int64)
 
 

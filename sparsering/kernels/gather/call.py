@@ -174,7 +174,7 @@ def _units(
 
 
 def _alone(pairs: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if a unit with so many pairs runs alone, by oneDNN."""
+    """True if a unit with so many pairs is computed alone, by oneDNN, and not in a batch."""
     return (
         pairs >= _LEAST_PAIRS_ALONE
         and device.type == "cpu"

@@ -156,7 +156,7 @@ def _first_runs(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: 
 
 
 def _sums(values: Tensor, begin: Tensor, length: Tensor | None = None) -> Tensor:
-    """Sums the values of each run; without `length`, a run ends where the next one begins."""
+    """Sums `values[begin : begin + length]` of each run; no `length`: up to the next `begin`."""
     total = F.pad(values.cumsum(0), (1, 0))
     if length is None:
         return torch.diff(total[begin], append=total[-1:])
@@ -217,7 +217,7 @@ class Chunk:
 def chunks(
     problem: Problem, number: int, units: Units, workspace: int, per_token: int, per_pair: int
 ) -> Iterator[Chunk]:
-    """Cuts units of pass `number` into chunks of at most `workspace` bytes.
+    """Cuts units of the layout's pass `number` into chunks of at most `workspace` bytes.
 
     The caller allocates `per_token` bytes for each query and key of a unit, and `per_pair` bytes
     for each (query, key) pair.
