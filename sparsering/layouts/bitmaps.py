@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-_GATHER = 0x0102040810204080  # 8 bytes of 0 or 1 times this have their bits in the highest byte
+_GATHER = 0x0102040810204080  # 8 bytes of 0 or 1 times this have their bits in the top byte
 _BITS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)  # of a parallel bit count
 _BYTES = 0x0101010101010101  # 8 bytes times this have their sum in the highest byte
 _AT_A_TIME = 1 << 23  # bits counted at a time, to bound memory
@@ -25,12 +25,12 @@ def unpack(bitmaps: Tensor, block_size: int) -> Tensor:
 
 
 def transposed(bitmaps: Tensor) -> Tensor:
-    """Transposes the cells of bitmaps [n, b * b / 8], 8 x 8 cells in each 64-bit word."""
+    """Transposes n bitmaps of b x b bits, as 64-bit words that hold 8 x 8 bits each."""
     num, nbytes = bitmaps.shape
     size = math.isqrt(8 * nbytes) // 8
     x = bitmaps.view(num, size, 8, size).permute(0, 3, 1, 2)
     words = x.flatten().view(torch.int64)
-    for shift, cells in _SWAPS:  # each step swaps cells above the diagonal with cells below it
+    for shift, cells in _SWAPS:  # each step swaps bits above the diagonal with bits below it
         changed = (words ^ (words >> shift)) & cells
         words = words ^ changed ^ (changed << shift)
     x = words.view(torch.uint8).view(num, size, size, 8)

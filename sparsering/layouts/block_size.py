@@ -1,4 +1,4 @@
-"""Chooses the default tokens per tile, by the share of pairs in tiles that do not attend.
+"""Chooses the default tokens per tile, so that few pairs in visited tiles do not attend.
 
 The rule counts pairs in a sample of the layout; its constants were measured on CPUs.
 """
@@ -15,7 +15,7 @@ from .terms import terms
 
 _SAMPLE = 2048  # number of query positions in the sample
 _LEAST_KEYS = 128  # a shorter sequence has too few tiles for a choice to matter
-_MOST_KEYS = 2048  # with more keys per query, few tiles lie at the edges of a pattern
+_MOST_KEYS = 2048  # with more keys per query, smaller tiles leave out little
 
 # Smaller tiles cost more per pair, but contain fewer pairs outside the pattern. A size is chosen if
 # its tiles contain at most this share of the pairs in the tiles of the next larger size.
@@ -26,7 +26,7 @@ _SMALLER = ((64, 0.92), (32, 0.6))
 def block_size(pattern: Pattern, frame: Frame, device: torch.device) -> int:
     """Returns the default tokens per tile; on a CPU, a sparse pattern may get less than 128.
 
-    Cost: compiling a few thousand queries, once per pattern and lengths.
+    Cost: compiling the layout of a few thousand queries, once per pattern and lengths.
     """
     size = default_block_size(pattern, frame.kv_len)
     if device.type != "cpu" or size != _LARGEST or frame.q_len <= 1 or frame.kv_len < _LEAST_KEYS:
@@ -57,7 +57,7 @@ def _by_density(pattern: Pattern, frame: Frame) -> int:
 
 
 def _pairs_in_tiles(pattern: Pattern, frame: Frame, size: int, queries: tuple[int, int]) -> float:
-    """Counts the pairs per query in the tiles that some queries visit; mean over heads."""
+    """Counts the pairs per query, attending or not, in visited tiles; mean over heads."""
     total = 0.0
     for compiled in compile_passes(pattern, frame, size, queries=[queries]):
         # Kernels round a partial tile up to 16 tokens, not to a whole tile.

@@ -45,7 +45,7 @@ Value = TypeVar("Value")
 
 
 class _Build:
-    """A build in progress: one thread holds the lock, and the value is None until it is done."""
+    """A value that one thread builds while others wait for its lock; None until it is built."""
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
@@ -55,8 +55,8 @@ class _Build:
 class LayoutCache:
     """Least-recently-used cache of layouts and other values built from patterns, keyed by value.
 
-    `info()` counts, `set_limit(bytes)` bounds, `invalidate(pattern)` and `clear()` empty it;
-    `prefetch(pattern, ...)` fills it ahead.
+    `info()` returns its counts, `set_limit(bytes)` bounds it, `invalidate(pattern)` and `clear()`
+    drop entries; `prefetch(pattern, ...)` builds a layout ahead of its use.
 
     Thread-safe. Bounded in bytes, as the `nbytes` of each value reports them.
     """
@@ -203,11 +203,11 @@ class LayoutCache:
             self._shrink()
 
     def _warn_of_rebuilding(self, key: Any, size: int) -> None:
-        """Warns once of a layout that every call builds and copies to its device again."""
+        """Warns once that a layout exceeds the limit, so that every call builds it again."""
         devices = (x.type for x in key if isinstance(x, torch.device))
         if self._warned or all(kind == "cpu" for kind in devices):
             return
-        self._warned = True  # once is enough
+        self._warned = True
         warnings.warn(
             f"a layout of {size >> 20} MiB is not kept, since layout_cache has a limit of "
             f"{self._limit >> 20} MiB: each call builds it again; call "
@@ -216,7 +216,7 @@ class LayoutCache:
         )
 
     def _put(self, key: Hashable, value: Any) -> None:
-        """Stores a value with its current bytes, in place of an earlier one."""
+        """Stores a value with its present size in bytes; replaces an earlier value of the key."""
         self._entries[key] = value, int(getattr(value, "nbytes", sys.getsizeof(value)))
 
     def info(self) -> CacheInfo:
@@ -351,7 +351,7 @@ def _settle(future: "Future[Any]", work: Callable[[], Any]) -> None:
 
 
 def _is_reusable(pattern: Pattern, frame: Frame) -> bool:
-    """Whether calls may share a layout: its key compares without waiting for a device."""
+    """Whether later calls can need a layout, and can find it without waiting for a device."""
     if not pattern.tensors:
         return True
     once = frame.q_len == 1 and selections_of(pattern)
@@ -359,7 +359,7 @@ def _is_reusable(pattern: Pattern, frame: Frame) -> bool:
 
 
 def place_of(device: torch.device | str) -> torch.device:
-    """Returns a device with its index; ValueError if this machine does not have it."""
+    """Returns a torch.device with its index; ValueError if this machine does not have it."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, ValueError, OverflowError, AssertionError) as error:

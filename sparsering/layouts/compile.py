@@ -1,8 +1,8 @@
-"""Compiles a pattern to passes of tiles, at the cost of the visited pairs of tiles.
+"""Compiles a pattern to a layout, in time proportional to the pairs of tiles it visits.
 
-1. `terms` splits a mask into a union of masks that each fit one grid of tiles: plain, dilated or
-   per document.
-2. Each term becomes one pass, without the pairs of earlier passes, so that passes are disjoint.
+1. `terms` splits a mask into a union of masks, its terms, that each fit one way to cut positions
+   into tiles: plain, dilated or per document.
+2. Each term becomes one `Pass`, without the pairs of earlier passes, so that passes are disjoint.
 3. For each distinct mask of a head and batch entry, its condition (`lower`) finds the pairs of
    tiles and their status: all, none or some of their positions attend. Where some do, the mask's
    definition is evaluated once for all pairs of tiles of one signature.
@@ -30,12 +30,12 @@ from .terms import disjoint_terms
 from .tiles import Axis, Grid, Origin, Ranges, Spans, TilePairs
 
 BLOCK_SIZES = range(16, 257, 16)
-_MOST_CELLS = 1 << 21  # cells evaluated at a time
+_MOST_CELLS = 1 << 21  # (query, key) pairs evaluated at a time, to bound memory
 _MOST_BITMAPS = 1 << 12  # bitmaps collected before equal ones are merged
 
 
 class Table(NamedTuple):
-    """Entries of one head of one batch entry in one pass, ordered by query tile, then key tile."""
+    """Visited pairs of tiles of one head in one pass, ordered by query tile, then key tile."""
 
     row_ptr: Tensor  # [query tiles + 1], where each query tile's entries begin
     key_tile: Tensor  # [entries]
@@ -45,15 +45,15 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledPass:
-    """Tiles and tables of one term of one branch."""
+    """A `Pass` before it is stacked to tensors: the tiles and tables of one term of a mask."""
 
-    queries: list[Axis]  # query tiles of each kv head, or of all heads
-    keys: list[Axis]  # key tiles of each kv head, or of all heads
+    queries: list[Axis]  # query tiles of each kv head, or one Axis for all heads
+    keys: list[Axis]  # key tiles of each kv head, or one Axis for all heads
     tables: list[list[Table]]  # [batch][head]; length 1 if all entries, or heads, have equal tables
     bitmaps: Tensor  # the distinct bitmaps
     num_pairs: float  # number of (query, key) pairs, mean over batch entries and heads
-    branch: int = 0  # index of the mixture's branch
-    origins: dict[str, Tensor] = field(default_factory=dict)  # see `RestartedDocuments.placed`
+    branch: int = 0  # index of the mask in a mixture `a + b`
+    origins: dict[str, Tensor] = field(default_factory=dict)  # from `RestartedDocuments.placed`
 
 
 def build_layout(
@@ -130,14 +130,14 @@ def _most(counts: Tensor) -> int:
 
 
 def default_block_size(pattern: Pattern, kv_len: int) -> int:
-    """Smallest block size of the masks in a pattern, else 128, or less for few keys."""
+    """Smallest block size that a mask declares; if none does, 128, or less for few keys."""
     if pattern.restarts is not None:
         inner = Mixture(tuple(map(laid_in_documents, pattern.branches)))
         return default_block_size(inner, max(pattern.restarts[1], default=0))
     own = [mask.block_size for mask in joined_masks(pattern) if isinstance(mask, BlockwiseMask)]
     if own and min(own) in BLOCK_SIZES:
         return min(own)
-    if selections := selections_of(pattern):  # the largest size that divides its blocks
+    if selections := selections_of(pattern):  # the largest tile size that divides a selected block
         sizes = [b for b in BLOCK_SIZES if b <= 128 and selections[0].block_size % b == 0]
         return max(sizes, default=128)
     return 128 if kv_len > 64 else 64 if kv_len > 32 else 32
@@ -150,7 +150,7 @@ def compile_passes(
     queries: Ranges | None = None,
     keys: Ranges | None = None,
 ) -> list[CompiledPass]:
-    """Compiles the passes of a pattern, branch by branch; passes of a branch share no pair.
+    """Compiles the passes of each mask of a mixture; passes of one mask share no pair.
 
     `queries`, `keys`: positions to compile, default all.
     """
@@ -202,7 +202,7 @@ def _compile_pass(
 
 
 def tokens_of_tile(mask: Mask, grid: Grid, block_size: int) -> int:
-    """Returns the most queries that a tile may have, so that one row of a selection has them."""
+    """Returns the most queries in a tile such that each tile lies in one row of a selection."""
     rows = [x.row_size for x in selections_of(mask)] if grid == Grid(1, block_size) else []
     return math.gcd(block_size, *rows)
 
@@ -216,7 +216,7 @@ def compile_table(
     block_size: int,
     among: Spans | None = None,
 ) -> tuple[Table, Tensor]:
-    """Compiles one table, with its bitmaps.
+    """Compiles the table of one mask and its bitmaps.
 
     `among`: the pairs of tiles to examine, default all candidates of the mask's condition.
     """
@@ -246,7 +246,7 @@ def compile_table(
 def _cells(
     mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns bitmaps, and for each pair of tiles its bitmap's index and its number of pairs."""
+    """Evaluates a mask on pairs of tiles: (bitmaps, index of each bitmap, attending pairs)."""
     columns = [pairs.q.count, pairs.k.count, *rule.signature(pairs)]
     kind, first = number_rows(columns)
     bitmaps, bitmap, count = _distinct_bitmaps(mask, pairs[first], frame, block_size)
@@ -276,7 +276,7 @@ def _cells_in_documents(
 def _largest_of_kind(
     signature: list[Tensor], q_count: Tensor, k_count: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Numbers pairs of tiles by signature: (number of each, largest pair of tiles by number)."""
+    """Groups pairs of tiles by signature: (group of each, index of each group's largest pair)."""
     kind, _ = number_rows(signature)
     most_q, most_k = (
         torch.zeros_like(kind).scatter_reduce(0, kind, count, "amax")[kind]
@@ -284,7 +284,7 @@ def _largest_of_kind(
     )
     largest = (q_count == most_q) & (k_count == most_k)
     has_one = torch.zeros_like(largest).index_put((kind[largest],), torch.tensor(True))[kind]
-    if not has_one.all():  # one pair has most queries, another most keys: they need two bitmaps
+    if not has_one.all():  # if one pair has most queries and another most keys, both need a bitmap
         apart = ~has_one
         kind, _ = number_rows([kind, apart * q_count, apart * k_count])
         largest = largest | apart
@@ -295,7 +295,7 @@ def _largest_of_kind(
 def _distinct_bitmaps(
     mask: Mask, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `_cells`, but evaluates every pair of tiles, in parts that bound the memory."""
+    """Like `_cells`, but evaluates every pair of tiles, some at a time to bound memory."""
     bitmaps, numbers, counts, total = [], [], [], 0
     for part in torch.arange(len(pairs)).split(_MOST_BITMAPS):
         cells, count = evaluate(mask, pairs[part], frame, block_size)

@@ -1,7 +1,7 @@
 """Cuts a sequence, or documents in which positions restart, into tiles.
 
-`WholeSequence` and `RestartedDocuments` cut the positions that a pattern counts, and map these
-tiles to tokens.
+Tiles are cut in positions, as a pattern counts them. `placed` then moves them to tokens, that is
+to indices in the tensors, which differ from positions if positions restart in each document.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from .tiles import Axis, Grid, Origin, Ranges
 
 @dataclass(frozen=True)
 class WholeSequence:
-    """One sequence; `query_ranges` and `key_ranges` are the positions to compile."""
+    """One sequence, of which the positions in `query_ranges` and `key_ranges` are compiled."""
 
     kv_len: int
     query_ranges: Ranges
@@ -33,13 +33,13 @@ class WholeSequence:
         return grid.axis(self.key_ranges, block_size, offset)
 
     def origin(self, tiles: Axis) -> Origin:
-        """Returns the origin from which conditions count positions, for each tile."""
+        """Returns, for each tile, the position from which conditions count, here always 0."""
         return Origin.of_sequence(len(tiles), self.kv_len)
 
     def placed(
         self, queries: list[Axis], keys: list[Axis]
     ) -> tuple[list[Axis], list[Axis], dict[str, Tensor]]:
-        """Returns the tiles in tokens, and fields of `Pass` for positions that differ from them."""
+        """Returns tiles in tokens, and the `Pass` fields for positions, here none."""
         return queries, keys, {}
 
 
@@ -57,7 +57,7 @@ class RestartedDocuments:
         return cls(q_lengths, kv_lengths)
 
     def fitting(self, grid: Grid, block_size: int) -> Grid:
-        """Returns the plain grid if the mask has documents inside these, else the grid itself."""
+        """Returns a grid without inner documents if the mask packs documents inside these."""
         return grid if grid.documents is None else Grid(1, block_size)
 
     def queries(self, grid: Grid, block_size: int, offset: int) -> Axis:
@@ -85,7 +85,7 @@ class RestartedDocuments:
             "stream": of_query.expand(len(queries), -1).contiguous(),
         }
         key_begin = self.kv_lengths.cumsum(0) - self.kv_lengths
-        query_begin = self.q_lengths.cumsum(0) - self.kv_lengths  # token of a query at position 0
+        query_begin = self.q_lengths.cumsum(0) - self.kv_lengths  # index of a query at position 0
         shifted = [_shifted(tiles, query_begin[of_query]) for tiles in queries]
         return shifted, [_shifted(tiles, key_begin[of_key]) for tiles in keys], origins
 
@@ -96,7 +96,7 @@ Ground = WholeSequence | RestartedDocuments
 def ground_of(
     restarts: Restarts | None, frame: Frame, queries: Ranges | None, keys: Ranges | None
 ) -> Ground:
-    """Returns documents if positions restart, else the sequence with the ranges, default all."""
+    """Returns the documents in which positions restart, else the sequence (default: all of it)."""
     if restarts is not None:
         return RestartedDocuments.of(restarts)
     if queries is None:
@@ -107,7 +107,7 @@ def ground_of(
 
 
 def laid_in_documents(mask: Mask) -> Mask:
-    """Returns the mask inside each document, for a mask whose positions restart (`Varlen`)."""
+    """Replaces each `Varlen` in a mask by the mask that it applies inside every document."""
     match mask:
         case Varlen(_, _, inner):
             return inner

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # `layout` imports this module to print itself
+if TYPE_CHECKING:  # `layout` imports this module, so the import would be circular
     from .layout import BlockLayout
 
 _SHADES = " .:-=+*#%@"
-_AT_A_TIME = 1 << 22  # sampled pairs
+_AT_A_TIME = 1 << 22  # (query, key) pairs evaluated at once, to bound memory
 
 
 def drawing(layout: "BlockLayout", rows: int = 32, columns: int = 64) -> list[str]:
@@ -31,16 +31,16 @@ def pair_shares(
     head: int = 0,
     most_samples: int = 1 << 24,
 ) -> Tensor:
-    """[rows, columns] share of the pairs in each area that attend; 1 is dense.
+    """Share of (query, key) pairs that attend in each area of a raster [rows, columns].
 
-    The share is above 1 if pairs count twice, in a mixture. In large layouts, only evenly spaced
-    positions of each tile are counted.
+    A share of 1 is dense; it is above 1 if pairs count twice, in a mixture. In large layouts, only
+    evenly spaced positions of each tile are counted.
 
     Args:
         layout: any layout; its first batch entry is drawn.
         rows, columns: size of the raster at most; `columns` defaults to `rows`.
         head: query head.
-        most_samples: about the most pairs to evaluate.
+        most_samples: about how many pairs to evaluate at most.
     """
     q_len, kv_len = layout.frame.q_len, layout.frame.kv_len
     rows, columns = min(rows, q_len), min(rows if columns is None else columns, kv_len)

@@ -1,7 +1,7 @@
-"""Layouts over cached keys, whose place in memory differs from their position.
+"""Layouts over cached keys, whose index in memory differs from their position.
 
-`page_over` builds passes for a page of queries over keys in any order, each with its position.
-`Spanned` is a layout over the visited keys alone, stored without gaps.
+`page_over` builds the passes of one tile of queries over keys in any order, each with its position.
+`Spanned` is a layout over the visited keys alone, stored one after the other.
 """
 
 import math
@@ -22,7 +22,7 @@ from .leaves import EMPTY, FULL, VARIES
 from .lower import condition
 from .tiles import Axis, Spans, TilePairs
 
-_MOST_CELLS = 1 << 21  # cells evaluated at a time, to bound memory
+_MOST_CELLS = 1 << 21  # (query, key) pairs evaluated at a time, to bound memory
 
 
 def page_over(
@@ -34,13 +34,13 @@ def page_over(
     queries: int,
     block_size: int,
 ) -> tuple[Pass, ...]:
-    """Builds a pass for each branch, of one tile of queries over keys in any order.
+    """Builds one pass per mask of a mixture: one tile of queries over keys in any order.
 
     Args:
         pattern: a causal pattern.
         positions: [entries, Hkv, keys] int64 position of each key, -1 for no key; `entries` is 1
             or the batch size. The last keys belong to the queries; the others come before.
-        live: [branches, entries, Hkv, keys] bool, False if no query of the branch visits the key.
+        live: [masks, entries, Hkv, keys] bool, False if no query visits the key by the mask.
         starts: [entries] the position of the first query.
         frame: lengths and heads, for patterns that depend on them.
         queries: number of queries, at most `block_size`.
@@ -55,9 +55,9 @@ def page_over(
 
 
 class _Rows(NamedTuple):
-    """The rows of a page's tables: one for each head of each batch entry."""
+    """Mask, first query and keys of each row; a row is one head of one batch entry."""
 
-    masks: list[Mask]  # mask of each row; a single one if all rows have the same
+    masks: list[Mask]  # mask of each row; only one if all rows have the same mask
     first: Tensor  # [rows] position of the first query
     keys: Tensor  # [rows, keys] positions, -1 for no key
 
@@ -123,7 +123,7 @@ def _pass_over(
 def _by_tiles(
     rows: _Rows, frame: Frame, queries: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds the visited tiles of rows with one mask; evaluates only tiles whose status varies.
+    """Finds the visited key tiles; all rows have one mask, and partly masked tiles get bitmaps.
 
     Returns: [rows, tiles] whether a tile is visited, [rows, tiles] number of its bitmap or -1, and
         the bitmaps, with queries along the bits.
@@ -185,7 +185,7 @@ def _without_causal(mask: Mask) -> Mask:
 
 
 def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-    """Evaluates masks[i] on row i; masks that differ only in a grid offset run together."""
+    """Evaluates masks[i] on row i; together, if masks differ only in the offset of `Dilated`."""
     first = masks[0]
     if all(mask == first for mask in masks):
         return first.holds(p, k, frame)
@@ -210,7 +210,7 @@ def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
 
 
 def _status(mask: Mask, first: Tensor, last: Tensor, k: Tensor, frame: Frame) -> Tensor:
-    """[tiles] EMPTY, VARIES or FULL, from the first and last position of queries and of keys."""
+    """EMPTY, VARIES or FULL for each key tile k [tiles, keys] and its queries [first, last]."""
     real = k >= 0
     some = torch.nonzero(real.any(1))[:, 0]
     low, high = torch.where(real, k, MOST_TOKENS).amin(1)[some], k.amax(1)[some]
@@ -225,11 +225,11 @@ def _status(mask: Mask, first: Tensor, last: Tensor, k: Tensor, frame: Frame) ->
 
 @dataclass(frozen=True, eq=False)
 class Spanned:
-    """A layout whose keys are the visited spans of positions alone, stored without gaps."""
+    """A layout over the visited ranges of key positions alone, stored one after the other."""
 
-    layout: BlockLayout  # `Pass.key_start` has places without gaps, `Pass.key_origin` positions
-    begin: Tensor  # first position of each span; spans are ascending and disjoint
-    end: Tensor  # end of each span, exclusive
+    layout: BlockLayout  # `Pass.key_start` has indices in the stored keys, `key_origin` positions
+    begin: Tensor  # first position of each range; ranges are ascending and disjoint
+    end: Tensor  # exclusive end of each range
 
     @classmethod
     def of(cls, layout: BlockLayout) -> "Spanned":
@@ -247,11 +247,11 @@ class Spanned:
 
     @property
     def length(self) -> int:
-        """Number of tokens in all spans."""
+        """Number of stored keys, in all ranges."""
         return int((self.end - self.begin).sum())
 
     def place_of(self, positions: Tensor) -> Tensor:
-        """Returns the place of each position without gaps; `length` for positions in no span."""
+        """Index of each position in the stored keys; `length` for positions in no range."""
         if not len(self.begin):
             return torch.zeros_like(positions)
         lengths = self.end - self.begin
@@ -268,7 +268,7 @@ class Spanned:
 
 
 def _visited_tiles(p: Pass) -> Tensor:
-    """[S, key tiles] whether some head visits a tile."""
+    """Whether some query head visits each key tile, [S, key tiles]."""
     axes, tiles = p.key_start.shape
     tables = p.row_ptr.shape[1]
     real = torch.arange(p.key_tile.shape[2]) < p.num_entries[..., None]

@@ -1,6 +1,6 @@
-"""Conditions with parts: and, or, not; a rule for blocks, or inside documents; a custom mask.
+"""Conditions that contain others (and, or, not, per block, per document), and custom masks.
 
-And, or, not follow Kleene logic: a part that is EMPTY or FULL may decide where another one varies.
+And, or, not follow Kleene logic: one part that is EMPTY or FULL may decide a tile pair by itself.
 """
 
 import math
@@ -18,16 +18,16 @@ from ..rows import expand_counts
 from .leaves import EMPTY, FULL, VARIES, Condition, Repeats, SameDocument, with_any_key
 from .tiles import Axis, Origin, Spans, TilePairs, spans_of_positions
 
-_MOST_SUB_BLOCKS = 1024  # most blocks of a mask that are looked up for a pair of tiles
-_QUERIES_AT_A_TIME = 64  # queries of a key for which a custom mask is evaluated
-_LEAPS = (1 << 14, 1 << 10)  # queries whose tile a custom mask may exclude at once
+_MOST_SUB_BLOCKS = 1024  # most pairs of mask blocks looked up per pair of tiles
+_QUERIES_AT_A_TIME = 64  # queries per key evaluated in one call of a custom mask
+_LEAPS = (1 << 14, 1 << 10)  # sizes of query ranges that a custom mask may exclude whole
 
 
 class _Joint(Condition):
-    """Base of `AllOf` and `AnyOf`."""
+    """Base of `AllOf` and `AnyOf`: several conditions and the operations that join them."""
 
-    extreme: ClassVar[Any]  # joins the statuses of the parts
-    join: ClassVar[Any]  # joins the candidates of the parts
+    extreme: ClassVar[Any]  # minimum or maximum, joins the statuses of the parts
+    join: ClassVar[Any]  # intersection or union, joins the candidates of the parts
 
     def __init__(self, parts: Iterable[Condition]) -> None:
         self.parts = tuple(parts)
@@ -38,7 +38,7 @@ class _Joint(Condition):
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
         columns = []
-        for part in self.parts:  # where a part does not vary, its status alone decides the cells
+        for part in self.parts:  # a part that does not vary adds its status alone
             varies = part.status(pairs) == VARIES
             columns.append(varies.long())
             if varies.any():
@@ -57,7 +57,7 @@ class _Joint(Condition):
 
 
 class AllOf(_Joint):
-    """Every part holds."""
+    """Condition that all its parts hold, as for `a & b`."""
 
     extreme = staticmethod(torch.minimum)
     join = Spans.__and__
@@ -66,7 +66,7 @@ class AllOf(_Joint):
         super().__init__(parts)
         self.moving = [part for part in self.parts if not part.convex]
         self.convex = not self.moving
-        # `before` of one moving part may step to a query that another one excludes.
+        # One part's `before` may find a query that another part excludes, so it is only a bound.
         self.settled = self.settled and len(self.moving) <= 1
 
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -85,7 +85,7 @@ class AllOf(_Joint):
 
 
 class AnyOf(_Joint):
-    """Some part holds."""
+    """Condition that at least one of its parts holds, as for `a | b`."""
 
     extreme = staticmethod(torch.maximum)
     join = Spans.__or__
@@ -96,7 +96,7 @@ class AnyOf(_Joint):
 
 @dataclass(frozen=True, eq=False)
 class Negated(Condition):
-    """The part does not hold."""
+    """Condition that its part does not hold, as for `Not(a)`."""
 
     part: Condition
 
@@ -109,11 +109,11 @@ class Negated(Condition):
 
 @dataclass(frozen=True, eq=False)
 class InBlocks(Condition):
-    """A blockwise mask, looked up for every pair of mask blocks that a pair of tiles spans."""
+    """Condition of a blockwise mask, looked up for the pairs of blocks in a pair of tiles."""
 
     mask: BlockwiseMask
-    rule: Condition | None = None  # on block numbers; None if a table or random choice lists them
-    _listed: dict[int, Tensor] = field(default_factory=dict)  # pairs of blocks, by kv_len
+    rule: Condition | None = None  # the mask by block numbers; None for tables, random
+    _listed: dict[int, Tensor] = field(default_factory=dict)  # cached block pairs, by kv_len
 
     def _sides(self, pairs: TilePairs) -> list[tuple[Tensor, Tensor, int]]:
         """(first position, last position, block size) of the queries and of the keys."""
@@ -121,7 +121,7 @@ class InBlocks(Condition):
         return [(q0, q1, self.mask.row_size), (k0, k1, self.mask.block_size)]
 
     def _cells(self, pairs: TilePairs) -> tuple[Tensor, Tensor] | None:
-        """(holds, valid) of each pair's mask blocks, [sub-blocks, pairs]; None if too many."""
+        """(attend, exist) [block pairs, tile pairs] of the mask's blocks; None if too many."""
         (q0, q1), (k0, k1) = (
             (first // size, last // size) for first, last, size in self._sides(pairs)
         )
@@ -176,7 +176,7 @@ class InBlocks(Condition):
 
     def _last_listed(self, own: Tensor, block: Tensor, frame: Frame) -> Tensor:
         """Last query block <= `block` that sees key block `own`, or a negative number."""
-        # The list has key block * rows + query block of each pair, ascending.
+        # The list has key block * rows + query block of each attending pair, ascending.
         rows = -(-frame.kv_len // self.mask.block_size)
         if frame.kv_len not in self._listed:
             row, first, last = self.mask.spans(torch.arange(rows), frame.kv_len)
@@ -202,7 +202,7 @@ class InBlocks(Condition):
 
 @dataclass(frozen=True, eq=False)
 class PerDocument(Condition):
-    """Both positions lie in one document, and `inner` holds of positions counted from its start."""
+    """Condition that both positions lie in one document, and `inner` holds from its start."""
 
     same: SameDocument
     inner: Condition
@@ -213,7 +213,7 @@ class PerDocument(Condition):
         return self.inner.settled
 
     def _document(self, first: Tensor, last: Tensor, origin: Origin) -> tuple[Tensor, Origin]:
-        """(True if both positions are in one document, the origin of the first's document)."""
+        """(whether both positions are in one document, start and lengths of the first one)."""
         starts = self.same.starts
         number = self.same.document_of(first - origin.start)
         inside = (number == self.same.document_of(last - origin.start)) & (number < len(starts) - 1)
@@ -258,7 +258,7 @@ class PerDocument(Condition):
 
 @dataclass(frozen=True, eq=False)
 class Declared(Condition):
-    """A custom mask, which may define `Mask.status` and `Mask.candidates` itself."""
+    """Condition of a custom mask, whose class may define `Mask.status` and `Mask.candidates`."""
 
     mask: Mask
     frame: Frame
@@ -275,7 +275,7 @@ class Declared(Condition):
         status = torch.full_like(pairs.q.start, VARIES, dtype=torch.int8)
         for which, frame in self._frames(pairs.origin):
             q0, q1, k0, k1 = pairs[which].edges()
-            q1 = q1.clamp(max=frame.q_start + frame.q_len - 1)  # `lifetimes` has endless tiles
+            q1 = q1.clamp(max=frame.q_start + frame.q_len - 1)  # `lifetimes` asks for longer tiles
             if (own := self.mask.status(q0, q1, k0, k1, frame)) is not None:
                 status[which] = own.to(torch.int8)
         return status
@@ -299,7 +299,7 @@ class Declared(Condition):
         result = torch.full_like(x, -1)
         chosen = torch.nonzero(x >= 0)[:, 0]
         k, x = k[chosen], x[chosen]
-        step = torch.zeros_like(x)  # number of queries, from x downwards, that do not see the key
+        step = torch.zeros_like(x)  # queries from x downwards that do not see the key
         for leap in _LEAPS:
             step = torch.where(step == 0, leap * self._is_empty(k, x, leap, frame), step)
         near = torch.nonzero(step == 0)[:, 0]
@@ -310,7 +310,7 @@ class Declared(Condition):
         return result
 
     def _is_empty(self, k: Tensor, x: Tensor, leap: int, frame: Frame) -> Tensor:
-        """Whether the mask's `candidates` or `status` exclude all queries in (x - leap, x]."""
+        """Whether the mask's `candidates` or `status` exclude key k for all of (x - leap, x]."""
         empty, first = torch.zeros_like(x, dtype=torch.bool), (x - leap + 1).clamp(min=0)
         if (reach := self.mask.candidates(first, x, frame)) is not None:
             empty = (k < reach[0]) | (k > reach[1])
@@ -320,7 +320,7 @@ class Declared(Condition):
 
 
 def _together(parts: Sequence[Repeats | None]) -> Repeats | None:
-    """Returns the common period of several parts; None if one is unknown."""
+    """Joins the periods of parts to a common one; None if one of them is unknown."""
     repeats = [part for part in parts if part is not None]
     if len(repeats) < len(parts):
         return None

@@ -1,7 +1,7 @@
 """Layouts of the last query of a growing sequence, so that decoding compiles nothing per token.
 
-A page of 1,024 queries is compiled at once and cached. The layout of a query is a row of its tiles,
-cut to the keys so far. A page takes about as long to compile as one query.
+A page, 1,024 queries from a multiple of 1,024 on, is compiled at once and cached. The layout of one
+query is its query tile, cut to the keys so far. A page compiles about as fast as one query.
 """
 
 import math
@@ -48,20 +48,20 @@ def _positions_decide(pattern: Pattern) -> bool:
 
 @dataclass(eq=False)
 class _Page:
-    """The layout of a page of queries, and the place of each query in it.
+    """The layout of a page (1,024 queries), and the query tile that has each query.
 
-    `rows` has two passes for each pass and row of query tiles: one with this row alone, and the one
-    for which kernels prepare (`Pass.walked_as`). `latest` is the last result, which all layers of a
-    model need.
+    `rows` has two passes for each pass of the layout and each query tile: one with this tile alone,
+    and one for which kernels plan their order (`Pass.walked_as`). `latest` is the latest result of
+    `query`, since every layer of a model asks for the same query.
     """
 
     layout: BlockLayout
     rows: list[list[tuple[Pass, Pass]]]
-    row_of: list[list[int]]  # row of tiles of each query, by pass; -1 if no tile has the query
+    row_of: list[list[int]]  # query tile of each query, by pass; -1 if no tile has it
     slot_of: list[list[int]]  # place of each query in its tile, by pass
-    stops: list[Tensor]  # [queries, S, 1] for each pass: 1 if a set of tiles has the query, else 0
+    stops: list[Tensor]  # for each pass [queries, S, 1]: 1 if tile set s has the query, else 0
     latest: tuple[Frame, tuple[BlockLayout, tuple[int, ...]], Built | None] | None = None
-    launches: dict[tuple[int, ...], dict[Hashable, Any]] = field(default_factory=dict)  # by rows
+    launches: dict[tuple[int, ...], dict[Hashable, Any]] = field(default_factory=dict)  # by tiles
 
     @classmethod
     def of(cls, layout: BlockLayout) -> "_Page":
@@ -106,9 +106,9 @@ class _Page:
 
 
 def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
-    """Returns the row of tiles and the slot of each query; [S, queries] which sets have the query.
+    """Returns (query tile, place in it) of each query, and which of S tile sets have it.
 
-    A query has the same row and slot in every set of tiles that has it.
+    A query has the same tile number and place in every set of tiles that has it.
     """
     query = p.query_start[..., None] + p.step * torch.arange(block_size, device=p.row_ptr.device)
     real = query < p.query_stop[..., None]
@@ -122,7 +122,7 @@ def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
 
 
 def _row(p: Pass, row: int) -> Pass:
-    """Returns a pass with one row of query tiles alone, for a single query."""
+    """Returns a pass with query tile number `row` alone, to compute a single query."""
     begin, end = p.row_ptr[..., row].long(), p.row_ptr[..., row + 1].long()
     count = end - begin
     place = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)
@@ -141,7 +141,7 @@ def _row(p: Pass, row: int) -> Pass:
 
 
 def _walked(row: Pass, p: Pass, number: int, layout: BlockLayout) -> Pass:
-    """Returns a row's pass with a bitmap for each entry that has keys after one of its queries."""
+    """Gives `row` a bitmap for each pair of tiles with keys after one of the tile's queries."""
     first = layout.frame.q_start + p.query_start[:, number].min()  # this query has fewest keys
     last = torch.minimum(p.key_start + (layout.block_size - 1) * p.step, p.key_stop - 1)
     later = (last > first).any(0)  # [key tiles]

@@ -1,4 +1,4 @@
-"""`BlockLayout`, the compiled form of a pattern: passes of tiles that kernels run."""
+"""`BlockLayout`: a pattern compiled to tables of the tile pairs that kernels visit."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -17,25 +17,27 @@ from .drawing import drawing
 
 
 class Transpose(NamedTuple):
-    """The table of a pass sorted by key tile, with the query tiles that visit each."""
+    """The visited pairs of tiles of a pass, sorted by key tile, for the backward pass."""
 
     row_ptr: Tensor  # [Bt, Ht, key tiles + 1], where each key tile's entries begin
     query_tile: Tensor  # [Bt, Ht, entries]
-    entry: Tensor  # [Bt, Ht, entries], number of the entry in the pass's table
+    entry: Tensor  # [Bt, Ht, entries], index of the pair in `Pass.key_tile`
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Pass:
-    """Tiles of one step and the table of which query tile visits which key tile.
+    """One round of kernels over queries and keys: tiles, and a table of the tile pairs to visit.
 
-    A tile is the tokens `start, start + step, ...` below `stop`, at most block_size of them: query
-    tiles in query *indices*, key tiles in key positions. An *entry* of a table is a visited pair of
-    tiles. There are S sets of tiles and Ht tables for each of Bt batch entries; a dim of size 1 is
-    shared by all. Query head h of H uses table h * Ht // H and the set of tiles h * S // H.
+    A layout has one pass for each way to cut tokens into tiles. A tile is the tokens `start, start
+    + step, ...` below `stop`, at most block_size: query tiles in query *indices*, key tiles in key
+    positions. An *entry* of a table is a visited pair of tiles. There are S sets of tiles and Ht
+    tables for each of Bt batch entries; a dim of size 1 is shared by all. Query head h of H uses
+    table h * Ht // H and the set of tiles h * S // H.
 
-    In bitmaps, the first cell is in the lowest bit; cells past `stop` have no meaning. `slot` says
-    where a selection's indices [R, k], flattened, list the entry's block for its row, -1 for
-    nowhere; it is None without a selection, or if an entry spans several of its rows or blocks.
+    In bitmaps, the first (query, key) pair is in the lowest bit; bits past `stop` have no meaning.
+    If the mask is a selection with indices [R, k], `slot` is the place in the flattened indices
+    that lists the entry's key block for its query row, or -1. It is None without a selection, or if
+    an entry spans several rows or blocks of the selection.
     """
 
     step: int  # distance of neighbouring tokens in a tile
@@ -48,12 +50,12 @@ class Pass:
     bitmap: Tensor  # [Bt, Ht, entries] int32, index in `bitmaps`, or -1 if all pairs attend
     bitmaps: Tensor  # [bitmaps, block_size ** 2 / 8] uint8
     covers: tuple[bool, bool] = (False, False)  # do tiles contain every query, and every key?
-    longest: tuple[int, int] | None = None  # bounds of the entries of a query tile and a key tile
-    branch: int = 0  # index of the mixture's branch that the pass belongs to
-    query_origin: Tensor | None = None  # [S, query tiles] int64 position, if positions restart
-    key_origin: Tensor | None = None  # [S, key tiles] int64 position, if not key_start
-    stream: Tensor | None = None  # [S, query tiles] int64 dropout stream; None: all 0
-    slot: Tensor | None = None  # [B or 1, H or 1, entries] int64
+    longest: tuple[int, int] | None = None  # most entries of any query tile, any key tile
+    branch: int = 0  # index of the pass's mask in a mixture `a + b`
+    query_origin: Tensor | None = None  # [S, query tiles], if positions restart in documents
+    key_origin: Tensor | None = None  # [S, key tiles] first positions, if not key_start
+    stream: Tensor | None = None  # [S, query tiles] random stream of dropout; None: all 0
+    slot: Tensor | None = None  # [B or 1, H or 1, entries] int64, as above
 
     def coordinates(self, q_start: int) -> tuple[Tensor, Tensor]:
         """Position of the first token of each query tile and of each key tile, [S, tiles] int64.
@@ -107,7 +109,7 @@ class Pass:
         return other
 
     def of_entries(self, entries: Tensor) -> "Pass":
-        """Returns the pass of some batch entries, given as indices."""
+        """Returns a copy for some batch entries; `entries` are their indices."""
         if self.row_ptr.shape[0] == 1:
             return self
         tables = {"row_ptr": self.row_ptr, "key_tile": self.key_tile, "bitmap": self.bitmap}
@@ -117,14 +119,14 @@ class Pass:
 
     @property
     def walked_as(self) -> "Pass":
-        """Pass for which kernels prepare the order of tiles; itself, unless `cut` made this one."""
+        """The pass for which kernels plan the order of tiles: `whole` after `cut`, else itself."""
         whole: Pass = vars(self).get("_whole", self)
         return whole
 
     def cut(self, query_stop: Tensor, key_stop: Tensor, whole: "Pass") -> "Pass":
-        """Returns a copy with fewer queries and keys; kernels prepare once, for `whole`.
+        """Returns a copy with fewer queries and keys; kernels plan their order for `whole` alone.
 
-        `whole` has the same entries, and a bitmap for each tile that some copy cuts.
+        `whole` has the same entries, and a bitmap for each pair of tiles that some copy shortens.
         """
         other = self.like(query_stop=query_stop, key_stop=key_stop)
         vars(other)["_whole"] = whole
@@ -154,7 +156,7 @@ class BlockLayout:
         pairs: number of (query, key) pairs, mean over batch entries and query heads; a tensor if
             the device counts them.
         built: point of a CUDA stream at which the tables are complete; other streams wait for it.
-        launches: prepared launches of kernels over this layout, by the kind of a call.
+        launches: kernel launches prepared for this layout, by a key that describes the call.
     """
 
     frame: Frame
@@ -196,19 +198,19 @@ class BlockLayout:
 
     @cached_property
     def entry_counts(self) -> Tensor:
-        """[passes, Bt, Ht] number of entries in each table."""
+        """[passes, Bt, Ht] number of visited pairs of tiles in each table."""
         batch, heads = self.table_shape
         counts = [stretched(p.num_entries, batch, heads) for p in self.passes]
         return torch.stack(counts) if counts else torch.zeros(0, batch, heads, dtype=torch.int64)
 
     @cached_property
     def first_entry(self) -> Tensor:
-        """[passes, Bt, Ht] number of each pass's first entry, in the order of `entries`."""
+        """[passes, Bt, Ht] index of each pass's first entry in the result of `entries`."""
         return self.entry_counts.cumsum(0) - self.entry_counts
 
     @cached_property
     def entry_slots(self) -> Tensor:
-        """[Bt, Ht, entries] slot of each entry, in the order of `entries`; -1 without a slot."""
+        """[Bt, Ht, entries] `Pass.slot` of each row of `entries`; -1 if its pass has none."""
         if len(self.passes) == 1 and self.passes[0].slot is not None:
             return self.passes[0].slot
         shapes = [self.table_shape, *(p.slot.shape for p in self.passes if p.slot is not None)]
@@ -253,7 +255,7 @@ class BlockLayout:
     def entries(self, batch: int = 0, head: int = 0) -> Tensor:
         """[n, 4]: first query position, first key position, query count, key count of each entry.
 
-        In table order, passes concatenated: the order of `block_bias` and of `BlockWeights.values`.
+        In table order, pass after pass: the order of `block_bias` and of `BlockWeights.values`.
         """
         rows = []
         tables = max((p.row_ptr.shape[0] for p in self.passes), default=1)
@@ -270,7 +272,7 @@ class BlockLayout:
         return torch.cat(rows) if rows else torch.zeros(0, 4, dtype=torch.int64)
 
     def table(self, p: Pass, batch: int, head: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Query tile, key tile and bitmap of each entry of a head; the head's set of tiles."""
+        """(query tiles, key tiles, bitmaps) of a head's entries, and the index of its tile set."""
         b = batch if p.row_ptr.shape[0] > 1 else 0
         h = p.table_of(head, self.frame.num_heads)
         n = int(p.num_entries[b, h])
@@ -281,7 +283,7 @@ class BlockLayout:
     def visits(self, batch: int, head: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Yields the pairs that one query head visits, pass by pass.
 
-        Yields: number of the pass's first entry; then for its n entries the query indices [n, b],
+        Yields: index of the pass's first entry; then for its n entries the query indices [n, b],
         the key positions [n, b] and whether each pair attends [n, b, b], as `cells`.
         """
         first, slots = 0, torch.arange(self.block_size, device=self.entry_counts.device)
@@ -348,7 +350,7 @@ class BlockLayout:
 
 
 def slots_of(start: Tensor, stop: Tensor, step: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """[..., block_size] tokens of tiles [...], and whether each lies below `stop`."""
+    """[..., block_size] tokens of each tile, and whether each token lies below `stop`."""
     tokens = start[..., None] + step * torch.arange(block_size, device=start.device)
     return tokens, tokens < stop[..., None]
 
@@ -365,7 +367,7 @@ def stretched(table: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def row_of(row_ptr: Tensor, entries: int) -> Tensor:
-    """Returns the row of each entry 0, 1, ..., entries - 1; past the last row, the row count."""
+    """Row of each entry 0, 1, ..., entries - 1 in a CSR table; past its end, the row count."""
     position = torch.arange(entries, device=row_ptr.device).expand(*row_ptr.shape[:-1], -1)
     ends = row_ptr[..., 1:].long().contiguous()
     return torch.searchsorted(ends, position.contiguous(), right=True)

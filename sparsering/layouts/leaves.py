@@ -24,7 +24,7 @@ FOREVER = 1 << 62
 
 
 class Repeats(NamedTuple):
-    """Pairs repeat every `period` positions from `first` on; `empty`: there are no pairs."""
+    """Pairs repeat every `period` positions from `first` on; if `empty`, none attend there."""
 
     first: int
     period: int
@@ -32,22 +32,22 @@ class Repeats(NamedTuple):
 
 
 class Condition:
-    """Condition on p - origin.start and k - origin.start, p a query and k a key position."""
+    """Condition on a query and a key position, counted from the sequence's or document's start."""
 
     convex: bool = False  # True if the queries that see a key have no gap between them
     moving: "Sequence[Condition]" = ()  # parts that are not convex, which `queries` ignores
     settled: bool = True  # True if `before` is exact, False if it is an upper bound
 
     def status(self, pairs: TilePairs) -> Tensor:
-        """EMPTY, VARIES or FULL for each pair of tiles."""
+        """For each pair of tiles: EMPTY (no position pair holds), FULL (all hold), else VARIES."""
         raise NotImplementedError
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
-        """Columns of integers; VARIES pairs of tiles with equal rows have equal bitmaps."""
+        """Integer columns, one row per pair of tiles: if VARIES, equal rows mean equal bitmaps."""
         raise NotImplementedError
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        """A superset of the pairs of tiles that are not EMPTY; `origin` is per query tile."""
+        """A superset of the pairs of tiles that are not EMPTY; `origin` is that of the queries."""
         return with_any_key(queries, keys, torch.arange(len(queries)))
 
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -67,17 +67,17 @@ class Condition:
         return x if first is None else torch.where(x >= first, x, -1)
 
     def future(self, stop: int) -> Repeats | None:
-        """How later queries repeat their visits to keys below `stop`; None if unknown."""
+        """Period with which later queries visit the keys below `stop`; None if unknown."""
         return None
 
     def shifted(self) -> Repeats | None:
-        """How pairs repeat when both positions grow by one number; None if unknown."""
+        """Amount by which query and key may both shift without a change; None if unknown."""
         return None
 
 
 @dataclass(frozen=True)
 class Linear(Condition):
-    """a * p + b * k >= c, where a is -1, 0 or 1."""
+    """Condition a * p + b * k >= c on query position p and key position k; a in (-1, 0, 1)."""
 
     a: int
     b: int
@@ -123,13 +123,13 @@ class Linear(Condition):
     def shifted(self) -> Repeats | None:
         if self.a and self.b:
             return Repeats(0, 1) if self.a + self.b == 0 else None
-        sign = self.a + self.b  # only one side counts: pairs change at one position, if at all
+        sign = self.a + self.b  # only one of p and k counts: pairs change at one position
         return Repeats(max(0, self.c // sign + (sign < 0)) if sign else 0, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class InKeys(Condition):
-    """valid[k]; `below[k]` counts the valid keys below k, [kv_len + 1]."""
+    """Condition that a key mask allows key k; below[k] is the number of allowed keys before k."""
 
     below: Tensor
     convex = True
@@ -154,7 +154,7 @@ class InKeys(Condition):
 
 @dataclass(frozen=True)
 class Congruent(Condition):
-    """(p - k) % modulus == 0."""
+    """Condition (p - k) % modulus == 0 on query position p and key position k."""
 
     modulus: int
 
@@ -178,7 +178,7 @@ class Congruent(Condition):
 
 @dataclass(frozen=True)
 class OnGrid(Condition):
-    """x % segment % rate == residue, x the query (`of_query`) or the key position."""
+    """Condition x % segment % rate == residue; x is the query (if `of_query`) or key position."""
 
     of_query: bool
     segment: int
@@ -186,7 +186,7 @@ class OnGrid(Condition):
     residue: int
 
     def _place(self, pairs: TilePairs) -> tuple[Tensor, Tensor]:
-        """Place of a tile's first position in its segment, and whether its last is in there too."""
+        """Place of a tile's first position in its segment; whether the last one is in it too."""
         tile = pairs.q if self.of_query else pairs.k
         first = (tile.start - pairs.origin.start) % self.segment
         return first, first + tile.last - tile.start < self.segment
@@ -231,7 +231,7 @@ class OnGrid(Condition):
 
 @dataclass(frozen=True)
 class SameSegment(Condition):
-    """p and k lie in one of the segments of equal length that begin at 0."""
+    """Condition that p // length == k // length: query and key lie in one segment."""
 
     length: int
     convex = True
@@ -266,7 +266,7 @@ class SameSegment(Condition):
 
 @dataclass(frozen=True, eq=False)
 class SameDocument(Condition):
-    """p and k lie in one document; document d holds [starts[d], starts[d + 1])."""
+    """Condition that query and key lie in one document; d has [starts[d], starts[d + 1])."""
 
     starts: Tensor
     convex = True
@@ -291,7 +291,7 @@ class SameDocument(Condition):
             for tile in (pairs.q, pairs.k)
             for edge in (begin, torch.minimum(end, tile.last + tile.step))
         ]
-        several = torch.where(high > low, 1 + torch.arange(len(low)), 0)  # a unique number
+        several = torch.where(high > low, 1 + torch.arange(len(low)), 0)  # unique: shares no bitmap
         return [several, *(torch.where(high > low, 0, side) for side in sides)]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
@@ -307,7 +307,7 @@ class SameDocument(Condition):
 
 
 def with_any_key(queries: Axis, keys: Axis, rows: Tensor) -> Spans:
-    """Pairs the query tiles `rows` with all key tiles of their residue."""
+    """Pairs the query tiles with numbers `rows` with all key tiles of their residue class."""
     return spans_of_positions(queries, keys, rows, rows * 0, rows * 0 + _end(keys))
 
 
@@ -316,5 +316,5 @@ def _end(axis: Axis) -> int:
 
 
 def _remainder(x: Tensor, modulus: int) -> Tensor:
-    """Returns x % modulus, for powers of two by bits: ten times as fast as a division."""
+    """Returns x % modulus; for powers of two by a bit mask, ten times as fast as a division."""
     return x % modulus if modulus & (modulus - 1) else x & (modulus - 1)

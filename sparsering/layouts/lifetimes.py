@@ -1,10 +1,10 @@
-"""Lifetimes of keys: the last query that visits each key, for every pattern, by arithmetic.
+"""Lifetimes of keys: the last query that visits each key, computed without a layout.
 
     last_visits(Causal() & SlidingWindow(511), 0, 4)       ->  [tensor([511, 512, 513, 514])]
 
 They decide which keys a cache still needs (`live_keys`) and how large it grows (`cache_bound`).
-In a sequence without end, late queries repeat their visits to a key with some period: a key that is
-visited in one such period is visited forever.
+In a sequence without end, visits to a key become periodic in the query position: a key that is
+visited in one whole period is visited forever.
 """
 
 import itertools
@@ -27,10 +27,10 @@ from .terms import distinct_heads
 from .tiles import Axis, TilePairs
 
 _KEYS_AT_A_TIME = 1 << 16
-_TILE, _SPLIT = 1 << 10, 1 << 10  # keys in the smallest tiles, and number of parts of a tile
+_TILE, _SPLIT = 1 << 10, 1 << 10  # keys in a smallest tile; parts of a larger tile
 _MOST_POSITION = 1 << 60
 _MOST_PERIOD = 1 << 40  # longest period of a pattern, in queries
-_MOST_SHIFT = 1 << 26  # positions examined for the bound of an endless sequence
+_MOST_SHIFT = 1 << 26  # most positions examined for `cache_bound` without end
 
 
 def last_visits(
@@ -102,7 +102,7 @@ class _Sequence(NamedTuple):
     pattern: Pattern  # for error messages
     length: int | None  # in tokens; None: without end
     frame: Frame  # lengths and heads, of `MOST_TOKENS` tokens if there is no end
-    masks: list[list[Mask]]  # for each kv head, the masks whose union its queries see
+    masks: list[list[Mask]]  # by kv head: its queries see the union of these masks
     rules: dict[Mask, Condition]  # the condition of each mask
 
     def check_position(self, name: str, position: int) -> None:
@@ -174,7 +174,7 @@ class _Sequence(NamedTuple):
                 yield key
 
     def shifted(self) -> Repeats:
-        """How pairs repeat when both positions grow by one number."""
+        """Amount by which query and key positions may both shift without a change."""
         repeats = AnyOf(self.rules.values()).shifted()
         if repeats is None:
             raise self.needs_length("a mask whose period is not known")
@@ -184,13 +184,13 @@ class _Sequence(NamedTuple):
         return repeats
 
     def most_ever(self, last: Tensor, repeats: Repeats) -> int | None:
-        """Most keys ever live at once; `last` ends with one period of keys. None: no bound."""
+        """Most keys live at any time, None if unbounded; the end of `last` is one period."""
         first, period = repeats.first, repeats.period
         early, later = last[:first], last[first:]
         if (later == FOREVER).any():
             return None
         age = (later - torch.arange(first, first + period)).clamp(min=0)
-        whole, rest = age // period, age % period  # n whole periods: n copies of the key live
+        whole, rest = age // period, age % period  # n whole periods: n of its copies live at once
         ends = torch.bincount(torch.arange(period) + rest, minlength=2 * period)
         change = (torch.arange(2 * period) < period).long() - ends
         wave = change.cumsum(0).view(2, period).sum(0)
@@ -207,7 +207,7 @@ class _Sequence(NamedTuple):
 def _sequence(
     pattern: Pattern, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> _Sequence:
-    """Checks a pattern and converts its masks to conditions."""
+    """Checks a pattern, and converts its masks to conditions for `_Sequence`."""
     plain = _without_selection(pattern)
     length = own_length(plain, max_length)
     frame = Frame.build(MOST_TOKENS if length is None else length, None, num_heads, num_kv_heads, 0)
@@ -237,7 +237,7 @@ def _without_selection(pattern: Pattern) -> Pattern:
 
 
 def own_length(pattern: Pattern, max_length: int | None = None) -> int | None:
-    """Length of a sequence: `max_length`, else the pattern's own; None: without end."""
+    """Length of a sequence: `max_length`, else the pattern's own; None if it has no end."""
     if max_length is not None:
         return checked_integer("max_length", max_length, 0)
     return pattern.own_length
@@ -255,7 +255,7 @@ def _union(parts: list[Tensor]) -> Tensor:
 
 
 def _most_live(last: Tensor) -> int:
-    """Most keys live at once after any number of tokens up to len(last)."""
+    """Largest number of keys live at once, after any number of tokens up to len(last)."""
     key = torch.arange(len(last))
     living = last > key
     born, dead = key[living] + 1, last[living].clamp(max=len(last)) + 1

@@ -71,11 +71,11 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
 
 
 def _near(left: int | None, right: int | None) -> list[Condition]:
-    """Conditions for p - left <= k <= p + right; None: no bound on that side."""
+    """Conditions that say p - left <= k <= p + right; None is no bound on that side."""
     parts: list[Condition] = [] if left is None else [Linear(-1, 1, -left)]
     return parts if right is None else [*parts, Linear(1, -1, -right)]
 
 
 def _in_blocks(mask: BlockwiseMask, levels: Sequence[Sequence[Condition]]) -> Condition:
-    """A blockwise mask that holds where all conditions of some level hold of block numbers."""
+    """Condition of a blockwise mask: for some level, block numbers meet all its conditions."""
     return InBlocks(mask, AllOf((Linear(1, 0, 0), AnyOf(map(AllOf, levels)))))

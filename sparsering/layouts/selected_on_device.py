@@ -17,11 +17,11 @@ from .layout import BlockLayout, Pass, row_of, stretched
 
 
 def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLayout | None:
-    """The layout of `SelectedBlocks`, alone or with `Causal`; None where that does not apply.
+    """Builds the layout of `SelectedBlocks`, alone or with `Causal`; None for other patterns.
 
     A query tile is a row of the selection, or as much of it as fits a tile. All shapes are known
-    without reading the indices: tables have room for every slot. Slots that list nothing, repeat a
-    block or lie in the future become padding at the end.
+    without reading the indices: tables have room for all k indices of a row. Indices that name no
+    block, repeat one or name a later one become padding at the end.
     """
     if (found := selection_of(pattern, frame, block_size)) is None:
         return None
@@ -84,7 +84,7 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
 def selection_of(
     pattern: Pattern, frame: Frame, block_size: int
 ) -> tuple[SelectedBlocks, bool] | None:
-    """(selection, whether `Causal` joins it) of a pattern that `selected_layout` lays out."""
+    """(selection, whether `Causal` joins it) if `selected_layout` takes the pattern, or None."""
     masks = pattern.masks if isinstance(pattern, And) else (pattern,)
     selections = [mask for mask in masks if isinstance(mask, SelectedBlocks)]
     causal = any(isinstance(mask, Causal) for mask in masks)
@@ -99,11 +99,11 @@ def selection_of(
 
 
 def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int, alone: bool) -> Pass:
-    """Adds to a pass the slot of the mask's one selection that lists each entry.
+    """Adds `Pass.slot`: where the mask's one selection lists the key block of each entry.
 
-    Returns the pass itself without such a selection, or where an entry spans rows or blocks. If the
-    pass is not `alone` in its branch, other passes may have listed pairs, unless `terms` could lay
-    all of those first: for that, tiles must divide the selection's blocks.
+    Returns the pass itself if the mask has no or several selections, or an entry spans several rows
+    or blocks. If its mask has several passes (not `alone`), the first has all selected pairs only
+    if tiles divide the selection's blocks (see `terms`); if not, the pass itself is returned too.
     """
     selections = selections_of(mask)
     if len(selections) != 1 or p.step > 1 or p.query_origin is not None:
@@ -136,7 +136,7 @@ def _each_in_one(start: Tensor, stop: Tensor, size: int) -> bool:
 
 
 def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Number of each query tile's causal bitmap with its own block, and the cells of all bitmaps.
+    """Causal bitmaps of query tiles with their own key block: (index for each tile, bitmaps).
 
     `first`: the first position of each tile; the first tile may begin within its row.
     """
@@ -151,7 +151,7 @@ def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tup
 
 
 def _above_diagonal(first: Tensor, last: Tensor, frame: Frame, block_size: int) -> Tensor:
-    """Number of pairs of each query tile and its own block whose key is after the query."""
+    """Counts, for each query tile and its own key block, the pairs with a key after the query."""
     end = ((first // block_size + 1) * block_size).clamp(max=frame.kv_len)
     hidden_first, hidden_last = ((end - 1 - x).clamp(min=0) for x in (first, last))
     return (hidden_first * (hidden_first + 1) - (hidden_last - 1).clamp(min=-1) * hidden_last) // 2

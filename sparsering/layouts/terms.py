@@ -12,16 +12,16 @@ from ..patterns.selected import selections_of
 from .tiles import Grid
 
 Heads = dict[tuple[Mask, ...], list[tuple[int, int]]]
-"""Tuples of masks, each with its (batch entry, head) pairs."""
+"""For each tuple of masks, the (batch entry, head) pairs that have these masks."""
 
-_MOST_SPLIT = 256  # most masks in the terms of one mask; `&` multiplies the numbers of two unions
+_MOST_SPLIT = 256  # most masks after the split; `&` of two unions multiplies their numbers
 
 
 def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
-    """Returns masks whose union is `mask`, one for each distinct grid, with that grid.
+    """Splits a mask into masks whose union it is, one for each `Grid` of tiles: (grid, mask).
 
-    If several terms have a pair, the first one counts. The first term has all pairs in the blocks
-    of a selection, on the plain grid: only its tiles lie in one row and one block, and so one slot.
+    If several of these terms have a pair, the first counts. With a selection, the first has all
+    selected pairs, on the plain grid, whose tiles each lie in one row and one block of it.
     """
     found, plain = _split(mask, block_size), Grid(1, block_size)
     selections = selections_of(mask)
@@ -36,7 +36,7 @@ def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
 
 
 def disjoint_terms(mask: Mask, block_size: int) -> Iterator[tuple[Grid, Mask]]:
-    """Yields `terms` without the pairs of earlier ones, so that no two share a pair."""
+    """Yields each of `terms` without the pairs of earlier terms, so that no two share a pair."""
     earlier: list[Mask] = []
     for grid, term in terms(mask, block_size):
         yield grid, And((term, Not(Or(tuple(earlier))))) if earlier else term
@@ -95,20 +95,20 @@ def _dilated_grid(mask: Dilated, block_size: int) -> Grid:
     length, rate = mask.segment_length, mask.dilation_rate
     reach = rate * block_size
     if length < reach and length % rate == 0:
-        length *= reach // length  # a tile spans several whole segments
+        length *= reach // length  # so that a tile spans several whole segments
     if rate == 1 and length % block_size == 0:
         return Grid(1, block_size)
     return Grid(rate, length, anchor=mask if rate > 1 else None)
 
 
 def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
-    if grid.documents is not None:  # Packed in Packed: every non-empty outer document has these
+    if grid.documents is not None:  # Packed in Packed: each non-empty document has these
         lengths = grid.documents * sum(length > 0 for length in lengths)
     return replace(grid, documents=lengths)
 
 
 def distinct_heads(pattern: Pattern, frame: Frame) -> Heads:
-    """Groups query heads by their masks, one for each branch."""
+    """Groups query heads with equal masks, one mask per part of a mixture `a + b`."""
     seen: Heads = {}
     num_batches = pattern.num_batches()
     for batch in range(1 if num_batches is None else num_batches):
@@ -119,7 +119,7 @@ def distinct_heads(pattern: Pattern, frame: Frame) -> Heads:
 
 
 def distinct_kv_heads(pattern: Pattern, frame: Frame) -> Heads:
-    """Groups kv heads by the masks of their query heads."""
+    """Groups kv heads whose query heads have the same masks."""
     of_place: dict[tuple[int, int], dict[Mask, None]] = {}
     for branches, places in distinct_heads(pattern, frame).items():
         for batch, head in places:

@@ -1,7 +1,7 @@
-"""Tiles of token positions; sets of (query tile, key tile) pairs as sorted spans on a line.
+"""Tiles of token positions; sets of (query tile, key tile) pairs as ranges of pair numbers.
 
-A tile is an arithmetic progression start, start + step, ... below `stop`, at most `block_size`
-positions. A `Grid` says how an axis is cut into tiles; both axes of a pass use the same grid.
+A tile is an arithmetic progression of positions start, start + step, ... below `stop`, at most
+`block_size` of them. A `Grid` is the rule that cuts the queries, and likewise the keys, into tiles.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,24 +21,24 @@ Ranges = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Grid:
-    """Rule for cutting positions into tiles, none of which crosses the end of a segment.
+    """Rule that cuts positions into segments of equal length, and each segment into tiles.
 
-    `residues` is the number of residue classes modulo `step` that get tiles: 1, or `step` for all.
-    A query tile visits only key tiles of its residue class.
+    The positions of a tile are equal modulo `step`. `residues` is the number of such residue
+    classes that get tiles: 1, or `step` for all. Query tiles visit key tiles of their class alone.
     """
 
     step: int  # distance of neighbouring positions in a tile
-    segment: int  # segment length in tokens, from 0 or from the start of each document
+    segment: int  # tokens in a segment; segments begin at 0, or at each document's start
     residues: int = 1
-    documents: tuple[int, ...] | None = None  # document lengths, if tiles restart in documents
-    anchor: Dilated | None = None  # mask whose offset for a head shifts the head's tiles
+    documents: tuple[int, ...] | None = None  # document lengths, if each begins new segments
+    anchor: Dilated | None = None  # mask whose offset for a head shifts that head's tiles
 
     def selectivity(self) -> tuple[int, bool, int]:
-        """Sort key: tiles of a higher grid contain fewer pairs outside the mask."""
+        """Sort key: a grid with a higher key has fewer pairs outside the mask in its tiles."""
         return self.step, self.documents is not None, self.segment
 
     def axis(self, ranges: Ranges, block_size: int, offset: int) -> "Axis":
-        """Returns the tiles of the positions in some ranges; none crosses the end of a range.
+        """Cuts the positions in `ranges` into tiles, none of which crosses the end of a range.
 
         The first tile of a segment begins `offset` tokens into the segment.
         """
@@ -47,7 +47,7 @@ class Grid:
         begin, end = self._segments(low, high) if ranges else (lows, highs)
         edges = begin, end, torch.tensor(low), torch.tensor(high)
         _, start, end, longest = self._pieces(*edges, block_size)
-        first = torch.searchsorted(highs, start, right=True)  # the same for every offset
+        first = torch.searchsorted(highs, start, right=True)  # does not depend on `offset`
         count = (torch.searchsorted(lows, end) - first).clamp(min=0)
         tile, number = expand_counts(count)
         within = first[tile] + number
@@ -57,10 +57,10 @@ class Grid:
         return self._tiles(residue, start[tile] + residue + offset, lows[within], stop)
 
     def axis_of_documents(self, low: Tensor, high: Tensor, block_size: int, offset: int) -> "Axis":
-        """Returns the tiles of positions [low, high) in each document, where positions restart.
+        """Cuts positions [low[d], high[d]) of each document d, counted from its start, into tiles.
 
-        A tile of residue r in document d of n gets the residue r * n + d, so that tiles visit only
-        tiles of their document.
+        A tile of residue class r in document d of n stores r * n + d as its class. So query tiles,
+        which visit key tiles of their class alone, stay within their document.
         """
         documents, first = len(low), low // self.segment
         count = torch.where(high > low, -(-high // self.segment) - first, 0)
@@ -76,33 +76,33 @@ class Grid:
     def _pieces(
         self, begin: Tensor, end: Tensor, low: Tensor, high: Tensor, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Cuts the part of segments in [low, high) into pieces of `step * block_size` positions.
+        """Cuts segments into pieces of `step * block_size` positions: those that meet [low, high).
 
         Returns: the segment, begin and end of each piece, and the length of the longest segment.
         """
         reach = self.step * block_size
         length = (torch.minimum(end, high) - begin).clamp(min=0)
-        skipped = (low - begin).clamp(min=0) // reach  # pieces that end before the first position
+        skipped = (low - begin).clamp(min=0) // reach  # pieces that end before `low`
         segment, number = expand_counts((-(-length // reach) - skipped).clamp(min=0))
         start = begin[segment] + (skipped[segment] + number) * reach
         end = torch.minimum(end[segment], start + reach)
         return segment, start, end, int(length.max()) if len(length) else 0
 
     def _tiles(self, residue: Tensor, start: Tensor, low: Tensor, stop: Tensor) -> "Axis":
-        """Returns tiles [residues, pieces], flattened; each begins at `low` or later."""
+        """Makes one tile per residue class and piece, without the positions below `low`."""
         start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
         start, stop = start.flatten(), stop.repeat(len(start))
         last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
         return Axis(self.step, residue.flatten(), start, stop, last)
 
     def _residues(self, ranges: Ranges, longest: int) -> Tensor:
-        """Returns the residue classes that segments of at most `longest` tokens can have."""
+        """Returns the residue classes that occur in segments of at most `longest` tokens."""
         if self.documents is None and ranges and ranges[-1][1] - ranges[0][0] < self.residues:
             return (torch.arange(ranges[0][0], ranges[-1][1]) % self.residues).unique()
         return torch.arange(min(self.residues, max(1, longest)))
 
     def _segments(self, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Returns the begins and exclusive ends of the segments that meet [low, high)."""
+        """Starts and exclusive ends of segments: all in documents, else those in [low, high)."""
         if self.documents is None:
             first = low // self.segment
             begin = torch.arange(first, max(first, -(-high // self.segment))) * self.segment
@@ -117,10 +117,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Axis:
-    """The tiles of queries or of keys, ordered by residue class and position; [tiles] each."""
+    """All query tiles, or all key tiles, by residue class and position; tensors are [tiles]."""
 
-    step: int
-    residue: Tensor
+    step: int  # distance of neighbouring positions in a tile
+    residue: Tensor  # residue class; query tiles visit key tiles of equal `residue`
     start: Tensor  # first position
     stop: Tensor  # exclusive end
     last: Tensor  # last position; below `start` for a tile without positions
@@ -138,7 +138,7 @@ class Axis:
         )
 
     def runs(self, size: int) -> tuple["Axis", Tensor]:
-        """Joins every `size` tiles into one; returns these, and whether each has no gap."""
+        """Joins every `size` neighbouring tiles: (the joined tiles, whether each has no gap)."""
         first = torch.arange(len(self) // size) * size
         end = first + size - 1
         runs = replace(self[first], stop=self.stop[end], last=self.last[end])
@@ -149,16 +149,16 @@ class Axis:
         return runs, joined[: len(first) * size].view(-1, size).all(1)
 
     def positions(self, block_size: int) -> Tensor:
-        """[tiles, block_size] positions of each tile, also past its `stop`."""
+        """[tiles, block_size] positions of each tile; a shorter tile continues past its `stop`."""
         return self.start[:, None] + self.step * torch.arange(block_size)
 
 
 class Origin(NamedTuple):
-    """Start and lengths of the document, or sequence, from whose start a tile's positions count."""
+    """For each tile, the start and lengths of its document, or of the sequence, as [tiles]."""
 
-    start: Tensor
-    kv_len: Tensor
-    q_len: Tensor
+    start: Tensor  # the position that a mask counts as 0
+    kv_len: Tensor  # number of keys in the document or sequence
+    q_len: Tensor  # number of queries in the document
 
     @classmethod
     def of_sequence(cls, tiles: int, kv_len: int) -> "Origin":
@@ -166,9 +166,9 @@ class Origin(NamedTuple):
         return cls(torch.zeros(tiles, dtype=torch.int64), lengths, lengths)
 
     def frames(self, frame: Frame, by_length: bool = True) -> Iterator[tuple[Tensor, Frame]]:
-        """Yields (tile indices, frame) for each distinct pair of document lengths.
+        """Groups tiles by the lengths of their document; yields (tile indices, `Frame`).
 
-        With `by_length` False, yields one frame for all, for masks that do not read it.
+        With `by_length` False, yields one frame for all tiles, as masks without lengths need.
         """
         if not len(self.start):
             return
@@ -183,7 +183,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TilePairs:
-    """Pairs of tiles (q[i], k[i]), and the origin from which the positions of each count."""
+    """Pairs of a query tile q[i] and a key tile k[i]; a mask counts from `origin.start[i]`."""
 
     q: Axis
     k: Axis
@@ -201,15 +201,15 @@ class TilePairs:
         return TilePairs(self.q[index], self.k[index], origin)
 
     def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """First and last query, first and last key of each pair, counted from the origin."""
+        """First and last query, first and last key of each pair, counted from `origin.start`."""
         q, k, start = self.q, self.k, self.origin.start
         return q.start - start, q.last - start, k.start - start, k.last - start
 
 
 class Spans:
-    """A set of (row, column) tile pairs: sorted, disjoint, half-open spans on a line.
+    """A set of (query tile, key tile) pairs, stored as sorted disjoint ranges [begin, end).
 
-    The place of a pair on the line is row * columns + column.
+    The ranges contain pair numbers: row * columns + column for query tile `row`, key tile `column`.
     """
 
     def __init__(self, begin: Tensor, end: Tensor) -> None:
@@ -237,7 +237,7 @@ class Spans:
         return self & Spans(begin, torch.cat((other.begin, torch.tensor([1 << 62]))))
 
     def runs(self, columns: int, size: int) -> "Spans":
-        """Returns (row, run) pairs with all columns in the set; run r has `size`, from r * size."""
+        """Returns pairs (row, r) of which the set has all columns [r * size, (r + 1) * size)."""
         most = columns // size
 
         def place(edge: Tensor, above: int) -> Tensor:
@@ -247,7 +247,7 @@ class Spans:
         return Spans(place(self.begin, size - 1), place(self.end, 0))
 
     def expand(self) -> Tensor:
-        """Returns every pair of the set as row * columns + column, ascending."""
+        """Returns the number row * columns + column of every pair in the set, ascending."""
         count = self.end - self.begin
         base = self.begin - (count.cumsum(0) - count)
         return torch.arange(int(count.sum())) + base.repeat_interleave(count)
@@ -256,11 +256,11 @@ class Spans:
 def spans_of_positions(
     queries: Axis, keys: Axis, row: Tensor, first: Tensor, last: Tensor
 ) -> Spans:
-    """Pairs query tiles `row` with the key tiles of their residue that meet [first, last]."""
+    """Pairs query tile row[i] with the key tiles of its class that meet [first[i], last[i]]."""
     if not len(keys) or not len(row):
         return Spans(none := torch.zeros(0, dtype=torch.int64), none)
     highest = int(keys.stop.max()) - 1
-    stride = highest + keys.step + 1  # separates residue classes on the line
+    stride = highest + keys.step + 1  # added once per class, so that classes do not overlap
     first, last = first.clamp(min=0), last.clamp(max=highest)
     row, first, last = (x[first <= last] for x in (row, first, last))
     lane = queries.residue[row] * stride

@@ -23,7 +23,7 @@ from .frame import Restarts as Restarts
 if TYPE_CHECKING:
     from ..layouts.layout import BlockLayout
 
-# Expressions number the classes that a user registers under one name; `repr` omits the number.
+# A user may register several classes under one name: expressions number them, `repr` does not.
 _VERSION = re.compile(r"__v\d+(?=\()")
 
 
@@ -91,7 +91,7 @@ class Pattern:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles by arguments, since another process has other hashes and versions."""
+        """Copies and pickles by arguments, since hashes and class versions differ by process."""
         return type(self), tuple(self._values())
 
     @property
@@ -240,7 +240,7 @@ class Pattern:
 
     @property
     def own_length(self) -> int | None:
-        """Least length, in tokens, that a mask in the pattern is for; None for any length."""
+        """Smallest length in tokens that a mask in the pattern requires; None for any length."""
         lengths = (mask.own_length for mask in self._components())
         return min((length for length in lengths if length is not None), default=None)
 
@@ -251,11 +251,11 @@ class Pattern:
 
     @property
     def num_streams(self) -> int:
-        """Number of dropout streams of a batch entry: one, or one for each document."""
+        """Number of random streams for dropout in a batch entry: one, or one per document."""
         return 1 if self.restarts is None else max(1, len(self.restarts[0]))
 
     def coordinates(self, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions of queries [Nq], positions of keys [Nk], dropout streams of queries [Nq]."""
+        """Query positions [Nq], key positions [Nk], and each query's dropout stream [Nq]."""
         if self.restarts is None:
             query = torch.arange(frame.q_start, frame.q_start + frame.q_len)
             return query, torch.arange(frame.kv_len), query * 0
@@ -286,7 +286,7 @@ class Mask(Pattern):
 
     @property
     def asks_frame(self) -> bool:
-        """Whether `holds` reads the frame; False if positions alone decide."""
+        """Whether `holds` reads lengths or heads of the frame; False if positions alone decide."""
         return True
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
@@ -328,7 +328,7 @@ class Mask(Pattern):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _Combination(Pattern):
-    """Several masks and the operator that combines them."""
+    """Base of patterns that combine several masks by an operator: `+`, `&` or `|`."""
 
     masks: tuple[Mask, ...]
     symbol: ClassVar[str]
@@ -354,7 +354,7 @@ class Mixture(_Combination):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _SetOperation(_Combination, Mask):
-    """Base of `And` and `Or`, the set operators."""
+    """Base of `And` and `Or`, which are masks again; `Mixture` is not."""
 
     join: ClassVar[Any]
 
@@ -387,7 +387,7 @@ class Or(_SetOperation):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Not(Mask):
-    """Complement of a mask; a pass uses it to exclude the pairs of earlier passes."""
+    """Complement of a mask; layouts use it to count a pair in one pass (`layout.Pass`) alone."""
 
     mask: Mask
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..rows import mix
 
 MOST_TOKENS = 1 << 53
-"""The largest length in a pattern, so that products of two numbers of it fit in 64 bits."""
+"""The largest length in a pattern, so that sums of positions fit in 64 bits."""
 
 _SAMPLE = 1 << 14  # most numbers of a tensor that its hash reads, evenly spaced
 
@@ -41,7 +41,7 @@ def shortened(text: str, most: int = 200) -> str:
 def checked_integer(
     name: str, value: object, least: int | None, most: int | None = MOST_TOKENS
 ) -> int:
-    """Returns the value as an int within bounds; else TypeError or ValueError with `name`."""
+    """Returns the value as an int within bounds; errors (TypeError, ValueError) say `name`."""
     try:
         if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
             raise TypeError
@@ -59,7 +59,7 @@ def checked_integer(
 
 
 def is_finite(number: object) -> bool:
-    """Whether the value is a real number in the range of a float, and no tensor."""
+    """Whether the value is a real number, not a tensor, and in the range of a float."""
     return isinstance(number, Real) and abs(number) <= sys.float_info.max  # type: ignore[operator]
 
 
@@ -92,7 +92,7 @@ def freeze_integers(pattern: object, name: str, *bounds: int | None) -> None:
 def checked_integers(
     name: str, value: object, least: int | None, most: int | None = MOST_TOKENS
 ) -> tuple[int, ...]:
-    """Returns a sequence, tensor or array as ints within bounds; else TypeError or ValueError."""
+    """Returns a sequence, tensor or array as a tuple of ints; errors as `checked_integer`."""
     numbers = listed(name, value)
     if isinstance(numbers, str) or not isinstance(numbers, Sequence):
         raise TypeError(f"{name} must be a sequence of ints, got {shortened(repr(value))}")
@@ -124,7 +124,7 @@ def as_float(value: Any) -> float:
 
 
 def checked_number(name: str, value: object, least: float, most: float = math.inf) -> float:
-    """Returns the value as a finite float within bounds; else ValueError with `name`."""
+    """Returns the value as a finite float within bounds; else ValueError that names `name`."""
     if isinstance(value, bool) or not is_finite(value) or not least <= value <= most:  # type: ignore[operator]
         bounds = f"from {least:g} up" if most == math.inf else f"from {least:g} to {most:g}"
         raise ValueError(

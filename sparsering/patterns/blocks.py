@@ -30,7 +30,7 @@ class BlockwiseMask(Mask):
 
     @property
     def row_size(self) -> int:
-        """Number of queries in a block of queries."""
+        """Number of queries in a query block, which may differ from `block_size`."""
         return self.block_size
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
@@ -38,11 +38,11 @@ class BlockwiseMask(Mask):
         return pairs & (p >= 0)
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
-        """Whether query block sees key block, for non-negative blocks (broadcasting)."""
+        """Whether each query block sees each key block; block numbers are >= 0 and broadcast."""
         raise NotImplementedError
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns inclusive ranges of key blocks that hold: (index into q_block, first, last)."""
+        """Ranges of key blocks that query blocks see: (index in q_block, first, inclusive last)."""
         raise NotImplementedError
 
 
@@ -79,9 +79,7 @@ class BlockDilated(BlockwiseMask):
 class BlockWindow(BlockwiseMask):
     """A block of queries sees the blocks of keys up to `radius` away: abs(b - b') <= radius.
 
-    Blocks are of `block_size` tokens.
-
-    Example: `BlockWindow(2, 64)`.
+    Blocks have `block_size` tokens. Example: `BlockWindow(2, 64)`.
     """
 
     radius: int
@@ -204,7 +202,7 @@ class RandomBlocks(BlockwiseMask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _RandomBlocksOfHead(BlockwiseMask):
-    """The choice of `RandomBlocks` for one kv head.
+    """The random key blocks of `RandomBlocks` for one kv head.
 
     A query block takes the first `count` blocks of a random permutation. If its own (diagonal)
     block exists, it takes this block and `count - 1` others.
@@ -215,7 +213,7 @@ class _RandomBlocksOfHead(BlockwiseMask):
     key: int
 
     def _row(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(has a diagonal block, number of drawn blocks, of candidates, hash) per query block."""
+        """Per query block: has a diagonal block? number of draws, of blocks to draw from, hash."""
         blocks = -(-torch.as_tensor(kv_len) // self.block_size)
         count = (self.density * blocks.double() + 0.5).floor().long().clamp(min=1).minimum(blocks)
         diagonal = q_block < blocks
@@ -244,9 +242,9 @@ class _RandomBlocksOfHead(BlockwiseMask):
 
 
 class Owned(NamedTuple):
-    """A tensor that nothing writes to: a mask takes it without a copy, unless it is on a CPU.
+    """Wraps a tensor that nothing writes to, so that a mask on a GPU need not copy it.
 
-    Masks on a CPU are kept for later calls, beyond the life of their owner.
+    On a CPU it is still copied: caches store the mask for later calls, when it may have changed.
     """
 
     tensor: Tensor
@@ -336,7 +334,7 @@ class Dense(TensorMask):
 
 
 def lookup(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Returns table[row, column], False outside the table."""
+    """Returns table[row, column] of a bool table, and False outside it."""
     rows, columns = table.shape
     if not table.numel():
         return (row != row) | (column != column)

@@ -108,7 +108,7 @@ def register_pattern(cls: type[Own]) -> type[Own]:
 
 
 _LAID_OUT_BY_CLASS = {x for x in BUILT_IN.values() if isinstance(x, type)} | {And, Or, Not}
-_versions: Counter[str] = Counter()  # number of classes registered so far, by name
+_versions: Counter[str] = Counter()  # number of classes registered under each name
 
 
 def _with_expression(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -123,7 +123,7 @@ def _with_expression(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _fits(shape: torch.Size, target: torch.Size) -> bool:
-    """Whether one shape expands to the other."""
+    """Whether a tensor of the first shape can expand to the target shape."""
     sizes = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(a in (1, b) for a, b in sizes)
 
@@ -173,7 +173,7 @@ def _frozen(label: str, value: object) -> object:
 
 
 def _inside_sequence(holds: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps `holds`: clamps positions, since tiles may end past a sequence; checks the result."""
+    """Wraps `holds`: clamps positions, as tiles may extend past the sequence; checks the result."""
 
     def inside(self: Mask, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         p, k = frame.inside(p, k)

@@ -64,15 +64,15 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
 
 
 def parse_owned(text: str, tensors: Sequence[Tensor]) -> Pattern:
-    """Reads a pattern as `parse`, of tensors that nothing writes to for as long as it lives.
+    """Reads a pattern like `parse`; the caller promises not to write to the tensors.
 
-    A selection on a GPU then takes its indices without a copy.
+    So a selection on a GPU uses the tensor of its indices without a copy.
     """
     return _parse(text, tuple(tensors), owned=True) if tensors else _parse_literal(text)
 
 
 def add_constructor(name: str, constructor: Callable[..., Pattern]) -> None:
-    """Lets `parse` read patterns of a further kind."""
+    """Lets `parse` read a further constructor, such as a class that a user registered."""
     _constructors[name] = constructor
     _parse_literal.cache_clear()
 
@@ -100,7 +100,7 @@ def _parse(text: str, tensors: tuple[Tensor, ...], owned: bool = False) -> Patte
 class _Reader:
     def __init__(self, text: str, tensors: tuple[Tensor, ...], owned: bool) -> None:
         self.text, self.tensors, self.owned = text.strip(), tensors, owned
-        self.patterns: dict[tuple[object, ...], Pattern] = {}  # shared, since each copies tensors
+        self.patterns: dict[tuple[object, ...], Pattern] = {}  # read once, as each copies tensors
 
     def read(self, node: ast.expr) -> Any:
         match node:

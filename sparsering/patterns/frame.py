@@ -7,10 +7,10 @@ from torch import Tensor
 from .arguments import MOST_TOKENS, checked_integer
 
 Restarts = tuple[tuple[int, ...], tuple[int, ...]]
-"""Query and key lengths of documents, end to end, in which positions restart."""
+"""(query lengths, key lengths) of documents that lie end to end; positions restart in each."""
 
 MOST_HEADS = 1 << 20
-"""The largest number of heads, since each may get a table."""
+"""The largest number of heads; it bounds memory, since a layout may have a table per head."""
 
 
 class Frame(NamedTuple):
@@ -53,11 +53,11 @@ class Frame(NamedTuple):
         return p.clamp(self.q_start, last_query), k.clamp(0, last_key)
 
     def of_document(self, q_len: int, kv_len: int) -> "Frame":
-        """Returns the frame of a document as a sequence, with its last query at its last key."""
+        """Returns the frame of one document alone, whose last query is at its last key."""
         return self._replace(q_len=q_len, kv_len=kv_len, q_start=kv_len - q_len)
 
     def of_documents(self, q_lengths: Tensor, kv_lengths: Tensor) -> "Frame":
-        """Returns a frame with all positions of these documents, for masks that ignore lengths."""
+        """Returns one frame for all these documents, enough for masks that ignore lengths."""
         longest = int(kv_lengths.max())
         return self.of_document(longest - int((kv_lengths - q_lengths).min()), longest)
 

@@ -41,7 +41,7 @@ class KeyPadding(Mask):
 class KeyMask(TensorMask):
     """A query sees the keys where `valid` is True: any key may be padding.
 
-    Create the mask once and reuse it: if its tensor is not on the CPU, caches compare objects.
+    Create the mask once and reuse it: caches compare tensors on a GPU by identity, not by content.
 
     Args:
         valid: bool [Nk], or [B, Nk] for each batch entry; copied. It may be on any device.
@@ -140,7 +140,7 @@ def _same_masks(some: KeyMasks, others: KeyMasks) -> bool:
 
 
 def _same(a: KeyMask | KeyPadding, b: KeyMask | KeyPadding) -> bool:
-    """Whether two masks are equal; False if the answer needs to wait for a device."""
+    """Whether two masks are equal; False if only a wait for a device could tell."""
     if isinstance(a, KeyMask) and isinstance(b, KeyMask):
         if a.valid is b.valid or torch.compiler.is_compiling() or a.valid.device.type != "cpu":
             return a.valid is b.valid
@@ -164,7 +164,7 @@ def check_key_masks(masks: KeyMasks, batch: int, kv_len: int) -> None:
 
 
 def key_mask(masks: KeyMasks, kv_len: int, device: torch.device) -> Tensor:
-    """[B or 1, kv_len] bool on a device: the keys that all masks allow.
+    """Combines key masks to bool [B or 1, kv_len] on a device, True for keys that all allow.
 
     `check_key_masks` has checked the masks. Only masks on another device make the host wait.
     """

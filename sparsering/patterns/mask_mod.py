@@ -151,16 +151,16 @@ def _of_function(function: MaskModFunction, *arguments: Any) -> MaskMod:
 
 
 class _Entry:
-    """A function and its name; alive while a pattern or `_recent` refers to it."""
+    """A mask_mod and its name; it lives while a pattern or `_recent` refers to it."""
 
     def __init__(self, function: MaskModFunction, name: str) -> None:
         self.function, self.name = function, name
 
 
 _by_name: WeakValueDictionary[str, _Entry] = WeakValueDictionary()
-_names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by function
-_recent: OrderedDict[str, _Entry] = OrderedDict()  # a backward may run after its pattern is gone
-_counts: Counter[str] = Counter()  # number of functions so far, by the stem of their names
+_names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # name of each function
+_recent: OrderedDict[str, _Entry] = OrderedDict()  # for backward after its pattern is gone
+_counts: Counter[str] = Counter()  # number of functions so far with the same name stem
 
 
 def _registered(function: MaskModFunction) -> _Entry:
@@ -208,7 +208,7 @@ def _content(value: Any, depth: int = 4) -> Any:
 
 
 def _cannot_be_mapped(mask_mod: MaskModFunction, argument: int) -> bool:
-    """Whether a result may depend on an argument: the function reads it, or varies with it."""
+    """Whether the mask may depend on an argument, found by torch.vmap over it alone."""
     indices = [torch.zeros((), dtype=torch.int64)] * 4
     indices[argument] = torch.zeros(2, dtype=torch.int64)
     in_dims = tuple(0 if number == argument else None for number in range(4))
@@ -226,7 +226,7 @@ _LIKE_AN_ARGUMENT = {
 
 
 def _dependence(mask_mod: MaskModFunction) -> tuple[bool, bool]:
-    """Whether the result depends on the batch entry, and on the head, by the traced graph."""
+    """Whether a mask_mod depends on the batch entry, and on the head, from its traced graph."""
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
     indices = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]
@@ -234,7 +234,7 @@ def _dependence(mask_mod: MaskModFunction) -> tuple[bool, bool]:
         graph = make_fx(torch.vmap(mask_mod))(*indices).graph
     except Exception:  # a function that reads values cannot be traced
         return _cannot_be_mapped(mask_mod, 0), _cannot_be_mapped(mask_mod, 1)
-    sources: dict[Any, set[str]] = {}  # arguments that the value of a node depends on
+    sources: dict[Any, set[str]] = {}  # for each node, the arguments that its value depends on
     for node in graph.nodes:
         inputs = node.all_input_nodes
         if str(node.target).rpartition(".")[0] in _LIKE_AN_ARGUMENT:

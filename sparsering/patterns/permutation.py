@@ -1,8 +1,8 @@
 """Seeded permutations of [0, n) that compute each element alone, without a table, and inverses.
 
 A four-round Feistel network permutes the smallest domain of 4^h >= n numbers, and is repeated until
-its result is below n. `RandomBlocks` uses it: the first c images of a row's permutation are the
-row's c random blocks. One inverse evaluation says whether a row has a block, without a list.
+its result is below n. `RandomBlocks` uses it: the first c images of a query block's permutation are
+its c random key blocks. One inverse evaluation says whether a key block is among them.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def _backward(value: Tensor, half_bits: Tensor, key: Tensor) -> Tensor:
 
 
 def _scramble(half: Tensor, key: Tensor, number: int) -> Tensor:
-    """The function of a round; rounds must differ, or permutations of few numbers get a bias."""
+    """Feistel round function; rounds must differ, or permutations of few numbers are biased."""
     state = (key ^ (number << 40)) * SPLITMIX[1] + half * SPLITMIX[0]
     for multiplier in SPLITMIX:
         state = (state ^ (state >> 29)) * multiplier

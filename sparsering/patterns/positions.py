@@ -177,7 +177,7 @@ class Dilated(Mask):
         return self.on_grid(self.offset_of(0, 1), p, k)
 
     def on_grid(self, s: int | Tensor, p: Tensor, k: Tensor) -> Tensor:
-        """Whether pairs hold on the grid of offset `s`, which broadcasts with the positions."""
+        """Whether pairs lie in one segment and on the grid of offset `s`, which may be a tensor."""
         w, r = self.segment_length, self.dilation_rate
         if r == 1:
             return p // w == k // w
@@ -218,7 +218,7 @@ Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
 class _InDocuments(Mask):
-    """Base of masks on documents, whose first field is `lengths`."""
+    """Base of `Documents` and `Packed`, whose first field has the document lengths."""
 
     lengths: Lengths
 
@@ -240,7 +240,7 @@ class _InDocuments(Mask):
         return torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
 
     def _validate(self) -> None:
-        """Replaces lengths by a tuple of ints, or of one such tuple per batch entry."""
+        """Replaces `lengths` by a tuple of ints, or by a tuple of such tuples per batch entry."""
         label = f"{type(self).__name__} lengths"
         lengths: Any = listed(label, self.lengths)
         first: Any = lengths[0] if isinstance(lengths, Sequence) and len(lengths) else None
@@ -304,7 +304,7 @@ class Packed(_InDocuments):
     lengths: Lengths
     pattern: Mask
 
-    def __new__(cls, lengths: Lengths, pattern: Pattern) -> Any:  # or a Mixture of Packed
+    def __new__(cls, lengths: Lengths, pattern: Pattern) -> Any:  # of a mixture, a Mixture
         if isinstance(pattern, Mixture):
             return Mixture(tuple(cls(lengths, mask) for mask in pattern.branches))
         return super().__new__(cls)
@@ -373,7 +373,7 @@ def holds_in_documents(
         return inside & pattern.holds(p, k, frame.of_documents(q_lengths, kv_lengths))
     result = torch.zeros(inside.shape, dtype=torch.bool)
     pair = torch.nonzero(inside.flatten())[:, 0]
-    scale = int(kv_lengths.max()) + 1  # so that one integer encodes both lengths of a document
+    scale = int(kv_lengths.max()) + 1  # one integer then encodes both lengths of a document
     kind = (q_lengths * scale + kv_lengths)[k_document.expand(inside.shape).flatten()[pair]]
     if len(kind) and kind.min() < kind.max():  # sort, to evaluate all documents of equal lengths
         kind, order = kind.sort(stable=True)

@@ -26,7 +26,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
     Args:
         indices: int64 [R, k], [H, R, k] or [B, H, R, k] with H = 1, Hkv or Hq, and B = 1 for all
             batch entries; copied. Numbers that are no key block (such as -1) are ignored; of a
-            repeated block the first slot counts. `selection.select_blocks` computes them.
+            repeated block the first place counts. `selection.select_blocks` computes them.
         block_size: keys in a block.
         query_block: queries in a row, a divisor of block_size; default block_size. With 1, each
             query chooses for itself, as in NSA, MoBA and DSA.
@@ -72,7 +72,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return _ListedBlocks(listed.unique_consecutive(), blocks, *rows)
 
     def slot_of_pairs(self, p: Tensor, k: Tensor, batch: int, head: int, frame: Frame) -> Tensor:
-        """Index in flattened [R, k] of the first slot that lists a pair's block, or -1."""
+        """Place in the flattened indices [R, k] that first lists the pair's key block, or -1."""
         listed, slot, blocks = self._listed(batch, head, frame)
         if not len(listed):
             return p * 0 + k * 0 - 1
@@ -81,10 +81,9 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return torch.where((listed[place] == row * blocks + block) & (p >= 0), slot[place], -1)
 
     def inflation(self, queries: int, kv_len: int) -> Tensor:
-        """Distinct blocks of a tile of `queries` queries, over the mean number of its rows' blocks.
+        """Ratio of the distinct blocks of a tile of `queries` queries to those of a row in it.
 
-        Returns [H] or [1], as the indices; 1 if the rows of a tile list the same blocks. Cost:
-        O(R k).
+        Returns [H] or [1], as the indices; 1 if all rows of a tile list the same blocks, in O(R k).
         """
         blocks, rows = -(-kv_len // self.block_size), max(1, queries // self.row_size)
         chosen = self.indices.view((1,) * (4 - self.indices.dim()) + self.indices.shape)
@@ -97,9 +96,9 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return in_union.sum((0, 2)) / mean_of_rows.sum((0, 2)).clamp(min=1e-9)
 
     def _listed(self, batch: int, head: int, frame: Frame) -> tuple[Tensor, Tensor, int]:
-        """Lists the chosen blocks of a head of a batch entry, ascending by row, block and slot.
+        """Lists the blocks that one head of one batch entry selects, by row and block.
 
-        Returns: row * blocks + block of each, the slot of each, and the number of key blocks.
+        Returns: row * blocks + block and place in [R, k] of each, and the number of key blocks.
         """
         one = self.indices.dim() == 4 and len(self.indices) == 1
         chosen = self._table_of(0 if one else batch, head, frame)
@@ -129,7 +128,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _ListedBlocks(TensorMask, BlockwiseMask):
-    """Blocks that one head of one batch entry selects: row * blocks + block, [n], ascending."""
+    """Selection of one head of one batch entry: `listed` has row * blocks + block, ascending."""
 
     listed: Tensor
     blocks: int
@@ -159,7 +158,7 @@ class _ListedBlocks(TensorMask, BlockwiseMask):
 
 
 def _distinct(listed: Tensor, nothing: int) -> Tensor:
-    """Number of distinct blocks along the last dim."""
+    """Counts distinct block numbers below `nothing` along the last dim."""
     ordered = listed.sort(-1).values
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]

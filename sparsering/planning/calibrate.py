@@ -36,9 +36,9 @@ _ROUNDS = 4
 
 
 class Calibration(NamedTuple):
-    """Rates that were measured on this machine."""
+    """Measured rates: seconds per amount of each kind of work, for this machine."""
 
-    rates: dict[str, Rates]  # by part of a call, as `seconds.parts_of` names them
+    rates: dict[str, Rates]  # by part of a call, such as "cpu float32 forward"
     threads: int  # number of threads during the measurement
     error: float  # median of |predicted / measured - 1| over the measured calls
 
@@ -46,7 +46,7 @@ class Calibration(NamedTuple):
 _Probe = tuple[Pattern, int, int, int, int]
 """A call to measure: pattern, tokens, query heads, kv heads, head dim."""
 
-# Calls of about ten milliseconds each. Their shares of the kinds of work differ, as the fit needs.
+# Calls of about ten milliseconds each, with different mixes of work, so that rates can be fitted.
 _PROBES: tuple[_Probe, ...] = (
     (Causal(), 128, 2, 2, 64),
     (Causal(), 2048, 4, 4, 32),
@@ -103,7 +103,7 @@ def calibrate() -> tuple[Calibration, Path]:
 
 
 def _measured() -> Iterator[tuple[str, list[float], float]]:
-    """Yields (name of a part, amounts of work, seconds) for both parts of every probe."""
+    """Measures every probe; yields (part of the call, amounts of work, seconds) per part."""
     for probe in _PROBES[:10:2]:
         yield from _measured_call("gather", gather, torch.float32, probe)
     if cpu.reasons():
@@ -112,7 +112,7 @@ def _measured() -> Iterator[tuple[str, list[float], float]]:
         for probe in _PROBES:
             yield from _measured_call("cpu", cpu, dtype, probe)
             pattern, tokens, heads, _, head_dim = probe
-            # With fewer kv heads than threads, the kernel splits backward in another way.
+            # With fewer kv heads than threads, the kernel splits the backward pass by tiles.
             if tokens > 128 and torch.get_num_threads() > 1:
                 one_kv_head = pattern, tokens, max(1, heads // 2), 1, head_dim
                 yield from _measured_call("cpu", cpu, dtype, one_kv_head)
@@ -142,7 +142,7 @@ def _measured_call(
 
 
 def _fitted(rows: tuple[list[float], ...], seconds: tuple[float, ...]) -> Rates:
-    """Fits rates >= 0 by least squares of predicted / measured - 1, by coordinate descent."""
+    """Fits rates >= 0 to least squares of predicted / measured - 1, by coordinate descent."""
     share = torch.tensor(rows, dtype=torch.float64)
     share = share / torch.tensor(seconds, dtype=torch.float64)[:, None]
     scale = share.norm(dim=0).clamp(min=1e-300)

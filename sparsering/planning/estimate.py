@@ -2,7 +2,7 @@
 
     print(sr.estimate(sr.LongNet((2048, 32768), (1, 12)) & sr.Causal(), tokens=1 << 20, ranks=8))
 
-Counts and bytes are arithmetic on the pattern. Seconds come from rates that `sparsering calibrate`
+Counts and bytes are computed from the pattern. Seconds come from rates that `sparsering calibrate`
 measured on this machine, or from the published peaks of a named machine. `Figure.known` says which.
 """
 
@@ -25,7 +25,7 @@ from .sizes import show_bytes
 from .work import Work, flops, work_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_STACKS = 4 << 20  # bytes of thread stacks, and of memory that the allocator does not give back
+_STACKS = 4 << 20  # bytes of thread stacks, and of freed memory that the allocator keeps
 
 
 class Figure(NamedTuple):
@@ -237,7 +237,7 @@ def estimate_of(scenario: Scenario) -> Estimate:
 
 
 def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]:
-    """Returns the backend and the block size that would run; ValueError for unknown costs."""
+    """Returns the backend and block size of the call; ValueError if its costs are not known."""
     pattern, machine, size = scenario.pattern, scenario.machine, scenario.block_size
     shape = scenario.batch_size, scenario.num_heads, scenario.tokens, scenario.head_dim
     query = torch.empty(1, dtype=scenario.dtype).expand(shape)
@@ -261,14 +261,14 @@ def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]
 def _shares(
     scenario: Scenario, frame: Frame, block_size: int
 ) -> tuple[str, float, tuple[int, ...]]:
-    """Returns the sharding, the balance of pairs, and the bytes that each rank receives."""
+    """(name of the sharding, largest over mean load of a rank, bytes that each rank receives)."""
     if scenario.ranks == 1:
         if scenario.sharding not in ("auto", "balanced"):
             from ..distributed.sharding import chunk_owners
 
-            chunk_owners(scenario.sharding, 1)  # raises for unknown names
+            chunk_owners(scenario.sharding, 1)  # raises ValueError for unknown names
         return "contiguous", 1.0, (0,)
-    from ..distributed.plan import RingPlan  # `import sparsering` must not load it
+    from ..distributed.plan import RingPlan  # slow, so `import sparsering` must not load it
 
     plan = RingPlan.build(
         scenario.pattern,
@@ -293,7 +293,7 @@ def _shares(
 
 
 def _seconds_here(backend: str, work: Work, call: Call, backward: bool) -> tuple[Figure, str]:
-    """Returns the seconds of a call on this machine, and a hint how to get better ones."""
+    """Predicts seconds on this machine; also returns a hint how to predict them better."""
     calibration = calibrated()
     rates = {} if calibration is None else calibration.rates
     seconds = seconds_of(backend, work, call, backward, rates)

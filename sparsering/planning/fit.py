@@ -28,9 +28,9 @@ SPARE = 0.08
 also count reserved memory, such as the untouched part of buffers."""
 
 MOST = 1 << 40
-"""Upper bound of a search: larger batches and longer sequences fit nowhere."""
+"""Upper bound of a search: larger batches or longer sequences fit on no machine."""
 
-_FIRST_TOKENS = 4096  # length with which the search for the longest sequence begins
+_FIRST_TOKENS = 4096  # tokens with which `longest_sequence` begins its search
 
 
 def choose_batch_size(
@@ -148,7 +148,7 @@ def most_that_fit(scenario_of: Callable[[int], Scenario], limit: int, start: int
     def memory(n: int) -> Memory:
         return estimate_of(scenario_of(n)).memory
 
-    # Tensors grow with n, so they bound it. Each of three sizes may be rounded up by a byte.
+    # Tensors grow in proportion to n, so they bound n. Each size may be rounded up by a byte.
     inputs, results, saved, _, _ = memory(start)
     most = start * room // max(1, inputs + results + saved - 3)
     return largest_that_fits(lambda n: memory(n).peak, room, start, min(MOST, most))
@@ -157,13 +157,13 @@ def most_that_fit(scenario_of: Callable[[int], Scenario], limit: int, start: int
 def largest_that_fits(
     peak: Callable[[int], float], limit: float, start: int, most: int = MOST
 ) -> int:
-    """Finds n <= most with `peak(n) <= limit < peak(n + 1)`; returns 0 if 1 is too large.
+    """Finds n <= most with `peak(n) <= limit < peak(n + 1)`; returns 0 if peak(1) > limit.
 
     Peaks are almost quadratic in n, so the next guess is where the parabola through three known
-    points crosses the limit. If five guesses leave more than a sixteenth of the bracket, the next
-    guess halves it, which bounds the search.
+    points crosses the limit. If five guesses leave more than 1/16 of the interval in which n lies,
+    the next guess halves the interval, which bounds the number of guesses.
     """
-    low, high = 0, most + 1  # low fits, high does not
+    low, high = 0, most + 1  # low fits (or is 0), high does not
     width = high
     peaks: dict[int, float] = {}
     guess = start
@@ -185,7 +185,7 @@ def largest_that_fits(
 
 
 def about_largest(peak: Callable[[int], float], limit: float, start: int, most: int) -> int:
-    """Finds the largest n with `peak(n) <= limit`, to some percent; below 1 if there is none.
+    """Finds about the largest n with `peak(n) <= limit`, within a few percent; below 1 if none.
 
     It evaluates no peak beyond `most`; a larger result is extrapolated.
     """
@@ -210,7 +210,7 @@ def _crossing(peaks: dict[int, float], limit: float) -> int:
     room = limit - peaks[b]
     slopes = [(peaks[b] - peaks[a]) / (b - a) for a in others]
     curve = (slopes[1] - slopes[0]) / (others[1] - others[0]) if len(slopes) == 2 else 0.0
-    slope = slopes[-1] + curve * (b - others[-1]) if slopes else 0.0  # slope of the parabola at b
+    slope = slopes[-1] + curve * (b - others[-1]) if slopes else 0.0  # of the parabola at b
     square = slope**2 + 4 * curve * room
     if slope <= 0 or square < 0:
         return int(b * limit / max(1.0, peaks[b]))
@@ -218,12 +218,12 @@ def _crossing(peaks: dict[int, float], limit: float) -> int:
 
 
 def usable(memory: int) -> int:
-    """Returns the bytes that a call may use, all but `SPARE`."""
+    """Returns the bytes of a memory that a call may use: all but the share `SPARE`."""
     return int((1 - SPARE) * memory)
 
 
 def memory_of(machine: Machine | str | None, memory: int | str | None) -> int:
-    """Returns `memory` in bytes, default all of the machine's; ValueError if it is not known."""
+    """Returns `memory` in bytes, default all memory of the machine; ValueError if unknown."""
     device = machine_of(machine)
     if memory is not None:
         return parse_bytes(memory)

@@ -111,7 +111,7 @@ _LIST = (
 )  # fmt: skip
 MACHINES: dict[str, Machine] = {machine.name: machine for machine in _LIST}
 
-# Other common names of the machines above, without spaces and dashes.
+# Other common names of the machines above, in lower case without spaces and dashes.
 _OTHER_NAMES = {
     "h100": "H100 SXM",
     "a100": "A100 80GB",
@@ -131,7 +131,7 @@ _BY_PLAIN_NAME |= {other: MACHINES[name] for other, name in _OTHER_NAMES.items()
 
 
 def machine_of(machine: Machine | str | None) -> Machine | None:
-    """Returns the machine of a name, and a `Machine` or None (this machine) unchanged."""
+    """Returns the machine with this name; a `Machine` or None (this machine) is unchanged."""
     return machine if machine is None or isinstance(machine, Machine) else named(machine)
 
 

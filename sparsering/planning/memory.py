@@ -1,4 +1,4 @@
-"""Computes the bytes of a call by arithmetic: inputs, results, saved tensors, workspace, layout.
+"""Predicts the bytes of a call: inputs, results, saved tensors, workspace, layout.
 
 The compiled CPU kernel itself returns the size of its workspace. For the backends gather and
 triton, formulas here add up the buffers that their code allocates.
@@ -17,7 +17,7 @@ from .work import PassWork, Work
 
 
 class Memory(NamedTuple):
-    """Bytes of a call."""
+    """Bytes that one call of `attention` needs, by purpose."""
 
     inputs: int  # query, key and value; with backward also the gradient of the result
     results: int  # the result; with backward also the three gradients
@@ -32,7 +32,7 @@ class Memory(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Sizes of a call that do not affect its layout."""
+    """Sizes of a call of `attention` that do not affect its layout."""
 
     batch_size: int
     head_dim: int
@@ -64,7 +64,7 @@ def tensors_of(frame: Frame, call: Call) -> Tensors:
 
 
 def cpu_memory(work: Work, call: Call, backward: bool) -> Memory:
-    """Bytes of a call of the compiled CPU kernel, which returns the size of its own buffers."""
+    """Bytes of a call of the CPU kernel, whose library reports the size of its buffers."""
     if build_failure():  # `attention` then runs gather
         return gather_memory(work, call, backward)
     sizes = tensors_of(work.frame, call)
@@ -97,9 +97,9 @@ def _cpu_workspace(work: Work, call: Call, backward: bool) -> int:
 
 
 def gather_memory(work: Work, call: Call, backward: bool) -> Memory:
-    """Bytes of a call of the backend "gather"."""
+    """Bytes of a call of the backend "gather", up to the limit of its workspace."""
     sizes = tensors_of(work.frame, call)
-    limit = set_workspace(1)  # returns the bytes so far, which the next line restores
+    limit = set_workspace(1)  # returns the previous limit, which the next line restores
     set_workspace(limit)
     scale = sum_dtype(call.dtype).itemsize // call.dtype.itemsize
     plans = int(48 * sum(p.entries * p.num_tables for p in work.passes))
@@ -113,7 +113,7 @@ def gather_memory(work: Work, call: Call, backward: bool) -> Memory:
 
 
 def triton_memory(work: Work, call: Call, backward: bool) -> Memory:
-    """Bytes of a call of the GPU kernels, which sum several passes in float32."""
+    """Bytes of a call of the GPU kernels, which add up several passes in float32."""
     sizes = tensors_of(work.frame, call)
     layout = work.layout_bytes
     walks = int(sum(p.num_tables * (16 * p.entries + 20 * p.query_tiles) for p in work.passes))
@@ -127,7 +127,7 @@ def triton_memory(work: Work, call: Call, backward: bool) -> Memory:
 
 
 MEMORY = {"cpu": cpu_memory, "gather": gather_memory, "triton": triton_memory}
-"""Functions that compute the bytes of a call, by backend."""
+"""For each backend, the function that computes the bytes of a call."""
 
 
 def takes_heads(work: Work, call: Call) -> bool:
@@ -136,5 +136,5 @@ def takes_heads(work: Work, call: Call) -> bool:
 
 
 def is_walked(p: PassWork, group: float) -> bool:
-    """Whether the CPU kernel iterates over the key tiles of a pass, not over its query tiles."""
+    """Whether the CPU kernel loops over the key tiles of a pass, not over its query tiles."""
     return is_walked_shape(p.longest, (p.query_tiles, p.key_tiles), p.entries, group)

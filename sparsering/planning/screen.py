@@ -15,7 +15,7 @@ from .sizes import show_bytes, show_seconds, show_tokens
 WIDTH = 100
 SHARDINGS = ("contiguous", "zigzag", "balanced")
 MOST_SEARCHED = 1 << 22
-"""Tokens of the longest call that is estimated; longer ones are extrapolated."""
+"""Largest number of tokens that is estimated; longer sequences are extrapolated."""
 
 
 def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
@@ -105,7 +105,7 @@ def _time(estimate: Estimate, of_rank: str) -> str:
 
 
 def _capacity(scenario: Scenario, limit: int | None) -> str:
-    """Returns which batch and which length fit in memory, as text."""
+    """Returns the largest batch and the longest sequence that fit in memory, as text."""
     if limit is None:
         return "with --memory: the largest batch and the longest sequence"
     try:
@@ -124,12 +124,12 @@ def _capacity(scenario: Scenario, limit: int | None) -> str:
         return text
     if tokens < 1:
         return text
-    two_digits = int(float(f"{tokens:.1e}"))  # the search stops at some percent
+    two_digits = int(float(f"{tokens:.1e}"))  # the search is exact to a few percent
     return f"{text}; about {show_tokens(two_digits)} tokens at this batch"
 
 
 def _rank_rows(scenario: Scenario, estimate: Estimate) -> list[str]:
-    """Returns rows that compare one device, and each sharding, if there are several ranks."""
+    """Returns rows that compare one device and all shardings; no row for a single rank."""
     if scenario.ranks == 1:
         return []
     alone = estimate_of(replace(scenario, ranks=1))
@@ -161,7 +161,7 @@ def _short_time(estimate: Estimate) -> str:
 
 
 def _advice(estimate: Estimate, limit: int | None, saving: float, dense_name: str) -> str:
-    """Returns the most important advice."""
+    """Returns one line of advice: the first that applies, from most to least important."""
     peak, seconds, balance = estimate.peak_bytes.value, estimate.seconds, estimate.balance.value
     if limit is not None and peak > usable(limit):
         ranks = estimate.ranks * -(-peak // usable(limit))

@@ -13,21 +13,21 @@ from .memory import Call, is_walked, takes_heads
 from .work import Work, flops
 
 Rates = dict[str, float]
-"""Seconds per unit of each kind of work."""
+"""Seconds per amount 1 of each of `KINDS` of work."""
 
 KINDS = (
     "call", "cells", "products", "entries", "masked", "rows", "strided", "merged", "keys", "bytes",
 )  # fmt: skip
-"""Kinds of work in a part of a call: the call itself; cells of visited tiles; cells times head dim;
-visited blocks; cells of blocks with a bitmap; numbers in query rows; numbers in strided rows and
-keys; numbers in query rows that several passes add up; numbers in copied keys; bytes of results so
-large that the allocator requests them from the system each time."""
+"""Kinds of work in a part of a call, in this order: the call itself; (query, key) pairs in visited
+blocks; these times head dim; visited blocks; pairs in blocks with a bitmap; elements of queries;
+elements of queries and keys in tiles of step > 1; elements of queries that several passes add up;
+elements of copied keys; bytes of results so large that each call gets new memory for them."""
 
-_NEW_EACH_TIME = 32 << 20  # bytes: glibc maps larger tensors each time, and zeroes every page
+_NEW_EACH_TIME = 32 << 20  # bytes: glibc maps new, zeroed pages for larger tensors
 
 
 def parts_of(backend: str, work: Work, call: Call, backward: bool) -> tuple[str, ...]:
-    """Returns the names of the parts of a call, which are the keys of its rates."""
+    """Names the forward pass and the backward pass of a call, as keys of measured rates."""
     in_bfloat16 = backend != "gather" and multiplies_bfloat16(call.dtype)
     name = f"{backend} {'bfloat16' if in_bfloat16 else 'float32'}"
     unit = "heads" if backend == "gather" or takes_heads(work, call) else "tiles"
@@ -53,7 +53,7 @@ def amounts(part: str, work: Work, call: Call) -> list[float]:
     results = [heads * frame.q_len * size]
     if "backward" in part:
         results += 2 * [kv_heads * frame.kv_len * size]
-        if "heads" in part:  # the busiest thread computes more kv heads than the mean
+        if "heads" in part:  # some threads compute one kv head more
             uneven = round_up(kv_heads, torch.get_num_threads()) / kv_heads
             cells, entries, masked = cells * uneven, entries * uneven, masked * uneven
     return [
@@ -64,7 +64,7 @@ def amounts(part: str, work: Work, call: Call) -> list[float]:
 
 
 def multiplies_bfloat16(dtype: torch.dtype) -> bool:
-    """Whether this machine has instructions that multiply in this dtype, and it is bfloat16."""
+    """Whether the dtype is bfloat16, and this machine has instructions that multiply it."""
     features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     has_products = torch.backends.mkldnn.is_available() and features.get("avx512_f")
     return dtype == torch.bfloat16 and bool(has_products)
@@ -75,8 +75,8 @@ def seconds_of(
 ) -> float | None:
     """Predicts the seconds of a call from measured rates.
 
-    None if a part has no rates, or if a pass runs by key tiles (`is_walked`), which `calibrate`
-    does not measure.
+    None if a part has no rates, or if the kernel loops over the key tiles of a pass (`is_walked`),
+    which `calibrate` does not measure.
     """
     parts = parts_of(backend, work, call, backward)
     group = work.frame.num_heads / work.frame.num_kv_heads

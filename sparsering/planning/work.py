@@ -1,10 +1,10 @@
-"""Counts the work of a call from its layout: pairs, blocks, cells, tokens read and written.
+"""Counts the work of a call from its layout: attending pairs, visited blocks, tokens read.
 
     work = work_of(Causal(), frame, 128)
     work.pairs, work.entries, flops(work.pairs, 64, backward=True)
 
-For a very large layout, only some query tiles are counted; `known` says that the rest is
-extrapolated.
+For a very large layout, only some query tiles are counted and the others extrapolated; `known`
+says which. A cell is a (query, key) pair in a visited block, attending or not.
 """
 
 from collections.abc import Iterator
@@ -29,45 +29,45 @@ from ..patterns.selected import selections_of
 
 MOST_ENTRIES = 1 << 21
 """Most visited blocks, over all tables, that are counted exactly; beyond it, tiles are sampled."""
-_FIRST_TILES = 16  # query tiles from which the size of a layout is estimated
-_TILES, _HEADS = 96, 2  # query tiles and heads that are sampled of a large layout
+_FIRST_TILES = 16  # query tiles that give a first estimate of a layout's size
+_TILES, _HEADS = 96, 2  # query tiles and heads sampled from a large layout
 _GOLDEN = 0.6180339887498949
 _EDGE = 2  # tiles at each end that are always counted, because global tokens lie there
-_RUN = 64  # number of neighbouring key tiles whose status is computed as one
+_RUN = 64  # neighbouring key tiles that are tested as one
 
 
 class PassWork(NamedTuple):
-    """Work of one pass; floats are means over query heads and batch entries.
+    """Work of one `Pass` of a layout; floats are means over query heads and batch entries.
 
-    The CPU kernel cuts tiles with far more entries than others into pieces, and sums each piece
-    separately. `pieces` counts parts of query tiles, `pieces_by_key` of key tiles; 0 without `cut`.
+    The CPU kernel cuts tiles with far more visited blocks than others into pieces, and sums each
+    piece separately. The counts of pieces are 0 without `work_of(..., cut=True)`.
     """
 
-    step: int  # distance of neighbours in a tile, in tokens
+    step: int  # distance of neighbouring positions in a tile, in tokens
     query_tiles: int  # number of query tiles of each head
     key_tiles: int  # number of key tiles of each head
     longest: tuple[int, int]  # most tokens in a query tile, and in a key tile
-    entries: float  # visited blocks
+    entries: float  # visited blocks: pairs of a query tile and a key tile
     masked: float  # visited blocks that have a bitmap
-    cells: float  # sum over entries of query tokens x key tokens, both rounded up to 16
-    wide_cells: float  # `cells` with query tokens rounded up to 32
+    cells: float  # query x key tokens of visited blocks, both rounded up to 16
+    wide_cells: float  # the same sum with query tokens rounded up to 32
     rows: float  # queries in tiles that visit a block
     key_tiles_seen: float  # key tiles that any query head of a kv head visits; mean over kv heads
     ragged: float  # key tiles of a length that 16 does not divide, which kernels copy
-    pieces: float
-    pieces_by_key: float
-    tables: int  # number of different tables of entries, over all heads
+    pieces: float  # number of pieces of query tiles
+    pieces_by_key: float  # number of pieces of key tiles
+    tables: int  # heads with separate tables of visited blocks
     batches: int  # number of batch entries with separate tables
 
     @property
     def num_tables(self) -> int:
-        """Number of tables of entries, over all heads and batch entries."""
+        """Number of tables of visited blocks, over all heads and batch entries."""
         return self.batches * self.tables
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a call over a layout."""
+    """Work of a call of `attention` over a layout, and the layout's size in bytes."""
 
     frame: Frame
     block_size: int
@@ -134,14 +134,14 @@ def counted(layout: BlockLayout, *, cut: bool = False) -> Work:
 def _tally(
     row: Tensor, first: Tensor, end: Tensor, masked: Tensor, queries: Tensor, before: Tensor
 ) -> tuple[int, ...]:
-    """Sums the work of runs of key tiles: `entries`, `masked`, `cells`, `wide_cells` and `rows`.
+    """Sums `entries`, `masked`, `cells`, `wide_cells` and `rows` over runs of key tiles.
 
     Args:
         row: the query tile that visits each run.
         first, end: the first key tile of each run, and its exclusive end.
         masked: True for a run of one tile that has a bitmap.
         queries: tokens of each query tile.
-        before: `_tokens_before` of the key tiles.
+        before: result of `_tokens_before` for the key tiles.
     """
     tokens = before[end] - before[first]
     cells, wide_cells = ((round_up(queries, size)[row] * tokens).sum() for size in (16, 32))
@@ -150,7 +150,7 @@ def _tally(
 
 
 def _tokens_before(keys: Tensor) -> Tensor:
-    """Returns the padded tokens before each key tile, and at the end their sum."""
+    """Tokens, rounded up to 16 per tile, before each key tile, and at the end of all."""
     return torch.nn.functional.pad(round_up(keys, 16).cumsum(0), (1, 0))
 
 
@@ -167,7 +167,7 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassWork:
     queries = tile_counts(p.query_start, p.query_stop, p.step, layout.block_size)
     keys = tile_counts(p.key_start, p.key_stop, p.step, layout.block_size)
     (batches, tables), axes = p.row_ptr.shape[:2], len(queries)
-    kinds = max(tables, axes)  # number of different heads
+    kinds = max(tables, axes)  # number of heads that differ
     groups = min(kinds, layout.frame.num_kv_heads)
     tallies, seen, pieces, pieces_by_key = [], 0.0, 0.0, 0.0
     for b in range(batches):
@@ -198,13 +198,13 @@ class _Tiles(NamedTuple):
 
     queries: Axis
     keys: Axis
-    runs: Axis  # runs of `_RUN` neighbouring key tiles
+    runs: Axis  # each run joins `_RUN` neighbouring key tiles
     joined: Tensor  # True for a run without a gap between its tiles
-    before: Tensor  # `_tokens_before` of the key tiles
+    before: Tensor  # result of `_tokens_before` for the key tiles
 
 
 _TilesOfPass = dict[tuple[int, int], _Tiles]
-"""Tiles by the number of the pass and the offset of a head's first tile."""
+"""Tiles of a head, by the number of the pass and the offset of the head's first tile."""
 
 
 def _sampled(
@@ -282,9 +282,9 @@ def _tiles(
 def _runs(
     ground: Ground, mask: Mask, queries: Axis, tiles: _Tiles, frame: Frame, block_size: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
-    """Returns (query tile, first key tile, end, has a bitmap) of visited runs, and their pairs.
+    """Finds visited runs: (query tile, first key tile, end, has a bitmap), and all their pairs.
 
-    A run of `_RUN` key tiles that hold completely, or not at all, is tested at once.
+    A run of `_RUN` key tiles is tested at once; only where its status varies, tile by tile.
     """
     rule, origin = condition(mask, frame, ground.in_document), ground.origin(queries)
     keys, runs = tiles.keys, tiles.runs
@@ -308,9 +308,9 @@ def _runs(
 
 
 def _draws(count: int, most: int) -> Iterator[tuple[Tensor, float]]:
-    """Yields sampled tile numbers below `count` with their weight: both ends, and some between.
+    """Samples tile numbers below `count`: yields (numbers, weight) for both ends and between.
 
-    One tile of each of `most` equal parts is sampled, at places that never repeat with a period.
+    One tile is sampled in each of `most` equal parts, at a place that differs between parts.
     """
     if count <= most + 2 * _EDGE:
         yield torch.arange(count), 1.0
